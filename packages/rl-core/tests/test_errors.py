@@ -7,10 +7,20 @@ from typing import Any
 import pytest
 
 from rl_core import errors
-from rl_core.errors import ConfigError, DataError, Origin, RLError, WeightSyncError, WorkerDied, WorkerError
+from rl_core.errors import (
+    ConfigError,
+    ConfigProblems,
+    DataError,
+    Origin,
+    RLError,
+    WeightSyncError,
+    WorkerDied,
+    WorkerError,
+)
 
 ORIGIN = Origin("policy", 3, "10.0.0.7", "train_step")
 ARGUMENTS: dict[type[RLError], tuple[Any, ...]] = {
+    ConfigProblems: ("2 problems", (("grpo.seed", "got x"), ("policy", "must be set"))),
     WeightSyncError: ("2 tensors missing", ("a.weight", "b.weight")),
     WorkerError: ("torch.OutOfMemoryError", "no memory", "Traceback ...", ORIGIN),
     WorkerDied: ("killed", ORIGIN),

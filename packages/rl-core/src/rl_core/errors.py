@@ -17,6 +17,22 @@ class ConfigError(RLError, ValueError):
     """A configuration that cannot be run; its message names the key, where it was set and what is allowed."""
 
 
+class ConfigProblems(ConfigError):
+    """A configuration with problems of single keys, all of them.
+
+    Args:
+        message: Names every problem, its key, where that was set and what is allowed.
+        problems: Dotted key and message of each problem.
+    """
+
+    def __init__(self, message: str, problems: tuple[tuple[str, str], ...]) -> None:
+        super().__init__(message, problems)
+        self.problems = problems
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
 class DataError(RLError, ValueError):
     """A dataset or a prompt that cannot be used; its message names the file, the line or row, and the remedy."""
 

@@ -24,11 +24,12 @@ from rl_core.config import (
     assemble,
     did_you_mean,
     load,
+    refusal,
     resolve,
 )
 from rl_core.devices import Device
 from rl_core.environments.instance import environment_types
-from rl_core.errors import ConfigError
+from rl_core.errors import ConfigError, ConfigProblems
 from rl_core.model import HEADLESS_ROLES
 from rl_core.model_config import ColocatedConfig, GenerationConfig, ModelConfig, local_hf_config, num_experts_of
 from rl_core.plugins import (
@@ -54,6 +55,7 @@ from rl_launch.backends import (
     section_of,
 )
 from rl_launch.cluster.device import AUTO, resolve_device
+from rl_launch.foreign_keys.hints import ForeignHints
 from rl_launch.local_models import MADE_HERE
 from rl_launch.model_facts import model_problems
 from rl_launch.model_folder import MODEL_FILES, TOKENIZER_FILES, adapter_problems, folder_problems
@@ -131,23 +133,61 @@ def read_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
         ConfigError: listing every problem.
     """
     raw = read_raw(source, overrides)
+    if raw.select("algorithm") is None and (guess := _guessed_algorithm(raw)):
+        raise _without_algorithm(raw, guess)
+    return _read(raw, source)
+
+
+def _read(raw: RawConfig, source: str | Path | Mapping[str, Any]) -> Resolved[RootConfig]:
     algorithm = _algorithm(raw)
+    hints = ForeignHints(algorithm.name)
     if algorithm.generates and not isinstance(source, Mapping) and is_run(Path(source).expanduser()):
         check_environments(raw)
-    return resolve(
-        raw,
-        root_type(algorithm, raw),
-        checks=(
-            _folder_checks,
-            _model_fact_checks,
-            *algorithm.checks,
-            _checkpointing_checks,
-            _backend_checks,
-            _replay_checks,
-            _lora_sync_checks,
-            _topology_checks,
-        ),
+    try:
+        return resolve(
+            raw,
+            root_type(algorithm, raw),
+            checks=(
+                _folder_checks,
+                _model_fact_checks,
+                *algorithm.checks,
+                _checkpointing_checks,
+                _backend_checks,
+                _replay_checks,
+                _lora_sync_checks,
+                _topology_checks,
+            ),
+            hint=hints,
+        )
+    except ConfigProblems as error:
+        remarks = hints.remarks(raw.name) if raw.files else []
+        raise ConfigProblems("\n".join([str(error), *remarks]), error.problems) from None
+
+
+def _guessed_algorithm(raw: RawConfig) -> str:
+    """The installed algorithm whose own section the user wrote; empty if there is not exactly one."""
+    written = raw.plain()
+    found = [name for name in names(ALGORITHMS) if name in written]
+    return found[0] if len(found) == 1 else ""
+
+
+def _without_algorithm(raw: RawConfig, guess: str) -> ConfigProblems:
+    """The error about a config that does not name its algorithm, with its other problems as they would be with the
+    algorithm that its sections belong to."""
+    known = ", ".join(names(ALGORITHMS))
+    missing = Problem(
+        "algorithm", f"must be set; the section {guess} belongs to algorithm: {guess}; installed algorithms: {known}"
     )
+    others: tuple[tuple[str, str], ...] = ()
+    remarks: list[str] = []
+    try:
+        _read(raw.with_values({"algorithm": guess}, "guessed"), {})
+    except ConfigProblems as error:
+        others, remarks = error.problems, ForeignHints.remarks_in(str(error))
+    except ConfigError as error:
+        remarks = [str(error)]
+    whole = refusal([missing, *(Problem(key, message) for key, message in others)], raw)
+    return ConfigProblems("\n".join([str(whole), *remarks]), whole.problems)
 
 
 def read_model_config(source: Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Any:

@@ -24,8 +24,8 @@ from rl_core.config.explain import Explanation, explain, explain_all
 from rl_core.config.json_schema import JsonSchema
 from rl_core.config.keys import all_keys
 from rl_core.config.load import RawConfig, load
-from rl_core.config.messages import by_another_name, did_you_mean, nearest, show
-from rl_core.config.resolve import Resolved, Values, resolve, values_of
+from rl_core.config.messages import Hint, by_another_name, did_you_mean, nearest, show
+from rl_core.config.resolve import Resolved, Values, refusal, resolve, values_of
 from rl_core.config.schema import (
     Config,
     EnvVars,
@@ -48,6 +48,7 @@ __all__ = [
     "Config",
     "EnvVars",
     "Explanation",
+    "Hint",
     "JsonSchema",
     "NamedConfig",
     "Origin",
@@ -74,6 +75,7 @@ __all__ = [
     "load",
     "nearest",
     "plain",
+    "refusal",
     "resolve",
     "rule_of",
     "section_of",

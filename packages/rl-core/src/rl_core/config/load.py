@@ -375,9 +375,7 @@ def _message(text: str, error: Exception, known: Iterable[str]) -> str:
         )
     if "Unsupported interpolation type" in said:
         name = said.rpartition(" ")[2]
-        return (
-            f"{text!r} asks for {name!r}, which computes nothing here; keys are written with dots, as ${{section.key}}"
-        )
+        return f"{text!r} asks for {name!r}, which computes nothing here; write the value, or a key as ${{section.key}}"
     if "MissingMandatoryValue" in said or "MissingValue" in type(error).__name__:
         return f"{text!r} names a key marked {MISSING}: set that key"
     if "oc.env" in text or text.count("${") > 1:

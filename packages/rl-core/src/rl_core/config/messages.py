@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from difflib import SequenceMatcher
 from typing import Any
 
@@ -14,6 +14,9 @@ from pydantic_core import ErrorDetails
 from rl_core.config.keys import Key, all_keys, key_at, value_at
 from rl_core.config.schema import Config, Problem, ProblemError
 from rl_core.config.tree import Entry, KeyPath, format_path, parse_path
+
+Hint = Callable[[str, Any], str]
+"""Explains an unknown key, given with its value; returns nothing for one that it does not know either."""
 
 _GOOD = 0.7
 _TIE = 0.04
@@ -57,11 +60,14 @@ def located(problem: Problem, below: KeyPath = ()) -> tuple[KeyPath, str]:
     return (*below, *(parse_path(problem.key) if problem.key else ())), problem.message
 
 
-def problems_in(error: ValidationError, root: type[Config], values: Any, shown: Any) -> Iterator[tuple[KeyPath, str]]:
+def problems_in(
+    error: ValidationError, root: type[Config], values: Any, shown: Any, hint: Hint | None = None
+) -> Iterator[tuple[KeyPath, str]]:
     """One path and message per key that pydantic refuses in `values`.
 
     Args:
         shown: The same values as messages may show them.
+        hint: Explains unknown keys that it knows.
     """
     by_path: dict[KeyPath, list[ErrorDetails]] = {}
     for details in error.errors(include_url=False):
@@ -74,12 +80,37 @@ def problems_in(error: ValidationError, root: type[Config], values: Any, shown: 
         if isinstance(raised, ProblemError):
             yield from (located(problem, path) for problem in raised.problems)
         elif group[0]["type"] == "extra_forbidden":
-            yield path, by_another_name(root, path, values) or _unknown(path, list(all_keys(root, values)), values)
+            known = list(all_keys(root, values))
+            yield path, by_another_name(root, path, values) or _unknown(path, known, values, hint)
         else:
             value = value_at(shown, path)
             is_hidden = value != value_at(values, path)
             given = show(value if is_hidden else group[0]["input"])
             yield path, _verdict(group, key_at(root, path, values), format_path(path), given, is_hidden=is_hidden)
+
+
+def left_out_to_go_on(error: ValidationError, values: Any) -> list[KeyPath] | None:
+    """Paths without which the values mean what the user wrote: unknown keys, and nulls in the place of defaults.
+
+    Returns:
+        None if something else is wrong too.
+    """
+    found = []
+    for details in error.errors(include_url=False):
+        path = _path_in(values, details)
+        is_null = bool(path) and value_at(values, path) is None and details["type"] != "missing"
+        is_in_list = any(isinstance(segment, int) for segment in path)
+        if is_in_list or (details["type"] != "extra_forbidden" and not is_null):
+            return None
+        found.append(path)
+    return found
+
+
+def without(values: Any, paths: Collection[KeyPath], at: KeyPath = ()) -> Any:
+    """Nested values without some of their keys."""
+    if not isinstance(values, dict):
+        return values
+    return {key: without(value, paths, (*at, key)) for key, value in values.items() if (*at, key) not in paths}
 
 
 def report(problems: Sequence[tuple[KeyPath, str]], name: str, written: Entry) -> str:
@@ -124,15 +155,17 @@ def by_another_name(root: type[Config], path: KeyPath, values: Any) -> str:
     return f"no such key; here it is {format_path((*above, key))}: {' '.join(meaning.split())}".rstrip(": ")
 
 
-def _unknown(path: KeyPath, keys: list[str], values: Any) -> str:
+def _unknown(path: KeyPath, keys: list[str], values: Any, hint: Hint | None) -> str:
     key = format_path(path)
     nested = format_path((*path[:-1], *str(path[-1]).split(".")))
     if key in keys or ("." in str(path[-1]) and nested in keys):
         return f"a key with dots is one name in YAML; nest it, or pass {key}=VALUE on the command line"
     inside = value_at(values, path)
+    if hint is not None and (explained := hint(key, inside)):
+        return f"no such key: {explained}"
     names = [key, *(f"{key}.{name}" for name in inside)] if isinstance(inside, dict) else [key]
-    if hint := next((found for name in names if (found := did_you_mean(name, keys))), ""):
-        return f"no such key{hint}"
+    if near := next((found for name in names if (found := did_you_mean(name, keys))), ""):
+        return f"no such key{near}"
     section = format_path(path[:-1])
     prefix = f"{section}." if section else ""
     known = sorted({known.removeprefix(prefix).partition(".")[0] for known in keys if known.startswith(prefix)})

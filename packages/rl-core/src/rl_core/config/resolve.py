@@ -11,13 +11,13 @@ from typing import Any, Generic, Literal, TypeVar, get_args, get_origin
 from pydantic import ValidationError
 
 from rl_core.config.dump import escaped
-from rl_core.config.keys import Key, key_at
+from rl_core.config.keys import Key, all_keys, key_at
 from rl_core.config.load import RawConfig, interpolate, interpolations
-from rl_core.config.messages import located, problems_in, report
+from rl_core.config.messages import Hint, left_out_to_go_on, located, nearest, problems_in, report, without
 from rl_core.config.schema import Config, Problem, plain
 from rl_core.config.secrets import hide_values, literal_credentials, with_references
 from rl_core.config.tree import MISSING, KeyPath, Origin, Unquoted, Unset, format_path, leaves, mapped, parse_path
-from rl_core.errors import ConfigError
+from rl_core.errors import ConfigError, ConfigProblems
 
 C = TypeVar("C", bound=Config)
 
@@ -73,16 +73,24 @@ def values_of(raw: RawConfig, root: type[Config]) -> Values:
     return Values(tree, raw, _environment_references(written))
 
 
-def resolve(raw: RawConfig, root: type[C], *, checks: Sequence[Callable[[C], Iterable[Problem]]] = ()) -> Resolved[C]:
+def resolve(
+    raw: RawConfig,
+    root: type[C],
+    *,
+    checks: Sequence[Callable[[C], Iterable[Problem]]] = (),
+    hint: Hint | None = None,
+) -> Resolved[C]:
     """Interpolate and validate what the user wrote, over the defaults of a config type.
 
     Args:
         raw: what `load` returned.
         root: the config type, mostly from `assemble`.
-        checks: run on the valid config; each yields a `Problem` per key that does not go with the rest.
+        checks: run on the valid config; each yields a `Problem` per key that does not go with the rest. If unknown
+            keys and nulls are all that is wrong, they run on the config without those.
+        hint: Explains unknown keys that it knows, in place of the nearest ones.
 
     Raises:
-        ConfigError: listing every problem: key, origin, what was given, what is allowed, the nearest key.
+        ConfigProblems: listing every problem: key, origin, what was given, what is allowed, the nearest key.
     """
     written = raw.entry.plain()
     tree, wrong = interpolate(*_over_defaults(Key((), root), written, None))
@@ -95,14 +103,57 @@ def resolve(raw: RawConfig, root: type[C], *, checks: Sequence[Callable[[C], Ite
     try:
         config = root.model_validate_json(json.dumps(values))
     except ValidationError as error:
-        found = problems_in(error, root, values, with_references(values, references))
+        found = problems_in(error, root, values, with_references(values, references), hint)
         blamed = [each for each in found if not any(_is_below(each[0], at) for at in wrong)]
-        problems = hide_values([*wrong.items(), *blamed], values, references)
-        raise ConfigError(report(problems, raw.name, raw.entry)) from None
+        further = [] if wrong else _further_problems(error, root, values, references, checks, hint)
+        problems = hide_values([*wrong.items(), *blamed, *further], values, references)
+        raise _refused(problems, raw) from None
     problems = list(wrong.items()) or [located(problem) for check in checks for problem in check(config)]
     if problems:
-        raise ConfigError(report(hide_values(problems, values, references), raw.name, raw.entry))
+        raise _refused(hide_values(problems, values, references), raw)
     return Resolved(config.with_references(references), raw)
+
+
+def refusal(problems: Sequence[Problem], raw: RawConfig) -> ConfigProblems:
+    """The error that lists problems of a config, each with the origin of its key."""
+    return _refused([located(problem) for problem in problems], raw)
+
+
+def _refused(problems: Sequence[tuple[KeyPath, str]], raw: RawConfig) -> ConfigProblems:
+    pairs = tuple((format_path(path), message) for path, message in problems)
+    return ConfigProblems(report(problems, raw.name, raw.entry), pairs)
+
+
+def _further_problems(
+    error: ValidationError,
+    root: type[C],
+    values: Any,
+    references: Mapping[KeyPath, str],
+    checks: Sequence[Callable[[C], Iterable[Problem]]],
+    hint: Hint | None,
+) -> list[tuple[KeyPath, str]]:
+    """Problems of the config without the keys that an error blames, if it is then known what the config means; not
+    those of keys that an unknown one most likely stands for."""
+    paths = left_out_to_go_on(error, values)
+    if paths is None:
+        return []
+    rest = without(values, paths)
+    try:
+        config = root.model_validate_json(json.dumps(rest))
+    except ValidationError as further:
+        found = list(problems_in(further, root, rest, with_references(rest, references), hint))
+    else:
+        found = [located(problem) for check in checks for problem in check(config)]
+    known = list(all_keys(root, rest)) if found else []
+    meant = [near for path in paths if found for near in nearest(format_path(path), known)]
+    return [each for each in found if not any(_is_about(each, near) for near in meant)]
+
+
+def _is_about(problem: tuple[KeyPath, str], key: str) -> bool:
+    """Whether a problem is of a key, of one around or below it, or names it as a cause."""
+    path, message = problem
+    meant = parse_path(key)
+    return _is_below(path, meant) or _is_below(meant, path) or key in message
 
 
 def _is_below(path: KeyPath, section: KeyPath) -> bool:

@@ -96,6 +96,36 @@ def explain(
             sys.stderr.write(f"note: rl train would refuse this config: {problems}\n")
 
 
+@app.command("import")
+def import_foreign(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The config: YAML, JSON, TOML, or a shell script.")],
+    system: Annotated[str, typer.Option("--from", metavar="SYSTEM", help="nemo-rl, trl, verl, openrlhf or prime-rl.")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the recipe to this file.")
+    ] = None,
+    keep_going: Annotated[
+        bool, typer.Option("--keep-going", help="Leave out what is not offered, and write the rest.")
+    ] = False,
+    algorithm: Annotated[
+        str, typer.Option("--algorithm", metavar="NAME", help="The algorithm, if the file does not say it.")
+    ] = "",
+    gpus: Annotated[
+        int | None, typer.Option("--gpus", metavar="N", min=1, help="Number of GPUs, if the file does not say it.")
+    ] = None,
+) -> None:
+    """Make a recipe of the config of another system, and report what became of each of its keys.
+
+    Without --output the recipe is printed, with the report as comments. A config that asks for something that is not
+    offered is refused, with all that is missing, unless --keep-going is given.
+    """
+    with reported():
+        from rl_launch.commands.import_config import import_recipe
+
+        sys.stdout.write(
+            import_recipe(file, system, output, keep_going=keep_going, algorithm=algorithm, gpus=gpus),
+        )
+
+
 @app.command()
 def schema(
     recipe: Annotated[

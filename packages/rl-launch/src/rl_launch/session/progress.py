@@ -24,7 +24,7 @@ _BARS = "▁▂▃▄▅▆▇█"
 _OF_SPINNER = 3
 _REPLICAS = "generation/replicas"
 _ACCURACY, _REWARD = "val/accuracy", "val/reward"
-_SHOWN = (
+_SHOWN: tuple[tuple[str, str], ...] = (
     ("reward/mean", "reward"),
     ("train/loss", "loss"),
     (_ACCURACY, "accuracy"),

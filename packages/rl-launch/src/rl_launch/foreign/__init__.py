@@ -1,0 +1,1 @@
+"""Configs of other systems, imported as recipes."""

@@ -1,0 +1,277 @@
+"""A recipe from the config of another system, with an answer to each of its keys."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from rl_core.config import Config, as_written, did_you_mean, load
+from rl_core.config.keys import Key, key_at, value_at
+from rl_core.config.tree import KeyPath, leaves, mapped, parse_path
+from rl_core.errors import ConfigError, ConfigProblems
+from rl_core.plugins import algorithm_named
+from rl_launch.foreign import nemo_rl, openrlhf, prime_rl, trl, verl
+from rl_launch.foreign.interpolation import interpolated
+from rl_launch.foreign.source import read, read_flags, read_overrides
+from rl_launch.foreign.translation import Answer, Translation
+from rl_launch.foreign_keys.table import SYSTEMS, Kind, table
+from rl_launch.root import read_config, root_type
+
+_ROUNDS = 8
+
+
+@dataclass(frozen=True)
+class Imported:
+    """A recipe made from the config of another system.
+
+    Args:
+        system: Name of the system.
+        source: The file.
+        recipe: Nested plain values.
+        answers: One for each key of the file, in its order.
+        notes: What the user has to know besides.
+    """
+
+    system: str
+    source: str
+    recipe: dict[str, Any]
+    answers: tuple[Answer, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def features(self) -> dict[str, list[str]]:
+        """The features that are not offered, each with the keys that ask for it."""
+        found: dict[str, list[str]] = {}
+        for answer in self.answers:
+            if answer.kind is Kind.REFUSED:
+                found.setdefault(answer.text, []).append(answer.key)
+        return found
+
+    def of(self, kind: Kind) -> Iterator[Answer]:
+        """The answers of one kind."""
+        return (answer for answer in self.answers if answer.kind is kind)
+
+    def count(self) -> Counter[Kind]:
+        """Number of keys by kind."""
+        return Counter(answer.kind for answer in self.answers)
+
+
+def import_config(path: Path, system: str, *, algorithm: str = "", gpus: int | None = None) -> Imported:
+    """Make a recipe of the config of another system.
+
+    Args:
+        path: The file; files that it inherits from lie beside it.
+        system: One of `SYSTEMS`.
+        algorithm: Name of the algorithm, if the file does not say it.
+        gpus: Number of GPUs, if the file does not say it.
+
+    Raises:
+        ConfigError: If the file cannot be read, or its algorithm is not known.
+    """
+    if system not in SYSTEMS:
+        near = did_you_mean(system, SYSTEMS)
+        raise ConfigError(f"--from: got {system!r}{near}; allowed: {', '.join(SYSTEMS)}")
+    config = _TRANSLATORS[system](path, algorithm, gpus)
+    _make_valid(config)
+    if unset := _unset_variables(config.recipe):
+        config.notes.append(f"set the environment variables that the recipe names: {', '.join(unset)}")
+    if any(answer.kind is Kind.REFUSED for answer in config.answers):
+        config.notes += [f"{key}: without the refused keys, {message}" for key, message in _problems(config.recipe)]
+    return Imported(SYSTEMS[system], str(path), _tidy(config.recipe), tuple(config.answers), tuple(config.notes))
+
+
+def _of_nemo_rl(path: Path, algorithm: str, gpus: int | None) -> Translation:
+    values = interpolated(read(path), str(path))
+    config = _started(values, "nemo-rl", algorithm or nemo_rl.algorithm_of(values), path)
+    nemo_rl.translate(config)
+    return config
+
+
+def _of_trl(path: Path, algorithm: str, gpus: int | None) -> Translation:
+    values = interpolated(read(path), str(path))
+    config = _started(values, "trl", algorithm or trl.algorithm_of(values), path)
+    trl.translate(config, gpus)
+    return config
+
+
+def _of_verl(path: Path, algorithm: str, gpus: int | None) -> Translation:
+    values = interpolated(read_overrides(path, verl.BASES), str(path))
+    config = _started(values, "verl", algorithm or verl.algorithm_of(values), path)
+    verl.translate(config)
+    return config
+
+
+def _of_openrlhf(path: Path, algorithm: str, gpus: int | None) -> Translation:
+    values = read_flags(path)
+    config = _started(values, "openrlhf", algorithm or openrlhf.algorithm_of(values), path)
+    openrlhf.translate(config, gpus)
+    return config
+
+
+def _of_prime_rl(path: Path, algorithm: str, gpus: int | None) -> Translation:
+    values = read(path)
+    config = _started(values, "prime-rl", algorithm or prime_rl.algorithm_of(values), path)
+    prime_rl.translate(config, gpus)
+    return config
+
+
+_TRANSLATORS: Mapping[str, Callable[[Path, str, int | None], Translation]] = {
+    "nemo-rl": _of_nemo_rl,
+    "trl": _of_trl,
+    "verl": _of_verl,
+    "openrlhf": _of_openrlhf,
+    "prime-rl": _of_prime_rl,
+}
+"""By system: makes a recipe of a file, given the algorithm and the number of GPUs if the file does not say them."""
+
+
+@cache
+def _root(algorithm: str) -> type[Config]:
+    return root_type(algorithm_named(algorithm), load({"algorithm": algorithm}))
+
+
+def _started(values: dict[str, Any], system: str, algorithm: str, path: Path) -> Translation:
+    if not algorithm:
+        raise ConfigError(
+            f"{path}: its keys do not say the algorithm; give it by --algorithm, such as --algorithm grpo"
+        )
+    root = _root(algorithm)
+
+    def key_here(name: str) -> Key | None:
+        try:
+            return key_at(root, parse_path(name), {})
+        except ConfigError:
+            return None
+
+    config = Translation(values, table(system), key_here)
+    config.algorithm = algorithm
+    return config
+
+
+_FEATURES = {
+    "replicas do not span nodes": "a replica of the generator on several nodes (policy.generation.vllm_cfg)",
+    "a replica of the megatron generator is one rank": "a replica of the megatron generator on several ranks",
+}
+"""Features by a part of the message about a recipe that asks for them."""
+
+_NO_EFFECT = re.compile("has no effect|nothing to validate on|scores nothing|spares the pass")
+"""Messages about settings that do nothing here beside the others, so that leaving them out changes nothing."""
+
+
+def _make_valid(config: Translation) -> None:
+    """Take settings out that have no effect here, and refuse what the recipe is not valid with."""
+    for _ in range(_ROUNDS):
+        problems = _problems(config.recipe)
+        idle = [(key, message) for key, message in problems if _NO_EFFECT.search(message) and _is_written(config, key)]
+        if not idle:
+            _refuse(config, problems)
+            break
+        for key, message in idle:
+            config.remove(key)
+            for answer in config.answers:
+                if answer.text.partition(":")[0].partition(",")[0] == key and answer.kind is not Kind.REFUSED:
+                    config.answer_anew(answer.key, Kind.NOT_NEEDED, message.partition(";")[0])
+
+
+def _is_written(config: Translation, key: str) -> bool:
+    return value_at(config.recipe, parse_path(key)) is not None
+
+
+_VARIABLE = re.compile(r"\$\{oc\.env:(\w+)\}")
+
+
+def _unset_variables(recipe: Any) -> list[str]:
+    """Environment variables that the recipe needs and this machine does not have."""
+    texts = [value for value in leaves(recipe).values() if isinstance(value, str)]
+    named = dict.fromkeys(name for text in texts for name in _VARIABLE.findall(text))
+    return [name for name in named if name not in os.environ]
+
+
+def _on_another_machine(recipe: Any) -> Any:
+    """The recipe with the names of unset variables in the place of their values, to be checked without them."""
+    unset = _unset_variables(recipe)
+
+    def stand_in(_: KeyPath, value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        return _VARIABLE.sub(lambda found: found[1] if found[1] in unset else found[0], value)
+
+    return mapped(recipe, stand_in)
+
+
+def _problems(recipe: dict[str, Any]) -> list[tuple[str, str]]:
+    try:
+        read_config(_on_another_machine(recipe))
+    except ConfigProblems as error:
+        return list(error.problems)
+    except ConfigError as error:
+        return [("", str(error))]
+    return []
+
+
+def _refuse(config: Translation, problems: list[tuple[str, str]]) -> None:
+    """Refuse the keys from which problems of the recipe stem."""
+    refused = [answer.key for answer in config.answers if answer.kind is Kind.REFUSED]
+    for key, message in problems:
+        section = key.rpartition(".")[0]
+        if any(each == key or each.startswith(f"{key}.") or (section and each == section) for each in refused):
+            continue  # it is missing, or wrong, because it is refused
+        if refused and not _is_written(config, key):
+            continue
+        found = value_at(config.recipe, parse_path(key)) if key else None
+        if found is not None and not isinstance(found, dict):
+            config.remove(key)
+        feature = next((name for part, name in _FEATURES.items() if part in message), "")
+        text = feature or (f"{key}: {message}" if key else message)
+        sources = [answer for answer in config.answers if _leads_to(answer, key)]
+        for answer in sources:
+            config.answer_anew(answer.key, Kind.REFUSED, text)
+        if not sources:
+            config.answer_anew(key or "config", Kind.REFUSED, text)
+
+
+def _leads_to(answer: Answer, key: str) -> bool:
+    here = answer.text.partition(":")[0].partition(",")[0]
+    return answer.kind is not Kind.REFUSED and bool(key) and here == key
+
+
+_ORDER = (
+    *("algorithm", "policy", "value", "teacher", "grpo", "ppo", "distillation", "sft", "dpo", "rm", "eval", "loss_fn"),
+    *("data", "env", "checkpointing", "logger", "cluster", "run_dir"),
+)
+"""Sections as recipes have them."""
+
+
+def _tidy(recipe: dict[str, Any]) -> dict[str, Any]:
+    """The recipe in the usual order of sections, without values that are the default."""
+    ordered = {name: recipe[name] for name in (*_ORDER, *recipe) if name in recipe}
+    try:
+        whole = read_config(_on_another_machine(ordered)).config
+    except ConfigError:
+        return ordered
+    shorter = _without_defaults(ordered, _root(str(recipe["algorithm"])), ())
+    try:
+        read = read_config(_on_another_machine(shorter)).config
+        return shorter if as_written(read) == as_written(whole) else ordered
+    except ConfigError:
+        return ordered
+
+
+def _without_defaults(values: Any, root: type[Config], path: KeyPath) -> Any:
+    if not isinstance(values, dict):
+        return values
+    kept = {}
+    for name, value in values.items():
+        key = key_at(root, (*path, name), {})
+        if path and key is not None and key.field is not None and not key.required and key.default == value:
+            continue
+        inner = _without_defaults(value, root, (*path, name)) if key is not None else value
+        if inner != {} or value == {}:
+            kept[name] = inner
+    return kept

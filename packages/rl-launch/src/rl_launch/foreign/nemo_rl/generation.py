@@ -1,0 +1,131 @@
+"""How NeMo RL generates, and how far generation runs ahead of training."""
+
+from __future__ import annotations
+
+from rl_launch.foreign.nemo_rl.loops import ROLLOUTS
+from rl_launch.foreign.nemo_rl.variables import take_variable
+from rl_launch.foreign.translation import Translation
+from rl_launch.foreign_keys.table import Kind
+
+_GENERATORS = {"vllm", "hf", "megatron"}
+
+
+def translate_asynchrony(config: Translation) -> None:
+    """The single controller's settings of how far generation runs ahead."""
+    section = f"{config.algorithm}.async_grpo"
+    for old in ("async_ppo", "async_distillation"):
+        if config.get(f"{config.algorithm}.{old}.enabled") is False:
+            for key in config.keys(f"{config.algorithm}.{old}"):
+                config.unneeded(key, "the run is synchronous")
+    if not config.has("async_rl"):
+        return
+    sampler = config.get("async_rl.sampler.name", "windowed")
+    lead = "max_lookahead_versions" if sampler == "in_order" else "max_staleness_versions"
+    age = config.get(f"async_rl.sampler.{lead}", 0)
+    if sampler not in ("windowed", "in_order"):
+        config.refuse(
+            "async_rl.sampler.name", f"training on the groups that are ready first (async_rl.sampler {sampler})"
+        )
+    elif age:
+        config.put(f"{section}.enabled", True)
+        config.put(f"{section}.max_trajectory_age_steps", age)
+        config.put(f"{section}.in_flight_weight_updates", True)
+        if config.get("async_rl.recompute_kv_cache_after_weight_updates") is False:
+            config.put(f"{section}.recompute_kv_cache_after_weight_updates", False)
+    for key in config.keys("async_rl"):
+        rule = config.table.rule(key)
+        if rule is not None:
+            config.answer(key, rule.kind, rule.text)
+
+
+def translate_generation(config: Translation) -> None:
+    """Answer the keys of `policy.generation`."""
+    section = "policy.generation"
+    if config.algorithm not in ROLLOUTS:
+        for key in config.keys(section):
+            config.unneeded(key, f"{config.algorithm} generates nothing")
+        return
+    backend = config.get(f"{section}.backend", "vllm")
+    if backend not in _GENERATORS:
+        names = {"sglang": "SGLang", "trtllm": "TensorRT-LLM", "dynamo": "Dynamo"}
+        config.refuse(f"{section}.backend", f"generation by {names.get(backend, backend)}")
+        for key in config.keys(f"{section}.{backend}_cfg"):
+            config.refuse(key, f"generation by {names.get(backend, backend)}")
+    if backend != "vllm":
+        for name in ("vllm_cfg", "vllm_kwargs"):
+            for key in config.keys(f"{section}.{name}"):
+                config.unneeded(key, f"{section}.backend is {backend}")
+    if backend == "megatron":
+        own = config.get(f"{section}.mcore_generation_config.tensor_model_parallel_size")
+        size = own or config.get("policy.megatron_cfg.tensor_model_parallel_size", 1)
+        config.put(f"{section}.megatron_cfg.tensor_model_parallel_size", size)
+        config.follows(
+            [f"{section}.mcore_generation_config.tensor_model_parallel_size"],
+            f"{section}.megatron_cfg.tensor_model_parallel_size",
+        )
+    for name, least in (("temperature", 1.0), ("top_p", 1.0), ("top_k", None)):
+        # releases without these keys validate as they train; here validation is greedy by default
+        if not config.has(f"{section}.val_{name}"):
+            config.put(f"{section}.val_{name}", config.get(f"{section}.{name}", least))
+    _lengths(config, section)
+    if backend == "vllm":
+        _vllm(config, section)
+    if config.get(f"{section}.colocated.enabled", True):
+        for key in config.keys(f"{section}.colocated.resources"):
+            config.unneeded(key, "generation shares the policy's devices")
+    elif config.get(f"{section}.colocated.resources.num_nodes") and config.get("cluster.num_nodes", 1) == 1:
+        config.unneeded(f"{section}.colocated.resources.num_nodes", "there is one node")
+    for key in config.keys(section):
+        if (key.startswith(f"{section}.val_top_k") or key.endswith(".top_k")) and config.get(key, 0) == -1:
+            config.unneeded(key, "-1 samples from all tokens, which is the default")
+
+
+def _lengths(config: Translation, section: str) -> None:
+    """Have a row leave room for a prompt: a bound of a completion that equals that of a row bounds nothing."""
+    total = config.get("policy.max_total_sequence_length")
+    longest = config.get(f"{section}.max_new_tokens")
+    if total and longest and longest >= total:
+        config.put(f"{section}.max_new_tokens", total - 1)
+        config.follows(
+            [f"{section}.max_new_tokens"],
+            f"{section}.max_new_tokens: {total - 1}; a row has at least one token of a prompt",
+        )
+    room, key = config.get(f"{section}.vllm_cfg.max_model_len"), f"{section}.vllm_cfg.max_model_len"
+    if total and room and room >= total:
+        config.unneeded(key, "it follows policy.max_total_sequence_length")
+
+
+def _vllm(config: Translation, section: str) -> None:
+    engine, further = f"{section}.vllm_cfg", f"{section}.vllm_cfg.vllm_kwargs"
+    precision, policy = config.get(f"{engine}.precision"), config.get("policy.precision", "bfloat16")
+    if precision in ("fp8", "mxfp8"):
+        config.put(f"{further}.quantization", precision)
+        config.put(f"{section}.canary_tolerance", 0.5)
+        config.follows(
+            [f"{engine}.precision"],
+            f"{further}.quantization, and {section}.canary_tolerance, for logprobs that 8 bits round",
+        )
+    elif precision in (None, policy):
+        config.unneeded(f"{engine}.precision", "it is policy.precision")
+    else:
+        config.refuse(f"{engine}.precision", f"generation in {precision} beside training in {policy}")
+    experts = config.get(f"{engine}.expert_parallel_size", 1)
+    if experts == 1:
+        config.unneeded(f"{engine}.expert_parallel_size", "experts are not spread over ranks")
+    else:
+        config.put(f"{further}.enable_expert_parallel", True)
+        text = f"{further}.enable_expert_parallel, over the tensor-parallel ranks of a replica"
+        config.follows([f"{engine}.expert_parallel_size"], text)
+    room = config.get(f"{section}.vllm_kwargs.kv_cache_memory_bytes")
+    if room:
+        config.put(f"{engine}.kv_cache_gib", room / 2**30)
+        config.follows([f"{section}.vllm_kwargs.kv_cache_memory_bytes"], f"{engine}.kv_cache_gib")
+    for name in ("precision", "dtype"):
+        if name in (config.get(f"{section}.vllm_kwargs") or {}):
+            config.unneeded(f"{section}.vllm_kwargs.{name}", "it is policy.precision")
+    for key in config.keys(f"{section}.vllm_kwargs"):
+        rule = config.table.rule(key)
+        if rule is not None and rule.kind is Kind.FOLLOWS and config.get(key) is not None:
+            config.rename(key, key.replace(f"{section}.vllm_kwargs", further))
+    for key in config.keys(f"{engine}.env_vars"):
+        take_variable(config, key, f"{section}.env_vars")

@@ -1,0 +1,115 @@
+"""The section `megatron_cfg` of NeMo RL."""
+
+from __future__ import annotations
+
+from rl_launch.foreign.translation import Translation
+from rl_launch.foreign_keys.table import Kind
+
+_FIELDS = (
+    "apply_rope_fusion",
+    "bias_activation_fusion",
+    "fine_grained_activation_offloading",
+    "gradient_accumulation_fusion",
+    "moe_permute_fusion",
+    "moe_shared_expert_overlap",
+    "offload_modules",
+)
+"""Keys of `megatron_cfg` that are fields of Megatron's config, passed on by `megatron_kwargs`."""
+
+_OF_TRANSFORMER_ENGINE = ("apply_rope_fusion", "gradient_accumulation_fusion", "moe_permute_fusion")
+"""Those of layers that adapters do not sit on."""
+
+
+def translate_megatron(config: Translation, model: str) -> None:
+    """Answer the keys of `megatron_cfg` of a model that Megatron trains.
+
+    Args:
+        model: Key of the model's section.
+    """
+    section = f"{model}.megatron_cfg"
+    adapts = bool(config.get(f"{section}.peft.enabled"))
+    fields = [f"{section}.{name}" for name in _FIELDS]
+    fields += [key for key in config.keys(f"{section}.model_overrides") if key != f"{section}.model_overrides"]
+    # what neither system's section has is a field of Megatron's config, which the backend accepts or refuses by name
+    fields += [key for key in config.keys(section) if key.count(".") == 2 and not config.is_known(key)]
+    for key in fields:
+        name, value = key.rpartition(".")[2], config.get(key)
+        here = f"{section}.megatron_kwargs.{name}"
+        if value in (None, False, []) or (adapts and name in _OF_TRANSFORMER_ENGINE):
+            reason = "adapters have no such kernel" if adapts and value else "off"
+            config.unneeded(key, reason)
+        else:
+            config.put(here, value)
+            config.answer(key, Kind.RENAMED, here)
+    _experts(config, section)
+    if config.get(f"{section}.sequence_parallel") and config.get(f"{section}.tensor_model_parallel_size", 1) == 1:
+        config.unneeded(f"{section}.sequence_parallel", "there is one tensor-parallel rank")
+    if not config.get(f"{section}.activation_checkpointing") or not config.get(f"{section}.recompute_modules"):
+        config.unneeded(f"{section}.recompute_modules", "core_attn, the default")
+    if not config.get(f"{section}.activation_checkpointing"):
+        config.unneeded(f"{section}.recompute_granularity", "nothing is computed again")
+    elif config.get(f"{section}.recompute_granularity", "full") == "full":
+        config.unneeded(f"{section}.recompute_modules", "whole layers are computed again")
+
+
+def _experts(config: Translation, section: str) -> None:
+    experts = config.get(f"{section}.expert_model_parallel_size", 1)
+    tensor = config.get(f"{section}.tensor_model_parallel_size", 1)
+    if experts == 1:
+        config.unneeded(f"{section}.expert_tensor_parallel_size", "experts are not spread over ranks")
+    if experts > 1 and tensor > 1 and not config.get(f"{section}.sequence_parallel"):
+        config.put(f"{section}.sequence_parallel", True)
+        text = f"{section}.sequence_parallel: true, without which Megatron does not spread experts over such ranks"
+        config.follows([f"{section}.sequence_parallel"], text)
+    dispatcher, dtype = f"{section}.moe_token_dispatcher_type", config.get(f"{section}.moe_router_dtype") or "fp32"
+    is_flexible = config.get(dispatcher) == "flex" or config.get(f"{section}.moe_enable_deepep")
+    may_be = dtype == "fp32" and experts * tensor > 1
+    if is_flexible and may_be:
+        config.put(dispatcher, "flex")
+    elif is_flexible or config.get(dispatcher) == "allgather":
+        config.put(dispatcher, "alltoall")
+    if is_flexible or config.get(dispatcher) == "allgather":
+        config.follows([dispatcher], f"{dispatcher}: {config.written(dispatcher)}, which computes the same")
+    config.follows([f"{section}.moe_enable_deepep"], f"{dispatcher}")
+    for name in ("moe_flex_dispatcher_backend", "moe_hybridep_num_sms"):
+        key = f"{section}.{name}"
+        if config.get(key) is not None and config.written(dispatcher) == "flex":
+            config.rename(key, f"{section}.megatron_kwargs.{name}")
+        config.unneeded(key, f"{dispatcher} is not flex")
+    _balancing(config, section, experts)
+    rate = f"{section}.moe_router_bias_update_rate"
+    if config.get(rate) and experts == 1:
+        config.unneeded(rate, "routers of a model without experts have no biases")
+    elif config.get(rate):
+        config.notes.append(
+            f"{rate}: remove it if the routers of the model have no biases, as those of DeepSeek-V3 have"
+        )
+
+
+def _balancing(config: Translation, section: str, experts: int) -> None:
+    """The loss that balances experts, whose weight is a field of the model's own config."""
+    key, model = f"{section}.moe_router_load_balancing_type", section.partition(".")[0]
+    overrides = config.get(f"{model}.hf_config_overrides") or {}
+    weights = [each.get("router_aux_loss_coef") for each in (overrides, overrides.get("text_config") or {})]
+    weight = next((each for each in weights if each is not None), None)
+    if config.get(key, "none") == "none":
+        return
+    if weight:
+        config.put(f"{section}.moe_aux_loss_coeff", weight)
+        config.notes.append(f"{section}.moe_aux_loss_coeff is router_aux_loss_coef of {model}.hf_config_overrides")
+        return
+    if weight == 0:
+        config.unneeded(key, "its weight, router_aux_loss_coef, is 0")
+    elif config.get(f"{section}.freeze_moe_router"):
+        config.unneeded(key, "the routers are frozen")
+    elif experts == 1:
+        config.unneeded(key, "a model without experts has no such loss")
+        config.notes.append(
+            f"{key}: if the model has experts, set it, and {section}.moe_aux_loss_coeff to the model's own weight"
+        )
+    else:
+        config.refuse(
+            key,
+            f"a balancing loss of unknown weight ({key.partition('.')[2]}): set it to none, or give "
+            "hf_config_overrides.router_aux_loss_coef",
+        )

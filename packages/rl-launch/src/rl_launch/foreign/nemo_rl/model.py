@@ -1,0 +1,200 @@
+"""The sections of NeMo RL that hold a model: `policy`, `value` and `teacher`."""
+
+from __future__ import annotations
+
+from rl_launch.foreign.nemo_rl.megatron import translate_megatron
+from rl_launch.foreign.nemo_rl.optimizer import translate_optimizer
+from rl_launch.foreign.nemo_rl.variables import take_variable
+from rl_launch.foreign.translation import Translation
+from rl_launch.foreign_keys.table import Kind
+
+_BACKENDS = ("dtensor_cfg", "megatron_cfg")
+
+_LINEAR = {
+    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
+    "linear_proj": ("o_proj",),
+    "linear_fc1": ("gate_proj", "up_proj"),
+    "linear_fc2": ("down_proj",),
+}
+"""Layers of Megatron by the names of those that they are made of in Hugging Face models."""
+
+
+def translate_model(config: Translation, model: str) -> None:
+    """Answer the keys of a model.
+
+    Args:
+        model: Key of its section.
+    """
+    if model == "teacher":
+        _teacher(config)
+    backend = next((name for name in _BACKENDS if config.get(f"{model}.{name}.enabled")), None)
+    other = {"dtensor_cfg": "megatron_cfg", "megatron_cfg": "dtensor_cfg"}.get(backend or "", "megatron_cfg")
+    backend = backend or "dtensor_cfg"
+    if backend == "megatron_cfg":
+        config.put(f"{model}.megatron_cfg.enabled", True)
+    config.follows([f"{model}.{name}.enabled" for name in _BACKENDS], f"{model}.{backend}, the backend that is chosen")
+    for key in config.keys(f"{model}.{other}"):
+        config.unneeded(key, f"{model} trains with {backend}")
+    for key in config.keys(f"{model}.{backend}.env_vars"):
+        take_variable(config, key, f"{model}.env_vars")
+    _tokenizer(config, model)
+    translate_optimizer(config, model, backend)
+    _adapters(config, model, backend)
+    _batching(config, model)
+    if backend == "megatron_cfg":
+        translate_megatron(config, model)
+    else:
+        _dtensor(config, model)
+    _overrides(config, model)
+    if config.get(f"{model}.router_replay.enabled"):
+        config.put(f"{model}.{backend}.moe_router_replay", True)
+        config.follows([f"{model}.router_replay.enabled"], f"{model}.{backend}.moe_router_replay")
+
+
+def _teacher(config: Translation) -> None:
+    reason = "the teacher is not trained and generates nothing"
+    for name in (
+        "generation",
+        "optimizer",
+        "scheduler",
+        "train_global_batch_size",
+        "train_micro_batch_size",
+        "max_grad_norm",
+        "megatron_cfg.optimizer",
+        "megatron_cfg.scheduler",
+        "megatron_cfg.distributed_data_parallel_config",
+        "megatron_cfg.peft",
+        "dtensor_cfg.lora_cfg",
+        "megatron_cfg.activation_checkpointing",
+        "dtensor_cfg.activation_checkpointing",
+        "dynamic_batching.train_mb_tokens",
+        "sequence_packing.train_mb_tokens",
+    ):
+        for key in config.keys(f"teacher.{name}"):
+            config.unneeded(key, reason)
+
+
+def _tokenizer(config: Translation, model: str) -> None:
+    section = f"{model}.tokenizer"
+    own = config.get(f"{model}.model_name")
+    name, template = config.get(f"{section}.name"), f"{section}.chat_template"
+    if model != "policy":
+        if config.get(f"{model}.megatron_cfg") is not None and name not in (None, own):
+            config.refuse(f"{section}.name", f"another tokenizer of {model} than that of its model")
+        for key in config.keys(section):
+            config.unneeded(key, "policy.tokenizer makes all tokens")
+        return
+    if name == own:
+        config.unneeded(f"{section}.name", "it is the model's own")
+    if template not in config.keys(section):
+        return
+    text = config.get(template)
+    if text is None:
+        config.put(template, "{% for message in messages %}{{ message['content'] }}{% endfor %}")
+        config.follows([template], f"{template}: the plain text of all messages")
+    elif text == "default" or text in (f"{own}/chat_template.jinja", f"{name}/chat_template.jinja"):
+        config.unneeded(template, "it is the tokenizer's own")
+
+
+def _adapters(config: Translation, model: str, backend: str) -> None:
+    section = f"{model}.{backend}." + ("lora_cfg" if backend == "dtensor_cfg" else "peft")
+    here = f"{model}.lora_cfg"
+    if not config.get(f"{section}.enabled"):
+        for key in config.keys(section):
+            config.unneeded(key, "no adapters are trained")
+        return
+    targets, left_out = config.get(f"{section}.target_modules", []), config.get(f"{section}.exclude_modules", [])
+    if targets and not config.get(f"{section}.match_all_linear", False):
+        config.put(f"{here}.match_all_linear", False)
+        config.put(f"{here}.target_modules", _layers(targets))
+    if left_out:
+        config.put(f"{here}.exclude_modules", _layers(left_out))
+    for name, given in (("target_modules", targets), ("exclude_modules", left_out)):
+        if any("*" in each.strip("*") for each in given):
+            config.refuse(f"{section}.{name}", "patterns with * inside the name of an adapted layer")
+        config.follows([f"{section}.{name}"], f"{here}.{name}, by the names of Hugging Face")
+    position = config.get(f"{section}.dropout_position", "pre")
+    if config.get(f"{section}.dropout", 0) and position != "pre":
+        config.refuse(f"{section}.dropout_position", "dropout behind an adapter (dropout_position: post)")
+    config.unneeded(f"{section}.dropout_position", "there is no dropout, or it is before the adapter as here")
+
+
+def _layers(names: list[str]) -> list[str]:
+    plain = [name.strip("*").rpartition(".")[2] for name in names]
+    return [layer for name in plain for layer in _LINEAR.get(name, (name,))]
+
+
+def _batching(config: Translation, model: str) -> None:
+    """Packing and dynamic batching: packing is on here unless it is turned off."""
+    packs = bool(config.get(f"{model}.sequence_packing.enabled"))
+    config.put(f"{model}.sequence_packing.enabled", packs)
+    config.follows([f"{model}.sequence_packing.enabled"], f"{model}.sequence_packing.enabled")
+    total = config.get(f"{model}.max_total_sequence_length")
+    for batching in ("sequence_packing", "dynamic_batching"):
+        if not config.get(f"{model}.{batching}.enabled"):
+            for key in config.keys(f"{model}.{batching}"):
+                if not key.endswith(".enabled"):
+                    config.unneeded(key, f"{model}.{batching} is off")
+        for name, rows in (("train_mb_tokens", "train_micro_batch_size"), ("logprob_mb_tokens", "logprob_batch_size")):
+            key = f"{model}.{batching}.{name}"
+            if total and config.get(key) == total * config.get(f"{model}.{rows}", 0):
+                config.unneeded(key, f"it is {model}.max_total_sequence_length x {model}.{rows}, the default")
+
+
+def _dtensor(config: Translation, model: str) -> None:
+    section = f"{model}.dtensor_cfg"
+    attention = config.get(f"{section}.automodel_kwargs.attn_implementation")
+    known = ("sdpa", "eager", "flash_attention_2", "flash_attention_3")
+    if attention in known:
+        config.put(f"{section}.attention_backend", attention)
+        config.follows([f"{section}.automodel_kwargs.attn_implementation"], f"{section}.attention_backend")
+    if config.get(f"{section}.sequence_parallel") and config.get(f"{section}.tensor_parallel_size", 1) == 1:
+        config.unneeded(f"{section}.sequence_parallel", "there is one tensor-parallel rank")
+    if config.get(f"{section}.expert_parallel_size", 1) > 1 and config.get(f"{section}.tensor_parallel_size", 1) > 1:
+        config.refuse(f"{section}.expert_parallel_size", "expert with tensor parallelism on dtensor_cfg")
+    if config.get(f"{section}.custom_parallel_plan"):
+        config.notes.append(f"{section}.custom_parallel_plan: the model's own plan is used")
+
+
+def _overrides(config: Translation, model: str) -> None:
+    """Write older names of rotary embeddings by the present ones."""
+    section = f"{model}.hf_config_overrides"
+    values = config.get(section)
+    if not isinstance(values, dict) or not values:
+        return
+    renewed = {name: value for name, value in values.items() if name not in ("rope_scaling", "rope_theta")}
+    rope = dict(values.get("rope_scaling") or {})
+    if "rope_theta" in values:
+        rope["rope_theta"] = values["rope_theta"]
+    if "type" in rope:
+        rope.setdefault("rope_type", rope.pop("type"))
+    if rope:
+        renewed["rope_parameters"] = rope
+    renewed.pop("router_aux_loss_coef", None)
+    if isinstance(renewed.get("text_config"), dict):
+        text = {k: v for k, v in renewed["text_config"].items() if k != "router_aux_loss_coef"}
+        renewed = {**renewed, "text_config": text} if text else {k: v for k, v in renewed.items() if k != "text_config"}
+    if renewed:
+        config.put(section, renewed)
+    for key in config.keys(section):
+        if key.endswith("router_aux_loss_coef"):
+            config.follows([key], f"{model}.megatron_cfg.moe_aux_loss_coeff, of which 0 is the default")
+        elif "rope_scaling" in key or key.endswith("rope_theta"):
+            config.follows([key], f"{section}.rope_parameters")
+        else:
+            config.answer(key, Kind.SAME, key)
+
+
+def translate_pairs(config: Translation) -> None:
+    """Count microbatches of preferences in rows, two for a pair."""
+    if config.algorithm not in ("dpo", "rm"):
+        return
+    for key, here in (
+        ("policy.train_micro_batch_size", "policy.train_micro_batch_size"),
+        ("policy.logprob_batch_size", "policy.logprob_batch_size"),
+        (f"{config.algorithm}.val_micro_batch_size", "policy.logprob_batch_size"),
+    ):
+        count = config.get(key)
+        if count is not None:
+            config.put_default(here, 2 * count)
+            config.follows([key], f"{here}, counted in rows, two for a pair")

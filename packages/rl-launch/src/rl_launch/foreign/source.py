@@ -1,0 +1,201 @@
+"""Files of other systems as nested plain values, with the place of each."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rl_core.errors import ConfigError
+from rl_launch.foreign.scalars import FLOAT, scalar
+
+REPLACES = "_override_"
+"""A key that has a section of NeMo RL replace the inherited one in place of merging with it."""
+_KEY = re.compile(r"[A-Za-z_]\w*(\.\w+)+")
+_NAME = re.compile(r"[A-Za-z_]\w*")
+_SHELL_VARIABLE = re.compile(r"\$\{(\w+)\}|\$(\w+)")
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads `1e-5` as a number, as OmegaConf and YAML 1.2 do."""
+
+
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(f"^{FLOAT.pattern}$"), list("-+.0123456789"))
+
+
+def read(path: Path, bases: Mapping[str, dict[str, Any]] | None = None) -> dict[str, Any]:
+    """The values of a YAML, JSON or TOML file, over those of the files that its `defaults` name.
+
+    Args:
+        path: The file.
+        bases: Values of files that the system brings along, by name, if they are not beside the file.
+
+    Raises:
+        ConfigError: If a file does not exist or cannot be read, or `defaults` form a circle.
+    """
+    return _merged(path, (), bases or {})
+
+
+def read_flags(path: Path) -> dict[str, Any]:
+    """The flags of a shell script (`--name value`, `--name=value`, `--switch`), or the values of a YAML or JSON file.
+
+    Raises:
+        ConfigError: If the file cannot be read, or has no flags.
+    """
+    if path.suffix in (".yaml", ".yml", ".json"):
+        return {name.replace("-", "_"): value for name, value in read(path).items()}
+    found: dict[str, Any] = {}
+    name = None
+    for word in _arguments(_words(path)):
+        if word.startswith("--") and len(word) > 2:
+            name, equals, value = word[2:].partition("=")
+            name = name.replace("-", "_")
+            found[name] = scalar(value) if equals else True
+            name = None if equals else name
+        elif name is not None:
+            earlier = found[name]
+            found[name] = scalar(word) if earlier is True else [*_several(earlier), scalar(word)]
+    if not found:
+        raise ConfigError(f"{path}: there are no flags (--name value) in it")
+    return found
+
+
+def read_overrides(path: Path, bases: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """The values of a YAML file, or the `key=value` words of a shell script, as Hydra takes them.
+
+    Args:
+        path: The file.
+        bases: As `read` takes them.
+
+    Raises:
+        ConfigError: If the file cannot be read, or has no such words.
+    """
+    if path.suffix in (".yaml", ".yml", ".json"):
+        return read(path, bases)
+    found: dict[str, Any] = {}
+    for word in _words(path):
+        key, equals, value = word.lstrip("+").partition("=")
+        if equals and _KEY.fullmatch(key):
+            *sections, last = key.split(".")
+            at = found
+            for name in sections:
+                at = at.setdefault(name, {})
+            at[last] = _value(value)
+    if not found:
+        raise ConfigError(f"{path}: there are no `section.key=value` words in it")
+    return found
+
+
+def _value(text: str) -> Any:
+    """The value of a Hydra override: a list in brackets, or a scalar."""
+    if text[:1] == "[" and text[-1:] == "]":
+        return [scalar(each.strip().strip("'\"")) for each in text[1:-1].split(",") if each.strip()]
+    return scalar(text.strip("'\""))
+
+
+def _merged(path: Path, chain: tuple[Path, ...], bases: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    if path.resolve() in chain:
+        raise ConfigError(f"{path}: `defaults` go in a circle; take one of them out")
+    own = _values(path)
+    parents = own.pop("defaults", None)
+    merged: dict[str, Any] = {}
+    for parent in _parents(path, parents):
+        file = path.parent / parent
+        file = file if file.suffix else file.with_suffix(".yaml")
+        if not file.is_file() and parent in bases:
+            merged = _over(merged, bases[parent])
+            continue
+        if not file.is_file():
+            raise ConfigError(
+                f"{path}: inherits from {parent}, and there is no file {file}; put that file there, or import a file "
+                "that inherits from none"
+            )
+        merged = _over(merged, _merged(file, (*chain, path.resolve()), bases))
+    return _without_marks(_over(merged, own))
+
+
+def _parents(path: Path, named: Any) -> list[str]:
+    """File names in `defaults`; `_self_` is the file itself, which always comes last here."""
+    several = named if isinstance(named, list) else [] if named is None else [named]
+    groups = [each for each in several if not isinstance(each, str)]
+    if groups:
+        raise ConfigError(
+            f"{path}: `defaults` names groups of Hydra ({groups[0]}), whose values are not in the file; import the "
+            "whole config, as the script prints it with `--cfg job`"
+        )
+    return [each for each in several if each != "_self_"]
+
+
+def _over(below: Any, above: Any) -> Any:
+    if not (isinstance(below, dict) and isinstance(above, dict)) or above.get(REPLACES):
+        return above
+    merged = dict(below)
+    for key, value in above.items():
+        merged[key] = _over(merged[key], value) if key in merged else value
+    return merged
+
+
+def _without_marks(values: Any) -> Any:
+    if not isinstance(values, dict):
+        return values
+    return {key: _without_marks(value) for key, value in values.items() if key != REPLACES}
+
+
+def _values(path: Path) -> dict[str, Any]:
+    text = _text(path)
+    try:
+        if path.suffix == ".toml":
+            values: Any = tomllib.loads(text)
+        elif path.suffix == ".json":
+            values = json.loads(text)
+        else:
+            values = yaml.load(text, _Loader)  # a SafeLoader
+    except (yaml.YAMLError, tomllib.TOMLDecodeError, json.JSONDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: must hold `key: value` lines")
+    return values
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
+
+
+def _words(path: Path) -> list[str]:
+    """The words of a shell script, with the values of variables that it sets put in."""
+    try:
+        words = shlex.split(_text(path).replace("\\\n", " "), comments=True)
+    except ValueError as error:
+        raise ConfigError(f"{path}: not a shell script that can be read: {error}") from None
+    variables: dict[str, str] = {}
+    found = []
+    for word in words:
+        name, equals, value = word.partition("=")
+        value = _SHELL_VARIABLE.sub(lambda used: variables.get(used[1] or used[2], used[0]), value)
+        if equals and _NAME.fullmatch(name):
+            variables[name] = value
+        found.append(
+            f"{name}={value}"
+            if equals
+            else _SHELL_VARIABLE.sub(lambda used: variables.get(used[1] or used[2], used[0]), word)
+        )
+    return found
+
+
+def _arguments(words: list[str]) -> list[str]:
+    """The words behind the module of OpenRLHF that a script starts; all if it starts none."""
+    starts = [place for place, word in enumerate(words) if "openrlhf.cli." in word]
+    return words[starts[-1] + 1 :] if starts else words
+
+
+def _several(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]

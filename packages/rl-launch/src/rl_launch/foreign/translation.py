@@ -1,0 +1,190 @@
+"""A recipe as it is made from the config of another system, and the answer to each of its keys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from types import NoneType
+from typing import Any
+
+from rl_core.config.keys import Key
+from rl_launch.foreign_keys.flat import flattened
+from rl_launch.foreign_keys.table import Kind, Table
+
+_OFF = "its section is off ({section}.enabled is false)"
+_EMPTY = "not known here, and empty or off"
+_UNKNOWN = "{system} keys that are not known here"
+_ALWAYS = ("colocated",)
+"""Sections that count also if they are not enabled."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What became of one key.
+
+    Args:
+        key: Dotted key of the other system.
+        value: Its value.
+        kind: The answer.
+        text: The key here, the reason or the feature.
+    """
+
+    key: str
+    value: Any
+    kind: Kind
+    text: str
+
+
+class Translation:
+    """The values of one foreign config, and the recipe made of them so far.
+
+    Args:
+        values: Nested plain values, interpolations computed.
+        table: The keys of the system.
+        key_here: Returns the key of this project with a dotted name, None if there is none.
+    """
+
+    def __init__(self, values: dict[str, Any], table: Table, key_here: Callable[[str], Key | None]) -> None:
+        self.values = values
+        self.table = table
+        self.algorithm = "grpo"
+        self.recipe: dict[str, Any] = {}
+        self.notes: list[str] = []
+        self._key_here = key_here
+        self._keys = flattened(values)
+        self._answers: dict[str, Answer] = {}
+
+    @property
+    def answers(self) -> list[Answer]:
+        """The answers so far, in the order of the keys."""
+        order = {key: place for place, key in enumerate(self._keys)}
+        return sorted(self._answers.values(), key=lambda answer: order.get(answer.key, len(order)))
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value at a key of the other system; the default if there is none or it is null."""
+        found: Any = self.values
+        for name in key.split("."):
+            found = found.get(name) if isinstance(found, dict) else None
+        return default if found is None else found
+
+    def has(self, key: str) -> bool:
+        """Whether a key, or one below it, was given."""
+        return any(known == key or known.startswith(f"{key}.") for known in self._keys)
+
+    def is_known(self, key: str) -> bool:
+        """Whether the table has a key, or it exists here under the same name."""
+        return self.table.rule(key) is not None or self._key_here(key) is not None
+
+    def keys(self, section: str = "") -> list[str]:
+        """The keys in a section that have no answer."""
+        return [
+            key
+            for key in self._keys
+            if key not in self._answers and (not section or key == section or key.startswith(f"{section}."))
+        ]
+
+    def put(self, key: str, value: Any) -> None:
+        """Set a key of the recipe, over what it has there."""
+        *sections, last = key.split(".")
+        at = self.recipe
+        for name in sections:
+            at = at.setdefault(name, {})
+        at[last] = value
+
+    def put_default(self, key: str, value: Any) -> None:
+        """Set a key of the recipe that has no value."""
+        if self.written(key) is None:
+            self.put(key, value)
+
+    def written(self, key: str) -> Any:
+        """The value of a key of the recipe; None if it has none."""
+        found: Any = self.recipe
+        for name in key.split("."):
+            found = found.get(name) if isinstance(found, dict) else None
+        return found
+
+    def remove(self, key: str) -> None:
+        """Take a key out of the recipe."""
+        *sections, last = key.split(".")
+        at = self.recipe
+        for name in sections:
+            at = at.get(name, {})
+        at.pop(last, None)
+
+    def answer(self, key: str, kind: Kind, text: str) -> None:
+        """Answer a key, or all that are below it and have no answer."""
+        for each in self.keys(key):
+            self._answers[each] = Answer(each, self._keys[each], kind, text)
+
+    def answer_anew(self, key: str, kind: Kind, text: str) -> None:
+        """Replace the answer of a key."""
+        self._answers[key] = Answer(key, self._keys.get(key), kind, text)
+
+    def follows(self, keys: Iterable[str], text: str) -> None:
+        """Answer keys whose values went into the recipe in another form."""
+        for key in keys:
+            self.answer(key, Kind.FOLLOWS, text)
+
+    def unneeded(self, key: str, reason: str) -> None:
+        """Answer a key that has nothing to say here."""
+        self.answer(key, Kind.NOT_NEEDED, reason)
+
+    def refuse(self, key: str, feature: str) -> None:
+        """Answer a key that asks for a feature which is not offered."""
+        self.answer(key, Kind.REFUSED, feature)
+
+    def rename(self, key: str, here: str) -> None:
+        """Take a value over under another key."""
+        if key in self.keys(key):
+            self.put(here, self.table.value(key, self._keys[key]))
+            self.answer(key, Kind.SAME if key == here else Kind.RENAMED, here)
+
+    def finish(self) -> None:
+        """Answer every key that has no answer by the table, or else by the keys that exist here."""
+        self._answer_sections_that_are_off()
+        for key in self.keys():
+            self._answer_by_table(key)
+
+    def _answer_sections_that_are_off(self) -> None:
+        switches = [key for key in self._keys if key.endswith(".enabled") and self._keys[key] is False]
+        for switch in switches:
+            section = switch.removesuffix(".enabled")
+            if section.rpartition(".")[2] in _ALWAYS:
+                continue
+            for key in self.keys(section):
+                if key != switch:
+                    self.unneeded(key, _OFF.format(section=section))
+
+    def _answer_by_table(self, key: str) -> None:
+        value = self._keys[key]
+        rule = self.table.rule(key)
+        if rule is None:
+            self._answer_by_name(key, value)
+            return
+        text = rule.answer(key, self.algorithm)
+        if rule.kind is Kind.RENAMED:
+            self._take(key, text, value)
+        elif rule.kind is Kind.REFUSED and self.table.is_off(key, value):
+            self.unneeded(key, f"off: {rule.text}")
+        elif rule.kind is Kind.FOLLOWS and value in (None, {}, []):
+            self.unneeded(key, "unset")
+        else:
+            self.answer(key, rule.kind, text)
+
+    def _take(self, key: str, here: str, value: Any) -> None:
+        found = self._key_here(here)
+        if value is None and (found is None or NoneType not in found.kinds):
+            self.unneeded(key, f"null; the default of {here} holds")
+        else:
+            self.rename(key, here)
+
+    def _answer_by_name(self, key: str, value: Any) -> None:
+        if not self.table.is_flat and self._key_here(key) is not None:
+            self._take(key, key, value)
+        elif value in (None, False, [], {}) or key.endswith(".enabled"):
+            if value is True:
+                self.refuse(key, f"{key.removesuffix('.enabled')}, which is not known here")
+            else:
+                self.unneeded(key, _EMPTY)
+        else:
+            self.refuse(key, _UNKNOWN.format(system=self.table.name))

@@ -1,0 +1,181 @@
+"""What each key of another system is here, as data in `tables/`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from fnmatch import fnmatchcase
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+SYSTEMS = {
+    "nemo-rl": "NeMo RL",
+    "trl": "TRL",
+    "verl": "verl",
+    "openrlhf": "OpenRLHF",
+    "prime-rl": "prime-rl",
+}
+"""Systems with a table, by the name that `--from` takes."""
+
+ALGORITHM = "{algorithm}"
+"""Stands for the section of the algorithm in a key of this system."""
+
+_TABLES = Path(__file__).parent / "tables"
+_MODELS = ("value", "teacher")
+_ANY_DEPTH = "**"
+
+
+class Kind(Enum):
+    """The answer to a key of another system."""
+
+    SAME = "taken as it is"
+    RENAMED = "renamed"
+    FOLLOWS = "worked out from this and other keys"
+    NOT_NEEDED = "not needed"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What one key is here.
+
+    Args:
+        pattern: The key, with `*` for one name or a part of it and `**` for any number of names.
+        kind: The answer.
+        text: The key here if renamed, what it becomes if it is worked out, the reason if it is not needed, or the
+            feature that is not offered.
+    """
+
+    pattern: str
+    kind: Kind
+    text: str
+
+    def answer(self, key: str, algorithm: str) -> str:
+        """The text for a key that matches; the sections of models and of the algorithm are put in.
+
+        Args:
+            key: The key of the other system.
+            algorithm: Name of the section of the algorithm.
+        """
+        text = self.text.replace(ALGORITHM, algorithm)
+        if self.kind is Kind.RENAMED and "*" in text:
+            text = text.replace("*", key.split(".")[self.pattern.split(".").index("*")])
+        model = key.partition(".")[0]
+        if model in _MODELS and self.pattern.startswith("policy."):
+            text = text.replace("policy.", f"{model}.")
+        return text
+
+    def in_words(self, system: str, key: str, algorithm: str, *, is_off: bool = False) -> str:
+        """The answer as a message gives it.
+
+        Args:
+            system: Name of the other system.
+            key: Its key.
+            algorithm: Name of the section of the algorithm.
+            is_off: Whether the key has a value that asks for nothing.
+        """
+        text = self.answer(key, algorithm)
+        match self.kind:
+            case Kind.NOT_NEEDED:
+                return f"a key of {system} that is not needed here ({text}); remove it"
+            case Kind.REFUSED if is_off:
+                return f"a key of {system} that is off; remove it"
+            case Kind.REFUSED:
+                return f"a key of {system}, for what is not offered here: {text}; remove it"
+            case _:
+                return f"a key of {system}; write {text}"
+
+
+@dataclass(frozen=True)
+class Table:
+    """The keys of one system.
+
+    Args:
+        name: Name of the system.
+        rules: One per key.
+        values: Values of keys that are called otherwise here, by key.
+        off: Values besides the empty ones at which a refused key changes nothing, by key.
+        defaults: Defaults of the system that matter, by algorithm.
+        is_flat: Whether its keys are names without sections, which are recognised in any section.
+    """
+
+    name: str
+    rules: tuple[Rule, ...]
+    values: Mapping[str, Mapping[Any, Any]]
+    off: Mapping[str, list[Any]]
+    defaults: Mapping[str, Mapping[str, Any]]
+    is_flat: bool
+
+    @cached_property
+    def _exact(self) -> dict[str, Rule]:
+        return {rule.pattern: rule for rule in self.rules if "*" not in rule.pattern}
+
+    @cached_property
+    def _patterns(self) -> list[Rule]:
+        patterns = [rule for rule in self.rules if "*" in rule.pattern]
+        return sorted(patterns, key=lambda rule: (_ANY_DEPTH in rule.pattern, -len(rule.pattern)))
+
+    def rule(self, key: str) -> Rule | None:
+        """The rule for a key; None if the key is not known."""
+        for name in _names(key):
+            found = self._exact.get(name) or next(
+                (rule for rule in self._patterns if _matches(name.split("."), rule.pattern.split("."))), None
+            )
+            if found is not None:
+                return found
+        return None
+
+    def value(self, key: str, value: Any) -> Any:
+        """The value as it is called here."""
+        known = self.values.get(key, {})
+        return known.get(value, value) if isinstance(value, str | bool | int | float | None) else value
+
+    def is_off(self, key: str, value: Any) -> bool:
+        """Whether a refused key changes nothing with this value."""
+        return value in (None, False, 0, "", [], {}, "None") or value in self.off.get(key, [])
+
+
+@cache
+def table(system: str) -> Table:
+    """The table of a system.
+
+    Args:
+        system: One of `SYSTEMS`.
+    """
+    data = yaml.safe_load((_TABLES / f"{system}.yaml").read_text(encoding="utf-8"))
+    return Table(
+        data["system"],
+        tuple(_rules(data)),
+        data.get("values", {}),
+        data.get("off", {}),
+        data.get("defaults", {}),
+        bool(data.get("flat", False)),
+    )
+
+
+def _rules(data: Mapping[str, Any]) -> Iterator[Rule]:
+    for key, destination in data.get("renamed", {}).items():
+        yield Rule(key, Kind.RENAMED, destination)
+    for key, text in data.get("computed", {}).items():
+        yield Rule(key, Kind.FOLLOWS, text)
+    for kind, section in ((Kind.NOT_NEEDED, "not needed"), (Kind.REFUSED, "refused")):
+        for text, keys in data.get(section, {}).items():
+            yield from (Rule(key, kind, text) for key in keys)
+
+
+def _names(key: str) -> tuple[str, ...]:
+    """The key, and the key of `policy` that stands for it in the section of another model."""
+    model, _, rest = key.partition(".")
+    return (key, f"policy.{rest}") if model in _MODELS and rest else (key,)
+
+
+def _matches(names: list[str], pattern: list[str]) -> bool:
+    if not pattern:
+        return not names
+    if pattern[0] == _ANY_DEPTH:
+        return any(_matches(names[start:], pattern[1:]) for start in range(1, len(names) + 1))
+    return bool(names) and fnmatchcase(names[0], pattern[0]) and _matches(names[1:], pattern[1:])

@@ -1,0 +1,317 @@
+"""Configs of NeMo RL become recipes that this project's own checks accept."""
+
+import pytest
+from foreign_files import NEMO_RL, changed, written
+
+from rl_core.errors import ConfigError
+from rl_launch.foreign.importing import import_config
+from rl_launch.foreign_keys.flat import flattened
+from rl_launch.foreign_keys.table import Kind
+from rl_launch.root import read_config
+
+
+def imported(folder, values=NEMO_RL, **changes):
+    return import_config(written(folder, changed(values, **changes)), "nemo-rl")
+
+
+def answer(found, key):
+    return next(each for each in found.answers if each.key == key)
+
+
+def test_a_recipe_is_valid_and_every_key_has_an_answer(tmp_path):
+    found = imported(tmp_path)
+    assert found.features == {}
+    assert {each.key for each in found.answers} == set(flattened(NEMO_RL))
+    config = read_config(found.recipe).config
+    assert config.algorithm == "grpo"
+    assert config.policy.optimizer.kwargs == {"lr": 3e-7, "weight_decay": 0.1}
+    assert config.grpo.use_leave_one_out_baseline  # true in NeMo RL, false here
+    assert config.grpo.seed == 7
+    assert config.policy.generation.max_new_tokens == 1023  # leaves room for a prompt
+    assert config.policy.sequence_packing.train_mb_tokens == 4096  # ${mul:...}
+    assert config.policy.generation.vllm_cfg.max_num_seqs == 64
+    assert config.data.train.dataset_name == "nvidia/OpenMathInstruct-2"
+    assert config.checkpointing.metric_name == "val:accuracy"
+    assert config.run_dir == "results/here"
+    assert config.cluster.gpus_per_node == 8
+
+
+def test_schedules_count_optimizer_steps(tmp_path):
+    # 256 rollouts and 64 rows of an update: four updates a step
+    recipe = imported(tmp_path).recipe
+    assert recipe["policy"]["scheduler"][0]["kwargs"]["total_iters"] == 40
+
+
+@pytest.mark.parametrize(
+    ("key", "kind", "words"),
+    [
+        ("grpo.val_batch_size", Kind.NOT_NEEDED, "batches by itself"),
+        ("policy.megatron_cfg.tensor_model_parallel_size", Kind.NOT_NEEDED, "trains with dtensor_cfg"),
+        ("policy.generation.vllm_kwargs.max_num_seqs", Kind.RENAMED, "policy.generation.vllm_cfg.max_num_seqs"),
+        ("checkpointing.checkpoint_dir", Kind.RENAMED, "run_dir"),
+        ("policy.max_total_sequence_length", Kind.SAME, "policy.max_total_sequence_length"),
+        ("policy.generation.max_new_tokens", Kind.FOLLOWS, "1023"),
+        ("loss_fn.truncated_importance_sampling_type", Kind.NOT_NEEDED, "use_importance_sampling_correction is false"),
+    ],
+)
+def test_answers_say_what_became_of_a_key(tmp_path, key, kind, words):
+    found = answer(imported(tmp_path), key)
+    assert found.kind is kind
+    assert words in found.text
+
+
+def test_features_that_are_not_offered_are_refused_together(tmp_path):
+    found = imported(
+        tmp_path,
+        policy__draft={"enabled": True, "model_name": "a/b"},
+        policy__generation__backend="sglang",
+        grpo__invalid_tool_call_advantage=-5.0,
+    )
+    assert set(found.features) == {
+        "training an EAGLE draft model beside the policy (policy.draft)",
+        "generation by SGLang",
+        "advantages set for malformed turns (grpo.invalid_tool_call_advantage)",
+    }
+
+
+def test_a_feature_that_is_off_is_not_refused(tmp_path):
+    found = imported(
+        tmp_path, policy__draft={"enabled": False, "model_name": "a/b"}, grpo__invalid_tool_call_advantage=None
+    )
+    assert found.features == {}
+    assert answer(found, "policy.draft.model_name").kind is Kind.NOT_NEEDED
+
+
+def test_an_unknown_key_that_asks_for_something_is_refused_and_an_empty_one_reported(tmp_path):
+    found = imported(tmp_path, policy__brand_new=3, policy__other_new=None)
+    assert found.features == {"NeMo RL keys that are not known here": ["policy.brand_new"]}
+    assert "not known here" in answer(found, "policy.other_new").text
+
+
+def test_files_beside_it_are_inherited_from(tmp_path):
+    written(tmp_path, NEMO_RL, "base.yaml")
+    child = written(
+        tmp_path, {"defaults": "./base.yaml", "policy": {"megatron_cfg": {"enabled": False}, "model_name": "x/y"}}
+    )
+    recipe = import_config(child, "nemo-rl").recipe
+    assert recipe["policy"]["model_name"] == "x/y"
+    assert recipe["policy"]["optimizer"]["kwargs"]["lr"] == 3e-7
+
+
+def test_a_section_may_replace_the_inherited_one(tmp_path):
+    written(tmp_path, NEMO_RL, "base.yaml")
+    optimizer = {"_override_": True, "name": "torch.optim.SGD", "kwargs": {"lr": 0.1}}
+    child = written(tmp_path, {"defaults": ["base.yaml"], "policy": {"optimizer": optimizer}})
+    assert import_config(child, "nemo-rl").recipe["policy"]["optimizer"] == {
+        "name": "torch.optim.SGD",
+        "kwargs": {"lr": 0.1},
+    }
+
+
+def test_a_missing_parent_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"inherits from \./gone.yaml, and there is no file"):
+        import_config(written(tmp_path, {"defaults": "./gone.yaml"}), "nemo-rl")
+
+
+def test_parents_in_a_circle_are_refused(tmp_path):
+    written(tmp_path, {"defaults": "b.yaml"}, "a.yaml")
+    written(tmp_path, {"defaults": "a.yaml"}, "b.yaml")
+    with pytest.raises(ConfigError, match="circle"):
+        import_config(tmp_path / "a.yaml", "nemo-rl")
+
+
+def megatron(**changes):
+    section = {
+        "enabled": True,
+        "tensor_model_parallel_size": 2,
+        "sequence_parallel": True,
+        "expert_tensor_parallel_size": 1,
+        "apply_rope_fusion": True,
+        "moe_token_dispatcher_type": "allgather",
+        "optimizer": {
+            "optimizer": "adam",
+            "lr": 2.0e-6,
+            "min_lr": 2.0e-7,
+            "weight_decay": 0.1,
+            "adam_beta1": 0.9,
+            "adam_beta2": 0.95,
+            "adam_eps": 1e-8,
+            "clip_grad": 0.5,
+            "params_dtype": "float32",
+        },
+        "scheduler": {"lr_decay_style": "constant", "lr_warmup_iters": 10, "lr_warmup_init": 2.0e-7},
+        **changes,
+    }
+    return {"policy__megatron_cfg": section, "policy__dtensor_cfg__enabled": False}
+
+
+def test_the_optimizer_of_megatron_is_that_of_torch(tmp_path):
+    found = imported(tmp_path, **megatron(), policy__train_global_batch_size=256)
+    assert found.features == {}
+    policy = read_config(found.recipe).config.policy
+    assert policy.optimizer.kwargs == {"lr": 2e-6, "weight_decay": 0.1, "betas": [0.9, 0.95], "eps": 1e-8}
+    assert policy.max_grad_norm == 0.5
+    (warmup,) = policy.scheduler
+    assert warmup.kwargs == {"start_factor": pytest.approx(0.1), "end_factor": 1.0, "total_iters": 10}
+    assert policy.megatron_cfg.moe_token_dispatcher_type == "alltoall"
+    assert policy.megatron_cfg.megatron_kwargs == {"apply_rope_fusion": True}
+    assert policy.megatron_cfg.expert_tensor_parallel_size is None
+
+
+def test_other_fields_of_megatron_are_passed_on_or_refused_by_name(tmp_path):
+    found = imported(tmp_path, **megatron(cp_comm_type="p2p", context_parallel_size=2, kv_channels=64))
+    assert found.recipe["policy"]["megatron_cfg"]["megatron_kwargs"]["cp_comm_type"] == "p2p"
+    (feature,) = found.features
+    assert "kv_channels: cannot be set here: it follows from the model" in feature
+
+
+def test_a_setting_that_sampling_may_not_have_is_refused_rather_than_dropped(tmp_path):
+    teacher = {"model_name": "a/b", "max_total_sequence_length": 1024}
+    values = {key: value for key, value in NEMO_RL.items() if key not in ("grpo", "loss_fn")}
+    values |= {
+        "distillation": {**NEMO_RL["grpo"], "num_generations_per_prompt": 2, "topk_logits_k": 64},
+        "loss_fn": {"kl_type": "reverse"},
+        "teacher": teacher,
+    }
+    del values["distillation"]["adv_estimator"]
+    for key in ("normalize_rewards", "use_leave_one_out_baseline"):
+        del values["distillation"][key]
+    values = changed(values, data__train__seed=1)
+    assert imported(tmp_path, values).features == {}
+    found = imported(tmp_path, values, policy__generation__top_p=0.9)
+    assert list(found.features) == [
+        "policy.generation.top_p: this algorithm trains on the distribution over all tokens; remove this key"
+    ]
+
+
+def test_earlier_releases_wrote_one_dataset(tmp_path):
+    data = {
+        "dataset_name": "OpenMathInstruct-2",
+        "prompt_file": "cot.txt",
+        "max_input_seq_length": 512,
+        "env_name": "math",
+    }
+    found = imported(tmp_path, {**NEMO_RL, "data": data})
+    assert found.features == {}
+    config = read_config(found.recipe).config
+    assert config.data.train.dataset_name == "nvidia/OpenMathInstruct-2"
+    assert config.data.default.prompt_file == "cot.txt"
+    assert answer(found, "data.dataset_name").kind is Kind.FOLLOWS
+
+
+def test_a_gradient_that_is_not_clipped_stays_so(tmp_path):
+    optimizer = megatron()["policy__megatron_cfg"]["optimizer"]
+    recipe = imported(tmp_path, **megatron(optimizer={**optimizer, "clip_grad": 0.0})).recipe
+    assert read_config(recipe).config.policy.max_grad_norm is None
+
+
+def test_a_balancing_loss_of_unknown_weight_is_refused_for_experts_alone(tmp_path):
+    dense = imported(tmp_path, **megatron(moe_router_load_balancing_type="aux_loss"))
+    assert dense.features == {}
+    assert any("moe_aux_loss_coeff" in note for note in dense.notes)
+    experts = imported(
+        tmp_path,
+        **megatron(moe_router_load_balancing_type="aux_loss", expert_model_parallel_size=4),
+    )
+    assert any("balancing loss" in feature for feature in experts.features)
+
+
+def test_preferences_count_rows_where_nemo_rl_counts_pairs(tmp_path):
+    values = {
+        **{key: NEMO_RL[key] for key in ("policy", "checkpointing", "cluster", "logger")},
+        "dpo": {
+            "max_num_epochs": 1,
+            "max_num_steps": 150,
+            "val_period": 25,
+            "val_micro_batch_size": 1,
+            "reference_policy_kl_penalty": 0.05,
+            "sft_loss_weight": 0,
+        },
+        "data": {
+            "train": {"dataset_name": "HelpSteer3", "split": "train"},
+            "validation": {"dataset_name": "HelpSteer3", "split": "validation"},
+        },
+    }
+    found = imported(tmp_path, values, checkpointing__metric_name="val:validation-default_loss")
+    assert found.features == {}
+    config = read_config(found.recipe).config
+    assert config.policy.train_micro_batch_size == 4
+    assert config.policy.train_global_batch_size == 64
+    assert config.dpo.reference_policy_kl_penalty == 0.05
+    assert config.checkpointing.metric_name == "val:loss"
+    assert answer(found, "policy.generation.temperature").kind is Kind.NOT_NEEDED
+
+
+def test_repeated_validation_rows_become_several_rollouts(tmp_path):
+    found = imported(tmp_path, data__validation={"dataset_name": "AIME2024", "repeat": 16}, grpo__max_val_samples=480)
+    config = read_config(found.recipe).config
+    assert (config.grpo.val_num_generations_per_prompt, config.grpo.max_val_samples) == (16, 30)
+
+
+def test_variables_of_the_environment_stay_variables(tmp_path):
+    found = imported(tmp_path, data__train={"data_path": "${oc.env:DATA_HOME}/rows.jsonl", "input_key": "question"})
+    assert found.features == {}
+    assert found.recipe["data"]["train"]["data_path"] == "${oc.env:DATA_HOME}/rows.jsonl"
+    assert "policy" in found.recipe
+    assert any("DATA_HOME" in note for note in found.notes)
+
+
+def test_datasets_of_images_are_refused(tmp_path):
+    found = imported(tmp_path, data__train={"dataset_name": "clevr-cogent", "split": "train"})
+    assert list(found.features) == ["models of images, video or sound"]
+
+
+def test_a_reward_model_is_an_environment(tmp_path):
+    found = imported(
+        tmp_path,
+        data__default={"env_name": "reward_model"},
+        env__reward_model={"model_name": "a/b", "max_model_len": 2048, "dtensor_cfg": {"enabled": True}},
+    )
+    assert found.features == {}
+    config = read_config(found.recipe).config
+    assert (config.env.reward_model.model, config.env.reward_model.max_length) == ("a/b", 2048)
+
+
+def test_sliding_puzzles_have_a_dataset_here(tmp_path):
+    puzzle = {"cfg": {"game_config": {"size": 3, "shuffle_moves": 4}, "max_moves": 30}}
+    values = {**NEMO_RL, "data": {"shuffle": True, "add_system_prompt": False}, "env": {"sliding_puzzle_game": puzzle}}
+    found = imported(tmp_path, values, grpo__max_rollout_turns=30)
+    assert found.features == {}
+    config = read_config(found.recipe).config
+    assert config.data.train.settings["max_moves"] == 4
+    assert (config.env.sliding_puzzle.max_moves, config.grpo.max_rollout_turns) == (30, 30)
+
+
+def test_minus_one_is_no_limit(tmp_path):
+    found = imported(tmp_path, grpo__max_num_steps=-1, grpo__max_val_samples=-1)
+    assert found.features == {}
+    config = read_config(found.recipe).config
+    assert (config.grpo.max_num_steps, config.grpo.max_val_samples) == (1_000_000, None)
+
+
+def test_evaluations_are_recipes_of_rl_eval(tmp_path):
+    values = {
+        "eval": {"metric": "pass@k", "num_tests_per_prompt": 4, "seed": 1, "k_value": 2, "save_path": None},
+        "generation": {
+            "backend": "vllm",
+            "model_name": "Qwen/Qwen2.5-0.5B",
+            "temperature": 0.7,
+            "top_p": 1.0,
+            "top_k": -1,
+            "max_new_tokens": "${generation.vllm_cfg.max_model_len}",
+            "vllm_cfg": {"max_model_len": 2048, "tensor_parallel_size": 1, "precision": "bfloat16"},
+        },
+        "tokenizer": {"name": "${generation.model_name}", "chat_template": "default"},
+        "data": {"dataset_name": "AIME2024", "prompt_file": None, "repeat": 1},
+        "env": {"math": {"num_workers": 8}},
+        "cluster": {"gpus_per_node": 1, "num_nodes": 1},
+    }
+    found = imported(tmp_path, values)
+    assert found.features == {}
+    config = read_config(found.recipe).config
+    assert (config.algorithm, config.eval.tasks, config.eval.num_samples, config.eval.k) == (
+        "evaluation",
+        ["aime_2024"],
+        4,
+        [2],
+    )

@@ -1,0 +1,139 @@
+"""Configs of TRL, verl, OpenRLHF and prime-rl become recipes that this project's own checks accept."""
+
+import json
+
+import pytest
+from foreign_files import OPENRLHF, PRIME_RL, TRL_GRPO, VERL, written
+
+from rl_core.errors import ConfigError
+from rl_launch.foreign.importing import import_config
+from rl_launch.foreign_keys.table import Kind
+from rl_launch.root import read_config
+
+
+def config_of(found):
+    assert found.features == {}
+    return read_config(found.recipe).config
+
+
+def test_trl_grpo(tmp_path):
+    found = import_config(written(tmp_path, TRL_GRPO), "trl", gpus=2)
+    config = config_of(found)
+    assert config.algorithm == "grpo"
+    # 8 x 2 x 2 completions of an update, as many of a generation
+    assert (config.policy.train_global_batch_size, config.grpo.num_prompts_per_step) == (32, 8)
+    assert config.loss_fn.reference_policy_kl_penalty == 0.04
+    assert config.loss_fn.aggregation == "token-mean"
+    assert config.policy.max_total_sequence_length == 256
+    (warmup,) = config.policy.scheduler
+    assert warmup.kwargs["total_iters"] == 5
+    assert config.policy.optimizer.kwargs["weight_decay"] == 0.0  # TRL's default
+    assert {each.key for each in found.answers} == set(TRL_GRPO)
+    assert any("reward functions (accuracy)" in note for note in found.notes)
+
+
+def test_trl_takes_json_and_its_own_defaults(tmp_path):
+    fields = {"model_name_or_path": "x/y", "dataset_name": "a/b", "packing": True, "use_peft": True}
+    config = config_of(import_config(written(tmp_path, json.dumps(fields), "sft.json"), "trl"))
+    assert config.algorithm == "sft"
+    assert config.policy.optimizer.kwargs["lr"] == 2e-5
+    assert config.policy.max_total_sequence_length == 1024
+    assert (config.policy.lora_cfg.dim, config.policy.lora_cfg.dropout) == (16, 0.05)
+
+
+def test_trl_dpo_losses(tmp_path):
+    fields = {"model_name_or_path": "x/y", "dataset_name": "a/b", "loss_type": "robust", "label_smoothing": 0.1}
+    config = config_of(import_config(written(tmp_path, fields), "trl", algorithm="dpo"))
+    assert config.dpo.loss.name == "robust-dpo"
+    found = import_config(written(tmp_path, {**fields, "loss_type": "sppo_hard"}), "trl", algorithm="dpo")
+    assert list(found.features) == ["the preference loss sppo_hard"]
+
+
+def test_an_algorithm_that_the_file_does_not_say_is_asked_for(tmp_path):
+    with pytest.raises(ConfigError, match="--algorithm"):
+        import_config(written(tmp_path, {"learning_rate": 1e-5}), "trl")
+
+
+def test_unknown_fields_of_trl_are_refused(tmp_path):
+    found = import_config(written(tmp_path, {**TRL_GRPO, "brand_new": 1, "num_iterations": 2}), "trl")
+    assert found.features == {
+        "TRL keys that are not known here": ["brand_new"],
+        "training on the same rollouts several times in GRPO (num_iterations)": ["num_iterations"],
+    }
+
+
+def test_verl_scripts(tmp_path):
+    found = import_config(written(tmp_path, VERL, "run.sh"), "verl")
+    config = config_of(found)
+    assert config.policy.model_name == "Qwen/Qwen3-8B"
+    assert config.policy.train_global_batch_size == 80  # 16 prompts of 5 rollouts
+    assert config.loss_fn.aggregation == "sequence-mean"
+    assert (config.loss_fn.reference_policy_kl_penalty, config.loss_fn.reference_policy_kl_type) == (0.002, "k3")
+    assert config.loss_fn.ratio_clip_c == 3.0  # verl's default
+    assert config.checkpointing.save_period == 0
+    assert config.logger.wandb_enabled
+    kinds = {each.key: each.kind for each in found.answers}
+    assert kinds["actor_rollout_ref.model.use_remove_padding"] is Kind.NOT_NEEDED
+
+
+def test_verl_yaml_with_a_critic(tmp_path):
+    values = {
+        "actor_rollout_ref": {"model": {"path": "x/y"}, "actor": {"clip_ratio": 0.3, "ppo_epochs": 2}},
+        "critic": {"model": {"path": "x/c"}, "optim": {"lr": 1e-5}},
+        "algorithm": {"adv_estimator": "gae", "lam": 0.9},
+        "data": {"train_files": "/data/t.parquet"},
+        "trainer": {"total_epochs": 2, "n_gpus_per_node": 8},
+    }
+    config = config_of(import_config(written(tmp_path, values), "verl"))
+    assert config.algorithm == "ppo"
+    assert config.value.model_name == "x/c"
+    assert (config.ppo.gae_lambda, config.ppo.num_ppo_epochs, config.loss_fn.ratio_clip_max) == (0.9, 2, 0.3)
+    assert config.loss_fn.reference_policy_kl_penalty == 0
+
+
+def test_verl_yaml_relies_on_verls_own_config(tmp_path):
+    values = {
+        "hydra": {"searchpath": ["file://verl/trainer/config"]},
+        "defaults": ["ppo_megatron_trainer", "_self_"],
+        "algorithm": {"adv_estimator": "grpo"},
+        "actor_rollout_ref": {"model": {"path": "x/y"}, "rollout": {"n": 4}},
+        "data": {"train_files": "/data/t.parquet"},
+    }
+    config = config_of(import_config(written(tmp_path, values), "verl"))
+    assert config.policy.megatron_cfg.enabled
+    with pytest.raises(ConfigError, match="--cfg job"):
+        import_config(written(tmp_path, {**values, "defaults": [{"actor": "dp_actor"}]}), "verl")
+
+
+def test_openrlhf_scripts(tmp_path):
+    found = import_config(written(tmp_path, OPENRLHF, "run.sh"), "openrlhf")
+    config = config_of(found)
+    assert config.algorithm == "ppo"
+    assert config.value.model_name == "my/reward-model"
+    assert config.env.reward_model.model == "my/reward-model"
+    assert config.ppo.num_prompts_per_step == 1024
+    assert config.loss_fn.use_kl_in_reward
+    assert config.policy.dtensor_cfg.activation_checkpointing
+    assert "address" not in {each.key for each in found.answers}  # a flag of Ray
+
+
+def test_openrlhf_flags_as_yaml(tmp_path):
+    flags = {"pretrain": "x/y", "dataset": "a/b", "max_len": 512, "learning_rate": 1e-5, "unheard-of": 3}
+    found = import_config(written(tmp_path, flags), "openrlhf")
+    assert found.features == {"OpenRLHF keys that are not known here": ["unheard_of"]}
+
+
+def test_prime_rl_toml(tmp_path):
+    found = import_config(written(tmp_path, PRIME_RL, "rl.toml"), "prime-rl")
+    config = config_of(found)
+    assert (config.grpo.num_prompts_per_step, config.grpo.num_generations_per_prompt) == (16, 8)
+    assert config.grpo.async_grpo.enabled
+    assert config.cluster.gpus_per_node == 3
+    assert config.policy.generation.colocated.resources.gpus_per_node == 1
+    assert config.policy.optimizer.kwargs["lr"] == 3e-6
+    assert any("reverse-text" in note for note in found.notes)
+
+
+def test_a_system_that_is_not_known_is_answered_with_those_that_are(tmp_path):
+    with pytest.raises(ConfigError, match="did you mean nemo-rl"):
+        import_config(written(tmp_path, TRL_GRPO), "nemorl")
