@@ -163,6 +163,10 @@ class MeasuredRun:
         with self._timed("recording"):
             self._session.record_rollouts(step, groups, advantages)
 
+    def record_validation(self, step: int, groups: Sequence[RolloutGroup]) -> None:
+        """As the session's."""
+        self._session.record_validation(step, groups)
+
     def due(self, period: int, step: int, *, at_end: bool = False) -> bool:
         """As the session's."""
         return self._session.due(period, step, at_end=at_end)

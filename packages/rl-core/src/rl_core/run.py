@@ -64,6 +64,10 @@ class Run(Protocol):
         """
         ...
 
+    def record_validation(self, step: int, groups: Sequence[RolloutGroup]) -> None:
+        """Have the rollouts of a validation after a step written, one line each."""
+        ...
+
     def due(self, period: int, step: int, *, at_end: bool = False) -> bool:
         """Whether something with this period (0 is never) is due after this step; `at_end` adds the last step."""
         ...

@@ -7,10 +7,11 @@ from typer.testing import CliRunner
 
 from rl_core.errors import ConfigError
 from rl_launch.cli import app
-from rl_launch.commands.run_values import Condition, RunValues, shown
+from rl_launch.commands.run_values import RunValues, condition
 from rl_launch.session.labels import Labels
 from rl_launch.session.run_folder import RunFolder
 from rl_launch.session.run_state import RunState
+from rl_launch.show.condition import shown
 from rl_launch.show.headings import headings
 
 CONFIG = """\
@@ -117,7 +118,7 @@ def test_a_key_that_no_run_has_is_refused_with_the_nearest(option):
 
 def test_what_is_no_condition_is_refused():
     with pytest.raises(ConfigError, match="write KEY=VALUE, such as state=finished"):
-        Condition.parse("finished")
+        condition("finished")
 
 
 @pytest.mark.usefixtures("folder")

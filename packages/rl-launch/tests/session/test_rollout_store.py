@@ -127,3 +127,22 @@ def test_archives_that_fail_do_not_end_the_run(tmp_path, monkeypatch, caplog):
             files._archiving.exception()
     files.close()
     assert "rollouts of earlier steps were not archived: no space is left" in caplog.text
+
+
+def test_validations_move_into_archives_and_back_with_their_steps(tmp_path):
+    write(tmp_path, range(1, 8))
+    for step in (0, 2, 4, 6):
+        (tmp_path / f"val_{step}.jsonl").write_text(json.dumps({"validated": step}) + "\n")
+    archive_before(tmp_path, 7)
+    assert names(tmp_path) == [*loose(5, 6, 7), "steps_1-4.zip", "val_0.jsonl", "val_6.jsonl"]
+    assert steps_in(tmp_path, "val") == [0, 2, 4, 6]
+    assert steps_in(tmp_path) == list(range(1, 8))
+    with open_step(tmp_path, 2, "val") as file:
+        assert json.loads(file.readline()) == {"validated": 2}
+    with pytest.raises(FileNotFoundError):
+        open_step(tmp_path, 3, "val")
+    cut_back(tmp_path, 3)
+    assert names(tmp_path) == [*loose(1, 2, 3), "val_0.jsonl", "val_2.jsonl"]
+    # a run that begins anew validates before its first step anew
+    cut_back(tmp_path, -1)
+    assert names(tmp_path) == []

@@ -30,6 +30,7 @@ from rl_core.rollout_record import write_records
 from rl_core.testing.fakes import FakeModel, FakeWeights
 from rl_launch.session import RunSession, newest_checkpoint
 from rl_launch.session.records import MOST_STEPS, RolloutFiles
+from rl_launch.session.run_folder import RunFolder
 from rl_launch.session.stop import StopRequest
 
 
@@ -416,6 +417,23 @@ def test_rollouts_are_one_line_each_with_their_advantage(tmp_path):
     assert rows[0]["prompt"] == [{"role": "user", "content": "1+2="}]
     assert rows[0]["turns"] == [{"text": "3", "observation": None, "rewards": {"reward": 1.0}}]
     assert (rows[0]["weight_versions"], rows[0]["stop_reason"], rows[0]["info"]) == ([3], "stop", {"seen": 0.5})
+
+
+def test_rollouts_of_a_validation_have_files_of_their_own_which_a_later_one_replaces(tmp_path):
+    with RunSession(tmp_path, counting.config()) as session:
+        for step in session.steps(1, models={}, state={}):
+            session.record_validation(0, [rollout_group(3)])
+            session.record_rollouts(step, [rollout_group(2)], np.zeros(2))
+            session.record_validation(step, [rollout_group(3)])
+            session.record_validation(step, [rollout_group(1)])
+    found = RunFolder(tmp_path)
+    assert found.rollout_steps("val") == [0, 1]
+    assert len(list(found.rollouts(0, "val"))) == 3
+    (row,) = found.rollouts(1, "val")
+    assert (row["row"], row["advantage"]) == ({"answer": "3"}, None)
+    assert len(list(found.rollouts(1))) == 2
+    with pytest.raises(RunDirectoryError, match="no validation rollouts of step 7; it has those of steps 0 to 1"):
+        list(found.rollouts(7, "val"))
 
 
 class Texts:

@@ -52,6 +52,7 @@ class DistillationValidation:
             found = {f"val/{name}": metric.result() for name, metric in self.policy.evaluate(batch, self.loss).items()}
         metrics = {**validation_metrics(evaluation), **found}
         run.record(step, metrics)
+        run.record_validation(step, evaluation.groups)
         name, goal = config.stop_at_validation_metric, config.stop_at_validation_threshold
         if name is None or goal is None:
             return

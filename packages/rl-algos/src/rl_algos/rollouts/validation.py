@@ -53,6 +53,7 @@ class Validation:
             )
         metrics = validation_metrics(evaluation)
         run.record(step, metrics)
+        run.record_validation(step, evaluation.groups)
         name, goal = self._config.stop_at_validation_metric, self._config.stop_at_validation_threshold
         if name is not None and goal is not None and (reached := goal_value(metrics, name, self._config)) >= goal:
             run.stop(f"val/{name} reached {reached:.4g}, the goal was {goal:.4g}")

@@ -160,6 +160,7 @@ class FakeRun:
         metrics: what was recorded, by step.
         phases: names of phases, in the order they began.
         groups: rollouts recorded, by step.
+        validated: rollouts of validations recorded, by step.
         stop_reason: what the loop gave to `stop`.
     """
 
@@ -169,6 +170,7 @@ class FakeRun:
     metrics: dict[int, dict[str, float]] = field(default_factory=dict)
     phases: list[str] = field(default_factory=list)
     groups: dict[int, list[RolloutGroup]] = field(default_factory=dict)
+    validated: dict[int, list[RolloutGroup]] = field(default_factory=dict)
     stop_reason: str = ""
     _max_steps: int = 0
 
@@ -199,6 +201,10 @@ class FakeRun:
         if len(advantages) > rollouts:
             raise ValueError(f"{rollouts} rollouts have at most as many advantages, got {len(advantages)}")
         self.groups[step] = list(groups)
+
+    def record_validation(self, step: int, groups: Sequence[RolloutGroup]) -> None:
+        """Keep the groups."""
+        self.validated[step] = list(groups)
 
     def due(self, period: int, step: int, *, at_end: bool = False) -> bool:
         """As `Run.due`."""

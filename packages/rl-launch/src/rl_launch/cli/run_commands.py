@@ -16,6 +16,7 @@ from rl_launch.cli.failure import explained, reported
 if TYPE_CHECKING:
     from rl_launch.session.run_folder import RunFolder
     from rl_launch.show.images import Line
+    from rl_launch.show.selection import Selection
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
@@ -58,12 +59,12 @@ def runs(
     """
     with reported():
         from rl_launch.commands import runs as listing
-        from rl_launch.commands.run_values import Condition
+        from rl_launch.commands.run_values import condition
 
         chosen = listing.Listing(
             keys=[key.strip() for key in keys.split(",") if key.strip()],
             sort=sort.strip(),
-            conditions=[Condition.parse(text) for text in conditions or ()],
+            conditions=[condition(text) for text in conditions or ()],
             is_reversed=is_reversed,
         )
         found = listing.list_runs(folder.expanduser(), chosen)
@@ -114,6 +115,19 @@ def show(
         int | None,
         typer.Option("--step", metavar="N", help="Show the rollouts of this step, and metrics up to it. One run only."),
     ] = None,
+    of_validation: Annotated[bool, typer.Option("--val", help="Show rollouts of the validation.")] = False,
+    conditions: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--where",
+            metavar="KEY=VALUE",
+            help="Show rollouts for which this holds: reward=0, row.answer=12, response=*tea*. May be repeated.",
+        ),
+    ] = None,
+    sort: Annotated[
+        str, typer.Option("--sort", metavar="KEY", help="Order them: num_sampled, -reward (descending).")
+    ] = "",
+    limit: Annotated[int, typer.Option("--limit", min=1, help="Most rollouts that --where and --sort show.")] = 10,
     as_json: AsJson = False,
     png: Annotated[
         Path | None, typer.Option("--png", metavar="DIR", help="Write plots of all metrics into this folder as well.")
@@ -130,14 +144,23 @@ def show(
     {"last": {"mean", "std", "num_runs"}, "best": {...}|null}}}, ...]}.
     """
     with reported():
+        from rl_core.errors import ConfigError
         from rl_launch.session.run_folder import RunFolder
+        from rl_launch.show.condition import Condition
         from rl_launch.show.images import check_matplotlib
+        from rl_launch.show.selection import Selection
 
         if png is not None:
             check_matplotlib()
         found = [RunFolder(path) for path in paths]
+        asked = None
+        if of_validation or conditions or sort:
+            holding = [Condition.parse(text, "--where", "reward=0 or status=failed") for text in conditions or ()]
+            asked = Selection("val" if of_validation else "step", holding, sort, limit)
         if len(found) == 1:
-            _show_one(found[0], step, png, as_json=as_json)
+            _show_one(found[0], step, asked, png, as_json=as_json)
+        elif asked is not None:
+            raise ConfigError(f"rollouts are shown of one run, and {len(found)} are given; give one")
         else:
             _show_several(found, step, png, as_json=as_json)
 
@@ -190,11 +213,11 @@ def sweep(
             raise typer.Exit(1)
 
 
-def _show_one(run: RunFolder, step: int | None, png: Path | None, *, as_json: bool) -> None:
+def _show_one(run: RunFolder, step: int | None, asked: Selection | None, png: Path | None, *, as_json: bool) -> None:
     from rl_launch import show as showing
     from rl_launch.show.images import Line
 
-    report = showing.report_of(run, step)
+    report = showing.report_of(run, step, asked)
     if as_json:
         _print_json(report.as_json())
     else:

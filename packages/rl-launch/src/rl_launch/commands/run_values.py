@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 from rl_core.config import did_you_mean
 from rl_core.config.keys import value_at
-from rl_core.config.tree import COMMAND_LINE, format_path, leaves, natural, parse_path, read_value
+from rl_core.config.tree import format_path, leaves, parse_path
 from rl_core.errors import ConfigError
 from rl_launch.session.run_folder import RunFolder
+from rl_launch.show.condition import Condition
 from rl_launch.show.report import Summary, higher_is_better, summaries_of
 
 _BEST = ":best"
-_CONDITION = re.compile(r"([^=!<>]+?)\s*(!=|<=|>=|=|<|>)\s*(.*)", re.DOTALL)
-_ORDERS: dict[str, Callable[[Any, Any], bool]] = {
-    "<": lambda one, other: one < other,
-    "<=": lambda one, other: one <= other,
-    ">": lambda one, other: one > other,
-    ">=": lambda one, other: one >= other,
-}
 
 
 class RunValues:
@@ -86,50 +78,14 @@ def is_metric(key: str) -> bool:
     return "/" in key
 
 
-@dataclass(frozen=True)
-class Condition:
-    """A condition on a run, such as `state=finished`, `tag=baseline` or `sft.seed<3`.
+def condition(text: str) -> Condition:
+    """Read a condition on a run, such as `state=finished`, `tag=baseline` or `sft.seed<3`.
 
-    Args:
-        key: As `RunValues` takes it; `tag` for one of the tags.
-        sign: `=`, `!=`, `<`, `<=`, `>` or `>=`.
-        value: A plain value; a text may hold `*` and `?`, which stand for any text and any character.
+    Raises:
+        ConfigError: If it is not one.
     """
-
-    key: str
-    sign: str
-    value: Any
-
-    @classmethod
-    def parse(cls, text: str) -> Condition:
-        """Read a condition.
-
-        Raises:
-            ConfigError: If it is not one.
-        """
-        found = _CONDITION.fullmatch(text.strip())
-        if found is None:
-            raise ConfigError(
-                f"--filter: got {text!r}; write KEY=VALUE, such as state=finished, tag=NAME or sft.seed=1 "
-                "(also !=, <, <=, >, >=)"
-            )
-        key, sign, value = found.groups()
-        return cls("tags" if key == "tag" else key, sign, natural(read_value(value, COMMAND_LINE).plain()))
-
-    def __str__(self) -> str:
-        return f"{self.key}{self.sign}{shown(self.value)}"
-
-    def holds(self, values: RunValues) -> bool:
-        """Whether it holds for a run; an order never holds for a value that is missing or of another kind."""
-        found = values[self.key]
-        if self.sign in _ORDERS:
-            is_number = isinstance(found, int | float) and isinstance(self.value, int | float)
-            return is_number and _ORDERS[self.sign](found, self.value)
-        if self.key == "tags" and not isinstance(self.value, list):
-            is_equal = any(_is_like(tag, str(self.value)) for tag in found)
-        else:
-            is_equal = found == self.value or (isinstance(found, str) and _is_like(found, str(self.value)))
-        return is_equal is (self.sign == "=")
+    found = Condition.parse(text, "--filter", "state=finished, tag=NAME or sft.seed=1")
+    return replace(found, key="tags") if found.key == "tag" else found
 
 
 def ordered(runs: Sequence[RunValues], key: str) -> list[RunValues]:
@@ -161,22 +117,3 @@ def check_keys(runs: Sequence[RunValues], keys: Sequence[str], option: str) -> N
                 f"{option}: none of these runs has {key!r}{did_you_mean(key, known)} A key of the config "
                 f"(sft.seed), a metric (val/loss, val/loss:best) or one of {', '.join(FIELDS)} is allowed."
             )
-
-
-def shown(value: Any) -> str:
-    """A value in a cell of a table."""
-    match value:
-        case None:
-            return ""
-        case bool():
-            return str(value).lower()
-        case float():
-            return f"{value:.4g}"
-        case list():
-            return ", ".join(map(shown, value))
-        case _:
-            return str(value)
-
-
-def _is_like(text: str, pattern: str) -> bool:
-    return text == pattern or fnmatchcase(text, pattern.replace("[", "[[]"))

@@ -75,8 +75,8 @@ RolloutWriter = Callable[[str, RemoteRows, Sequence[float | None]], None]
 
 
 class RolloutFiles:
-    """`rollouts/step_<n>.jsonl`: one object per rollout, written beside the steps. See `rollout_store` for the files of
-    earlier steps.
+    """`rollouts/step_<n>.jsonl` and `val_<n>.jsonl`: one object per rollout, written beside the steps. See
+    `rollout_store` for the files of earlier steps.
 
     A thread has them written by the process that holds the texts, by `write_elsewhere`, or fetches and writes them
     itself. Its failure is raised by the next call. `flush` comes before anything that relies on the files: a
@@ -94,8 +94,11 @@ class RolloutFiles:
         self._archiving: Future[None] | None = None
         self.write_elsewhere: RolloutWriter | None = None
 
-    def append(self, step: int, groups: Sequence[RolloutGroup], advantages: np.ndarray) -> None:
-        """Have rollouts written, flattened; those beyond the advantages, which trained nothing, have null.
+    def append(
+        self, step: int, groups: Sequence[RolloutGroup], advantages: np.ndarray, kind: rollout_store.Kind = "step"
+    ) -> None:
+        """Have rollouts written, flattened; those beyond the advantages, which trained nothing, have null. Those of a
+        validation replace what an earlier validation of the same step has left.
 
         Waits while `MOST_STEPS` earlier ones are not written.
         """
@@ -109,7 +112,7 @@ class RolloutFiles:
         if self._threads is None:
             self._threads = ThreadPoolExecutor(1, thread_name_prefix="rollout-files")
         padded = [*np.asarray(advantages).tolist(), *[None] * (num_rollouts - len(advantages))]
-        self._writing.append(self._threads.submit(self._write, step, records, padded))
+        self._writing.append(self._threads.submit(self._write, step, records, padded, kind))
         self._archive_before(step)
 
     def flush(self) -> None:
@@ -144,8 +147,16 @@ class RolloutFiles:
                 self._archiver = ThreadPoolExecutor(1, thread_name_prefix="rollout-archives")
             self._archiving = self._archiver.submit(rollout_store.archive_before, self._folder, step)
 
-    def _write(self, step: int, groups: Sequence[tuple[str, Batch]], advantages: Sequence[float | None]) -> None:
-        path = rollout_store.file_of(self._folder, step)
+    def _write(
+        self,
+        step: int,
+        groups: Sequence[tuple[str, Batch]],
+        advantages: Sequence[float | None],
+        kind: rollout_store.Kind,
+    ) -> None:
+        path = rollout_store.file_of(self._folder, step, kind)
+        if kind == "val":
+            path.unlink(missing_ok=True)
         if not path.exists() and self._is_written_elsewhere(path, [columns for _, columns in groups], advantages):
             return
         waiting = iter(advantages)

@@ -156,22 +156,24 @@ class RunFolder:
                     total[phase] = total.get(phase, 0.0) + value
         return dict(sorted(total.items(), key=lambda entry: -entry[1]))
 
-    def rollout_steps(self) -> list[int]:
-        """Steps whose rollouts were written, in order."""
-        return rollout_store.steps_in(self.path / "rollouts")
+    def rollout_steps(self, kind: rollout_store.Kind = "step") -> list[int]:
+        """Steps whose rollouts were written, in order; with `val` those after which the policy was validated."""
+        return rollout_store.steps_in(self.path / "rollouts", kind)
 
-    def rollouts(self, step: int) -> Iterator[dict[str, Any]]:
-        """The rollouts of a step, one mapping each; a line that was cut short is left out.
+    def rollouts(self, step: int, kind: rollout_store.Kind = "step") -> Iterator[dict[str, Any]]:
+        """The rollouts of a step, or with `val` of its validation, one mapping each; a line that was cut short is left
+        out.
 
         Raises:
             RunDirectoryError: if none were written, naming the steps that have some.
         """
         try:
-            file = rollout_store.open_step(self.path / "rollouts", step)
+            file = rollout_store.open_step(self.path / "rollouts", step, kind)
         except FileNotFoundError:
-            steps = self.rollout_steps()
+            steps = self.rollout_steps(kind)
+            what = "validation rollouts" if kind == "val" else "rollouts"
             known = f"it has those of steps {steps[0]} to {steps[-1]}" if steps else "it has none"
-            raise RunDirectoryError(f"{self.path} has no rollouts of step {step}; {known}.") from None
+            raise RunDirectoryError(f"{self.path} has no {what} of step {step}; {known}.") from None
         with file:
             for line in file:
                 try:

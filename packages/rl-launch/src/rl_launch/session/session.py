@@ -243,7 +243,7 @@ class RunSession:
         for row in self._metrics.read():
             self._best.add(row["step"], row)
         self._note("running")
-        self._rollouts.cut_back(self._done)
+        self._rollouts.cut_back(self._done if self._done else -1)
         # again, because starting Ray has replaced the first handler by its own
         self._stop.listen(gracefully=True)
         return self._iterate(self._done + 1)
@@ -277,6 +277,12 @@ class RunSession:
             return
         with self.phase("recording"):
             self._rollouts.append(step, groups, advantages)
+
+    def record_validation(self, step: int, groups: Sequence[RolloutGroup]) -> None:
+        """Have the rollouts of a validation written, one line each, unless `logger.rollout_period` is 0."""
+        if self._config.logger.rollout_period:
+            with self.phase("recording"):
+                self._rollouts.append(step, groups, np.zeros(0), "val")
 
     def write_rollouts_by(self, writer: RolloutWriter) -> None:
         """Have rollouts written by another process that shares the run's folder; it must live as long as the models."""

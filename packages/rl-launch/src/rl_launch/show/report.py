@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from math import isfinite
 from typing import Any
 
 from rl_core.errors import RunDirectoryError
 from rl_launch.session.checkpoints import ADAPTER, EXPORT
+from rl_launch.session.rollout_store import Kind
 from rl_launch.session.run_folder import Description, RunFolder
 from rl_launch.session.run_state import RunState
 from rl_launch.show.advice import Advice, advice
+from rl_launch.show.selection import Selection, response_of, reward_of
 
 NUM_SAMPLES = 2
 """Number of rollouts shown with the highest rewards, and with the lowest."""
@@ -69,6 +71,9 @@ class Sample:
         response: text of all turns.
         why: the reason of a failure, or how the rollout ended.
         num_tokens: number of sampled tokens.
+        parts: further rewards by name.
+        system: text of the system prompt; empty if there is none.
+        row: fields of the row that the environment was given, such as the right answer.
     """
 
     reward: float | None
@@ -76,6 +81,9 @@ class Sample:
     response: str
     why: str
     num_tokens: int
+    parts: Mapping[str, float] = field(default_factory=dict)
+    system: str = ""
+    row: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -83,11 +91,14 @@ class Rollouts:
     """The rollouts of a step.
 
     Args:
-        step: that trained on them.
+        step: that trained on them, or after which the policy was validated.
         num_rollouts: in all.
         best: rollouts with the highest rewards, each of another prompt if there are several.
         worst: rollouts with the lowest.
         failures: reasons of failed ones, the most frequent first, each with its count.
+        kind: `val` for those of a validation.
+        chosen: those that were asked for, in place of `best` and `worst`; None if none were.
+        num_chosen: how many there are, of which the first are in `chosen`.
     """
 
     step: int
@@ -95,6 +106,9 @@ class Rollouts:
     best: tuple[Sample, ...]
     worst: tuple[Sample, ...]
     failures: Mapping[str, int]
+    kind: Kind = "step"
+    chosen: tuple[Sample, ...] | None = None
+    num_chosen: int = 0
 
 
 @dataclass(frozen=True)
@@ -125,15 +139,16 @@ class Report:
         return {"schema": 1, **{name: data[name] for name in fields}}
 
 
-def report_of(run: RunFolder, step: int | None = None) -> Report:
+def report_of(run: RunFolder, step: int | None = None, selection: Selection | None = None) -> Report:
     """Summarise a run.
 
     Args:
         run: the run, finished or in progress.
         step: the step whose rollouts are shown, and up to which metrics are taken; the last one if not given.
+        selection: the rollouts that are shown; None for the best and the worst that were trained on.
 
     Raises:
-        RunDirectoryError: if nothing was recorded of that step.
+        RunDirectoryError: if nothing was recorded of that step, or rollouts are asked for and there are none.
     """
     rows = run.metrics()
     steps = [row["step"] for row in rows]
@@ -151,7 +166,7 @@ def report_of(run: RunFolder, step: int | None = None) -> Report:
         summaries=tuple(_summary(name, points) for name, points in series.items()),
         series=series,
         timings=timings,
-        rollouts=_rollouts(run, step),
+        rollouts=_rollouts(run, step, selection),
         advice=tuple(advice(rows, timings, run.config())),
         exports=_exports(run),
     )
@@ -203,23 +218,28 @@ def _timings(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return dict(total.most_common())
 
 
-def _rollouts(run: RunFolder, step: int | None) -> Rollouts | None:
-    steps = run.rollout_steps()
-    if not steps or (step is not None and step not in steps):
+def _rollouts(run: RunFolder, step: int | None, asked: Selection | None) -> Rollouts | None:
+    selection = asked or Selection()
+    steps = run.rollout_steps(selection.kind)
+    if asked is None and (not steps or (step is not None and step not in steps)):
         return None
-    chosen = steps[-1] if step is None else step
-    records = list(run.rollouts(chosen))
+    shown_step = step if step is not None else steps[-1] if steps else 0
+    records = list(run.rollouts(shown_step, selection.kind))
     failed = [record for record in records if record.get("status") == "failed"]
     scored = [record for record in records if record.get("status") != "failed" and record.get("rewards")]
-    scored.sort(key=_reward, reverse=True)
+    scored.sort(key=reward_of, reverse=True)
     best = _of_different_prompts(scored)
     rest = [record for record in reversed(scored) if not any(record is other for other in best)]
+    chosen = selection.of(records) if selection.is_a_choice else None
     return Rollouts(
-        step=chosen,
+        step=shown_step,
         num_rollouts=len(records),
         best=tuple(map(_sample, best)),
         worst=tuple(map(_sample, _of_different_prompts(rest))),
         failures=dict(Counter(str(record.get("failure", "")) for record in failed).most_common(MOST_FAILURES)),
+        kind=selection.kind,
+        chosen=None if chosen is None else tuple(map(_sample, chosen[: selection.limit])),
+        num_chosen=len(chosen or ()),
     )
 
 
@@ -232,17 +252,17 @@ def _of_different_prompts(records: Sequence[Mapping[str, Any]]) -> list[Mapping[
     return [*firsts.values(), *others][:NUM_SAMPLES]
 
 
-def _reward(record: Mapping[str, Any]) -> float:
-    rewards = record["rewards"]
-    return float(rewards.get("reward", sum(rewards.values())))
-
-
 def _sample(record: Mapping[str, Any]) -> Sample:
     prompt = record.get("prompt") or [{}]
+    has_failed = record.get("status") == "failed"
+    system = prompt[0].get("content", "") if prompt[0].get("role") == "system" else ""
     return Sample(
-        reward=_reward(record),
+        reward=None if has_failed else reward_of(record),
         prompt=str(prompt[-1].get("content", "")),
-        response="\n".join(str(turn.get("text", "")) for turn in record.get("turns", ())),
-        why=str(record.get("stop_reason", "")),
+        response=response_of(record),
+        why=str(record.get("failure" if has_failed else "stop_reason", "")),
         num_tokens=int(record.get("num_sampled", 0)),
+        parts={name: value for name, value in (record.get("rewards") or {}).items() if name != "reward"},
+        system=str(system or ""),
+        row=record.get("row") or {},
     )

@@ -115,19 +115,34 @@ def _times(report: Report) -> Table:
 
 
 def _show_rollouts(rollouts: Rollouts, console: Console, width: int) -> None:
-    console.print(f"\nRollouts of step {rollouts.step}: {rollouts.num_rollouts}", style="bold", highlight=False)
-    for title, samples in (("highest reward", rollouts.best), ("lowest reward", rollouts.worst)):
-        for sample in samples:
-            console.print(_indented(_sampled(title, sample), 2), width=width)
-    for reason, count in rollouts.failures.items():
+    what = "Rollouts of the validation after step" if rollouts.kind == "val" else "Rollouts of step"
+    console.print(f"\n{what} {rollouts.step}: {rollouts.num_rollouts}", style="bold", highlight=False)
+    if rollouts.chosen is not None:
+        console.print(f"  {rollouts.num_chosen} as asked, {len(rollouts.chosen)} shown", highlight=False)
+        titled = [("", sample) for sample in rollouts.chosen]
+    else:
+        titled = [("highest ", sample) for sample in rollouts.best] + [("lowest ", sample) for sample in rollouts.worst]
+    for title, sample in titled:
+        console.print(_indented(_sampled(title, sample), 2), width=width)
+    for reason, count in rollouts.failures.items() if rollouts.chosen is None else ():
         text = Text.assemble((f"{count} failed: ", "red"), shortened(reason, _RESPONSE))
         console.print(_indented(text, 2), width=width)
 
 
 def _sampled(title: str, sample: Sample) -> Text:
-    head = f"{title} {sample.reward:.4g}, {sample.num_tokens} tokens, {sample.why}\n"
-    prompt, response = shortened(sample.prompt, _PROMPT), shortened(sample.response, _RESPONSE)
-    return Text.assemble((head, "cyan"), ("prompt   ", "dim"), f"{prompt}\n", ("response ", "dim"), response)
+    parts = ", ".join(f"{name} {value:.4g}" for name, value in sample.parts.items())
+    reward = "failed" if sample.reward is None else f"reward {sample.reward:.4g}{f' ({parts})' if parts else ''}"
+    text = Text.assemble((f"{title}{reward}, {sample.num_tokens} tokens, {shortened(sample.why, _PROMPT)}", "cyan"))
+    row = ", ".join(f"{name}: {value}" for name, value in sample.row.items())
+    for name, content, most in (
+        ("system", sample.system, _PROMPT),
+        ("prompt", sample.prompt, _PROMPT),
+        ("row", row, _PROMPT),
+        ("response", sample.response, _RESPONSE),
+    ):
+        if content or name in ("prompt", "response"):
+            text.append(f"\n{name:9}", "dim").append(shortened(content, most))
+    return text
 
 
 def _indented(text: Text, columns: int) -> Padding:

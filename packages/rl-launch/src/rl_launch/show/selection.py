@@ -1,0 +1,81 @@
+"""The rollouts that `rl show` is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rl_launch.session.rollout_store import Kind
+from rl_launch.show.condition import Condition
+
+
+class RecordValues:
+    """Values of a rollout's record by key.
+
+    A key is `reward`, `response` (the texts of all turns), an entry of the record (`status`, `num_sampled`,
+    `environment`), or a path into one: `rewards.format`, `row.answer`, `info.accuracy`.
+    """
+
+    def __init__(self, record: Mapping[str, Any]) -> None:
+        self._record = record
+
+    def __getitem__(self, key: str) -> Any:
+        if key == "reward":
+            return None if self._record.get("status") == "failed" else reward_of(self._record)
+        if key == "response":
+            return response_of(self._record)
+        found: Any = self._record
+        for name in key.split("."):
+            found = found.get(name) if isinstance(found, Mapping) else None
+        return found
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What rollouts are shown.
+
+    Args:
+        kind: Of those that were trained on, or those of a validation.
+        conditions: That all hold.
+        sort: Key by which they are ordered, descending if it begins with `-`; those without a value come last. Empty
+            for the order of the file.
+        limit: Most that are shown.
+    """
+
+    kind: Kind = "step"
+    conditions: Sequence[Condition] = ()
+    sort: str = ""
+    limit: int = 10
+
+    @property
+    def is_a_choice(self) -> bool:
+        """Whether single rollouts are asked for, in place of the best and the worst."""
+        return bool(self.conditions or self.sort)
+
+    def of(self, records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """All records that are asked for, in order."""
+        found = [record for record in records if all(each.holds(RecordValues(record)) for each in self.conditions)]
+        if not self.sort:
+            return found
+        key = self.sort.removeprefix("-")
+        missing = [record for record in found if RecordValues(record)[key] is None]
+        there = [record for record in found if RecordValues(record)[key] is not None]
+        there.sort(key=lambda record: _rank(RecordValues(record)[key]), reverse=self.sort.startswith("-"))
+        return [*there, *missing]
+
+
+def reward_of(record: Mapping[str, Any]) -> float:
+    """The reward of a rollout that has not failed."""
+    rewards = record.get("rewards") or {}
+    return float(rewards.get("reward", sum(rewards.values())))
+
+
+def response_of(record: Mapping[str, Any]) -> str:
+    """The texts of all turns."""
+    return "\n".join(str(turn.get("text", "")) for turn in record.get("turns", ()))
+
+
+def _rank(value: Any) -> tuple[bool, float, str]:
+    is_number = isinstance(value, bool | int | float)
+    return not is_number, float(value) if is_number else 0.0, "" if is_number else str(value)

@@ -1,0 +1,79 @@
+"""The rollouts that are asked for: those of a validation, those that conditions hold for, in an order."""
+
+import json
+
+import pytest
+from shown_rollouts import rollout
+from test_report import printed, rows
+from typer.testing import CliRunner
+
+from rl_core.errors import ConfigError, RunDirectoryError
+from rl_launch.cli import app
+from rl_launch.show import report_of
+from rl_launch.show.condition import Condition
+from rl_launch.show.selection import RecordValues, Selection
+
+RECORDS = [
+    rollout("go", "go left", 0.0, prompt_id="a") | {"row": {"answer": "left"}, "num_sampled": 3},
+    rollout("go", "1", 0.2, prompt_id="b") | {"row": {"answer": "right"}, "num_sampled": 9},
+    rollout("go", "2", 1.0, prompt_id="c") | {"row": {"answer": "left"}, "num_sampled": 1},
+    rollout("go", "3", 0.0, prompt_id="d", failure="it hung") | {"row": {"answer": "up"}},
+]
+RECORDS[1]["rewards"] = {"reward": 0.2, "format": 0.2}
+RECORDS[1]["prompt"] = [{"role": "system", "content": "Be brief."}, *RECORDS[1]["prompt"]]
+
+
+def where(*texts, **settings):
+    conditions = [Condition.parse(text, "--where", "reward=0") for text in texts]
+    return [record["prompt_id"] for record in Selection(conditions=conditions, **settings).of(RECORDS)]
+
+
+def test_conditions_are_on_rewards_rows_texts_and_entries():
+    assert where("reward=0") == ["a"]
+    assert where("reward>0") == ["b", "c"]
+    assert where("status=failed") == ["d"]
+    assert where("row.answer=left", "reward<1") == ["a"]
+    assert where("response=*left*") == ["a"]
+    assert where("rewards.format>0") == ["b"]
+    assert where("num_sampled>=3", "reward!=0") == ["b"]
+    assert where("no.such=1") == []
+
+
+def test_an_order_is_ascending_or_descending_and_what_has_no_value_comes_last():
+    assert where("status=ok", sort="num_sampled") == ["c", "a", "b"]
+    assert where(sort="-reward") == ["c", "b", "a", "d"]
+    assert where(sort="reward") == ["a", "b", "c", "d"]
+
+
+def test_a_condition_that_is_none_is_refused():
+    with pytest.raises(ConfigError, match=r"--where: got 'reward'; write KEY=VALUE, such as reward=0"):
+        where("reward")
+
+
+def test_a_failed_rollout_has_no_reward():
+    assert RecordValues(RECORDS[3])["reward"] is None
+
+
+def test_chosen_rollouts_are_shown_with_parts_system_prompt_and_row(record):
+    run = record(rows(), {12: RECORDS})
+    condition = Condition.parse("reward<1", "--where", "")
+    text = printed(report_of(run, selection=Selection(conditions=[condition], sort="reward", limit=1)))
+    assert "2 as asked, 1 shown" in text
+    assert "go left" in text
+    text = printed(report_of(run, selection=Selection(conditions=[Condition.parse("row.answer=right", "", "")])))
+    assert "reward 0.2 (format 0.2), 9 tokens" in text
+    assert "system   Be brief." in text
+    assert "row      answer: right" in text
+
+
+def test_rollouts_of_the_validation_are_shown(record):
+    run = record(rows(), {12: RECORDS[:1]})
+    with pytest.raises(RunDirectoryError, match="no validation rollouts"):
+        report_of(run, selection=Selection("val"))
+    (run.path / "rollouts" / "val_10.jsonl").write_text("".join(json.dumps(each) + "\n" for each in RECORDS))
+    answer = CliRunner().invoke(app, ["show", str(run.path), "--val", "--where", "status=failed"])
+    assert answer.exit_code == 0, answer.output
+    assert "Rollouts of the validation after step 10: 4" in answer.output
+    assert "failed, 1 tokens, it hung" in answer.output
+    found = json.loads(CliRunner().invoke(app, ["show", str(run.path), "--val", "--sort", "-reward", "--json"]).output)
+    assert [each["response"] for each in found["rollouts"]["chosen"]] == ["2", "1", "go left", "3"]
