@@ -46,6 +46,17 @@ def test_a_healthy_run_is_left_alone():
     ("change", "says", "names"),
     [
         (lambda step: {"rollout/failed": 8.0}, "20% of the rollouts failed", "env.NAME.deadline_s"),
+        (lambda step: {"rollout/failed": float(step == 2)}, "1 rollouts failed", "--where status=failed"),
+        (
+            lambda step: {"reward/mean": 0.0, "reward/std": 0.0, "rollout/groups_without_signal": 10.0},
+            "no rollout of 16 steps has earned anything, so",
+            "rl env run",
+        ),
+        (
+            lambda step: {"reward/mean": 1.0, "reward/std": 0.0, "rollout/groups_without_signal": 10.0},
+            "no rollout of 16 steps has earned anything but 1, so",
+            "rl env run",
+        ),
         (lambda step: {"train/skipped_steps": float(step == 3)}, "1 optimizer steps were skipped", "kwargs.lr"),
         (lambda step: {"mismatch/kl": 0.05}, "mismatch/kl is 0.05", "loss_fn.use_importance_sampling_correction"),
         (lambda step: {"idle/trainer": 0.4}, "waits for rollouts 40% of", "grpo.async_grpo.max_trajectory_age_steps"),
@@ -98,6 +109,13 @@ def test_waiting_for_rollouts_ahead_of_training_is_told_once():
 
 def test_fine_tuning_does_nothing_but_train():
     assert found(timings={"step": 100.0, "training": 95.0}) == []
+
+
+@pytest.mark.parametrize(("last", "is_found"), [(4.616, True), (4.2, False)])
+def test_fine_tuning_whose_loss_does_not_move_is_told(last, is_found):
+    rows = [{"step": 1, "train/loss": 4.619}, {"step": 2, "train/loss": last}]
+    said = [each.found for each in advice(rows, {}, {"sft": {}})]
+    assert said == (["the loss does not move: 4.619 at first, 4.616 after 2 steps"] if is_found else [])
 
 
 def test_a_short_run_has_no_trends():

@@ -15,6 +15,9 @@ FEWEST_STEPS = 8
 FLAT_REWARD = 0.05
 """The reward is flat if it moves by less than this share of its own spread between the halves of a run."""
 
+UNMOVED_LOSS = 0.01
+"""A loss has not moved if it differs by less than this share between the first and the last quarter."""
+
 NO_SIGNAL = 0.6
 """Share of groups whose rewards are all equal, beyond which most generation is wasted."""
 
@@ -77,6 +80,13 @@ def advice(rows: Rows, timings: Mapping[str, float], config: Mapping[str, Any]) 
 
 def _failed(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
     share = _share_of_rollouts("rollout/failed", rows, config)
+    count = sum(_values("rollout/failed", rows))
+    if count and share <= FAILED:
+        yield Advice(
+            f"{count:.0f} rollouts failed",
+            "the reasons are listed with the samples of their step: rl show RUN --where status=failed --step N, and in "
+            "logs/environment-NAME.log",
+        )
     if share > FAILED:
         yield Advice(
             f"{share:.0%} of the rollouts failed",
@@ -121,11 +131,31 @@ def _off_policy(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
         )
 
 
+def _nothing_earned(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
+    if not _all_equal(rows):
+        return
+    reward = _values("reward/mean", rows)[0]
+    earned = "has earned anything" if reward == 0 else f"has earned anything but {reward:.4g}"
+    yield Advice(
+        f"no rollout of {len(_values('reward/mean', rows))} steps {earned}, so nothing is learned",
+        "read what was answered in the samples, and score such an answer by hand with rl env run: does the environment "
+        "read it? If it does, warm the policy up by SFT, or choose easier prompts",
+    )
+
+
+def _all_equal(rows: Rows) -> bool:
+    """Whether all rewards of a run are the same."""
+    means, spreads = _values("reward/mean", rows), _values("reward/std", rows)
+    return bool(spreads) and not any(spreads) and len(set(means)) == 1
+
+
 def _signal(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
     groups = _last_quarter("rollout/groups_without_signal", rows)
     section = _section(config)
     prompts = _at(config, f"{section}.{PROMPTS}")
     rewards = _last_quarter("reward/mean", rows)
+    if _all_equal(rows):
+        return
     if groups and rewards and isinstance(prompts, int) and fmean(groups) > NO_SIGNAL * prompts:
         share = min(fmean(groups) / prompts, 1.0)
         yield Advice(
@@ -148,6 +178,21 @@ def _flat(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
             f"{fmean(values[half:]):.3g} in the second",
             "see in the samples which responses are rewarded; then try another policy.optimizer.kwargs.lr, or more "
             f"rollouts per prompt ({_section(config)}.num_generations_per_prompt)",
+        )
+
+
+def _unmoved(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
+    losses = _values("train/loss", rows)
+    # a policy gradient's loss says nothing, and neither does a loss beside a reward
+    if _values("reward/mean", rows) or len(losses) < 2:
+        return
+    quarter = max(1, len(losses) // 4)
+    first, last = fmean(losses[:quarter]), fmean(losses[-quarter:])
+    if abs(first - last) < UNMOVED_LOSS * abs(first):
+        yield Advice(
+            f"the loss does not move: {first:.4g} at first, {last:.4g} after {len(losses)} steps",
+            "take more steps (a smaller policy.train_global_batch_size, or more epochs), or raise "
+            "policy.optimizer.kwargs.lr: from scratch and with adapters 1e-4 and more are usual, for fine-tuning 1e-5",
         )
 
 
@@ -212,7 +257,9 @@ _RULES: tuple[Callable[[Rows, Mapping[str, Any]], Iterator[Advice]], ...] = (
     _mismatch,
     _waits,
     _off_policy,
+    _nothing_earned,
     _signal,
+    _unmoved,
     _flat,
     _entropy,
     _kl,
