@@ -80,6 +80,15 @@ def test_a_reward_function_holds_and_its_rewards_are_shown(tmp_path: Path) -> No
     assert "right 0 to 1" in said(found, "rewards")
 
 
+def test_rewards_that_never_differ_hold_and_are_warned_of(tmp_path: Path) -> None:
+    found = checked(tmp_path, "def score(response):\n    return 0.0\n", "score")
+    assert found.holds
+    [finding] = [finding for finding in found.findings if finding.status == "warned"]
+    assert finding.name == "rewards"
+    assert finding.said == "finite, and all 6 responses earn the same: reward 0 to 0"
+    assert "--response TEXT" in finding.remedy
+
+
 def test_a_game_is_played_over_several_turns(tmp_path: Path) -> None:
     found = checked(tmp_path, GAME, "Guess")
     assert found.holds, found.findings

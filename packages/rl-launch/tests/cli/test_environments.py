@@ -15,6 +15,14 @@ def brief(response: str, answer: str) -> float:
     return float(answer in response) - 0.25 * (len(response) > 10)
 
 
+def boxed(response: str, answer: str) -> float:
+    return float(response == "\\\\boxed{" + answer + "}")
+
+
+def directed(response: str) -> float:
+    return float(response == "go left")
+
+
 def fragile(response: str, answer: str) -> float:
     return float(int(response) == int(answer))
 """
@@ -137,6 +145,19 @@ def test_a_check_has_a_line_each_and_samples():
     names = ("start", "signature", "answers", "deadline", "rewards", "repeats", "state", "batches")
     assert [line.split()[:2] for line in lines[:8]] == [["ok", name] for name in names]
     assert "rows.jsonl, line 1: 'The answer is 1.'" in answer.stdout
+
+
+def test_a_check_tries_the_answer_in_common_forms_and_the_users_own_response():
+    found = json.loads(rl("check", "rewards.py:boxed", "--data", "rows.jsonl", "--json").stdout)
+    earned = {each["response"]: each["rewards"]["reward"] for each in found["samples"][:5]}
+    assert earned == {"The answer is 1.": 0.0, "1": 0.0, "": 0.0, "\\boxed{1}": 1.0, "<answer>1</answer>": 0.0}
+    answer = rl("check", "rewards.py:directed", "--data", "rows.jsonl")
+    assert answer.exit_code == 0
+    assert "warn  rewards" in answer.stdout
+    assert "--response TEXT" in answer.stdout
+    answer = rl("check", "rewards.py:directed", "--data", "rows.jsonl", "--response", "go left")
+    assert "ok    rewards" in answer.stdout
+    assert "rows.jsonl, line 1: 'go left'" in answer.stdout
 
 
 def test_a_check_that_fails_exits_with_1_and_says_the_remedy():

@@ -19,7 +19,7 @@ MAX_TURNS = 4
 BATCH = 8
 """Most conversations of a call in the check of batches."""
 
-Status = Literal["ok", "failed", "skipped"]
+Status = Literal["ok", "warned", "failed", "skipped"]
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class Finding:
     Args:
         name: of the check, in a word or two.
         said: the problem if it failed, otherwise the evidence or the reason that it was skipped.
-        status: whether it holds.
-        remedy: the way to mend it if it failed.
+        status: whether it holds; `warned` if it holds and is probably not what was meant.
+        remedy: the way to mend it if it failed, or to find out.
     """
 
     name: str
@@ -239,7 +239,7 @@ def _single_play_findings(plays: Sequence[_Play], instance: EnvironmentInstance)
     yield _answers(plays)
     slowest, deadline = max(play.slowest_s for play in plays), instance.config.deadline_s
     yield _failures(plays, "deadline", ("deadline",), f"the slowest call took {slowest:.2f} s of {deadline:g} s")
-    yield _failures(plays, "rewards", ("answer",), _range(plays))
+    yield _rewards(plays)
 
 
 def _failures(plays: Sequence[_Play], name: str, faults: tuple[Fault, ...], holds: str) -> Finding:
@@ -265,17 +265,20 @@ def _answers(plays: Sequence[_Play]) -> Finding:
     return found
 
 
-def _range(plays: Sequence[_Play]) -> str:
-    """The rewards that were seen, in words."""
+def _rewards(plays: Sequence[_Play]) -> Finding:
+    """The finding about the rewards that were seen."""
     values: dict[str, list[float]] = {}
     for play in plays:
         for name, value in play.sample().rewards.items() if play.answers else ():
             values.setdefault(name, []).append(value)
     if not values:
-        return "none were given"
+        return _failures(plays, "rewards", ("answer",), "none were given")
     said = ", ".join(f"{name} {min(found):g} to {max(found):g}" for name, found in values.items())
-    is_flat = len(plays) > 1 and all(min(found) == max(found) for found in values.values())
-    return f"finite: {said}{'; all equal on these responses' if is_flat else ''}"
+    found = _failures(plays, "rewards", ("answer",), f"finite: {said}")
+    if found.status == "failed" or len(plays) < 2 or any(min(each) != max(each) for each in values.values()):
+        return found
+    remedy = "give a response that must earn something with --response TEXT; if it earns the same, the parser is wrong"
+    return Finding("rewards", f"finite, and all {len(plays)} responses earn the same: {said}", "warned", remedy)
 
 
 _COMPARED = ("repeats", "state", "batches")

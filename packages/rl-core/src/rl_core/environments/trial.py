@@ -158,9 +158,11 @@ async def _attempt_all(pool: EnvironmentPool, trial: Trial, verdict: Verdict) ->
         verdict.warnings.append(f"{first}; a rollout with such a response fails.{remedy}")
 
 
-def attempts_on(place: str, row_id: str, messages: Sequence[Any], info: Any) -> list[Attempt]:
+def attempts_on(
+    place: str, row_id: str, messages: Sequence[Any], info: Any, responses: Sequence[str] = ()
+) -> list[Attempt]:
     """A row with responses as a policy may give them: a sentence with the answer if the row has one, the answer alone,
-    and nothing.
+    and nothing; then further ones.
     """
     answer = str(info.get("answer", 4))
     return [
@@ -170,5 +172,12 @@ def attempts_on(place: str, row_id: str, messages: Sequence[Any], info: Any) -> 
                 f"{row_id}/{index}", (*messages, {"role": "assistant", "content": text}), info, completion=text
             ),
         )
-        for index, text in enumerate((f"The answer is {answer}.", answer, ""))
+        for index, text in enumerate((f"The answer is {answer}.", answer, "", *responses))
     ]
+
+
+def answer_forms(info: Any) -> list[str]:
+    """The answer of a row as models are often told to mark it; none if the row has no answer."""
+    if "answer" not in info:
+        return []
+    return [form.replace("ANSWER", str(info["answer"])) for form in ("\\boxed{ANSWER}", "<answer>ANSWER</answer>")]

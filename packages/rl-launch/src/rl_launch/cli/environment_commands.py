@@ -115,23 +115,29 @@ def check(
     data: Data = "",
     prompt: Prompt = "",
     fields: Fields = "",
+    responses: Annotated[
+        list[str] | None,
+        typer.Option("--response", metavar="TEXT", help="Try this response on every row too. May be repeated."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Check that an environment behaves as rollouts need it to, on its first rows: a line each, with the remedy.
 
     It starts, finds the fields that it asks for, answers every response within its deadline with finite rewards, gives
     the same answers again, in another order, beside other conversations and in batches, and answers malformed calls of
-    its tools. Ten sample rewards are shown. The exit code is 1 if a check fails.
+    its tools. The responses are a row's answer in common forms, nothing, and those of --response; a warning says if all
+    of them earn the same. Ten sample rewards are shown. The exit code is 1 if a check fails.
 
-    With --json: {"schema": 1, "holds", "checks": [{"name", "status": "ok"|"failed"|"skipped", "said", "remedy"}, ...],
-    "samples": [{"place", "response", "rewards", "num_turns", "done"}, ...]}.
+    With --json: {"schema": 1, "holds", "checks": [{"name", "status": "ok"|"warned"|"failed"|"skipped", "said",
+    "remedy"}, ...], "samples": [{"place", "response", "rewards", "num_turns", "done"}, ...]}.
     """
     with reported():
         from rl_launch.commands.environment_check import as_json as plain
         from rl_launch.commands.environment_check import as_text, check_environment
         from rl_launch.commands.environment_source import GivenData, environment_of
 
-        found = check_environment(environment_of(name, settings or [], GivenData(data, prompt, fields)))
+        given = environment_of(name, settings or [], GivenData(data, prompt, fields))
+        found = check_environment(given, responses or ())
         sys.stdout.write(json.dumps(plain(found), indent=2) + "\n" if as_json else as_text(found))
         if not found.holds:
             raise typer.Exit(1)

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import chain, islice
 
 from rl_core.environments.conformance import Conformance, Sample, check
 from rl_launch.commands.environment_source import GivenEnvironment
 
-MOST_ATTEMPTS = 24
-"""Most conversations that each pass of the check plays: eight rows with three responses."""
+MOST_ATTEMPTS = 25
+"""Most conversations that each pass of the check plays: five rows with five responses."""
 MOST_SAMPLES = 10
 """Most conversations whose rewards are shown."""
 
-_MARKS = {"ok": "ok  ", "failed": "FAIL", "skipped": "-   "}
+_MARKS = {"ok": "ok  ", "warned": "warn", "failed": "FAIL", "skipped": "-   "}
 
 
-def check_environment(given: GivenEnvironment) -> Conformance:
-    """Check an environment on its first rows."""
-    attempts = list(islice(chain.from_iterable(row.attempts() for row in given.rows), MOST_ATTEMPTS))
+def check_environment(given: GivenEnvironment, responses: Sequence[str] = ()) -> Conformance:
+    """Check an environment on its first rows, with usual responses and those that the user gives."""
+    every = chain.from_iterable(row.attempts(responses) for row in given.rows)
+    attempts = list(islice(every, MOST_ATTEMPTS + len(responses)))
     return check(given.instance, attempts, given.tools)
 
 

@@ -16,7 +16,7 @@ from rl_algos.data.examples import load_datasets
 from rl_core.config import Config, assemble, load, resolve
 from rl_core.devices import CPU
 from rl_core.environments.instance import EnvironmentInstance, instance_of, problem_with, tools_of, unknown_environment
-from rl_core.environments.trial import Attempt, attempts_on
+from rl_core.environments.trial import Attempt, answer_forms, attempts_on
 from rl_core.errors import ConfigError
 from rl_core.plugins import DATASETS, ENVIRONMENTS
 from rl_core.rollout import Message
@@ -45,9 +45,10 @@ class GivenRow:
     messages: tuple[Message, ...]
     fields: Mapping[str, Any]
 
-    def attempts(self) -> list[Attempt]:
-        """The row with responses that a policy might give."""
-        return attempts_on(self.place, self.id, self.messages, self.fields)
+    def attempts(self, responses: Sequence[str] = ()) -> list[Attempt]:
+        """The row with responses that a policy might give, its answer in several forms, and with further ones."""
+        further = [*responses, *answer_forms(self.fields)]
+        return attempts_on(self.place, self.id, self.messages, self.fields, further)
 
 
 @dataclass(frozen=True)
