@@ -6,6 +6,7 @@ from pathlib import Path
 
 from rl_algos import hub
 from rl_core.config import did_you_mean
+from rl_launch.run_models import parts_of
 from rl_launch.session.run_folder import is_run
 
 RUNS = "runs"
@@ -33,8 +34,10 @@ def absent_run(name: str) -> str:
 
 
 def run_of_path(name: str) -> Path:
-    """Return the run directory in a path such as `runs/mine/checkpoints/step_3/hf`, or the path itself."""
-    path = Path(name).expanduser()
+    """Return the run directory in a path such as `runs/mine/checkpoints/step_3/hf` or `runs/mine:3`, or the path
+    itself.
+    """
+    path = Path(parts_of(name)[0]).expanduser()
     if "checkpoints" not in path.parts[1:]:
         return path
     return Path(*path.parts[: path.parts.index("checkpoints", 1)])

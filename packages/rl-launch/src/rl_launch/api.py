@@ -156,12 +156,7 @@ def compare(first: str | Path | EvaluationResult, second: str | Path | Evaluatio
 def result_of(run_dir: Path) -> TrainResult:
     """The result of the run in a folder."""
     run = RunFolder(run_dir)
-    checkpointing = run.config().get("checkpointing") or {}
-    key = str(checkpointing.get("metric_name") or "").replace(":", "/", 1)
-    sign = 1 if checkpointing.get("higher_is_better", True) else -1
-    saved = run.checkpoints()
-    ranked = [each for each in saved if each.metrics.get(key) is not None]
-    best = max(ranked, key=lambda each: sign * each.metrics[key]) if ranked else saved[-1] if saved else None
+    best = run.best_checkpoint()
     files = best.path / EXPORT if best is not None else None
     adapter = best.path / ADAPTER if best is not None and (best.path / ADAPTER).is_dir() else None
     return TrainResult(run.path, run.metrics(), files, adapter, run.state().status == "finished")

@@ -67,6 +67,7 @@ from rl_launch.placement.topology import (
     weight_sync_problems,
 )
 from rl_launch.recipes import RECIPES
+from rl_launch.run_models import with_models_of_runs
 from rl_launch.session.config import CheckpointingConfig, LoggerConfig
 from rl_launch.session.run_folder import is_run
 from rl_launch.validation_off import takes_out_validation, without_validation
@@ -217,7 +218,7 @@ def read_raw(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = 
         folder = Path(source).expanduser()
         written = folder / "config.yaml"
         found = written if folder.is_dir() and written.is_file() else source
-    raw = load(found, overrides, search=[RECIPES])
+    raw = with_models_of_runs(load(found, overrides, search=[RECIPES]))
     if takes_out_validation(raw):
         with suppress(ConfigError):  # reported when the config is read
             return without_validation(raw, _algorithm(raw))

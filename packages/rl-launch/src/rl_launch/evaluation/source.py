@@ -18,8 +18,8 @@ from rl_launch.evaluation.folder import is_evaluation
 from rl_launch.local_models import MADE_HERE
 from rl_launch.model_facts import longest_of
 from rl_launch.root import read_config, read_raw
-from rl_launch.session.branch import BranchPoint
-from rl_launch.session.checkpoints import EXPORT, checkpoint_at, newest_checkpoint
+from rl_launch.run_models import checkpoint_of, parts_of
+from rl_launch.session.checkpoints import EXPORT
 from rl_launch.session.run_folder import RunFolder, is_run
 
 ALGORITHM = "evaluation"
@@ -27,7 +27,6 @@ ALGORITHM = "evaluation"
 
 _RUN_DIR = "run_dir="
 _MODEL = "policy.model_name="
-_RUN_AT_STEP = re.compile(r"(?P<run>.+?)(?::(?:step_)?\d+|/checkpoints/step_\d+/?)")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _KEPT = ("tokenizer", "precision", "max_total_sequence_length", "hf_config_overrides")
 """Keys of `policy` that an evaluation takes from a run whose algorithm generates nothing."""
@@ -52,8 +51,8 @@ def evaluation_of(
     """The evaluation that the user asks for.
 
     Args:
-        source: a model's folder or hub name, a run directory, `RUN:STEP` or a checkpoint, the folder of an evaluation
-            to go on with, a recipe's name, a YAML file, or nested values as in such a file.
+        source: a model's folder or hub name, a run directory, `RUN:STEP`, `RUN:best` or a checkpoint, the folder of an
+            evaluation to go on with, a recipe's name, a YAML file, or nested values as in such a file.
         overrides: keys to set.
         tasks: names of tasks; those of the source if empty.
 
@@ -72,11 +71,11 @@ def evaluation_of(
     if is_evaluation(path):
         config = read_config(path / "config.yaml", overrides).config
         return GivenEvaluation(config, path)
-    match = _RUN_AT_STEP.fullmatch(source)
-    if problem := absent_run(match["run"] if match is not None else source):
+    run, which = parts_of(source)
+    if problem := absent_run(source):
         raise RunDirectoryError(problem)
-    if is_run(path) or (match is not None and is_run(Path(match["run"]).expanduser())):
-        config, name = _of_run(BranchPoint.parse(source), overrides)
+    if is_run(Path(run).expanduser()):
+        config, name = _of_run(RunFolder(run), which, overrides)
     elif is_model(source):
         config, name = read_config(_of_model(source), overrides).config, path.name
     else:
@@ -102,14 +101,13 @@ def _of_model(name: str) -> dict[str, Any]:
     return {"algorithm": ALGORITHM, "policy": policy}
 
 
-def _of_run(point: BranchPoint, overrides: Sequence[str]) -> tuple[Any, str]:
-    """The config of a run with the weights of its checkpoint, and the name of its evaluation."""
-    run = point.run
+def _of_run(run: RunFolder, which: str, overrides: Sequence[str]) -> tuple[Any, str]:
+    """The config of a run with the weights of a checkpoint, and the name of its evaluation."""
     name = run.path.resolve().name
     if any(override.startswith(_MODEL) for override in overrides):
         model = []
     else:
-        checkpoint = newest_checkpoint(run.path) if point.step is None else checkpoint_at(run.path, point.step)
+        checkpoint = checkpoint_of(run.path, which)
         name, model = f"{name}-{checkpoint.name}", [f"{_MODEL}{checkpoint / EXPORT}"]
     raw = read_raw(run.path)
     if algorithm_named(str(raw.select("algorithm"))).evaluate:

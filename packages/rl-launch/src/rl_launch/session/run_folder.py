@@ -195,6 +195,16 @@ class RunFolder:
                 continue
         return found
 
+    def best_checkpoint(self) -> SavedCheckpoint | None:
+        """The checkpoint with the best value of `checkpointing.metric_name`, or the newest if none has a value; None if
+        there is no checkpoint."""
+        checkpointing = self.config().get("checkpointing") or {}
+        key = str(checkpointing.get("metric_name") or "").replace(":", "/", 1)
+        sign = 1 if checkpointing.get("higher_is_better", True) else -1
+        saved = self.checkpoints()
+        ranked = [each for each in saved if each.metrics.get(key) is not None]
+        return max(ranked, key=lambda each: sign * each.metrics[key]) if ranked else saved[-1] if saved else None
+
     def changed_at(self) -> datetime:
         """When the run last wrote something."""
         names = ("metrics.jsonl", "state.json", DESCRIPTION)
