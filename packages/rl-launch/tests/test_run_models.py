@@ -68,7 +68,7 @@ def test_a_checkpoint_that_is_not_there_is_refused_by_key(run):
 
 def test_an_evaluation_takes_the_best(run):
     # the files themselves are not there
-    with pytest.raises(ConfigError, match="runs/sft/checkpoints/step_4/hf' has no config.json"):
+    with pytest.raises(ConfigError, match=r"runs/sft/checkpoints/step_4/hf' has no config\.json"):
         evaluation_of("runs/sft:best", ["eval.tasks=[gsm8k]"])
     with pytest.raises(RunDirectoryError, match="no run at runs/nothing"):
         evaluation_of("runs/nothing:best")
