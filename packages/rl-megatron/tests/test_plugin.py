@@ -1,6 +1,8 @@
 """A config that cannot run is refused by the driver, naming its key."""
 
 import json
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import get_args
 
@@ -122,3 +124,10 @@ def test_ranks_may_share_key_value_heads(tmp_path):
             megatron_cfg=MegatronConfig(tensor_model_parallel_size=tensor),
         )
         assert PLUGIN.mesh_case(section).mesh == mesh
+
+
+@pytest.mark.parametrize("module", ["rl_megatron.worker", "rl_megatron.generation.generator"])
+def test_a_fork_server_can_import_what_a_worker_does(module):
+    code = "import sys; from rl_core.fork_server.loaded import import_all; print(import_all(sys.argv[1:]))"
+    done = subprocess.run([sys.executable, "-c", code, module], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == ""

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -179,3 +181,15 @@ def test_the_light_half_loads_no_engine() -> None:
     loaded = loaded_by(*light_modules_of("rl_vllm"))
     assert not loaded & {"torch", "vllm", "ray", "transformers"}
     assert "torch" not in loaded_by("rl_vllm.generator")
+
+
+def test_a_fork_server_can_import_what_a_replica_on_cpu_does() -> None:
+    preload = PLUGIN.preload_of(VllmConfig(), CPU)
+    assert preload.variables["TORCHDYNAMO_DISABLE"] == "1"
+    code = "import sys; from rl_core.fork_server.loaded import import_all; print(import_all(sys.argv[1:]))"
+    done = subprocess.run([sys.executable, "-c", code, *preload.modules], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == ""
+
+
+def test_a_replica_on_gpus_would_import_its_own_worker() -> None:
+    assert "vllm.v1.worker.gpu_worker" in PLUGIN.preload_of(VllmConfig(), CUDA).modules

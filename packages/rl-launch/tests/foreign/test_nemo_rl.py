@@ -31,7 +31,7 @@ def test_a_recipe_is_valid_and_every_key_has_an_answer(tmp_path):
     assert config.policy.sequence_packing.train_mb_tokens == 4096  # ${mul:...}
     assert config.policy.generation.vllm_cfg.max_num_seqs == 64
     assert config.data.train.dataset_name == "nvidia/OpenMathInstruct-2"
-    assert config.checkpointing.metric_name == "val:accuracy"
+    assert config.checkpointing.metric_name == "val:reward"
     assert config.run_dir == "results/here"
     assert config.cluster.gpus_per_node == 8
 

@@ -392,6 +392,18 @@ def test_metrics_before_the_first_step_have_a_line_of_their_own(tmp_path):
     assert rows == [{"step": 0, "val/accuracy": 0.25}, {"step": 1, "val/accuracy": 0.5, "train/loss": None}]
 
 
+def test_a_metric_that_validation_never_records_is_told_once(tmp_path, caplog):
+    config = counting.config()
+    section = config.checkpointing.model_copy(update={"metric_name": "val:accuracy"})
+    config = config.model_copy(update={"checkpointing": section})
+    with RunSession(tmp_path, config) as session:
+        for step in session.steps(2, models={}, state={}):
+            session.record(step, {"val/reward": 0.5, "train/loss": 1.0})
+    said = [each.getMessage() for each in caplog.records if "metric_name" in each.getMessage()]
+    (message,) = said
+    assert "does not record val/accuracy, so the newest checkpoints are kept; it has val/reward" in message
+
+
 def rollout_group(num_rollouts: int) -> RolloutGroup:
     prompt = Prompt("p0", ({"role": "user", "content": "1+2="},), np.array([5, 6], np.int32), "math", {"answer": "3"})
     rollout = Rollout(

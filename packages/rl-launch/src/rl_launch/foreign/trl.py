@@ -365,7 +365,7 @@ def _saving(config: Translation) -> None:
     config.follows(["save_strategy", "save_steps"], "checkpointing.save_period")
     best = config.get("metric_for_best_model")
     if config.get("load_best_model_at_end") or best:
-        config.put("checkpointing.metric_name", "val:accuracy" if config.algorithm == "grpo" else "val:loss")
+        config.put("checkpointing.metric_name", "val:reward" if config.algorithm == "grpo" else "val:loss")
         if config.algorithm != "grpo":
             config.put("checkpointing.higher_is_better", False)
     config.follows(["load_best_model_at_end", "metric_for_best_model"], "checkpointing.metric_name")

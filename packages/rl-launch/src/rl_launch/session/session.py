@@ -124,6 +124,7 @@ class RunSession:
         self._open_phases: list[str] = []
         self._resources = ExitStack()
         self.last_metrics: Mapping[str, float] = {}
+        self._is_unranked = False
 
     def __enter__(self) -> Self:
         check_writers(self._config.logger)
@@ -335,10 +336,24 @@ class RunSession:
                 timings[rate] = recorded[count] / took
         return timings
 
+    def _note_unranked(self, metrics: Mapping[str, float]) -> None:
+        """Warn once if a validation has not recorded the metric that ranks checkpoints."""
+        key = self._checkpointing.metric_key
+        validated = [name for name in metrics if name.startswith("val/")]
+        if self._is_unranked or key is None or not key.startswith("val/") or not validated or key in metrics:
+            return
+        self._is_unranked = True
+        _logger.warning(
+            "checkpointing.metric_name: validation does not record %s, so the newest checkpoints are kept; it has %s",
+            key,
+            ", ".join(validated),
+        )
+
     def _write(self, step: int, metrics: Mapping[str, float]) -> None:
         odd = sorted(name for name, value in metrics.items() if not np.isfinite(value))
         if odd:
             _logger.warning("step %d: not a finite number: %s", step, ", ".join(odd))
+        self._note_unranked(metrics)
         self._metrics.append(step, metrics)
         self._writers.write(step, metrics)
         self._best.add(step, metrics)

@@ -9,7 +9,7 @@ _METRICS = {
     "accuracy": "val:accuracy",
     "loss": "val:loss",
     "val_loss": "val:loss",
-    "reward": "val:accuracy",
+    "reward": "val:reward",
     "mean_length": "val:mean_length",
 }
 
