@@ -5,7 +5,7 @@ import pytest
 from safetensors_files import write_weights
 
 from rl_algos.data.config import DatasetConfig
-from rl_core.config import resolve, to_yaml
+from rl_core.config import explain, load, resolve, to_yaml
 from rl_core.devices import CPU
 from rl_core.errors import ConfigError
 from rl_core.model_config import GenerationConfig, ModelConfig
@@ -292,3 +292,32 @@ def test_models_that_users_name_have_sections_of_their_own():
     assert model_sections(read_config("distill-tiny", ON_CPU).config) == ("policy", "teacher")
     with pytest.raises(ConfigError, match=r"teachers\.sums\.modelname"):
         read_config("distill-tiny", [*ON_CPU, "teachers={sums: {modelname: tiny-arithmetic}}"])
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "written", "section", "lr", "rows"),
+    [
+        ("sft", {}, "policy", 2e-5, 64),
+        ("sft", {"policy": {"lora_cfg": {"enabled": True}}}, "policy", 2e-4, 64),
+        ("dpo", {}, "policy", 5e-7, 128),
+        ("rm", {}, "policy", 5e-6, 64),
+        ("grpo", {}, "policy", 1e-6, 512),
+        ("grpo", {"grpo": {"num_prompts_per_step": 8, "num_generations_per_prompt": 4}}, "policy", 1e-6, 32),
+        ("grpo", {"prompts": 4, "grpo": {"num_prompts_per_step": "${prompts}"}}, "policy", 1e-6, 64),
+        # wrong values are reported when they are read
+        ("grpo", {"grpo": {"num_prompts_per_step": "eight"}}, "policy", 1e-6, 512),
+        ("grpo", {"grpo": 3, "policy": {"lora_cfg": None}}, "policy", 1e-6, 512),
+        ("ppo", {"ppo": {"num_prompts_per_step": 64}}, "value", 1e-5, 16),
+        ("ppo", {"ppo": {"num_prompts_per_step": 7}}, "policy", 1e-6, 7),
+        ("distillation", {"distillation": {"num_prompts_per_step": 8}}, "policy", 1e-5, 8),
+    ],
+)
+def test_what_a_model_trains_with_by_default_is_that_of_the_algorithm(algorithm, written, section, lr, rows):
+    kind = type_of(load({"algorithm": algorithm, **written}))
+    for key, default in ((f"{section}.optimizer.kwargs.lr", lr), (f"{section}.train_global_batch_size", rows)):
+        assert explain(kind, key).default == default
+    model = kind.model_fields[section].annotation(model_name="m", optimizer={"name": "torch.optim.Adam"})
+    assert pickle.loads(pickle.dumps(model)).optimizer.kwargs["lr"] == lr
+    # what a key means and allows is as for every model
+    assert explain(kind, f"{section}.train_global_batch_size").type == "int > 0"
+    assert explain(kind, f"{section}.train_global_batch_size").doc.startswith("Rows of one optimizer step.")

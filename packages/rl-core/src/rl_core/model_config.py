@@ -93,7 +93,8 @@ class OptimizerConfig(Config):
     name: Annotated[str, WhenChanged.NEW_RUN] = "torch.optim.AdamW"
     """Dotted name of a torch optimizer class."""
     kwargs: dict[str, Any] = {"lr": 1e-6, "weight_decay": 0.01, "betas": [0.9, 0.999], "eps": 1e-8}
-    """Arguments of that class, such as the learning rate `lr`."""
+    """Arguments of that class, such as the learning rate `lr`, whose default is that of the algorithm: ten times as
+    high for adapters (`lora_cfg.enabled`)."""
 
     _is_dotted = field_validator("name")(_dotted("torch.optim.AdamW"))
 
@@ -185,7 +186,8 @@ class ModelConfig(Config):
     """Folder with Hugging Face files, or a hub name."""
     tokenizer: TokenizerConfig = TokenizerConfig()
     train_global_batch_size: int = Field(default=512, gt=0)
-    """Rows of one optimizer step."""
+    """Rows of one optimizer step. The default is that of the algorithm: for GRPO and distillation all rollouts of a
+    step, for PPO a quarter of them."""
     train_micro_batch_size: Annotated[int, WhenChanged.RESUME] = Field(default=4, gt=0)
     """Rows of one training forward pass, unless packing or dynamic batching sets a token budget."""
     logprob_batch_size: Annotated[int, WhenChanged.RESUME] = Field(default=4, gt=0)

@@ -240,6 +240,30 @@ SectionNames = Callable[[str], tuple[str, ...]]
 """From the dotted key of a section of a config to the names of those within it; none if there is no such section."""
 
 
+WrittenValues = Callable[[str], Any]
+"""From a dotted key of a config to the value that the user wrote there; None if there is none."""
+
+
+@dataclass(frozen=True)
+class TrainingDefaults:
+    """How a model trains in an algorithm, where its section of the config does not say.
+
+    Args:
+        lr: learning rate of `policy.optimizer.kwargs`.
+        adapter_lr: that of adapters, if `lora_cfg.enabled`.
+        rows: `train_global_batch_size`.
+    """
+
+    lr: float
+    adapter_lr: float
+    rows: int
+
+
+def no_defaults(written: WrittenValues) -> Mapping[str, TrainingDefaults]:
+    """The `training_defaults` of an algorithm whose models train by the defaults of `ModelConfig`."""
+    return {}
+
+
 @dataclass(frozen=True)
 class AlgorithmPlugin:
     """An algorithm.
@@ -279,6 +303,8 @@ class AlgorithmPlugin:
         model_sections: config sections that hold a model, as dotted keys from the root: `policy`, `value`,
             `teachers.math`. The root gets one of each. If users name some of them, a function to these keys from the
             names that are written in other sections.
+        training_defaults: from the values that the user wrote to the defaults of models that train, by the key of their
+            section; a model that is not named has those of `ModelConfig`.
         requirements: what its losses and rollout programs need installed; the extras only where models run.
         further: from the resolved config to further requirements, such as `requirement_of` a loss that the user names.
         checks: static checks on the whole resolved config.
@@ -292,6 +318,7 @@ class AlgorithmPlugin:
     generates: bool
     models: Callable[[Any], Mapping[str, ModelNeed]]
     model_sections: tuple[str, ...] | Callable[[SectionNames], tuple[str, ...]] = ("policy",)
+    training_defaults: Callable[[WrittenValues], Mapping[str, TrainingDefaults]] = no_defaults
     requirements: tuple[Requirement, ...] = ()
     further: Callable[[Any], tuple[Requirement, ...]] = nothing_further
     inputs: str = ""

@@ -259,4 +259,11 @@ def _enabled(key: str, section: Any) -> BackendPlugin:
 def _plain(section: Any, kind: type[C]) -> C:
     """The fields of a section that its base has, as an instance of the base."""
     written = section.model_fields_set & set(kind.model_fields)
-    return kind.model_construct(written, **{name: getattr(section, name) for name in kind.model_fields})
+    values = {name: _value(getattr(section, name), field.annotation) for name, field in kind.model_fields.items()}
+    return kind.model_construct(written, **values)
+
+
+def _value(value: Any, annotation: Any) -> Any:
+    """A field's value, of its own type where that of the section was assembled from it."""
+    is_assembled = isinstance(annotation, type) and issubclass(annotation, Config) and type(value) is not annotation
+    return _plain(value, annotation) if is_assembled else value

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -31,7 +32,14 @@ from rl_core.devices import Device
 from rl_core.environments.instance import environment_types
 from rl_core.errors import ConfigError, ConfigProblems
 from rl_core.model import HEADLESS_ROLES
-from rl_core.model_config import ColocatedConfig, GenerationConfig, ModelConfig, local_hf_config, num_experts_of
+from rl_core.model_config import (
+    ColocatedConfig,
+    GenerationConfig,
+    ModelConfig,
+    OptimizerConfig,
+    local_hf_config,
+    num_experts_of,
+)
 from rl_core.plugins import (
     ALGORITHMS,
     ENVIRONMENTS,
@@ -318,7 +326,26 @@ def _model_types(algorithm: AlgorithmPlugin, raw: RawConfig) -> dict[str, type[C
 
     others = assemble("Model", {**_backend_types(POLICIES), "colocated": ColocatedConfig}, base=ModelConfig)
     types = dict.fromkeys(algorithm.model_keys(names_in), others)
-    return {**types, POLICY: _policy_type(generates=algorithm.generates)}
+    types[POLICY] = _policy_type(generates=algorithm.generates)
+    for key, defaults in algorithm.training_defaults(partial(_value_written, raw)).items():
+        adapts = _value_written(raw, f"{key}.lora_cfg.enabled") is True
+        types[key] = _trained_by_default(types[key], defaults.rows, defaults.adapter_lr if adapts else defaults.lr)
+    return types
+
+
+def _value_written(raw: RawConfig, key: str) -> Any:
+    """The value that the user wrote at a key; None if there is none, or if it is wrong, which is reported later."""
+    try:
+        return raw.select(key)
+    except ConfigError:
+        return None
+
+
+def _trained_by_default(model: type[Config], rows: int, lr: float) -> type[Config]:
+    """The type of a section of a model, with other defaults of what it trains with."""
+    arguments = {**OptimizerConfig().kwargs, "lr": lr}
+    optimizer = assemble("Optimizer", {}, base=OptimizerConfig, defaults={"kwargs": arguments})
+    return assemble(model.__name__, {"optimizer": optimizer}, base=model, defaults={"train_global_batch_size": rows})
 
 
 def _policy_type(*, generates: bool) -> type[Config]:

@@ -25,9 +25,9 @@ def test_case_order_plural_and_separators_do_not_matter(text):
 def test_keys_of_the_same_meaning_are_one_result():
     first, *_ = (each for each in search("deadline_s").best if each.also)
     assert {"env.math.deadline_s", "env.match.deadline_s"} <= {first.explanation.key, *first.also}
-    (rate,) = search("lr").best
-    assert rate.explanation.value == 1e-6
-    assert "value.optimizer.kwargs.lr" in rate.also
+    (rate,) = search("lr", "ppo-math-1b", ["policy.optimizer.kwargs.lr=1e-5", "value.optimizer.kwargs.lr=1e-5"]).best
+    assert rate.explanation.value == 1e-5
+    assert rate.also == ("value.optimizer.kwargs.lr",)
 
 
 def test_defaults_of_algorithms_are_results_of_their_own():
@@ -35,6 +35,9 @@ def test_defaults_of_algorithms_are_results_of_their_own():
     assert (first.explanation.default, "grpo.num_prompts_per_step" in first.also) == (32, True)
     assert (second.explanation.key, second.explanation.default) == ("ppo.num_prompts_per_step", 512)
     assert second.condition == "algorithm: ppo"
+    rates = {each.condition: each.explanation.default for each in search("lr").best}
+    assert rates["algorithm: dpo"] == 5e-7
+    assert rates["algorithm: offline_distillation or sft"] == 2e-5
 
 
 def test_settings_of_datasets_are_found():

@@ -22,7 +22,7 @@ from rl_algos.supervised.config import validation_metrics as of_text
 from rl_algos.supervised.plugin import supervised_algorithm
 from rl_core.config import Problem, is_changed
 from rl_core.model import ModelSpec
-from rl_core.plugins import ModelNeed
+from rl_core.plugins import ModelNeed, TrainingDefaults, WrittenValues
 
 _WEIGHTS = {"mixed_kl_weight": "mixed", "jensen_shannon_beta": "jensen_shannon"}
 """Keys of `loss_fn` to the divergence that they are for."""
@@ -100,12 +100,19 @@ def text_validation_metrics(config: TextRoot) -> list[str]:
     return of_text(config.distillation, config.data, ["loss", *measured, "num_tokens"])
 
 
+def training_defaults(written: WrittenValues) -> dict[str, TrainingDefaults]:
+    """One update of the policy with all the rollouts of a step."""
+    rollouts = DistillationConfig.rollouts_written(written)
+    return {"policy": TrainingDefaults(lr=1e-5, adapter_lr=1e-4, rows=rollouts)}
+
+
 PLUGIN = replace(
     rollout_algorithm(
         "distillation",
         sections={"distillation": DistillationConfig, "loss_fn": DistillationLossConfig},
         run="rl_algos.distillation.setup:run",
         models=models,
+        training_defaults=training_defaults,
         checks=(check_rollouts,),
     ),
     load="rl_algos.distillation.prompts:load",
@@ -121,5 +128,6 @@ OFFLINE = supervised_algorithm(
     models=models,
     model_sections=model_sections,
     validation_metrics=text_validation_metrics,
+    training_defaults=TrainingDefaults(lr=2e-5, adapter_lr=2e-4, rows=64),
     checks=(check_text,),
 )

@@ -23,7 +23,7 @@ from rl_algos.supervised.config import validation_metrics as metrics_of
 from rl_algos.supervised.plugin import supervised_algorithm
 from rl_core.config import Config, Problem, ProblemError, assemble, is_changed
 from rl_core.model import Loss, ModelSpec
-from rl_core.plugins import ModelNeed
+from rl_core.plugins import ModelNeed, TrainingDefaults
 
 _OF_PAIRS = ("accuracy", "loss", "margin", "num_pairs", "preference_loss", "reward_chosen", "reward_rejected")
 _OF_RESPONSES = ("accuracy", "kl", "loss", "num_responses", "reward_desirable", "reward_undesirable")
@@ -156,6 +156,7 @@ PLUGIN = supervised_algorithm(
     run="rl_algos.dpo.loop:run",
     models=models,
     validation_metrics=validation_metrics,
+    training_defaults=TrainingDefaults(lr=5e-7, adapter_lr=5e-6, rows=128),
     further=lambda config: loss_requirements(config.dpo.loss.name),
     checks=(check,),
 )

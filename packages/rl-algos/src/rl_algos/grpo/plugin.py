@@ -16,7 +16,7 @@ from rl_algos.rollouts.config import PolicyGradientConfig
 from rl_algos.rollouts.plugin import rollout_algorithm
 from rl_core.config import Config, Problem, ProblemError, assemble, settings_of
 from rl_core.model import ModelSpec
-from rl_core.plugins import ModelNeed
+from rl_core.plugins import ModelNeed, TrainingDefaults, WrittenValues
 
 
 def grpo_section(written: Any) -> type[Config]:
@@ -96,11 +96,17 @@ def _estimator(config: GRPORoot) -> Iterator[Problem]:
         )
 
 
+def training_defaults(written: WrittenValues) -> dict[str, TrainingDefaults]:
+    """One update of the policy with all the rollouts of a step."""
+    return {"policy": TrainingDefaults(lr=1e-6, adapter_lr=1e-5, rows=GRPOConfig.rollouts_written(written))}
+
+
 PLUGIN = rollout_algorithm(
     "grpo",
     sections={"grpo": grpo_section, "loss_fn": loss_fn_section},
     run="rl_algos.grpo.setup:run",
     models=models,
+    training_defaults=training_defaults,
     reads_filtered=True,
     further=lambda config: loss_requirements(config.loss_fn.name),
     checks=(check,),

@@ -12,7 +12,7 @@ from rl_algos.rollouts.checks import minibatch_problem, reward_problems
 from rl_algos.rollouts.plugin import rollout_algorithm
 from rl_core.config import Problem
 from rl_core.model import ModelSpec
-from rl_core.plugins import ModelNeed
+from rl_core.plugins import ModelNeed, TrainingDefaults, WrittenValues
 
 
 def models(config: PPORoot) -> dict[str, ModelNeed]:
@@ -63,11 +63,22 @@ def _estimates(ppo: PPOConfig) -> Iterator[Problem]:
         )
 
 
+def training_defaults(written: WrittenValues) -> dict[str, TrainingDefaults]:
+    """Four updates a step where its rollouts divide by four, and a critic that learns faster than the policy."""
+    rollouts = PPOConfig.rollouts_written(written)
+    rows = rollouts if rollouts % 4 else rollouts // 4
+    return {
+        "policy": TrainingDefaults(lr=1e-6, adapter_lr=1e-5, rows=rows),
+        "value": TrainingDefaults(lr=1e-5, adapter_lr=1e-4, rows=rows),
+    }
+
+
 PLUGIN = rollout_algorithm(
     "ppo",
     sections={"ppo": PPOConfig, "loss_fn": loss_fn_section},
     run="rl_algos.ppo.setup:run",
     models=models,
+    training_defaults=training_defaults,
     reads_filtered=True,
     further=lambda config: loss_requirements(config.loss_fn.name),
     model_sections=("policy", "value"),

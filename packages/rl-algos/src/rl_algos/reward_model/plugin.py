@@ -10,7 +10,7 @@ from rl_algos.supervised.config import validation_metrics as metrics_of
 from rl_algos.supervised.plugin import supervised_algorithm
 from rl_core.config import Problem
 from rl_core.model import ModelSpec
-from rl_core.plugins import ModelNeed
+from rl_core.plugins import ModelNeed, TrainingDefaults
 
 _OF_PAIRS = ("accuracy", "loss", "margin", "num_pairs", "reward_chosen", "reward_rejected")
 _OF_RESPONSES = ("loss", "num_responses", "score", "target")
@@ -50,5 +50,6 @@ PLUGIN = supervised_algorithm(
     run="rl_algos.reward_model.loop:run",
     models=models,
     validation_metrics=validation_metrics,
+    training_defaults=TrainingDefaults(lr=5e-6, adapter_lr=5e-5, rows=64),
     checks=(check,),
 )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 from pydantic import Field
@@ -114,6 +115,21 @@ class RolloutConfig(Config):
     def rollouts_per_step(self) -> int:
         """Rollouts that one step trains on."""
         return self.num_prompts_per_step * self.num_generations_per_prompt
+
+    @classmethod
+    def rollouts_written(cls, written: Callable[[str], Any]) -> int:
+        """`rollouts_per_step` of a config that is not read yet, from the values that the user wrote; that of the
+        defaults where these are wrong, which is reported when they are read.
+
+        Args:
+            written: from a dotted key to its value.
+        """
+        counts = []
+        for key in ("num_prompts_per_step", "num_generations_per_prompt"):
+            value = written(f"{cls.section}.{key}")
+            valid = isinstance(value, int) and not isinstance(value, bool) and value > 0
+            counts.append(value if valid else cls.model_fields[key].default)
+        return math.prod(counts)
 
     @property
     def splits(self) -> bool:

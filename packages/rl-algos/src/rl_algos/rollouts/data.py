@@ -134,6 +134,7 @@ def attempts(config: RolloutRoot, datasets: Datasets) -> Mapping[str, list[Attem
 def prepare(config: RolloutRoot, tokenizer: Any, datasets: Datasets) -> RolloutData:
     """Tokenise and check the prompts; each leaves room for a whole completion."""
     # imports transformers, which takes a second that `load` need not pay
+    from rl_algos.data.extent import tell_extent
     from rl_algos.data.prompts import prompt_stream, validation_prompts
     from rl_algos.rollouts.conversation_checks import check_conversations
 
@@ -152,6 +153,14 @@ def prepare(config: RolloutRoot, tokenizer: Any, datasets: Datasets) -> RolloutD
         seed=settings.seed,
         max_num_epochs=settings.max_num_epochs,
         tools=tools,
+    )
+    tell_extent(
+        train,
+        settings.num_prompts_per_step,
+        unit="prompts",
+        size_key=f"{settings.section}.num_prompts_per_step",
+        max_num_steps=settings.max_num_steps,
+        max_num_epochs=settings.max_num_epochs,
     )
     held_out = validation_prompts(datasets.validation, config.data, tokenizer, max_tokens=room, tools=tools)
     end_of_sequence, *others = ends.sampled

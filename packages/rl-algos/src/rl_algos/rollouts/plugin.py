@@ -17,7 +17,16 @@ from rl_algos.rollouts.checks import (
     whole_distribution,
 )
 from rl_core.config import Config, Problem
-from rl_core.plugins import AlgorithmPlugin, ModelNeed, Requirement, SectionNames, nothing_further
+from rl_core.plugins import (
+    AlgorithmPlugin,
+    ModelNeed,
+    Requirement,
+    SectionNames,
+    TrainingDefaults,
+    WrittenValues,
+    no_defaults,
+    nothing_further,
+)
 
 
 def rollout_algorithm(
@@ -26,6 +35,7 @@ def rollout_algorithm(
     sections: Mapping[str, type[Config] | Callable[[Any], type[Config]]],
     run: str,
     models: Callable[[Any], Mapping[str, ModelNeed]],
+    training_defaults: Callable[[WrittenValues], Mapping[str, TrainingDefaults]] = no_defaults,
     model_sections: tuple[str, ...] | Callable[[SectionNames], tuple[str, ...]] = ("policy",),
     requirements: tuple[Requirement, ...] = (),
     further: Callable[[Any], tuple[Requirement, ...]] = nothing_further,
@@ -38,7 +48,7 @@ def rollout_algorithm(
     Args:
         sections: of the config, beside `data`; the first extends `rl_algos.rollouts.config.RolloutConfig`.
         run: as of `AlgorithmPlugin`; `rl_algos.rollouts.setup.steps_of` gives it the steps of its loop.
-        models, model_sections: as of `AlgorithmPlugin`.
+        models, model_sections, training_defaults: as of `AlgorithmPlugin`.
         requirements: beside rl-algos itself.
         further: as of `AlgorithmPlugin`.
         reads_filtered: whether its loss reads logprobs of the tokens that `top_p`, `top_k` and `min_p` of generation
@@ -57,6 +67,7 @@ def rollout_algorithm(
         generates=True,
         models=models,
         model_sections=model_sections,
+        training_defaults=training_defaults,
         requirements=(LOSSES, *requirements),
         further=further,
         validation_metrics=validation_metrics,

@@ -9,7 +9,7 @@ from rl_algos.supervised.config import validation_metrics as metrics_of
 from rl_algos.supervised.plugin import supervised_algorithm
 from rl_core.config import Problem
 from rl_core.model import ModelSpec
-from rl_core.plugins import ModelNeed
+from rl_core.plugins import ModelNeed, TrainingDefaults
 
 
 def check(config: SFTRoot) -> Iterator[Problem]:
@@ -38,5 +38,6 @@ PLUGIN = supervised_algorithm(
     run="rl_algos.sft.loop:run",
     models=models,
     validation_metrics=validation_metrics,
+    training_defaults=TrainingDefaults(lr=2e-5, adapter_lr=2e-4, rows=64),
     checks=(check,),
 )

@@ -8,6 +8,7 @@ from typing import Generic, TypeVar
 
 from rl_algos.data.config import DataConfig
 from rl_algos.data.examples import Dataset, Datasets
+from rl_algos.data.extent import tell_extent
 from rl_algos.data.flow import FlowStream
 from rl_algos.data.lazily import Lazily
 from rl_algos.data.prompts import weights_of
@@ -49,10 +50,16 @@ def supervised_data(
         size_of: from a row to its share when datasets are mixed by weight; None if all rows count alike.
         flow_of: from datasets with `streaming` to their rows; None if the algorithm cannot learn from such ones.
     """
-    return SupervisedData(
-        _train(section, data, datasets.train, rows_of, size_of, flow_of),
-        _validation(section, policy, datasets, rows_of),
+    train = _train(section, data, datasets.train, rows_of, size_of, flow_of)
+    tell_extent(
+        train,
+        policy.train_global_batch_size,
+        unit="rows",
+        size_key="policy.train_global_batch_size",
+        max_num_steps=section.max_num_steps,
+        max_num_epochs=section.max_num_epochs,
     )
+    return SupervisedData(train, _validation(section, policy, datasets, rows_of))
 
 
 def _train(

@@ -10,7 +10,7 @@ from rl_algos.data.config import DataConfig
 from rl_algos.requirement import LOSSES
 from rl_algos.supervised.checks import WITHOUT_VALIDATION, supervised_problems
 from rl_core.config import Config, Problem
-from rl_core.plugins import AlgorithmPlugin, ModelNeed, Requirement, SectionNames, nothing_further
+from rl_core.plugins import AlgorithmPlugin, ModelNeed, Requirement, SectionNames, TrainingDefaults, nothing_further
 
 
 def supervised_algorithm(
@@ -21,6 +21,7 @@ def supervised_algorithm(
     run: str,
     models: Callable[[Any], Mapping[str, ModelNeed]],
     validation_metrics: Callable[[Any], Iterable[str] | None],
+    training_defaults: TrainingDefaults,
     load: str = "rl_algos.data.examples:load",
     model_sections: tuple[str, ...] | Callable[[SectionNames], tuple[str, ...]] = ("policy",),
     further: Callable[[Any], tuple[Requirement, ...]] = nothing_further,
@@ -30,6 +31,7 @@ def supervised_algorithm(
 
     Args:
         sections: of the config, beside `data`; the first extends `rl_algos.supervised.config.SupervisedConfig`.
+        training_defaults: of the policy, the only model that trains.
         prepare, run, models, validation_metrics, load, model_sections, further: as of `AlgorithmPlugin`.
         checks: beside those of validation, environments and lengths.
     """
@@ -48,6 +50,7 @@ def supervised_algorithm(
         generates=False,
         models=models,
         model_sections=model_sections,
+        training_defaults=lambda _: {"policy": training_defaults},
         requirements=(LOSSES,),
         further=further,
         validation_metrics=validation_metrics,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass
 from enum import Enum
 from typing import Annotated, Any, ClassVar, Self
 from uuid import uuid4
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, create_model
+from pydantic.fields import FieldInfo
 from pydantic_core import to_jsonable_python
 
 from rl_core.config.tree import KeyPath
@@ -167,12 +169,14 @@ class Assembly:
         token: names the type in every process that its values reach.
         base: the type extended, or its assembly.
         sections: key, type (or its assembly) and default.
+        defaults: key of the base and the default that it has in place of its own.
     """
 
     token: str
     name: str
     base: Any
     sections: tuple[tuple[str, Any, Any], ...]
+    defaults: tuple[tuple[str, Any], ...]
 
 
 class Assembled(Config):
@@ -187,7 +191,13 @@ class Assembled(Config):
 _BUILT: dict[str, type[Assembled]] = {}
 
 
-def assemble(name: str, sections: Mapping[str, Section], *, base: type[Config] = Config) -> type[Config]:
+def assemble(
+    name: str,
+    sections: Mapping[str, Section],
+    *,
+    base: type[Config] = Config,
+    defaults: Mapping[str, Any] | None = None,
+) -> type[Config]:
     """A strict config type with the sections of several parties, or a section (`base`) with the keys of others in it.
 
     A section whose fields all have defaults may be left out by the user. Sections may be assembled themselves:
@@ -197,6 +207,8 @@ def assemble(name: str, sections: Mapping[str, Section], *, base: type[Config] =
     Args:
         name: of the type.
         sections: key to type, or to (type, default).
+        base: the type that it extends.
+        defaults: other defaults for keys of `base`.
 
     Raises:
         ValueError: if `base` has one of the keys already, unless as a section whose type this one extends.
@@ -206,7 +218,7 @@ def assemble(name: str, sections: Mapping[str, Section], *, base: type[Config] =
         raise ValueError(f"{base.__name__} has {', '.join(taken)} already: two parties claim the same config key")
     pairs = {key: part if isinstance(part, tuple) else (part, Default.OF_TYPE) for key, part in sections.items()}
     portable = tuple((key, _portable(kind), default) for key, (kind, default) in pairs.items())
-    return _build(Assembly(uuid4().hex, name, _portable(base), portable))
+    return _build(Assembly(uuid4().hex, name, _portable(base), portable, tuple((defaults or {}).items())))
 
 
 def _narrows(part: Section, base: type[Config], key: str) -> bool:
@@ -227,6 +239,7 @@ def _type(portable: Any) -> Any:
 def _build(assembly: Assembly) -> type[Assembled]:
     base = _type(assembly.base)
     fields: dict[str, Any] = {key: _field(_type(kind), default) for key, kind, default in assembly.sections}
+    fields |= {key: _redefined(base.model_fields[key], default) for key, default in assembly.defaults}
     bases = (base,) if issubclass(base, Assembled) else (Assembled, base)
     doc = None if base is Config else base.__doc__
     built = create_model(assembly.name, __base__=bases, __module__=base.__module__, __doc__=doc, **fields)
@@ -240,6 +253,13 @@ def _field(kind: Any, default: Any) -> tuple[Any, Any]:
         return kind, default
     required = any(field.is_required() for field in kind.model_fields.values())
     return kind, Field() if required else Field(default_factory=kind)
+
+
+def _redefined(field: FieldInfo, default: Any) -> tuple[Any, Any]:
+    """A field as it is, but for its default."""
+    changed = copy(field)
+    changed.default, changed.default_factory = default, None
+    return field.annotation, changed
 
 
 def _blank(assembly: Assembly) -> Assembled:
