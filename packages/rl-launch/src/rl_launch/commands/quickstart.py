@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rl_algos.tiny_model import make_tiny_model
+from rl_core.errors import WorkerEnvironmentError
 from rl_launch.commands.train import train
 from rl_launch.root import read_config
 from rl_launch.session.checkpoints import newest_checkpoint
@@ -70,15 +72,27 @@ class Quickstart:
         return folder
 
     def prepare_workers(self, model: Path) -> None:
-        """Build the environments of all stages, which takes no longer than the slowest of them."""
+        """Build the environment of the first stages, and begin to build that of vLLM, which the last one waits for."""
         from rl_launch.backends import backends_of
         from rl_launch.cluster.device import resolve_device
         from rl_launch.runtime.role_envs import role_specs
         from rl_launch.worker_envs import provision
 
-        config: Any = read_config("grpo-arithmetic", [f"policy.model_name={model}", *self._cluster]).config
-        specs = role_specs(backends_of(config), (), resolve_device(config.cluster))
-        provision(specs.values(), config.cluster.worker_envs)
+        settings = [f"policy.model_name={model}", *self._cluster]
+        wanted: list[tuple[Any, Any]] = []
+        for backend in ("hf", "vllm"):
+            config: Any = read_config("grpo-arithmetic", [*settings, f"policy.generation.backend={backend}"]).config
+            specs = role_specs(backends_of(config), (), resolve_device(config.cluster))
+            wanted.append((specs.values(), config.cluster.worker_envs))
+        first, last = wanted
+
+        def prepare_last() -> None:
+            # the last stage tries again, and reports a failure
+            with suppress(WorkerEnvironmentError):
+                provision(*last)
+
+        provision(*first)
+        threading.Thread(target=prepare_last, daemon=True).start()
 
     def score(self, model: Path) -> float:
         """Greedy accuracy on held-out sums, sampled in the trainer's environment, which starts sooner than vLLM."""
