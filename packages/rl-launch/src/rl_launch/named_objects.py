@@ -20,13 +20,14 @@ _DOTTED = ("optimizer", "scheduler")
 
 
 def with_names(config: Any, path: tuple[str | int, ...] = ()) -> Any:
-    """Nested plain values with every function and class replaced by its name, and every path by its text.
+    """Nested plain values with every function and class replaced by its name, and every path by its string.
 
     A function or class of an installed package is named `package.module:Name`, one in a file `file.py:Name`: workers
     get that file, and run it.
 
     Raises:
-        ConfigError: if one has no name by which a worker could find it; the message names the remedy.
+        ConfigError: if one has no name by which a worker could find it, or a value cannot be part of a config; the
+            message names the key and the remedy.
     """
     match config:
         case Mapping():
@@ -37,8 +38,14 @@ def with_names(config: Any, path: tuple[str | int, ...] = ()) -> Any:
             return str(config)
         case _ if inspect.isclass(config) or inspect.isroutine(config):
             return _name(config, format_path(path), is_dotted=bool(set(_DOTTED) & set(path)))
-        case _:
+        case None | bool() | int() | float() | str():
             return config
+        case _:
+            raise ConfigError(
+                f"{format_path(path) or 'config'}: a {type(config).__name__} cannot be a value of a config; give "
+                "numbers, strings, lists and mappings, functions and classes, or, in data.train and data.validation, "
+                "rows"
+            )
 
 
 def _name(target: Any, key: str, *, is_dotted: bool) -> str:
