@@ -1,5 +1,5 @@
-"""Reward functions as they are written for TRL's `GRPOTrainer`, imported by nothing of TRL: the product runs them as they
-are."""
+"""Reward functions as they are written for TRL's `GRPOTrainer`. They run as they are."""
+# ruff: noqa: B905 - written as most of them are
 
 import asyncio
 import re

@@ -50,7 +50,12 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path, name):
 def test_a_refused_start_removes_rows_that_no_config_names(tmp_path):
     named = RowFile("train-aaaaaaaaaaaaaaaa.jsonl", io.BytesIO(b"{}\n"))
     (tmp_path / "config.yaml").write_text(f"data: {{train: {{data_path: data/{named.name}}}}}\n")
-    with pytest.raises(RunDirectoryError), kept([FILE, named], tmp_path, "owner"):
-        assert (tmp_path / "data" / FILE.name).is_file()
-        raise RunDirectoryError("another config")
+
+    def refused():
+        with kept([FILE, named], tmp_path, "owner"):
+            assert (tmp_path / "data" / FILE.name).is_file()
+            raise RunDirectoryError("another config")
+
+    with pytest.raises(RunDirectoryError, match="another config"):
+        refused()
     assert [path.name for path in (tmp_path / "data").iterdir()] == [named.name]

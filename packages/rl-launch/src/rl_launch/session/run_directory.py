@@ -20,8 +20,8 @@ from rl_launch.session.labels import SECTION, Labels, write_labels
 from rl_launch.session.lock import DirectoryLock
 from rl_launch.session.recording import Recording, WholeConfig, changes_since, kept
 from rl_launch.session.remedies import refusal, train_command
-from rl_launch.session.run_folder import CONFIG, DESCRIPTION, RunFolder, is_run
 from rl_launch.session.row_files import names_without_rows
+from rl_launch.session.run_folder import CONFIG, DESCRIPTION, RunFolder, is_run
 from rl_launch.session.user_files import FOLDER, changed_files, copies_of
 from rl_launch.session.writable import check_writable, make_folder
 
