@@ -20,7 +20,7 @@ _DOTTED = ("optimizer", "scheduler")
 
 
 def with_names(config: Any, path: tuple[str | int, ...] = ()) -> Any:
-    """Nested plain values with every function and class replaced by its name, and every path by its string.
+    """Nested plain values with every function and class replaced by its name, and every path by its text.
 
     A function or class of an installed package is named `package.module:Name`, one in a file `file.py:Name`: workers
     get that file, and run it.
