@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, SupportsFloat
 
 import numpy as np
@@ -47,19 +47,20 @@ class RewardLog:
             ) from None
         self._metrics.setdefault(str(name), []).append(number)
 
-    def log_extra(self, column: str, values: Sequence[Any]) -> None:
+    def log_extra(self, column: str, values: Any) -> None:
         """Keep a value for each response in the record of its rollout, in `info`, `extra`; an object of another type
         than numbers, strings, lists and dicts is kept as its string.
 
         Raises:
             UnusableAnswer: if there are not as many values as responses.
         """
-        if isinstance(values, str) or not isinstance(values, Sequence) or len(values) != self._num_responses:
+        listed = list(values) if isinstance(values, Iterable) and not isinstance(values, str | Mapping) else []
+        if len(listed) != self._num_responses:
             raise UnusableAnswer(
                 f"{self._function} called log_extra({column!r}, {values!r:.80}); give a list with a value for each of "
                 f"the {self._num_responses} responses"
             )
-        self._columns[str(column)] = [value if isinstance(value, _RECORDED) else str(value) for value in values]
+        self._columns[str(column)] = [value if isinstance(value, _RECORDED) else str(value) for value in listed]
 
     def infos(self) -> list[Mapping[str, Any]]:
         """The `info` of each response; empty if nothing was recorded."""

@@ -117,7 +117,7 @@ def _file(value: Any, path: KeyPath) -> RowFile:
             f"{key}: got a {type(value).__name__} of {type(value).__module__.partition('.')[0]}; give "
             "datasets.Dataset.from_pandas(frame), or a list of dicts, one for each row"
         )
-    content: IO[bytes] = tempfile.SpooledTemporaryFile(_SPOOLED_BYTES)  # type: ignore[assignment]  # noqa: SIM115 - the run writes it
+    content: IO[bytes] = tempfile.SpooledTemporaryFile(_SPOOLED_BYTES)  # noqa: SIM115 - the run writes it
     digest = hashlib.sha256()
     # rows of a dataset with a transform are made when they are read
     is_table = _of_datasets(value, "Dataset") and value.format["type"] != "custom"

@@ -137,7 +137,8 @@ def _split_texts(chosen: str, rejected: str) -> tuple[Messages, Messages, Messag
             f"no prompt: give it in one of the columns {', '.join(_PROMPT)}, or name its column in `input_key`, or let "
             "`chosen` and `rejected` begin with it; they have no word in common at their beginning"
         )
-    return ({"role": "user", "content": words.strip()},), *(({"role": "assistant", "content": each},) for each in rest)
+    better, worse = (({"role": "assistant", "content": text},) for text in rest)
+    return ({"role": "user", "content": words.strip()},), better, worse
 
 
 def _listed(item: Any, index: int) -> Response:
