@@ -3,13 +3,20 @@
 import json
 import math
 import subprocess
+from pathlib import Path
 
 import numpy as np
 import pytest
 from runs import lines_of, python_of, rollouts_of, steps_of
 
+from rl_algos.preference import data as preferences
+from rl_algos.tiny_model import make_tokenizer
 from rl_core.plugins import POLICIES
+from rl_core.testing.documents import read_document
 from rl_core.testing.exhaustive import exhaustive
+from rl_launch.root import read_config
+
+ROOT = Path(__file__).parents[1]
 
 SCORES = """
 import json, sys
@@ -82,3 +89,26 @@ def test_a_reward_model_scores_rollouts(driver, grpo, reward_model, tmp_path):
     talks = [[*row["prompt"], {"role": "assistant", "content": row["turns"][-1]["text"]}] for row in rows]
     found = [row["rewards"]["reward"] for row in rows]
     assert found == pytest.approx(scores_of(folder, talks), abs=1e-3)
+
+
+def test_the_rows_and_the_processor_of_the_guide_give_pairs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    document = read_document(ROOT / "docs/preferences-and-reward-models.md")
+    for block in document.blocks:
+        if block.file.endswith((".jsonl", ".py", ".yaml")):
+            (tmp_path / block.file).write_text(block.text)
+
+    def pairs(*overrides):
+        config = read_config("votes.yaml", overrides).config
+        tokenizer = make_tokenizer()
+        [dataset] = preferences.load(config).train
+        rows = preferences.pair_rows(dataset, config.data, tokenizer, 64, pairing="best-worst")
+
+        def said(side):
+            return tokenizer.decode(side.tokens[side.loss_mask == 1]).removesuffix("<|end|>").replace(" ", "")
+
+        return [(said(row.chosen), said(row.rejected), row.margin) for row in rows]
+
+    assert pairs() == [("56", "54", 8.0), ("2", "3", 4.0)]
+    implicit = pairs("data.train.data_path=implicit.jsonl", "data.train.processor=null")
+    assert implicit == [("2", "Itis3.", None), ("7", "9", None)]

@@ -119,15 +119,49 @@ def test_a_builtin_that_takes_no_names_is_refused():
 
 
 def test_a_function_of_lists_scores_many_at_once():
-    def score(completions, prompts, answer, **row):
+    def score(responses, prompts, answer, **row):
         assert row == {"level": [1, 2]}
-        return [float(c == a) for c, a in zip(completions, answer, strict=True)]
+        assert prompts == ["1+2=", "1+2="]
+        return [float(c == a) for c, a in zip(responses, answer, strict=True)]
 
     environment = as_environment(score)
     both = [said("3", answer="3", level=1), said("4", answer="3", level=2)]
     assert [each.reward for each in environment.step(both, [None] * 2)] == [1.0, 0.0]
     assert rewards(lambda responses: np.array([0.5]), said("x")) == [0.5]
     assert environment.step([], []) == []
+
+
+def test_none_in_a_list_means_that_the_function_does_not_apply():
+    [scored, other] = as_environment(lambda responses: [1.0, None]).step([said("a"), said("b")], [None] * 2)
+    assert (scored.rewards(), other.reward, other.rewards()) == ({"reward": 1.0}, {}, {"reward": 0.0})
+
+
+def test_a_function_of_one_response_logs_next_to_its_reward():
+    def score(response, trainer_state, log_metric, log_extra):
+        log_metric("length", len(response))
+        log_metric("length", 5)
+        log_extra("first", [response[:1]])
+        return float(trainer_state.global_step)
+
+    [result] = as_environment(score).step([said("abc")], [None])
+    assert (result.reward, result.info) == (0.0, {"length": 4.0, "extra": {"first": "a"}})
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda log_metric, log_extra: log_metric("a", "b"), "log_metric.'a', 'b'.; give a number"),
+        (lambda log_metric, log_extra: log_extra("a", ["b", "c"]), "a value for each of the 1 responses"),
+        (lambda log_metric, log_extra: log_extra("a", "b"), "a value for each of the 1 responses"),
+    ],
+)
+def test_what_cannot_be_logged_is_told(call, says):
+    def score(response, log_metric, log_extra):
+        call(log_metric, log_extra)
+        return 0.0
+
+    with pytest.raises(UnusableAnswer, match=says):
+        rewards(score, said("a"))
 
 
 @pytest.mark.parametrize(

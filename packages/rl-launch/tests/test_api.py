@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import rl_launch
-from rl_core.errors import ConfigError
+from rl_core.errors import ConfigError, DataError
 from rl_launch.api import TrainResult, result_of
 from rl_launch.session.manifest import Manifest
 
@@ -47,8 +47,98 @@ def test_a_mapping_inherits_and_is_overridden_by_values(started):
 def test_a_wrong_key_is_a_config_error(started):
     with pytest.raises(ConfigError, match=r"grpo\.sede .*did you mean grpo\.seed\?"):
         rl_launch.train({"defaults": "grpo-arithmetic", "grpo": {"sede": 1}})
-    with pytest.raises(ConfigError, match="give a list of texts, or a mapping"):
+    with pytest.raises(ConfigError, match="give a list of strings, or a mapping"):
         rl_launch.train("grpo-arithmetic", "grpo.seed=1")
+    assert not started
+
+
+ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2=", "answer": "4"}]
+
+
+def test_rows_in_memory_are_a_file_of_the_run_for_the_time_of_its_start(tmp_path, monkeypatch):
+    seen = []
+
+    def start(config, *, run_dir, **given):
+        path = Path(config.data.train.data_path)
+        assert path.parent == Path(run_dir) / "data"
+        seen.append((path.name, [json.loads(line) for line in path.read_text().splitlines()]))
+        raise DataError("row 0 is wrong")
+
+    monkeypatch.setattr("rl_launch.commands.train.train", start)
+    for rows in (ROWS, tuple(ROWS), lambda: iter(ROWS), (row for row in ROWS)):
+        with pytest.raises(DataError):
+            rl_launch.train("grpo-arithmetic", {"data.train": rows, "run_dir": tmp_path / "run"})
+    # the same rows, the same config
+    assert {name for name, _ in seen} == {seen[0][0]}
+    assert all(rows == ROWS for _, rows in seen)
+    # a start that failed leaves nothing behind
+    assert not (tmp_path / "run").exists()
+
+
+def test_rows_stay_with_a_run_that_started(tmp_path, monkeypatch):
+    def start(config, *, run_dir, **given):
+        (run_dir / "config.yaml").write_text(config.data.train.data_path)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("rl_launch.commands.train.train", start)
+    with pytest.raises(KeyboardInterrupt):
+        rl_launch.train("grpo-arithmetic", {"data.train": ROWS, "run_dir": tmp_path / "run"})
+    [file] = (tmp_path / "run" / "data").iterdir()
+    assert file.name.startswith("train-")
+    assert (tmp_path / "run").stat().st_mode & 0o777 == 0o700
+
+
+def test_rows_replace_a_dataset_of_a_name_and_keep_the_settings_of_one_with_a_path(started, tmp_path):
+    rl_launch.train("grpo-arithmetic", {"data.train": ROWS, "data.train.env_name": score, "run_dir": tmp_path / "a"})
+    by_path = {"defaults": "grpo-arithmetic", "data": {"train": {"data_path": "x.jsonl", "env_name": score}}}
+    rl_launch.train(by_path, {"data.train": ROWS, "data.validation": ROWS[:1], "run_dir": tmp_path / "b"})
+    for config, _ in started:
+        assert config.data.train.dataset_name is None
+        assert config.data.train.settings == {}
+        assert config.data.train.env_name == f"{__file__}:score"
+    assert started[1][0].data.validation.data_path.startswith(str(tmp_path / "b" / "data" / "validation-"))
+
+
+def test_rows_without_a_run_dir_have_the_folder_that_the_run_gets(started, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    rl_launch.train({"defaults": "grpo-arithmetic", "data": {"train": [ROWS, {"data_path": ROWS, "env_name": score}]}})
+    ((config, given),) = started
+    folders = {Path(each.data_path).parent for each in config.data.train}
+    assert folders == {given["run_dir"] / "data"}
+
+
+def test_an_evaluation_takes_rows_as_validation_data_and_as_a_task(monkeypatch, tmp_path):
+    seen = []
+    monkeypatch.setattr("rl_launch.commands.evaluate.evaluate", lambda config, folder: seen.append((config, folder)))
+    tasks = [{"name": "mine", "dataset": {"data_path": iter(ROWS), "env_name": score}}]
+    rl_launch.evaluate("tiny-arithmetic", {"eval.tasks": tasks, "run_dir": tmp_path / "eval"})
+    rl_launch.evaluate("grpo-arithmetic", {"data.validation": ROWS, "run_dir": tmp_path / "eval"})
+    (by_task, folder), (by_data, _) = seen
+    assert folder == tmp_path / "eval"
+    assert Path(by_task.eval.tasks[0].dataset.data_path).parent == folder / "data"
+    assert Path(by_data.data.validation.data_path).name.startswith("validation-")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("grpo.seed", object(), r"^grpo\.seed: a object cannot be a value of a config"),
+        ("grpo.seed", {1, 2}, r"^grpo\.seed: a set cannot be"),
+        (
+            "data.train",
+            [{"prompt": "a", "image": b"x"}],
+            r"^data\.train: row 0 .from 0., column 'image': a bytes cannot",
+        ),
+        ("data.train", [{"prompt": "a"}, {"b": {1: 2}}], r"row 1 .from 0., column 'b': has the key 1"),
+        ("data.train", ["a"], r"data\.train"),
+        ("data.train", iter([]), r"^data\.train: got no rows"),
+        ("data.train", 5, r"^data\.train: got 5; give a dataset"),
+        ("data.train.data_path", iter(["a"]), r"row 0 .from 0. is a str; every row must be a dict"),
+    ],
+)
+def test_values_that_no_config_can_hold_are_refused_by_their_key(started, key, value, says):
+    with pytest.raises(ConfigError, match=says):
+        rl_launch.train("grpo-arithmetic", {key: value})
     assert not started
 
 

@@ -48,6 +48,14 @@ def test_settings_of_what_is_not_used_are_no_difference(tmp_path):
     assert changes(path, other) == {}
 
 
+@pytest.mark.parametrize("rewards", ["{a: rewards.py:a}", "[rewards.py:a]"])
+def test_an_environment_of_rewards_alone_is_the_users_own(tmp_path, monkeypatch, rewards):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rewards.py").write_text("def a(response):\n    return 1.0\n")
+    own = config(f"env.mine.rewards={rewards}", "data.default.env_name=mine")
+    assert changes(record(tmp_path / "run", own, "mine"), own) == {}
+
+
 def test_naming_the_default_backend_is_no_difference(tmp_path):
     assert changes(record(tmp_path, config(), "math"), config("policy.dtensor_cfg.enabled=true")) == {}
 

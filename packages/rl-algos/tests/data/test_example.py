@@ -16,7 +16,7 @@ def settings(**keys):
 def test_columns_are_found_by_their_keys():
     row = {"question": "1+1=", "solution": 2, "answer": "no"}
     example = by_keys(row, settings(input_key="question", output_key="solution"))
-    assert example == Example((USER,), 2)
+    assert example == Example((USER,), 2, is_text=True)
 
 
 def test_messages_and_answer_are_the_columns_where_no_key_is_set():
@@ -27,7 +27,7 @@ def test_messages_and_answer_are_the_columns_where_no_key_is_set():
 
 @pytest.mark.parametrize("name", ["answer", "completion", "response"])
 def test_a_prompt_and_its_response_need_no_keys(name):
-    assert by_keys({"prompt": "1+1=", name: "2", "other": 3}, settings()) == Example((USER,), "2")
+    assert by_keys({"prompt": "1+1=", name: "2", "other": 3}, settings()) == Example((USER,), "2", is_text=True)
     assert by_keys({"prompt": [USER], name: "2"}, settings()) == Example((USER,), "2")
     assert by_keys({"messages": [USER], "prompt": "no", name: "2"}, settings()).messages == (USER,)
 

@@ -410,6 +410,17 @@ PREFERRED = {
         "Hi",
         responses=["better", "worse"],
     ),
+    "Anthropic/hh-rlhf": Case(
+        "harmless-base/train.jsonl.gz",
+        [
+            {
+                "chosen": "\n\nHuman: Hello\n\nAssistant: Yes?\n\nHuman: Hi\n\nAssistant: better",
+                "rejected": "\n\nHuman: Hello\n\nAssistant: Yes?\n\nHuman: Hi\n\nAssistant: worse",
+            }
+        ],
+        "Hello",
+        responses=["better", "worse"],
+    ),
     "trl-lib/kto-mix-14k": Case(
         "data/train-00000-of-00001.parquet",
         [

@@ -51,6 +51,48 @@ def test_conversations_split_where_what_the_assistant_says_differs():
     assert [response.messages for response in alike.responses] == [(GOOD,), (GOOD,)]
 
 
+HUMAN = {"role": "user", "content": "Hi"}
+ASSISTANT = {"role": "assistant", "content": "Yes?"}
+
+
+def marked(*turns):
+    """A conversation as hh-rlhf has it, from the user's first turn on."""
+    return "".join(f"\n\n{('Human', 'Assistant')[number % 2]}: {turn}" for number, turn in enumerate(turns))
+
+
+def test_a_text_with_marked_turns_is_a_whole_conversation():
+    # the answers begin alike, and the prompt ends with the user's turn all the same
+    row = {"chosen": marked("Hi", "Yes?", "1+1=", "It is 2"), "rejected": marked("Hi", "Yes?", "1+1=", "It is 3\n\nx")}
+    example = read(row)
+    assert example.messages == (HUMAN, ASSISTANT, USER)
+    said = [[message["content"] for message in response.messages] for response in example.responses]
+    assert said == [["It is 2"], ["It is 3\n\nx"]]
+
+
+def test_marked_conversations_part_where_what_the_assistant_says_differs():
+    longer = marked("Hi", "Yes?", "1+1=", "2")
+    shorter = marked("Hi", "No.")
+    example = read({"chosen": longer, "rejected": shorter})
+    assert example.messages == (HUMAN,)
+    assert [len(response.messages) for response in example.responses] == [3, 1]
+    alike = read({"chosen": shorter, "rejected": shorter})
+    assert alike.responses[0].messages == alike.responses[1].messages
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rejected", "prompt", "responses"),
+    [
+        ("What is 2+2? 4", "What is 2+2? It is 5.", "What is 2+2?", ["4", "It is 5."]),
+        ("Say yes\nyellow", "Say yes\nyes", "Say yes", ["yellow", "yes"]),
+        ("The sky is", "The sky is blue.", "The sky", ["is", "is blue."]),
+    ],
+)
+def test_words_that_two_strings_begin_with_are_the_prompt(chosen, rejected, prompt, responses):
+    example = read({"chosen": chosen, "rejected": rejected, "margin": 1})
+    assert example.messages == ({"role": "user", "content": prompt},)
+    assert [response.messages[0]["content"] for response in example.responses] == responses
+
+
 def test_margins_and_scores_of_a_pair_are_kept():
     row = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
     assert read({**row, "margin": 2}).margin == 2.0
@@ -115,6 +157,19 @@ PROMPTED = {"prompt": "1+1="}
         ({"prompt": "a", "good": "b", "bad": "c"}, r"expected the columns `chosen` and `rejected`.*`columns`, such as"),
         ({"prompt": "a", "chosen": "b", "rejectd": "c"}, r"no column 'rejected'; did you mean rejectd\?"),
         ({"chosen": "2", "rejected": "3"}, "no prompt: give it in one of the columns prompt, messages, context"),
+        ({"chosen": "2", "rejected": "3"}, "no word in common at their beginning"),
+        ({"chosen": "It is 2", "rejected": "It is 2"}, "no prompt: `chosen` and `rejected` are the same string"),
+        # a column of text may be the prompt
+        (
+            {"q": "1+1=", "chosen": "It is 2", "rejected": "It is 3"},
+            "no prompt: .* columns are chosen, q, rejected",
+        ),
+        ({"chosen": marked("1+1=", "2"), "rejected": "3"}, "one of `chosen` and `rejected` is a whole"),
+        (
+            {"chosen": marked("1+1=", "2"), "rejected": marked("1+2=", "3")},
+            "must answer the same conversation, but their messages 0",
+        ),
+        ({"chosen": [USER], "rejected": [USER]}, "`chosen` is a conversation in which the assistant says nothing"),
         ({**PROMPTED, "chosen": 2, "rejected": "3"}, "`chosen`: expected text or a list of messages, got 2"),
         ({**PROMPTED, "chosen": [], "rejected": "3"}, "`chosen`: expected text or a list of messages"),
         ({**PROMPTED, "chosen": [USER, GOOD], "rejected": "3"}, "one of `chosen` and `rejected` is a whole"),

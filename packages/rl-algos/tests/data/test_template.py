@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from rl_algos.data.config import DatasetConfig
@@ -33,6 +35,8 @@ def test_the_last_user_message_is_the_one_filled_in(tmp_path):
 def test_a_system_message_comes_first(tmp_path):
     put = surround(tmp_path, system_prompt_file="Be brief.\n")
     assert put.apply(EXAMPLE, {}).messages[0] == {"role": "system", "content": "Be brief."}
+    # with a system message a prompt of plain text is a conversation
+    assert not put.apply(replace(EXAMPLE, is_text=True), {}).is_text
     with pytest.raises(DataError, match="system message of its own"):
         put.apply(put.apply(EXAMPLE, {}), {})
 

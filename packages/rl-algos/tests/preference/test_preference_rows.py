@@ -48,6 +48,18 @@ def test_columns_of_other_names_are_mapped(tmp_path, tokenizer):
         pairs(tmp_path, tokenizer, rows, columns={**columns, "chosen": "bettr"})
 
 
+def test_pairs_of_marked_turns_are_named_by_file_and_line_if_they_cannot_be_used(tmp_path, tokenizer):
+    asked = "\n\nHuman: 1+1=\n\nAssistant:"
+    rows = [{"chosen": f"{asked} 2", "rejected": f"{asked} 31"}, {"chosen": f"{asked} 2", "rejected": f"{asked} 2"}]
+    [row] = pairs(tmp_path, tokenizer, rows)
+    assert (said(tokenizer, row.chosen), said(tokenizer, row.rejected)) == ("2<|end|>", "31<|end|>")
+    [row] = pairs(tmp_path, tokenizer, [{"chosen": f"{asked} 2", "rejected": asked}])
+    assert said(tokenizer, row.rejected) == "<|end|>"
+    other = "\n\nHuman: 1+2=\n\nAssistant: 3"
+    with pytest.raises(DataError, match=r"a\.jsonl, line 2: .*must answer the same conversation"):
+        pairs(tmp_path, tokenizer, [rows[0], {"chosen": f"{asked} 2", "rejected": other}])
+
+
 TALK = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
 WORSE = [TALK[0], {"role": "assistant", "content": "31"}]
 HUB_ROWS = {

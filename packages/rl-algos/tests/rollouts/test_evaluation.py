@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import pytest
 from chat_tokenizers import tokenizer_of
@@ -134,7 +135,8 @@ def test_a_run_is_evaluated_with_the_program_the_time_and_the_stop_tokens_of_its
     )
     prepared = prepare(config, tokenizer, load(config))
     plan = RolloutEvaluation(config).plan(tokenizer)
-    assert plan.needs == needs(config, prepared)
+    # nothing is trained, so rewards are told of no steps
+    assert plan.needs == replace(needs(config, prepared), max_steps=1)
     assert isinstance(plan.needs.program, FromFile)
     assert plan.needs.max_seconds == 5
     (task,) = plan.tasks

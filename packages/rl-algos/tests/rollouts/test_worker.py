@@ -11,7 +11,7 @@ from rl_algos.rollouts.program import MultiTurnProgram
 from rl_algos.rollouts.programs import program_named
 from rl_algos.rollouts.worker import RolloutWorker, RolloutWorkerSpec
 from rl_algos.tiny_model import make_tokenizer
-from rl_core.environment import EnvironmentFailure, StepResult
+from rl_core.environment import EnvironmentFailure, StepResult, TrainerState
 from rl_core.errors import GeneratorError, RequestRefused
 from rl_core.generation import RolloutTask, SamplingParams
 from rl_core.model_config import TokenizerConfig
@@ -37,7 +37,7 @@ class SeedEcho:
         if request.seed == self.refused_seed:
             raise RequestRefused("a prompt of 40 tokens leaves no room")
         tokens = np.array([request.seed % 1000], np.int32)
-        return Completion(tokens, np.zeros(1, np.float32), "stop", (WeightSpan(1, 1),))
+        return Completion(tokens, np.zeros(1, np.float32), "stop", (WeightSpan(3, 1),))
 
 
 class Environment:
@@ -88,6 +88,30 @@ def make_worker(monkeypatch):
     from rl_core.plugins import resolve
 
     return make
+
+
+def test_the_environment_is_told_how_a_turn_was_sampled(make_worker):
+    seen = []
+
+    def answer(conversation):
+        seen.append(conversation)
+        return StepResult(1.0)
+
+    worker, _ = make_worker(answer)
+    worker._max_steps = 7
+
+    async def run():
+        await worker.start()
+        await worker.begin([(0, task(5))])
+        await taken(worker, 1)
+
+    asyncio.run(run())
+    [conversation] = seen
+    assert conversation.completion_ids.tolist() == [5]
+    assert [message["role"] for message in conversation.prompt_messages] == ["user"]
+    assert [message["role"] for message in conversation.completion_messages] == ["assistant"]
+    # the third weights have been trained for two steps
+    assert conversation.trainer_state == TrainerState(global_step=2, max_steps=7)
 
 
 def task(*seeds):

@@ -9,6 +9,7 @@ from typing import Any
 
 from rl_core.environment import Conversation, StepResult, UnusableAnswer
 from rl_core.reward_function import Arguments
+from rl_core.reward_log import RewardLog, merged_info
 from rl_core.together import Together
 
 
@@ -33,7 +34,8 @@ class ConversationEnvironment:
     """An environment that makes an object for every conversation, which keeps the state of that one.
 
     Its method `step` is given what its parameters name, as a reward function is: `response`, `prompt`, `messages`,
-    `truncated`, `tool_calls`, and the fields of the prompt's row. It may be `async`, and returns
+    `truncated`, `tool_calls`, `trainer_state`, `log_metric`, `log_extra`, and the fields of the prompt's row. It may be
+    `async`, and returns
 
     - a text: the next message to the policy, with reward 0;
     - a text and a reward: the same with that reward;
@@ -55,13 +57,16 @@ class ConversationEnvironment:
     def step(self, conversations: Sequence[Conversation], states: Sequence[Any]) -> list[StepResult]:
         """Step the objects; those of `async` classes together."""
         players: list[_Player] = [state or self._begin() for state in states]
+        logs = [RewardLog(f"{self._name}.step", 1) for _ in conversations]
         returned = [
-            player.step(**player.arguments.of(conversation))
-            for player, conversation in zip(players, conversations, strict=True)
+            player.step(**player.arguments.of(conversation), **player.arguments.logs_of(log))
+            for player, conversation, log in zip(players, conversations, logs, strict=True)
         ]
         if any(inspect.isawaitable(each) for each in returned):
             returned = self._together(lambda: returned)
-        return [self._result(each, player) for each, player in zip(returned, players, strict=True)]
+        return [
+            self._result(each, player, *log.infos()) for each, player, log in zip(returned, players, logs, strict=True)
+        ]
 
     def close(self, states: Sequence[Any]) -> None:
         """Close the objects of conversations that are over."""
@@ -76,7 +81,7 @@ class ConversationEnvironment:
             player.step, Arguments(player.step, f"{self._name}.step"), player.close if callable(close) else None
         )
 
-    def _result(self, returned: Any, player: _Player) -> StepResult:
+    def _result(self, returned: Any, player: _Player, info: Mapping[str, Any]) -> StepResult:
         match returned:
             case StepResult():
                 found = returned
@@ -98,7 +103,7 @@ class ConversationEnvironment:
             found.observation,
             player,
             found.stop_strings,
-            found.info,
+            merged_info(info, found.info),
             found.max_new_tokens,
         )
 

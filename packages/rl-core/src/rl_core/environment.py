@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+import numpy as np
+
 from rl_core.rollout import Message
 
 
@@ -27,6 +29,19 @@ class ToolCall:
 
 
 @dataclass(frozen=True)
+class TrainerState:
+    """Progress of the training when a turn was sampled.
+
+    Args:
+        global_step: Number of steps that the weights which sampled the turn had been trained for; 0 outside training.
+        max_steps: Number of steps of the whole run; 1 outside training, so that shares of it can be computed.
+    """
+
+    global_step: int = 0
+    max_steps: int = 1
+
+
+@dataclass(frozen=True)
 class Conversation:
     """A rollout as an environment sees it.
 
@@ -38,6 +53,12 @@ class Conversation:
         truncated: whether the newest turn ran into the token limit.
         turn: number of the policy's turns before the newest.
         tool_calls: of the newest turn, if the environment has tools.
+        completion_ids: int32 `[tokens]`, the sampled tokens of the newest turn, the stop token included. A rollout
+            worker fills them in, as it does the following fields; None elsewhere. When a reward is tried before a run,
+            they are the bytes of the text.
+        num_prompt_messages: Number of the first messages that are the prompt; None for all before the newest turn.
+        is_text: Whether the row gave the prompt as plain text, which became the one message of the prompt.
+        trainer_state: Progress of the training when the newest turn was sampled.
     """
 
     id: str
@@ -47,6 +68,25 @@ class Conversation:
     truncated: bool = False
     turn: int = 0
     tool_calls: tuple[ToolCall, ...] = ()
+    completion_ids: np.ndarray | None = field(default=None, compare=False)
+    num_prompt_messages: int | None = None
+    is_text: bool = False
+    trainer_state: TrainerState = TrainerState()
+
+    @property
+    def prompt_messages(self) -> tuple[Message, ...]:
+        """The messages of the prompt."""
+        return self.messages[: self._num_prompt_messages]
+
+    @property
+    def completion_messages(self) -> tuple[Message, ...]:
+        """The messages after the prompt: the policy's turns, and the observations between them."""
+        said = self.messages[self._num_prompt_messages :]
+        return said or ({"role": "assistant", "content": self.completion},)
+
+    @property
+    def _num_prompt_messages(self) -> int:
+        return max(len(self.messages) - 1, 0) if self.num_prompt_messages is None else self.num_prompt_messages
 
 
 @dataclass(frozen=True)
@@ -54,7 +94,8 @@ class StepResult:
     """An environment's answer to one turn.
 
     Args:
-        reward: a float, or rewards by name, of which `reward` is trained on (their sum if it is absent).
+        reward: a float, or rewards by name, of which `reward` is trained on (their sum if it is absent). No names at
+            all mean that the reward does not apply: the turn earns 0, and a sum of several rewards leaves it out.
         done: whether the rollout ends here.
         observation: messages to append before the next turn; needed unless done.
         state: handed back at the next turn; any object, as it stays in the environment's process.
@@ -76,7 +117,7 @@ class StepResult:
         if not isinstance(self.reward, Mapping):
             return {"reward": float(self.reward)}
         named = {name: float(value) for name, value in self.reward.items()}
-        return named if "reward" in named else {**named, "reward": sum(named.values())}
+        return named if "reward" in named else {**named, "reward": float(sum(named.values()))}
 
 
 Fault = Literal["raised", "signature", "answer", "deadline", "process"]

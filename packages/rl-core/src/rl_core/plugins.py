@@ -347,6 +347,7 @@ class RolloutNeeds:
             takes them.
         max_seconds: most seconds of one rollout; None for no limit.
         keeps_cache: as `rl_core.generation.Placement.keeps_cache`.
+        max_steps: Number of training steps of the run; 1 if nothing is trained.
     """
 
     program: str | FromFile
@@ -354,6 +355,7 @@ class RolloutNeeds:
     environments: frozenset[str]
     max_seconds: float | None = None
     keeps_cache: bool = False
+    max_steps: int = 1
 
 
 @cache

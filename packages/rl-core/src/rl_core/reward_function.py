@@ -5,9 +5,11 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rl_core.environment import Conversation, Environment, MissingField, StepResult, UnusableAnswer
+from rl_core.reward_log import LOG_PARAMETERS, RewardLog
 from rl_core.together import Together
 
 _OF_ONE: Mapping[str, Callable[[Conversation], Any]] = {
@@ -17,10 +19,26 @@ _OF_ONE: Mapping[str, Callable[[Conversation], Any]] = {
     "messages": lambda conversation: conversation.messages,
     "truncated": lambda conversation: conversation.truncated,
     "tool_calls": lambda conversation: conversation.tool_calls,
+    "trainer_state": lambda conversation: conversation.trainer_state,
 }
-_OF_MANY = {"responses": "response", "completions": "completion", "prompts": "prompt"}
+_RESPONSES = "responses"
+_OF_MANY: Mapping[str, Callable[[Conversation], Any]] = {
+    _RESPONSES: lambda conversation: conversation.completion,
+    "completions": lambda conversation: _completion(conversation),
+    "prompts": lambda conversation: _whole_prompt(conversation),
+    "completion_ids": lambda conversation: _token_ids(conversation),
+}
+_OF_TEXTS: Mapping[str, Callable[[Conversation], Any]] = {
+    "completions": _OF_ONE["completion"],
+    "prompts": _OF_ONE["prompt"],
+}
+"""Parameters that have strings if they stand next to `responses`."""
+_SHARED = ("trainer_state",)
+"""Parameters that have one value for a call of lists."""
+_KEYWORDS = ("prompts", "completions", "completion_ids")
+"""Parameters that `**kwargs` takes too in a function of TRL's form."""
 
-OFFERED = (*_OF_ONE, *_OF_MANY)
+OFFERED = (*_OF_ONE, *_OF_MANY, *LOG_PARAMETERS)
 """Names of parameters that a reward function may have beside the fields of a row of the data."""
 
 
@@ -29,12 +47,20 @@ def as_environment(score: Callable[..., Any]) -> Environment:
 
     A parameter is given what its name says: `response` (or `completion`), the text that the policy wrote; `prompt`, the
     text of the message that it answers; `messages`, the whole conversation; `truncated`, whether the response ran into
-    the token limit; any other name, that field of the prompt's row, such as `answer`. A parameter with a default may be
-    missing from the row; `**row` takes the fields that no other parameter names. The function returns a number, or
-    numbers by name, of which `reward` is trained on (their sum if it is absent). It may be `async`.
+    the token limit; `trainer_state`, the progress of the training (`rl_core.environment.TrainerState`); `log_metric`
+    and `log_extra`, functions that record what a person should see (`rl_core.reward_log.RewardLog`); any other name,
+    that field of the prompt's row, such as `answer`. A parameter with a default may be missing from the row; `**row`
+    takes the fields that no other parameter names. The function returns a number, or numbers by name, of which `reward`
+    is trained on (their sum if it is absent). It may be `async`.
 
-    A function with a parameter `responses` (or `completions`) or `prompts` scores several at once, up to `max_batch`:
-    every parameter is given a list with a value for each, and the function returns a list of rewards.
+    A function with a parameter `responses`, `completions`, `prompts` or `completion_ids` scores several at once, up to
+    `max_batch`: parameters are given lists with a value for each (`trainer_state`, `log_metric` and `log_extra` are for
+    the call), and the function returns a list of rewards, with None for a row that it does not apply to. With
+    `responses` these are strings. Otherwise the function has the form of TRL's `GRPOTrainer`:
+
+    - `prompts` and `completions` are lists of messages; strings if the row gives its prompt as plain text.
+    - `completion_ids` are the sampled token ids of the newest turns.
+    - `**kwargs` takes `prompts`, `completions`, `completion_ids`, `trainer_state`, `log_metric` and `log_extra` too.
 
     Raises:
         ValueError: if it cannot be called by names.
@@ -60,6 +86,12 @@ class Arguments:
         named = [each for each in parameters if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)]
         self.names = [each.name for each in named]
         self._needs = frozenset(each.name for each in named if each.default is each.empty)
+        self.are_lists = any(name in _OF_MANY for name in self.names)
+        self._has_form_of_trl = self.are_lists and _RESPONSES not in self.names
+        offered = {**_OF_MANY, **_OF_ONE, **({} if self._has_form_of_trl else _OF_TEXTS)}
+        keywords = (*_KEYWORDS, *_SHARED) if self._has_form_of_trl and self._takes_rest else ()
+        self._given = {name: offered[name] for name in (*self.names, *keywords) if name in offered}
+        self._logs = LOG_PARAMETERS if keywords else tuple(name for name in LOG_PARAMETERS if name in self.names)
 
     def of(self, conversation: Conversation) -> dict[str, Any]:
         """The arguments for a conversation, by name.
@@ -68,17 +100,34 @@ class Arguments:
             MissingField: if a parameter without a default is neither offered nor a field of the row.
         """
         row = conversation.info
-        given: dict[str, Any] = {}
+        given: dict[str, Any] = {name: read(conversation) for name, read in self._given.items()}
         for name in self.names:
             if name in OFFERED:
-                given[name] = _OF_ONE[_OF_MANY.get(name, name)](conversation)
-            elif name in row:
+                continue
+            if name in row:
                 given[name] = row[name]
             elif name in self._needs:
                 raise MissingField(f"{self._name} asks for {name!r}{_instead(name, row)}")
         if self._takes_rest:
             given |= {name: value for name, value in row.items() if name not in OFFERED and name not in given}
         return given
+
+    def of_many(self, conversations: Sequence[Conversation]) -> dict[str, Any]:
+        """The arguments for several conversations, by name: a list with a value of each, None for a field that its row
+        does not have.
+
+        Raises:
+            MissingField: as `of`.
+        """
+        each = [self.of(conversation) for conversation in conversations]
+        names = dict.fromkeys(name for arguments in each for name in arguments)
+        return {
+            name: each[0][name] if name in _SHARED else [arguments.get(name) for arguments in each] for name in names
+        }
+
+    def logs_of(self, log: RewardLog) -> dict[str, Any]:
+        """The functions of a log that the function asks for, by name."""
+        return {name: getattr(log, name) for name in self._logs}
 
 
 class _RewardFunction:
@@ -88,18 +137,21 @@ class _RewardFunction:
         self._score = score
         self._name = getattr(score, "__name__", type(score).__name__)
         self._arguments = Arguments(score, self._name)
-        self._scores_many = any(name in _OF_MANY for name in self._arguments.names)
         self._together = Together() if _is_async(score) else None
 
     def step(self, conversations: Sequence[Conversation], states: Sequence[Any]) -> list[StepResult]:
         if not conversations:
             return []
-        each = [self._arguments.of(conversation) for conversation in conversations]
-        if not self._scores_many:
-            return [_result(returned) for returned in self._called(each)]
-        names = dict.fromkeys(name for arguments in each for name in arguments)
-        [returned] = self._called([{name: [arguments.get(name) for arguments in each] for name in names}])
-        return [_result(reward) for reward in self._listed(returned, len(each))]
+        if self._arguments.are_lists:
+            log = RewardLog(self._name, len(conversations))
+            [returned] = self._called([self._arguments.of_many(conversations) | self._arguments.logs_of(log)])
+            rewards = self._listed(returned, len(conversations))
+            results = [StepResult(reward={}) if reward is None else _result(reward) for reward in rewards]
+            return [_with_info(result, info) for result, info in zip(results, log.infos(), strict=True)]
+        logs = [RewardLog(self._name, 1) for _ in conversations]
+        pairs = list(zip(conversations, logs, strict=True))
+        returned = self._called([self._arguments.of(each) | self._arguments.logs_of(log) for each, log in pairs])
+        return [_with_info(_result(one), *log.infos()) for one, log in zip(returned, logs, strict=True)]
 
     def close(self, states: Sequence[Any]) -> None:
         pass
@@ -147,6 +199,27 @@ def _result(returned: Any) -> StepResult:
     if isinstance(returned, Mapping) and not returned:
         raise UnusableAnswer("the reward has no parts: it is {}; return a number, or numbers by name")
     return returned if isinstance(returned, StepResult) else StepResult(reward=returned, done=True)
+
+
+def _with_info(result: StepResult, info: Mapping[str, Any]) -> StepResult:
+    return replace(result, info={**info, **result.info}) if info else result
+
+
+def _completion(conversation: Conversation) -> Any:
+    """The completion as TRL has it: messages, or the text if the prompt is one."""
+    if conversation.is_text:
+        return conversation.completion
+    return [dict(message) for message in conversation.completion_messages]
+
+
+def _whole_prompt(conversation: Conversation) -> Any:
+    """The prompt as TRL has it: messages, or a text."""
+    messages = conversation.prompt_messages
+    return messages[-1]["content"] if conversation.is_text and messages else [dict(message) for message in messages]
+
+
+def _token_ids(conversation: Conversation) -> list[int] | None:
+    return None if conversation.completion_ids is None else conversation.completion_ids.tolist()
 
 
 def _prompt(conversation: Conversation) -> str:

@@ -46,6 +46,7 @@ class Prompt:
         dataset: name of the dataset it came from.
         place: of its row, as messages say it: `prompts.jsonl, line 3`.
         tools: JSON schemas of the tools that the policy may call, as the chat template has rendered them.
+        is_text: Whether the row gave the prompt as plain text rather than as messages.
     """
 
     id: str
@@ -56,6 +57,7 @@ class Prompt:
     dataset: str = ""
     place: str = ""
     tools: tuple[Mapping[str, Any], ...] = ()
+    is_text: bool = False
 
     def __str__(self) -> str:
         return self.place or f"prompt {self.id}"

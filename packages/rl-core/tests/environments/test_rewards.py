@@ -70,5 +70,24 @@ def test_rewards_that_do_not_exist_are_told_before_a_run(file, section, problem)
     assert problem in problem_with("sums", settings(section))
 
 
+@pytest.mark.parametrize(
+    ("section", "problem"),
+    [
+        ({"rewards": ["{file}:right", "{file}:right"]}, "two functions called right"),
+        ({"rewards": ["{file}:right"], "reward_weights": [1.0, 2.0]}, "2 weights for 1 rewards"),
+        ({"rewards": {"a": "{file}:right"}, "reward_weights": [1.0]}, "write {a: 1.0}"),
+        ({"rewards": ["right"]}, "is not a function"),
+    ],
+)
+def test_lists_of_rewards_that_cannot_be_used_are_told_before_a_run(file, section, problem):
+    given = section["rewards"]
+    paths = (
+        {name: path.format(file=file) for name, path in given.items()}
+        if isinstance(given, dict)
+        else [path.format(file=file) for path in given]
+    )
+    assert problem in problem_with("sums", settings({**section, "rewards": paths}))
+
+
 def test_a_section_without_rewards_has_none():
     assert EnvironmentConfig().rewards == {}

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from rl_algos.evaluation.comparison import Comparison
+from rl_core.config.tree import parse_path
 from rl_core.errors import ConfigError, DataError, RunDirectoryError
-from rl_launch.commands.start import GivenRun, run_of
+from rl_launch.commands.start import run_of
 from rl_launch.evaluation.result import EvaluationResult, compare_results
 from rl_launch.evaluation.source import evaluation_of
+from rl_launch.in_memory_rows import with_paths, without_rows
 from rl_launch.named_objects import with_names
 from rl_launch.session import ADAPTER, EXPORT, show_logs
+from rl_launch.session.row_files import RowFile, kept
 from rl_launch.session.run_folder import RunFolder
 from rl_launch.session.run_state import HEADLINES
 
@@ -23,10 +27,12 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 Source = str | Path | Mapping[str, Any]
-"""A recipe's name, a YAML file, a run directory, or nested values with functions and classes where YAML has names."""
+"""A recipe's name, a YAML file, a run directory, or nested values with functions and classes where YAML has names, and
+rows where it has files of data."""
 
 Overrides = Mapping[str, Any] | Sequence[str]
-"""Values by dotted key, or texts as the command line has them (`grpo.seed=7`)."""
+"""Values by dotted key, with functions, classes and rows too, or strings as the command line has them
+(`grpo.seed=7`)."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -89,8 +95,11 @@ def train(
 
     Args:
         config: a recipe's name, a YAML file, a run directory to resume, or a mapping with the contents of such a file,
-            in which functions and classes may stand for their names.
-        overrides: keys to set, `run_dir` among them; a folder that holds a run of the same config is resumed.
+            in which functions and classes may stand for their names, and rows for files.
+        overrides: keys to set, `run_dir` among them; a folder that holds a run of the same config is resumed. The value
+            of `data.train` or `data.validation` may be rows: a `datasets.Dataset`, a list of dicts, or a generator of
+            dicts or a function that returns one. They are written once into the run's folder, under a name with a
+            digest of them, so that a call with the same rows resumes the run.
         fresh: refuse to resume an earlier run.
         branch_from: `RUN[:STEP]`, a run (and its step) whose checkpoint a new run starts from.
         verbose: log more.
@@ -100,12 +109,16 @@ def train(
         RLError: if the run fails.
     """
     show_logs(verbose=verbose)
-    given = _run_of(config, overrides, branch_from)
+    values = _Values.of(config, overrides)
+    given = run_of(*values.given(), branch_from)
+    if values.files:
+        given = run_of(*values.given(given.run_dir), branch_from)
 
     # imports what only a run needs
     from rl_launch.commands.train import train as run
 
-    run(given.config, run_dir=given.run_dir, title=given.name, fresh=fresh, branch_point=given.branch_point)
+    with values.kept(given.config, given.run_dir):
+        run(given.config, run_dir=given.run_dir, title=given.name, fresh=fresh, branch_point=given.branch_point)
     return result_of(given.run_dir)
 
 
@@ -118,8 +131,9 @@ def evaluate(
     Args:
         config: a model's folder or hub name, a run directory, `RUN:STEP` or a checkpoint, the folder of an evaluation
             to go on with, or as `train` takes it.
-        overrides: keys to set; results, rollouts and logs are written into `run_dir`. An evaluation that was ended
-            there goes on.
+        overrides: keys to set, as `train` takes them; results, rollouts and logs are written into `run_dir`. An
+            evaluation that was ended there continues. `data.validation` and the `dataset` of a task in `eval.tasks` may
+            be rows.
         tasks: names of tasks, such as `gsm8k` or `reasoning_gym/chain_sum`; those of the config, or its validation
             data, if empty.
         verbose: log more.
@@ -129,13 +143,16 @@ def evaluate(
         sample failed.
     """
     show_logs(verbose=verbose)
-    source = with_names(config) if isinstance(config, Mapping) else str(config)
-    given = evaluation_of(source, _texts(overrides), tasks)
+    values = _Values.of(config, overrides)
+    given = evaluation_of(*values.given(), tasks)
+    if values.files:
+        given = evaluation_of(*values.given(given.folder), tasks)
 
     # imports what only a run needs
     from rl_launch.commands.evaluate import evaluate as run
 
-    return run(given.config, folder=given.folder)
+    with values.kept(given.config, given.folder):
+        return run(given.config, folder=given.folder)
 
 
 @_told_plainly
@@ -162,17 +179,72 @@ def result_of(run_dir: Path) -> TrainResult:
     return TrainResult(run.path, run.metrics(), files, adapter, run.state().status == "finished")
 
 
-def _run_of(config: Source, overrides: Overrides, branch_from: str = "") -> GivenRun:
-    source = with_names(config) if isinstance(config, Mapping) else str(config)
-    return run_of(source, _texts(overrides), branch_from)
+@dataclass(frozen=True)
+class _Values:
+    """The config and the overrides of a call, in which every dataset of rows is a `RowFile`.
+
+    Args:
+        config: As it was given otherwise.
+        overrides: Values by key, or strings as the command line has them.
+        files: The files of rows.
+    """
+
+    config: Source
+    overrides: Overrides
+    files: Sequence[RowFile]
+
+    @classmethod
+    def of(cls, config: Source, overrides: Overrides) -> _Values:
+        """Take the rows out of the arguments of a call.
+
+        Raises:
+            ConfigError: naming key, row and column of rows that cannot be stored.
+        """
+        if isinstance(overrides, str):
+            raise ConfigError(
+                f"overrides: got one string, {overrides!r}; give a list of strings, or a mapping of keys to values"
+            )
+        files: list[RowFile] = []
+        if isinstance(config, Mapping):
+            config, found = without_rows(config, ())
+            files += found
+        if isinstance(overrides, Mapping):
+            values: dict[str, Any] = {}
+            for key, value in overrides.items():
+                values[key], found = without_rows(value, parse_path(key))
+                files += found
+            overrides = dict(_single_source(key, value) for key, value in values.items())
+        return cls(config, overrides, files)
+
+    def given(self, run_dir: Path | None = None) -> tuple[str | Mapping[str, Any], list[str]]:
+        """The config and the overrides by names and paths, as a command line has them.
+
+        Args:
+            run_dir: Folder that will have the rows; None if it is not known yet.
+        """
+        config = self.config
+        source = with_names(with_paths(config, run_dir)) if isinstance(config, Mapping) else str(config)
+        if not isinstance(self.overrides, Mapping):
+            overrides = list(self.overrides)
+        else:
+            named = {
+                key: with_names(with_paths(value, run_dir), parse_path(key)) for key, value in self.overrides.items()
+            }
+            overrides = [f"{key}={json.dumps(value)}" for key, value in named.items()]
+        if run_dir is not None:
+            # a folder that was named by the time of the first reading
+            overrides = [*overrides, f"run_dir={json.dumps(str(run_dir))}"]
+        return source, overrides
+
+    def kept(self, config: Any, run_dir: Path) -> AbstractContextManager[None]:
+        """Write the rows into the folder of a run; see `rl_launch.session.row_files.kept`."""
+        return kept(self.files, run_dir, config.logger.run_dir_access)
 
 
-def _texts(overrides: Overrides) -> list[str]:
-    if isinstance(overrides, str):
-        raise ConfigError(
-            f"overrides: got one text, {overrides!r}; give a list of texts, or a mapping of keys to values"
-        )
-    if not isinstance(overrides, Mapping):
-        return list(overrides)
-    named: Mapping[str, Any] = {key: with_names(value, tuple(key.split("."))) for key, value in overrides.items()}
-    return [f"{key}={json.dumps(value)}" for key, value in named.items()]
+def _single_source(key: str, value: Any) -> tuple[str, Any]:
+    """The override of one dataset of rows by its path, which keeps the other keys of a dataset that has a path."""
+    match value:
+        case {"data_path": RowFile() as file} if len(value) == 1:
+            return f"{key}.data_path", file
+        case _:
+            return key, value

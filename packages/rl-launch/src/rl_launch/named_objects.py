@@ -26,7 +26,8 @@ def with_names(config: Any, path: tuple[str | int, ...] = ()) -> Any:
     get that file, and run it.
 
     Raises:
-        ConfigError: if one has no name by which a worker could find it; the message names the remedy.
+        ConfigError: if one has no name by which a worker could find it, or a value cannot be part of a config; the
+            message names the key and the remedy.
     """
     match config:
         case Mapping():
@@ -37,8 +38,14 @@ def with_names(config: Any, path: tuple[str | int, ...] = ()) -> Any:
             return str(config)
         case _ if inspect.isclass(config) or inspect.isroutine(config):
             return _name(config, format_path(path), is_dotted=bool(set(_DOTTED) & set(path)))
-        case _:
+        case None | bool() | int() | float() | str():
             return config
+        case _:
+            raise ConfigError(
+                f"{format_path(path) or 'config'}: a {type(config).__name__} cannot be a value of a config; give "
+                "numbers, strings, lists and mappings, functions and classes, or, in data.train and data.validation, "
+                "rows"
+            )
 
 
 def _name(target: Any, key: str, *, is_dotted: bool) -> str:

@@ -241,7 +241,8 @@ def check_environments(raw: RawConfig) -> None:
     """
     known = names(ENVIRONMENTS)
     sections = raw.select("env") or {}
-    missing = [name for name, section in sections.items() if name not in known and not (section or {}).get("type")]
+    own = [name for name, section in sections.items() if section and (section.get("type") or section.get("rewards"))]
+    missing = [name for name in sections if name not in known and name not in own]
     if missing:
         listed = ", ".join(map(repr, missing))
         verb = "is" if len(missing) == 1 else "are"

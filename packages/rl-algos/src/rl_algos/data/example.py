@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rl_algos.data.config import DatasetConfig
-from rl_algos.data.messages import as_tools, conversation
+from rl_algos.data.messages import as_tools, conversation, is_plain_text
 from rl_core.config import did_you_mean
 from rl_core.errors import DataError
 from rl_core.rollout import Message
@@ -44,6 +44,7 @@ class Example:
         solution: text or messages that lead to the answer, learned in its place by supervised fine-tuning; None if
             there are none.
         tools: JSON schemas of the tools that the assistant may call.
+        is_text: Whether the row gives the conversation as plain text, which is then its only message.
     """
 
     messages: tuple[Message, ...]
@@ -54,6 +55,7 @@ class Example:
     margin: float | None = None
     solution: Any = None
     tools: tuple[Mapping[str, Any], ...] = ()
+    is_text: bool = False
 
     @property
     def is_unanswered(self) -> bool:
@@ -105,7 +107,8 @@ def by_keys(row: Mapping[str, Any], settings: DatasetConfig) -> Example:
     second.
     """
     is_pair = settings.input_key is None and "messages" not in row and "prompt" in row
-    messages = conversation(column(row, settings.input_key or ("prompt" if is_pair else "messages")))
+    given = column(row, settings.input_key or ("prompt" if is_pair else "messages"))
+    messages = conversation(given)
     written = next((row[name] for name in ("completion", "response") if is_pair and row.get(name) is not None), None)
     if settings.output_key is not None:
         answer, written = column(row, settings.output_key), None
@@ -123,4 +126,5 @@ def by_keys(row: Mapping[str, Any], settings: DatasetConfig) -> Example:
         info,
         solution=written,
         tools=as_tools(row.get("tools")),
+        is_text=is_plain_text(given),
     )

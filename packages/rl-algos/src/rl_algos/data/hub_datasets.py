@@ -125,6 +125,9 @@ PREFERENCES: Mapping[str, HubDataset] = {
         "two responses each, scored by GPT-4", splits={"train": "train_prefs", "validation": "test_prefs"}
     ),
     "openbmb/UltraFeedback": HubDataset("four responses each, scored by GPT-4", "ultrafeedback"),
+    "Anthropic/hh-rlhf": HubDataset(
+        "two answers of an assistant each, one preferred for being helpful or harmless", splits=_TESTED
+    ),
     "trl-lib/kto-mix-14k": HubDataset("single responses, each labelled good or bad", splits=_TESTED),
     "OpenAssistant/oasst1": HubDataset("replies ranked by volunteers", "oasst_preference"),
     "OpenAssistant/oasst2": HubDataset("replies ranked by volunteers", "oasst_preference"),

@@ -28,6 +28,11 @@ def conversation(value: Any, *, role: str = "user") -> tuple[Message, ...]:
     return as_messages([value] if isinstance(value, Mapping) else value)
 
 
+def is_plain_text(value: Any) -> bool:
+    """Return whether `conversation` reads a value as one message of plain text."""
+    return isinstance(value, str) and _listed(value) is None
+
+
 def as_messages(value: Any) -> tuple[Message, ...]:
     """Read a list of chat messages. Text parts of a content are joined, the arguments of tool calls become objects,
     and keys without a value are left out.

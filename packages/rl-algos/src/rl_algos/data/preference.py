@@ -8,7 +8,8 @@ from typing import Any
 
 from rl_algos.data.config import DatasetConfig
 from rl_algos.data.example import Example, Response, column
-from rl_algos.data.messages import as_tools, conversation, shown
+from rl_algos.data.marked_turns import marked_turns
+from rl_algos.data.messages import as_tools, conversation, is_plain_text, shown
 from rl_core.errors import DataError
 from rl_core.rollout import Message
 
@@ -16,19 +17,22 @@ Messages = tuple[Message, ...]
 
 _PROMPT = ("prompt", "messages", "context")
 _RESPONSE = ("completion", "response")
+_PAIR = ("chosen", "rejected")
 _SCORES = (("score_chosen", "score_rejected"), ("chosen_score", "rejected_score"))
 
 
 def preference(row: Mapping[str, Any], settings: DatasetConfig) -> Example:
     """Responses and the verdict on them, in any of these columns:
 
-    - `chosen` and `rejected`: each a text, a list of messages, or the whole conversation; a `margin` says by how much
-      one is better, or scores (`score_chosen`, `score_rejected`) do. UltraFeedback binarized and Tulu 3 have these.
+    - `chosen` and `rejected`: each a string, a list of messages, or the whole conversation, also as one string with
+      `Human:` and `Assistant:` before the turns (Anthropic's hh-rlhf); a `margin` says by how much one is better, or
+      scores (`score_chosen`, `score_rejected`) do. UltraFeedback binarized and Tulu 3 have these.
     - `completions`: a list of `{completion, rank}` (lower is better) or `{completion, score}` (higher is better).
     - `completion` with a `label` (whether it is a good one) or a `score`.
 
-    The prompt is a text or a list of messages in `prompt`, `messages` or `context`, or in the column `input_key`; whole
-    conversations need none.
+    The prompt is a string or a list of messages in `prompt`, `messages` or `context`, or in the column `input_key`.
+    Whole conversations need none: the messages that both begin with are the prompt. Nor do two strings, if the row has
+    no other column of text: the words that both begin with are the prompt.
     """
     if "chosen" in row or "rejected" in row:
         return _pair(row, settings)
@@ -70,9 +74,11 @@ def ultrafeedback(row: Mapping[str, Any], _settings: DatasetConfig) -> Example:
 
 
 def _pair(row: Mapping[str, Any], settings: DatasetConfig) -> Example:
-    chosen, rejected = (_said(column(row, name), name) for name in ("chosen", "rejected"))
+    chosen, rejected = (_said(column(row, name), name) for name in _PAIR)
     whole = [messages[0]["role"] != "assistant" for messages in (chosen, rejected)]
-    if all(whole):
+    if _begins_alike(row, settings):
+        prompt, chosen, rejected = _split_texts(row["chosen"], row["rejected"])
+    elif all(whole):
         prompt, chosen, rejected = _split(chosen, rejected)
     elif any(whole):
         raise DataError(
@@ -90,7 +96,10 @@ def _pair(row: Mapping[str, Any], settings: DatasetConfig) -> Example:
 
 
 def _split(chosen: Messages, rejected: Messages) -> tuple[Messages, Messages, Messages]:
-    """The common beginning of two conversations, and how each goes on."""
+    """The common beginning of two conversations, and how each continues."""
+    for name, messages in zip(_PAIR, (chosen, rejected), strict=True):
+        if all(message["role"] != "assistant" for message in messages):
+            raise DataError(f"`{name}` is a conversation in which the assistant says nothing; it has no response")
     most = min(len(chosen), len(rejected)) - 1
     shared = next((index for index in range(most) if chosen[index] != rejected[index]), most)
     rest = chosen[shared:], rejected[shared:]
@@ -100,6 +109,36 @@ def _split(chosen: Messages, rejected: Messages) -> tuple[Messages, Messages, Me
             f"of the roles {rest[0][0]['role']} and {rest[1][0]['role']}; only what the assistant says may differ"
         )
     return chosen[:shared], *rest
+
+
+def _begins_alike(row: Mapping[str, Any], settings: DatasetConfig) -> bool:
+    """Whether the prompt can only be what two strings begin with: the row has no other text."""
+    texts = [row[name] for name in _PAIR]
+    if settings.input_key or not all(is_plain_text(text) and marked_turns(text) is None for text in texts):
+        return False
+    others = row.keys() - {*_PAIR, "tools", *settings.columns.values()}
+    return not any(isinstance(row[name], str | list | tuple | Mapping) for name in others)
+
+
+def _split_texts(chosen: str, rejected: str) -> tuple[Messages, Messages, Messages]:
+    """The words that two strings begin with, as the user's message, and how each continues."""
+    if chosen == rejected:
+        raise DataError(
+            "no prompt: `chosen` and `rejected` are the same string, so no prompt can be told from the response; give "
+            f"it in one of the columns {', '.join(_PROMPT)}"
+        )
+    pairs = enumerate(zip(chosen, rejected, strict=False))
+    length = next((place for place, (one, other) in pairs if one != other), min(len(chosen), len(rejected)))
+    # a word that only begins alike belongs to the responses
+    words = chosen[: max(chosen.rfind(space, 0, length) for space in (" ", "\n")) + 1]
+    rest = [text[len(words) :].strip() for text in (chosen, rejected)]
+    if not words.strip() or not all(rest):
+        raise DataError(
+            f"no prompt: give it in one of the columns {', '.join(_PROMPT)}, or name its column in `input_key`, or let "
+            "`chosen` and `rejected` begin with it; they have no word in common at their beginning"
+        )
+    better, worse = (({"role": "assistant", "content": text},) for text in rest)
+    return ({"role": "user", "content": words.strip()},), better, worse
 
 
 def _listed(item: Any, index: int) -> Response:
@@ -136,6 +175,8 @@ def _response(value: Any, name: str) -> Messages:
 
 
 def _said(value: Any, name: str) -> Messages:
+    if isinstance(value, str) and (turns := marked_turns(value)):
+        return turns
     try:
         return conversation(value, role="assistant")
     except DataError as error:

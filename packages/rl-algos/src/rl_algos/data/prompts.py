@@ -153,4 +153,5 @@ def _prompt(dataset: Dataset, row_id: str, example: Example, token_ids: np.ndarr
         dataset.name,
         place,
         tuple(tools_for(example, tools.get(environment, ()))),
+        example.is_text,
     )

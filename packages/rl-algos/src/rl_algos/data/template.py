@@ -88,7 +88,7 @@ class Surround:
             if messages and messages[0]["role"] == "system":
                 raise DataError("the row has a system message of its own; remove it or system_prompt_file")
             messages.insert(0, {"role": "system", "content": self.system})
-        return replace(example, messages=tuple(messages))
+        return replace(example, messages=tuple(messages), is_text=example.is_text and self.system is None)
 
 
 def _text(key: str, path: str) -> str:

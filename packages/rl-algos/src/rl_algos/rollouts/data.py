@@ -127,7 +127,8 @@ def attempts(config: RolloutRoot, datasets: Datasets) -> Mapping[str, list[Attem
         for row_id in islice(dataset.examples, TRIED_ROWS):
             example = dataset.examples[row_id]
             tried = found.setdefault(dataset.environment(row_id), [])
-            tried += attempts_on(dataset.place(row_id), row_id, example.messages, info_of(example))
+            place = dataset.place(row_id)
+            tried += attempts_on(place, row_id, example.messages, info_of(example), is_text=example.is_text)
     return found
 
 

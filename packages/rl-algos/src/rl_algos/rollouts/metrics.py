@@ -82,10 +82,13 @@ def _num_alike(groups: Sequence[RolloutGroup]) -> int:
 
 
 def _named_rewards(rewards: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Rewards but the one trained on, averaged over all rollouts; those without one have 0."""
-    by_rollout = list(rewards)
-    names = set().union(*by_rollout) - {"reward"}
-    return {f"reward/{name}": float(np.mean([each.get(name, 0.0) for each in by_rollout])) for name in sorted(names)}
+    """Rewards except the one trained on, each averaged over the rollouts that have it."""
+    values: dict[str, list[float]] = {}
+    for by_name in rewards:
+        for name, value in by_name.items():
+            if name != "reward":
+                values.setdefault(name, []).append(value)
+    return {f"reward/{name}": float(np.mean(found)) for name, found in sorted(values.items())}
 
 
 def _reported(infos: Iterable[Mapping[str, float]]) -> dict[str, float]:

@@ -29,7 +29,7 @@ def needs(config: RolloutRoot, data: RolloutData) -> RolloutNeeds:
         splits=settings.splits,
         max_seconds=settings.max_rollout_seconds,
     )
-    return replace(found, keeps_cache=settings.keeps_cache)
+    return replace(found, keeps_cache=settings.keeps_cache, max_steps=settings.max_num_steps)
 
 
 def program_needs(

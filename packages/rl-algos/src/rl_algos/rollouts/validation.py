@@ -100,9 +100,16 @@ def validation_metrics(evaluation: Evaluation) -> dict[str, float]:
 
 
 def _parts(groups: Sequence[RolloutGroup]) -> dict[str, float]:
-    by_sample = [rewards for group in groups for rewards in group.rollouts.rewards]
-    names = sorted(set().union(*by_sample) - {"reward"})
-    return {f"val/reward/{name}": float(np.mean([each.get(name, 0.0) for each in by_sample])) for name in names}
+    """The mean of each further reward over the samples that have it, and 0 for those that failed."""
+    rollouts = [group.rollouts for group in groups]
+    by_sample = [rewards for each in rollouts for rewards in each.rewards]
+    failed = [status == "failed" for each in rollouts for status in each.status]
+    found: dict[str, float] = {}
+    for name in sorted(set().union(*by_sample) - {"reward"}):
+        pairs = zip(by_sample, failed, strict=True)
+        counted = [rewards.get(name, 0.0) for rewards, has_failed in pairs if name in rewards or has_failed]
+        found[f"val/reward/{name}"] = float(np.mean(counted))
+    return found
 
 
 def _accuracies(groups: Sequence[RolloutGroup]) -> dict[str, float]:

@@ -18,7 +18,7 @@ from rl_algos.rollouts.idle_time import IdleTime
 from rl_algos.tokenizer import load_tokenizer
 from rl_core.batch import Batch
 from rl_core.delivery import Delivery, Taken, take_over, try_out
-from rl_core.environment import Conversation, EnvironmentFailure, StepResult
+from rl_core.environment import Conversation, EnvironmentFailure, StepResult, TrainerState
 from rl_core.errors import EnvironmentFailed, GeneratorError, RequestRefused
 from rl_core.generation import (
     GenerationRequest,
@@ -69,6 +69,7 @@ class RolloutWorkerSpec:
         program_args: its keyword arguments.
         tokenizer, model_name: settings of the tokenizer, and the model that has it by default.
         max_seconds: most seconds of one rollout; None for no limit.
+        max_steps: Number of training steps of the run, which rewards may ask for; 1 outside training.
     """
 
     generator: str
@@ -78,6 +79,7 @@ class RolloutWorkerSpec:
     tokenizer: TokenizerConfig
     model_name: str
     max_seconds: float | None = None
+    max_steps: int = 1
 
 
 class RolloutWorker:
@@ -93,6 +95,7 @@ class RolloutWorker:
         program = resolve(spec.program) if isinstance(spec.program, str) else spec.program.load()
         self._program: RolloutProgram = program(**spec.program_args)
         self._max_seconds = spec.max_seconds
+        self._max_steps = spec.max_steps
         self._chat = Chat(load_tokenizer(spec.tokenizer, spec.model_name), spec.tokenizer.tool_format)
         self._environments = dict(environments)
         self._finished: deque[tuple[int, asyncio.Task[Group]]] = deque()
@@ -252,12 +255,14 @@ class _Client:
     ) -> None:
         self._worker = worker
         self._environment = worker._environments[prompt.environment]
+        self._prompt = prompt
         self._tools = prompt.tools
         self._sampling = sampling
         self._seed = seed
         self._later_seeds: np.random.SeedSequence | None = None
         self._open: set[str] = set()
         self._turns = turns
+        self._newest: Completion | None = None
 
     @property
     def sampling(self) -> SamplingParams:
@@ -268,11 +273,21 @@ class _Client:
         digest = request.digest
         if digest not in self._turns:
             self._turns[digest] = await generate_whole(self._worker._generator.generate, request)
-        return self._turns[digest]
+        self._newest = self._turns[digest]
+        return self._newest
 
     async def step(self, conversation: Conversation) -> StepResult:
         self._open.add(conversation.id)
-        result = await self._environment.step(conversation)
+        sampled = None if self._newest is None else self._newest.token_ids
+        result = await self._environment.step(
+            dataclasses.replace(
+                conversation,
+                completion_ids=sampled if conversation.completion_ids is None else conversation.completion_ids,
+                num_prompt_messages=len(self._prompt.messages),
+                is_text=self._prompt.is_text,
+                trainer_state=self._trainer_state(),
+            )
+        )
         if isinstance(result, EnvironmentFailure):
             self._open.discard(conversation.id)
             raise EnvironmentFailed(result.reason)
@@ -297,6 +312,12 @@ class _Client:
             await self._environment.abandon(sorted(self._open))
         except Exception as error:  # noqa: BLE001 - the rollout has ended either way
             _log.warning("an environment did not free %s: %s: %s", sorted(self._open), type(error).__name__, error)
+
+    def _trainer_state(self) -> TrainerState:
+        """Progress of the training as the newest completion tells it: every step publishes the next weight version, and
+        the first is published before the first step."""
+        spans = self._newest.spans if self._newest is not None else ()
+        return TrainerState(max(spans[0].version - 1, 0) if spans else 0, self._worker._max_steps)
 
     def _next_seed(self) -> int:
         """That of the rollout for its first turn; the later ones follow from it."""

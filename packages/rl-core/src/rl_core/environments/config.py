@@ -15,12 +15,14 @@ class EnvironmentConfig(Config):
     type: str | None = None
     """An installed environment, or one of your own: `file.py:function`, `package.module:function`, or a class instead
     of the function; the installed environment of the section's name if unset."""
-    rewards: dict[str, str] = {}
+    rewards: dict[str, str] | list[str] = {}
     """Functions that are rewards together, by the names that they are reported under (`reward/<name>`): each as
-    `file.py:function` or `package.module:function`, such as `rl_core.reward_parts:thinking_format`. They score the
-    newest turn of a rollout that ends. With `type` they are added to the reward of that environment."""
-    reward_weights: dict[str, float] = {}
-    """Weights of `rewards` by their names; 1 if unset. What is reported has no weight."""
+    `file.py:function` or `package.module:function`, such as `rl_core.reward_parts:thinking_format`. In a list, the
+    function's name is the name. They score the newest turn of a rollout that ends. With `type` they are added to the
+    reward of that environment."""
+    reward_weights: dict[str, float] | list[float] = {}
+    """Weights of `rewards` by their names, 1 if unset; or, of a list of rewards, a list of all of them. What is
+    reported has no weight."""
     num_workers: Annotated[int | None, WhenChanged.RESUME] = Field(default=None, ge=1)
     """Processes that run the environment; by default one per CPU of their node, 8 at most. Answers that take up to the
     deadline are checked that many at a time."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from functools import partial
 from typing import Any, get_type_hints
@@ -100,18 +100,48 @@ def _single(name: str, kind: str, section: EnvironmentConfig) -> EnvironmentInst
 
 def _with_rewards(name: str, section: EnvironmentConfig) -> EnvironmentInstance:
     """The environment of a section with several rewards."""
-    unknown = sorted(section.reward_weights.keys() - section.rewards.keys())
-    if unknown:
-        raise ValueError(f"env.{name}.reward_weights names {', '.join(unknown)}, which `rewards` does not have")
+    rewards = _named_rewards(name, section)
+    weights = _weights(name, section, list(rewards))
     parts = tuple(
-        RewardPart(part, FromFile.read(path) if is_in_file(path) else path, section.reward_weights.get(part, 1.0))
-        for part, path in section.rewards.items()
+        RewardPart(part, FromFile.read(path) if is_in_file(path) else path, weights.get(part, 1.0))
+        for part, path in rewards.items()
     )
     if section.type is None:
         return EnvironmentInstance(name, RewardSum(None, parts), section, Requirement("rl-core"))
     inner = _single(name, section.type, section)
     assert not isinstance(inner.environment, RewardSum), "an environment has one section"
     return replace(inner, environment=RewardSum(inner.environment, parts))
+
+
+def _named_rewards(name: str, section: EnvironmentConfig) -> Mapping[str, str]:
+    """The functions of a section by the names that they are reported under."""
+    if isinstance(section.rewards, Mapping):
+        return section.rewards
+    named = {path.rpartition(":")[2]: path for path in section.rewards}
+    if len(named) < len(section.rewards):
+        names = [path.rpartition(":")[2] for path in section.rewards]
+        twice = next(each for each in names if names.count(each) > 1)
+        raise ValueError(
+            f"env.{name}.rewards has two functions called {twice}; name them: {{first: file.py:{twice}, ...}}"
+        )
+    return named
+
+
+def _weights(name: str, section: EnvironmentConfig, rewards: Sequence[str]) -> Mapping[str, float]:
+    """The weights of a section by the names of its rewards."""
+    weights = section.reward_weights
+    if isinstance(weights, Mapping):
+        unknown = sorted(weights.keys() - set(rewards))
+        if unknown:
+            raise ValueError(f"env.{name}.reward_weights names {', '.join(unknown)}, which `rewards` does not have")
+        return weights
+    if isinstance(section.rewards, Mapping):
+        raise ValueError(f"env.{name}.reward_weights is a list, but `rewards` has names; write {{{rewards[0]}: 1.0}}")
+    if len(weights) != len(rewards):
+        raise ValueError(
+            f"env.{name}.reward_weights has {len(weights)} weights for {len(rewards)} rewards; give one for each"
+        )
+    return dict(zip(rewards, weights, strict=True))
 
 
 def row_check_of(instance: EnvironmentInstance) -> Callable[[Mapping[str, Any]], None] | None:
@@ -188,10 +218,10 @@ def _problem_with_rewards(name: str, section: Any) -> str:
     """The reason that the rewards of a section cannot be used; empty if there are none."""
     if not isinstance(section, EnvironmentConfig) or not section.rewards:
         return ""
-    for part, path in section.rewards.items():
-        if ":" not in path:
-            return f"env.{name}.rewards.{part}: {path!r} is not a function; write file.py:function"
     try:
+        for part, path in _named_rewards(name, section).items():
+            if ":" not in path:
+                return f"env.{name}.rewards.{part}: {path!r} is not a function; write file.py:function"
         _with_rewards(name, section)
     except (ValueError, ImportError) as error:
         return str(error)

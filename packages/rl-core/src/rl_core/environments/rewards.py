@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rl_core.environment import Conversation, Environment, StepResult, UnusableAnswer
+from rl_core.reward_log import merged_info
 from rl_core.user_code import FromFile
 
 
@@ -54,7 +55,8 @@ class SummedRewards:
         self._parts = tuple(parts)
 
     def step(self, conversations: Sequence[Conversation], states: Sequence[Any]) -> list[StepResult]:
-        """Results of the environment; those that end have the functions' rewards besides."""
+        """Results of the environment; those that end have the functions' rewards too, except of functions that do not
+        apply to the row."""
         if self._environment is None:
             results = [StepResult() for _ in conversations]
         else:
@@ -78,4 +80,7 @@ def _with_part(result: StepResult, name: str, score: StepResult, weight: float) 
     rewards, value = result.rewards(), score.rewards()["reward"]
     if name in rewards:
         raise UnusableAnswer(f"two rewards are called {name!r}; rename the one under `rewards`")
-    return replace(result, reward={**rewards, name: value, "reward": rewards["reward"] + weight * value})
+    info = merged_info(result.info, score.info)
+    if score.reward == {}:
+        return replace(result, info=info)
+    return replace(result, reward={**rewards, name: value, "reward": rewards["reward"] + weight * value}, info=info)

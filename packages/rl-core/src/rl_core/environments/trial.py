@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import numpy as np
+
 from rl_core.environment import Conversation, EnvironmentFailure
 from rl_core.environments import child, worker
 from rl_core.environments.instance import EnvironmentInstance
@@ -159,17 +161,25 @@ async def _attempt_all(pool: EnvironmentPool, trial: Trial, verdict: Verdict) ->
 
 
 def attempts_on(
-    place: str, row_id: str, messages: Sequence[Any], info: Any, responses: Sequence[str] = ()
+    place: str, row_id: str, messages: Sequence[Any], info: Any, responses: Sequence[str] = (), *, is_text: bool = False
 ) -> list[Attempt]:
     """A row with responses as a policy may give them: a sentence with the answer if the row has one, the answer alone,
     and nothing; then further ones.
+
+    Args:
+        is_text: Whether the row gives the prompt as plain text.
     """
     answer = str(info.get("answer", 4))
     return [
         Attempt(
             place,
             Conversation(
-                f"{row_id}/{index}", (*messages, {"role": "assistant", "content": text}), info, completion=text
+                f"{row_id}/{index}",
+                (*messages, {"role": "assistant", "content": text}),
+                info,
+                completion=text,
+                completion_ids=np.frombuffer(text.encode(errors="surrogatepass"), dtype=np.uint8).astype(np.int32),
+                is_text=is_text,
             ),
         )
         for index, text in enumerate((f"The answer is {answer}.", answer, "", *responses))

@@ -193,7 +193,7 @@ async def _play(
         for message in row.messages:
             show(_message(message))
         tokens = encode_prompt(player.tokenizer, row.messages, given.tools)
-        prompt = Prompt(row.id, row.messages, tokens, name, row.fields, "", row.place, tuple(given.tools))
+        prompt = Prompt(row.id, row.messages, tokens, name, row.fields, "", row.place, tuple(given.tools), row.is_text)
         await worker.begin([(0, RolloutTask(prompt, player.sampling, (seed,)))])
         _, _, records = await worker.finished()
         record: dict[str, Any] = json.loads(bytes(records.ragged(RECORD)[0]))

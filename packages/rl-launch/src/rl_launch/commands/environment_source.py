@@ -38,17 +38,19 @@ class GivenRow:
         place: of the row, such as `prompts.jsonl, line 3`.
         messages: of its prompt.
         fields: of the row, which the environment may ask for.
+        is_text: Whether the row gives the prompt as plain text.
     """
 
     id: str
     place: str
     messages: tuple[Message, ...]
     fields: Mapping[str, Any]
+    is_text: bool = False
 
     def attempts(self, responses: Sequence[str] = ()) -> list[Attempt]:
         """The row with responses that a policy might give, its answer in several forms, and with further ones."""
         further = [*responses, *answer_forms(self.fields)]
-        return attempts_on(self.place, self.id, self.messages, self.fields, further)
+        return attempts_on(self.place, self.id, self.messages, self.fields, further, is_text=self.is_text)
 
 
 @dataclass(frozen=True)
@@ -144,7 +146,7 @@ def _rows(data: DataConfig) -> list[GivenRow]:
     found = []
     for row_id in islice(dataset.examples, MOST_ROWS):
         example = dataset.examples[row_id]
-        found.append(GivenRow(row_id, dataset.place(row_id), example.messages, info_of(example)))
+        found.append(GivenRow(row_id, dataset.place(row_id), example.messages, info_of(example), example.is_text))
     return found
 
 
@@ -161,4 +163,4 @@ def _row(name: str, data: GivenData) -> GivenRow:
     if not isinstance(fields, dict):
         raise ConfigError(f'--fields: got {data.fields}; give a JSON object, such as \'{{"answer": "42"}}\'')
     messages = ({"role": "user", "content": data.prompt},)
-    return GivenRow("prompt:0", "the prompt", messages, {"prompt": data.prompt, **fields})
+    return GivenRow("prompt:0", "the prompt", messages, {"prompt": data.prompt, **fields}, is_text=True)

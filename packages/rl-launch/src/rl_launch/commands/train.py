@@ -35,6 +35,7 @@ from rl_launch.session.checkpoints import newest_checkpoint
 from rl_launch.session.lock import FILE_NAME as LOCK
 from rl_launch.session.lock import holder
 from rl_launch.session.remedies import finished
+from rl_launch.session.row_files import names_without_rows
 from rl_launch.session.run_folder import CONFIG, RunFolder, is_run
 from rl_launch.session.trackers import check_mlflow_store
 from rl_launch.session.writable import check_writable
@@ -196,7 +197,7 @@ def check_run_dir(
                 f"{run_dir} already holds a run that did not branch from {branch_point}. Choose another run_dir for "
                 "the branch; to resume that run, leave --from out."
             )
-    names = {entry.name for entry in path.iterdir()} if path.is_dir() else set()
+    names = names_without_rows(path) if path.is_dir() else set()
     if names and (LOCK not in names or directory.config.is_file()):
         directory.open(config, fresh=fresh)
         directory.close()

@@ -17,6 +17,7 @@ from rl_launch.session.atomic_file import write_atomically
 from rl_launch.session.config import Access
 from rl_launch.session.lock import FILE_NAMES as LOCKS
 from rl_launch.session.lock import DirectoryLock
+from rl_launch.session.row_files import names_without_rows
 from rl_launch.session.writable import check_writable, make_folder
 
 CONFIG = "config.yaml"
@@ -62,7 +63,7 @@ class EvaluationFolder:
         """
         check_writable(self.path)
         if self.path.is_dir() and not is_evaluation(self.path):
-            foreign = sorted({entry.name for entry in self.path.iterdir()} - {*LOCKS, "logs"})
+            foreign = sorted(names_without_rows(self.path) - {*LOCKS, "logs"})
             if (self.path / LOCKS[0]).is_file() and set(foreign) <= _UNFINISHED:
                 foreign = []
             if foreign:

@@ -215,6 +215,7 @@ class Replicas:
             tokenizer=backend.model.tokenizer,
             model_name=backend.model.model_name,
             max_seconds=self._needs.max_seconds,
+            max_steps=self._needs.max_steps,
         )
 
     def _start_on(self, bundle: Bundle) -> ActorHandle:
