@@ -258,6 +258,9 @@ class AlgorithmPlugin:
             name of their environment, which is tried on them before anything is started. Empty if it has none.
         prepare: `"package.module:function"`, called on the driver as `prepare(config, tokenizer, loaded)` with what
             `load` returned, before anything is started: checks the tokenised data, and returns it.
+        preview: `"package.module:function"`, called as `preview(config)` and returning a
+            `rl_algos.data.preview.RowReader`, by which `rl data show` shows single rows as `load` and `prepare` read
+            them. Empty if its rows cannot be shown.
         run: `"package.module:function"`, called as `run(config, components, run)` with `rl_core.run.Components` and
             `Run`; empty if it does not train, and only evaluates.
         generates: whether it needs rollouts; the config then has `policy.generation`.
@@ -295,6 +298,7 @@ class AlgorithmPlugin:
     requirements: tuple[Requirement, ...] = ()
     further: Callable[[Any], tuple[Requirement, ...]] = nothing_further
     inputs: str = ""
+    preview: str = ""
     attempts: str = ""
     rollouts: str = ""
     evaluate: str = ""

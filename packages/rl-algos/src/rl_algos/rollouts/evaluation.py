@@ -12,8 +12,8 @@ from rl_algos.evaluation.config import EvaluationConfig, TaskConfig
 from rl_algos.evaluation.summary import Scoring, powers_of_two
 from rl_algos.evaluation.tasks import task_named
 from rl_algos.rollouts.config import RolloutConfig
+from rl_algos.rollouts.data import AnswerCheck, tools_by_environment
 from rl_algos.rollouts.data import attempts as attempts_on_data
-from rl_algos.rollouts.data import tools_by_environment
 from rl_algos.rollouts.evaluation_plan import EvaluationPlan, EvaluationTask
 from rl_algos.rollouts.programs import DEFAULT_PROGRAM
 from rl_algos.rollouts.setup import program_needs, validation_sampling
@@ -123,7 +123,9 @@ class RolloutEvaluation:
         data = DataConfig(
             train=task.dataset, validation=task.dataset, num_workers=of_run.num_workers if of_run is not None else 0
         )
-        datasets = [dataset.answered() for dataset in load_datasets(data, "validation")]
+        datasets = [
+            dataset.answered() for dataset in load_datasets(data, "validation", check=AnswerCheck(self._config.env))
+        ]
         known = sorted(type(self._config.env).model_fields)
         for dataset in datasets:
             given = dataset.settings.env_name
