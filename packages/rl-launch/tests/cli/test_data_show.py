@@ -156,7 +156,7 @@ def test_a_prompt_is_shown_with_the_fields_that_its_reward_is_given():
     assert "prompt (7 tokens)\n    <|user|>1+1?<|end|><|assistant|>\n" in answer
     assert "scored by math, which is given\n" in answer
     assert '    level: 3\n    answer: "2"\n' in answer
-    assert "data.train.input_key=COLUMN" in rl(file)
+    assert "(as data.train.KEY=VALUE)" in rl(file)
 
 
 def test_the_validation_data_of_a_config():

@@ -96,7 +96,7 @@ def _no_column(row: Mapping[str, Any], name: str) -> str:
 def _without_input(row: Mapping[str, Any]) -> str:
     return (
         f"{_no_column(row, 'messages')}. Name the column of the input in `input_key` and that of the answer in "
-        "`output_key`, such as data.train.input_key=COLUMN, or set `processor`"
+        "`output_key`, or set `processor`"
     )
 
 

@@ -101,8 +101,8 @@ def _mapping_remedy(info: Mapping[str, Any]) -> str:
     if "answer" in info:
         return ""
     return (
-        ". If a column of another name holds it, name that one: data.train.output_key=COLUMN for the answer, or "
-        "data.train.columns={NAME: COLUMN} for other fields"
+        ". If a column of another name holds it, name that column in `output_key` for the answer, or in `columns`, "
+        "such as {NAME: COLUMN}, for other fields"
     )
 
 

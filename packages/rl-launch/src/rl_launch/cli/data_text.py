@@ -38,6 +38,8 @@ def print_heading(source: str, given: GivenRows, console: Console) -> None:
 
 def print_row(given: GivenRows, dataset: OpenDataset, row: ShownRow, console: Console) -> None:
     """Print a row and what becomes of it."""
+    from rl_algos.data.faults import with_section
+
     console.print()
     _print(console, Line(f"row {row.number} of {len(dataset.numbers)}: {row.place}", "bold"))
     if row.columns is not None:
@@ -51,7 +53,8 @@ def print_row(given: GivenRows, dataset: OpenDataset, row: ShownRow, console: Co
     if row.example is not None and given.tokenizer is not None and (token := _special_token(given, row.example)):
         _print(console, Line(f"  note: the content holds the text of the special token {token}", "yellow"))
     if row.refusal is not None:
-        _print(console, Line(f"  {_fate(given, row)}: {row.refusal.reason}", "red"))
+        reason = with_section(row.refusal.reason, f"data.{given.purpose}")
+        _print(console, Line(f"  {_fate(given, row)}: {_printable(reason)}", "red"))
 
 
 def print_counts(given: GivenRows, dataset: OpenDataset, found: Counts, console: Console) -> None:
