@@ -513,7 +513,10 @@ _SIZES = (
         "generation that leaves no device for policy",
         GRPO,
         "policy.generation.colocated.enabled=false",
-        says="leaves no device for policy; give generation fewer",
+        "cluster.cpu_ranks_per_node=4",
+        says=r"is unset, so with policy\.generation\.colocated\.enabled=false generation takes all 4 of "
+        r"cluster\.cpu_ranks_per_node, which leaves no device for policy; set "
+        r"policy\.generation\.colocated\.resources\.gpus_per_node=2",
     ),
     _case(
         "devices for generation that shares the policy's",

@@ -169,6 +169,9 @@ class EnvironmentPlugin:
         row_check: `"package.module:function"`, called on the driver as `function(info, config)` for every row before a
             run starts. It raises `ValueError` for a row that no completion can answer, and imports nothing heavy. Empty
             to accept all rows.
+        machine_check: `"package.module:function"`, called by `rl doctor` as `function(config)` with the settings: why
+            the environment cannot run on this machine, and what to do; an empty string if it can. Empty if it runs
+            wherever its requirement is installed.
     """
 
     name: str
@@ -177,6 +180,7 @@ class EnvironmentPlugin:
     requirement: Requirement
     tools: str = ""
     row_check: str = ""
+    machine_check: str = ""
 
 
 @dataclass(frozen=True)
