@@ -8,16 +8,22 @@ import pytest
 from rl_algos.data.config import DataConfig
 from rl_algos.data.examples import load
 from rl_algos.sft.config import SFTConfig
-from rl_algos.sft.data import prepare, to_batch
+from rl_algos.sft.data import prepare, prepare_run, to_batch
 from rl_core.errors import DataError
+from rl_core.model_config import ModelConfig
 
 SUMS = {"dataset_name": "arithmetic", "settings": {"max_operand": 9}}
 
 
-def prepared(tokenizer, data, *, batch_size=32, max_tokens=64, **sft):
-    policy = SimpleNamespace(max_total_sequence_length=max_tokens, train_global_batch_size=batch_size)
+def prepared(tokenizer, data, *, batch_size=32, max_tokens=64, policy=None, by=prepare, **sft):
+    sizes = {
+        "max_total_sequence_length": max_tokens,
+        "train_global_batch_size": batch_size,
+        "train_micro_batch_size": 1,
+    }
+    policy = ModelConfig(model_name="m", **{**sizes, **(policy or {})})
     config = SimpleNamespace(data=DataConfig.model_validate(data), sft=SFTConfig(**sft), policy=policy)
-    return prepare(config, tokenizer, load(config))
+    return by(config, tokenizer, load(config))
 
 
 def write(path, rows):
@@ -171,3 +177,39 @@ def user(text):
 
 def assistant(text):
     return {"role": "assistant", "content": text}
+
+
+LORA = {"lora_cfg": {"enabled": True}}
+DEFAULT = ModelConfig.model_fields["train_global_batch_size"].default
+
+
+@pytest.mark.parametrize(
+    ("policy", "says"),
+    [
+        ({}, "fine-tuning of all weights, 1e-5 is usual: policy.optimizer.kwargs.lr=1e-5"),
+        (LORA, "fine-tuning of adapters, 1e-4 is usual: policy.optimizer.kwargs.lr=1e-4"),
+        ({"optimizer": {"kwargs": {"lr": 1e-6}}}, ""),
+    ],
+)
+def test_a_learning_rate_that_nobody_set_is_a_warning(tokenizer, caplog, policy, says):
+    prepared(tokenizer, {"train": SUMS}, policy=policy, by=prepare_run)
+    assert [says] == [text.partition("; for ")[2] for text in caplog.messages] or (not says and not caplog.messages)
+
+
+@pytest.mark.parametrize(
+    ("settings", "warns"),
+    [
+        ({"batch_size": DEFAULT}, True),
+        ({"batch_size": DEFAULT, "max_num_epochs": 400}, False),
+        ({"batch_size": DEFAULT, "max_num_steps": 5}, False),
+        ({"batch_size": 64}, False),
+    ],
+)
+def test_a_batch_size_that_nobody_set_is_a_warning_if_it_leaves_few_steps(tokenizer, caplog, settings, warns):
+    policy = {"optimizer": {"kwargs": {"lr": 1e-5}}}
+    prepared(tokenizer, {"train": SUMS}, policy=policy, by=prepare_run, **settings)
+    said = (
+        f"the epochs have 1 step(s): the data has 95 rows, and policy.train_global_batch_size is {DEFAULT}, its "
+        "default; set it lower, such as policy.train_global_batch_size=4"
+    )
+    assert caplog.messages == ([said] if warns else [])

@@ -16,9 +16,11 @@ from rl_algos.data.flow import FlowStream
 from rl_algos.data.messages import conversation
 from rl_algos.data.preview import RowReader, Text
 from rl_algos.data.prompts import weights_of
+from rl_algos.data.stream import Stream
 from rl_algos.data.streamed import flow_stream
 from rl_algos.sft.config import LearnedTurns, SFTRoot
 from rl_algos.sft.conversation import encode_conversation
+from rl_algos.sft.unsuited_defaults import warn_of_batch_size, warn_of_learning_rate
 from rl_algos.special_tokens import warn_of_special_tokens
 from rl_algos.supervised.data import SupervisedData, longest_row, row_limit, supervised_data
 from rl_algos.tokenizer import require_chat_template
@@ -81,6 +83,18 @@ def prepare(config: SFTRoot, tokenizer: Any, datasets: Datasets) -> SupervisedDa
 
     size_of = _num_learned if sft.mix_by == "tokens" else None
     return supervised_data(sft, data, policy, datasets, rows_of, size_of=size_of, flow_of=flow_of)
+
+
+def prepare_run(config: SFTRoot, tokenizer: Any, datasets: Datasets) -> SupervisedData[TrainingRow]:
+    """As `prepare`, with warnings of defaults with which a run would hardly move the model."""
+    sft, policy = config.sft, config.policy
+    prepared = prepare(config, tokenizer, datasets)
+    warn_of_learning_rate(policy)
+    if isinstance(prepared.train, Stream) and sft.max_num_steps is None:
+        num_steps = prepared.train.num_batches(policy.train_global_batch_size)
+        assert num_steps is not None, "epochs bound a run without max_num_steps"
+        warn_of_batch_size(policy, num_rows=prepared.train.num_items, num_steps=num_steps)
+    return prepared
 
 
 def reader(config: SFTRoot) -> RowReader:

@@ -34,7 +34,7 @@ def models(config: SFTRoot) -> dict[str, ModelNeed]:
 PLUGIN = supervised_algorithm(
     "sft",
     sections={"sft": SFTConfig},
-    prepare="rl_algos.sft.data:prepare",
+    prepare="rl_algos.sft.data:prepare_run",
     preview="rl_algos.sft.data:reader",
     run="rl_algos.sft.loop:run",
     models=models,
