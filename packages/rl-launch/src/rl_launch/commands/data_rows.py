@@ -160,11 +160,16 @@ def shown_row(given: GivenRows, dataset: OpenDataset, number: int) -> ShownRow:
         texts = reader.texts(given.tokenizer, example, settings)
     if isinstance(texts, Refusal):
         texts, refusal = (), refusal or texts
-    scored = {}
-    if reader.environment is not None:
-        scored = {"environment": settings.env_name or example.environment, "fields": info_of(example)}
-    too_long = [len(text.tokens) > reader.limit for text in texts]
-    return replace(nothing, example=example, texts=texts, too_long=too_long, refusal=refusal, **scored)
+    is_scored = reader.environment is not None
+    return replace(
+        nothing,
+        example=example,
+        texts=texts,
+        too_long=[len(text.tokens) > reader.limit for text in texts],
+        refusal=refusal,
+        environment=settings.env_name or example.environment if is_scored else "",
+        fields=info_of(example) if is_scored else {},
+    )
 
 
 def counts(given: GivenRows, dataset: OpenDataset, most: int = MOST_READ) -> Counts:
@@ -223,7 +228,9 @@ def _preview(algorithm: str) -> str:
     """The function that makes the reader of an algorithm's rows."""
     plugin = algorithm_named(algorithm)
     if not plugin.preview:
-        raise ConfigError(f"algorithm: rows of {plugin.name} cannot be shown; name another algorithm")
+        raise ConfigError(
+            f"algorithm: rows of {plugin.name} cannot be shown, as its plugin has no `preview`; name another algorithm"
+        )
     return plugin.preview
 
 
