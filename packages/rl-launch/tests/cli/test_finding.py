@@ -186,7 +186,7 @@ def test_explain_finds_keys_by_words_of_their_descriptions():
     answer = rl("config", "explain", "learning_rate")
     assert "  policy.optimizer.kwargs = " in answer
     assert "  policy.scheduler = " in answer
-    assert rl("config", "explain", "--search", "learning", "rate").splitlines()[1:] == answer.splitlines()[1:]
+    assert rl("config", "explain", "--search", "learning", "rate").splitlines()[1:] == answer.splitlines()[2:]
 
 
 def test_explain_shows_values_of_a_recipe_in_what_it_finds():

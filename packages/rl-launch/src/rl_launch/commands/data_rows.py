@@ -123,7 +123,7 @@ def given_rows(
     if is_run and algorithm:
         raise ConfigError(f"--algorithm is for a file of data; {source} says its own algorithm")
     changes = [*overrides, *([f"policy.model_name={model}"] if model else [])]
-    config = read_config(source, changes).config if is_run else _config_of(source, changes, model, algorithm)
+    config: Any = read_config(source, changes).config if is_run else _config_of(source, changes, model, algorithm)
     preview = _preview(config.algorithm)
     purpose: Purpose = "validation" if validation else "train"
     if validation and not config.data.validation_datasets:
@@ -159,7 +159,7 @@ def shown_row(given: GivenRows, dataset: OpenDataset, number: int) -> ShownRow:
     if given.tokenizer is not None:
         texts = reader.texts(given.tokenizer, example, settings)
     if isinstance(texts, Refusal):
-        texts, refusal = (), refusal or texts
+        refusal, texts = refusal or texts, ()
     is_scored = reader.environment is not None
     return replace(
         nothing,
