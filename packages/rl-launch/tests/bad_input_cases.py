@@ -247,6 +247,7 @@ _PLUGINS = (
         "unknown dataset with settings",
         SFT,
         "data.train.dataset_name=arithmetc",
+        "data.train.settings.max_operand=9",
         says=r"'arithmetc' is not one of them: arithmetic, .*did you mean arithmetic\?",
     ),
     _case(
