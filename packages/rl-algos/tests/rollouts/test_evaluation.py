@@ -12,6 +12,7 @@ from rl_algos.rollouts.checks import evaluation_problems, task_problems
 from rl_algos.rollouts.data import RolloutData, load, prepare
 from rl_algos.rollouts.evaluation import VALIDATION, RolloutEvaluation
 from rl_algos.rollouts.evaluation_plugin import training_problems
+from rl_algos.rollouts.inputs import evaluation_problems as input_problems_of_evaluation
 from rl_algos.rollouts.programs import PROGRAMS
 from rl_algos.rollouts.setup import needs, source_of, validation_sampling
 from rl_algos.rollouts.source import PacedRolloutSource
@@ -343,6 +344,27 @@ def test_a_file_is_read_and_scored_as_the_runs_own_rows_are(file):
     hub = DataConfig(train=DatasetConfig(dataset_name="someone/problems", **own))
     found = as_task("sums.jsonl", hub).dataset
     assert (found.env_name, found.input_key) == ("math", None)
+
+
+@pytest.mark.parametrize(
+    ("tasks", "default", "key"),
+    [
+        (["gsm8k"], {"env_name": "math"}, "eval.default.env_name"),
+        ([], {"columns": {"answer": "gold"}}, "eval.default.columns"),
+        (["sums.jsonl"], {"subset": "main"}, "eval.default.subset"),
+    ],
+)
+def test_settings_of_files_that_have_no_effect_are_refused(tasks, default, key):
+    assert [problem.key for problem in evaluation_problems(make_config(tasks=tasks, default=default))] == [key]
+    assert not list(evaluation_problems(make_config(tasks=["gsm8k", "sums.jsonl"], default={"env_name": "math"})))
+
+
+def test_a_file_that_is_not_there_is_reported_before_any_row_is_read(file):
+    missing = make_config(tasks=[str(file), f"{file}.parquet", "gsm"])
+    problems = list(input_problems_of_evaluation(missing))
+    assert [problem.key for problem in problems] == ["eval.tasks[1]", "eval.tasks[2]"]
+    assert "no data at" in problems[0].message
+    assert "problems.jsonl, with eval.default.env_name" in problems[1].message
 
 
 def test_rows_of_a_file_are_rolled_out_and_those_that_nothing_scores_are_refused(file, tokenizer):

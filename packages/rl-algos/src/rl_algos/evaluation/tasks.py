@@ -57,6 +57,11 @@ def task_of(given: str | TaskConfig, settings: EvaluationConfig, data: DataConfi
     return TaskConfig(name=name, dataset=DatasetConfig(data_path=file, **{**unset, **own}))
 
 
+def is_file(given: str) -> bool:
+    """Return whether a task of `eval.tasks` is a file, a folder, a pattern or an address of data."""
+    return bool(_named_file(given)[1])
+
+
 def of_run(data: DataConfig | None) -> dict[str, Any]:
     """Return the settings that the datasets of a run give to a file of rows: those in which its validation datasets, or
     else its training datasets, agree. Columns and processors are those of files alone.
