@@ -159,6 +159,16 @@ def test_a_prompt_is_shown_with_the_fields_that_its_reward_is_given():
     assert "(as data.train.KEY=VALUE)" in rl(file)
 
 
+def test_a_row_that_names_a_file_as_its_environment_runs_no_code(folder):
+    (folder / "evil.py").write_text("open('ran', 'w').close()\nclass Evil:\n    tools = []\n")
+    row = {"prompt": "1+1?", "answer": "2", "environment": f"{folder}/evil.py:Evil"}
+    answer = rl(written("rows.jsonl", [row]), "--model", "tiny-arithmetic", "--algorithm", "grpo")
+    assert "refused: no environment" in answer
+    assert not (folder / "ran").exists()
+    assert "scored by" in rl("rows.jsonl", "--model", "tiny-arithmetic", f"data.train.env_name={folder}/evil.py:Evil")
+    assert (folder / "ran").exists()
+
+
 def test_the_validation_data_of_a_config():
     assert "arithmetic (validation), row 0" in rl("sft-arithmetic", "--validation", "--rows", "1")
     assert "--validation: the config has no validation data" in refusal(

@@ -218,7 +218,8 @@ def prompt_reader(config: RolloutRoot, check: RowCheck | None = None, *, needs_e
         # imports transformers, which takes a second
         from rl_algos.data.prompts import EncodePrompt
 
-        name = settings.env_name or example.environment
+        # a row may not name a file, as data must not choose code
+        name = settings.env_name or (example.environment if example.environment in known else "")
         if name not in tools:
             tools[name] = tools_by_environment(config, [name]).get(name, ()) if name else ()
         offered = {name: tools[name]} if tools[name] else {}
