@@ -247,6 +247,7 @@ _PLUGINS = (
         "unknown dataset with settings",
         SFT,
         "data.train.dataset_name=arithmetc",
+        "data.train.settings.max_operand=9",
         says=r"'arithmetc' is not one of them: arithmetic, .*did you mean arithmetic\?",
     ),
     _case(
@@ -513,7 +514,10 @@ _SIZES = (
         "generation that leaves no device for policy",
         GRPO,
         "policy.generation.colocated.enabled=false",
-        says="leaves no device for policy; give generation fewer",
+        "cluster.cpu_ranks_per_node=4",
+        says=r"is unset, so with policy\.generation\.colocated\.enabled=false generation takes all 4 of "
+        r"cluster\.cpu_ranks_per_node, which leaves no device for policy; set "
+        r"policy\.generation\.colocated\.resources\.gpus_per_node=2",
     ),
     _case(
         "devices for generation that shares the policy's",

@@ -7,12 +7,13 @@ from chat_tokenizers import tokenizer_of
 from rl_algos.data.config import DataConfig, DatasetConfig
 from rl_algos.data.hub_datasets import DATASETS, with_known
 from rl_algos.evaluation.config import EvaluationConfig, TaskConfig
-from rl_algos.evaluation.tasks import TASKS, task_named
+from rl_algos.evaluation.tasks import TASKS, task_named, task_of
 from rl_algos.grpo.config import GRPOConfig
 from rl_algos.rollouts.checks import evaluation_problems, task_problems
 from rl_algos.rollouts.data import RolloutData, load, prepare
 from rl_algos.rollouts.evaluation import VALIDATION, RolloutEvaluation
 from rl_algos.rollouts.evaluation_plugin import training_problems
+from rl_algos.rollouts.inputs import evaluation_problems as input_problems_of_evaluation
 from rl_algos.rollouts.programs import PROGRAMS
 from rl_algos.rollouts.setup import needs, source_of, validation_sampling
 from rl_algos.rollouts.source import PacedRolloutSource
@@ -307,3 +308,77 @@ def test_tasks_by_name():
     assert task_named("someone/something").dataset.dataset_name == "someone/something"
     with pytest.raises(ConfigError, match="no task 'gsm8'; did you mean gsm8k"):
         task_named("gsm8")
+
+
+def as_task(given, data=None, **settings):
+    return task_of(given, EvaluationConfig(**settings), data)
+
+
+@pytest.mark.parametrize(
+    ("given", "name", "path"),
+    [
+        ("sums.jsonl", "sums", "sums.jsonl"),
+        ("held.out/sums.jsonl.gz", "sums", "held.out/sums.jsonl.gz"),
+        ("mine=sums.parquet", "mine", "sums.parquet"),
+        ("mine=s3://bucket/sums", "mine", "s3://bucket/sums"),
+    ],
+)
+def test_a_file_is_a_task_with_its_name(given, name, path):
+    task = as_task(given)
+    assert (task.name, task.dataset.data_path, task.dataset.dataset_name) == (name, path, None)
+
+
+def test_a_folder_that_exists_is_a_task_and_others_are_names_on_the_hub(file):
+    assert as_task(str(file.parent)).dataset.data_path == str(file.parent)
+    assert as_task("someone/something").dataset.dataset_name == "someone/something"
+
+
+def test_a_file_is_read_and_scored_as_the_runs_own_rows_are(file):
+    own = {"env_name": "math", "input_key": "q", "system_prompt_file": "system.txt"}
+    data = DataConfig(train=DatasetConfig(data_path="a.jsonl", **own), validation=None)
+    dataset = as_task("sums.jsonl", data).dataset
+    assert {key: getattr(dataset, key) for key in own} == own
+    assert (
+        as_task("sums.jsonl", data, default={"env_name": "other", "input_key": "question"}).dataset.env_name == "other"
+    )
+    several = DataConfig(train=[DatasetConfig(data_path=name, env_name=name) for name in ("a", "b")])
+    assert as_task("sums.jsonl", several).dataset.env_name is None
+    hub = DataConfig(train=DatasetConfig(dataset_name="someone/problems", **own))
+    found = as_task("sums.jsonl", hub).dataset
+    assert (found.env_name, found.input_key) == ("math", None)
+
+
+@pytest.mark.parametrize(
+    ("tasks", "default", "key"),
+    [
+        (["gsm8k"], {"env_name": "math"}, "eval.default.env_name"),
+        ([], {"columns": {"answer": "gold"}}, "eval.default.columns"),
+        (["sums.jsonl"], {"subset": "main"}, "eval.default.subset"),
+    ],
+)
+def test_settings_of_files_that_have_no_effect_are_refused(tasks, default, key):
+    assert [problem.key for problem in evaluation_problems(make_config(tasks=tasks, default=default))] == [key]
+    assert not list(evaluation_problems(make_config(tasks=["gsm8k", "sums.jsonl"], default={"env_name": "math"})))
+
+
+def test_a_file_that_is_not_there_is_reported_before_any_row_is_read(file):
+    missing = make_config(tasks=[str(file), f"{file}.parquet", "gsm"])
+    problems = list(input_problems_of_evaluation(missing))
+    assert [problem.key for problem in problems] == ["eval.tasks[1]", "eval.tasks[2]"]
+    assert "no data at" in problems[0].message
+    assert "problems.jsonl, with eval.default.env_name" in problems[1].message
+
+
+def test_rows_of_a_file_are_rolled_out_and_those_that_nothing_scores_are_refused(file, tokenizer):
+    [task] = RolloutEvaluation(make_config(tasks=[str(file)], num_samples=2, temperature=0.5)).plan(tokenizer).tasks
+    assert (task.name, len(task.groups), task.num_samples) == ("sums", 5, 2)
+    file.write_text('{"prompt": "1+1=", "answer": "2"}\n{"q": "1+1=", "answer": "2"}\n')
+    with pytest.raises(DataError, match=r"line 2: no column 'messages'.*\(as eval.default.KEY=VALUE\)"):
+        RolloutEvaluation(make_config(tasks=[str(file)]))
+    file.write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    with pytest.raises(DataError, match=r"line 1: the row names no environment .*; set eval\.default\.env_name"):
+        RolloutEvaluation(make_config(tasks=[str(file)]))
+    RolloutEvaluation(make_config(tasks=[str(file)], default={"env_name": "math"}))
+    file.write_text('{"prompt": "1+1=", "answer": NaN}\n')
+    with pytest.raises(DataError, match="line 1: its answer is nan, which no response can equal"):
+        RolloutEvaluation(make_config(tasks=[str(file)], default={"env_name": "math"}))

@@ -51,14 +51,39 @@ def test_failures_that_differ_in_values_alone_are_counted_as_one_cause():
         FailureWatch(0.5).check(groups(*failures))
 
 
-def test_a_cause_is_told_of_once_and_again_if_it_goes_on(caplog):
+def test_a_cause_is_told_of_at_once_then_when_its_failures_double_with_all_of_them_counted(caplog):
     watch = FailureWatch(0.9)
     with caplog.at_level(logging.WARNING):
-        for step in range(TOLD_EVERY):
+        for step in range(9):
             # a value in the message is not another cause
             watch.check(groups(f"raised ValueError: invalid literal: 'x{step}' (at reward.py:3)", ""))
-        assert len(caplog.messages) == 1
-        watch.check(groups("hung", ""))
-        assert caplog.messages[1] == "1 of 2 rollouts failed and train nothing: 1 x hung"
-        watch.check(groups("raised ValueError: invalid literal: 'y' (at reward.py:3)", ""))
-    assert len(caplog.messages) == 3
+    reason = "raised ValueError: invalid literal: 'x{}' (at reward.py:3)"
+    assert caplog.messages == [
+        f"1 of 2 rollouts failed and train nothing: 1 x {reason.format(step)}{so_far}"
+        for step, so_far in [
+            (0, ""),
+            *(
+                (step, f". Since the start {step + 1} of {2 * step + 2}: {step + 1} x {reason.format(0)}")
+                for step in (1, 3, 7)
+            ),
+        ]
+    ]
+
+
+def test_another_cause_is_told_of_at_once(caplog):
+    watch = FailureWatch(0.9)
+    for failure in ("raised", "raised", "raised", "hung"):
+        watch.check(groups(failure, ""))
+    assert caplog.messages[-1] == (
+        "1 of 2 rollouts failed and train nothing: 1 x hung. Since the start 4 of 8: 3 x raised; 1 x hung"
+    )
+
+
+def test_a_rare_cause_is_told_of_again_after_some_calls(caplog):
+    watch = FailureWatch(0.9)
+    watch.check(groups("hung", "hung", "hung", ""))
+    for _ in range(TOLD_EVERY - 1):
+        watch.check(groups("", ""))
+    watch.check(groups("hung", ""))
+    assert len(caplog.messages) == 2
+    assert caplog.messages[1].endswith("Since the start 4 of 24: 4 x hung")

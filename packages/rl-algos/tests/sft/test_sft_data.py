@@ -171,3 +171,9 @@ def user(text):
 
 def assistant(text):
     return {"role": "assistant", "content": text}
+
+
+def test_a_run_of_few_steps_is_warned_of(tokenizer, caplog):
+    prepared(tokenizer, {"train": SUMS})
+    [message] = caplog.messages
+    assert "only 3 steps: 95 rows in steps of 32 (policy.train_global_batch_size)" in message

@@ -169,6 +169,9 @@ class EnvironmentPlugin:
         row_check: `"package.module:function"`, called on the driver as `function(info, config)` for every row before a
             run starts. It raises `ValueError` for a row that no completion can answer, and imports nothing heavy. Empty
             to accept all rows.
+        machine_check: `"package.module:function"`, called by `rl doctor` as `function(config)` with the settings: why
+            the environment cannot run on this machine, and what to do; an empty string if it can. Empty if it runs
+            wherever its requirement is installed.
     """
 
     name: str
@@ -177,6 +180,7 @@ class EnvironmentPlugin:
     requirement: Requirement
     tools: str = ""
     row_check: str = ""
+    machine_check: str = ""
 
 
 @dataclass(frozen=True)
@@ -282,6 +286,9 @@ class AlgorithmPlugin:
             name of their environment, which is tried on them before anything is started. Empty if it has none.
         prepare: `"package.module:function"`, called on the driver as `prepare(config, tokenizer, loaded)` with what
             `load` returned, before anything is started: checks the tokenised data, and returns it.
+        preview: `"package.module:function"`, called as `preview(config)` and returning a
+            `rl_algos.data.preview.RowReader`, by which `rl data show` shows single rows as `load` and `prepare` read
+            them. Empty if its rows cannot be shown.
         run: `"package.module:function"`, called as `run(config, components, run)` with `rl_core.run.Components` and
             `Run`; empty if it does not train, and only evaluates.
         generates: whether it needs rollouts; the config then has `policy.generation`.
@@ -322,6 +329,7 @@ class AlgorithmPlugin:
     requirements: tuple[Requirement, ...] = ()
     further: Callable[[Any], tuple[Requirement, ...]] = nothing_further
     inputs: str = ""
+    preview: str = ""
     attempts: str = ""
     rollouts: str = ""
     evaluate: str = ""

@@ -134,7 +134,12 @@ NAMED = {"data": {"train": {"dataset_name": "a", "settings": {"x": 1}, "split": 
         (["data.train.split=s", "data.train.data_path=b"], {"split": "s", "data_path": "b"}),
         (["data.train.dataset_name=null", "data.train.data_path=b"], {"dataset_name": None, "data_path": "b"}),
         (["data.train.data_path=null"], {**NAMED["data"]["train"], "data_path": None}),
-        (["data.train.dataset_name=c"], {**NAMED["data"]["train"], "dataset_name": "c"}),
+        (["data.train.dataset_name=c"], {"dataset_name": "c", "split": "train"}),
+        (
+            ["data.train.settings.y=2", "data.train.dataset_name=c"],
+            {"dataset_name": "c", "split": "train", "settings": {"y": 2}},
+        ),
+        (["data.train.dataset_name=a"], NAMED["data"]["train"]),
         (["data.train.data_path=b", "data.train.dataset_name=c"], {"data_path": "b", "dataset_name": "c"}),
     ],
 )

@@ -41,6 +41,25 @@ def test_scientific_notation_is_a_number_in_files_and_on_the_command_line(run: R
     assert config.policy.overrides == {"lr": 1e-5}
 
 
+def test_null_stands_for_an_empty_list_or_mapping_that_is_the_default(run: Run) -> None:
+    text = "algorithm: grpo\npolicy:\n  model_name: m\n  overrides:\n  generation: {stop_strings: null}\n"
+    policy = run(text, ["policy.layer_names=null"]).config.policy
+    assert (policy.generation.stop_strings, policy.overrides, policy.layer_names) == ([], {}, {})
+
+
+class Ambiguous(Config):
+    filled: list[int] = [1]
+    required: list[int]
+    nullable: list[int] | None = []
+
+
+@pytest.mark.parametrize("key", ["filled", "required"])
+def test_null_that_could_mean_something_else_is_refused(key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{key} \(.*\): got null; allowed: list of int"):
+        resolve(load({"required": [], key: None}), Ambiguous)
+    assert resolve(load({"required": [], "nullable": None}), Ambiguous).config.nullable is None
+
+
 def test_choices_paths_and_tuples_come_from_text_and_lists(run: Run) -> None:
     overrides = ["policy.attention=flash", "policy.folder=a/b", "policy.generation.stop_token_ids=[1, 2]"]
     policy = run(overrides=overrides).config.policy

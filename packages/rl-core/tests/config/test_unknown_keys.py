@@ -10,7 +10,7 @@ from rl_core.errors import ConfigProblems
 class LoopConfig(Config):
     steps: int = Field(default=10, gt=0)
     period: int = 0
-    names: list[str] = []
+    names: list[str] = ["a"]
 
 
 ROOT = assemble("Root", {"loop": LoopConfig})

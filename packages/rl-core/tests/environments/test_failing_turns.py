@@ -54,7 +54,9 @@ def test_a_hang_or_a_crash_costs_its_own_conversation_only(
             assert "environment judge" in outcomes[3].reason
             if "it was in" in says:
                 assert "within its deadline of 5 s (env.judge.deadline_s)" in outcomes[3].reason
-            assert (await envs.health())["num_restarts"] == (1 if max_batch == 1 else 2)
+            health = await envs.health()
+            assert health["num_restarts"] == (1 if max_batch == 1 else 2)
+            assert says in health["restart_reason"]
             assert failures(await envs.step([turn("next", "say a")])) == []
 
     with caplog.at_level(logging.WARNING, logger="rl_core"):

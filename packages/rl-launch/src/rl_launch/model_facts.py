@@ -47,7 +47,9 @@ def model_problems(
     whole = {**_whole_config(folder), **fields}
     if problem := _other_task(model.model_name, whole, has_scalar_head):
         yield Problem(name, problem)
-    if is_trained_from and (problem := _unreadable(model.model_name, whole, folder)):
+    if not whole.get("model_type"):
+        yield Problem(name, _without_type(model.model_name))
+    elif is_trained_from and (problem := _unreadable(model.model_name, whole, folder)):
         yield Problem(name, problem)
     limit = num_positions(fields)
     if limit is not None and longest_row > limit:
@@ -74,9 +76,7 @@ def _unreadable(name: str, fields: Mapping[str, Any], folder: str) -> str:
 
 def _unknown_type(name: str, fields: Mapping[str, Any]) -> str:
     """What is wrong with the type that a config states; empty if `transformers` has it."""
-    model_type = fields.get("model_type")
-    if not model_type:
-        return f"the config.json of {name!r} has no model_type; save the model again with `save_pretrained`"
+    model_type = fields["model_type"]
     if _is_known(str(model_type)):
         return ""
     if written := custom_code(fields):
@@ -88,6 +88,10 @@ def _unknown_type(name: str, fields: Mapping[str, Any]) -> str:
         f"{name!r} is of the type {model_type!r}, which transformers {version('transformers')} does not have; choose a "
         "model of a type that it has"
     )
+
+
+def _without_type(name: str) -> str:
+    return f"the config.json of {name!r} has no model_type; save the model again with `save_pretrained`"
 
 
 def _other_task(name: str, fields: Mapping[str, Any], has_scalar_head: bool) -> str:

@@ -194,3 +194,22 @@ def test_wrong_use_is_one_message(arguments, says):
     assert answer.exit_code == 2, answer.output
     assert answer.stderr.startswith("error: ")
     assert says in answer.stderr
+
+
+def test_rows_that_a_run_would_refuse_are_refused_with_their_line_and_the_keys(tmp_path):
+    own = tmp_path / "own.jsonl"
+    own.write_text('{"q": "1+1=", "gold": "2"}\n')
+
+    def refusal(*arguments):
+        answer = CliRunner().invoke(app, ["env", "check", *arguments])
+        assert answer.exit_code == 2
+        return " ".join(answer.stderr.split())
+
+    said = refusal("math", "--data", str(own))
+    assert "own.jsonl, line 1: no column 'messages'; the columns are gold, q. Name the column of the input in" in said
+    assert "(as data.train.KEY=VALUE)" in said
+    said = refusal("math", "--data", str(own), "data.train.input_key=q")
+    assert "line 1: the environment math cannot score it" in said
+    assert "name that column in `output_key`" in said
+    own.write_text('{"prompt": "1+1=", "answer": NaN}\n')
+    assert "line 1: its answer is nan, which no response can equal" in refusal("rewards.py:brief", "--data", str(own))

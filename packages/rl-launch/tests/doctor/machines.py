@@ -28,7 +28,6 @@ def space(free_gib: float, total_gib: float = 100, *, is_writable: bool = True, 
 
 
 UV = Tool("/bin/uv", "0.13.8")
-BUBBLEWRAP = Tool("/bin/bwrap", "0.11.0")
 ROOMY = space(16, 16)
 
 
@@ -67,8 +66,7 @@ class FakeMachine:
     home: Path = Path("/home/me/.cache/rl")
     uv_cache: Path | None = Path("/home/me/.cache/uv")
     ports_error: str = ""
-    sandbox: Tool | None = BUBBLEWRAP
-    sandbox_says: str = ""
+    environment_says: str | None = None
     open_files: tuple[int, int] = (1024, 2**20)
     memory_bytes: int = 32 * GIB
     available_bytes: int = 24 * GIB
@@ -87,5 +85,5 @@ class FakeMachine:
         if self.ports_error:
             raise OSError(self.ports_error)
 
-    def sandbox_problem(self):
-        return self.sandbox_says
+    def environment_problem(self, environment):
+        return self.environment_says

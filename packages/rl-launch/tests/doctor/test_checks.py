@@ -1,6 +1,7 @@
 """What is said of machines that are odd in one way each."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from machines import ENGINE, H200, HERE, NO_UV, TO_BUILD, TRAINER, FakeMachine, needs, space
@@ -68,8 +69,6 @@ def test_what_is_missing_keeps_the_recipe_from_running_and_says_the_remedy(name,
         ("uv", {"uv": None, "uv_cache": None}, "this recipe needs no environment that is still to be built"),
         ("shared memory", {"shared_memory": space(1 / 16, 1 / 16)}, "64 MiB of 64 MiB"),
         ("disk of Ray", {"disks": {"/tmp/ray": space(4, 100)}}, "under 5%"),
-        ("bubblewrap", {"sandbox": None}, "not installed"),
-        ("bubblewrap", {"sandbox_says": "No permissions to create new namespace"}, "No permissions"),
         ("open files", {"open_files": (256, 256)}, "at most 256"),
         ("memory", {"available_bytes": 2**30}, "1.0 GiB of 32 GiB"),
         ("cores", {"cores": 0.5}, "0.5 for 2 ranks"),
@@ -82,6 +81,18 @@ def test_what_is_only_unfortunate_is_a_warning_with_a_remedy(name, facts, found)
     assert said.status == "warning"
     assert found in said.found
     assert said.remedy
+
+
+CODE = SimpleNamespace(label="code")
+
+
+def test_an_environment_that_checks_the_machine_is_only_looked_at_if_the_recipe_names_it():
+    refused = FakeMachine(environment_says="namespaces are refused. Set sandbox.isolation: landlock")
+    said = finding("environment code", refused, environments=(CODE,))
+    assert (said.status, said.found) == ("missing", refused.environment_says)
+    assert finding("environment code", FakeMachine(environment_says=""), environments=(CODE,)).status == "ok"
+    for machine, environments in ((refused, ()), (FakeMachine(), (CODE,))):
+        assert all(each.name != "environment code" for each in report(machine, environments=environments).findings)
 
 
 def test_building_environments_needs_more_disk_and_a_cache():

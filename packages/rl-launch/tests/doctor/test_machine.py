@@ -3,11 +3,12 @@
 import socket
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
-from rl_launch.doctor import CHECKS, Machine, examine, needs_of
+from rl_launch.doctor import CHECKS, Machine, examine, machine, needs_of
 from rl_launch.doctor.gpus import Gpu, ask_driver, read_log
 
 LOG = """<?xml version="1.0" ?>
@@ -76,13 +77,13 @@ def test_ray_is_looked_for_where_it_would_be(monkeypatch):
     assert str(Machine().ray_folder) == "/short/ray"
 
 
-def test_a_sandbox_that_starts_nothing_says_why(program):
-    program(
-        "bwrap", 'test "$1" = --version && echo "bubblewrap 0.11.0" && exit 0\necho "bwrap: no namespaces" >&2; exit 1'
+def test_an_environment_is_asked_whether_it_runs_here(monkeypatch):
+    environment = SimpleNamespace(label="code")
+    monkeypatch.setattr(
+        machine, "machine_check_of", lambda each: (lambda: "no namespaces") if each is environment else None
     )
-    here = Machine()
-    assert here.sandbox.version == "0.11.0"
-    assert here.sandbox_problem() == "bwrap: no namespaces"
+    assert Machine().environment_problem(environment) == "no namespaces"
+    assert Machine().environment_problem(SimpleNamespace(label="math")) is None
 
 
 def test_the_driver_is_read_from_its_own_program(program, tmp_path):

@@ -111,6 +111,11 @@ def test_an_algorithm_without_generation_uses_every_device():
             "leaves no device for policy",
         ),
         (
+            make(policy(), generation(apart()), ranks=1),
+            "policy.generation.colocated.resources.gpus_per_node",
+            "leaves no device for policy; set cluster.gpus_per_node=2 and policy.generation.colocated.resources",
+        ),
+        (
             make(policy(), teacher(apart(gpus=12))),
             "distillation.teacher.colocated.resources.gpus_per_node",
             "leaves no device for policy",

@@ -113,6 +113,19 @@ def test_a_report_says_what_people_look_for(record):
     assert "policy.generation.vllm_cfg" in words
 
 
+def test_reasons_of_failures_in_any_step_are_in_the_advice(record):
+    failing = [{**row, "rollout/failed": float(row["step"] in (2, 4))} for row in rows()]
+    flaky = [rollout(str(each), "x", 0.0, failure=f"score raised ValueError: '{each}'") for each in range(2)]
+    hung = [rollout("q", "x", 0.0, failure="it hung"), rollout("r", "x", 1.0)]
+    [found] = [
+        each for each in report_of(record(failing, {2: flaky, 4: hung, 12: ROLLOUTS})).advice if "failed" in each.found
+    ]
+    assert found.found == (
+        "2 rollouts failed, in 2 steps, the last of them 4: 2 x score raised ValueError: '0'; 1 x it hung"
+    )
+    assert "--where status=failed --step 4" in found.remedy
+
+
 def test_a_run_without_steps_says_so(record):
     assert "No step is recorded yet" in printed(report_of(record([])))
 

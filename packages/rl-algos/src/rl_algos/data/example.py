@@ -85,10 +85,21 @@ Processor = Callable[[Mapping[str, Any], DatasetConfig], Example]
 def column(row: Mapping[str, Any], name: str) -> Any:
     """A row's column; raises a `DataError` that names the nearest column and all others."""
     if name not in row:
-        padded = next((other for other in row if other.strip() == name), None)
-        near = did_you_mean(name, row) if padded is None else f"; {padded!r} has white space around it, remove that"
-        raise DataError(f"no column {name!r}{near}; the columns are {', '.join(sorted(row))}")
+        raise DataError(_no_column(row, name))
     return row[name]
+
+
+def _no_column(row: Mapping[str, Any], name: str) -> str:
+    padded = next((other for other in row if other.strip() == name), None)
+    near = did_you_mean(name, row) if padded is None else f"; {padded!r} has white space around it, remove that"
+    return f"no column {name!r}{near}; the columns are {', '.join(sorted(row))}"
+
+
+def _without_input(row: Mapping[str, Any]) -> str:
+    return (
+        f"{_no_column(row, 'messages')}. Name the column of the input in `input_key` and that of the answer in "
+        "`output_key`, or set `processor`"
+    )
 
 
 def text_column(row: Mapping[str, Any], name: str) -> str:
@@ -106,7 +117,10 @@ def by_keys(row: Mapping[str, Any], settings: DatasetConfig) -> Example:
     and `response`. A row with an `answer` and a `completion` or `response` is rewarded by the first and learns the
     second.
     """
-    is_pair = settings.input_key is None and "messages" not in row and "prompt" in row
+    is_unnamed = settings.input_key is None and "messages" not in row
+    is_pair = is_unnamed and "prompt" in row
+    if is_unnamed and not is_pair:
+        raise DataError(_without_input(row))
     given = column(row, settings.input_key or ("prompt" if is_pair else "messages"))
     messages = conversation(given)
     written = next((row[name] for name in ("completion", "response") if is_pair and row.get(name) is not None), None)

@@ -35,6 +35,12 @@ _log = logging.getLogger(__name__)
 _READ = ("messages", "info", "environment")
 """Columns that are not fields of an example's `info`: they are part of the example itself."""
 
+NO_ENVIRONMENT = (
+    "the row names no environment to score it; set `env_name` of its dataset or data.default.env_name, to a reward of "
+    "your own (file.py:function) or an installed environment"
+)
+"""Message about a row that needs an environment."""
+
 T = TypeVar("T")
 
 
@@ -127,10 +133,7 @@ class Dataset:
     def _environment(self, named: str, row_id: str) -> str:
         name = named or self.default_environment
         if not name:
-            raise DataError(
-                f"{self.place(row_id)}: the row names no environment to score it; set `env_name` of its dataset or "
-                "data.default.env_name, to a reward of your own (file.py:function) or an installed environment"
-            )
+            raise DataError(f"{self.place(row_id)}: {NO_ENVIRONMENT}")
         return name
 
     def conversations(self) -> Iterator[tuple[str, Sequence[Message]]]:
@@ -229,20 +232,62 @@ def load_datasets(
         ConfigError: if a file or a processor that a dataset names does not exist.
     """
     settings = config.train_datasets if purpose == "train" else config.validation_datasets
-    named = zip(dataset_names(settings, purpose), settings, strict=True)
-    datasets = [_dataset(name, one, purpose, default, config.malformed, check) for name, one in named]
+    # one after another, so that the rows of only one are read while its examples are made
+    datasets = [
+        _dataset(_opened(name, one, purpose, default, check, SAMPLE), one.split or purpose, config.malformed)
+        for name, one in zip(dataset_names(settings, purpose), settings, strict=True)
+    ]
     return [dataset.within_pass_rates() for dataset in datasets] if purpose == "train" else datasets
 
 
-def _dataset(
-    name: str,
-    settings: DatasetConfig,
+@dataclass(frozen=True)
+class OpenDataset:
+    """Rows of one dataset before they become examples.
+
+    Args:
+        name: Name, unique among the run's datasets of the same purpose.
+        settings: As configured, completed by what is known of datasets on the hub.
+        rows: All rows that can be read; a sample of a dataset with `streaming`.
+        numbers: Numbers of the rows of this purpose, ascending; others are held out for the other one.
+        convert: From a row to an example; raises a `DataError` for a row of another form.
+        source: All rows of a dataset with `streaming`; None for others.
+    """
+
+    name: str
+    settings: DatasetConfig
+    rows: Rows
+    numbers: Sequence[int]
+    convert: Callable[[Mapping[str, Any]], Example]
+    source: Source | None = None
+
+
+def open_datasets(
+    config: DataConfig,
     purpose: Purpose,
-    default: Processor,
-    malformed: OnFault,
-    check: RowCheck | None,
-) -> Dataset:
-    split = settings.split or purpose
+    default: Processor = by_keys,
+    check: RowCheck | None = None,
+    *,
+    sample: int = SAMPLE,
+) -> list[OpenDataset]:
+    """Open the configured datasets for training or validation without converting their rows.
+
+    Args:
+        default: Processor of datasets that name none.
+        check: Called for every row that is converted; None to accept all.
+        sample: Number of rows to read of a dataset with `streaming`.
+
+    Raises:
+        DataError: If a dataset cannot be read.
+        ConfigError: If a file or a processor that a dataset names does not exist.
+    """
+    settings = config.train_datasets if purpose == "train" else config.validation_datasets
+    named = zip(dataset_names(settings, purpose), settings, strict=True)
+    return [_opened(name, one, purpose, default, check, sample) for name, one in named]
+
+
+def _opened(
+    name: str, settings: DatasetConfig, purpose: Purpose, default: Processor, check: RowCheck | None, sample: int
+) -> OpenDataset:
     source: Purpose = "train" if settings.split_validation_size is not None else purpose
     settings = with_known(settings, source, of_preferences=default is preference)
     convert = _Convert(processor(settings, default), Surround.of(settings), settings, check)
@@ -251,11 +296,16 @@ def _dataset(
         check_streamable(settings)
         streamed = Source(stream_rows(settings, source), convert)
         rows = Rows.named(
-            list(islice(streamed.open_rows(0), SAMPLE)), f"{settings.source} ({settings.split or source})"
+            list(islice(streamed.open_rows(0), sample)), f"{settings.source} ({settings.split or source})"
         )
     else:
         rows = arranged(load_rows(settings, source), settings)
-    chosen = _rows_for(purpose, settings, len(rows))
+    return OpenDataset(name, settings, rows, _rows_for(purpose, settings, len(rows)), convert, streamed)
+
+
+def _dataset(opened: OpenDataset, split: str, malformed: OnFault) -> Dataset:
+    """The examples of a dataset; see `Dataset` for the arguments."""
+    name, rows, chosen, convert = opened.name, opened.rows, opened.numbers, opened.convert
     is_held = len(chosen) < encoding.LARGE
     faults = LeftOut(name, malformed, len(chosen))
     numbers, unanswered, held = array("q"), array("q"), []
@@ -279,7 +329,14 @@ def _dataset(
     )
     first = {environment: f"{prefix}:{number}" for environment, number in named.items()}
     return Dataset(
-        name, examples, settings, rows.place, first, malformed=malformed, unanswered=unanswered, source=streamed
+        name,
+        examples,
+        opened.settings,
+        rows.place,
+        first,
+        malformed=malformed,
+        unanswered=unanswered,
+        source=opened.source,
     )
 
 
@@ -299,7 +356,9 @@ def _rows_for(purpose: Purpose, settings: DatasetConfig, num_rows: int) -> Seque
     return array("q", chosen)
 
 
-def _converted(rows: Rows, chosen: Sequence[int], convert: _Convert) -> Iterator[Example | Failure]:
+def _converted(
+    rows: Rows, chosen: Sequence[int], convert: Callable[[Mapping[str, Any]], Example]
+) -> Iterator[Example | Failure]:
     for index in chosen:
         try:
             yield convert(rows.rows[index])

@@ -16,6 +16,16 @@ _SHOWN = 3
 """Rows that are named by their place, with the reason."""
 
 
+def with_section(message: str, section: str) -> str:
+    """Return a message about a row with the section whose keys it names; as it is if it names none.
+
+    Args:
+        section: Section of the dataset, such as `data.train`.
+    """
+    names_keys = any(f"`{key}`" in message for key in ("input_key", "output_key", "columns"))
+    return f"{message} (as {section}.KEY=VALUE)" if names_keys else message
+
+
 class LeftOut:
     """Counts rows of a dataset that cannot be used.
 

@@ -49,6 +49,19 @@ def positions_within(settings: PassRateConfig, name: str, prompts: Iterable[Sequ
     return kept
 
 
+def reason_to_leave_out(settings: PassRateConfig, known: Mapping[bytes, float], prompt: Sequence[Message]) -> str:
+    """Return why a prompt is left out of training by its pass rate; empty if it is kept.
+
+    Args:
+        known: Pass rates as `pass_rates` returns them.
+    """
+    rate = known.get(_digest(prompt), np.nan)
+    if settings.keeps(rate):
+        return ""
+    what = f"its pass rate is {rate:.3g}" if np.isfinite(rate) else "it was not evaluated"
+    return f"{what}, and data.train.pass_rate keeps rows {settings.bounds}"
+
+
 def pass_rates(settings: PassRateConfig) -> Mapping[bytes, float]:
     """Share of samples with at least the reward that counts as right, by the digest of the prompt; samples that failed
     say nothing.

@@ -62,7 +62,7 @@ def prompt_stream(
         return flow_stream(
             datasets,
             config,
-            _EncodePrompt(tokenizer, NO_TOOLS, None),
+            EncodePrompt(tokenizer, NO_TOOLS, None),
             partial(_prompt, tools=NO_TOOLS),
             length=len,
             limit=_limit(config, max_tokens),
@@ -89,12 +89,21 @@ def weights_of(datasets: Sequence[Dataset]) -> list[float] | None:
 
 
 @dataclass(frozen=True)
-class _EncodePrompt:
+class EncodePrompt:
+    """Encodes the prompt of an example.
+
+    Args:
+        tokenizer: Tokenizer as `rl_algos.tokenizer.load_tokenizer` returns it.
+        tools: Tools that the policy may call, by environment.
+        environment: `env_name` of the dataset.
+    """
+
     tokenizer: Any
     tools: Tools
     environment: str | None
 
     def __call__(self, example: Example) -> np.ndarray:
+        """Return the tokens, int32 `[tokens]`; raise a `DataError` for an example that it refuses."""
         if example.has_response:
             raise DataError(
                 "the conversation ends with the assistant, so there is nothing to sample; "
@@ -131,7 +140,7 @@ def tools_for(example: Example, offered: Sequence[Mapping[str, Any]]) -> Sequenc
 def _prompts(dataset: Dataset, config: DataConfig, tokenizer: Any, max_tokens: int, tools: Tools) -> Sequence[Prompt]:
     require_chat_template(tokenizer)
     warn_of_special_tokens(dataset.name, dataset.conversations(), tokenizer)
-    tokens = dataset.encode(_EncodePrompt(tokenizer, tools, dataset.settings.env_name), config.num_workers)
+    tokens = dataset.encode(EncodePrompt(tokenizer, tools, dataset.settings.env_name), config.num_workers)
     lengths = map(len, tokens.values_in_order)
     kept = dataset.within_limit(tokens, lengths, _limit(config, max_tokens), overlong=config.overlong)
     return kept.rows(lambda row_id, ids: _prompt(dataset, row_id, dataset.examples[row_id], ids, tools=tools))

@@ -8,13 +8,14 @@ from typing import Any
 
 from rl_algos.data.examples import Dataset, Datasets
 from rl_algos.data.lazily import Lazily
+from rl_algos.data.preview import RowReader
 from rl_algos.distillation.config import RolloutsRoot, TextRoot, teacher_sections
 from rl_algos.distillation.span_teacher import Translator
 from rl_algos.distillation.teachers import teacher_of
 from rl_algos.distillation.vocabulary import check_k, check_teachers, teacher_tokenizer
 from rl_algos.rollouts import data as rollout_data
 from rl_algos.rollouts.data import RolloutData
-from rl_algos.sft.data import TrainingRow, training_rows
+from rl_algos.sft.data import TrainingRow, conversation_reader, training_rows
 from rl_algos.supervised.data import SupervisedData, longest_row, supervised_data
 from rl_algos.tokenizer import require_chat_template
 from rl_core.errors import DataError
@@ -104,6 +105,16 @@ def prepare_text(config: TextRoot, tokenizer: Any, datasets: Datasets) -> TextDa
 
     rows = supervised_data(config.distillation, config.data, config.policy, datasets, rows_of)
     return TextData(rows.train, rows.validation, len(tokenizer))
+
+
+def reader(config: RolloutsRoot) -> RowReader:
+    """How a run on the student's own rollouts reads its rows, to look at them."""
+    return rollout_data.prompt_reader(config, needs_environment=False)
+
+
+def text_reader(config: TextRoot) -> RowReader:
+    """How a run on given text reads its rows, to look at them."""
+    return conversation_reader(config.data, config.policy, config.distillation.learn)
 
 
 def _require_teacher(config: Any, dataset: Dataset, *names: str) -> str:

@@ -153,6 +153,7 @@ PLUGIN = supervised_algorithm(
     sections={"dpo": dpo_section},
     load="rl_algos.preference.data:load",
     prepare="rl_algos.dpo.data:prepare",
+    preview="rl_algos.dpo.data:reader",
     run="rl_algos.dpo.loop:run",
     models=models,
     validation_metrics=validation_metrics,

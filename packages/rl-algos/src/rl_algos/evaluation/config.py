@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from rl_algos.data.config import DatasetConfig
+from rl_algos.data.config import DatasetConfig, DatasetDefaults
 from rl_core.config import Config, WhenChanged
 
 _ALSO_CALLED = {
@@ -52,7 +52,11 @@ class EvaluationConfig(Config):
 
     tasks: list[str | TaskConfig] = []
     """Tasks to score: names (`gsm8k`, `math_500`, `reasoning_gym/TASK`, an installed dataset, or OWNER/NAME on the
-    hub), and tasks of your own with a `dataset`. If empty, the run's validation data."""
+    hub), files of data (`problems.jsonl`, or `NAME=problems.jsonl`), and tasks of your own with a `dataset`. If empty,
+    the run's validation data."""
+    default: DatasetDefaults = DatasetDefaults()
+    """Settings of tasks that are files, such as the environment that scores them; a run's own datasets give those that
+    are unset here, where they agree."""
     period: int = Field(default=0, ge=0)
     """Training: score `tasks` after every this many steps, as `rl eval` would with the weights of that step; 0 does
     not. The results are the metrics `eval/TASK/...`."""

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
-from rl_algos.data.config import DatasetConfig
-from rl_algos.evaluation.config import TaskConfig
+from rl_algos.data.config import DataConfig, DatasetConfig
+from rl_algos.data.files import kind_of
+from rl_algos.evaluation.config import EvaluationConfig, TaskConfig
 from rl_core.config import did_you_mean
 from rl_core.errors import ConfigError
 from rl_core.plugins import DATASETS, names
@@ -15,6 +18,10 @@ GYM = "reasoning_gym"
 
 GYM_ROWS = 200
 """Questions of a task of reasoning-gym."""
+
+_AROUND = ("env_name", "prompt_file", "system_prompt_file")
+_OF_COLUMNS = ("input_key", "output_key", "columns", "processor")
+"""Keys of a dataset that a file of rows takes from those of its run."""
 
 TASKS: Mapping[str, DatasetConfig] = {
     "gsm8k": DatasetConfig(dataset_name="openai/gsm8k"),
@@ -27,6 +34,49 @@ TASKS: Mapping[str, DatasetConfig] = {
     "gpqa": DatasetConfig(dataset_name="Idavidrein/gpqa"),
 }
 """Datasets of the hub by the names of their tasks; `rl_algos.data.hub_datasets` knows their columns and splits."""
+
+
+def task_of(given: str | TaskConfig, settings: EvaluationConfig, data: DataConfig | None) -> TaskConfig:
+    """Return a task of `eval.tasks` with its dataset.
+
+    Args:
+        given: Entry of the list.
+        settings: Section `eval`.
+        data: Data of the run; None without one.
+
+    Raises:
+        ConfigError: If there is no such task; the message names the nearest and all others.
+    """
+    if not isinstance(given, str):
+        return given
+    name, file = _named_file(given)
+    if not file:
+        return task_named(given)
+    unset = {key: value for key, value in of_run(data).items() if getattr(settings.default, key) is None}
+    own = {key: value for key, value in settings.default if value is not None}
+    return TaskConfig(name=name, dataset=DatasetConfig(data_path=file, **{**unset, **own}))
+
+
+def is_file(given: str) -> bool:
+    """Return whether a task of `eval.tasks` is a file, a folder, a pattern or an address of data."""
+    return bool(_named_file(given)[1])
+
+
+def of_run(data: DataConfig | None) -> dict[str, Any]:
+    """Return the settings that the datasets of a run give to a file of rows: those in which its validation datasets, or
+    else its training datasets, agree. Columns and processors are those of files alone.
+
+    Args:
+        data: Data of the run; None without one.
+    """
+    datasets = [] if data is None else data.validation_datasets or data.train_datasets
+    keys = _AROUND + (_OF_COLUMNS if all(each.data_path is not None for each in datasets) else ())
+    found = {key: [getattr(each, key) for each in datasets] for key in keys}
+    return {
+        key: values[0]
+        for key, values in found.items()
+        if values and values[0] and values.count(values[0]) == len(values)
+    }
 
 
 def task_named(name: str) -> TaskConfig:
@@ -45,6 +95,19 @@ def task_named(name: str) -> TaskConfig:
     known = [*TASKS, *names(DATASETS)]
     raise ConfigError(
         f"eval.tasks: no task {name!r}{did_you_mean(name, known)}; named are {', '.join(sorted(known))}, "
-        f"{GYM}/TASK and datasets of the hub as OWNER/NAME. A task of your own has a name and a dataset: "
+        f"{GYM}/TASK and datasets of the hub as OWNER/NAME. Data of your own is a file, such as problems.jsonl, with "
+        "eval.default.env_name=ENVIRONMENT; or a task with a name and a dataset: "
         "eval.tasks='[{name: mine, dataset: {data_path: FILE, env_name: ENVIRONMENT}}]'"
     )
+
+
+def _named_file(given: str) -> tuple[str, str]:
+    """The name of a task that is a file, a folder, a pattern or an address, and the path; no path for other tasks."""
+    name, equals, path = given.partition("=")
+    path = path if equals else given
+    place = Path(path).expanduser()
+    if not (kind_of(place.name) or "://" in path or place.exists()):
+        return "", ""
+    while not equals and kind_of(place.name):
+        place = place.with_suffix("")
+    return name if equals else place.name, path

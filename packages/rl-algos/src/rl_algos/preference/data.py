@@ -7,18 +7,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
-from rl_algos.data.config import DataConfig, DataRoot
+from rl_algos.data.config import DataConfig, DataRoot, DatasetConfig
 from rl_algos.data.example import Example
 from rl_algos.data.examples import Dataset, Datasets
 from rl_algos.data.examples import load as load_with
 from rl_algos.data.lazily import RowMapping
 from rl_algos.data.preference import preference
+from rl_algos.data.preview import RowReader, Text, UnusedRow
 from rl_algos.preference.comparison import Comparison, Pairing, Verdict, comparisons, verdicts
 from rl_algos.preference.config import PreferenceConfig, PreferenceRoot
 from rl_algos.preference.encoding import EncodedResponse, encode_response
 from rl_algos.preference.rows import JudgedRow, PairRow
 from rl_algos.special_tokens import warn_of_special_tokens
-from rl_algos.supervised.data import SupervisedData, longest_row, supervised_data
+from rl_algos.supervised.data import SupervisedData, longest_row, row_limit, supervised_data
 from rl_algos.tokenizer import require_chat_template
 from rl_core.errors import DataError
 
@@ -72,6 +73,35 @@ def preference_data(
     if by is None:
         return supervised_data(section, data, policy, datasets, paired)
     return supervised_data(section, data, policy, datasets, judged)
+
+
+def preference_reader(
+    config: PreferenceRoot, section: PreferenceConfig, *, by: Verdict | None, needs_margin: bool
+) -> RowReader:
+    """How an algorithm reads its rows, to look at them; see `preference_data` for the arguments."""
+
+    def encode(tokenizer: Any, example: Example, _settings: DatasetConfig) -> list[Text]:
+        if by is not None:
+            judged = _EncodeJudged(tokenizer, by)(example)
+            return [_text(f"response, {by} {verdict:g}", response) for response, verdict in judged]
+        pairs = _EncodePairs(tokenizer, section.pairing, needs_margin)(example)
+        if not pairs:
+            raise UnusedRow("no response is better than another")
+        numbers = [f" {number}" if len(pairs) > 1 else "" for number in range(1, len(pairs) + 1)]
+        return [
+            text
+            for number, (better, worse, margin) in zip(numbers, pairs, strict=True)
+            for text in (
+                _text(f"chosen{number}" + ("" if margin is None else f", margin {margin:g}"), better),
+                _text(f"rejected{number}", worse),
+            )
+        ]
+
+    return RowReader(encode, *row_limit(config.data, config.policy), processor=preference)
+
+
+def _text(title: str, response: EncodedResponse) -> Text:
+    return Text(title, response.tokens, response.loss_mask)
 
 
 def pair_rows(

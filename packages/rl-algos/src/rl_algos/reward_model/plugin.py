@@ -47,6 +47,7 @@ PLUGIN = supervised_algorithm(
     sections={"rm": RewardModelConfig},
     load="rl_algos.preference.data:load",
     prepare="rl_algos.reward_model.data:prepare",
+    preview="rl_algos.reward_model.data:reader",
     run="rl_algos.reward_model.loop:run",
     models=models,
     validation_metrics=validation_metrics,

@@ -6,7 +6,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rl_algos.data.config import dataset_names
+from rl_algos.evaluation.config import EvaluationConfig
 from rl_algos.evaluation.summary import powers_of_two
+from rl_algos.evaluation.tasks import is_file
 from rl_algos.rollouts.config import EvaluationRoot, PolicyGradientConfig, RolloutRoot, rollout_config
 from rl_algos.rollouts.programs import program_named
 from rl_core.config import Problem, is_changed, show
@@ -42,6 +44,7 @@ def rollout_problems(config: RolloutRoot) -> Iterator[Problem]:
 def evaluation_problems(config: EvaluationRoot) -> Iterator[Problem]:
     """Settings of `eval` that contradict one another."""
     settings = config.eval
+    yield from _task_defaults(settings)
     count = settings.num_samples
     for k in settings.k:
         if k < 1 or (count is not None and k > count):
@@ -55,6 +58,19 @@ def evaluation_problems(config: EvaluationRoot) -> Iterator[Problem]:
             "eval.num_samples",
             f"{count} greedy samples of a prompt are all equal; set eval.temperature above 0, such as 0.8",
         )
+
+
+def _task_defaults(settings: EvaluationConfig) -> Iterator[Problem]:
+    """Settings of tasks that are files, without any, or that files do not have."""
+    given = [key for key, value in settings.default if value is not None]
+    if given and not any(isinstance(task, str) and is_file(task) for task in settings.tasks):
+        yield Problem(
+            f"eval.default.{given[0]}",
+            "has no effect without a file among eval.tasks, such as problems.jsonl; remove it, or write it in the "
+            "`dataset` of a task",
+        )
+    elif settings.default.subset is not None:
+        yield Problem("eval.default.subset", "is for datasets on the hub, and files have no subset; remove this key")
 
 
 def task_problems(config: RolloutRoot) -> Iterator[Problem]:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
+import numpy as np
+
 from rl_algos.data.config import DatasetConfig
 from rl_algos.data.example import Example, info_of
-from rl_algos.data.examples import Dataset, Datasets
+from rl_algos.data.examples import NO_ENVIRONMENT, Datasets, RowCheck
 from rl_algos.data.examples import load as load_all
 from rl_algos.data.flow import FlowStream
+from rl_algos.data.preview import RowReader, Text, UnusedRow
 from rl_algos.data.stream import Stream
-from rl_algos.rollouts.config import EvaluationRoot, PolicyGradientConfig, RolloutConfig, RolloutRoot, rollout_config
+from rl_algos.rollouts.config import EvaluationRoot, PolicyGradientConfig, RolloutRoot, rollout_config
 from rl_algos.rollouts.rewards import EFFORT
 from rl_core.config import Config
 from rl_core.environments.instance import instance_of, problem_with, row_check_of, tools_of, unknown_environment
@@ -81,13 +85,25 @@ class AnswerCheck:
         if name not in self._checks:
             known = not problem_with(name, self._environments)
             self._checks[name] = row_check_of(instance_of(self._environments, name)) if known else None
-        check = self._checks[name]
-        if check is None:
-            return
+        check, info = self._checks[name], info_of(example)
         try:
-            check(info_of(example))
+            if check is not None:
+                check(info)
         except ValueError as error:
-            raise DataError(f"the environment {name} cannot score it: {error}") from None
+            raise DataError(f"the environment {name} cannot score it: {error}{_mapping_remedy(info)}") from None
+        answers = example.answer if isinstance(example.answer, list | tuple) else (example.answer,)
+        if wrong := [each for each in answers if isinstance(each, float) and not math.isfinite(each)]:
+            raise DataError(f"its answer is {wrong[0]}, which no response can equal; write a number or text")
+
+
+def _mapping_remedy(info: Mapping[str, Any]) -> str:
+    """How a row without an answer gets one; empty if it has one."""
+    if "answer" in info:
+        return ""
+    return (
+        ". If a column of another name holds it, name that column in `output_key` for the answer, or in `columns`, "
+        "such as {NAME: COLUMN}, for other fields"
+    )
 
 
 def check_environments(config: RolloutRoot, datasets: Datasets, *, also: Collection[str] = ()) -> None:
@@ -105,19 +121,23 @@ def check_environments(config: RolloutRoot, datasets: Datasets, *, also: Collect
             # what `env_name` says has been checked; a row may not name a file, as data must not choose code
             if not dataset.settings.env_name and name not in known and name not in also:
                 raise DataError(f"{dataset.place(row_id)}: {unknown_environment(name, sorted(known))}, as env_name")
-        _check_effort(dataset, rollout_config(config))
+        for row_id in dataset.examples if _effort_levels(config) else ():
+            if problem := _effort_problem(config, dataset.examples[row_id]):
+                raise DataError(f"{dataset.place(row_id)}: {problem}")
 
 
-def _check_effort(dataset: Dataset, algorithm: RolloutConfig) -> None:
-    """Refuse a row with a level of effort that the config does not have, if it has any."""
-    levels = algorithm.reward_shaping.effort_levels if isinstance(algorithm, PolicyGradientConfig) else {}
-    for row_id in dataset.examples if levels else ():
-        level = info_of(dataset.examples[row_id]).get(EFFORT)
-        if level is not None and level not in levels:
-            raise DataError(
-                f"{dataset.place(row_id)}: its {EFFORT} is {level!r}; {algorithm.section}.reward_shaping.effort_levels "
-                f"has {', '.join(levels)}"
-            )
+def _effort_levels(config: RolloutRoot) -> Collection[str]:
+    algorithm = rollout_config(config)
+    return algorithm.reward_shaping.effort_levels if isinstance(algorithm, PolicyGradientConfig) else ()
+
+
+def _effort_problem(config: RolloutRoot, example: Example) -> str:
+    """What is wrong with the level of effort of a row, if the config has levels; empty if nothing is."""
+    level, levels = info_of(example).get(EFFORT), _effort_levels(config)
+    if not levels or level is None or level in levels:
+        return ""
+    key = f"{rollout_config(config).section}.reward_shaping.effort_levels"
+    return f"its {EFFORT} is {level!r}; {key} has {', '.join(levels)}"
 
 
 def attempts(config: RolloutRoot, datasets: Datasets) -> Mapping[str, list[Attempt]]:
@@ -166,6 +186,57 @@ def prepare(config: RolloutRoot, tokenizer: Any, datasets: Datasets) -> RolloutD
     held_out = validation_prompts(datasets.validation, config.data, tokenizer, max_tokens=room, tools=tools)
     end_of_sequence, *others = ends.sampled
     return RolloutData(train, held_out, end_of_sequence, environments=environments, turn_ends=tuple(others))
+
+
+def reader(config: RolloutRoot) -> RowReader:
+    """How a run reads its rows, to look at them."""
+    answers = AnswerCheck(config.env)
+
+    def check(example: Example, settings: DatasetConfig) -> None:
+        if example.is_unanswered:
+            raise UnusedRow("it has a solution, but no answer that can be compared")
+        answers(example, settings)
+        if problem := _effort_problem(config, example):
+            raise DataError(problem)
+
+    return prompt_reader(config, check)
+
+
+def prompt_reader(config: RolloutRoot, check: RowCheck | None = None, *, needs_environment: bool = True) -> RowReader:
+    """How prompts for rollouts are read.
+
+    Args:
+        check: Raises a `DataError` for an example that cannot be used.
+        needs_environment: Whether every prompt is scored.
+    """
+    known = sorted(type(config.env).model_fields)
+    total, new = config.policy.max_total_sequence_length, config.policy.generation.max_new_tokens
+    own = config.data.max_input_seq_length
+    room, room_key = total - new, "policy.max_total_sequence_length less policy.generation.max_new_tokens"
+    limit, key = (own, "data.max_input_seq_length") if own is not None and own <= room else (room, room_key)
+    tools: dict[str, tuple[Mapping[str, Any], ...]] = {}
+
+    def environment(example: Example, settings: DatasetConfig) -> str:
+        name = settings.env_name or example.environment
+        if not name and needs_environment:
+            raise DataError(NO_ENVIRONMENT)
+        if name and not settings.env_name and name not in known:
+            raise DataError(f"{unknown_environment(name, known)}, as env_name")
+        return name
+
+    def encode(tokenizer: Any, example: Example, settings: DatasetConfig) -> list[Text]:
+        # imports transformers, which takes a second
+        from rl_algos.data.prompts import EncodePrompt
+
+        # a row may not name a file, as data must not choose code
+        name = settings.env_name or (example.environment if example.environment in known else "")
+        if name not in tools:
+            tools[name] = tools_by_environment(config, [name]).get(name, ()) if name else ()
+        offered = {name: tools[name]} if tools[name] else {}
+        tokens = EncodePrompt(tokenizer, offered, settings.env_name)(example)
+        return [Text("prompt", tokens, np.zeros(len(tokens), dtype=np.uint8))]
+
+    return RowReader(encode, limit, key, check=check, environment=environment)
 
 
 def tools_by_environment(

@@ -8,12 +8,13 @@ from typing import Any
 
 from rl_algos.data.config import DataConfig
 from rl_algos.data.examples import Dataset, Datasets, load_datasets
+from rl_algos.data.faults import with_section
 from rl_algos.evaluation.config import EvaluationConfig, TaskConfig
 from rl_algos.evaluation.summary import Scoring, powers_of_two
-from rl_algos.evaluation.tasks import task_named
+from rl_algos.evaluation.tasks import task_of
 from rl_algos.rollouts.config import RolloutConfig
+from rl_algos.rollouts.data import AnswerCheck, tools_by_environment
 from rl_algos.rollouts.data import attempts as attempts_on_data
-from rl_algos.rollouts.data import tools_by_environment
 from rl_algos.rollouts.evaluation_plan import EvaluationPlan, EvaluationTask
 from rl_algos.rollouts.programs import DEFAULT_PROGRAM
 from rl_algos.rollouts.setup import program_needs, validation_sampling
@@ -65,7 +66,8 @@ class RolloutEvaluation:
         self._config = config
         self._settings: EvaluationConfig = config.eval
         self._of_run = next((each for each in vars(config).values() if isinstance(each, RolloutConfig)), None)
-        tasks = [task_named(each) if isinstance(each, str) else each for each in self._settings.tasks]
+        of_run = getattr(config, "data", None)
+        tasks = [task_of(each, self._settings, of_run) for each in self._settings.tasks]
         repeated = sorted({task.name for task in tasks if [each.name for each in tasks].count(task.name) > 1})
         if repeated:
             raise ConfigError(f"eval.tasks: {', '.join(repeated)} is given more than once; give each task its own name")
@@ -123,12 +125,24 @@ class RolloutEvaluation:
         data = DataConfig(
             train=task.dataset, validation=task.dataset, num_workers=of_run.num_workers if of_run is not None else 0
         )
-        datasets = [dataset.answered() for dataset in load_datasets(data, "validation")]
+        is_file = task not in self._settings.tasks and task.dataset.data_path is not None
+        keys = "eval.default" if is_file else "dataset"
+        try:
+            loaded = load_datasets(data, "validation", check=AnswerCheck(self._config.env))
+        except DataError as error:
+            raise DataError(with_section(str(error), keys)) from None
+        datasets = [dataset.answered() for dataset in loaded]
         known = sorted(type(self._config.env).model_fields)
         for dataset in datasets:
             given = dataset.settings.env_name
             if given is not None and (problem := problem_with(given, self._config.env)):
                 raise ConfigError(f"eval.tasks: {task.name}: {problem}")
+            if not given and "" in dataset.named:
+                raise DataError(
+                    f"{dataset.place(dataset.named[''])}: the row names no environment to score it; set "
+                    f"{keys}.env_name to an installed environment (rl env list) or to a reward of your own "
+                    "(file.py:function)"
+                )
             for found, row_id in dataset.environments().items():
                 # a row may not name a file, as data must not choose code
                 if not given and found not in known:

@@ -63,6 +63,7 @@ def rollout_algorithm(
         attempts="rl_algos.rollouts.data:attempts",
         prepare="rl_algos.rollouts.data:prepare",
         inputs="rl_algos.rollouts.inputs:input_problems",
+        preview="rl_algos.rollouts.data:reader",
         run=run,
         generates=True,
         models=models,

@@ -9,20 +9,22 @@ from typing import Any
 
 import numpy as np
 
-from rl_algos.data.config import DataConfig
+from rl_algos.data.config import DataConfig, DatasetConfig
 from rl_algos.data.example import Example
 from rl_algos.data.examples import Dataset, Datasets
 from rl_algos.data.flow import FlowStream
 from rl_algos.data.messages import conversation
+from rl_algos.data.preview import RowReader, Text
 from rl_algos.data.prompts import weights_of
 from rl_algos.data.streamed import flow_stream
 from rl_algos.sft.config import LearnedTurns, SFTRoot
 from rl_algos.sft.conversation import encode_conversation
 from rl_algos.special_tokens import warn_of_special_tokens
-from rl_algos.supervised.data import SupervisedData, longest_row, supervised_data
+from rl_algos.supervised.data import SupervisedData, longest_row, row_limit, supervised_data
 from rl_algos.tokenizer import require_chat_template
 from rl_core.batch import TOKENS, Batch
 from rl_core.errors import DataError
+from rl_core.model_config import ModelConfig
 from rl_core.ragged import Ragged
 
 _log = logging.getLogger(__name__)
@@ -68,7 +70,7 @@ def prepare(config: SFTRoot, tokenizer: Any, datasets: Datasets) -> SupervisedDa
         return flow_stream(
             streamed,
             data,
-            _EncodeExample(tokenizer, sft.learn),
+            EncodeExample(tokenizer, sft.learn),
             _training_row,
             length=lambda encoded: len(encoded[0]),
             limit=limit,
@@ -79,6 +81,20 @@ def prepare(config: SFTRoot, tokenizer: Any, datasets: Datasets) -> SupervisedDa
 
     size_of = _num_learned if sft.mix_by == "tokens" else None
     return supervised_data(sft, data, policy, datasets, rows_of, size_of=size_of, flow_of=flow_of)
+
+
+def reader(config: SFTRoot) -> RowReader:
+    """How a run reads its rows, to look at them."""
+    return conversation_reader(config.data, config.policy, config.sft.learn)
+
+
+def conversation_reader(data: DataConfig, policy: ModelConfig, learn: LearnedTurns) -> RowReader:
+    """How conversations to learn from are read."""
+
+    def encode(tokenizer: Any, example: Example, _settings: DatasetConfig) -> list[Text]:
+        return [Text("", *EncodeExample(tokenizer, learn)(example))]
+
+    return RowReader(encode, *row_limit(data, policy))
 
 
 def to_batch(rows: Sequence[TrainingRow]) -> Batch:
@@ -92,7 +108,14 @@ def to_batch(rows: Sequence[TrainingRow]) -> Batch:
 
 
 @dataclass(frozen=True)
-class _EncodeExample:
+class EncodeExample:
+    """Encodes the conversation of an example with its answer, as `encode_conversation` does.
+
+    Args:
+        tokenizer: Tokenizer as `rl_algos.tokenizer.load_tokenizer` returns it.
+        learn: As of `encode_conversation`.
+    """
+
     tokenizer: Any
     learn: LearnedTurns
 
@@ -120,7 +143,7 @@ def training_rows(
 ) -> Sequence[TrainingRow]:
     """The rows of a dataset of at most `limit` tokens; raises as `prepare`."""
     warn_of_special_tokens(dataset.name, dataset.conversations(), tokenizer)
-    encoded = dataset.encode(_EncodeExample(tokenizer, learn), config.num_workers)
+    encoded = dataset.encode(EncodeExample(tokenizer, learn), config.num_workers)
     kept = dataset.within_limit(
         encoded, (len(tokens) for tokens, _ in encoded.values_in_order), limit, overlong=config.overlong
     )

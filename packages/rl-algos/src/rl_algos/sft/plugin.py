@@ -35,6 +35,7 @@ PLUGIN = supervised_algorithm(
     "sft",
     sections={"sft": SFTConfig},
     prepare="rl_algos.sft.data:prepare",
+    preview="rl_algos.sft.data:reader",
     run="rl_algos.sft.loop:run",
     models=models,
     validation_metrics=validation_metrics,

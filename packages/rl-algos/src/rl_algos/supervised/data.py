@@ -106,6 +106,13 @@ def longest_row(data: DataConfig, policy: ModelConfig) -> int:
     return min(data.max_input_seq_length or limit, limit)
 
 
+def row_limit(data: DataConfig, policy: ModelConfig) -> tuple[int, str]:
+    """Return `longest_row`, and the key that sets it."""
+    limit = longest_row(data, policy)
+    is_own = data.max_input_seq_length is not None
+    return limit, "data.max_input_seq_length" if is_own else "policy.max_total_sequence_length"
+
+
 def _batches(rows: Sequence[T], size: int, most: int | None) -> Sequence[Sequence[T]]:
     count = -(-len(rows) // size)
     return Lazily(count if most is None else min(count, most), lambda index: rows[index * size : (index + 1) * size])

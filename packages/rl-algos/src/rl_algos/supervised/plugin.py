@@ -23,6 +23,7 @@ def supervised_algorithm(
     validation_metrics: Callable[[Any], Iterable[str] | None],
     training_defaults: TrainingDefaults,
     load: str = "rl_algos.data.examples:load",
+    preview: str = "",
     model_sections: tuple[str, ...] | Callable[[SectionNames], tuple[str, ...]] = ("policy",),
     further: Callable[[Any], tuple[Requirement, ...]] = nothing_further,
     checks: tuple[Callable[[Any], Iterable[Problem]], ...] = (),
@@ -32,7 +33,7 @@ def supervised_algorithm(
     Args:
         sections: of the config, beside `data`; the first extends `rl_algos.supervised.config.SupervisedConfig`.
         training_defaults: of the policy, the only model that trains.
-        prepare, run, models, validation_metrics, load, model_sections, further: as of `AlgorithmPlugin`.
+        prepare, run, models, validation_metrics, load, preview, model_sections, further: as of `AlgorithmPlugin`.
         checks: beside those of validation, environments and lengths.
     """
     key = next(iter(sections))
@@ -46,6 +47,7 @@ def supervised_algorithm(
         load=load,
         prepare=prepare,
         inputs="rl_algos.data.inputs:input_problems",
+        preview=preview,
         run=run,
         generates=False,
         models=models,

@@ -96,6 +96,13 @@ class Key:
             return None
         return self.field.get_default(call_default_factory=True, validated_data={})
 
+    @property
+    def is_empty_at_null(self) -> bool:
+        """Whether null means its default: it takes a list or a mapping and no null, and its default is empty."""
+        kinds = [get_origin(kind) or kind for kind in self.kinds]
+        takes_several = any(kind in (*_LISTS, *_MAPPINGS) for kind in kinds)
+        return takes_several and types.NoneType not in kinds and not self.required and self.default in ([], {})
+
     def section(self, value: Any) -> type[Config] | None:
         """The section type that `value` is read as: of several, the one with its fixed values and keys."""
         sections = [kind for kind in self.kinds if is_section(kind)]

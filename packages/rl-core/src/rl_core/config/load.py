@@ -101,7 +101,7 @@ def load(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = (), 
         source: a recipe name, a YAML file, or plain nested values, which may have `defaults:` as well.
         overrides: `key.path=value` with the value as in YAML; text needs no quotes. `key=null` clears,
             `data.train[0].split=x` changes a list entry. `data.train.data_path=x` replaces a dataset that is given by
-            `dataset_name`, with its settings, and the other way round.
+            `dataset_name`, with its settings, and the other way round; another `dataset_name` replaces its `settings`.
         search: the places that hold recipes.
 
     Raises:
@@ -139,7 +139,8 @@ def _with_overrides(entry: Entry, overrides: Sequence[str]) -> Entry:
 
 def _without_replaced_dataset(entry: Entry, path: KeyPath, value: Entry) -> Entry:
     """The tree without the dataset, or the list of datasets, that an override replaces by one of the other kind: a file
-    for a name or a name for a file. Its settings belong to it, as in a file that names another dataset.
+    for a name or a name for a file. Its settings belong to it, as in a file that names another dataset. Another name
+    replaces only the name and `settings`.
     """
     *above, key = path
     section = entry.get(tuple(above))
@@ -147,8 +148,12 @@ def _without_replaced_dataset(entry: Entry, path: KeyPath, value: Entry) -> Entr
         return entry
     several = section.value if isinstance(section.value, list) else [section]
     named = [_dataset_keys(each) for each in several]
-    if not all(named) or (not isinstance(section.value, list) and key in named[0]):
+    if not all(named):
         return entry
+    if not isinstance(section.value, list) and key in named[0]:
+        is_other = key == "dataset_name" and section.value[key].value != value.value
+        kept = {name: item for name, item in section.value.items() if name != "settings"}
+        return entry.with_entry(tuple(above), Entry(kept, section.origin)) if is_other else entry
     return entry.with_entry(tuple(above), Entry({}, value.origin))
 
 

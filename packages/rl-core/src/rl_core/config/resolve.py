@@ -189,9 +189,12 @@ def _over_defaults(key: Key, written: Any, default: Any) -> tuple[Any, Any]:
 
 
 def _read(key: Key | None, value: Any) -> Any:
-    """A scalar as its key reads it: unquoted text if the key takes text, a number or truth value if it takes one."""
+    """A scalar as its key reads it: unquoted text if the key takes text, a number or truth value if it takes one; an
+    empty list or mapping for null if that is its default and it does not take null."""
     if isinstance(value, Unset):
         return None
+    if value is None and key is not None and key.is_empty_at_null:
+        return key.default
     if not isinstance(value, Unquoted):
         return value
     kinds = key.kinds if key is not None else [Any]

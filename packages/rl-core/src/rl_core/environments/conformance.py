@@ -224,7 +224,10 @@ class _Process:
 
 
 _REMEDIES: Mapping[Fault, str] = {
-    "signature": "name parameters as fields of the row are named, or give them defaults",
+    "signature": (
+        "name parameters as fields of the row are named, map columns with data.train.columns={PARAMETER: COLUMN}, or "
+        "give parameters defaults"
+    ),
     "raised": "return a reward for every response, such as 0.0 for one that cannot be read",
     "process": "catch what ends the process, or raise memory_limit_gib",
     "deadline": "make the call faster, or raise deadline_s",

@@ -158,6 +158,18 @@ def row_check_of(instance: EnvironmentInstance) -> Callable[[Mapping[str, Any]],
     return partial(_checked, resolve(found.row_check), instance.config) if found.row_check else None
 
 
+def machine_check_of(instance: EnvironmentInstance) -> Callable[[], str] | None:
+    """Return the check of this machine that an environment has; None if it has none.
+
+    The check returns why the environment cannot run here, and what to do; an empty string if it can.
+    """
+    kind = instance.config.type or instance.name
+    if ":" in kind or (isinstance(instance.environment, RewardSum) and instance.environment.environment is None):
+        return None
+    found: EnvironmentPlugin = plugin(ENVIRONMENTS, kind)
+    return partial(resolve(found.machine_check), instance.config) if found.machine_check else None
+
+
 def _checked(check: Callable[[Mapping[str, Any], Config], None], config: Config, info: Mapping[str, Any]) -> None:
     check(info, config)
 

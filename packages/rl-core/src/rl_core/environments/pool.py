@@ -207,7 +207,8 @@ class EnvironmentPool:
         self._leases.renew(client)
 
     async def health(self) -> Mapping[str, Any]:
-        """Numbers worth logging: processes alive, restarts so far, conversations known and queued.
+        """Numbers worth logging: processes alive, restarts so far with the reason of the last one, conversations known
+        and queued.
 
         Raises:
             WorkerError, WorkerDied: if the environment could not be built when last tried.
@@ -215,10 +216,12 @@ class EnvironmentPool:
         for worker in self._workers:
             if worker.broken is not None:
                 raise worker.broken
+        last = max(self._workers, key=lambda worker: worker.restarted_at)
         return {
             "num_workers": len(self._workers),
             "num_alive": sum(worker.alive for worker in self._workers),
             "num_restarts": sum(worker.num_restarts for worker in self._workers),
+            "restart_reason": last.restart_reason,
             "num_conversations": len(self._homes),
             "num_queued": len(self._backlog) + sum(worker.num_queued for worker in self._workers),
         }

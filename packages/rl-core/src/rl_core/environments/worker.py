@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -47,6 +48,7 @@ class Worker:
         self._starting = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
         self.num_restarts = 0
+        self.restarted_at, self.restart_reason = -math.inf, ""
         self.broken: RLError | None = None
 
     @property
@@ -248,6 +250,7 @@ class Worker:
         """End a process that hangs or is dead, and its states but those being stepped; the next call starts another."""
         await self._end(process)
         self.num_restarts += 1
+        self.restarted_at, self.restart_reason = time.monotonic(), reason
         lost = {id: home for id, home in self._stateful.items() if id not in spare}
         for home in lost.values():
             home.lost = f"state lost with its environment's process: {reason}"

@@ -8,6 +8,7 @@ PLUGIN = EnvironmentPlugin(
     config=CodeConfig,
     environment="rl_envs.code.environment:CodeEnvironment",
     row_check="rl_envs.code.row_check:check",
+    machine_check="rl_envs.code.machine_check:check",
     requirement=Requirement("rl-envs"),
 )
 

@@ -60,6 +60,18 @@ def open_sandbox(config: SandboxConfig) -> Runner:
     return Sandbox(config.isolation, limits=config.limits, python_path=config.python_path)
 
 
+def machine_problem(config: SandboxConfig) -> str:
+    """Return why programs cannot be contained on this machine, and what to do; an empty string if they can.
+
+    A sandbox is opened, in which a program tries to get out.
+    """
+    try:
+        with Sandbox(config.isolation, python_path=config.python_path):
+            return ""
+    except SandboxUnavailable as error:
+        return str(error)
+
+
 class Sandbox:
     """Runs programs on this machine, each in a process of its own that is forked from a clean Python.
 

@@ -9,4 +9,5 @@ PLUGIN = EnvironmentPlugin(
     environment="rl_envs.text_tools.environment:TextToolsEnvironment",
     requirement=Requirement("rl-envs"),
     tools="rl_envs.text_tools.schemas:tools_of",
+    machine_check="rl_envs.text_tools.machine_check:check",
 )

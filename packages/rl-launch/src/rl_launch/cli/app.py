@@ -11,6 +11,7 @@ import typer
 from rl_launch.cli import (
     catalog_commands,
     config_commands,
+    data_commands,
     doctor_commands,
     environment_commands,
     evaluation_commands,
@@ -32,6 +33,7 @@ app.add_typer(config_commands.app, name="config", help="Inspect configs without 
 catalog_commands.environments.command("run")(environment_commands.run)
 catalog_commands.environments.command("check")(environment_commands.check)
 app.add_typer(catalog_commands.environments, name="env", help="Environments, which score completions.")
+catalog_commands.data.command("show")(data_commands.show)
 app.add_typer(catalog_commands.data, name="data", help="Datasets, which provide prompts and conversations.")
 app.command("recipes")(catalog_commands.recipes)
 app.command("init")(catalog_commands.init)

@@ -17,6 +17,18 @@ def complete_recipe(incomplete: str) -> list[str]:
     return _beginning(recipe_names(), incomplete)
 
 
+def complete_rows(incomplete: str) -> list[str]:
+    """Recipes and datasets that begin with this text; the shell adds files itself."""
+    return [*complete_recipe(incomplete), *complete_dataset(incomplete)]
+
+
+def complete_algorithm(incomplete: str) -> list[str]:
+    """Installed algorithms that begin with this text."""
+    from rl_core.plugins import ALGORITHMS, names
+
+    return _beginning(names(ALGORITHMS), incomplete)
+
+
 def complete_environment(incomplete: str) -> list[str]:
     """Installed environments that begin with this text."""
     from rl_core.plugins import ENVIRONMENTS, names

@@ -63,11 +63,18 @@ def explain(
 ) -> None:
     """Explain a key: its meaning, allowed values and default; for a recipe, also its value and where that was set.
 
-    A name that is not a key is searched for among the names and descriptions of all keys.
+    A name that is not a key is searched for among the names and descriptions of all keys, and a key of NeMo RL, TRL,
+    verl, OpenRLHF or prime-rl is answered with what it is here.
     """
     with reported():
         from rl_core.errors import ConfigError
-        from rl_launch.commands.explain import explain_anywhere, explain_in, names_config
+        from rl_launch.commands.explain import (
+            explain_anywhere,
+            explain_destinations,
+            explain_in,
+            foreign_meanings,
+            names_config,
+        )
         from rl_launch.commands.key_search import search
 
         overrides = [word for word in words or () if "=" in word]
@@ -89,9 +96,17 @@ def explain(
             sys.stdout.write("\n".join(map(explanation_text.explained, found)))
         except ConfigError:
             result = search(key, source, overrides) if key and "." not in key else None
-            if result is None or not result.best:
+            is_own = result is not None and any(each.is_named(key) for each in result.best)
+            elsewhere = [] if searches or not key or is_own else foreign_meanings(key, source)
+            for meaning in elsewhere:
+                sys.stdout.write(f"{meaning.text}\n")
+            if result is not None and result.best:
+                sys.stdout.write(explanation_text.found_keys(key, result))
+            elif elsewhere:
+                for each in explain_destinations(elsewhere):
+                    sys.stdout.write(f"\n{explanation_text.explained(each)}")
+            else:
                 raise
-            sys.stdout.write(explanation_text.found_keys(key, result))
         if problems:
             sys.stderr.write(f"note: rl train would refuse this config: {problems}\n")
 

@@ -42,8 +42,9 @@ def evaluate(
         str,
         typer.Option(
             "--tasks",
-            metavar="NAME,...",
-            help="Tasks to score, such as gsm8k,reasoning_gym/chain_sum (default: the run's validation data).",
+            metavar="NAME|FILE,...",
+            help="Tasks to score, such as gsm8k,reasoning_gym/chain_sum, and files of data, such as problems.jsonl or "
+            "NAME=problems.jsonl (default: the run's validation data).",
             autocompletion=complete_tasks,
         ),
     ] = "",
@@ -56,7 +57,10 @@ def evaluate(
     """Score a model on tasks, or on a run's validation data, without training it.
 
     The results are in run_dir (default: a new folder below runs): eval.json, rollouts.jsonl and logs. An evaluation
-    that was ended goes on with rl eval DIR. All keys of eval: rl config explain RECIPE eval.
+    that was ended continues with rl eval DIR. All keys of eval: rl config explain RECIPE eval.
+
+    Rows of a file are scored by the environment that they name, that of the run, or eval.default.env_name:
+    rl eval MODEL --tasks problems.jsonl eval.default.env_name=math eval.num_samples=4 eval.temperature=0.8
 
     With --json: {"schema": 1, "mean_reward", "num_prompts", "num_rollouts", "num_failed", "path", "tasks": {TASK:
     {"estimates": {"mean": {"value", "low", "high"}, "pass@K": ..., "cons@K": ...}, "num_truncated", ...}},

@@ -13,11 +13,13 @@ from typing import Any
 from rl_algos.data.config import DataConfig
 from rl_algos.data.example import info_of
 from rl_algos.data.examples import load_datasets
+from rl_algos.data.faults import with_section
+from rl_algos.rollouts.data import AnswerCheck
 from rl_core.config import Config, assemble, load, resolve
 from rl_core.devices import CPU
 from rl_core.environments.instance import EnvironmentInstance, instance_of, problem_with, tools_of, unknown_environment
 from rl_core.environments.trial import Attempt, answer_forms, attempts_on
-from rl_core.errors import ConfigError
+from rl_core.errors import ConfigError, DataError
 from rl_core.plugins import DATASETS, ENVIRONMENTS
 from rl_core.rollout import Message
 from rl_launch.backends import installed
@@ -110,7 +112,7 @@ def environment_of(name: str, overrides: Sequence[str], data: GivenData) -> Give
         tools = tools_of(instance)
     except (ValueError, ImportError) as error:
         raise ConfigError(str(error)) from error
-    return GivenEnvironment(instance, tools, _rows(config.data) if source else [_row(name, data)])
+    return GivenEnvironment(instance, tools, _rows(config) if source else [_row(name, data)])
 
 
 def _check_name(name: str) -> None:
@@ -141,8 +143,12 @@ def _check_requirement(instance: EnvironmentInstance) -> None:
         raise ConfigError(f"environment {instance.label} cannot be used here: {'; '.join(problems)}")
 
 
-def _rows(data: DataConfig) -> list[GivenRow]:
-    [dataset] = load_datasets(data, "train")
+def _rows(config: Any) -> list[GivenRow]:
+    """The first rows, once a run would take all of them."""
+    try:
+        [dataset] = load_datasets(config.data, "train", check=AnswerCheck(config.env))
+    except DataError as error:
+        raise DataError(with_section(str(error), "data.train")) from None
     found = []
     for row_id in islice(dataset.examples, MOST_ROWS):
         example = dataset.examples[row_id]

@@ -22,9 +22,10 @@ from rl_core.config import (
     values_of,
 )
 from rl_core.errors import ConfigError
-from rl_core.plugins import ALGORITHMS, DATASETS, DatasetPlugin, DatasetTask
+from rl_core.plugins import ALGORITHMS, DATASETS, DatasetPlugin, DatasetTask, names
 from rl_launch.backends import installed
 from rl_launch.commands.catalog import chosen, tasks_of
+from rl_launch.foreign_keys.meanings import Meaning, meanings
 from rl_launch.recipes import recipe_names
 from rl_launch.root import read_config, read_raw, root_type, type_of
 
@@ -79,6 +80,29 @@ def explain_anywhere(key: str) -> list[Explained]:
         _merged([explanation for explanation, _ in alike], [name for _, (name,) in alike], len(roots))
         for alike in _grouped(found, lambda each: _identity(each[0]))
     ]
+
+
+def foreign_meanings(key: str, source: str = "") -> list[Meaning]:
+    """Return what a key of another system is here; none if no other system has it.
+
+    Args:
+        key: Dotted key, or its last name.
+        source: A recipe, a YAML file or a run directory, whose algorithm is meant; empty for any.
+    """
+    algorithm = key.partition(".")[0] if key.partition(".")[0] in names(ALGORITHMS) else ""
+    if source:
+        with suppress(ConfigError):
+            algorithm = str(read_raw(source).select("algorithm", algorithm))
+    return meanings(key, algorithm)
+
+
+def explain_destinations(found: Sequence[Meaning]) -> list[Explained]:
+    """Return explanations of the keys that keys of other systems are here."""
+    explained = []
+    for key in dict.fromkeys(meaning.key for meaning in found if meaning.key):
+        with suppress(ConfigError):
+            explained += explain_anywhere(key)
+    return explained
 
 
 def roots_of_all() -> dict[str, type[Config]]:
@@ -201,8 +225,8 @@ def _of_tasks(plugin: DatasetPlugin, rest: str, task: str | None) -> Iterator[Ex
     if not tasks or plugin.settings is None or head not in ("task", "config"):
         return
     if head == "task":
-        names = ", ".join(list(tasks)[:_MOST_NAMED])
-        allowed = f"one of {len(tasks)} tasks, such as {names}; rl data list {plugin.name} lists them"
+        some = ", ".join(list(tasks)[:_MOST_NAMED])
+        allowed = f"one of {len(tasks)} tasks, such as {some}; rl data list {plugin.name} lists them"
         yield Explained(replace(explain(plugin.settings, "task"), type=allowed))
         return
     if task is not None:
@@ -224,10 +248,10 @@ def _task_settings(dataset: str, tasks: Iterable[DatasetTask], setting: str) -> 
             alike.setdefault(task.settings[setting], []).append(task.name)
     if not alike:
         raise ConfigError(f"no task of {dataset} has a setting {setting!r}{did_you_mean(setting, known)}")
-    for (kind, default), names in alike.items():
-        more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    for (kind, default), having in alike.items():
+        more = f" and {len(having) - _MOST_NAMED} more" if len(having) > _MOST_NAMED else ""
         explanation = _setting(setting, kind, default)
-        yield Explained(explanation, f", task: {' or '.join(names[:_MOST_NAMED])}{more}")
+        yield Explained(explanation, f", task: {' or '.join(having[:_MOST_NAMED])}{more}")
 
 
 def _settings(task: DatasetTask) -> list[Explanation]:

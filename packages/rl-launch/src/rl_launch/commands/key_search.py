@@ -30,6 +30,10 @@ class FoundKey:
     condition: str = ""
     also: tuple[str, ...] = ()
 
+    def is_named(self, name: str) -> bool:
+        """Return whether this is the last name of the key."""
+        return _leaf(self.explanation) == name
+
 
 @dataclass(frozen=True)
 class Search:

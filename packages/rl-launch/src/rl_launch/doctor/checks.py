@@ -267,19 +267,13 @@ def _room(name: str, space: Space, *, least: float, ample: float, remedy: str) -
     return Finding(name, "ok", free)
 
 
-def sandbox(machine: Machine, needs: Needs) -> Iterator[Finding]:
-    """bubblewrap, for environments that execute code written by a model."""
-    name, tool = "bubblewrap", machine.sandbox
-    if tool is None:
-        remedy = "Install the package bubblewrap to execute code written by a model."
-        yield Finding(name, "warning", "not installed; only environments that execute code need it", remedy)
-        return
-    problem = machine.sandbox_problem()
-    if problem:
-        remedy = "Allow unprivileged user namespaces to execute code written by a model."
-        yield Finding(name, "warning", f"{tool.version}, but it does not work here: {problem}", remedy)
-    else:
-        yield Finding(name, "ok", f"{tool.version} ({tool.path})")
+def scoring(machine: Machine, needs: Needs) -> Iterator[Finding]:
+    """Environments that need something of the machine, such as a sandbox for programs that a model writes."""
+    for environment in needs.environments:
+        problem = machine.environment_problem(environment)
+        if problem is not None:
+            name = f"environment {environment.label}"
+            yield Finding(name, "missing", problem) if problem else Finding(name, "ok", "it can run on this machine")
 
 
 def open_files(machine: Machine, needs: Needs) -> Iterator[Finding]:
@@ -334,6 +328,6 @@ CHECKS = (
     Check("memory", memory),
     Check("cores", cores),
     Check("open files", open_files),
-    Check("bubblewrap", sandbox),
+    Check("environments", scoring),
 )
 """The checks of `rl doctor`, in its order."""

@@ -6,7 +6,6 @@ import importlib.metadata
 import os
 import platform
 import resource
-import shutil
 import socket
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from pathlib import Path
 
 import psutil
 
+from rl_core.environments.instance import EnvironmentInstance, machine_check_of
 from rl_launch.cluster.local_gpus import local_gpus
 from rl_launch.cluster.ray_address import is_answered
 from rl_launch.cluster.ray_folder import ray_folder
@@ -172,18 +172,11 @@ class Machine:
             listening = [opened.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
             opened.enter_context(socket.create_connection(listening[-1].getsockname(), timeout=_TIMEOUT_S))
 
-    @cached_property
-    def sandbox(self) -> Tool | None:
-        """bubblewrap, if it is installed."""
-        path = shutil.which("bwrap")
-        return Tool(path, _said(path, "--version").removeprefix("bubblewrap ")) if path else None
-
-    def sandbox_problem(self) -> str:
-        """The reason that bubblewrap cannot start a program in namespaces of its own; empty if it can."""
-        assert self.sandbox is not None
-        command = [self.sandbox.path, "--unshare-all", "--die-with-parent", "--ro-bind", "/", "/", "true"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
-        return (done.stderr.strip() or f"it ended with exit code {done.returncode}") if done.returncode else ""
+    def environment_problem(self, environment: EnvironmentInstance) -> str | None:
+        """Return why an environment cannot run here, and what to do; an empty string if it can, None if it needs
+        nothing of the machine."""
+        check = machine_check_of(environment)
+        return None if check is None else check()
 
     @property
     def open_files(self) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from rl_core.config import Problem, RawConfig
 from rl_core.devices import CPU, CUDA, Device, device_named
-from rl_core.environments.instance import instance_of
+from rl_core.environments.instance import EnvironmentInstance, instance_of
 from rl_launch.backends import backends_of
 from rl_launch.cluster.device import AUTO
 from rl_launch.inputs import input_problems
@@ -31,6 +31,7 @@ class Needs:
         workers: environments of its workers by role.
         runs: folder of its runs.
         unreadable: problems of the models, files, folders and names that it reads.
+        environments: environments that score its completions, as far as the config names them.
     """
 
     recipe: str
@@ -41,6 +42,7 @@ class Needs:
     workers: Mapping[str, WorkerEnvSpec]
     runs: Path
     unreadable: tuple[Problem, ...] = ()
+    environments: tuple[EnvironmentInstance, ...] = ()
 
 
 def needs_of(recipe: str, overrides: Sequence[str], *, num_gpus: int) -> Needs:
@@ -58,7 +60,7 @@ def needs_of(recipe: str, overrides: Sequence[str], *, num_gpus: int) -> Needs:
     config: Any = resolved.config
     cluster = config.cluster
     device = device_named(cluster.device) if cluster.device != AUTO else CUDA if num_gpus else CPU
-    environments = [instance_of(config.env, name) for name in set(_environments(resolved.raw))]
+    environments = [instance_of(config.env, name) for name in dict.fromkeys(_environments(resolved.raw))]
     return Needs(
         recipe=Path(recipe).stem,
         device=device,
@@ -68,6 +70,7 @@ def needs_of(recipe: str, overrides: Sequence[str], *, num_gpus: int) -> Needs:
         workers=role_specs(backends_of(config), environments, device),
         runs=Path(config.run_dir).expanduser().parent if config.run_dir else Path("runs"),
         unreadable=tuple(input_problems(config)),
+        environments=tuple(environments),
     )
 
 

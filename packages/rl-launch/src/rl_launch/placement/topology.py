@@ -71,6 +71,7 @@ class Topology:
         shared: devices of all that have none of their own.
         own: devices of the others, by name.
         device: the kind of all devices.
+        num_nodes: number of all nodes.
         weight_sync: `policy.generation.weight_sync`.
         weight_sync_encoding: `policy.generation.weight_sync_encoding`.
         replica_bounds: bounds of the number of replicas.
@@ -80,6 +81,7 @@ class Topology:
     shared: Devices
     own: Mapping[str, Devices]
     device: Device
+    num_nodes: int
     weight_sync: WeightSyncChoice = "auto"
     weight_sync_encoding: WeightSyncEncoding = "full"
     replica_bounds: ReplicaBounds = ReplicaBounds()
@@ -168,7 +170,7 @@ def plan(
     else:
         shared = Devices(num_nodes - sum(found.num_nodes for found in own.values()), ranks_per_node)
     by_name = {claim.name: claim for claim in claims}
-    return Topology(by_name, shared, own, device, weight_sync, weight_sync_encoding, replica_bounds)
+    return Topology(by_name, shared, own, device, num_nodes, weight_sync, weight_sync_encoding, replica_bounds)
 
 
 def colocated_problems(claims: Sequence[Claim]) -> Iterator[Problem]:
@@ -235,15 +237,28 @@ def replica_bound_problems(topology: Topology) -> Iterator[Problem]:
         yield Problem(f"{key}.max_replicas", f"got {bounds.most}, but {start}; raise it, or give generation fewer")
 
 
+def _takes_all(name: str, claim: Claim, ranks: int, sharing: str, ranks_key: str) -> str:
+    """The problem of a claim on the only node that does not say how many devices it takes."""
+    key = f"{claim.key}.colocated.resources.gpus_per_node"
+    raised = f"{ranks_key}=2 and " if ranks == 1 else ""
+    return (
+        f"is unset, so with {claim.key}.colocated.enabled=false {name} takes all {ranks} of {ranks_key}, which leaves "
+        f"no device for {sharing}; set {raised}{key}={max(1, ranks // 2)}"
+    )
+
+
 def topology_problems(topology: Topology) -> Iterator[Problem]:
     """Find devices that are too few, or that parallel sizes do not divide."""
     ranks_key = topology.device.ranks_key
     if topology.sharing and (topology.shared.num_nodes < 1 or topology.shared.ranks < 1):
         for name in topology.own:
-            yield Problem(
-                f"{topology.claims[name].key}.colocated.resources.gpus_per_node",
-                f"leaves no device for {' and '.join(topology.sharing)}; give {name} fewer, or raise {ranks_key}",
-            )
+            claim, sharing = topology.claims[name], " and ".join(topology.sharing)
+            key = f"{claim.key}.colocated.resources.gpus_per_node"
+            if topology.num_nodes > 1 or claim.colocated.resources.gpus_per_node:
+                says = f"leaves no device for {sharing}; give {name} fewer, or raise {ranks_key}"
+            else:
+                says = _takes_all(name, claim, topology.own[name].ranks, sharing, ranks_key)
+            yield Problem(key, says)
         return
     for name, claim in topology.claims.items():
         count = topology.devices(name).count

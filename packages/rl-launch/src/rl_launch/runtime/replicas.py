@@ -25,6 +25,7 @@ from rl_launch.backends import GenerationBackend
 from rl_launch.cluster.start_wait import gather_start
 from rl_launch.cluster.virtual_cluster import Bundle, VirtualCluster
 from rl_launch.placement.topology import GENERATION, Topology
+from rl_launch.runtime.environment_watch import EnvironmentWatch
 from rl_launch.runtime.model_group import StartTimeouts
 from rl_launch.runtime.processes import Processes
 from rl_launch.runtime.replica import Replica
@@ -77,6 +78,8 @@ class Replicas:
         self._stack = stack
         self._bundles: list[Bundle] = []
         self._environments: dict[str, RemoteEnvironment] = {}
+        self._environment_actors: dict[str, ActorHandle] = {}
+        self._environment_logs: dict[str, str] = {}
         self._devices: dict[Replica, Bundle] = {}
         self._nodes: dict[Replica, str] = {}
 
@@ -172,6 +175,10 @@ class Replicas:
         if node not in self._nodes.values():
             self._processes.leave(node, self._roles)
 
+    def environment_watch(self) -> EnvironmentWatch:
+        """Return the watch over the processes of the environments that have been started."""
+        return EnvironmentWatch(self._environment_actors, self._environment_logs)
+
     @property
     def _roles(self) -> list[str]:
         """Roles of the workers on a node that generates."""
@@ -235,9 +242,10 @@ class Replicas:
 
     def _environment(self, name: str, node: str) -> RemoteEnvironment:
         instance = instance_of(self._settings, name)
+        log = f"{self._logs}/environment-{_file_name(instance.label)}.log"
         actor = self._cluster.start_restarting_worker(
             self._processes.on(node, environment_role(name)),
-            f"{self._logs}/environment-{_file_name(instance.label)}.log",
+            log,
             f"environment {instance.label}",
             ENVIRONMENT_POOL,
             instance.environment,
@@ -248,6 +256,7 @@ class Replicas:
         awaited = f"environment {instance.label}"
         gather_start([actor.call.remote("health")], [origin], self._timeouts.process, awaited)
         self._stack.callback(partial(_close_environment, actor, origin))
+        self._environment_actors[instance.label], self._environment_logs[instance.label] = actor, log
         return RemoteEnvironment(actor, name=instance.label)
 
 

@@ -15,6 +15,7 @@ from rl_core.ray.rows import refs_of, stored_groups
 from rl_core.rollout import GroupReport, RolloutGroup
 from rl_launch.placement.residency import Residency
 from rl_launch.runtime.dispatch import Dispatch
+from rl_launch.runtime.environment_watch import EnvironmentWatch
 from rl_launch.runtime.recruits import Recruits
 from rl_launch.runtime.replica import FinishedCall, ProgressWatch, Replica
 from rl_launch.runtime.replica_group import ReplicaGroup
@@ -59,9 +60,11 @@ class RolloutPool:
         *,
         stall_timeout_s: float,
         recruits: Recruits | None = None,
+        environments: EnvironmentWatch | None = None,
     ) -> None:
         self._group = ReplicaGroup(replicas, residency, recruits)
         self._dispatch = Dispatch(replicas)
+        self._environments = environments
         self._stall_timeout_s = stall_timeout_s
         self._look_s = min(LOOK_S, stall_timeout_s / 4)
         self._watches: dict[Replica, ProgressWatch] = {}
@@ -89,6 +92,8 @@ class RolloutPool:
             self._begin()
             self._take_ended(self._look_s)
             self._look(self._dispatch.busy)
+            if self._environments is not None:
+                self._environments.look()
         return self._done.popleft()
 
     def adopt(self, update: WeightUpdate, *, in_flight: bool = False) -> None:
@@ -178,6 +183,8 @@ class RolloutPool:
 
     def close(self) -> None:
         """End all engines, then their processes."""
+        if self._environments is not None:
+            self._environments.finish()
         self._group.close()
 
     def _begin(self) -> None:

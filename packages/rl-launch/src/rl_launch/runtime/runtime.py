@@ -23,6 +23,7 @@ from rl_launch.cluster.virtual_cluster import VirtualCluster
 from rl_launch.local_models import model_folders
 from rl_launch.placement.residency import Residency
 from rl_launch.placement.topology import GENERATION, Topology
+from rl_launch.runtime.environment_watch import EnvironmentWatch
 from rl_launch.runtime.model_group import StartTimeouts
 from rl_launch.runtime.models import Models
 from rl_launch.runtime.processes import Processes
@@ -149,7 +150,9 @@ class Runtime:
         by_role = models.finish()
         residency = self._residency if takes_turns else None
         sync = self._weight_sync(by_role[POLICY], models, residency, vocabulary)
-        pool = self._pool(wait(), residency, self._recruits(replicas) if self.topology.is_elastic else None)
+        started = wait()
+        recruits = self._recruits(replicas) if self.topology.is_elastic else None
+        pool = self._pool(started, residency, replicas.environment_watch(), recruits)
         return Components(models=by_role, data=data, weights=sync, pool=pool)
 
     def models(self) -> Mapping[str, RemoteModel]:
@@ -166,7 +169,8 @@ class Runtime:
         replicas = self._new_replicas(needs)
         replicas.reserve()
         self._processes.prepare(replicas.roles(()))
-        return self._pool(replicas.begin_alone(awaits_weights=False)(), None)
+        started = replicas.begin_alone(awaits_weights=False)()
+        return self._pool(started, None, replicas.environment_watch())
 
     def _new_models(self) -> Models:
         return Models(
@@ -237,7 +241,11 @@ class Runtime:
         )
 
     def _pool(
-        self, replicas: list[Replica], residency: Residency | None, recruits: Recruits | None = None
+        self,
+        replicas: list[Replica],
+        residency: Residency | None,
+        environments: EnvironmentWatch,
+        recruits: Recruits | None = None,
     ) -> RolloutPool:
         assert self._backends.generation is not None, "rollouts need generation"
         self.rollout_pool = pool = RolloutPool(
@@ -245,6 +253,7 @@ class Runtime:
             residency,
             stall_timeout_s=self._backends.generation.config.stall_timeout_s,
             recruits=recruits,
+            environments=environments,
         )
         self._exit.callback(pool.close)
         return pool

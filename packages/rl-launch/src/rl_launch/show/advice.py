@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
+from rl_algos.evaluation.reasons import listed
 from rl_launch.session.balance import imbalance
 
 FEWEST_STEPS = 8
@@ -67,32 +68,36 @@ class Advice:
     remedy: str
 
 
-def advice(rows: Rows, timings: Mapping[str, float], config: Mapping[str, Any]) -> list[Advice]:
+def advice(
+    rows: Rows, timings: Mapping[str, float], config: Mapping[str, Any], failures: Mapping[str, int] | None = None
+) -> list[Advice]:
     """Findings of the rules, the most serious first.
 
     Args:
         rows: the metrics of every step.
         timings: seconds by phase, `step` for the whole.
         config: of the run, as nested plain values.
+        failures: number of failed rollouts by their reason, as far as records of them are kept.
     """
-    return [found for rule in _RULES for found in rule(rows, config)] + list(_slow(timings, config))
+    found = [each for rule in _RULES for each in rule(rows, config)]
+    return [*_failed(rows, config, failures or {}), *found, *_slow(timings, config)]
 
 
-def _failed(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
+def _failed(rows: Rows, config: Mapping[str, Any], failures: Mapping[str, int]) -> Iterator[Advice]:
     share = _share_of_rollouts("rollout/failed", rows, config)
+    steps = [row["step"] for row in rows if row.get("rollout/failed")]
+    if not steps:
+        return
     count = sum(_values("rollout/failed", rows))
-    if count and share <= FAILED:
-        yield Advice(
-            f"{count:.0f} rollouts failed",
-            "the reasons are listed with the samples of their step: rl show RUN --where status=failed --step N, and in "
-            "logs/environment-NAME.log",
-        )
-    if share > FAILED:
-        yield Advice(
-            f"{share:.0%} of the rollouts failed",
-            "the reasons are listed with the samples; env.NAME.deadline_s and env.NAME.memory_limit_gib bound an "
-            "environment, and logs/environment-NAME.log holds what it prints",
-        )
+    what = f"{share:.0%} of the rollouts" if share > FAILED else f"{count:.0f} rollouts"
+    where = f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps, the last of them {steps[-1]}"
+    reasons = f": {listed(failures)}" if failures else ""
+    bounds = "; env.NAME.deadline_s and env.NAME.memory_limit_gib bound an environment" if share > FAILED else ""
+    yield Advice(
+        f"{what} failed, in {where}{reasons}",
+        f"see them with rl show RUN --where status=failed --step {steps[-1]}, and what their environment printed in "
+        f"logs/environment-NAME.log{bounds}",
+    )
 
 
 def _skipped(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
@@ -252,7 +257,6 @@ def _overfit(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
 
 
 _RULES: tuple[Callable[[Rows, Mapping[str, Any]], Iterator[Advice]], ...] = (
-    _failed,
     _skipped,
     _mismatch,
     _waits,

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from math import isfinite
 from typing import Any
 
+from rl_algos.evaluation.reasons import reason_counts
 from rl_core.errors import RunDirectoryError
 from rl_launch.session.checkpoints import ADAPTER, EXPORT
 from rl_launch.session.rollout_store import Kind
@@ -21,6 +22,9 @@ NUM_SAMPLES = 2
 
 MOST_FAILURES = 5
 """Number of reasons of failed rollouts that are shown."""
+
+MOST_STEPS_WITH_FAILURES = 20
+"""Number of steps whose failed rollouts are read for their reasons."""
 
 _HIGHER_IS_BETTER = (
     "reward/",
@@ -167,7 +171,7 @@ def report_of(run: RunFolder, step: int | None = None, selection: Selection | No
         series=series,
         timings=timings,
         rollouts=_rollouts(run, step, selection),
-        advice=tuple(advice(rows, timings, run.config())),
+        advice=tuple(advice(rows, timings, run.config(), _failures(run, rows))),
         exports=_exports(run),
     )
 
@@ -240,6 +244,20 @@ def _rollouts(run: RunFolder, step: int | None, asked: Selection | None) -> Roll
         kind=selection.kind,
         chosen=None if chosen is None else tuple(map(_sample, chosen[: selection.limit])),
         num_chosen=len(chosen or ()),
+    )
+
+
+def _failures(run: RunFolder, rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """The number of failed rollouts by their reason, in the last steps that have some and whose rollouts are kept."""
+    kept = set(run.rollout_steps("step"))
+    steps = [row["step"] for row in rows if row.get("rollout/failed") and row["step"] in kept]
+    return reason_counts(
+        [
+            str(record.get("failure", ""))
+            for step in steps[-MOST_STEPS_WITH_FAILURES:]
+            for record in run.rollouts(step)
+            if record.get("status") == "failed"
+        ]
     )
 
 

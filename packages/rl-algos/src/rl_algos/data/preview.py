@@ -1,0 +1,121 @@
+"""Rows as an algorithm reads them, one by one, to look at before a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jinja2 import TemplateError
+
+from rl_algos.data.config import DatasetConfig
+from rl_algos.data.example import Example, Processor, by_keys
+from rl_algos.data.examples import RowCheck
+from rl_core.errors import DataError
+
+
+@dataclass(frozen=True)
+class Text:
+    """A string that a model reads, as tokens.
+
+    Args:
+        title: Name among the strings of its row, such as `chosen`; empty if there is no other.
+        tokens: int32 `[tokens]`.
+        learned: uint8 `[tokens]`, 1 on the tokens that the loss applies to; 0 on all of a prompt.
+    """
+
+    title: str
+    tokens: np.ndarray
+    learned: np.ndarray
+
+
+class UnusedRow(DataError):
+    """A row that a run leaves out and continues without, whatever `data.malformed` says."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a row is not used.
+
+    Args:
+        reason: The reason.
+        is_fault: Whether `data.malformed` decides if the row ends the run; otherwise it is left out.
+    """
+
+    reason: str
+    is_fault: bool = True
+
+    @classmethod
+    def of(cls, error: DataError) -> Refusal:
+        """Return the refusal that an error means."""
+        return cls(str(error), not isinstance(error, UnusedRow))
+
+
+@dataclass(frozen=True)
+class RowReader:
+    """How an algorithm reads a row of its data.
+
+    Args:
+        encode: Returns the strings that a model reads of an example, from the tokenizer, the example and the settings
+            of its dataset; raises a `DataError` or a `jinja2.TemplateError` for an example that it refuses.
+        limit: Maximum number of tokens of each string.
+        limit_key: The keys that set the limit, for messages.
+        processor: Processor of datasets that name none.
+        check: Raises a `DataError` for an example that cannot be used; None to accept all.
+        environment: Returns the name of the environment that scores an example, empty if nothing does; raises a
+            `DataError` if it does not exist. None for an algorithm without rollouts.
+    """
+
+    encode: Callable[[Any, Example, DatasetConfig], Sequence[Text]]
+    limit: int
+    limit_key: str
+    processor: Processor = by_keys
+    check: RowCheck | None = None
+    environment: Callable[[Example, DatasetConfig], str] | None = None
+
+    def texts(self, tokenizer: Any, example: Example, settings: DatasetConfig) -> Sequence[Text] | Refusal:
+        """Return the strings of an example, or why it has none.
+
+        Args:
+            tokenizer: Tokenizer as `rl_algos.tokenizer.load_tokenizer` returns it.
+            settings: Settings of the example's dataset.
+        """
+        try:
+            return self.encode(tokenizer, example, settings)
+        except DataError as error:
+            return Refusal.of(error)
+        except TemplateError as error:
+            return Refusal(f"the chat template refuses it: {error}")
+
+    def refusal(self, example: Example, settings: DatasetConfig) -> Refusal | None:
+        """Return why an example cannot be used, whatever the tokenizer; None if it can.
+
+        Args:
+            settings: Settings of the example's dataset.
+        """
+        try:
+            if self.environment is not None:
+                self.environment(example, settings)
+            if self.check is not None:
+                self.check(example, settings)
+        except DataError as error:
+            return Refusal.of(error)
+        return None
+
+
+def spans(tokenizer: Any, text: Text) -> Iterator[tuple[str, bool]]:
+    """Yield the parts of a string, special tokens included, each with whether the loss applies to it.
+
+    Args:
+        tokenizer: Tokenizer that made the tokens.
+    """
+    bounds = np.flatnonzero(np.diff(text.learned.astype(np.int8), prepend=-1))
+    # a part alone may be decoded in another way than within the string, such as without a space before it
+    starts = [_decoded(tokenizer, text.tokens[:start]) for start in bounds] + [_decoded(tokenizer, text.tokens)]
+    for bound, start, end in zip(bounds, starts, starts[1:], strict=False):
+        yield end[len(start) :], bool(text.learned[bound])
+
+
+def _decoded(tokenizer: Any, tokens: np.ndarray) -> str:
+    return str(tokenizer.decode(tokens.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False))

@@ -1,0 +1,295 @@
+"""`rl data show`: rows of a config or of a file, as an algorithm reads them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from rl_algos.data.config import DataConfig, Purpose
+from rl_algos.data.example import Example, info_of
+from rl_algos.data.examples import OpenDataset, open_datasets
+from rl_algos.data.hub_datasets import DATASETS as ON_HUB
+from rl_algos.data.hub_datasets import PREFERENCES
+from rl_algos.data.pass_rates import pass_rates, reason_to_leave_out
+from rl_algos.data.preview import Refusal, RowReader, Text
+from rl_core.config import assemble, did_you_mean, load, resolve
+from rl_core.errors import ConfigError, DataError
+from rl_core.plugins import ALGORITHMS, DATASETS, algorithm_named, names
+from rl_core.plugins import resolve as resolved
+from rl_launch.commands.explain import names_config
+from rl_launch.local_models import MADE_HERE, TINY, tiny_model
+from rl_launch.recipes import recipe_names
+from rl_launch.root import read_config, type_of
+
+MOST_READ = 1000
+"""Maximum number of rows of a dataset that the summary counts by default."""
+
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_RESPONSES = ("chosen", "rejected", "completions")
+_VERDICTS = ("label", "score")
+
+
+@dataclass(frozen=True)
+class GivenRows:
+    """The rows that the user named, and how they are read.
+
+    Args:
+        config: Resolved root.
+        is_run: Whether they are those of a run's config, which decides what becomes of a row that is refused.
+        purpose: Whether they are training or validation rows.
+        datasets: Their datasets.
+        reader: How the algorithm reads them.
+        tokenizer: Tokenizer of the model; None if no model is named.
+        rates: Pass rates of the prompts, by the name of each dataset that selects by them.
+    """
+
+    config: Any
+    is_run: bool
+    purpose: Purpose
+    datasets: Sequence[OpenDataset]
+    reader: RowReader
+    tokenizer: Any
+    rates: Mapping[str, Mapping[bytes, float]]
+
+
+@dataclass(frozen=True)
+class ShownRow:
+    """A row, and what becomes of it.
+
+    Args:
+        number: Number of the row in its dataset, from 1.
+        place: Place of the row, such as `prompts.jsonl, line 3`.
+        columns: Columns as the file has them; None if they cannot be read.
+        example: The conversation with its answer or responses; None if the row is malformed.
+        texts: Strings that the model reads; empty without a tokenizer, or if there are none.
+        too_long: By string, whether it has more tokens than allowed.
+        refusal: Why the row is not used; None if it is, apart from its length.
+        environment: Name of the environment that scores it; empty if none does.
+        fields: Fields that the environment may ask for.
+    """
+
+    number: int
+    place: str
+    columns: Mapping[str, Any] | None
+    example: Example | None
+    texts: Sequence[Text]
+    too_long: Sequence[bool]
+    refusal: Refusal | None
+    environment: str
+    fields: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Numbers of the first rows of a dataset.
+
+    Args:
+        num_read: Number of rows counted.
+        lengths: Tokens of the strings of rows that are not refused, in increasing order; empty without a tokenizer.
+        num_learned: Number of tokens among them that the loss applies to.
+        num_too_long: Number of rows with a string that is too long.
+        refusals: Number of rows by the reason for which they are not used, the most frequent first.
+    """
+
+    num_read: int
+    lengths: Sequence[int]
+    num_learned: int
+    num_too_long: int
+    refusals: Mapping[str, int]
+
+
+def given_rows(
+    source: str, overrides: Sequence[str] = (), *, model: str = "", algorithm: str = "", validation: bool = False
+) -> GivenRows:
+    """Open the rows that the user names.
+
+    Args:
+        source: A recipe, a YAML file or a run directory; or a file, a pattern or a folder of data, or the name of a
+            dataset.
+        overrides: `KEY=VALUE` of the config.
+        model: Model whose tokenizer and chat template are used, in place of that of the config.
+        algorithm: Algorithm that reads a file; decided by the columns if empty.
+        validation: Whether the rows are those of validation.
+
+    Raises:
+        ConfigError: If the source, the model or a key does not exist, or the rows of the algorithm cannot be shown.
+        DataError: If the rows cannot be read.
+    """
+    is_run = names_config(source)
+    if is_run and algorithm:
+        raise ConfigError(f"--algorithm is for a file of data; {source} says its own algorithm")
+    changes = [*overrides, *([f"policy.model_name={model}"] if model else [])]
+    config: Any = read_config(source, changes).config if is_run else _config_of(source, changes, model, algorithm)
+    preview = _preview(config.algorithm)
+    purpose: Purpose = "validation" if validation else "train"
+    if validation and not config.data.validation_datasets:
+        raise ConfigError("--validation: the config has no validation data; set data.validation, or leave the flag out")
+    reader: RowReader = resolved(preview)(config)
+    datasets = open_datasets(config.data, purpose, reader.processor, sample=MOST_READ)
+    selecting = {each.name: each.settings.pass_rate for each in datasets if purpose == "train"}
+    rates = {name: pass_rates(settings) for name, settings in selecting.items() if settings is not None}
+    return GivenRows(config, is_run, purpose, datasets, reader, _tokenizer(config) if is_run or model else None, rates)
+
+
+def shown_row(given: GivenRows, dataset: OpenDataset, number: int) -> ShownRow:
+    """Read a row of a dataset.
+
+    Args:
+        number: Number of the row, from 1.
+    """
+    position = dataset.numbers[number - 1]
+    place = dataset.rows.place(position)
+    nothing = ShownRow(number, place, None, None, (), (), None, "", {})
+    try:
+        columns = dataset.rows.rows[position]
+    except DataError as error:
+        return replace(nothing, refusal=Refusal(str(error)))
+    nothing = replace(nothing, columns=columns)
+    try:
+        example = dataset.convert(columns)
+    except DataError as error:
+        return replace(nothing, refusal=Refusal(str(error)))
+    reader, settings = given.reader, dataset.settings
+    refusal = _refusal(given, dataset, example)
+    texts: Sequence[Text] | Refusal = ()
+    if given.tokenizer is not None:
+        texts = reader.texts(given.tokenizer, example, settings)
+    if isinstance(texts, Refusal):
+        refusal, texts = refusal or texts, ()
+    is_scored = reader.environment is not None
+    return replace(
+        nothing,
+        example=example,
+        texts=texts,
+        too_long=[len(text.tokens) > reader.limit for text in texts],
+        refusal=refusal,
+        environment=settings.env_name or example.environment if is_scored else "",
+        fields=info_of(example) if is_scored else {},
+    )
+
+
+def counts(given: GivenRows, dataset: OpenDataset, most: int = MOST_READ) -> Counts:
+    """Count lengths and refusals over the first rows of a dataset.
+
+    Args:
+        most: Maximum number of rows to count.
+    """
+    lengths: list[int] = []
+    refusals: dict[str, int] = {}
+    num_learned = num_too_long = num_read = 0
+    for row in islice(_every_row(given, dataset), most):
+        num_read += 1
+        if row.refusal is not None:
+            refusals[row.refusal.reason] = refusals.get(row.refusal.reason, 0) + 1
+            continue
+        lengths += [len(text.tokens) for text in row.texts]
+        num_learned += sum(int(text.learned.sum()) for text in row.texts)
+        num_too_long += any(row.too_long)
+    by_count = dict(sorted(refusals.items(), key=lambda each: -each[1]))
+    return Counts(num_read, sorted(lengths), num_learned, num_too_long, by_count)
+
+
+def _every_row(given: GivenRows, dataset: OpenDataset) -> Iterator[ShownRow]:
+    return (shown_row(given, dataset, number) for number in range(1, len(dataset.numbers) + 1))
+
+
+def _refusal(given: GivenRows, dataset: OpenDataset, example: Example) -> Refusal | None:
+    """Why a row is not used, whatever the tokenizer; a file that no run reads need not name an environment."""
+    settings = dataset.settings
+    if settings.pass_rate is not None and dataset.name in given.rates:
+        reason = reason_to_leave_out(settings.pass_rate, given.rates[dataset.name], example.prompt)
+        if reason:
+            return Refusal(reason, is_fault=False)
+    is_scored = bool(settings.env_name or example.environment)
+    if given.reader.environment is not None and not is_scored and not given.is_run:
+        return None
+    return given.reader.refusal(example, settings)
+
+
+def _config_of(source: str, overrides: Sequence[str], model: str, algorithm: str) -> Any:
+    """The config of a run on the data alone; what else a run needs has its defaults, which are not checked."""
+    values: dict[str, Any] = {"data": {"train": {_kind(source): source}}}
+    if not algorithm:
+        of_data = load(values, [each for each in overrides if each.startswith("data.")])
+        algorithm = _algorithm_of(resolve(of_data, assemble("Root", {"data": DataConfig})).config)
+    elif algorithm not in names(ALGORITHMS) and ":" not in algorithm:
+        known = names(ALGORITHMS)
+        raise ConfigError(f"--algorithm: got {algorithm!r}{did_you_mean(algorithm, known)}; known: {', '.join(known)}")
+    _preview(algorithm)
+    raw = load({"algorithm": algorithm, "policy": {"model_name": model or TINY}, **values}, overrides)
+    return resolve(raw, type_of(raw)).config
+
+
+def _preview(algorithm: str) -> str:
+    """The function that makes the reader of an algorithm's rows."""
+    plugin = algorithm_named(algorithm)
+    if not plugin.preview:
+        raise ConfigError(
+            f"algorithm: rows of {plugin.name} cannot be shown, as its plugin has no `preview`; name another algorithm"
+        )
+    return plugin.preview
+
+
+def _kind(source: str) -> str:
+    """The key of a dataset that a source belongs to.
+
+    Raises:
+        ConfigError: If it can be neither a file nor a name.
+    """
+    known = [*names(DATASETS), *ON_HUB, *PREFERENCES]
+    if Path(source).expanduser().exists() or "://" in source or any(mark in source for mark in "*?["):
+        return "data_path"
+    if source in known or (_HUB_NAME.fullmatch(source) and "." not in source.rpartition("/")[2]):
+        return "dataset_name"
+    near = did_you_mean(source, [*recipe_names(), *known])
+    raise ConfigError(
+        f"{source!r} is not a file, a recipe or a dataset{near}; rl data list and rl recipes list the names"
+    )
+
+
+def _algorithm_of(config: Any) -> str:
+    """The algorithm that a file most likely is for, by the columns of its first row.
+
+    Raises:
+        DataError: If the file cannot be read.
+    """
+    for dataset in open_datasets(config.data, "train"):
+        row = next(_readable(dataset), {})
+        columns = {**row, **{name: row.get(own) for name, own in dataset.settings.columns.items()}}
+        if any(name in columns for name in _RESPONSES):
+            return "dpo"
+        if "completion" in columns and any(name in columns for name in _VERDICTS):
+            return "dpo"
+        try:
+            example = dataset.convert(row)
+        except DataError:
+            continue
+        if example.has_response or example.solution is not None or {"completion", "response"} & columns.keys():
+            return "sft"
+    return "grpo"
+
+
+def _readable(dataset: OpenDataset) -> Iterator[Mapping[str, Any]]:
+    """The first rows that can be read."""
+    for position in islice(dataset.numbers, MOST_READ):
+        try:
+            yield dataset.rows.rows[position]
+        except DataError:
+            continue
+
+
+def _tokenizer(config: Any) -> Any:
+    """The tokenizer of the policy. Those models that are made here which a run has warmed up have that of the first."""
+    # imports transformers, which takes a second
+    from rl_algos.tokenizer import load_tokenizer, require_chat_template
+
+    settings, model = config.policy.tokenizer, config.policy.model_name
+    if settings.name in MADE_HERE:
+        settings = settings.model_copy(update={"name": str(tiny_model())})
+    tokenizer = load_tokenizer(settings, str(tiny_model()) if model in MADE_HERE else str(Path(model).expanduser()))
+    require_chat_template(tokenizer)
+    return tokenizer

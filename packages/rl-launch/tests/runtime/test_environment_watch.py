@@ -1,0 +1,89 @@
+"""Restarts of environments' processes reach the log of the run."""
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+
+from rl_core.errors import WorkerDied
+from rl_launch.runtime import environment_watch
+from rl_launch.runtime.environment_watch import PERIOD_S, EnvironmentWatch
+
+
+class Actor:
+    """An environment whose health is what the test says; a call is answered once it says so."""
+
+    def __init__(self):
+        self.health = {"num_restarts": 0, "restart_reason": ""}
+        self.num_calls = 0
+        self.answers = True
+        self.call = SimpleNamespace(remote=self._called)
+
+    def _called(self, method):
+        assert method == "health"
+        self.num_calls += 1
+        return self
+
+    def restart(self, count, reason):
+        self.health = {"num_restarts": count, "restart_reason": reason}
+
+
+@pytest.fixture
+def watched(monkeypatch, caplog):
+    def fetch(actor, _origin, _timeout_s=None):
+        if isinstance(actor.health, Exception):
+            raise actor.health
+        return actor.health
+
+    caplog.set_level(logging.WARNING)
+    monkeypatch.setattr(environment_watch, "wait", lambda refs, _timeout: [ref for ref in refs if ref.answers])
+    monkeypatch.setattr(environment_watch, "fetch", fetch)
+    actor, clock = Actor(), SimpleNamespace(now=0.0)
+    watch = EnvironmentWatch({"judge": actor}, {"judge": "logs/environment-judge.log"}, clock=lambda: clock.now)
+
+    def later():
+        clock.now += PERIOD_S
+        watch.look()
+        watch.look()
+
+    return SimpleNamespace(watch=watch, actor=actor, later=later)
+
+
+def test_each_restart_is_told_once_with_its_reason_and_the_log(watched, caplog):
+    watched.later()
+    assert not caplog.messages
+    watched.actor.restart(2, "environment judge needed more than its memory limit of 4 GiB")
+    watched.later()
+    watched.later()
+    watched.actor.restart(3, "it hung")
+    watched.later()
+    first, second = caplog.messages
+    assert first == (
+        "environment judge: 2 restart(s) of its processes, 2 so far, the last because environment judge needed more "
+        "than its memory limit of 4 GiB. More: logs/environment-judge.log"
+    )
+    assert "1 restart(s) of its processes, 3 so far, the last because it hung." in second
+
+
+def test_it_asks_seldom_and_never_waits(watched):
+    watched.watch.look()
+    assert watched.actor.num_calls == 0
+    watched.actor.answers = False
+    for _ in range(3):
+        watched.later()
+    assert watched.actor.num_calls == 1
+
+
+def test_restarts_of_the_last_seconds_are_told_at_the_end(watched, caplog):
+    watched.actor.restart(1, "it hung")
+    watched.watch.finish()
+    assert "1 restart(s) of its processes, 1 so far, the last because it hung" in caplog.text
+
+
+def test_a_process_that_is_dead_is_left_to_the_rollouts_that_need_it(watched, caplog):
+    watched.actor.health = WorkerDied("gone")
+    watched.later()
+    assert not caplog.messages
+    watched.actor.restart(1, "it hung")  # counted anew by another process
+    watched.later()
+    assert len(caplog.messages) == 1
