@@ -127,6 +127,13 @@ _SPELLING = (
         says=r"grpo\.max_num_step \(recipe\.yaml:4\): no such key; did you mean grpo\.max_num_steps\?",
         files=_recipe("grpo:", "  seed: 1", "  max_num_step: 3"),
     ),
+    _case(
+        "callback with a misspelled hook",
+        SFT,
+        "callbacks=[{type: mine.py:Mine, on_error: stop}]",
+        says=r"callbacks\[0\]\.type \(command line\): .*Mine has a method on_stpe.*did you mean on_step",
+        files=_text("from rl_core import Callback\nclass Mine(Callback):\n    def on_stpe(self): ...\n", "mine.py"),
+    ),
     _case("wrong type", GRPO, "grpo.seed=many", says=r'grpo\.seed \(command line\): got "many"; allowed: int'),
     _case("fraction for a count", SFT, "sft.max_num_steps=1.5", says=r"got 1\.5; allowed: int > 0"),
     _case("negative number", GRPO, "grpo.num_prompts_per_step=-1", says="got -1; allowed: int > 0"),

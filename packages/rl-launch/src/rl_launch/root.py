@@ -68,7 +68,8 @@ from rl_launch.placement.topology import (
 )
 from rl_launch.recipes import RECIPES
 from rl_launch.run_models import with_models_of_runs
-from rl_launch.session.config import CheckpointingConfig, LoggerConfig
+from rl_launch.session.callback_classes import callback_problems
+from rl_launch.session.config import CallbackConfig, CheckpointingConfig, LoggerConfig
 from rl_launch.session.run_folder import is_run
 from rl_launch.validation_off import takes_out_validation, without_validation
 
@@ -123,6 +124,9 @@ class RootConfig(Config):
     file of yours."""
     run_dir: Annotated[PathText | None, WhenChanged.RESUME] = None
     """Folder of the run, resumed if it holds one; if unset, a new folder under `runs`."""
+    callbacks: Annotated[list[CallbackConfig], WhenChanged.RESUME] = []
+    """Classes of yours that training calls at its start and end, after steps, evaluations and saves: `file.py:Class`,
+    or `{type: file.py:Class, settings: {...}}`."""
 
 
 def read_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Resolved[RootConfig]:
@@ -153,6 +157,7 @@ def _read(raw: RawConfig, source: str | Path | Mapping[str, Any]) -> Resolved[Ro
                 _model_fact_checks,
                 *algorithm.checks,
                 _checkpointing_checks,
+                _callback_checks,
                 _backend_checks,
                 _replay_checks,
                 _lora_sync_checks,
@@ -391,6 +396,12 @@ def _checkpointing_checks(config: Any) -> Iterator[Problem]:
             "checkpointing.metric_name",
             f"nothing records {key!r}{did_you_mean(key, recorded)}; {said}; null keeps the newest checkpoints",
         )
+
+
+def _callback_checks(config: Any) -> Iterator[Problem]:
+    yield from callback_problems(config)
+    if config.callbacks and not algorithm_named(config.algorithm).run:
+        yield Problem("callbacks", f"training calls them, and {config.algorithm} trains nothing; remove this key")
 
 
 def _backend_checks(config: Any) -> Iterable[Problem]:

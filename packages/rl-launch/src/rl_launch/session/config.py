@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from rl_core.config import Config, WhenChanged
 
@@ -57,6 +57,23 @@ class CheckpointingConfig(Config):
     def metric_key(self) -> str | None:
         """`metric_name` as `metrics.jsonl` spells it: `val/accuracy`."""
         return self.metric_name.replace(":", "/", 1) if self.metric_name else None
+
+
+class CallbackConfig(Config):
+    """A class of yours whose hooks the run calls as it trains."""
+
+    type: str
+    """`file.py:Class` or `package.module:Class`, a class that extends `rl_core.Callback`."""
+    on_error: Literal["warn", "stop"] = "warn"
+    """If a hook raises: `warn` reports it with file and line and turns the callback off; `stop` ends the run after the
+    step, with a checkpoint and exit code 1."""
+    settings: dict[str, Any] = {}
+    """Settings: fields of the class if it is a dataclass, otherwise keyword-only parameters of its constructor."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _type_alone(cls, written: Any) -> Any:
+        return {"type": written} if isinstance(written, str) else written
 
 
 class WandbConfig(Config):
