@@ -613,6 +613,22 @@ _TOGETHER = (
         "checkpointing.checkpoint_must_save_by=4h",
         says="got '4h'; allowed: DD:HH:MM:SS, such as 00:03:45:00",
     ),
+    _case("a push without a protocol", SFT, "checkpointing.push_to=me/model", says="allowed: hf://OWNER/NAME"),
+    _case(
+        "a push of the best without a metric",
+        SFT,
+        "checkpointing.push_to=hf://me/model",
+        "checkpointing.push_checkpoints=best",
+        says=r"push_checkpoints \(command line\): got best, but checkpointing\.metric_name.* is not set",
+    ),
+    _case(
+        "a push of adapters that do not train",
+        SFT,
+        "checkpointing.push_to=hf://me/model",
+        "checkpointing.push_adapter=true",
+        says=r"push_adapter \(command line\): pushes adapters, but policy\.lora_cfg\.enabled is false",
+    ),
+    _case("a way of pushing nothing", SFT, "checkpointing.push_private=false", says=r"has no effect without .*push_to"),
     _case(
         "a metric that nothing records",
         GRPO,

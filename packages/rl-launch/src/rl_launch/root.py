@@ -23,6 +23,7 @@ from rl_core.config import (
     WhenChanged,
     assemble,
     did_you_mean,
+    is_changed,
     load,
     refusal,
     resolve,
@@ -157,6 +158,7 @@ def _read(raw: RawConfig, source: str | Path | Mapping[str, Any]) -> Resolved[Ro
                 _model_fact_checks,
                 *algorithm.checks,
                 _checkpointing_checks,
+                _push_checks,
                 _callback_checks,
                 _backend_checks,
                 _replay_checks,
@@ -395,6 +397,30 @@ def _checkpointing_checks(config: Any) -> Iterator[Problem]:
         yield Problem(
             "checkpointing.metric_name",
             f"nothing records {key!r}{did_you_mean(key, recorded)}; {said}; null keeps the newest checkpoints",
+        )
+
+
+def _push_checks(config: Any) -> Iterator[Problem]:
+    checkpointing = config.checkpointing
+    if checkpointing.push_to is None:
+        for key in ("push_checkpoints", "push_adapter", "push_private"):
+            if is_changed(checkpointing, key):
+                yield Problem(
+                    f"checkpointing.{key}", "has no effect without checkpointing.push_to; set that, or remove it"
+                )
+        return
+    if not checkpointing.enabled:
+        yield Problem(
+            "checkpointing.push_to", "pushes checkpoints, but checkpointing.enabled is false; remove one of them"
+        )
+    if checkpointing.push_checkpoints == "best" and checkpointing.metric_name is None:
+        yield Problem(
+            "checkpointing.push_checkpoints",
+            "got best, but checkpointing.metric_name, which ranks checkpoints, is not set; set it (val:loss)",
+        )
+    if checkpointing.push_adapter and not config.policy.lora_cfg.enabled:
+        yield Problem(
+            "checkpointing.push_adapter", "pushes adapters, but policy.lora_cfg.enabled is false; remove this key"
         )
 
 

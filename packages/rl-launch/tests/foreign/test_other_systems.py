@@ -49,6 +49,17 @@ def test_trl_dpo_losses(tmp_path):
     assert list(found.features) == ["the preference loss sppo_hard"]
 
 
+def test_trl_pushes(tmp_path):
+    fields = {"model_name_or_path": "x/y", "dataset_name": "a/b", "push_to_hub": True, "hub_private_repo": False}
+    named = {**fields, "hub_model_id": "me/model"}
+    checkpointing = config_of(import_config(written(tmp_path, named), "trl", algorithm="sft")).checkpointing
+    assert (checkpointing.push_to, checkpointing.push_checkpoints) == ("hf://me/model", "every")
+    assert not checkpointing.push_private
+    found = import_config(written(tmp_path, fields), "trl", algorithm="sft")
+    assert config_of(found).checkpointing.push_to is None
+    assert any("put hf://OWNER/NAME" in note for note in found.notes)
+
+
 def test_an_algorithm_that_the_file_does_not_say_is_asked_for(tmp_path):
     with pytest.raises(ConfigError, match="--algorithm"):
         import_config(written(tmp_path, {"learning_rate": 1e-5}), "trl")

@@ -117,6 +117,30 @@ app.command()(run_commands.sweep)
 
 
 @app.command()
+def push(
+    source: Annotated[
+        str,
+        typer.Argument(metavar="RUN", help="A run (for its newest checkpoint), RUN:STEP, RUN:best or a checkpoint."),
+    ],
+    url: Annotated[
+        str, typer.Argument(metavar="URL", help="hf://OWNER/NAME, s3://BUCKET/FOLDER, gs://... or file:///FOLDER.")
+    ],
+    adapter: Annotated[bool, typer.Option("--adapter", help="Push the adapters by themselves.")] = False,
+    public: Annotated[bool, typer.Option("--public", help="Make a new repository on the hub public.")] = False,
+) -> None:
+    """Push the Hugging Face files of a checkpoint, with a model card, to the Hugging Face hub or a store.
+
+    A run pushes its checkpoints by itself with checkpointing.push_to.
+    """
+    with reported():
+        from rl_launch.commands.push import push as run
+        from rl_launch.session import show_logs
+
+        show_logs()
+        sys.stdout.write(f"{run(source, url, adapter=adapter, private=not public)}\n")
+
+
+@app.command()
 def convert(
     source: Annotated[
         str,

@@ -25,6 +25,7 @@ from rl_launch.local_models import MADE_HERE, TINY, WARMED_UP, models_folder, ti
 from rl_launch.model_facts import check_tokenizer
 from rl_launch.model_folder import adapter_problems
 from rl_launch.placement.bundles import PlacementError
+from rl_launch.push.pusher import pusher_of
 from rl_launch.root import check_placement, read_config
 from rl_launch.run_recording import RunRecording, recorded_environments
 from rl_launch.runtime.environment_trials import trials_of, try_here, try_in
@@ -107,9 +108,12 @@ def train(
     evaluation = resolve(algorithm.evaluate)(config) if evaluates else None
     untried = try_here(trials_of(config, algorithm, loaded, evaluation), config.cluster.worker_envs)
     callbacks = make_callbacks(config.callbacks)
+    pusher = pusher_of(config.checkpointing)
     restoration = Restoration(saves=config.checkpointing.enabled)
     exports = export_suffixes(algorithm.models(config))
-    sessions = partial(RunSession, run_dir, config, title=title, since=started, exports=exports, callbacks=callbacks)
+    sessions = partial(
+        RunSession, run_dir, config, title=title, since=started, exports=exports, callbacks=callbacks, pusher=pusher
+    )
     start = partial(sessions, fresh=fresh, branch=branch)
     while True:
         try:

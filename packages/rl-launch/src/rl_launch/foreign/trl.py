@@ -68,6 +68,7 @@ def translate(config: Translation, gpus: int | None) -> None:
     _schedule(config)
     {"grpo": _grpo, "dpo": _dpo, "sft": _sft, "rm": _rewards}[config.algorithm](config)
     _saving(config)
+    _pushing(config)
     config.finish()
 
 
@@ -378,3 +379,18 @@ def _saving(config: Translation) -> None:
     project = config.get("wandb_project")
     if project:
         config.rename("wandb_project", "logger.wandb.project")
+
+
+def _pushing(config: Translation) -> None:
+    name = config.get("hub_model_id", config.get("push_to_hub_model_id"))
+    if config.get("push_to_hub") and "/" in str(name):
+        config.put("checkpointing.push_to", f"hf://{name}")
+        if config.get("hub_strategy", "every_save") != "end":
+            config.put("checkpointing.push_checkpoints", "every")
+        if config.get("hub_private_repo") is False:
+            config.put("checkpointing.push_private", False)
+    elif config.get("push_to_hub"):
+        config.notes.append("checkpointing.push_to: put hf://OWNER/NAME, as the file does not name the owner")
+    config.follows(["push_to_hub", "hub_model_id", "push_to_hub_model_id"], "checkpointing.push_to")
+    config.follows(["hub_strategy"], "checkpointing.push_checkpoints")
+    config.follows(["hub_private_repo"], "checkpointing.push_private")

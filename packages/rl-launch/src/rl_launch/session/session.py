@@ -63,6 +63,22 @@ class SessionConfig(Protocol):
         ...
 
 
+class CheckpointReceiver(Protocol):
+    """Takes the checkpoints of a run as they are saved; none of its methods raises for a failure of its own."""
+
+    def begin(self, run_dir: Path) -> None:
+        """Called when the run directory is open."""
+        ...
+
+    def saved(self, step: int, checkpoint: Path) -> None:
+        """Called with each complete checkpoint; returns at once. The checkpoint may be removed afterwards."""
+        ...
+
+    def end(self, *, is_finished: bool) -> None:
+        """Called when the run has ended; waits for what is under way."""
+        ...
+
+
 class RunSession:
     """A `rl_core.run.Run` over a run directory.
 
@@ -85,6 +101,7 @@ class RunSession:
         branch: the start of a new run that is a branch of another.
         exports: as of `Checkpoints`; the policy's if not given.
         callbacks: Code of the user's that is called as the run goes on.
+        pusher: Pushes checkpoints; none are pushed without it.
     """
 
     def __init__(
@@ -100,6 +117,7 @@ class RunSession:
         branch: Branch | None = None,
         exports: Mapping[str, str] | None = None,
         callbacks: Sequence[MadeCallback] = (),
+        pusher: CheckpointReceiver | None = None,
     ) -> None:
         self.directory = RunDirectory(run_dir, recording)
         self._branch = branch
@@ -109,6 +127,7 @@ class RunSession:
         exports = export_suffixes({}) if exports is None else exports
         self._checkpoints = Checkpoints(self.directory.checkpoints, self._checkpointing, exports=exports)
         self._callbacks = Callbacks(callbacks)
+        self._pusher = pusher
         self._metrics = MetricsFile(self.directory.metrics)
         self._rollouts = RolloutFiles(self.directory.rollouts)
         self._progress = Progress(title or self.directory.path.name, console or shared_console())
@@ -163,6 +182,8 @@ class RunSession:
             goals = keys_when_changed(self._config, WhenChanged.GOAL)
             self._noted = replace(RunState.read(self.directory.path) or self._noted, goals=goals)
             self._note("running")
+            if self._pusher is not None:
+                self._pusher.begin(self.directory.path)
             self._progress.start()
             stack.callback(self._progress.close)
             stack.callback(self._rollouts.close)
@@ -438,13 +459,15 @@ class RunSession:
         # a save beside the steps holds them up for only a part of its time
         held = f", {self._blocked_s:.1f} s of it between steps" if self._blocked_s < so_far - 0.1 else ""
         _logger.info("saved checkpoint %s in %.1f s%s", path.name, so_far, held)
+        if self._pusher is not None:
+            self._pusher.saved(step, path)
         self._callbacks.saved(step, path)
 
     def _new_best(self) -> BestSoFar:
         return BestSoFar(self._checkpointing.metric_key, higher_is_better=self._checkpointing.higher_is_better)
 
     def _note_end(self, error: BaseException | None) -> None:
-        """Write into the run directory how the run ended."""
+        """Write into the run directory how the run ended, tell callbacks, and end pushes."""
         status: EndStatus
         if isinstance(error, Exception):
             status, reason = "failed", (str(error) or type(error).__name__).partition("\n")[0]
@@ -456,6 +479,8 @@ class RunSession:
             status, reason = "interrupted", self._stop.reason
         self._note(status, reason)
         self._callbacks.end(RunEnd(status, reason, self._done, self._max_steps, self.last_metrics))
+        if self._pusher is not None:
+            self._pusher.end(is_finished=status == "finished")
 
     def _why_unwound(self, error: BaseException) -> str:
         """Why the run ended without finishing its step."""
