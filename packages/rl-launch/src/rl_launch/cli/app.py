@@ -10,6 +10,7 @@ import typer
 
 from rl_launch.cli import (
     catalog_commands,
+    chat_commands,
     config_commands,
     doctor_commands,
     environment_commands,
@@ -108,6 +109,7 @@ def train(
 
 app.command("eval")(evaluation_commands.evaluate)
 app.command("compare")(evaluation_commands.compare)
+app.command()(chat_commands.chat)
 
 
 app.command()(run_commands.runs)
