@@ -66,11 +66,22 @@ def test_an_algorithm_that_the_file_does_not_say_is_asked_for(tmp_path):
 
 
 def test_unknown_fields_of_trl_are_refused(tmp_path):
-    found = import_config(written(tmp_path, {**TRL_GRPO, "brand_new": 1, "num_iterations": 2}), "trl")
+    found = import_config(written(tmp_path, {**TRL_GRPO, "brand_new": 1, "repetition_penalty": 1.2}), "trl")
     assert found.features == {
         "TRL keys that are not known here": ["brand_new"],
-        "training on the same rollouts several times in GRPO (num_iterations)": ["num_iterations"],
+        "sampling penalties (repetition_penalty)": ["repetition_penalty"],
     }
+
+
+def test_passes_over_the_same_rollouts(tmp_path):
+    once = config_of(import_config(written(tmp_path, TRL_GRPO), "trl", gpus=2))
+    twice = config_of(import_config(written(tmp_path, {**TRL_GRPO, "num_iterations": 2}), "trl", gpus=2))
+    assert (once.grpo.num_iterations, twice.grpo.num_iterations) == (1, 2)
+    # TRL counts optimizer steps
+    assert twice.grpo.max_num_steps == once.grpo.max_num_steps // 2
+    size = "actor_rollout_ref.actor.ppo_mini_batch_size=16"
+    verl = VERL.replace(size, f"{size} actor_rollout_ref.actor.ppo_epochs=3")
+    assert config_of(import_config(written(tmp_path, verl, "run.sh"), "verl")).grpo.num_iterations == 3
 
 
 def test_verl_scripts(tmp_path):

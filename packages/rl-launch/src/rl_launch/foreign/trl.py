@@ -239,6 +239,7 @@ def _schedule(config: Translation) -> None:
         rows = config.written("grpo.num_prompts_per_step") or 1
         completions = rows * config.get("num_generations", 8)
         updates = max(1, completions // (config.written("policy.train_global_batch_size") or completions))
+        updates *= config.get("num_iterations", 1)
         if steps > 0 and updates > 1:
             config.put("grpo.max_num_steps", max(1, steps // updates))
             config.notes.append(f"grpo.max_num_steps: {steps} optimizer steps are {steps // updates} steps here")
