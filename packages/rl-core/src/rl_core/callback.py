@@ -1,4 +1,4 @@
-"""Code of a user's own that a run calls as it trains: the base class of callbacks, and what their hooks are given."""
+"""User code that a run calls during training: the base class of callbacks, and the arguments of their hooks."""
 
 from __future__ import annotations
 

@@ -125,8 +125,8 @@ class RootConfig(Config):
     file of yours."""
     run_dir: Annotated[PathText | None, WhenChanged.RESUME] = None
     """Folder of the run, resumed if it holds one; if unset, a new folder under `runs`."""
-    callbacks: Annotated[list[CallbackConfig], WhenChanged.RESUME] = []
-    """Classes of yours that training calls at its start and end, after steps, evaluations and saves: `file.py:Class`,
+    callbacks: Annotated[list[str | CallbackConfig], WhenChanged.RESUME] = []
+    """Your classes that training calls at its start and end, after steps, evaluations and saves: `file.py:Class`,
     or `{type: file.py:Class, settings: {...}}`."""
 
 

@@ -97,7 +97,7 @@ def run(folder, callbacks, *, max_num_steps=3, at_step=lambda session, step: Non
 
 
 def problems(*callbacks):
-    sections = [CallbackConfig.model_validate(each) for each in callbacks]
+    sections = [each if isinstance(each, str) else CallbackConfig.model_validate(each) for each in callbacks]
     return [f"{each.key}: {each.message}" for each in callback_problems(SimpleNamespace(callbacks=sections))]
 
 
@@ -139,6 +139,17 @@ def test_a_resumed_run_gives_the_metrics_of_earlier_steps(tmp_path, file):
     (watch,) = run(tmp_path / "run", [section(file, "Watch", settings=settings)], max_num_steps=3)
     assert watch.seen[0] == ("start", 2, 3, 2, 0.1)
     assert [each[1] for each in watch.seen if each[0] == "step"] == [3]
+
+
+def test_the_validation_before_the_first_step_is_told_as_step_0(tmp_path, file):
+    def at_step(session, step):
+        if step == 1:
+            session.record(0, {"val/accuracy": 0.1})
+
+    (watch,) = run(tmp_path / "run", [section(file, "Watch", settings={"log": "x", "patience": 9})], at_step=at_step)
+    assert watch.seen[1:3] == [("evaluation", 0, {"val/accuracy": 0.1}), ("evaluation", 1, {"val/accuracy": 1.0})]
+    first = counting.metrics(tmp_path / "run")[0]
+    assert first == {"step": 0, "val/accuracy": 0.1}
 
 
 def test_a_run_without_callbacks_records_no_time_of_them(tmp_path):

@@ -38,9 +38,8 @@ class GRPOConfig(PolicyGradientConfig):
     """Compare each reward with the mean of the others in its group instead of the mean of all."""
     adv_estimator: EstimatorConfig = EstimatorConfig()
     num_iterations: int = Field(default=1, gt=0)
-    """Passes over the rollouts of a step, for more updates from the same rollouts. With more than one, each is in an
-    order of its own that follows from the seed, and the ratio of the loss is to the policy before the first pass
-    (`prev_logprobs`)."""
+    """Passes over the rollouts of a step, for more updates from the same rollouts. With more than one, each pass is
+    shuffled anew by the seed, and the ratio of the loss is to the policy before the first pass (`prev_logprobs`)."""
 
     @property
     def passes_per_step(self) -> int:

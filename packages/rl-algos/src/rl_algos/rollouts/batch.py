@@ -63,8 +63,8 @@ def minibatches(batch: Batch, num_rollouts: int) -> Iterator[Batch]:
 
 
 def passes(batch: Batch, num_rollouts: int, *, count: int, seed: Sequence[int]) -> Iterator[Batch]:
-    """The minibatches of passes over the batch: a single one in the order of the rollouts, several each in an order of
-    its own that follows from the seed.
+    """Yield the minibatches of one or several passes over the batch. A single pass keeps the order of the rollouts; of
+    several, each is shuffled anew by the seed.
 
     Args:
         batch: Rows of all rollouts of a step.

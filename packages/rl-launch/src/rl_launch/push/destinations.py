@@ -35,7 +35,7 @@ _STALE = ("*.safetensors", "*.safetensors.index.json")
 
 
 class Destination(Protocol):
-    """Where checkpoints are pushed to."""
+    """A place that checkpoints are pushed to."""
 
     @property
     def url(self) -> str:
@@ -159,7 +159,7 @@ class StoreFolder:
 
     Args:
         url: Address of the folder.
-        by_step: Whether each step has a folder of its own below it.
+        by_step: Whether each step has its own folder below it.
     """
 
     def __init__(self, url: str, *, by_step: bool) -> None:

@@ -1,4 +1,4 @@
-"""Pushes of a run's checkpoints, in a thread beside the training."""
+"""Pushes of a run's checkpoints, in a background thread."""
 
 from __future__ import annotations
 
@@ -114,8 +114,8 @@ class Pusher:
 
 
 class _Uploads:
-    """Uploads one after another in a thread of its own. It ends with the process, so that an upload that hangs does not
-    keep it.
+    """Uploads one after another in a separate thread. The thread ends with the process, so that an upload that hangs
+    does not keep it.
 
     Attributes:
         done: Steps that were pushed.

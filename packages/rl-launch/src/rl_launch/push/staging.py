@@ -18,7 +18,7 @@ _NAMES = ("_name_or_path", "base_model_name_or_path")
 
 
 def stage(run: RunFolder, checkpoint: Path, folder: Path, *, adapter: bool, name: str) -> None:
-    """Put the files of a checkpoint, and a model card, into a folder beside it. They are links if the file system has
+    """Put the files of a checkpoint, and a model card, into a folder next to it. They are links if the file system has
     them, so that the checkpoint may be removed while they are pushed.
 
     Args:
@@ -57,7 +57,7 @@ def stage(run: RunFolder, checkpoint: Path, folder: Path, *, adapter: bool, name
 
 
 def staging_folder(checkpoint: Path) -> Path:
-    """Return the folder beside a checkpoint that its files are pushed from."""
+    """Return the folder next to a checkpoint that its files are pushed from."""
     return checkpoint.with_name(f".{checkpoint.name}{STAGED}")
 
 

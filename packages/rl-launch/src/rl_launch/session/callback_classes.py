@@ -1,4 +1,4 @@
-"""The classes of a run's callbacks: found, checked before the start, and made."""
+"""The classes of a run's callbacks: found and checked before the start, then instantiated."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class MadeCallback:
 
 def callback_problems(config: Any) -> Iterator[Problem]:
     """Yield problems of the callbacks of a resolved config: files, names, hooks and settings."""
-    for index, section in enumerate(config.callbacks):
-        key = f"callbacks[{index}]"
+    for index, entry in enumerate(config.callbacks):
+        key, section = f"callbacks[{index}]", CallbackConfig.of(entry)
         try:
             kind = callback_class(section.type)
         except (ValueError, ImportError) as error:
-            yield Problem(f"{key}.type", str(error))
+            yield Problem(key if isinstance(entry, str) else f"{key}.type", str(error))
             continue
         yield from (
             Problem(f"{key}.settings{problem.key and '.'}{problem.key}", problem.message)
@@ -55,10 +55,10 @@ def callback_problems(config: Any) -> Iterator[Problem]:
         )
 
 
-def make_callbacks(sections: Sequence[CallbackConfig]) -> list[MadeCallback]:
+def make_callbacks(entries: Sequence[str | CallbackConfig]) -> list[MadeCallback]:
     """Return the callbacks of a config that `callback_problems` finds nothing wrong with."""
     made = []
-    for index, section in enumerate(sections):
+    for index, section in enumerate(map(CallbackConfig.of, entries)):
         kind = callback_class(section.type)
         settings = settings_of(_settings_type(kind).model_validate(section.settings))
         made.append(MadeCallback(f"callbacks[{index}]", section, kind(**settings)))

@@ -27,7 +27,7 @@ ADAPTER = "adapter"
 """Folder of a checkpoint that `peft` loads, if adapters train; likewise."""
 
 STAGED = ".pushing"
-"""Ending of a folder beside the checkpoints whose files are being pushed."""
+"""Suffix of a folder next to the checkpoints whose files are being pushed."""
 
 _OF_POLICY = export_suffixes({})
 _STATE = "state"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from rl_core.config import Config, WhenChanged
 
@@ -40,7 +40,7 @@ class CheckpointingConfig(Config):
     push_to: str | None = None
     """Push Hugging Face files of checkpoints, with a model card: to `hf://OWNER/NAME` on the Hugging Face hub (with the
     token of HF_TOKEN or `hf auth login`), or to a folder of a store (`s3://BUCKET/FOLDER`, `gs://...`,
-    `file:///FOLDER`). It happens beside the training, and a failure never ends the run."""
+    `file:///FOLDER`). Training does not wait for it, and a failure never ends the run."""
     push_checkpoints: Literal["last", "best", "every"] = "last"
     """Checkpoints to push: the `last` one when the run has finished, the `best` one by `metric_name` whenever there is
     another, or `every` one. On the hub each is a commit; a store has the folder `step_<n>` for each with `every`."""
@@ -82,7 +82,7 @@ class CheckpointingConfig(Config):
 
 
 class CallbackConfig(Config):
-    """A class of yours whose hooks the run calls as it trains."""
+    """A class whose hooks the run calls during training."""
 
     type: str
     """`file.py:Class` or `package.module:Class`, a class that extends `rl_core.Callback`."""
@@ -92,10 +92,10 @@ class CallbackConfig(Config):
     settings: dict[str, Any] = {}
     """Settings: fields of the class if it is a dataclass, otherwise keyword-only parameters of its constructor."""
 
-    @model_validator(mode="before")
     @classmethod
-    def _type_alone(cls, written: Any) -> Any:
-        return {"type": written} if isinstance(written, str) else written
+    def of(cls, written: str | CallbackConfig) -> CallbackConfig:
+        """Return the section for an entry of `callbacks`, which may be the `type` only."""
+        return cls(type=written) if isinstance(written, str) else written
 
 
 class WandbConfig(Config):

@@ -64,7 +64,7 @@ class SessionConfig(Protocol):
 
 
 class CheckpointReceiver(Protocol):
-    """Takes the checkpoints of a run as they are saved; none of its methods raises for a failure of its own."""
+    """Takes the checkpoints of a run as they are saved; its own failures are reported and never raised."""
 
     def begin(self, run_dir: Path) -> None:
         """Called when the run directory is open."""
@@ -100,7 +100,7 @@ class RunSession:
         recording: decides which part of the config the run directory keeps.
         branch: the start of a new run that is a branch of another.
         exports: as of `Checkpoints`; the policy's if not given.
-        callbacks: Code of the user's that is called as the run goes on.
+        callbacks: User code that is called during the run.
         pusher: Pushes checkpoints; none are pushed without it.
     """
 

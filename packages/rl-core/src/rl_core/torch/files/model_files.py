@@ -224,7 +224,7 @@ def _files_of_tensors(folder: Path) -> dict[str, str]:
             return dict.fromkeys(file.keys(), SINGLE)
     raise ValueError(
         f"{folder} has neither {SINGLE} nor {INDEX}; save the model with save_pretrained() to get them. A model with "
-        "pytorch_model.bin alone is converted by: rl convert FOLDER NEW_FOLDER (of a model of the hub, FOLDER is what "
+        "only pytorch_model.bin is converted by: rl convert FOLDER NEW_FOLDER (of a model of the hub, FOLDER is what "
         "hf download NAME --local-dir FOLDER makes)"
     )
 

@@ -139,7 +139,7 @@ def _load(path: Path) -> dict[str, Tensor]:
     others = [str(name) for name, value in found.items() if not isinstance(value, Tensor)]
     if others:
         raise ValueError(
-            f"{path.name} has other values than tensors under {_few(others)}; save the model's `state_dict()` alone"
+            f"{path.name} has other values than tensors under {_few(others)}; save only the model's `state_dict()`"
         )
     tensors = {str(name): value.detach() for name, value in found.items()}
     odd = [name for name, tensor in tensors.items() if tensor.layout != torch.strided or tensor.is_quantized]
@@ -167,7 +167,7 @@ def _check_names(
 
 
 def _apart(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
-    """Return the tensors each with memory of its own, as safetensors wants them, and the names that shared memory."""
+    """Return the tensors, each with its own memory as safetensors requires, and the names that shared memory."""
     storages = Counter(tensor.untyped_storage().data_ptr() for tensor in tensors.values() if tensor.numel())
     whole: dict[str, Tensor] = {}
     shared = []
