@@ -5,6 +5,7 @@ import json
 import logging
 import sys
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -201,6 +202,21 @@ def test_a_run_that_is_interrupted_waits_for_a_limited_time(tmp_path, api, caplo
 
     run(tmp_path / "run", push_to="hf://me/model", push_checkpoints="every", at_step=end, wait_s=0.05)
     assert "step 2 was not pushed (the run ended first)" in caplog.text
+    api.hold.set()
+
+
+def test_a_run_that_is_told_to_end_at_once_waits_for_nothing(tmp_path, api, caplog):
+    api.hold.clear()
+
+    def end(session, step):
+        if step == 3:
+            raise KeyboardInterrupt
+
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "run", push_to="hf://me/model", push_checkpoints="every", at_step=end, wait_s=60.0)
+    assert time.monotonic() - started < 10
+    assert "step 2 was not pushed (the run ended first); push it by: rl push" in caplog.text
     api.hold.set()
 
 

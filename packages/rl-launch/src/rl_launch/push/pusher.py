@@ -33,7 +33,7 @@ class Pusher:
 
         pusher.begin(run_dir)
         pusher.saved(step, checkpoint)      # returns at once
-        pusher.end(is_finished=True)        # waits, and reports
+        pusher.end(is_finished=True, at_once=False)     # waits, and reports
 
     Args:
         config: Its `push_to` is set.
@@ -75,12 +75,13 @@ class Pusher:
             case "last":
                 pass
 
-    def end(self, *, is_finished: bool) -> None:
+    def end(self, *, is_finished: bool, at_once: bool) -> None:
         """Push the last checkpoint if it is the one to push, wait for what is under way, and report.
 
         Args:
             is_finished: Whether the run has made all its steps or met its goal. One that will be resumed waits for a
                 short time only, and its last checkpoint is not the last of the run.
+            at_once: Whether to wait for nothing, as after a second Ctrl-C.
         """
         run, self._run = self._run, None
         if run is None:
@@ -91,7 +92,7 @@ class Pusher:
                 self._ask(run, int(newest.name.removeprefix("step_")), newest)
             except RunDirectoryError as error:
                 _log.warning("nothing was pushed to %s: %s", self._destination.url, error)
-        self._uploads.finish(None if is_finished else self._unfinished_wait_s)
+        self._uploads.finish(0.0 if at_once else None if is_finished else self._unfinished_wait_s)
         self._report(run)
 
     def _ask(self, run: RunFolder, step: int, checkpoint: Path) -> None:
@@ -153,7 +154,7 @@ class _Uploads:
         if self._thread is None:
             return
         self._waiting.put(None)
-        if self.left():
+        if self.left() and timeout_s != 0:
             _log.info("waiting for pushes to %s", self._destination.url)
         self._thread.join(timeout_s)
         self._is_given_up.set()

@@ -74,8 +74,8 @@ class CheckpointReceiver(Protocol):
         """Called with each complete checkpoint; returns at once. The checkpoint may be removed afterwards."""
         ...
 
-    def end(self, *, is_finished: bool) -> None:
-        """Called when the run has ended; waits for what is under way."""
+    def end(self, *, is_finished: bool, at_once: bool) -> None:
+        """Called when the run has ended; waits for what is under way unless it was told to end at once."""
         ...
 
 
@@ -480,7 +480,8 @@ class RunSession:
         self._note(status, reason)
         self._callbacks.end(RunEnd(status, reason, self._done, self._max_steps, self.last_metrics))
         if self._pusher is not None:
-            self._pusher.end(is_finished=status == "finished")
+            at_once = error is not None and not isinstance(error, Exception)
+            self._pusher.end(is_finished=status == "finished", at_once=at_once)
 
     def _why_unwound(self, error: BaseException) -> str:
         """Why the run ended without finishing its step."""
