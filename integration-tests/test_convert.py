@@ -18,6 +18,32 @@ def test_a_runs_checkpoint_becomes_the_files_that_the_run_exported(rl, quickstar
     assert sorted(path.name for path in target.iterdir()) == sorted(path.name for path in warm_model.iterdir())
 
 
+def test_pickled_weights_become_safetensors(rl, tmp_path):
+    import torch
+
+    from rl_algos.tiny_model import make_tiny_model
+
+    source, target = tmp_path / "source", tmp_path / "target"
+    make_tiny_model(source)
+    weights = {name: torch.from_numpy(value) for name, value in load_file(source / "model.safetensors").items()}
+    torch.save({**weights, "lm_head.weight": weights["model.embed_tokens.weight"]}, source / "pytorch_model.bin")
+    original = source / "model.safetensors"
+    original.rename(tmp_path / original.name)
+    refused = rl("train", "sft-arithmetic", f"policy.model_name={source}", f"run_dir={tmp_path / 'run'}")
+    assert refused.code == 2
+    assert "`rl convert FOLDER NEW_FOLDER` writes safetensors" in " ".join(refused.output.split())
+    result = rl("convert", str(source), "--to", "hf", str(target))
+    assert result.code == 0, result.output
+    expected = load_file(tmp_path / original.name)
+    found = load_file(target / "model.safetensors")
+    np.testing.assert_array_equal(found.pop("lm_head.weight"), expected["model.embed_tokens.weight"])
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        np.testing.assert_array_equal(found[name], values)
+    assert (target / "config.json").read_text() == (source / "config.json").read_text()
+    assert rl("config", "show", "sft-arithmetic", f"policy.model_name={target}").code == 0
+
+
 TWO_RANKS = ("cluster.cpu_ranks_per_node=2", "policy.megatron_cfg.tensor_model_parallel_size=2")
 
 

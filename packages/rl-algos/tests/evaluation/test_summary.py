@@ -108,8 +108,8 @@ def test_parts_of_rewards_and_accuracies_that_are_reported_are_metrics_of_their_
     ]
     found = validation_metrics(Evaluation(groups))
     assert found["val/reward"] == pytest.approx((1.4 + 3.6 - 6.0) / 9)
-    assert found["val/reward/format"] == pytest.approx((0.4 + 0.6) / 9)
-    # a sample that failed is not right; an environment that reports none does not count
+    assert found["val/reward/format"] == pytest.approx((0.4 + 0.6) / 6)
+    # a sample that failed is not right and has no part; an environment that reports none does not count
     assert found["val/accuracy"] == pytest.approx(4 / 6)
     assert found["val/sums/accuracy"] == pytest.approx(1 / 3)
     assert found["val/products/accuracy"] == 1.0

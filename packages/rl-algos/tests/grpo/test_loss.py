@@ -175,6 +175,24 @@ def test_what_an_estimator_does_not_read_is_refused(estimator, grpo, loss, key, 
     assert re.search(says, message), message
 
 
+def test_several_passes_read_the_policy_before_the_first_and_need_a_ratio():
+    def with_passes(count, **loss):
+        config = make_config(8, **loss)
+        config.grpo = config.grpo.model_copy(update={"num_iterations": count})
+        return config
+
+    once, twice = with_passes(1), with_passes(2)
+    assert problems(twice) == []
+    assert "prev_logprobs" not in objective_of(once, once.grpo).columns
+    assert "prev_logprobs" in objective_of(twice, twice.grpo).columns
+    ((key, message),) = problems(with_passes(2, disable_ppo_ratio=True))
+    assert key == "grpo.num_iterations"
+    assert "2 passes need a ratio" in message
+    ((key, message),) = problems(with_passes(2, force_on_policy_ratio=True))
+    assert key == "loss_fn.force_on_policy_ratio"
+    assert message.endswith("remove it")
+
+
 @pytest.mark.parametrize(
     ("grpo", "loss", "key", "says"),
     [

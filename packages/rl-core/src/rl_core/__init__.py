@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rl_core.batch import Batch as Batch
+    from rl_core.callback import Callback as Callback
     from rl_core.environment import Conversation as Conversation
     from rl_core.environment import Environment as Environment
     from rl_core.environment import StepResult as StepResult
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "batch": ("Batch",),
+    "callback": ("Callback",),
     "environment": ("Conversation", "Environment", "StepResult"),
     "errors": ("ConfigError", "RLError", "WeightSyncError"),
     "generation": ("Generator", "RolloutProgram", "RolloutSource", "SamplingParams"),

@@ -87,6 +87,10 @@ class RolloutsFailed(RLError):
     """More rollouts failed than a run may have; its message counts the reasons."""
 
 
+class CallbackFailed(RLError):
+    """A callback that raised and ends the run; its message names the hook, the step, the file and the line."""
+
+
 @dataclass(frozen=True)
 class Origin:
     """Where in the run a failure happened: the role and rank of the worker, its node, and what it was doing.

@@ -67,9 +67,13 @@ FOREIGN_KINDS = (
     ForeignKind(
         "a model with pickled weights",
         ("pytorch_model*.bin", "pytorch_model*.bin.index.json"),
-        "load it with transformers and save it with `save_pretrained`, which writes safetensors",
+        "`rl convert FOLDER NEW_FOLDER` writes safetensors of it; it runs no code of the pickle",
     ),
 )
+
+
+PICKLED = FOREIGN_KINDS[-1]
+"""Folders that `rl convert` turns into safetensors."""
 
 
 def foreign_kind(folder: Path) -> ForeignKind | None:

@@ -8,10 +8,12 @@ import site
 import sys
 import sysconfig
 from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
 from importlib.metadata import packages_distributions
 from pathlib import Path
 from typing import Any
 
+from rl_core.callback import Callback
 from rl_core.config.tree import format_path
 from rl_core.errors import ConfigError
 
@@ -20,7 +22,8 @@ _DOTTED = ("optimizer", "scheduler")
 
 
 def with_names(config: Any, path: tuple[str | int, ...] = ()) -> Any:
-    """Nested plain values with every function and class replaced by its name, and every path by its text.
+    """Nested plain values with every function and class replaced by its name, every path by its text, and a callback
+    that is a dataclass by its class and settings.
 
     A function or class of an installed package is named `package.module:Name`, one in a file `file.py:Name`: workers
     get that file, and run it.
@@ -36,6 +39,15 @@ def with_names(config: Any, path: tuple[str | int, ...] = ()) -> Any:
             return [with_names(value, (*path, index)) for index, value in enumerate(config)]
         case Path():
             return str(config)
+        case Callback() if is_dataclass(config):
+            settings = {each.name: getattr(config, each.name) for each in fields(config) if each.init}
+            kind = _name(type(config), format_path(path), is_dotted=False)
+            return {"type": kind, "settings": with_names(settings, path)}
+        case Callback():
+            raise ConfigError(
+                f"{format_path(path)}: got an instance of {type(config).__name__}, whose settings cannot be read; give "
+                'the class, or {"type": the class, "settings": {...}}, or make the class a dataclass'
+            )
         case _ if inspect.isclass(config) or inspect.isroutine(config):
             return _name(config, format_path(path), is_dotted=bool(set(_DOTTED) & set(path)))
         case None | bool() | int() | float() | str():

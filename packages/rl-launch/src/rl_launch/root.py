@@ -24,6 +24,7 @@ from rl_core.config import (
     WhenChanged,
     assemble,
     did_you_mean,
+    is_changed,
     load,
     refusal,
     resolve,
@@ -76,7 +77,8 @@ from rl_launch.placement.topology import (
 )
 from rl_launch.recipes import RECIPES
 from rl_launch.run_models import with_models_of_runs
-from rl_launch.session.config import CheckpointingConfig, LoggerConfig
+from rl_launch.session.callback_classes import callback_problems
+from rl_launch.session.config import CallbackConfig, CheckpointingConfig, LoggerConfig
 from rl_launch.session.run_folder import is_run
 from rl_launch.validation_off import takes_out_validation, without_validation
 
@@ -131,6 +133,9 @@ class RootConfig(Config):
     file of yours."""
     run_dir: Annotated[PathText | None, WhenChanged.RESUME] = None
     """Folder of the run, resumed if it holds one; if unset, a new folder under `runs`."""
+    callbacks: Annotated[list[str | CallbackConfig], WhenChanged.RESUME] = []
+    """Your classes that training calls at its start and end, after steps, evaluations and saves: `file.py:Class`,
+    or `{type: file.py:Class, settings: {...}}`."""
 
 
 def read_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Resolved[RootConfig]:
@@ -161,6 +166,8 @@ def _read(raw: RawConfig, source: str | Path | Mapping[str, Any]) -> Resolved[Ro
                 _model_fact_checks,
                 *algorithm.checks,
                 _checkpointing_checks,
+                _push_checks,
+                _callback_checks,
                 _backend_checks,
                 _replay_checks,
                 _lora_sync_checks,
@@ -419,6 +426,36 @@ def _checkpointing_checks(config: Any) -> Iterator[Problem]:
             "checkpointing.metric_name",
             f"nothing records {key!r}{did_you_mean(key, recorded)}; {said}; null keeps the newest checkpoints",
         )
+
+
+def _push_checks(config: Any) -> Iterator[Problem]:
+    checkpointing = config.checkpointing
+    if checkpointing.push_to is None:
+        for key in ("push_checkpoints", "push_adapter", "push_private"):
+            if is_changed(checkpointing, key):
+                yield Problem(
+                    f"checkpointing.{key}", "has no effect without checkpointing.push_to; set that, or remove it"
+                )
+        return
+    if not checkpointing.enabled:
+        yield Problem(
+            "checkpointing.push_to", "pushes checkpoints, but checkpointing.enabled is false; remove one of them"
+        )
+    if checkpointing.push_checkpoints == "best" and checkpointing.metric_name is None:
+        yield Problem(
+            "checkpointing.push_checkpoints",
+            "got best, but checkpointing.metric_name, which ranks checkpoints, is not set; set it (val:loss)",
+        )
+    if checkpointing.push_adapter and not config.policy.lora_cfg.enabled:
+        yield Problem(
+            "checkpointing.push_adapter", "pushes adapters, but policy.lora_cfg.enabled is false; remove this key"
+        )
+
+
+def _callback_checks(config: Any) -> Iterator[Problem]:
+    yield from callback_problems(config)
+    if config.callbacks and not algorithm_named(config.algorithm).run:
+        yield Problem("callbacks", f"training calls them, and {config.algorithm} trains nothing; remove this key")
 
 
 def _backend_checks(config: Any) -> Iterable[Problem]:

@@ -4,6 +4,7 @@ import hashlib
 import json
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from rl_core.errors import ConfigError, RLError
 from rl_core.model import LOGPROBS, SCORES, SavedFile
 from rl_core.ragged import Ragged
 from rl_launch.cli import app
-from rl_launch.commands import convert
+from rl_launch.commands import convert, convert_pickled
 from rl_launch.commands.conversion_check import Probe
 from rl_launch.commands.conversion_source import checkpoint_of
 from rl_launch.commands.convert import Verification, _made, to_checkpoint, to_hugging_face
@@ -124,10 +125,68 @@ def test_damaged_and_foreign_models_are_refused_by_name(model):
     answer = CliRunner().invoke(app, arguments)
     assert answer.exit_code == 2
     assert "it is a model with pickled weights" in " ".join(answer.stderr.split())
+    assert "`rl convert FOLDER NEW_FOLDER` writes safetensors" in " ".join(answer.stderr.split())
     (model / "config.json").unlink()
     answer = CliRunner().invoke(app, ["convert", "model", "out"])
     assert answer.exit_code == 2
-    assert "it is a model with pickled weights" in " ".join(answer.stderr.split())
+    assert "model has no config.json" in " ".join(answer.stderr.split())
+
+
+@pytest.fixture
+def pickled(model, monkeypatch):
+    """A folder with pickled weights; returns what is asked of the process that reads them, and its answer."""
+    (model / "model.safetensors").rename(model / "pytorch_model.bin")
+    seen = SimpleNamespace(calls=[], answer={"num_tensors": 1, "num_files": 1, "num_bytes": 4, "shared": ["a", "b"]})
+
+    def answer(python, source, target):
+        seen.calls.append((source, target))
+        (target / "model.safetensors").write_text("weights")
+        return seen.answer
+
+    monkeypatch.setattr(convert_pickled, "_answer", answer)
+    monkeypatch.setattr(convert_pickled.DriverEnvs, "provided", lambda specs, mode: provided(seen, specs, mode))
+    return seen
+
+
+def provided(seen, specs, mode):
+    seen.mode, seen.specs = mode, specs
+    return SimpleNamespace(interpreters=dict.fromkeys(specs, "python"))
+
+
+@pytest.mark.parametrize("to", [[], ["--to", "hf"]])
+def test_pickled_weights_are_written_as_safetensors(pickled, tmp_path, to):
+    answer = CliRunner().invoke(app, ["convert", "model", "out", *to, "cluster.worker_envs=shared"])
+    assert answer.exit_code == 0, answer.stderr
+    assert answer.stdout == "out\n"
+    [(source, target)] = pickled.calls
+    assert (str(source), target.parent, target.name) == ("model", tmp_path, ".out.converting")
+    assert (tmp_path / "out/model.safetensors").read_text() == "weights"
+    assert pickled.mode == "shared"
+    assert "rl-dtensor" in str(pickled.specs["policy"].wanted)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--adapter"], "--adapter: model has pickled weights"),
+        (["--verify-with", "megatron"], "--verify-with: model has pickled weights"),
+        (["policy.precision=float32"], "policy.precision has no effect on a folder with pickled weights"),
+        (["cluster.worker_envs=share"], "did you mean shared?"),
+    ],
+)
+def test_what_has_no_effect_on_pickled_weights_is_refused(pickled, tmp_path, arguments, message):
+    answer = CliRunner().invoke(app, ["convert", "model", "out", *arguments])
+    assert answer.exit_code == 2
+    assert message in " ".join(answer.stderr.split())
+    assert not pickled.calls
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_problem_of_pickled_weights_leaves_nothing(pickled, tmp_path):
+    pickled.answer = {"problem": "pytorch_model.bin holds more than tensors"}
+    answer = CliRunner().invoke(app, ["convert", "model", "out"])
+    assert (answer.exit_code, "model: pytorch_model.bin holds more than tensors" in answer.stderr) == (2, True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
 
 
 def test_a_run_directory_stands_for_its_newest_checkpoint(run_dir):

@@ -100,6 +100,14 @@ def test_wrong_sweeps_are_refused(overrides, message):
         sweep_of("sft-arithmetic", overrides)
 
 
+def test_runs_of_a_sweep_are_not_pushed_over_each_other(tmp_path):
+    keys = [*KEYS, f"run_dir={tmp_path}"]
+    with pytest.raises(ConfigError, match=r"checkpointing\.push_to: several runs .* would push to hf://me/model"):
+        sweep_of("sft-arithmetic", [*keys, "checkpointing.push_to=hf://me/model"])
+    places = "checkpointing.push_to=hf://me/a,hf://me/b"
+    assert len(sweep_of("sft-arithmetic", ["sft.max_num_steps=2", places, f"run_dir={tmp_path}"]).runs) == 2
+
+
 def test_folders_have_short_names_that_differ():
     names = run_names(["a.b", "c"], [["/data/x/model", "'one, two'"], ["-data-x-model", "one-two"], ["", "x" * 99]])
     assert names == ["b-data-x-model_c-one-two", "b-data-x-model_c-one-two-2", f"b-empty_c-{'x' * 40}"]

@@ -49,17 +49,39 @@ def test_trl_dpo_losses(tmp_path):
     assert list(found.features) == ["the preference loss sppo_hard"]
 
 
+def test_trl_pushes(tmp_path):
+    fields = {"model_name_or_path": "x/y", "dataset_name": "a/b", "push_to_hub": True, "hub_private_repo": False}
+    named = {**fields, "hub_model_id": "me/model"}
+    checkpointing = config_of(import_config(written(tmp_path, named), "trl", algorithm="sft")).checkpointing
+    assert (checkpointing.push_to, checkpointing.push_checkpoints) == ("hf://me/model", "every")
+    assert not checkpointing.push_private
+    found = import_config(written(tmp_path, fields), "trl", algorithm="sft")
+    assert config_of(found).checkpointing.push_to is None
+    assert any("put hf://OWNER/NAME" in note for note in found.notes)
+
+
 def test_an_algorithm_that_the_file_does_not_say_is_asked_for(tmp_path):
     with pytest.raises(ConfigError, match="--algorithm"):
         import_config(written(tmp_path, {"learning_rate": 1e-5}), "trl")
 
 
 def test_unknown_fields_of_trl_are_refused(tmp_path):
-    found = import_config(written(tmp_path, {**TRL_GRPO, "brand_new": 1, "num_iterations": 2}), "trl")
+    found = import_config(written(tmp_path, {**TRL_GRPO, "brand_new": 1, "repetition_penalty": 1.2}), "trl")
     assert found.features == {
         "TRL keys that are not known here": ["brand_new"],
-        "training on the same rollouts several times in GRPO (num_iterations)": ["num_iterations"],
+        "sampling penalties (repetition_penalty)": ["repetition_penalty"],
     }
+
+
+def test_passes_over_the_same_rollouts(tmp_path):
+    once = config_of(import_config(written(tmp_path, TRL_GRPO), "trl", gpus=2))
+    twice = config_of(import_config(written(tmp_path, {**TRL_GRPO, "num_iterations": 2}), "trl", gpus=2))
+    assert (once.grpo.num_iterations, twice.grpo.num_iterations) == (1, 2)
+    # TRL counts optimizer steps
+    assert twice.grpo.max_num_steps == once.grpo.max_num_steps // 2
+    size = "actor_rollout_ref.actor.ppo_mini_batch_size=16"
+    verl = VERL.replace(size, f"{size} actor_rollout_ref.actor.ppo_epochs=3")
+    assert config_of(import_config(written(tmp_path, verl, "run.sh"), "verl")).grpo.num_iterations == 3
 
 
 def test_verl_scripts(tmp_path):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar, Protocol
+
+from pydantic import Field
 
 from rl_algos.grpo.loss_config import CustomLossConfig, LossConfig
 from rl_algos.rollouts.config import PolicyGradientConfig, RolloutRoot
@@ -23,12 +26,25 @@ class GRPOConfig(PolicyGradientConfig):
     """GRPO and its family: steps, prompts and samples of a step, advantages, validation."""
 
     section: ClassVar[str] = "grpo"
+    also_called: ClassVar[Mapping[str, str]] = {
+        **PolicyGradientConfig.also_called,
+        "num_ppo_epochs": "num_iterations",
+        "ppo_epochs": "num_iterations",
+    }
 
     normalize_rewards: bool = True
     """Divide advantages by the standard deviation of their group (`grpo`, `rloo`)."""
     use_leave_one_out_baseline: bool = False
     """Compare each reward with the mean of the others in its group instead of the mean of all."""
     adv_estimator: EstimatorConfig = EstimatorConfig()
+    num_iterations: int = Field(default=1, gt=0)
+    """Passes over the rollouts of a step, for more updates from the same rollouts. With more than one, each pass is
+    shuffled anew by the seed, and the ratio of the loss is to the policy before the first pass (`prev_logprobs`)."""
+
+    @property
+    def passes_per_step(self) -> int:
+        """Times that a step trains on each of its rollouts."""
+        return self.num_iterations
 
 
 class ObjectiveRoot(RolloutRoot, Protocol):

@@ -6,7 +6,7 @@ from rl_algos.grpo.config import GRPOConfig
 from rl_algos.grpo.estimators import advantages_of, by_rollout
 from rl_algos.grpo.objective import Objective, with_logprobs
 from rl_algos.grpo.step_statistics import StepData
-from rl_algos.rollouts.batch import build_batch, minibatches, with_advantages
+from rl_algos.rollouts.batch import build_batch, passes, with_advantages
 from rl_algos.rollouts.metrics import rollout_metrics, signal_metrics, training_metrics
 from rl_algos.rollouts.steps import RolloutSteps
 from rl_core.model import Model
@@ -34,7 +34,8 @@ def train(
         batch = objective.prepared(StepData(step, groups, with_advantages(batch, advantages)))
         loss = objective.loss
         with run.phase("training"):
-            updates = [policy.train_step(minibatch, loss) for minibatch in minibatches(batch, rows_per_minibatch)]
+            parts = passes(batch, rows_per_minibatch, count=config.num_iterations, seed=(config.seed, step))
+            updates = [policy.train_step(minibatch, loss) for minibatch in parts]
             if run.due(config.reference_sync_period, step):
                 policy.update_reference(config.reference_mixup_alpha)
         steps.sync(step)

@@ -7,7 +7,7 @@ from typing import Any
 
 from rl_algos.grpo.config import GRPOConfig, GRPORoot, ObjectiveRoot
 from rl_algos.grpo.estimators import chosen, estimator_section, reads
-from rl_algos.grpo.loss import columns_of, loss_section, surrogate_section
+from rl_algos.grpo.loss import columns_of, loss_section, surrogate_name, surrogate_section
 from rl_algos.grpo.loss_checks import loss_problems
 from rl_algos.grpo.loss_config import LossConfig
 from rl_algos.losses.custom import loss_requirements
@@ -76,6 +76,13 @@ def _estimator(config: GRPORoot) -> Iterator[Problem]:
         yield Problem(
             "grpo.use_leave_one_out_baseline",
             f"chooses the estimator rloo, but adv_estimator.name is {grpo.adv_estimator.name}; set one of them only",
+        )
+    loss = config.loss_fn
+    if grpo.num_iterations > 1 and isinstance(loss, LossConfig) and surrogate_name(loss) == "reinforce":
+        yield Problem(
+            "grpo.num_iterations",
+            f"{grpo.num_iterations} passes need a ratio to the policy before them, which the surrogate reinforce does "
+            "not have; set it to 1, or choose another loss_fn.surrogate",
         )
     name, settings = chosen(grpo), settings_of(grpo.adv_estimator)
     if not grpo.normalize_rewards and not reads(grpo, "normalize"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, ClassVar, Protocol
 
 from pydantic import Field
@@ -16,6 +17,11 @@ class PPOConfig(PolicyGradientConfig):
     """PPO with a critic: steps, prompts and samples of a step, advantages, validation."""
 
     section: ClassVar[str] = "ppo"
+    also_called: ClassVar[Mapping[str, str]] = {
+        **PolicyGradientConfig.also_called,
+        "num_iterations": "num_ppo_epochs",
+        "ppo_epochs": "num_ppo_epochs",
+    }
 
     num_prompts_per_step: int = Field(default=512, gt=0)
     """Prompts of one step."""

@@ -62,6 +62,21 @@ def minibatches(batch: Batch, num_rollouts: int) -> Iterator[Batch]:
         yield batch.select(rows.values[rows.offsets[start] : rows.offsets[end]])
 
 
+def passes(batch: Batch, num_rollouts: int, *, count: int, seed: Sequence[int]) -> Iterator[Batch]:
+    """Yield the minibatches of one or several passes over the batch. A single pass keeps the order of the rollouts; of
+    several, each is shuffled anew by the seed.
+
+    Args:
+        batch: Rows of all rollouts of a step.
+        num_rollouts: Rollouts of a minibatch.
+        count: Number of passes.
+        seed: Seed of the orders.
+    """
+    if count == 1:
+        return minibatches(batch, num_rollouts)
+    return shuffled_minibatches(batch, num_rollouts, passes=count, seed=seed)
+
+
 def shuffled_minibatches(batch: Batch, num_rollouts: int, *, passes: int, seed: Sequence[int]) -> Iterator[Batch]:
     """The minibatches of several passes over the batch, each in an order of its own that follows from the seed."""
     rows = rows_by_rollout(batch)

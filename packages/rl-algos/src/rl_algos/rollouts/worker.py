@@ -254,7 +254,7 @@ class _Client:
         turns: dict[str, Completion],
     ) -> None:
         self._worker = worker
-        self._environment = worker._environments[prompt.environment]
+        self._environment = worker._environments.get(prompt.environment)
         self._prompt = prompt
         self._tools = prompt.tools
         self._sampling = sampling
@@ -277,6 +277,7 @@ class _Client:
         return self._newest
 
     async def step(self, conversation: Conversation) -> StepResult:
+        assert self._environment is not None, "the prompt names no environment of this run"
         self._open.add(conversation.id)
         sampled = None if self._newest is None else self._newest.token_ids
         result = await self._environment.step(
@@ -306,7 +307,7 @@ class _Client:
 
     async def release(self) -> None:
         """Free conversations that the environment did not end; a failure to do so is logged and harms no rollout."""
-        if not self._open:
+        if not self._open or self._environment is None:
             return
         try:
             await self._environment.abandon(sorted(self._open))

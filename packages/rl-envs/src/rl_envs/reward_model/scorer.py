@@ -88,8 +88,9 @@ def _load(name: str, dtype: torch.dtype) -> Any:
             raise
         raise ValueError(
             f"{name!r} has no `model.safetensors`, the only format of weights that a reward model is loaded from. "
-            "Weights that PyTorch pickled (`pytorch_model.bin`) can run code when they are read: if you trust them, "
-            "load the model with transformers once, and save it with `save_pretrained`"
+            "Weights that PyTorch pickled (`pytorch_model.bin`) can run code when they are read: `rl convert FOLDER "
+            "NEW_FOLDER` writes safetensors without running any; otherwise, if you trust them, load the model with "
+            "transformers once, and save it with `save_pretrained`"
         ) from error
     if dict(model.named_children()).get(HEAD) is None or any(key.startswith(HEAD) for key in loaded["missing_keys"]):
         raise ValueError(

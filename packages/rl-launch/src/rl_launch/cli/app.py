@@ -10,6 +10,7 @@ import typer
 
 from rl_launch.cli import (
     catalog_commands,
+    chat_commands,
     config_commands,
     data_commands,
     doctor_commands,
@@ -110,6 +111,7 @@ def train(
 
 app.command("eval")(evaluation_commands.evaluate)
 app.command("compare")(evaluation_commands.compare)
+app.command()(chat_commands.chat)
 
 
 app.command()(run_commands.runs)
@@ -119,10 +121,37 @@ app.command()(run_commands.sweep)
 
 
 @app.command()
+def push(
+    source: Annotated[
+        str,
+        typer.Argument(metavar="RUN", help="A run (for its newest checkpoint), RUN:STEP, RUN:best or a checkpoint."),
+    ],
+    url: Annotated[
+        str, typer.Argument(metavar="URL", help="hf://OWNER/NAME, s3://BUCKET/FOLDER, gs://... or file:///FOLDER.")
+    ],
+    adapter: Annotated[bool, typer.Option("--adapter", help="Push the adapters by themselves.")] = False,
+    public: Annotated[bool, typer.Option("--public", help="Make a new repository on the hub public.")] = False,
+) -> None:
+    """Push the Hugging Face files of a checkpoint, with a model card, to the Hugging Face hub or a store.
+
+    A run pushes its checkpoints by itself with checkpointing.push_to.
+    """
+    with reported():
+        from rl_launch.commands.push import push as run
+        from rl_launch.session import show_logs
+
+        show_logs()
+        sys.stdout.write(f"{run(source, url, adapter=adapter, private=not public)}\n")
+
+
+@app.command()
 def convert(
     source: Annotated[
         str,
-        typer.Argument(metavar="SOURCE", help="A checkpoint, a run (for its newest one), an adapter, or a model."),
+        typer.Argument(
+            metavar="SOURCE",
+            help="A checkpoint, a run (for its newest one), an adapter, or a model; also one with pytorch_model.bin.",
+        ),
     ],
     target: Annotated[Path, typer.Argument(metavar="TARGET", help="A new folder.")],
     overrides: Annotated[
@@ -130,7 +159,10 @@ def convert(
         typer.Argument(metavar="[KEY=VALUE]...", help="Config keys to set, such as cluster.cpu_ranks_per_node=2."),
     ] = None,
     to: Annotated[
-        str | None, typer.Option("--to", metavar="BACKEND", help="Make a checkpoint for this training backend.")
+        str | None,
+        typer.Option(
+            "--to", metavar="BACKEND|hf", help="Make a checkpoint for this training backend; hf: Hugging Face files."
+        ),
     ] = None,
     adapter: Annotated[
         bool, typer.Option("--adapter", help="Write the adapters alone, or with --to keep them apart.")
@@ -146,18 +178,19 @@ def convert(
 ) -> None:
     """Convert between checkpoints of training backends, adapters and Hugging Face files, and verify the result.
 
-    Writes Hugging Face files, or with --to a checkpoint of a training backend.
+    Writes Hugging Face files, or with --to a checkpoint of a training backend. Weights in pytorch_model.bin become
+    safetensors, without running code of the pickle.
     """
     with reported():
         from rl_core.errors import ConfigError
-        from rl_launch.commands.convert import Verification, to_checkpoint, to_hugging_face
+        from rl_launch.commands.convert import HUGGING_FACE, Verification, to_checkpoint, to_hugging_face
         from rl_launch.session import show_logs
 
         if verify_with is not None and not verify:
             raise ConfigError("--verify-with names a backend that verifies, and --no-verify says not to; choose one")
         show_logs()
         how = Verification(verify, verify_with)
-        if to is None:
+        if to is None or to == HUGGING_FACE:
             found = Path(source).expanduser()
             to_hugging_face(found, target.expanduser(), overrides or (), adapter=adapter, verification=how)
         else:

@@ -33,6 +33,7 @@ from rl_launch.commands.conversion_source import (
     recast_source,
     without_adapters,
 )
+from rl_launch.commands.convert_pickled import is_pickled, write_safetensors
 from rl_launch.commands.train import with_local_models
 from rl_launch.model_folder import hf_config_fields
 from rl_launch.root import check_placement
@@ -43,6 +44,9 @@ if TYPE_CHECKING:
 
 Start = Callable[[Source], AbstractContextManager["RemoteModel"]]
 """Builds a source's model in processes of its own, which end with the context."""
+
+HUGGING_FACE = "hf"
+"""In place of a training backend: the format that is the default."""
 
 _log = logging.getLogger(__name__)
 
@@ -80,7 +84,8 @@ def to_hugging_face(
 
     Args:
         source: a checkpoint (`checkpoints/step_<n>` of a run, or one that `to_checkpoint` wrote), a run directory for
-            its newest one, or the folder of an adapter.
+            its newest one, the folder of an adapter, or a folder with pickled weights (`pytorch_model.bin`), which are
+            written as they are.
         target: a new folder.
         overrides: keys of the config to set, such as the parallel sizes of the mesh to read it on.
         adapter: write the adapters alone, in the format of `peft`; otherwise they are merged into the weights.
@@ -91,6 +96,9 @@ def to_hugging_face(
         RLError: if it fails, or the files compute something else; nothing is left at `target` then.
     """
     _check_target(target)
+    if is_pickled(source):
+        _from_pickled(source, target, overrides, adapter=adapter, verification=verification)
+        return
     if is_adapter(source):
         if adapter:
             raise ConfigError(f"--adapter: {source} is an adapter already; leave --adapter out to merge it")
@@ -151,6 +159,19 @@ def to_checkpoint(
             if verification.backend is not None:
                 conversion.check_files(found, source)
             conversion.check(written, f"the checkpoint {target}")
+
+
+def _from_pickled(
+    source: Path, target: Path, overrides: Sequence[str], *, adapter: bool, verification: Verification
+) -> None:
+    if adapter or verification.backend is not None:
+        option = "--adapter" if adapter else "--verify-with"
+        raise ConfigError(
+            f"{option}: {source} has pickled weights, which are written as safetensors with the same values, compared "
+            f"bit by bit; leave {option} out"
+        )
+    with _made(target) as folder:
+        write_safetensors(source, folder, overrides)
 
 
 def _recast(folder: Path, backend: str, overrides: Sequence[str]) -> tuple[Source, Source]:

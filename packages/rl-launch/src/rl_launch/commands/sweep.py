@@ -107,6 +107,12 @@ def sweep_of(recipe: str, overrides: Sequence[str]) -> Sweep:
             problems.append(f"{run}: {error}")
     if problems:
         raise ConfigError("\n".join(problems))
+    places = [run.config.checkpointing.push_to for run in runs if run.config.checkpointing.push_to is not None]
+    if len(set(places)) < len(places):
+        raise ConfigError(
+            f"checkpointing.push_to: several runs of the sweep would push to {places[0]}, each over the others; remove "
+            "it, and push the run that you choose by rl push RUN URL"
+        )
     return Sweep(folder, tuple(keys[place] for place in swept), tuple(runs))
 
 

@@ -25,12 +25,14 @@ from rl_launch.local_models import MADE_HERE, TINY, WARMED_UP, models_folder, ti
 from rl_launch.model_facts import check_tokenizer
 from rl_launch.model_folder import adapter_problems
 from rl_launch.placement.bundles import PlacementError
+from rl_launch.push.pusher import pusher_of
 from rl_launch.root import check_placement, read_config
 from rl_launch.run_recording import RunRecording, recorded_environments
 from rl_launch.runtime.environment_trials import trials_of, try_here, try_in
 from rl_launch.runtime.restoration import Restoration
 from rl_launch.session import RunDirectory, RunSession
 from rl_launch.session.branch import Branch, BranchPoint
+from rl_launch.session.callback_classes import make_callbacks
 from rl_launch.session.checkpoints import newest_checkpoint
 from rl_launch.session.lock import FILE_NAME as LOCK
 from rl_launch.session.lock import holder
@@ -106,9 +108,13 @@ def train(
     evaluates = algorithm.evaluates_in_training is not None and algorithm.evaluates_in_training(config)
     evaluation = resolve(algorithm.evaluate)(config) if evaluates else None
     untried = try_here(trials_of(config, algorithm, loaded, evaluation), config.cluster.worker_envs)
+    callbacks = make_callbacks(config.callbacks)
+    pusher = pusher_of(config.checkpointing)
     restoration = Restoration(saves=config.checkpointing.enabled)
     exports = export_suffixes(algorithm.models(config))
-    sessions = partial(RunSession, run_dir, config, title=title, since=started, exports=exports)
+    sessions = partial(
+        RunSession, run_dir, config, title=title, since=started, exports=exports, callbacks=callbacks, pusher=pusher
+    )
     start = partial(sessions, fresh=fresh, branch=branch)
     while True:
         try:

@@ -111,7 +111,8 @@ def _of_run(run: RunFolder, which: str, overrides: Sequence[str]) -> tuple[Any, 
         name, model = f"{name}-{checkpoint.name}", [f"{_MODEL}{checkpoint / EXPORT}"]
     raw = read_raw(run.path)
     if algorithm_named(str(raw.select("algorithm"))).evaluate:
-        return read_config(run.path, [*model, *overrides]).config, name
+        # training alone calls callbacks, whose files may not be here
+        return read_config(run.path, [*model, "callbacks=[]", *overrides]).config, name
     return read_config(_of_model_run(run), [*model, *overrides]).config, name
 
 

@@ -188,11 +188,10 @@ def _rollouts(config: Translation) -> None:
     config.put("policy.train_global_batch_size", config.get("train_batch_size"))
     config.follows(["rollout_batch_size"], f"{loop}.num_prompts_per_step")
     config.follows(["train_batch_size"], "policy.train_global_batch_size")
-    if config.get("max_epochs", 1) > 1 and loop == "grpo":
-        config.refuse("max_epochs", "training on the same rollouts several times in GRPO (max_epochs)")
-    elif loop == "ppo":
-        config.put("ppo.num_ppo_epochs", config.get("max_epochs", 1))
-    config.follows(["max_epochs"], "ppo.num_ppo_epochs")
+    key = "ppo.num_ppo_epochs" if loop == "ppo" else "grpo.num_iterations"
+    if (passes := config.get("max_epochs", 1)) > 1:
+        config.put(key, passes)
+    config.follows(["max_epochs"], key)
     config.put(f"{loop}.max_num_steps", 1_000_000)
     _loss(config)
     _rewards(config)

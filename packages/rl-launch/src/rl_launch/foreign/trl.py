@@ -68,6 +68,7 @@ def translate(config: Translation, gpus: int | None) -> None:
     _schedule(config)
     {"grpo": _grpo, "dpo": _dpo, "sft": _sft, "rm": _rewards}[config.algorithm](config)
     _saving(config)
+    _pushing(config)
     config.finish()
 
 
@@ -238,6 +239,7 @@ def _schedule(config: Translation) -> None:
         rows = config.written("grpo.num_prompts_per_step") or 1
         completions = rows * config.get("num_generations", 8)
         updates = max(1, completions // (config.written("policy.train_global_batch_size") or completions))
+        updates *= config.get("num_iterations", 1)
         if steps > 0 and updates > 1:
             config.put("grpo.max_num_steps", max(1, steps // updates))
             config.notes.append(f"grpo.max_num_steps: {steps} optimizer steps are {steps // updates} steps here")
@@ -378,3 +380,18 @@ def _saving(config: Translation) -> None:
     project = config.get("wandb_project")
     if project:
         config.rename("wandb_project", "logger.wandb.project")
+
+
+def _pushing(config: Translation) -> None:
+    name = config.get("hub_model_id", config.get("push_to_hub_model_id"))
+    if config.get("push_to_hub") and "/" in str(name):
+        config.put("checkpointing.push_to", f"hf://{name}")
+        if config.get("hub_strategy", "every_save") != "end":
+            config.put("checkpointing.push_checkpoints", "every")
+        if config.get("hub_private_repo") is False:
+            config.put("checkpointing.push_private", False)
+    elif config.get("push_to_hub"):
+        config.notes.append("checkpointing.push_to: put hf://OWNER/NAME, as the file does not name the owner")
+    config.follows(["push_to_hub", "hub_model_id", "push_to_hub_model_id"], "checkpointing.push_to")
+    config.follows(["hub_strategy"], "checkpointing.push_checkpoints")
+    config.follows(["hub_private_repo"], "checkpointing.push_private")

@@ -131,8 +131,9 @@ def _batches(config: Translation) -> None:
         if config.get("critic.ppo_epochs", passes) != passes:
             config.refuse("critic.ppo_epochs", "other passes of the critic over a step than of the policy")
     elif passes > 1:
-        config.refuse(f"{_ACTOR}.ppo_epochs", "training on the same rollouts several times in GRPO (ppo_epochs)")
-    config.follows([f"{_ACTOR}.ppo_epochs", "critic.ppo_epochs"], "ppo.num_ppo_epochs")
+        config.put("grpo.num_iterations", passes)
+    key = "ppo.num_ppo_epochs" if config.algorithm == "ppo" else "grpo.num_iterations"
+    config.follows([f"{_ACTOR}.ppo_epochs", "critic.ppo_epochs"], key)
     rows = config.get(
         f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu", config.get(f"{_ROLLOUT}.log_prob_micro_batch_size")
     )

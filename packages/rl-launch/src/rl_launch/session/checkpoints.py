@@ -26,8 +26,12 @@ EXPORT = "hf"
 ADAPTER = "adapter"
 """Folder of a checkpoint that `peft` loads, if adapters train; likewise."""
 
+STAGED = ".pushing"
+"""Suffix of a folder next to the checkpoints whose files are being pushed."""
+
 _OF_POLICY = export_suffixes({})
 _STATE = "state"
+_LEFTOVERS = (".saving", ".dropped", STAGED)
 _NAME = re.compile(r"step_(\d+)")
 
 _FULL_BELOW_BYTES = 2**20
@@ -197,7 +201,7 @@ class Checkpoints:
 
     def tidy(self, step: int) -> None:
         """Remove the remains of a killed process, and set aside damaged checkpoints after the one that is resumed."""
-        for leftover in (*self._folder.glob(".*.saving"), *self._folder.glob(".*.dropped")):
+        for leftover in (path for ending in _LEFTOVERS for path in self._folder.glob(f".*{ending}")):
             shutil.rmtree(leftover, ignore_errors=True)
         for later in (path for number, path in self._saved() if number > step):
             # kept for inspection under a name that is not a checkpoint's

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
 from rl_core.config import Config, WhenChanged
 
+_DESTINATION = re.compile(r"hf://[\w.-]+/[\w.-]+|(?!hf:)[a-z][a-z0-9+.-]*://\S+")
 _DURATION = re.compile(r"(\d+):([01]?\d|2[0-3]):([0-5]?\d):([0-5]?\d)")
 
 Access = Literal["owner", "group", "all"]
@@ -36,12 +37,33 @@ class CheckpointingConfig(Config):
     """Whether a higher value of the metric is better."""
     checkpoint_must_save_by: str | None = None
     """Save and end in time before this much has passed since the start, as DD:HH:MM:SS: the limit of a batch queue."""
+    push_to: str | None = None
+    """Push Hugging Face files of checkpoints, with a model card: to `hf://OWNER/NAME` on the Hugging Face hub (with the
+    token of HF_TOKEN or `hf auth login`), or to a folder of a store (`s3://BUCKET/FOLDER`, `gs://...`,
+    `file:///FOLDER`). Training does not wait for it, and a failure never ends the run."""
+    push_checkpoints: Literal["last", "best", "every"] = "last"
+    """Checkpoints to push: the `last` one when the run has finished, the `best` one by `metric_name` whenever there is
+    another, or `every` one. On the hub each is a commit; a store has the folder `step_<n>` for each with `every`."""
+    push_adapter: bool = False
+    """Push adapters by themselves, in the format of `peft`; otherwise the whole model, with adapters merged."""
+    push_private: bool = True
+    """Visibility of a repository that is made on the hub; one that exists keeps its own."""
 
     @field_validator("checkpoint_must_save_by")
     @classmethod
     def _is_duration(cls, value: str | None) -> str | None:
         if value is not None and not _DURATION.fullmatch(value):
             raise ValueError(f"got {value!r}; allowed: DD:HH:MM:SS, such as 00:03:45:00")
+        return value
+
+    @field_validator("push_to")
+    @classmethod
+    def _is_destination(cls, value: str | None) -> str | None:
+        if value is not None and not _DESTINATION.fullmatch(value):
+            raise ValueError(
+                f"got {value!r}; allowed: hf://OWNER/NAME for the Hugging Face hub, s3://BUCKET/FOLDER, gs://... or "
+                "abfs://..., or file:///FOLDER"
+            )
         return value
 
     @property
@@ -57,6 +79,23 @@ class CheckpointingConfig(Config):
     def metric_key(self) -> str | None:
         """`metric_name` as `metrics.jsonl` spells it: `val/accuracy`."""
         return self.metric_name.replace(":", "/", 1) if self.metric_name else None
+
+
+class CallbackConfig(Config):
+    """A class whose hooks the run calls during training."""
+
+    type: str
+    """`file.py:Class` or `package.module:Class`, a class that extends `rl_core.Callback`."""
+    on_error: Literal["warn", "stop"] = "warn"
+    """If a hook raises: `warn` reports it with file and line and turns the callback off; `stop` ends the run after the
+    step, with a checkpoint and exit code 1."""
+    settings: dict[str, Any] = {}
+    """Settings: fields of the class if it is a dataclass, otherwise keyword-only parameters of its constructor."""
+
+    @classmethod
+    def of(cls, written: str | CallbackConfig) -> CallbackConfig:
+        """Return the section for an entry of `callbacks`, which may be the `type` only."""
+        return cls(type=written) if isinstance(written, str) else written
 
 
 class WandbConfig(Config):

@@ -14,7 +14,8 @@ from typing import Any, Protocol, Self
 import numpy as np
 from rich.console import Console
 
-from rl_core.config import WhenChanged, keys_when_changed
+from rl_core.callback import CallbackRun, EndStatus, RunEnd
+from rl_core.config import WhenChanged, as_written, keys_when_changed
 from rl_core.errors import CheckpointDamaged, RLError, RunDirectoryError, WorkerDied, WorkerError
 from rl_core.metrics import Metric, results
 from rl_core.model import Model
@@ -22,6 +23,8 @@ from rl_core.plugins import export_suffixes
 from rl_core.rollout import RolloutGroup
 from rl_core.run import Checkpointable
 from rl_launch.session.branch import Branch
+from rl_launch.session.callback_classes import MadeCallback
+from rl_launch.session.callbacks import Callbacks
 from rl_launch.session.checkpoints import ADAPTER, Checkpoints, written_at
 from rl_launch.session.config import CheckpointingConfig, LoggerConfig
 from rl_launch.session.log_output import logged_to, shared_console
@@ -60,6 +63,22 @@ class SessionConfig(Protocol):
         ...
 
 
+class CheckpointReceiver(Protocol):
+    """Takes the checkpoints of a run as they are saved; its own failures are reported and never raised."""
+
+    def begin(self, run_dir: Path) -> None:
+        """Called when the run directory is open."""
+        ...
+
+    def saved(self, step: int, checkpoint: Path) -> None:
+        """Called with each complete checkpoint; returns at once. The checkpoint may be removed afterwards."""
+        ...
+
+    def end(self, *, is_finished: bool, at_once: bool) -> None:
+        """Called when the run has ended; waits for what is under way unless it was told to end at once."""
+        ...
+
+
 class RunSession:
     """A `rl_core.run.Run` over a run directory.
 
@@ -81,6 +100,8 @@ class RunSession:
         recording: decides which part of the config the run directory keeps.
         branch: the start of a new run that is a branch of another.
         exports: as of `Checkpoints`; the policy's if not given.
+        callbacks: User code that is called during the run.
+        pusher: Pushes checkpoints; none are pushed without it.
     """
 
     def __init__(
@@ -95,6 +116,8 @@ class RunSession:
         recording: Recording | None = None,
         branch: Branch | None = None,
         exports: Mapping[str, str] | None = None,
+        callbacks: Sequence[MadeCallback] = (),
+        pusher: CheckpointReceiver | None = None,
     ) -> None:
         self.directory = RunDirectory(run_dir, recording)
         self._branch = branch
@@ -103,6 +126,8 @@ class RunSession:
         self._checkpointing: CheckpointingConfig = config.checkpointing
         exports = export_suffixes({}) if exports is None else exports
         self._checkpoints = Checkpoints(self.directory.checkpoints, self._checkpointing, exports=exports)
+        self._callbacks = Callbacks(callbacks)
+        self._pusher = pusher
         self._metrics = MetricsFile(self.directory.metrics)
         self._rollouts = RolloutFiles(self.directory.rollouts)
         self._progress = Progress(title or self.directory.path.name, console or shared_console())
@@ -157,6 +182,8 @@ class RunSession:
             goals = keys_when_changed(self._config, WhenChanged.GOAL)
             self._noted = replace(RunState.read(self.directory.path) or self._noted, goals=goals)
             self._note("running")
+            if self._pusher is not None:
+                self._pusher.begin(self.directory.path)
             self._progress.start()
             stack.callback(self._progress.close)
             stack.callback(self._rollouts.close)
@@ -167,6 +194,8 @@ class RunSession:
         with self._resources:
             try:
                 self._settle(error)
+                if error is None and self._callbacks.failure is not None:
+                    raise self._callbacks.failure
             except BaseException as failure:
                 self._note_end(failure)
                 raise
@@ -241,12 +270,18 @@ class RunSession:
         self._has_begun = True
         self._metrics.cut_back(self._done if self._done else -1)
         self._best = self._new_best()
-        for row in self._metrics.read():
+        history = self._metrics.read()
+        for row in history:
             self._best.add(row["step"], row)
         self._note("running")
         self._rollouts.cut_back(self._done if self._done else -1)
         # again, because starting Ray has replaced the first handler by its own
         self._stop.listen(gracefully=True)
+        self._callbacks.start(
+            CallbackRun(
+                self.directory.path, as_written(self._config), self._done, self._max_steps, tuple(history), self.stop
+            )
+        )
         return self._iterate(self._done + 1)
 
     @contextmanager
@@ -354,6 +389,7 @@ class RunSession:
         if odd:
             _logger.warning("step %d: not a finite number: %s", step, ", ".join(odd))
         self._note_unranked(metrics)
+        metrics = self._callbacks.with_step(step, metrics)
         self._metrics.append(step, metrics)
         self._writers.write(step, metrics)
         self._best.add(step, metrics)
@@ -423,13 +459,16 @@ class RunSession:
         # a save beside the steps holds them up for only a part of its time
         held = f", {self._blocked_s:.1f} s of it between steps" if self._blocked_s < so_far - 0.1 else ""
         _logger.info("saved checkpoint %s in %.1f s%s", path.name, so_far, held)
+        if self._pusher is not None:
+            self._pusher.saved(step, path)
+        self._callbacks.saved(step, path)
 
     def _new_best(self) -> BestSoFar:
         return BestSoFar(self._checkpointing.metric_key, higher_is_better=self._checkpointing.higher_is_better)
 
     def _note_end(self, error: BaseException | None) -> None:
-        """Write into the run directory how the run ended."""
-        status: Status
+        """Write into the run directory how the run ended, tell callbacks, and end pushes."""
+        status: EndStatus
         if isinstance(error, Exception):
             status, reason = "failed", (str(error) or type(error).__name__).partition("\n")[0]
         elif error is not None:
@@ -439,6 +478,10 @@ class RunSession:
         else:
             status, reason = "interrupted", self._stop.reason
         self._note(status, reason)
+        self._callbacks.end(RunEnd(status, reason, self._done, self._max_steps, self.last_metrics))
+        if self._pusher is not None:
+            at_once = error is not None and not isinstance(error, Exception)
+            self._pusher.end(is_finished=status == "finished", at_once=at_once)
 
     def _why_unwound(self, error: BaseException) -> str:
         """Why the run ended without finishing its step."""

@@ -222,7 +222,11 @@ def _files_of_tensors(folder: Path) -> dict[str, str]:
     if (folder / SINGLE).is_file():
         with safe_open(folder / SINGLE, framework="pt") as file:
             return dict.fromkeys(file.keys(), SINGLE)
-    raise ValueError(f"{folder} has neither {SINGLE} nor {INDEX}; save the model with save_pretrained() to get them")
+    raise ValueError(
+        f"{folder} has neither {SINGLE} nor {INDEX}; save the model with save_pretrained() to get them. A model with "
+        "only pytorch_model.bin is converted by: rl convert FOLDER NEW_FOLDER (of a model of the hub, FOLDER is what "
+        "hf download NAME --local-dir FOLDER makes)"
+    )
 
 
 def two_models(folder: Path) -> str:

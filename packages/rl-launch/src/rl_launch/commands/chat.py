@@ -1,0 +1,236 @@
+"""`rl chat`: a conversation with a model, through the generator and the rollout workers of a run."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rl_algos.rollouts.reply_program import REPLY_PROGRAM
+from rl_core.batch import TOKENS
+from rl_core.errors import ConfigError, RLError
+from rl_core.generation import RolloutPool, RolloutTask, SamplingParams
+from rl_core.model_config import ColocatedConfig
+from rl_core.plugins import GENERATORS, BackendPlugin, RolloutNeeds, plugin
+from rl_core.rollout import Message, Prompt
+from rl_launch.backends import POLICY, Backends, backends_of, installed, with_section
+from rl_launch.cluster.device import check_devices, resolve_device
+from rl_launch.commands.train import with_local_models
+from rl_launch.evaluation.source import ALGORITHM, evaluation_of
+from rl_launch.inputs import model_names
+from rl_launch.model_facts import check_tokenizer
+from rl_launch.model_folder import check_models
+from rl_launch.root import check_placement
+from rl_launch.run_models import parts_of
+from rl_launch.session.run_folder import RunFolder, is_run
+from rl_launch.worker_envs.driver import missing
+from rl_launch.worker_envs.spec import worker_env
+
+_log = logging.getLogger(__name__)
+
+_BACKEND = "policy.generation.backend"
+_SMALLEST = "hf"
+"""Generator that needs no engine except a training backend's."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How replies are drawn; None takes the value of the config's validation.
+
+    Args:
+        temperature: 0 is greedy.
+        max_new_tokens: Maximum number of tokens of a reply.
+    """
+
+    temperature: float | None = None
+    max_new_tokens: int | None = None
+
+
+class AnswerFailed(RLError):
+    """A reply that the generator did not give; its message gives the reason."""
+
+
+class PoolAnswerer:
+    """Has a pool of rollout workers answer, one question at a time.
+
+    Args:
+        pool: Serves the model, with `ReplyProgram`.
+        sampling: How replies are drawn.
+        seed: Seed of the first reply; each has another one.
+    """
+
+    def __init__(self, pool: RolloutPool, sampling: SamplingParams, *, seed: int = 0) -> None:
+        self._pool = pool
+        self._sampling = sampling
+        self._seed = seed
+
+    def __call__(self, tokens: np.ndarray, messages: Sequence[Message]) -> tuple[np.ndarray, bool]:
+        """Return int32 `[tokens]` that the model samples after these, and whether they were cut off.
+
+        A reply that the caller did not wait for to its end is left out when the next one is waited for.
+
+        Raises:
+            AnswerFailed: If the generator gives no reply.
+        """
+        prompt = Prompt(f"chat:{self._seed}", tuple(messages), tokens, "", {}, "", "the chat")
+        [ticket] = self._pool.submit([RolloutTask(prompt, self._sampling, (self._seed,))])
+        self._seed += 1
+        done, group = self._pool.next_done()
+        while done != ticket:
+            done, group = self._pool.next_done()
+        [report] = group.rollouts
+        if report.status == "failed":
+            raise AnswerFailed(report.failure)
+        return group.columns.ragged(TOKENS)[0][len(tokens) :], report.status == "truncated"
+
+
+def chat_config(source: str, overrides: Sequence[str]) -> Any:
+    """Return the resolved config of one replica of a model.
+
+    The generator is that of the run or the config; for a model, or a run that generates nothing, vLLM if it is
+    installed here and else `hf`.
+
+    Args:
+        source: As of `rl eval`: a run, `RUN:STEP`, `RUN:best`, a model's folder or hub name, a recipe or a YAML file.
+        overrides: Keys to set.
+
+    Raises:
+        ConfigError, RunDirectoryError: As `rl_launch.evaluation.source.evaluation_of`.
+    """
+    config = evaluation_of(source, overrides).config
+    if config.algorithm == ALGORITHM and not any(each.startswith(_BACKEND) for each in overrides):
+        config = evaluation_of(source, [f"{_BACKEND}={_installed_generator(config)}", *overrides]).config
+    found = backends_of(config).generation
+    if found is None:
+        raise ConfigError(f"algorithm: {config.algorithm} generates nothing; name a run or a model")
+    one = {"colocated": ColocatedConfig(), "min_replicas": None, "max_replicas": None}
+    config = with_section(config, POLICY, _with(config.policy, "generation", one))
+    ranks = found.plugin.ranks(found.backend)
+    if ranks > max(config.cluster.gpus_per_node, config.cluster.cpu_ranks_per_node):
+        return config  # a replica that spans nodes
+    return _with(config, "cluster", {"num_nodes": 1, "gpus_per_node": ranks, "cpu_ranks_per_node": ranks})
+
+
+def system_prompt_of(source: str) -> str:
+    """Return the system message that a run's training data had; empty if there is none, or not one for all.
+
+    Raises:
+        ConfigError: If its file cannot be read.
+    """
+    run = Path(parts_of(source)[0]).expanduser()
+    if not is_run(run):
+        return ""
+    data = RunFolder(run).config().get("data") or {}
+    train, default = data.get("train"), data.get("default") or {}
+    datasets = [each for each in (train if isinstance(train, list) else [train]) if isinstance(each, Mapping)]
+    files = {each.get("system_prompt_file") or default.get("system_prompt_file") for each in datasets}
+    if any(each.get("prompt_file") or default.get("prompt_file") for each in datasets):
+        _log.info("the run put its prompts into a prompt_file, which the chat does not do")
+    [file] = files if len(files) == 1 else [None]
+    if file is None:
+        return ""
+    try:
+        return Path(file).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"the system message of the run cannot be read: {file}: {error}; give another one by --system TEXT, or "
+            "--system '' for none"
+        ) from None
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A model that answers.
+
+    Args:
+        answer: Returns the tokens that follow those of a conversation, as `PoolAnswerer`.
+        tokenizer: Its tokenizer.
+        tool_format: Format of its tool calls, as `policy.tokenizer.tool_format`.
+        name: Folder or name of the model.
+        max_tokens: Maximum number of tokens of a conversation.
+    """
+
+    answer: PoolAnswerer
+    tokenizer: Any
+    tool_format: str | None
+    name: str
+    max_tokens: int
+
+
+@contextmanager
+def serving(config: Any, sampling: Sampling, *, num_turns: int, seed: int = 0) -> Iterator[ServedModel]:
+    """Serve a model until the context is left.
+
+    Args:
+        config: Of `chat_config`.
+        sampling: How replies are drawn.
+        num_turns: Turns that the chat template must be able to render; 1 or more.
+        seed: Seed of the sampling.
+
+    Raises:
+        ConfigError, WorkerEnvironmentError: Before anything is started.
+        RLError: If the generator does not start.
+    """
+    # imports transformers, which takes a second
+    from rl_algos.rollouts.conversation_checks import check_turns
+    from rl_algos.rollouts.programs import DEFAULT_PROGRAM
+    from rl_algos.rollouts.setup import validation_sampling
+    from rl_algos.tokenizer import load_tokenizer
+
+    check_devices(config.cluster)
+    check_models(model_names(config))
+    config = with_local_models(config)
+    policy = config.policy
+    tokenizer = load_tokenizer(policy.tokenizer, policy.model_name)
+    check_tokenizer(tokenizer, policy)
+    ends = check_turns(
+        config, tokenizer, {}, program=DEFAULT_PROGRAM, max_turns=num_turns, turns_key="policy", splits=True
+    )
+    longest = policy.max_total_sequence_length
+    drawn = validation_sampling(policy.generation, ends.sampled)
+    given = {name: value for name, value in vars(sampling).items() if value is not None}
+    needs = RolloutNeeds(REPLY_PROGRAM, {"max_tokens": longest}, frozenset())
+    with _pool(config, needs) as pool:
+        answer = PoolAnswerer(pool, replace(drawn, **given), seed=seed)
+        yield ServedModel(answer, tokenizer, policy.tokenizer.tool_format, policy.model_name, longest)
+
+
+@contextmanager
+def _pool(config: Any, needs: RolloutNeeds) -> Iterator[RolloutPool]:
+    # Ray takes a second to import, which checks that fail should not wait for
+    from rl_launch.cluster.virtual_cluster import VirtualCluster
+    from rl_launch.runtime.runtime import Runtime, check_engines, provision_workers
+
+    backends: Backends = replace(backends_of(config), models={})
+    assert backends.generation is not None, "`chat_config` refuses others"
+    device = resolve_device(config.cluster)
+    check_placement(config.cluster, backends, device)
+    envs = provision_workers(config, backends, needs, device)
+    check_engines(config, backends, envs)
+    _log.info("starting %s", backends.generation.plugin.name)
+    with (
+        tempfile.TemporaryDirectory(prefix="rl-chat-") as logs,
+        VirtualCluster.of(config.cluster, device) as cluster,
+        Runtime(config, backends, envs, cluster, Path(logs)) as runtime,
+    ):
+        yield runtime.evaluation_pool(needs)
+
+
+def _installed_generator(config: Any) -> str:
+    """Return the configured generator if this environment has its engine, else the smallest."""
+    name = config.policy.generation.backend
+    if name not in installed(GENERATORS) or _SMALLEST not in installed(GENERATORS):
+        return str(name)
+    found: BackendPlugin = plugin(GENERATORS, name)
+    extras = resolve_device(config.cluster).extras
+    return _SMALLEST if missing(worker_env(found.requirement, extras)) else str(name)
+
+
+def _with(section: Any, key: str, changes: Mapping[str, Any]) -> Any:
+    return section.model_copy(update={key: getattr(section, key).model_copy(update=dict(changes))})

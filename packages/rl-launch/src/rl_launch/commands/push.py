@@ -1,0 +1,42 @@
+"""`rl push`: one checkpoint of a run, pushed to the hub, an object store or a folder."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+from rl_core.errors import ConfigError
+from rl_launch.push.destinations import destination_of, loadable_name
+from rl_launch.push.staging import stage
+from rl_launch.run_models import checkpoint_of, parts_of
+from rl_launch.session.manifest import Manifest
+from rl_launch.session.run_folder import RunFolder
+
+
+def push(source: str, url: str, *, adapter: bool, private: bool) -> str:
+    """Push a checkpoint with a model card, and return its address.
+
+    Args:
+        source: `RUN` for its newest checkpoint, `RUN:STEP`, `RUN:best`, or the folder of a checkpoint.
+        url: `hf://OWNER/NAME`, or a folder as `s3://bucket/folder` or `file:///folder`.
+        adapter: Push the adapters by themselves.
+        private: Whether a repository that is made on the hub is private.
+
+    Raises:
+        ConfigError: If the destination cannot be written to.
+        RunDirectoryError: If there is no such checkpoint, or it is damaged.
+    """
+    try:
+        destination = destination_of(url, private=private)
+    except ValueError as error:
+        raise ConfigError(f"URL: {error}") from None
+    name, which = parts_of(source)
+    run, checkpoint = RunFolder(name), checkpoint_of(name, which)
+    folder = checkpoint.with_name(f".{checkpoint.name}.push-{os.getpid()}")
+    try:
+        stage(run, checkpoint, folder, adapter=adapter, name=loadable_name(destination))
+        destination.check()
+        step = Manifest.read(checkpoint).step
+        return destination.upload(folder, step=step, title=f"Step {step}")
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,239 @@
+"""Places that checkpoints are pushed to: a repository of the Hugging Face hub, an object store, or a folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from rl_algos import hub
+from rl_core.errors import ConfigError
+from rl_core.install_command import install_advice
+
+_HUB = re.compile(r"hf://(?P<name>[\w.-]+/[\w.-]+)")
+_LIBRARIES = {
+    "s3": "s3fs",
+    "s3a": "s3fs",
+    "gs": "gcsfs",
+    "gcs": "gcsfs",
+    "abfs": "adlfs",
+    "abfss": "adlfs",
+    "az": "adlfs",
+}
+
+_RECORD = "pushed.json"
+"""File in a store that lists what was pushed there."""
+
+_REFUSALS = (400, 401, 403, 404, 409, 413, 422)
+"""Answers of the hub that another attempt would get again."""
+
+_STALE = ("*.safetensors", "*.safetensors.index.json")
+"""Files of the hub's repository that a push replaces as a whole."""
+
+
+class Destination(Protocol):
+    """A place that checkpoints are pushed to."""
+
+    @property
+    def url(self) -> str:
+        """The address, as users write it."""
+        ...
+
+    def check(self) -> None:
+        """Make the place if it does not exist, and prove that it can be written to.
+
+        Raises:
+            ConfigError: If it cannot be, with the remedy.
+        """
+        ...
+
+    def upload(self, folder: Path, *, step: int, title: str) -> str:
+        """Upload the files of a folder in the place of those of an earlier push, and return the address of the result.
+
+        Args:
+            folder: Files of one model.
+            step: Step of the checkpoint.
+            title: One line for people.
+        """
+        ...
+
+    def is_final(self, error: Exception) -> bool:
+        """Return whether another attempt would fail alike."""
+        ...
+
+
+def destination_of(url: str, *, private: bool = True, by_step: bool = False) -> Destination:
+    """Return the destination of an address.
+
+    Args:
+        url: `hf://OWNER/NAME`, or a folder as `s3://bucket/folder` or `file:///folder`.
+        private: Whether a repository that is made on the hub is private.
+        by_step: Whether a store keeps each step in a folder `step_<n>`; the hub keeps each as a commit.
+
+    Raises:
+        ValueError: If it is neither.
+    """
+    if match := _HUB.fullmatch(url):
+        return HubRepository(match["name"], private=private)
+    scheme, found, path = url.partition("://")
+    if scheme == "hf" or not found or not path:
+        raise ValueError(
+            f"got {url!r}; allowed: hf://OWNER/NAME for the Hugging Face hub, s3://BUCKET/FOLDER, gs://... or "
+            "abfs://..., or file:///FOLDER"
+        )
+    return StoreFolder(url.rstrip("/"), by_step=by_step)
+
+
+def loadable_name(destination: Destination) -> str:
+    """Return the name by which `from_pretrained` loads what is pushed to a destination; `FOLDER` stands for a copy of a
+    store's folder."""
+    return destination.url.removeprefix("hf://") if destination.url.startswith("hf://") else "FOLDER"
+
+
+class HubRepository:
+    """A model repository of the Hugging Face hub; every push is a commit.
+
+    Args:
+        name: `OWNER/NAME`.
+        private: Whether it is made private; one that exists stays as it is.
+    """
+
+    def __init__(self, name: str, *, private: bool) -> None:
+        self.name = name
+        self._private = private
+
+    @property
+    def url(self) -> str:
+        """`hf://OWNER/NAME`."""
+        return f"hf://{self.name}"
+
+    def check(self) -> None:
+        """As `Destination.check`: without network access, only that there is a token."""
+        from huggingface_hub import get_token
+        from huggingface_hub.errors import HfHubHTTPError
+
+        if hub.is_offline():
+            raise ConfigError(
+                f"{self.url} needs the network, and HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set; unset it"
+            )
+        if get_token() is None:
+            raise ConfigError(f"{self.url} needs a token that may write there: set HF_TOKEN, or run hf auth login")
+        try:
+            self._api().create_repo(self.name, private=self._private, exist_ok=True)
+        except HfHubHTTPError as error:
+            if self.is_final(error):
+                raise ConfigError(
+                    f"{self.url} cannot be written to: {_first_line(error)}. Check the name, and that the token may "
+                    "write to it"
+                ) from None
+            raise ConfigError(f"{self.url}: {hub.endpoint()} does not answer: {_first_line(error)}") from None
+        except OSError as error:
+            raise ConfigError(f"{self.url}: {hub.endpoint()} cannot be reached: {_first_line(error)}") from None
+
+    def upload(self, folder: Path, *, step: int, title: str) -> str:
+        """As `Destination.upload`."""
+        api = self._api()
+        api.create_repo(self.name, private=self._private, exist_ok=True)
+        api.upload_folder(
+            repo_id=self.name, folder_path=str(folder), commit_message=title, delete_patterns=list(_STALE)
+        )
+        return f"{hub.endpoint()}/{self.name}"
+
+    def is_final(self, error: Exception) -> bool:
+        """As `Destination.is_final`."""
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        return status in _REFUSALS or isinstance(error, ValueError)
+
+    def _api(self) -> Any:
+        # takes a while to import, which runs that push nothing should not wait for
+        from huggingface_hub import HfApi
+
+        return HfApi()
+
+
+class StoreFolder:
+    """A folder in an object store or a file system, reached through fsspec.
+
+    Args:
+        url: Address of the folder.
+        by_step: Whether each step has its own folder below it.
+    """
+
+    def __init__(self, url: str, *, by_step: bool) -> None:
+        self._url = url
+        self._by_step = by_step
+
+    @property
+    def url(self) -> str:
+        """Address of the folder."""
+        return self._url
+
+    def check(self) -> None:
+        """As `Destination.check`: writes a small file and removes it again."""
+        try:
+            system, path = self._opened()
+            system.makedirs(path, exist_ok=True)
+            system.pipe_file(f"{path}/.push_check", b"")
+            system.rm_file(f"{path}/.push_check")
+        except ImportError as error:
+            scheme = self._url.partition("://")[0]
+            library = _LIBRARIES.get(scheme)
+            remedy = install_advice(library) if library else str(error)
+            raise ConfigError(f"{self._url} needs a library that is not installed: {remedy}") from None
+        except Exception as error:  # noqa: BLE001  # of any library that a store is reached through
+            raise ConfigError(
+                f"{self._url} cannot be written to ({type(error).__name__}: {_first_line(error)}). Check the address "
+                "and its credentials"
+            ) from None
+
+    def upload(self, folder: Path, *, step: int, title: str) -> str:
+        """As `Destination.upload`. The config is written last, so that a reader never takes a part for the whole."""
+        system, path = self._opened()
+        target = f"{path}/step_{step}" if self._by_step else path
+        sizes = {each.relative_to(folder).as_posix(): each.stat().st_size for each in _files(folder)}
+        earlier = _recorded(system, target)
+        system.makedirs(target, exist_ok=True)
+        for name in sorted(sizes, key=lambda name: (name.endswith("config.json"), name)):
+            if "/" in name:
+                system.makedirs(f"{target}/{name.rpartition('/')[0]}", exist_ok=True)
+            system.put_file(str(folder / name), f"{target}/{name}")
+        for name in earlier.keys() - sizes.keys():
+            system.rm_file(f"{target}/{name}")
+        system.invalidate_cache()
+        for name, size in sizes.items():
+            if (found := system.info(f"{target}/{name}")["size"]) != size:
+                raise OSError(f"{name} has {found} of {size} bytes in {target}")
+        record = {"step": step, "title": title, "files": sizes}
+        system.pipe_file(f"{target}/{_RECORD}", json.dumps(record, indent=1).encode())
+        return f"{self._url}/step_{step}" if self._by_step else self._url
+
+    def is_final(self, error: Exception) -> bool:
+        """As `Destination.is_final`."""
+        return isinstance(error, ImportError | PermissionError | NotADirectoryError | ValueError)
+
+    def _opened(self) -> tuple[Any, str]:
+        # imports the libraries of stores
+        import fsspec
+
+        system, path = fsspec.core.url_to_fs(self._url)
+        return system, path.rstrip("/")
+
+
+def _files(folder: Path) -> list[Path]:
+    return [each for each in folder.rglob("*") if each.is_file()]
+
+
+def _recorded(system: Any, target: str) -> Mapping[str, int]:
+    """Return the files of an earlier push into a folder, with their sizes; none of files that somebody else wrote."""
+    try:
+        files: Mapping[str, int] = json.loads(system.cat_file(f"{target}/{_RECORD}"))["files"]
+    except (FileNotFoundError, KeyError, TypeError, ValueError):
+        return {}
+    return {name: size for name, size in files.items() if ".." not in name.split("/") and not os.path.isabs(name)}
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).partition("\n")[0]
