@@ -1,6 +1,8 @@
 import os
+import shutil
 import stat
 import sys
+import tempfile
 
 import psutil
 import pytest
@@ -107,3 +109,20 @@ def test_a_record_that_another_user_wrote_does_not_count(tmp_path, monkeypatch):
     assert stat.S_IMODE((tmp_path / "checks").stat().st_mode) == 0o700
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
     assert not passed.has("one")
+
+
+def test_checks_of_several_runs_share_what_they_import(tmp_path, monkeypatch):
+    # a socket's path is short
+    short = tempfile.mkdtemp(dir="/tmp")
+    monkeypatch.setenv("TMPDIR", short)
+    imported = tmp_path / "imported"
+    with (tmp_path / "some_engine.py").open("a") as code:
+        code.write(f"open({str(imported)!r}, 'a').write('.')\n")
+    pids = [
+        engine_problems(sys.executable, "some_engine:process", Root(), imports=("some_engine",), fork_server_s=seconds)
+        for seconds in (5.0, 5.0, 0.0)
+    ]
+    assert len({pid for [pid] in pids}) == 3
+    # by the server, and by the process without one
+    assert imported.read_text() == ".."
+    shutil.rmtree(short)

@@ -212,7 +212,7 @@ def _pool(config: Any, needs: RolloutNeeds) -> Iterator[RolloutPool]:
     device = resolve_device(config.cluster)
     check_placement(config.cluster, backends, device)
     envs = provision_workers(config, backends, needs, device)
-    check_engines(config, backends, envs)
+    check_engines(config, backends, envs, device)
     _log.info("starting %s", backends.generation.plugin.name)
     with (
         tempfile.TemporaryDirectory(prefix="rl-chat-") as logs,

@@ -326,7 +326,7 @@ def _cluster(target: Path, sources: Sequence[Source]) -> Iterator[Start]:
         backends = _alone(source)
         check_placement(source.config.cluster, backends, device)
         envs[source.backend.name] = found = provision_workers(source.config, backends, None, device)
-        check_engines(source.config, backends, found)
+        check_engines(source.config, backends, found, device)
 
     @contextmanager
     def start(source: Source) -> Iterator[RemoteModel]:

@@ -164,7 +164,7 @@ def _run(
     envs = provision_workers(config, backends, needs, device)
     _log.info("checking models and engines in their environments")
     try_in(envs.interpreters, untried)
-    check_engines(config, backends, envs)
+    check_engines(config, backends, envs, device)
     for role, model in backends.models.items():
         prove_family(section_of(config, model.section), model.section, model.plugin, envs.interpreters[role])
     _log.info("starting Ray and the workers")

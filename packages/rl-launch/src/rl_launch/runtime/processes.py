@@ -5,11 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from rl_core.config import EnvVars
+from rl_core.devices import Device
 from rl_core.fork_server import IDLE_S, shell_command
 from rl_core.plugins import Preload
 from rl_launch.cluster.nodes import Nodes
 from rl_launch.cluster.virtual_cluster import VirtualCluster, WorkerProcess
 from rl_launch.worker_envs import chosen_variables, worker_variables
+
+
+def server_stay_s(chosen: float | None, device: Device) -> float:
+    """Seconds for which a fork server of workers stays without work; 0 for none.
+
+    Args:
+        chosen: `cluster.fork_server_s`.
+    """
+    default_s = IDLE_S if device.forks_workers else 0.0
+    return default_s if chosen is None else chosen
 
 
 class Processes:
@@ -39,8 +50,7 @@ class Processes:
         self._env_vars = env_vars
         self._env_vars_by_role = dict(env_vars_by_role)
         self._preloads = dict(preloads)
-        default_s = IDLE_S if cluster.device.forks_workers else 0.0
-        self._fork_server_s = default_s if fork_server_s is None else fork_server_s
+        self._fork_server_s = server_stay_s(fork_server_s, cluster.device)
 
     def prepare(self, roles: Iterable[tuple[str, str]]) -> None:
         """Prepare nodes for workers, before the first of them is started there.

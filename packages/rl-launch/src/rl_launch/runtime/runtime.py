@@ -26,7 +26,7 @@ from rl_launch.placement.topology import GENERATION, Topology
 from rl_launch.runtime.environment_watch import EnvironmentWatch
 from rl_launch.runtime.model_group import StartTimeouts
 from rl_launch.runtime.models import Models
-from rl_launch.runtime.processes import Processes
+from rl_launch.runtime.processes import Processes, server_stay_s
 from rl_launch.runtime.recruits import Recruits
 from rl_launch.runtime.replica import Replica
 from rl_launch.runtime.replicas import Replicas
@@ -48,7 +48,7 @@ def provision_workers(config: Any, backends: Backends, needs: RolloutNeeds | Non
     return DriverEnvs.provided(wanted, config.cluster.worker_envs)
 
 
-def check_engines(config: Any, backends: Backends, envs: DriverEnvs) -> None:
+def check_engines(config: Any, backends: Backends, envs: DriverEnvs, device: Device) -> None:
     """Run the backends' own checks of the config in their workers' environments, before a process of the run is
     started.
 
@@ -59,9 +59,19 @@ def check_engines(config: Any, backends: Backends, envs: DriverEnvs) -> None:
     if backends.generation is not None:
         chosen.append((GENERATION, POLICY, backends.generation.plugin))
 
+    preloads = backends.preloads(device)
+    fork_server_s = server_stay_s(config.cluster.fork_server_s, device)
+
     def problems_of(role: str, key: str, found: BackendPlugin) -> list[str]:
-        section = section_of(config, key)
-        texts = engine_problems(envs.interpreters[role], found.preflight, section) if found.preflight else []
+        if not found.preflight:
+            return []
+        texts = engine_problems(
+            envs.interpreters[role],
+            found.preflight,
+            section_of(config, key),
+            imports=preloads[role].modules,
+            fork_server_s=fork_server_s,
+        )
         return [f"{key}.{text}" for text in texts]
 
     with ThreadPoolExecutor(max_workers=2) as threads:

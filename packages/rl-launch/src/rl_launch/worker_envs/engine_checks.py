@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import select
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from tempfile import TemporaryFile
 
 from rl_core.config import Config, plain
 from rl_core.errors import WorkerEnvironmentError
+from rl_core.fork_server import command as forked_command
 from rl_launch.worker_envs.passed_checks import PassedChecks, record_of
 from rl_launch.worker_envs.variables import worker_process_environment
 
@@ -25,12 +26,16 @@ for line in sys.stdin:
     answers.flush()
 """
 _TIMEOUT_S = 300.0
+_SERVER_IDLE_S = 120.0
+"""Longest stay of a process that has imported an engine for further checks: it takes as much memory as a worker."""
 
 _kept: dict[str, list[_CheckProcess]] | None = None
 """Idle processes by interpreter, while checks are to share them."""
 
 
-def engine_problems(python: str, check: str, section: Config) -> list[str]:
+def engine_problems(
+    python: str, check: str, section: Config, *, imports: Sequence[str] = (), fork_server_s: float = 0.0
+) -> list[str]:
     """The problems that a backend's `preflight` finds in a model's section of a resolved config.
 
     A check imports its engine, which takes seconds. One that has found no problem is not repeated for the same section,
@@ -40,6 +45,8 @@ def engine_problems(python: str, check: str, section: Config) -> list[str]:
         python: interpreter of the worker's environment.
         check: `"package.module:function"`.
         section: the model's section.
+        imports: modules to import before the check, in a fork server that later runs share.
+        fork_server_s: seconds for which that server may stay; 0 uses none.
 
     Raises:
         WorkerEnvironmentError: if the check itself fails.
@@ -47,7 +54,7 @@ def engine_problems(python: str, check: str, section: Config) -> list[str]:
     passed, record = PassedChecks(), record_of(python, check, section)
     if passed.has(record):
         return []
-    process = _taken(python)
+    process = _taken(python) or _CheckProcess(python, imports, min(fork_server_s, _SERVER_IDLE_S))
     try:
         problems = process.ask(check, section)
     except BaseException:
@@ -79,11 +86,11 @@ def kept_check_processes() -> Iterator[None]:
 class _CheckProcess:
     """A process of a worker's environment that makes checks one after another."""
 
-    def __init__(self, python: str) -> None:
+    def __init__(self, python: str, imports: Sequence[str], fork_server_s: float) -> None:
         self._python = python
         self._errors = TemporaryFile()  # noqa: SIM115  # open as long as the process
         self._process = subprocess.Popen(
-            [python, "-c", _CHECK],
+            [*forked_command(python, imports, fork_server_s), "-c", _CHECK],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
@@ -121,10 +128,10 @@ class _CheckProcess:
                     stream.close()
 
 
-def _taken(python: str) -> _CheckProcess:
-    """A process for one check: a kept one that no other thread has, or a new one."""
+def _taken(python: str) -> _CheckProcess | None:
+    """A kept process that no other thread has, for one check; None if there is none."""
     idle = (_kept or {}).get(python)
-    return idle.pop() if idle else _CheckProcess(python)
+    return idle.pop() if idle else None
 
 
 def _put_back(python: str, process: _CheckProcess) -> None:
