@@ -13,9 +13,21 @@ from driver_process import DriverProcess
 from runs import STARTED, lines_of
 
 from rl_core.testing import exhaustive
-from rl_core.testing.exhaustive import pytest_collection_modifyitems, pytest_configure
+from rl_core.testing.exhaustive import pytest_configure
 
-__all__ = ["pytest_collection_modifyitems", "pytest_configure"]
+__all__ = ["pytest_configure"]
+
+LONGEST_FIRST = (
+    "test_documents",
+    "test_faults",
+    "test_rehearsal",
+    "test_asynchronous",
+    "test_algorithms",
+    "test_preferences",
+    "test_slurm",
+    "test_evaluations",
+)
+"""Modules that take minutes each. Begun last, one of them would keep a single processor busy at the end."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +51,12 @@ def run_rl(*arguments: str, timeout: float = 840, **variables: str) -> CommandRe
         stderr=subprocess.STDOUT,
     )
     return CommandResult(done.returncode, done.stdout)
+
+
+def pytest_collection_modifyitems(config, items):
+    exhaustive.pytest_collection_modifyitems(config, items)
+    ranks = {name: rank for rank, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: ranks.get(item.path.stem, len(ranks)))
 
 
 def pytest_addoption(parser):

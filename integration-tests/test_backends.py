@@ -27,6 +27,7 @@ def test_sft_steps_on_megatron_are_those_on_dtensor(driver, sft, whole_sft, tmp_
     )
 
 
+@exhaustive
 def test_sft_goes_on_with_the_same_rows_on_another_number_of_ranks(driver, sft, whole_sft, tmp_path):
     run = tmp_path / "run"
     for steps, ranks in ((4, 2), (8, 1)):

@@ -1,20 +1,32 @@
 """`rl chat` with a real generator."""
 
+import subprocess
+
+from runs import python_of
+
 from rl_algos.tiny_model import make_tiny_model
+from rl_core.plugins import POLICIES
+from rl_core.testing.exhaustive import exhaustive
+
+GREEDY = """
+import sys
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+messages = [{"role": "system", "content": "Add."}, {"role": "user", "content": "12+30="}]
+prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32)
+generated = model.generate(**prompt, max_new_tokens=12, do_sample=False)
+print(tokenizer.decode(generated[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True))
+"""
 
 
+@exhaustive
 def test_an_answer_is_what_transformers_generates(rl, tmp_path):
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     model = tmp_path / "model"
     make_tiny_model(model)
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    messages = [{"role": "system", "content": "Add."}, {"role": "user", "content": "12+30="}]
-    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    generated = network.generate(**prompt, max_new_tokens=12, do_sample=False)
-    expected = tokenizer.decode(generated[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
+    worker = [python_of(POLICIES, "dtensor"), "-c", GREEDY, str(model)]
+    expected = subprocess.run(worker, capture_output=True, text=True, timeout=300, check=True).stdout.splitlines()[-1]
     told = rl(
         "chat",
         str(model),

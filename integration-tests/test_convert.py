@@ -2,10 +2,14 @@
 
 import json
 import re
+import subprocess
 
 import numpy as np
+from runs import python_of
 from safetensors.numpy import load_file, save_file
 
+from rl_algos.tiny_model import make_tiny_model
+from rl_core.plugins import POLICIES
 from rl_core.testing.exhaustive import exhaustive
 
 
@@ -18,17 +22,22 @@ def test_a_runs_checkpoint_becomes_the_files_that_the_run_exported(rl, quickstar
     assert sorted(path.name for path in target.iterdir()) == sorted(path.name for path in warm_model.iterdir())
 
 
+PICKLE = """
+import sys
+import torch
+from safetensors.torch import load_file
+weights = load_file(sys.argv[1])
+torch.save({**weights, "lm_head.weight": weights["model.embed_tokens.weight"]}, sys.argv[2])
+"""
+
+
 def test_pickled_weights_become_safetensors(rl, tmp_path):
-    import torch
-
-    from rl_algos.tiny_model import make_tiny_model
-
     source, target = tmp_path / "source", tmp_path / "target"
     make_tiny_model(source)
-    weights = {name: torch.from_numpy(value) for name, value in load_file(source / "model.safetensors").items()}
-    torch.save({**weights, "lm_head.weight": weights["model.embed_tokens.weight"]}, source / "pytorch_model.bin")
     original = source / "model.safetensors"
     original.rename(tmp_path / original.name)
+    worker = [python_of(POLICIES, "dtensor"), "-c", PICKLE]
+    subprocess.run([*worker, str(tmp_path / original.name), str(source / "pytorch_model.bin")], check=True)
     refused = rl("train", "sft-arithmetic", f"policy.model_name={source}", f"run_dir={tmp_path / 'run'}")
     assert refused.code == 2
     assert "`rl convert FOLDER NEW_FOLDER` writes safetensors" in " ".join(refused.output.split())

@@ -11,6 +11,7 @@ from runs import python_of, steps_of
 from slurm_cluster import SlurmCluster, missing_requirement
 
 from rl_core.plugins import POLICIES
+from rl_core.testing.exhaustive import exhaustive
 from rl_launch.worker_envs.node_build import default_root
 
 PAGE = Path(__file__).parents[1] / "docs" / "several-machines.md"
@@ -79,6 +80,7 @@ def test_the_printed_script_trains_over_two_hosts(slurm, tmp_path):
     assert stat.S_IMODE(token.stat().st_mode) == 0o600
 
 
+@exhaustive
 def test_a_node_on_which_ray_does_not_start_fails_the_job(slurm, tmp_path):
     script = batch_script("rl train sft-arithmetic")
     broken, count = re.subn(r"(ray start .*)--address=", r"\1--no-such-option --address=", script)

@@ -21,13 +21,15 @@ SECTIONS = (
     "resume",
     "forks",
 )
+QUICK = ("cpu", ("environment", "head", "syncs", "residency", "generator", "resume"))
+"""Sections that take seconds; the others run what the tests of rl-core and of this package run, in larger shapes."""
 ON_CPU, IN_REHEARSAL = ("cpu", SECTIONS), ("rehearsal", ("residency", "generator"))
 
 pytestmark = pytest.mark.skipif(not BENCHMARKS.is_dir(), reason="benchmarks are in a checkout alone")
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("device", "sections"), partly_exhaustive([ON_CPU, IN_REHEARSAL], always=[ON_CPU]))
+@pytest.mark.parametrize(("device", "sections"), partly_exhaustive([QUICK, ON_CPU, IN_REHEARSAL], always=[QUICK]))
 def test_every_section_agrees_with_its_oracles(device, sections):
     command = [sys.executable, BENCHMARKS / "gpu_check.py", "--device", device, "--only", *sections]
     done = subprocess.run([*command, "--budget", "560", "--total", "560"], capture_output=True, text=True, timeout=570)
