@@ -1,0 +1,46 @@
+from types import SimpleNamespace
+
+import pytest
+
+from rl_core.devices import CPU, CUDA
+from rl_core.plugins import Preload
+from rl_launch.runtime.processes import Processes
+
+PYTHON = "/envs/worker/bin/python"
+
+
+def processes(device, fork_server_s):
+    facts = SimpleNamespace(cores=8)
+    node = SimpleNamespace(facts=facts, interpreters={"policy": PYTHON, "other": PYTHON}, network_variables={})
+    return Processes(
+        SimpleNamespace(device=device, network_variables=None),
+        {"n": node},
+        env_vars={},
+        env_vars_by_role={},
+        preloads={"policy": Preload(("an_engine",), {"ITS_VARIABLE": "1"})},
+        fork_server_s=fork_server_s,
+    )
+
+
+@pytest.mark.parametrize(
+    ("device", "chosen", "idle"),
+    [
+        pytest.param(CPU, None, "600", id="by default on a CPU"),
+        pytest.param(CPU, 30.0, "30", id="as chosen"),
+        pytest.param(CUDA, 30.0, "30", id="as chosen on GPUs"),
+        pytest.param(CPU, 0.0, None, id="off"),
+        pytest.param(CUDA, None, None, id="off on GPUs by default"),
+    ],
+)
+def test_workers_are_forked_as_the_cluster_section_says(device, chosen, idle):
+    made = processes(device, chosen).on("n", "policy")
+    if idle is None:
+        assert made.python == PYTHON
+    else:
+        assert made.python.startswith(f"{PYTHON} -P -m rl_core.fork_server")
+        assert f"--import=an_engine --idle={idle} " in made.python
+    assert made.variables["ITS_VARIABLE"] == "1"
+
+
+def test_a_role_without_modules_to_import_has_no_server():
+    assert processes(CPU, 600.0).on("n", "other").python == PYTHON
