@@ -60,6 +60,95 @@ def test_trl_pushes(tmp_path):
     assert any("put hf://OWNER/NAME" in note for note in found.notes)
 
 
+SCRIPTS = {
+    "grpo": {
+        "learning_rate": 1e-6,
+        "lr_scheduler_type": "cosine",
+        "warmup_ratio": 0.03,
+        "per_device_train_batch_size": 8,
+        "gradient_accumulation_steps": 4,
+        "num_generations": 8,
+        "max_completion_length": 1024,
+        "max_steps": 500,
+        "use_vllm": True,
+        "vllm_mode": "colocate",
+        "vllm_gpu_memory_utilization": 0.3,
+        "bf16": True,
+        "gradient_checkpointing": True,
+        "beta": 0.0,
+        "loss_type": "dapo",
+        "scale_rewards": "group",
+        "epsilon_high": 0.28,
+        "mask_truncated_completions": True,
+        "log_completions": True,
+        "save_steps": 100,
+        "report_to": "wandb",
+    },
+    "sft": {
+        "learning_rate": 2e-5,
+        "num_train_epochs": 1,
+        "packing": True,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 8,
+        "eos_token": "<|im_end|>",
+        "eval_strategy": "steps",
+        "eval_steps": 100,
+        "assistant_only_loss": True,
+        "use_peft": True,
+        "lora_r": 32,
+        "lora_alpha": 16,
+    },
+    "dpo": {
+        "learning_rate": 5e-7,
+        "per_device_train_batch_size": 2,
+        "max_steps": 1000,
+        "gradient_accumulation_steps": 8,
+        "eval_strategy": "steps",
+        "eval_steps": 50,
+        "no_remove_unused_columns": True,
+    },
+    "rm": {
+        "per_device_train_batch_size": 8,
+        "num_train_epochs": 1,
+        "learning_rate": 1e-5,
+        "max_length": 2048,
+        "center_rewards_coefficient": 0.01,
+    },
+    "kto": {
+        "per_device_train_batch_size": 16,
+        "num_train_epochs": 1,
+        "learning_rate": 5e-7,
+        "lr_scheduler_type": "cosine",
+        "warmup_ratio": 0.1,
+        "logging_first_step": True,
+        "desirable_weight": 1.0,
+        "undesirable_weight": 1.0,
+    },
+}
+"""Arguments with which TRL's documentation calls its trainers."""
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_the_arguments_of_trls_scripts_come_over(name, tmp_path):
+    fields = {"model_name_or_path": "x/y", "dataset_name": "a/b", "output_dir": "out", **SCRIPTS[name]}
+    algorithm = "dpo" if name == "kto" else name
+    found = import_config(written(tmp_path, fields), "trl", algorithm=algorithm, gpus=8)
+    config = config_of(found)
+    assert {each.key for each in found.answers} >= set(fields)
+    policy, arguments = config.policy, SCRIPTS[name]
+    assert policy.optimizer.kwargs["lr"] == arguments["learning_rate"]
+    each = arguments["per_device_train_batch_size"] * arguments.get("gradient_accumulation_steps", 1)
+    assert policy.train_global_batch_size == each * 8
+    if algorithm == "dpo":
+        assert config.dpo.loss.name == name
+
+
+def test_weights_of_responses_are_refused(tmp_path):
+    fields = {"model_name_or_path": "x/y", "dataset_name": "a/b", "desirable_weight": 1.33}
+    found = import_config(written(tmp_path, fields), "trl", algorithm="dpo")
+    assert list(found.features) == ["weights of desirable and undesirable responses in KTO"]
+
+
 def test_an_algorithm_that_the_file_does_not_say_is_asked_for(tmp_path):
     with pytest.raises(ConfigError, match="--algorithm"):
         import_config(written(tmp_path, {"learning_rate": 1e-5}), "trl")

@@ -40,6 +40,7 @@ _PREFERENCE_LOSSES = {
     "orpo": "orpo",
     "kto": "kto",
 }
+_KTO_WEIGHTS = ("desirable_weight", "undesirable_weight")
 _TRACKERS = ("wandb", "mlflow", "tensorboard")
 _UNKNOWN_LENGTH = 1000
 """Steps of a decay if neither the file nor the data say how many steps there are."""
@@ -56,6 +57,8 @@ def translate(config: Translation, gpus: int | None) -> None:
     Args:
         gpus: Number of GPUs; None if it is not known.
     """
+    if _weighs_responses(config):
+        config.values.setdefault("loss_type", "kto")
     with_defaults(config)
     config.put("algorithm", config.algorithm)
     config.put("cluster", {"device": "cuda", "gpus_per_node": gpus or 1})
@@ -70,6 +73,11 @@ def translate(config: Translation, gpus: int | None) -> None:
     _saving(config)
     _pushing(config)
     config.finish()
+
+
+def _weighs_responses(config: Translation) -> bool:
+    """Whether the file is of a KTOTrainer, which has a loss of its own."""
+    return any(key in config.values for key in _KTO_WEIGHTS)
 
 
 def with_defaults(config: Translation) -> None:
@@ -327,6 +335,11 @@ def _dpo(config: Translation) -> None:
         config.put("dpo.loss", loss)
         if kinds[0] == "ipo":
             config.put("dpo.preference_average_log_probs", True)
+    for key in _KTO_WEIGHTS:
+        if config.get(key, 1.0) == 1.0:
+            config.unneeded(key, "responses count alike")
+        else:
+            config.refuse(key, "weights of desirable and undesirable responses in KTO")
     config.put("dpo.reference_policy_kl_penalty", config.get("beta", 0.1))
     config.follows(["beta"], "dpo.reference_policy_kl_penalty")
     config.follows(["loss_type", "label_smoothing"], "dpo.loss")
