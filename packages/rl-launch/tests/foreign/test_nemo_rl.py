@@ -27,7 +27,7 @@ def test_a_recipe_is_valid_and_every_key_has_an_answer(tmp_path):
     assert config.policy.optimizer.kwargs == {"lr": 3e-7, "weight_decay": 0.1}
     assert config.grpo.use_leave_one_out_baseline  # true in NeMo RL, false here
     assert config.grpo.seed == 7
-    assert config.policy.generation.max_new_tokens == 1023  # leaves room for a prompt
+    assert config.policy.generation.max_new_tokens == 768  # leaves room for a prompt
     assert config.policy.sequence_packing.train_mb_tokens == 4096  # ${mul:...}
     assert config.policy.generation.vllm_cfg.max_num_seqs == 64
     assert config.data.train.dataset_name == "nvidia/OpenMathInstruct-2"
@@ -50,7 +50,7 @@ def test_schedules_count_optimizer_steps(tmp_path):
         ("policy.generation.vllm_kwargs.max_num_seqs", Kind.RENAMED, "policy.generation.vllm_cfg.max_num_seqs"),
         ("checkpointing.checkpoint_dir", Kind.RENAMED, "run_dir"),
         ("policy.max_total_sequence_length", Kind.SAME, "policy.max_total_sequence_length"),
-        ("policy.generation.max_new_tokens", Kind.FOLLOWS, "1023"),
+        ("policy.generation.max_new_tokens", Kind.FOLLOWS, "768"),
         ("loss_fn.truncated_importance_sampling_type", Kind.NOT_NEEDED, "use_importance_sampling_correction is false"),
     ],
 )

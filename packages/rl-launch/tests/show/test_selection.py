@@ -36,7 +36,16 @@ def test_conditions_are_on_rewards_rows_texts_and_entries():
     assert where("response=*left*") == ["a"]
     assert where("rewards.format>0") == ["b"]
     assert where("num_sampled>=3", "reward!=0") == ["b"]
-    assert where("no.such=1") == []
+    # the last name of a path suffices
+    assert where("format>0") == where("rewards.format>0")
+
+
+@pytest.mark.parametrize(
+    ("asked", "near"), [({"conditions": "rewards.formt>0"}, "rewards.format"), ({"sort": "-num_sample"}, "num_sampled")]
+)
+def test_a_key_that_no_rollout_has_is_refused(asked, near):
+    with pytest.raises(ConfigError, match=f"did you mean {near}"):
+        where(*filter(None, [asked.get("conditions")]), sort=asked.get("sort", ""))
 
 
 def test_an_order_is_ascending_or_descending_and_what_has_no_value_comes_last():

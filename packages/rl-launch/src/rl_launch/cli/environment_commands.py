@@ -135,9 +135,11 @@ def check(
         from rl_launch.commands.environment_check import as_json as plain
         from rl_launch.commands.environment_check import as_text, check_environment
         from rl_launch.commands.environment_source import GivenData, environment_of
+        from rl_launch.commands.response_texts import sought_texts
 
         given = environment_of(name, settings or [], GivenData(data, prompt, fields))
         found = check_environment(given, responses or ())
-        sys.stdout.write(json.dumps(plain(found), indent=2) + "\n" if as_json else as_text(found))
+        text = json.dumps(plain(found), indent=2) + "\n" if as_json else as_text(found, sought_texts(name))
+        sys.stdout.write(text)
         if not found.holds:
             raise typer.Exit(1)

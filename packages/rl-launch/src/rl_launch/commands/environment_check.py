@@ -7,6 +7,7 @@ from itertools import chain, islice
 
 from rl_core.environments.conformance import Conformance, Sample, check
 from rl_launch.commands.environment_source import GivenEnvironment
+from rl_launch.commands.response_texts import SoughtText
 
 MOST_ATTEMPTS = 25
 """Most conversations that each pass of the check plays: five rows with five responses."""
@@ -23,13 +24,20 @@ def check_environment(given: GivenEnvironment, responses: Sequence[str] = ()) ->
     return check(given.instance, attempts, given.tools)
 
 
-def as_text(found: Conformance) -> str:
-    """A line for every check, with the remedy below one that failed, and sample rewards."""
+def as_text(found: Conformance, sought: Sequence[SoughtText] = ()) -> str:
+    """A line for every check, with the remedy below one that failed, and sample rewards.
+
+    Args:
+        sought: Texts that the code of the environment looks for, told if the rewards are warned of.
+    """
     lines = []
     for finding in found.findings:
         lines.append(f"{_MARKS[finding.status]}  {finding.name:10}  {finding.said}")
         if finding.remedy:
             lines.append(f"{'':18}remedy: {finding.remedy}")
+        if sought and finding.name == "rewards" and finding.status == "warned":
+            lines.append(f"{'':18}its code looks for:")
+            lines += [f"{'':20}{each}" for each in sought]
     samples = found.samples[:MOST_SAMPLES]
     if samples:
         lines += ["", "rewards:", *map(_sample, samples)]

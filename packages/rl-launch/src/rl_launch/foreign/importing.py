@@ -20,6 +20,7 @@ from rl_launch.foreign import nemo_rl, openrlhf, prime_rl, trl, verl
 from rl_launch.foreign.interpolation import interpolated
 from rl_launch.foreign.source import read, read_flags, read_overrides
 from rl_launch.foreign.translation import Answer, Translation
+from rl_launch.foreign.trl_script import read_script
 from rl_launch.foreign_keys.table import SYSTEMS, Kind, table
 from rl_launch.root import read_config, root_type
 
@@ -94,8 +95,15 @@ def _of_nemo_rl(path: Path, algorithm: str, gpus: int | None) -> Translation:
 
 
 def _of_trl(path: Path, algorithm: str, gpus: int | None) -> Translation:
-    values = interpolated(read(path), str(path))
-    config = _started(values, "trl", algorithm or trl.algorithm_of(values), path)
+    if path.suffix == ".py":
+        script = read_script(path)
+        config = _started(script.values, "trl", algorithm or script.algorithm, path)
+        config.notes += [
+            f"{key}: the script computes it (line {line}); set it in the recipe" for key, line in script.unread.items()
+        ]
+    else:
+        values = interpolated(read(path), str(path))
+        config = _started(values, "trl", algorithm or trl.algorithm_of(values), path)
     trl.translate(config, gpus)
     return config
 

@@ -313,7 +313,10 @@ def checkpoint_at(run_dir: str | Path, step: int) -> Path:
     if not path.is_dir():
         steps = sorted(int(match[1]) for other in path.parent.glob("step_*") if (match := _NAME.fullmatch(other.name)))
         known = f"it has {', '.join(f'step_{each}' for each in steps)}" if steps else "it has none"
-        raise RunDirectoryError(f"{run_dir} has no checkpoint of step {step}; {known}.")
+        raise RunDirectoryError(
+            f"{run_dir} has no checkpoint of step {step}; {known}. A run saves every checkpointing.save_period steps, "
+            "and keeps checkpointing.keep_top_k checkpoints (null: all)."
+        )
     if problem := _damage(path):
         raise RunDirectoryError(f"{path} is damaged: {problem}. Choose another step.")
     return path

@@ -93,6 +93,11 @@ class RunFolder:
         if not self.path.is_dir():
             raise RunDirectoryError(f"{path} is not a folder. Give a run directory; `rl runs` lists them.")
         if not is_run(self.path):
+            if (self.path / "eval.json").is_file():
+                raise RunDirectoryError(
+                    f"{path} holds an evaluation: its results are in eval.json and its rollouts, one a line, in "
+                    "rollouts.jsonl; `rl compare` compares two"
+                )
             raise RunDirectoryError(
                 f"{path} is not a run directory (it has no {DESCRIPTION} and {CONFIG}). `rl runs` lists them."
             )

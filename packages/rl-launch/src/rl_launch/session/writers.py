@@ -75,7 +75,7 @@ def open_writers(
         labels: Name, group, tags and notes of the run.
 
     Raises:
-        ConfigError: if one needs a package that is not installed, naming the extra.
+        ConfigError: if one needs a package that is not installed, naming the extras.
     """
     check_writers(config)
     opening: list[tuple[str, Callable[[], MetricWriter]]] = []
@@ -105,17 +105,18 @@ def check_writers(config: LoggerConfig) -> None:
     """Refuse a config whose writers are not installed.
 
     Raises:
-        ConfigError: naming the extra.
+        ConfigError: naming the extras.
     """
-    for enabled, extra in (
-        (config.wandb_enabled, "wandb"),
-        (config.mlflow_enabled, "mlflow"),
-        (config.trackio_enabled, "trackio"),
-    ):
-        if enabled and importlib.util.find_spec(extra) is None:
-            raise ConfigError(
-                f"logger.{extra}_enabled is true, but {extra} is not installed: {install_advice(f'rl-launch[{extra}]')}"
-            )
+    wanted = {"wandb": config.wandb_enabled, "mlflow": config.mlflow_enabled, "trackio": config.trackio_enabled}
+    missing = [extra for extra, enabled in wanted.items() if enabled and importlib.util.find_spec(extra) is None]
+    if missing:
+        keys = " and ".join(f"logger.{extra}_enabled" for extra in missing)
+        is_true, is_missing = ("is true", "is") if len(missing) == 1 else ("are true", "are")
+        extras = ",".join(missing)
+        raise ConfigError(
+            f"{keys} {is_true}, but {' and '.join(missing)} {is_missing} not installed: "
+            f"{install_advice(f'rl-launch[{extras}]')}"
+        )
 
 
 class TensorBoardWriter:

@@ -114,6 +114,11 @@ class Rollouts:
     chosen: tuple[Sample, ...] | None = None
     num_chosen: int = 0
 
+    @property
+    def were_asked_for(self) -> bool:
+        """Whether the user asked for rollouts rather than for the run."""
+        return self.chosen is not None or self.kind == "val"
+
 
 @dataclass(frozen=True)
 class Report:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+from rl_core.config import did_you_mean
+from rl_core.errors import ConfigError
 from rl_launch.session.rollout_store import Kind
 from rl_launch.show.condition import Condition
+
+_LONG = frozenset({"prompt", "turns", "rewards", "row", "info", "weight_spans"})
+"""Entries of a record that nobody compares as a whole."""
 
 
 class RecordValues:
@@ -54,15 +59,47 @@ class Selection:
         return bool(self.conditions or self.sort)
 
     def of(self, records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """All records that are asked for, in order."""
-        found = [record for record in records if all(each.holds(RecordValues(record)) for each in self.conditions)]
+        """All records that are asked for, in order.
+
+        Raises:
+            ConfigError: if no record has a key.
+        """
+        holding = [replace(each, key=_known(each.key, records, "--where")) for each in self.conditions]
+        found = [record for record in records if all(each.holds(RecordValues(record)) for each in holding)]
         if not self.sort:
             return found
-        key = self.sort.removeprefix("-")
+        key = _known(self.sort.removeprefix("-"), records, "--sort")
         missing = [record for record in found if RecordValues(record)[key] is None]
         there = [record for record in found if RecordValues(record)[key] is not None]
         there.sort(key=lambda record: _rank(RecordValues(record)[key]), reverse=self.sort.startswith("-"))
         return [*there, *missing]
+
+
+def _known(key: str, records: Sequence[Mapping[str, Any]], option: str) -> str:
+    """The key, or the path that ends in it: `rewards.format` for `format`."""
+    known = {name for record in records for name in _keys(record)}
+    if not records or key in known:
+        return key
+    found = [path for path in (f"rewards.{key}", f"row.{key}", f"info.{key}") if path in known]
+    if len(found) == 1:
+        return found[0]
+    shown = sorted(name for name in known if name not in _LONG)
+    raise ConfigError(f"{option}: no rollout has {key!r}{did_you_mean(key, shown)}; keys: {', '.join(shown)}")
+
+
+def _keys(record: Mapping[str, Any]) -> Iterator[str]:
+    yield from ("reward", "response")
+    for name, value in record.items():
+        yield name
+        if isinstance(value, Mapping):
+            yield from (f"{name}.{below}" for below in _keys_of(value))
+
+
+def _keys_of(value: Mapping[str, Any]) -> Iterator[str]:
+    for name, below in value.items():
+        yield str(name)
+        if isinstance(below, Mapping):
+            yield from (f"{name}.{each}" for each in _keys_of(below))
 
 
 def reward_of(record: Mapping[str, Any]) -> float:

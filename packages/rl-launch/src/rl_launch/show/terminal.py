@@ -34,10 +34,13 @@ _WIDEST = 120
 
 
 def show(report: Report, console: Console) -> None:
-    """Print a report, no line wider than the console."""
+    """Print a report, no line wider than the console; of rollouts that were asked for, these alone."""
     width = min(console.width, _WIDEST)
     for line in _heading(report):
         console.print(line, style="bold", highlight=False, markup=False, soft_wrap=True)
+    if report.rollouts is not None and report.rollouts.were_asked_for:
+        _show_rollouts(report.rollouts, console, width)
+        return
     if not report.series:
         console.print("No step is recorded yet; logs/driver.log shows the progress of the run.", highlight=False)
         return

@@ -81,14 +81,18 @@ def translate_generation(config: Translation) -> None:
 
 
 def _lengths(config: Translation, section: str) -> None:
-    """Have a row leave room for a prompt: a bound of a completion that equals that of a row bounds nothing."""
+    """Have a row leave room for a prompt: NeMo RL bounds a completion by what the prompt leaves of a row, and here the
+    prompt has what the longest completion leaves.
+    """
     total = config.get("policy.max_total_sequence_length")
     longest = config.get(f"{section}.max_new_tokens")
     if total and longest and longest >= total:
-        config.put(f"{section}.max_new_tokens", total - 1)
-        config.follows(
-            [f"{section}.max_new_tokens"],
-            f"{section}.max_new_tokens: {total - 1}; a row has at least one token of a prompt",
+        prompts = total // 4
+        config.put(f"{section}.max_new_tokens", total - prompts)
+        said = f"{section}.max_new_tokens: {total - prompts}, which leaves {prompts} of {total} tokens to prompts"
+        config.follows([f"{section}.max_new_tokens"], said)
+        config.notes.append(
+            f"{said}; NeMo RL shares the row out by the length of each prompt. Set it to what your prompts need"
         )
     room, key = config.get(f"{section}.vllm_cfg.max_model_len"), f"{section}.vllm_cfg.max_model_len"
     if total and room and room >= total:

@@ -1,0 +1,88 @@
+"""Text that a file of the user's looks for in responses."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from operator import itemgetter
+from pathlib import Path
+
+_MOST = 8
+"""Most places that are named."""
+_OF_RE = frozenset({"compile", "finditer", "findall", "fullmatch", "match", "search", "split", "sub"})
+_OF_TEXT = frozenset(
+    {"endswith", "find", "index", "partition", "removeprefix", "removesuffix", "rpartition", "split", "startswith"}
+)
+
+
+@dataclass(frozen=True)
+class SoughtText:
+    """A text that code looks for.
+
+    Args:
+        place: File and line.
+        text: A regular expression or a constant.
+        how: What takes it, such as `re.search` or `==`.
+    """
+
+    place: str
+    text: str
+    how: str
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.how} {' '.join(self.text.splitlines())}"
+
+
+def sought_texts(name: str) -> list[SoughtText]:
+    """Regular expressions and constant texts that an environment's code compares with something, in the order of the
+    file; empty for one that is not in a file, or whose file cannot be read.
+
+    Args:
+        name: `file.py:NAME`.
+    """
+    file, colon, _ = name.rpartition(":")
+    path = Path(file).expanduser()
+    if not colon or path.suffix != ".py":
+        return []
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, ValueError):
+        return []
+    found = [
+        SoughtText(f"{path.name}:{line}", text, how) for line, text, how in sorted(_found(tree), key=itemgetter(0))
+    ]
+    return found[:_MOST]
+
+
+def _found(tree: ast.AST) -> Iterator[tuple[int, str, str]]:
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(func=ast.Attribute(value=ast.Name(id="re"), attr=attribute), args=[first, *_]):
+                known, how = _OF_RE, f"re.{attribute}"
+            case ast.Call(func=ast.Attribute(attr=attribute), args=[first, *_]):
+                known, how = _OF_TEXT, f".{attribute}"
+            case ast.Compare(left=left, ops=ops, comparators=comparators):
+                for operator, each in zip(ops, comparators, strict=True):
+                    sign = _sign(operator)
+                    for text in (*_texts(left), *_texts(each)) if sign else ():
+                        yield node.lineno, text, sign
+                continue
+            case _:
+                continue
+        if attribute in known:
+            for text in _texts(first):
+                yield node.lineno, text, how
+
+
+def _sign(operator: ast.cmpop) -> str:
+    return {ast.Eq: "==", ast.NotEq: "!=", ast.In: "in", ast.NotIn: "not in"}.get(type(operator), "")
+
+
+def _texts(node: ast.expr) -> Iterator[str]:
+    match node:
+        case ast.Constant(value=str(text)) if text:
+            yield text
+        case ast.Tuple(elts=items) | ast.List(elts=items) | ast.Set(elts=items):
+            for item in items:
+                yield from _texts(item)

@@ -1,0 +1,35 @@
+from rl_launch.commands.response_texts import sought_texts
+
+CODE = r"""
+import re
+
+NUMBER = re.compile(r"code: (\d+)")
+
+
+class Door:
+    def step(self, response, answer):
+        said = response.removeprefix("I say ").split("####")
+        if response == "open" or "please" in response or said[-1] in ("a", "b"):
+            return 1.0
+        return float(NUMBER.search(response) is not None and re.fullmatch("x", response) != answer)
+"""
+
+
+def test_what_code_looks_for_in_responses_is_found(tmp_path):
+    (tmp_path / "door.py").write_text(CODE)
+    assert [str(each) for each in sought_texts(f"{tmp_path}/door.py:Door")] == [
+        r"door.py:4: re.compile code: (\d+)",
+        "door.py:9: .split ####",
+        "door.py:9: .removeprefix I say ",
+        "door.py:10: == open",
+        "door.py:10: in please",
+        "door.py:10: in a",
+        "door.py:10: in b",
+        "door.py:12: re.fullmatch x",
+    ]
+
+
+def test_an_environment_without_a_file_that_can_be_read_has_none(tmp_path):
+    (tmp_path / "broken.py").write_text("def (")
+    for name in ("math", "package.module:Door", f"{tmp_path}/none.py:Door", f"{tmp_path}/broken.py:Door"):
+        assert sought_texts(name) == []
