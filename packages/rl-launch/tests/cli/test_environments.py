@@ -213,3 +213,27 @@ def test_rows_that_a_run_would_refuse_are_refused_with_their_line_and_the_keys(t
     assert "name that column in `output_key`" in said
     own.write_text('{"prompt": "1+1=", "answer": NaN}\n')
     assert "line 1: its answer is nan, which no response can equal" in refusal("rewards.py:brief", "--data", str(own))
+
+
+def test_rewards_that_never_differ_come_with_what_the_code_looks_for():
+    answer = rl("check", "rewards.py:directed", "--data", "rows.jsonl")
+    assert "earn the same" in answer.output
+    assert "rewards.py:11: == go left" in answer.output
+    assert "looks for" not in rl("check", "rewards.py:brief", "--data", "rows.jsonl").output
+
+
+def test_a_config_is_checked_with_its_environment_and_data(tmp_path):
+    (tmp_path / "guess.yaml").write_text(
+        "defaults: grpo-arithmetic\n"
+        "env: {guess: {type: 'guess.py:Guess', max_guesses: 2}}\n"
+        "data:\n"
+        "  train: {data_path: rows.jsonl, env_name: guess}\n"
+        "  validation: null\n"
+    )
+    answer = rl("check", "guess.yaml")
+    assert answer.exit_code == 0, answer.output
+    assert "up to 2 turns each" in answer.output
+    both = rl("check", "guess.yaml", "--data", "rows.jsonl")
+    assert "names its data" in both.output
+    (tmp_path / "sft.yaml").write_text("defaults: sft-arithmetic\n")
+    assert "trains without an environment" in rl("check", "sft.yaml").output

@@ -15,8 +15,8 @@ from rl_launch.cli.failure import reported
 Name = Annotated[
     str,
     typer.Argument(
-        metavar="NAME",
-        help="An installed environment, file.py:NAME or package.module:NAME.",
+        metavar="NAME|FILE.yaml",
+        help="An installed environment, file.py:NAME or package.module:NAME; or a config, for its own and its data.",
         autocompletion=complete_environment,
     ),
 ]
@@ -138,8 +138,9 @@ def check(
         from rl_launch.commands.response_texts import sought_texts
 
         given = environment_of(name, settings or [], GivenData(data, prompt, fields))
+        of_code = given.instance.config.type or given.instance.name
         found = check_environment(given, responses or ())
-        text = json.dumps(plain(found), indent=2) + "\n" if as_json else as_text(found, sought_texts(name))
+        text = json.dumps(plain(found), indent=2) + "\n" if as_json else as_text(found, sought_texts(of_code))
         sys.stdout.write(text)
         if not found.holds:
             raise typer.Exit(1)

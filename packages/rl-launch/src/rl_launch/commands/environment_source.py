@@ -23,7 +23,8 @@ from rl_core.errors import ConfigError, DataError
 from rl_core.plugins import DATASETS, ENVIRONMENTS
 from rl_core.rollout import Message
 from rl_launch.backends import installed
-from rl_launch.root import environments_type
+from rl_launch.commands.explain import names_config
+from rl_launch.root import environments_type, read_config
 from rl_launch.worker_envs.driver import missing
 from rl_launch.worker_envs.spec import worker_env
 
@@ -89,14 +90,18 @@ def environment_of(name: str, overrides: Sequence[str], data: GivenData) -> Give
     """The environment of a name, which can be used here.
 
     Args:
-        name: an installed environment, `file.py:NAME` or `package.module:NAME`.
-        overrides: `KEY=VALUE` of its settings, and `data.train.KEY=VALUE` of the dataset that the rows are from.
-        data: the rows.
+        name: an installed environment, `file.py:NAME` or `package.module:NAME`; or a recipe, a YAML file or a run
+            directory, for the environment and the training data of that config.
+        overrides: `KEY=VALUE` of its settings, and `data.train.KEY=VALUE` of the dataset that the rows are from; of a
+            config, its own keys.
+        data: the rows; none of a config.
 
     Raises:
         ConfigError: if the environment or a setting does not exist, or cannot be used here.
         DataError: if the rows cannot be read.
     """
+    if name not in installed(ENVIRONMENTS) and names_config(name):
+        return _of_config(name, overrides, data)
     _check_name(name)
     key = _key(name)
     values: dict[str, Any] = {"env": {key: {"type": name} if ":" in name else {}}}
@@ -106,13 +111,32 @@ def environment_of(name: str, overrides: Sequence[str], data: GivenData) -> Give
     raw = load(values, [each if source and each.startswith("data.") else f"env.{key}.{each}" for each in overrides])
     sections: dict[str, Any] = {"env": environments_type(raw), **({"data": DataConfig} if source else {})}
     config: Any = resolve(raw, assemble("Root", sections)).config
+    return _given(config, key, _rows(config) if source else [_row(name, data)])
+
+
+def _given(config: Any, key: str, rows: Sequence[GivenRow]) -> GivenEnvironment:
     try:
         instance = instance_of(config.env, key)
         _check_requirement(instance)
         tools = tools_of(instance)
     except (ValueError, ImportError) as error:
         raise ConfigError(str(error)) from error
-    return GivenEnvironment(instance, tools, _rows(config) if source else [_row(name, data)])
+    return GivenEnvironment(instance, tools, rows)
+
+
+def _of_config(source: str, overrides: Sequence[str], data: GivenData) -> GivenEnvironment:
+    """The environment of a config's training data, with its rows."""
+    if data.source or data.prompt:
+        raise ConfigError(f"{source} names its data; leave out --data and --prompt, or name the environment alone")
+    config: Any = read_config(source, overrides).config
+    names = list(dict.fromkeys(each.env_name for each in config.data.train_datasets if each.env_name))
+    if not hasattr(config, "env") or not names:
+        raise ConfigError(f"{source} trains without an environment")
+    if len(names) > 1:
+        raise ConfigError(
+            f"{source} has several environments: {', '.join(names)}; name one of them, with its data in --data"
+        )
+    return _given(config, names[0], _rows(config))
 
 
 def _check_name(name: str) -> None:
@@ -146,13 +170,14 @@ def _check_requirement(instance: EnvironmentInstance) -> None:
 def _rows(config: Any) -> list[GivenRow]:
     """The first rows, once a run would take all of them."""
     try:
-        [dataset] = load_datasets(config.data, "train", check=AnswerCheck(config.env))
+        datasets = load_datasets(config.data, "train", check=AnswerCheck(config.env))
     except DataError as error:
         raise DataError(with_section(str(error), "data.train")) from None
-    found = []
-    for row_id in islice(dataset.examples, MOST_ROWS):
-        example = dataset.examples[row_id]
-        found.append(GivenRow(row_id, dataset.place(row_id), example.messages, info_of(example), example.is_text))
+    found: list[GivenRow] = []
+    for dataset in datasets:
+        for row_id in islice(dataset.examples, MOST_ROWS - len(found)):
+            example = dataset.examples[row_id]
+            found.append(GivenRow(row_id, dataset.place(row_id), example.messages, info_of(example), example.is_text))
     return found
 
 
