@@ -112,7 +112,8 @@ class ClusterConfig(Config):
     """Longest time to build the environments of workers on nodes other than the driver's."""
     fork_server_s: float | None = Field(default=None, ge=0)
     """How long a Python interpreter that has imported an engine stays for the next worker, which it forks in a fraction
-    of the time; 0: every worker imports by itself. Unset: 600 on CPU; on GPUs 0, until it has been tried on them."""
+    of the time, and for the next check of a config, at most 120; 0: every process imports by itself. Unset: 600 on CPU;
+    on GPUs 0, until it has been tried on them."""
     start_timeout_s: float = Field(default=1800.0, gt=0)
     """Longest time to load a model: large ones read hundreds of gigabytes."""
     env_vars: EnvVars = {}

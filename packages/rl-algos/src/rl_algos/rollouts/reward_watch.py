@@ -56,8 +56,8 @@ class RewardWatch:
         shown = f"; most often they end with {common}" if common else ""
         names = ", ".join(sorted({group.prompt.environment for group in groups}))
         return (
-            f"{said}{shown}. Does the environment {names} read such responses? `rl env run` scores one by hand, and "
-            "`rl show` has more of them"
+            f"{said}{shown}. Does the environment {names} read such responses? `rl env check` tells what its code "
+            "looks for, `rl env run` scores one by hand, and `rl show` has more of them"
         )
 
 

@@ -121,7 +121,7 @@ def show(
         typer.Option(
             "--where",
             metavar="KEY=VALUE",
-            help="Show rollouts for which this holds: reward=0, row.answer=12, response=*tea*. May be repeated.",
+            help="Show rollouts for which this holds: reward=0, format>0, response=*tea*. May be repeated.",
         ),
     ] = None,
     sort: Annotated[
@@ -135,7 +135,8 @@ def show(
 ) -> None:
     """Show a run: plots and a table of metrics, time by phase, samples of rollouts, and what to look at next. Show
     several: the keys in which they differ, their curves in one plot, and their last and best values; runs that differ
-    only in seeds are one line, with mean and standard deviation.
+    only in seeds are one line, with mean and standard deviation. With --val, --where or --sort: rollouts alone, of the
+    newest step unless --step names one.
 
     With --json: {"schema": 1, "path", "description", "state", "summaries": [{"name", "first", "best", "best_step",
     "last", "last_step"}, ...], "timings": {PHASE: SECONDS}, "rollouts": {"step", "num_rollouts", "best", "worst",

@@ -6,7 +6,7 @@ import os
 import shutil
 
 from rl_core.errors import ConfigError
-from rl_launch.push.destinations import destination_of, loadable_name
+from rl_launch.push.destinations import destination_of
 from rl_launch.push.staging import stage
 from rl_launch.run_models import checkpoint_of, parts_of
 from rl_launch.session.manifest import Manifest
@@ -34,7 +34,7 @@ def push(source: str, url: str, *, adapter: bool, private: bool) -> str:
     run, checkpoint = RunFolder(name), checkpoint_of(name, which)
     folder = checkpoint.with_name(f".{checkpoint.name}.push-{os.getpid()}")
     try:
-        stage(run, checkpoint, folder, adapter=adapter, name=loadable_name(destination))
+        stage(run, checkpoint, folder, adapter=adapter, name=destination.loadable_name)
         destination.check()
         step = Manifest.read(checkpoint).step
         return destination.upload(folder, step=step, title=f"Step {step}")

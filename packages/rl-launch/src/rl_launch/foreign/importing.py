@@ -79,6 +79,9 @@ def import_config(path: Path, system: str, *, algorithm: str = "", gpus: int | N
         near = did_you_mean(system, SYSTEMS)
         raise ConfigError(f"--from: got {system!r}{near}; allowed: {', '.join(SYSTEMS)}")
     config = _TRANSLATORS[system](path, algorithm, gpus)
+    if config.written("policy.model_name") is None:
+        config.notes.append("policy.model_name: the file does not name the model; put your own in the recipe")
+        config.put("policy.model_name", "OWNER/MODEL")
     _make_valid(config)
     if unset := _unset_variables(config.recipe):
         config.notes.append(f"set the environment variables that the recipe names: {', '.join(unset)}")

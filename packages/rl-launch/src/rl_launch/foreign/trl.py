@@ -95,9 +95,6 @@ def with_defaults(config: Translation) -> None:
 
 
 def _model(config: Translation) -> None:
-    if config.get("model_name_or_path") is None and config.get("model") is None:
-        config.notes.append("policy.model_name: the script names the model; put your own in the recipe")
-        config.put("policy.model_name", "OWNER/MODEL")
     dtype = config.get("dtype", config.get("torch_dtype"))
     half = config.get("fp16") or dtype == "float16"
     if half:

@@ -60,6 +60,11 @@ class Destination(Protocol):
         """
         ...
 
+    @property
+    def loadable_name(self) -> str:
+        """The name by which `from_pretrained` loads what is pushed."""
+        ...
+
     def is_final(self, error: Exception) -> bool:
         """Return whether another attempt would fail alike."""
         ...
@@ -87,12 +92,6 @@ def destination_of(url: str, *, private: bool = True, by_step: bool = False) -> 
     return StoreFolder(url.rstrip("/"), by_step=by_step)
 
 
-def loadable_name(destination: Destination) -> str:
-    """Return the name by which `from_pretrained` loads what is pushed to a destination; `FOLDER` stands for a copy of a
-    store's folder."""
-    return destination.url.removeprefix("hf://") if destination.url.startswith("hf://") else "FOLDER"
-
-
 class HubRepository:
     """A model repository of the Hugging Face hub; every push is a commit.
 
@@ -109,6 +108,11 @@ class HubRepository:
     def url(self) -> str:
         """`hf://OWNER/NAME`."""
         return f"hf://{self.name}"
+
+    @property
+    def loadable_name(self) -> str:
+        """As `Destination.loadable_name`."""
+        return self.name
 
     def check(self) -> None:
         """As `Destination.check`: without network access, only that there is a token."""
@@ -170,6 +174,11 @@ class StoreFolder:
     def url(self) -> str:
         """Address of the folder."""
         return self._url
+
+    @property
+    def loadable_name(self) -> str:
+        """As `Destination.loadable_name`: `FOLDER` stands for a copy of the folder."""
+        return "FOLDER"
 
     def check(self) -> None:
         """As `Destination.check`: writes a small file and removes it again."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rl_core.errors import ConfigError, RLError, RunDirectoryError
-from rl_launch.push.destinations import Destination, destination_of, loadable_name
+from rl_launch.push.destinations import Destination, destination_of
 from rl_launch.push.staging import stage, staging_folder
 from rl_launch.session.checkpoints import newest_checkpoint
 from rl_launch.session.config import CheckpointingConfig
@@ -96,7 +96,7 @@ class Pusher:
         self._report(run)
 
     def _ask(self, run: RunFolder, step: int, checkpoint: Path) -> None:
-        folder, name = staging_folder(checkpoint), loadable_name(self._destination)
+        folder, name = staging_folder(checkpoint), self._destination.loadable_name
         try:
             stage(run, checkpoint, folder, adapter=self._config.push_adapter, name=name)
         except (OSError, ValueError, RLError) as error:

@@ -143,8 +143,9 @@ def _nothing_earned(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
     earned = "has earned anything" if reward == 0 else f"has earned anything but {reward:.4g}"
     yield Advice(
         f"no rollout of {len(_values('reward/mean', rows))} steps {earned}, so nothing is learned",
-        "read what was answered in the samples, and score such an answer by hand with rl env run: does the environment "
-        "read it? If it does, warm the policy up by SFT, or choose easier prompts",
+        "read what was answered in the samples: does the environment read it? rl env check RUN tells what its code "
+        "looks for, and rl env run scores an answer by hand. If it reads them, warm the policy up by SFT, or choose easier "
+        "prompts",
     )
 
 
