@@ -144,8 +144,8 @@ def _nothing_earned(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
     yield Advice(
         f"no rollout of {len(_values('reward/mean', rows))} steps {earned}, so nothing is learned",
         "read what was answered in the samples: does the environment read it? rl env check RUN tells what its code "
-        "looks for, and rl env run scores an answer by hand. If it reads them, warm the policy up by SFT, or choose easier "
-        "prompts",
+        "looks for, and rl env run scores an answer by hand. If it reads them, warm the policy up by SFT, or choose "
+        "easier prompts",
     )
 
 
