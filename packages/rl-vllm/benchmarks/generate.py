@@ -59,7 +59,7 @@ def of_generator(model_dir: str, vocab_size: int, answers: Any) -> None:
 
 def of_vllm(model_dir: str, vocab_size: int, answers: Any, seeded: bool) -> None:
     from rl_core.generation import Placement
-    from rl_vllm import process_env
+    from rl_vllm.engine import process_env
 
     process_env.apply(Placement("cpu"), eager=True, num_ranks=1, own_process=False, environ=os.environ)
     from vllm import LLM, SamplingParams

@@ -7,8 +7,8 @@ from typing import Any
 
 from rl_core.weights import Manifest
 from rl_vllm.engine_worker import EngineWorker
-from rl_vllm.planned_load import PlannedLoad
-from rl_vllm.weight_receiver import WeightReceiver
+from rl_vllm.weights.planned_load import PlannedLoad
+from rl_vllm.weights.weight_receiver import WeightReceiver
 
 
 class SpoilableWorker(EngineWorker):

@@ -156,7 +156,7 @@ def test_every_argument_of_the_engine_is_either_passed_on_or_refused_by_name(tmp
 
     from vllm import AsyncEngineArgs
 
-    from rl_vllm.arguments import engine_arguments
+    from rl_vllm.engine.arguments import engine_arguments
 
     model = ModelConfig(model_name=str(tmp_path))
     placed = Placement("cpu")

@@ -18,15 +18,15 @@ from rl_core.devices import Device
 from rl_core.errors import WeightSyncError
 from rl_core.torch.transport import ReceivingEnd
 from rl_core.weights import Manifest, Transport
-from rl_vllm.adapter_receiver import AdapterReceiver
-from rl_vllm.bare_model import without_adapters
-from rl_vllm.expert_routing import complete_routing_on_cpu
-from rl_vllm.load_plan import LoadPlan, plan_load
-from rl_vllm.parent_watch import end_with, forget_cpu_groups, forget_semaphores
-from rl_vllm.per_layer_inputs import embed_tokens_for_each_layer
-from rl_vllm.planned_load import PlannedLoad
-from rl_vllm.rotary_embeddings import flatten_heads_on_cpu
-from rl_vllm.weight_receiver import WeightReceiver
+from rl_vllm.engine.parent_watch import end_with, forget_cpu_groups, forget_semaphores
+from rl_vllm.patches.bare_model import without_adapters
+from rl_vllm.patches.expert_routing import complete_routing_on_cpu
+from rl_vllm.patches.per_layer_inputs import embed_tokens_for_each_layer
+from rl_vllm.patches.rotary_embeddings import flatten_heads_on_cpu
+from rl_vllm.weights.adapter_receiver import AdapterReceiver
+from rl_vllm.weights.load_plan import LoadPlan, plan_load
+from rl_vllm.weights.planned_load import PlannedLoad
+from rl_vllm.weights.weight_receiver import WeightReceiver
 
 # vLLM imports this module in every process of an engine, before it makes the model
 flatten_heads_on_cpu()

@@ -14,14 +14,14 @@ from rl_core.generation import GenerationRequest, PauseMode, Placement
 from rl_core.model_config import GenerationConfig, ModelConfig
 from rl_core.rollout import Completion, WeightSpan
 from rl_core.weights import Manifest, Transport
-from rl_vllm import process_env
-from rl_vllm.admission import Admission
 from rl_vllm.config import VllmConfig
-from rl_vllm.parent_watch import forget_semaphores
+from rl_vllm.engine import process_env
+from rl_vllm.engine.admission import Admission
+from rl_vllm.engine.parent_watch import forget_semaphores
 from rl_vllm.plugin import adapter_problem, routing_problem
 
 if TYPE_CHECKING:
-    from rl_vllm.engine import Engine
+    from rl_vllm.engine.engine import Engine
 
 PARTS = ("weights", "kv_cache")
 
@@ -92,7 +92,7 @@ class VllmGenerator:
             self._placement, eager=eager, num_ranks=self.num_ranks, own_process=own_process, environ=os.environ
         )
         # vLLM reads the environment when it is imported
-        from rl_vllm.arguments import engine_arguments
+        from rl_vllm.engine.arguments import engine_arguments
 
         arguments = engine_arguments(
             self._backend,
@@ -104,11 +104,11 @@ class VllmGenerator:
             applies_adapters=self._applies_adapters,
         )
         if own_process:
-            from rl_vllm.process_engine import ProcessEngine
+            from rl_vllm.engine.process_engine import ProcessEngine
 
             self._engine = await ProcessEngine.start(arguments)
         else:
-            from rl_vllm.local_engine import LocalEngine
+            from rl_vllm.engine.local_engine import LocalEngine
 
             self._engine = await LocalEngine.start(arguments, self._placement.cpu_threads)
         forget_semaphores()

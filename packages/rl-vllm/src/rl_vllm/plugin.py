@@ -11,7 +11,7 @@ from rl_core.hf_config import num_positions, rope_parameters, switches_at
 from rl_core.model_config import LoraConfig, ModelConfig, local_hf_config
 from rl_core.plugins import BackendPlugin, Preload, Requirement
 from rl_vllm.config import MAX_TEMPERATURE, MIN_TEMPERATURE, VllmConfig
-from rl_vllm.process_env import import_variables
+from rl_vllm.engine.process_env import import_variables
 
 MAX_ADAPTER_DIM = 512
 """Largest dim that vLLM 0.32 has room for."""

@@ -12,11 +12,11 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from rl_core.errors import WeightSyncError
 from rl_core.weights import Manifest
-from rl_vllm.direct_copies import keeps_direct_copies
-from rl_vllm.expert_layers import packs_experts
-from rl_vllm.load_plan import LoadPlan, fed_names
-from rl_vllm.planned_load import PlannedLoad
-from rl_vllm.probe import WeightProbe
+from rl_vllm.patches.direct_copies import keeps_direct_copies
+from rl_vllm.patches.expert_layers import packs_experts
+from rl_vllm.weights.load_plan import LoadPlan, fed_names
+from rl_vllm.weights.planned_load import PlannedLoad
+from rl_vllm.weights.probe import WeightProbe
 
 
 class WeightReceiver:

@@ -20,8 +20,8 @@ from vllm.v1.engine.output_processor import OutputProcessor
 
 from rl_core.generation import GenerationRequest, SamplingParams
 from rl_core.testing.torch.reference_model import write_reference_model
-from rl_vllm.arguments import sampling_params
-from rl_vllm.continued_text import continue_texts, continued_detokenizer
+from rl_vllm.engine.arguments import sampling_params
+from rl_vllm.patches.continued_text import continue_texts, continued_detokenizer
 
 STOPS = ["never", "what is", "é", "is 4", "1+", " +"]
 PIECES = ["what", " is", " 4", "1", "+", " + ", "é", "ever", "n", "日本", "<|im_end|>", " ?"]

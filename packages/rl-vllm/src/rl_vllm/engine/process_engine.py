@@ -18,8 +18,8 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from rl_core.errors import GeneratorError
-from rl_vllm.engine import Engine, failures, generates, one_line
-from rl_vllm.engine_output import EngineOutput, ends_of
+from rl_vllm.engine.engine import Engine, failures, generates, one_line
+from rl_vllm.engine.engine_output import EngineOutput, ends_of
 
 SHUTDOWN_S = 10.0
 LAST_WORDS_S = 10.0

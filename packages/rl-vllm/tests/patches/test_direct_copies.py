@@ -12,8 +12,8 @@ from vllm.model_executor.model_loader.reload import record_metadata_for_reloadin
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from rl_core.weights import Manifest, TensorSpec
-from rl_vllm.load_plan import plan_load
-from rl_vllm.weight_receiver import WeightReceiver
+from rl_vllm.weights.load_plan import plan_load
+from rl_vllm.weights.weight_receiver import WeightReceiver
 
 
 class Attention(nn.Module):

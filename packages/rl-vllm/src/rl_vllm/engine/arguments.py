@@ -25,7 +25,7 @@ from rl_core.model_config import ModelConfig, is_composite, language_fields
 from rl_core.torch.files.language_part import language_config, read_language_config
 from rl_core.torch.training.lora import is_adapted
 from rl_vllm.config import MAX_TEMPERATURE, MIN_TEMPERATURE, VllmConfig
-from rl_vllm.continued_text import NUM_SAMPLED
+from rl_vllm.patches.continued_text import NUM_SAMPLED
 
 GIB = 2**30
 LINEAR = (nn.Linear.forward, Conv1D.forward)

@@ -27,7 +27,7 @@ from vllm.model_executor.model_loader.reload.utils import (
 
 from rl_core.torch.transport.parts import Parts, Region, parts_of
 from rl_core.weights import Manifest, TensorSpec
-from rl_vllm.head_bias import keep_head_bias
+from rl_vllm.patches.head_bias import keep_head_bias
 
 LOADER_ERRORS = (KeyError, ValueError, AttributeError, AssertionError, RuntimeError, TypeError, IndexError)
 """Errors of vLLM's loaders for a tensor that they do not know, or of the wrong shape."""

@@ -10,8 +10,8 @@ from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 
-from rl_vllm.load_plan import LoadPlan, Piece
-from rl_vllm.planned_load import is_plain
+from rl_vllm.weights.load_plan import LoadPlan, Piece
+from rl_vllm.weights.planned_load import is_plain
 
 NUM_COLUMNS = 8
 

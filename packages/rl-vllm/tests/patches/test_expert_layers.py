@@ -19,7 +19,7 @@ from rl_core.testing.torch.reference_model import EOS_TOKEN_ID, VOCAB_SIZE, writ
 from rl_core.testing.torch.weight_sender import SenderProcess
 from rl_core.testing.weights import Bench, model_config, prompt
 from rl_vllm import VllmConfig, VllmGenerator
-from rl_vllm.expert_layers import packs_experts
+from rl_vllm.patches.expert_layers import packs_experts
 
 
 def layer_with(backend: UnquantizedMoeBackend) -> nn.Module:

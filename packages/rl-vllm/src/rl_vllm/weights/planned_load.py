@@ -21,7 +21,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import materialize_layer, restore_layer_on_meta
 from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers, get_layer_tensors
 
-from rl_vllm.load_plan import Filling, LoadPlan, Piece
+from rl_vllm.weights.load_plan import Filling, LoadPlan, Piece
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,10 +14,10 @@ from vllm.model_executor.model_loader.reload import record_metadata_for_reloadin
 
 from rl_core.torch.transport.parts import Region
 from rl_core.weights import Manifest, TensorSpec
-from rl_vllm.load_plan import plan_load
-from rl_vllm.planned_load import PlannedLoad
-from rl_vllm.probe import WeightProbe
-from rl_vllm.weight_receiver import WeightReceiver
+from rl_vllm.weights.load_plan import plan_load
+from rl_vllm.weights.planned_load import PlannedLoad
+from rl_vllm.weights.probe import WeightProbe
+from rl_vllm.weights.weight_receiver import WeightReceiver
 
 NAMES = ("mlp.shared_expert.weight", "mlp.gate.weight")
 

@@ -15,7 +15,7 @@ from rl_core.generation import Placement
 from rl_core.model_config import LoraConfig, ModelConfig
 from rl_core.testing.torch.reference_model import write_reference_model
 from rl_vllm import VllmConfig
-from rl_vllm.arguments import AsSent, engine_arguments
+from rl_vllm.engine.arguments import AsSent, engine_arguments
 
 
 def started_with(

@@ -7,7 +7,7 @@ import pytest
 
 from rl_core.devices import DEVICES, NODE_ADDRESS
 from rl_core.generation import Placement
-from rl_vllm import process_env
+from rl_vllm.engine import process_env
 
 
 def test_a_replica_on_gpus_keeps_the_gpus_that_it_was_shown() -> None:

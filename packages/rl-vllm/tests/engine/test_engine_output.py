@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from rl_vllm.engine_output import EngineOutput, cause_in
+from rl_vllm.engine.engine_output import EngineOutput, cause_in
 
 WORKER = "(Worker_TP0 pid=7) ERROR 11-22 01:33:12 [multiproc_executor.py:953] "
 CORE = "(EngineCore pid=5) ERROR 11-22 01:33:15 [core.py:1510] "

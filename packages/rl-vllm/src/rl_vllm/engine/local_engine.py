@@ -17,7 +17,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from rl_core.errors import GeneratorError, RequestRefused
 from rl_core.torch.generation.step_thread import StepThread
-from rl_vllm.engine import Engine, failures, generates, one_line
+from rl_vllm.engine.engine import Engine, failures, generates, one_line
 
 Result = TypeVar("Result")
 

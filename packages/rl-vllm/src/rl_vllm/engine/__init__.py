@@ -1,0 +1,1 @@
+"""How vLLM's engine is started, asked and watched."""

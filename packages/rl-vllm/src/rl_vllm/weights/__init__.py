@@ -1,0 +1,1 @@
+"""Weights and adapters that a running engine takes over."""
