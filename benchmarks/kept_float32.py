@@ -115,8 +115,8 @@ def write_model(family: str, folder: Path) -> list[str]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from rl_core.testing.torch.reference_model import write_reference_model
-    from rl_dtensor.precision import kept_by_family
-    from rl_dtensor.weights import Catalog
+    from rl_dtensor.model.precision import kept_by_family
+    from rl_dtensor.model.weights import Catalog
 
     place = write_reference_model(folder, seed=1)  # for its tokenizer
     write_served(config_of(family), place, seed=1, sizes={**SYNC_SIZES, "initializer_range": 0.04})

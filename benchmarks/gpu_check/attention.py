@@ -16,11 +16,11 @@ from gpu_check.report import Report, Skip
 from gpu_check.setup import Setup
 from rl_core.batch import TOKENS
 from rl_core.torch.loss import Rows
-from rl_dtensor.attention import row_attention
 from rl_dtensor.config import AttentionBackend, DTensorConfig
-from rl_dtensor.kernels import kernel_of
-from rl_dtensor.layout import Alignment, lay_out
-from rl_dtensor.settings import device_problems, without_sinks, without_softcap
+from rl_dtensor.model.attention import row_attention
+from rl_dtensor.model.kernels import kernel_of
+from rl_dtensor.model.layout import Alignment, lay_out
+from rl_dtensor.model.settings import device_problems, without_sinks, without_softcap
 
 LENGTHS = (1, 700, 37, 1500, 3, 129, 512, 64)
 SMALL_LENGTHS = (1, 21, 5, 64, 3)

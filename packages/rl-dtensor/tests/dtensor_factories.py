@@ -9,8 +9,8 @@ from rl_core.testing.pooled_model import HELD
 from rl_core.testing.rank_pool import Rank
 from rl_core.torch.heads.logprobs import LogitTransform
 from rl_core.torch.training import export
-from rl_dtensor import layout, model
 from rl_dtensor.config import DTensorConfig
+from rl_dtensor.model import layout, model
 from rl_dtensor.worker import DTensorWorker
 
 

@@ -4,7 +4,7 @@ from transformers import AutoConfig
 
 from rl_core.testing.torch.selfcheck import case_on
 from rl_dtensor import preflight
-from rl_dtensor.compilation import compiler_problem
+from rl_dtensor.model.compilation import compiler_problem
 from rl_dtensor.selfcheck import CHECK, MESHES, write_tiny
 
 RECOMPUTING = {"compile": True, "activation_checkpointing": True}

@@ -12,7 +12,7 @@ from rl_core.testing.pooled_model import PooledModel
 from rl_core.testing.torch.oracle import Oracle
 from rl_core.testing.torch.selfcheck import LENGTHS, case_on
 from rl_core.testing.torch.tiny_model import SIZES, write_tiny_model
-from rl_dtensor.attention import RowsUnknown, tell_chunks
+from rl_dtensor.model.attention import RowsUnknown, tell_chunks
 from rl_dtensor.selfcheck import CHECK, MESHES, write_tiny
 
 FACTORY = "dtensor_factories:build"

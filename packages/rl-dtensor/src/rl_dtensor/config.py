@@ -23,7 +23,7 @@ Style = Literal[
 """How a module's parameters are split over tensor-parallel ranks; see `rl_dtensor.parallel.plan`."""
 
 AttentionBackend = Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex"]
-"""Kernels that compute attention; see `rl_dtensor.kernels`."""
+"""Kernels that compute attention; see `rl_dtensor.model.kernels`."""
 
 
 class DTensorConfig(BackendConfig):

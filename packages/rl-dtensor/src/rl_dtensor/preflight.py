@@ -9,10 +9,10 @@ import torch
 
 from rl_core.model_config import ModelConfig, OptimizerConfig, SchedulerConfig
 from rl_core.torch.optim.optimizer import build_schedule
-from rl_dtensor.compilation import compiler_problem
 from rl_dtensor.config import DTensorConfig
-from rl_dtensor.kernels import kernel_of
-from rl_dtensor.optimizer import build_sharded_optimizer
+from rl_dtensor.model.compilation import compiler_problem
+from rl_dtensor.model.kernels import kernel_of
+from rl_dtensor.training.optimizer import build_sharded_optimizer
 
 
 def check(section: Mapping[str, Any]) -> list[str]:

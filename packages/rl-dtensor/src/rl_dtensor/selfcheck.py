@@ -23,8 +23,8 @@ from rl_core.testing.torch.received import receive
 from rl_core.testing.torch.selfcheck import SelfCheck, all_cases, write_random
 from rl_core.weights import Transport
 from rl_dtensor.config import DTensorConfig
-from rl_dtensor.lora import stacked_weights
-from rl_dtensor.tiny import SMALL, check_size, made_tiny, shrink
+from rl_dtensor.model.lora import stacked_weights
+from rl_dtensor.model.tiny import SMALL, check_size, made_tiny, shrink
 from rl_dtensor.worker import DTensorWorker
 
 TENSOR = {"tensor_parallel_size": 2}

@@ -10,13 +10,13 @@ from rl_core.model import ModelSpec, Rendezvous
 from rl_core.model_config import ModelConfig
 from rl_core.torch.training.backend import TrainingParts
 from rl_core.torch.training.worker import TrainingWorker
-from rl_dtensor.build import build_model
 from rl_dtensor.config import DTensorConfig
-from rl_dtensor.optimizer import build_sharded_optimizer
+from rl_dtensor.model.build import build_model
 from rl_dtensor.parallel.mesh import Mesh
-from rl_dtensor.residency import ModelResidency
-from rl_dtensor.state import TrainingState
-from rl_dtensor.step import DTensorModel, ShardedOptimizer
+from rl_dtensor.training.optimizer import build_sharded_optimizer
+from rl_dtensor.training.residency import ModelResidency
+from rl_dtensor.training.state import TrainingState
+from rl_dtensor.training.step import DTensorModel, ShardedOptimizer
 
 
 class DTensorWorker(TrainingWorker):

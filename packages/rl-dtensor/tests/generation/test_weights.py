@@ -13,7 +13,7 @@ from rl_core.errors import WeightSyncError
 from rl_core.testing.torch.tiny_model import write_tiny_model
 from rl_core.weights import Manifest, TensorSpec
 from rl_dtensor.generation.weights import WeightAdoption
-from rl_dtensor.names import FileNames
+from rl_dtensor.model.names import FileNames
 
 
 class Model(nn.Module):

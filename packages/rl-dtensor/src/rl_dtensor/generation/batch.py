@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from rl_core.torch.generation.row import Row
 from rl_core.torch.generation.sampling import draw
 from rl_dtensor.generation.cache import Kind, RowCache, has_states
-from rl_dtensor.replay import RoutingRecorder
+from rl_dtensor.model.replay import RoutingRecorder
 
 
 class DecodingBatch:

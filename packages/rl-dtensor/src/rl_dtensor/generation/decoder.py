@@ -19,8 +19,8 @@ from rl_dtensor.generation.cache import Kind, RowCache, has_states
 from rl_dtensor.generation.config import HFConfig
 from rl_dtensor.generation.weights import WeightAdoption
 from rl_dtensor.generation.whole_rows import WholeRowBatch
-from rl_dtensor.names import FileNames
-from rl_dtensor.replay import RoutingRecorder
+from rl_dtensor.model.names import FileNames
+from rl_dtensor.model.replay import RoutingRecorder
 
 
 class HFDecoder:

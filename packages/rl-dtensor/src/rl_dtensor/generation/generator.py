@@ -10,7 +10,7 @@ from rl_core.torch.generation.generator import LocalGenerator
 from rl_dtensor.generation.config import HFConfig
 from rl_dtensor.generation.decoder import HFDecoder
 from rl_dtensor.generation.loading import cache_layers, load_model
-from rl_dtensor.replay import RoutingRecorder
+from rl_dtensor.model.replay import RoutingRecorder
 
 
 class HFGenerator(LocalGenerator[HFDecoder]):

@@ -22,9 +22,9 @@ from rl_core.torch.files.model_files import WeightFiles, model_folder
 from rl_core.torch.training.flops import CHUNKED, RECURRENT_LAYERS, ROW_LAYERS
 from rl_dtensor.generation.cache import Kind, RowCache, has_states, row_layers
 from rl_dtensor.generation.whole_rows import last_logits
-from rl_dtensor.precision import Kept, widen
-from rl_dtensor.rope import fix_frequencies
-from rl_dtensor.weights import Catalog, persistent, read_into
+from rl_dtensor.model.precision import Kept, widen
+from rl_dtensor.model.rope import fix_frequencies
+from rl_dtensor.model.weights import Catalog, persistent, read_into
 
 _logger = logging.getLogger(__name__)
 

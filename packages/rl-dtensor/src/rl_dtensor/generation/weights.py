@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from rl_core.torch.generation.decoder import refuse_tensors
 from rl_core.torch.transport.digest import digest
 from rl_core.weights import Manifest
-from rl_dtensor.names import FileNames
+from rl_dtensor.model.names import FileNames
 
 
 class WeightAdoption:

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from rl_core.torch.generation.row import Row
 from rl_dtensor.generation.batch import add_routing, sample_next
-from rl_dtensor.replay import RoutingRecorder
+from rl_dtensor.model.replay import RoutingRecorder
 
 
 class WholeRowBatch:

@@ -29,8 +29,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from torch import nn
 from transformers import PreTrainedModel
 
-from rl_dtensor.body import body_name
 from rl_dtensor.config import Style
+from rl_dtensor.parallel.body import body_name
 from rl_dtensor.parallel.experts import expert_modules, takes_choices
 
 _ATTENTION: dict[str, Style] = {

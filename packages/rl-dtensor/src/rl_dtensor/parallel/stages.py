@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rl_dtensor.body import body_name, body_of
+from rl_dtensor.parallel.body import body_name, body_of
 
 
 class Absent(nn.Module):

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from rl_core.torch.files.model_files import READ_AS_WEIGHTS, OpenWeights, WeightFiles
 from rl_core.torch.training.lora import LORA_A, LORA_B, WEIGHT
 from rl_core.weights import TensorSpec
-from rl_dtensor.lora import BASE, Adapter, adapters_of
-from rl_dtensor.names import FileNames, Piece
+from rl_dtensor.model.lora import BASE, Adapter, adapters_of
+from rl_dtensor.model.names import FileNames, Piece
 from rl_dtensor.parallel.fsdp import local, local_slices, whole
 from rl_dtensor.parallel.mesh import Mesh
 

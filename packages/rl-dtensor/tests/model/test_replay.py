@@ -15,7 +15,7 @@ from rl_core.testing.pooled_model import PooledModel
 from rl_core.testing.torch.oracle import Oracle
 from rl_core.testing.torch.routed_oracle import RoutedOracle, with_random_routing
 from rl_core.testing.torch.tiny_model import SIZES, write_tiny_model
-from rl_dtensor.replay import RoutingRecorder, intercept, routers_of, routing_shape
+from rl_dtensor.model.replay import RoutingRecorder, intercept, routers_of, routing_shape
 from rl_dtensor.selfcheck import MESHES
 
 PLAIN = OptimizerConfig(name="torch.optim.SGD", kwargs={"lr": 1.0})

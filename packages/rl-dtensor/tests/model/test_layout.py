@@ -11,7 +11,7 @@ from rl_core.testing.losses import TokenLoss
 from rl_core.testing.pooled_model import PooledModel
 from rl_core.testing.torch.selfcheck import LENGTHS
 from rl_core.torch.loss import Rows
-from rl_dtensor.layout import Alignment, Context, Segment, Segments, lay_out
+from rl_dtensor.model.layout import Alignment, Context, Segment, Segments, lay_out
 from rl_dtensor.selfcheck import CHECK, write_tiny
 
 

@@ -8,9 +8,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rl_core.batch import TOKENS
 from rl_core.testing.torch.selfcheck import case_on
 from rl_core.torch.loss import Rows
-from rl_dtensor.attention import RowsUnknown
-from rl_dtensor.layout import Alignment, lay_out
-from rl_dtensor.recurrent import mix_rows, recurrent_mixers, run_rows_alone
+from rl_dtensor.model.attention import RowsUnknown
+from rl_dtensor.model.layout import Alignment, lay_out
+from rl_dtensor.model.recurrent import mix_rows, recurrent_mixers, run_rows_alone
 from rl_dtensor.selfcheck import CHECK, MESHES, SMALL, shrink, write_tiny
 
 LENGTHS = (5, 1, 17, 2, 16, 33, 3)

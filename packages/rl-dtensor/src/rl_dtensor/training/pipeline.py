@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_core.torch.training.backend import Microbatch, Pass
-from rl_dtensor.layout import Layout
-from rl_dtensor.model import ShardedModel
+from rl_dtensor.model.layout import Layout
+from rl_dtensor.model.model import ShardedModel
 from rl_dtensor.parallel.mesh import Direction, Mesh
 from rl_dtensor.parallel.schedule import forward_only, one_forward_one_backward
 

@@ -14,10 +14,10 @@ from transformers.core_model_loading import build_glob_alternation
 from rl_core.errors import ConfigError
 from rl_core.torch.files.model_files import WeightFiles
 from rl_core.torch.training.export import float32_among_others
-from rl_dtensor.body import body_of
+from rl_dtensor.model.tiny import check_size, made_tiny, shrink
+from rl_dtensor.model.weights import Catalog, persistent
+from rl_dtensor.parallel.body import body_of
 from rl_dtensor.parallel.experts import expert_modules
-from rl_dtensor.tiny import check_size, made_tiny, shrink
-from rl_dtensor.weights import Catalog, persistent
 
 _PROBE_TOKENS = 8
 

@@ -16,10 +16,10 @@ from rl_core.metrics import Metric
 from rl_core.ragged import Ragged
 from rl_core.torch.training.backend import Microbatch, Pass
 from rl_core.torch.training.flops import ModelShape
-from rl_dtensor.gradients import average_replicated, grad_norm, local_grads, sum_tied
-from rl_dtensor.model import ShardedModel
+from rl_dtensor.model.model import ShardedModel
 from rl_dtensor.parallel.mesh import Mesh
-from rl_dtensor.pipeline import run_pipeline
+from rl_dtensor.training.gradients import average_replicated, grad_norm, local_grads, sum_tied
+from rl_dtensor.training.pipeline import run_pipeline
 
 
 class DTensorModel:

@@ -9,7 +9,7 @@ from rl_core.model import LOGPROBS, ModelSpec
 from rl_core.model_config import ModelConfig, OptimizerConfig
 from rl_core.testing.losses import TokenLoss
 from rl_core.testing.pooled_model import PooledModel
-from rl_dtensor.recompute import checkpoint_activations
+from rl_dtensor.model.recompute import checkpoint_activations
 from rl_dtensor.selfcheck import CHECK, shrink, write_tiny
 
 FULL = {"activation_checkpointing": True}

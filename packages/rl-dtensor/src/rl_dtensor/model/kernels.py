@@ -16,8 +16,8 @@ from torch.nn.attention.varlen import varlen_attn
 
 from rl_core.install_command import install_command
 from rl_dtensor.config import AttentionBackend
-from rl_dtensor.layout import Segments
-from rl_dtensor.settings import MOST_FLASH_DIM, without_sinks, without_softcap
+from rl_dtensor.model.layout import Segments
+from rl_dtensor.model.settings import MOST_FLASH_DIM, without_sinks, without_softcap
 
 HALF = (torch.bfloat16, torch.float16)
 LEAST_FLEX_DIM = 16

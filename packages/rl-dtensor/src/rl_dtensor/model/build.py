@@ -25,14 +25,24 @@ from rl_core.torch.heads.scalar import new_head
 from rl_core.torch.heads.vocab_parallel import VocabShard
 from rl_core.torch.training.lora import InitialFactors
 from rl_core.torch.training.ties import untie_apart
-from rl_dtensor.attention import ROWS, RowsUnknown, attention_for, rows_problem, tell_chunks
-from rl_dtensor.compilation import compile_layers
 from rl_dtensor.config import AttentionBackend, DTensorConfig
-from rl_dtensor.kernels import kernel_of
-from rl_dtensor.layout import Alignment, Context, lay_out
-from rl_dtensor.loading import rebuild_buffers, set_head
-from rl_dtensor.lora import BASE, adapters_of, add_adapters, init_adapters
-from rl_dtensor.model import HeadShard, ReadingModel, ShardedModel
+from rl_dtensor.model.attention import ROWS, RowsUnknown, attention_for, rows_problem, tell_chunks
+from rl_dtensor.model.compilation import compile_layers
+from rl_dtensor.model.kernels import kernel_of
+from rl_dtensor.model.layout import Alignment, Context, lay_out
+from rl_dtensor.model.loading import rebuild_buffers, set_head
+from rl_dtensor.model.lora import BASE, adapters_of, add_adapters, init_adapters
+from rl_dtensor.model.model import HeadShard, ReadingModel, ShardedModel
+from rl_dtensor.model.precision import Kept, widen
+from rl_dtensor.model.probes import check_logits, check_packing, probe_row
+from rl_dtensor.model.recompute import checkpoint_activations
+from rl_dtensor.model.recurrent import run_rows_alone
+from rl_dtensor.model.replay import Replay
+from rl_dtensor.model.rope import fix_frequencies
+from rl_dtensor.model.settings import device_problems, kernel_problems
+from rl_dtensor.model.shape import shape_of
+from rl_dtensor.model.tiny import is_dropout
+from rl_dtensor.model.weights import SCORE, Catalog, Weights, tied_pairs
 from rl_dtensor.parallel.experts import expert_modules, split_experts
 from rl_dtensor.parallel.fsdp import shard_model
 from rl_dtensor.parallel.mesh import Mesh
@@ -40,16 +50,6 @@ from rl_dtensor.parallel.plan import plan_of
 from rl_dtensor.parallel.sizes import shape_problems
 from rl_dtensor.parallel.stages import Stages
 from rl_dtensor.parallel.tensor import part_of, split_tensors
-from rl_dtensor.precision import Kept, widen
-from rl_dtensor.probes import check_logits, check_packing, probe_row
-from rl_dtensor.recompute import checkpoint_activations
-from rl_dtensor.recurrent import run_rows_alone
-from rl_dtensor.replay import Replay
-from rl_dtensor.rope import fix_frequencies
-from rl_dtensor.settings import device_problems, kernel_problems
-from rl_dtensor.shape import shape_of
-from rl_dtensor.tiny import is_dropout
-from rl_dtensor.weights import SCORE, Catalog, Weights, tied_pairs
 
 LM_HEAD = "lm_head.weight"
 
@@ -60,7 +60,7 @@ def build_model(
     """Build on `meta`, split, shard, then load this rank's slices; collective.
 
     Parameters that train are float32. The others have the compute dtype, except those that stay float32
-    (`rl_dtensor.precision`).
+    (`rl_dtensor.model.precision`).
 
     Raises:
         ValueError: if the files, the config, the mesh and the role do not fit together.
@@ -334,7 +334,7 @@ def _on_meta(
         run_rows_alone(hf, decoder_layers(hf))
         tell_chunks(hf, decoder_layers(hf))
         if config.get_text_config().model_type == "llama4_text":
-            from rl_dtensor.llama4 import patch_llama4  # imports the code of that family, for others in vain
+            from rl_dtensor.model.llama4 import patch_llama4  # imports the code of that family, for others in vain
 
             patch_llama4(hf)
     except RowsUnknown as error:

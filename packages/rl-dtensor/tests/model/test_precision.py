@@ -20,9 +20,9 @@ from rl_core.testing.losses import TokenLoss
 from rl_core.testing.pooled_model import PooledModel
 from rl_core.torch.files.model_files import WeightFiles
 from rl_dtensor.generation.loading import load_model
-from rl_dtensor.precision import computed_in_float32, kept_by_family, kept_by_files, widen
+from rl_dtensor.model.precision import computed_in_float32, kept_by_family, kept_by_files, widen
+from rl_dtensor.model.weights import Catalog, Weights, persistent
 from rl_dtensor.selfcheck import CHECK, shrink, streamed, write_tiny
-from rl_dtensor.weights import Catalog, Weights, persistent
 
 BIAS = "mlp.gate.e_score_correction_bias"
 MODEL_FILE = "model.safetensors"

@@ -18,8 +18,8 @@ from rl_core.model_config import num_experts_of
 from rl_core.ragged import Ragged
 from rl_core.rollout import UNKNOWN_EXPERT
 from rl_core.torch.training.replay import RoutingShape, chosen_experts
-from rl_dtensor.body import body_of
-from rl_dtensor.layout import Layout
+from rl_dtensor.model.layout import Layout
+from rl_dtensor.parallel.body import body_of
 
 Choose = Callable[[Tensor], Tensor]
 """From the experts of a router's own choice, int64 `[tokens, experts per token]`, to those that tokens go to."""

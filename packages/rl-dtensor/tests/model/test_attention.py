@@ -11,11 +11,11 @@ from transformers.models.llama import modeling_llama
 from rl_core.batch import TOKENS
 from rl_core.install_command import install_command
 from rl_core.torch.loss import Rows
-from rl_dtensor import compilation
-from rl_dtensor.attention import ROWS, attention_for, row_attention, rows_problem
-from rl_dtensor.body import body_of
-from rl_dtensor.kernels import Softmax, kernel_of, varlen
-from rl_dtensor.layout import Alignment, Segment, Segments, lay_out
+from rl_dtensor.model import compilation
+from rl_dtensor.model.attention import ROWS, attention_for, row_attention, rows_problem
+from rl_dtensor.model.kernels import Softmax, kernel_of, varlen
+from rl_dtensor.model.layout import Alignment, Segment, Segments, lay_out
+from rl_dtensor.parallel.body import body_of
 from rl_dtensor.preflight import check
 
 LENGTHS = (5, 1, 8, 3)

@@ -13,7 +13,7 @@ from rl_core.ragged import Ragged
 from rl_core.testing.model_worker import make_batch
 from rl_core.testing.pooled_model import PooledModel
 from rl_core.testing.torch.tiny_model import write_tiny_model
-from rl_dtensor.rope import fix_frequencies
+from rl_dtensor.model.rope import fix_frequencies
 
 FACTORY = "dtensor_factories:build"
 ORIGINAL = 16

@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 from rl_core.devices import Device
 from rl_core.model import Part
 from rl_core.torch.residency.module_residency import Residency
-from rl_dtensor.model import ShardedModel
+from rl_dtensor.model.model import ShardedModel
 from rl_dtensor.parallel.fsdp import local
 
 

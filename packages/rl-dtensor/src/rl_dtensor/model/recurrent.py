@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 from rl_core.torch.training.flops import RECURRENT_LAYERS
 from rl_core.torch.training.row_mixing import mix_each_row
-from rl_dtensor.attention import RowsUnknown
-from rl_dtensor.layout import Layout
+from rl_dtensor.model.attention import RowsUnknown
+from rl_dtensor.model.layout import Layout
 from rl_dtensor.parallel.collectives import gather
 
 Mix = Callable[[Tensor], Tensor]

@@ -10,9 +10,9 @@ from rl_core.model_config import LoraConfig, ModelConfig
 from rl_core.testing.losses import TokenLoss
 from rl_core.testing.pooled_model import PooledModel
 from rl_core.testing.torch.selfcheck import LENGTHS
-from rl_dtensor.lora import add_adapters
+from rl_dtensor.model.lora import add_adapters
+from rl_dtensor.model.shape import shape_of
 from rl_dtensor.selfcheck import CHECK, shrink, write_tiny
-from rl_dtensor.shape import shape_of
 
 FAMILIES = {
     "llama": {"tie_word_embeddings": False},

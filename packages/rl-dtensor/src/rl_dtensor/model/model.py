@@ -21,15 +21,15 @@ from rl_core.torch.heads.split_reads import join_tokens, split_language_reads
 from rl_core.torch.heads.vocab_parallel import VocabShard
 from rl_core.torch.loss import Rows
 from rl_core.torch.training.flops import ModelShape
-from rl_dtensor.attention import ROWS
-from rl_dtensor.body import body_of
-from rl_dtensor.kernels import Attend
-from rl_dtensor.layout import Alignment, Layout, lay_out
+from rl_dtensor.model.attention import ROWS
+from rl_dtensor.model.kernels import Attend
+from rl_dtensor.model.layout import Alignment, Layout, lay_out
+from rl_dtensor.model.replay import Replay
+from rl_dtensor.model.weights import Weights, persistent
+from rl_dtensor.parallel.body import body_of
 from rl_dtensor.parallel.fsdp import local
 from rl_dtensor.parallel.local_parameters import to_local
 from rl_dtensor.parallel.mesh import Mesh
-from rl_dtensor.replay import Replay
-from rl_dtensor.weights import Weights, persistent
 
 ADAPTER_DROPOUT = "lora_dropout"
 """Part of the names of the modules that drop inputs of adapters."""

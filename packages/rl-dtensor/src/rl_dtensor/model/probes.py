@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 from rl_core.batch import TOKENS
 from rl_core.model import LOGPROBS
 from rl_core.torch.loss import Rows
-from rl_dtensor.model import ShardedModel
+from rl_dtensor.model.model import ShardedModel
 from rl_dtensor.parallel.fsdp import local
 from rl_dtensor.parallel.mesh import Mesh
 

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.optim import Optimizer
 
 from rl_core.torch.training.checkpoint_files import SHARDS, read_tensors
-from rl_dtensor.model import ShardedModel
+from rl_dtensor.model.model import ShardedModel
 from rl_dtensor.parallel.fsdp import local
 from rl_dtensor.parallel.mesh import Mesh
 

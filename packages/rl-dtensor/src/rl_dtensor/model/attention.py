@@ -16,10 +16,10 @@ from transformers.utils.generic import TransformersKwargs
 from rl_core.batch import TOKENS
 from rl_core.torch.loss import Rows
 from rl_core.torch.training.flops import CHUNKED, RECURRENT_LAYERS, ROW_LAYERS, setting
-from rl_dtensor.body import body_of
 from rl_dtensor.config import AttentionBackend
-from rl_dtensor.kernels import Attend, Softmax, check_softmax
-from rl_dtensor.layout import Context, Layout, Segments
+from rl_dtensor.model.kernels import Attend, Softmax, check_softmax
+from rl_dtensor.model.layout import Context, Layout, Segments
+from rl_dtensor.parallel.body import body_of
 from rl_dtensor.parallel.collectives import exchange, gather
 from rl_dtensor.parallel.experts import expert_modules
 

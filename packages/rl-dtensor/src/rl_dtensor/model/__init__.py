@@ -1,0 +1,1 @@
+"""The model on its ranks: built, loaded, laid out and named."""

@@ -1,0 +1,1 @@
+"""A training step on a model: gradients, optimizer, pipeline, state and where it resides."""
