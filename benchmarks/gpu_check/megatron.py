@@ -42,7 +42,7 @@ def check(setup: Setup, report: Report) -> None:
 @contextmanager
 def _local_layers() -> Iterator[None]:
     """Have models built without Transformer Engine, which they use wherever it is installed."""
-    from rl_megatron import model
+    from rl_megatron.model import model
 
     found = model.has_transformer_engine
     model.has_transformer_engine = lambda: False

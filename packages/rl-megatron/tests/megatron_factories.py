@@ -33,7 +33,7 @@ def forget_engine(rank: Rank) -> None:
 
 def multiple_of(rank: Rank, recipe: str | None) -> int:
     """Of how many tokens products take a multiple, in 8 bits with a recipe or without."""
-    from rl_megatron.model import token_multiple
+    from rl_megatron.model.model import token_multiple
 
     return token_multiple(SimpleNamespace(fp8=None if recipe is None else "hybrid", fp8_recipe=recipe))
 
@@ -43,8 +43,8 @@ def count_row_attention(rank: Rank, window: int | None, context_size: int) -> in
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-    from rl_megatron.attention import RowAttention
-    from rl_megatron.layers import adapt_layers
+    from rl_megatron.model.attention import RowAttention
+    from rl_megatron.model.layers import adapt_layers
 
     config = SimpleNamespace(
         window_size=None if window is None else (window - 1, 0),

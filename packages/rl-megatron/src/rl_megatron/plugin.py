@@ -12,7 +12,7 @@ from rl_core.model_config import local_hf_config, num_experts_of
 from rl_core.plugins import BackendPlugin, Requirement
 from rl_core.selfcheck import MeshCase, at_most_two
 from rl_megatron.config import MegatronConfig
-from rl_megatron.rope import fusion_problem, rope_problem
+from rl_megatron.model.rope import fusion_problem, rope_problem
 from rl_megatron.transformer_fields import ON_CUDA, WITH_FP8, WITH_TE
 
 KEY = "megatron_cfg"

@@ -9,8 +9,8 @@ from megatron.core.transformer import TransformerConfig
 
 from rl_core.torch.training.flops import ModelShape, attention_shapes
 from rl_megatron.conversion.weight_map import WeightMap
-from rl_megatron.model import EMBEDDING, ReadingModel
-from rl_megatron.weights import SCORE, Weights
+from rl_megatron.model.model import EMBEDDING, ReadingModel
+from rl_megatron.training.weights import SCORE, Weights
 
 
 def shape_of(model: ReadingModel, weights: Weights, *, trains_routers: bool) -> ModelShape:

@@ -15,16 +15,16 @@ from rl_core.torch.training.lora import InitialFactors
 from rl_core.torch.training.worker import TrainingWorker
 from rl_megatron import cpu_shim
 from rl_megatron.config import MegatronConfig
-from rl_megatron.lora import add_adapters
-from rl_megatron.model import build_model
+from rl_megatron.model.lora import add_adapters
+from rl_megatron.model.model import build_model
 from rl_megatron.parallel.mesh import Mesh
-from rl_megatron.residency import ModelResidency
 from rl_megatron.shape import shape_of
-from rl_megatron.sharded_optimizer import ShardedOptimizer
-from rl_megatron.state import TrainingState
-from rl_megatron.step import MegatronModel
-from rl_megatron.weights import Weights
-from rl_megatron.wrapping import wrap_chunks
+from rl_megatron.training.residency import ModelResidency
+from rl_megatron.training.sharded_optimizer import ShardedOptimizer
+from rl_megatron.training.state import TrainingState
+from rl_megatron.training.step import MegatronModel
+from rl_megatron.training.weights import Weights
+from rl_megatron.training.wrapping import wrap_chunks
 
 
 class MegatronWorker(TrainingWorker):

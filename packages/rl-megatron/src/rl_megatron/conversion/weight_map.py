@@ -29,7 +29,7 @@ class WeightMap:
             loaded, and never sent, exported or saved.
         dtype: in which the family keeps the parameter, and its tensors in exports and on the wire, whatever the rest of
             the model has; None if it has the model's. Tensors may also stay float32 because the files or `transformers`
-            have them so (`rl_megatron.precision`).
+            have them so (`rl_megatron.model.precision`).
     """
 
     target: str

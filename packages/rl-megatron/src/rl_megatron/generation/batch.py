@@ -12,8 +12,8 @@ from torch import Tensor
 
 from rl_core.torch.generation.row import Row
 from rl_core.torch.generation.sampling import draw
-from rl_megatron.model import ReadingModel
-from rl_megatron.replay import RoutingRecorder
+from rl_megatron.model.model import ReadingModel
+from rl_megatron.model.replay import RoutingRecorder
 
 COLUMNS = 64
 """The columns of a cache are a multiple of this: Megatron keeps the rotary embedding of each size that it saw."""

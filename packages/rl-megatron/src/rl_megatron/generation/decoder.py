@@ -21,11 +21,11 @@ from rl_megatron.generation.batch import StaticBatch
 from rl_megatron.generation.config import MegatronGenerationConfig
 from rl_megatron.generation.loading import join_alone, load_model
 from rl_megatron.generation.weights import WeightAdoption
-from rl_megatron.model import forget_embeddings
+from rl_megatron.model.model import forget_embeddings
+from rl_megatron.model.replay import RoutingRecorder
 from rl_megatron.parallel.mesh import leave_groups
-from rl_megatron.replay import RoutingRecorder
-from rl_megatron.residency import ModelResidency
-from rl_megatron.step import MegatronModel
+from rl_megatron.training.residency import ModelResidency
+from rl_megatron.training.step import MegatronModel
 
 ONE_ROW = Batching(packed=False, max_tokens=None, max_rows=1)
 

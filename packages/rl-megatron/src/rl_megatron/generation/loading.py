@@ -11,10 +11,10 @@ from rl_core.torch.files.model_files import WeightFiles, model_folder
 from rl_core.torch.training.lora import InitialFactors
 from rl_megatron.config import MegatronConfig
 from rl_megatron.generation.plugin import LINEAR_PROBLEM
-from rl_megatron.model import ReadingModel, build_model
+from rl_megatron.model.model import ReadingModel, build_model
 from rl_megatron.parallel.mesh import Mesh
-from rl_megatron.random import seed_all
-from rl_megatron.weights import Weights
+from rl_megatron.parallel.random import seed_all
+from rl_megatron.training.weights import Weights
 
 
 def join_alone(device: Device) -> Mesh:

@@ -9,8 +9,8 @@ from rl_core.torch.generation.decoder import refuse_tensors
 from rl_core.torch.transport.digest import digest
 from rl_core.weights import Manifest
 from rl_megatron.conversion.weight_map import WeightMap
-from rl_megatron.model import LM_HEAD, ReadingModel
-from rl_megatron.weights import Weights
+from rl_megatron.model.model import LM_HEAD, ReadingModel
+from rl_megatron.training.weights import Weights
 
 
 class WeightAdoption:

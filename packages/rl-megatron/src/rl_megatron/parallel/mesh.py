@@ -18,7 +18,7 @@ from rl_core.mesh import Coordinates
 from rl_core.model import Rendezvous
 from rl_core.torch.process_group import join_process_group
 from rl_megatron.config import MegatronConfig
-from rl_megatron.random import seed_all
+from rl_megatron.parallel.random import seed_all
 
 
 @dataclass(frozen=True)

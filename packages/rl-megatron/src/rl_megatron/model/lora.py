@@ -30,8 +30,8 @@ from rl_megatron.conversion.names import global_name
 from rl_megatron.conversion.splits import Chunks, Vocabulary, Whole
 from rl_megatron.conversion.weight_map import AdapterMap, HFTensor, WeightMap
 from rl_megatron.families.catalog import family_of
-from rl_megatron.mla import WholeProjection
-from rl_megatron.model import ReadingModel
+from rl_megatron.model.mla import WholeProjection
+from rl_megatron.model.model import ReadingModel
 from rl_megatron.plugin import EXPERTS_PROBLEM
 
 LINEAR = (ColumnParallelLinear, RowParallelLinear, WholeProjection)

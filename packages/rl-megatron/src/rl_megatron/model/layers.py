@@ -12,11 +12,11 @@ from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from rl_megatron.attention import GatedAttention, RowAttention
-from rl_megatron.gated_delta_net import GatedDeltaNet
-from rl_megatron.norm import RMSNorm
-from rl_megatron.routing import RowRouter
-from rl_megatron.shared_experts import SharedExperts
+from rl_megatron.model.attention import GatedAttention, RowAttention
+from rl_megatron.model.gated_delta_net import GatedDeltaNet
+from rl_megatron.model.norm import RMSNorm
+from rl_megatron.model.routing import RowRouter
+from rl_megatron.model.shared_experts import SharedExperts
 
 
 def has_transformer_engine() -> bool:

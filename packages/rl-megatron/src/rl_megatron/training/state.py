@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from rl_core.torch.training.checkpoint_files import read_tensors
 from rl_megatron.conversion.splits import Vocabulary
 from rl_megatron.conversion.weight_map import WeightMap
-from rl_megatron.extra_state import extra_state, restore_extra_state
-from rl_megatron.model import ReadingModel
+from rl_megatron.model.model import ReadingModel
 from rl_megatron.parallel.mesh import Mesh
-from rl_megatron.pieces import Pieces, PiecesLoadPlanner, PiecesSavePlanner, rectangles
-from rl_megatron.sharded_optimizer import Shard, ShardedOptimizer
-from rl_megatron.weights import Weights
+from rl_megatron.training.extra_state import extra_state, restore_extra_state
+from rl_megatron.training.pieces import Pieces, PiecesLoadPlanner, PiecesSavePlanner, rectangles
+from rl_megatron.training.sharded_optimizer import Shard, ShardedOptimizer
+from rl_megatron.training.weights import Weights
 
 MODEL = "model"
 MAIN = "main"

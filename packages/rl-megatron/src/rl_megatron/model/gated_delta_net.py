@@ -19,7 +19,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated
 
 from rl_core.torch.training.row_mixing import mix_each_row
 from rl_core.torch.training.zigzag import zigzag_tokens
-from rl_megatron.attention import gather_rows
+from rl_megatron.model.attention import gather_rows
 
 
 class GatedDeltaNet(nn.Module):

@@ -15,8 +15,8 @@ from transformers import PreTrainedConfig
 from rl_megatron.config import MegatronConfig
 from rl_megatron.families.catalog import family_of
 from rl_megatron.families.rotary import check_rope, scaling_fields
+from rl_megatron.model.rope import fusion_problem
 from rl_megatron.plugin import key_heads_problem
-from rl_megatron.rope import fusion_problem
 from rl_megatron.transformer_fields import ON_CUDA, WITH_TE
 
 

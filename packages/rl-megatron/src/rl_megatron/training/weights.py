@@ -20,10 +20,10 @@ from rl_megatron.conversion.names import held_weights
 from rl_megatron.conversion.splits import Vocabulary, Whole
 from rl_megatron.conversion.weight_map import AdapterMap, HFTensor, WeightMap
 from rl_megatron.families.catalog import family_of
-from rl_megatron.gathering import Gathering, Holding
-from rl_megatron.model import EMBEDDING, LM_HEAD, ReadingModel
+from rl_megatron.model.model import EMBEDDING, LM_HEAD, ReadingModel
+from rl_megatron.model.precision import hold_in_float32, is_kept, kept_in_float32
 from rl_megatron.parallel.mesh import Mesh
-from rl_megatron.precision import hold_in_float32, is_kept, kept_in_float32
+from rl_megatron.training.gathering import Gathering, Holding
 
 SCORE = "score.weight"
 BUCKET_BYTES = 64 * 2**20

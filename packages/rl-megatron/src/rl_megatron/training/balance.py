@@ -8,7 +8,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
 
 from rl_core.metrics import Metric
-from rl_megatron.routing import Routing
+from rl_megatron.model.routing import Routing
 
 NAME = "load_balancing_loss"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
 from rl_megatron.config import DistributedDataParallelConfig as ReductionConfig
-from rl_megatron.model import ReadingModel
+from rl_megatron.model.model import ReadingModel
 
 
 def wrap_chunks(model: ReadingModel, reduction: ReductionConfig) -> list[DistributedDataParallel]:

@@ -14,11 +14,11 @@ from transformers.core_model_loading import build_glob_alternation
 from rl_core.torch.files.model_files import WeightFiles
 from rl_core.torch.training.export import float32_among_others
 from rl_megatron.conversion.weight_map import WeightMap
-from rl_megatron.gated_delta_net import GatedDeltaNet
-from rl_megatron.model import ScoreHead
-from rl_megatron.norm import RMSNorm
-from rl_megatron.routing import RowRouter
-from rl_megatron.shared_experts import SharedExperts
+from rl_megatron.model.gated_delta_net import GatedDeltaNet
+from rl_megatron.model.model import ScoreHead
+from rl_megatron.model.norm import RMSNorm
+from rl_megatron.model.routing import RowRouter
+from rl_megatron.model.shared_experts import SharedExperts
 
 TAKE_FLOAT32 = (GatedDeltaNet, RMSNorm, RowRouter, ScoreHead)
 """Modules that take float32 parameters with activations of another dtype. Routers, decays of linear attention, norms of

@@ -13,7 +13,7 @@ from rl_core.testing.model_worker import make_batch, poison
 from rl_core.testing.pooled_model import PooledModel
 from rl_core.testing.torch.oracle import Oracle
 from rl_core.testing.torch.tiny_model import read_weights
-from rl_megatron.balancing_loss import balancing_loss
+from rl_megatron.model.balancing_loss import balancing_loss
 
 ALL = LAYOUTS | EXPERT_LAYOUTS
 PLAIN = OptimizerConfig(name="torch.optim.SGD", kwargs={"lr": 1.0})

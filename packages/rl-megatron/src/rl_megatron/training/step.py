@@ -23,10 +23,10 @@ from rl_core.metrics import Metric
 from rl_core.ragged import Ragged
 from rl_core.torch.training.backend import Microbatch, Pass
 from rl_core.torch.training.flops import ModelShape
-from rl_megatron.balance import balance_metrics
-from rl_megatron.model import ReadingModel, forget_embeddings, forget_tokens
+from rl_megatron.model.model import ReadingModel, forget_embeddings, forget_tokens
 from rl_megatron.parallel.mesh import Mesh
-from rl_megatron.weights import Weights
+from rl_megatron.training.balance import balance_metrics
+from rl_megatron.training.weights import Weights
 
 
 class MegatronModel:

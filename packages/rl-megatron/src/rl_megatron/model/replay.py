@@ -14,8 +14,8 @@ from rl_core.ragged import Ragged
 from rl_core.rollout import UNKNOWN_EXPERT
 from rl_core.torch.loss import Rows
 from rl_core.torch.training.replay import RoutingShape, chosen_experts
-from rl_megatron.layout import Layout
-from rl_megatron.routing import PerMicrobatch, in_router_order, is_router_recomputed, routers_of
+from rl_megatron.model.layout import Layout
+from rl_megatron.model.routing import PerMicrobatch, in_router_order, is_router_recomputed, routers_of
 
 TopK = Callable[..., tuple[Tensor, Tensor]]
 """Megatron's top-k function: scores and experts of each token."""

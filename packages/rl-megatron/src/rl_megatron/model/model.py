@@ -27,19 +27,19 @@ from rl_core.torch.heads.split_reads import join_tokens, split_language_reads
 from rl_core.torch.heads.vocab_parallel import VocabShard
 from rl_core.torch.loss import Rows
 from rl_core.torch.training.ties import untie_apart
-from rl_megatron.architecture import transformer_config
 from rl_megatron.config import MegatronConfig
 from rl_megatron.conversion.splits import padded_vocab
 from rl_megatron.conversion.weight_map import AdapterMap
 from rl_megatron.families.catalog import family_of
 from rl_megatron.families.rotary import inverse_frequencies
-from rl_megatron.layers import block_spec, has_transformer_engine
-from rl_megatron.layout import Alignment, Layout, lay_out
-from rl_megatron.mla import disable_transformer_engine, patch_down_projections
-from rl_megatron.padding_token import freeze_padding_token
+from rl_megatron.model.architecture import transformer_config
+from rl_megatron.model.layers import block_spec, has_transformer_engine
+from rl_megatron.model.layout import Alignment, Layout, lay_out
+from rl_megatron.model.mla import disable_transformer_engine, patch_down_projections
+from rl_megatron.model.padding_token import freeze_padding_token
+from rl_megatron.model.replay import Replay
+from rl_megatron.model.routing import Routing
 from rl_megatron.parallel.mesh import Mesh
-from rl_megatron.replay import Replay
-from rl_megatron.routing import Routing
 
 EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"

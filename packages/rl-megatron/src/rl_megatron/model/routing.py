@@ -16,8 +16,8 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
 
 from rl_core.torch.loss import Rows
-from rl_megatron.balancing_loss import balancing_loss
-from rl_megatron.layout import Layout
+from rl_megatron.model.balancing_loss import balancing_loss
+from rl_megatron.model.layout import Layout
 
 T = TypeVar("T")
 

@@ -5,7 +5,7 @@ from math import prod
 import numpy as np
 import pytest
 
-from rl_megatron.pieces import rectangles
+from rl_megatron.training.pieces import rectangles
 
 SHAPES = [(), (1,), (7,), (3, 4), (1, 5), (5, 1), (2, 3, 4), (3, 1, 2), (2, 2, 2, 3)]
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from torch import Tensor, nn
 
-from rl_megatron.model import ReadingModel
+from rl_megatron.model.model import ReadingModel
 
 
 def extra_state(model: ReadingModel) -> dict[str, Tensor]:

@@ -1,0 +1,1 @@
+"""Megatron Core models: architecture, layers, attention and experts."""

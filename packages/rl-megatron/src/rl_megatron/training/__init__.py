@@ -1,0 +1,1 @@
+"""A training step on a model: weights, gradients, optimizer and its state."""
