@@ -10,6 +10,9 @@ from rl_core.config import Config, Problem, ProblemError, WhenChanged
 from rl_core.model_config import BackendConfig
 from rl_megatron.transformer_fields import name_problem
 
+KEY = "megatron_cfg"
+"""Where the settings of this backend lie in the section of a model."""
+
 
 class Fp8Config(Config):
     enabled: bool = False

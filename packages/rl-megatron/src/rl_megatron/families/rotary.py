@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from rl_megatron.model.rope import rope_problem
+from rl_megatron.families.rope import rope_problem
 
 
 def inverse_frequencies(config: Any, dim: int) -> Tensor:

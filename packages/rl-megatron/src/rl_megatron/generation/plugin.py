@@ -8,8 +8,8 @@ from typing import Any
 from rl_core.config import Problem
 from rl_core.model_config import local_hf_config
 from rl_core.plugins import BackendPlugin, Requirement, reports_routing
+from rl_megatron.families.rope import rope_problem
 from rl_megatron.generation.config import MegatronGenerationConfig
-from rl_megatron.model.rope import rope_problem
 
 LINEAR_PROBLEM = (
     "the megatron generator does not decode models with linear attention: its cache holds keys and values, no state "

@@ -12,11 +12,11 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from transformers import PreTrainedConfig
 
+from rl_megatron.checks import key_heads_problem
 from rl_megatron.config import MegatronConfig
 from rl_megatron.families.catalog import family_of
+from rl_megatron.families.rope import fusion_problem
 from rl_megatron.families.rotary import check_rope, scaling_fields
-from rl_megatron.model.rope import fusion_problem
-from rl_megatron.plugin import key_heads_problem
 from rl_megatron.transformer_fields import ON_CUDA, WITH_TE
 
 

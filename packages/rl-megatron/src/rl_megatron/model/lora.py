@@ -26,13 +26,13 @@ from torch import Tensor, nn
 
 from rl_core.model_config import LoraConfig
 from rl_core.torch.training.lora import LORA_A, LORA_B, WEIGHT, ends_with, is_adapted, nothing_adapted
+from rl_megatron.checks import EXPERTS_PROBLEM
 from rl_megatron.conversion.names import global_name
 from rl_megatron.conversion.splits import Chunks, Vocabulary, Whole
 from rl_megatron.conversion.weight_map import AdapterMap, HFTensor, WeightMap
 from rl_megatron.families.catalog import family_of
 from rl_megatron.model.mla import WholeProjection
 from rl_megatron.model.model import ReadingModel
-from rl_megatron.plugin import EXPERTS_PROBLEM
 
 LINEAR = (ColumnParallelLinear, RowParallelLinear, WholeProjection)
 

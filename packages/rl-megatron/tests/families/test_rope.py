@@ -13,12 +13,12 @@ from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl_core.model_config import ModelConfig
+from rl_megatron.checks import check_rope
 from rl_megatron.config import MegatronConfig
 from rl_megatron.families.catalog import family_of
 from rl_megatron.families.rotary import inverse_frequencies, latent_settings, scaling_fields
 from rl_megatron.generation.config import MegatronGenerationConfig
 from rl_megatron.generation.plugin import check_layers
-from rl_megatron.plugin import check_rope
 
 THETA = {"rope_theta": 1e4}
 LINEAR = {**THETA, "rope_type": "linear", "factor": 4.0}
