@@ -38,9 +38,12 @@ from measurement import surroundings, table
 
 from rl_algos.data.stream import Stream
 from rl_algos.rollouts.source import PacedRolloutSource
-from rl_core.generation import RolloutTask, SamplingParams, Ticket, WeightUpdate
-from rl_core.rollout import Prompt, RolloutGroup, RolloutReports, Status, StopReason
+from rl_core.rollouts.generation import SamplingParams
+from rl_core.rollouts.group import RolloutGroup, RolloutReports
+from rl_core.rollouts.pool import RolloutTask, Ticket
+from rl_core.rollouts.rollout import Prompt, Status, StopReason
 from rl_core.testing.fakes import FakeUpdate
+from rl_core.weights import WeightUpdate
 from rl_launch.runtime.dispatch import Dispatch
 
 SKEW = 8.0

@@ -27,9 +27,9 @@ from measurement import num_parameters, seconds, surroundings, table
 
 from rl_algos.losses.nll import NLLLoss
 from rl_algos.tiny_model import make_tiny_model
-from rl_core.batch import TOKENS, Batch
+from rl_core.data.batch import TOKENS, Batch
+from rl_core.data.ragged import Ragged
 from rl_core.model import ModelSpec
-from rl_core.ragged import Ragged
 from rl_core.ray.model import RemoteModel
 from rl_launch.backends import POLICY, Backends, backends_of
 from rl_launch.root import read_model_config

@@ -40,11 +40,12 @@ from rl_algos.rollouts.steps import RolloutSteps
 from rl_algos.rollouts.validation import Validation
 from rl_core.devices import device_named
 from rl_core.errors import Origin
-from rl_core.generation import SamplingParams
 from rl_core.mesh import Coordinates
 from rl_core.metrics import Metric
 from rl_core.model import Model
-from rl_core.rollout import Prompt, RolloutGroup
+from rl_core.rollouts.generation import SamplingParams
+from rl_core.rollouts.group import RolloutGroup
+from rl_core.rollouts.rollout import Prompt
 from rl_core.run import Checkpointable, Run
 from rl_core.testing.fakes import FakeModel, FakeWeights
 from rl_launch.cluster.virtual_cluster import VirtualCluster, WorkerProcess

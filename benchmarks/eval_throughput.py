@@ -27,9 +27,9 @@ from rich.console import Console
 from rl_algos.rollouts.evaluation import RolloutEvaluation
 from rl_algos.rollouts.evaluation_plan import EvaluationPlan
 from rl_algos.tokenizer import load_tokenizer
-from rl_core.generation import GenerationRequest, Placement
 from rl_core.plugins import resolve
-from rl_core.rollout import Completion, WeightSpan
+from rl_core.rollouts.generation import GenerationRequest, Placement
+from rl_core.rollouts.rollout import Completion, WeightSpan
 from rl_launch.backends import Backends, backends_of
 from rl_launch.cluster.device import resolve_device
 from rl_launch.cluster.virtual_cluster import VirtualCluster

@@ -305,10 +305,10 @@ def work(todo: Mapping[str, Sequence[str]]) -> None:
 
 def _outcomes(family: str, cases: Sequence[str], folder: Path) -> Iterator[tuple[str, Outcome]]:
     from rl_core.errors import ConfigError
-    from rl_core.testing.rank_pool import RankPool, preload
+    from rl_core.selfcheck.rank_pool import RankPool, preload
     from rl_dtensor.selfcheck import CHECK, write_tiny
 
-    preload("rl_dtensor.worker", "rl_core.testing.torch.selfcheck")
+    preload("rl_dtensor.worker", "rl_core.selfcheck.torch.selfcheck")
     meshes = [case for case in cases if case != SYNC]
     try:
         config = config_of(family)
@@ -329,7 +329,7 @@ def _outcomes(family: str, cases: Sequence[str], folder: Path) -> Iterator[tuple
 
 
 def _mesh_case(case: str) -> Any:
-    from rl_core.testing.torch.selfcheck import case_on
+    from rl_core.selfcheck.torch.selfcheck import case_on
     from rl_dtensor.selfcheck import MESHES
 
     mesh, _, layout = case.rpartition(", ")
@@ -342,8 +342,8 @@ def _synced(config: Any, folder: Path) -> Outcome:
     import numpy as np
 
     from rl_core.errors import ConfigError, RLError
-    from rl_core.generation import Placement
     from rl_core.model_config import GenerationConfig
+    from rl_core.rollouts.generation import Placement
     from rl_core.testing.torch.reference_model import ReferenceModel, write_reference_model
     from rl_core.testing.torch.weight_sender import SenderProcess
     from rl_core.testing.weights import Bench, model_config, prompt

@@ -348,7 +348,7 @@ def make(family: str, folder: str) -> None:
     from transformers import AutoConfig
 
     from rl_algos.tiny_model import CHARACTERS, make_tokenizer
-    from rl_core.testing.torch.tiny_model import write_composite
+    from rl_core.selfcheck.torch.tiny_model import write_composite
 
     least = len(make_tokenizer())
     more = "".join(chr(ord("α") + place) for place in range(VOCABULARY - least))
@@ -396,8 +396,8 @@ def served_scores(folder: Path, rows: Sequence[Any]) -> list[Any]:
     """float32 `[tokens]` of each row, logprobs by vLLM with the weights in a folder."""
     import asyncio
 
-    from rl_core.generation import Placement
     from rl_core.model_config import GenerationConfig, ModelConfig
+    from rl_core.rollouts.generation import Placement
     from rl_vllm import VllmConfig, VllmGenerator
 
     served = ModelConfig(model_name=str(folder), precision="float32", max_total_sequence_length=LONGEST)

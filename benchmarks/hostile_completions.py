@@ -19,9 +19,9 @@ from typing import Any
 
 from rl_algos.tool_calls.formats import FORMATS
 from rl_algos.tool_calls.parsed import schemas_of
-from rl_core.environment import Conversation, EnvironmentFailure
 from rl_core.environments.pool import EnvironmentPool
 from rl_core.plugins import ENVIRONMENTS, plugin
+from rl_core.rollouts.environment import Conversation, EnvironmentFailure
 
 BATCH = 8
 MARKS = (

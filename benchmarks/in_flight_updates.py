@@ -27,12 +27,14 @@ from measurement import ModelSize, make_endless_model, median, surroundings, tab
 
 from rl_algos.losses.policy import PolicyLoss
 from rl_algos.tokenizer import load_tokenizer
-from rl_core.batch import Batch
+from rl_core.data.batch import Batch
 from rl_core.devices import device_named
-from rl_core.generation import RolloutTask, SamplingParams
 from rl_core.model import LOGPROBS, Model
 from rl_core.plugins import algorithm_named, resolve
-from rl_core.rollout import GENERATION_LOGPROBS, LOSS_MASK, NOT_SAMPLED, WEIGHT_VERSIONS
+from rl_core.rollouts.generation import SamplingParams
+from rl_core.rollouts.group import GENERATION_LOGPROBS, LOSS_MASK, WEIGHT_VERSIONS
+from rl_core.rollouts.pool import RolloutTask
+from rl_core.rollouts.rollout import NOT_SAMPLED
 from rl_core.run import Components
 from rl_launch.backends import backends_of
 from rl_launch.cluster.virtual_cluster import VirtualCluster

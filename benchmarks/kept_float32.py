@@ -159,11 +159,11 @@ def train(
     import torch
     from safetensors.torch import load_file
 
-    from rl_core.batch import Batch
+    from rl_core.data.batch import Batch
+    from rl_core.data.ragged import Ragged
     from rl_core.model import LOGPROBS, ModelSpec, Rendezvous
     from rl_core.model_config import ModelConfig, SequencePackingConfig
-    from rl_core.ragged import Ragged
-    from rl_core.testing.rank_pool import free_port
+    from rl_core.selfcheck.rank_pool import free_port
     from rl_dtensor.config import DTensorConfig
     from rl_dtensor.worker import DTensorWorker
 
@@ -287,8 +287,8 @@ def served(
         lengths: Number of tokens of each row.
         longest: Maximum number of tokens of a row in the run.
     """
-    from rl_core.generation import Placement
     from rl_core.model_config import GenerationConfig, ModelConfig
+    from rl_core.rollouts.generation import Placement
     from rl_core.testing.torch.weight_sender import SenderProcess
     from rl_core.testing.weights import Bench
     from rl_dtensor.generation.config import HFConfig

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from rl_algos.rollouts.program import MultiTurnProgram
-from rl_core.generation import GenerationClient
-from rl_core.rollout import Prompt, Rollout
+from rl_core.rollouts.program import GenerationClient
+from rl_core.rollouts.rollout import Prompt, Rollout
 
 
 class RecordedTokens(MultiTurnProgram):

@@ -28,10 +28,11 @@ from measurement import surroundings, table
 from rl_algos.rollouts.worker import RolloutWorker, RolloutWorkerSpec
 from rl_algos.tiny_model import make_tiny_model
 from rl_algos.tokenizer import encode_prompt, load_tokenizer
-from rl_core.environment import Conversation, StepResult
-from rl_core.generation import GenerationRequest, RolloutTask, SamplingParams
 from rl_core.model_config import TokenizerConfig
-from rl_core.rollout import Completion, Prompt, WeightSpan
+from rl_core.rollouts.environment import Conversation, StepResult
+from rl_core.rollouts.generation import GenerationRequest, SamplingParams
+from rl_core.rollouts.pool import RolloutTask
+from rl_core.rollouts.rollout import Completion, Prompt, WeightSpan
 
 NUM_TURNS = 4
 NUM_TOKENS = 64

@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 
 from rl_algos.rollouts.worker import RolloutWorker
-from rl_core.batch import Batch
-from rl_core.generation import RolloutTask
+from rl_core.data.batch import Batch
 from rl_core.metrics import Metric
 from rl_core.model import Loss, Read
-from rl_core.rollout import GroupReport, Prompt, Rollout, Turn, WeightSpan, parts_of
+from rl_core.rollouts.group import GroupReport, parts_of
+from rl_core.rollouts.pool import RolloutTask
+from rl_core.rollouts.rollout import Prompt, Rollout, Turn, WeightSpan
 from rl_core.testing.fakes import FakeModel
 
 TEXT_PER_TOKEN = "word "

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 from runs import described, family
 
-from rl_core.testing.rank_pool import free_port
+from rl_core.selfcheck.rank_pool import free_port
 
 SETTINGS = {
     "RAY_health_check_initial_delay_ms": "1000",

@@ -12,7 +12,7 @@ from rl_core.testing.exhaustive import exhaustive
 ENVIRONMENT = '''
 import zlib
 
-from rl_core.environment import StepResult
+from rl_core.rollouts.environment import StepResult
 
 RESULTS = (
     ({"role": "tool", "content": "12+7="},),

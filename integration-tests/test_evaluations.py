@@ -19,7 +19,7 @@ from rl_core.testing.exhaustive import exhaustive
 GYM = {"reasoning_gym/chain_sum": 6} if find_spec("reasoning_gym") else {}
 SUMS = "{dataset_name: arithmetic, settings: {max_operand: 20, num_rows: 20}}"
 GUESS = """
-from rl_core.environment import StepResult
+from rl_core.rollouts.environment import StepResult
 
 
 class Guess:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from gpu_check.environment import seconds_of
 from gpu_check.report import Report, Skip
 from gpu_check.setup import Setup
-from rl_core.batch import TOKENS
+from rl_core.data.batch import TOKENS
 from rl_core.torch.loss import Rows
 from rl_dtensor.config import AttentionBackend, DTensorConfig
 from rl_dtensor.model.attention import row_attention

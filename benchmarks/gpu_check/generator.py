@@ -16,13 +16,13 @@ from gpu_check.oracle import PlainModel
 from gpu_check.report import Report
 from gpu_check.setup import Setup
 from gpu_check.workers import config_of, num_different, open_worker, packed
-from rl_core.batch import Batch
-from rl_core.generation import GenerationRequest, Generator, Placement, SamplingParams
+from rl_core.data.batch import Batch
+from rl_core.data.ragged import Ragged
 from rl_core.model import LOGPROBS
 from rl_core.model_config import GenerationConfig, ModelConfig
 from rl_core.plugins import resolve
-from rl_core.ragged import Ragged
-from rl_core.rollout import Completion
+from rl_core.rollouts.generation import GenerationRequest, Generator, Placement, SamplingParams
+from rl_core.rollouts.rollout import Completion
 
 PROMPTS = (5, 17, 1, 33)
 NUM_NEW = 24

@@ -91,7 +91,7 @@ class Setup:
         import torch
         from transformers.utils import logging
 
-        from rl_core.testing.torch.tiny_model import write_tiny_model
+        from rl_core.selfcheck.torch.tiny_model import write_tiny_model
 
         folder = self.workspace / f"model-{shape.hidden}-{shape.layers}-{shape.vocab}-{dtype}-{seed}"
         if (folder / "config.json").exists():

@@ -7,7 +7,7 @@ from collections import Counter
 from gpu_check.report import Report
 from gpu_check.setup import Setup
 from gpu_check.workers import NextToken, batch_of, config_of, open_worker, packed
-from rl_core.batch import Batch
+from rl_core.data.batch import Batch
 from rl_core.model import LOGPROBS
 from rl_core.torch.training.worker import TrainingWorker
 

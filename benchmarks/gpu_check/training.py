@@ -15,7 +15,7 @@ from gpu_check.oracle import PlainModel, relative
 from gpu_check.report import Report, Skip
 from gpu_check.setup import Setup, Shape
 from gpu_check.workers import SGD, NextToken, batch_of, config_of, numbers, open_worker, packed, padded
-from rl_core.batch import Batch
+from rl_core.data.batch import Batch
 from rl_core.model import LOGPROBS
 from rl_core.plugins import BackendPlugin
 from rl_core.torch.training.flops import AttentionShape, ModelShape, peak_flops

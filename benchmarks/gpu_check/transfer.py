@@ -17,10 +17,10 @@ from gpu_check.generator import open_generator
 from gpu_check.report import Report, Skip
 from gpu_check.setup import Setup
 from gpu_check.workers import NextToken, batch_of, config_of, open_worker, packed
-from rl_core.batch import Batch
+from rl_core.data.batch import Batch
 from rl_core.model import LOGPROBS
 from rl_core.model_config import ModelConfig
-from rl_core.testing.rank_pool import free_port
+from rl_core.selfcheck.rank_pool import free_port
 from rl_core.weights import Manifest, Transport, TransportKind, num_bytes
 
 MOST_LEFT = 64 * 2**20

@@ -13,13 +13,13 @@ import numpy as np
 from torch import Tensor
 
 from gpu_check.setup import Setup
-from rl_core.batch import Batch
+from rl_core.data.batch import Batch
+from rl_core.data.ragged import Ragged
 from rl_core.metrics import Metric
 from rl_core.model import LOGPROBS, ModelSpec, Read, Rendezvous
 from rl_core.model_config import ModelConfig, OptimizerConfig, SequencePackingConfig
 from rl_core.plugins import BackendPlugin, resolve
-from rl_core.ragged import Ragged
-from rl_core.testing.rank_pool import free_port
+from rl_core.selfcheck.rank_pool import free_port
 from rl_core.torch.loss import LossSums, Rows
 from rl_core.torch.training.worker import TrainingWorker
 from rl_core.torch.transport.digest import digest

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rl_core.batch import Batch
+from rl_core.data.batch import Batch
 from rl_core.model import VALUES, Read
 
 

@@ -13,11 +13,12 @@ from rl_algos.data.prompts import prompt_stream
 from rl_algos.data.stream import Stream
 from rl_algos.losses.nll import NLLLoss
 from rl_algos.rollouts.source import PacedRolloutSource
-from rl_core.batch import Batch
-from rl_core.generation import SamplingParams
+from rl_core.data.batch import Batch
 from rl_core.model import LOGPROBS, VALUES
 from rl_core.plugins import RolloutNeeds
-from rl_core.rollout import GENERATION_LOGPROBS, LOSS_MASK, RECORD, Prompt
+from rl_core.rollouts.generation import SamplingParams
+from rl_core.rollouts.group import GENERATION_LOGPROBS, LOSS_MASK, RECORD
+from rl_core.rollouts.rollout import Prompt
 from rl_core.run import Components, Run
 from three_roles.loss import ValueLoss
 

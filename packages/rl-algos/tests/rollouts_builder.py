@@ -4,7 +4,8 @@ import dataclasses
 
 import numpy as np
 
-from rl_core.rollout import Prompt, Rollout, RolloutGroup, WeightSpan
+from rl_core.rollouts.group import RolloutGroup
+from rl_core.rollouts.rollout import Prompt, Rollout, WeightSpan
 
 
 def make_prompt(id: str = "p0", tokens: tuple[int, ...] = (1, 2, 3), **info) -> Prompt:

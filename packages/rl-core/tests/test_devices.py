@@ -7,7 +7,7 @@ import pytest
 
 from rl_core.devices import CPU, CUDA, DEVICES, NODE_ADDRESS, REHEARSAL, device_named
 from rl_core.devices.rehearsal import hide_real_gpus
-from rl_core.generation import Placement
+from rl_core.rollouts.generation import Placement
 
 
 def test_every_kind_is_found_by_its_name_and_survives_a_process_boundary():

@@ -14,7 +14,7 @@ def test_the_package_alone_loads_no_dependency():
 
 def test_everything_outside_the_heavy_folders_loads_no_engine():
     light = modules_of("rl_core", outside=HEAVY)
-    assert "rl_core.batch" in light
+    assert "rl_core.data.batch" in light
     assert not loaded_by(*light) & ENGINES
 
 

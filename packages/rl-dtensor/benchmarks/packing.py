@@ -33,8 +33,8 @@ from training import (
     skewed_lengths,
 )
 
-from rl_core.batch import Batch
-from rl_core.microbatch import Batching, plan_microbatches
+from rl_core.data.batch import Batch
+from rl_core.data.microbatch import Batching, plan_microbatches
 from rl_core.model_config import ModelConfig
 
 SIZE = Size(256, 2, 4, 2, vocab=1024, inner=768)

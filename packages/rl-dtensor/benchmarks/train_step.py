@@ -24,7 +24,7 @@ from figures import median, seconds, surroundings, table
 from training import ADAMW, NextToken, Size, batch_of, config_of, one_rank, packed, padded
 from transformers import AutoModelForCausalLM
 
-from rl_core.batch import Batch
+from rl_core.data.batch import Batch
 
 MAX_GRAD_NORM = 1.0
 MAX_DIFFERENCE = 1e-3

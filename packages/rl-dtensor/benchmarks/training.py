@@ -14,12 +14,12 @@ import numpy as np
 from torch import Tensor
 from transformers.utils import logging
 
-from rl_core.batch import Batch
+from rl_core.data.batch import Batch
+from rl_core.data.ragged import Ragged
 from rl_core.model import LOGPROBS, ModelSpec, Read, Rendezvous
 from rl_core.model_config import DynamicBatchingConfig, ModelConfig, OptimizerConfig, SequencePackingConfig
-from rl_core.ragged import Ragged
-from rl_core.testing.rank_pool import free_port
-from rl_core.testing.torch.tiny_model import write_tiny_model
+from rl_core.selfcheck.rank_pool import free_port
+from rl_core.selfcheck.torch.tiny_model import write_tiny_model
 from rl_core.torch.loss import LossSums, Rows
 from rl_dtensor.config import DTensorConfig
 from rl_dtensor.worker import DTensorWorker

@@ -5,8 +5,8 @@ from torch._inductor import config as inductor
 
 from rl_core.model import ModelSpec, Rendezvous
 from rl_core.model_config import ModelConfig
-from rl_core.testing.pooled_model import HELD
-from rl_core.testing.rank_pool import Rank
+from rl_core.selfcheck.pooled_model import HELD
+from rl_core.selfcheck.rank_pool import Rank
 from rl_core.torch.heads.logprobs import LogitTransform
 from rl_core.torch.training import export
 from rl_dtensor.config import DTensorConfig

@@ -5,10 +5,10 @@ import pytest
 
 from rl_core.model import LOGPROBS, ModelSpec
 from rl_core.model_config import LoraConfig, ModelConfig
-from rl_core.testing.losses import TokenLoss
+from rl_core.selfcheck.losses import TokenLoss
+from rl_core.selfcheck.pooled_model import PooledModel
+from rl_core.selfcheck.torch.tiny_model import write_tiny_model
 from rl_core.testing.model_worker import ADAMW, WARM_UP, make_batch
-from rl_core.testing.pooled_model import PooledModel
-from rl_core.testing.torch.tiny_model import write_tiny_model
 from rl_dtensor.selfcheck import MESHES
 
 SAVED = ("fsdp2", "tp2 x fsdp2", "cp2 x tp2", "pp2 x fsdp2")

@@ -6,11 +6,11 @@ from transformers import AutoModelForCausalLM
 
 from rl_core.model import LOGPROBS, ModelSpec
 from rl_core.model_config import ModelConfig
-from rl_core.testing.losses import TokenLoss
+from rl_core.selfcheck.losses import TokenLoss
+from rl_core.selfcheck.pooled_model import PooledModel
+from rl_core.selfcheck.torch.oracle import Oracle
+from rl_core.selfcheck.torch.tiny_model import read_weights, write_composite, write_tiny_model
 from rl_core.testing.model_worker import SGD, make_batch
-from rl_core.testing.pooled_model import PooledModel
-from rl_core.testing.torch.oracle import Oracle
-from rl_core.testing.torch.tiny_model import read_weights, write_composite, write_tiny_model
 
 FACTORY = "dtensor_factories:build"
 KINDS = {

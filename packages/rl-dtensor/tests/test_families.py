@@ -6,12 +6,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rl_core.errors import WorkerError
 from rl_core.model import ENTROPY, LOGPROBS, ModelSpec
 from rl_core.model_config import ModelConfig, SequencePackingConfig
-from rl_core.testing.losses import TokenLoss
+from rl_core.selfcheck.losses import TokenLoss
+from rl_core.selfcheck.pooled_model import PooledModel
+from rl_core.selfcheck.torch.oracle import Oracle
+from rl_core.selfcheck.torch.selfcheck import LENGTHS, case_on
+from rl_core.selfcheck.torch.tiny_model import SIZES, write_tiny_model
 from rl_core.testing.model_worker import SGD, make_batch
-from rl_core.testing.pooled_model import PooledModel
-from rl_core.testing.torch.oracle import Oracle
-from rl_core.testing.torch.selfcheck import LENGTHS, case_on
-from rl_core.testing.torch.tiny_model import SIZES, write_tiny_model
 from rl_dtensor.model.attention import RowsUnknown, tell_chunks
 from rl_dtensor.selfcheck import CHECK, MESHES, write_tiny
 

@@ -10,8 +10,8 @@ from itertools import combinations, product
 import pytest
 from transformers import AutoConfig
 
-from rl_core.selfcheck import MeshCase
-from rl_core.testing.torch.selfcheck import case_on
+from rl_core.selfcheck.cases import MeshCase
+from rl_core.selfcheck.torch.selfcheck import case_on
 from rl_dtensor.plugin import HELD_FAMILIES
 from rl_dtensor.selfcheck import CHECK, CONTEXT, MESHES, PIPELINE, TENSOR, write_tiny
 

@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rl_core.errors import WorkerError
 from rl_core.model import ModelSpec
 from rl_core.model_config import LoraConfig, ModelConfig
-from rl_core.testing.pooled_model import PooledModel
-from rl_core.testing.torch.tiny_model import write_tiny_model
+from rl_core.selfcheck.pooled_model import PooledModel
+from rl_core.selfcheck.torch.tiny_model import write_tiny_model
 from rl_dtensor.selfcheck import MESHES, write_tiny
 
 ATTENTION, ALL = ["q_proj", "v_proj"], ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

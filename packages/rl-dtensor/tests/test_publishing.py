@@ -4,10 +4,10 @@ import pytest
 
 from rl_core.model import ModelSpec
 from rl_core.model_config import ModelConfig
-from rl_core.testing.pooled_model import PooledModel
+from rl_core.selfcheck.pooled_model import PooledModel
+from rl_core.selfcheck.torch.received import ranks_apart, receive, receiving_threads, sent_by_every_rank
+from rl_core.selfcheck.torch.tiny_model import read_weights, write_tiny_model
 from rl_core.testing.publishing import AdapterPublishingSuite, PublishingSuite
-from rl_core.testing.torch.received import ranks_apart, receive, receiving_threads, sent_by_every_rank
-from rl_core.testing.torch.tiny_model import read_weights, write_tiny_model
 
 FACTORY = "dtensor_factories:build"
 

@@ -8,8 +8,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl_core.errors import ConfigError
 from rl_core.plugins import resolve
-from rl_core.selfcheck import FamilyCase
-from rl_core.testing.torch.selfcheck import TOLERANCE, Expected, SelfCheck, case_on
+from rl_core.selfcheck.cases import FamilyCase
+from rl_core.selfcheck.torch.selfcheck import TOLERANCE, Expected, SelfCheck, case_on
 from rl_dtensor.plugin import PLUGIN
 from rl_dtensor.selfcheck import CHECK, MESHES, cases_of, shrink, write_tiny
 

@@ -12,10 +12,10 @@ from transformers import PreTrainedTokenizerFast
 from rl_core.errors import WorkerError
 from rl_core.model import LOGPROBS, ModelSpec
 from rl_core.model_config import ModelConfig, TokenizerConfig
+from rl_core.selfcheck.pooled_model import PooledModel
+from rl_core.selfcheck.torch.oracle import Oracle
+from rl_core.selfcheck.torch.tiny_model import read_weights, write_tiny_model
 from rl_core.testing.model_worker import make_batch
-from rl_core.testing.pooled_model import PooledModel
-from rl_core.testing.torch.oracle import Oracle
-from rl_core.testing.torch.tiny_model import read_weights, write_tiny_model
 
 FACTORY = "dtensor_factories:build"
 MODEL_FILE = "model.safetensors"

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from rl_core.selfcheck.rank_pool import RankPool
 from rl_core.testing.model_worker import ModelWorkerSuite
-from rl_core.testing.rank_pool import RankPool
 
 
 class PooledSuite(ModelWorkerSuite):

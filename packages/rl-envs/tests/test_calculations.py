@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from rl_core.environment import Conversation, StepResult
 from rl_core.errors import DataError
+from rl_core.rollouts.environment import Conversation, StepResult
 from rl_envs.calculations.dataset import load
 from rl_envs.code.cases import InputOutput, read_tests
 from rl_envs.code.extraction import program_in

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from rl_core.environment import Conversation, StepResult, UnusableAnswer
 from rl_core.errors import ConfigError, DataError
+from rl_core.rollouts.environment import Conversation, StepResult, UnusableAnswer
 from rl_core.testing.environment import EnvironmentSuite
 from rl_envs.games.board import MOVES, Board
 from rl_envs.games.config import GuessNumberConfig, SlidingPuzzleConfig

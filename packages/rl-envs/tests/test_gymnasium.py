@@ -7,9 +7,9 @@ from typing import Any
 import gymnasium
 import pytest
 
-from rl_core.environment import Conversation, StepResult, UnusableAnswer
 from rl_core.errors import ConfigError, DataError
 from rl_core.plugins import DATASETS, ENVIRONMENTS, plugin
+from rl_core.rollouts.environment import Conversation, StepResult, UnusableAnswer
 from rl_core.testing.environment import EnvironmentSuite
 from rl_envs.gymnasium import dataset
 from rl_envs.gymnasium.config import GymnasiumConfig

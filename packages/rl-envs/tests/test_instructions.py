@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from rl_core.environment import Conversation, UnusableAnswer
+from rl_core.rollouts.environment import Conversation, UnusableAnswer
 from rl_core.testing.environment import EnvironmentSuite
 from rl_envs.instructions.asked import is_followed
 from rl_envs.instructions.checks import CHECKS

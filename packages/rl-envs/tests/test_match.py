@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rl_core.environment import Conversation, UnusableAnswer
+from rl_core.rollouts.environment import Conversation, UnusableAnswer
 from rl_core.testing.environment import EnvironmentSuite
 from rl_envs.match.config import MatchConfig
 from rl_envs.match.environment import MatchEnvironment

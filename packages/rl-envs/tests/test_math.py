@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_core.environment import Conversation
 from rl_core.environments.pool import EnvironmentPool
 from rl_core.plugins import ENVIRONMENTS, plugin, resolve
+from rl_core.rollouts.environment import Conversation
 from rl_core.testing.environment import EnvironmentSuite
 from rl_envs.math.config import MathConfig
 from rl_envs.math.environment import MathEnvironment

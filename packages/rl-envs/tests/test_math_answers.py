@@ -2,7 +2,7 @@
 
 import pytest
 
-from rl_core.environment import Conversation
+from rl_core.rollouts.environment import Conversation
 from rl_envs.math.config import MathConfig
 from rl_envs.math.environment import MathEnvironment
 from rl_envs.math.exact import exact_value

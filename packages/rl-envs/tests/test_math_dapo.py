@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rl_core.environment import Conversation
+from rl_core.rollouts.environment import Conversation
 from rl_envs.math.config import MathConfig
 from rl_envs.math.dapo import answer_in, normalised
 from rl_envs.math.environment import MathEnvironment

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from rl_core.environment import Conversation, EnvironmentFailure, StepResult
 from rl_core.environments.pool import EnvironmentPool
 from rl_core.errors import ConfigError, DataError
 from rl_core.plugins import DATASETS, ENVIRONMENTS, plugin, resolve
+from rl_core.rollouts.environment import Conversation, EnvironmentFailure, StepResult
 from rl_core.testing.environment import EnvironmentSuite
 from rl_envs.reasoning_gym import generation
 from rl_envs.reasoning_gym.config import ReasoningGymConfig, ReasoningGymSettings

@@ -6,7 +6,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, Qwen3ForSequenceClassification
 
-from rl_core.environment import Conversation, UnusableAnswer
+from rl_core.rollouts.environment import Conversation, UnusableAnswer
 from rl_core.testing.environment import EnvironmentSuite
 from rl_envs.reward_model.config import RewardModelConfig
 from rl_envs.reward_model.environment import RewardModelEnvironment

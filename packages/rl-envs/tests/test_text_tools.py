@@ -11,9 +11,9 @@ import pytest
 from pydantic import ValidationError
 
 from rl_core.config import Config
-from rl_core.environment import Conversation, StepResult, ToolCall
 from rl_core.environments.instance import instance_of, tools_of
 from rl_core.errors import DataError
+from rl_core.rollouts.environment import Conversation, StepResult, ToolCall
 from rl_core.testing.environment import EnvironmentSuite
 from rl_envs.sandbox.program import Limits
 from rl_envs.sandbox.sandbox import Sandbox, SandboxUnavailable

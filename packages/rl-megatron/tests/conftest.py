@@ -2,8 +2,8 @@
 
 import pytest
 
+from rl_core.selfcheck.rank_pool import RankPool, preload
 from rl_core.testing.exhaustive import pytest_addoption, pytest_collection_modifyitems, pytest_configure
-from rl_core.testing.rank_pool import RankPool, preload
 
 __all__ = ["pytest_addoption", "pytest_collection_modifyitems", "pytest_configure"]
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from rl_core.testing.torch.tiny_model import write_tiny_model
+from rl_core.selfcheck.torch.tiny_model import write_tiny_model
 
 TP = "tensor_model_parallel_size"
 PP = "pipeline_model_parallel_size"

@@ -7,8 +7,8 @@ import numpy as np
 
 from rl_core.model import ModelSpec, Rendezvous
 from rl_core.model_config import ModelConfig
-from rl_core.testing.pooled_model import HELD
-from rl_core.testing.rank_pool import Rank
+from rl_core.selfcheck.pooled_model import HELD
+from rl_core.selfcheck.rank_pool import Rank
 from rl_megatron.config import MegatronConfig
 from rl_megatron.worker import MegatronWorker
 

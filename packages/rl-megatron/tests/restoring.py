@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rl_core.testing.pooled_model import HELD
-from rl_core.testing.rank_pool import Rank
+from rl_core.selfcheck.pooled_model import HELD
+from rl_core.selfcheck.rank_pool import Rank
 
 FACTORIES = (
     "empty",

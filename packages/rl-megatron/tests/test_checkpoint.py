@@ -6,9 +6,9 @@ from restoring import add_history, history, load_counted
 
 from rl_core.model import LOGPROBS, ModelSpec
 from rl_core.model_config import ModelConfig, OptimizerConfig
-from rl_core.testing.losses import TokenLoss
+from rl_core.selfcheck.losses import TokenLoss
+from rl_core.selfcheck.pooled_model import PooledModel
 from rl_core.testing.model_worker import make_batch
-from rl_core.testing.pooled_model import PooledModel
 
 ALL = LAYOUTS | EXPERT_LAYOUTS | SHARED_KEYS_LAYOUTS
 # an epsilon that keeps Adam from turning rounding errors of gradients near zero into whole steps

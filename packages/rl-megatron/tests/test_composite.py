@@ -4,10 +4,10 @@ import pytest
 
 from rl_core.model import LOGPROBS, ModelSpec
 from rl_core.model_config import ModelConfig
+from rl_core.selfcheck.pooled_model import PooledModel
+from rl_core.selfcheck.torch.oracle import Oracle
+from rl_core.selfcheck.torch.tiny_model import write_composite, write_tiny_model
 from rl_core.testing.model_worker import make_batch
-from rl_core.testing.pooled_model import PooledModel
-from rl_core.testing.torch.oracle import Oracle
-from rl_core.testing.torch.tiny_model import write_composite, write_tiny_model
 
 
 def test_it_computes_as_the_language_model_alone(ranks, tmp_path):

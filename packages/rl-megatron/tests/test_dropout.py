@@ -5,9 +5,9 @@ from layouts import write_family
 
 from rl_core.model import LOGPROBS, ModelSpec
 from rl_core.model_config import LoraConfig, ModelConfig
-from rl_core.testing.losses import TokenLoss
+from rl_core.selfcheck.losses import TokenLoss
+from rl_core.selfcheck.pooled_model import PooledModel
 from rl_core.testing.model_worker import SGD, make_batch
-from rl_core.testing.pooled_model import PooledModel
 
 ADAPTERS = {"lora_cfg": LoraConfig(enabled=True, dropout=0.5)}
 ASKED = {"hf_config_overrides": {"attention_dropout": 0.5}}

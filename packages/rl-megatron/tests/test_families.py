@@ -9,12 +9,12 @@ from safetensors.torch import load_file, save_file
 from rl_core.errors import WorkerError
 from rl_core.model import LOGPROBS, ModelSpec
 from rl_core.model_config import ModelConfig, OptimizerConfig
+from rl_core.selfcheck.losses import TokenLoss
+from rl_core.selfcheck.pooled_model import PooledModel
+from rl_core.selfcheck.torch.oracle import Oracle
+from rl_core.selfcheck.torch.tiny_model import write_tiny_model
 from rl_core.testing.exhaustive import partly_exhaustive
-from rl_core.testing.losses import TokenLoss
 from rl_core.testing.model_worker import make_batch
-from rl_core.testing.pooled_model import PooledModel
-from rl_core.testing.torch.oracle import Oracle
-from rl_core.testing.torch.tiny_model import write_tiny_model
 from rl_megatron.plugin import HELD_FAMILIES
 
 ALL = LAYOUTS | EXPERT_LAYOUTS

@@ -12,10 +12,10 @@ from pydantic import ValidationError
 from rl_core.errors import WorkerError
 from rl_core.model import ModelSpec
 from rl_core.model_config import LoraConfig, ModelConfig, OptimizerConfig
-from rl_core.testing.losses import TokenLoss
+from rl_core.selfcheck.losses import TokenLoss
+from rl_core.selfcheck.pooled_model import PooledModel
+from rl_core.selfcheck.torch.oracle import Oracle
 from rl_core.testing.model_worker import make_batch
-from rl_core.testing.pooled_model import PooledModel
-from rl_core.testing.torch.oracle import Oracle
 from rl_megatron.config import MegatronConfig
 from rl_megatron.plugin import PLUGIN
 from rl_megatron.preflight import check, kwargs_problems

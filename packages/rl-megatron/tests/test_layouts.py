@@ -6,12 +6,12 @@ from layouts import EXPERT_LAYOUTS, LARGE_LAYOUTS, LAYOUTS, write_family
 
 from rl_core.model import ENTROPY, LOGPROBS, ModelSpec, logprobs_at, topk
 from rl_core.model_config import ModelConfig, OptimizerConfig
+from rl_core.selfcheck.losses import TokenLoss
+from rl_core.selfcheck.pooled_model import PooledModel
+from rl_core.selfcheck.torch.oracle import Oracle
 from rl_core.testing.exhaustive import partly_exhaustive
-from rl_core.testing.losses import TokenLoss
 from rl_core.testing.model_worker import LAYOUTS as BATCHINGS
 from rl_core.testing.model_worker import make_batch
-from rl_core.testing.pooled_model import PooledModel
-from rl_core.testing.torch.oracle import Oracle
 
 # a learning rate of 1 makes errors of the weights those of the gradients
 PLAIN = OptimizerConfig(name="torch.optim.SGD", kwargs={"lr": 1.0})

@@ -7,11 +7,11 @@ from layouts import EXPERT_LAYOUTS, LAYOUTS, write_family
 from rl_core.errors import WorkerError
 from rl_core.model import ModelSpec
 from rl_core.model_config import ModelConfig, OptimizerConfig
-from rl_core.testing.losses import PairLoss, TokenLoss, ValueLoss
+from rl_core.selfcheck.losses import PairLoss, TokenLoss, ValueLoss
+from rl_core.selfcheck.pooled_model import PooledModel
+from rl_core.selfcheck.torch.oracle import Oracle
+from rl_core.selfcheck.torch.tiny_model import read_weights
 from rl_core.testing.model_worker import make_batch, make_pairs
-from rl_core.testing.pooled_model import PooledModel
-from rl_core.testing.torch.oracle import Oracle
-from rl_core.testing.torch.tiny_model import read_weights
 
 ALL = LAYOUTS | EXPERT_LAYOUTS
 FOLDERS = ("llama", "qwen3_moe", "deepseek_v3")

@@ -6,11 +6,11 @@ from safetensors.torch import load_file
 
 from rl_core.model import ModelSpec
 from rl_core.model_config import LoraConfig, ModelConfig
-from rl_core.testing.losses import TokenLoss
+from rl_core.selfcheck.losses import TokenLoss
+from rl_core.selfcheck.pooled_model import PooledModel
+from rl_core.selfcheck.torch.received import ranks_apart, receive, receiving_threads, sent_by_every_rank
 from rl_core.testing.model_worker import make_batch
-from rl_core.testing.pooled_model import PooledModel
 from rl_core.testing.publishing import AdapterPublishingSuite, PublishingSuite
-from rl_core.testing.torch.received import ranks_apart, receive, receiving_threads, sent_by_every_rank
 
 ALL = LAYOUTS | EXPERT_LAYOUTS
 BUCKET_BYTES = 4096

@@ -8,7 +8,7 @@ from transformers import AutoConfig
 
 from rl_core.errors import ConfigError
 from rl_core.plugins import resolve
-from rl_core.testing.torch.selfcheck import TOLERANCE, all_cases, case_on
+from rl_core.selfcheck.torch.selfcheck import TOLERANCE, all_cases, case_on
 from rl_megatron.plugin import PLUGIN
 from rl_megatron.selfcheck import CHECK, LAYOUTS, write_tiny
 

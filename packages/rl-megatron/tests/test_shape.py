@@ -8,10 +8,10 @@ from transformers import AutoModelForCausalLM
 
 from rl_core.model import ModelSpec
 from rl_core.model_config import LoraConfig, ModelConfig
-from rl_core.testing.losses import TokenLoss
+from rl_core.selfcheck.losses import TokenLoss
+from rl_core.selfcheck.pooled_model import PooledModel
+from rl_core.selfcheck.torch.adapted import adapt
 from rl_core.testing.model_worker import LENGTHS, make_batch
-from rl_core.testing.pooled_model import PooledModel
-from rl_core.testing.torch.adapted import adapt
 from rl_core.torch.training.flops import attention_shapes
 
 ALL = LAYOUTS | EXPERT_LAYOUTS

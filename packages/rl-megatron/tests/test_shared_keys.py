@@ -6,8 +6,8 @@ from layouts import SHARED_KEYS_LAYOUTS, write_family
 from rl_core.errors import WorkerError
 from rl_core.model import ModelSpec
 from rl_core.model_config import ModelConfig
-from rl_core.selfcheck import MeshCase
-from rl_core.testing.pooled_model import PooledModel
+from rl_core.selfcheck.cases import MeshCase
+from rl_core.selfcheck.pooled_model import PooledModel
 from rl_megatron.selfcheck import CHECK
 
 _, SEQUENCE = SHARED_KEYS_LAYOUTS["tp4+sp"]

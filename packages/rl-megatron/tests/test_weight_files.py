@@ -9,9 +9,9 @@ from safetensors.torch import load_file, save_file
 
 from rl_core.model import LOGPROBS, ModelSpec
 from rl_core.model_config import ModelConfig
+from rl_core.selfcheck.pooled_model import PooledModel
+from rl_core.selfcheck.torch.oracle import Oracle
 from rl_core.testing.model_worker import make_batch
-from rl_core.testing.pooled_model import PooledModel
-from rl_core.testing.torch.oracle import Oracle
 
 
 def write_8_bit(folder, target):

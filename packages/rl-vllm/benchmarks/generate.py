@@ -33,8 +33,8 @@ def best(rounds: list[float]) -> float:
 def of_generator(model_dir: str, vocab_size: int, answers: Any) -> None:
     import numpy as np
 
-    from rl_core.generation import GenerationRequest, Placement, SamplingParams
     from rl_core.model_config import GenerationConfig, ModelConfig
+    from rl_core.rollouts.generation import GenerationRequest, Placement, SamplingParams
     from rl_vllm import VllmConfig, VllmGenerator
 
     async def measure() -> float:
@@ -58,7 +58,7 @@ def of_generator(model_dir: str, vocab_size: int, answers: Any) -> None:
 
 
 def of_vllm(model_dir: str, vocab_size: int, answers: Any, seeded: bool) -> None:
-    from rl_core.generation import Placement
+    from rl_core.rollouts.generation import Placement
     from rl_vllm.engine import process_env
 
     process_env.apply(Placement("cpu"), eager=True, num_ranks=1, own_process=False, environ=os.environ)

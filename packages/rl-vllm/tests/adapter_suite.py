@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rl_core.errors import WeightSyncError
-from rl_core.generation import GenerationRequest, SamplingParams
 from rl_core.model_config import LoraConfig
+from rl_core.rollouts.generation import GenerationRequest, SamplingParams
 from rl_core.testing.torch.reference_model import ReferenceModel
 from rl_core.testing.torch.weight_sender import Fault, manifest_of
 from rl_core.testing.weights import Bench, WeightSinkSuite, prompt

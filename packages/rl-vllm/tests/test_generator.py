@@ -20,10 +20,10 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from rl_core.devices import REHEARSAL
 from rl_core.errors import GeneratorError, RequestRefused, WeightSyncError
-from rl_core.generation import GenerationRequest, Generator, Placement, SamplingParams
-from rl_core.interruption import generate_whole
 from rl_core.model_config import GenerationConfig, LoraConfig
-from rl_core.rollout import Completion
+from rl_core.rollouts.generation import GenerationRequest, Generator, Placement, SamplingParams
+from rl_core.rollouts.interruption import generate_whole
+from rl_core.rollouts.rollout import Completion
 from rl_core.testing.generator import GeneratorSuite
 from rl_core.testing.torch.reference_model import EOS_TOKEN_ID, ReferenceModel, write_reference_model
 from rl_core.testing.torch.weight_sender import Fault, SenderProcess, digest_of, manifest_of

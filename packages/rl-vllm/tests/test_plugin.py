@@ -12,9 +12,9 @@ from pydantic import ValidationError
 
 from rl_core.config import assemble
 from rl_core.devices import CPU, CUDA, REHEARSAL, Device
-from rl_core.generation import Placement
 from rl_core.model_config import GenerationConfig, LoraConfig, ModelConfig
 from rl_core.plugins import GENERATORS, plugin, resolve
+from rl_core.rollouts.generation import Placement
 from rl_vllm import PLUGIN, VllmConfig, preflight
 from rl_vllm.config import OWNED_ARGUMENTS
 

@@ -27,8 +27,8 @@ from transformers import (
 from vllm.model_executor.models.gemma3n import Gemma3nSelfDecoder
 
 import rl_vllm.engine_worker
-from rl_core.generation import Placement
 from rl_core.model_config import GenerationConfig
+from rl_core.rollouts.generation import Placement
 from rl_core.testing.exhaustive import partly_exhaustive
 from rl_core.testing.torch.reference_model import EOS_TOKEN_ID, VOCAB_SIZE, ReferenceModel, write_reference_model
 from rl_core.testing.weights import model_config, prompt

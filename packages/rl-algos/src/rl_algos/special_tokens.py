@@ -23,7 +23,7 @@ from typing import Any
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from rl_core.rollout import Message
+from rl_core.rollouts.rollout import Message
 from rl_core.template_ends import template_ends
 
 _log = logging.getLogger(__name__)

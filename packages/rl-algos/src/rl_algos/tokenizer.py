@@ -18,7 +18,7 @@ from rl_algos.special_tokens import SPLIT, special_tokens, splits_prompts
 from rl_algos.tool_calls.formats import format_of
 from rl_core.errors import ConfigError, DataError
 from rl_core.model_config import TokenizerConfig
-from rl_core.rollout import Message
+from rl_core.rollouts.rollout import Message
 
 # AutoTokenizer imports torch if it is installed (3 s); the fast class reads the same tokenizer.json
 _FILES = "tokenizer.json"

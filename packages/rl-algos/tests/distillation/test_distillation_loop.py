@@ -16,10 +16,11 @@ from rl_algos.rollouts.steps import RolloutSteps
 from rl_algos.sft.data import TrainingRow
 from rl_algos.supervised.data import SupervisedData
 from rl_algos.supervised.loop import train as learn
-from rl_core.generation import SamplingParams
 from rl_core.metrics import Metric
 from rl_core.model import topk
-from rl_core.rollout import Prompt, Rollout, RolloutGroup, WeightSpan
+from rl_core.rollouts.generation import SamplingParams
+from rl_core.rollouts.group import RolloutGroup
+from rl_core.rollouts.rollout import Prompt, Rollout, WeightSpan
 from rl_core.testing.fakes import FakeModel, FakeRolloutSource, FakeRun, FakeWeights
 
 LOSS = DistillationLoss(temperature=0.5)

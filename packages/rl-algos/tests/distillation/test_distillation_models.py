@@ -24,10 +24,10 @@ from rl_algos.losses.spans import METRICS, SpanLoss
 from rl_algos.rollouts.steps import RolloutSteps
 from rl_algos.tokenizer import encode_prompt
 from rl_core.config import assemble
-from rl_core.generation import SamplingParams
 from rl_core.model import HIDDEN, LOGPROBS
 from rl_core.model_config import ModelConfig
-from rl_core.rollout import Prompt, Rollout, Turn, WeightSpan
+from rl_core.rollouts.generation import SamplingParams
+from rl_core.rollouts.rollout import Prompt, Rollout, Turn, WeightSpan
 from rl_core.run import Components
 from rl_core.testing.fakes import FakeRolloutSource, FakeRun, FakeWeights
 

@@ -13,11 +13,12 @@ from transformers import PreTrainedTokenizerFast
 
 from rl_algos.distillation.span_teacher import SpanTeacher, Translator
 from rl_algos.distillation.spans import bytes_of, common_spans, whole_text
-from rl_core.batch import Batch
+from rl_core.data.batch import Batch
+from rl_core.data.ragged import Ragged
 from rl_core.errors import ConfigError
 from rl_core.model import LOGPROBS
-from rl_core.ragged import Ragged
-from rl_core.rollout import Prompt, Rollout, RolloutGroup, Turn, WeightSpan
+from rl_core.rollouts.group import RolloutGroup
+from rl_core.rollouts.rollout import Prompt, Rollout, Turn, WeightSpan
 from rl_core.testing.fakes import FakeModel
 
 

@@ -5,7 +5,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from rl_core.batch import TOKENS, Batch
+from rl_core.data.batch import TOKENS, Batch
 from rl_core.metrics import Metric
 from rl_core.model import read_columns
 from rl_core.plugins import resolve

@@ -15,14 +15,14 @@ from rl_algos.dpo.loop import run as run_algorithm
 from rl_algos.dpo.loss import LOSSES
 from rl_algos.dpo.plugin import PLUGIN, dpo_section
 from rl_algos.preference.data import load
-from rl_core.batch import Batch
+from rl_core.data.batch import Batch
 from rl_core.errors import DataError
 from rl_core.metrics import Metric
 from rl_core.plugins import resolve
+from rl_core.plugins.user_code import implementation_name
 from rl_core.run import Components
 from rl_core.testing.fakes import FakeModel, FakeRun
 from rl_core.torch.rows import to_rows
-from rl_core.user_code import implementation_name
 
 
 class UnigramPolicy(FakeModel):

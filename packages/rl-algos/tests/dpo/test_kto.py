@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 
 from rl_algos.dpo.kto import mismatched, with_reference_point
-from rl_core.batch import Batch
-from rl_core.ragged import Ragged
+from rl_core.data.batch import Batch
+from rl_core.data.ragged import Ragged
 
 
 def batch():

@@ -21,7 +21,7 @@ from rl_algos.grpo.advantages import (
     rloo,
 )
 from rl_algos.grpo.batch_advantages import gdpo, reinforce_plus_plus, reinforce_plus_plus_baseline
-from rl_core.ragged import Ragged
+from rl_core.data.ragged import Ragged
 
 EPS = 1e-6
 

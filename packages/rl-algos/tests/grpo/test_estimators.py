@@ -10,8 +10,8 @@ from rl_algos.grpo.config import EstimatorConfig, GRPOConfig
 from rl_algos.grpo.estimators import advantages_of, by_rollout, columns_before, estimator_section
 from rl_algos.rollouts.batch import build_batch, with_advantages
 from rl_algos.rollouts.config import RewardScalingConfig
-from rl_core.ragged import Ragged
-from rl_core.rollout import RolloutGroup
+from rl_core.data.ragged import Ragged
+from rl_core.rollouts.group import RolloutGroup
 
 GROUPS = [make_group("a", [1.0, 0.0, 0.0]), make_group("b", [0.5, 2.0, 1.0])]
 REWARDS = np.array([1.0, 0.0, 0.0, 0.5, 2.0, 1.0])
@@ -19,7 +19,7 @@ IDS = np.array([0, 0, 0, 1, 1, 1])
 
 FILE = """
 import numpy as np
-from rl_core.ragged import Ragged
+from rl_core.data.ragged import Ragged
 
 def scaled(rewards, groups, lengths, *, factor: float = 2.0):
     return rewards * factor + groups + lengths

@@ -12,11 +12,11 @@ from rl_algos.rollouts.batch import passes
 from rl_algos.rollouts.steps import RolloutSteps
 from rl_algos.rollouts.validation import Validation
 from rl_algos.torch.policy_loss import compute
-from rl_core.batch import Batch
-from rl_core.generation import SamplingParams
+from rl_core.data.batch import Batch
+from rl_core.data.ragged import Ragged
 from rl_core.metrics import Metric
-from rl_core.ragged import Ragged
-from rl_core.rollout import Prompt
+from rl_core.rollouts.generation import SamplingParams
+from rl_core.rollouts.rollout import Prompt
 from rl_core.testing.fakes import FakeModel, FakeRolloutSource, FakeRun, FakeWeights
 from rl_core.torch.loss import Rows
 

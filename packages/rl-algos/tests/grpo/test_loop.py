@@ -18,10 +18,11 @@ from rl_algos.rollouts.rewards import varies
 from rl_algos.rollouts.segments import ROLLOUT
 from rl_algos.rollouts.steps import RolloutSteps
 from rl_algos.rollouts.validation import Validation
+from rl_core.data.microbatch import PAIR
 from rl_core.errors import DataError
-from rl_core.generation import SamplingParams
-from rl_core.microbatch import PAIR
-from rl_core.rollout import Prompt, Rollout, RolloutGroup, Turn, WeightSpan
+from rl_core.rollouts.generation import SamplingParams
+from rl_core.rollouts.group import RolloutGroup
+from rl_core.rollouts.rollout import Prompt, Rollout, Turn, WeightSpan
 from rl_core.testing.fakes import FakeModel, FakeRolloutSource, FakeRun, FakeWeights
 
 PROMPTS = [Prompt(f"p{i}", (), np.arange(2, dtype=np.int32), "math", {"answer": i}, "sums") for i in range(400)]

@@ -3,9 +3,9 @@ import pytest
 import torch
 
 from rl_algos.losses.nll import NLLLoss
-from rl_core.batch import Batch
+from rl_core.data.batch import Batch
+from rl_core.data.ragged import Ragged
 from rl_core.plugins import resolve
-from rl_core.ragged import Ragged
 from rl_core.torch.loss import Rows
 
 LENGTHS = [3, 1, 4, 2]

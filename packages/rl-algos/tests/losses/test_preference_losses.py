@@ -18,9 +18,9 @@ from rl_algos.losses.preference import (
     RobustDPO,
     SimPO,
 )
-from rl_core.batch import Batch
+from rl_core.data.batch import Batch
+from rl_core.data.ragged import Ragged
 from rl_core.plugins import resolve
-from rl_core.ragged import Ragged
 from rl_core.torch.loss import Rows
 
 LENGTHS = (5, 9, 2, 7, 4, 3, 8, 6)

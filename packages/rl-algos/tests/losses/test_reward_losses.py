@@ -6,7 +6,7 @@ import torch
 from preference_oracle import log_logistic
 
 from rl_algos.losses.reward import BradleyTerryLoss, RegressionLoss
-from rl_core.batch import Batch
+from rl_core.data.batch import Batch
 from rl_core.plugins import resolve
 from rl_core.torch.loss import Rows
 

@@ -8,10 +8,11 @@ from rollouts_builder import make_prompt, make_rollout, make_split_rollout
 from rl_algos.ppo.config import PPOConfig
 from rl_algos.ppo.estimates import Values, estimates_of, value_metrics, values_of, with_returns
 from rl_algos.rollouts.batch import build_batch
-from rl_core.batch import Batch
+from rl_core.data.batch import Batch
+from rl_core.data.ragged import Ragged
 from rl_core.model import SCORES
-from rl_core.ragged import Ragged
-from rl_core.rollout import Rollout, RolloutGroup
+from rl_core.rollouts.group import RolloutGroup
+from rl_core.rollouts.rollout import Rollout
 from rl_core.testing.fakes import FakeModel
 
 PROMPT = make_prompt()

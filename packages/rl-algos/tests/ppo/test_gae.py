@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_algos.ppo.gae import gae, length_adaptive_lambda, reward_at_last
-from rl_core.ragged import Ragged
+from rl_core.data.ragged import Ragged
 
 LENGTHS = (1, 9, 4, 70, 2, 6)
 

@@ -12,8 +12,8 @@ from rl_algos.ppo.loop import train
 from rl_algos.rollouts.steps import RolloutSteps
 from rl_algos.rollouts.validation import Validation
 from rl_core.errors import DataError
-from rl_core.generation import SamplingParams
-from rl_core.rollout import Prompt
+from rl_core.rollouts.generation import SamplingParams
+from rl_core.rollouts.rollout import Prompt
 from rl_core.testing.fakes import FakeModel, FakeRolloutSource, FakeRun, FakeWeights
 
 PROMPTS = [Prompt(f"p{i}", (), np.arange(2, dtype=np.int32), "math", {"answer": i}, "sums") for i in range(200)]

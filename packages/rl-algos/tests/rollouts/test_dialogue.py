@@ -11,9 +11,9 @@ from rl_algos.rollouts.dialogue import Dialogue
 from rl_algos.rollouts.program import MultiTurnProgram
 from rl_algos.rollouts.reply_program import ReplyProgram
 from rl_algos.tokenizer import encode_prompt
-from rl_core.environment import StepResult
-from rl_core.generation import SamplingParams
-from rl_core.rollout import Completion, Prompt, WeightSpan
+from rl_core.rollouts.environment import StepResult
+from rl_core.rollouts.generation import SamplingParams
+from rl_core.rollouts.rollout import Completion, Prompt, WeightSpan
 
 SAID = ("Two.", "<think>\nhm\n</think>\n\nFour.", "Six")
 ASKED = ("1 + 1?", "2 + 2?", "3 + 3?")

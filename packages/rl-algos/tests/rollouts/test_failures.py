@@ -5,7 +5,8 @@ import pytest
 
 from rl_algos.rollouts.failures import TOLD_EVERY, FailureWatch
 from rl_core.errors import RolloutsFailed
-from rl_core.rollout import Prompt, Rollout, RolloutGroup
+from rl_core.rollouts.group import RolloutGroup
+from rl_core.rollouts.rollout import Prompt, Rollout
 
 PROMPT = Prompt("p7", (), np.array([1], np.int32), "math", place="prompts.jsonl, line 8")
 

@@ -4,7 +4,8 @@ import pytest
 from rollouts_builder import make_group, make_prompt, make_rollout
 
 from rl_algos.rollouts.metrics import signal_metrics
-from rl_core.rollout import Rollout, RolloutGroup
+from rl_core.rollouts.group import RolloutGroup
+from rl_core.rollouts.rollout import Rollout
 
 
 def group_with_failures(*rewards):

@@ -10,7 +10,8 @@ from rollouts_builder import make_prompt, make_rollout
 from rl_algos.data.stream import Stream
 from rl_algos.rollouts.config import CurriculumConfig
 from rl_algos.rollouts.mixture import Mixture
-from rl_core.rollout import Rollout, RolloutGroup
+from rl_core.rollouts.group import RolloutGroup
+from rl_core.rollouts.rollout import Rollout
 
 NAMES = ["easy", "middle", "hard"]
 SUCCESS = {"easy": [1.0, 1.0, 1.0, 1.0], "middle": [1.0, 0.0, 0.2, 1.0], "hard": [0.0, 0.9, 0.0, 0.0]}

@@ -14,8 +14,9 @@ from rl_algos.rollouts.config import PolicyGradientConfig
 from rl_algos.rollouts.ledger import Ledger, digest
 from rl_algos.rollouts.source import PacedRolloutSource
 from rl_core.errors import DataError
-from rl_core.generation import SamplingParams
-from rl_core.rollout import Completion, Prompt, Rollout, RolloutGroup, WeightSpan
+from rl_core.rollouts.generation import SamplingParams
+from rl_core.rollouts.group import RolloutGroup
+from rl_core.rollouts.rollout import Completion, Prompt, Rollout, WeightSpan
 from rl_core.testing.fakes import FakeUpdate
 
 PROMPTS = [Prompt(f"p{i}", (), np.array([i], np.int32), "math") for i in range(40)]

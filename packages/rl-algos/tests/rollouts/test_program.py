@@ -5,9 +5,10 @@ import numpy as np
 import pytest
 
 from rl_algos.rollouts.program import MultiTurnProgram
-from rl_core.environment import Conversation, StepResult, ToolCall
-from rl_core.generation import Reply, SamplingParams
-from rl_core.rollout import Completion, Prompt, WeightSpan
+from rl_core.rollouts.environment import Conversation, StepResult, ToolCall
+from rl_core.rollouts.generation import SamplingParams
+from rl_core.rollouts.program import Reply
+from rl_core.rollouts.rollout import Completion, Prompt, WeightSpan
 
 PROMPT = Prompt("p0", ({"role": "user", "content": "hi"},), np.array([1, 2, 3], np.int32), "game", {"goal": 9})
 

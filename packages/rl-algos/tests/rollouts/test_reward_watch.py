@@ -5,7 +5,8 @@ import pytest
 from rollouts_builder import make_group, make_prompt, make_rollout
 
 from rl_algos.rollouts.reward_watch import PATIENCE, RewardWatch
-from rl_core.rollout import RolloutGroup, Turn
+from rl_core.rollouts.group import RolloutGroup
+from rl_core.rollouts.rollout import Turn
 
 
 def answered(prompt_id, *texts):

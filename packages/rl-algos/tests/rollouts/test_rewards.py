@@ -16,7 +16,8 @@ from rl_algos.rollouts.rewards import (
     scale_rewards,
     trained_rewards,
 )
-from rl_core.rollout import RolloutGroup, Turn
+from rl_core.rollouts.group import RolloutGroup
+from rl_core.rollouts.rollout import Turn
 
 
 def test_scaling_maps_the_ends_of_the_range_and_clamps_outside():

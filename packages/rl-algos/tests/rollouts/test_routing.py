@@ -4,8 +4,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from rl_algos.rollouts.routing import with_routing
-from rl_core.batch import Batch, RemoteColumn, RemoteRows
-from rl_core.ragged import Ragged
+from rl_core.data.batch import Batch, RemoteColumn, RemoteRows
+from rl_core.data.ragged import Ragged
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,8 +7,9 @@ import pytest
 from rollouts_builder import make_group, make_prompt, make_rollout, make_split_rollout
 
 from rl_algos.rollouts.saved_groups import group_from, group_state
-from rl_core.batch import Batch, RemoteRows
-from rl_core.rollout import Rollout, RolloutGroup
+from rl_core.data.batch import Batch, RemoteRows
+from rl_core.rollouts.group import RolloutGroup
+from rl_core.rollouts.rollout import Rollout
 
 
 def whole_group():

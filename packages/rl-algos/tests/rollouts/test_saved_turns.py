@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from rl_algos.rollouts.saved_turns import turns_from, turns_state
-from rl_core.rollout import Completion, WeightSpan
+from rl_core.rollouts.rollout import Completion, WeightSpan
 
 
 def completion(tokens, *, version=1, routed=None):

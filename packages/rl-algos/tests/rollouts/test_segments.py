@@ -11,9 +11,10 @@ from rl_algos.rollouts.batch import build_batch, minibatches, shuffled_minibatch
 from rl_algos.rollouts.metrics import rollout_metrics
 from rl_algos.rollouts.rewards import repeated_share, trained_rewards
 from rl_algos.rollouts.segments import ROLLOUT, rows_by_rollout
+from rl_core.data.ragged import Ragged
 from rl_core.errors import ConfigError
-from rl_core.ragged import Ragged
-from rl_core.rollout import Rollout, RolloutGroup
+from rl_core.rollouts.group import RolloutGroup
+from rl_core.rollouts.rollout import Rollout
 
 PROMPT = make_prompt()
 TURNS = [(4, 5), (6,), (7, 8, 9)]

@@ -4,8 +4,9 @@ import pytest
 from rl_algos.data.stream import Stream
 from rl_algos.rollouts.source import PacedRolloutSource
 from rl_core.errors import RolloutsFailed
-from rl_core.generation import SamplingParams
-from rl_core.rollout import Prompt, Rollout, RolloutGroup
+from rl_core.rollouts.generation import SamplingParams
+from rl_core.rollouts.group import RolloutGroup
+from rl_core.rollouts.rollout import Prompt, Rollout
 from rl_core.testing.fakes import FakeUpdate
 
 PROMPTS = [Prompt(f"p{i}", (), np.array([i], np.int32), "math") for i in range(10)]

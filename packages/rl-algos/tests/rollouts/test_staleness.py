@@ -6,7 +6,8 @@ import pytest
 from rollouts_builder import make_prompt, make_rollout
 
 from rl_algos.rollouts.staleness import staleness_metrics
-from rl_core.rollout import Rollout, RolloutGroup, WeightSpan
+from rl_core.rollouts.group import RolloutGroup
+from rl_core.rollouts.rollout import Rollout, WeightSpan
 
 
 def group_of(*spans):

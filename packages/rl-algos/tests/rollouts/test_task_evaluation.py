@@ -12,9 +12,11 @@ from rl_algos.rollouts.evaluation_plan import EvaluationPlan, EvaluationTask
 from rl_algos.rollouts.source import evaluation_tasks
 from rl_algos.rollouts.steps import RolloutSteps
 from rl_algos.rollouts.task_evaluation import TaskEvaluation
-from rl_core.generation import Evaluation, SamplingParams
 from rl_core.plugins import RolloutNeeds
-from rl_core.rollout import Rollout, RolloutGroup, WeightSpan
+from rl_core.rollouts.generation import SamplingParams
+from rl_core.rollouts.group import RolloutGroup
+from rl_core.rollouts.rollout import Rollout, WeightSpan
+from rl_core.rollouts.source import Evaluation
 from rl_core.testing.fakes import FakeModel, FakeRolloutSource, FakeRun, FakeWeights
 
 GREEDY, SAMPLED = SamplingParams(max_new_tokens=4, temperature=0.0), SamplingParams(max_new_tokens=8)

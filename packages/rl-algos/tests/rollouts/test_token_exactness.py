@@ -11,10 +11,10 @@ from chat_tokenizers import CHARACTERS, tokenizer_of
 from rl_algos.rollouts.chat import Chat
 from rl_algos.rollouts.program import MultiTurnProgram
 from rl_algos.tokenizer import encode_prompt, render
-from rl_core.environment import StepResult
-from rl_core.generation import SamplingParams
-from rl_core.rollout import Completion, Prompt, WeightSpan
-from rl_core.tool_environment import ToolEnvironment
+from rl_core.environments.tool_environment import ToolEnvironment
+from rl_core.rollouts.environment import StepResult
+from rl_core.rollouts.generation import SamplingParams
+from rl_core.rollouts.rollout import Completion, Prompt, WeightSpan
 
 CONVERSATIONS = 150
 FAMILIES = ("qwen3", "qwen3_6", "llama3_1", "mistral", "deepseek_v3", "glm4_moe", "gpt_oss")

@@ -4,7 +4,7 @@ from chat_tokenizers import tokenizer_of
 from rl_algos.tiny_model import make_tokenizer
 from rl_algos.tool_calls.formats import FORMATS, PLAIN, format_of
 from rl_algos.tool_calls.parsed import schemas_of
-from rl_core.environment import ToolCall
+from rl_core.rollouts.environment import ToolCall
 
 TOOLS = [
     {

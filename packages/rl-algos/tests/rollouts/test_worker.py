@@ -11,11 +11,13 @@ from rl_algos.rollouts.program import MultiTurnProgram
 from rl_algos.rollouts.programs import program_named
 from rl_algos.rollouts.worker import RolloutWorker, RolloutWorkerSpec
 from rl_algos.tiny_model import make_tokenizer
-from rl_core.environment import EnvironmentFailure, StepResult, TrainerState
 from rl_core.errors import GeneratorError, RequestRefused
-from rl_core.generation import RolloutTask, SamplingParams
 from rl_core.model_config import TokenizerConfig
-from rl_core.rollout import Completion, Prompt, RolloutGroup, WeightSpan
+from rl_core.rollouts.environment import EnvironmentFailure, StepResult, TrainerState
+from rl_core.rollouts.generation import SamplingParams
+from rl_core.rollouts.group import RolloutGroup
+from rl_core.rollouts.pool import RolloutTask
+from rl_core.rollouts.rollout import Completion, Prompt, WeightSpan
 
 PROMPT = Prompt("p0", ({"role": "user", "content": "hi"},), np.array([1, 2], np.int32), "game")
 
@@ -513,7 +515,7 @@ def test_a_time_out_of_something_else_is_told_as_it_is(make_worker):
 
 PROGRAM = """
 import numpy as np
-from rl_core.rollout import Rollout
+from rl_core.rollouts.rollout import Rollout
 
 
 class Twice:

@@ -12,10 +12,12 @@ from rl_algos.rollouts.chat import Chat
 from rl_algos.rollouts.worker import RolloutWorker, RolloutWorkerSpec
 from rl_algos.rollouts.written import WrittenGenerator, make_tokenizer
 from rl_algos.tokenizer import encode_prompt
-from rl_core.environment import StepResult
-from rl_core.generation import GenerationRequest, RolloutTask, SamplingParams
 from rl_core.model_config import TokenizerConfig
-from rl_core.rollout import RECORD, Prompt
+from rl_core.rollouts.environment import StepResult
+from rl_core.rollouts.generation import GenerationRequest, SamplingParams
+from rl_core.rollouts.group import RECORD
+from rl_core.rollouts.pool import RolloutTask
+from rl_core.rollouts.rollout import Prompt
 
 TOOL = {
     "type": "function",

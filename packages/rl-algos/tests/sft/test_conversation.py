@@ -11,10 +11,10 @@ from rl_algos.losses.nll import NLLLoss
 from rl_algos.sft.conversation import encode_conversation
 from rl_algos.tiny_model import make_tokenizer
 from rl_algos.tokenizer import encode_prompt
-from rl_core.batch import Batch
+from rl_core.data.batch import Batch
+from rl_core.data.ragged import Ragged
 from rl_core.errors import DataError
 from rl_core.plugins import resolve
-from rl_core.ragged import Ragged
 from rl_core.torch.loss import Rows
 
 USER, ASSISTANT = "user", "assistant"

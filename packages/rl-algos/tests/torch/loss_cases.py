@@ -22,8 +22,8 @@ from rl_algos.losses.surrogates import (
     Reinforce,
 )
 from rl_algos.torch.policy_loss import compute
-from rl_core.batch import Batch
-from rl_core.ragged import Ragged
+from rl_core.data.batch import Batch
+from rl_core.data.ragged import Ragged
 from rl_core.torch.loss import Rows
 
 SEQUENCE_MEAN = Aggregation("sequence-mean")

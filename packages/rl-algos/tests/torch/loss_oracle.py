@@ -12,7 +12,7 @@ import numpy as np
 from rl_algos.losses.importance import ImportanceCorrection, Rejection
 from rl_algos.losses.kl import KLPenalty
 from rl_algos.losses.policy import PolicyLoss
-from rl_core.batch import Batch
+from rl_core.data.batch import Batch
 
 
 def oracle(loss: PolicyLoss, batch: Batch, frozen: np.ndarray | None = None) -> float:

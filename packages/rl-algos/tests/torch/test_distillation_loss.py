@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from rl_algos.losses.distillation import LEAST_TAIL, TEACHER_IDS, TEACHER_LOGPROBS, DistillationLoss, Divergence
 from rl_algos.torch.distillation import compute
-from rl_core.batch import Batch
-from rl_core.ragged import Ragged
+from rl_core.data.batch import Batch
+from rl_core.data.ragged import Ragged
 from rl_core.testing.torch.live_memory import LiveMemory
 from rl_core.torch.loss import Rows
 

@@ -16,9 +16,9 @@ from rl_algos.losses.policy import PolicyLoss
 from rl_algos.losses.surrogates import GSPO, SURROGATES
 from rl_algos.torch.policy_loss import compute
 from rl_algos.torch.surrogates import COMPUTATIONS
-from rl_core.batch import Batch
-from rl_core.microbatch import PAIR
-from rl_core.ragged import Ragged
+from rl_core.data.batch import Batch
+from rl_core.data.microbatch import PAIR
+from rl_core.data.ragged import Ragged
 from rl_core.token_filter import TokenFilter
 
 WHOLE, SPLIT = [range(5)], [[3], [0, 4], [2], [1]]

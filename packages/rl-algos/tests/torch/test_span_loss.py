@@ -8,8 +8,8 @@ import torch
 
 from rl_algos.losses.spans import SpanLoss
 from rl_algos.torch.spans import compute
-from rl_core.batch import Batch
-from rl_core.ragged import Ragged
+from rl_core.data.batch import Batch
+from rl_core.data.ragged import Ragged
 from rl_core.torch.loss import Rows
 
 OFFSETS = np.array([0, 5, 6, 11])

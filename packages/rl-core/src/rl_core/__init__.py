@@ -7,28 +7,28 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rl_core.batch import Batch as Batch
     from rl_core.callback import Callback as Callback
-    from rl_core.environment import Conversation as Conversation
-    from rl_core.environment import Environment as Environment
-    from rl_core.environment import StepResult as StepResult
+    from rl_core.data.batch import Batch as Batch
+    from rl_core.data.ragged import Ragged as Ragged
+    from rl_core.environments.reward_function import as_environment as as_environment
     from rl_core.errors import ConfigError as ConfigError
     from rl_core.errors import RLError as RLError
     from rl_core.errors import WeightSyncError as WeightSyncError
-    from rl_core.generation import Generator as Generator
-    from rl_core.generation import RolloutProgram as RolloutProgram
-    from rl_core.generation import RolloutSource as RolloutSource
-    from rl_core.generation import SamplingParams as SamplingParams
     from rl_core.model import Loss as Loss
     from rl_core.model import Model as Model
     from rl_core.model import ModelWorker as ModelWorker
-    from rl_core.ragged import Ragged as Ragged
-    from rl_core.reward_function import as_environment as as_environment
-    from rl_core.rollout import Completion as Completion
-    from rl_core.rollout import Prompt as Prompt
-    from rl_core.rollout import Rollout as Rollout
-    from rl_core.rollout import RolloutGroup as RolloutGroup
-    from rl_core.rollout import RolloutReport as RolloutReport
+    from rl_core.rollouts.environment import Conversation as Conversation
+    from rl_core.rollouts.environment import Environment as Environment
+    from rl_core.rollouts.environment import StepResult as StepResult
+    from rl_core.rollouts.generation import Generator as Generator
+    from rl_core.rollouts.generation import SamplingParams as SamplingParams
+    from rl_core.rollouts.group import RolloutGroup as RolloutGroup
+    from rl_core.rollouts.group import RolloutReport as RolloutReport
+    from rl_core.rollouts.program import RolloutProgram as RolloutProgram
+    from rl_core.rollouts.rollout import Completion as Completion
+    from rl_core.rollouts.rollout import Prompt as Prompt
+    from rl_core.rollouts.rollout import Rollout as Rollout
+    from rl_core.rollouts.source import RolloutSource as RolloutSource
 
 _HOMES = {
     "batch": ("Batch",),

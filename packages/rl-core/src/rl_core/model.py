@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from rl_core.batch import Batch
+from rl_core.data.batch import Batch
 from rl_core.devices import Device, device_named
 from rl_core.mesh import Coordinates
 from rl_core.metrics import Metric

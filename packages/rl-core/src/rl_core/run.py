@@ -9,10 +9,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rl_core.generation import RolloutPool, Weights
 from rl_core.metrics import Metric
 from rl_core.model import Model
-from rl_core.rollout import RolloutGroup
+from rl_core.rollouts.group import RolloutGroup
+from rl_core.rollouts.pool import RolloutPool
+from rl_core.weights import Weights
 
 
 class Checkpointable(Protocol):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from rl_core.devices import CUDA
 
@@ -195,3 +195,48 @@ def num_bytes(spec: TensorSpec) -> int:
     for extent in spec.shape:
         count *= extent
     return count * ITEM_BYTES[spec.dtype]
+
+
+class WeightUpdate(Protocol):
+    """Weights that the policy has published under a version, and the way in which they travel to the generators.
+
+    It goes stale with the policy's next step: what is sent under a version is what was published under it.
+    """
+
+    @property
+    def version(self) -> int:
+        """Version of the weights; versions grow."""
+        ...
+
+    def send(self, receivers: Sequence[Any], *, in_flight: bool = False) -> None:
+        """Bring all receivers to this version, verified; called by the pool that adopts the update.
+
+        Args:
+            receivers: replicas, as the pool and the publisher of the update know them.
+            in_flight: whether they interrupt their requests, which then go on with these weights.
+
+        Raises:
+            WeightSyncError: if the update is stale, or naming what did not arrive; the receivers then serve nothing.
+        """
+        ...
+
+
+class Weights(Protocol):
+    """The publishing side of weight sync. Its state, saved with a checkpoint, is the last version given."""
+
+    @property
+    def version(self) -> int:
+        """The last version given, that of the policy's present weights until it steps; 0 before the first."""
+        ...
+
+    def publish(self) -> WeightUpdate:
+        """Give the policy's present weights the next version."""
+        ...
+
+    def state(self) -> Mapping[str, Any]:
+        """Plain data that `restore` goes on from."""
+        ...
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state."""
+        ...

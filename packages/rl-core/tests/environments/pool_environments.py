@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rl_core.environment import Conversation, StepResult
+from rl_core.rollouts.environment import Conversation, StepResult
 
 MEBIBYTE = 2**20
 _kept: list[bytearray] = []

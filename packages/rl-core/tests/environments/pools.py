@@ -8,9 +8,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from rl_core.environment import Conversation, EnvironmentFailure, StepResult
 from rl_core.environments.config import EnvironmentConfig
 from rl_core.environments.pool import EnvironmentPool
+from rl_core.rollouts.environment import Conversation, EnvironmentFailure, StepResult
 
 OBEDIENT = "pool_environments:Obedient"
 

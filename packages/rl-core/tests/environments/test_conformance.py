@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from rl_core.config import Config
-from rl_core.environment import Conversation
 from rl_core.environments.config import EnvironmentConfig
 from rl_core.environments.conformance import Conformance, check
 from rl_core.environments.instance import instance_of, tools_of
 from rl_core.environments.trial import Attempt
+from rl_core.rollouts.environment import Conversation
 
 GOOD = """
 def score(response, answer):
@@ -31,7 +31,7 @@ class Guess:
 """
 
 TOOLS = """
-from rl_core.tool_environment import ToolEnvironment
+from rl_core.environments.tool_environment import ToolEnvironment
 
 def look_up(item: str) -> str:
     \"\"\"Look something up.\"\"\"
@@ -161,7 +161,7 @@ FAULTS = {
     ),
     "calls of tools": (RAISES_ON_CALLS, "Fragile", "tool calls", "fails its rollout"),
     "no observation": (
-        "from rl_core.environment import StepResult\ndef score(response): return StepResult(done=False)",
+        "from rl_core.rollouts.environment import StepResult\ndef score(response): return StepResult(done=False)",
         "score",
         "answers",
         "neither ended the rollout nor had an observation",

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from rl_core.environment import EnvironmentFailure, StepResult
 from rl_core.environments.messages import (
     MAX_NESTING,
     Abandon,
@@ -23,6 +22,7 @@ from rl_core.environments.messages import (
     write_problem,
 )
 from rl_core.errors import WorkerError
+from rl_core.rollouts.environment import EnvironmentFailure, StepResult
 
 texts = st.text(st.characters(), max_size=8) | st.just("\ud800")
 scalars = st.none() | st.booleans() | st.integers(-(2**500), 2**500) | st.floats() | texts | st.binary(max_size=8)

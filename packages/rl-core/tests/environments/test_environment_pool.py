@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 from pools import OBEDIENT, ScaledConfig, eventually, failures, is_running, pool, turn
 
-from rl_core.environment import EnvironmentFailure, StepResult
 from rl_core.environments.config import EnvironmentConfig
 from rl_core.environments.pool import EnvironmentPool, default_num_workers
 from rl_core.errors import WorkerDied, WorkerError
+from rl_core.rollouts.environment import EnvironmentFailure, StepResult
 
 
 def test_a_conversation_whose_pool_died_fails_and_is_not_begun_anew() -> None:

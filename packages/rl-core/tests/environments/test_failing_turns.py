@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from pools import eventually, failures, is_running, pool, turn
 
-from rl_core.environment import EnvironmentFailure, StepResult
+from rl_core.rollouts.environment import EnvironmentFailure, StepResult
 
 
 def test_only_those_fail_whose_step_raises() -> None:

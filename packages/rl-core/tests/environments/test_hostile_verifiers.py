@@ -6,7 +6,7 @@ import asyncio
 
 from pools import failures, pool, turn
 
-from rl_core.environment import EnvironmentFailure
+from rl_core.rollouts.environment import EnvironmentFailure
 
 DEADLINE_S = 5.0
 

@@ -5,11 +5,11 @@ import pickle
 import pytest
 
 from rl_core.config import Config
-from rl_core.environment import Conversation, EnvironmentFailure, ToolCall
 from rl_core.environments.instance import instance_of, tools_of
 from rl_core.environments.process import EnvironmentProcess, _built
+from rl_core.environments.reward_function import as_environment
 from rl_core.plugins import resolve
-from rl_core.reward_function import as_environment
+from rl_core.rollouts.environment import Conversation, EnvironmentFailure, ToolCall
 
 REWARD = """
 import json
@@ -67,7 +67,7 @@ class Count:
 """
 
 TOOLS = """
-from rl_core.tool_environment import ToolEnvironment
+from rl_core.environments.tool_environment import ToolEnvironment
 
 
 def look_up(word: str) -> int:

@@ -5,10 +5,10 @@ import pickle
 import pytest
 
 from rl_core.config import assemble
-from rl_core.environment import Conversation
 from rl_core.environments.config import EnvironmentConfig
 from rl_core.environments.instance import environment_types, instance_of, problem_with, tools_of
 from rl_core.environments.process import EnvironmentProcess, _load
+from rl_core.rollouts.environment import Conversation
 
 REWARDS = """
 def right(response, answer):

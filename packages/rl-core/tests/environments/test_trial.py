@@ -12,7 +12,7 @@ from rl_core.environments.config import EnvironmentConfig
 from rl_core.environments.instance import EnvironmentInstance
 from rl_core.environments.trial import Trial, attempts_on, try_out
 from rl_core.plugins import Requirement
-from rl_core.user_code import FromFile
+from rl_core.plugins.user_code import FromFile
 
 
 @pytest.fixture

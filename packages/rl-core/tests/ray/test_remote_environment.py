@@ -12,8 +12,8 @@ import pytest
 from ray import cloudpickle
 from ray.exceptions import ObjectLostError, RayActorError, RayError
 
-from rl_core.environment import Conversation, EnvironmentFailure, StepResult
 from rl_core.ray.environment import RemoteEnvironment
+from rl_core.rollouts.environment import Conversation, EnvironmentFailure, StepResult
 
 BOUND_S = 60.0
 """Most seconds that a test waits for what must come; long, as nothing is measured by it."""

@@ -6,7 +6,8 @@ import numpy as np
 
 from rl_core.errors import Origin
 from rl_core.ray.rows import stored_groups
-from rl_core.rollout import GroupReport, Prompt, Rollout, RolloutReports, WeightSpan
+from rl_core.rollouts.group import GroupReport, RolloutReports
+from rl_core.rollouts.rollout import Prompt, Rollout, WeightSpan
 
 
 def test_the_rows_of_a_group_are_those_of_all_segments_of_its_rollouts() -> None:

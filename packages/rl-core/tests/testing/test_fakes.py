@@ -1,11 +1,11 @@
 import numpy as np
 import pytest
 
-from rl_core.batch import Batch
-from rl_core.generation import SamplingParams
+from rl_core.data.batch import Batch
+from rl_core.data.ragged import Ragged
 from rl_core.model import ENTROPY, LOGPROBS, SCORES, logprobs_at, topk
-from rl_core.ragged import Ragged
-from rl_core.rollout import Prompt
+from rl_core.rollouts.generation import SamplingParams
+from rl_core.rollouts.rollout import Prompt
 from rl_core.testing.fakes import FakeModel, FakeRolloutSource, FakeRun, FakeUpdate, FakeWeights
 
 

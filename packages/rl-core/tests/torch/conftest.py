@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rl_core.testing.rank_pool import RankPool, preload
+from rl_core.selfcheck.rank_pool import RankPool, preload
 
 preload("torch.distributed")
 

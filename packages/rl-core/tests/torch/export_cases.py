@@ -8,7 +8,7 @@ from joined_rank import joined
 from torch import Tensor
 
 from rl_core.errors import RLError
-from rl_core.testing.rank_pool import Rank
+from rl_core.selfcheck.rank_pool import Rank
 from rl_core.torch.training import export
 from rl_core.weights import TensorSpec
 

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-from rl_core.testing.rank_pool import Rank
+from rl_core.selfcheck.rank_pool import Rank
 
 
 @contextmanager

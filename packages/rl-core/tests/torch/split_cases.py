@@ -9,7 +9,7 @@ import torch.distributed as dist
 from joined_rank import joined
 
 from rl_core.model import COLLISION, ENTROPY, LOGPROBS, HeadFiles, divergences_from, logprobs_at, topk
-from rl_core.testing.rank_pool import Rank
+from rl_core.selfcheck.rank_pool import Rank
 from rl_core.token_filter import TokenFilter
 from rl_core.torch.heads import reads
 from rl_core.torch.heads.divergences import Other, divergences

@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from joined_rank import joined
 
-from rl_core.batch import Batch
+from rl_core.data.batch import Batch
+from rl_core.data.microbatch import Batching
 from rl_core.metrics import Metric
-from rl_core.microbatch import Batching
 from rl_core.model import LOGPROBS
-from rl_core.testing.rank_pool import Rank
+from rl_core.selfcheck.rank_pool import Rank
 from rl_core.torch.loss import LossSums, MetricSum, Rows
 from rl_core.torch.rows import to_rows
 from rl_core.torch.training.loss_pass import LossPass

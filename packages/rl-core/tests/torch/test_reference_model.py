@@ -3,7 +3,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rl_core.generation import SamplingParams
+from rl_core.rollouts.generation import SamplingParams
 from rl_core.testing.torch.reference_model import ReferenceModel, processed_logprobs, write_reference_model
 
 PROMPT = np.array([5, 6, 7], np.int32)

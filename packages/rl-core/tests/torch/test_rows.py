@@ -6,9 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_core.batch import Batch
+from rl_core.data.batch import Batch
+from rl_core.data.ragged import Ragged
 from rl_core.model import ENTROPY, SCORES, VALUES, logprobs_at, topk
-from rl_core.ragged import Ragged
 from rl_core.torch.heads.reads import check_reads, following, score_reads, value_reads
 from rl_core.torch.rows import idle_rows, packed, padded, to_rows
 

@@ -9,7 +9,7 @@ from rl_core.config import Problem
 from rl_core.devices import DEVICES
 from rl_core.model_config import local_hf_config
 from rl_core.plugins import BackendPlugin, Requirement
-from rl_core.selfcheck import MeshCase, at_most_two
+from rl_core.selfcheck.cases import MeshCase, at_most_two
 from rl_dtensor.config import DTensorConfig
 from rl_dtensor.model.settings import device_problems, kernel_problems
 from rl_dtensor.parallel.sizes import combination_problems, num_ranks, shape_problems

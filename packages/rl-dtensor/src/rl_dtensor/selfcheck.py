@@ -1,4 +1,4 @@
-"""The self-check of model families on this backend's meshes; see `rl_core.testing.torch.selfcheck`."""
+"""The self-check of model families on this backend's meshes; see `rl_core.selfcheck.torch.selfcheck`."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCa
 from rl_core.errors import ConfigError
 from rl_core.model import ModelSpec, Rendezvous
 from rl_core.model_config import LoraConfig, ModelConfig
-from rl_core.selfcheck import FamilyCase, MeshCase
-from rl_core.testing.pooled_model import PooledModel
-from rl_core.testing.rank_pool import RankPool, free_port
-from rl_core.testing.torch.received import receive
-from rl_core.testing.torch.selfcheck import SelfCheck, all_cases, write_random
+from rl_core.selfcheck.cases import FamilyCase, MeshCase
+from rl_core.selfcheck.pooled_model import PooledModel
+from rl_core.selfcheck.rank_pool import RankPool, free_port
+from rl_core.selfcheck.torch.received import receive
+from rl_core.selfcheck.torch.selfcheck import SelfCheck, all_cases, write_random
 from rl_core.weights import Transport
 from rl_dtensor.config import DTensorConfig
 from rl_dtensor.model.lora import stacked_weights

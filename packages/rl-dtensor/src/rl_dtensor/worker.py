@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from rl_core.microbatch import Batching
+from rl_core.data.microbatch import Batching
 from rl_core.model import ModelSpec, Rendezvous
 from rl_core.model_config import ModelConfig
 from rl_core.torch.training.backend import TrainingParts

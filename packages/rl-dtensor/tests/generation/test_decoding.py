@@ -21,11 +21,11 @@ from transformers import (
 )
 
 from rl_core.errors import ConfigError, GeneratorError
-from rl_core.generation import GenerationRequest, Placement, SamplingParams
 from rl_core.model_config import GenerationConfig, ModelConfig
-from rl_core.rollout import Completion
+from rl_core.rollouts.generation import GenerationRequest, Placement, SamplingParams
+from rl_core.rollouts.rollout import Completion
+from rl_core.selfcheck.torch.tiny_model import write_composite
 from rl_core.testing.torch.reference_model import ReferenceModel, write_reference_model
-from rl_core.testing.torch.tiny_model import write_composite
 from rl_dtensor.generation.config import HFConfig
 from rl_dtensor.generation.generator import HFGenerator
 from rl_dtensor.selfcheck import SMALL as SIZES

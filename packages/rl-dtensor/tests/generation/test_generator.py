@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from rl_core.generation import Generator, Placement
 from rl_core.model_config import GenerationConfig
+from rl_core.rollouts.generation import Generator, Placement
 from rl_core.testing.generator import GeneratorSuite
 from rl_core.testing.weights import model_config
 from rl_dtensor.generation.config import HFConfig

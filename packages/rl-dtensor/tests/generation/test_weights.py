@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from rl_core.errors import WeightSyncError
-from rl_core.testing.torch.tiny_model import write_tiny_model
+from rl_core.selfcheck.torch.tiny_model import write_tiny_model
 from rl_core.weights import Manifest, TensorSpec
 from rl_dtensor.generation.weights import WeightAdoption
 from rl_dtensor.model.names import FileNames

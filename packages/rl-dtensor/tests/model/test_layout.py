@@ -4,12 +4,12 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from rl_core.batch import TOKENS
+from rl_core.data.batch import TOKENS
 from rl_core.model import LOGPROBS, ModelSpec
 from rl_core.model_config import ModelConfig, SequencePackingConfig
-from rl_core.testing.losses import TokenLoss
-from rl_core.testing.pooled_model import PooledModel
-from rl_core.testing.torch.selfcheck import LENGTHS
+from rl_core.selfcheck.losses import TokenLoss
+from rl_core.selfcheck.pooled_model import PooledModel
+from rl_core.selfcheck.torch.selfcheck import LENGTHS
 from rl_core.torch.loss import Rows
 from rl_dtensor.model.layout import Alignment, Context, Segment, Segments, lay_out
 from rl_dtensor.selfcheck import CHECK, write_tiny

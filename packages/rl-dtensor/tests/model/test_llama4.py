@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rl_core.testing.torch.tiny_model import SIZES
+from rl_core.selfcheck.torch.tiny_model import SIZES
 from rl_dtensor.model.llama4 import patch_llama4
 from rl_dtensor.model.replay import intercept, routers_of, routing_shape
 

@@ -10,12 +10,12 @@ from transformers import AutoConfig
 from rl_core.errors import WorkerError
 from rl_core.model import LOGPROBS, SCORES, ModelSpec
 from rl_core.model_config import LoraConfig, ModelConfig, OptimizerConfig
-from rl_core.testing.losses import PairLoss, TokenLoss
+from rl_core.selfcheck.losses import PairLoss, TokenLoss
+from rl_core.selfcheck.pooled_model import PooledModel
+from rl_core.selfcheck.torch.oracle import Oracle
+from rl_core.selfcheck.torch.selfcheck import case_on
+from rl_core.selfcheck.torch.tiny_model import write_tiny_model
 from rl_core.testing.model_worker import make_batch, make_pairs
-from rl_core.testing.pooled_model import PooledModel
-from rl_core.testing.torch.oracle import Oracle
-from rl_core.testing.torch.selfcheck import case_on
-from rl_core.testing.torch.tiny_model import write_tiny_model
 from rl_dtensor.selfcheck import MESHES, check_of, write_tiny
 
 SGD = OptimizerConfig(name="torch.optim.SGD", kwargs={"lr": 0.5})

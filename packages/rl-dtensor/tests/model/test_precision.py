@@ -16,8 +16,8 @@ from transformers import (
 
 from rl_core.model import LOGPROBS, SCORES, ModelSpec
 from rl_core.model_config import LoraConfig, ModelConfig, OptimizerConfig
-from rl_core.testing.losses import TokenLoss
-from rl_core.testing.pooled_model import PooledModel
+from rl_core.selfcheck.losses import TokenLoss
+from rl_core.selfcheck.pooled_model import PooledModel
 from rl_core.torch.files.model_files import WeightFiles
 from rl_dtensor.generation.loading import load_model
 from rl_dtensor.model.precision import computed_in_float32, kept_by_family, kept_by_files, widen

@@ -7,8 +7,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl_core.model import LOGPROBS, ModelSpec
 from rl_core.model_config import ModelConfig, OptimizerConfig
-from rl_core.testing.losses import TokenLoss
-from rl_core.testing.pooled_model import PooledModel
+from rl_core.selfcheck.losses import TokenLoss
+from rl_core.selfcheck.pooled_model import PooledModel
 from rl_dtensor.model.recompute import checkpoint_activations
 from rl_dtensor.selfcheck import CHECK, shrink, write_tiny
 

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rl_core.batch import TOKENS
-from rl_core.testing.torch.selfcheck import case_on
+from rl_core.data.batch import TOKENS
+from rl_core.selfcheck.torch.selfcheck import case_on
 from rl_core.torch.loss import Rows
 from rl_dtensor.model.attention import RowsUnknown
 from rl_dtensor.model.layout import Alignment, lay_out

@@ -8,13 +8,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rl_core.errors import WorkerError
 from rl_core.model import LOGPROBS, ModelSpec
 from rl_core.model_config import ModelConfig, OptimizerConfig
-from rl_core.testing.losses import TokenLoss
+from rl_core.selfcheck.losses import TokenLoss
+from rl_core.selfcheck.pooled_model import PooledModel
+from rl_core.selfcheck.torch.oracle import Oracle
+from rl_core.selfcheck.torch.tiny_model import SIZES, write_tiny_model
 from rl_core.testing.model_worker import LAYOUTS as BATCHINGS
 from rl_core.testing.model_worker import make_batch
-from rl_core.testing.pooled_model import PooledModel
-from rl_core.testing.torch.oracle import Oracle
 from rl_core.testing.torch.routed_oracle import RoutedOracle, with_random_routing
-from rl_core.testing.torch.tiny_model import SIZES, write_tiny_model
 from rl_dtensor.model.replay import RoutingRecorder, intercept, routers_of, routing_shape
 from rl_dtensor.selfcheck import MESHES
 

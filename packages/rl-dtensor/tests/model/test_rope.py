@@ -6,13 +6,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rl_core.batch import TOKENS, Batch
+from rl_core.data.batch import TOKENS, Batch
+from rl_core.data.ragged import Ragged
 from rl_core.model import LOGPROBS, ModelSpec
 from rl_core.model_config import ModelConfig, SequencePackingConfig
-from rl_core.ragged import Ragged
+from rl_core.selfcheck.pooled_model import PooledModel
+from rl_core.selfcheck.torch.tiny_model import write_tiny_model
 from rl_core.testing.model_worker import make_batch
-from rl_core.testing.pooled_model import PooledModel
-from rl_core.testing.torch.tiny_model import write_tiny_model
 from rl_dtensor.model.rope import fix_frequencies
 
 FACTORY = "dtensor_factories:build"

@@ -7,9 +7,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl_core.model import ModelSpec
 from rl_core.model_config import LoraConfig, ModelConfig
-from rl_core.testing.losses import TokenLoss
-from rl_core.testing.pooled_model import PooledModel
-from rl_core.testing.torch.selfcheck import LENGTHS
+from rl_core.selfcheck.losses import TokenLoss
+from rl_core.selfcheck.pooled_model import PooledModel
+from rl_core.selfcheck.torch.selfcheck import LENGTHS
 from rl_dtensor.model.lora import add_adapters
 from rl_dtensor.model.shape import shape_of
 from rl_dtensor.selfcheck import CHECK, shrink, write_tiny

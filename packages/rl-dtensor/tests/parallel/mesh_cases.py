@@ -4,7 +4,7 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from rl_core.testing.rank_pool import Rank
+from rl_core.selfcheck.rank_pool import Rank
 from rl_dtensor.config import DTensorConfig
 from rl_dtensor.parallel import mesh
 

@@ -7,8 +7,8 @@ from transformers import AutoConfig
 from rl_core.errors import WorkerError
 from rl_core.model import LOGPROBS, ModelSpec
 from rl_core.model_config import ModelConfig, OptimizerConfig, SchedulerConfig
-from rl_core.testing.losses import TokenLoss
-from rl_core.testing.pooled_model import PooledModel
+from rl_core.selfcheck.losses import TokenLoss
+from rl_core.selfcheck.pooled_model import PooledModel
 from rl_dtensor.selfcheck import CHECK, write_tiny
 
 ADAMW = OptimizerConfig(kwargs={"lr": 1e-2})

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from rl_core.environment import Conversation, UnusableAnswer
 from rl_core.errors import DataError
+from rl_core.rollouts.environment import Conversation, UnusableAnswer
 from rl_core.testing.environment import EnvironmentSuite
 from rl_envs.code import harness
 from rl_envs.code.cases import Assertions, Calls, InputOutput, read_tests

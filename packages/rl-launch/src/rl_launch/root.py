@@ -50,7 +50,7 @@ from rl_core.plugins import (
     algorithm_named,
     names,
 )
-from rl_core.user_code import is_in_file
+from rl_core.plugins.user_code import is_in_file
 from rl_launch.absent_run import absent_run
 from rl_launch.adapter_folder import initial_adapter_problems
 from rl_launch.backends import (

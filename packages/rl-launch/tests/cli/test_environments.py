@@ -40,7 +40,7 @@ class Guess:
 """
 
 TOOLS = '''
-from rl_core.tool_environment import ToolEnvironment
+from rl_core.environments.tool_environment import ToolEnvironment
 
 
 def price(item: str) -> int:

@@ -10,12 +10,13 @@ from typer.testing import CliRunner
 from rl_algos.rollouts.chat import Chat
 from rl_algos.rollouts.dialogue import Dialogue
 from rl_algos.tiny_model import make_tokenizer
-from rl_core.batch import Batch
 from rl_core.config import load
+from rl_core.data.batch import Batch
+from rl_core.data.ragged import Ragged
 from rl_core.errors import ConfigError
-from rl_core.generation import SamplingParams
-from rl_core.ragged import Ragged
-from rl_core.rollout import Rollout, RolloutGroup
+from rl_core.rollouts.generation import SamplingParams
+from rl_core.rollouts.group import RolloutGroup
+from rl_core.rollouts.rollout import Rollout
 from rl_launch.cli import app
 from rl_launch.commands import chat as module
 from rl_launch.commands.chat import AnswerFailed, PoolAnswerer, chat_config, system_prompt_of

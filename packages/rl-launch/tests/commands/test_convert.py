@@ -11,11 +11,11 @@ import pytest
 from safetensors_files import write_weights
 from typer.testing import CliRunner
 
-from rl_core.batch import Batch
 from rl_core.config import to_yaml
+from rl_core.data.batch import Batch
+from rl_core.data.ragged import Ragged
 from rl_core.errors import ConfigError, RLError
 from rl_core.model import LOGPROBS, SCORES, SavedFile
-from rl_core.ragged import Ragged
 from rl_launch.cli import app
 from rl_launch.commands import convert, convert_pickled
 from rl_launch.commands.conversion_check import Probe

@@ -10,7 +10,7 @@ from rl_core.config import Config
 from rl_core.errors import ConfigError
 from rl_core.model_config import ModelConfig
 from rl_core.plugins import BackendPlugin, Requirement
-from rl_core.selfcheck import MeshCase
+from rl_core.selfcheck.cases import MeshCase
 from rl_dtensor.config import DTensorConfig
 from rl_dtensor.plugin import PLUGIN as DTENSOR
 from rl_launch.commands.family_proof import prove_family
@@ -19,7 +19,7 @@ from rl_launch.doctor.family_table import FamilyTable
 CHECK = """
 from pathlib import Path
 from rl_core.errors import ConfigError
-from rl_core.selfcheck import FamilyCase
+from rl_core.selfcheck.cases import FamilyCase
 
 def check(model, only):
     calls = Path(model, "calls")

@@ -11,14 +11,14 @@ from typer.testing import CliRunner
 
 from rl_core.errors import ConfigError, RLError
 from rl_core.plugins import POLICIES, plugin
-from rl_core.selfcheck import FamilyCase
+from rl_core.selfcheck.cases import FamilyCase
 from rl_launch.cli import app
 from rl_launch.doctor import family
 
 CHECKS = """
 import sys
 from rl_core.errors import ConfigError
-from rl_core.selfcheck import FamilyCase
+from rl_core.selfcheck.cases import FamilyCase
 
 def some(model, only):
     print("compiling kernels for", model)

@@ -4,9 +4,11 @@ import numpy as np
 
 from rl_algos.evaluation.summary import Scoring
 from rl_algos.rollouts.evaluation_plan import EvaluationPlan, EvaluationTask
-from rl_core.generation import RolloutTask, SamplingParams
 from rl_core.plugins import RolloutNeeds
-from rl_core.rollout import Prompt, Rollout, RolloutGroup, WeightSpan
+from rl_core.rollouts.generation import SamplingParams
+from rl_core.rollouts.group import RolloutGroup
+from rl_core.rollouts.pool import RolloutTask
+from rl_core.rollouts.rollout import Prompt, Rollout, WeightSpan
 
 SAMPLING = SamplingParams(max_new_tokens=4)
 NEEDS = RolloutNeeds("program", {}, frozenset())

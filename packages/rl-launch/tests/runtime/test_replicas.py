@@ -4,8 +4,8 @@ from contextlib import ExitStack
 
 import pytest
 
-from rl_core.generation import Placement
 from rl_core.plugins import RolloutNeeds
+from rl_core.rollouts.generation import Placement
 from rl_launch.backends import backends_of
 from rl_launch.root import read_config
 from rl_launch.runtime.model_group import StartTimeouts

@@ -7,11 +7,12 @@ import itertools
 import numpy as np
 import pytest
 
-from rl_core.batch import RemoteRows
+from rl_core.data.batch import RemoteRows
 from rl_core.errors import GeneratorError, Origin, RLError, WeightSyncError, WorkerDied, WorkerError, WorkerStalled
-from rl_core.generation import RolloutTask, SamplingParams
 from rl_core.ray.rows import StoredRows
-from rl_core.rollout import Prompt
+from rl_core.rollouts.generation import SamplingParams
+from rl_core.rollouts.pool import RolloutTask
+from rl_core.rollouts.rollout import Prompt
 from rl_launch.placement.residency import Residency, Tenant
 from rl_launch.runtime import dispatch, replica_group, rollout_pool
 from rl_launch.runtime import replica as replica_module

@@ -5,8 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from rl_core.batch import Batch
-from rl_core.delivery import Taken
+from rl_core.data.batch import Batch
 from rl_core.errors import (
     GeneratorError,
     Origin,
@@ -17,6 +16,7 @@ from rl_core.errors import (
     WorkerError,
     WorkerStalled,
 )
+from rl_core.rollouts.delivery import Taken
 from rl_core.weights import Manifest, TensorSpec
 from rl_launch.placement.residency import Residency, Tenant
 from rl_launch.runtime import weight_sync

@@ -18,8 +18,9 @@ from rl_algos.rollouts.source import PacedRolloutSource
 from rl_algos.rollouts.steps import RolloutSteps
 from rl_algos.rollouts.validation import Validation
 from rl_core.errors import RunDirectoryError
-from rl_core.generation import SamplingParams
-from rl_core.rollout import Prompt, Rollout, RolloutGroup, Turn, WeightSpan
+from rl_core.rollouts.generation import SamplingParams
+from rl_core.rollouts.group import RolloutGroup
+from rl_core.rollouts.rollout import Prompt, Rollout, Turn, WeightSpan
 from rl_core.testing.fakes import FakeModel, FakeWeights
 from rl_launch.cli import app
 from rl_launch.session import LoggerConfig, RunSession, rollout_store

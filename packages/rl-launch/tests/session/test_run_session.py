@@ -22,11 +22,12 @@ from rl_algos.losses.policy import PolicyLoss
 from rl_algos.rollouts.source import PacedRolloutSource
 from rl_algos.rollouts.steps import RolloutSteps
 from rl_algos.rollouts.validation import Validation
-from rl_core.batch import RemoteRows
+from rl_core.data.batch import RemoteRows
 from rl_core.errors import RunDirectoryError, WorkerDied
-from rl_core.generation import SamplingParams
-from rl_core.rollout import Prompt, Rollout, RolloutGroup, Turn, WeightSpan
-from rl_core.rollout_record import write_records
+from rl_core.rollouts.generation import SamplingParams
+from rl_core.rollouts.group import RolloutGroup
+from rl_core.rollouts.record import write_records
+from rl_core.rollouts.rollout import Prompt, Rollout, Turn, WeightSpan
 from rl_core.testing.fakes import FakeModel, FakeWeights
 from rl_launch.session import RunSession, newest_checkpoint
 from rl_launch.session.records import MOST_STEPS, RolloutFiles

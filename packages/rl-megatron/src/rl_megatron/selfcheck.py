@@ -1,4 +1,4 @@
-"""The self-check of model families on this backend's layouts; see `rl_core.testing.torch.selfcheck`."""
+"""The self-check of model families on this backend's layouts; see `rl_core.selfcheck.torch.selfcheck`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from transformers import AutoConfig, PreTrainedConfig
 from rl_core.errors import ConfigError
 from rl_core.model import ModelSpec, Rendezvous
 from rl_core.model_config import LoraConfig, ModelConfig
-from rl_core.selfcheck import FamilyCase, MeshCase
-from rl_core.testing.pooled_model import PooledModel
-from rl_core.testing.rank_pool import RankPool
-from rl_core.testing.torch.selfcheck import SelfCheck, all_cases, read_files, write_random
-from rl_core.testing.torch.tiny_model import SIZES
+from rl_core.selfcheck.cases import FamilyCase, MeshCase
+from rl_core.selfcheck.pooled_model import PooledModel
+from rl_core.selfcheck.rank_pool import RankPool
+from rl_core.selfcheck.torch.selfcheck import SelfCheck, all_cases, read_files, write_random
+from rl_core.selfcheck.torch.tiny_model import SIZES
 from rl_megatron.config import MegatronConfig
 from rl_megatron.families.catalog import family_of
 from rl_megatron.worker import MegatronWorker

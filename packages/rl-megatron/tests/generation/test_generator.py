@@ -15,11 +15,11 @@ from layouts import FAMILIES, write_family, write_mixed
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from rl_core.generation import GenerationRequest, Generator, Placement, SamplingParams
 from rl_core.model_config import GenerationConfig, ModelConfig
-from rl_core.rollout import Completion
+from rl_core.rollouts.generation import GenerationRequest, Generator, Placement, SamplingParams
+from rl_core.rollouts.rollout import Completion
+from rl_core.selfcheck.torch.tiny_model import write_tiny_model
 from rl_core.testing.generator import GeneratorSuite
-from rl_core.testing.torch.tiny_model import write_tiny_model
 from rl_core.testing.weights import model_config
 from rl_core.torch.generation.row import Row
 from rl_core.weights import Manifest, TensorSpec

@@ -6,7 +6,7 @@ from layouts import write_family
 from rl_core.errors import WorkerError
 from rl_core.model import ModelSpec
 from rl_core.model_config import ModelConfig
-from rl_core.testing.pooled_model import PooledModel
+from rl_core.selfcheck.pooled_model import PooledModel
 
 
 @pytest.mark.parametrize(

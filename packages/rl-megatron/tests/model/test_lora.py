@@ -15,14 +15,14 @@ from torch.distributed.checkpoint import FileSystemReader
 from rl_core.errors import WorkerError
 from rl_core.model import LOGPROBS, ModelSpec
 from rl_core.model_config import LoraConfig, ModelConfig, OptimizerConfig
-from rl_core.testing.losses import TokenLoss
+from rl_core.selfcheck.losses import TokenLoss
+from rl_core.selfcheck.pooled_model import PooledModel
+from rl_core.selfcheck.rank_pool import free_port
+from rl_core.selfcheck.torch.adapted import adapt, merge, merge_files
+from rl_core.selfcheck.torch.oracle import Oracle
+from rl_core.selfcheck.torch.received import receive
 from rl_core.testing.model_worker import LAYOUTS as BATCHINGS
 from rl_core.testing.model_worker import make_batch
-from rl_core.testing.pooled_model import PooledModel
-from rl_core.testing.rank_pool import free_port
-from rl_core.testing.torch.adapted import adapt, merge, merge_files
-from rl_core.testing.torch.oracle import Oracle
-from rl_core.testing.torch.received import receive
 from rl_core.weights import Transport
 
 ALL = LAYOUTS | EXPERT_LAYOUTS

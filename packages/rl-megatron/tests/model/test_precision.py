@@ -13,10 +13,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl_core.model import LOGPROBS, ModelSpec
 from rl_core.model_config import LoraConfig, ModelConfig, OptimizerConfig
-from rl_core.testing.losses import TokenLoss
+from rl_core.selfcheck.losses import TokenLoss
+from rl_core.selfcheck.pooled_model import PooledModel
+from rl_core.selfcheck.torch.oracle import Oracle
 from rl_core.testing.model_worker import make_batch
-from rl_core.testing.pooled_model import PooledModel
-from rl_core.testing.torch.oracle import Oracle
 from rl_core.torch.files.model_files import WeightFiles
 from rl_megatron.conversion.splits import Whole
 from rl_megatron.conversion.weight_map import HFTensor, WeightMap

@@ -7,11 +7,11 @@ from layouts import EXPERT_LAYOUTS, LAYOUTS, write_family
 from rl_core.errors import WorkerError
 from rl_core.model import LOGPROBS, ModelSpec
 from rl_core.model_config import ModelConfig, OptimizerConfig
-from rl_core.testing.losses import TokenLoss
+from rl_core.selfcheck.losses import TokenLoss
+from rl_core.selfcheck.pooled_model import PooledModel
+from rl_core.selfcheck.torch.oracle import Oracle
 from rl_core.testing.model_worker import LAYOUTS as BATCHINGS
 from rl_core.testing.model_worker import make_batch
-from rl_core.testing.pooled_model import PooledModel
-from rl_core.testing.torch.oracle import Oracle
 from rl_core.testing.torch.routed_oracle import RoutedOracle, with_random_routing
 
 PLAIN = OptimizerConfig(name="torch.optim.SGD", kwargs={"lr": 1.0})

@@ -7,12 +7,12 @@ from layouts import EXPERT_LAYOUTS, LAYOUTS, write_family
 
 from rl_core.model import ModelSpec
 from rl_core.model_config import ModelConfig, OptimizerConfig
-from rl_core.testing.losses import TokenLoss
+from rl_core.selfcheck.losses import TokenLoss
+from rl_core.selfcheck.pooled_model import PooledModel
+from rl_core.selfcheck.torch.oracle import Oracle
+from rl_core.selfcheck.torch.tiny_model import read_weights
 from rl_core.testing.model_worker import LAYOUTS as BATCHINGS
 from rl_core.testing.model_worker import make_batch, poison
-from rl_core.testing.pooled_model import PooledModel
-from rl_core.testing.torch.oracle import Oracle
-from rl_core.testing.torch.tiny_model import read_weights
 from rl_megatron.model.balancing_loss import balancing_loss
 
 ALL = LAYOUTS | EXPERT_LAYOUTS

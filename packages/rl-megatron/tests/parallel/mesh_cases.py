@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from rl_core.testing.rank_pool import Rank
+from rl_core.selfcheck.rank_pool import Rank
 from rl_megatron.config import MegatronConfig
 from rl_megatron.parallel.mesh import Mesh
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rl_core.errors import GeneratorError, RequestRefused, WeightSyncError
-from rl_core.generation import GenerationRequest, PauseMode, Placement
 from rl_core.model_config import GenerationConfig, ModelConfig
-from rl_core.rollout import Completion, WeightSpan
+from rl_core.rollouts.generation import GenerationRequest, PauseMode, Placement
+from rl_core.rollouts.rollout import Completion, WeightSpan
 from rl_core.weights import Manifest, Transport
 from rl_vllm.config import VllmConfig
 from rl_vllm.engine import process_env

@@ -11,8 +11,8 @@ import pytest
 from transformers import Gemma3Config, Qwen3Config
 from vllm import AsyncEngineArgs
 
-from rl_core.generation import Placement
 from rl_core.model_config import LoraConfig, ModelConfig
+from rl_core.rollouts.generation import Placement
 from rl_core.testing.torch.reference_model import write_reference_model
 from rl_vllm import VllmConfig
 from rl_vllm.engine.arguments import AsSent, engine_arguments

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rl_core.devices import DEVICES, NODE_ADDRESS
-from rl_core.generation import Placement
+from rl_core.rollouts.generation import Placement
 from rl_vllm.engine import process_env
 
 

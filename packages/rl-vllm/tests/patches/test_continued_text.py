@@ -18,7 +18,7 @@ from vllm.v1.engine.detokenizer import (
 )
 from vllm.v1.engine.output_processor import OutputProcessor
 
-from rl_core.generation import GenerationRequest, SamplingParams
+from rl_core.rollouts.generation import GenerationRequest, SamplingParams
 from rl_core.testing.torch.reference_model import write_reference_model
 from rl_vllm.engine.arguments import sampling_params
 from rl_vllm.patches.continued_text import continue_texts, continued_detokenizer

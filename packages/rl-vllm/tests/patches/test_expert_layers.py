@@ -13,8 +13,8 @@ from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
-from rl_core.generation import Placement
 from rl_core.model_config import GenerationConfig
+from rl_core.rollouts.generation import Placement
 from rl_core.testing.torch.reference_model import EOS_TOKEN_ID, VOCAB_SIZE, write_reference_model
 from rl_core.testing.torch.weight_sender import SenderProcess
 from rl_core.testing.weights import Bench, model_config, prompt

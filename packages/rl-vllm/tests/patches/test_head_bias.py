@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from transformers import PhiConfig, PhiForCausalLM
 
-from rl_core.generation import Placement
 from rl_core.model_config import GenerationConfig
+from rl_core.rollouts.generation import Placement
 from rl_core.testing.torch.reference_model import EOS_TOKEN_ID, VOCAB_SIZE, write_reference_model
 from rl_core.testing.torch.weight_sender import SenderProcess
 from rl_core.testing.weights import Bench, model_config, prompt

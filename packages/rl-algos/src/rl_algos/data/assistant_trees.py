@@ -13,7 +13,7 @@ from typing import Any
 from rl_algos.data.example import column, text_column
 from rl_algos.data.files import Row, Rows
 from rl_core.errors import DataError
-from rl_core.rollout import Message
+from rl_core.rollouts.rollout import Message
 
 _ROLES = {"prompter": "user", "assistant": "assistant"}
 

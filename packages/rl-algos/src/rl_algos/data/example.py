@@ -10,7 +10,7 @@ from rl_algos.data.config import DatasetConfig
 from rl_algos.data.messages import as_tools, conversation, is_plain_text
 from rl_core.config import did_you_mean
 from rl_core.errors import DataError
-from rl_core.rollout import Message
+from rl_core.rollouts.rollout import Message
 
 
 @dataclass(frozen=True)

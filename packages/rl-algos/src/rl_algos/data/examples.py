@@ -28,7 +28,7 @@ from rl_algos.data.preference import preference
 from rl_algos.data.processors import arranged, check_streamable, processor
 from rl_algos.data.template import Surround
 from rl_core.errors import DataError
-from rl_core.rollout import Message
+from rl_core.rollouts.rollout import Message
 
 _log = logging.getLogger(__name__)
 

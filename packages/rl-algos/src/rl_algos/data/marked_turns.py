@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from rl_core.rollout import Message
+from rl_core.rollouts.rollout import Message
 
 _ROLES = {"Human": "user", "Assistant": "assistant"}
 _MARK = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")

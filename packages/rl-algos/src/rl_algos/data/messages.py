@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rl_core.errors import DataError
-from rl_core.rollout import Message
+from rl_core.rollouts.rollout import Message
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 """Usual roles. A chat template may know others."""

@@ -13,7 +13,7 @@ import numpy as np
 
 from rl_algos.data.config import PassRateConfig
 from rl_core.errors import DataError
-from rl_core.rollout import Message
+from rl_core.rollouts.rollout import Message
 
 ROLLOUTS = "rollouts.jsonl"
 """File in the folder of an evaluation with a record of every rollout."""

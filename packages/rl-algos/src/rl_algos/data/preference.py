@@ -11,7 +11,7 @@ from rl_algos.data.example import Example, Response, column
 from rl_algos.data.marked_turns import marked_turns
 from rl_algos.data.messages import as_tools, conversation, is_plain_text, shown
 from rl_core.errors import DataError
-from rl_core.rollout import Message
+from rl_core.rollouts.rollout import Message
 
 Messages = tuple[Message, ...]
 

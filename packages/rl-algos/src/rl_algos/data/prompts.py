@@ -19,7 +19,7 @@ from rl_algos.data.streamed import flow_stream
 from rl_algos.special_tokens import warn_of_special_tokens
 from rl_algos.tokenizer import encode_prompt, require_chat_template
 from rl_core.errors import ConfigError, DataError
-from rl_core.rollout import Prompt
+from rl_core.rollouts.rollout import Prompt
 
 Tools = Mapping[str, Sequence[Mapping[str, Any]]]
 """JSON schemas of the tools that the policy may call, by the environment that has them."""

@@ -23,7 +23,7 @@ from rl_algos.rollouts.setup import steps_of, validation_sampling
 from rl_algos.sft.data import to_batch as text_batch
 from rl_algos.supervised.loop import Objective
 from rl_algos.supervised.loop import train as learn
-from rl_core.batch import Batch
+from rl_core.data.batch import Batch
 from rl_core.model import HIDDEN, LOGPROBS, HeadFiles, Loss, Model, hidden_states, topk
 from rl_core.model_config import ModelConfig
 from rl_core.run import Components, Run

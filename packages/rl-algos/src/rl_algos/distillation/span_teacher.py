@@ -10,10 +10,11 @@ import numpy as np
 from rl_algos.distillation.spans import Span, bytes_of, common_spans, whole_text
 from rl_algos.losses.spans import SPAN_LOGPROBS, SPANS
 from rl_algos.tokenizer import encode_prompt, generation_ends
-from rl_core.batch import TOKENS, Batch
+from rl_core.data.batch import TOKENS, Batch
+from rl_core.data.ragged import Ragged
 from rl_core.model import LOGPROBS, Model
-from rl_core.ragged import Ragged
-from rl_core.rollout import LOSS_MASK, Message, RolloutGroup
+from rl_core.rollouts.group import LOSS_MASK, RolloutGroup
+from rl_core.rollouts.rollout import Message
 from rl_core.template_ends import template_ends
 
 

@@ -14,10 +14,10 @@ from rl_algos.losses.distillation import (
     TEACHER_NUMBER,
     TEACHER_TOKEN_LOGPROBS,
 )
-from rl_core.batch import TOKENS, Batch
+from rl_core.data.batch import TOKENS, Batch
+from rl_core.data.ragged import Ragged
 from rl_core.model import Model, Read
-from rl_core.ragged import Ragged
-from rl_core.rollout import RolloutGroup
+from rl_core.rollouts.group import RolloutGroup
 
 COLUMNS = {
     "topk_ids": TEACHER_IDS,

@@ -9,9 +9,10 @@ from rl_algos.distillation.teachers import RolloutScorer
 from rl_algos.rollouts.batch import build_batch
 from rl_algos.rollouts.config import RolloutConfig
 from rl_algos.rollouts.validation import goal_value, validation_metrics
-from rl_core.generation import RolloutSource, SamplingParams
 from rl_core.model import Loss, Model
-from rl_core.rollout import Prompt
+from rl_core.rollouts.generation import SamplingParams
+from rl_core.rollouts.rollout import Prompt
+from rl_core.rollouts.source import RolloutSource
 from rl_core.run import Run
 
 FALLING = ("loss",)

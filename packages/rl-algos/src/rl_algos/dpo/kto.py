@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from rl_core.batch import TOKENS, Batch
+from rl_core.data.batch import TOKENS, Batch
+from rl_core.data.ragged import Ragged
 from rl_core.model import LOGPROBS, Model
-from rl_core.ragged import Ragged
-from rl_core.rollout import LOSS_MASK
+from rl_core.rollouts.group import LOSS_MASK
 
 
 def with_reference_point(batch: Batch, policy: Model, *, max_tokens: int) -> Batch:

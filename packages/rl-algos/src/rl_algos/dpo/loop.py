@@ -11,7 +11,7 @@ from rl_algos.dpo.loss import learns_from_responses, loss_of, uses_reference
 from rl_algos.preference.reference import ReferenceLogprobs
 from rl_algos.preference.rows import judged_batch, pair_batch
 from rl_algos.supervised.loop import Objective, train
-from rl_core.batch import Batch
+from rl_core.data.batch import Batch
 from rl_core.model import Model
 from rl_core.run import Components, Run
 

@@ -7,7 +7,7 @@ from rl_algos.losses.custom import PATH, is_path, loss_class
 from rl_algos.losses.preference import PAIR_TERMS, KTOLoss, PairTerm, PreferenceLoss
 from rl_algos.preference.reference import REF_LOGPROBS
 from rl_core.config import Config, did_you_mean, section_of, settings_of
-from rl_core.microbatch import PAIR
+from rl_core.data.microbatch import PAIR
 from rl_core.model import Loss
 
 KTO = "kto"

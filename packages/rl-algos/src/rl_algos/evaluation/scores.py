@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from rl_core.rollout import RolloutGroup
+from rl_core.rollouts.group import RolloutGroup
 
 ANSWER = "answer"
 """Entry of an environment's `info` that holds the answer which it found in a completion."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from rl_algos.rollouts.batch import Advantages
-from rl_core.ragged import Ragged
+from rl_core.data.ragged import Ragged
 
 
 def grpo(rewards: np.ndarray, groups: np.ndarray, normalize: bool = True, *, eps: float = 1e-6) -> np.ndarray:

@@ -12,7 +12,7 @@ import numpy as np
 
 from rl_algos.grpo.advantages import drgrpo, grpo
 from rl_algos.rollouts.batch import Advantages
-from rl_core.ragged import Ragged
+from rl_core.data.ragged import Ragged
 
 
 def reinforce_plus_plus(

@@ -16,11 +16,11 @@ from rl_algos.grpo.config import EstimatorConfig, GRPOConfig
 from rl_algos.rollouts.batch import Advantages
 from rl_algos.rollouts.rewards import lengths_of, scores_of, trained_rewards
 from rl_algos.rollouts.segments import whole_rollouts
-from rl_core.batch import Batch
 from rl_core.config import Config, section_of, settings_of
+from rl_core.data.batch import Batch
+from rl_core.data.ragged import Ragged
 from rl_core.plugins import resolve
-from rl_core.ragged import Ragged
-from rl_core.rollout import LOSS_MASK, RolloutGroup
+from rl_core.rollouts.group import LOSS_MASK, RolloutGroup
 
 Estimator = Callable[..., Advantages]
 """A function whose positional parameters name what it reads, of `INPUTS`, and whose keyword-only parameters are its

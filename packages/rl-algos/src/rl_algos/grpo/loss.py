@@ -26,9 +26,9 @@ from rl_algos.losses.staleness import StalenessDecay
 from rl_algos.losses.surrogates import SURROGATES, ClipCov, KLCov, Surrogate
 from rl_algos.rollouts.config import PolicyGradientConfig
 from rl_core.config import Config, did_you_mean, section_of, settings_of
-from rl_core.generation import Weights
-from rl_core.microbatch import PAIR
+from rl_core.data.microbatch import PAIR
 from rl_core.model import Loss
+from rl_core.weights import Weights
 
 COLUMNS = ("loss_mask", "advantages", "generation_logprobs", "prev_logprobs", "ref_logprobs")
 """Columns of a batch that a loss may read, beside `tokens`."""

@@ -23,7 +23,7 @@ from rl_algos.losses.surrogates import SURROGATES
 from rl_algos.rollouts.checks import filter_problems
 from rl_algos.rollouts.config import PolicyGradientConfig
 from rl_core.config import Problem
-from rl_core.microbatch import PAIR
+from rl_core.data.microbatch import PAIR
 
 
 def loss_problems(config: ObjectiveRoot, algorithm: PolicyGradientConfig) -> Iterator[Problem]:

@@ -14,12 +14,12 @@ from rl_algos.grpo.step_statistics import Statistic, StepData
 from rl_algos.losses.importance import LOG_RATIO_BOUND
 from rl_algos.losses.kl import KLType
 from rl_algos.losses.policy import PolicyLoss
-from rl_core.batch import Batch
-from rl_core.generation import Weights
+from rl_core.data.batch import Batch
+from rl_core.data.ragged import Ragged
 from rl_core.metrics import Metric
 from rl_core.model import COLLISION, ENTROPY, LOGPROBS, Loss, Model, Read
-from rl_core.ragged import Ragged
-from rl_core.rollout import LOSS_MASK
+from rl_core.rollouts.group import LOSS_MASK
+from rl_core.weights import Weights
 
 READ_BEFORE: Mapping[str, Read] = {"prev_logprobs": LOGPROBS, "prev_entropy": ENTROPY, "prev_collision": COLLISION}
 """Reads of the policy before the update, by the columns that they become."""

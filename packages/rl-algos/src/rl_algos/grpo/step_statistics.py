@@ -10,9 +10,9 @@ from typing import Protocol
 import numpy as np
 
 from rl_algos.rollouts.segments import ROLLOUT, to_rows
-from rl_core.batch import Batch, Column
-from rl_core.ragged import Ragged
-from rl_core.rollout import LOSS_MASK, RolloutGroup
+from rl_core.data.batch import Batch, Column
+from rl_core.data.ragged import Ragged
+from rl_core.rollouts.group import LOSS_MASK, RolloutGroup
 
 
 @dataclass(frozen=True)

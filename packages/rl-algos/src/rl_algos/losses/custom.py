@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from rl_core.plugins import Requirement, requirement_of, resolve
-from rl_core.user_code import is_in_file
+from rl_core.plugins.user_code import is_in_file
 
 PATH = "a class of yours as package.module:Class or file.py:Class"
 """How messages describe such a path."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rl_algos.losses.mask import num_masked
-from rl_core.batch import Batch
+from rl_core.data.batch import Batch
 from rl_core.model import LEAST_TAIL as LEAST_TAIL
 from rl_core.model import LOGPROBS, HeadFiles, Read, divergences_from, logprobs_at
 

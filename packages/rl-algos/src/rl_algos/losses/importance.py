@@ -10,8 +10,8 @@ import numpy as np
 from rl_algos.losses.kl import KLType
 from rl_algos.losses.sequences import by_sequence
 from rl_algos.losses.surrogates import Level
-from rl_core.batch import Batch
-from rl_core.ragged import Ragged
+from rl_core.data.batch import Batch
+from rl_core.data.ragged import Ragged
 
 Truncation = Literal["tis", "icepop", "seq-mask-tis"]
 Statistic = Literal["sum", "mean", "max"]

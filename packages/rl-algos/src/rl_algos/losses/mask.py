@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from rl_core.batch import Batch
-from rl_core.ragged import Ragged
-from rl_core.rollout import LOSS_MASK
+from rl_core.data.batch import Batch
+from rl_core.data.ragged import Ragged
+from rl_core.rollouts.group import LOSS_MASK
 
 
 def loss_mask(batch: Batch) -> Ragged:

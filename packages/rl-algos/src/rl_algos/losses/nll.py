@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from rl_algos.losses.mask import num_masked
-from rl_core.batch import Batch
+from rl_core.data.batch import Batch
 from rl_core.model import LOGPROBS, Read
 
 

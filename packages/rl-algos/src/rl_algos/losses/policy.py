@@ -28,8 +28,8 @@ from rl_algos.losses.kl import KLPenalty
 from rl_algos.losses.sequences import by_sequence
 from rl_algos.losses.staleness import StalenessDecay
 from rl_algos.losses.surrogates import Clip, Surrogate
-from rl_core.batch import Batch
-from rl_core.microbatch import PAIR
+from rl_core.data.batch import Batch
+from rl_core.data.microbatch import PAIR
 from rl_core.model import ENTROPY, LOGPROBS, Read
 from rl_core.token_filter import TokenFilter
 

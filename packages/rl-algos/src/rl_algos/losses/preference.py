@@ -18,8 +18,8 @@ from typing import ClassVar
 import numpy as np
 
 from rl_algos.losses.mask import loss_mask
-from rl_core.batch import Batch
-from rl_core.microbatch import PAIR
+from rl_core.data.batch import Batch
+from rl_core.data.microbatch import PAIR
 from rl_core.model import LOGPROBS, Read
 
 

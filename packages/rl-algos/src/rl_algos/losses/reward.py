@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from rl_algos.losses.preference import num_pairs
-from rl_core.batch import Batch
-from rl_core.microbatch import PAIR
+from rl_core.data.batch import Batch
+from rl_core.data.microbatch import PAIR
 from rl_core.model import SCORES, Read
 
 MarginUse = Literal["ignore", "subtract", "scale"]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from rl_core.batch import Batch
-from rl_core.microbatch import PAIR
-from rl_core.ragged import Ragged
+from rl_core.data.batch import Batch
+from rl_core.data.microbatch import PAIR
+from rl_core.data.ragged import Ragged
 
 
 def by_sequence(batch: Batch, column: Ragged) -> Ragged:

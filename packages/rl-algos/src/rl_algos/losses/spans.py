@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from rl_core.batch import Batch
+from rl_core.data.batch import Batch
 from rl_core.model import LOGPROBS, Read
 
 SPANS = "spans"

@@ -13,10 +13,10 @@ from rl_algos.ppo.config import PPOConfig
 from rl_algos.ppo.gae import gae, length_adaptive_lambda, reward_at_last
 from rl_algos.rollouts.rewards import trained_rewards
 from rl_algos.rollouts.segments import rows_by_rollout, token_rows, whole_rollouts
-from rl_core.batch import Batch
+from rl_core.data.batch import Batch
+from rl_core.data.ragged import Ragged
 from rl_core.model import SCORES, VALUES, Model
-from rl_core.ragged import Ragged
-from rl_core.rollout import LOSS_MASK, RolloutGroup
+from rl_core.rollouts.group import LOSS_MASK, RolloutGroup
 
 _EPS = 1e-8
 

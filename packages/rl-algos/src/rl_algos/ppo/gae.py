@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from rl_core.ragged import Ragged
+from rl_core.data.ragged import Ragged
 
 
 def gae(

@@ -11,7 +11,7 @@ import numpy as np
 from rl_algos.data.stored_rows import storable
 from rl_algos.sft.conversation import LEARNED_FLAGS, encode_conversation
 from rl_core.errors import DataError
-from rl_core.rollout import Message
+from rl_core.rollouts.rollout import Message
 
 
 @storable

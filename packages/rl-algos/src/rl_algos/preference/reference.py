@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from rl_algos.preference.rows import ID
-from rl_core.batch import TOKENS, Batch
+from rl_core.data.batch import TOKENS, Batch
+from rl_core.data.ragged import Ragged
 from rl_core.model import LOGPROBS, Model
-from rl_core.ragged import Ragged
 
 REF_LOGPROBS = "ref_logprobs"
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rl_core.batch import TOKENS, Batch, Column
-from rl_core.microbatch import PAIR
-from rl_core.ragged import Ragged
-from rl_core.rollout import LOSS_MASK
+from rl_core.data.batch import TOKENS, Batch, Column
+from rl_core.data.microbatch import PAIR
+from rl_core.data.ragged import Ragged
+from rl_core.rollouts.group import LOSS_MASK
 
 if TYPE_CHECKING:
     # imports transformers, which the plugins need not wait for

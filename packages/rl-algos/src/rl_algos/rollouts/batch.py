@@ -10,10 +10,10 @@ from rl_algos.rollouts.config import RolloutConfig
 from rl_algos.rollouts.rewards import are_cut
 from rl_algos.rollouts.routing import with_routing
 from rl_algos.rollouts.segments import ROLLOUT, rollout_numbers, rows_by_rollout, to_rows, token_rows
-from rl_core.batch import Batch, Column
+from rl_core.data.batch import Batch, Column
+from rl_core.data.ragged import Ragged
 from rl_core.errors import ConfigError
-from rl_core.ragged import Ragged
-from rl_core.rollout import LOSS_MASK, RECORD, RolloutGroup
+from rl_core.rollouts.group import LOSS_MASK, RECORD, RolloutGroup
 
 Advantages = np.ndarray | Ragged
 """float64, `[rollouts]` or token-aligned `[tokens]`."""

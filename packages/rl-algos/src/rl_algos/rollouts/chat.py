@@ -17,10 +17,10 @@ from rl_algos.special_tokens import special_tokens, splits_observations, splits_
 from rl_algos.tokenizer import render
 from rl_algos.tool_calls.formats import ToolFormat, format_of
 from rl_algos.tool_calls.parsed import THOUGHTS, schemas_of
-from rl_core.environment import ToolCall
 from rl_core.errors import ConfigError
-from rl_core.generation import Reply
-from rl_core.rollout import Message
+from rl_core.rollouts.environment import ToolCall
+from rl_core.rollouts.program import Reply
+from rl_core.rollouts.rollout import Message
 
 
 class Chat:
@@ -72,7 +72,7 @@ class Chat:
     def rendered(
         self, messages: Sequence[Message], so_far: np.ndarray, tools: Sequence[Mapping[str, Any]] = ()
     ) -> np.ndarray:
-        """As `rl_core.generation.GenerationClient.rendered`, with the tools that the policy may call."""
+        """As `rl_core.rollouts.program.GenerationClient.rendered`, with the tools that the policy may call."""
         special = special_tokens(self._tokenizer)
         text = render(self._tokenizer, self._with_plain_content(messages), add_generation_prompt=True, tools=tools)
         before = self._tokenizer.decode(so_far.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)

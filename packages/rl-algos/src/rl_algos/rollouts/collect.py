@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from rl_algos.rollouts.config import PolicyGradientConfig, RolloutConfig
 from rl_algos.rollouts.rewards import varies
 from rl_core.errors import DataError
-from rl_core.generation import RolloutSource, SamplingParams
-from rl_core.rollout import RolloutGroup
+from rl_core.rollouts.generation import SamplingParams
+from rl_core.rollouts.group import RolloutGroup
+from rl_core.rollouts.source import RolloutSource
 
 NO_SIGNAL = "all rewards of the group are equal"
 NOT_WANTED = "the step had its groups"

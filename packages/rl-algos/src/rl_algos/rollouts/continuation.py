@@ -11,7 +11,7 @@ import numpy as np
 
 from rl_algos.rollouts.turn_ends import TurnEnds
 from rl_algos.special_tokens import special_tokens, splits_observations
-from rl_core.rollout import Message
+from rl_core.rollouts.rollout import Message
 from rl_core.template_ends import OTHER_MARK, POLICY_MARK
 
 _KINDS = 256

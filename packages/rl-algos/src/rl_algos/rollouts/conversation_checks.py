@@ -17,7 +17,7 @@ from rl_algos.rollouts.turn_ends import TurnEnds
 from rl_algos.tokenizer import render, require_chat_template
 from rl_algos.tool_calls.formats import FORMATS, PLAIN
 from rl_core.errors import ConfigError
-from rl_core.rollout import Message
+from rl_core.rollouts.rollout import Message
 
 _log = logging.getLogger(__name__)
 

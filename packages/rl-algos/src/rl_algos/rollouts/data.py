@@ -23,7 +23,7 @@ from rl_core.config import Config
 from rl_core.environments.instance import instance_of, problem_with, row_check_of, tools_of, unknown_environment
 from rl_core.environments.trial import Attempt, attempts_on
 from rl_core.errors import DataError
-from rl_core.rollout import Prompt
+from rl_core.rollouts.rollout import Prompt
 
 TRIED_ROWS = 2
 """Rows of a dataset that its environment is tried on."""

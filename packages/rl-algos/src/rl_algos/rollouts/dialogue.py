@@ -9,8 +9,8 @@ import numpy as np
 from rl_algos.rollouts.chat import Chat
 from rl_algos.rollouts.continuation import rewrites_history
 from rl_algos.tokenizer import encode_prompt
-from rl_core.generation import Reply
-from rl_core.rollout import Message
+from rl_core.rollouts.program import Reply
+from rl_core.rollouts.rollout import Message
 
 
 class Dialogue:

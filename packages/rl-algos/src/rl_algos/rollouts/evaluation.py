@@ -22,9 +22,9 @@ from rl_algos.rollouts.source import evaluation_tasks
 from rl_core.environments.instance import problem_with, unknown_environment
 from rl_core.environments.trial import Attempt
 from rl_core.errors import ConfigError, DataError
-from rl_core.generation import SamplingParams
 from rl_core.plugins import algorithm_named, resolve
-from rl_core.rollout import Prompt
+from rl_core.rollouts.generation import SamplingParams
+from rl_core.rollouts.rollout import Prompt
 
 VALIDATION = "validation"
 """Name of the task that is the run's validation data."""

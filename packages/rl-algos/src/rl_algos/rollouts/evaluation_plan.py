@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rl_algos.evaluation.summary import Scoring
-from rl_core.generation import RolloutTask
 from rl_core.plugins import RolloutNeeds
-from rl_core.rollout import Prompt
+from rl_core.rollouts.pool import RolloutTask
+from rl_core.rollouts.rollout import Prompt
 
 
 @dataclass(frozen=True)

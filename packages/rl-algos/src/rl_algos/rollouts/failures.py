@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from rl_algos.evaluation.reasons import cause_of, listed, reason_counts
 from rl_core.errors import RolloutsFailed
-from rl_core.rollout import RolloutGroup
+from rl_core.rollouts.group import RolloutGroup
 
 _log = logging.getLogger(__name__)
 

@@ -9,10 +9,10 @@ import numpy as np
 
 from rl_algos.rollouts.batch import Advantages
 from rl_algos.rollouts.rewards import varies
+from rl_core.data.ragged import Ragged
 from rl_core.metrics import Metric, over_updates
 from rl_core.model import Metrics
-from rl_core.ragged import Ragged
-from rl_core.rollout import RolloutGroup
+from rl_core.rollouts.group import RolloutGroup
 
 
 def training_metrics(updates: Sequence[Metrics], *, prefix: str = "train") -> dict[str, Metric]:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from rl_algos.rollouts.config import CurriculumConfig
-from rl_core.rollout import RolloutGroup
+from rl_core.rollouts.group import RolloutGroup
 
 
 class Weighed(Protocol):

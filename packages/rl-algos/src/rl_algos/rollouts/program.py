@@ -9,9 +9,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from rl_algos.rollouts.transcript import Transcript
-from rl_core.environment import Conversation, StepResult
-from rl_core.generation import GenerationClient, SamplingParams
-from rl_core.rollout import Completion, Message, Prompt, Rollout
+from rl_core.rollouts.environment import Conversation, StepResult
+from rl_core.rollouts.generation import SamplingParams
+from rl_core.rollouts.program import GenerationClient
+from rl_core.rollouts.rollout import Completion, Message, Prompt, Rollout
 
 
 class MultiTurnProgram:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 
 from rl_core.config import did_you_mean
-from rl_core.user_code import FromFile, is_in_file
+from rl_core.plugins.user_code import FromFile, is_in_file
 
 DEFAULT_PROGRAM = "multi_turn"
 

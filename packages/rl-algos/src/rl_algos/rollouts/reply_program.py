@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 from rl_algos.rollouts.transcript import Transcript
-from rl_core.environment import StepResult
-from rl_core.generation import GenerationClient
-from rl_core.rollout import Prompt, Rollout
+from rl_core.rollouts.environment import StepResult
+from rl_core.rollouts.program import GenerationClient
+from rl_core.rollouts.rollout import Prompt, Rollout
 
 REPLY_PROGRAM = f"{__name__}:ReplyProgram"
 """The program, as `rl_core.plugins.RolloutNeeds` names it."""

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from rl_core.errors import RLError
-from rl_core.rollout import RECORD, RolloutGroup
+from rl_core.rollouts.group import RECORD, RolloutGroup
 
 PATIENCE = 3
 """Steps with equal rewards before the warning."""

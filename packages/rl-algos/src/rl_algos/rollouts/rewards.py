@@ -10,8 +10,8 @@ import numpy as np
 
 from rl_algos.rollouts.config import PolicyGradientConfig, RewardScalingConfig, RewardShapingConfig
 from rl_algos.rollouts.segments import whole_rollouts
-from rl_core.batch import TOKENS
-from rl_core.rollout import LOSS_MASK, RECORD, RolloutGroup
+from rl_core.data.batch import TOKENS
+from rl_core.rollouts.group import LOSS_MASK, RECORD, RolloutGroup
 
 EFFORT = "effort"
 """Field of a row of data that names its level of effort."""

@@ -7,14 +7,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rl_core.batch import Batch, RemoteRows
-from rl_core.ragged import Ragged
-from rl_core.rollout import ROUTED_EXPERTS, unknown_routing
+from rl_core.data.batch import Batch, RemoteRows
+from rl_core.data.ragged import Ragged
+from rl_core.rollouts.group import ROUTED_EXPERTS
+from rl_core.rollouts.rollout import unknown_routing
 
 
 @dataclass(frozen=True, eq=False)
 class UnknownRouting:
-    """A `rl_core.batch.RowStore` of unknown routing, made by the process that reads it.
+    """A `rl_core.data.batch.RowStore` of unknown routing, made by the process that reads it.
 
     Args:
         lengths: int64 `[rows]`, tokens of each row.

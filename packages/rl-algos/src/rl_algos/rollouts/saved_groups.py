@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from rl_core.batch import Batch, Column
-from rl_core.ragged import Ragged
-from rl_core.rollout import Prompt, RolloutGroup, RolloutReports
+from rl_core.data.batch import Batch, Column
+from rl_core.data.ragged import Ragged
+from rl_core.rollouts.group import RolloutGroup, RolloutReports
+from rl_core.rollouts.rollout import Prompt
 
 
 def group_state(group: RolloutGroup) -> Mapping[str, Any]:

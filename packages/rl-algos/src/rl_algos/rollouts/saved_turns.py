@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from rl_core.generation import SampledTurns
-from rl_core.rollout import Completion, WeightSpan
+from rl_core.rollouts.pool import SampledTurns
+from rl_core.rollouts.rollout import Completion, WeightSpan
 
 
 def turns_state(turns: Sequence[SampledTurns]) -> Mapping[str, Any]:

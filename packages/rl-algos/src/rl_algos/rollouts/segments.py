@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rl_core.batch import Batch
-from rl_core.ragged import Ragged
-from rl_core.rollout import RolloutGroup
+from rl_core.data.batch import Batch
+from rl_core.data.ragged import Ragged
+from rl_core.rollouts.group import RolloutGroup
 
 ROLLOUT = "rollout"
 """Column of a batch whose rows are segments, int64: the number of each row's rollout, rising from 0. The rows of a

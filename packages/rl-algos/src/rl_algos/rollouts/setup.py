@@ -12,9 +12,10 @@ from rl_algos.rollouts.source import PacedRolloutSource
 from rl_algos.rollouts.steps import RolloutSteps
 from rl_algos.rollouts.task_evaluation import TaskEvaluation
 from rl_algos.rollouts.validation import Validation
-from rl_core.generation import RolloutPool, SamplingParams
 from rl_core.model_config import GenerationConfig
 from rl_core.plugins import RolloutNeeds
+from rl_core.rollouts.generation import SamplingParams
+from rl_core.rollouts.pool import RolloutPool
 from rl_core.run import Components, Run
 
 

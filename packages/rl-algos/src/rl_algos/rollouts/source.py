@@ -15,16 +15,12 @@ from rl_algos.rollouts.saved_groups import group_from, group_state
 from rl_algos.rollouts.saved_turns import turns_from, turns_state
 from rl_algos.rollouts.staleness import staleness_metrics
 from rl_core.errors import DataError
-from rl_core.generation import (
-    Evaluation,
-    RolloutPool,
-    RolloutTask,
-    SampledTurns,
-    SamplingParams,
-    Ticket,
-    WeightUpdate,
-)
-from rl_core.rollout import Prompt, RolloutGroup
+from rl_core.rollouts.generation import SamplingParams
+from rl_core.rollouts.group import RolloutGroup
+from rl_core.rollouts.pool import RolloutPool, RolloutTask, SampledTurns, Ticket
+from rl_core.rollouts.rollout import Prompt
+from rl_core.rollouts.source import Evaluation
+from rl_core.weights import WeightUpdate
 
 
 class PromptStream(Protocol):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rl_core.rollout import RolloutGroup
+from rl_core.rollouts.group import RolloutGroup
 
 
 def staleness_metrics(groups: Sequence[RolloutGroup], version: int, *, max_staleness: int) -> dict[str, float]:

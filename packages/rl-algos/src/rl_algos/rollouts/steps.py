@@ -12,10 +12,12 @@ from rl_algos.rollouts.mixture import Mixture
 from rl_algos.rollouts.reward_watch import RewardWatch
 from rl_algos.rollouts.task_evaluation import TaskEvaluation
 from rl_algos.rollouts.validation import RolloutValidation
-from rl_core.generation import RolloutSource, SamplingParams, Weights
 from rl_core.model import Model
-from rl_core.rollout import RolloutGroup
+from rl_core.rollouts.generation import SamplingParams
+from rl_core.rollouts.group import RolloutGroup
+from rl_core.rollouts.source import RolloutSource
 from rl_core.run import Checkpointable, Run
+from rl_core.weights import Weights
 
 
 class Step(NamedTuple):

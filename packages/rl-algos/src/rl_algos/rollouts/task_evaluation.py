@@ -8,8 +8,8 @@ from rl_algos.evaluation.config import EvaluationConfig
 from rl_algos.evaluation.scores import PromptScore
 from rl_algos.evaluation.summary import mean_length, values_by_name
 from rl_algos.rollouts.evaluation_plan import EvaluationPlan, EvaluationTask
-from rl_core.generation import RolloutSource
-from rl_core.rollout import RECORD, RolloutGroup
+from rl_core.rollouts.group import RECORD, RolloutGroup
+from rl_core.rollouts.source import RolloutSource
 from rl_core.run import Run
 
 

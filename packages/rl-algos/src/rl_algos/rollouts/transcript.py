@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rl_core.environment import StepResult
-from rl_core.rollout import Completion, Prompt, Rollout, Turn, WeightSpan, unknown_routing
+from rl_core.rollouts.environment import StepResult
+from rl_core.rollouts.rollout import Completion, Prompt, Rollout, Turn, WeightSpan, unknown_routing
 
 
 class Transcript:

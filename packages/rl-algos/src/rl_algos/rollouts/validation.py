@@ -12,8 +12,10 @@ from rl_algos.evaluation.scores import PromptScore
 from rl_algos.evaluation.summary import mean_length, means, means_by_dataset, powers_of_two
 from rl_algos.rollouts.config import RolloutConfig
 from rl_core.errors import ConfigError
-from rl_core.generation import Evaluation, RolloutSource, SamplingParams
-from rl_core.rollout import Prompt, RolloutGroup
+from rl_core.rollouts.generation import SamplingParams
+from rl_core.rollouts.group import RolloutGroup
+from rl_core.rollouts.rollout import Prompt
+from rl_core.rollouts.source import Evaluation, RolloutSource
 from rl_core.run import Run
 
 ACCURACY = "accuracy"

@@ -16,25 +16,20 @@ import numpy as np
 from rl_algos.rollouts.chat import Chat
 from rl_algos.rollouts.idle_time import IdleTime
 from rl_algos.tokenizer import load_tokenizer
-from rl_core.batch import Batch
-from rl_core.delivery import Delivery, Taken, take_over, try_out
-from rl_core.environment import Conversation, EnvironmentFailure, StepResult, TrainerState
+from rl_core.data.batch import Batch
 from rl_core.errors import EnvironmentFailed, GeneratorError, RequestRefused
-from rl_core.generation import (
-    GenerationRequest,
-    Generator,
-    Reply,
-    RolloutProgram,
-    RolloutTask,
-    SampledTurns,
-    SamplingParams,
-)
-from rl_core.interruption import generate_whole
 from rl_core.model_config import TokenizerConfig
 from rl_core.plugins import resolve
-from rl_core.rollout import RECORD, Completion, GroupReport, Message, Prompt, Rollout, has_routing, parts_of
-from rl_core.rollout_record import write_records
-from rl_core.user_code import FromFile
+from rl_core.plugins.user_code import FromFile
+from rl_core.rollouts.delivery import Delivery, Taken, take_over, try_out
+from rl_core.rollouts.environment import Conversation, EnvironmentFailure, StepResult, TrainerState
+from rl_core.rollouts.generation import GenerationRequest, Generator, SamplingParams
+from rl_core.rollouts.group import RECORD, GroupReport, parts_of
+from rl_core.rollouts.interruption import generate_whole
+from rl_core.rollouts.pool import RolloutTask, SampledTurns
+from rl_core.rollouts.program import Reply, RolloutProgram
+from rl_core.rollouts.record import write_records
+from rl_core.rollouts.rollout import Completion, Message, Prompt, Rollout, has_routing
 from rl_core.weights import Manifest
 
 _log = logging.getLogger(__name__)
@@ -160,11 +155,11 @@ class RolloutWorker:
         return await getattr(self._generator, method)(*args)
 
     async def take_over(self, manifest: Manifest, delivery: Delivery) -> Taken:
-        """As `rl_core.delivery.take_over`."""
+        """As `rl_core.rollouts.delivery.take_over`."""
         return await take_over(self._generator, manifest, delivery)
 
     async def try_out(self, canary: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
-        """As `rl_core.delivery.try_out`."""
+        """As `rl_core.rollouts.delivery.try_out`."""
         return await try_out(self._generator, canary)
 
     async def write_rollouts(

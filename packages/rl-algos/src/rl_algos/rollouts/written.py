@@ -10,8 +10,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from rl_core.errors import RequestRefused
-from rl_core.generation import GenerationRequest
-from rl_core.rollout import Completion, WeightSpan
+from rl_core.rollouts.generation import GenerationRequest
+from rl_core.rollouts.rollout import Completion, WeightSpan
 
 END = "<|end|>"
 ROLES = ("system", "user", "assistant", "tool")
@@ -31,7 +31,7 @@ CHAT_TEMPLATE = (
 
 
 class WrittenGenerator:
-    """The part of `rl_core.generation.Generator` that a rollout calls, without an engine.
+    """The part of `rl_core.rollouts.generation.Generator` that a rollout calls, without an engine.
 
     Completions end and are cut as an engine's are: at their token limit (a token is a byte of UTF-8), and behind the
     first of the stop strings. Their logprobs are 0.

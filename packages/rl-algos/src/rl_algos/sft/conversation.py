@@ -15,7 +15,7 @@ from rl_algos.sft.marked_template import Span
 from rl_algos.sft.turn_spans import find_turns
 from rl_algos.special_tokens import special_tokens, splits_prompts
 from rl_core.errors import DataError
-from rl_core.rollout import Message
+from rl_core.rollouts.rollout import Message
 
 LEARNED_FLAGS = ("train", "weight")
 """Keys by which a message says whether it is learned; the second is that of OpenAI's files."""

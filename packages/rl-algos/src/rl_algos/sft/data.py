@@ -22,10 +22,10 @@ from rl_algos.sft.conversation import encode_conversation
 from rl_algos.special_tokens import warn_of_special_tokens
 from rl_algos.supervised.data import SupervisedData, longest_row, row_limit, supervised_data
 from rl_algos.tokenizer import require_chat_template
-from rl_core.batch import TOKENS, Batch
+from rl_core.data.batch import TOKENS, Batch
+from rl_core.data.ragged import Ragged
 from rl_core.errors import DataError
 from rl_core.model_config import ModelConfig
-from rl_core.ragged import Ragged
 
 _log = logging.getLogger(__name__)
 

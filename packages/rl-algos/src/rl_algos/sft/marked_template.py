@@ -10,7 +10,7 @@ from typing import Any
 
 from rl_algos.tokenizer import render
 from rl_core.errors import DataError
-from rl_core.rollout import Message
+from rl_core.rollouts.rollout import Message
 
 Span = tuple[int, int]
 

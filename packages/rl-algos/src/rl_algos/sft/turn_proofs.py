@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from rl_algos.tokenizer import squeezed
 from rl_core.errors import DataError
-from rl_core.rollout import Message
+from rl_core.rollouts.rollout import Message
 
 _THINK = ("<think>", "</think>")
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")

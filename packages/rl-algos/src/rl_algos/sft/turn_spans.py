@@ -14,7 +14,7 @@ from rl_algos.sft.turn_closing import TurnClosing, beginning, ends_of
 from rl_algos.sft.turn_proofs import check_turn
 from rl_algos.tokenizer import check_shown, render
 from rl_core.errors import DataError
-from rl_core.rollout import Message
+from rl_core.rollouts.rollout import Message
 from rl_core.template_ends import OTHER_MARK, POLICY_MARK
 
 _ASKED: Message = {"role": "user", "content": POLICY_MARK}

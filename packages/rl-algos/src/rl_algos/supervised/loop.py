@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 
 from rl_algos.supervised.config import SupervisedConfig
 from rl_algos.supervised.data import SupervisedData
-from rl_core.batch import Batch
+from rl_core.data.batch import Batch
 from rl_core.metrics import Metric, combine
 from rl_core.model import Loss, Model
 from rl_core.run import Run

@@ -6,8 +6,8 @@ import re
 
 from rl_algos.tool_calls.objects import named_call, object_before, without_arguments
 from rl_algos.tool_calls.parsed import BrokenCall, Parsed, Schemas, at_most, malformed
-from rl_core.environment import ToolCall
 from rl_core.model_json import after_space
+from rl_core.rollouts.environment import ToolCall
 
 _START = "<|start|>"
 _MARK = re.compile(r"<\|(start|message|end|return|call)\|>")

@@ -16,8 +16,8 @@ from rl_algos.tool_calls.parsed import (
     malformed,
     marked_calls,
 )
-from rl_core.environment import ToolCall
 from rl_core.model_json import MalformedJson, after_space, read_model_json_at
+from rl_core.rollouts.environment import ToolCall
 
 _TOOL_CALL = re.compile("</?tool_call>")
 _MISTRAL = "[TOOL_CALLS]"

@@ -16,8 +16,8 @@ from rl_algos.tool_calls.json_calls import broken_block
 from rl_algos.tool_calls.objects import named_call
 from rl_algos.tool_calls.parsed import BrokenCall, Parsed, ReadCalls, Schemas, malformed, marked_calls
 from rl_algos.tool_calls.typed import properties_of, typed
-from rl_core.environment import ToolCall
 from rl_core.model_json import MalformedJson, after_space
+from rl_core.rollouts.environment import ToolCall
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _QWEN_MARK = re.compile("<tool_call>|</tool_call>|</?function[=>]|</?parameter[=>]")

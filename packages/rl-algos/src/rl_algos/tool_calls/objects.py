@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from rl_algos.tool_calls.parsed import TOOL_NAME, BrokenCall, Schemas, malformed
-from rl_core.environment import ToolCall
 from rl_core.model_json import MalformedJson, after_space, read_model_json, read_model_json_at
+from rl_core.rollouts.environment import ToolCall
 
 _MISSING = object()
 

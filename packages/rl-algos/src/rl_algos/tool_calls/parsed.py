@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from rl_core.environment import ToolCall
 from rl_core.model_json import after_space
+from rl_core.rollouts.environment import ToolCall
 
 Schemas = Mapping[str, Mapping[str, Any]]
 """JSON schemas of the parameters of tools, by the names of the tools."""

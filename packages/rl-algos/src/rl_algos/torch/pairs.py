@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rl_core.microbatch import PAIR
+from rl_core.data.microbatch import PAIR
 from rl_core.torch.loss import MetricSum, Rows
 
 

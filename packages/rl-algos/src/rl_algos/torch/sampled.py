@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rl_algos.losses.importance import LOG_RATIO_BOUND
-from rl_core.microbatch import PAIR
+from rl_core.data.microbatch import PAIR
 from rl_core.torch.loss import Rows
 
 

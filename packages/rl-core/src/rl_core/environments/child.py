@@ -20,7 +20,7 @@ from typing import Any
 from rl_core.environments.messages import LENGTH, STACKS, Build, Close, MalformedAnswer, Message
 from rl_core.environments.rewards import RewardSum
 from rl_core.errors import EnvironmentTimeout, WorkerDied
-from rl_core.user_code import FromFile, is_own
+from rl_core.plugins.user_code import FromFile, is_own
 
 logger = logging.getLogger(__name__)
 

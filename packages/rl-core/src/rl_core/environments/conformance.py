@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from rl_core.environment import Conversation, EnvironmentFailure, Fault, StepResult, ToolCall
 from rl_core.environments.instance import EnvironmentInstance
 from rl_core.environments.pool import EnvironmentPool
 from rl_core.environments.trial import Attempt, run_quietly
 from rl_core.errors import WorkerDied, WorkerError
-from rl_core.rollout import Message
+from rl_core.rollouts.environment import Conversation, EnvironmentFailure, Fault, StepResult, ToolCall
+from rl_core.rollouts.rollout import Message
 
 MAX_TURNS = 4
 """Most turns of a conversation that a check plays; each repeats the response."""

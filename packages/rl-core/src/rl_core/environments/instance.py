@@ -12,9 +12,9 @@ from typing import Any, get_type_hints
 from rl_core.config import Config, Problem, ProblemError, did_you_mean, section_of
 from rl_core.environments.config import EnvironmentConfig
 from rl_core.environments.rewards import RewardPart, RewardSum
+from rl_core.environments.tools import schemas
 from rl_core.plugins import ENVIRONMENTS, EnvironmentPlugin, Requirement, plugin, requirement_of, resolve
-from rl_core.tools import schemas
-from rl_core.user_code import FromFile, is_in_file
+from rl_core.plugins.user_code import FromFile, is_in_file
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ def tools_of(instance: EnvironmentInstance) -> tuple[Mapping[str, Any], ...]:
     """JSON schemas of the tools that an environment has the policy call; none for most.
 
     One of the user's own is imported here to read them, unless it is clearly a function: `tools` of a class or of a
-    `rl_core.tool_environment.ToolEnvironment`.
+    `rl_core.environments.tool_environment.ToolEnvironment`.
 
     Raises:
         ValueError: if its file cannot be run here, or a tool has no schema.

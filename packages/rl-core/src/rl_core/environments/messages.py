@@ -17,10 +17,10 @@ from typing import Any, Protocol, SupportsFloat, SupportsIndex, get_args
 import msgpack
 import numpy as np
 
-from rl_core.environment import EnvironmentFailure, Fault, StepResult
 from rl_core.environments.rewards import RewardSum
 from rl_core.errors import WorkerError
-from rl_core.user_code import FromFile
+from rl_core.plugins.user_code import FromFile
+from rl_core.rollouts.environment import EnvironmentFailure, Fault, StepResult
 
 LENGTH = struct.Struct("!Q")
 """Before every message: its number of bytes."""

@@ -19,16 +19,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, BinaryIO, get_type_hints
 
-from rl_core.conversation_class import ConversationEnvironment, plays_one
-from rl_core.environment import (
-    Conversation,
-    Environment,
-    EnvironmentFailure,
-    Fault,
-    MissingField,
-    StepResult,
-    UnusableAnswer,
-)
+from rl_core.environments.conversation_class import ConversationEnvironment, plays_one
 from rl_core.environments.messages import (
     LENGTH,
     STACKS,
@@ -42,11 +33,20 @@ from rl_core.environments.messages import (
     write_built,
     write_problem,
 )
+from rl_core.environments.reward_function import as_environment
 from rl_core.environments.rewards import RewardSum, SummedRewards
 from rl_core.errors import WorkerError
 from rl_core.plugins import resolve
-from rl_core.reward_function import as_environment
-from rl_core.user_code import FromFile, calls_of, place_of, raised_at
+from rl_core.plugins.user_code import FromFile, calls_of, place_of, raised_at
+from rl_core.rollouts.environment import (
+    Conversation,
+    Environment,
+    EnvironmentFailure,
+    Fault,
+    MissingField,
+    StepResult,
+    UnusableAnswer,
+)
 
 TRACEBACK_FRAMES = 6
 """Most calls of a traceback that are printed, from the environment's own on."""

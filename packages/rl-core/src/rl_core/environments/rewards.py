@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rl_core.environment import Conversation, Environment, StepResult, UnusableAnswer
-from rl_core.reward_log import merged_info
-from rl_core.user_code import FromFile
+from rl_core.environments.reward_log import merged_info
+from rl_core.plugins.user_code import FromFile
+from rl_core.rollouts.environment import Conversation, Environment, StepResult, UnusableAnswer
 
 
 @dataclass(frozen=True)

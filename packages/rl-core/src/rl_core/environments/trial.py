@@ -15,11 +15,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from rl_core.environment import Conversation, EnvironmentFailure
 from rl_core.environments import child, worker
 from rl_core.environments.instance import EnvironmentInstance
 from rl_core.environments.pool import EnvironmentPool
 from rl_core.errors import WorkerDied, WorkerError
+from rl_core.rollouts.environment import Conversation, EnvironmentFailure
 
 logger = logging.getLogger(__name__)
 

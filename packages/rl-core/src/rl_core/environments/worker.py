@@ -11,10 +11,10 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from rl_core.environment import EnvironmentFailure, Fault, StepResult
 from rl_core.environments.child import Child, ChildSpec
 from rl_core.environments.messages import Abandon, Answer, Step
 from rl_core.errors import EnvironmentTimeout, RLError, WorkerDied
+from rl_core.rollouts.environment import EnvironmentFailure, Fault, StepResult
 
 logger = logging.getLogger(__name__)
 

@@ -11,10 +11,10 @@ from typing import Any
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
-from rl_core.environment import Conversation, EnvironmentFailure, StepResult
 from rl_core.environments.pool import RENEW_S
 from rl_core.errors import Origin
 from rl_core.ray.calls import translate
+from rl_core.rollouts.environment import Conversation, EnvironmentFailure, StepResult
 
 _log = logging.getLogger(__name__)
 

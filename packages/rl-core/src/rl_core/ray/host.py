@@ -14,14 +14,14 @@ from typing import Any
 
 import ray
 
-from rl_core.batch import Batch
+from rl_core.data.batch import Batch
+from rl_core.data.shuffle import Chunk, Pick, Shard, pick
 from rl_core.devices.device import NODE_ADDRESS, node_address
 from rl_core.devices.rehearsal import hide_real_gpus
 from rl_core.errors import RLError, WorkerError
 from rl_core.plugins import plugin_packages, resolve
 from rl_core.ray.bounded_log import keep_bounded
 from rl_core.ray.stacks import write_stacks_on_signal
-from rl_core.shuffle import Chunk, Pick, Shard, pick
 
 _log = logging.getLogger(__name__)
 

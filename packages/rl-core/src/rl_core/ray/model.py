@@ -13,16 +13,16 @@ import numpy as np
 import ray
 from ray.actor import ActorHandle
 
-from rl_core.batch import Batch, RemoteColumn, RemoteRows, RowStore
+from rl_core.data.batch import Batch, RemoteColumn, RemoteRows, RowStore
+from rl_core.data.microbatch import PAIR, shard
+from rl_core.data.shuffle import Shard, plan_shuffle
 from rl_core.errors import Origin, RLError, WorkerDied, WorkerError, WorkerStalled
 from rl_core.mesh import Coordinates
 from rl_core.metrics import combine
-from rl_core.microbatch import PAIR, shard
 from rl_core.model import Loss, Metrics, Part, Read, SavedFile, read_columns
 from rl_core.ray.calls import fetch, gather
 from rl_core.ray.rows import StoredRows
 from rl_core.ray.stacks import request_stacks
-from rl_core.shuffle import Shard, plan_shuffle
 from rl_core.weights import Manifest, Transport, WeightForm
 
 _log = logging.getLogger(__name__)

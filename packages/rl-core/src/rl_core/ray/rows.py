@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 import ray
 
-from rl_core.batch import Batch, RemoteRows
+from rl_core.data.batch import Batch, RemoteRows
 from rl_core.errors import Origin
 from rl_core.ray.calls import fetch
-from rl_core.rollout import GroupReport, Prompt, RolloutGroup
+from rl_core.rollouts.group import GroupReport, RolloutGroup
+from rl_core.rollouts.rollout import Prompt
 
 FETCH_TIMEOUT_S = 300.0
 """Longest time to bring rows here; a loss with a node is known after seconds."""

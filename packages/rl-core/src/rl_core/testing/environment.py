@@ -6,9 +6,9 @@ import pickle
 from collections.abc import Sequence
 from typing import Any
 
-from rl_core.environment import Conversation, Environment, StepResult
 from rl_core.environments.messages import Step, write_answers
 from rl_core.environments.process import EnvironmentProcess
+from rl_core.rollouts.environment import Conversation, Environment, StepResult
 
 
 class EnvironmentSuite:

@@ -13,13 +13,16 @@ from typing import Any
 
 import numpy as np
 
-from rl_core.batch import TOKENS, Batch
-from rl_core.generation import Evaluation, SamplingParams, WeightUpdate
+from rl_core.data.batch import TOKENS, Batch
+from rl_core.data.ragged import Ragged
 from rl_core.metrics import Metric, results
 from rl_core.model import Loss, Metrics, Model, Read, SavedFile, read_columns
-from rl_core.ragged import Ragged
-from rl_core.rollout import Prompt, Rollout, RolloutGroup, Turn, WeightSpan
+from rl_core.rollouts.generation import SamplingParams
+from rl_core.rollouts.group import RolloutGroup
+from rl_core.rollouts.rollout import Prompt, Rollout, Turn, WeightSpan
+from rl_core.rollouts.source import Evaluation
 from rl_core.run import Checkpointable
+from rl_core.weights import WeightUpdate
 
 
 class FakeModel:

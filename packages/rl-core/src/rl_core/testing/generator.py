@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from rl_core.errors import RequestRefused
-from rl_core.generation import GenerationRequest, SamplingParams
-from rl_core.interruption import generate_whole
-from rl_core.rollout import Completion
+from rl_core.rollouts.generation import GenerationRequest, SamplingParams
+from rl_core.rollouts.interruption import generate_whole
+from rl_core.rollouts.rollout import Completion
 from rl_core.testing.torch.reference_model import EOS_TOKEN_ID, VOCAB_SIZE, processed_logprobs
 from rl_core.testing.weights import CONTEXT, Bench, WeightSinkSuite, prompt
 

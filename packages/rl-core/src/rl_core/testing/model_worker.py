@@ -5,7 +5,7 @@ A backend subclasses it in its tests and states how to build a worker::
     class TestMyWorker(ModelWorkerSuite):
         factory = "my_factories:build"   # build(config, spec, rendezvous) -> ModelWorker
 
-Everything is compared with transformers in float64, row by row in one process (`rl_core.testing.torch.oracle`).
+Everything is compared with transformers in float64, row by row in one process (`rl_core.selfcheck.torch.oracle`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from rl_core.batch import Batch
+from rl_core.data.batch import Batch
+from rl_core.data.ragged import Ragged
 from rl_core.errors import RLError, WorkerError
 from rl_core.model import COLLISION, ENTROPY, LOGPROBS, SCORES, VALUES, ModelSpec, logprobs_at, topk
 from rl_core.model_config import (
@@ -35,10 +36,9 @@ from rl_core.model_config import (
     SequencePackingConfig,
     TokenizerConfig,
 )
-from rl_core.ragged import Ragged
-from rl_core.testing.losses import PairLoss, TokenLoss, ValueLoss
-from rl_core.testing.pooled_model import PooledModel
-from rl_core.testing.rank_pool import Rank, RankPool, free_port
+from rl_core.selfcheck.losses import PairLoss, TokenLoss, ValueLoss
+from rl_core.selfcheck.pooled_model import PooledModel
+from rl_core.selfcheck.rank_pool import Rank, RankPool, free_port
 from rl_core.token_filter import TokenFilter
 from rl_core.weights import Manifest, Transport
 
@@ -65,7 +65,7 @@ LENGTHS = (9, 3, 17, 1, 12, 2, 7)
 
 
 def make_batch(lengths: tuple[int, ...] = LENGTHS, seed: int = 0, vocab: int = 101) -> Batch:
-    """Random rows with the columns that the losses of `rl_core.testing.losses` need, but for pairs."""
+    """Random rows with the columns that the losses of `rl_core.selfcheck.losses` need, but for pairs."""
     rng = np.random.default_rng(seed)
     tokens = Ragged.from_rows([rng.integers(0, vocab, length) for length in lengths], dtype=np.int32)
     mask = (rng.random(len(tokens.values)) < 0.7).astype(np.int8)
@@ -576,8 +576,8 @@ class ModelWorkerSuite:
     def test_an_export_and_a_transfer_hold_the_same_weights(
         self, pool: RankPool, folder: Path, untied_folder: Path, tmp_path: Path
     ) -> None:
-        from rl_core.testing.torch.received import receive
-        from rl_core.testing.torch.tiny_model import read_weights
+        from rl_core.selfcheck.torch.received import receive
+        from rl_core.selfcheck.torch.tiny_model import read_weights
 
         for source, is_tied in ((folder, True), (untied_folder, False)):
             path = tmp_path / source.name
@@ -657,12 +657,12 @@ class ModelWorkerSuite:
 
     @staticmethod
     def _tiny_model(folder: Path, family: str = "qwen3") -> Path:
-        from rl_core.testing.torch.tiny_model import write_tiny_model
+        from rl_core.selfcheck.torch.tiny_model import write_tiny_model
 
         return write_tiny_model(folder, family)
 
     def _oracle(self, folder: Path, role: Any = "policy") -> Any:
-        from rl_core.testing.torch.oracle import Oracle
+        from rl_core.selfcheck.torch.oracle import Oracle
 
         return Oracle(folder, role)
 

@@ -11,12 +11,12 @@ import pytest
 from rl_core.errors import WeightSyncError, WorkerError
 from rl_core.model import LOGPROBS
 from rl_core.model_config import LoraConfig
-from rl_core.testing.losses import TokenLoss
+from rl_core.selfcheck.losses import TokenLoss
+from rl_core.selfcheck.pooled_model import PooledModel
+from rl_core.selfcheck.rank_pool import RankPool, free_port
+from rl_core.selfcheck.torch.received import Received, ranks_apart, receive, receiving_threads, sent_by_every_rank
+from rl_core.selfcheck.torch.tiny_model import read_weights
 from rl_core.testing.model_worker import make_batch
-from rl_core.testing.pooled_model import PooledModel
-from rl_core.testing.rank_pool import RankPool, free_port
-from rl_core.testing.torch.received import Received, ranks_apart, receive, receiving_threads, sent_by_every_rank
-from rl_core.testing.torch.tiny_model import read_weights
 from rl_core.weights import Manifest, Transport, WeightForm
 
 

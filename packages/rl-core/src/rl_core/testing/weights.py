@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from rl_core.errors import GeneratorError, WeightSyncError
-from rl_core.generation import GenerationRequest, Generator, PauseMode, SamplingParams
 from rl_core.model_config import ModelConfig
+from rl_core.rollouts.generation import GenerationRequest, Generator, PauseMode, SamplingParams
 from rl_core.testing.torch.reference_model import VOCAB_SIZE, ReferenceModel, write_reference_model
 from rl_core.testing.torch.weight_sender import EMBEDDING, HEAD, Fault, SenderProcess, digest_of, manifest_of
 from rl_core.weights import Manifest, Transport, TransportKind

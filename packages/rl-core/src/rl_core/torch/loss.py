@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rl_core.batch import TOKENS
+from rl_core.data.batch import TOKENS
 from rl_core.model import UNDIVIDED
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_core.batch import TOKENS, Batch
-from rl_core.ragged import Ragged
+from rl_core.data.batch import TOKENS, Batch
+from rl_core.data.ragged import Ragged
 from rl_core.torch.loss import Rows
 
 

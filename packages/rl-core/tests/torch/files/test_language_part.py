@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from rl_core.model_config import ModelConfig, local_hf_config, num_experts_of
-from rl_core.testing.torch.tiny_model import SIZES, write_composite, write_tiny_model
+from rl_core.selfcheck.torch.tiny_model import SIZES, write_composite, write_tiny_model
 from rl_core.torch.files.language_part import KEY_MAPPING, language_names, read_language_config
 from rl_core.torch.files.model_files import WeightFiles, read_hf_config
 from rl_core.torch.training.export import export_dtype

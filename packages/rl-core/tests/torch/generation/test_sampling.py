@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_core.generation import SamplingParams
+from rl_core.rollouts.generation import SamplingParams
 from rl_core.testing.torch.reference_model import processed_logprobs as definition
 from rl_core.torch.generation.sampling import draw, processed_logprobs, uniforms
 from rl_core.torch.generation.stop_text import StopText

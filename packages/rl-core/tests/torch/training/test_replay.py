@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 import torch
 
-from rl_core.batch import Batch
-from rl_core.ragged import Ragged
+from rl_core.data.batch import Batch
+from rl_core.data.ragged import Ragged
 from rl_core.torch.loss import Rows
 from rl_core.torch.rows import to_rows
 from rl_core.torch.training.replay import RoutingShape, chosen_experts

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from step_cases import Squares, run_pass
 
-from rl_core.batch import Batch
+from rl_core.data.batch import Batch
+from rl_core.data.ragged import Ragged
 from rl_core.errors import WorkerError
 from rl_core.metrics import reduce_metrics
-from rl_core.ragged import Ragged
 
 ROWS = [[3, 1, 4], [1, 5], [9, 2, 6, 5], [3]]
 

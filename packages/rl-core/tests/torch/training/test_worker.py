@@ -7,11 +7,11 @@ import pytest
 from rl_core.errors import WorkerError
 from rl_core.model import ModelSpec
 from rl_core.model_config import LoraConfig, ModelConfig, SequencePackingConfig
-from rl_core.testing.losses import TokenLoss
+from rl_core.selfcheck.losses import TokenLoss
+from rl_core.selfcheck.pooled_model import PooledModel
+from rl_core.selfcheck.rank_pool import RankPool
+from rl_core.selfcheck.torch.tiny_model import write_tiny_model
 from rl_core.testing.model_worker import LAYOUTS, SGD, ModelWorkerSuite, make_batch
-from rl_core.testing.pooled_model import PooledModel
-from rl_core.testing.rank_pool import RankPool
-from rl_core.testing.torch.tiny_model import write_tiny_model
 
 FACTORY = "rl_core.testing.torch.plain_backend:build"
 

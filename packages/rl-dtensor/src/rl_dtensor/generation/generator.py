@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from transformers import AutoTokenizer
 
-from rl_core.generation import Placement
 from rl_core.model_config import GenerationConfig, ModelConfig
+from rl_core.rollouts.generation import Placement
 from rl_core.torch.generation.generator import LocalGenerator
 from rl_dtensor.generation.config import HFConfig
 from rl_dtensor.generation.decoder import HFDecoder
@@ -14,7 +14,7 @@ from rl_dtensor.model.replay import RoutingRecorder
 
 
 class HFGenerator(LocalGenerator[HFDecoder]):
-    """`rl_core.generation.Generator` on a model of `transformers`, batched continuously."""
+    """`rl_core.rollouts.generation.Generator` on a model of `transformers`, batched continuously."""
 
     def __init__(self, config: GenerationConfig, backend: HFConfig, model: ModelConfig, placement: Placement) -> None:
         del config  # every request carries its own sampling parameters

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.utils.generic import TransformersKwargs
 
-from rl_core.batch import TOKENS
+from rl_core.data.batch import TOKENS
 from rl_core.torch.loss import Rows
 from rl_core.torch.training.flops import CHUNKED, RECURRENT_LAYERS, ROW_LAYERS, setting
 from rl_dtensor.config import AttentionBackend

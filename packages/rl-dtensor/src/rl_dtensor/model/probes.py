@@ -7,7 +7,7 @@ import math
 import torch
 from transformers import PreTrainedConfig
 
-from rl_core.batch import TOKENS
+from rl_core.data.batch import TOKENS
 from rl_core.model import LOGPROBS
 from rl_core.torch.loss import Rows
 from rl_dtensor.model.model import ShardedModel

@@ -13,10 +13,10 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.utils.output_capturing import OutputRecorder
 
-from rl_core.batch import Batch
+from rl_core.data.batch import Batch
+from rl_core.data.ragged import Ragged
 from rl_core.model_config import num_experts_of
-from rl_core.ragged import Ragged
-from rl_core.rollout import UNKNOWN_EXPERT
+from rl_core.rollouts.rollout import UNKNOWN_EXPERT
 from rl_core.torch.training.replay import RoutingShape, chosen_experts
 from rl_dtensor.model.layout import Layout
 from rl_dtensor.parallel.body import body_of

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from transformers import PreTrainedConfig
 
-from rl_core.batch import Batch
+from rl_core.data.batch import Batch
+from rl_core.data.ragged import Ragged
 from rl_core.metrics import Metric
-from rl_core.ragged import Ragged
 from rl_core.torch.training.backend import Microbatch, Pass
 from rl_core.torch.training.flops import ModelShape
 from rl_dtensor.model.model import ShardedModel

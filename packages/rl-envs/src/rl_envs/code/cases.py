@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rl_core.environment import UnusableAnswer
+from rl_core.rollouts.environment import UnusableAnswer
 from rl_envs.code.harness import whole_number
 
 

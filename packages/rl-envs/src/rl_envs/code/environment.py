@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rl_core.environment import Conversation, StepResult
+from rl_core.rollouts.environment import Conversation, StepResult
 from rl_envs.code.cases import read_tests
 from rl_envs.code.config import CodeConfig
 from rl_envs.code.extraction import program_in

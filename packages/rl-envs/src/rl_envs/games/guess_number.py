@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from rl_core.environment import Conversation, StepResult, UnusableAnswer
+from rl_core.rollouts.environment import Conversation, StepResult, UnusableAnswer
 from rl_envs.games.config import GuessNumberConfig
 
 _NUMBER = re.compile(r"(?<![\w.])-?\d{1,12}(?![\w.]*\d)")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rl_core.environment import Conversation, StepResult, UnusableAnswer
+from rl_core.rollouts.environment import Conversation, StepResult, UnusableAnswer
 from rl_envs.games.board import MOVES, Board
 from rl_envs.games.config import SlidingPuzzleConfig
 

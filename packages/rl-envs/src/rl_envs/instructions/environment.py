@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rl_core.environment import Conversation, StepResult, UnusableAnswer
+from rl_core.rollouts.environment import Conversation, StepResult, UnusableAnswer
 from rl_envs.instructions.asked import instructions_of, is_followed
 from rl_envs.instructions.config import InstructionsConfig
 

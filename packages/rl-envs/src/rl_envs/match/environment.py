@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rl_core.environment import Conversation, StepResult, UnusableAnswer
 from rl_core.model_json import MalformedJson
+from rl_core.rollouts.environment import Conversation, StepResult, UnusableAnswer
 from rl_envs.match.config import MatchConfig
 from rl_envs.match.expected import known_json, known_schema, known_texts, read_pattern
 from rl_envs.match.json_schema import same_json, satisfies

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rl_core.environment import Conversation, StepResult
+from rl_core.rollouts.environment import Conversation, StepResult
 from rl_envs.math.config import MathConfig
 from rl_envs.math.extraction import extract
 from rl_envs.math.known_answer import known_answers

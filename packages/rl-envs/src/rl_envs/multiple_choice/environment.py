@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rl_core.environment import Conversation, StepResult, UnusableAnswer
+from rl_core.rollouts.environment import Conversation, StepResult, UnusableAnswer
 from rl_envs.multiple_choice.config import MultipleChoiceConfig
 from rl_envs.multiple_choice.letter import stated_letter
 from rl_envs.multiple_choice.row_check import right_letters

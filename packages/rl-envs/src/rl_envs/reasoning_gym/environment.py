@@ -10,7 +10,7 @@ from typing import Any
 
 from reasoning_gym.factory import create_dataset
 
-from rl_core.environment import Conversation, StepResult
+from rl_core.rollouts.environment import Conversation, StepResult
 from rl_envs.math.extraction import last_box
 from rl_envs.reasoning_gym.config import AnswerFormat, ReasoningGymConfig
 

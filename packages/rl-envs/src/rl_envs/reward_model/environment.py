@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from rl_core.environment import Conversation, StepResult, UnusableAnswer
-from rl_core.rollout import Message
+from rl_core.rollouts.environment import Conversation, StepResult, UnusableAnswer
+from rl_core.rollouts.rollout import Message
 from rl_envs.reward_model.config import RewardModelConfig
 from rl_envs.reward_model.scorer import Scorer
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from rl_core.devices import device_named
-from rl_core.rollout import Message
+from rl_core.rollouts.rollout import Message
 
 HEAD = "score"
 """Name of the head in the sequence classifiers of `transformers`."""

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rl_core.environment import Conversation, StepResult, ToolCall
-from rl_core.rollout import Message
+from rl_core.rollouts.environment import Conversation, StepResult, ToolCall
+from rl_core.rollouts.rollout import Message
 from rl_envs.math.extraction import extract
 from rl_envs.math.known_answer import known_answers
 from rl_envs.math.verdict import is_correct

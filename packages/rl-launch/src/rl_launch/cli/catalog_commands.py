@@ -76,7 +76,7 @@ def list_environments(
 ) -> None:
     """List the installed environments; with a name or --all their settings, which a config sets under `env.NAME`."""
     with reported():
-        from rl_core.install_command import install_command
+        from rl_core.plugins.install_command import install_command
         from rl_launch.commands.catalog import chosen, shared_settings
         from rl_launch.commands.catalog import environments as found
 
@@ -118,7 +118,7 @@ def list_datasets(
     Files (`data.train.data_path`) and other datasets on the hub have their columns named by keys of `data.train`.
     """
     with reported():
-        from rl_core.install_command import install_command
+        from rl_core.plugins.install_command import install_command
         from rl_launch.commands.catalog import chosen
         from rl_launch.commands.catalog import datasets as found
         from rl_launch.commands.catalog import hub_datasets as on_hub

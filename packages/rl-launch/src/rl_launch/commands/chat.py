@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 
 from rl_algos.rollouts.reply_program import REPLY_PROGRAM
-from rl_core.batch import TOKENS
+from rl_core.data.batch import TOKENS
 from rl_core.errors import ConfigError, RLError
-from rl_core.generation import RolloutPool, RolloutTask, SamplingParams
 from rl_core.model_config import ColocatedConfig
 from rl_core.plugins import GENERATORS, BackendPlugin, RolloutNeeds, plugin
-from rl_core.rollout import Message, Prompt
+from rl_core.rollouts.generation import SamplingParams
+from rl_core.rollouts.pool import RolloutPool, RolloutTask
+from rl_core.rollouts.rollout import Message, Prompt
 from rl_launch.backends import POLICY, Backends, backends_of, installed, with_section
 from rl_launch.cluster.device import check_devices, resolve_device
 from rl_launch.commands.train import with_local_models

@@ -12,7 +12,7 @@ from jinja2 import TemplateError
 
 from rl_algos.rollouts.dialogue import Dialogue
 from rl_core.errors import ConfigError, DataError
-from rl_core.rollout import Message
+from rl_core.rollouts.rollout import Message
 from rl_launch.commands.chat import AnswerFailed
 
 COMMANDS = {

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from rl_core.batch import Batch
+from rl_core.data.batch import Batch
+from rl_core.data.ragged import Ragged
 from rl_core.errors import RLError
 from rl_core.model import HEADLESS_ROLES, LOGPROBS, SCORES, Model, Read, Role
-from rl_core.ragged import Ragged
 
 _TOLERANCES = {"float32": 1e-5}
 _HALF_TOLERANCE = 0.1

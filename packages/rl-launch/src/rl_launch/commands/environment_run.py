@@ -19,12 +19,14 @@ from rl_algos.rollouts.worker import RolloutWorker, RolloutWorkerSpec
 from rl_algos.rollouts.written import make_tokenizer
 from rl_algos.tokenizer import encode_prompt, load_tokenizer
 from rl_algos.tool_calls.formats import FORMATS
-from rl_core.environment import Conversation, EnvironmentFailure, StepResult
 from rl_core.environments.pool import EnvironmentPool
 from rl_core.errors import ConfigError
-from rl_core.generation import Placement, RolloutTask, SamplingParams
 from rl_core.model_config import TokenizerConfig
-from rl_core.rollout import RECORD, Message, Prompt
+from rl_core.rollouts.environment import Conversation, EnvironmentFailure, StepResult
+from rl_core.rollouts.generation import Placement, SamplingParams
+from rl_core.rollouts.group import RECORD
+from rl_core.rollouts.pool import RolloutTask
+from rl_core.rollouts.rollout import Message, Prompt
 from rl_launch.backends import backends_of
 from rl_launch.cluster.device import check_devices, resolve_device
 from rl_launch.cluster.local_gpus import local_gpus

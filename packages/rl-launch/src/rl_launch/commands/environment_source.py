@@ -21,7 +21,7 @@ from rl_core.environments.instance import EnvironmentInstance, instance_of, prob
 from rl_core.environments.trial import Attempt, answer_forms, attempts_on
 from rl_core.errors import ConfigError, DataError
 from rl_core.plugins import DATASETS, ENVIRONMENTS
-from rl_core.rollout import Message
+from rl_core.rollouts.rollout import Message
 from rl_launch.backends import installed
 from rl_launch.commands.explain import names_config
 from rl_launch.root import environments_type, read_config

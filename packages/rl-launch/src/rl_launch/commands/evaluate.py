@@ -18,8 +18,8 @@ from rl_algos.rollouts.evaluation_plan import EvaluationPlan, EvaluationTask
 from rl_core.environments.instance import instance_of
 from rl_core.environments.trial import Trial
 from rl_core.errors import ConfigError, RolloutsFailed
-from rl_core.generation import RolloutPool
 from rl_core.plugins import algorithm_named, resolve
+from rl_core.rollouts.pool import RolloutPool
 from rl_launch.backends import backends_of
 from rl_launch.cluster.device import check_devices, resolve_device
 from rl_launch.commands.train import with_local_models

@@ -21,7 +21,7 @@ from typing import Any
 
 from rl_core.errors import ConfigError, RLError
 from rl_core.plugins import BackendPlugin
-from rl_core.selfcheck import FamilyCase, MeshCase
+from rl_core.selfcheck.cases import FamilyCase, MeshCase
 from rl_launch.doctor.family import cases, described
 from rl_launch.doctor.family_table import FamilyTable, kind_of
 from rl_launch.model_folder import hf_config_fields

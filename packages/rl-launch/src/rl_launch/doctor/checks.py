@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from packaging.specifiers import SpecifierSet
 
-from rl_core.install_command import install_command
+from rl_core.plugins.install_command import install_command
 from rl_launch.cluster.ray_folder import folder_problem
 from rl_launch.doctor.findings import Check, Finding
 from rl_launch.doctor.gpus import GpuDriver

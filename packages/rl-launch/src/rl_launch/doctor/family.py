@@ -15,7 +15,7 @@ from rl_algos import hub
 from rl_algos.requirement import LOSSES
 from rl_core.errors import ConfigError, RLError
 from rl_core.plugins import POLICIES, BackendPlugin, plugin
-from rl_core.selfcheck import FamilyCase, MeshCase
+from rl_core.selfcheck.cases import FamilyCase, MeshCase
 from rl_launch.model_folder import MODEL_FILES, folder_problems
 from rl_launch.worker_envs import provision, worker_env
 from rl_launch.worker_envs.variables import worker_process_environment
@@ -28,7 +28,7 @@ import json, sys
 from dataclasses import asdict
 from rl_core.errors import ConfigError
 from rl_core.plugins import resolve
-from rl_core.selfcheck import MeshCase
+from rl_core.selfcheck.cases import MeshCase
 try:
     only = json.loads(sys.argv[3])
     for case in resolve(sys.argv[1])(sys.argv[2], MeshCase(**only) if only else None):

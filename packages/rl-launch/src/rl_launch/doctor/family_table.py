@@ -10,7 +10,7 @@ from typing import Any
 
 from rl_core.config import Config
 from rl_core.plugins import BackendPlugin
-from rl_core.selfcheck import FamilyCase, MeshCase
+from rl_core.selfcheck.cases import FamilyCase, MeshCase
 
 NO_KIND = frozenset(
     {"_name_or_path", "architectures", "dtype", "model_type", "torch_dtype", "transformers_version", "use_cache"}

@@ -12,7 +12,7 @@ from rl_algos.data.pass_rates import ROLLOUTS
 from rl_algos.evaluation.scores import PromptScore
 from rl_core.config import Config, tree_to_yaml, with_absolute_paths
 from rl_core.errors import RunDirectoryError
-from rl_core.rollout import RECORD, RolloutGroup
+from rl_core.rollouts.group import RECORD, RolloutGroup
 from rl_launch.session.atomic_file import write_atomically
 from rl_launch.session.config import Access
 from rl_launch.session.lock import FILE_NAMES as LOCKS

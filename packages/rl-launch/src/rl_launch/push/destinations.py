@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from rl_algos import hub
 from rl_core.errors import ConfigError
-from rl_core.install_command import install_advice
+from rl_core.plugins.install_command import install_advice
 
 _HUB = re.compile(r"hf://(?P<name>[\w.-]+/[\w.-]+)")
 _LIBRARIES = {

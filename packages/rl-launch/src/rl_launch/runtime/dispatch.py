@@ -6,7 +6,7 @@ import heapq
 import itertools
 from collections.abc import Iterable, Sequence
 
-from rl_core.generation import RolloutTask, Ticket
+from rl_core.rollouts.pool import RolloutTask, Ticket
 from rl_launch.runtime.replica import FinishedCall, Replica
 
 MOST_ROLLOUTS = 1024

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 
 from rl_core.ray.model import RemoteModel
-from rl_core.rollout import ROUTED_EXPERTS
+from rl_core.rollouts.group import ROUTED_EXPERTS
 from rl_launch.backends import ModelBackend
 from rl_launch.cluster.virtual_cluster import Bundle, VirtualCluster
 from rl_launch.placement.residency import Residency, Tenant

@@ -12,10 +12,10 @@ from ray.actor import ActorHandle
 
 from rl_algos.rollouts.worker import RolloutWorkerSpec
 from rl_core.errors import Origin, WorkerStalled
-from rl_core.generation import RolloutTask
 from rl_core.ray.calls import fetch, wait
 from rl_core.ray.environment import RemoteEnvironment
 from rl_core.ray.stacks import request_stacks
+from rl_core.rollouts.pool import RolloutTask
 from rl_launch.backends import ROLLOUT_WORKER
 from rl_launch.cluster.start_wait import gather_start
 from rl_launch.runtime.model_group import StartTimeouts

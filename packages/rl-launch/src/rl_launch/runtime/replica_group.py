@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 from rl_core.errors import GeneratorError, RLError, WorkerDied, WorkerStalled
-from rl_core.generation import WeightUpdate
 from rl_core.ray.calls import fetch
+from rl_core.weights import WeightUpdate
 from rl_launch.placement.residency import Residency, Tenant
 from rl_launch.placement.topology import GENERATION
 from rl_launch.runtime.deaths import Deaths

@@ -16,11 +16,11 @@ from ray.actor import ActorHandle
 from rl_algos.rollouts.worker import RolloutWorkerSpec
 from rl_core.environments.instance import instance_of
 from rl_core.errors import Origin, RLError
-from rl_core.generation import Placement
 from rl_core.plugins import RolloutNeeds
 from rl_core.ray.calls import gather
 from rl_core.ray.environment import RemoteEnvironment
 from rl_core.ray.host import Place
+from rl_core.rollouts.generation import Placement
 from rl_launch.backends import GenerationBackend
 from rl_launch.cluster.start_wait import gather_start
 from rl_launch.cluster.virtual_cluster import Bundle, VirtualCluster

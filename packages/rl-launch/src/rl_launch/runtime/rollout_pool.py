@@ -7,12 +7,14 @@ import time
 from collections import deque
 from collections.abc import Collection, Sequence
 
-from rl_core.batch import RemoteRows
+from rl_core.data.batch import RemoteRows
 from rl_core.errors import GeneratorError, Origin, RLError, WorkerDied
-from rl_core.generation import PauseMode, RolloutTask, SampledTurns, Ticket, WeightUpdate
 from rl_core.ray.calls import fetch, outcomes, wait
 from rl_core.ray.rows import refs_of, stored_groups
-from rl_core.rollout import GroupReport, RolloutGroup
+from rl_core.rollouts.generation import PauseMode
+from rl_core.rollouts.group import GroupReport, RolloutGroup
+from rl_core.rollouts.pool import RolloutTask, SampledTurns, Ticket
+from rl_core.weights import WeightUpdate
 from rl_launch.placement.residency import Residency
 from rl_launch.runtime.dispatch import Dispatch
 from rl_launch.runtime.environment_watch import EnvironmentWatch

@@ -11,13 +11,13 @@ from typing import Any, Protocol
 import numpy as np
 import ray
 
-from rl_core.batch import Batch
-from rl_core.delivery import Delivery, Taken
+from rl_core.data.batch import Batch
+from rl_core.data.ragged import Ragged
 from rl_core.errors import GeneratorError, Origin, RLError, WeightSyncError, WorkerDied, WorkerError, WorkerStalled
 from rl_core.model import LOGPROBS
-from rl_core.ragged import Ragged
 from rl_core.ray.calls import gather, settle
 from rl_core.ray.model import RemoteModel
+from rl_core.rollouts.delivery import Delivery, Taken
 from rl_core.weights import Manifest, Transport, TransportKind, WeightForm
 from rl_launch.backends import POLICY
 from rl_launch.placement.residency import Residency
@@ -79,7 +79,7 @@ class Canary:
 
 @dataclass(frozen=True)
 class PublishedWeights:
-    """The weights that the policy had when they were published (`rl_core.generation.WeightUpdate`).
+    """The weights that the policy had when they were published (`rl_core.weights.WeightUpdate`).
 
     Args:
         version: their weight version.

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from rl_core.callback import HOOKS, Callback
 from rl_core.config import Config, Problem, did_you_mean, section_of, settings_of
 from rl_core.plugins import resolve
-from rl_core.user_code import FromFile, is_in_file
+from rl_core.plugins.user_code import FromFile, is_in_file
 from rl_launch.session.config import CallbackConfig
 
 

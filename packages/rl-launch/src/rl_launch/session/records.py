@@ -16,10 +16,10 @@ from uuid import uuid4
 
 import numpy as np
 
-from rl_core.batch import Batch, RemoteColumn, RemoteRows
+from rl_core.data.batch import Batch, RemoteColumn, RemoteRows
 from rl_core.errors import RLError, WorkerDied
-from rl_core.rollout import RECORD, RolloutGroup
-from rl_core.rollout_record import append_records
+from rl_core.rollouts.group import RECORD, RolloutGroup
+from rl_core.rollouts.record import append_records
 from rl_launch.session import rollout_store
 from rl_launch.session.manifest import sync_folder
 

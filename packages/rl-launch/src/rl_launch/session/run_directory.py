@@ -11,7 +11,7 @@ from typing import Any
 
 from rl_core.config import Config, RuledChange, plain, tree_to_yaml
 from rl_core.errors import ConfigError, RunDirectoryError
-from rl_core.user_code import SourceFile
+from rl_core.plugins.user_code import SourceFile
 from rl_launch.session import lock
 from rl_launch.session.atomic_file import write_atomically
 from rl_launch.session.branch import Branch

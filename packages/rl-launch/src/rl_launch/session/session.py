@@ -20,7 +20,7 @@ from rl_core.errors import CheckpointDamaged, RLError, RunDirectoryError, Worker
 from rl_core.metrics import Metric, results
 from rl_core.model import Model
 from rl_core.plugins import export_suffixes
-from rl_core.rollout import RolloutGroup
+from rl_core.rollouts.group import RolloutGroup
 from rl_core.run import Checkpointable
 from rl_launch.session.branch import Branch
 from rl_launch.session.callback_classes import MadeCallback

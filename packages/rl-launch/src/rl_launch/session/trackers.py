@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.errors import ConfigError
-from rl_core.install_command import install_advice
+from rl_core.plugins.install_command import install_advice
 from rl_launch.session.atomic_file import write_atomically
 from rl_launch.session.config import LoggerConfig
 from rl_launch.session.labels import Labels

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from rl_core.config import Config, as_written
 from rl_core.errors import ConfigError
-from rl_core.install_command import install_advice
+from rl_core.plugins.install_command import install_advice
 from rl_launch.session.config import LoggerConfig
 from rl_launch.session.labels import NO_LABELS, Labels
 from rl_launch.session.trackers import MLflowWriter, TrackioWriter, WandbWriter

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.errors import ConfigError
-from rl_core.install_command import install_advice
+from rl_core.plugins.install_command import install_advice
 from rl_launch.show.report import Series
 
 

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rl_core.batch import TOKENS, Batch
+from rl_core.data.batch import TOKENS, Batch
+from rl_core.data.microbatch import Batching
+from rl_core.data.ragged import Ragged
 from rl_core.devices import Device
-from rl_core.microbatch import Batching
 from rl_core.model import LOGPROBS
 from rl_core.model_config import ModelConfig
-from rl_core.ragged import Ragged
 from rl_core.torch.generation.row import Row
 from rl_core.torch.training.step import run_reads
 from rl_core.weights import Manifest

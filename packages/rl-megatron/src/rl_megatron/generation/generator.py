@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from transformers import AutoTokenizer
 
-from rl_core.generation import Placement
 from rl_core.model_config import GenerationConfig, ModelConfig
+from rl_core.rollouts.generation import Placement
 from rl_core.torch.generation.generator import LocalGenerator
 from rl_megatron import cpu_shim
 from rl_megatron.generation.config import MegatronGenerationConfig
@@ -19,8 +19,8 @@ from rl_megatron.generation.decoder import MegatronDecoder
 
 
 class MegatronGenerator(LocalGenerator[MegatronDecoder]):
-    """`rl_core.generation.Generator` on a model of megatron-core, batched statically. One process holds one, and no
-    model worker beside it: Megatron keeps its process groups per process.
+    """`rl_core.rollouts.generation.Generator` on a model of megatron-core, batched statically. One process holds one,
+    and no model worker beside it: Megatron keeps its process groups per process.
     """
 
     def __init__(

@@ -8,7 +8,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from rl_core.batch import TOKENS
+from rl_core.data.batch import TOKENS
 from rl_core.torch.loss import Rows
 from rl_core.torch.training.zigzag import zigzag_tokens
 

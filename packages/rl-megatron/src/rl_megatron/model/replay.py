@@ -9,9 +9,9 @@ import torch
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
-from rl_core.batch import Batch
-from rl_core.ragged import Ragged
-from rl_core.rollout import UNKNOWN_EXPERT
+from rl_core.data.batch import Batch
+from rl_core.data.ragged import Ragged
+from rl_core.rollouts.rollout import UNKNOWN_EXPERT
 from rl_core.torch.loss import Rows
 from rl_core.torch.training.replay import RoutingShape, chosen_experts
 from rl_megatron.model.layout import Layout

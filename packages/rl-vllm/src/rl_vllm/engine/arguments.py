@@ -19,9 +19,9 @@ from vllm.model_executor.models import ModelRegistry
 from vllm.sampling_params import RequestOutputKind
 
 from rl_core.errors import RequestRefused
-from rl_core.generation import GenerationRequest, Placement
 from rl_core.hf_config import with_overrides
 from rl_core.model_config import ModelConfig, is_composite, language_fields
+from rl_core.rollouts.generation import GenerationRequest, Placement
 from rl_core.torch.files.language_part import language_config, read_language_config
 from rl_core.torch.training.lora import is_adapted
 from rl_vllm.config import MAX_TEMPERATURE, MIN_TEMPERATURE, VllmConfig

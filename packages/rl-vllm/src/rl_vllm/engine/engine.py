@@ -16,7 +16,7 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from vllm.v1.engine.output_processor import OutputProcessor
 
 from rl_core.errors import GeneratorError, RequestRefused
-from rl_core.generation import GenerationRequest
+from rl_core.rollouts.generation import GenerationRequest
 from rl_vllm.engine.arguments import sampling_params, scoring_params
 from rl_vllm.patches.continued_text import continue_texts
 

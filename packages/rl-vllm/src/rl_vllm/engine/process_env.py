@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rl_core.devices import Device
 from rl_core.devices.device import node_address
-from rl_core.generation import Placement
+from rl_core.rollouts.generation import Placement
 
 DEFAULTS = {"VLLM_LOGGING_LEVEL": "WARNING"}
 """Set unless the user has set them."""

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
-from rl_core.batch import Batch
+from rl_core.data.batch import Batch
+from rl_core.data.ragged import Ragged
 from rl_core.devices import Device
 from rl_core.mesh import Coordinates
 from rl_core.metrics import Metric
 from rl_core.model import HEADLESS_ROLES, ModelSpec, Part, Rendezvous, Role
 from rl_core.model_config import ModelConfig
-from rl_core.ragged import Ragged
 from rl_core.torch.files.model_files import WeightFiles, read_hf_config
 from rl_core.torch.heads.logprobs import Head
 from rl_core.torch.heads.reads import language_reads

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from rl_core.generation import SamplingParams
+from rl_core.rollouts.generation import SamplingParams
 
 VOCAB_SIZE = 320
 EOS_TOKEN_ID = 2

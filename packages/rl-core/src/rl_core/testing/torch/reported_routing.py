@@ -12,13 +12,13 @@ from typing import ClassVar, Literal
 import numpy as np
 import pytest
 
-from rl_core.generation import GenerationRequest, Generator, Placement, SamplingParams
-from rl_core.interruption import generate_whole
 from rl_core.model import LOGPROBS, ModelSpec
 from rl_core.model_config import ModelConfig
-from rl_core.rollout import Completion
-from rl_core.testing.pooled_model import PooledModel
-from rl_core.testing.rank_pool import RankPool
+from rl_core.rollouts.generation import GenerationRequest, Generator, Placement, SamplingParams
+from rl_core.rollouts.interruption import generate_whole
+from rl_core.rollouts.rollout import Completion
+from rl_core.selfcheck.pooled_model import PooledModel
+from rl_core.selfcheck.rank_pool import RankPool
 from rl_core.testing.torch.routed_oracle import batch_of, routing_of
 
 REQUESTS = tuple(

@@ -10,11 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rl_core.batch import TOKENS, Batch
-from rl_core.generation import GenerationRequest
-from rl_core.ragged import Ragged
-from rl_core.rollout import GENERATION_LOGPROBS, ROUTED_EXPERTS, Completion, unknown_routing
-from rl_core.testing.torch.oracle import Oracle
+from rl_core.data.batch import TOKENS, Batch
+from rl_core.data.ragged import Ragged
+from rl_core.rollouts.generation import GenerationRequest
+from rl_core.rollouts.group import GENERATION_LOGPROBS, ROUTED_EXPERTS
+from rl_core.rollouts.rollout import Completion, unknown_routing
+from rl_core.selfcheck.torch.oracle import Oracle
 
 
 def with_random_routing(batch: Batch, num_layers: int, num_experts: int, num_chosen: int) -> Batch:

@@ -9,9 +9,9 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from rl_core.errors import GeneratorError, RequestRefused, WeightSyncError
-from rl_core.generation import GenerationRequest, PauseMode, Placement
 from rl_core.model_config import ModelConfig
-from rl_core.rollout import Completion
+from rl_core.rollouts.generation import GenerationRequest, PauseMode, Placement
+from rl_core.rollouts.rollout import Completion
 from rl_core.torch.generation.decoder import Adoption, Decoder
 from rl_core.torch.generation.engine import Engine
 from rl_core.torch.generation.row import Row
@@ -26,7 +26,7 @@ PARTS = ("weights", "kv_cache")
 
 
 class LocalGenerator(Generic[Model]):
-    """`rl_core.generation.Generator` on one device; all methods are called on one event loop.
+    """`rl_core.rollouts.generation.Generator` on one device; all methods are called on one event loop.
 
     A request ends at `sampling.stop_token_ids`, `sampling.stop_strings` or its token limit; the end-of-sequence token
     ends it if the request lists it.

@@ -6,8 +6,8 @@ from concurrent.futures import Future
 
 import numpy as np
 
-from rl_core.generation import GenerationRequest
-from rl_core.rollout import Completion, StopReason, WeightSpan
+from rl_core.rollouts.generation import GenerationRequest
+from rl_core.rollouts.rollout import Completion, StopReason, WeightSpan
 from rl_core.torch.generation.sampling import uniforms
 from rl_core.torch.generation.stop_text import StopText
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_core.generation import SamplingParams
+from rl_core.rollouts.generation import SamplingParams
 from rl_core.token_filter import TokenFilter
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from rl_core.batch import TOKENS
+from rl_core.data.batch import TOKENS
 from rl_core.model import HeadFiles, Read, Role, read_columns
 from rl_core.token_filter import TokenFilter
 from rl_core.torch.heads.divergences import Other, divergences

@@ -37,12 +37,12 @@ from torch import Tensor
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.optim import Optimizer
 
-from rl_core.batch import Batch
+from rl_core.data.batch import Batch
+from rl_core.data.ragged import Ragged
 from rl_core.devices import Device
 from rl_core.mesh import Coordinates
 from rl_core.metrics import Metric
 from rl_core.model import Read
-from rl_core.ragged import Ragged
 from rl_core.torch.loss import Rows
 from rl_core.torch.residency.module_residency import Residency
 from rl_core.torch.training.flops import ModelShape

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rl_core.batch import Batch
-from rl_core.ragged import Ragged
-from rl_core.rollout import ROUTED_EXPERTS, UNKNOWN_EXPERT
+from rl_core.data.batch import Batch
+from rl_core.data.ragged import Ragged
+from rl_core.rollouts.group import ROUTED_EXPERTS
+from rl_core.rollouts.rollout import UNKNOWN_EXPERT
 from rl_core.torch.loss import Rows
 
 

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from rl_core.batch import TOKENS, Batch
+from rl_core.data.batch import TOKENS, Batch
+from rl_core.data.microbatch import PAIR, Batching
+from rl_core.data.ragged import Ragged
 from rl_core.metrics import Metric
-from rl_core.microbatch import PAIR, Batching
 from rl_core.model import DIVERGENCES, Loss, Read, read_columns
-from rl_core.ragged import Ragged
 from rl_core.torch.heads.reads import ROW_READS
 from rl_core.torch.rows import idle_rows, to_rows
 from rl_core.torch.training.backend import (

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from rl_core.batch import TOKENS, Batch
+from rl_core.data.batch import TOKENS, Batch
+from rl_core.data.microbatch import Batching
 from rl_core.mesh import Coordinates
 from rl_core.metrics import Metric
-from rl_core.microbatch import Batching
 from rl_core.model import HEADLESS_ROLES, Loss, ModelSpec, Part, Read, SavedFile
 from rl_core.model_config import ModelConfig
 from rl_core.torch.collective_errors import on_rank0

@@ -1,0 +1,1 @@
+"""Columns of rows of any length, and how they are split and shuffled."""

@@ -1,0 +1,302 @@
+"""Named columns over the same rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from rl_core.data.ragged import Ragged, row_index
+
+Local = Ragged | np.ndarray
+"""A column whose values are in this process."""
+
+TOKENS = "tokens"
+"""The column every token-aligned column shares its row lengths with."""
+
+
+class RowStore(Protocol):
+    """Columns over the same rows that lie elsewhere, such as in an object store."""
+
+    def fetch(self) -> Batch:
+        """Bring the columns into this process."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class RemoteRows:
+    """Rows picked from stores, in order; selecting and joining move no data. Columns over the same rows share one.
+
+    Args:
+        stores: that hold the rows.
+        part: int64 `[rows]`, index into `stores` of each row.
+        row: int64 `[rows]`, row within that store.
+        lengths: int64 `[rows]`, tokens of each row, so that rows can be planned without being read.
+    """
+
+    stores: tuple[RowStore, ...]
+    part: np.ndarray
+    row: np.ndarray
+    lengths: np.ndarray
+
+    @classmethod
+    def of(cls, store: RowStore, lengths: ArrayLike) -> RemoteRows:
+        """All rows of one store."""
+        lengths = np.asarray(lengths, dtype=np.int64)
+        return cls((store,), np.zeros(len(lengths), dtype=np.int64), np.arange(len(lengths)), lengths)
+
+    @classmethod
+    def split_over(cls, stores: Sequence[RowStore], rows: Sequence[np.ndarray], lengths: np.ndarray) -> RemoteRows:
+        """Rows `0, 1, ...` of which store i holds `rows[i]`, in that order."""
+        sizes = [len(each) for each in rows]
+        order = np.argsort(np.concatenate(rows), kind="stable")
+        part = np.repeat(np.arange(len(rows)), sizes)[order]
+        row = np.concatenate([np.arange(size) for size in sizes])[order]
+        # stores without rows are left out: nobody may know their columns
+        return cls(tuple(stores), part, row, lengths).select(np.arange(len(lengths)))
+
+    def __len__(self) -> int:
+        return len(self.row)
+
+    def columns(self, names: Sequence[str]) -> dict[str, Column]:
+        """These columns of the stores."""
+        return {name: RemoteColumn(self, name) for name in names}
+
+    def select(self, rows: ArrayLike) -> RemoteRows:
+        """The given rows, in the given order."""
+        index = row_index(rows)
+        used, part = np.unique(self.part[index], return_inverse=True)
+        # without rows one store stays, which knows what a row is like
+        stores = tuple(self.stores[i] for i in used) or self.stores[:1]
+        return RemoteRows(stores, part, self.row[index], self.lengths[index])
+
+    def between(self, start: int, end: int) -> RemoteRows:
+        """Consecutive rows, which must be those of a single store."""
+        assert len(self.stores) == 1, f"rows of {len(self.stores)} stores are selected one by one"
+        return RemoteRows(self.stores, self.part[start:end], self.row[start:end], self.lengths[start:end])
+
+    def fetch(self, name: str) -> Local:
+        """The rows of one column, each store fetched once."""
+        return pick_rows([store.fetch()[name] for store in self.stores], self.part, self.row)
+
+    @staticmethod
+    def concat(parts: Sequence[RemoteRows]) -> RemoteRows:
+        """Rows of all parts, in order."""
+        stores = {id(store): store for rows in parts for store in rows.stores}
+        place = {key: index for index, key in enumerate(stores)}
+        places = [np.array([place[id(store)] for store in rows.stores], dtype=np.int64) for rows in parts]
+        return RemoteRows(
+            tuple(stores.values()),
+            np.concatenate([own[rows.part] for own, rows in zip(places, parts, strict=True)]),
+            np.concatenate([rows.row for rows in parts]),
+            np.concatenate([rows.lengths for rows in parts]),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class RemoteColumn:
+    """A column that lies elsewhere.
+
+    Args:
+        rows: of the column.
+        name: of the column in their stores.
+        zeroed: bool `[rows]`, rows whose values count as zeros; None for none.
+    """
+
+    rows: RemoteRows
+    name: str
+    zeroed: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def fetch(self) -> Local:
+        """The values, in this process."""
+        return zero_rows(self.rows.fetch(self.name), self.zeroed)
+
+
+Column = Ragged | np.ndarray | RemoteColumn
+
+
+def pick_rows(parts: Sequence[Local], part: np.ndarray, row: np.ndarray) -> Local:
+    """Rows of a column that lies in several parts, at least one.
+
+    Args:
+        parts: of the column.
+        part, row: int64 `[rows]`, which row of which part each is.
+    """
+    first = parts[0]
+    if isinstance(first, Ragged):
+        picked = [parts[p][r] for p, r in zip(part.tolist(), row.tolist(), strict=True)]
+        return Ragged.from_rows(picked, first.values.dtype, first.values.shape[1:])
+    starts = np.cumsum([0] + [len(each) for each in parts])[:-1]
+    return np.concatenate(parts)[starts[part] + row]  # type: ignore[arg-type]  # all parts are of one kind
+
+
+def zero_rows(column: Local, zeroed: np.ndarray | None) -> Local:
+    """The column with zeros in the rows for which `zeroed`, bool `[rows]`, says so; None says so for none."""
+    if zeroed is None or not zeroed.any():
+        return column
+    if isinstance(column, Ragged):
+        values = column.values.copy()
+        values[np.repeat(zeroed, column.lengths)] = 0
+        return column.like(values)
+    values = column.copy()
+    values[zeroed] = 0
+    return values
+
+
+class Batch:
+    """Columns over the same rows, each a `Ragged`, an array or a `RemoteColumn` that lies elsewhere.
+
+    Token-aligned columns share their row lengths with `tokens`. Rows that carry the same `pair` id belong together
+    and stay in one microbatch. A batch is never changed: every method returns another.
+
+    Args:
+        columns: name to column; all must have the same number of rows, and at least one is needed.
+
+    Raises:
+        ValueError: naming the columns whose number of rows differs.
+    """
+
+    def __init__(self, columns: Mapping[str, Column]) -> None:
+        if not columns:
+            raise ValueError("a Batch needs at least one column")
+        kept = {name: _checked(column) for name, column in columns.items()}
+        rows = {name: len(column) for name, column in kept.items()}
+        if len(set(rows.values())) > 1:
+            raise ValueError(f"columns of a Batch must have the same number of rows, got {rows}")
+        self._columns: dict[str, Column] = kept
+
+    def __len__(self) -> int:
+        return len(next(iter(self._columns.values())))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._columns
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._columns)
+
+    def __repr__(self) -> str:
+        return f"Batch({len(self)} rows: {', '.join(self._columns)})"
+
+    @property
+    def columns(self) -> Mapping[str, Column]:
+        """The columns as they are, without fetching."""
+        return dict(self._columns)
+
+    def __getitem__(self, name: str) -> Local:
+        """The column's values, fetched if they lie elsewhere."""
+        self.require(name)
+        column = self._columns[name]
+        if isinstance(column, RemoteColumn):
+            return column.fetch()
+        return column
+
+    def ragged(self, name: str) -> Ragged:
+        """The column, which must be a `Ragged`."""
+        column = self[name]
+        if not isinstance(column, Ragged):
+            raise TypeError(f"column {name!r} is an array, not a Ragged")
+        return column
+
+    def array(self, name: str) -> np.ndarray:
+        """The column, which must be an array."""
+        column = self[name]
+        if isinstance(column, Ragged):
+            raise TypeError(f"column {name!r} is a Ragged, not an array")
+        return column
+
+    def require(self, *names: str) -> None:
+        """Raise a `ValueError` that lists every missing column of `names`."""
+        missing = [name for name in names if name not in self._columns]
+        if missing:
+            raise ValueError(f"batch lacks columns {missing}; it has {sorted(self._columns)}")
+
+    def only(self, names: Sequence[str]) -> Batch:
+        """The named columns alone."""
+        self.require(*names)
+        return Batch({name: self._columns[name] for name in names})
+
+    def with_columns(self, columns: Mapping[str, Column]) -> Batch:
+        """The same rows with columns added or replaced."""
+        return Batch({**self._columns, **columns})
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """int64 `[rows]`, the length of each row of `tokens`, known without fetching them."""
+        self.require(TOKENS)
+        column = self._columns[TOKENS]
+        return column.rows.lengths if isinstance(column, RemoteColumn) else self.ragged(TOKENS).lengths
+
+    def with_zeros(self, name: str, zeroed: np.ndarray) -> Batch:
+        """The same rows with zeros in this column of those for which `zeroed`, bool `[rows]`, says so."""
+        self.require(name)
+        column = self._columns[name]
+        if isinstance(column, RemoteColumn):
+            before = False if column.zeroed is None else column.zeroed
+            return self.with_columns({name: replace(column, zeroed=before | zeroed)})
+        return self.with_columns({name: zero_rows(column, zeroed)})
+
+    def select(self, rows: ArrayLike) -> Batch:
+        """The given rows, in the given order."""
+        index = row_index(rows)
+        # columns that share their rows before share them after
+        remote = {rows: rows.select(index) for rows in {column.rows for column in self._remote()}}
+        return Batch({name: _select(column, index, remote) for name, column in self._columns.items()})
+
+    def split(self, sizes: Sequence[int]) -> list[Batch]:
+        """Consecutive parts of the given numbers of rows, which must add up to all rows."""
+        if sum(sizes) != len(self):
+            raise ValueError(f"parts of {list(sizes)} rows do not add up to {len(self)} rows")
+        ends = np.cumsum(sizes)
+        return [self.select(np.arange(end - size, end)) for size, end in zip(sizes, ends, strict=True)]
+
+    def local(self) -> Batch:
+        """The same batch with every column in this process."""
+        return Batch({name: self[name] for name in self._columns})
+
+    @staticmethod
+    def concat(batches: Sequence[Batch]) -> Batch:
+        """Rows of all batches, in order; there must be at least one, and all must have the same columns."""
+        if not batches:
+            raise ValueError("no batches to join: their columns are not known")
+        names = set(batches[0])
+        for batch in batches:
+            if set(batch) != names:
+                raise ValueError(f"batches to join must have the same columns, got {sorted(names)} and {sorted(batch)}")
+        joined: dict[tuple[RemoteRows, ...], RemoteRows] = {}
+        return Batch({name: _concat([batch._columns[name] for batch in batches], joined) for name in batches[0]})
+
+    def _remote(self) -> list[RemoteColumn]:
+        return [column for column in self._columns.values() if isinstance(column, RemoteColumn)]
+
+
+def _checked(column: Column) -> Column:
+    if isinstance(column, Ragged | RemoteColumn | np.ndarray):
+        return column
+    raise TypeError(f"a column is a Ragged, an array or a RemoteColumn, got {type(column).__name__}")
+
+
+def _select(column: Column, index: np.ndarray, remote: Mapping[RemoteRows, RemoteRows]) -> Column:
+    if isinstance(column, RemoteColumn):
+        zeroed = None if column.zeroed is None else column.zeroed[index]
+        return RemoteColumn(remote[column.rows], column.name, zeroed)
+    return column.select(index) if isinstance(column, Ragged) else column[index]
+
+
+def _concat(columns: Sequence[Column], joined: dict[tuple[RemoteRows, ...], RemoteRows]) -> Column:
+    remote = [column for column in columns if isinstance(column, RemoteColumn)]
+    if len(remote) == len(columns) and len({column.name for column in remote}) == 1:
+        key = tuple(column.rows for column in remote)
+        if key not in joined:
+            joined[key] = RemoteRows.concat(key)
+        if all(column.zeroed is None for column in remote):
+            return RemoteColumn(joined[key], remote[0].name)
+        zeroed = [np.zeros(len(column), dtype=bool) if column.zeroed is None else column.zeroed for column in remote]
+        return RemoteColumn(joined[key], remote[0].name, np.concatenate(zeroed))
+    fetched: Any = [column.fetch() if isinstance(column, RemoteColumn) else column for column in columns]
+    return Ragged.concat(fetched) if isinstance(fetched[0], Ragged) else np.concatenate(fetched)

@@ -1,0 +1,230 @@
+"""Assign rows to data-parallel ranks and to microbatches: pure functions on row lengths."""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from rl_core.data.batch import TOKENS, Batch
+from rl_core.model_config import ModelConfig
+
+PAIR = "pair"
+"""The column whose equal ids keep rows in one shard and one microbatch."""
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """Rows that travel together."""
+
+    rows: tuple[int, ...]
+    tokens: int
+    longest: int
+
+
+def shard(lengths: ArrayLike, num_shards: int, groups: ArrayLike | None = None) -> list[np.ndarray]:
+    """Split rows over data-parallel ranks, balanced by tokens and then by rows.
+
+    The longest unit goes first, each to the lightest shard, so no two shards differ by more tokens than the longest
+    unit has.
+
+    Args:
+        lengths: `[rows]`, tokens of each row.
+        num_shards: number of ranks.
+        groups: `[rows]`, ids; rows with the same id form one unit and stay together. A row is a unit of its own
+            without it.
+
+    Returns:
+        int64 row indices of each shard, rising; a shard may be empty.
+    """
+    if num_shards < 1:
+        raise ValueError(f"num_shards must be at least 1, got {num_shards}")
+    sizes = np.asarray(lengths, dtype=np.int64)
+    unit_of, first = _unit_numbers(sizes, groups)
+    tokens, num_rows = np.zeros_like(first), np.bincount(unit_of, minlength=len(first))
+    np.add.at(tokens, unit_of, sizes)
+    order = np.lexsort((first, -tokens))
+    loads = [(0, 0, index) for index in range(num_shards)]  # a heap of tokens, rows and shard
+    chosen = []
+    for more_tokens, more_rows in zip(tokens[order].tolist(), num_rows[order].tolist(), strict=True):
+        load_tokens, load_rows, lightest = loads[0]
+        chosen.append(lightest)
+        heapq.heapreplace(loads, (load_tokens + more_tokens, load_rows + more_rows, lightest))
+    shard_of_unit = np.zeros_like(first)
+    shard_of_unit[order] = chosen
+    shard_of = shard_of_unit[unit_of]
+    ends = np.cumsum(np.bincount(shard_of, minlength=num_shards))
+    return np.split(np.argsort(shard_of, kind="stable"), ends[:-1])
+
+
+def plan_microbatches(
+    lengths: ArrayLike,
+    *,
+    max_tokens: int | None = None,
+    max_rows: int | None = None,
+    padded: bool = False,
+    min_count: int = 0,
+    groups: ArrayLike | None = None,
+) -> list[np.ndarray]:
+    """Split one rank's rows into microbatches.
+
+    Packing: `max_tokens` bounds the sum of the lengths (best fit, longest first). Dynamic batching: with `padded`,
+    `max_tokens` bounds the number of rows times the longest of them, rows of like length together. Plain: `max_rows`
+    consecutive rows. A unit (a row, or a group) larger than the budget travels alone.
+
+    Args:
+        lengths: `[rows]`, tokens of each row.
+        max_tokens: token budget; exactly one of `max_tokens` and `max_rows` must be given.
+        max_rows: row budget.
+        padded: whether padding counts towards `max_tokens`.
+        min_count: return at least this many; microbatches of several units are split, then empty ones follow.
+        groups: `[rows]`, ids; rows with the same id stay in one microbatch.
+
+    Returns:
+        int64 row indices of each microbatch, rising.
+    """
+    if (max_tokens is None) == (max_rows is None):
+        raise ValueError(f"give one of max_tokens and max_rows, got {max_tokens} and {max_rows}")
+    units = _units(lengths, groups)
+    if max_rows is not None:
+        plan = _consecutive(units, max_rows)
+    elif max_tokens is not None and padded:
+        plan = _alike(units, max_tokens)
+    else:
+        plan = _best_fit(units, max_tokens or 0)
+    return [_indices([row for unit in bin_ for row in unit.rows]) for bin_ in _at_least(plan, min_count)]
+
+
+@dataclass(frozen=True)
+class Batching:
+    """How a model's rows become microbatches.
+
+    Args:
+        packed: rows lie end to end; otherwise they are padded.
+        max_tokens: token budget of a microbatch, padding included; None if rows are counted.
+        max_rows: row budget, if there is no token budget.
+    """
+
+    packed: bool
+    max_tokens: int | None
+    max_rows: int | None
+
+    @classmethod
+    def of(cls, config: ModelConfig, *, training: bool) -> Batching:
+        """The batching that a model's config asks for, in training or in forward-only passes.
+
+        Raises:
+            ValueError: if both packing and dynamic batching are enabled.
+        """
+        rows = config.train_micro_batch_size if training else config.logprob_batch_size
+        packing, dynamic = config.sequence_packing, config.dynamic_batching
+        if packing.enabled and dynamic.enabled:
+            raise ValueError("sequence_packing and dynamic_batching are both enabled; disable one of them")
+        if not (packing.enabled or dynamic.enabled):
+            return cls(packed=False, max_tokens=None, max_rows=rows)
+        chosen = packing if packing.enabled else dynamic
+        tokens = chosen.train_mb_tokens if training else chosen.logprob_mb_tokens
+        return cls(packed=packing.enabled, max_tokens=tokens or rows * config.max_total_sequence_length, max_rows=None)
+
+    def plan(self, batch: Batch, min_count: int = 0) -> list[np.ndarray]:
+        """Row indices of each microbatch, as `plan_microbatches`; rows with the same `pair` id stay together."""
+        return plan_microbatches(
+            batch.ragged(TOKENS).lengths,
+            max_tokens=self.max_tokens,
+            max_rows=self.max_rows,
+            padded=not self.packed,
+            min_count=min_count,
+            groups=batch.array(PAIR) if PAIR in batch else None,
+        )
+
+
+def _units(lengths: ArrayLike, groups: ArrayLike | None) -> list[_Unit]:
+    sizes = np.asarray(lengths, dtype=np.int64)
+    if groups is None:
+        return [_Unit((row,), int(size), int(size)) for row, size in enumerate(sizes)]
+    members: dict[object, list[int]] = {}
+    for row, id_ in enumerate(_ids(sizes, groups).tolist()):
+        members.setdefault(id_, []).append(row)
+    return [_Unit(tuple(rows), int(sizes[rows].sum()), int(sizes[rows].max())) for rows in members.values()]
+
+
+def _unit_numbers(sizes: np.ndarray, groups: ArrayLike | None) -> tuple[np.ndarray, np.ndarray]:
+    """int64 `[rows]`, the unit of each row, and `[units]`, the first row of each unit."""
+    if groups is None:
+        return np.arange(len(sizes)), np.arange(len(sizes))
+    ids = _ids(sizes, groups)
+    _, first, unit_of = np.unique(ids, return_index=True, return_inverse=True)
+    return unit_of, first
+
+
+def _ids(sizes: np.ndarray, groups: ArrayLike) -> np.ndarray:
+    ids = np.asarray(groups)
+    if ids.shape != sizes.shape:
+        raise ValueError(f"groups must have one id per row: {ids.shape} ids for {sizes.shape} rows")
+    return ids
+
+
+def _by_tokens(units: Sequence[_Unit]) -> list[_Unit]:
+    return sorted(units, key=lambda unit: (-unit.tokens, unit.rows[0]))
+
+
+def _consecutive(units: Sequence[_Unit], max_rows: int) -> list[list[_Unit]]:
+    plan: list[list[_Unit]] = []
+    rows = 0
+    for unit in units:
+        if not plan or rows + len(unit.rows) > max_rows:
+            plan.append([])
+            rows = 0
+        plan[-1].append(unit)
+        rows += len(unit.rows)
+    return plan
+
+
+def _alike(units: Sequence[_Unit], max_tokens: int) -> list[list[_Unit]]:
+    plan: list[list[_Unit]] = []
+    rows = longest = 0
+    for unit in sorted(units, key=lambda unit: (-unit.longest, unit.rows[0])):
+        if not plan or (rows + len(unit.rows)) * longest > max_tokens:
+            plan.append([])
+            rows, longest = 0, unit.longest
+        plan[-1].append(unit)
+        rows += len(unit.rows)
+    return plan
+
+
+def _best_fit(units: Sequence[_Unit], max_tokens: int) -> list[list[_Unit]]:
+    plan: list[list[_Unit]] = []
+    free: list[tuple[int, int]] = []  # room of each microbatch and its place in the plan, rising
+    for unit in _by_tokens(units):
+        fitting = bisect_left(free, (unit.tokens, 0))
+        room, place = free.pop(fitting) if fitting < len(free) else (max_tokens, len(plan))
+        if place == len(plan):
+            plan.append([])
+        plan[place].append(unit)
+        insort(free, (room - unit.tokens, place))
+    return plan
+
+
+def _at_least(plan: list[list[_Unit]], min_count: int) -> list[list[_Unit]]:
+    """Halve the microbatch of most tokens until there are enough; the rest stay empty."""
+    plan = list(plan)
+    while len(plan) < min_count:
+        largest = max(
+            (index for index, units in enumerate(plan) if len(units) > 1),
+            key=lambda index: (sum(unit.tokens for unit in plan[index]), -index),
+            default=None,
+        )
+        if largest is None:
+            plan.append([])
+        else:
+            ordered = _by_tokens(plan[largest])
+            plan[largest : largest + 1] = [ordered[0::2], ordered[1::2]]
+    return plan
+
+
+def _indices(rows: Sequence[int]) -> np.ndarray:
+    return np.sort(np.asarray(rows, dtype=np.int64))

@@ -1,0 +1,175 @@
+"""Rows that lie in many stores, brought together for every shard of a model: pure functions.
+
+A shard's rows come from about as many groups as it has rows. Were each rank to read all of them, a step would make as
+many requests as it has rollouts, for several times the data. So a few ranks, the pickers, each read a part of the
+stores once and lay out their rows by shard; a rank then gets one chunk from each picker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rl_core.data.batch import Batch, Column, Local, RemoteColumn, RemoteRows, RowStore, pick_rows, zero_rows
+from rl_core.data.ragged import Ragged
+
+Chunk = Sequence[Batch | None]
+"""The rows that a picker has for one shard: for each family, in the order of the shard; None if it read no store of
+that family."""
+
+
+@dataclass(frozen=True)
+class Pick:
+    """Which rows a picker takes of one family, the columns that lie in the same rows.
+
+    Args:
+        names: of the columns in the stores.
+        stores: how many of the picker's stores hold the family, in order.
+        part, row: int64, a row per shard: which row of which of those stores each of its rows is.
+    """
+
+    names: tuple[str, ...]
+    stores: int
+    part: Ragged
+    row: Ragged
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the rows of one shard lie in the chunks that it gets, for one family.
+
+    Args:
+        columns: name in the batch, to name in the stores.
+        part, row: int64 `[rows]`, which row of which chunk each is.
+        zeroed: bool `[rows]` by column, rows that count as zeros.
+    """
+
+    columns: Mapping[str, str]
+    part: np.ndarray
+    row: np.ndarray
+    zeroed: Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The rows of one data-parallel rank.
+
+    Args:
+        local: columns that came with it.
+        layouts: of the families that did not.
+    """
+
+    local: Batch | None
+    layouts: tuple[Layout, ...] = ()
+
+    def assemble(self, chunks: Sequence[Chunk]) -> Batch:
+        """The whole batch, from the chunk of each picker for this shard."""
+        columns: dict[str, Column] = dict(self.local.columns) if self.local is not None else {}
+        for family, layout in enumerate(self.layouts):
+            found = {picker: rows for picker, chunk in enumerate(chunks) if (rows := chunk[family]) is not None}
+            part = np.searchsorted(list(found), layout.part)
+            for name, stored in layout.columns.items():
+                parts: list[Local] = [rows[stored] for rows in found.values()]
+                columns[name] = zero_rows(pick_rows(parts, part, layout.row), layout.zeroed.get(name))
+        return Batch(columns)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A shuffle.
+
+    Args:
+        picks: of each picker, a `Pick` per family.
+        stores: that each picker reads, family after family.
+        shards: the parts that make up each shard, in order.
+    """
+
+    picks: tuple[tuple[Pick, ...], ...]
+    stores: tuple[tuple[RowStore, ...], ...]
+    shards: tuple[Shard, ...]
+
+
+def plan_shuffle(batch: Batch, rows: Sequence[np.ndarray], max_pickers: int) -> Plan:
+    """Plan how the rows of each shard are brought together; fetches nothing.
+
+    Args:
+        batch: columns that are local are sent as they are.
+        rows: int64, those of each shard.
+        max_pickers: most pickers; there are fewer if there are fewer stores, and none if every column is local.
+    """
+    families = _families(batch)
+    near = [name for name, column in batch.columns.items() if not isinstance(column, RemoteColumn)]
+    local = batch.only(near) if near else None
+    num_pickers = min(max_pickers, max((len(family.stores) for family in families), default=0))
+    picked = [_plan_family(family, columns, rows, num_pickers) for family, columns in families.items()]
+    return Plan(
+        picks=tuple(tuple(picks[picker] for picks, _, _ in picked) for picker in range(num_pickers)),
+        stores=tuple(
+            tuple(store for _, stores, _ in picked for store in stores[picker]) for picker in range(num_pickers)
+        ),
+        shards=tuple(
+            Shard(None if local is None else local.select(index), tuple(layouts[shard] for _, _, layouts in picked))
+            for shard, index in enumerate(rows)
+        ),
+    )
+
+
+def pick(picks: Sequence[Pick], stores: Sequence[Batch]) -> list[Chunk]:
+    """The rows that a picker has for each shard."""
+    chunks: list[list[Batch | None]] = [[] for _ in range(len(picks[0].part))]
+    begin = 0
+    for each in picks:
+        held = stores[begin : begin + each.stores]
+        begin += each.stores
+        for chunk, part, row in zip(chunks, each.part, each.row, strict=True):
+            columns = {name: pick_rows([store[name] for store in held], part, row) for name in each.names if held}
+            chunk.append(Batch(columns) if columns else None)
+    return list(chunks)
+
+
+def _families(batch: Batch) -> dict[RemoteRows, dict[str, RemoteColumn]]:
+    families: dict[RemoteRows, dict[str, RemoteColumn]] = {}
+    for name, column in batch.columns.items():
+        if isinstance(column, RemoteColumn):
+            families.setdefault(column.rows, {})[name] = column
+    return families
+
+
+def _plan_family(
+    family: RemoteRows, columns: Mapping[str, RemoteColumn], rows: Sequence[np.ndarray], num_pickers: int
+) -> tuple[list[Pick], list[tuple[RowStore, ...]], list[Layout]]:
+    """For each picker its pick and stores, and for each shard its layout."""
+    num_stores = len(family.stores)
+    picker_of = np.arange(num_stores) * num_pickers // num_stores
+    first = np.searchsorted(picker_of, np.arange(num_pickers + 1))
+    sizes = [len(index) for index in rows]
+    index = np.concatenate(rows)
+    shard = np.repeat(np.arange(len(rows)), sizes)
+    part, row = family.part[index], family.row[index]
+    picker = picker_of[part]
+    place = np.zeros(len(index), dtype=np.int64)
+    picks = []
+    names = tuple(dict.fromkeys(column.name for column in columns.values()))
+    for number in range(num_pickers):
+        mine = np.flatnonzero(picker == number)
+        offsets = np.searchsorted(shard[mine], np.arange(len(rows) + 1))
+        place[mine] = np.arange(len(mine)) - offsets[shard[mine]]
+        picks.append(
+            Pick(
+                names,
+                int(first[number + 1] - first[number]),
+                Ragged(part[mine] - first[number], offsets),
+                Ragged(row[mine], offsets),
+            )
+        )
+    ends = np.cumsum(sizes)
+    zeroed = {name: column.zeroed[index] for name, column in columns.items() if column.zeroed is not None}
+    stored = {name: column.name for name, column in columns.items()}
+    layouts = [
+        Layout(stored, picker[begin:end], place[begin:end], {name: each[begin:end] for name, each in zeroed.items()})
+        for begin, end in zip(ends - sizes, ends, strict=True)
+    ]
+    stores = [family.stores[first[number] : first[number + 1]] for number in range(num_pickers)]
+    return picks, stores, layouts

@@ -1,0 +1,112 @@
+"""A plain class that plays one conversation, as an environment."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rl_core.environments.reward_function import Arguments
+from rl_core.environments.reward_log import RewardLog, merged_info
+from rl_core.environments.together import Together
+from rl_core.rollouts.environment import Conversation, StepResult, UnusableAnswer
+
+
+def plays_one(kind: Any) -> bool:
+    """Whether a class has a method `step` that takes one conversation, rather than `conversations` and `states`."""
+    step = inspect.getattr_static(kind, "step", None)
+    if not callable(step):
+        return False
+    return "conversations" not in inspect.signature(step).parameters
+
+
+@dataclass(frozen=True)
+class _Player:
+    """State of a conversation: the object that plays it."""
+
+    step: Callable[..., Any]
+    arguments: Arguments
+    close: Callable[[], Any] | None
+
+
+class ConversationEnvironment:
+    """An environment that makes an object for every conversation, which keeps the state of that one.
+
+    Its method `step` is given what its parameters name, as a reward function is: `response`, `prompt`, `messages`,
+    `truncated`, `tool_calls`, `trainer_state`, `log_metric`, `log_extra`, and the fields of the prompt's row. It may be
+    `async`, and returns
+
+    - a text: the next message to the policy, with reward 0;
+    - a text and a reward: the same with that reward;
+    - a number, or numbers by name: the reward, with which the rollout ends;
+    - a `StepResult`, for anything else.
+
+    A method `close` without parameters, if there is one, is called when the conversation is over.
+
+    Args:
+        make: makes the object of a conversation.
+        name: of the class, for messages.
+    """
+
+    def __init__(self, make: Callable[[], Any], name: str) -> None:
+        self._make = make
+        self._name = name
+        self._together = Together()
+
+    def step(self, conversations: Sequence[Conversation], states: Sequence[Any]) -> list[StepResult]:
+        """Step the objects; those of `async` classes together."""
+        players: list[_Player] = [state or self._begin() for state in states]
+        logs = [RewardLog(f"{self._name}.step", 1) for _ in conversations]
+        returned = [
+            player.step(**player.arguments.of(conversation), **player.arguments.logs_of(log))
+            for player, conversation, log in zip(players, conversations, logs, strict=True)
+        ]
+        if any(inspect.isawaitable(each) for each in returned):
+            returned = self._together(lambda: returned)
+        return [
+            self._result(each, player, *log.infos()) for each, player, log in zip(returned, players, logs, strict=True)
+        ]
+
+    def close(self, states: Sequence[Any]) -> None:
+        """Close the objects of conversations that are over."""
+        closed = [state.close() for state in states if state is not None and state.close is not None]
+        if any(inspect.isawaitable(each) for each in closed):
+            self._together(lambda: closed)
+
+    def _begin(self) -> _Player:
+        player = self._make()
+        close = inspect.getattr_static(player, "close", None)
+        return _Player(
+            player.step, Arguments(player.step, f"{self._name}.step"), player.close if callable(close) else None
+        )
+
+    def _result(self, returned: Any, player: _Player, info: Mapping[str, Any]) -> StepResult:
+        match returned:
+            case StepResult():
+                found = returned
+            case str():
+                found = _goes_on(returned, 0.0)
+            case (str(text), reward):
+                found = _goes_on(text, reward)
+            case None | list() | tuple():
+                raise UnusableAnswer(
+                    f"{self._name}.step returned {returned!r:.80}; return a text to go on, a number to end with that "
+                    "reward, a text and a number, or a StepResult"
+                )
+            case _:
+                found = StepResult(reward=returned)
+        # the object is kept even if the conversation is over, so that it is closed
+        return StepResult(
+            found.reward,
+            found.done,
+            found.observation,
+            player,
+            found.stop_strings,
+            merged_info(info, found.info),
+            found.max_new_tokens,
+        )
+
+
+def _goes_on(text: str, reward: float | Mapping[str, float]) -> StepResult:
+    return StepResult(reward=reward, done=False, observation=({"role": "user", "content": text},))

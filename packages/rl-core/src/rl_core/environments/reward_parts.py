@@ -1,0 +1,37 @@
+"""Rewards that go with others in `env.<name>.rewards`, such as `rl_core.environments.reward_parts:thinking_format`."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+
+_THINKING = re.compile(r"\s*<think>(?:(?!</?think>).)+</think>(?:(?!</?think>).)*\S(?:(?!</?think>).)*", re.DOTALL)
+
+
+def thinking_format(response: str) -> float:
+    """1 if the response is one `<think>...</think>` and an answer behind it, else 0."""
+    return float(_THINKING.fullmatch(response) is not None)
+
+
+def length_penalty(response: str, max_characters: int = 4000) -> float:
+    """0 up to so many characters, falling linearly to -1 at twice as many; a row may say how many are allowed."""
+    over = len(response) - max_characters
+    return -min(max(over / max_characters, 0.0), 1.0)
+
+
+def language_consistency(response: str, prompt: str) -> float:
+    """Share of the response's letters in scripts that the prompt uses as well; 1 for a response without letters.
+
+    DeepSeek-R1 rewards the share of words in the target language (arXiv:2501.12948); scripts tell, say, Chinese from
+    English, and not English from French.
+    """
+    allowed = {_script(character) for character in prompt if character.isalpha()}
+    letters = [character for character in response if character.isalpha()]
+    if not letters or not allowed:
+        return 1.0
+    return sum(_script(character) in allowed for character in letters) / len(letters)
+
+
+def _script(letter: str) -> str:
+    """The script of a letter, as the first word of its Unicode name says it."""
+    return unicodedata.name(letter, "UNKNOWN").partition(" ")[0].removesuffix("-")

@@ -1,0 +1,361 @@
+"""What a plugin says of itself: its config, its requirement and the names of what it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import packages_distributions
+from typing import TYPE_CHECKING, Any
+
+from rl_core.plugins.user_code import FromFile
+
+if TYPE_CHECKING:
+    from rl_core.config import Config, Problem
+    from rl_core.devices import Device
+    from rl_core.model import ModelSpec
+    from rl_core.model_config import ModelConfig
+    from rl_core.selfcheck.cases import MeshCase
+
+SectionNames = Callable[[str], tuple[str, ...]]
+"""From the dotted key of a section of a config to the names of those within it; none if there is no such section."""
+
+
+WrittenValues = Callable[[str], Any]
+"""From a dotted key of a config to the value that the user wrote there; None if there is none."""
+
+POLICIES = "rl.policies"
+GENERATORS = "rl.generators"
+ENVIRONMENTS = "rl.environments"
+ALGORITHMS = "rl.algorithms"
+DATASETS = "rl.datasets"
+
+KINDS = {
+    POLICIES: "training backend",
+    GENERATORS: "generation engine",
+    ENVIRONMENTS: "environment",
+    ALGORITHMS: "algorithm",
+    DATASETS: "dataset",
+}
+"""Groups of entry points, each with what its plugins are, in words."""
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """The packages that a class needs where it runs: a distribution and, by device (`cpu`, `cuda`), its extras.
+
+    Args:
+        distribution: as pip names it.
+        extras: device to the extras that bring the engine there.
+        imports: modules whose presence shows that the extras are installed.
+    """
+
+    distribution: str
+    extras: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    imports: tuple[str, ...] = ()
+
+
+def requirement_of(path: str) -> Requirement:
+    """The requirement of a function or class that is named as `package.module:Name`: the distribution installed here
+    that has the package. Of a package that no distribution has, only that it can be imported."""
+    package = path.partition(":")[0].partition(".")[0]
+    providers = packages_distributions().get(package, ["rl-core"])
+    return Requirement(providers[0], imports=(package,))
+
+
+def nothing_further(config: Any) -> tuple[Requirement, ...]:
+    """For a backend or an algorithm whose workers need the same packages whatever its config."""
+    return ()
+
+
+def reports_routing(config: Any, device: Device) -> str:
+    """For a generator whose completions can carry the experts that tokens were sent to, wherever it runs."""
+    return ""
+
+
+def reports_no_routing(config: Any, device: Device) -> str:
+    """For a generator whose completions never carry the experts that tokens were sent to."""
+    return "it has no such output; choose another generation.backend"
+
+
+def applies_no_adapters(config: Any, model: ModelConfig, device: Device) -> str:
+    """For a generator that serves whole weights alone."""
+    return "it applies no adapters; set lora_sync=merged, or choose generation.backend=vllm"
+
+
+@dataclass(frozen=True)
+class Preload:
+    """What a worker's process imports before it knows its work, so that one such import can serve many processes.
+
+    Args:
+        modules: imported in this order. They start no thread and use no GPU; `rl_core.fork_server` has the rest.
+        variables: environment variables that they read when they are imported; those that the user set win.
+    """
+
+    modules: tuple[str, ...] = ()
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class BackendPlugin:
+    """A training backend or a generation engine: its light half.
+
+    Args:
+        name: as users write it.
+        key: where its config lives, in a model's section (`dtensor_cfg`) or in `policy.generation` (`vllm_cfg`).
+        config: type of that config; a training backend's extends `rl_core.model_config.BackendConfig`.
+        worker: `"package.module:Class"`, a `ModelWorker` or a `Generator`, imported in the worker's environment.
+        requirement: what that environment needs.
+        preload: from the backend's config and the device to what its workers import in any case; if None, the module of
+            `worker`.
+        further: from the backend's config to what else that environment needs with these settings, such as an extra
+            with a kernel that they choose.
+        ranks: from the backend's config to the number of ranks that one model (training: one data-parallel shard times
+            model parallel) or one replica (generation) needs at least; the world must be a multiple of it.
+        checks: static checks, called as `check(section, config)` before any process starts, with the section of the
+            model (for an engine, of the model it serves) and the whole resolved config. Keys of their problems are
+            relative to that section, whatever its role.
+        preflight: `"package.module:function"`, called in the worker's environment before Ray starts, with that section
+            as plain data; returns problems as text that begins with a key of the section.
+        selfcheck: `"package.module:function"` of a training backend, called in the worker's environment with a model's
+            folder or hub name, and with None or the one `rl_core.selfcheck.cases.MeshCase` to check; yields a
+            `FamilyCase` for each mesh, layout of rows and kind of training on a tiny model of its family, on CPU, and
+            raises `ConfigError` if there is no such family.
+        mesh_case: from the section of a model to the case that its mesh comes down to at a small size.
+        replay_key: boolean key of a training backend's config by which its passes send tokens to the experts that the
+            generator chose; empty if it has none. The generator then reports them.
+        routing_problem: of a generator, from its config and the device to why its completions cannot carry the experts
+            that tokens were sent to (`Placement.reports_routing`); empty if they can.
+        adapter_problem: of a generator, from its config, the model and the device to why it cannot apply the low-rank
+            adapters of the policy itself (`GenerationConfig.lora_sync`); empty if it can.
+        keeps_cache: whether a generator can go on with keys and values of a request that a weight update interrupted
+            (`Placement.keeps_cache`).
+        held_families: model types (as in `config.json`) whose every mesh the backend's own tests hold; a run of another
+            family checks its case first.
+        family_table: `"package:file"` with results of the self-check, which a run reads instead of checking again; as
+            `rl_launch.doctor.family_table.FamilyTable` reads it. Empty if there are none.
+    """
+
+    name: str
+    key: str
+    config: type[Config]
+    worker: str
+    requirement: Requirement
+    ranks: Callable[[Any], int]
+    further: Callable[[Any], tuple[Requirement, ...]] = nothing_further
+    preload: Callable[[Any, Device], Preload] | None = None
+    checks: tuple[Callable[[Any, Any], Iterable[Problem]], ...] = ()
+    preflight: str = ""
+    selfcheck: str = ""
+    mesh_case: Callable[[Any], MeshCase] | None = None
+    replay_key: str = ""
+    routing_problem: Callable[[Any, Device], str] = reports_no_routing
+    adapter_problem: Callable[[Any, ModelConfig, Device], str] = applies_no_adapters
+    keeps_cache: bool = False
+    held_families: frozenset[str] = frozenset()
+    family_table: str = ""
+
+    def preload_of(self, config: Any, device: Device) -> Preload:
+        """What its workers import in any case, with this backend's config."""
+        return self.preload(config, device) if self.preload else Preload((self.worker.partition(":")[0],))
+
+
+@dataclass(frozen=True)
+class EnvironmentPlugin:
+    """An environment: its settings under `env.<name>` and the path of its class.
+
+    Args:
+        environment: `"package.module:Class"`, built as `Class(config)` in the environment's processes; or
+            `"package.module:function"`, a scoring function as `rl_core.environments.reward_function.as_environment`
+            takes it, which gets no settings of its own.
+        tools: `"package.module:function"` that returns the tools which the policy may call, functions or JSON schemas,
+            from the settings; called on the driver. Empty for an environment without tools.
+        row_check: `"package.module:function"`, called on the driver as `function(info, config)` for every row before a
+            run starts. It raises `ValueError` for a row that no completion can answer, and imports nothing heavy. Empty
+            to accept all rows.
+        machine_check: `"package.module:function"`, called by `rl doctor` as `function(config)` with the settings: why
+            the environment cannot run on this machine, and what to do; an empty string if it can. Empty if it runs
+            wherever its requirement is installed.
+    """
+
+    name: str
+    config: type[Config]
+    environment: str
+    requirement: Requirement
+    tools: str = ""
+    row_check: str = ""
+    machine_check: str = ""
+
+
+@dataclass(frozen=True)
+class DatasetPlugin:
+    """A dataset by name.
+
+    Args:
+        load: `"package.module:function"`, called as `load(settings, split)` and returning rows (mappings) that a
+            processor turns into prompts or training conversations; runs in the driver unless `requirement` names more
+            than the driver has.
+        requirement: what `load` needs installed.
+        settings: type of the settings, for listings and editors; `load` reads them itself.
+        tasks: `"package.module:function"` of a dataset that chooses among tasks by its setting `task`: returns a
+            `DatasetTask` for each, without importing what `load` needs, and nothing if that is not installed.
+    """
+
+    name: str
+    load: str
+    requirement: Requirement
+    settings: type[Config] | None = None
+    tasks: str = ""
+
+
+@dataclass(frozen=True)
+class DatasetTask:
+    """A task of a dataset that has several.
+
+    Args:
+        name: the setting `task`.
+        doc: one line.
+        settings: keys of the setting `config`, with their types and defaults as text.
+    """
+
+    name: str
+    doc: str
+    settings: Mapping[str, tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class ModelNeed:
+    """A model that an algorithm works with.
+
+    Args:
+        section: config section that holds it, one of `AlgorithmPlugin.model_sections`.
+        spec: its head, and whether it trains.
+        exported: whether checkpoints hold its Hugging Face files. The role `policy` is always exported.
+    """
+
+    section: str
+    spec: ModelSpec
+    exported: bool = False
+
+
+def export_suffixes(needs: Mapping[str, ModelNeed]) -> dict[str, str]:
+    """Roles whose Hugging Face files checkpoints hold, and the end of the names of their folders: those of the role
+    `policy` are `hf` and `adapter`, those of another role `hf_ROLE` and `adapter_ROLE`."""
+    return {"policy": "", **{role: f"_{role}" for role, need in needs.items() if need.exported and role != "policy"}}
+
+
+@dataclass(frozen=True)
+class TrainingDefaults:
+    """How a model trains in an algorithm, where its section of the config does not say.
+
+    Args:
+        lr: learning rate of `policy.optimizer.kwargs`.
+        adapter_lr: that of adapters, if `lora_cfg.enabled`.
+        rows: `train_global_batch_size`.
+    """
+
+    lr: float
+    adapter_lr: float
+    rows: int
+
+
+def no_defaults(written: WrittenValues) -> Mapping[str, TrainingDefaults]:
+    """The `training_defaults` of an algorithm whose models train by the defaults of `ModelConfig`."""
+    return {}
+
+
+@dataclass(frozen=True)
+class AlgorithmPlugin:
+    """An algorithm.
+
+    Args:
+        sections: config sections it adds to the root, by key (`grpo`, `loss_fn`, `data`, ...): the type of each, or a
+            function from what is written there, as plain values, to the type; it raises a `ProblemError` if that
+            chooses what does not exist.
+        load: `"package.module:function"`, called on the driver as `load(config)` before anything else: reads the data
+            and checks what can be checked without a tokenizer, which takes seconds to load.
+        inputs: `"package.module:function"`, called on the driver as `inputs(config)` before `load`, and by `rl doctor`:
+            problems of the files, folders and names that the data comes from, found without reading rows, so that all
+            of them are reported together. Empty to leave them to `load`.
+        attempts: `"package.module:function"`, called on the driver as `attempts(config, loaded)` with what `load`
+            returned: first rows of the data with responses, as lists of `rl_core.environments.trial.Attempt` by the
+            name of their environment, which is tried on them before anything is started. Empty if it has none.
+        prepare: `"package.module:function"`, called on the driver as `prepare(config, tokenizer, loaded)` with what
+            `load` returned, before anything is started: checks the tokenised data, and returns it.
+        preview: `"package.module:function"`, called as `preview(config)` and returning a
+            `rl_algos.data.preview.RowReader`, by which `rl data show` shows single rows as `load` and `prepare` read
+            them. Empty if its rows cannot be shown.
+        run: `"package.module:function"`, called as `run(config, components, run)` with `rl_core.run.Components` and
+            `Run`; empty if it does not train, and only evaluates.
+        generates: whether it needs rollouts; the config then has `policy.generation`.
+        rollouts: `"package.module:function"`, called as `rollouts(config, data)` and returning `RolloutNeeds`; only
+            if it generates.
+        evaluate: `"package.module:Class"`, built on the driver as `Class(config)`, which reads the data of an
+            evaluation, and used as `rl_algos.rollouts.evaluation.RolloutEvaluation`: its `attempts()` are as the
+            mapping of `attempts` here, and `plan(tokenizer)` returns the rollouts and their scoring. Empty if it does
+            not evaluate by rollouts.
+        evaluation_inputs: as `inputs`, of the data that `evaluate` reads. Empty to leave them to it.
+        evaluates_in_training: from the resolved config to whether a run has `evaluate` as it trains: the plan is then
+            in its `Components`, and the environments of the plan are started beside those of `rollouts`.
+        validation_metrics: from the resolved config to the names of the `val/` metrics that its run records, or to
+            None if they are not known before the run, as None for all configs says.
+        without_validation: dotted keys that ask for a validation or need one, with the values that do not; a config
+            that inherits them and takes out `data.validation` gets these.
+        models: from the resolved config to the models that the run needs, by role. The role `policy` is the model whose
+            weights are published and exported; others are exported if their need says so.
+        model_sections: config sections that hold a model, as dotted keys from the root: `policy`, `value`,
+            `teachers.math`. The root gets one of each. If users name some of them, a function to these keys from the
+            names that are written in other sections.
+        training_defaults: from the values that the user wrote to the defaults of models that train, by the key of their
+            section; a model that is not named has those of `ModelConfig`.
+        requirements: what its losses and rollout programs need installed; the extras only where models run.
+        further: from the resolved config to further requirements, such as `requirement_of` a loss that the user names.
+        checks: static checks on the whole resolved config.
+    """
+
+    name: str
+    sections: Mapping[str, type[Config] | Callable[[Any], type[Config]]]
+    load: str
+    prepare: str
+    run: str
+    generates: bool
+    models: Callable[[Any], Mapping[str, ModelNeed]]
+    model_sections: tuple[str, ...] | Callable[[SectionNames], tuple[str, ...]] = ("policy",)
+    training_defaults: Callable[[WrittenValues], Mapping[str, TrainingDefaults]] = no_defaults
+    requirements: tuple[Requirement, ...] = ()
+    further: Callable[[Any], tuple[Requirement, ...]] = nothing_further
+    inputs: str = ""
+    preview: str = ""
+    attempts: str = ""
+    rollouts: str = ""
+    evaluate: str = ""
+    evaluation_inputs: str = ""
+    evaluates_in_training: Callable[[Any], bool] | None = None
+    validation_metrics: Callable[[Any], Iterable[str] | None] | None = None
+    without_validation: Mapping[str, Any] = field(default_factory=dict)
+    checks: tuple[Callable[[Any], Iterable[Problem]], ...] = ()
+
+    def model_keys(self, names_in: SectionNames) -> tuple[str, ...]:
+        """`model_sections` of a config with these sections."""
+        return self.model_sections if isinstance(self.model_sections, tuple) else self.model_sections(names_in)
+
+
+@dataclass(frozen=True)
+class RolloutNeeds:
+    """The program that rollout workers of an algorithm run, and the environments that it needs.
+
+    Args:
+        program: `"package.module:Class"` of a `RolloutProgram`, or a class in a file of the user's.
+        program_args: its keyword arguments.
+        environments: names of the environments that score its prompts, as `rl_core.environments.instance.instance_of`
+            takes them.
+        max_seconds: most seconds of one rollout; None for no limit.
+        keeps_cache: as `rl_core.rollouts.generation.Placement.keeps_cache`.
+        max_steps: Number of training steps of the run; 1 if nothing is trained.
+    """
+
+    program: str | FromFile
+    program_args: Mapping[str, Any]
+    environments: frozenset[str]
+    max_seconds: float | None = None
+    keeps_cache: bool = False
+    max_steps: int = 1

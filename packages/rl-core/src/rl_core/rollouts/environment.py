@@ -1,0 +1,159 @@
+"""Environments, which answer and reward a policy's turns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from rl_core.rollouts.rollout import Message
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call of a tool by the policy.
+
+    Args:
+        name: of the tool; empty if the call says none.
+        arguments: by name.
+        id: of the call in its turn; the message with its result has it as `tool_call_id`.
+        error: the reason that the call cannot be read; empty if it can. An environment answers it as an observation.
+    """
+
+    name: str
+    arguments: Mapping[str, Any]
+    id: str = ""
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """Progress of the training when a turn was sampled.
+
+    Args:
+        global_step: Number of steps that the weights which sampled the turn had been trained for; 0 outside training.
+        max_steps: Number of steps of the whole run; 1 outside training, so that shares of it can be computed.
+    """
+
+    global_step: int = 0
+    max_steps: int = 1
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A rollout as an environment sees it.
+
+    Args:
+        id: stable over the turns of one rollout; one that has a state stays with the process which keeps it.
+        messages: prompt, completions and observations so far; the last is the policy's newest turn.
+        info: of the prompt (the answer, a seed).
+        completion: text of the newest turn.
+        truncated: whether the newest turn ran into the token limit.
+        turn: number of the policy's turns before the newest.
+        tool_calls: of the newest turn, if the environment has tools.
+        completion_ids: int32 `[tokens]`, the sampled tokens of the newest turn, the stop token included. A rollout
+            worker fills them in, as it does the following fields; None elsewhere. When a reward is tried before a run,
+            they are the bytes of the text.
+        num_prompt_messages: Number of the first messages that are the prompt; None for all before the newest turn.
+        is_text: Whether the row gave the prompt as plain text, which became the one message of the prompt.
+        trainer_state: Progress of the training when the newest turn was sampled.
+    """
+
+    id: str
+    messages: tuple[Message, ...]
+    info: Mapping[str, Any]
+    completion: str
+    truncated: bool = False
+    turn: int = 0
+    tool_calls: tuple[ToolCall, ...] = ()
+    completion_ids: np.ndarray | None = field(default=None, compare=False)
+    num_prompt_messages: int | None = None
+    is_text: bool = False
+    trainer_state: TrainerState = TrainerState()
+
+    @property
+    def prompt_messages(self) -> tuple[Message, ...]:
+        """The messages of the prompt."""
+        return self.messages[: self._num_prompt_messages]
+
+    @property
+    def completion_messages(self) -> tuple[Message, ...]:
+        """The messages after the prompt: the policy's turns, and the observations between them."""
+        said = self.messages[self._num_prompt_messages :]
+        return said or ({"role": "assistant", "content": self.completion},)
+
+    @property
+    def _num_prompt_messages(self) -> int:
+        return max(len(self.messages) - 1, 0) if self.num_prompt_messages is None else self.num_prompt_messages
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """An environment's answer to one turn.
+
+    Args:
+        reward: a float, or rewards by name, of which `reward` is trained on (their sum if it is absent). No names at
+            all mean that the reward does not apply: the turn earns 0, and a sum of several rewards leaves it out.
+        done: whether the rollout ends here.
+        observation: messages to append before the next turn; needed unless done.
+        state: handed back at the next turn; any object, as it stays in the environment's process.
+        stop_strings: for the next turn, None to keep the configured ones.
+        max_new_tokens: most tokens of the next turn, None for as many as configured; never more than those.
+        info: reported with the rollout; numbers are averaged into metrics.
+    """
+
+    reward: float | Mapping[str, float] = 0.0
+    done: bool = True
+    observation: tuple[Message, ...] = ()
+    state: Any = None
+    stop_strings: tuple[str, ...] | None = None
+    info: Mapping[str, Any] = field(default_factory=dict)
+    max_new_tokens: int | None = None
+
+    def rewards(self) -> dict[str, float]:
+        """Rewards by name, `reward` always among them."""
+        if not isinstance(self.reward, Mapping):
+            return {"reward": float(self.reward)}
+        named = {name: float(value) for name, value in self.reward.items()}
+        return named if "reward" in named else {**named, "reward": float(sum(named.values()))}
+
+
+Fault = Literal["raised", "signature", "answer", "deadline", "process"]
+"""Kind of a failure: the environment raised, and may answer other conversations; it asks for a field that a row does
+not have; it answered in another form than it should; it passed its deadline; or its process ended or cannot be reached.
+"""
+
+
+@dataclass(frozen=True)
+class EnvironmentFailure:
+    """A conversation's outcome, instead of a `StepResult`, if its environment raised, crashed or passed its deadline.
+
+    Args:
+        reason: in one line, naming the environment; the rollout fails with it.
+        fault: kind of the failure.
+    """
+
+    reason: str
+    fault: Fault = "process"
+
+
+class UnusableAnswer(ValueError):
+    """Raised if an environment answers in another form than it should."""
+
+
+class MissingField(UnusableAnswer):
+    """Raised if an environment asks for a field that a row does not have."""
+
+
+class Environment(Protocol):
+    """Scores and answers conversations in batches of up to `env.<name>.max_batch`; runs in processes of its own."""
+
+    def step(self, conversations: Sequence[Conversation], states: Sequence[Any]) -> list[StepResult]:
+        """One result per conversation, in order; `states` are None on the first turn."""
+        ...
+
+    def close(self, states: Sequence[Any]) -> None:
+        """Free what the states of unfinished conversations hold."""
+        ...

@@ -1,0 +1,185 @@
+"""Generation as a loop, a rollout worker and an engine see it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from rl_core.devices import Device, device_named
+from rl_core.rollouts.rollout import Completion
+from rl_core.token_filter import TokenFilter
+from rl_core.weights import WeightSink
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are drawn.
+
+    Args:
+        max_new_tokens: most tokens sampled.
+        temperature: divides the logits; 0 is greedy.
+        top_p: nucleus mass kept, 1.0 keeps all.
+        top_k: most likely tokens kept, 0 keeps all.
+        min_p: smallest probability kept, as a share of that of the most likely token; 0.0 keeps all.
+        stop_token_ids: tokens that end a completion (and belong to it).
+        stop_strings: texts that end a completion (and belong to it).
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    stop_token_ids: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
+        if self.temperature < 0:
+            raise ValueError(f"temperature must be 0 (greedy) or more, got {self.temperature}")
+        TokenFilter(self.top_k, self.top_p, self.min_p)
+
+
+PauseMode = Literal["finish", "interrupt"]
+"""Treatment of the requests in flight when a replica pauses: they finish first, or end with the tokens that they have
+and the stop reason `abort` (`rl_core.rollouts.interruption` continues them)."""
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """A request for one completion, or for the rest of one that was interrupted.
+
+    Args:
+        token_ids: int32 `[tokens]`, the tokens to continue; never text.
+        sampling: how to draw; the token limit is that of the tokens that are still to come.
+        seed: makes the draw repeatable whatever else is in the batch. The draws of the rest of a completion depend on
+            `num_sampled` too, so that no random number is used twice.
+        num_sampled: how many of `token_ids`, the last ones, were sampled for this completion before it was interrupted.
+            A stop string may begin in them.
+        first_version: weight version that sampled the first of these; None if there are none. An engine that keeps keys
+            and values over weight updates has them from then (`Placement.keeps_cache`). `digest` leaves it out.
+    """
+
+    token_ids: np.ndarray
+    sampling: SamplingParams
+    seed: int
+    num_sampled: int = 0
+    first_version: int | None = None
+
+    @property
+    def digest(self) -> str:
+        """The same for equal requests, in every process; hexadecimal."""
+        tokens = np.ascontiguousarray(self.token_ids, dtype=np.int32).tobytes()
+        others = repr((self.sampling, self.seed, self.num_sampled)).encode()
+        return hashlib.blake2b(tokens + others, digest_size=16).hexdigest()
+
+
+class Generator(WeightSink, Protocol):
+    """A replica of the engine that produces completions.
+
+    Built as `Generator(config, backend, model, placement)` from the neutral `GenerationConfig` and `ModelConfig` of
+    `rl_core.model_config`, the backend's own config and a `Placement`; `start` loads the engine. A replica may span
+    ranks; this object fronts them all. After a failed sync or the engine's death every call raises `GeneratorError`.
+    """
+
+    async def start(self) -> None:
+        """Load the engine."""
+        ...
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        """One completion; concurrent calls are batched by the engine. Raises `GeneratorError` if the engine died."""
+        ...
+
+    async def score(self, token_ids: np.ndarray) -> np.ndarray:
+        """float32 `[tokens]`, logprobs of given tokens at temperature 1; index i belongs to token i, the first is 0."""
+        ...
+
+    async def pause(self, mode: PauseMode = "finish") -> None:
+        """Stop once no request is in flight; later ones wait.
+
+        With `interrupt` those in flight end at once: each returns the tokens that it has, often none, with their
+        logprobs.
+        """
+        ...
+
+    async def resume(self) -> None:
+        """Serve again."""
+        ...
+
+    async def sleep(self) -> bool:
+        """Free the device: weights and KV cache.
+
+        Returns whether the weights are kept; if not, they are sent again before anything is served.
+        """
+        ...
+
+    async def wake(self, parts: Sequence[str] = ("weights", "kv_cache")) -> None:
+        """Take device memory for these parts again; a woken KV cache is empty."""
+        ...
+
+    @property
+    def num_ranks(self) -> int:
+        """Engine ranks of this replica, each a receiver in a weight transfer."""
+        ...
+
+    async def health(self) -> Mapping[str, Any]:
+        """Numbers worth logging. Raises `GeneratorError` if the engine is dead.
+
+        Among them are `num_requests`, taken in and not answered yet, and `num_sampled`, the tokens sampled so far,
+        those of requests in flight included: an engine that has requests and samples nothing is treated as hung.
+        """
+        ...
+
+    async def close(self) -> None:
+        """End the engine and all its processes."""
+        ...
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The devices that a replica's engine runs on, and its part in the run.
+
+    Args:
+        device: name of the kind of device.
+        gpus: its GPUs on the node, in rank order, as `CUDA_VISIBLE_DEVICES` lists them; empty means all that its
+            process sees.
+        cpu_threads: OpenMP threads per rank on CPU.
+        shares_devices: whether the replica takes turns with others on its devices, and so sleeps.
+        awaits_weights: whether weights are sent before anything is generated, so that those of the model's files need
+            not be loaded.
+        reports_routing: whether completions carry the experts that tokens were sent to.
+        keeps_cache: whether a request that a weight update interrupted goes on from the keys and values that it has, as
+            far as they are still there, and not from those that the new weights compute.
+    """
+
+    device: str
+    gpus: tuple[str, ...] = ()
+    cpu_threads: int = 1
+    shares_devices: bool = False
+    awaits_weights: bool = False
+    reports_routing: bool = False
+    keeps_cache: bool = False
+
+    @property
+    def kind(self) -> Device:
+        """The device of its first rank."""
+        return device_named(self.device)
+
+    def claim(self, num_ranks: int) -> Device:
+        """Limit this process to the GPUs of the placement; returns the device of the first rank.
+
+        Called before an engine initialises its devices.
+
+        Raises:
+            ValueError: if a rank has no GPU, or a GPU no rank.
+        """
+        self.kind.claim(self.gpus)
+        if self.kind.has_gpus and len(self.kind.visible()) != num_ranks:
+            seen = ", ".join(self.kind.visible()) or "none"
+            raise ValueError(f"a replica of {num_ranks} ranks needs {num_ranks} GPUs, but its process sees: {seen}")
+        return self.kind

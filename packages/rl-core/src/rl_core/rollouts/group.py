@@ -1,0 +1,248 @@
+"""The rollouts of one prompt, as a loop decides by them and as training reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import overload
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from rl_core.data.batch import TOKENS, Batch, Column
+from rl_core.data.ragged import Ragged
+from rl_core.rollouts.record import rollout_record
+from rl_core.rollouts.rollout import Prompt, Rollout, Status, StopReason, WeightSpan, unknown_routing
+
+LOSS_MASK = "loss_mask"
+GENERATION_LOGPROBS = "generation_logprobs"
+ROUTED_EXPERTS = "routed_experts"
+WEIGHT_VERSIONS = "weight_versions"
+RECORD = "record"
+"""Columns of a `RolloutGroup`, beside `tokens`."""
+
+
+@dataclass(frozen=True)
+class RolloutReport:
+    """The part of a `Rollout` that a loop decides by: all but its tokens and texts.
+
+    Args:
+        num_tokens: of all its rows, prompts included.
+        num_sampled: tokens that the policy sampled.
+        num_turns: completions.
+        info: the numbers that the environment reported.
+
+    The others are as in `Rollout`.
+    """
+
+    prompt_id: str
+    num_tokens: int
+    num_sampled: int
+    num_turns: int
+    spans: tuple[WeightSpan, ...]
+    rewards: Mapping[str, float]
+    stop_reason: StopReason
+    status: Status = "ok"
+    failure: str = ""
+    info: Mapping[str, float] = field(default_factory=dict)
+    segments: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, rollout: Rollout) -> RolloutReport:
+        """The report of a rollout."""
+        return cls(
+            prompt_id=rollout.prompt_id,
+            num_tokens=len(rollout.tokens),
+            num_sampled=rollout.num_sampled,
+            num_turns=len(rollout.turns),
+            spans=rollout.spans,
+            rewards=dict(rollout.rewards),
+            stop_reason=rollout.stop_reason,
+            status=rollout.status,
+            failure=rollout.failure,
+            info={name: value for name, value in rollout.info.items() if isinstance(value, int | float)},
+            segments=rollout.segments,
+        )
+
+    @property
+    def reward(self) -> float:
+        """The reward trained on; 0.0 for a failed rollout."""
+        return float(self.rewards.get("reward", 0.0))
+
+
+@dataclass(frozen=True)
+class RolloutReports(Sequence[RolloutReport]):
+    """Reports of the rollouts of one prompt, by column: thousands come in every step, and few are looked at alone.
+
+    Args:
+        prompt_id: of all of them.
+        segments: of each rollout; empty if each has one row.
+
+    The others are the fields of `RolloutReport`, each with a value per rollout; a span is a version and a number of
+    tokens.
+    """
+
+    prompt_id: str
+    num_tokens: tuple[int, ...]
+    num_sampled: tuple[int, ...]
+    num_turns: tuple[int, ...]
+    spans: tuple[tuple[tuple[int, int], ...], ...]
+    rewards: tuple[Mapping[str, float], ...]
+    stop_reason: tuple[StopReason, ...]
+    status: tuple[Status, ...]
+    failure: tuple[str, ...]
+    info: tuple[Mapping[str, float], ...]
+    segments: tuple[tuple[int, ...], ...] = ()
+
+    @classmethod
+    def of(cls, prompt_id: str, rollouts: Sequence[Rollout]) -> RolloutReports:
+        """The reports of the rollouts of a prompt."""
+        reports = [RolloutReport.of(rollout) for rollout in rollouts]
+        return cls(
+            prompt_id,
+            tuple(report.num_tokens for report in reports),
+            tuple(report.num_sampled for report in reports),
+            tuple(report.num_turns for report in reports),
+            tuple(tuple((span.version, span.num_tokens) for span in report.spans) for report in reports),
+            tuple(report.rewards for report in reports),
+            tuple(report.stop_reason for report in reports),
+            tuple(report.status for report in reports),
+            tuple(report.failure for report in reports),
+            tuple(report.info for report in reports),
+            tuple(report.segments for report in reports) if any(report.segments for report in reports) else (),
+        )
+
+    @property
+    def row_lengths(self) -> tuple[tuple[int, ...], ...]:
+        """Of each rollout, the tokens of each of its rows."""
+        if not self.segments:
+            return tuple((length,) for length in self.num_tokens)
+        return tuple(own or (length,) for own, length in zip(self.segments, self.num_tokens, strict=True))
+
+    def __len__(self) -> int:
+        return len(self.num_tokens)
+
+    @overload
+    def __getitem__(self, index: int) -> RolloutReport: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[RolloutReport]: ...
+
+    def __getitem__(self, index: int | slice) -> RolloutReport | Sequence[RolloutReport]:
+        if isinstance(index, slice):
+            return [self[each] for each in range(*index.indices(len(self)))]
+        return RolloutReport(
+            self.prompt_id,
+            self.num_tokens[index],
+            self.num_sampled[index],
+            self.num_turns[index],
+            tuple(WeightSpan(version, num_tokens) for version, num_tokens in self.spans[index]),
+            self.rewards[index],
+            self.stop_reason[index],
+            self.status[index],
+            self.failure[index],
+            self.info[index],
+            self.segments[index] if self.segments else (),
+        )
+
+
+@dataclass(frozen=True)
+class GroupReport:
+    """A group apart from its columns, which may lie elsewhere.
+
+    Args:
+        rollouts: in the order of their seeds.
+        columns: names of the columns that training reads, the rows in the same order.
+        records: names of those that people read.
+    """
+
+    rollouts: RolloutReports
+    columns: tuple[str, ...]
+    records: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class RolloutGroup:
+    """The rollouts of one prompt, in the order of their seeds.
+
+    Args:
+        prompt: of all of them.
+        rollouts: what is known of each without reading its columns.
+        columns: a row per rollout, or per segment of one that has several: `tokens` int32, `loss_mask` uint8,
+            `generation_logprobs` float32 and `weight_versions` int32 `[tokens]` (`NOT_SAMPLED` where `loss_mask` is 0),
+            `routed_experts` int16 `[tokens, layers, experts_per_token]` if the engine reports them, and `record` uint8
+            `[bytes]`, a JSON object for people at the first row of each rollout.
+    """
+
+    prompt: Prompt
+    rollouts: RolloutReports
+    columns: Batch
+
+    @classmethod
+    def of(cls, prompt: Prompt, rollouts: Sequence[Rollout]) -> RolloutGroup:
+        """A group whose columns are in this process."""
+        (report,), columns, records = parts_of([(prompt, rollouts)])
+        return cls(prompt, report.rollouts, columns.with_columns(records.columns))
+
+    @property
+    def records(self) -> Batch:
+        """The column `record` with a row per rollout."""
+        records = self.columns.only([RECORD])
+        if not self.rollouts.segments:
+            return records
+        num_rows = [len(lengths) for lengths in self.rollouts.row_lengths]
+        return records.select(np.cumsum(num_rows) - num_rows)
+
+    def rewards(self) -> np.ndarray:
+        """float64 `[rollouts]`, the rewards trained on; NaN for failed rollouts."""
+        rows = zip(self.rollouts.status, self.rollouts.rewards, strict=True)
+        return np.array(
+            [np.nan if status == "failed" else rewards.get("reward", 0.0) for status, rewards in rows], dtype=np.float64
+        )
+
+
+def parts_of(groups: Sequence[tuple[Prompt, Sequence[Rollout]]]) -> tuple[list[GroupReport], Batch, Batch]:
+    """The report of each group, the columns that training reads, and those that people read, of the rollouts of all
+    groups in order; each part can be used without the others.
+    """
+    rollouts = [rollout for _, own in groups for rollout in own]
+
+    def column(of: Callable[[Rollout], np.ndarray], dtype: DTypeLike) -> Ragged:
+        return Ragged.from_rows([row for rollout in rollouts for row in rollout.by_segment(of(rollout))], dtype)
+
+    columns: dict[str, Column] = {
+        TOKENS: column(lambda rollout: rollout.tokens, np.int32),
+        LOSS_MASK: column(lambda rollout: rollout.loss_mask, np.uint8),
+        GENERATION_LOGPROBS: column(lambda rollout: rollout.generation_logprobs, np.float32),
+        WEIGHT_VERSIONS: column(lambda rollout: rollout.weight_versions, np.int32),
+    }
+    columns.update(_routing(rollouts))
+    record = [
+        part
+        for prompt, own in groups
+        for index, rollout in enumerate(own)
+        for part in (rollout_record(prompt, index, rollout), *([_NO_RECORD] * (len(rollout.segments) - 1)))
+    ]
+    records: dict[str, Column] = {RECORD: Ragged.from_rows(record, np.uint8)}
+    reports = [GroupReport(RolloutReports.of(prompt.id, own), tuple(columns), tuple(records)) for prompt, own in groups]
+    return reports, Batch(columns), Batch(records)
+
+
+def _routing(rollouts: Sequence[Rollout]) -> dict[str, Column]:
+    """The column of routed experts, if a rollout has any; one that failed has none."""
+    shapes = [rollout.routed_experts.shape[1:] for rollout in rollouts if rollout.routed_experts is not None]
+    if not shapes:
+        return {}
+    rows = [
+        row
+        for rollout in rollouts
+        for row in rollout.by_segment(
+            unknown_routing(len(rollout.tokens), shapes[0])
+            if rollout.routed_experts is None
+            else rollout.routed_experts
+        )
+    ]
+    return {ROUTED_EXPERTS: Ragged.from_rows(rows, np.int16, shapes[0])}
+
+
+_NO_RECORD = np.zeros(0, dtype=np.uint8)

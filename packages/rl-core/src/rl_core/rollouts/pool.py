@@ -1,0 +1,96 @@
+"""The pool of replicas that makes rollouts, as a driver sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NewType, Protocol
+
+from rl_core.rollouts.generation import SamplingParams
+from rl_core.rollouts.group import RolloutGroup
+from rl_core.rollouts.rollout import Completion, Prompt
+from rl_core.weights import WeightUpdate
+
+SampledTurns = Mapping[str, Completion]
+"""Completions of a rollout by the digests of their requests (`GenerationRequest.digest`)."""
+
+
+Ticket = NewType("Ticket", int)
+"""Identifies a group from `RolloutPool.submit` until it is finished; later ones are larger."""
+
+
+@dataclass(frozen=True)
+class RolloutTask:
+    """A group to roll out.
+
+    Args:
+        prompt: the prompt to start from.
+        sampling: how completions are drawn.
+        seeds: one per rollout of the group.
+        is_urgent: whether it begins before groups that wait and are not, such as those of later steps.
+        turns: completions of an earlier run of each rollout, which are not sampled again; empty if there was none. The
+            environment takes its steps again; once it answers otherwise, or the program asks otherwise, the requests
+            differ and further turns are sampled.
+    """
+
+    prompt: Prompt
+    sampling: SamplingParams
+    seeds: tuple[int, ...]
+    is_urgent: bool = False
+    turns: tuple[SampledTurns, ...] = ()
+
+
+class RolloutPool(Protocol):
+    """All rollout workers of a run, called as one, by one thread.
+
+    Each group goes to the replica that has the least to do. A replica that dies is restarted and given the current
+    weights; the groups that it had under way run again, and no others.
+
+    The usage loop::
+
+        tickets = pool.submit(tasks)
+        for _ in tickets:
+            ticket, group = pool.next_done()
+    """
+
+    def submit(self, tasks: Sequence[RolloutTask]) -> list[Ticket]:
+        """Have groups rolled out, begun in this order as the replicas have room, urgent ones first; a ticket for each.
+
+        Groups that are submitted together and begin on an idle replica reach its engine together and in order. More
+        may be submitted while others are under way.
+        """
+        ...
+
+    def next_done(self) -> tuple[Ticket, RolloutGroup]:
+        """Wait for the next group that is finished, in the order in which they end.
+
+        Called at most as often as there are groups that were submitted and not taken.
+        """
+        ...
+
+    def adopt(self, update: WeightUpdate, *, in_flight: bool = False) -> None:
+        """Bring every replica to this version, verified. Groups under way go on, between two of their turns or within
+        one.
+
+        Args:
+            in_flight: whether completions under way are interrupted and go on with the new weights, instead of being
+                finished with the old ones first.
+        """
+        ...
+
+    def turns(self) -> Mapping[Ticket, tuple[SampledTurns, ...]]:
+        """Completions so far of the groups that are under way, as `RolloutTask.turns` takes them; groups without any,
+        and those of a replica that does not answer, are left out.
+        """
+        ...
+
+    @property
+    def num_replicas(self) -> int:
+        """Replicas that groups go to; it may change at every call."""
+        ...
+
+    def idle_share(self) -> float | None:
+        """Share of the replicas' time since the last call in which they had no rollout under way; None if nothing was
+        measured.
+        """
+        ...

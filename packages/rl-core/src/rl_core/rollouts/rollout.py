@@ -1,0 +1,192 @@
+"""Prompts, the rollouts sampled from them, and their rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+NOT_SAMPLED = -1
+"""In `weight_versions`: the policy did not sample the token."""
+
+UNKNOWN_EXPERT = -1
+"""In `routed_experts`: the engine did not report where it sent the token."""
+
+Message = Mapping[str, Any]
+"""A chat message: `role`, `content`, and what a chat template understands besides (tool calls, names)."""
+
+StopReason = Literal["stop", "length", "abort"]
+Status = Literal["ok", "truncated", "failed"]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """The start of a rollout.
+
+    Args:
+        id: unique within the dataset and stable across runs, so that exactly-once can be proved.
+        messages: the conversation so far.
+        token_ids: int32 `[tokens]`, the conversation rendered by the chat template and tokenised, ready for generation.
+        environment: name of the environment that scores it.
+        info: whatever else the environment needs beside the conversation (the answer, a seed).
+        dataset: name of the dataset it came from.
+        place: of its row, as messages say it: `prompts.jsonl, line 3`.
+        tools: JSON schemas of the tools that the policy may call, as the chat template has rendered them.
+        is_text: Whether the row gave the prompt as plain text rather than as messages.
+    """
+
+    id: str
+    messages: tuple[Message, ...]
+    token_ids: np.ndarray
+    environment: str
+    info: Mapping[str, Any] = field(default_factory=dict)
+    dataset: str = ""
+    place: str = ""
+    tools: tuple[Mapping[str, Any], ...] = ()
+    is_text: bool = False
+
+    def __str__(self) -> str:
+        return self.place or f"prompt {self.id}"
+
+
+@dataclass(frozen=True)
+class WeightSpan:
+    """A run of sampled tokens and the weight version they were sampled with."""
+
+    version: int
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One answer of a generator.
+
+    Args:
+        token_ids: int32 `[tokens]`, the sampled tokens, the stop token included.
+        logprobs: float32 `[tokens]`, processed logprobs (after temperature, top-k, top-p) of those tokens.
+        stop_reason: `stop` (stop token or string), `length` (token limit), `abort` (cut off from outside).
+        spans: the weight versions, in order; their token counts add up to the tokens.
+        routed_experts: int16 `[computed, layers, experts_per_token]`, the experts that each token of the prompt and of
+            the completion was sent to, as far as the engine computed them: the last sampled token is not fed back.
+            Layers count over the whole model; those without experts hold any number. None unless
+            `rl_core.rollouts.generation.Placement.reports_routing`.
+    """
+
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    stop_reason: StopReason
+    spans: tuple[WeightSpan, ...]
+    routed_experts: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One exchange: the policy's text and the environment's answer (`None` at the end)."""
+
+    text: str
+    observation: tuple[Message, ...] | None
+    rewards: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One whole trajectory.
+
+    Args:
+        prompt_id: of the prompt it came from.
+        tokens: int32 `[tokens]`, prompt, completions and observations in order; sampled tokens are never re-tokenised.
+            Those of several segments lie end to end.
+        loss_mask: uint8 `[tokens]`, 1 only on tokens the policy sampled.
+        generation_logprobs: float32 `[tokens]`, the engine's, 0 where `loss_mask` is 0.
+        spans: weight version of each run of sampled tokens, in order; together they have as many tokens as `loss_mask`
+            has ones.
+        turns: texts and rewards by turn, for people to read.
+        rewards: reward by name, summed over turns; `reward` is the one trained on.
+        stop_reason: of the last completion.
+        status: `failed` trains nothing and counts in no statistic; `truncated` ran into a length or turn limit.
+        failure: why it failed, empty otherwise.
+        info: what the environment reported (numbers are averaged into metrics).
+        routed_experts: int16 `[tokens, layers, experts_per_token]`, the experts that each token was sent to;
+            `UNKNOWN_EXPERT` for tokens of which the engine reported none. None if it reports none at all.
+        segments: number of tokens of each segment, if there are several. A segment begins where the engine consumed
+            something else than all tokens before, as when the chat template rewrote earlier turns; it is a row of its
+            own, which begins with what the engine consumed. Empty for a rollout of one row.
+    """
+
+    prompt_id: str
+    tokens: np.ndarray
+    loss_mask: np.ndarray
+    generation_logprobs: np.ndarray
+    spans: tuple[WeightSpan, ...]
+    turns: tuple[Turn, ...]
+    rewards: Mapping[str, float]
+    stop_reason: StopReason
+    status: Status = "ok"
+    failure: str = ""
+    info: Mapping[str, Any] = field(default_factory=dict)
+    routed_experts: np.ndarray | None = None
+    segments: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.segments and sum(self.segments) != len(self.tokens):
+            raise ValueError(
+                f"a rollout of {self.prompt_id} has segments of {sum(self.segments)} tokens, but {len(self.tokens)} "
+                "tokens; every token belongs to one segment"
+            )
+        in_spans = sum(span.num_tokens for span in self.spans)
+        if in_spans != self.num_sampled:
+            raise ValueError(
+                f"a rollout of {self.prompt_id} has spans of {in_spans} tokens, but its loss mask marks "
+                f"{self.num_sampled} as sampled; every sampled token belongs to one span"
+            )
+
+    @property
+    def reward(self) -> float:
+        """The reward trained on; 0.0 for a failed rollout."""
+        return float(self.rewards.get("reward", 0.0))
+
+    @property
+    def num_sampled(self) -> int:
+        """Number of tokens the policy sampled."""
+        return int(np.count_nonzero(self.loss_mask))
+
+    @property
+    def weight_versions(self) -> np.ndarray:
+        """int32 `[tokens]`, the version that each token was sampled with; `NOT_SAMPLED` where `loss_mask` is 0."""
+        versions = np.full(len(self.tokens), NOT_SAMPLED, dtype=np.int32)
+        spans = self.spans
+        versions[self.loss_mask != 0] = np.repeat([s.version for s in spans], [s.num_tokens for s in spans])
+        return versions
+
+    def by_segment(self, values: np.ndarray) -> list[np.ndarray]:
+        """Token-aligned values `[tokens, ...]`, as those of each row."""
+        return np.split(values, np.cumsum(self.segments)[:-1]) if self.segments else [values]
+
+    @classmethod
+    def failed(cls, prompt: Prompt, reason: str) -> Rollout:
+        """A rollout that trains nothing and says why."""
+        length = len(prompt.token_ids)
+        return cls(
+            prompt_id=prompt.id,
+            tokens=np.asarray(prompt.token_ids, dtype=np.int32),
+            loss_mask=np.zeros(length, dtype=np.uint8),
+            generation_logprobs=np.zeros(length, dtype=np.float32),
+            spans=(),
+            turns=(),
+            rewards={},
+            stop_reason="abort",
+            status="failed",
+            failure=reason,
+        )
+
+
+def has_routing(rollouts: Sequence[Rollout]) -> bool:
+    """Whether the columns of these rollouts name the experts of their tokens."""
+    return any(rollout.routed_experts is not None for rollout in rollouts)
+
+
+def unknown_routing(num_tokens: int, shape: tuple[int, ...]) -> np.ndarray:
+    """int16 `[num_tokens, *shape]`: experts of tokens of which the engine reported none."""
+    return np.full((num_tokens, *shape), UNKNOWN_EXPERT, dtype=np.int16)

@@ -1,0 +1,1 @@
+"""Checks that a model family trains correctly on a backend, on tiny models."""
