@@ -4,7 +4,7 @@ import pytest
 
 from rl_core.testing.isolation import loaded_by, loaded_by_command, modules_of
 
-HEAVY = ("rl_core.ray", "rl_core.torch", "rl_core.testing")
+HEAVY = ("rl_core.ray", "rl_core.selfcheck", "rl_core.testing", "rl_core.torch")
 ENGINES = {"datasets", "jinja2", "megatron", "ray", "torch", "transformers", "vllm"}
 
 

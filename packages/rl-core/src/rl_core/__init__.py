@@ -31,15 +31,18 @@ if TYPE_CHECKING:
     from rl_core.rollouts.source import RolloutSource as RolloutSource
 
 _HOMES = {
-    "batch": ("Batch",),
+    "data.batch": ("Batch",),
     "callback": ("Callback",),
-    "environment": ("Conversation", "Environment", "StepResult"),
+    "rollouts.environment": ("Conversation", "Environment", "StepResult"),
     "errors": ("ConfigError", "RLError", "WeightSyncError"),
-    "generation": ("Generator", "RolloutProgram", "RolloutSource", "SamplingParams"),
+    "rollouts.generation": ("Generator", "SamplingParams"),
+    "rollouts.program": ("RolloutProgram",),
+    "rollouts.source": ("RolloutSource",),
+    "rollouts.group": ("RolloutGroup", "RolloutReport"),
     "model": ("Loss", "Model", "ModelWorker"),
-    "ragged": ("Ragged",),
-    "reward_function": ("as_environment",),
-    "rollout": ("Completion", "Prompt", "Rollout", "RolloutGroup", "RolloutReport"),
+    "data.ragged": ("Ragged",),
+    "environments.reward_function": ("as_environment",),
+    "rollouts.rollout": ("Completion", "Prompt", "Rollout"),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-import rl_core.plugins
+import rl_core.plugins.registry
 from rl_core.errors import ConfigError
 from rl_core.model import ModelSpec
 from rl_core.plugins import (
@@ -32,10 +32,10 @@ INSTALLED = [
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[EntryPoint]]:
     entries = list(INSTALLED)
-    monkeypatch.setattr(rl_core.plugins, "entry_points", lambda group: [e for e in entries if e.group == group])
-    rl_core.plugins._entries.cache_clear()
+    monkeypatch.setattr(rl_core.plugins.registry, "entry_points", lambda group: [e for e in entries if e.group == group])
+    rl_core.plugins.registry._entries.cache_clear()
     yield entries
-    rl_core.plugins._entries.cache_clear()
+    rl_core.plugins.registry._entries.cache_clear()
 
 
 def test_names_are_known_without_importing_anything(installed: list[EntryPoint]) -> None:
@@ -46,7 +46,7 @@ def test_names_are_known_without_importing_anything(installed: list[EntryPoint])
 def test_a_plugin_is_loaded_by_name(installed: list[EntryPoint]) -> None:
     assert [entry.name for entry in plugin(ENVIRONMENTS, "square")] == ["square", "broken"]
     del installed[1]
-    rl_core.plugins._entries.cache_clear()
+    rl_core.plugins.registry._entries.cache_clear()
     assert list(plugins(ENVIRONMENTS)) == ["square"]
 
 
