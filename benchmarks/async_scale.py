@@ -37,7 +37,7 @@ import numpy as np
 from measurement import surroundings, table
 
 from rl_algos.data.stream import Stream
-from rl_algos.rollouts.source import PacedRolloutSource
+from rl_algos.rollouts.driver.source import PacedRolloutSource
 from rl_core.rollouts.generation import SamplingParams
 from rl_core.rollouts.group import RolloutGroup, RolloutReports
 from rl_core.rollouts.pool import RolloutTask, Ticket

@@ -31,13 +31,13 @@ from rl_algos.data.stream import Stream
 from rl_algos.grpo.config import GRPOConfig
 from rl_algos.grpo.estimators import advantages_of
 from rl_algos.grpo.loop import train
-from rl_algos.grpo.objective import Objective
 from rl_algos.losses.policy import PolicyLoss
-from rl_algos.rollouts.batch import build_batch, with_advantages
-from rl_algos.rollouts.metrics import rollout_metrics, signal_metrics
-from rl_algos.rollouts.source import PacedRolloutSource
-from rl_algos.rollouts.steps import RolloutSteps
-from rl_algos.rollouts.validation import Validation
+from rl_algos.policy_gradient.objective import Objective
+from rl_algos.rollouts.driver.source import PacedRolloutSource
+from rl_algos.rollouts.driver.steps import RolloutSteps
+from rl_algos.rollouts.driver.validation import Validation
+from rl_algos.rollouts.training.batch import build_batch, with_advantages
+from rl_algos.rollouts.training.metrics import rollout_metrics, signal_metrics
 from rl_core.devices import device_named
 from rl_core.errors import Origin
 from rl_core.mesh import Coordinates

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from rl_algos.rollouts.program import MultiTurnProgram
+from rl_algos.rollouts.worker.program import MultiTurnProgram
 from rl_core.rollouts.program import GenerationClient
 from rl_core.rollouts.rollout import Prompt, Rollout
 

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from measurement import surroundings, table
 
-from rl_algos.rollouts.worker import RolloutWorker, RolloutWorkerSpec
+from rl_algos.rollouts.worker.worker import RolloutWorker, RolloutWorkerSpec
 from rl_algos.tiny_model import make_tiny_model
 from rl_algos.tokenizer import encode_prompt, load_tokenizer
 from rl_core.model_config import TokenizerConfig
@@ -91,7 +91,7 @@ class Bench:
         spec = RolloutWorkerSpec(
             generator=f"{__file__}:ScriptedEngine",
             generator_args=(sampled, turn_s),
-            program="rl_algos.rollouts.program:MultiTurnProgram",
+            program="rl_algos.rollouts.worker.program:MultiTurnProgram",
             program_args={"max_turns": NUM_TURNS, "max_tokens": 100_000},
             tokenizer=settings,
             model_name=folder,

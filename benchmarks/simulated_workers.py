@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from rl_algos.rollouts.worker import RolloutWorker
+from rl_algos.rollouts.worker.worker import RolloutWorker
 from rl_core.data.batch import Batch
 from rl_core.metrics import Metric
 from rl_core.model import Loss, Read

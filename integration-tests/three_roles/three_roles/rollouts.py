@@ -12,7 +12,7 @@ from rl_algos.data.examples import Datasets
 from rl_algos.data.prompts import prompt_stream
 from rl_algos.data.stream import Stream
 from rl_algos.losses.nll import NLLLoss
-from rl_algos.rollouts.source import PacedRolloutSource
+from rl_algos.rollouts.driver.source import PacedRolloutSource
 from rl_core.data.batch import Batch
 from rl_core.model import LOGPROBS, VALUES
 from rl_core.plugins import RolloutNeeds
@@ -41,7 +41,7 @@ def prepare(config: Any, tokenizer: Any, datasets: Datasets) -> Prompts:
 def rollouts(config: Any, data: Prompts) -> RolloutNeeds:
     """One turn per rollout."""
     return RolloutNeeds(
-        program="rl_algos.rollouts.program:MultiTurnProgram",
+        program="rl_algos.rollouts.worker.program:MultiTurnProgram",
         program_args={"max_turns": 1, "max_tokens": config.policy.max_total_sequence_length},
         environments=frozenset(prompt.environment for prompts in data.train.datasets for prompt in prompts),
     )

@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 from rl_algos.preference.encoding import encode_response
-from rl_algos.rollouts.chat import Chat
+from rl_algos.rollouts.worker.chat import Chat
 from rl_algos.sft.conversation import encode_conversation
 from rl_algos.special_tokens import SPLIT, SpecialTokens, special_tokens, warn_of_special_tokens
 from rl_algos.tokenizer import encode_prompt, load_tokenizer

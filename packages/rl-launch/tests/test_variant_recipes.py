@@ -3,7 +3,7 @@
 import pytest
 
 from rl_algos.grpo.estimators import chosen
-from rl_algos.grpo.loss import objective_of
+from rl_algos.policy_gradient.loss import objective_of
 from rl_launch.root import read_config
 
 VARIANTS = {

@@ -11,8 +11,8 @@ from rl_algos.distillation.setup import text_objective
 from rl_algos.distillation.teachers import Teachers
 from rl_algos.distillation.validation import DistillationValidation
 from rl_algos.losses.distillation import DistillationLoss
-from rl_algos.rollouts.batch import build_batch
-from rl_algos.rollouts.steps import RolloutSteps
+from rl_algos.rollouts.driver.steps import RolloutSteps
+from rl_algos.rollouts.training.batch import build_batch
 from rl_algos.sft.data import TrainingRow
 from rl_algos.supervised.data import SupervisedData
 from rl_algos.supervised.loop import train as learn

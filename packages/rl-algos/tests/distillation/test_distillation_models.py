@@ -21,7 +21,7 @@ from rl_algos.distillation.teachers import Teachers
 from rl_algos.distillation.validation import DistillationValidation
 from rl_algos.losses.distillation import HEAD_ERROR
 from rl_algos.losses.spans import METRICS, SpanLoss
-from rl_algos.rollouts.steps import RolloutSteps
+from rl_algos.rollouts.driver.steps import RolloutSteps
 from rl_algos.tokenizer import encode_prompt
 from rl_core.config import assemble
 from rl_core.model import HIDDEN, LOGPROBS

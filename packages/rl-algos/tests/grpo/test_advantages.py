@@ -3,7 +3,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_algos.grpo.advantages import clip_advantages, grpo, rloo
+from rl_algos.grpo.advantages import grpo, rloo
+from rl_algos.policy_gradient.advantages import clip_advantages
 
 
 def test_one_winner_among_four_equals_the_closed_form():

@@ -7,9 +7,10 @@ from rollouts_builder import make_group, make_prompt, make_rollout
 from rl_algos.grpo.advantages import grpo, optimal_token_baseline, rloo
 from rl_algos.grpo.batch_advantages import gdpo, reinforce_plus_plus
 from rl_algos.grpo.config import EstimatorConfig, GRPOConfig
-from rl_algos.grpo.estimators import advantages_of, by_rollout, columns_before, estimator_section
-from rl_algos.rollouts.batch import build_batch, with_advantages
+from rl_algos.grpo.estimators import advantages_of, columns_before, estimator_section
+from rl_algos.policy_gradient.advantages import by_rollout
 from rl_algos.rollouts.config import RewardScalingConfig
+from rl_algos.rollouts.training.batch import build_batch, with_advantages
 from rl_core.data.ragged import Ragged
 from rl_core.rollouts.group import RolloutGroup
 

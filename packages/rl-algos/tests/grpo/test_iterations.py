@@ -6,11 +6,11 @@ import torch
 
 from rl_algos.grpo.config import GRPOConfig
 from rl_algos.grpo.loop import train
-from rl_algos.grpo.objective import Objective
 from rl_algos.losses.policy import PolicyLoss
-from rl_algos.rollouts.batch import passes
-from rl_algos.rollouts.steps import RolloutSteps
-from rl_algos.rollouts.validation import Validation
+from rl_algos.policy_gradient.objective import Objective
+from rl_algos.rollouts.driver.steps import RolloutSteps
+from rl_algos.rollouts.driver.validation import Validation
+from rl_algos.rollouts.training.batch import passes
 from rl_algos.torch.policy_loss import compute
 from rl_core.data.batch import Batch
 from rl_core.data.ragged import Ragged

@@ -3,21 +3,21 @@ import dataclasses
 import numpy as np
 import pytest
 
-from rl_algos.grpo.adaptive import AdaptiveKL
 from rl_algos.grpo.advantages import grpo
 from rl_algos.grpo.config import EstimatorConfig, GRPOConfig
 from rl_algos.grpo.estimators import reads
 from rl_algos.grpo.loop import train
-from rl_algos.grpo.objective import Objective, RewardKL
-from rl_algos.grpo.step_statistics import rollouts_of_rows
 from rl_algos.losses.aggregation import Aggregation
 from rl_algos.losses.policy import KLPenalty, PolicyLoss
 from rl_algos.losses.surrogates import GSPO, Clip
-from rl_algos.rollouts.batch import build_batch
-from rl_algos.rollouts.rewards import varies
-from rl_algos.rollouts.segments import ROLLOUT
-from rl_algos.rollouts.steps import RolloutSteps
-from rl_algos.rollouts.validation import Validation
+from rl_algos.policy_gradient.adaptive import AdaptiveKL
+from rl_algos.policy_gradient.objective import Objective, RewardKL
+from rl_algos.policy_gradient.step_statistics import rollouts_of_rows
+from rl_algos.rollouts.driver.steps import RolloutSteps
+from rl_algos.rollouts.driver.validation import Validation
+from rl_algos.rollouts.training.batch import build_batch
+from rl_algos.rollouts.training.rewards import varies
+from rl_algos.rollouts.training.segments import ROLLOUT
 from rl_core.data.microbatch import PAIR
 from rl_core.errors import DataError
 from rl_core.rollouts.generation import SamplingParams

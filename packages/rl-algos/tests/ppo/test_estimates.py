@@ -7,7 +7,7 @@ from rollouts_builder import make_prompt, make_rollout, make_split_rollout
 
 from rl_algos.ppo.config import PPOConfig
 from rl_algos.ppo.estimates import Values, estimates_of, value_metrics, values_of, with_returns
-from rl_algos.rollouts.batch import build_batch
+from rl_algos.rollouts.training.batch import build_batch
 from rl_core.data.batch import Batch
 from rl_core.data.ragged import Ragged
 from rl_core.model import SCORES

@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 
-from rl_algos.grpo.adaptive import AdaptiveKL
-from rl_algos.grpo.objective import Objective, RewardKL
 from rl_algos.losses.policy import KLPenalty, PolicyLoss
 from rl_algos.losses.value import ValueLoss
+from rl_algos.policy_gradient.adaptive import AdaptiveKL
+from rl_algos.policy_gradient.objective import Objective, RewardKL
 from rl_algos.ppo.config import PPOConfig
 from rl_algos.ppo.loop import train
-from rl_algos.rollouts.steps import RolloutSteps
-from rl_algos.rollouts.validation import Validation
+from rl_algos.rollouts.driver.steps import RolloutSteps
+from rl_algos.rollouts.driver.validation import Validation
 from rl_core.errors import DataError
 from rl_core.rollouts.generation import SamplingParams
 from rl_core.rollouts.rollout import Prompt

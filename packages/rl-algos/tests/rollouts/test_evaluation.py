@@ -11,12 +11,12 @@ from rl_algos.evaluation.tasks import TASKS, task_named, task_of
 from rl_algos.grpo.config import GRPOConfig
 from rl_algos.rollouts.checks import evaluation_problems, task_problems
 from rl_algos.rollouts.data import RolloutData, load, prepare
+from rl_algos.rollouts.driver.source import PacedRolloutSource
 from rl_algos.rollouts.evaluation import VALIDATION, RolloutEvaluation
 from rl_algos.rollouts.evaluation_plugin import training_problems
 from rl_algos.rollouts.inputs import evaluation_problems as input_problems_of_evaluation
-from rl_algos.rollouts.programs import PROGRAMS
 from rl_algos.rollouts.setup import needs, source_of, validation_sampling
-from rl_algos.rollouts.source import PacedRolloutSource
+from rl_algos.rollouts.worker.programs import PROGRAMS
 from rl_core.config import Config, assemble
 from rl_core.environments.config import EnvironmentConfig
 from rl_core.errors import ConfigError, DataError

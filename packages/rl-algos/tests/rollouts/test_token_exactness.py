@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from chat_tokenizers import CHARACTERS, tokenizer_of
 
-from rl_algos.rollouts.chat import Chat
-from rl_algos.rollouts.program import MultiTurnProgram
+from rl_algos.rollouts.worker.chat import Chat
+from rl_algos.rollouts.worker.program import MultiTurnProgram
 from rl_algos.tokenizer import encode_prompt, render
 from rl_core.environments.tool_environment import ToolEnvironment
 from rl_core.rollouts.environment import StepResult

@@ -32,7 +32,10 @@ INSTALLED = [
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[EntryPoint]]:
     entries = list(INSTALLED)
-    monkeypatch.setattr(rl_core.plugins.registry, "entry_points", lambda group: [e for e in entries if e.group == group])
+    registry = rl_core.plugins.registry
+    monkeypatch.setattr(registry, "entry_points", lambda group: [e for e in entries if e.group == group])
+        rl_core.plugins.registry, "entry_points", lambda group: [e for e in entries if e.group == group]
+    )
     rl_core.plugins.registry._entries.cache_clear()
     yield entries
     rl_core.plugins.registry._entries.cache_clear()

@@ -34,7 +34,7 @@ POLICY = "policy"
 DEFAULT = "dtensor"
 """Training backend of a model whose section enables none."""
 
-ROLLOUT_WORKER = "rl_algos.rollouts.worker:RolloutWorker"
+ROLLOUT_WORKER = "rl_algos.rollouts.worker.worker:RolloutWorker"
 """Class of the worker that holds a generation engine."""
 
 _logger = logging.getLogger(__name__)

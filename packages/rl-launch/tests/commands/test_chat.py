@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from rl_algos.rollouts.chat import Chat
-from rl_algos.rollouts.dialogue import Dialogue
+from rl_algos.rollouts.worker.chat import Chat
+from rl_algos.rollouts.worker.dialogue import Dialogue
 from rl_algos.tiny_model import make_tokenizer
 from rl_core.config import load
 from rl_core.data.batch import Batch

@@ -12,11 +12,11 @@ from typer.testing import CliRunner
 from rl_algos.data.stream import Stream
 from rl_algos.grpo.config import GRPOConfig
 from rl_algos.grpo.loop import train
-from rl_algos.grpo.objective import Objective
 from rl_algos.losses.policy import PolicyLoss
-from rl_algos.rollouts.source import PacedRolloutSource
-from rl_algos.rollouts.steps import RolloutSteps
-from rl_algos.rollouts.validation import Validation
+from rl_algos.policy_gradient.objective import Objective
+from rl_algos.rollouts.driver.source import PacedRolloutSource
+from rl_algos.rollouts.driver.steps import RolloutSteps
+from rl_algos.rollouts.driver.validation import Validation
 from rl_core.errors import RunDirectoryError
 from rl_core.rollouts.generation import SamplingParams
 from rl_core.rollouts.group import RolloutGroup

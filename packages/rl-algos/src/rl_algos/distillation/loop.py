@@ -6,10 +6,10 @@ from __future__ import annotations
 import numpy as np
 
 from rl_algos.distillation.teachers import RolloutScorer
-from rl_algos.rollouts.batch import build_batch, minibatches
 from rl_algos.rollouts.config import RolloutConfig
-from rl_algos.rollouts.metrics import rollout_metrics, training_metrics
-from rl_algos.rollouts.steps import RolloutSteps
+from rl_algos.rollouts.driver.steps import RolloutSteps
+from rl_algos.rollouts.training.batch import build_batch, minibatches
+from rl_algos.rollouts.training.metrics import rollout_metrics, training_metrics
 from rl_core.model import Loss, Model
 
 

@@ -41,7 +41,7 @@ class RolloutScorer(Protocol):
         """The rows with the columns of the loss.
 
         Args:
-            batch: as `rl_algos.rollouts.batch.build_batch` makes it of the groups.
+            batch: as `rl_algos.rollouts.training.batch.build_batch` makes it of the groups.
             groups: of the rollouts, in the order of the rows.
         """
         ...

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rl_algos.distillation.teachers import RolloutScorer
-from rl_algos.rollouts.batch import build_batch
 from rl_algos.rollouts.config import RolloutConfig
-from rl_algos.rollouts.validation import goal_value, validation_metrics
+from rl_algos.rollouts.driver.validation import goal_value, validation_metrics
+from rl_algos.rollouts.training.batch import build_batch
 from rl_core.model import Loss, Model
 from rl_core.rollouts.generation import SamplingParams
 from rl_core.rollouts.rollout import Prompt

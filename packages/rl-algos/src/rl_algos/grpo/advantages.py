@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from rl_algos.rollouts.batch import Advantages
 from rl_core.data.ragged import Ragged
 
 
@@ -208,15 +207,6 @@ def optimal_token_baseline(
         for row, (member, tokens) in enumerate(zip(members, sampled, strict=True)):
             advantages[member][tokens] = found[row, : len(tokens)]
     return advantages
-
-
-def clip_advantages(advantages: Advantages, low: float | None, high: float | None) -> Advantages:
-    """Advantages bounded on either side; None leaves a side open."""
-    if low is None and high is None:
-        return advantages
-    if isinstance(advantages, Ragged):
-        return advantages.like(np.clip(advantages.values, low, high))
-    return np.clip(advantages, low, high)
 
 
 def _by_group(rewards: np.ndarray, groups: np.ndarray, advantage: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 import numpy as np
 
 from rl_algos.grpo.advantages import drgrpo, grpo
-from rl_algos.rollouts.batch import Advantages
+from rl_algos.policy_gradient.advantages import whitened
+from rl_algos.rollouts.training.batch import Advantages
 from rl_core.data.ragged import Ragged
 
 
@@ -89,21 +90,3 @@ def gdpo(
     named = [weight * grpo(rewards_by_name[name], groups, eps=eps) for name, weight in chosen.items()]
     failed = np.isnan(rewards_by_name[next(iter(chosen))])
     return whitened(np.sum(named, axis=0), ~failed, eps)
-
-
-def whitened(values: np.ndarray, counts: np.ndarray, eps: float) -> np.ndarray:
-    """Values less their mean, over their deviation, each counted so many times; 0 for a count of 0, and for all if the
-    values are equal.
-
-    Args:
-        values, counts: of the same shape.
-        eps: added to the deviation.
-    """
-    counted = counts > 0
-    whitened = np.zeros(len(values))
-    if not counted.any() or np.ptp(values[counted]) == 0:
-        return whitened
-    weights = counts[counted] / counts[counted].sum(dtype=np.float64)
-    centred = values[counted] - (weights * values[counted]).sum()
-    whitened[counted] = centred / (np.sqrt((weights * centred**2).sum()) + eps)
-    return whitened

@@ -7,8 +7,8 @@ from typing import ClassVar, Protocol
 
 from pydantic import Field
 
-from rl_algos.grpo.loss_config import CustomLossConfig, LossConfig
-from rl_algos.rollouts.config import PolicyGradientConfig, RolloutRoot
+from rl_algos.policy_gradient.config import ObjectiveRoot
+from rl_algos.rollouts.config import PolicyGradientConfig
 from rl_core.config import NamedConfig
 
 
@@ -45,15 +45,6 @@ class GRPOConfig(PolicyGradientConfig):
     def passes_per_step(self) -> int:
         """Times that a step trains on each of its rollouts."""
         return self.num_iterations
-
-
-class ObjectiveRoot(RolloutRoot, Protocol):
-    """The resolved config of a run whose policy minimises `loss_fn`."""
-
-    @property
-    def loss_fn(self) -> LossConfig | CustomLossConfig:
-        """Settings of the loss."""
-        ...
 
 
 class GRPORoot(ObjectiveRoot, Protocol):

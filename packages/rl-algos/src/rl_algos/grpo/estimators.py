@@ -11,16 +11,16 @@ import numpy as np
 
 from rl_algos.grpo import advantages as by_group
 from rl_algos.grpo import batch_advantages
-from rl_algos.grpo.advantages import clip_advantages
 from rl_algos.grpo.config import EstimatorConfig, GRPOConfig
-from rl_algos.rollouts.batch import Advantages
-from rl_algos.rollouts.rewards import lengths_of, scores_of, trained_rewards
-from rl_algos.rollouts.segments import whole_rollouts
+from rl_algos.policy_gradient.advantages import clip_advantages, loss_masks
+from rl_algos.rollouts.training.batch import Advantages
+from rl_algos.rollouts.training.rewards import lengths_of, scores_of, trained_rewards
+from rl_algos.rollouts.training.segments import whole_rollouts
 from rl_core.config import Config, section_of, settings_of
 from rl_core.data.batch import Batch
 from rl_core.data.ragged import Ragged
 from rl_core.plugins import resolve
-from rl_core.rollouts.group import LOSS_MASK, RolloutGroup
+from rl_core.rollouts.group import RolloutGroup
 
 Estimator = Callable[..., Advantages]
 """A function whose positional parameters name what it reads, of `INPUTS`, and whose keyword-only parameters are its
@@ -91,18 +91,13 @@ class _Step:
     @property
     def squared_scores(self) -> Ragged:
         assert self.batch is not None, "an estimator that reads squared scores is handed the batch"
-        mask = _masks(self.groups)
+        mask = loss_masks(self.groups)
         is_sampled = mask.values > 0
         prev, collision = (self.batch.ragged(name).values for name in ("prev_logprobs", "prev_collision"))
         squared = np.zeros(len(is_sampled))
         own = np.exp(prev[is_sampled].astype(np.float64))
         squared[is_sampled] = np.maximum(1 - 2 * own + collision[is_sampled], 0.0)
         return mask.like(squared)
-
-
-def _masks(groups: Sequence[RolloutGroup]) -> Ragged:
-    """uint8 `[tokens]`, a row per rollout."""
-    return whole_rollouts(Ragged.concat([group.columns.ragged(LOSS_MASK) for group in groups]), groups)
 
 
 INPUTS: Mapping[str, Callable[[_Step], Any]] = {
@@ -112,7 +107,7 @@ INPUTS: Mapping[str, Callable[[_Step], Any]] = {
     "baselines": lambda step: step.baselines,
     "groups": lambda step: step.group_of_rollout,
     "lengths": lambda step: lengths_of(step.groups),
-    "loss_mask": lambda step: _masks(step.groups),
+    "loss_mask": lambda step: loss_masks(step.groups),
     "penalties": lambda step: step.penalties,
     "squared_scores": lambda step: step.squared_scores,
     "normalize": lambda step: step.config.normalize_rewards,
@@ -200,16 +195,6 @@ def advantages_of(
     return clip_advantages(advantages, config.advantage_clip_low, config.advantage_clip_high)
 
 
-def by_rollout(advantages: Advantages, groups: Sequence[RolloutGroup]) -> np.ndarray:
-    """`[rollouts]`: those of tokens as the mean over each rollout's sampled tokens, 0 without any."""
-    if not isinstance(advantages, Ragged):
-        return advantages
-    mask = _masks(groups)
-    sums = mask.like(np.where(mask.values > 0, advantages.values, 0.0)).sums()
-    means: np.ndarray = sums / np.maximum(mask.sums(), 1)
-    return means
-
-
 def _function(name: str) -> Estimator:
     if name in ESTIMATORS:
         return ESTIMATORS[name]
@@ -227,7 +212,7 @@ def _function(name: str) -> Estimator:
 def _check(advantages: Any, name: str, groups: Sequence[RolloutGroup]) -> None:
     """Refuse what is not an advantage for each rollout or token."""
     if isinstance(advantages, Ragged):
-        wanted = _masks(groups)
+        wanted = loss_masks(groups)
         if advantages.values.ndim != 1 or not np.array_equal(advantages.offsets, wanted.offsets):
             raise ValueError(f"the estimator {name} must return a value at every token of `loss_mask`")
         values = advantages.values

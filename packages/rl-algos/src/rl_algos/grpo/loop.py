@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from rl_algos.grpo.config import GRPOConfig
-from rl_algos.grpo.estimators import advantages_of, by_rollout
-from rl_algos.grpo.objective import Objective, with_logprobs
-from rl_algos.grpo.step_statistics import StepData
-from rl_algos.rollouts.batch import build_batch, passes, with_advantages
-from rl_algos.rollouts.metrics import rollout_metrics, signal_metrics, training_metrics
-from rl_algos.rollouts.steps import RolloutSteps
+from rl_algos.grpo.estimators import advantages_of
+from rl_algos.policy_gradient.advantages import by_rollout
+from rl_algos.policy_gradient.objective import Objective, with_logprobs
+from rl_algos.policy_gradient.step_statistics import StepData
+from rl_algos.rollouts.driver.steps import RolloutSteps
+from rl_algos.rollouts.training.batch import build_batch, passes, with_advantages
+from rl_algos.rollouts.training.metrics import rollout_metrics, signal_metrics, training_metrics
 from rl_core.model import Model
 
 

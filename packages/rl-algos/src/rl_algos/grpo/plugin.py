@@ -2,58 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from rl_algos.grpo.config import GRPOConfig, GRPORoot, ObjectiveRoot
+from rl_algos.grpo.config import GRPOConfig, GRPORoot
 from rl_algos.grpo.estimators import chosen, estimator_section, reads
-from rl_algos.grpo.loss import columns_of, loss_section, surrogate_name, surrogate_section
-from rl_algos.grpo.loss_checks import loss_problems
-from rl_algos.grpo.loss_config import LossConfig
 from rl_algos.losses.custom import loss_requirements
+from rl_algos.policy_gradient.loss import surrogate_name
+from rl_algos.policy_gradient.loss_checks import loss_problems
+from rl_algos.policy_gradient.loss_config import LossConfig
+from rl_algos.policy_gradient.plugin import chosen_type, loss_fn_section, policy_need
 from rl_algos.rollouts.checks import reward_problems
-from rl_algos.rollouts.config import PolicyGradientConfig
 from rl_algos.rollouts.plugin import rollout_algorithm
-from rl_core.config import Config, Problem, ProblemError, assemble, settings_of
-from rl_core.model import ModelSpec
+from rl_core.config import Config, Problem, assemble, settings_of
 from rl_core.plugins import ModelNeed, TrainingDefaults, WrittenValues
 
 
 def grpo_section(written: Any) -> type[Config]:
     """The type of `grpo`, with the settings of the estimator that is written there."""
     estimator = written.get("adv_estimator") if isinstance(written, Mapping) else None
-    kind = _chosen_type("adv_estimator.name", estimator, estimator_section)
+    kind = chosen_type("adv_estimator.name", estimator, estimator_section)
     return assemble("GRPO", {"adv_estimator": kind}, base=GRPOConfig)
-
-
-def loss_fn_section(written: Any) -> type[Config]:
-    """The type of `loss_fn`, with the settings of the loss, or of its surrogate, that is written there."""
-    kind = _chosen_type("name", written, loss_section)
-    if not issubclass(kind, LossConfig):
-        return kind
-    surrogate = written.get("surrogate") if isinstance(written, Mapping) else None
-    part = _chosen_type("surrogate.name", surrogate, surrogate_section)
-    return assemble("PolicyLoss", {"surrogate": part}, base=LossConfig)
-
-
-def _chosen_type(key: str, written: Any, section: Callable[[str | None], type[Config]]) -> type[Config]:
-    name = written.get("name") if isinstance(written, Mapping) else written
-    try:
-        # what is not text is refused by the type itself
-        return section(name if isinstance(name, str) else None)
-    except (ValueError, ModuleNotFoundError) as error:
-        raise ProblemError(Problem(key, str(error))) from None
-
-
-def policy_need(config: ObjectiveRoot, algorithm: PolicyGradientConfig) -> ModelNeed:
-    """The policy of an algorithm whose policy minimises `loss_fn`: it trains, and keeps its reference if the loss
-    compares with it.
-
-    Args:
-        algorithm: section of the algorithm.
-    """
-    compares = "ref_logprobs" in columns_of(config, algorithm)
-    return ModelNeed("policy", ModelSpec(keeps_reference=compares, seed=algorithm.seed))
 
 
 def models(config: GRPORoot) -> dict[str, ModelNeed]:

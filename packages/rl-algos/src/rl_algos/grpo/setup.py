@@ -5,7 +5,7 @@ from __future__ import annotations
 from rl_algos.grpo.config import GRPORoot
 from rl_algos.grpo.estimators import columns_before, reads
 from rl_algos.grpo.loop import train
-from rl_algos.grpo.loss import objective_of
+from rl_algos.policy_gradient.loss import objective_of
 from rl_algos.rollouts.setup import steps_of
 from rl_core.run import Components, Run
 

@@ -11,7 +11,7 @@ It is put together from parts that know nothing of one another:
 Each is a function of one sequence, and the loss is sums over sequences divided by global counts: microbatches, packing
 and meshes change nothing. A sequence is a row, or the rows of equal `pair`, the segments of a rollout. What needs the
 whole step (the tokens of highest covariance, weights that adapt) comes as a column or as a setting, computed before the
-step (`rl_algos.grpo.objective`).
+step (`rl_algos.policy_gradient.objective`).
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Protocol
 
 from pydantic import Field
 
-from rl_algos.grpo.config import ObjectiveRoot
+from rl_algos.policy_gradient.config import ObjectiveRoot
 from rl_algos.rollouts.config import PolicyGradientConfig
 from rl_core.config import WhenChanged
 from rl_core.model_config import ModelConfig

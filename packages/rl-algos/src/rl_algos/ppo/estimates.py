@@ -7,12 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rl_algos.grpo.advantages import clip_advantages
-from rl_algos.grpo.batch_advantages import whitened
+from rl_algos.policy_gradient.advantages import clip_advantages, whitened
 from rl_algos.ppo.config import PPOConfig
 from rl_algos.ppo.gae import gae, length_adaptive_lambda, reward_at_last
-from rl_algos.rollouts.rewards import trained_rewards
-from rl_algos.rollouts.segments import rows_by_rollout, token_rows, whole_rollouts
+from rl_algos.rollouts.training.rewards import trained_rewards
+from rl_algos.rollouts.training.segments import rows_by_rollout, token_rows, whole_rollouts
 from rl_core.data.batch import Batch
 from rl_core.data.ragged import Ragged
 from rl_core.model import SCORES, VALUES, Model

@@ -3,15 +3,15 @@ over several passes."""
 
 from __future__ import annotations
 
-from rl_algos.grpo.estimators import by_rollout
-from rl_algos.grpo.objective import Objective, with_logprobs
-from rl_algos.grpo.step_statistics import StepData
 from rl_algos.losses.value import ValueLoss
+from rl_algos.policy_gradient.advantages import by_rollout
+from rl_algos.policy_gradient.objective import Objective, with_logprobs
+from rl_algos.policy_gradient.step_statistics import StepData
 from rl_algos.ppo.config import PPOConfig
 from rl_algos.ppo.estimates import estimates_of, value_metrics, values_of, with_returns
-from rl_algos.rollouts.batch import build_batch, shuffled_minibatches, with_advantages
-from rl_algos.rollouts.metrics import rollout_metrics, training_metrics
-from rl_algos.rollouts.steps import RolloutSteps
+from rl_algos.rollouts.driver.steps import RolloutSteps
+from rl_algos.rollouts.training.batch import build_batch, shuffled_minibatches, with_advantages
+from rl_algos.rollouts.training.metrics import rollout_metrics, training_metrics
 from rl_core.model import Model
 
 

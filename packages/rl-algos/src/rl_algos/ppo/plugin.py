@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from rl_algos.grpo.loss_checks import loss_problems
-from rl_algos.grpo.plugin import loss_fn_section, policy_need
 from rl_algos.losses.custom import loss_requirements
+from rl_algos.policy_gradient.loss_checks import loss_problems
+from rl_algos.policy_gradient.plugin import loss_fn_section, policy_need
 from rl_algos.ppo.config import PPOConfig, PPORoot
 from rl_algos.rollouts.checks import minibatch_problem, reward_problems
 from rl_algos.rollouts.plugin import rollout_algorithm

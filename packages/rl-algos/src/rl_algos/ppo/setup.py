@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rl_algos.grpo.loss import objective_of
+from rl_algos.policy_gradient.loss import objective_of
 from rl_algos.ppo.config import PPORoot
 from rl_algos.ppo.loop import train
 from rl_algos.rollouts.setup import steps_of

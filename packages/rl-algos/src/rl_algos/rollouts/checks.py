@@ -10,7 +10,7 @@ from rl_algos.evaluation.config import EvaluationConfig
 from rl_algos.evaluation.summary import powers_of_two
 from rl_algos.evaluation.tasks import is_file
 from rl_algos.rollouts.config import EvaluationRoot, PolicyGradientConfig, RolloutRoot, rollout_config
-from rl_algos.rollouts.programs import program_named
+from rl_algos.rollouts.worker.programs import program_named
 from rl_core.config import Problem, is_changed, show
 from rl_core.environments.instance import problem_with
 from rl_core.plugins import GENERATORS, names, plugin

@@ -18,7 +18,7 @@ from rl_algos.data.flow import FlowStream
 from rl_algos.data.preview import RowReader, Text, UnusedRow
 from rl_algos.data.stream import Stream
 from rl_algos.rollouts.config import EvaluationRoot, PolicyGradientConfig, RolloutRoot, rollout_config
-from rl_algos.rollouts.rewards import EFFORT
+from rl_algos.rollouts.training.rewards import EFFORT
 from rl_core.config import Config
 from rl_core.environments.instance import instance_of, problem_with, row_check_of, tools_of, unknown_environment
 from rl_core.environments.trial import Attempt, attempts_on
@@ -157,7 +157,7 @@ def prepare(config: RolloutRoot, tokenizer: Any, datasets: Datasets) -> RolloutD
     # imports transformers, which takes a second that `load` need not pay
     from rl_algos.data.extent import tell_extent
     from rl_algos.data.prompts import prompt_stream, validation_prompts
-    from rl_algos.rollouts.conversation_checks import check_conversations
+    from rl_algos.rollouts.worker.conversation_checks import check_conversations
 
     settings = rollout_config(config)
     room = config.policy.max_total_sequence_length - config.policy.generation.max_new_tokens

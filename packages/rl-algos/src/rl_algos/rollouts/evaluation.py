@@ -15,10 +15,10 @@ from rl_algos.evaluation.tasks import task_of
 from rl_algos.rollouts.config import RolloutConfig
 from rl_algos.rollouts.data import AnswerCheck, tools_by_environment
 from rl_algos.rollouts.data import attempts as attempts_on_data
-from rl_algos.rollouts.evaluation_plan import EvaluationPlan, EvaluationTask
-from rl_algos.rollouts.programs import DEFAULT_PROGRAM
+from rl_algos.rollouts.driver.evaluation_plan import EvaluationPlan, EvaluationTask
+from rl_algos.rollouts.driver.source import evaluation_tasks
 from rl_algos.rollouts.setup import program_needs, validation_sampling
-from rl_algos.rollouts.source import evaluation_tasks
+from rl_algos.rollouts.worker.programs import DEFAULT_PROGRAM
 from rl_core.environments.instance import problem_with, unknown_environment
 from rl_core.environments.trial import Attempt
 from rl_core.errors import ConfigError, DataError
@@ -85,7 +85,7 @@ class RolloutEvaluation:
             ConfigError, DataError: if the prompts cannot be tokenised, or no prompt leaves room for a completion.
         """
         # imports transformers, which takes a second that loading need not pay
-        from rl_algos.rollouts.conversation_checks import check_turns
+        from rl_algos.rollouts.worker.conversation_checks import check_turns
 
         turns, key = self._max_turns
         program = self._of_run.rollout_program if self._of_run else DEFAULT_PROGRAM

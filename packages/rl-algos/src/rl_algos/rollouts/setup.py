@@ -6,12 +6,12 @@ from dataclasses import replace
 
 from rl_algos.rollouts.config import EvaluationRoot, PolicyGradientConfig, RolloutRoot, rollout_config
 from rl_algos.rollouts.data import RolloutData
-from rl_algos.rollouts.mixture import Mixture
-from rl_algos.rollouts.programs import DEFAULT_PROGRAM, PROGRAMS, program_named
-from rl_algos.rollouts.source import PacedRolloutSource
-from rl_algos.rollouts.steps import RolloutSteps
-from rl_algos.rollouts.task_evaluation import TaskEvaluation
-from rl_algos.rollouts.validation import Validation
+from rl_algos.rollouts.driver.mixture import Mixture
+from rl_algos.rollouts.driver.source import PacedRolloutSource
+from rl_algos.rollouts.driver.steps import RolloutSteps
+from rl_algos.rollouts.driver.task_evaluation import TaskEvaluation
+from rl_algos.rollouts.driver.validation import Validation
+from rl_algos.rollouts.worker.programs import DEFAULT_PROGRAM, PROGRAMS, program_named
 from rl_core.model_config import GenerationConfig
 from rl_core.plugins import RolloutNeeds
 from rl_core.rollouts.generation import SamplingParams

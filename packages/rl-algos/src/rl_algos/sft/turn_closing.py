@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from rl_algos.rollouts.turn_ends import find_turn_ends
+from rl_algos.rollouts.worker.turn_ends import find_turn_ends
 from rl_algos.sft.marked_template import Span
 from rl_algos.tool_calls.formats import format_of
 

@@ -66,8 +66,8 @@ def chat(
         said = system_prompt_of(source) if system is None else system
 
         # imports transformers, which takes a second
-        from rl_algos.rollouts.chat import Chat
-        from rl_algos.rollouts.dialogue import Dialogue
+        from rl_algos.rollouts.worker.chat import Chat
+        from rl_algos.rollouts.worker.dialogue import Dialogue
         from rl_launch.commands.chat_loop import ChatLoop
 
         sampling = Sampling(temperature, max_new_tokens)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from rl_algos.rollouts.reply_program import REPLY_PROGRAM
+from rl_algos.rollouts.worker.reply_program import REPLY_PROGRAM
 from rl_core.data.batch import TOKENS
 from rl_core.errors import ConfigError, RLError
 from rl_core.model_config import ColocatedConfig
@@ -179,9 +179,9 @@ def serving(config: Any, sampling: Sampling, *, num_turns: int, seed: int = 0) -
         RLError: If the generator does not start.
     """
     # imports transformers, which takes a second
-    from rl_algos.rollouts.conversation_checks import check_turns
-    from rl_algos.rollouts.programs import DEFAULT_PROGRAM
     from rl_algos.rollouts.setup import validation_sampling
+    from rl_algos.rollouts.worker.conversation_checks import check_turns
+    from rl_algos.rollouts.worker.programs import DEFAULT_PROGRAM
     from rl_algos.tokenizer import load_tokenizer
 
     check_devices(config.cluster)

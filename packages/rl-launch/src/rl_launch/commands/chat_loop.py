@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 from jinja2 import TemplateError
 
-from rl_algos.rollouts.dialogue import Dialogue
+from rl_algos.rollouts.worker.dialogue import Dialogue
 from rl_core.errors import ConfigError, DataError
 from rl_core.rollouts.rollout import Message
 from rl_launch.commands.chat import AnswerFailed

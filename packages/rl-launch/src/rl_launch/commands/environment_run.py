@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from rl_algos.rollouts.conversation_checks import check_turns
-from rl_algos.rollouts.programs import program_named
 from rl_algos.rollouts.setup import training_sampling
-from rl_algos.rollouts.worker import RolloutWorker, RolloutWorkerSpec
-from rl_algos.rollouts.written import make_tokenizer
+from rl_algos.rollouts.worker.conversation_checks import check_turns
+from rl_algos.rollouts.worker.programs import program_named
+from rl_algos.rollouts.worker.worker import RolloutWorker, RolloutWorkerSpec
+from rl_algos.rollouts.worker.written import make_tokenizer
 from rl_algos.tokenizer import encode_prompt, load_tokenizer
 from rl_algos.tool_calls.formats import FORMATS
 from rl_core.environments.pool import EnvironmentPool
@@ -100,7 +100,7 @@ def _written_player(descriptor: int, course: Course, held: ExitStack) -> Player:
     folder = held.enter_context(tempfile.TemporaryDirectory())
     tokenizer.save_pretrained(folder)
     spec = RolloutWorkerSpec(
-        "rl_algos.rollouts.written:WrittenGenerator",
+        "rl_algos.rollouts.worker.written:WrittenGenerator",
         (CompletionInput(descriptor).next, tokenizer),
         _program(course),
         {"max_turns": course.max_turns, "max_tokens": MAX_BYTES},
@@ -219,7 +219,7 @@ class ShownEnvironment:
         self._show = show
 
     async def step(self, conversation: Conversation) -> StepResult | EnvironmentFailure:
-        """As `rl_algos.rollouts.worker.EnvironmentClient`."""
+        """As `rl_algos.rollouts.worker.worker.EnvironmentClient`."""
         self._show(_turn(conversation))
         [outcome] = await self._pool.step([conversation])
         if isinstance(outcome, StepResult):
@@ -227,7 +227,7 @@ class ShownEnvironment:
         return outcome
 
     async def abandon(self, conversation_ids: Sequence[str]) -> None:
-        """As `rl_algos.rollouts.worker.EnvironmentClient`."""
+        """As `rl_algos.rollouts.worker.worker.EnvironmentClient`."""
         await self._pool.abandon(conversation_ids)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import ray
 from ray.actor import ActorHandle
 
-from rl_algos.rollouts.worker import RolloutWorkerSpec
+from rl_algos.rollouts.worker.worker import RolloutWorkerSpec
 from rl_core.errors import Origin, WorkerStalled
 from rl_core.ray.calls import fetch, wait
 from rl_core.ray.environment import RemoteEnvironment

@@ -13,7 +13,7 @@ from typing import Any
 
 from ray.actor import ActorHandle
 
-from rl_algos.rollouts.worker import RolloutWorkerSpec
+from rl_algos.rollouts.worker.worker import RolloutWorkerSpec
 from rl_core.environments.instance import instance_of
 from rl_core.errors import Origin, RLError
 from rl_core.plugins import RolloutNeeds

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from rl_algos.rollouts.ledger import Ledger, digest
+from rl_algos.rollouts.driver.ledger import Ledger, digest
 from rl_core.errors import RunDirectoryError
 from rl_launch.session.run_folder import RunFolder, SavedCheckpoint
 from rl_launch.session.state_file import read_state

@@ -1,0 +1,1 @@
+"""The objective that every policy-gradient algorithm minimises: its loss, settings and statistics."""

@@ -1,0 +1,58 @@
+"""The evaluation tasks of a run that trains: scored with its newest weights, as `rl eval` scores them."""
+
+from __future__ import annotations
+
+import json
+
+from rl_algos.evaluation.config import EvaluationConfig
+from rl_algos.evaluation.scores import PromptScore
+from rl_algos.evaluation.summary import mean_length, values_by_name
+from rl_algos.rollouts.driver.evaluation_plan import EvaluationPlan, EvaluationTask
+from rl_core.rollouts.group import RECORD, RolloutGroup
+from rl_core.rollouts.source import RolloutSource
+from rl_core.run import Run
+
+
+class TaskEvaluation:
+    """Scores the policy on the tasks of `eval`, with the prompts, sampling, seeds and estimates of `rl eval`.
+
+    Args:
+        plan: of the tasks. Its seeds are those of the run, so that the run's source of rollouts gives the same ones.
+        settings: how often.
+    """
+
+    def __init__(self, plan: EvaluationPlan, settings: EvaluationConfig) -> None:
+        self._plan = plan
+        self._settings = settings
+
+    def is_due(self, run: Run, step: int) -> bool:
+        """Whether the tasks are to be scored after this step; step 0 is the begin of the run."""
+        if step == 0:
+            return self._settings.at_start
+        return run.due(self._settings.period, step, at_end=self._settings.at_end)
+
+    def __call__(self, rollouts: RolloutSource, run: Run, *, step: int) -> None:
+        """Score every task and record `eval/<task>/*` under the step."""
+        with run.phase("evaluation"):
+            found = [(task, self._scores(task, rollouts)) for task in self._plan.tasks]
+        for task, scores in found:
+            statuses = [sample.status for score in scores for sample in score.samples]
+            estimates = values_by_name(scores, self._plan.scoring)
+            metrics = {name: float(values.mean()) for name, values in estimates.items()}
+            counts = {"mean_length": mean_length(scores), "num_failed": float(statuses.count("failed"))}
+            run.record(step, {f"eval/{task.name}/{name}": value for name, value in {**metrics, **counts}.items()})
+
+    def _scores(self, task: EvaluationTask, rollouts: RolloutSource) -> list[PromptScore]:
+        refused = [PromptScore.refused(p.id, p.dataset, reason, task.num_samples) for p, reason in task.refused]
+        if not task.groups:
+            return refused
+        prompts = [group.prompt for group in task.groups]
+        evaluation = rollouts.evaluate(prompts, task.groups[0].sampling, num_generations=task.num_samples)
+        return [*map(self._score, evaluation.groups), *refused]
+
+    def _score(self, group: RolloutGroup) -> PromptScore:
+        if all(k == 1 for k in self._plan.scoring.k):
+            return PromptScore.of_group(group)
+        # cons@k needs the answers, which only the records hold
+        records = group.records.ragged(RECORD)
+        return PromptScore.of_records([json.loads(record.tobytes()) for record in records])

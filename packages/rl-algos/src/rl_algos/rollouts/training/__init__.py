@@ -1,0 +1,1 @@
+"""Finished rollouts as rows to train on: batches, segments, rewards and statistics."""

@@ -1,0 +1,85 @@
+"""From rollout groups to a training batch, and its minibatches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from rl_algos.rollouts.config import RolloutConfig
+from rl_algos.rollouts.training.rewards import are_cut
+from rl_algos.rollouts.training.routing import with_routing
+from rl_algos.rollouts.training.segments import ROLLOUT, rollout_numbers, rows_by_rollout, to_rows, token_rows
+from rl_core.data.batch import Batch, Column
+from rl_core.data.ragged import Ragged
+from rl_core.errors import ConfigError
+from rl_core.rollouts.group import LOSS_MASK, RECORD, RolloutGroup
+
+Advantages = np.ndarray | Ragged
+"""float64, `[rollouts]` or token-aligned `[tokens]`."""
+
+
+def build_batch(groups: Sequence[RolloutGroup], config: RolloutConfig) -> Batch:
+    """One row per rollout, or per segment if the config splits rollouts, with the column `rollout`: `tokens`,
+    `loss_mask` and `generation_logprobs` by token.
+
+    Rollouts that train nothing (failed; cut off, with overlong filtering) have an empty loss mask. The token-aligned
+    columns stay where they are.
+
+    Raises:
+        ConfigError: if rollouts have several segments, and the config does not say so.
+    """
+    parts = with_routing([group.columns for group in groups])
+    shared = set.intersection(*(set(part) for part in parts)) - {RECORD}
+    names = [name for name in parts[0] if name in shared]
+    batch = Batch.concat([part.only(names) for part in parts])
+    if config.splits:
+        batch = batch.with_columns({ROLLOUT: rollout_numbers(groups)})
+    elif any(group.rollouts.segments for group in groups):
+        raise ConfigError(
+            f"{config.section}.rewritten_history: the program {config.rollout_program} returned rollouts of several "
+            "segments; set this key to `split`, so that these count as one rollout"
+        )
+    if config.overlong_filtering:
+        batch = batch.with_zeros(LOSS_MASK, to_rows(batch, are_cut(groups, config.max_rollout_turns)))
+    return batch
+
+
+def with_advantages(batch: Batch, advantages: Advantages) -> Batch:
+    """The batch with `advantages`, float32 by row or by token; the rows of a rollout have the same."""
+    if isinstance(advantages, Ragged):
+        single: Column = token_rows(batch, advantages.like(advantages.values.astype(np.float32)))
+    else:
+        single = to_rows(batch, advantages.astype(np.float32))
+    return batch.with_columns({"advantages": single})
+
+
+def minibatches(batch: Batch, num_rollouts: int) -> Iterator[Batch]:
+    """Consecutive parts of so many rollouts, one optimizer step each; the last may be smaller."""
+    rows = rows_by_rollout(batch)
+    for start in range(0, len(rows), num_rollouts):
+        end = min(start + num_rollouts, len(rows))
+        yield batch.select(rows.values[rows.offsets[start] : rows.offsets[end]])
+
+
+def passes(batch: Batch, num_rollouts: int, *, count: int, seed: Sequence[int]) -> Iterator[Batch]:
+    """Yield the minibatches of one or several passes over the batch. A single pass keeps the order of the rollouts; of
+    several, each is shuffled anew by the seed.
+
+    Args:
+        batch: Rows of all rollouts of a step.
+        num_rollouts: Rollouts of a minibatch.
+        count: Number of passes.
+        seed: Seed of the orders.
+    """
+    if count == 1:
+        return minibatches(batch, num_rollouts)
+    return shuffled_minibatches(batch, num_rollouts, passes=count, seed=seed)
+
+
+def shuffled_minibatches(batch: Batch, num_rollouts: int, *, passes: int, seed: Sequence[int]) -> Iterator[Batch]:
+    """The minibatches of several passes over the batch, each in an order of its own that follows from the seed."""
+    rows = rows_by_rollout(batch)
+    for number in range(passes):
+        order = np.random.default_rng((*seed, number)).permutation(len(rows))
+        yield from minibatches(batch.select(rows.select(order).values), num_rollouts)

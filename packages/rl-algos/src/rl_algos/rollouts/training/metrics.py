@@ -1,0 +1,100 @@
+"""Metrics of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import compress
+
+import numpy as np
+
+from rl_algos.rollouts.training.batch import Advantages
+from rl_algos.rollouts.training.rewards import varies
+from rl_core.data.ragged import Ragged
+from rl_core.metrics import Metric, over_updates
+from rl_core.model import Metrics
+from rl_core.rollouts.group import RolloutGroup
+
+
+def training_metrics(updates: Sequence[Metrics], *, prefix: str = "train") -> dict[str, Metric]:
+    """Metrics of a step's optimizer updates, each combined as it says itself; none without updates.
+
+    Args:
+        prefix: of names that have none.
+    """
+    if not updates:
+        return {}
+    combined = over_updates(updates).items()
+    return {name if "/" in name else f"{prefix}/{name}": metric for name, metric in combined}
+
+
+def signal_metrics(groups: Sequence[RolloutGroup], aside: Sequence[RolloutGroup]) -> dict[str, float]:
+    """The number of groups whose rewards are all equal, for an algorithm that compares the rollouts of a group.
+
+    Args:
+        groups: trained on.
+        aside: rolled out and not trained on.
+    """
+    return {"rollout/groups_without_signal": float(sum(not varies(group) for group in aside) + _num_alike(groups))}
+
+
+def rollout_metrics(groups: Sequence[RolloutGroup], advantages: Advantages | None = None) -> dict[str, float]:
+    """Rewards, lengths and endings of the rollouts trained on.
+
+    Args:
+        advantages: of `groups`; None if there are none.
+    """
+    statuses = [status for group in groups for status in group.rollouts.status]
+    usable = np.array([status != "failed" for status in statuses])
+    metrics = {
+        "rollout/failed": float(len(usable) - usable.sum()),
+    }
+    if advantages is not None:
+        values = advantages.values if isinstance(advantages, Ragged) else advantages
+        metrics["advantage/max"] = float(np.abs(values).max())
+    if not usable.any():
+        return metrics
+    lengths = np.array([length for group in groups for length in group.rollouts.num_sampled])[usable]
+    turns = np.array([number for group in groups for number in group.rollouts.num_turns])[usable]
+    rewards = np.concatenate([group.rewards() for group in groups])[usable]
+    metrics |= {
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std()),
+        "rollout/mean_length": float(lengths.mean()),
+        "rollout/max_length": float(lengths.max()),
+        "rollout/truncated": statuses.count("truncated") / len(lengths),
+        "rollout/turns": float(turns.mean()),
+        "generation/num_tokens": float(lengths.sum()),
+    }
+    if any(group.rollouts.segments for group in groups):
+        num_rows = np.array([len(rows) for group in groups for rows in group.rollouts.row_lengths])[usable]
+        metrics["rollout/segments"] = float(num_rows.mean())
+    named = [rewards for group in groups for rewards in group.rollouts.rewards]
+    reported = [info for group in groups for info in group.rollouts.info]
+    return metrics | _named_rewards(compress(named, usable)) | _reported(compress(reported, usable))
+
+
+def _num_alike(groups: Sequence[RolloutGroup]) -> int:
+    """Groups whose rewards are all equal; those without rewards do not count."""
+    rewards = [group.rewards() for group in groups]
+    starts = np.cumsum([0] + [len(each) for each in rewards])[:-1]
+    joined = np.concatenate(rewards)
+    return int((np.fmin.reduceat(joined, starts) == np.fmax.reduceat(joined, starts)).sum())
+
+
+def _named_rewards(rewards: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Rewards except the one trained on, each averaged over the rollouts that have it."""
+    values: dict[str, list[float]] = {}
+    for by_name in rewards:
+        for name, value in by_name.items():
+            if name != "reward":
+                values.setdefault(name, []).append(value)
+    return {f"reward/{name}": float(np.mean(found)) for name, found in sorted(values.items())}
+
+
+def _reported(infos: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Numbers that the environments reported, averaged over the rollouts that have them."""
+    values: dict[str, list[float]] = {}
+    for info in infos:
+        for name, value in info.items():
+            values.setdefault(name, []).append(float(value))
+    return {f"environment/{name}": float(np.mean(seen)) for name, seen in sorted(values.items())}

@@ -1,0 +1,181 @@
+"""Rewards as they are trained on: scaled, and lowered for how a response ended, repeated itself or was written."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+
+import numpy as np
+
+from rl_algos.rollouts.config import PolicyGradientConfig, RewardScalingConfig, RewardShapingConfig
+from rl_algos.rollouts.training.segments import whole_rollouts
+from rl_core.data.batch import TOKENS
+from rl_core.rollouts.group import LOSS_MASK, RECORD, RolloutGroup
+
+EFFORT = "effort"
+"""Field of a row of data that names its level of effort."""
+
+_TOOL_CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|$)", re.DOTALL)
+
+
+def scores_of(groups: Sequence[RolloutGroup]) -> np.ndarray:
+    """float64 `[rollouts]`, rewards as the environments gave them; NaN for failed rollouts."""
+    return np.concatenate([group.rewards() for group in groups])
+
+
+def lengths_of(groups: Sequence[RolloutGroup]) -> np.ndarray:
+    """int64 `[rollouts]`, sampled tokens."""
+    return np.array([length for group in groups for length in group.rollouts.num_sampled], dtype=np.int64)
+
+
+def trained_rewards(groups: Sequence[RolloutGroup], config: PolicyGradientConfig) -> np.ndarray:
+    """float64 `[rollouts]`, rewards scaled and then shaped; NaN for failed rollouts."""
+    rewards, shaping = scale_rewards(scores_of(groups), config.reward_scaling), config.reward_shaping
+    if not shaping.enabled:
+        return rewards
+    if shaping.stop_properly_penalty_coef is not None:
+        cut = are_cut(groups, config.max_rollout_turns)
+        rewards = np.where(cut, rewards * shaping.stop_properly_penalty_coef, rewards)
+    rewards = rewards - shaping.overlong_buffer_penalty * overlong_share(
+        lengths_of(groups), shaping, limits=response_limits(groups, shaping)
+    )
+    if shaping.length_penalty:
+        rewards = rewards + shaping.length_penalty * np.concatenate([length_rewards(group) for group in groups])
+    if shaping.repetition_penalty:
+        rewards = rewards - shaping.repetition_penalty * _repeated(groups, shaping.repetition_ngram_size)
+    if shaping.malformed_thinking_penalty or shaping.invalid_tool_call_penalty:
+        texts = _texts(groups)
+        thinking = np.array([any(is_malformed_thinking(text) for text in turns) for turns in texts])
+        calls = np.array([any(has_invalid_tool_call(text) for text in turns) for turns in texts])
+        rewards = rewards - shaping.malformed_thinking_penalty * thinking - shaping.invalid_tool_call_penalty * calls
+    return rewards
+
+
+def varies(group: RolloutGroup) -> bool:
+    """Whether the group's rewards differ, so that it has something to teach."""
+    rewards = group.rewards()
+    rewards = rewards[~np.isnan(rewards)]
+    return len(rewards) > 1 and bool(np.any(rewards != rewards[0]))
+
+
+def scale_rewards(rewards: np.ndarray, scaling: RewardScalingConfig) -> np.ndarray:
+    """Rewards mapped linearly from the source range to the target range, clamped at its ends; NaN stays NaN."""
+    if not scaling.enabled:
+        return rewards
+    share = (rewards - scaling.source_min) / (scaling.source_max - scaling.source_min)
+    return scaling.target_min + np.clip(share, 0.0, 1.0) * (scaling.target_max - scaling.target_min)
+
+
+def response_limits(groups: Sequence[RolloutGroup], shaping: RewardShapingConfig) -> np.ndarray:
+    """int64 `[rollouts]`, tokens that a response may have: those of its prompt's level of effort, if it has one."""
+    if not shaping.effort_levels:
+        return np.full(sum(len(group.rollouts) for group in groups), shaping.max_response_length)
+    of_group = [
+        shaping.effort_levels.get(group.prompt.info.get(EFFORT, ""), shaping.max_response_length) for group in groups
+    ]
+    return np.repeat(np.array(of_group, dtype=np.int64), [len(group.rollouts) for group in groups])
+
+
+def length_rewards(group: RolloutGroup) -> np.ndarray:
+    """float64 `[rollouts]`, the length reward within a group (Kimi k1.5, arXiv:2501.12599): `w = 0.5 - (n - shortest) /
+    (longest - shortest)` of the n sampled tokens for a reward above 0, else `min(w, 0)`; 0 if all lengths are equal.
+    Failed rollouts count for nothing.
+    """
+    rewards, lengths = group.rewards(), np.array(group.rollouts.num_sampled, dtype=np.float64)
+    usable = ~np.isnan(rewards)
+    found = np.zeros(len(rewards))
+    if not usable.any() or np.ptp(lengths[usable]) == 0:
+        return found
+    w = 0.5 - (lengths[usable] - lengths[usable].min()) / np.ptp(lengths[usable])
+    found[usable] = np.where(rewards[usable] > 0, w, np.minimum(w, 0.0))
+    return found
+
+
+def overlong_share(
+    num_sampled: np.ndarray, shaping: RewardShapingConfig, *, limits: np.ndarray | None = None
+) -> np.ndarray:
+    """`[rollouts]`, share of the overlong penalty: 0 up to the buffer before the limit, then rising linearly to 1 at it
+    (DAPO, arXiv:2503.14476).
+
+    Args:
+        num_sampled: `[rollouts]`, sampled tokens of each.
+        shaping: limit and buffer.
+        limits: `[rollouts]`, the limit of each; None for the one of `shaping`.
+    """
+    start = (shaping.max_response_length if limits is None else limits) - shaping.overlong_buffer_length
+    share: np.ndarray = np.clip((num_sampled - start) / shaping.overlong_buffer_length, 0.0, 1.0)
+    return share
+
+
+def repeated_share(tokens: np.ndarray, size: int) -> float:
+    """Share of the runs of `size` tokens that have occurred before (arXiv:2502.03373); 0 for fewer tokens.
+
+    Args:
+        tokens: int32 `[tokens]`, sampled.
+    """
+    num_runs = len(tokens) - size + 1
+    if num_runs < 2:
+        return 0.0
+    # one number for each run, by Horner's rule modulo 2^64 with an odd factor
+    runs = np.zeros(num_runs, dtype=np.uint64)
+    for offset in range(size):
+        runs = runs * np.uint64(0x9E3779B97F4A7C15) + tokens[offset : offset + num_runs].astype(np.uint64)
+    return 1 - len(np.unique(runs)) / num_runs
+
+
+def is_malformed_thinking(text: str) -> bool:
+    """Whether a turn's thoughts are not closed exactly once, behind at most one `<think>` (it may be in the prompt)."""
+    if text.count("</think>") != 1 or text.count("<think>") > 1:
+        return True
+    return "<think>" in text and text.index("<think>") > text.index("</think>")
+
+
+def has_invalid_tool_call(text: str) -> bool:
+    """Whether a turn has a `<tool_call>` that is not closed, or whose content is not a JSON object with a text `name`
+    and, if any, an object `arguments`."""
+    return any(closed != "</tool_call>" or not _is_call(content) for content, closed in _TOOL_CALL.findall(text))
+
+
+def are_cut(groups: Sequence[RolloutGroup], max_turns: int) -> np.ndarray:
+    """bool `[rollouts]`, those that ran into a token limit: in a completion, or because an observation did not fit
+    behind it. One that ended at the last turn allowed was not cut by a token limit.
+    """
+    return np.array(
+        [
+            stop_reason == "length" or (stop_reason == "stop" and status == "truncated" and num_turns < max_turns)
+            for group in groups
+            for stop_reason, status, num_turns in zip(
+                group.rollouts.stop_reason, group.rollouts.status, group.rollouts.num_turns, strict=True
+            )
+        ]
+    )
+
+
+def _is_call(content: str) -> bool:
+    try:
+        call = json.loads(content)
+    except ValueError:
+        return False
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        return False
+    return isinstance(call.get("arguments", {}), dict)
+
+
+def _repeated(groups: Sequence[RolloutGroup], size: int) -> np.ndarray:
+    shares = [
+        repeated_share(tokens[mask > 0], size)
+        for group in groups
+        for tokens, mask in zip(
+            whole_rollouts(group.columns.ragged(TOKENS), [group]),
+            whole_rollouts(group.columns.ragged(LOSS_MASK), [group]),
+            strict=True,
+        )
+    ]
+    return np.array(shares)
+
+
+def _texts(groups: Sequence[RolloutGroup]) -> list[list[str]]:
+    """Text of the policy in each rollout, by turn."""
+    records = [json.loads(record.tobytes()) for group in groups for record in group.records.ragged(RECORD)]
+    return [[turn["text"] for turn in record["turns"]] for record in records]

@@ -1,0 +1,1 @@
+"""What makes a rollout beside a generator: conversations, chat templates and programs."""

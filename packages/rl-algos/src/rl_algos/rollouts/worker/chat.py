@@ -1,0 +1,116 @@
+"""Between the tokens of a policy and the messages of a conversation."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from jinja2 import TemplateError
+
+from rl_algos.rollouts.worker.continuation import Continuation
+from rl_algos.rollouts.worker.turn_ends import TurnEnds, find_turn_ends
+from rl_algos.special_tokens import special_tokens, splits_observations, splits_prompts
+from rl_algos.tokenizer import render
+from rl_algos.tool_calls.formats import ToolFormat, format_of
+from rl_algos.tool_calls.parsed import THOUGHTS, schemas_of
+from rl_core.errors import ConfigError
+from rl_core.rollouts.environment import ToolCall
+from rl_core.rollouts.program import Reply
+from rl_core.rollouts.rollout import Message
+
+
+class Chat:
+    """Reads the turns of a policy, and renders the answers to them.
+
+    Args:
+        tokenizer: with a chat template.
+        tool_format: name of the format of tool calls; None to read it from the template.
+    """
+
+    def __init__(self, tokenizer: Any, tool_format: str | None = None) -> None:
+        self._tokenizer = tokenizer
+        self._format_name = tool_format
+
+    @cached_property
+    def tool_format(self) -> ToolFormat:
+        """The format of tool calls."""
+        return format_of(self._tokenizer.chat_template, self._format_name)
+
+    @cached_property
+    def ends(self) -> TurnEnds:
+        """Tokens that end a turn."""
+        return find_turn_ends(self._tokenizer, self.tool_format.ends)
+
+    def read(self, token_ids: np.ndarray, tools: Sequence[Mapping[str, Any]] = ()) -> Reply:
+        """The turn of these tokens.
+
+        Args:
+            token_ids: int32 `[tokens]`, sampled.
+            tools: that the policy may call.
+        """
+        text = self._tokenizer.decode(self._said(token_ids), skip_special_tokens=True)
+        if not tools and not self.tool_format.reads_all:
+            return Reply(text, {"role": "assistant", "content": text})
+        parsed = self.tool_format.parse(self._with_marks(token_ids), schemas_of(tools), self._opened)
+        if self.tool_format.reads_all:
+            text = parsed.content
+        if not tools or not parsed.calls:
+            return Reply(text, {"role": "assistant", "content": text})
+        # nine letters and digits, as templates of Mistral ask for
+        calls = tuple(replace(call, id=f"call{index:05d}") for index, call in enumerate(parsed.calls))
+        written = [self._as_written(call) for call in calls]
+        return Reply(text, {"role": "assistant", "content": parsed.content, "tool_calls": written}, calls)
+
+    def continuation(self, turn: Message, observation: Sequence[Message], sampled: np.ndarray) -> np.ndarray:
+        """int32 `[tokens]` to append after `sampled`; as `Continuation.tokens`."""
+        return self._continuation.tokens(turn, observation, sampled)
+
+    def rendered(
+        self, messages: Sequence[Message], so_far: np.ndarray, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> np.ndarray:
+        """As `rl_core.rollouts.program.GenerationClient.rendered`, with the tools that the policy may call."""
+        special = special_tokens(self._tokenizer)
+        text = render(self._tokenizer, self._with_plain_content(messages), add_generation_prompt=True, tools=tools)
+        before = self._tokenizer.decode(so_far.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        keeps = special.shown(text).startswith(before)
+        kept, rest = (so_far, special.after(text, len(before))) if keeps else (so_far[:0], text)
+        return np.concatenate([kept, np.asarray(special.encode(rest), dtype=np.int32)]).astype(np.int32)
+
+    def _with_plain_content(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages with special tokens hidden: in what answers the policy, or in the prompt as well."""
+        answered = next((place for place, each in enumerate(messages) if each["role"] == "assistant"), len(messages))
+        first = 0 if splits_prompts(self._tokenizer) else answered
+        if not splits_observations(self._tokenizer):
+            return list(messages)
+        return [*messages[:first], *special_tokens(self._tokenizer).hidden(messages[first:])]
+
+    @cached_property
+    def _opened(self) -> str:
+        """The mark with which the prompt itself opens thoughts, as that of DeepSeek-R1 does; empty without one."""
+        try:
+            prompt = render(self._tokenizer, [{"role": "user", "content": "x"}], add_generation_prompt=True)
+        except (ConfigError, TemplateError):
+            return ""
+        return next((mark for mark in THOUGHTS if prompt.rstrip().endswith(mark)), "")
+
+    @cached_property
+    def _continuation(self) -> Continuation:
+        return Continuation(self._tokenizer, self.ends, arguments_as_text=self.tool_format.arguments_as_text)
+
+    def _with_marks(self, token_ids: np.ndarray) -> str:
+        """The text with special tokens, but for the one that ended it."""
+        return str(self._tokenizer.decode(self._said(token_ids), skip_special_tokens=False))
+
+    def _said(self, token_ids: np.ndarray) -> list[int]:
+        """A turn without the token that ended it, which need not be a special one."""
+        ids: list[int] = token_ids.tolist()
+        return ids[:-1] if ids and ids[-1] in self.ends.sampled else ids
+
+    def _as_written(self, call: ToolCall) -> dict[str, Any]:
+        arguments: Any = json.dumps(call.arguments) if self.tool_format.arguments_as_text else dict(call.arguments)
+        function = {"name": call.name or "unknown", "arguments": arguments}
+        return {"type": "function", "id": call.id, "function": function}

@@ -1,0 +1,144 @@
+"""Tokens between two turns of the policy, without re-tokenising what it sampled."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from rl_algos.rollouts.worker.turn_ends import TurnEnds
+from rl_algos.special_tokens import special_tokens, splits_observations
+from rl_core.rollouts.rollout import Message
+from rl_core.template_ends import OTHER_MARK, POLICY_MARK
+
+_KINDS = 256
+"""Most kinds of turn and answer whose seams are remembered."""
+
+
+class Continuation:
+    """Renders the text that the chat template puts between a turn of the policy and its next one.
+
+    A short conversation is rendered twice: with marks instead of the texts, which shows where the end of the policy's
+    turn is, and with the real answer, of which everything behind that place is taken. So it does not matter how the
+    template would write the policy's turn: its tokens stay as they were sampled, thoughts and tool calls included.
+    Special tokens in the content of an answer are tokenised as text unless the tokenizer's settings say otherwise.
+
+    Args:
+        tokenizer: with a chat template.
+        ends: of its turns.
+        arguments_as_text: whether the template takes the arguments of a tool call as JSON text.
+    """
+
+    def __init__(self, tokenizer: Any, ends: TurnEnds, *, arguments_as_text: bool = False) -> None:
+        self._tokenizer = tokenizer
+        self._ends = ends
+        self._arguments: Any = "{}" if arguments_as_text else {}
+        self._seam = lru_cache(_KINDS)(self._find_seam)
+
+    def tokens(self, turn: Message, observation: Sequence[Message], sampled: np.ndarray) -> np.ndarray:
+        """The tokens to append behind a sampled turn.
+
+        Args:
+            turn: the policy's message.
+            observation: the answer to it.
+            sampled: int32 `[tokens]`, the turn as sampled; a missing end of turn is supplied.
+
+        Returns:
+            int32 `[tokens]`.
+
+        Raises:
+            ValueError: if the template does not render the observation behind the turn.
+        """
+        calls = [call.get("id", "") for call in turn.get("tool_calls", ())]
+        kinds = [{key: value for key, value in message.items() if key != "content"} for message in observation]
+        before, end = self._seam(json.dumps([calls, kinds], sort_keys=True, default=str))
+        special = special_tokens(self._tokenizer)
+        told = special.hidden(observation) if splits_observations(self._tokenizer) else observation
+        text = self._render([*self._opening(calls), *told])
+        if not text.startswith(before):
+            raise ValueError(
+                "the chat template renders a turn of the policy in another way if the answer to it has another text, "
+                "so that no continuation exists; set policy.tokenizer.chat_template to one that does not"
+            )
+        missing = "" if self._has_ended(sampled, end) else end
+        return np.asarray(special.encode(missing + text[len(before) :]), dtype=np.int32)
+
+    def _has_ended(self, sampled: np.ndarray, end: str) -> bool:
+        """Whether the sampled turn ends so that the text behind `end` can follow."""
+        if not end:
+            return True
+        last = int(sampled[-1]) if len(sampled) else None
+        if self._ends.open_next:
+            return last == self._ends.marks[end]
+        return last in self._ends.sampled or last in self._ends.marks.values()
+
+    def _find_seam(self, kind: str) -> tuple[str, str]:
+        """The text up to and with the end of the policy's turn, and that end; an empty one if there is none.
+
+        Args:
+            kind: JSON of the ids of the turn's tool calls, and of the observation without its texts.
+        """
+        calls, kinds = json.loads(kind)
+        contents = [OTHER_MARK, *("x" for _ in kinds[1:])]
+        observation = [{**each, "content": content} for each, content in zip(kinds, contents, strict=True)]
+        text = self._render([*self._opening(calls), *observation])
+        begin, other = text.find(POLICY_MARK), text.rfind(OTHER_MARK)
+        if begin < 0 or other < begin:
+            roles = ", ".join(str(each.get("role")) for each in kinds)
+            raise ValueError(
+                f"the chat template does not render an observation ({roles}) behind a turn of the policy, so a "
+                "multi-turn rollout cannot be continued; set policy.tokenizer.chat_template to one that does"
+            )
+        between = text[begin:other]
+        found = [(between.rfind(mark) + len(mark), mark) for mark in self._ends.marks if mark in between]
+        if found:
+            length, end = max(found)
+            return text[: begin + length], end
+        if calls:
+            raise ValueError(
+                "the chat template writes no special token behind a tool call, so its end cannot be found; set "
+                "policy.tokenizer.chat_template to one that does"
+            )
+        return text[: begin + len(POLICY_MARK)], ""
+
+    def _opening(self, calls: Sequence[str]) -> list[dict[str, Any]]:
+        """The shortest conversation that ends with a turn of the policy with these calls."""
+        turn: dict[str, Any] = {"role": "assistant", "content": POLICY_MARK}
+        if calls:
+            # a template may leave out the text of a turn with calls, but not the names
+            function = {"name": POLICY_MARK, "arguments": self._arguments}
+            turn["tool_calls"] = [{"type": "function", "id": call, "function": function} for call in calls]
+        return [{"role": "user", "content": "x"}, turn]
+
+    def _render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        return str(
+            self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+            )
+        )
+
+
+def rewrites_history(tokenizer: Any, ends: TurnEnds) -> bool:
+    """Whether the template renders an earlier turn in another way than the engine saw it: in two renderings of a turn,
+    as the last one and as an earlier one, or behind the text at which the policy begins.
+    """
+    thinks = "</think>" in str(tokenizer.chat_template)
+    return any(
+        _rewrites(tokenizer, ends, text)
+        for text in ("An answer.", *(["<think>\nA thought.\n</think>\n\nAn answer."] if thinks else []))
+    )
+
+
+def _rewrites(tokenizer: Any, ends: TurnEnds, text: str) -> bool:
+    def render(*messages: Message, begins: bool = False) -> str:
+        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=begins))
+
+    asked, said = {"role": "user", "content": "A question."}, {"role": "assistant", "content": text}
+    as_last, as_earlier = render(asked, said), render(asked, said, {"role": "user", "content": "Another."})
+    cut = max((as_last.rfind(mark) for mark in ends.marks), default=-1)
+    # of the last turn without the tokens behind it, which may differ
+    turn = as_last[:cut] if cut > as_last.rfind("An answer.") else as_last.rstrip()
+    return not (as_earlier.startswith(turn) and turn.startswith(render(asked, begins=True)))

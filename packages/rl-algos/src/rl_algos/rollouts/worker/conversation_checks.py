@@ -1,0 +1,131 @@
+"""Conversations of several turns and tools that the chat template cannot carry, found before anything is started."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jinja2 import TemplateError
+
+from rl_algos.rollouts.config import EvaluationRoot, RolloutRoot, rollout_config
+from rl_algos.rollouts.worker.chat import Chat
+from rl_algos.rollouts.worker.continuation import rewrites_history
+from rl_algos.rollouts.worker.programs import DEFAULT_PROGRAM
+from rl_algos.rollouts.worker.turn_ends import TurnEnds
+from rl_algos.tokenizer import render, require_chat_template
+from rl_algos.tool_calls.formats import FORMATS, PLAIN
+from rl_core.errors import ConfigError
+from rl_core.rollouts.rollout import Message
+
+_log = logging.getLogger(__name__)
+
+_ASKED: Message = {"role": "user", "content": "A question."}
+
+
+def check_conversations(
+    config: RolloutRoot, tokenizer: Any, tools: Mapping[str, Sequence[Mapping[str, Any]]]
+) -> TurnEnds:
+    """Render short conversations as rollouts of several turns, and of tools, do.
+
+    Args:
+        tools: by environment; empty if none has any.
+
+    Returns:
+        The tokens that end a turn.
+
+    Raises:
+        ConfigError: naming the key to change.
+    """
+    settings = rollout_config(config)
+    turns, program = settings.max_rollout_turns, settings.rollout_program
+    key = f"{settings.section}.max_rollout_turns"
+    ends = check_turns(
+        config, tokenizer, tools, program=program, max_turns=turns, turns_key=key, splits=settings.splits
+    )
+    is_rendered = turns > 1 and program == DEFAULT_PROGRAM
+    if is_rendered and settings.rewritten_history is None and rewrites_history(tokenizer, ends):
+        raise ConfigError(
+            f"{settings.section}.rewritten_history: the chat template renders earlier turns in another way than "
+            "the policy writes them (such as without their thoughts). Set this key to `keep` to go on from the "
+            "tokens as they were sampled, to `split` to train on what the template renders for each turn, or "
+            "policy.tokenizer.chat_template to a template that only appends"
+        )
+    return ends
+
+
+def check_turns(
+    config: EvaluationRoot,
+    tokenizer: Any,
+    tools: Mapping[str, Sequence[Mapping[str, Any]]],
+    *,
+    program: str,
+    max_turns: int,
+    turns_key: str,
+    splits: bool,
+) -> TurnEnds:
+    """As `check_conversations`, of a model that does not train on what it says, so that its template may rewrite
+    earlier turns.
+
+    Args:
+        program, max_turns, splits: of the rollouts.
+        turns_key: key of `max_turns`, for messages.
+    """
+    require_chat_template(tokenizer)
+    chat = Chat(tokenizer, config.policy.tokenizer.tool_format)
+    _warn_of_plain_end(chat.ends, tokenizer, config.policy.generation.stop_strings)
+    if tools:
+        _check_tools(chat, tokenizer, max_turns, turns_key, tools)
+    if max_turns > 1 and program == DEFAULT_PROGRAM:
+        _check_continuation(chat, with_tools=bool(tools), splits=splits)
+    return chat.ends
+
+
+def _warn_of_plain_end(ends: TurnEnds, tokenizer: Any, stop_strings: Sequence[str]) -> None:
+    """Warn if a turn ends with text that is not a token, so that a policy which writes it does not stop."""
+    if ends.plain and not any(stop in ends.plain for stop in stop_strings):
+        _log.warning(
+            "the chat template ends a turn with %r, which is not a token of the tokenizer, so a turn ends only at %s. "
+            "Set policy.generation.stop_strings: [%r], or name a tokenizer that has the token in policy.tokenizer.name",
+            ends.plain,
+            tokenizer.eos_token,
+            ends.plain,
+        )
+
+
+def _check_tools(
+    chat: Chat, tokenizer: Any, max_turns: int, turns_key: str, tools: Mapping[str, Sequence[Mapping[str, Any]]]
+) -> None:
+    name, schemas = next(iter(tools.items()))
+    if max_turns < 2:
+        raise ConfigError(
+            f"{turns_key}: the environment {name} has tools, whose results the policy reads in a later turn; "
+            "set this key to 2 or more"
+        )
+    if chat.tool_format is PLAIN:
+        raise ConfigError(
+            f"policy.tokenizer.tool_format: the environment {name} has tools, and the chat template does not tell how "
+            f"the model writes calls; set this key to one of {', '.join(FORMATS)}"
+        )
+    plain = render(tokenizer, [_ASKED], add_generation_prompt=True)
+    if render(tokenizer, [_ASKED], add_generation_prompt=True, tools=schemas) == plain:
+        _log.warning("the chat template does not show the tools of %s; the prompts must describe them", name)
+
+
+def _check_continuation(chat: Chat, *, with_tools: bool, splits: bool) -> None:
+    said: Message = {"role": "assistant", "content": "An answer."}
+    seams: list[tuple[Message, Message]] = [(said, _ASKED)]
+    if with_tools:
+        call = {"type": "function", "id": "call00000", "function": {"name": "look_up", "arguments": {}}}
+        result = {"role": "tool", "name": "look_up", "content": "A result.", "tool_call_id": "call00000"}
+        seams = [({**said, "tool_calls": [call]}, result)]
+    nothing = np.zeros(0, dtype=np.int32)
+    for turn, observation in seams:
+        try:
+            if splits:
+                chat.rendered([_ASKED, turn, observation], nothing)
+            else:
+                chat.continuation(turn, [observation], nothing)
+        except (ValueError, TemplateError) as error:
+            raise ConfigError(f"policy.tokenizer.chat_template: {error}") from error

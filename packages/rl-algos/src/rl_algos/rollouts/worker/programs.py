@@ -1,0 +1,39 @@
+"""Rollout programs by name."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from rl_core.config import did_you_mean
+from rl_core.plugins.user_code import FromFile, is_in_file
+
+DEFAULT_PROGRAM = "multi_turn"
+
+PROGRAMS = {DEFAULT_PROGRAM: "rl_algos.rollouts.worker.program:MultiTurnProgram"}
+"""`"package.module:Class"` of the installed programs."""
+
+
+def program_named(name: str) -> str | FromFile:
+    """A rollout program by name, as `file.py:Class` or as `package.module:Class`; nothing is imported.
+
+    Raises:
+        ValueError: if no program has that name, or its file does not define it.
+    """
+    if is_in_file(name):
+        return FromFile.read(name)
+    if ":" not in name:
+        if name in PROGRAMS:
+            return PROGRAMS[name]
+        raise ValueError(
+            f"no rollout program {name!r}{did_you_mean(name, PROGRAMS)}; use {', '.join(PROGRAMS)}, file.py:Class or "
+            "package.module:Class"
+        )
+    module = name.partition(":")[0]
+    # a package is imported to look for a module in it, which may itself not be installed
+    try:
+        found = importlib.util.find_spec(module)
+    except ModuleNotFoundError:
+        found = None
+    if found is None:
+        raise ValueError(f"{name}: the module {module} is not installed; a class in a file is written file.py:Class")
+    return name

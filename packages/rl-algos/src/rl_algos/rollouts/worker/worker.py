@@ -1,0 +1,323 @@
+"""The process that runs rollouts beside a replica."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from collections import deque
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from rl_algos.rollouts.worker.chat import Chat
+from rl_algos.rollouts.worker.idle_time import IdleTime
+from rl_algos.tokenizer import load_tokenizer
+from rl_core.data.batch import Batch
+from rl_core.errors import EnvironmentFailed, GeneratorError, RequestRefused
+from rl_core.model_config import TokenizerConfig
+from rl_core.plugins import resolve
+from rl_core.plugins.user_code import FromFile
+from rl_core.rollouts.delivery import Delivery, Taken, take_over, try_out
+from rl_core.rollouts.environment import Conversation, EnvironmentFailure, StepResult, TrainerState
+from rl_core.rollouts.generation import GenerationRequest, Generator, SamplingParams
+from rl_core.rollouts.group import RECORD, GroupReport, parts_of
+from rl_core.rollouts.interruption import generate_whole
+from rl_core.rollouts.pool import RolloutTask, SampledTurns
+from rl_core.rollouts.program import Reply, RolloutProgram
+from rl_core.rollouts.record import write_records
+from rl_core.rollouts.rollout import Completion, Message, Prompt, Rollout, has_routing
+from rl_core.weights import Manifest
+
+_log = logging.getLogger(__name__)
+
+MOST_TOGETHER = 16
+"""Most groups whose columns are joined in one answer, as a node that needs one of their rows fetches all of them."""
+
+Group = tuple[Prompt, Sequence[Rollout]]
+"""A prompt and its rollouts, in the order of their seeds."""
+
+
+class EnvironmentClient(Protocol):
+    """An environment, one conversation at a time."""
+
+    async def step(self, conversation: Conversation) -> StepResult | EnvironmentFailure:
+        """The environment's answer, or the reason that there is none."""
+        ...
+
+    async def abandon(self, conversation_ids: Sequence[str]) -> None:
+        """Free what the environment holds for conversations that will not go on."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutWorkerSpec:
+    """The parts of a rollout worker; sent to its process.
+
+    Args:
+        generator: `"package.module:Class"` of the generator.
+        generator_args: its arguments.
+        program: `"package.module:Class"` of the rollout program, or a class in a file of the user's.
+        program_args: its keyword arguments.
+        tokenizer, model_name: settings of the tokenizer, and the model that has it by default.
+        max_seconds: most seconds of one rollout; None for no limit.
+        max_steps: Number of training steps of the run, which rewards may ask for; 1 outside training.
+    """
+
+    generator: str
+    generator_args: tuple[Any, ...]
+    program: str | FromFile
+    program_args: Mapping[str, Any]
+    tokenizer: TokenizerConfig
+    model_name: str
+    max_seconds: float | None = None
+    max_steps: int = 1
+
+
+class RolloutWorker:
+    """Holds one replica and runs rollouts on it, so that no turn of a rollout passes through the driver.
+
+    Args:
+        spec: the parts to build.
+        environments: clients by environment name.
+    """
+
+    def __init__(self, spec: RolloutWorkerSpec, environments: Mapping[str, EnvironmentClient]) -> None:
+        self._generator: Generator = resolve(spec.generator)(*spec.generator_args)
+        program = resolve(spec.program) if isinstance(spec.program, str) else spec.program.load()
+        self._program: RolloutProgram = program(**spec.program_args)
+        self._max_seconds = spec.max_seconds
+        self._max_steps = spec.max_steps
+        self._chat = Chat(load_tokenizer(spec.tokenizer, spec.model_name), spec.tokenizer.tool_format)
+        self._environments = dict(environments)
+        self._finished: deque[tuple[int, asyncio.Task[Group]]] = deque()
+        self._any_finished = asyncio.Event()
+        self._under_way: set[asyncio.Task[Group]] = set()
+        self._turns: dict[int, list[dict[str, Completion]]] = {}
+        self._idle = IdleTime()
+
+    async def start(self) -> int:
+        """Load the engine; returns its number of ranks."""
+        await self._generator.start()
+        return self._generator.num_ranks
+
+    async def begin(self, tasks: Sequence[tuple[int, RolloutTask]]) -> None:
+        """Begin groups, each under a number of its own; `finished` answers with them.
+
+        Their first requests reach the engine together and in order, so that its batches do not depend on timing.
+        """
+        self._idle.begin()
+        for number, task in tasks:
+            self._turns[number] = [dict(turns) for turns in task.turns] or [{} for _ in task.seeds]
+            # tasks of their own at once: the engine has the first request before the last group has been looked at
+            rollouts = [
+                asyncio.create_task(self._run_one(task.prompt, _Client(self, task.prompt, task.sampling, seed, turns)))
+                for seed, turns in zip(task.seeds, self._turns[number], strict=True)
+            ]
+            running = asyncio.create_task(self._whole_group(task.prompt, rollouts))
+            self._under_way.add(running)
+            running.add_done_callback(partial(self._note_finished, number))
+
+    async def finished(self) -> tuple[Sequence[tuple[int, GroupReport]], Batch, Batch]:
+        """Wait for the next group to finish, and take all that are finished by then and have the same columns.
+
+        Returns:
+            Number and report of each, then the columns and the records of all their rollouts, in the same order.
+
+        Raises:
+            GeneratorError: if the engine died; all groups that have not been taken may run again elsewhere.
+        """
+        await self._any_finished.wait()
+        taken = [self._take()]
+        _, (_, first) = taken[0]
+        while self._finished and len(taken) < MOST_TOGETHER and _has_columns_of(first, self._finished[0][1]):
+            taken.append(self._take())
+        reports, columns, records = parts_of([group for _, group in taken])
+        return list(zip([number for number, _ in taken], reports, strict=True)), columns, records
+
+    async def turns(self) -> Mapping[int, tuple[SampledTurns, ...]]:
+        """Completions so far of the groups that have not been taken, by number; groups without any are left out."""
+        return {
+            number: tuple(dict(turns) for turns in rollouts)
+            for number, rollouts in self._turns.items()
+            if any(rollouts)
+        }
+
+    async def idle_time(self) -> tuple[float, float]:
+        """Seconds since the last call, or the first group, without a rollout under way, and all seconds since then."""
+        return self._idle.take()
+
+    async def generator(self, method: str, *args: Any) -> Any:
+        """Call a method of the replica."""
+        return await getattr(self._generator, method)(*args)
+
+    async def take_over(self, manifest: Manifest, delivery: Delivery) -> Taken:
+        """As `rl_core.rollouts.delivery.take_over`."""
+        return await take_over(self._generator, manifest, delivery)
+
+    async def try_out(self, canary: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
+        """As `rl_core.rollouts.delivery.try_out`."""
+        return await try_out(self._generator, canary)
+
+    async def write_rollouts(
+        self, path: str, part: np.ndarray, row: np.ndarray, advantages: Sequence[float | None], *stores: Batch
+    ) -> None:
+        """Write a new file of rollouts while this process does other work.
+
+        Args:
+            path: of the file, in a folder shared with the driver.
+            part, row: int64 `[rollouts]`, which record of which store each rollout's is.
+            advantages: of each rollout.
+        """
+        records = [store.ragged(RECORD) for store in stores]
+        places = zip(part.tolist(), row.tolist(), strict=True)
+        lines = zip((records[store][record] for store, record in places), advantages, strict=True)
+        await asyncio.to_thread(write_records, Path(path), lines)
+
+    async def health(self) -> Mapping[str, Any]:
+        """The replica's report."""
+        return await self._generator.health()
+
+    async def close(self) -> None:
+        """End the replica."""
+        await self._generator.close()
+
+    def _note_finished(self, number: int, task: asyncio.Task[Group]) -> None:
+        self._under_way.discard(task)
+        if not self._under_way:
+            self._idle.end()
+        self._finished.append((number, task))
+        self._any_finished.set()
+
+    def _take(self) -> tuple[int, Group]:
+        number, task = self._finished.popleft()
+        if not self._finished:
+            self._any_finished.clear()
+        del self._turns[number]
+        return number, task.result()
+
+    async def _whole_group(self, prompt: Prompt, rollouts: Sequence[asyncio.Task[Rollout]]) -> Group:
+        return prompt, await asyncio.gather(*rollouts)
+
+    async def _run_one(self, prompt: Prompt, client: _Client) -> Rollout:
+        try:
+            async with asyncio.timeout(self._max_seconds) as limit:
+                return await self._program.run(prompt, client)
+        except TimeoutError as error:
+            return _failed(prompt, self._overdue() if limit.expired() else error)
+        except RequestRefused as error:
+            return _failed(prompt, error)
+        except GeneratorError:
+            raise
+        except Exception as error:  # noqa: BLE001 - a program's failure costs its rollout, not the run
+            return _failed(prompt, error)
+        finally:
+            await client.release()
+
+    def _overdue(self) -> TimeoutError:
+        return TimeoutError(f"the rollout took longer than the {self._max_seconds:g} s that max_rollout_seconds allows")
+
+
+def _has_columns_of(rollouts: Sequence[Rollout], task: asyncio.Task[Group]) -> bool:
+    """Whether a group that ended did not fail, and has the columns of another."""
+    return task.exception() is None and has_routing(task.result()[1]) == has_routing(rollouts)
+
+
+def _failed(prompt: Prompt, error: Exception) -> Rollout:
+    reason = f"{type(error).__name__}: {error}"
+    _log.warning("rollout of %s failed: %s", prompt, reason)
+    return Rollout.failed(prompt, reason)
+
+
+class _Client:
+    """The client that one rollout gets.
+
+    Args:
+        turns: completions by the digests of their requests, which are not sampled again; those that are sampled are
+            added.
+    """
+
+    def __init__(
+        self,
+        worker: RolloutWorker,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        seed: int,
+        turns: dict[str, Completion],
+    ) -> None:
+        self._worker = worker
+        self._environment = worker._environments.get(prompt.environment)
+        self._prompt = prompt
+        self._tools = prompt.tools
+        self._sampling = sampling
+        self._seed = seed
+        self._later_seeds: np.random.SeedSequence | None = None
+        self._open: set[str] = set()
+        self._turns = turns
+        self._newest: Completion | None = None
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return self._sampling
+
+    async def generate(self, token_ids: np.ndarray, sampling: SamplingParams | None = None) -> Completion:
+        request = GenerationRequest(token_ids, sampling or self._sampling, self._next_seed())
+        digest = request.digest
+        if digest not in self._turns:
+            self._turns[digest] = await generate_whole(self._worker._generator.generate, request)
+        self._newest = self._turns[digest]
+        return self._newest
+
+    async def step(self, conversation: Conversation) -> StepResult:
+        assert self._environment is not None, "the prompt names no environment of this run"
+        self._open.add(conversation.id)
+        sampled = None if self._newest is None else self._newest.token_ids
+        result = await self._environment.step(
+            dataclasses.replace(
+                conversation,
+                completion_ids=sampled if conversation.completion_ids is None else conversation.completion_ids,
+                num_prompt_messages=len(self._prompt.messages),
+                is_text=self._prompt.is_text,
+                trainer_state=self._trainer_state(),
+            )
+        )
+        if isinstance(result, EnvironmentFailure):
+            self._open.discard(conversation.id)
+            raise EnvironmentFailed(result.reason)
+        if result.done:
+            self._open.discard(conversation.id)
+        return result
+
+    def read(self, token_ids: np.ndarray) -> Reply:
+        return self._worker._chat.read(token_ids, self._tools)
+
+    def continuation(self, turn: Message, observation: Sequence[Message], sampled: np.ndarray) -> np.ndarray:
+        return self._worker._chat.continuation(turn, observation, sampled)
+
+    def rendered(self, messages: Sequence[Message], so_far: np.ndarray) -> np.ndarray:
+        return self._worker._chat.rendered(messages, so_far, self._tools)
+
+    async def release(self) -> None:
+        """Free conversations that the environment did not end; a failure to do so is logged and harms no rollout."""
+        if not self._open or self._environment is None:
+            return
+        try:
+            await self._environment.abandon(sorted(self._open))
+        except Exception as error:  # noqa: BLE001 - the rollout has ended either way
+            _log.warning("an environment did not free %s: %s: %s", sorted(self._open), type(error).__name__, error)
+
+    def _trainer_state(self) -> TrainerState:
+        """Progress of the training as the newest completion tells it: every step publishes the next weight version, and
+        the first is published before the first step."""
+        spans = self._newest.spans if self._newest is not None else ()
+        return TrainerState(max(spans[0].version - 1, 0) if spans else 0, self._worker._max_steps)
+
+    def _next_seed(self) -> int:
+        """That of the rollout for its first turn; the later ones follow from it."""
+        if self._later_seeds is None:
+            self._later_seeds = np.random.SeedSequence(self._seed)
+            return self._seed
+        return int(self._later_seeds.spawn(1)[0].generate_state(1)[0])

@@ -1,0 +1,225 @@
+"""What a config's sections become."""
+
+import re
+from types import SimpleNamespace
+from unittest.mock import ANY
+
+import pytest
+
+from rl_algos.data.config import DataConfig, DatasetConfig
+from rl_algos.grpo.config import GRPOConfig
+from rl_algos.grpo.estimators import estimator_section
+from rl_algos.grpo.plugin import check, models
+from rl_algos.policy_gradient.loss import columns_of, loss_of, loss_section, objective_of
+from rl_algos.policy_gradient.loss_config import LossConfig
+from rl_algos.rollouts.config import RewardShapingConfig
+from rl_core.model_config import GenerationConfig
+from rl_core.token_filter import TokenFilter
+
+
+def make_config(minibatch, **loss):
+    return SimpleNamespace(
+        grpo=GRPOConfig(num_prompts_per_step=4, num_generations_per_prompt=2),
+        loss_fn=LossConfig(**loss),
+        policy=SimpleNamespace(train_global_batch_size=minibatch, generation=GenerationConfig(temperature=0.7)),
+    )
+
+
+@pytest.mark.parametrize(("minibatch", "forced", "on_policy"), [(8, None, True), (4, None, False), (8, False, False)])
+def test_one_minibatch_a_step_needs_no_logprobs_from_before_it_unless_they_are_asked_for(minibatch, forced, on_policy):
+    config = make_config(minibatch, force_on_policy_ratio=forced)
+    loss = loss_of(config, config.grpo)
+    assert loss.on_policy is on_policy
+    assert ("prev_logprobs" in loss.columns) is not on_policy
+
+
+def test_the_loss_divides_by_the_temperature_that_rollouts_are_sampled_at():
+    config = make_config(8)
+    assert loss_of(config, config.grpo).temperature == 0.7
+
+
+LOSS = """
+from dataclasses import dataclass
+from rl_core.model import LOGPROBS, Read
+
+@dataclass(frozen=True)
+class Loss:
+    temperature: float
+    beta: float = 0.5
+    implementation: str = "mine.py:compute"
+    columns = ("loss_mask", "advantages", COLUMN)
+    reads = (LOGPROBS,)
+
+    def __post_init__(self):
+        if self.beta < 0:
+            raise ValueError(f"beta must not be negative, got {self.beta}")
+
+    def totals(self, batch):
+        return {"tokens": 1.0}
+
+@dataclass(frozen=True)
+class Filtered:
+    token_filter: object
+    temperature: float
+    implementation: str = "mine.py:compute"
+    columns = ("loss_mask",)
+    totals = None
+
+    @property
+    def reads(self):
+        return (Read("logprobs", token_filter=self.token_filter),)
+
+@dataclass(frozen=True)
+class Fixed:
+    columns = ("loss_mask",)
+    reads = (LOGPROBS,)
+    temperature = 1.0
+    implementation = "mine.py:compute"
+    totals = None
+
+@dataclass(frozen=True)
+class Half:
+    columns = ()
+
+class Plain:
+    pass
+"""
+
+
+@pytest.fixture
+def custom(tmp_path):
+    def make(column="generation_logprobs", kind="Loss", **settings):
+        path = tmp_path / "mine.py"
+        path.write_text(LOSS.replace("COLUMN", repr(column)))
+        config = make_config(8)
+        name = f"{path}:{kind}"
+        config.loss_fn = loss_section(name)(name=name, **settings)
+        return config
+
+    return make
+
+
+def problems(config, **sampling):
+    config.policy.max_total_sequence_length = 64
+    config.policy.generation = GenerationConfig(backend="none", temperature=0.7, max_new_tokens=8, **sampling)
+    config.data = DataConfig(train=DatasetConfig(dataset_name="arithmetic"))
+    return [(problem.key, problem.message) for problem in check(config)]
+
+
+def test_a_class_of_a_file_is_the_loss_with_its_settings_and_the_temperature_of_sampling(custom):
+    config = custom(beta=0.25)
+    loss = loss_of(config, config.grpo)
+    assert (loss.beta, loss.temperature, loss.implementation) == (0.25, 0.7, "mine.py:compute")
+    assert problems(custom(beta=0.25)) == []
+
+
+@pytest.mark.parametrize("sampling", [{}, {"top_p": 0.9}, {"top_k": 20, "min_p": 0.05}])
+def test_a_loss_reads_the_tokens_that_training_samples_from(custom, sampling):
+    expected = TokenFilter(**sampling) if sampling else None
+    for config in (make_config(8), custom(kind="Filtered")):
+        assert problems(config, **sampling) == []
+        assert loss_of(config, config.grpo).reads[0].token_filter == expected
+    found = problems(custom(), **sampling)
+    assert [key for key, _ in found] == [f"policy.generation.{key}" for key in sampling]
+    assert all("give the class a field `token_filter`" in message for _, message in found)
+
+
+def test_what_the_parts_read_before_the_update_is_read():
+    config = make_config(8, top_entropy_share=0.2, reference_policy_kl_penalty=0.0)
+    objective = objective_of(config, config.grpo, read_before=("prev_collision",))
+    assert objective.loss.high_entropy_only
+    assert objective.columns >= {"prev_entropy", "prev_collision"}
+    assert "high_entropy" not in objective.columns
+
+
+@pytest.mark.parametrize(("column", "keeps"), [("ref_logprobs", True), ("prev_logprobs", False)])
+def test_a_policy_keeps_its_reference_if_the_loss_reads_it(custom, column, keeps):
+    assert models(custom(column))["policy"].spec.keeps_reference is keeps
+
+
+def test_what_does_not_go_with_a_loss_is_found_before_anything_starts(custom):
+    assert problems(custom("values")) == [("loss_fn.name", ANY)]
+    assert "needs values; a batch has loss_mask, advantages" in problems(custom("values"))[0][1]
+    ((key, message),) = problems(custom(beta=-1.0))
+    assert key == "loss_fn"
+    assert message.endswith("beta must not be negative, got -1.0")
+    config = custom(beta=-1.0)
+    assert columns_of(config, config.grpo) == frozenset()
+    ((key, message),) = problems(custom(kind="Fixed"))
+    assert key == "policy.generation.temperature"
+    assert "give the class a field `temperature`" in message
+
+
+@pytest.mark.parametrize(
+    ("estimator", "grpo", "loss", "key", "says"),
+    [
+        ({"name": "pass_at_k", "k": 3}, {}, {}, "grpo.adv_estimator.k", "3 must be from 1 to .*, 2"),
+        ({"name": "grpo"}, {"batch_multiplier": 2.0}, {}, "grpo.batch_multiplier", "without use_dynamic_sampling"),
+        ({"name": "drgrpo"}, {"normalize_rewards": False}, {}, "grpo.normalize_rewards", "no effect .* drgrpo"),
+        ({"name": "maxrl"}, {}, {"use_kl_in_reward": True}, "loss_fn.use_kl_in_reward", "no effect .* maxrl"),
+        (
+            {"name": "gdpo"},
+            {"reward_shaping": RewardShapingConfig(enabled=True)},
+            {},
+            "grpo.reward_shaping.enabled",
+            "gdpo, which reads rewards as they are",
+        ),
+    ],
+)
+def test_what_an_estimator_does_not_read_is_refused(estimator, grpo, loss, key, says):
+    config = make_config(8, **loss)
+    section = estimator_section(estimator["name"])(**estimator)
+    config.grpo = config.grpo.model_copy(update={"adv_estimator": section, **grpo})
+    ((found, message),) = problems(config)
+    assert found == key
+    assert re.search(says, message), message
+
+
+def test_several_passes_read_the_policy_before_the_first_and_need_a_ratio():
+    def with_passes(count, **loss):
+        config = make_config(8, **loss)
+        config.grpo = config.grpo.model_copy(update={"num_iterations": count})
+        return config
+
+    once, twice = with_passes(1), with_passes(2)
+    assert problems(twice) == []
+    assert "prev_logprobs" not in objective_of(once, once.grpo).columns
+    assert "prev_logprobs" in objective_of(twice, twice.grpo).columns
+    ((key, message),) = problems(with_passes(2, disable_ppo_ratio=True))
+    assert key == "grpo.num_iterations"
+    assert "2 passes need a ratio" in message
+    ((key, message),) = problems(with_passes(2, force_on_policy_ratio=True))
+    assert key == "loss_fn.force_on_policy_ratio"
+    assert message.endswith("remove it")
+
+
+@pytest.mark.parametrize(
+    ("grpo", "loss", "key", "says"),
+    [
+        ({"reference_sync_period": 4}, {"reference_policy_kl_penalty": 0.0}, "reference_sync_period", "no reference"),
+        ({"reference_mixup_alpha": 0.6}, {}, "reference_mixup_alpha", "no effect without reference_sync_period"),
+    ],
+)
+def test_a_reference_that_could_not_move_or_that_nothing_reads_is_refused(grpo, loss, key, says):
+    config = make_config(8, **loss)
+    config.grpo = config.grpo.model_copy(update=grpo)
+    ((found, message),) = problems(config)
+    assert found == f"grpo.{key}"
+    assert says in message
+
+
+def test_a_reference_may_follow_the_policy():
+    config = make_config(8, reference_policy_kl_penalty=0.1)
+    config.grpo = config.grpo.model_copy(update={"reference_sync_period": 4, "reference_mixup_alpha": 0.6})
+    assert problems(config) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [("Half", "lacks reads, temperature, implementation, totals"), ("Plain", "is not a dataclass")],
+)
+def test_what_cannot_be_a_loss_is_refused(custom, kind, says):
+    with pytest.raises(ValueError, match=says):
+        custom(kind=kind)
+    with pytest.raises(ValueError, match=r"got 'polcy'; allowed: policy, or a class of yours"):
+        loss_section("polcy")

@@ -1,0 +1,57 @@
+import logging
+from dataclasses import replace
+
+import pytest
+from rollouts_builder import make_group, make_prompt, make_rollout
+
+from rl_algos.rollouts.driver.reward_watch import PATIENCE, RewardWatch
+from rl_core.rollouts.group import RolloutGroup
+from rl_core.rollouts.rollout import Turn
+
+
+def answered(prompt_id, *texts):
+    """A group whose rollouts end with these texts and earn nothing."""
+    prompt = make_prompt(prompt_id)
+    return RolloutGroup.of(
+        prompt, [replace(make_rollout(prompt, 0.0), turns=(Turn(text, None, {}),)) for text in texts]
+    )
+
+
+@pytest.fixture
+def said(caplog):
+    caplog.set_level(logging.WARNING)
+    return lambda: [record.getMessage() for record in caplog.records]
+
+
+def test_rollouts_that_earn_nothing_are_reported_once_with_what_they_answered(said):
+    watch = RewardWatch()
+    for step in range(PATIENCE + 3):
+        assert len(said()) == (step >= PATIENCE)
+        watch.observe([answered("a", "left", "left", "go right"), answered("b", "left")])
+    (message,) = said()
+    assert message.startswith(f"all {4 * PATIENCE} rollouts of {PATIENCE} steps have earned nothing")
+    assert "most often they end with 'left' (3x), 'go right' (1x)." in message
+    assert "rl env run" in message
+
+
+def test_other_equal_rewards_are_reported_with_their_value(said):
+    watch = RewardWatch()
+    for _ in range(PATIENCE):
+        watch.observe([make_group("a", [-1.0, -1.0])])
+    assert "have earned the same, -1," in said()[0]
+
+
+@pytest.mark.parametrize("late", [[0.0, 1.0], [1.0, 1.0]])
+def test_a_reward_that_differs_in_time_ends_the_watch(said, late):
+    watch = RewardWatch()
+    for rewards in ([0.0, 0.0], late, *[[0.0, 0.0]] * 2 * PATIENCE):
+        watch.observe([make_group("a", rewards)])
+    assert said() == []
+
+
+def test_failed_rollouts_and_rollouts_without_an_environment_say_nothing(said):
+    watch = RewardWatch()
+    for _ in range(2 * PATIENCE):
+        watch.observe([make_group("a", [float("nan"), float("nan")])])
+        watch.observe([])
+    assert said() == []

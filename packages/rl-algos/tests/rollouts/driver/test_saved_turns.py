@@ -1,0 +1,35 @@
+"""Turns of rollouts under way in a checkpoint."""
+
+import numpy as np
+import pytest
+
+from rl_algos.rollouts.driver.saved_turns import turns_from, turns_state
+from rl_core.rollouts.rollout import Completion, WeightSpan
+
+
+def completion(tokens, *, version=1, routed=None):
+    logprobs = -np.array(tokens, np.float32)
+    spans = (WeightSpan(version, 1), WeightSpan(version + 1, len(tokens) - 1)) if tokens else ()
+    return Completion(np.array(tokens, np.int32), logprobs, "stop", spans, routed)
+
+
+@pytest.mark.parametrize(
+    "turns",
+    [
+        ({"a": completion([1, 2, 3]), "b": completion([4, 5])}, {}, {"c": completion([6, 7], version=3)}),
+        ({"a": completion([])}, {"b": completion([1, 2], routed=np.arange(6, dtype=np.int16).reshape(3, 2, 1))}),
+        ({}, {}),
+    ],
+    ids=["several", "routed", "none"],
+)
+def test_turns_come_back_as_they_were(turns):
+    found = turns_from(turns_state(turns))
+    assert [list(each) for each in found] == [list(each) for each in turns]
+    for ours, theirs in zip(found, turns, strict=True):
+        for digest, expected in theirs.items():
+            got = ours[digest]
+            assert (got.token_ids.dtype, got.logprobs.dtype) == (np.int32, np.float32)
+            np.testing.assert_array_equal(got.token_ids, expected.token_ids)
+            np.testing.assert_array_equal(got.logprobs, expected.logprobs)
+            assert (got.stop_reason, got.spans) == (expected.stop_reason, expected.spans)
+            np.testing.assert_array_equal(got.routed_experts, expected.routed_experts)
