@@ -32,8 +32,8 @@ from rl_core.data.ragged import Ragged
 from rl_core.model import ModelSpec
 from rl_core.ray.model import RemoteModel
 from rl_launch.backends import POLICY, Backends, backends_of
-from rl_launch.root import read_model_config
-from rl_launch.session.checkpoints import Checkpoints
+from rl_launch.run_config.root import read_model_config
+from rl_launch.session.checkpoints.checkpoints import Checkpoints
 from rl_launch.session.config import CheckpointingConfig
 
 NUM_RANKS = 4

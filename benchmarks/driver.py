@@ -49,7 +49,7 @@ from rl_core.rollouts.rollout import Prompt
 from rl_core.run import Checkpointable, Run
 from rl_core.testing.fakes import FakeModel, FakeWeights
 from rl_launch.cluster.virtual_cluster import VirtualCluster, WorkerProcess
-from rl_launch.root import read_config
+from rl_launch.run_config.root import read_config
 from rl_launch.session import RunSession
 
 PROMPT_TOKENS = 64

@@ -36,7 +36,7 @@ from rl_launch.cluster.virtual_cluster import VirtualCluster
 from rl_launch.commands.evaluate import roll_out
 from rl_launch.commands.train import with_local_models
 from rl_launch.evaluation.folder import EvaluationFolder
-from rl_launch.root import read_config
+from rl_launch.run_config.root import read_config
 from rl_launch.runtime.runtime import Runtime, provision_workers
 
 SCRIPTED = "scripted"

@@ -38,7 +38,7 @@ from rl_core.rollouts.rollout import NOT_SAMPLED
 from rl_core.run import Components
 from rl_launch.backends import backends_of
 from rl_launch.cluster.virtual_cluster import VirtualCluster
-from rl_launch.root import read_config
+from rl_launch.run_config.root import read_config
 from rl_launch.runtime.runtime import Runtime, provision_workers
 
 MODEL = ModelSize(hidden_size=128, num_layers=4, num_heads=4, num_key_value_heads=2)

@@ -28,8 +28,8 @@ import rl_launch
 from rl_core.errors import RLError
 from rl_launch.cluster.device import resolve_device
 from rl_launch.cluster.virtual_cluster import VirtualCluster
-from rl_launch.root import read_config
-from rl_launch.session.run_folder import RunFolder, is_run
+from rl_launch.run_config.root import read_config
+from rl_launch.session.directory.run_folder import RunFolder, is_run
 
 SEEDS = (1, 2, 3)
 

@@ -51,7 +51,7 @@ WINDOW = 50
 
 _READ = """
 import sys, time
-from rl_launch.session.run_folder import RunFolder
+from rl_launch.session.directory.run_folder import RunFolder
 started = time.perf_counter()
 run = RunFolder(sys.argv[1])
 run.metrics(), list(run.rollouts(run.rollout_steps()[0])), run.state()

@@ -13,7 +13,7 @@ from rl_core.config import all_keys
 from rl_core.errors import ConfigError
 from rl_core.testing.documents import Block, Document, DocumentError, Workbook
 from rl_launch.cli.app import app
-from rl_launch.root import read_config
+from rl_launch.run_config.root import read_config
 
 ROOT = Path(__file__).parents[1]
 

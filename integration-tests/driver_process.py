@@ -62,7 +62,7 @@ def main() -> None:
     from rl_launch import train
     from rl_launch.cluster.device import resolve_device
     from rl_launch.cluster.virtual_cluster import VirtualCluster
-    from rl_launch.root import read_config
+    from rl_launch.run_config.root import read_config
 
     # answers have a pipe of their own: whatever else is printed goes to the log
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")

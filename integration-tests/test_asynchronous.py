@@ -13,8 +13,8 @@ from logical_cluster import LogicalCluster
 from runs import Run, assert_same, described, rollouts_of, steps_of
 
 from rl_core.testing.exhaustive import exhaustive
-from rl_launch.session.exactly_once import prove
-from rl_launch.session.run_folder import RunFolder
+from rl_launch.session.directory.exactly_once import prove
+from rl_launch.session.directory.run_folder import RunFolder
 
 HF = "policy.generation.backend=hf"
 AHEAD = (

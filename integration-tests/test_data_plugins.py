@@ -51,7 +51,7 @@ import json, sys
 
 from rl_core.errors import RLError
 from rl_core.plugins import algorithm_named, resolve
-from rl_launch.root import read_config
+from rl_launch.run_config.root import read_config
 
 try:
     config = read_config(sys.argv[1], sys.argv[2:]).config

@@ -14,7 +14,7 @@ from rl_algos.tiny_model import make_tokenizer
 from rl_core.plugins import POLICIES
 from rl_core.testing.documents import read_document
 from rl_core.testing.exhaustive import exhaustive
-from rl_launch.root import read_config
+from rl_launch.run_config.root import read_config
 
 ROOT = Path(__file__).parents[1]
 

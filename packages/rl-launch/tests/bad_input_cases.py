@@ -85,7 +85,7 @@ def _run_of(*overrides: str) -> Files:
     """A run directory `run`, as a run of these settings leaves it."""
 
     def write(folder: Path) -> None:
-        from rl_launch.root import read_config
+        from rl_launch.run_config.root import read_config
         from rl_launch.session import RunDirectory
 
         _model()(folder)
@@ -97,7 +97,7 @@ def _run_of(*overrides: str) -> Files:
 
 
 def _busy(folder: Path) -> object:
-    from rl_launch.session.lock import DirectoryLock
+    from rl_launch.session.directory.lock import DirectoryLock
 
     _run_of()(folder)
     held = DirectoryLock(folder / "run")

@@ -4,7 +4,7 @@ import pytest
 
 from rl_algos.rollouts.config import rollout_config
 from rl_core.environments.instance import instance_of
-from rl_launch.root import read_config
+from rl_launch.run_config.root import read_config
 
 RECIPES = {
     # recipe: environments of its training data; None for rows that name theirs

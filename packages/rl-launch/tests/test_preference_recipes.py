@@ -6,7 +6,7 @@ from rl_algos.dpo.loss import LOSSES
 from rl_core.config import to_yaml
 from rl_core.errors import ConfigError
 from rl_launch.backends import backends_of
-from rl_launch.root import read_config
+from rl_launch.run_config.root import read_config
 
 ON_CPU = ["cluster.device=cpu"]
 LOSS = """

@@ -6,9 +6,9 @@ import pytest
 from safetensors_files import write_weights
 
 from rl_launch.backends import model_sections, section_of
-from rl_launch.local_models import MADE_HERE
+from rl_launch.model_files.local_models import MADE_HERE
 from rl_launch.recipes import recipe_names
-from rl_launch.root import read_config
+from rl_launch.run_config.root import read_config
 
 SHAPES = {
     # model: hidden layers, attention heads, heads of keys and values, experts, positions

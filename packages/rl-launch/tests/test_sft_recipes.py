@@ -7,7 +7,7 @@ import pytest
 from rl_algos.data.examples import load
 from rl_algos.sft.data import prepare
 from rl_algos.tiny_model import make_tokenizer
-from rl_launch.root import read_config
+from rl_launch.run_config.root import read_config
 
 OPEN_MATH = [
     {

@@ -9,8 +9,8 @@ from rl_algos.sft.data import prepare as prepare_sft
 from rl_algos.tiny_model import UNKNOWN, make_tokenizer
 from rl_core.environments.instance import instance_of, tools_of
 from rl_core.plugins import algorithm_named, resolve
-from rl_launch.local_models import MADE_HERE, TINY, WARMED_UP
-from rl_launch.root import read_config
+from rl_launch.model_files.local_models import MADE_HERE, TINY, WARMED_UP
+from rl_launch.run_config.root import read_config
 
 ON_CPU = ["cluster.device=cpu"]
 TOKENIZER = make_tokenizer()

@@ -4,7 +4,7 @@ import pytest
 
 from rl_algos.grpo.estimators import chosen
 from rl_algos.policy_gradient.loss import objective_of
-from rl_launch.root import read_config
+from rl_launch.run_config.root import read_config
 
 VARIANTS = {
     # recipe: surrogate, aggregation, estimator

@@ -34,11 +34,9 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[EntryPoint]]:
     entries = list(INSTALLED)
     registry = rl_core.plugins.registry
     monkeypatch.setattr(registry, "entry_points", lambda group: [e for e in entries if e.group == group])
-        rl_core.plugins.registry, "entry_points", lambda group: [e for e in entries if e.group == group]
-    )
-    rl_core.plugins.registry._entries.cache_clear()
+    registry._entries.cache_clear()
     yield entries
-    rl_core.plugins.registry._entries.cache_clear()
+    registry._entries.cache_clear()
 
 
 def test_names_are_known_without_importing_anything(installed: list[EntryPoint]) -> None:

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from rl_algos.tiny_model import CHAT_TEMPLATE, make_tokenizer
 from rl_core.testing.isolation import loaded_by_command
 from rl_launch.cli import app
-from rl_launch.local_models import tiny_model
+from rl_launch.model_files.local_models import tiny_model
 
 CHATS = [
     {"messages": [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]},

@@ -13,7 +13,7 @@ from rl_core.plugins import DATASETS, ENVIRONMENTS, names
 from rl_core.testing.isolation import loaded_by
 from rl_launch.cli import app
 from rl_launch.recipes import recipe_names
-from rl_launch.root import read_raw, type_of
+from rl_launch.run_config.root import read_raw, type_of
 
 HEAVY = {"datasets", "ray", "reasoning_gym", "tensorboardX", "tokenizers", "torch", "transformers", "vllm"}
 

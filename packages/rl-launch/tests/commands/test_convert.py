@@ -21,8 +21,8 @@ from rl_launch.commands import convert, convert_pickled
 from rl_launch.commands.conversion_check import Probe
 from rl_launch.commands.conversion_source import checkpoint_of
 from rl_launch.commands.convert import Verification, _made, to_checkpoint, to_hugging_face
-from rl_launch.root import read_config, read_model_config
-from rl_launch.session.manifest import Manifest
+from rl_launch.run_config.root import read_config, read_model_config
+from rl_launch.session.checkpoints.manifest import Manifest
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,7 @@ import pytest
 
 from rl_core.errors import ConfigError, RunDirectoryError
 from rl_launch.commands.start import run_of
-from rl_launch.root import read_config
+from rl_launch.run_config.root import read_config
 from rl_launch.session import RunDirectory
 
 

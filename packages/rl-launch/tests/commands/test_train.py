@@ -12,13 +12,13 @@ import pytest
 from rl_core.config import WhenChanged, keys_when_changed
 from rl_core.errors import ConfigError, RunDirectoryError
 from rl_launch.commands.train import check_adapters_of_made_models, check_run_dir, train, with_local_models
-from rl_launch.local_models import WARMED_UP
-from rl_launch.root import read_config
-from rl_launch.run_recording import RunRecording
+from rl_launch.model_files.local_models import WARMED_UP
+from rl_launch.run_config.root import read_config
+from rl_launch.run_config.run_recording import RunRecording
 from rl_launch.session import RunDirectory
-from rl_launch.session.branch import BranchPoint
-from rl_launch.session.manifest import Manifest
-from rl_launch.session.run_state import RunState
+from rl_launch.session.checkpoints.manifest import Manifest
+from rl_launch.session.directory.branch import BranchPoint
+from rl_launch.session.directory.run_state import RunState
 
 COMMAND = """
 import atexit, sys

@@ -7,8 +7,8 @@ from rl_algos.tiny_model import make_tiny_model
 from rl_core.config import to_yaml
 from rl_core.errors import ConfigError, RunDirectoryError
 from rl_launch.evaluation.source import evaluation_of, is_model
-from rl_launch.root import read_config
-from rl_launch.session.manifest import Manifest
+from rl_launch.run_config.root import read_config
+from rl_launch.session.checkpoints.manifest import Manifest
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ import pytest
 from foreign_files import NEMO_RL, changed, written
 
 from rl_core.errors import ConfigError, ConfigProblems
-from rl_launch.root import read_config
+from rl_launch.run_config.root import read_config
 
 SFT = {
     "algorithm": "sft",

@@ -6,7 +6,7 @@ from foreign_files import NEMO_RL, changed, written
 from typer.testing import CliRunner
 
 from rl_launch.cli import app
-from rl_launch.root import read_config
+from rl_launch.run_config.root import read_config
 
 
 def rl(*arguments):

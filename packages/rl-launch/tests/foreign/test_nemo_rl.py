@@ -7,7 +7,7 @@ from rl_core.errors import ConfigError
 from rl_launch.foreign.importing import import_config
 from rl_launch.foreign_keys.flat import flattened
 from rl_launch.foreign_keys.table import Kind
-from rl_launch.root import read_config
+from rl_launch.run_config.root import read_config
 
 
 def imported(folder, values=NEMO_RL, **changes):

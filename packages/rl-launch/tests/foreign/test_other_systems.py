@@ -8,7 +8,7 @@ from foreign_files import OPENRLHF, PRIME_RL, TRL_GRPO, VERL, written
 from rl_core.errors import ConfigError
 from rl_launch.foreign.importing import import_config
 from rl_launch.foreign_keys.table import Kind
-from rl_launch.root import read_config
+from rl_launch.run_config.root import read_config
 
 
 def config_of(found):

@@ -5,7 +5,7 @@ from foreign_files import written
 
 from rl_core.errors import ConfigError
 from rl_launch.foreign.importing import import_config
-from rl_launch.root import read_config
+from rl_launch.run_config.root import read_config
 
 GRPO = """
 from datasets import load_dataset

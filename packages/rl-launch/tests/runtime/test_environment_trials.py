@@ -8,7 +8,7 @@ import pytest
 from rl_algos.rollouts.data import load
 from rl_core.errors import ConfigError
 from rl_core.plugins import ALGORITHMS, plugin
-from rl_launch.root import read_config
+from rl_launch.run_config.root import read_config
 from rl_launch.runtime.environment_trials import trials_of, try_here, try_in
 
 RECIPE = """

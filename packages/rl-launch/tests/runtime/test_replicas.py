@@ -7,7 +7,7 @@ import pytest
 from rl_core.plugins import RolloutNeeds
 from rl_core.rollouts.generation import Placement
 from rl_launch.backends import backends_of
-from rl_launch.root import read_config
+from rl_launch.run_config.root import read_config
 from rl_launch.runtime.model_group import StartTimeouts
 from rl_launch.runtime.replicas import Replicas
 

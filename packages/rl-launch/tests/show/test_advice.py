@@ -3,7 +3,7 @@
 import pytest
 
 from rl_core.config import all_keys
-from rl_launch.root import read_raw, type_of
+from rl_launch.run_config.root import read_raw, type_of
 from rl_launch.show.advice import advice
 
 CONFIG = {

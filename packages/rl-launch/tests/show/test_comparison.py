@@ -8,7 +8,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from rl_launch.cli import app
-from rl_launch.session.run_folder import RunFolder
+from rl_launch.session.directory.run_folder import RunFolder
 from rl_launch.show.chart import Curve, overlay
 from rl_launch.show.comparison import comparison_of
 from rl_launch.show.comparison_text import letter, show_comparison

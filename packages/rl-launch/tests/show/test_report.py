@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from rl_core.errors import RunDirectoryError
 from rl_launch.cli import app
-from rl_launch.session.manifest import Manifest
+from rl_launch.session.checkpoints.manifest import Manifest
 from rl_launch.show import report_of, show
 from rl_launch.show.terminal import shortened
 

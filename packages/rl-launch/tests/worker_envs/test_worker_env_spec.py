@@ -8,7 +8,7 @@ from rl_core.model import ModelSpec
 from rl_core.model_config import ColocatedConfig, GenerationConfig, ModelConfig
 from rl_core.plugins import GENERATORS, POLICIES, Requirement, algorithm_named, plugin
 from rl_launch.backends import Backends, GenerationBackend, ModelBackend, backends_of
-from rl_launch.root import read_config
+from rl_launch.run_config.root import read_config
 from rl_launch.runtime.role_envs import role_specs
 from rl_launch.worker_envs import ROLLOUT_WORKER, Wanted, homes, worker_env
 

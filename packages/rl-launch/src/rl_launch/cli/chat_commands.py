@@ -111,7 +111,7 @@ def _note(text: str) -> None:
 
 
 def _waiting() -> AbstractContextManager[object]:
-    from rl_launch.session.log_output import shared_console
+    from rl_launch.session.tracking.log_output import shared_console
 
     console = shared_console()
     return console.status("") if console.is_terminal else nullcontext()

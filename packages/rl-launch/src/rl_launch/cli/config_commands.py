@@ -39,7 +39,7 @@ def show(
     """Print the whole config of a run, defaults included, as YAML."""
     with reported():
         from rl_core.config import changed_to_yaml, to_yaml
-        from rl_launch.root import read_config
+        from rl_launch.run_config.root import read_config
 
         config = read_config(recipe, overrides or ()).config
         sys.stdout.write(changed_to_yaml(config) if changed else to_yaml(config))
@@ -179,7 +179,7 @@ def diff(
     """Print the keys in which two configs differ; overrides apply to the second."""
     with reported():
         from rl_core.config import diff as changes
-        from rl_launch.root import read_config
+        from rl_launch.run_config.root import read_config
 
         old, new = read_config(first).config, read_config(second, overrides or ()).config
         for change in changes(old, new):

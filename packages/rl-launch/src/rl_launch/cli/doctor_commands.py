@@ -124,8 +124,8 @@ def run(
     with reported():
         from rich.console import Console
 
-        from rl_launch.session.exactly_once import described, prove
-        from rl_launch.session.run_folder import RunFolder
+        from rl_launch.session.directory.exactly_once import described, prove
+        from rl_launch.session.directory.run_folder import RunFolder
 
         proof = prove(RunFolder(folder))
         if as_json:

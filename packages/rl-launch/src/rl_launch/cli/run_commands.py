@@ -14,7 +14,7 @@ from rl_launch.cli.completion import complete_override, complete_recipe
 from rl_launch.cli.failure import explained, reported
 
 if TYPE_CHECKING:
-    from rl_launch.session.run_folder import RunFolder
+    from rl_launch.session.directory.run_folder import RunFolder
     from rl_launch.show.images import Line
     from rl_launch.show.selection import Selection
 
@@ -91,8 +91,8 @@ def label(
         from dataclasses import replace
 
         from rl_core.config import tree_to_yaml
-        from rl_launch.session.labels import write_labels
-        from rl_launch.session.run_folder import DESCRIPTION, RunFolder
+        from rl_launch.session.directory.labels import write_labels
+        from rl_launch.session.directory.run_folder import DESCRIPTION, RunFolder
 
         found = [RunFolder(path) for path in paths]
         given = {"name": name, "group": group, "notes": notes}
@@ -146,7 +146,7 @@ def show(
     """
     with reported():
         from rl_core.errors import ConfigError
-        from rl_launch.session.run_folder import RunFolder
+        from rl_launch.session.directory.run_folder import RunFolder
         from rl_launch.show.condition import Condition
         from rl_launch.show.images import check_matplotlib
         from rl_launch.show.selection import Selection

@@ -24,12 +24,12 @@ from rl_launch.backends import POLICY, Backends, backends_of, installed, with_se
 from rl_launch.cluster.device import check_devices, resolve_device
 from rl_launch.commands.train import with_local_models
 from rl_launch.evaluation.source import ALGORITHM, evaluation_of
-from rl_launch.inputs import model_names
-from rl_launch.model_facts import check_tokenizer
-from rl_launch.model_folder import check_models
-from rl_launch.root import check_placement
-from rl_launch.run_models import parts_of
-from rl_launch.session.run_folder import RunFolder, is_run
+from rl_launch.model_files.model_facts import check_tokenizer
+from rl_launch.model_files.model_folder import check_models
+from rl_launch.model_files.run_models import parts_of
+from rl_launch.run_config.inputs import model_names
+from rl_launch.run_config.root import check_placement
+from rl_launch.session.directory.run_folder import RunFolder, is_run
 from rl_launch.worker_envs.driver import missing
 from rl_launch.worker_envs.spec import worker_env
 

@@ -13,15 +13,15 @@ from rl_core.errors import ConfigError, RunDirectoryError
 from rl_core.model import HEADLESS_ROLES, Role
 from rl_core.model_config import LoraConfig, ModelConfig, local_hf_config
 from rl_core.plugins import POLICIES, BackendPlugin, plugin
-from rl_launch.adapter_folder import ADAPTER_CONFIG, AdapterFolder
 from rl_launch.backends import POLICY, backends_of, with_section
-from rl_launch.foreign_folders import foreign_kind
-from rl_launch.local_models import MADE_HERE
-from rl_launch.model_facts import model_problems
-from rl_launch.model_folder import MODEL_FILES, folder_problems
-from rl_launch.root import read_model_config
-from rl_launch.session.checkpoints import newest_checkpoint
-from rl_launch.session.manifest import FILE_NAME, Manifest
+from rl_launch.model_files.adapter_folder import ADAPTER_CONFIG, AdapterFolder
+from rl_launch.model_files.foreign_folders import foreign_kind
+from rl_launch.model_files.local_models import MADE_HERE
+from rl_launch.model_files.model_facts import model_problems
+from rl_launch.model_files.model_folder import MODEL_FILES, folder_problems
+from rl_launch.run_config.root import read_model_config
+from rl_launch.session.checkpoints.checkpoints import newest_checkpoint
+from rl_launch.session.checkpoints.manifest import FILE_NAME, Manifest
 
 CONFIG = "config.yaml"
 

@@ -18,7 +18,6 @@ from rl_core.errors import ConfigError
 from rl_core.model import HEADLESS_ROLES
 from rl_core.model_config import LoraConfig
 from rl_core.plugins import POLICIES, plugin
-from rl_launch.adapter_folder import AdapterFolder
 from rl_launch.backends import POLICY, Backends, backends_of, installed
 from rl_launch.cluster.device import check_devices, resolve_device
 from rl_launch.commands.conversion_check import Probe
@@ -35,9 +34,10 @@ from rl_launch.commands.conversion_source import (
 )
 from rl_launch.commands.convert_pickled import is_pickled, write_safetensors
 from rl_launch.commands.train import with_local_models
-from rl_launch.model_folder import hf_config_fields
-from rl_launch.root import check_placement
-from rl_launch.session.manifest import Manifest, sync_folder
+from rl_launch.model_files.adapter_folder import AdapterFolder
+from rl_launch.model_files.model_folder import hf_config_fields
+from rl_launch.run_config.root import check_placement
+from rl_launch.session.checkpoints.manifest import Manifest, sync_folder
 
 if TYPE_CHECKING:
     from rl_core.ray.model import RemoteModel

@@ -21,9 +21,9 @@ from rl_core.errors import ConfigError, DataError
 from rl_core.plugins import ALGORITHMS, DATASETS, algorithm_named, names
 from rl_core.plugins import resolve as resolved
 from rl_launch.commands.explain import names_config
-from rl_launch.local_models import MADE_HERE, TINY, tiny_model
+from rl_launch.model_files.local_models import MADE_HERE, TINY, tiny_model
 from rl_launch.recipes import recipe_names
-from rl_launch.root import read_config, type_of
+from rl_launch.run_config.root import read_config, type_of
 
 MOST_READ = 1000
 """Maximum number of rows of a dataset that the summary counts by default."""

@@ -33,9 +33,9 @@ from rl_launch.cluster.local_gpus import local_gpus
 from rl_launch.commands.completion_input import CompletionInput
 from rl_launch.commands.environment_source import GivenEnvironment, GivenRow
 from rl_launch.commands.train import with_local_models
-from rl_launch.inputs import model_names
-from rl_launch.model_folder import check_models
-from rl_launch.root import read_config
+from rl_launch.model_files.model_folder import check_models
+from rl_launch.run_config.inputs import model_names
+from rl_launch.run_config.root import read_config
 from rl_launch.worker_envs.driver import missing
 from rl_launch.worker_envs.spec import worker_env
 

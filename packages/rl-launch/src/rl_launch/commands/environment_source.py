@@ -24,7 +24,7 @@ from rl_core.plugins import DATASETS, ENVIRONMENTS
 from rl_core.rollouts.rollout import Message
 from rl_launch.backends import installed
 from rl_launch.commands.explain import names_config
-from rl_launch.root import environments_type, read_config
+from rl_launch.run_config.root import environments_type, read_config
 from rl_launch.worker_envs.driver import missing
 from rl_launch.worker_envs.spec import worker_env
 

@@ -27,9 +27,9 @@ from rl_launch.evaluation.folder import Done, EvaluationFolder
 from rl_launch.evaluation.identity import identity_of, prompt_digest
 from rl_launch.evaluation.progress import EvaluationProgress
 from rl_launch.evaluation.result import EvaluationResult, ScoredPrompt
-from rl_launch.inputs import check_inputs
-from rl_launch.model_facts import check_tokenizer
-from rl_launch.root import check_placement
+from rl_launch.model_files.model_facts import check_tokenizer
+from rl_launch.run_config.inputs import check_inputs
+from rl_launch.run_config.root import check_placement
 from rl_launch.runtime.environment_trials import try_here, try_in
 
 _log = logging.getLogger(__name__)

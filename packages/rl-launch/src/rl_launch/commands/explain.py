@@ -27,7 +27,7 @@ from rl_launch.backends import installed
 from rl_launch.commands.catalog import chosen, tasks_of
 from rl_launch.foreign_keys.meanings import Meaning, meanings
 from rl_launch.recipes import recipe_names
-from rl_launch.root import read_config, read_raw, root_type, type_of
+from rl_launch.run_config.root import read_config, read_raw, root_type, type_of
 
 _SETTINGS = re.compile(r"(?P<dataset>data\.(?:train|validation)(?:\[\d+\])?)\.settings(?:\.(?P<rest>.+))?")
 _MOST_NAMED = 6

@@ -24,7 +24,7 @@ from rl_core.plugins import BackendPlugin
 from rl_core.selfcheck.cases import FamilyCase, MeshCase
 from rl_launch.doctor.family import cases, described
 from rl_launch.doctor.family_table import FamilyTable, kind_of
-from rl_launch.model_folder import hf_config_fields
+from rl_launch.model_files.model_folder import hf_config_fields
 from rl_launch.worker_envs.node_build import default_root
 from rl_launch.worker_envs.variables import worker_process_environment
 

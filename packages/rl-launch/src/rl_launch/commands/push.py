@@ -6,11 +6,11 @@ import os
 import shutil
 
 from rl_core.errors import ConfigError
+from rl_launch.model_files.run_models import checkpoint_of, parts_of
 from rl_launch.push.destinations import destination_of
 from rl_launch.push.staging import stage
-from rl_launch.run_models import checkpoint_of, parts_of
-from rl_launch.session.manifest import Manifest
-from rl_launch.session.run_folder import RunFolder
+from rl_launch.session.checkpoints.manifest import Manifest
+from rl_launch.session.directory.run_folder import RunFolder
 
 
 def push(source: str, url: str, *, adapter: bool, private: bool) -> str:

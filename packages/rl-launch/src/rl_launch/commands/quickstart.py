@@ -17,10 +17,10 @@ from rich.table import Table
 from rl_algos.tiny_model import make_tiny_model
 from rl_core.errors import WorkerEnvironmentError
 from rl_launch.commands.train import train
-from rl_launch.root import read_config
-from rl_launch.session.checkpoints import newest_checkpoint
-from rl_launch.session.run_folder import RunFolder, is_run
-from rl_launch.session.writable import check_writable
+from rl_launch.run_config.root import read_config
+from rl_launch.session.checkpoints.checkpoints import newest_checkpoint
+from rl_launch.session.directory.run_folder import RunFolder, is_run
+from rl_launch.session.directory.writable import check_writable
 
 _MEASURED = (("initial", "before SFT"), ("sft", "after SFT"), ("grpo", "after GRPO"))
 

@@ -11,7 +11,7 @@ from rl_core.config import did_you_mean
 from rl_core.config.keys import value_at
 from rl_core.config.tree import format_path, leaves, parse_path
 from rl_core.errors import ConfigError
-from rl_launch.session.run_folder import RunFolder
+from rl_launch.session.directory.run_folder import RunFolder
 from rl_launch.show.condition import Condition
 from rl_launch.show.report import Summary, higher_is_better, summaries_of
 

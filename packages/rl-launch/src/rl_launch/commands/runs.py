@@ -16,10 +16,10 @@ from rich.text import Text
 
 from rl_core.errors import RunDirectoryError
 from rl_launch.commands.run_values import RunValues, check_keys, ordered
-from rl_launch.session.labels import Labels
-from rl_launch.session.remedies import command_to_go_on
-from rl_launch.session.run_folder import RunFolder, find_runs
-from rl_launch.session.run_state import Best
+from rl_launch.session.directory.labels import Labels
+from rl_launch.session.directory.remedies import command_to_go_on
+from rl_launch.session.directory.run_folder import RunFolder, find_runs
+from rl_launch.session.directory.run_state import Best
 from rl_launch.show.condition import Condition, shown
 from rl_launch.show.headings import headings
 

@@ -10,9 +10,9 @@ from typing import Any
 
 from rl_core.errors import ConfigError
 from rl_core.plugins import algorithm_named
-from rl_launch.root import read_config
-from rl_launch.session.branch import BranchPoint
-from rl_launch.session.run_folder import is_run
+from rl_launch.run_config.root import read_config
+from rl_launch.session.directory.branch import BranchPoint
+from rl_launch.session.directory.run_folder import is_run
 
 _RUN_DIR = "run_dir="
 

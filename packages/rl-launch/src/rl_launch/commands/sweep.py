@@ -19,8 +19,8 @@ from rl_launch.cluster.device import check_devices, resolve_device
 from rl_launch.commands.runs import Listing
 from rl_launch.commands.start import GivenRun, recipe_name, run_of
 from rl_launch.commands.train import Outcome, check_run_dir, finished_metrics, train
-from rl_launch.root import read_raw
-from rl_launch.session.run_folder import RunFolder, is_run
+from rl_launch.run_config.root import read_raw
+from rl_launch.session.directory.run_folder import RunFolder, is_run
 from rl_launch.show.headings import headings
 from rl_launch.worker_envs.engine_checks import kept_check_processes
 

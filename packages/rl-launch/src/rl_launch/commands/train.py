@@ -20,28 +20,28 @@ from rl_core.plugins import algorithm_named, export_suffixes, resolve
 from rl_launch.backends import backends_of, model_sections, section_of, with_section
 from rl_launch.cluster.device import check_devices, resolve_device
 from rl_launch.cluster.ray_address import check_ray_address
-from rl_launch.inputs import check_inputs
-from rl_launch.local_models import MADE_HERE, TINY, WARMED_UP, models_folder, tiny_model
-from rl_launch.model_facts import check_tokenizer
-from rl_launch.model_folder import adapter_problems
+from rl_launch.model_files.local_models import MADE_HERE, TINY, WARMED_UP, models_folder, tiny_model
+from rl_launch.model_files.model_facts import check_tokenizer
+from rl_launch.model_files.model_folder import adapter_problems
 from rl_launch.placement.bundles import PlacementError
 from rl_launch.push.pusher import pusher_of
-from rl_launch.root import check_placement, read_config
-from rl_launch.run_recording import RunRecording, recorded_environments
+from rl_launch.run_config.inputs import check_inputs
+from rl_launch.run_config.root import check_placement, read_config
+from rl_launch.run_config.run_recording import RunRecording, recorded_environments
 from rl_launch.runtime.environment_trials import trials_of, try_here, try_in
 from rl_launch.runtime.restoration import Restoration
 from rl_launch.session import RunDirectory, RunSession
-from rl_launch.session.branch import Branch, BranchPoint
-from rl_launch.session.callback_classes import make_callbacks
-from rl_launch.session.checkpoints import newest_checkpoint
-from rl_launch.session.lock import FILE_NAME as LOCK
-from rl_launch.session.lock import holder
-from rl_launch.session.remedies import finished
-from rl_launch.session.row_files import names_without_rows
-from rl_launch.session.run_folder import CONFIG, RunFolder, is_run
-from rl_launch.session.trackers import check_mlflow_store
-from rl_launch.session.writable import check_writable
-from rl_launch.session.writers import check_writers
+from rl_launch.session.callbacks.callback_classes import make_callbacks
+from rl_launch.session.checkpoints.checkpoints import newest_checkpoint
+from rl_launch.session.directory.branch import Branch, BranchPoint
+from rl_launch.session.directory.lock import FILE_NAME as LOCK
+from rl_launch.session.directory.lock import holder
+from rl_launch.session.directory.remedies import finished
+from rl_launch.session.directory.row_files import names_without_rows
+from rl_launch.session.directory.run_folder import CONFIG, RunFolder, is_run
+from rl_launch.session.directory.writable import check_writable
+from rl_launch.session.tracking.trackers import check_mlflow_store
+from rl_launch.session.tracking.writers import check_writers
 
 _log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from rl_algos.requirement import LOSSES
 from rl_core.errors import ConfigError, RLError
 from rl_core.plugins import POLICIES, BackendPlugin, plugin
 from rl_core.selfcheck.cases import FamilyCase, MeshCase
-from rl_launch.model_folder import MODEL_FILES, folder_problems
+from rl_launch.model_files.model_folder import MODEL_FILES, folder_problems
 from rl_launch.worker_envs import provision, worker_env
 from rl_launch.worker_envs.variables import worker_process_environment
 

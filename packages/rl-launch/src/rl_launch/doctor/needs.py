@@ -12,8 +12,8 @@ from rl_core.devices import CPU, CUDA, Device, device_named
 from rl_core.environments.instance import EnvironmentInstance, instance_of
 from rl_launch.backends import backends_of
 from rl_launch.cluster.device import AUTO
-from rl_launch.inputs import input_problems
-from rl_launch.root import read_config
+from rl_launch.run_config.inputs import input_problems
+from rl_launch.run_config.root import read_config
 from rl_launch.runtime.role_envs import role_specs
 from rl_launch.worker_envs import Mode, WorkerEnvSpec
 

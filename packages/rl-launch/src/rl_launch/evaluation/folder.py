@@ -13,12 +13,12 @@ from rl_algos.evaluation.scores import PromptScore
 from rl_core.config import Config, tree_to_yaml, with_absolute_paths
 from rl_core.errors import RunDirectoryError
 from rl_core.rollouts.group import RECORD, RolloutGroup
-from rl_launch.session.atomic_file import write_atomically
 from rl_launch.session.config import Access
-from rl_launch.session.lock import FILE_NAMES as LOCKS
-from rl_launch.session.lock import DirectoryLock
-from rl_launch.session.row_files import names_without_rows
-from rl_launch.session.writable import check_writable, make_folder
+from rl_launch.session.directory.atomic_file import write_atomically
+from rl_launch.session.directory.lock import FILE_NAMES as LOCKS
+from rl_launch.session.directory.lock import DirectoryLock
+from rl_launch.session.directory.row_files import names_without_rows
+from rl_launch.session.directory.writable import check_writable, make_folder
 
 CONFIG = "config.yaml"
 PLAN = "plan.json"

@@ -13,14 +13,14 @@ from typing import Any
 from rl_core.errors import ConfigError, RunDirectoryError
 from rl_core.model_config import ModelConfig
 from rl_core.plugins import algorithm_named
-from rl_launch.absent_run import absent_run
 from rl_launch.evaluation.folder import is_evaluation
-from rl_launch.local_models import MADE_HERE
-from rl_launch.model_facts import longest_of
-from rl_launch.root import read_config, read_raw
-from rl_launch.run_models import checkpoint_of, parts_of
-from rl_launch.session.checkpoints import EXPORT
-from rl_launch.session.run_folder import RunFolder, is_run
+from rl_launch.model_files.absent_run import absent_run
+from rl_launch.model_files.local_models import MADE_HERE
+from rl_launch.model_files.model_facts import longest_of
+from rl_launch.model_files.run_models import checkpoint_of, parts_of
+from rl_launch.run_config.root import read_config, read_raw
+from rl_launch.session.checkpoints.checkpoints import EXPORT
+from rl_launch.session.directory.run_folder import RunFolder, is_run
 
 ALGORITHM = "evaluation"
 """Algorithm of the evaluation of a model without a run."""

@@ -22,7 +22,7 @@ from rl_launch.foreign.source import read, read_flags, read_overrides
 from rl_launch.foreign.translation import Answer, Translation
 from rl_launch.foreign.trl_script import read_script
 from rl_launch.foreign_keys.table import SYSTEMS, Kind, table
-from rl_launch.root import read_config, root_type
+from rl_launch.run_config.root import read_config, root_type
 
 _ROUNDS = 8
 

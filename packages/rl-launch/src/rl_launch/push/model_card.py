@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from rl_core.config import tree_to_yaml
-from rl_launch.session.run_folder import RunFolder, is_run
+from rl_launch.session.directory.run_folder import RunFolder, is_run
 
 FILE_NAME = "README.md"
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from rl_core.errors import ConfigError, RLError, RunDirectoryError
 from rl_launch.push.destinations import Destination, destination_of
 from rl_launch.push.staging import stage, staging_folder
-from rl_launch.session.checkpoints import newest_checkpoint
+from rl_launch.session.checkpoints.checkpoints import newest_checkpoint
 from rl_launch.session.config import CheckpointingConfig
-from rl_launch.session.run_folder import RunFolder
+from rl_launch.session.directory.run_folder import RunFolder
 
 _log = logging.getLogger(__name__)
 

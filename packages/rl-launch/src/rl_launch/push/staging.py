@@ -9,9 +9,9 @@ from pathlib import Path
 
 from rl_core.errors import RunDirectoryError
 from rl_launch.push.model_card import FILE_NAME, base_model, model_card
-from rl_launch.session.checkpoints import ADAPTER, EXPORT, STAGED
-from rl_launch.session.manifest import Manifest
-from rl_launch.session.run_folder import RunFolder
+from rl_launch.session.checkpoints.checkpoints import ADAPTER, EXPORT, STAGED
+from rl_launch.session.checkpoints.manifest import Manifest
+from rl_launch.session.directory.run_folder import RunFolder
 
 _NAMES = ("_name_or_path", "base_model_name_or_path")
 """Fields of configs that may hold a path of this machine."""

@@ -20,7 +20,7 @@ from rl_core.run import Components
 from rl_launch.backends import POLICY, Backends, section_of
 from rl_launch.cluster.nodes import Nodes
 from rl_launch.cluster.virtual_cluster import VirtualCluster
-from rl_launch.local_models import model_folders
+from rl_launch.model_files.local_models import model_folders
 from rl_launch.placement.residency import Residency
 from rl_launch.placement.topology import GENERATION, Topology
 from rl_launch.runtime.environment_watch import EnvironmentWatch

@@ -22,20 +22,20 @@ from rl_core.model import Model
 from rl_core.plugins import export_suffixes
 from rl_core.rollouts.group import RolloutGroup
 from rl_core.run import Checkpointable
-from rl_launch.session.branch import Branch
-from rl_launch.session.callback_classes import MadeCallback
-from rl_launch.session.callbacks import Callbacks
-from rl_launch.session.checkpoints import ADAPTER, Checkpoints, written_at
+from rl_launch.session.callbacks.callback_classes import MadeCallback
+from rl_launch.session.callbacks.callbacks import Callbacks
+from rl_launch.session.checkpoints.checkpoints import ADAPTER, Checkpoints, written_at
 from rl_launch.session.config import CheckpointingConfig, LoggerConfig
-from rl_launch.session.log_output import logged_to, shared_console
-from rl_launch.session.progress import Progress
-from rl_launch.session.recording import Recording
-from rl_launch.session.records import MetricsFile, RolloutFiles, RolloutWriter
-from rl_launch.session.run_directory import RunDirectory
-from rl_launch.session.run_state import FILE_NAME as STATE
-from rl_launch.session.run_state import BestSoFar, RunState, Status
+from rl_launch.session.directory.branch import Branch
+from rl_launch.session.directory.recording import Recording
+from rl_launch.session.directory.run_directory import RunDirectory
+from rl_launch.session.directory.run_state import FILE_NAME as STATE
+from rl_launch.session.directory.run_state import BestSoFar, RunState, Status
+from rl_launch.session.rollouts.records import MetricsFile, RolloutFiles, RolloutWriter
 from rl_launch.session.stop import StopRequest
-from rl_launch.session.writers import MetricWriters, check_writers, open_writers
+from rl_launch.session.tracking.log_output import logged_to, shared_console
+from rl_launch.session.tracking.progress import Progress
+from rl_launch.session.tracking.writers import MetricWriters, check_writers, open_writers
 
 _logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from rl_algos.evaluation.reasons import listed
-from rl_launch.session.balance import imbalance
+from rl_launch.session.tracking.balance import imbalance
 
 FEWEST_STEPS = 8
 """Steps before trends are judged."""

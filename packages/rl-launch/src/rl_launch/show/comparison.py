@@ -11,8 +11,8 @@ from typing import Any
 
 from rl_core.config import show
 from rl_core.config.tree import KeyPath, format_path
-from rl_launch.session.labels import SECTION as LABELS
-from rl_launch.session.run_folder import RunFolder
+from rl_launch.session.directory.labels import SECTION as LABELS
+from rl_launch.session.directory.run_folder import RunFolder
 from rl_launch.show.headings import headings
 from rl_launch.show.report import Series, Summary, series_of, summaries_of
 

@@ -10,10 +10,10 @@ from typing import Any
 
 from rl_algos.evaluation.reasons import reason_counts
 from rl_core.errors import RunDirectoryError
-from rl_launch.session.checkpoints import ADAPTER, EXPORT
-from rl_launch.session.rollout_store import Kind
-from rl_launch.session.run_folder import Description, RunFolder
-from rl_launch.session.run_state import RunState
+from rl_launch.session.checkpoints.checkpoints import ADAPTER, EXPORT
+from rl_launch.session.directory.run_folder import Description, RunFolder
+from rl_launch.session.directory.run_state import RunState
+from rl_launch.session.rollouts.rollout_store import Kind
 from rl_launch.show.advice import Advice, advice
 from rl_launch.show.selection import Selection, response_of, reward_of
 

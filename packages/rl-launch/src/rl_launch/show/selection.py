@@ -8,7 +8,7 @@ from typing import Any
 
 from rl_core.config import did_you_mean
 from rl_core.errors import ConfigError
-from rl_launch.session.rollout_store import Kind
+from rl_launch.session.rollouts.rollout_store import Kind
 from rl_launch.show.condition import Condition
 
 _LONG = frozenset({"prompt", "turns", "rewards", "row", "info", "weight_spans"})

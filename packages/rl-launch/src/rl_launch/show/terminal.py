@@ -9,7 +9,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from rl_launch.session.progress import duration
+from rl_launch.session.tracking.progress import duration
 from rl_launch.show.chart import beside, chart
 from rl_launch.show.report import Report, Rollouts, Sample, Summary
 

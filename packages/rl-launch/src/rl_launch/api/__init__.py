@@ -1,0 +1,1 @@
+"""Runs from Python, as `rl_launch` exports them."""

@@ -1,0 +1,250 @@
+"""Runs from Python: `rl train`, `rl eval` and `rl compare` as functions, for scripts and notebooks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import wraps
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+from rl_algos.evaluation.comparison import Comparison
+from rl_core.config.tree import parse_path
+from rl_core.errors import ConfigError, DataError, RunDirectoryError
+from rl_launch.api.in_memory_rows import with_paths, without_rows
+from rl_launch.api.named_objects import with_names
+from rl_launch.commands.start import run_of
+from rl_launch.evaluation.result import EvaluationResult, compare_results
+from rl_launch.evaluation.source import evaluation_of
+from rl_launch.session import ADAPTER, EXPORT, show_logs
+from rl_launch.session.directory.row_files import RowFile, kept
+from rl_launch.session.directory.run_folder import RunFolder
+from rl_launch.session.directory.run_state import HEADLINES
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+Source = str | Path | Mapping[str, Any]
+"""A recipe's name, a YAML file, a run directory, or nested values with functions and classes where YAML has names, and
+rows where it has files of data."""
+
+Overrides = Mapping[str, Any] | Sequence[str]
+"""Values by dotted key, with functions, classes and rows too, or strings as the command line has them
+(`grpo.seed=7`)."""
+
+
+@dataclass(frozen=True, repr=False)
+class TrainResult:
+    """A run that has ended. A notebook displays its outcome in a few lines.
+
+    Args:
+        run_dir: its folder, which `rl show` reads and another call resumes.
+        metrics: of every step, as `metrics.jsonl` has them.
+        best_checkpoint: Hugging Face files of the checkpoint with the best `checkpointing.metric_name`, of the newest
+            one if that is not set; None if none was saved.
+        adapter: adapters of that checkpoint in the format of `peft`; None if it has none.
+        finished: whether the run made all its steps or met its goal; a signal or a time limit may have ended it before.
+    """
+
+    run_dir: Path
+    metrics: list[dict[str, Any]]
+    best_checkpoint: Path | None
+    adapter: Path | None
+    finished: bool
+
+    @property
+    def last_metrics(self) -> dict[str, Any]:
+        """Metrics of the last step; empty if no step was made."""
+        return self.metrics[-1] if self.metrics else {}
+
+    def __repr__(self) -> str:
+        last = self.last_metrics
+        shown = {name: last[name] for name in ("step", *HEADLINES) if last.get(name) is not None}
+        lines = (
+            f"run_dir={str(self.run_dir)!r}",
+            f"finished={self.finished}",
+            f"last_metrics={shown}" + (f" and {len(last) - len(shown)} more" if len(last) > len(shown) else ""),
+            f"best_checkpoint={None if self.best_checkpoint is None else str(self.best_checkpoint)!r}",
+            *(() if self.adapter is None else (f"adapter={str(self.adapter)!r}",)),
+        )
+        return "TrainResult(\n  " + ",\n  ".join(lines) + ",\n)"
+
+
+def _told_plainly(function: Callable[P, T]) -> Callable[P, T]:
+    """Raise mistakes in what the user wrote from the user's call, without the calls that found them."""
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        except (ConfigError, DataError, RunDirectoryError) as error:
+            raise error.with_traceback(None) from None
+
+    return call
+
+
+@_told_plainly
+def train(
+    config: Source, overrides: Overrides = (), *, fresh: bool = False, branch_from: str = "", verbose: bool = False
+) -> TrainResult:
+    """Train by a config, and return the result.
+
+    A script that calls it does so below `if __name__ == "__main__":`, as workers run the files of its functions.
+
+    Args:
+        config: a recipe's name, a YAML file, a run directory to resume, or a mapping with the contents of such a file,
+            in which functions and classes may stand for their names, and rows for files.
+        overrides: keys to set, `run_dir` among them; a folder that holds a run of the same config is resumed. The value
+            of `data.train` or `data.validation` may be rows: a `datasets.Dataset`, a list of dicts, or a generator of
+            dicts or a function that returns one. They are written once into the run's folder, under a name with a
+            digest of them, so that a call with the same rows resumes the run.
+        fresh: refuse to resume an earlier run.
+        branch_from: `RUN[:STEP]`, a run (and its step) whose checkpoint a new run starts from.
+        verbose: log more.
+
+    Raises:
+        ConfigError, DataError, RunDirectoryError, WorkerEnvironmentError: before anything is started.
+        RLError: if the run fails.
+    """
+    show_logs(verbose=verbose)
+    values = _Values.of(config, overrides)
+    given = run_of(*values.given(), branch_from)
+    if values.files:
+        given = run_of(*values.given(given.run_dir), branch_from)
+
+    # imports what only a run needs
+    from rl_launch.commands.train import train as run
+
+    with values.kept(given.config, given.run_dir):
+        run(given.config, run_dir=given.run_dir, title=given.name, fresh=fresh, branch_point=given.branch_point)
+    return result_of(given.run_dir)
+
+
+@_told_plainly
+def evaluate(
+    config: Source, overrides: Overrides = (), *, tasks: Sequence[str] = (), verbose: bool = False
+) -> EvaluationResult:
+    """Score a model on tasks, or on the validation data of a run or recipe, and return the result.
+
+    Args:
+        config: a model's folder or hub name, a run directory, `RUN:STEP` or a checkpoint, the folder of an evaluation
+            to go on with, or as `train` takes it.
+        overrides: keys to set, as `train` takes them; results, rollouts and logs are written into `run_dir`. An
+            evaluation that was ended there continues. `data.validation` and the `dataset` of a task in `eval.tasks` may
+            be rows.
+        tasks: names of tasks, such as `gsm8k` or `reasoning_gym/chain_sum`; those of the config, or its validation
+            data, if empty.
+        verbose: log more.
+
+    Raises:
+        As `train`; also `ConfigError` if the algorithm has no evaluation by rollouts, and `RolloutsFailed` if every
+        sample failed.
+    """
+    show_logs(verbose=verbose)
+    values = _Values.of(config, overrides)
+    given = evaluation_of(*values.given(), tasks)
+    if values.files:
+        given = evaluation_of(*values.given(given.folder), tasks)
+
+    # imports what only a run needs
+    from rl_launch.commands.evaluate import evaluate as run
+
+    with values.kept(given.config, given.folder):
+        return run(given.config, folder=given.folder)
+
+
+@_told_plainly
+def compare(first: str | Path | EvaluationResult, second: str | Path | EvaluationResult) -> dict[str, Comparison]:
+    """Compare two evaluations by task, on the prompts that they share.
+
+    Args:
+        first, second: results, or folders of evaluations.
+
+    Raises:
+        ConfigError: if one is not the result of an evaluation, or they share no task or no prompt.
+    """
+    return compare_results(
+        *(each if isinstance(each, EvaluationResult) else EvaluationResult.read(each) for each in (first, second))
+    )
+
+
+def result_of(run_dir: Path) -> TrainResult:
+    """The result of the run in a folder."""
+    run = RunFolder(run_dir)
+    best = run.best_checkpoint()
+    files = best.path / EXPORT if best is not None else None
+    adapter = best.path / ADAPTER if best is not None and (best.path / ADAPTER).is_dir() else None
+    return TrainResult(run.path, run.metrics(), files, adapter, run.state().status == "finished")
+
+
+@dataclass(frozen=True)
+class _Values:
+    """The config and the overrides of a call, in which every dataset of rows is a `RowFile`.
+
+    Args:
+        config: As it was given otherwise.
+        overrides: Values by key, or strings as the command line has them.
+        files: The files of rows.
+    """
+
+    config: Source
+    overrides: Overrides
+    files: Sequence[RowFile]
+
+    @classmethod
+    def of(cls, config: Source, overrides: Overrides) -> _Values:
+        """Take the rows out of the arguments of a call.
+
+        Raises:
+            ConfigError: naming key, row and column of rows that cannot be stored.
+        """
+        if isinstance(overrides, str):
+            raise ConfigError(
+                f"overrides: got one string, {overrides!r}; give a list of strings, or a mapping of keys to values"
+            )
+        files: list[RowFile] = []
+        if isinstance(config, Mapping):
+            config, found = without_rows(config, ())
+            files += found
+        if isinstance(overrides, Mapping):
+            values: dict[str, Any] = {}
+            for key, value in overrides.items():
+                values[key], found = without_rows(value, parse_path(key))
+                files += found
+            overrides = dict(_single_source(key, value) for key, value in values.items())
+        return cls(config, overrides, files)
+
+    def given(self, run_dir: Path | None = None) -> tuple[str | Mapping[str, Any], list[str]]:
+        """The config and the overrides by names and paths, as a command line has them.
+
+        Args:
+            run_dir: Folder that will have the rows; None if it is not known yet.
+        """
+        config = self.config
+        source = with_names(with_paths(config, run_dir)) if isinstance(config, Mapping) else str(config)
+        if not isinstance(self.overrides, Mapping):
+            overrides = list(self.overrides)
+        else:
+            named = {
+                key: with_names(with_paths(value, run_dir), parse_path(key)) for key, value in self.overrides.items()
+            }
+            overrides = [f"{key}={json.dumps(value)}" for key, value in named.items()]
+        if run_dir is not None:
+            # a folder that was named by the time of the first reading
+            overrides = [*overrides, f"run_dir={json.dumps(str(run_dir))}"]
+        return source, overrides
+
+    def kept(self, config: Any, run_dir: Path) -> AbstractContextManager[None]:
+        """Write the rows into the folder of a run; see `rl_launch.session.directory.row_files.kept`."""
+        return kept(self.files, run_dir, config.logger.run_dir_access)
+
+
+def _single_source(key: str, value: Any) -> tuple[str, Any]:
+    """The override of one dataset of rows by its path, which keeps the other keys of a dataset that has a path."""
+    match value:
+        case {"data_path": RowFile() as file} if len(value) == 1:
+            return f"{key}.data_path", file
+        case _:
+            return key, value

@@ -1,0 +1,1 @@
+"""Folders and files of models: found, told apart and checked before anything starts."""

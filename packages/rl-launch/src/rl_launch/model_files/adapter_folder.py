@@ -1,0 +1,184 @@
+"""Adapters in the format of `peft`, seen without the libraries that load them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rl_core.config import Problem
+from rl_core.errors import ConfigError
+from rl_core.model_config import LoraConfig
+from rl_launch.model_files.foreign_folders import foreign_kind
+from rl_launch.model_files.model_folder import layer_names
+from rl_launch.model_files.weight_files import Header
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+
+_PREFIX, _DOWN, _UP, _WRAPPED = "base_model.model.", ".lora_A", ".lora_B", ".base_layer"
+
+
+@dataclass(frozen=True)
+class AdapterFolder:
+    """A folder with an adapter.
+
+    Args:
+        base: the model that it sits on, as the folder names it.
+        layers: names of the linear layers that it adapts.
+        parameters: names, or ends of names, of the stacked weights of experts that it adapts.
+    """
+
+    path: Path
+    base: str
+    dim: int
+    alpha: float
+    use_rslora: bool
+    layers: tuple[str, ...]
+    parameters: tuple[str, ...] = ()
+
+    @classmethod
+    def read(cls, path: Path) -> AdapterFolder:
+        """Read the config, and the names in the header of the file with the factors.
+
+        Raises:
+            ConfigError: if the folder holds no adapter, or one of a kind that is not supported.
+        """
+        try:
+            said: dict[str, Any] = json.loads((path / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+            kind = str(said.get("peft_type") or _LORA)
+            dim, alpha = (int(said["r"]), float(said["lora_alpha"])) if kind == _LORA else (0, 0.0)
+        except FileNotFoundError:
+            raise ConfigError(f"{path} has no {ADAPTER_CONFIG}; name a folder that peft or a run has saved") from None
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ConfigError(f"{path / ADAPTER_CONFIG} is not the config of a low-rank adapter: {error!r}") from None
+        if kind != _LORA:
+            raise ConfigError(_other_type(path, kind))
+        if odd := _unsupported(said):
+            raise ConfigError(f"{path} is an adapter with {', '.join(odd)}, which is not supported; merge it with peft")
+        _check_weights(path)
+        if others := _other_tensors(path):
+            raise ConfigError(
+                f"{path} has tensors that are not factors of linear layers, such as {others[0]}, which are not "
+                "supported; merge it with peft"
+            )
+        names = (name.removeprefix(_PREFIX) for name in layer_names(str(path)) if name.endswith(_DOWN))
+        layers = tuple(name.removesuffix(_DOWN) for name in names)
+        if not layers:
+            raise ConfigError(f"{path} has no factors of layers in {ADAPTER_WEIGHTS}; save the adapter again")
+        if heads := [layer for layer in layers if layer.rpartition(".")[2] in _HEADS]:
+            raise ConfigError(f"{path} adapts the head ({heads[0]}), which gets no adapter here; merge it with peft")
+        parameters = tuple(said.get("target_parameters") or ())
+        linear = tuple(layer for layer in layers if not _is_of_parameters(layer, parameters))
+        base = str(said.get("base_model_name_or_path") or "")
+        return cls(path, base, dim, alpha, bool(said.get("use_rslora")), linear, parameters)
+
+    def settings(self) -> dict[str, Any]:
+        """A `lora_cfg` that starts from this adapter."""
+        return {
+            "enabled": True,
+            "match_all_linear": False,
+            "target_modules": list(self.layers),
+            "target_parameters": list(self.parameters),
+            "dim": self.dim,
+            "alpha": self.alpha,
+            "use_rslora": self.use_rslora,
+            "adapter": str(self.path.absolute()),
+        }
+
+
+_HEADS = ("lm_head", "embed_out", "score")
+"""Last parts of the names of heads; layers within blocks are named otherwise."""
+_LORA = "LORA"
+_PROMPTS = (
+    "ADAPTION_PROMPT",
+    "CARTRIDGE",
+    "CPT",
+    "MULTITASK_PROMPT_TUNING",
+    "P_TUNING",
+    "PREFIX_TUNING",
+    "PROMPT_TUNING",
+)
+"""Types of adapters that add tokens, or states of tokens, and change no weights that they could be merged into."""
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "peft_type": (_LORA,),
+    "bias": ("none",),
+    "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),
+}
+"""Values with which a field leaves an adapter the plain product of its factors; of other fields those that are empty,
+false or null. Starts from a decomposition of the weights, as PiSSA's, change the weights that the adapter sits on."""
+_IRRELEVANT = {
+    *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
+    *("r", "lora_alpha", "use_rslora", "lora_dropout", "target_modules", "target_parameters", "exclude_modules"),
+    *("layers_to_transform", "layers_pattern", "megatron_core", "runtime_config", "ensure_weight_tying"),
+    *("qalora_group_size", "loftq_config", "eva_config", "fan_in_fan_out"),
+}
+"""Fields that are read elsewhere, or say where adapters are, which the names of the tensors say as well, or how they
+began or were trained. `fan_in_fan_out` follows from the kind of layer: peft sets it for transposed weights (GPT-2), and
+ignores it for others."""
+
+
+def _other_type(path: Path, kind: str) -> str:
+    """Return the message for an adapter that is not a LoRA adapter."""
+    advice = "pass a LoRA adapter" if kind in _PROMPTS else "merge it with peft, or pass a LoRA adapter"
+    return f"{path} is an adapter with peft_type={kind}, which is not supported; {advice}"
+
+
+def _unsupported(said: Mapping[str, Any]) -> list[str]:
+    """Fields that make an adapter something else than the product of two factors, with their values."""
+    odd = []
+    for name, value in said.items():
+        neutral = _NEUTRAL.get(name)
+        if name not in _IRRELEVANT and (value not in neutral if neutral else bool(value)):
+            odd.append(f"{name}={value}" if isinstance(value, str) else name)
+    return odd
+
+
+def _other_tensors(folder: Path) -> list[str]:
+    """Tensors in the file that are not the factors of a layer: of embeddings, heads, biases and magnitudes."""
+    names = Header.read(folder / ADAPTER_WEIGHTS).shapes
+    return sorted(name for name in names if not name.endswith((_DOWN + ".weight", _UP + ".weight")))
+
+
+def _is_of_parameters(layer: str, parameters: Sequence[str]) -> bool:
+    """Whether factors under this name are those of a module's parameters, around which peft puts a wrapper each."""
+    module = "." + layer.replace(_WRAPPED, "")
+    return any(module.endswith("." + parameter.rpartition(".")[0]) for parameter in parameters)
+
+
+def _check_weights(folder: Path) -> None:
+    """Refuse factors that are missing or damaged.
+
+    Raises:
+        ConfigError: naming the file.
+    """
+    if not (folder / ADAPTER_WEIGHTS).is_file():
+        advice = foreign_kind(folder) or "save the adapter again"
+        raise ConfigError(f"{folder} has no {ADAPTER_WEIGHTS}; {advice}")
+    try:
+        Header.checked(folder / ADAPTER_WEIGHTS)
+    except ValueError as error:
+        raise ConfigError(f"{folder} is damaged: {error}") from None
+
+
+def initial_adapter_problems(key: str, config: LoraConfig) -> Iterator[Problem]:
+    """Settings that do not agree with the adapter that a model starts from.
+
+    Args:
+        key: of the `lora_cfg`.
+    """
+    if not config.enabled or config.adapter is None:
+        return
+    try:
+        found = AdapterFolder.read(Path(config.adapter).expanduser())
+    except ConfigError as error:
+        yield Problem(f"{key}.adapter", str(error))
+        return
+    for name in ("dim", "alpha", "use_rslora"):
+        ours, theirs = getattr(config, name), getattr(found, name)
+        if ours != theirs:
+            yield Problem(
+                f"{key}.{name}", f"got {ours}, but the adapter in {config.adapter} has {theirs}; set it to that"
+            )

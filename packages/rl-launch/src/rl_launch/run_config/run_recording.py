@@ -1,0 +1,86 @@
+"""The part of a config that a run directory keeps: the sections of the plugins that the run uses."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+from rl_core.config import Config, load, resolve
+from rl_core.errors import ConfigError
+from rl_core.plugins import ENVIRONMENTS, GENERATORS, POLICIES, names
+from rl_launch.backends import POLICY, backends_of, installed, model_sections
+from rl_launch.run_config.root import check_environments, type_of
+from rl_launch.session.directory.recording import Recording
+
+_ENV = "env"
+
+
+class RunRecording(Recording):
+    """Keeps sections of the training backends, the generation engine and the environments that a run uses. Another
+    driver, which has other plugins installed, can then go on with it.
+
+    Args:
+        environments: names of those that the run uses; None while they are not known, which keeps all.
+    """
+
+    def __init__(self, environments: Collection[str] | None = None) -> None:
+        self._environments = environments
+
+    def used(self, config: Any, tree: dict[str, Any]) -> dict[str, Any]:
+        """The tree without the sections of plugins that the run does not use; the backend that trains a model is
+        named as enabled."""
+        for path in self._unused(config):
+            tree = _without(tree, path)
+        for model in backends_of(config).models.values():
+            tree = _with(tree, (*model.section.split("."), model.plugin.key, "enabled"), True)
+        return tree
+
+    def read(self, path: Path, like: Config) -> Config:
+        """The config in the file, of the type that it asks for itself.
+
+        Raises:
+            ConfigError: if it uses a plugin that is not installed, or does not fit.
+        """
+        raw = load(path)
+        check_environments(raw)
+        return resolve(raw, type_of(raw)).config
+
+    def _unused(self, config: Any) -> Iterator[tuple[str, ...]]:
+        backends = backends_of(config)
+        used = {(*model.section.split("."), model.plugin.key) for model in backends.models.values()}
+        trained = {model.section for model in backends.models.values()}
+        for section in trained & set(model_sections(config)):
+            for each in installed(POLICIES).values():
+                if (path := (*section.split("."), each.key)) not in used:
+                    yield path
+        if backends.generation is not None:
+            for each in installed(GENERATORS).values():
+                if each.key != backends.generation.plugin.key:
+                    yield (POLICY, "generation", each.key)
+        if self._environments is not None:
+            for name in names(ENVIRONMENTS):
+                if name not in self._environments:
+                    yield (_ENV, name)
+
+
+def recorded_environments(path: Path) -> list[str] | None:
+    """The environments that a `config.yaml` has settings for; None if it cannot be read."""
+    try:
+        return list(load(path).select(_ENV) or {})
+    except ConfigError:
+        return None
+
+
+def _without(tree: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
+    head, *rest = path
+    if head not in tree:
+        return tree
+    if rest:
+        return {**tree, head: _without(tree[head], tuple(rest))}
+    return {key: value for key, value in tree.items() if key != head}
+
+
+def _with(tree: dict[str, Any], path: tuple[str, ...], value: Any) -> dict[str, Any]:
+    head, *rest = path
+    return {**tree, head: _with(tree[head], tuple(rest), value) if rest else value}

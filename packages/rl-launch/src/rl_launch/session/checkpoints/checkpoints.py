@@ -1,0 +1,342 @@
+"""The checkpoints of a run: written aside and renamed, checked before they are used, and thinned out."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from rl_core.errors import RunDirectoryError, WorkerDied
+from rl_core.model import Model, SavedFile
+from rl_core.plugins import export_suffixes
+from rl_core.run import Checkpointable
+from rl_launch.session.checkpoints.manifest import FILE_NAME, Manifest, sync_folder
+from rl_launch.session.checkpoints.state_file import read_state, write_state
+from rl_launch.session.config import CheckpointingConfig
+
+EXPORT = "hf"
+"""Folder within a checkpoint that `transformers` and vLLM load; other models than the policy have a suffix."""
+
+ADAPTER = "adapter"
+"""Folder of a checkpoint that `peft` loads, if adapters train; likewise."""
+
+STAGED = ".pushing"
+"""Suffix of a folder next to the checkpoints whose files are being pushed."""
+
+_OF_POLICY = export_suffixes({})
+_STATE = "state"
+_LEFTOVERS = (".saving", ".dropped", STAGED)
+_NAME = re.compile(r"step_(\d+)")
+
+_FULL_BELOW_BYTES = 2**20
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Save:
+    """A save under way.
+
+    Args:
+        step: the step whose state is saved.
+        folder: the folder that it is written into.
+        models: the models that write.
+        metrics: of the step.
+        exported: files of the exports, by folder.
+    """
+
+    step: int
+    folder: Path
+    models: Mapping[str, Model]
+    metrics: Mapping[str, float]
+    exported: Mapping[str, tuple[SavedFile, ...]] = field(default_factory=dict)
+
+
+class Checkpoints:
+    """The folder `checkpoints` of a run directory.
+
+    Args:
+        folder: the folder.
+        config: how many to keep, and which.
+        exports: roles of the models whose Hugging Face files are saved, and the suffixes of their folders.
+    """
+
+    def __init__(self, folder: Path, config: CheckpointingConfig, *, exports: Mapping[str, str] = _OF_POLICY) -> None:
+        self._folder = folder
+        self._config = config
+        self._exports = exports
+        self._open: Save | None = None
+
+    def save(
+        self,
+        step: int,
+        *,
+        models: Mapping[str, Model],
+        state: Mapping[str, Checkpointable],
+        metrics: Mapping[str, float],
+    ) -> Path:
+        """Save the state after a step, and remove checkpoints that need not be kept.
+
+        Each model is under its name, Hugging Face files of those that are exported under `hf` and their adapters, if
+        they have some, under `adapter`, loop state under `state`.
+        """
+        self.begin(step, models=models, state=state, metrics=metrics, wait=True)
+        path = self.finish()
+        assert path is not None
+        return path
+
+    def begin(
+        self,
+        step: int,
+        *,
+        models: Mapping[str, Model],
+        state: Mapping[str, Checkpointable],
+        metrics: Mapping[str, float],
+        wait: bool = False,
+    ) -> None:
+        """Begin a save of the present state; none may be under way.
+
+        Args:
+            wait: return when the models are written; otherwise they go on writing their copies.
+        """
+        assert self._open is None, f"the save of step {self._open} is under way"
+        self._open = Save(step, self._folder / f".step_{step}.saving", dict(models), dict(metrics))
+        shutil.rmtree(self._open.folder, ignore_errors=True)
+        with self._dropped_if_it_fails():
+            self._write(self._open, state=state, wait=wait)
+
+    def finish(self, *, wait: bool = True) -> Path | None:
+        """The checkpoint of the save under way, once it is complete; None before that, or if there is none.
+
+        Args:
+            wait: return when the models are written.
+
+        Raises:
+            The error that occurred while writing; nothing is left of that save then.
+        """
+        if self._open is None:
+            return None
+        with self._dropped_if_it_fails():
+            written: dict[str, tuple[SavedFile, ...]] = {}
+            for name, model in self._open.models.items():
+                files = model.finish_save(wait=wait)
+                if files is None:
+                    return None
+                written[name] = files
+            target = self._complete(self._open, written)
+        self._open = None
+        self._thin_out()
+        return target
+
+    @property
+    def begun(self) -> int | None:
+        """Step of the save under way."""
+        return None if self._open is None else self._open.step
+
+    def abandon(self) -> None:
+        """Remove everything of the save under way."""
+        if self._open is not None:
+            shutil.rmtree(self._open.folder, ignore_errors=True)
+            self._open = None
+
+    def restore(self, path: Path, *, models: Mapping[str, Model], state: Mapping[str, Checkpointable]) -> None:
+        """Load models and loop state from a checkpoint; the models' ranks compare the contents of what they read.
+
+        Raises:
+            RunDirectoryError: if it lacks one of them.
+            CheckpointDamaged: naming a file whose contents are not those that were saved.
+        """
+        wanted = [*(path / name for name in models), *(path / _STATE / f"{name}.json" for name in state)]
+        lacking = [each.relative_to(path).as_posix() for each in wanted if not each.exists()]
+        if lacking:
+            raise RunDirectoryError(f"{path} has no {', '.join(lacking)}: it was saved by a run of another kind")
+        manifest = Manifest.read(path)
+        manifest.verify(path, _STATE)
+        for name, model in models.items():
+            model.load(str(path / name), files=manifest.files_of(name))
+        for name, part in state.items():
+            part.restore(read_state(path / _STATE, name))
+
+    def newest(self) -> tuple[int, Path] | None:
+        """Step and folder of the newest complete checkpoint; logs damaged ones and changes nothing.
+
+        Names and sizes of files are compared; their contents when they are loaded.
+
+        Raises:
+            RunDirectoryError: if all checkpoints are damaged.
+        """
+        return self._newest(())
+
+    def before(self, step: int, problem: str) -> tuple[int, Path]:
+        """As `newest`, before a checkpoint that turned out to be damaged when it was loaded, with this problem.
+
+        Raises:
+            RunDirectoryError: if there is none.
+        """
+        earlier = self._newest([f"checkpoint step_{step} is damaged: {problem}"], before=step)
+        assert earlier is not None
+        return earlier
+
+    def _newest(self, told: Sequence[str], *, before: int | None = None) -> tuple[int, Path] | None:
+        damaged = list(told)
+        for step, path in reversed(self._saved()):
+            if before is not None and step >= before:
+                continue
+            problem = _damage(path)
+            if not problem:
+                for each in damaged:
+                    _logger.warning("%s; taking %s", each, path.name)
+                return step, path
+            damaged.append(f"checkpoint {path.name} is damaged: {problem}")
+        if damaged:
+            remedy = "No complete checkpoint is left. Choose another run_dir to start over."
+            raise RunDirectoryError("\n".join([*damaged, remedy]))
+        return None
+
+    def tidy(self, step: int) -> None:
+        """Remove the remains of a killed process, and set aside damaged checkpoints after the one that is resumed."""
+        for leftover in (path for ending in _LEFTOVERS for path in self._folder.glob(f".*{ending}")):
+            shutil.rmtree(leftover, ignore_errors=True)
+        for later in (path for number, path in self._saved() if number > step):
+            # kept for inspection under a name that is not a checkpoint's
+            aside = later.with_name(f"damaged_{later.name}")
+            shutil.rmtree(aside, ignore_errors=True)
+            later.rename(aside)
+
+    def _write(self, save: Save, *, state: Mapping[str, Checkpointable], wait: bool) -> None:
+        """Write everything except the manifest and the files that the models write later."""
+        save.folder.mkdir(parents=True)
+        # first, so that it does not compete with what is written behind the steps
+        exported: dict[str, tuple[SavedFile, ...]] = {}
+        for role, model in save.models.items():
+            if role in self._exports:
+                whole, adapter = (f"{folder}{self._exports[role]}" for folder in (EXPORT, ADAPTER))
+                (save.folder / whole).mkdir()
+                exported[whole] = model.export(str(save.folder / whole))
+                exported[adapter] = model.export_adapter(str(save.folder / adapter))
+        self._open = replace(save, exported=exported)
+        for name, model in save.models.items():
+            (save.folder / name).mkdir()
+            model.save(str(save.folder / name), wait=wait)
+        for name, part in state.items():
+            write_state(save.folder / _STATE, name, part.state())
+
+    def _complete(self, save: Save, written: Mapping[str, tuple[SavedFile, ...]]) -> Path:
+        manifest = Manifest.of(save.folder, save.step, save.metrics, written={**written, **save.exported}, own=[_STATE])
+        manifest.write(save.folder)
+        target = self._folder / f"step_{save.step}"
+        self._drop(target)
+        save.folder.rename(target)
+        sync_folder(self._folder)
+        return target
+
+    @contextmanager
+    def _dropped_if_it_fails(self) -> Iterator[None]:
+        """Remove everything of a save that fails, after other models' writes have ended.
+
+        Raises:
+            OSError: if the disk was full, whatever the message of the library that wrote tensors.
+        """
+        try:
+            yield
+        except BaseException as error:
+            if self._open is not None and isinstance(error, Exception):
+                for model in self._open.models.values():
+                    with suppress(Exception):
+                        model.finish_save()
+            is_full = shutil.disk_usage(self._folder).free < _FULL_BELOW_BYTES
+            self.abandon()
+            if is_full and isinstance(error, Exception) and not isinstance(error, WorkerDied):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._folder)) from error
+            raise
+
+    def _saved(self) -> list[tuple[int, Path]]:
+        """Steps and folders, oldest first."""
+        found = ((_NAME.fullmatch(path.name), path) for path in self._folder.glob("step_*"))
+        return sorted((int(match[1]), path) for match, path in found if match)
+
+    def _thin_out(self) -> None:
+        keep = self._config.keep_top_k
+        saved = self._saved()
+        if keep is None or len(saved) <= keep:
+            return
+        newest = saved[-1][1]
+        best = sorted(saved, key=lambda entry: self._rank(*entry), reverse=True)[:keep]
+        kept = {newest, *(path for _, path in best)}
+        for _, path in saved:
+            if path not in kept:
+                self._drop(path)
+                _logger.info("removed checkpoint %s: checkpointing.keep_top_k is %d", path.name, keep)
+
+    def _rank(self, step: int, path: Path) -> tuple[bool, float, int]:
+        """Larger for a better checkpoint."""
+        key = self._config.metric_key
+        value = _metrics(path).get(key) if key else None
+        if value is None or value != value:
+            return False, 0.0, step
+        return True, value if self._config.higher_is_better else -value, step
+
+    def _drop(self, path: Path) -> None:
+        if path.exists():
+            # a rename is atomic, removal is not
+            aside = path.with_name(f".{path.name}.dropped")
+            shutil.rmtree(aside, ignore_errors=True)
+            path.rename(aside)
+            shutil.rmtree(aside)
+
+
+def newest_checkpoint(run_dir: str | Path) -> Path:
+    """The newest complete checkpoint of a run directory; its Hugging Face files are in `hf`.
+
+    Raises:
+        RunDirectoryError: if there is none.
+    """
+    found = Checkpoints(Path(run_dir).expanduser() / "checkpoints", CheckpointingConfig()).newest()
+    if found is None:
+        raise RunDirectoryError(f"{run_dir} has no checkpoint")
+    return found[1]
+
+
+def checkpoint_at(run_dir: str | Path, step: int) -> Path:
+    """The checkpoint of a run directory at a step.
+
+    Raises:
+        RunDirectoryError: if there is none, naming those there are, or it is damaged.
+    """
+    path = Path(run_dir).expanduser() / "checkpoints" / f"step_{step}"
+    if not path.is_dir():
+        steps = sorted(int(match[1]) for other in path.parent.glob("step_*") if (match := _NAME.fullmatch(other.name)))
+        known = f"it has {', '.join(f'step_{each}' for each in steps)}" if steps else "it has none"
+        raise RunDirectoryError(
+            f"{run_dir} has no checkpoint of step {step}; {known}. A run saves every checkpointing.save_period steps, "
+            "and keeps checkpointing.keep_top_k checkpoints (null: all)."
+        )
+    if problem := _damage(path):
+        raise RunDirectoryError(f"{path} is damaged: {problem}. Choose another step.")
+    return path
+
+
+def written_at(path: Path) -> float:
+    """When the last file of a checkpoint's models and loop state was written, by the file system's clock."""
+    files = (file for file in path.rglob("*") if file.is_file() and file.name != FILE_NAME)
+    return max((file.stat().st_mtime for file in files), default=0.0)
+
+
+def _metrics(path: Path) -> Mapping[str, float]:
+    try:
+        return Manifest.read(path).metrics
+    except ValueError:
+        return {}
+
+
+def _damage(path: Path) -> str:
+    try:
+        return Manifest.read(path).damage(path)
+    except ValueError as error:
+        return str(error)

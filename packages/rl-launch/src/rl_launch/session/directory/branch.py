@@ -1,0 +1,157 @@
+"""Branches: runs that start from a checkpoint of another run.
+
+A branch has the weights and optimizer state of that checkpoint, and goes on counting its steps, so that schedules and
+the length of a run mean the same in both. It draws the prompts that would have come next, unless its data or its seed
+differ: then it starts at the beginning of its data. Learning rates, schedules and all else follow from its own config.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rl_core.config import Config, RuledChange, WhenChanged
+from rl_core.errors import ConfigError, RunDirectoryError
+from rl_launch.session.checkpoints.checkpoints import checkpoint_at, newest_checkpoint
+from rl_launch.session.directory.recording import Recording, changes_since
+from rl_launch.session.directory.remedies import described, step_bounds
+from rl_launch.session.directory.run_folder import CONFIG, RunFolder
+
+_CHECKPOINT = re.compile(r"(?P<run>.+)/checkpoints/step_(?P<step>\d+)/?")
+_AT_STEP = re.compile(r"(?P<run>.+):(?:step_)?(?P<step>\d+)")
+
+
+@dataclass(frozen=True)
+class Branch:
+    """The start of a branch.
+
+    Args:
+        run_dir: absolute folder of the run that it branches from.
+        step: the last step that it shares with that run.
+        checkpoint: absolute folder of the checkpoint of that step.
+        changed: keys whose values differ from that run's, each with both values.
+        keeps_position: whether the data goes on after that step; otherwise it starts at the beginning.
+    """
+
+    run_dir: Path
+    step: int
+    checkpoint: Path
+    changed: tuple[str, ...] = ()
+    keeps_position: bool = True
+
+    def as_json(self) -> dict[str, Any]:
+        """The entry in `run.json`."""
+        return {
+            "run_dir": str(self.run_dir),
+            "step": self.step,
+            "checkpoint": str(self.checkpoint),
+            "changed": list(self.changed),
+            "keeps_position": self.keeps_position,
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Branch:
+        """The branch of an entry in `run.json`."""
+        return cls(
+            Path(data["run_dir"]),
+            data["step"],
+            Path(data["checkpoint"]),
+            tuple(data["changed"]),
+            data["keeps_position"],
+        )
+
+    def require(self) -> None:
+        """Refuse a checkpoint that no longer exists.
+
+        Raises:
+            RunDirectoryError: naming it.
+        """
+        if not self.checkpoint.is_dir():
+            raise RunDirectoryError(
+                f"{self.checkpoint}, from which this run branches, no longer exists, and the run has not saved a "
+                "checkpoint of its own. Branch from another step, into another run_dir."
+            )
+
+
+@dataclass(frozen=True)
+class BranchPoint:
+    """The run and step to branch from, given as `RUN`, `RUN:STEP` or a checkpoint's folder.
+
+    Args:
+        run: the run to branch from.
+        step: None for the newest checkpoint.
+    """
+
+    run: RunFolder
+    step: int | None
+
+    @classmethod
+    def parse(cls, text: str) -> BranchPoint:
+        """The branch point that a text names.
+
+        Raises:
+            RunDirectoryError: if there is no such run.
+        """
+        path = Path(text).expanduser()
+        match = _CHECKPOINT.fullmatch(str(path.absolute()))
+        if match is None and not path.is_dir():
+            match = _AT_STEP.fullmatch(str(path))
+        return cls(RunFolder(path), None) if match is None else cls(RunFolder(match["run"]), int(match["step"]))
+
+    def __str__(self) -> str:
+        return str(self.run.path) if self.step is None else f"{self.run.path} at step {self.step}"
+
+    def is_of(self, branch: Branch) -> bool:
+        """Whether a run that was started as this branch may be resumed by the same command."""
+        return _same(self.run.path, branch.run_dir) and self.step in (None, branch.step)
+
+    def branch(self, config: Config, recording: Recording) -> Branch:
+        """The start of a branch with this config.
+
+        Raises:
+            RunDirectoryError: if there is no complete checkpoint.
+            ConfigError: listing the keys that cannot change in a branch.
+        """
+        path = self.run.path
+        checkpoint = newest_checkpoint(path) if self.step is None else checkpoint_at(path, self.step)
+        step = int(checkpoint.name.removeprefix("step_"))
+        changes = changes_since(path / CONFIG, config, recording)
+        for_new_run = [each for each in changes if each.rule is WhenChanged.NEW_RUN]
+        if for_new_run:
+            raise ConfigError(
+                "\n".join(
+                    [
+                        f"a branch of {path} cannot change these keys, because its checkpoint would not fit:",
+                        *described(for_new_run),
+                        "Put them back, or start a new run from the weights alone: leave --from out and give",
+                        f"  policy.model_name={checkpoint / 'hf'}",
+                    ]
+                )
+            )
+        for key, bound in step_bounds(config).items():
+            if bound <= step:
+                raise ConfigError(
+                    f"{key}: got {bound}, but the branch starts at step {step} of {path} and goes on counting; "
+                    f"set it higher, such as {key}={2 * step}"
+                )
+        return Branch(
+            run_dir=path.absolute(),
+            step=step,
+            checkpoint=checkpoint.absolute(),
+            changed=tuple(str(each.change) for each in changes if each.change.key != "run_dir"),
+            keeps_position=not _changes_data(changes),
+        )
+
+
+def _changes_data(changes: Sequence[RuledChange]) -> bool:
+    """Whether other rows come next."""
+    keys = [each.change.key for each in changes if each.rule is WhenChanged.BRANCH]
+    return any(key.partition(".")[0].partition("[")[0] == "data" or key.endswith(".seed") for key in keys)
+
+
+def _same(one: Path, other: Path) -> bool:
+    return os.path.realpath(one) == os.path.realpath(other)

@@ -1,0 +1,109 @@
+"""Rows of data that were given from Python, as files of a run's folder."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from rl_launch.session.config import Access
+from rl_launch.session.directory import lock
+from rl_launch.session.directory.run_folder import CONFIG
+from rl_launch.session.directory.writable import check_writable, make_folder
+
+FOLDER = "data"
+"""In the folder of a run or an evaluation."""
+
+_NAME = re.compile(r"[\w-]+-[0-9a-f]{16}\.(jsonl|arrow)(\.part)?")
+
+
+@dataclass(frozen=True)
+class RowFile:
+    """A file of rows that is not written yet.
+
+    Args:
+        name: File name with a digest of the content, so that equal rows have equal names.
+        content: The whole content.
+    """
+
+    name: str
+    content: IO[bytes]
+
+    def write(self, folder: Path) -> None:
+        """Write the file unless the folder has it."""
+        path = folder / self.name
+        if path.is_file():
+            return
+        aside = path.with_name(f"{self.name}.part")
+        self.content.seek(0)
+        with aside.open("wb") as file:
+            shutil.copyfileobj(self.content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+
+
+@contextmanager
+def kept(files: Sequence[RowFile], folder: Path, access: Access) -> Iterator[None]:
+    """Write files into the folder of a run or an evaluation for the time of its start.
+
+    A folder that holds something else is left alone: the start refuses it. If the start fails, files that the config in
+    the folder does not name are removed.
+
+    Args:
+        folder: Folder of the run or the evaluation.
+        access: Readers of the folder if it does not exist yet.
+
+    Raises:
+        RunDirectoryError: if the folder cannot be written.
+    """
+    if not files or not _may_hold(folder):
+        yield
+        return
+    check_writable(folder.absolute())
+    existed = folder.is_dir()
+    make_folder(folder, access)
+    place = folder / FOLDER
+    place.mkdir(exist_ok=True)
+    try:
+        for file in files:
+            file.write(place)
+        yield
+    except BaseException:
+        _remove_unnamed(files, folder, existed=existed)
+        raise
+
+
+def holds_only_rows(folder: Path) -> bool:
+    """Return whether a folder is the one that `kept` writes into, with nothing else in it."""
+    return folder.name == FOLDER and folder.is_dir() and all(_NAME.fullmatch(entry.name) for entry in folder.iterdir())
+
+
+def names_without_rows(folder: Path) -> set[str]:
+    """Names in a folder of a run, except a folder of rows that a start which was killed has left."""
+    names = {entry.name for entry in folder.iterdir()}
+    return names - {FOLDER} if holds_only_rows(folder / FOLDER) else names
+
+
+def _may_hold(folder: Path) -> bool:
+    """Whether a folder is new, empty, or that of a run or an evaluation, whose start may have been interrupted."""
+    names = names_without_rows(folder) if folder.is_dir() else set()
+    return not names or bool(names & {CONFIG, *lock.FILE_NAMES})
+
+
+def _remove_unnamed(files: Sequence[RowFile], folder: Path, *, existed: bool) -> None:
+    config = folder / CONFIG
+    named = config.read_text(encoding="utf-8") if config.is_file() else ""
+    for file in files:
+        if file.name not in named:
+            for name in (file.name, f"{file.name}.part"):
+                (folder / FOLDER / name).unlink(missing_ok=True)
+    with suppress(OSError):  # not empty
+        (folder / FOLDER).rmdir()
+        if not existed:
+            folder.rmdir()

@@ -1,0 +1,205 @@
+"""The folder of one run: its owner, its config and its files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Any
+
+from rl_core.config import Config, RuledChange, plain, tree_to_yaml
+from rl_core.errors import ConfigError, RunDirectoryError
+from rl_core.plugins.user_code import SourceFile
+from rl_launch.session.config import Access
+from rl_launch.session.directory import lock
+from rl_launch.session.directory.atomic_file import write_atomically
+from rl_launch.session.directory.branch import Branch
+from rl_launch.session.directory.labels import SECTION, Labels, write_labels
+from rl_launch.session.directory.lock import DirectoryLock
+from rl_launch.session.directory.recording import Recording, WholeConfig, changes_since, kept
+from rl_launch.session.directory.remedies import refusal, train_command
+from rl_launch.session.directory.row_files import names_without_rows
+from rl_launch.session.directory.run_folder import CONFIG, DESCRIPTION, RunFolder, is_run
+from rl_launch.session.directory.user_files import FOLDER, changed_files, copies_of
+from rl_launch.session.directory.writable import check_writable, make_folder
+
+
+class RunDirectory:
+    """A run directory, made or reopened.
+
+    Args:
+        path: of the folder.
+        recording: decides which part of the config is kept.
+    """
+
+    def __init__(self, path: str | Path, recording: Recording | None = None) -> None:
+        self.path = Path(path).expanduser().absolute()
+        self._recording = recording or WholeConfig()
+        self._lock = DirectoryLock(self.path)
+
+    @property
+    def config(self) -> Path:
+        """The resolved config."""
+        return self.path / CONFIG
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object per step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def rollouts(self) -> Path:
+        """One file of rollouts per step."""
+        return self.path / "rollouts"
+
+    @property
+    def checkpoints(self) -> Path:
+        """One folder per checkpoint."""
+        return self.path / "checkpoints"
+
+    @property
+    def logs(self) -> Path:
+        """Logs of the driver and its workers, and TensorBoard's events."""
+        return self.path / "logs"
+
+    @property
+    def code(self) -> Path:
+        """Copies of the files of the user's own code that the config names."""
+        return self.path / FOLDER
+
+    @property
+    def branch(self) -> Branch | None:
+        """The checkpoint that its run started from, if it is a branch of another."""
+        origin = RunFolder(self.path).description().origin
+        return Branch.from_json(origin) if origin else None
+
+    @property
+    def labels(self) -> Labels:
+        """Name, group, tags and notes of its run."""
+        return RunFolder(self.path).description().labels
+
+    def open(
+        self, config: Config, *, fresh: bool = False, branch: Branch | None = None, access: Access = "owner"
+    ) -> bool:
+        """Take the folder for this run; returns whether it continues an earlier one.
+
+        Args:
+            config: The resolved config.
+            fresh: Refuse to resume an earlier run.
+            branch: Start of a new run; an existing run keeps its own.
+            access: Readers of a folder that does not exist yet.
+
+        Raises:
+            RunDirectoryError: if the folder holds other files, is in use, holds a run with another config or other
+                code, or is not empty although `fresh` is set.
+        """
+        self._make(access)
+        self._lock.acquire()
+        try:
+            return self._claim(config, fresh=fresh, branch=branch)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Release the folder for other processes."""
+        self._lock.release()
+
+    def _make(self, access: Access) -> None:
+        if self.path.is_dir() and self._contents() and not self._is_run():
+            raise RunDirectoryError(
+                f"{self.path} holds files that do not belong to a run ({', '.join(self._contents()[:3])}). "
+                "Choose another run_dir."
+            )
+        check_writable(self.path)
+        make_folder(self.path, access)
+
+    def _claim(self, config: Config, *, fresh: bool, branch: Branch | None) -> bool:
+        resumes = self._is_run()
+        if fresh and self._contents():
+            raise RunDirectoryError(
+                f"{self.path} is not empty, and --fresh needs an empty folder. "
+                "Choose another run_dir, remove it, or leave --fresh out to resume."
+            )
+        copies = copies_of(config)
+        changes = self._changes(config) if resumes else []
+        if resumes:
+            self._compare_code(copies)
+        for folder in (self.rollouts, self.checkpoints, self.logs):
+            folder.mkdir(exist_ok=True)
+        tree = kept(config, self._recording)
+        labels = plain(config).get(SECTION) or {}
+        if resumes:
+            self._relabel(labels, changes)
+        write_atomically(self.config, tree_to_yaml(tree))
+        for name, file in copies.items():
+            self.code.mkdir(exist_ok=True)
+            write_atomically(self.code / name, file.text)
+        if not resumes:
+            description = {**_description(tree, branch), **Labels.read(labels).as_json()}
+            write_atomically(self.path / DESCRIPTION, json.dumps(description, indent=2) + "\n")
+        return resumes
+
+    def _is_run(self) -> bool:
+        return is_run(self.path)
+
+    def _contents(self) -> list[str]:
+        """Names in the folder, except those that an interrupted start leaves behind."""
+        own = {*lock.FILE_NAMES, *(folder.name for folder in (self.rollouts, self.checkpoints, self.logs, self.code))}
+        unfinished = {f"{CONFIG}.part", f"{DESCRIPTION}.part", *own}
+        if not (self.path / DESCRIPTION).exists() and not any(self.checkpoints.glob("*")):
+            unfinished.add(CONFIG)
+        names = sorted(names_without_rows(self.path))
+        if set(names) <= unfinished and lock.FILE_NAME in names and not self._is_run():
+            return []
+        return [name for name in names if name not in lock.FILE_NAMES]
+
+    def _relabel(self, values: Mapping[str, Any], changes: Sequence[RuledChange]) -> None:
+        """Take over the labels whose keys were changed; the others may have been edited in the folder since."""
+        labels = self.labels
+        changed = labels.updated(values, [each.change.key for each in changes])
+        if changed != labels:
+            write_labels(self.path / DESCRIPTION, changed)
+
+    def _changes(self, config: Config) -> list[RuledChange]:
+        """Changes of the config that a run in this folder may be resumed with."""
+        try:
+            changes = changes_since(self.config, config, self._recording)
+        except ConfigError as error:
+            raise RunDirectoryError(
+                f"{self.config} does not fit what is installed, so the run cannot be resumed: {error}\n"
+                "Choose another run_dir."
+            ) from None
+        steps = RunFolder(self.path).checkpoint_steps()
+        newest = self.checkpoints / f"step_{steps[-1]}" if steps else None
+        if message := refusal(str(self.path), changes, kept(config, self._recording), newest):
+            raise RunDirectoryError(message)
+        return changes
+
+    def _compare_code(self, copies: dict[str, SourceFile]) -> None:
+        # without a checkpoint the run starts over, and nothing depends on the earlier code
+        changed = changed_files(self.path, copies) if any(self.checkpoints.glob("step_*")) else []
+        if changed:
+            raise RunDirectoryError(
+                "\n".join(
+                    [
+                        f"{self.path} holds a run that was started with other code:",
+                        *(f"  {line}" for line in changed),
+                        "Copy these back to resume it, or choose another run_dir. To branch with the present code:",
+                        f"  {train_command(str(self.path), (), {}, branches=True)}",
+                    ]
+                )
+            )
+
+
+def _description(tree: dict[str, Any], branch: Branch | None) -> dict[str, Any]:
+    ours = {each.metadata["Name"]: each.version for each in distributions() if each.metadata["Name"].startswith("rl-")}
+    return {
+        "algorithm": tree.get("algorithm", ""),
+        "model": tree.get("policy", {}).get("model_name", ""),
+        "created": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "versions": dict(sorted(ours.items())),
+        "origin": branch.as_json() if branch is not None else {},
+    }

@@ -1,0 +1,280 @@
+"""A run directory, read only: everything that commands and viewers read of a run.
+
+`rl runs`, `rl show` and any other viewer read a run through `RunFolder`, and through nothing else::
+
+    run = RunFolder("runs/grpo-math")
+    run.state()                  # RunState(status="interrupted", step=120, max_steps=500, best=..., reason="SIGTERM")
+    run.config()                 # config.yaml as nested plain values
+    run.metrics()                # [{"step": 1, "train/loss": 0.7, "time/step": 3.1, ...}, ...]
+    run.timings()                # {"generation": 1804.2, "training": 711.9, ..., "step": 2790.0}: seconds of all steps
+    run.rollout_steps()          # [1, 2, ..., 120]
+    list(run.rollouts(120))      # [{"prompt_id": ..., "turns": [...], "rewards": {...}, "advantage": 0.3}, ...]
+    run.checkpoints()            # [SavedCheckpoint(step=120, path=..., metrics={...})]
+
+Nothing here needs the packages of the run: `config()` and all else are plain values. A run in progress may be read at
+any time; incomplete lines are left out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from rl_core.config import load
+from rl_core.errors import ConfigError, RunDirectoryError
+from rl_launch.session.checkpoints.manifest import Manifest
+from rl_launch.session.directory import lock
+from rl_launch.session.directory.labels import Labels
+from rl_launch.session.directory.run_state import RunState
+from rl_launch.session.rollouts import rollout_store
+from rl_launch.session.rollouts.records import MetricsFile
+
+DESCRIPTION = "run.json"
+CONFIG = "config.yaml"
+
+_CHECKPOINT = re.compile(r"step_(\d+)")
+_TAIL_BYTES = 2**16
+_DEEPEST = 3
+
+
+@dataclass(frozen=True)
+class Description:
+    """The identity of a run.
+
+    Args:
+        algorithm: empty if unknown.
+        model: `policy.model_name`; empty if there is none.
+        created: in ISO format with the time zone; empty if unknown.
+        versions: of this project's packages at its first start.
+        origin: of a branch, `run_dir`, `step` and `checkpoint` that it started from; empty for any other run.
+        labels: name, group, tags and notes.
+    """
+
+    algorithm: str = ""
+    model: str = ""
+    created: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    origin: Mapping[str, Any] = field(default_factory=dict)
+    labels: Labels = field(default_factory=Labels)
+
+
+@dataclass(frozen=True)
+class SavedCheckpoint:
+    """A checkpoint of a run.
+
+    Args:
+        step: after which it was saved.
+        path: its folder; the Hugging Face files are in `hf` below it.
+        metrics: of that step.
+    """
+
+    step: int
+    path: Path
+    metrics: Mapping[str, float]
+
+
+class RunFolder:
+    """A run directory, read only.
+
+    Args:
+        path: of the folder.
+
+    Raises:
+        RunDirectoryError: if the folder does not exist or holds no run.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path).expanduser()
+        if not self.path.is_dir():
+            raise RunDirectoryError(f"{path} is not a folder. Give a run directory; `rl runs` lists them.")
+        if not is_run(self.path):
+            if (self.path / "eval.json").is_file():
+                raise RunDirectoryError(
+                    f"{path} holds an evaluation: its results are in eval.json and its rollouts, one a line, in "
+                    "rollouts.jsonl; `rl compare` compares two"
+                )
+            raise RunDirectoryError(
+                f"{path} is not a run directory (it has no {DESCRIPTION} and {CONFIG}). `rl runs` lists them."
+            )
+
+    @property
+    def logs(self) -> Path:
+        """Logs of the driver and its workers."""
+        return self.path / "logs"
+
+    def description(self) -> Description:
+        """The identity of the run, from small files alone."""
+        data = _json(self.path / DESCRIPTION)
+        known = {name: data[name] for name in ("algorithm", "model", "created", "versions", "origin") if name in data}
+        if "algorithm" not in known:
+            config = self.config()
+            policy = config.get("policy")
+            model = policy.get("model_name", "") if isinstance(policy, dict) else ""
+            known |= {"algorithm": str(config.get("algorithm", "")), "model": str(model)}
+        return Description(**known, labels=Labels.read(data))
+
+    def config(self) -> dict[str, Any]:
+        """The run's config as nested plain values, interpolations of environment variables as they were written; empty
+        if the file cannot be read."""
+        try:
+            return load(self.path / CONFIG).plain()
+        except ConfigError:
+            return {}
+
+    def state(self) -> RunState:
+        """The present state of the run, which is `interrupted` if its process is gone."""
+        state = RunState.read(self.path) or self._derived_state()
+        if state.status != "running":
+            return state
+        step = max(state.step, int(self.last_metrics().get("step", 0)))
+        if lock.holder(self.path) is not None:
+            return replace(state, step=step)
+        return replace(state, status="interrupted", step=step, reason="its process has ended (killed, or machine lost)")
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """The metrics of every step, in order; each has `step`. A value that is not finite is None."""
+        return MetricsFile(self.path / "metrics.jsonl").read()
+
+    def last_metrics(self) -> dict[str, Any]:
+        """The metrics of the last step, from the end of the file alone; empty if there are none."""
+        for line in reversed(_tail(self.path / "metrics.jsonl")):
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError:
+                continue
+            if isinstance(row, dict):
+                return row
+        return {}
+
+    def timings(self) -> dict[str, float]:
+        """Seconds of all steps together by phase, the longest first; `step` is the whole."""
+        total: dict[str, float] = {}
+        for row in self.metrics():
+            for name, value in row.items():
+                if name.startswith("time/") and value is not None:
+                    phase = name.removeprefix("time/")
+                    total[phase] = total.get(phase, 0.0) + value
+        return dict(sorted(total.items(), key=lambda entry: -entry[1]))
+
+    def rollout_steps(self, kind: rollout_store.Kind = "step") -> list[int]:
+        """Steps whose rollouts were written, in order; with `val` those after which the policy was validated."""
+        return rollout_store.steps_in(self.path / "rollouts", kind)
+
+    def rollouts(self, step: int, kind: rollout_store.Kind = "step") -> Iterator[dict[str, Any]]:
+        """The rollouts of a step, or with `val` of its validation, one mapping each; a line that was cut short is left
+        out.
+
+        Raises:
+            RunDirectoryError: if none were written, naming the steps that have some.
+        """
+        try:
+            file = rollout_store.open_step(self.path / "rollouts", step, kind)
+        except FileNotFoundError:
+            steps = self.rollout_steps(kind)
+            what = "validation rollouts" if kind == "val" else "rollouts"
+            known = f"it has those of steps {steps[0]} to {steps[-1]}" if steps else "it has none"
+            raise RunDirectoryError(f"{self.path} has no {what} of step {step}; {known}.") from None
+        with file:
+            for line in file:
+                try:
+                    yield json.loads(line)
+                except ValueError:
+                    continue
+
+    def checkpoint_steps(self) -> list[int]:
+        """Steps of the checkpoints, in order; opens none."""
+        return sorted(step for step, _ in _numbered(self.path / "checkpoints", _CHECKPOINT))
+
+    def checkpoints(self) -> list[SavedCheckpoint]:
+        """The checkpoints that can be read, in the order of their steps."""
+        found = []
+        for step, path in sorted(_numbered(self.path / "checkpoints", _CHECKPOINT)):
+            try:
+                found.append(SavedCheckpoint(step, path, Manifest.read(path).metrics))
+            except ValueError:
+                continue
+        return found
+
+    def best_checkpoint(self) -> SavedCheckpoint | None:
+        """The checkpoint with the best value of `checkpointing.metric_name`, or the newest if none has a value; None if
+        there is no checkpoint."""
+        checkpointing = self.config().get("checkpointing") or {}
+        key = str(checkpointing.get("metric_name") or "").replace(":", "/", 1)
+        sign = 1 if checkpointing.get("higher_is_better", True) else -1
+        saved = self.checkpoints()
+        ranked = [each for each in saved if each.metrics.get(key) is not None]
+        return max(ranked, key=lambda each: sign * each.metrics[key]) if ranked else saved[-1] if saved else None
+
+    def changed_at(self) -> datetime:
+        """When the run last wrote something."""
+        names = ("metrics.jsonl", "state.json", DESCRIPTION)
+        times = [path.stat().st_mtime for name in names if (path := self.path / name).is_file()]
+        return datetime.fromtimestamp(max(times)).astimezone()
+
+    def _derived_state(self) -> RunState:
+        """The state of a run whose folder has no state file."""
+        config = self.config()
+        section = config.get(str(config.get("algorithm")))
+        bound = section.get("max_num_steps") if isinstance(section, dict) else None
+        steps = self.checkpoint_steps()
+        step = steps[-1] if steps else int(self.last_metrics().get("step", 0))
+        max_steps = bound if isinstance(bound, int) else 0
+        if lock.holder(self.path) is not None:
+            return RunState("running", step, max_steps)
+        return RunState("finished" if max_steps and step >= max_steps else "interrupted", step, max_steps)
+
+
+def is_run(path: Path) -> bool:
+    """Whether a folder holds a run."""
+    return (path / DESCRIPTION).is_file() and (path / CONFIG).is_file()
+
+
+def find_runs(folder: Path) -> list[RunFolder]:
+    """The runs in a folder and the folders below it, or the folder itself if it is one; sorted by path."""
+    return [RunFolder(path) for path in sorted(_runs_below(folder, _DEEPEST))]
+
+
+def _runs_below(folder: Path, depth: int) -> Iterator[Path]:
+    if is_run(folder):
+        yield folder
+    elif depth:
+        with os.scandir(folder) as entries:
+            below = [entry.path for entry in entries if entry.is_dir() and not entry.name.startswith(".")]
+        for path in below:
+            try:
+                yield from _runs_below(Path(path), depth - 1)
+            except PermissionError:
+                continue
+
+
+def _numbered(folder: Path, name: re.Pattern[str]) -> Iterator[tuple[int, Path]]:
+    if not folder.is_dir():
+        return
+    for path in folder.iterdir():
+        if match := name.fullmatch(path.name):
+            yield int(match[1]), path
+
+
+def _tail(path: Path) -> list[bytes]:
+    """The last lines of a file."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _TAIL_BYTES))
+            return file.read().splitlines()
+    except OSError:
+        return []
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return data if isinstance(data, dict) else {}

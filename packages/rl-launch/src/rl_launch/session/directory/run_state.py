@@ -1,0 +1,100 @@
+"""How far a run has come, and how it ended: `state.json` of a run directory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from rl_launch.session.directory.atomic_file import write_atomically
+
+FILE_NAME = "state.json"
+
+Status = Literal["running", "finished", "interrupted", "failed"]
+
+HEADLINES = {"val/accuracy": True, "val/reward": True, "val/loss": False, "reward/mean": True, "train/loss": False}
+"""Metrics that say how good a run is, in order of preference, and whether higher is better."""
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best value of a metric.
+
+    Args:
+        metric: as `metrics.jsonl` spells it.
+        value: finite.
+        step: that recorded it.
+    """
+
+    metric: str
+    value: float
+    step: int
+
+
+@dataclass(frozen=True)
+class RunState:
+    """How far a run has come.
+
+    Args:
+        status: `running`; `finished` if all steps are made or the goal is met; `interrupted` if it was told to end or
+            its process has ended, `failed` if an error ended it. The same command resumes the last two.
+        step: the last complete step.
+        max_steps: of the run; 0 before they are known.
+        reason: why it ended; empty if all steps are made.
+        goals: keys that say when the run is finished, with their values.
+        best: None before anything was recorded.
+        at: when this was written, in ISO format with the time zone.
+    """
+
+    status: Status
+    step: int = 0
+    max_steps: int = 0
+    reason: str = ""
+    goals: Mapping[str, Any] = field(default_factory=dict)
+    best: Best | None = None
+    at: str = ""
+
+    def write(self, folder: Path) -> None:
+        """Write it into a run directory, atomically."""
+        now = datetime.now().astimezone().isoformat(timespec="seconds")
+        write_atomically(folder / FILE_NAME, json.dumps({**asdict(self), "at": now}, indent=1) + "\n")
+
+    @classmethod
+    def read(cls, folder: Path) -> RunState | None:
+        """The state in a run directory; None if there is none that can be read."""
+        try:
+            data = json.loads((folder / FILE_NAME).read_text(encoding="utf-8"))
+            best = Best(**data.pop("best")) if data.get("best") else data.pop("best", None)
+            return cls(**data, best=best)
+        except (OSError, ValueError, TypeError, AttributeError):
+            return None
+
+
+class BestSoFar:
+    """The best value of the metric that ranks checkpoints, or else of the first headline that the run records.
+
+    Args:
+        metric: that ranks checkpoints; None if none was chosen.
+        higher_is_better: of that metric.
+    """
+
+    def __init__(self, metric: str | None, *, higher_is_better: bool = True) -> None:
+        self._ranked = [(metric, higher_is_better)] if metric else list(HEADLINES.items())
+        self._found: dict[str, Best] = {}
+
+    def add(self, step: int, metrics: Mapping[str, float | None]) -> None:
+        """Add the metrics of a step."""
+        for name, higher in self._ranked:
+            value, known = metrics.get(name), self._found.get(name)
+            if value is None or not abs(value) < float("inf"):
+                continue
+            if known is None or (value > known.value if higher else value < known.value):
+                self._found[name] = Best(name, float(value), step)
+
+    @property
+    def best(self) -> Best | None:
+        """The best value; None before one of the metrics was recorded."""
+        return next((self._found[name] for name, _ in self._ranked if name in self._found), None)

@@ -1,0 +1,207 @@
+"""Metrics and rollouts as JSON lines."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+
+from rl_core.data.batch import Batch, RemoteColumn, RemoteRows
+from rl_core.errors import RLError, WorkerDied
+from rl_core.rollouts.group import RECORD, RolloutGroup
+from rl_core.rollouts.record import append_records
+from rl_launch.session.checkpoints.manifest import sync_folder
+from rl_launch.session.rollouts import rollout_store
+
+_log = logging.getLogger(__name__)
+
+MOST_STEPS = 2
+"""Steps whose rollouts may wait to be written, as they are held in memory; the next step waits for them."""
+
+
+class MetricsFile:
+    """`metrics.jsonl`: one object per step, in the order of the steps.
+
+    Args:
+        path: Path of the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def append(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write a step's line; a number that is not finite becomes null."""
+        line = json.dumps({"step": step, **{name: _number(value) for name, value in metrics.items()}}, allow_nan=False)
+        with self._path.open("a") as file:
+            file.write(line + "\n")
+
+    def sync(self) -> None:
+        """Write all lines to the disk; call it before anything that relies on them."""
+        if self._path.exists():
+            with self._path.open("rb") as file:
+                os.fsync(file.fileno())
+
+    def read(self) -> list[dict[str, Any]]:
+        """Return the lines, without those that were cut short."""
+        if not self._path.exists():
+            return []
+        lines = self._path.read_text(encoding="utf-8", errors="replace").splitlines()
+        return [row for row in map(_row, lines) if row is not None]
+
+    def cut_back(self, step: int) -> None:
+        """Drop the lines of later steps, which will be made again."""
+        kept = [row for row in self.read() if row["step"] <= step]
+        aside = self._path.with_name(f"{self._path.name}.part")
+        with aside.open("w") as file:
+            file.writelines(json.dumps(row) + "\n" for row in kept)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(self._path)
+        sync_folder(self._path.parent)
+
+
+RolloutWriter = Callable[[str, RemoteRows, Sequence[float | None]], None]
+"""Writes a new file of the records in some rows, each with its advantage, in another process."""
+
+
+class RolloutFiles:
+    """`rollouts/step_<n>.jsonl` and `val_<n>.jsonl`: one object per rollout, written beside the steps. See
+    `rollout_store` for the files of earlier steps.
+
+    A thread has them written by the process that holds the texts, by `write_elsewhere`, or fetches and writes them
+    itself. Its failure is raised by the next call. `flush` comes before anything that relies on the files: a
+    checkpoint, and the end of the workers that hold the texts.
+
+    Args:
+        folder: the folder of the files.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._threads: ThreadPoolExecutor | None = None
+        self._writing: deque[Future[None]] = deque()
+        self._archiver: ThreadPoolExecutor | None = None
+        self._archiving: Future[None] | None = None
+        self.write_elsewhere: RolloutWriter | None = None
+
+    def append(
+        self, step: int, groups: Sequence[RolloutGroup], advantages: np.ndarray, kind: rollout_store.Kind = "step"
+    ) -> None:
+        """Have rollouts written, flattened; those beyond the advantages, which trained nothing, have null. Those of a
+        validation replace what an earlier validation of the same step has left.
+
+        Waits while `MOST_STEPS` earlier ones are not written.
+        """
+        num_rollouts = sum(len(group.rollouts) for group in groups)
+        if len(advantages) > num_rollouts:
+            raise ValueError(f"{len(advantages)} advantages for {num_rollouts} rollouts")
+        while len(self._writing) >= MOST_STEPS or (self._writing and self._writing[0].done()):
+            self._writing.popleft().result()
+        # the other columns need not stay until the thread is here
+        records = [(group.prompt.id, group.records) for group in groups]
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(1, thread_name_prefix="rollout-files")
+        padded = [*np.asarray(advantages).tolist(), *[None] * (num_rollouts - len(advantages))]
+        self._writing.append(self._threads.submit(self._write, step, records, padded, kind))
+        self._archive_before(step)
+
+    def flush(self) -> None:
+        """Wait until everything is written, and is on the disk."""
+        was_writing = bool(self._writing)
+        while self._writing:
+            self._writing.popleft().result()
+        if was_writing:
+            sync_folder(self._folder)
+
+    def close(self) -> None:
+        """End the threads; files that they have not begun are not written, an archive under way is completed."""
+        for threads in (self._threads, self._archiver):
+            if threads is not None:
+                threads.shutdown(cancel_futures=True)
+        self._threads = self._archiver = None
+
+    def cut_back(self, step: int) -> None:
+        """Drop the rollouts of later steps, and files that were not finished."""
+        rollout_store.cut_back(self._folder, step)
+
+    def _archive_before(self, step: int) -> None:
+        """Have the files of earlier steps compressed, which nothing waits for."""
+        if self._archiving is not None:
+            if not self._archiving.done():
+                return
+            error, self._archiving = self._archiving.exception(), None
+            if error is not None:
+                _log.warning("rollouts of earlier steps were not archived: %s", error)
+        if step % rollout_store.STEPS_PER_ARCHIVE == 0:
+            if self._archiver is None:
+                self._archiver = ThreadPoolExecutor(1, thread_name_prefix="rollout-archives")
+            self._archiving = self._archiver.submit(rollout_store.archive_before, self._folder, step)
+
+    def _write(
+        self,
+        step: int,
+        groups: Sequence[tuple[str, Batch]],
+        advantages: Sequence[float | None],
+        kind: rollout_store.Kind,
+    ) -> None:
+        path = rollout_store.file_of(self._folder, step, kind)
+        if kind == "val":
+            path.unlink(missing_ok=True)
+        if not path.exists() and self._is_written_elsewhere(path, [columns for _, columns in groups], advantages):
+            return
+        waiting = iter(advantages)
+        with path.open("ab") as file:
+            for prompt_id, columns in groups:
+                own = list(islice(waiting, len(columns)))
+                try:
+                    records = columns.ragged(RECORD)
+                except WorkerDied as error:
+                    _log.warning("step %d: the texts of prompt %s are lost: %s", step, prompt_id, error)
+                    continue
+                append_records(file, zip(records, own, strict=True))
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _is_written_elsewhere(self, path: Path, groups: Sequence[Batch], advantages: Sequence[float | None]) -> bool:
+        columns = [group.columns[RECORD] for group in groups]
+        remote = [column.rows for column in columns if isinstance(column, RemoteColumn)]
+        if self.write_elsewhere is None or not remote or len(remote) < len(columns):
+            return False
+        # a writer that is given up may go on writing for a while, to a file that nobody reads
+        aside = path.with_name(f".{path.stem}.{uuid4().hex[:8]}.part")
+        try:
+            self.write_elsewhere(str(aside.absolute()), RemoteRows.concat(remote), advantages)
+        except RLError as error:
+            _log.warning("%s: writing it here, as a rollout worker did not: %s", path.name, error)
+            aside.unlink(missing_ok=True)
+            return False
+        aside.rename(path)
+        return True
+
+
+def _number(value: Any) -> float | int | None:
+    plain = value.item() if isinstance(value, np.generic | np.ndarray) else value
+    if isinstance(plain, float) and not math.isfinite(plain):
+        return None
+    return plain
+
+
+def _row(line: str) -> dict[str, Any] | None:
+    """The object in a line of metrics, or the last one if an earlier line was cut short before it; None if it was cut
+    short itself. Metrics are flat, so the last brace opens the last object.
+    """
+    try:
+        row = json.loads(line[max(0, line.rfind("{")) :])
+    except json.JSONDecodeError:
+        return None
+    return row if isinstance(row, dict) and "step" in row else None

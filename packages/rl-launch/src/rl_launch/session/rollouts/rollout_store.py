@@ -1,0 +1,163 @@
+"""The files of a folder `rollouts`: those of recent steps one by one, those of earlier steps in archives.
+
+`step_<n>.jsonl` holds the rollouts of one step, `val_<n>.jsonl` those of the validation after it. Once `NUM_RECENT`
+later steps have been made, the files of `STEPS_PER_ARCHIVE` steps become the members of one compressed
+`steps_<first>-<last>.zip`, so that a run of 10,000 steps has about 300 files. An archive is complete before the files
+in it are removed: a step may be in both for a while, and its own file counts.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import zipfile
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Literal
+
+from rl_launch.session.checkpoints.manifest import sync_folder
+
+STEPS_PER_ARCHIVE = 100
+NUM_RECENT = 100
+"""Steps whose rollouts stay in files of their own, at least."""
+
+Kind = Literal["step", "val"]
+"""Rollouts that were trained on, and those of a validation."""
+
+_FILE = re.compile(r"(step|val)_(\d+)\.jsonl")
+_ARCHIVE = re.compile(r"steps_(\d+)-(\d+)\.zip")
+_BUFFER_BYTES = 2**20
+
+
+@dataclass(frozen=True)
+class _Archive:
+    """An archive of the steps from `first` to `last`, some of which may have no rollouts."""
+
+    first: int
+    last: int
+    path: Path
+
+    def members(self) -> list[tuple[Kind, int]]:
+        """What is in it."""
+        with zipfile.ZipFile(self.path) as archive:
+            return _members(archive.namelist())
+
+
+def file_of(folder: Path, step: int, kind: Kind = "step") -> Path:
+    """The file of a step that is in no archive."""
+    return folder / f"{kind}_{step}.jsonl"
+
+
+def steps_in(folder: Path, kind: Kind = "step") -> list[int]:
+    """Steps that have rollouts of a kind, in order."""
+    # files before archives: a step that moves meanwhile is found twice instead of never
+    found = set(_loose(folder))
+    for archive in _archives(folder):
+        with suppress(FileNotFoundError):
+            found.update(archive.members())
+    return sorted(step for each, step in found if each == kind)
+
+
+def open_step(folder: Path, step: int, kind: Kind = "step") -> IO[bytes]:
+    """The lines of a step.
+
+    Raises:
+        FileNotFoundError: if it has no rollouts.
+    """
+    path = file_of(folder, step, kind)
+    with suppress(FileNotFoundError):
+        return path.open("rb")
+    for archive in _archives(folder):
+        if archive.first <= step <= archive.last:
+            with suppress(KeyError), zipfile.ZipFile(archive.path) as opened:
+                # the member keeps the file open
+                return opened.open(path.name)
+    raise FileNotFoundError(path)
+
+
+def archive_before(folder: Path, step: int) -> None:
+    """Move the files of complete ranges of steps into archives, except the last `NUM_RECENT` steps up to `step`."""
+    ranges: dict[int, list[tuple[Kind, int]]] = {}
+    for each in _loose(folder):
+        ranges.setdefault((each[1] - 1) // STEPS_PER_ARCHIVE, []).append(each)
+    for number, members in sorted(ranges.items()):
+        first, last = number * STEPS_PER_ARCHIVE + 1, (number + 1) * STEPS_PER_ARCHIVE
+        if last <= step - NUM_RECENT and first > 0:
+            _archive(folder, _Archive(first, last, folder / f"steps_{first}-{last}.zip"), members)
+
+
+def cut_back(folder: Path, step: int) -> None:
+    """Remove the rollouts of later steps, and files that were not finished."""
+    for pattern in (".step_*.part", ".val_*.part", ".steps_*.part"):
+        for path in folder.glob(pattern):
+            path.unlink()
+    for archive in _archives(folder):
+        if archive.last > step:
+            _extract(folder, archive, through=step)
+    for kind, later in _loose(folder):
+        if later > step:
+            file_of(folder, later, kind).unlink()
+
+
+def _archive(folder: Path, archive: _Archive, members: list[tuple[Kind, int]]) -> None:
+    if archive.path.exists():
+        # the process was killed before the files were removed
+        if not set(archive.members()).issuperset(members):
+            return
+    else:
+        aside = folder / f".{archive.path.name}.part"
+        with zipfile.ZipFile(aside, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as opened:
+            for kind, step in members:
+                path = file_of(folder, step, kind)
+                info = zipfile.ZipInfo.from_file(path, path.name, strict_timestamps=False)
+                info.compress_type = zipfile.ZIP_DEFLATED
+                with path.open("rb") as source, opened.open(info, "w", force_zip64=True) as target:
+                    shutil.copyfileobj(source, target, _BUFFER_BYTES)
+        with aside.open("rb") as file:
+            os.fsync(file.fileno())
+        aside.replace(archive.path)
+        sync_folder(folder)
+    for kind, step in members:
+        file_of(folder, step, kind).unlink()
+
+
+def _extract(folder: Path, archive: _Archive, *, through: int) -> None:
+    """Turn an archive back into files of its steps up to `through`."""
+    with zipfile.ZipFile(archive.path) as opened:
+        for kind, step in archive.members():
+            target = file_of(folder, step, kind)
+            if step > through or target.exists():
+                continue
+            aside = folder / f".{target.name}.part"
+            with opened.open(target.name) as source, aside.open("wb") as file:
+                shutil.copyfileobj(source, file, _BUFFER_BYTES)
+                file.flush()
+                os.fsync(file.fileno())
+            aside.replace(target)
+    sync_folder(folder)
+    archive.path.unlink()
+
+
+def _loose(folder: Path) -> list[tuple[Kind, int]]:
+    return sorted(_members(_names(folder)), key=lambda member: (member[1], member[0]))
+
+
+def _members(names: list[str]) -> list[tuple[Kind, int]]:
+    found = [match for match in map(_FILE.fullmatch, names) if match]
+    return [("val" if match[1] == "val" else "step", int(match[2])) for match in found]
+
+
+def _archives(folder: Path) -> Iterator[_Archive]:
+    for name in _names(folder):
+        if match := _ARCHIVE.fullmatch(name):
+            yield _Archive(int(match[1]), int(match[2]), folder / name)
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return sorted(os.listdir(folder))
+    except FileNotFoundError:
+        return []

@@ -1,0 +1,152 @@
+"""The progress of a run: a live line on a terminal, a line per step in a log."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from rl_launch.session.tracking.balance import Balance
+
+_logger = logging.getLogger(__name__)
+
+SECONDS_PER_LINE = 1.0
+"""Least time between the lines of two steps; the first, the last and those with a validation always have theirs."""
+
+_BARS = "▁▂▃▄▅▆▇█"
+_OF_SPINNER = 3
+_REPLICAS = "generation/replicas"
+_ACCURACY, _REWARD = "val/accuracy", "val/reward"
+_SHOWN: tuple[tuple[str, str], ...] = (
+    ("reward/mean", "reward"),
+    ("train/loss", "loss"),
+    (_ACCURACY, "accuracy"),
+    (_REWARD, "val reward"),
+    ("val/loss", "val loss"),
+)
+
+
+class Progress:
+    """Shows steps, phases and the metrics people watch.
+
+    Args:
+        title: of the run.
+        console: shows the live line, if it is a terminal.
+        clock: seconds, for the times that are shown.
+    """
+
+    def __init__(self, title: str, console: Console, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._title = title
+        self._clock = clock
+        self._console = console
+        self._told_at: float | None = None
+        self._step, self._max_steps = 0, 0
+        self._phase, self._phase_since = "", clock()
+        self._shown: dict[str, float] = {}
+        self._trend: deque[float] = deque(maxlen=24)
+        self._durations: deque[float] = deque(maxlen=20)
+        self._balance = Balance()
+        self._replica_counts: set[float] = set()
+        self._spinner = Spinner("dots")
+        self._live = Live(get_renderable=self.render, console=console, refresh_per_second=4, transient=True)
+        self._is_live = console.is_terminal and not console.is_dumb_terminal
+
+    def start(self) -> None:
+        """Show the live line, on a terminal."""
+        if self._is_live:
+            self._live.start()
+
+    def close(self) -> None:
+        """Take the live line away."""
+        self._live.stop()
+
+    def begin(self, step: int, max_steps: int) -> None:
+        """A step begins."""
+        self._step, self._max_steps = step, max_steps
+
+    def phase(self, name: str) -> None:
+        """Note the phase in progress; empty for none."""
+        self._phase, self._phase_since = name, self._clock()
+
+    def finish(self, step: int, metrics: Mapping[str, float], seconds: float) -> None:
+        """A step is done, with these metrics."""
+        self._durations.append(seconds)
+        self._balance.observe(metrics)
+        self._replica_counts |= {metrics[key] for key in [_REPLICAS] if key in metrics}
+        # the number of replicas is told once it has changed
+        told = (*_SHOWN, (_REPLICAS, "replicas")) if len(self._replica_counts) > 1 else _SHOWN
+        if _ACCURACY in metrics:
+            # an environment that reports it says with its reward what it says with that
+            told = tuple(each for each in told if each[0] != _REWARD)
+        self._shown |= {label: metrics[key] for key, label in told if key in metrics}
+        trend = next((metrics[key] for key, _ in _SHOWN if key in metrics), None)
+        if trend is not None:
+            self._trend.append(trend)
+        if not self._is_told(step, metrics):
+            return
+        self._told_at = self._clock()
+        values = "  ".join(f"{label} {metrics[key]:.4g}" for key, label in told if key in metrics)
+        waits = f"  {self._balance}" if str(self._balance) else ""
+        _logger.info(
+            "step %d/%d  %s  %.1f s  %s left%s", step, self._max_steps, values, seconds, self._left(step), waits
+        )
+
+    def render(self) -> RenderableType:
+        """The live line: as much as fits, the most important first."""
+        texts = [Text(self._title, style="bold")]
+        if self._max_steps:
+            texts.append(Text(f"step {self._step}/{self._max_steps}"))
+        if self._phase:
+            texts.append(
+                Text(f"{self._phase.replace('_', ' ')} {self._clock() - self._phase_since:.0f} s", style="dim")
+            )
+        texts.extend(Text(f"{label} {value:.4g}") for label, value in self._shown.items())
+        if self._durations:
+            texts.append(Text(f"{self._left(self._step - 1)} left", style="dim"))
+        if str(self._balance):
+            texts.append(Text(str(self._balance), style="yellow"))
+        if self._trend:
+            texts.append(Text(sparkline(self._trend), style="green"))
+        line = Text(no_wrap=True, overflow="ellipsis")
+        room = self._console.width - _OF_SPINNER
+        for text in texts:
+            if len(line) + len(text) <= room or not line:
+                line.append(text).append("  ")
+        cells = Table.grid(padding=(0, 1))
+        cells.add_row(self._spinner, line)
+        return cells
+
+    def _is_told(self, step: int, metrics: Mapping[str, float]) -> bool:
+        """Whether a step gets a line: quick ones share one a second, in a pipe as in the log."""
+        is_due = self._told_at is None or self._clock() - self._told_at >= SECONDS_PER_LINE
+        return is_due or step == self._max_steps or any(key.startswith("val/") for key in metrics)
+
+    def _left(self, done: int) -> str:
+        return duration((self._max_steps - done) * sum(self._durations) / max(len(self._durations), 1))
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """Values as bars between their least and largest."""
+    finite = [value for value in values if value == value and abs(value) != float("inf")]
+    if not finite:
+        return ""
+    low, high = min(finite), max(finite)
+    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BARS[round((value - low) * scale)] for value in finite)
+
+
+def duration(seconds: float) -> str:
+    """Seconds as people say them: `42 s`, `3:07`, `1:02:03`."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    hours, rest = divmod(whole, 3600)
+    minutes, rest = divmod(rest, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

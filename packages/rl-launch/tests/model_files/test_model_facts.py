@@ -1,0 +1,158 @@
+"""What a config and the headers of files rule out, before anything starts. A case is a line."""
+
+import json
+import re
+from types import SimpleNamespace
+
+import pytest
+from safetensors_files import write_weights
+
+from rl_core.errors import ConfigError
+from rl_core.model_config import ModelConfig
+from rl_launch.model_files.model_facts import check_tokenizer, model_problems
+from rl_launch.model_files.weight_files import weight_file_problems
+
+PLAIN = {"model_type": "qwen3", "vocab_size": 16, "max_position_embeddings": 64}
+
+
+def model(folder, fields=None, shapes=None, overrides=None):
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(PLAIN | (fields or {})))
+    write_weights(folder / "model.safetensors", shapes or {"model.norm.weight": (4,)})
+    overrides = overrides or {}
+    return ModelConfig(
+        model_name=str(folder),
+        max_total_sequence_length=64,
+        train_global_batch_size=1,
+        train_micro_batch_size=1,
+        hf_config_overrides=overrides,
+    )
+
+
+def problems(config, *, longest_row=64, has_scalar_head=False):
+    found = model_problems("policy", config, longest_row=longest_row, has_scalar_head=has_scalar_head)
+    return {problem.key: problem.message for problem in found}
+
+
+@pytest.mark.parametrize(
+    ("fields", "shapes", "key", "says"),
+    [
+        pytest.param(
+            {"model_type": "novel", "auto_map": {"AutoModelForCausalLM": "m.NovelModel"}},
+            {},
+            "policy.model_name",
+            "needs code of its own .m.NovelModel.",
+            id="code of its own",
+        ),
+        pytest.param(
+            {"model_type": "novel"},
+            {},
+            "policy.model_name",
+            "type 'novel', which transformers",
+            id="new type [microsoft/winml-cli#450]",
+        ),
+        pytest.param({"model_type": None}, {}, "policy.model_name", "has no model_type", id="no type"),
+        pytest.param(
+            {"is_encoder_decoder": True, "architectures": ["T5ForConditionalGeneration"]},
+            {},
+            "policy.model_name",
+            "is a T5ForConditionalGeneration",
+            id="an encoder with a decoder [CarperAI/trlx#204]",
+        ),
+        pytest.param(
+            {"architectures": ["BertForMaskedLM"]},
+            {},
+            "policy.model_name",
+            "is a BertForMaskedLM",
+            id="an encoder [huggingface/transformers#12079]",
+        ),
+        pytest.param(
+            {"quantization_config": {"quant_method": "awq"}},
+            {},
+            "policy.model_name",
+            "by awq",
+            id="AWQ [huggingface/transformers#28193]",
+        ),
+        pytest.param(
+            {}, {"model.layers.0.q.qweight": (4, 4)}, "policy.model_name", "by gptq or awq", id="seen in headers"
+        ),
+        pytest.param(
+            {},
+            {"model.layers.0.q.weight.quant_state.bitsandbytes__nf4": (4,)},
+            "policy.model_name",
+            "by bitsandbytes",
+            id="seen in headers of bitsandbytes [tatsu-lab/alpaca_farm#63]",
+        ),
+        pytest.param(
+            {"text_config": PLAIN, "vision_config": {}, "quantization_config": {"quant_method": "gptq"}},
+            {},
+            "policy.model_name",
+            "by gptq",
+            id="a composite model states it for all parts",
+        ),
+        pytest.param(
+            {"max_position_embeddings": 32},
+            {},
+            "policy.max_total_sequence_length",
+            "got 64, but .* has positions for 32 tokens; .*rope_parameters",
+            id="rows beyond the positions [huggingface/open-r1#645]",
+        ),
+        pytest.param(
+            {}, {"score.weight": (2, 4)}, "policy.model_name", "has 2 labels", id="two labels [OpenRLHF/OpenRLHF#1039]"
+        ),
+    ],
+)
+def test_a_model_that_cannot_be_trained_is_named(tmp_path, fields, shapes, key, says):
+    found = problems(model(tmp_path / "m", fields, shapes), has_scalar_head=True)
+    assert found.keys() == {key}
+    assert re.search(says, found[key])
+
+
+@pytest.mark.parametrize(
+    ("fields", "overrides", "longest_row"),
+    [
+        pytest.param({}, {}, 64, id="rows of full length"),
+        pytest.param({"auto_map": {"AutoConfig": "c.C"}}, {}, 64, id="a type that transformers has"),
+        pytest.param({"model_type": "qwen2_5_vl_text"}, {}, 64, id="a type whose folder has another name"),
+        pytest.param({"architectures": ["Qwen3ForSequenceClassification"]}, {}, 64, id="a classifier has the head"),
+        pytest.param({}, {"max_position_embeddings": 128}, 128, id="positions extended"),
+        pytest.param({}, {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, 128, id="positions scaled"),
+    ],
+)
+def test_a_model_that_can_be_trained_is_not(tmp_path, fields, overrides, longest_row):
+    config = model(tmp_path / "m", fields, {"score.weight": (1, 4)}, overrides)
+    assert problems(config, longest_row=longest_row, has_scalar_head=True) == {}
+
+
+def test_a_classifier_is_no_language_model(tmp_path):
+    found = problems(model(tmp_path / "m", {"architectures": ["Qwen3ForSequenceClassification"]}))
+    assert "is a Qwen3ForSequenceClassification, and this run needs a causal" in found["policy.model_name"]
+
+
+def test_a_download_of_the_hub_is_checked_as_a_folder_is(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    stored = tmp_path / "models--org--name"
+    (stored / "refs").mkdir(parents=True)
+    (stored / "refs" / "main").write_text("abc")
+    (stored / "snapshots").mkdir()
+    config = model(stored / "snapshots" / "abc", {"quantization_config": {"quant_method": "awq"}})
+    named = config.model_copy(update={"model_name": "org/name"})
+    assert "'org/name' is quantised by awq" in problems(named)["policy.model_name"]
+
+
+def test_a_tokenizer_larger_than_the_embedding_is_refused(tmp_path):
+    config = model(tmp_path / "m")
+    check_tokenizer(SimpleNamespace(get_vocab=lambda: {"a": 15}), config)
+    with pytest.raises(ConfigError, match=r"ids up to 16, and the embedding of .* has 16 rows \(vocab_size\)"):
+        check_tokenizer(SimpleNamespace(get_vocab=lambda: {"a": 3, "b": 16}), config)
+
+
+def test_a_folder_with_one_file_and_an_index_of_others_is_refused(tmp_path):
+    write_weights(tmp_path / "model.safetensors", {"a": (1,)})
+    write_weights(tmp_path / "model-00001-of-00001.safetensors", {"a": (1,)})
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "model-00001-of-00001.safetensors"}}))
+    [problem] = weight_file_problems(tmp_path)
+    assert "two models may lie there" in problem
+    index.write_text(json.dumps({"weight_map": {"a": "model.safetensors"}}))
+    assert list(weight_file_problems(tmp_path)) == []

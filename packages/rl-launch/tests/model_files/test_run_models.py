@@ -1,0 +1,74 @@
+"""Models that are named by the run that made them."""
+
+import pytest
+
+from rl_core.errors import ConfigError, RunDirectoryError
+from rl_launch.evaluation.source import evaluation_of
+from rl_launch.model_files.run_models import model_of_run
+from rl_launch.run_config.root import read_raw
+from rl_launch.session.checkpoints.manifest import Manifest
+
+CONFIG = "algorithm: sft\npolicy: {model_name: m}\ncheckpointing: {metric_name: 'val:loss', higher_is_better: false}\n"
+LOSSES = {2: 0.5, 4: 0.3, 6: 0.4}
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "runs" / "sft"
+    folder.mkdir(parents=True)
+    (folder / "run.json").write_text('{"model": "m"}')
+    (folder / "config.yaml").write_text(CONFIG)
+    for step, loss in LOSSES.items():
+        checkpoint = folder / "checkpoints" / f"step_{step}"
+        (checkpoint / "hf").mkdir(parents=True)
+        Manifest(step, {"val/loss": loss}, {}).write(checkpoint)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [
+        ("runs/sft", 6),
+        ("runs/sft:4", 4),
+        ("runs/sft:step_2", 2),
+        ("runs/sft:best", 4),
+        ("runs/sft/checkpoints/step_2", 2),
+    ],
+)
+def test_a_run_stands_for_the_files_of_a_checkpoint(run, name, step):
+    assert model_of_run(name).resolve() == run / "checkpoints" / f"step_{step}" / "hf"
+
+
+def test_a_run_without_values_of_its_metric_has_its_newest_as_the_best(run):
+    (run / "config.yaml").write_text("algorithm: sft\n")
+    assert model_of_run("runs/sft:best").parent.name == "step_6"
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen3-0.6B", "runs/other", "runs/sft/checkpoints/step_2/hf", "runs/sft:latest"])
+def test_other_names_stay(run, name):
+    assert model_of_run(name) is None
+
+
+def test_every_model_of_a_config_may_be_named_so(run):
+    overrides = ["policy.model_name=runs/sft:2", "teacher.model_name=runs/sft:best", "value.model_name=Qwen/Qwen3-0.6B"]
+    raw = read_raw("distill-tiny", overrides)
+    assert raw.select("policy.model_name").endswith("runs/sft/checkpoints/step_2/hf")
+    assert raw.select("teacher.model_name").endswith("runs/sft/checkpoints/step_4/hf")
+    assert raw.select("value.model_name") == "Qwen/Qwen3-0.6B"
+    assert "runs/sft:2" in str(raw.origin("policy.model_name"))
+
+
+def test_a_checkpoint_that_is_not_there_is_refused_by_key(run):
+    with pytest.raises(
+        ConfigError, match=r"policy\.model_name: .*no checkpoint of step 3; it has step_2, step_4, step_6"
+    ):
+        read_raw("sft-arithmetic", ["policy.model_name=runs/sft:3"])
+
+
+def test_an_evaluation_takes_the_best(run):
+    # the files themselves are not there
+    with pytest.raises(ConfigError, match=r"runs/sft/checkpoints/step_4/hf' has no config\.json"):
+        evaluation_of("runs/sft:best", ["eval.tasks=[gsm8k]"])
+    with pytest.raises(RunDirectoryError, match="no run at runs/nothing"):
+        evaluation_of("runs/nothing:best")

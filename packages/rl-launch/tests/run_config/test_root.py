@@ -1,0 +1,323 @@
+import json
+import pickle
+
+import pytest
+from safetensors_files import write_weights
+
+from rl_algos.data.config import DatasetConfig
+from rl_core.config import explain, load, resolve, to_yaml
+from rl_core.devices import CPU
+from rl_core.errors import ConfigError
+from rl_core.model_config import GenerationConfig, ModelConfig
+from rl_launch.backends import POLICY, model_sections
+from rl_launch.run_config.root import RECIPES, backends_of, read_config, read_raw, type_of
+
+NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
+ON_CPU = ["cluster.device=cpu"]
+
+
+@pytest.mark.parametrize("recipe", NAMES)
+def test_a_recipe_is_valid_on_a_machine_with_its_devices_and_short(recipe, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
+    assert read_config(recipe).config.policy.model_name
+    assert len((RECIPES / f"{recipe}.yaml").read_text().splitlines()) <= 30
+
+
+@pytest.mark.parametrize("recipe", NAMES)
+def test_a_resolved_config_loads_back_to_itself(recipe, tmp_path):
+    config = read_config(recipe).config
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    assert to_yaml(read_config(tmp_path).config) == to_yaml(config)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides"),
+    [
+        (
+            "sft-arithmetic",
+            ["data.validation=null"],
+        ),
+        ("dpo-tiny", ["dpo.loss=simpo"]),
+        ("dpo-tiny", ["dpo.loss=kto"]),
+    ],
+)
+def test_keys_that_have_no_effect_load_back_at_their_defaults(recipe, overrides, tmp_path):
+    (tmp_path / "config.yaml").write_text(to_yaml(read_config(recipe, overrides).config))
+    assert read_config(tmp_path).config.policy.model_name
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    ["grpo-math-8b", "ppo-tiny", "sft-arithmetic", "dpo-tiny", "rm-tiny", "distill-tiny", "distill-offline-tiny"],
+)
+def test_one_key_turns_validation_off(recipe, tmp_path):
+    config = read_config(recipe, ["data.validation=null"]).config
+    assert config.checkpointing.metric_name is None
+    (tmp_path / "mine.yaml").write_text(f"defaults: {recipe}\ndata: {{validation: null}}\n")
+    assert to_yaml(read_config(tmp_path / "mine.yaml").config) == to_yaml(config)
+
+
+def test_keys_of_validation_that_are_written_where_it_is_turned_off_are_refused(tmp_path):
+    off = "data: {validation: null}\n"
+    (tmp_path / "mine.yaml").write_text(f"defaults: grpo-arithmetic\ngrpo: {{val_period: 3}}\n{off}")
+    with pytest.raises(
+        ConfigError, match=r"grpo\.val_period \(.*mine\.yaml:2\): got 3, but there is nothing to validate"
+    ):
+        read_config(tmp_path / "mine.yaml")
+    (tmp_path / "off.yaml").write_text(f"defaults: grpo-arithmetic\n{off}")
+    (tmp_path / "over.yaml").write_text("defaults: off.yaml\ngrpo: {val_at_end: true}\n")
+    with pytest.raises(ConfigError, match=r"grpo\.val_at_end \(.*over\.yaml:2\): got true"):
+        read_config(tmp_path / "over.yaml")
+
+
+def test_validation_on_held_out_rows_stays_on():
+    overrides = ["data.validation=null", "data.train.split_validation_size=0.1"]
+    config = read_config("grpo-arithmetic", overrides).config
+    assert config.grpo.val_period == read_config("grpo-arithmetic").config.grpo.val_period
+    assert config.checkpointing.metric_name is not None
+
+
+def test_a_dataset_is_swapped_by_one_key():
+    config = read_config("grpo-math-1b", ["data.train.data_path=rows.jsonl", "data.validation=null"]).config
+    assert config.data.train == DatasetConfig(data_path="rows.jsonl")
+    config = read_config("sft-arithmetic", ["data.train.split=train", "data.train.data_path=rows.jsonl"]).config
+    assert config.data.train == DatasetConfig(data_path="rows.jsonl", split="train")
+
+
+def test_an_inherited_recipe_keeps_what_it_does_not_say():
+    small, large = read_config("grpo-math-1b").config, read_config("grpo-math-8b").config
+    assert large.data == small.data.model_copy(update={"max_input_seq_length": 1024})
+    assert large.cluster.gpus_per_node == 8
+    assert large.policy.optimizer.kwargs["weight_decay"] == small.policy.optimizer.kwargs["weight_decay"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["grpo.num_promts_per_step=4"], "did you mean grpo.num_prompts_per_step?"),
+        (["policy.generation.vllm_cfg.max_model_lenn=9"], "did you mean policy.generation.vllm_cfg.max_model_len?"),
+        (["grpo.num_samples=4"], "no such key; here it is grpo.num_generations_per_prompt: Rollouts of each prompt"),
+        (["grpo.val_batches=4"], "no such key; here it is grpo.max_val_samples"),
+        (["eval.num_generations_per_prompt=4"], "no such key; here it is eval.num_samples: Samples of each prompt"),
+        (["eval.max_val_samples=4"], "no such key; here it is eval.max_prompts"),
+        (["env.math.deadline_s=-1"], r"env.math.deadline_s \(command line\): got -1"),
+        (["cluster.device=tpu"], "one of: auto, cuda, cpu"),
+        (["algorithm=grop"], "did you mean grpo"),
+        (["algorithm=null"], "grpo, .*sft"),
+        (["policy.train_global_batch_size=100"], "does not divide the 512 rollouts"),
+        (["policy.generation.backend=vlm"], "policy.generation.backend .*did you mean vllm"),
+        (["policy.generation.vllm_cfg.max_model_len=6"], "leave no room for a prompt"),
+        (["policy.dtensor_cfg.enabled=true", "policy.megatron_cfg.enabled=true"], "a model has one backend"),
+        (["policy.dtensor_cfg.enabled=false"], "no training backend is enabled"),
+        (["policy.generation.colocated.enabled=false", "cluster.cpu_ranks_per_node=1"], "no device"),
+        (["checkpointing.checkpoint_must_save_by=4h"], "DD:HH:MM:SS"),
+        (["policy.generation.colocated.resources.num_nodes=1"], "colocated generation uses the policy's devices"),
+        (["checkpointing.metric_name=val:acuracy"], "did you mean val/accuracy?"),
+    ],
+)
+def test_what_cannot_run_is_refused(overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        read_config("grpo-arithmetic", [*ON_CPU, *overrides])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "chosen"),
+    [
+        ([], "dtensor"),
+        (["policy.dtensor_cfg.enabled=true"], "dtensor"),
+        (["policy.megatron_cfg.enabled=true"], "megatron"),
+        (["policy.megatron_cfg.enabled=true", "policy.dtensor_cfg.enabled=false"], "megatron"),
+        (["policy.megatron_cfg.enabled=false"], "dtensor"),
+    ],
+)
+def test_the_training_backend(overrides, chosen):
+    raw = read_raw("sft-arithmetic", overrides)
+    backends = backends_of(resolve(raw, type_of(raw)).config)
+    assert backends.models[POLICY].plugin.name == chosen
+    assert backends.generation is None
+
+
+def test_settings_for_workers_are_of_types_that_every_worker_has():
+    config = read_config("grpo-arithmetic", [*ON_CPU, "policy.generation.max_new_tokens=7"]).config
+    backends = backends_of(config)
+    assert backends.generation is not None
+    policy = backends.models[POLICY]
+    assert type(policy.config) is ModelConfig
+    assert type(backends.generation.config) is GenerationConfig
+    assert type(backends.generation.backend) is backends.generation.plugin.config
+    assert backends.generation.config.max_new_tokens == 7
+    assert ModelConfig.model_validate(policy.config.model_dump()) == policy.config
+    sent = pickle.dumps((policy.config, policy.backend))
+    assert b"vllm" not in sent
+    assert pickle.loads(sent) == (policy.config, policy.backend)
+
+
+def test_an_algorithm_that_generates_nothing_has_no_settings_for_it():
+    with pytest.raises(ConfigError, match=r"policy.generation"):
+        read_config("sft-arithmetic", ["policy.generation.temperature=0.5"])
+
+
+def folder_with(tmp_path, **fields):
+    """A folder that passes for a model's, as far as the config looks."""
+    write_weights(tmp_path / "model.safetensors")
+    (tmp_path / "tokenizer.json").touch()
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "num_attention_heads": 4, **fields}))
+    return f"policy.model_name={tmp_path}"
+
+
+HF, MEGATRON = "policy.generation.backend=hf", "policy.generation.backend=megatron"
+REPLAY = "policy.dtensor_cfg.moe_router_replay=true"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "message"),
+    [
+        (
+            "grpo-arithmetic",
+            [REPLAY],
+            "dtensor_cfg.moe_router_replay .*which vllm does not report: on cpu vLLM has only",
+        ),
+        ("grpo-arithmetic", [REPLAY, HF, {}], "replays the routing of experts, but .* has none"),
+        (
+            "grpo-arithmetic",
+            ["policy.megatron_cfg.enabled=true", "policy.megatron_cfg.moe_router_replay=true", MEGATRON, {}],
+            "megatron_cfg.moe_router_replay .* has none",
+        ),
+        ("sft-arithmetic", [REPLAY], "this algorithm has no rollouts; remove this key"),
+    ],
+)
+def test_a_replay_of_routing_that_there_is_not_is_refused(recipe, overrides, message, tmp_path):
+    given = [folder_with(tmp_path, **each) if isinstance(each, dict) else each for each in overrides]
+    with pytest.raises(ConfigError, match=message):
+        read_config(recipe, [*ON_CPU, *given])
+
+
+ADAPTERS = ["policy.lora_cfg.enabled=true", "policy.generation.lora_sync=adapter"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["policy.generation.lora_sync=adapter"], "lora_sync .*policy.lora_cfg, which is not enabled"),
+        ([*ADAPTERS, HF], "lora_sync .*got adapter, but generation.backend is hf: it applies no adapters"),
+        ([*ADAPTERS, "policy.lora_cfg.dim=600"], "lora_sync .*dim 512 at most, got lora_cfg.dim=600"),
+        (
+            [*ADAPTERS, "policy.generation.weight_sync_encoding=changes", "policy.generation.weight_sync=disk"],
+            "weight_sync_encoding .*: got changes, but with lora_sync=adapter",
+        ),
+    ],
+)
+def test_adapters_that_the_generator_does_not_apply_are_refused(overrides, message):
+    assert read_config("grpo-arithmetic", [*ON_CPU, *ADAPTERS]).config.policy.generation.lora_sync == "adapter"
+    with pytest.raises(ConfigError, match=message):
+        read_config("grpo-arithmetic", [*ON_CPU, *overrides])
+
+
+def test_a_run_sends_what_the_config_says():
+    changes = ["policy.generation.weight_sync=disk", "policy.generation.weight_sync_encoding=changes"]
+    topology = backends_of(read_config("grpo-arithmetic", [*ON_CPU, *changes]).config).topology(1, 2, CPU)
+    assert (topology.transport, topology.weight_sync_encoding) == ("disk", "changes")
+
+
+@pytest.mark.parametrize("generator", [HF, MEGATRON])
+def test_the_generator_reports_the_routing_that_is_replayed(generator, tmp_path):
+    experts = folder_with(tmp_path, num_experts=8)
+    found = backends_of(read_config("grpo-arithmetic", [*ON_CPU, REPLAY, generator, experts]).config)
+    assert found.models[POLICY].replays_routing
+    assert found.generation.reports_routing
+    plain = backends_of(read_config("grpo-arithmetic", [*ON_CPU, generator]).config)
+    assert not plain.models[POLICY].replays_routing
+    assert not plain.generation.reports_routing
+
+
+ALGORITHM = """
+from typing import Annotated
+
+from rl_core.config import Config, WhenChanged
+from rl_core.model import ModelSpec
+from rl_core.plugins import AlgorithmPlugin, ModelNeed
+
+
+class MineConfig(Config):
+    max_num_steps: Annotated[int, WhenChanged.GOAL] = 3
+
+
+PLUGIN = AlgorithmPlugin(
+    name="mine",
+    sections={"mine": MineConfig},
+    load="mine.py:load",
+    prepare="mine.py:prepare",
+    run="mine.py:run",
+    generates=False,
+    models=lambda config: {"policy": ModelNeed("policy", ModelSpec())},
+)
+"""
+
+
+def recipe_of_a_file(folder, name):
+    (folder / "mine.py").write_text(ALGORITHM)
+    recipe = folder / "run.yaml"
+    recipe.write_text(
+        f"algorithm: mine.py:{name}\npolicy: {{model_name: tiny-arithmetic}}\nmine: {{max_num_steps: 5}}\n"
+    )
+    return recipe
+
+
+def test_an_algorithm_in_a_file_beside_the_recipe_brings_its_sections(tmp_path):
+    config = read_config(recipe_of_a_file(tmp_path, "PLUGIN"), ON_CPU).config
+    assert config.algorithm == f"{tmp_path}/mine.py:PLUGIN"
+    assert config.mine.max_num_steps == 5
+    assert list(backends_of(config).models) == ["policy"]
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "config.yaml").write_text(to_yaml(config))
+    assert to_yaml(read_config(tmp_path / "kept").config) == to_yaml(config)
+
+
+def test_a_wrong_name_in_the_file_of_an_algorithm_is_refused_with_the_place_and_the_nearest(tmp_path):
+    with pytest.raises(ConfigError, match=r"algorithm \(\S*run.yaml:1\): .*'PLUGING'; did you mean PLUGIN\?"):
+        read_config(recipe_of_a_file(tmp_path, "PLUGING"), ON_CPU)
+
+
+def test_models_that_users_name_have_sections_of_their_own():
+    override = "teachers={sums: {model_name: tiny-arithmetic, megatron_cfg: {enabled: true}}}"
+    config = read_config("distill-tiny", [*ON_CPU, override]).config
+    assert model_sections(config) == ("policy", "teacher", "teachers.sums")
+    assert config.teachers.sums.model_name == "tiny-arithmetic"
+    models = backends_of(config).models
+    assert {role: model.plugin.name for role, model in models.items()} == {
+        "policy": "dtensor",
+        "teacher": "dtensor",
+        "teacher_sums": "megatron",
+    }
+    assert model_sections(read_config("distill-tiny", ON_CPU).config) == ("policy", "teacher")
+    with pytest.raises(ConfigError, match=r"teachers\.sums\.modelname"):
+        read_config("distill-tiny", [*ON_CPU, "teachers={sums: {modelname: tiny-arithmetic}}"])
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "written", "section", "lr", "rows"),
+    [
+        ("sft", {}, "policy", 2e-5, 64),
+        ("sft", {"policy": {"lora_cfg": {"enabled": True}}}, "policy", 2e-4, 64),
+        ("dpo", {}, "policy", 5e-7, 128),
+        ("rm", {}, "policy", 5e-6, 64),
+        ("grpo", {}, "policy", 1e-6, 512),
+        ("grpo", {"grpo": {"num_prompts_per_step": 8, "num_generations_per_prompt": 4}}, "policy", 1e-6, 32),
+        ("grpo", {"prompts": 4, "grpo": {"num_prompts_per_step": "${prompts}"}}, "policy", 1e-6, 64),
+        # wrong values are reported when they are read
+        ("grpo", {"grpo": {"num_prompts_per_step": "eight"}}, "policy", 1e-6, 512),
+        ("grpo", {"grpo": 3, "policy": {"lora_cfg": None}}, "policy", 1e-6, 512),
+        ("ppo", {"ppo": {"num_prompts_per_step": 64}}, "value", 1e-5, 16),
+        ("ppo", {"ppo": {"num_prompts_per_step": 7}}, "policy", 1e-6, 7),
+        ("distillation", {"distillation": {"num_prompts_per_step": 8}}, "policy", 1e-5, 8),
+    ],
+)
+def test_what_a_model_trains_with_by_default_is_that_of_the_algorithm(algorithm, written, section, lr, rows):
+    kind = type_of(load({"algorithm": algorithm, **written}))
+    for key, default in ((f"{section}.optimizer.kwargs.lr", lr), (f"{section}.train_global_batch_size", rows)):
+        assert explain(kind, key).default == default
+    model = kind.model_fields[section].annotation(model_name="m", optimizer={"name": "torch.optim.Adam"})
+    assert pickle.loads(pickle.dumps(model)).optimizer.kwargs["lr"] == lr
+    # what a key means and allows is as for every model
+    assert explain(kind, f"{section}.train_global_batch_size").type == "int > 0"
+    assert explain(kind, f"{section}.train_global_batch_size").doc.startswith("Rows of one optimizer step.")
