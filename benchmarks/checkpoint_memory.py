@@ -31,8 +31,9 @@ from rl_core.data.batch import TOKENS, Batch
 from rl_core.data.ragged import Ragged
 from rl_core.model import ModelSpec
 from rl_core.ray.model import RemoteModel
-from rl_launch.backends import POLICY, Backends, backends_of
-from rl_launch.run_config.root import read_model_config
+from rl_launch.backends import Backends, backends_of
+from rl_launch.root_config import POLICY
+from rl_launch.run_config.reading import read_model_plan
 from rl_launch.session.checkpoints.checkpoints import Checkpoints
 from rl_launch.session.config import CheckpointingConfig
 
@@ -176,7 +177,7 @@ class Meter:
 def model_of(folder: Path, backend: str) -> Iterator[RemoteModel]:
     """The model on four ranks of a Ray of its own, with an optimizer."""
     section = {"enabled": True, **LAYOUTS[backend]}
-    config = read_model_config(
+    config = read_model_plan(
         {
             "policy": {
                 "model_name": str(folder / "model"),

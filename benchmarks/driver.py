@@ -49,7 +49,7 @@ from rl_core.rollouts.rollout import Prompt
 from rl_core.run import Checkpointable, Run
 from rl_core.testing.fakes import FakeModel, FakeWeights
 from rl_launch.cluster.virtual_cluster import VirtualCluster, WorkerProcess
-from rl_launch.run_config.root import read_config
+from rl_launch.run_config.reading import read_plan
 from rl_launch.session import RunSession
 
 PROMPT_TOKENS = 64
@@ -259,7 +259,7 @@ def measured_steps(cluster: VirtualCluster, run_dir: Path, tokens: int, chosen: 
     source = PacedRolloutSource(
         pool, Stream([prompts(chosen.prompts)]), sampling=sampling, num_generations=chosen.group, seed=0
     )
-    settings = read_config("grpo-arithmetic", ["checkpointing.enabled=false"]).config
+    settings = read_plan("grpo-arithmetic", ["checkpointing.enabled=false"]).config
     with RunSession(run_dir, settings, title="driver") as session:
         session.write_rollouts_by(pool.write_rollouts)
         run = MeasuredRun(session)

@@ -36,7 +36,7 @@ from rl_launch.cluster.virtual_cluster import VirtualCluster
 from rl_launch.commands.evaluate import roll_out
 from rl_launch.commands.train import with_local_models
 from rl_launch.evaluation.folder import EvaluationFolder
-from rl_launch.run_config.root import read_config
+from rl_launch.run_config.reading import read_plan
 from rl_launch.runtime.runtime import Runtime, provision_workers
 
 SCRIPTED = "scripted"
@@ -113,7 +113,7 @@ def make_config(num_prompts: int, generator: str, num_tokens: int) -> Any:
         "eval": {"tasks": [{"name": "sums", "dataset": dataset}]},
         "env": {"math": {"answer_format": "numeric"}},
     }
-    return read_config(values).config
+    return read_plan(values).config
 
 
 def backends_with(config: Any, generator: str) -> Backends:

@@ -38,7 +38,7 @@ from rl_core.rollouts.rollout import NOT_SAMPLED
 from rl_core.run import Components
 from rl_launch.backends import backends_of
 from rl_launch.cluster.virtual_cluster import VirtualCluster
-from rl_launch.run_config.root import read_config
+from rl_launch.run_config.reading import read_plan
 from rl_launch.runtime.runtime import Runtime, provision_workers
 
 MODEL = ModelSize(hidden_size=128, num_layers=4, num_heads=4, num_key_value_heads=2)
@@ -84,7 +84,7 @@ def started(folder: Path, generator: str, num_tokens: int) -> Iterator[Component
         "checkpointing.metric_name=null",
         "cluster.device=cpu",
     ]
-    config: Any = read_config("grpo-arithmetic", overrides).config
+    config: Any = read_plan("grpo-arithmetic", overrides).config
     algorithm = algorithm_named(config.algorithm)
     tokenizer = load_tokenizer(config.policy.tokenizer, config.policy.model_name)
     data = resolve(algorithm.prepare)(config, tokenizer, resolve(algorithm.load)(config))

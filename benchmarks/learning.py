@@ -28,7 +28,7 @@ import rl_launch
 from rl_core.errors import RLError
 from rl_launch.cluster.device import resolve_device
 from rl_launch.cluster.virtual_cluster import VirtualCluster
-from rl_launch.run_config.root import read_config
+from rl_launch.run_config.reading import read_plan
 from rl_launch.session.directory.run_folder import RunFolder, is_run
 
 SEEDS = (1, 2, 3)
@@ -286,7 +286,7 @@ def in_jobs(tasks: Sequence[Task], num_jobs: int) -> None:
 
 def make_each(tasks: Any) -> None:
     """Make the runs of a queue until it gives None."""
-    cluster = read_config("sft-arithmetic", [*ON_CPU, f"cluster.cpu_ranks_per_node={MOST_RANKS}"]).config.cluster
+    cluster = read_plan("sft-arithmetic", [*ON_CPU, f"cluster.cpu_ranks_per_node={MOST_RANKS}"]).config.cluster
     with VirtualCluster.of(cluster, resolve_device(cluster)):
         while (task := tasks.get()) is not None:
             make_run(task)

@@ -13,7 +13,7 @@ from rl_core.config import all_keys
 from rl_core.errors import ConfigError
 from rl_core.testing.documents import Block, Document, DocumentError, Workbook
 from rl_launch.cli.app import app
-from rl_launch.run_config.root import read_config
+from rl_launch.run_config.reading import read_plan
 
 ROOT = Path(__file__).parents[1]
 
@@ -151,7 +151,7 @@ def _resolved(block: Block, recipe: str | Path, overrides) -> None:
         Workbook(folder).run(Block(block.document, block.line, "sh", command))
         return
     try:
-        read_config(recipe, overrides)
+        read_plan(recipe, overrides)
     except ConfigError as error:
         raise DocumentError(f"{block.place}: {error}") from None
 
@@ -211,7 +211,7 @@ def _is_key(key: str) -> bool:
 
 @cache
 def _keys_of(recipe: str) -> frozenset[str]:
-    resolved = read_config(recipe)
+    resolved = read_plan(recipe)
     return frozenset(all_keys(type(resolved.config), {}))
 
 

@@ -62,12 +62,12 @@ def main() -> None:
     from rl_launch import train
     from rl_launch.cluster.device import resolve_device
     from rl_launch.cluster.virtual_cluster import VirtualCluster
-    from rl_launch.run_config.root import read_config
+    from rl_launch.run_config.reading import read_plan
 
     # answers have a pipe of their own: whatever else is printed goes to the log
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    cluster = read_config("sft-arithmetic", sys.argv[1:]).config.cluster
+    cluster = read_plan("sft-arithmetic", sys.argv[1:]).config.cluster
     with VirtualCluster.of(cluster, resolve_device(cluster)):
         for line in sys.stdin:
             recipe, *overrides = json.loads(line)

@@ -14,7 +14,7 @@ from rl_algos.dpo.loss import LOSSES
 from rl_algos.tiny_model import make_tiny_model
 from rl_core.testing.exhaustive import exhaustive, partly_exhaustive
 from rl_launch.recipes import recipe_names
-from rl_launch.run_config.root import read_raw
+from rl_launch.run_config.reading import read_raw
 
 REWARD = '''
 def score(response):

@@ -51,10 +51,10 @@ import json, sys
 
 from rl_core.errors import RLError
 from rl_core.plugins import algorithm_named, resolve
-from rl_launch.run_config.root import read_config
+from rl_launch.run_config.reading import read_plan
 
 try:
-    config = read_config(sys.argv[1], sys.argv[2:]).config
+    config = read_plan(sys.argv[1], sys.argv[2:]).config
     datasets = resolve(algorithm_named(config.algorithm).load)(config)
 except RLError as error:
     sys.exit(str(error))

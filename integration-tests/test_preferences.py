@@ -14,7 +14,7 @@ from rl_algos.tiny_model import make_tokenizer
 from rl_core.plugins import POLICIES
 from rl_core.testing.documents import read_document
 from rl_core.testing.exhaustive import exhaustive
-from rl_launch.run_config.root import read_config
+from rl_launch.run_config.reading import read_plan
 
 ROOT = Path(__file__).parents[1]
 
@@ -99,7 +99,7 @@ def test_the_rows_and_the_processor_of_the_guide_give_pairs(tmp_path, monkeypatc
             (tmp_path / block.file).write_text(block.text)
 
     def pairs(*overrides):
-        config = read_config("votes.yaml", overrides).config
+        config = read_plan("votes.yaml", overrides).config
         tokenizer = make_tokenizer()
         [dataset] = preferences.load(config).train
         rows = preferences.pair_rows(dataset, config.data, tokenizer, 64, pairing="best-worst")

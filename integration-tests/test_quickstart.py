@@ -75,8 +75,8 @@ def test_the_final_checkpoint_loads_in_vllm_and_scores_there_as_the_run_says(qui
 import sys
 from pathlib import Path
 from rl_launch.commands.evaluate import evaluate
-from rl_launch.run_config.root import read_config
-config = read_config("grpo-arithmetic", [f"policy.model_name={sys.argv[1]}"]).config
+from rl_launch.run_config.reading import read_plan
+config = read_plan("grpo-arithmetic", [f"policy.model_name={sys.argv[1]}"]).config
 print("accuracy", evaluate(config, folder=sys.argv[2]).mean_reward)
 """
     done = subprocess.run(

@@ -85,12 +85,12 @@ def _run_of(*overrides: str) -> Files:
     """A run directory `run`, as a run of these settings leaves it."""
 
     def write(folder: Path) -> None:
-        from rl_launch.run_config.root import read_config
+        from rl_launch.run_config.reading import read_plan
         from rl_launch.session import RunDirectory
 
         _model()(folder)
         directory = RunDirectory(folder / "run")
-        directory.open(read_config(SFT, (*RUN, *overrides)).config)
+        directory.open(read_plan(SFT, (*RUN, *overrides)).config)
         directory.close()
 
     return write

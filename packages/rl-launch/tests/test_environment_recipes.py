@@ -4,7 +4,7 @@ import pytest
 
 from rl_algos.rollouts.config import rollout_config
 from rl_core.environments.instance import instance_of
-from rl_launch.run_config.root import read_config
+from rl_launch.run_config.reading import read_plan
 
 RECIPES = {
     # recipe: environments of its training data; None for rows that name theirs
@@ -15,7 +15,7 @@ RECIPES = {
 
 
 def resolved(recipe):
-    return read_config(recipe, ["cluster.device=cpu"] if recipe.endswith("tiny") else []).config
+    return read_plan(recipe, ["cluster.device=cpu"] if recipe.endswith("tiny") else []).config
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -6,7 +6,7 @@ from rl_algos.dpo.loss import LOSSES
 from rl_core.config import to_yaml
 from rl_core.errors import ConfigError
 from rl_launch.backends import backends_of
-from rl_launch.run_config.root import read_config
+from rl_launch.run_config.reading import read_plan
 
 ON_CPU = ["cluster.device=cpu"]
 LOSS = """
@@ -30,7 +30,7 @@ class Mine:
 @pytest.mark.parametrize("loss", LOSSES)
 def test_every_loss_starts_from_a_recipe(loss, recipe):
     device = ON_CPU if recipe == "dpo-tiny" else []
-    config = read_config(recipe, [*device, f"dpo.loss={loss}"]).config
+    config = read_plan(recipe, [*device, f"dpo.loss={loss}"]).config
     assert config.dpo.loss.name == loss
     assert list(backends_of(config).models) == ["policy"]
 
@@ -38,16 +38,16 @@ def test_every_loss_starts_from_a_recipe(loss, recipe):
 def test_a_loss_in_a_file_beside_the_recipe_starts_and_loads_back(tmp_path):
     (tmp_path / "mine.py").write_text(LOSS)
     (tmp_path / "run.yaml").write_text("defaults: dpo-tiny\ndpo: {loss: {name: mine.py:Mine, weight: 0.5}}\n")
-    config = read_config(tmp_path / "run.yaml", ON_CPU).config
+    config = read_plan(tmp_path / "run.yaml", ON_CPU).config
     assert config.dpo.loss.name == f"{tmp_path}/mine.py:Mine"
     assert config.dpo.loss.weight == 0.5
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept" / "config.yaml").write_text(to_yaml(config))
-    assert to_yaml(read_config(tmp_path / "kept").config) == to_yaml(config)
+    assert to_yaml(read_plan(tmp_path / "kept").config) == to_yaml(config)
 
 
 def test_a_key_that_a_loss_in_a_file_does_not_have_is_refused(tmp_path):
     (tmp_path / "mine.py").write_text(LOSS)
     (tmp_path / "run.yaml").write_text("defaults: dpo-tiny\ndpo: {loss: {name: mine.py:Mine, wieght: 0.5}}\n")
     with pytest.raises(ConfigError, match=r"dpo\.loss\.wieght .*weight"):
-        read_config(tmp_path / "run.yaml", ON_CPU)
+        read_plan(tmp_path / "run.yaml", ON_CPU)

@@ -5,10 +5,11 @@ import json
 import pytest
 from safetensors_files import write_weights
 
-from rl_launch.backends import model_sections, section_of
+from rl_launch.backends import model_sections
 from rl_launch.model_files.local_models import MADE_HERE
 from rl_launch.recipes import recipe_names
-from rl_launch.run_config.root import read_config
+from rl_launch.root_config import section_of
+from rl_launch.run_config.reading import read_plan
 
 SHAPES = {
     # model: hidden layers, attention heads, heads of keys and values, experts, positions
@@ -44,12 +45,12 @@ def folder_of(name, folder):
 
 @pytest.mark.parametrize("recipe", recipe_names())
 def test_meshes_and_lengths_of_a_recipe_fit_its_models(recipe, tmp_path):
-    config = read_config(recipe).config
+    config = read_plan(recipe).config
     names = {key: section_of(config, key).model_name for key in model_sections(config)}
     hub = {key: name for key, name in names.items() if name not in MADE_HERE}
     assert set(hub.values()) <= SHAPES.keys(), "give the shape of the model of this recipe"
     local = [f"{key}.model_name={folder_of(name, tmp_path)}" for key, name in hub.items()]
-    config = read_config(recipe, local).config
+    config = read_plan(recipe, local).config
     for key, name in hub.items():
         positions = dict(zip(FIELDS, SHAPES[name], strict=True))["max_position_embeddings"]
         assert section_of(config, key).max_total_sequence_length <= positions
@@ -58,4 +59,4 @@ def test_meshes_and_lengths_of_a_recipe_fit_its_models(recipe, tmp_path):
 def test_a_mesh_that_does_not_divide_its_model_is_found(tmp_path):
     folder = folder_of("Qwen/Qwen2.5-32B", tmp_path)
     with pytest.raises(ValueError, match="does not divide"):
-        read_config("grpo-math-32b", [f"policy.model_name={folder}", "policy.dtensor_cfg.tensor_parallel_size=16"])
+        read_plan("grpo-math-32b", [f"policy.model_name={folder}", "policy.dtensor_cfg.tensor_parallel_size=16"])

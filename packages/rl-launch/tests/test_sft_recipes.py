@@ -7,7 +7,7 @@ import pytest
 from rl_algos.data.examples import load
 from rl_algos.sft.data import prepare
 from rl_algos.tiny_model import make_tokenizer
-from rl_launch.run_config.root import read_config
+from rl_launch.run_config.reading import read_plan
 
 OPEN_MATH = [
     {
@@ -47,7 +47,7 @@ ULTRA_CHAT = [
 def test_a_recipe_learns_from_a_file_in_its_datasets_format(tmp_path, recipe, file, rows, learned):
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / file)
     overrides = [f"data.{part}={{data_path: {tmp_path / file}}}" for part in ("train", "validation")]
-    config = read_config(recipe, [*overrides, "data.num_workers=0"]).config
+    config = read_plan(recipe, [*overrides, "data.num_workers=0"]).config
     tokenizer = make_tokenizer()
     data = prepare(config, tokenizer, load(config))
     taken = data.train.take(len(rows))
@@ -57,4 +57,4 @@ def test_a_recipe_learns_from_a_file_in_its_datasets_format(tmp_path, recipe, fi
 
 def test_recipes_with_adapters_train_adapters():
     for recipe, overrides in (("sft-lora", []), ("sft-lora-tiny", ["cluster.device=cpu"])):
-        assert read_config(recipe, overrides).config.policy.lora_cfg.enabled
+        assert read_plan(recipe, overrides).config.policy.lora_cfg.enabled

@@ -10,7 +10,7 @@ from rl_algos.tiny_model import UNKNOWN, make_tokenizer
 from rl_core.environments.instance import instance_of, tools_of
 from rl_core.plugins import algorithm_named, resolve
 from rl_launch.model_files.local_models import MADE_HERE, TINY, WARMED_UP
-from rl_launch.run_config.root import read_config
+from rl_launch.run_config.reading import read_plan
 
 ON_CPU = ["cluster.device=cpu"]
 TOKENIZER = make_tokenizer()
@@ -36,7 +36,7 @@ def num_tokens(text):
 @pytest.mark.parametrize("recipe", TINY_RECIPES)
 def test_every_turn_of_a_tiny_recipe_fits(recipe):
     environments, turns, answer = TINY_RECIPES[recipe]
-    config = read_config(recipe, ON_CPU).config
+    config = read_plan(recipe, ON_CPU).config
     data = prepare(config, TOKENIZER, load(config))
     assert data.environments == environments
     assert config.grpo.max_rollout_turns == turns
@@ -50,7 +50,7 @@ def test_every_turn_of_a_tiny_recipe_fits(recipe):
 
 @pytest.mark.parametrize("recipe", WARM_UPS)
 def test_a_warm_up_learns_how_its_environment_is_answered(recipe):
-    config = read_config(recipe, ON_CPU).config
+    config = read_plan(recipe, ON_CPU).config
     rows = prepare_sft(config, TOKENIZER, resolve(algorithm_named("sft").load)(config)).train.take(32)
     for row in rows:
         assert re.fullmatch(WARM_UPS[recipe], TOKENIZER.decode(row.tokens[row.loss_mask == 1]))
@@ -60,26 +60,26 @@ def test_a_warm_up_learns_how_its_environment_is_answered(recipe):
 def test_every_warmed_up_model_comes_from_the_tiny_one_and_starts_a_recipe():
     assert {TINY, *WARMED_UP} == MADE_HERE
     for recipe in WARMED_UP.values():
-        assert read_config(recipe, ON_CPU).config.policy.model_name == TINY
-    started = {read_config(recipe, ON_CPU).config.policy.model_name for recipe in TINY_RECIPES}
+        assert read_plan(recipe, ON_CPU).config.policy.model_name == TINY
+    started = {read_plan(recipe, ON_CPU).config.policy.model_name for recipe in TINY_RECIPES}
     assert started == set(WARMED_UP) - {"tiny-arithmetic-sft"}
 
 
 def test_the_policy_of_grpo_tools_is_shown_python():
-    config = read_config("grpo-tools").config
+    config = read_plan("grpo-tools").config
     [tool] = tools_of(instance_of(config.env, "text_tools"))
     assert tool["function"]["name"] == "python"
     assert config.env.text_tools.max_calls < config.grpo.max_rollout_turns
 
 
 def test_turns_allow_every_move_of_the_tiny_puzzles():
-    config = read_config("grpo-sliding-puzzle-tiny", ON_CPU).config
+    config = read_plan("grpo-sliding-puzzle-tiny", ON_CPU).config
     moves = config.env.sliding_puzzle.max_moves
     assert moves <= config.grpo.max_rollout_turns
     assert all(each.settings["max_moves"] < moves for each in config.data.train_datasets)
 
 
 def test_grpo_code_runs_programs_in_a_sandbox_of_the_strongest_kind():
-    config = read_config("grpo-code").config
+    config = read_plan("grpo-code").config
     assert config.env.code.sandbox.isolation == "namespaces"
     assert {each.dataset_name for each in config.data.train_datasets} == {"code_problems"}

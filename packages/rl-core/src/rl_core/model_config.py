@@ -424,3 +424,9 @@ class GenerationConfig(Config):
         """The filter that training rollouts are drawn with; None if it would keep all tokens."""
         found = TokenFilter(self.top_k or 0, self.top_p, self.min_p)
         return None if found.keeps_all else found
+
+
+class GeneratingModelConfig(ModelConfig):
+    """A model that also generates, with the engine that serves it."""
+
+    generation: GenerationConfig = GenerationConfig()

@@ -6,8 +6,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from operator import attrgetter
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 from rl_algos.requirement import LOSSES
 from rl_core.config import Config, Problem, ProblemError, did_you_mean
@@ -17,19 +16,17 @@ from rl_core.model_config import ColocatedConfig, GenerationConfig, ModelConfig
 from rl_core.plugins import (
     GENERATORS,
     POLICIES,
+    AlgorithmPlugin,
     BackendPlugin,
     ModelNeed,
     Preload,
     Requirement,
-    algorithm_named,
     names,
     plugin,
 )
 from rl_core.weights import WeightSyncChoice, WeightSyncEncoding
 from rl_launch.placement.topology import GENERATION, Claim, ReplicaBounds, Topology, plan
-
-POLICY = "policy"
-"""Role of the model whose weights are published and exported, and its config section."""
+from rl_launch.root_config import POLICY, RunConfig, section_of
 
 DEFAULT = "dtensor"
 """Training backend of a model whose section enables none."""
@@ -159,41 +156,37 @@ class Backends:
         return claims
 
 
-def model_sections(config: Any) -> tuple[str, ...]:
-    """Dotted keys of the sections of a resolved root that hold models."""
-    if "algorithm" not in type(config).model_fields:
-        return (POLICY,)
+SINGLE_MODEL = AlgorithmPlugin(
+    name="",
+    sections={},
+    implementation="",
+    generates=False,
+    trains=False,
+    models=lambda config: {POLICY: ModelNeed(POLICY, ModelSpec(trains=False))},
+    # in the environment that runs train it in, so that none is built for it
+    requirements=(LOSSES,),
+)
+"""Stands for the algorithm of a config that has none: of a single model without a run."""
+
+
+def model_keys(algorithm: AlgorithmPlugin, config: object) -> tuple[str, ...]:
+    """Return the dotted keys of the sections of a resolved config that hold models."""
+    fields = type(cast(Config, config)).model_fields
 
     def names_in(key: str) -> tuple[str, ...]:
-        return tuple(type(section_of(config, key)).model_fields) if key in type(config).model_fields else ()
+        return tuple(type(section_of(config, key)).model_fields) if key in fields else ()
 
-    return algorithm_named(config.algorithm).model_keys(names_in)
-
-
-def section_of(config: Any, key: str) -> Any:
-    """The section of a resolved config at a dotted key."""
-    return attrgetter(key)(config)
+    return algorithm.model_keys(names_in)
 
 
-def with_section(config: Any, key: str, section: Config) -> Any:
-    """The config with another section at a dotted key."""
-    head, _, rest = key.partition(".")
-    return config.model_copy(update={head: with_section(getattr(config, head), rest, section) if rest else section})
-
-
-def backends_of(config: Any) -> Backends:
-    """The chosen backends of a resolved root, with their settings; for a single model without a run, that model's.
+def backends_of(algorithm: AlgorithmPlugin, config: RunConfig) -> Backends:
+    """Return the backends that a resolved config chooses, with their settings.
 
     Raises:
         ProblemError: if two training backends of a model are enabled, or none.
     """
-    if "algorithm" not in type(config).model_fields:
-        model = _model_backend(config, ModelNeed(POLICY, ModelSpec(trains=False)))
-        # in the environment that runs train it in, so that none is built for it
-        return Backends({POLICY: model}, requirements=(LOSSES,))
-    algorithm = algorithm_named(config.algorithm)
     needs = algorithm.models(config)
-    strange = {need.section for need in needs.values()} - set(model_sections(config))
+    strange = {need.section for need in needs.values()} - set(model_keys(algorithm, config))
     assert not strange, f"the plugin of {algorithm.name} names {strange} in models() and not in model_sections"
     models = {role: _model_backend(config, need) for role, need in needs.items()}
     generation = None
@@ -215,7 +208,7 @@ def installed(group: str) -> dict[str, Any]:
     return found
 
 
-def _model_backend(config: Any, need: ModelNeed) -> ModelBackend:
+def _model_backend(config: RunConfig, need: ModelNeed) -> ModelBackend:
     section = section_of(config, need.section)
     found = _enabled(need.section, section)
     neutral, own = _plain(section, ModelConfig), getattr(section, found.key)
@@ -223,7 +216,7 @@ def _model_backend(config: Any, need: ModelNeed) -> ModelBackend:
     return ModelBackend(found, neutral, own, need.section, need.spec, colocated)
 
 
-def _generation_backend(config: Any, *, reports_routing: bool) -> GenerationBackend:
+def _generation_backend(config: RunConfig, *, reports_routing: bool) -> GenerationBackend:
     generation = config.policy.generation
     if generation.backend not in names(GENERATORS):
         known = ", ".join(names(GENERATORS))

@@ -13,7 +13,8 @@ from rl_core.plugins import DATASETS, ENVIRONMENTS, names
 from rl_core.testing.isolation import loaded_by
 from rl_launch.cli import app
 from rl_launch.recipes import recipe_names
-from rl_launch.run_config.root import read_raw, type_of
+from rl_launch.run_config.reading import read_raw
+from rl_launch.run_config.root_types import type_of
 
 HEAVY = {"datasets", "ray", "reasoning_gym", "tensorboardX", "tokenizers", "torch", "transformers", "vllm"}
 

@@ -5,7 +5,7 @@ import pytest
 from rl_core.errors import ConfigError
 from rl_launch.cluster.device import check_devices
 from rl_launch.commands.evaluate import evaluate
-from rl_launch.run_config.root import ClusterConfig
+from rl_launch.root_config import ClusterConfig
 from rl_launch.session.config import LoggerConfig
 
 

@@ -16,7 +16,7 @@ from rl_launch.cluster.nodes import Nodes
 from rl_launch.cluster.start_wait import Bound, gather_start
 from rl_launch.cluster.virtual_cluster import VirtualCluster
 from rl_launch.placement.bundles import Patience, PlacementError
-from rl_launch.run_config.root import ClusterConfig
+from rl_launch.root_config import ClusterConfig
 from rl_launch.worker_envs import worker_env
 from rl_launch.worker_envs.driver_envs import DriverEnvs
 

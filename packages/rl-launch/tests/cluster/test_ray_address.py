@@ -7,7 +7,7 @@ from rl_core.errors import ConfigError
 from rl_launch.cluster.device import resolve_device
 from rl_launch.cluster.ray_address import check_ray_address
 from rl_launch.cluster.virtual_cluster import VirtualCluster
-from rl_launch.run_config.root import ClusterConfig
+from rl_launch.root_config import ClusterConfig
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from rl_core.rollouts.group import RolloutGroup
 from rl_core.rollouts.rollout import Rollout
 from rl_launch.cli import app
 from rl_launch.commands import chat as module
-from rl_launch.commands.chat import AnswerFailed, PoolAnswerer, chat_config, system_prompt_of
+from rl_launch.commands.chat import AnswerFailed, PoolAnswerer, chat_plan, system_prompt_of
 from rl_launch.commands.chat_loop import ChatLoop
 
 TOKENIZER = make_tokenizer()
@@ -132,14 +132,14 @@ def test_lines_of_a_pipe_are_answered(served):
 
 
 def test_a_replica_of_one_copy_is_served(monkeypatch):
-    run = chat_config("grpo-arithmetic", ["policy.generation.backend=hf", "cluster.cpu_ranks_per_node=2"])
+    run = chat_plan("grpo-arithmetic", ["policy.generation.backend=hf", "cluster.cpu_ranks_per_node=2"])
     assert (run.cluster.num_nodes, run.cluster.cpu_ranks_per_node) == (1, 1)
     assert run.policy.generation.backend == "hf"
     monkeypatch.setattr(module, "missing", lambda spec: ["vllm is not installed"])
-    assert chat_config("tiny-arithmetic", []).policy.generation.backend == "hf"
-    assert chat_config("tiny-arithmetic", ["policy.generation.backend=vllm"]).policy.generation.backend == "vllm"
+    assert chat_plan("tiny-arithmetic", []).policy.generation.backend == "hf"
+    assert chat_plan("tiny-arithmetic", ["policy.generation.backend=vllm"]).policy.generation.backend == "vllm"
     monkeypatch.setattr(module, "missing", lambda spec: [])
-    assert chat_config("tiny-arithmetic", []).policy.generation.backend == "vllm"
+    assert chat_plan("tiny-arithmetic", []).policy.generation.backend == "vllm"
 
 
 def test_the_system_message_is_that_of_the_training_data(tmp_path):

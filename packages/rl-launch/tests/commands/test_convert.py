@@ -21,7 +21,7 @@ from rl_launch.commands import convert, convert_pickled
 from rl_launch.commands.conversion_check import Probe
 from rl_launch.commands.conversion_source import checkpoint_of
 from rl_launch.commands.convert import Verification, _made, to_checkpoint, to_hugging_face
-from rl_launch.run_config.root import read_config, read_model_config
+from rl_launch.run_config.reading import read_model_plan, read_plan
 from rl_launch.session.checkpoints.manifest import Manifest
 
 
@@ -57,7 +57,7 @@ def run_dir(tmp_path, model):
     (checkpoint / "policy" / "trainer.pt").write_text("state")
     written = [SavedFile("trainer.pt", 5, hashlib.sha256(b"state").hexdigest(), rank=0)]
     Manifest.of(checkpoint, 3, {}, written={"policy": written}).write(checkpoint)
-    config = read_config("sft-arithmetic").config
+    config = read_plan("sft-arithmetic").config
     policy = config.policy.model_copy(update={"model_name": str(model)})
     (folder / "config.yaml").write_text(to_yaml(config.model_copy(update={"policy": policy})))
     return folder
@@ -198,10 +198,10 @@ def test_devices_set_aside_for_generation_do_not_count(tmp_path):
     resources = "policy.generation.colocated.resources.gpus_per_node=1"
     overrides = ("policy.generation.colocated.enabled=false", resources, "cluster.cpu_ranks_per_node=1")
     with pytest.raises(ConfigError, match="leaves no device for policy"):
-        read_config("grpo-arithmetic", overrides)
+        read_plan("grpo-arithmetic", overrides)
     path = tmp_path / "config.yaml"
-    path.write_text(to_yaml(read_config("grpo-arithmetic").config))
-    assert read_model_config(path, overrides).cluster.cpu_ranks_per_node == 1
+    path.write_text(to_yaml(read_plan("grpo-arithmetic").config))
+    assert read_model_plan(path, overrides).cluster.cpu_ranks_per_node == 1
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
@@ -372,7 +372,7 @@ def test_an_adapter_becomes_a_checkpoint_merged_or_apart(number_run, started, tm
     assert names_of(started) == ["megatron"] * 3
     assert [source.policy.lora_cfg.enabled for source in started.sources] == [True, adapter, adapter]
     assert (tmp_path / "new" / "policy" / "trainer.pt").read_text() == "2.75"
-    written = read_model_config(tmp_path / "new" / "config.yaml").policy
+    written = read_model_plan(tmp_path / "new" / "config.yaml").policy
     assert (written.model_name, written.lora_cfg.adapter) == (str(tmp_path / "model"), None)
     assert (written.lora_cfg.enabled, written.lora_cfg.dim == 2) == (adapter, adapter)
 

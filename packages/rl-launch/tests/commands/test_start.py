@@ -4,7 +4,7 @@ import pytest
 
 from rl_core.errors import ConfigError, RunDirectoryError
 from rl_launch.commands.start import run_of
-from rl_launch.run_config.root import read_config
+from rl_launch.run_config.reading import read_plan
 from rl_launch.session import RunDirectory
 
 
@@ -15,7 +15,7 @@ def _folder(tmp_path, monkeypatch):
 
 def make_run(path, *overrides):
     directory = RunDirectory(path)
-    directory.open(read_config("sft-arithmetic", overrides).config)
+    directory.open(read_plan("sft-arithmetic", overrides).config)
     directory.close()
     return str(path)
 

@@ -13,7 +13,7 @@ from rl_core.config import WhenChanged, keys_when_changed
 from rl_core.errors import ConfigError, RunDirectoryError
 from rl_launch.commands.train import check_adapters_of_made_models, check_run_dir, train, with_local_models
 from rl_launch.model_files.local_models import WARMED_UP
-from rl_launch.run_config.root import read_config
+from rl_launch.run_config.reading import read_plan
 from rl_launch.run_config.run_recording import RunRecording
 from rl_launch.session import RunDirectory
 from rl_launch.session.checkpoints.manifest import Manifest
@@ -29,7 +29,7 @@ main()
 
 
 def config(*overrides):
-    return read_config("sft-arithmetic", overrides).config
+    return read_plan("sft-arithmetic", overrides).config
 
 
 def finish(path, settings, *, step=400, reason=""):
@@ -116,7 +116,7 @@ def test_a_warmed_up_model_that_another_run_makes_is_waited_for(tmp_path, monkey
         return SimpleNamespace(exit_if_stopped=lambda: None)
 
     monkeypatch.setattr("rl_launch.commands.train.train", trained)
-    with_local_models(read_config("grpo-arithmetic", ["policy.model_name=tiny-arithmetic-sft"]).config)
+    with_local_models(read_plan("grpo-arithmetic", ["policy.model_name=tiny-arithmetic-sft"]).config)
     assert events == ["waited", "trained"]
     assert "waiting for process 7, which trains tiny-arithmetic by SFT" in caplog.text
 
@@ -132,14 +132,14 @@ def test_a_warmed_up_model_is_the_export_of_its_recipes_run(tmp_path, monkeypatc
         return SimpleNamespace(exit_if_stopped=lambda: None)
 
     monkeypatch.setattr("rl_launch.commands.train.train", made_at_once)
-    asked = read_config("grpo-arithmetic", [f"policy.model_name={name}"]).config
+    asked = read_plan("grpo-arithmetic", [f"policy.model_name={name}"]).config
     for _ in range(2):  # made once
         found = Path(with_local_models(asked).policy.model_name)
         assert len(made) == 1
         assert found.parent == tmp_path / "models"
         assert found.resolve() == made[0].resolve() / "checkpoints" / "step_400" / "hf"
     # of a later version of the package
-    changed = read_config(WARMED_UP[name], ["sft.max_num_steps=7"])
-    monkeypatch.setattr("rl_launch.commands.train.read_config", lambda _: changed)
+    changed = read_plan(WARMED_UP[name], ["sft.max_num_steps=7"])
+    monkeypatch.setattr("rl_launch.commands.train.read_plan", lambda _: changed)
     assert Path(with_local_models(asked).policy.model_name) != found
     assert len(set(made)) == 2

@@ -7,7 +7,7 @@ from rl_algos.tiny_model import make_tiny_model
 from rl_core.config import to_yaml
 from rl_core.errors import ConfigError, RunDirectoryError
 from rl_launch.evaluation.source import evaluation_of, is_model
-from rl_launch.run_config.root import read_config
+from rl_launch.run_config.reading import read_plan
 from rl_launch.session.checkpoints.manifest import Manifest
 
 
@@ -25,7 +25,7 @@ def run(tmp_path, model):
 
 
 def make_run(folder, recipe, model):
-    config = read_config(recipe, [f"policy.model_name={model}", f"run_dir={folder}"]).config
+    config = read_plan(recipe, [f"policy.model_name={model}", f"run_dir={folder}"]).config
     for step in (2, 4):
         checkpoint = folder / "checkpoints" / f"step_{step}"
         (checkpoint / "hf").mkdir(parents=True)

@@ -4,7 +4,7 @@ import pytest
 from foreign_files import NEMO_RL, changed, written
 
 from rl_core.errors import ConfigError, ConfigProblems
-from rl_launch.run_config.root import read_config
+from rl_launch.run_config.reading import read_plan
 
 SFT = {
     "algorithm": "sft",
@@ -16,7 +16,7 @@ SFT = {
 
 def problems(values):
     with pytest.raises(ConfigProblems) as refused:
-        read_config(values)
+        read_plan(values)
     return dict(refused.value.problems)
 
 
@@ -73,7 +73,7 @@ def test_a_wrong_value_leaves_contradictions_for_later():
 def test_a_file_of_another_system_is_answered_with_the_command(tmp_path):
     path = written(tmp_path, NEMO_RL)
     with pytest.raises(ConfigError) as refused:
-        read_config(path)
+        read_plan(path)
     lines = str(refused.value).splitlines()
     assert "problems in" in lines[0]
     assert any("algorithm" in line and "must be set" in line for line in lines)

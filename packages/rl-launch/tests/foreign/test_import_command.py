@@ -6,7 +6,7 @@ from foreign_files import NEMO_RL, changed, written
 from typer.testing import CliRunner
 
 from rl_launch.cli import app
-from rl_launch.run_config.root import read_config
+from rl_launch.run_config.reading import read_plan
 
 
 def rl(*arguments):
@@ -18,7 +18,7 @@ def test_a_recipe_is_printed_with_the_report_as_comments(tmp_path):
     assert answer.exit_code == 0, answer.output
     assert "# - grpo.val_batch_size" in answer.stdout
     assert "engine batches by itself" in answer.stdout
-    assert read_config(yaml.safe_load(answer.stdout)).config.policy.model_name == "Qwen/Qwen2.5-0.5B"
+    assert read_plan(yaml.safe_load(answer.stdout)).config.policy.model_name == "Qwen/Qwen2.5-0.5B"
 
 
 def test_a_recipe_is_written_and_the_report_printed(tmp_path):

@@ -7,7 +7,7 @@ from rl_core.errors import ConfigError
 from rl_launch.foreign.importing import import_config
 from rl_launch.foreign_keys.flat import flattened
 from rl_launch.foreign_keys.table import Kind
-from rl_launch.run_config.root import read_config
+from rl_launch.run_config.reading import read_plan
 
 
 def imported(folder, values=NEMO_RL, **changes):
@@ -22,7 +22,7 @@ def test_a_recipe_is_valid_and_every_key_has_an_answer(tmp_path):
     found = imported(tmp_path)
     assert found.features == {}
     assert {each.key for each in found.answers} == set(flattened(NEMO_RL))
-    config = read_config(found.recipe).config
+    config = read_plan(found.recipe).config
     assert config.algorithm == "grpo"
     assert config.policy.optimizer.kwargs == {"lr": 3e-7, "weight_decay": 0.1}
     assert config.grpo.use_leave_one_out_baseline  # true in NeMo RL, false here
@@ -148,7 +148,7 @@ def megatron(**changes):
 def test_the_optimizer_of_megatron_is_that_of_torch(tmp_path):
     found = imported(tmp_path, **megatron(), policy__train_global_batch_size=256)
     assert found.features == {}
-    policy = read_config(found.recipe).config.policy
+    policy = read_plan(found.recipe).config.policy
     assert policy.optimizer.kwargs == {"lr": 2e-6, "weight_decay": 0.1, "betas": [0.9, 0.95], "eps": 1e-8}
     assert policy.max_grad_norm == 0.5
     (warmup,) = policy.scheduler
@@ -193,7 +193,7 @@ def test_earlier_releases_wrote_one_dataset(tmp_path):
     }
     found = imported(tmp_path, {**NEMO_RL, "data": data})
     assert found.features == {}
-    config = read_config(found.recipe).config
+    config = read_plan(found.recipe).config
     assert config.data.train.dataset_name == "nvidia/OpenMathInstruct-2"
     assert config.data.default.prompt_file == "cot.txt"
     assert answer(found, "data.dataset_name").kind is Kind.FOLLOWS
@@ -202,7 +202,7 @@ def test_earlier_releases_wrote_one_dataset(tmp_path):
 def test_a_gradient_that_is_not_clipped_stays_so(tmp_path):
     optimizer = megatron()["policy__megatron_cfg"]["optimizer"]
     recipe = imported(tmp_path, **megatron(optimizer={**optimizer, "clip_grad": 0.0})).recipe
-    assert read_config(recipe).config.policy.max_grad_norm is None
+    assert read_plan(recipe).config.policy.max_grad_norm is None
 
 
 def test_a_balancing_loss_of_unknown_weight_is_refused_for_experts_alone(tmp_path):
@@ -234,7 +234,7 @@ def test_preferences_count_rows_where_nemo_rl_counts_pairs(tmp_path):
     }
     found = imported(tmp_path, values, checkpointing__metric_name="val:validation-default_loss")
     assert found.features == {}
-    config = read_config(found.recipe).config
+    config = read_plan(found.recipe).config
     assert config.policy.train_micro_batch_size == 4
     assert config.policy.train_global_batch_size == 64
     assert config.dpo.reference_policy_kl_penalty == 0.05
@@ -244,7 +244,7 @@ def test_preferences_count_rows_where_nemo_rl_counts_pairs(tmp_path):
 
 def test_repeated_validation_rows_become_several_rollouts(tmp_path):
     found = imported(tmp_path, data__validation={"dataset_name": "AIME2024", "repeat": 16}, grpo__max_val_samples=480)
-    config = read_config(found.recipe).config
+    config = read_plan(found.recipe).config
     assert (config.grpo.val_num_generations_per_prompt, config.grpo.max_val_samples) == (16, 30)
 
 
@@ -268,7 +268,7 @@ def test_a_reward_model_is_an_environment(tmp_path):
         env__reward_model={"model_name": "a/b", "max_model_len": 2048, "dtensor_cfg": {"enabled": True}},
     )
     assert found.features == {}
-    config = read_config(found.recipe).config
+    config = read_plan(found.recipe).config
     assert (config.env.reward_model.model, config.env.reward_model.max_length) == ("a/b", 2048)
 
 
@@ -277,7 +277,7 @@ def test_sliding_puzzles_have_a_dataset_here(tmp_path):
     values = {**NEMO_RL, "data": {"shuffle": True, "add_system_prompt": False}, "env": {"sliding_puzzle_game": puzzle}}
     found = imported(tmp_path, values, grpo__max_rollout_turns=30)
     assert found.features == {}
-    config = read_config(found.recipe).config
+    config = read_plan(found.recipe).config
     assert config.data.train.settings["max_moves"] == 4
     assert (config.env.sliding_puzzle.max_moves, config.grpo.max_rollout_turns) == (30, 30)
 
@@ -285,7 +285,7 @@ def test_sliding_puzzles_have_a_dataset_here(tmp_path):
 def test_minus_one_is_no_limit(tmp_path):
     found = imported(tmp_path, grpo__max_num_steps=-1, grpo__max_val_samples=-1)
     assert found.features == {}
-    config = read_config(found.recipe).config
+    config = read_plan(found.recipe).config
     assert (config.grpo.max_num_steps, config.grpo.max_val_samples) == (1_000_000, None)
 
 
@@ -308,7 +308,7 @@ def test_evaluations_are_recipes_of_rl_eval(tmp_path):
     }
     found = imported(tmp_path, values)
     assert found.features == {}
-    config = read_config(found.recipe).config
+    config = read_plan(found.recipe).config
     assert (config.algorithm, config.eval.tasks, config.eval.num_samples, config.eval.k) == (
         "evaluation",
         ["aime_2024"],

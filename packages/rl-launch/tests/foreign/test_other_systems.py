@@ -8,12 +8,12 @@ from foreign_files import OPENRLHF, PRIME_RL, TRL_GRPO, VERL, written
 from rl_core.errors import ConfigError
 from rl_launch.foreign.importing import import_config
 from rl_launch.foreign_keys.table import Kind
-from rl_launch.run_config.root import read_config
+from rl_launch.run_config.reading import read_plan
 
 
 def config_of(found):
     assert found.features == {}
-    return read_config(found.recipe).config
+    return read_plan(found.recipe).config
 
 
 def test_trl_grpo(tmp_path):

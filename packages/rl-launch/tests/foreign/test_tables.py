@@ -10,7 +10,7 @@ from rl_core.config.keys import key_at
 from rl_core.config.tree import parse_path
 from rl_core.plugins import ALGORITHMS, algorithm_named, names
 from rl_launch.foreign_keys.table import SYSTEMS, Kind, table
-from rl_launch.run_config.root import root_type
+from rl_launch.run_config.root_types import root_type
 
 DOCS = Path(__file__).parents[4] / "docs"
 GUIDES = {"nemo-rl": "coming-from-nemo-rl.md", "trl": "coming-from-trl.md"}

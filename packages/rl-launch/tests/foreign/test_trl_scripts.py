@@ -5,7 +5,7 @@ from foreign_files import written
 
 from rl_core.errors import ConfigError
 from rl_launch.foreign.importing import import_config
-from rl_launch.run_config.root import read_config
+from rl_launch.run_config.reading import read_plan
 
 GRPO = """
 from datasets import load_dataset
@@ -59,7 +59,7 @@ trainer = RewardTrainer(model="x/y", args=args, train_dataset=load_dataset("a/pa
 def imported(tmp_path, script):
     found = import_config(written(tmp_path, script, "train.py"), "trl", gpus=2)
     assert found.features == {}
-    return found, read_config(found.recipe).config
+    return found, read_plan(found.recipe).config
 
 
 def test_grpo(tmp_path):

@@ -5,7 +5,7 @@ import pytest
 from rl_core.errors import ConfigError, RunDirectoryError
 from rl_launch.evaluation.source import evaluation_of
 from rl_launch.model_files.run_models import model_of_run
-from rl_launch.run_config.root import read_raw
+from rl_launch.run_config.reading import read_raw
 from rl_launch.session.checkpoints.manifest import Manifest
 
 CONFIG = "algorithm: sft\npolicy: {model_name: m}\ncheckpointing: {metric_name: 'val:loss', higher_is_better: false}\n"

@@ -9,8 +9,11 @@ from rl_core.config import explain, load, resolve, to_yaml
 from rl_core.devices import CPU
 from rl_core.errors import ConfigError
 from rl_core.model_config import GenerationConfig, ModelConfig
-from rl_launch.backends import POLICY, model_sections
-from rl_launch.run_config.root import RECIPES, backends_of, read_config, read_raw, type_of
+from rl_launch.backends import model_sections
+from rl_launch.root_config import POLICY
+from rl_launch.run_config.reading import read_plan, read_raw
+from rl_launch.run_config.root import RECIPES, backends_of
+from rl_launch.run_config.root_types import type_of
 
 NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
 ON_CPU = ["cluster.device=cpu"]
@@ -19,15 +22,15 @@ ON_CPU = ["cluster.device=cpu"]
 @pytest.mark.parametrize("recipe", NAMES)
 def test_a_recipe_is_valid_on_a_machine_with_its_devices_and_short(recipe, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
-    assert read_config(recipe).config.policy.model_name
+    assert read_plan(recipe).config.policy.model_name
     assert len((RECIPES / f"{recipe}.yaml").read_text().splitlines()) <= 30
 
 
 @pytest.mark.parametrize("recipe", NAMES)
 def test_a_resolved_config_loads_back_to_itself(recipe, tmp_path):
-    config = read_config(recipe).config
+    config = read_plan(recipe).config
     (tmp_path / "config.yaml").write_text(to_yaml(config))
-    assert to_yaml(read_config(tmp_path).config) == to_yaml(config)
+    assert to_yaml(read_plan(tmp_path).config) == to_yaml(config)
 
 
 @pytest.mark.parametrize(
@@ -42,8 +45,8 @@ def test_a_resolved_config_loads_back_to_itself(recipe, tmp_path):
     ],
 )
 def test_keys_that_have_no_effect_load_back_at_their_defaults(recipe, overrides, tmp_path):
-    (tmp_path / "config.yaml").write_text(to_yaml(read_config(recipe, overrides).config))
-    assert read_config(tmp_path).config.policy.model_name
+    (tmp_path / "config.yaml").write_text(to_yaml(read_plan(recipe, overrides).config))
+    assert read_plan(tmp_path).config.policy.model_name
 
 
 @pytest.mark.parametrize(
@@ -51,10 +54,10 @@ def test_keys_that_have_no_effect_load_back_at_their_defaults(recipe, overrides,
     ["grpo-math-8b", "ppo-tiny", "sft-arithmetic", "dpo-tiny", "rm-tiny", "distill-tiny", "distill-offline-tiny"],
 )
 def test_one_key_turns_validation_off(recipe, tmp_path):
-    config = read_config(recipe, ["data.validation=null"]).config
+    config = read_plan(recipe, ["data.validation=null"]).config
     assert config.checkpointing.metric_name is None
     (tmp_path / "mine.yaml").write_text(f"defaults: {recipe}\ndata: {{validation: null}}\n")
-    assert to_yaml(read_config(tmp_path / "mine.yaml").config) == to_yaml(config)
+    assert to_yaml(read_plan(tmp_path / "mine.yaml").config) == to_yaml(config)
 
 
 def test_keys_of_validation_that_are_written_where_it_is_turned_off_are_refused(tmp_path):
@@ -63,29 +66,29 @@ def test_keys_of_validation_that_are_written_where_it_is_turned_off_are_refused(
     with pytest.raises(
         ConfigError, match=r"grpo\.val_period \(.*mine\.yaml:2\): got 3, but there is nothing to validate"
     ):
-        read_config(tmp_path / "mine.yaml")
+        read_plan(tmp_path / "mine.yaml")
     (tmp_path / "off.yaml").write_text(f"defaults: grpo-arithmetic\n{off}")
     (tmp_path / "over.yaml").write_text("defaults: off.yaml\ngrpo: {val_at_end: true}\n")
     with pytest.raises(ConfigError, match=r"grpo\.val_at_end \(.*over\.yaml:2\): got true"):
-        read_config(tmp_path / "over.yaml")
+        read_plan(tmp_path / "over.yaml")
 
 
 def test_validation_on_held_out_rows_stays_on():
     overrides = ["data.validation=null", "data.train.split_validation_size=0.1"]
-    config = read_config("grpo-arithmetic", overrides).config
-    assert config.grpo.val_period == read_config("grpo-arithmetic").config.grpo.val_period
+    config = read_plan("grpo-arithmetic", overrides).config
+    assert config.grpo.val_period == read_plan("grpo-arithmetic").config.grpo.val_period
     assert config.checkpointing.metric_name is not None
 
 
 def test_a_dataset_is_swapped_by_one_key():
-    config = read_config("grpo-math-1b", ["data.train.data_path=rows.jsonl", "data.validation=null"]).config
+    config = read_plan("grpo-math-1b", ["data.train.data_path=rows.jsonl", "data.validation=null"]).config
     assert config.data.train == DatasetConfig(data_path="rows.jsonl")
-    config = read_config("sft-arithmetic", ["data.train.split=train", "data.train.data_path=rows.jsonl"]).config
+    config = read_plan("sft-arithmetic", ["data.train.split=train", "data.train.data_path=rows.jsonl"]).config
     assert config.data.train == DatasetConfig(data_path="rows.jsonl", split="train")
 
 
 def test_an_inherited_recipe_keeps_what_it_does_not_say():
-    small, large = read_config("grpo-math-1b").config, read_config("grpo-math-8b").config
+    small, large = read_plan("grpo-math-1b").config, read_plan("grpo-math-8b").config
     assert large.data == small.data.model_copy(update={"max_input_seq_length": 1024})
     assert large.cluster.gpus_per_node == 8
     assert large.policy.optimizer.kwargs["weight_decay"] == small.policy.optimizer.kwargs["weight_decay"]
@@ -117,7 +120,7 @@ def test_an_inherited_recipe_keeps_what_it_does_not_say():
 )
 def test_what_cannot_run_is_refused(overrides, message):
     with pytest.raises(ConfigError, match=message):
-        read_config("grpo-arithmetic", [*ON_CPU, *overrides])
+        read_plan("grpo-arithmetic", [*ON_CPU, *overrides])
 
 
 @pytest.mark.parametrize(
@@ -138,7 +141,7 @@ def test_the_training_backend(overrides, chosen):
 
 
 def test_settings_for_workers_are_of_types_that_every_worker_has():
-    config = read_config("grpo-arithmetic", [*ON_CPU, "policy.generation.max_new_tokens=7"]).config
+    config = read_plan("grpo-arithmetic", [*ON_CPU, "policy.generation.max_new_tokens=7"]).config
     backends = backends_of(config)
     assert backends.generation is not None
     policy = backends.models[POLICY]
@@ -154,7 +157,7 @@ def test_settings_for_workers_are_of_types_that_every_worker_has():
 
 def test_an_algorithm_that_generates_nothing_has_no_settings_for_it():
     with pytest.raises(ConfigError, match=r"policy.generation"):
-        read_config("sft-arithmetic", ["policy.generation.temperature=0.5"])
+        read_plan("sft-arithmetic", ["policy.generation.temperature=0.5"])
 
 
 def folder_with(tmp_path, **fields):
@@ -189,7 +192,7 @@ REPLAY = "policy.dtensor_cfg.moe_router_replay=true"
 def test_a_replay_of_routing_that_there_is_not_is_refused(recipe, overrides, message, tmp_path):
     given = [folder_with(tmp_path, **each) if isinstance(each, dict) else each for each in overrides]
     with pytest.raises(ConfigError, match=message):
-        read_config(recipe, [*ON_CPU, *given])
+        read_plan(recipe, [*ON_CPU, *given])
 
 
 ADAPTERS = ["policy.lora_cfg.enabled=true", "policy.generation.lora_sync=adapter"]
@@ -208,24 +211,24 @@ ADAPTERS = ["policy.lora_cfg.enabled=true", "policy.generation.lora_sync=adapter
     ],
 )
 def test_adapters_that_the_generator_does_not_apply_are_refused(overrides, message):
-    assert read_config("grpo-arithmetic", [*ON_CPU, *ADAPTERS]).config.policy.generation.lora_sync == "adapter"
+    assert read_plan("grpo-arithmetic", [*ON_CPU, *ADAPTERS]).config.policy.generation.lora_sync == "adapter"
     with pytest.raises(ConfigError, match=message):
-        read_config("grpo-arithmetic", [*ON_CPU, *overrides])
+        read_plan("grpo-arithmetic", [*ON_CPU, *overrides])
 
 
 def test_a_run_sends_what_the_config_says():
     changes = ["policy.generation.weight_sync=disk", "policy.generation.weight_sync_encoding=changes"]
-    topology = backends_of(read_config("grpo-arithmetic", [*ON_CPU, *changes]).config).topology(1, 2, CPU)
+    topology = backends_of(read_plan("grpo-arithmetic", [*ON_CPU, *changes]).config).topology(1, 2, CPU)
     assert (topology.transport, topology.weight_sync_encoding) == ("disk", "changes")
 
 
 @pytest.mark.parametrize("generator", [HF, MEGATRON])
 def test_the_generator_reports_the_routing_that_is_replayed(generator, tmp_path):
     experts = folder_with(tmp_path, num_experts=8)
-    found = backends_of(read_config("grpo-arithmetic", [*ON_CPU, REPLAY, generator, experts]).config)
+    found = backends_of(read_plan("grpo-arithmetic", [*ON_CPU, REPLAY, generator, experts]).config)
     assert found.models[POLICY].replays_routing
     assert found.generation.reports_routing
-    plain = backends_of(read_config("grpo-arithmetic", [*ON_CPU, generator]).config)
+    plain = backends_of(read_plan("grpo-arithmetic", [*ON_CPU, generator]).config)
     assert not plain.models[POLICY].replays_routing
     assert not plain.generation.reports_routing
 
@@ -264,23 +267,23 @@ def recipe_of_a_file(folder, name):
 
 
 def test_an_algorithm_in_a_file_beside_the_recipe_brings_its_sections(tmp_path):
-    config = read_config(recipe_of_a_file(tmp_path, "PLUGIN"), ON_CPU).config
+    config = read_plan(recipe_of_a_file(tmp_path, "PLUGIN"), ON_CPU).config
     assert config.algorithm == f"{tmp_path}/mine.py:PLUGIN"
     assert config.mine.max_num_steps == 5
     assert list(backends_of(config).models) == ["policy"]
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept" / "config.yaml").write_text(to_yaml(config))
-    assert to_yaml(read_config(tmp_path / "kept").config) == to_yaml(config)
+    assert to_yaml(read_plan(tmp_path / "kept").config) == to_yaml(config)
 
 
 def test_a_wrong_name_in_the_file_of_an_algorithm_is_refused_with_the_place_and_the_nearest(tmp_path):
     with pytest.raises(ConfigError, match=r"algorithm \(\S*run.yaml:1\): .*'PLUGING'; did you mean PLUGIN\?"):
-        read_config(recipe_of_a_file(tmp_path, "PLUGING"), ON_CPU)
+        read_plan(recipe_of_a_file(tmp_path, "PLUGING"), ON_CPU)
 
 
 def test_models_that_users_name_have_sections_of_their_own():
     override = "teachers={sums: {model_name: tiny-arithmetic, megatron_cfg: {enabled: true}}}"
-    config = read_config("distill-tiny", [*ON_CPU, override]).config
+    config = read_plan("distill-tiny", [*ON_CPU, override]).config
     assert model_sections(config) == ("policy", "teacher", "teachers.sums")
     assert config.teachers.sums.model_name == "tiny-arithmetic"
     models = backends_of(config).models
@@ -289,9 +292,9 @@ def test_models_that_users_name_have_sections_of_their_own():
         "teacher": "dtensor",
         "teacher_sums": "megatron",
     }
-    assert model_sections(read_config("distill-tiny", ON_CPU).config) == ("policy", "teacher")
+    assert model_sections(read_plan("distill-tiny", ON_CPU).config) == ("policy", "teacher")
     with pytest.raises(ConfigError, match=r"teachers\.sums\.modelname"):
-        read_config("distill-tiny", [*ON_CPU, "teachers={sums: {modelname: tiny-arithmetic}}"])
+        read_plan("distill-tiny", [*ON_CPU, "teachers={sums: {modelname: tiny-arithmetic}}"])
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,8 @@ import yaml
 
 from rl_core.config import WhenChanged, load, resolve, tree_to_yaml
 from rl_core.errors import ConfigError, RunDirectoryError
-from rl_launch.run_config.root import read_config, type_of
+from rl_launch.run_config.reading import read_plan
+from rl_launch.run_config.root_types import type_of
 from rl_launch.run_config.run_recording import RunRecording, recorded_environments
 from rl_launch.session import RunDirectory
 from rl_launch.session.directory.recording import changes_since, kept
@@ -12,7 +13,7 @@ MEGATRON = "policy.megatron_cfg.enabled=true"
 
 
 def config(*overrides, recipe="grpo-arithmetic"):
-    return read_config(recipe, overrides).config
+    return read_plan(recipe, overrides).config
 
 
 def record(path, settings, *environments):
@@ -118,9 +119,9 @@ def test_an_environment_that_is_not_installed_is_named(tmp_path):
     path.write_text(tree_to_yaml({**tree, "env": {**tree["env"], "asks_prompt": {"num_workers": 2}}}))
     said = r"environment 'asks_prompt' is not installed, and \S*config.yaml has settings of it: install the package"
     with pytest.raises(ConfigError, match=said):
-        read_config(tmp_path)
+        read_plan(tmp_path)
     with pytest.raises(RunDirectoryError, match=said):
         RunDirectory(tmp_path, RunRecording()).open(config())
     # by its type, a user's own is always there
     path.write_text(tree_to_yaml(tree))
-    assert read_config(tmp_path).config.algorithm == "grpo"
+    assert read_plan(tmp_path).config.algorithm == "grpo"

@@ -3,7 +3,8 @@
 import pytest
 
 from rl_core.config import all_keys
-from rl_launch.run_config.root import read_raw, type_of
+from rl_launch.run_config.reading import read_raw
+from rl_launch.run_config.root_types import type_of
 from rl_launch.show.advice import advice
 
 CONFIG = {

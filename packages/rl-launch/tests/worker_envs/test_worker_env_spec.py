@@ -8,7 +8,7 @@ from rl_core.model import ModelSpec
 from rl_core.model_config import ColocatedConfig, GenerationConfig, ModelConfig
 from rl_core.plugins import GENERATORS, POLICIES, Requirement, algorithm_named, plugin
 from rl_launch.backends import Backends, GenerationBackend, ModelBackend, backends_of
-from rl_launch.run_config.root import read_config
+from rl_launch.run_config.reading import read_plan
 from rl_launch.runtime.role_envs import role_specs
 from rl_launch.worker_envs import ROLLOUT_WORKER, Wanted, homes, worker_env
 
@@ -93,7 +93,7 @@ def test_an_algorithms_own_distribution_reaches_every_model_and_the_rollouts():
 
 def test_the_package_of_a_loss_that_the_config_names_reaches_the_models(monkeypatch):
     theirs = Requirement("their-losses", imports=("their_losses",))
-    config = read_config("sft-arithmetic", []).config
+    config = read_plan("sft-arithmetic", []).config
     plain = backends_of(config)
     algorithm = replace(algorithm_named(config.algorithm), further=lambda chosen: (theirs,) if chosen is config else ())
     monkeypatch.setattr("rl_launch.backends.algorithm_named", lambda name: algorithm)

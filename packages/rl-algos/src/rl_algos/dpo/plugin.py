@@ -151,10 +151,7 @@ def models(config: DPORoot) -> dict[str, ModelNeed]:
 PLUGIN = supervised_algorithm(
     "dpo",
     sections={"dpo": dpo_section},
-    load="rl_algos.preference.data:load",
-    prepare="rl_algos.dpo.data:prepare",
-    preview="rl_algos.dpo.data:reader",
-    run="rl_algos.dpo.loop:run",
+    implementation="rl_algos.dpo.algorithm:DPO",
     models=models,
     validation_metrics=validation_metrics,
     training_defaults=TrainingDefaults(lr=5e-7, adapter_lr=5e-6, rows=128),

@@ -80,7 +80,7 @@ def training_defaults(written: WrittenValues) -> dict[str, TrainingDefaults]:
 PLUGIN = rollout_algorithm(
     "grpo",
     sections={"grpo": grpo_section, "loss_fn": loss_fn_section},
-    run="rl_algos.grpo.setup:run",
+    implementation="rl_algos.grpo.algorithm:GRPO",
     models=models,
     training_defaults=training_defaults,
     reads_filtered=True,

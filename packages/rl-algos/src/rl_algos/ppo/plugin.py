@@ -76,7 +76,7 @@ def training_defaults(written: WrittenValues) -> dict[str, TrainingDefaults]:
 PLUGIN = rollout_algorithm(
     "ppo",
     sections={"ppo": PPOConfig, "loss_fn": loss_fn_section},
-    run="rl_algos.ppo.setup:run",
+    implementation="rl_algos.ppo.algorithm:PPO",
     models=models,
     training_defaults=training_defaults,
     reads_filtered=True,

@@ -45,10 +45,7 @@ def models(config: RewardModelRoot) -> dict[str, ModelNeed]:
 PLUGIN = supervised_algorithm(
     "rm",
     sections={"rm": RewardModelConfig},
-    load="rl_algos.preference.data:load",
-    prepare="rl_algos.reward_model.data:prepare",
-    preview="rl_algos.reward_model.data:reader",
-    run="rl_algos.reward_model.loop:run",
+    implementation="rl_algos.reward_model.algorithm:RewardModel",
     models=models,
     validation_metrics=validation_metrics,
     training_defaults=TrainingDefaults(lr=5e-6, adapter_lr=5e-5, rows=64),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +22,6 @@ from rl_algos.rollouts.worker.programs import DEFAULT_PROGRAM
 from rl_core.environments.instance import problem_with, unknown_environment
 from rl_core.environments.trial import Attempt
 from rl_core.errors import ConfigError, DataError
-from rl_core.plugins import algorithm_named, resolve
 from rl_core.rollouts.generation import SamplingParams
 from rl_core.rollouts.rollout import Prompt
 
@@ -56,14 +55,15 @@ class RolloutEvaluation:
 
     Args:
         config: resolved root, with the section `eval`.
+        load: reads the data of the run, whose validation data is scored if no tasks are named; None without a run.
 
     Raises:
         ConfigError: if there are no tasks and no validation data, or settings contradict one another.
         DataError: naming dataset and row, and the remedy.
     """
 
-    def __init__(self, config: Any) -> None:
-        self._config = config
+    def __init__(self, config: Any, load: Callable[[Any], Datasets] | None = None) -> None:
+        self._config, self._load_data = config, load
         self._settings: EvaluationConfig = config.eval
         self._of_run = next((each for each in vars(config).values() if isinstance(each, RolloutConfig)), None)
         of_run = getattr(config, "data", None)
@@ -95,7 +95,7 @@ class RolloutEvaluation:
         )
         tools = tools_by_environment(self._config, environments)
         ends = check_turns(
-            self._config, tokenizer, tools, program=program, max_turns=turns, turns_key=key, splits=splits
+            self._config.policy, tokenizer, tools, program=program, max_turns=turns, turns_key=key, splits=splits
         )
         tasks = [self._planned(loaded, tokenizer, tools, ends.sampled) for loaded in self._loaded]
         prompts = [group.prompt for task in tasks for group in task.groups]
@@ -152,7 +152,7 @@ class RolloutEvaluation:
 
     def _load_validation(self) -> _Loaded:
         data = getattr(self._config, "data", None)
-        if data is None or not data.validation_datasets:
+        if self._load_data is None or data is None or not data.validation_datasets:
             raise ConfigError(
                 "eval.tasks: is empty, and there is no validation data (data.validation, or split_validation_size of a "
                 "training dataset) to score instead; name tasks, such as --tasks gsm8k"
@@ -161,7 +161,7 @@ class RolloutEvaluation:
         held_out = [dataset for dataset in data.train_datasets if dataset.split_validation_size is not None]
         data = data.model_copy(update={"train": held_out or data.validation})
         config = self._config.model_copy(update={"data": data})
-        loaded: Datasets = resolve(algorithm_named(config.algorithm).load)(config)
+        loaded = self._load_data(config)
         return _Loaded(None, loaded.validation, data)
 
     def _planned(

@@ -27,13 +27,10 @@ def training_problems(config: EvaluationRoot) -> Iterator[Problem]:
 PLUGIN = AlgorithmPlugin(
     name="evaluation",
     sections={"eval": EvaluationConfig},
-    load="",
-    prepare="",
-    run="",
+    implementation="rl_algos.rollouts.algorithm:EvaluationOnly",
     generates=True,
+    trains=False,
+    evaluates=True,
     models=no_models,
-    evaluate="rl_algos.rollouts.evaluation:RolloutEvaluation",
-    inputs="rl_algos.rollouts.inputs:evaluation_problems",
-    evaluation_inputs="rl_algos.rollouts.inputs:evaluation_problems",
     checks=(evaluation_problems, training_problems),
 )

@@ -33,7 +33,7 @@ def rollout_algorithm(
     name: str,
     *,
     sections: Mapping[str, type[Config] | Callable[[Any], type[Config]]],
-    run: str,
+    implementation: str,
     models: Callable[[Any], Mapping[str, ModelNeed]],
     training_defaults: Callable[[WrittenValues], Mapping[str, TrainingDefaults]] = no_defaults,
     model_sections: tuple[str, ...] | Callable[[SectionNames], tuple[str, ...]] = ("policy",),
@@ -47,7 +47,7 @@ def rollout_algorithm(
 
     Args:
         sections: of the config, beside `data`; the first extends `rl_algos.rollouts.config.RolloutConfig`.
-        run: as of `AlgorithmPlugin`; `rl_algos.rollouts.setup.steps_of` gives it the steps of its loop.
+        implementation: a `rl_algos.rollouts.algorithm.RolloutAlgorithm`.
         models, model_sections, training_defaults: as of `AlgorithmPlugin`.
         requirements: beside rl-algos itself.
         further: as of `AlgorithmPlugin`.
@@ -59,13 +59,9 @@ def rollout_algorithm(
     return AlgorithmPlugin(
         name=name,
         sections={**sections, "data": DataConfig, "eval": EvaluationConfig},
-        load="rl_algos.rollouts.data:load",
-        attempts="rl_algos.rollouts.data:attempts",
-        prepare="rl_algos.rollouts.data:prepare",
-        inputs="rl_algos.rollouts.inputs:input_problems",
-        preview="rl_algos.rollouts.data:reader",
-        run=run,
+        implementation=implementation,
         generates=True,
+        evaluates=True,
         models=models,
         model_sections=model_sections,
         training_defaults=training_defaults,
@@ -73,9 +69,6 @@ def rollout_algorithm(
         further=further,
         validation_metrics=validation_metrics,
         without_validation={f"{key}.{asked}": value for asked, value in WITHOUT_VALIDATION.items()},
-        rollouts="rl_algos.rollouts.setup:needs",
-        evaluate="rl_algos.rollouts.evaluation:RolloutEvaluation",
-        evaluation_inputs="rl_algos.rollouts.inputs:evaluation_problems",
         evaluates_in_training=lambda config: config.eval.in_training,
         checks=(
             rollout_problems,

@@ -34,9 +34,7 @@ def models(config: SFTRoot) -> dict[str, ModelNeed]:
 PLUGIN = supervised_algorithm(
     "sft",
     sections={"sft": SFTConfig},
-    prepare="rl_algos.sft.data:prepare",
-    preview="rl_algos.sft.data:reader",
-    run="rl_algos.sft.loop:run",
+    implementation="rl_algos.sft.algorithm:SFT",
     models=models,
     validation_metrics=validation_metrics,
     training_defaults=TrainingDefaults(lr=2e-5, adapter_lr=2e-4, rows=64),

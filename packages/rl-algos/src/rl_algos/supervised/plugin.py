@@ -17,13 +17,10 @@ def supervised_algorithm(
     name: str,
     *,
     sections: Mapping[str, type[Config] | Callable[[Any], type[Config]]],
-    prepare: str,
-    run: str,
+    implementation: str,
     models: Callable[[Any], Mapping[str, ModelNeed]],
     validation_metrics: Callable[[Any], Iterable[str] | None],
     training_defaults: TrainingDefaults,
-    load: str = "rl_algos.data.examples:load",
-    preview: str = "",
     model_sections: tuple[str, ...] | Callable[[SectionNames], tuple[str, ...]] = ("policy",),
     further: Callable[[Any], tuple[Requirement, ...]] = nothing_further,
     checks: tuple[Callable[[Any], Iterable[Problem]], ...] = (),
@@ -33,7 +30,8 @@ def supervised_algorithm(
     Args:
         sections: of the config, beside `data`; the first extends `rl_algos.supervised.config.SupervisedConfig`.
         training_defaults: of the policy, the only model that trains.
-        prepare, run, models, validation_metrics, load, preview, model_sections, further: as of `AlgorithmPlugin`.
+        implementation: a `rl_algos.supervised.algorithm.SupervisedAlgorithm`.
+        models, validation_metrics, model_sections, further: as of `AlgorithmPlugin`.
         checks: beside those of validation, environments and lengths.
     """
     key = next(iter(sections))
@@ -44,11 +42,7 @@ def supervised_algorithm(
     return AlgorithmPlugin(
         name=name,
         sections={**sections, "data": DataConfig},
-        load=load,
-        prepare=prepare,
-        inputs="rl_algos.data.inputs:input_problems",
-        preview=preview,
-        run=run,
+        implementation=implementation,
         generates=False,
         models=models,
         model_sections=model_sections,

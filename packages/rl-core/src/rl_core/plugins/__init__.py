@@ -1,5 +1,6 @@
 """Plugins, found by entry point and never imported by name."""
 
+from rl_core.plugins.algorithm import Algorithm, AlgorithmEvaluation
 from rl_core.plugins.declarations import (
     ALGORITHMS,
     DATASETS,
@@ -29,6 +30,7 @@ from rl_core.plugins.declarations import (
 )
 from rl_core.plugins.registry import (
     algorithm_named,
+    implementation_of,
     names,
     plugin,
     plugin_packages,
@@ -43,6 +45,8 @@ __all__ = [
     "GENERATORS",
     "KINDS",
     "POLICIES",
+    "Algorithm",
+    "AlgorithmEvaluation",
     "AlgorithmPlugin",
     "BackendPlugin",
     "DatasetPlugin",
@@ -58,6 +62,7 @@ __all__ = [
     "algorithm_named",
     "applies_no_adapters",
     "export_suffixes",
+    "implementation_of",
     "names",
     "no_defaults",
     "nothing_further",

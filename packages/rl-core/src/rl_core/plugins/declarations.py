@@ -271,31 +271,12 @@ class AlgorithmPlugin:
         sections: config sections it adds to the root, by key (`grpo`, `loss_fn`, `data`, ...): the type of each, or a
             function from what is written there, as plain values, to the type; it raises a `ProblemError` if that
             chooses what does not exist.
-        load: `"package.module:function"`, called on the driver as `load(config)` before anything else: reads the data
-            and checks what can be checked without a tokenizer, which takes seconds to load.
-        inputs: `"package.module:function"`, called on the driver as `inputs(config)` before `load`, and by `rl doctor`:
-            problems of the files, folders and names that the data comes from, found without reading rows, so that all
-            of them are reported together. Empty to leave them to `load`.
-        attempts: `"package.module:function"`, called on the driver as `attempts(config, loaded)` with what `load`
-            returned: first rows of the data with responses, as lists of `rl_core.environments.trial.Attempt` by the
-            name of their environment, which is tried on them before anything is started. Empty if it has none.
-        prepare: `"package.module:function"`, called on the driver as `prepare(config, tokenizer, loaded)` with what
-            `load` returned, before anything is started: checks the tokenised data, and returns it.
-        preview: `"package.module:function"`, called as `preview(config)` and returning a
-            `rl_algos.data.preview.RowReader`, by which `rl data show` shows single rows as `load` and `prepare` read
-            them. Empty if its rows cannot be shown.
-        run: `"package.module:function"`, called as `run(config, components, run)` with `rl_core.run.Components` and
-            `Run`; empty if it does not train, and only evaluates.
+        implementation: `"package.module:Class"` or `"file.py:Class"`, an `Algorithm`, imported once a command needs it.
         generates: whether it needs rollouts; the config then has `policy.generation`.
-        rollouts: `"package.module:function"`, called as `rollouts(config, data)` and returning `RolloutNeeds`; only
-            if it generates.
-        evaluate: `"package.module:Class"`, built on the driver as `Class(config)`, which reads the data of an
-            evaluation, and used as `rl_algos.rollouts.evaluation.RolloutEvaluation`: its `attempts()` are as the
-            mapping of `attempts` here, and `plan(tokenizer)` returns the rollouts and their scoring. Empty if it does
-            not evaluate by rollouts.
-        evaluation_inputs: as `inputs`, of the data that `evaluate` reads. Empty to leave them to it.
-        evaluates_in_training: from the resolved config to whether a run has `evaluate` as it trains: the plan is then
-            in its `Components`, and the environments of the plan are started beside those of `rollouts`.
+        trains: whether it has a `run`; if not, it only evaluates.
+        evaluates: whether it has an `evaluation` by rollouts.
+        evaluates_in_training: from the resolved config to whether a run evaluates as it trains: the plan is then in its
+            `Components`, and the environments of the plan are started beside those of its rollouts.
         validation_metrics: from the resolved config to the names of the `val/` metrics that its run records, or to
             None if they are not known before the run, as None for all configs says.
         without_validation: dotted keys that ask for a validation or need one, with the values that do not; a config
@@ -314,21 +295,15 @@ class AlgorithmPlugin:
 
     name: str
     sections: Mapping[str, type[Config] | Callable[[Any], type[Config]]]
-    load: str
-    prepare: str
-    run: str
+    implementation: str
     generates: bool
     models: Callable[[Any], Mapping[str, ModelNeed]]
     model_sections: tuple[str, ...] | Callable[[SectionNames], tuple[str, ...]] = ("policy",)
     training_defaults: Callable[[WrittenValues], Mapping[str, TrainingDefaults]] = no_defaults
     requirements: tuple[Requirement, ...] = ()
     further: Callable[[Any], tuple[Requirement, ...]] = nothing_further
-    inputs: str = ""
-    preview: str = ""
-    attempts: str = ""
-    rollouts: str = ""
-    evaluate: str = ""
-    evaluation_inputs: str = ""
+    trains: bool = True
+    evaluates: bool = False
     evaluates_in_training: Callable[[Any], bool] | None = None
     validation_metrics: Callable[[Any], Iterable[str] | None] | None = None
     without_validation: Mapping[str, Any] = field(default_factory=dict)

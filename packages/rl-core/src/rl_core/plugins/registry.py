@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.errors import ConfigError
+from rl_core.plugins.algorithm import Algorithm
 from rl_core.plugins.declarations import ALGORITHMS, KINDS, AlgorithmPlugin
 from rl_core.plugins.user_code import FromFile, beside, is_in_file, load_module
 
@@ -51,7 +52,8 @@ def plugin(group: str, name: str) -> Any:
 
 def algorithm_named(name: str) -> AlgorithmPlugin:
     """The algorithm of that name: an installed plugin, or one in a file of the user's own, as `file.py:NAME`. The
-    functions of such a plugin may be named by files as well (`run="file.py:run"`), from the folder of its own.
+    class of such a plugin may be in a file as well (`implementation="file.py:Class"`), found from the folder of the
+    plugin's.
 
     Raises:
         ConfigError: if there is no such plugin.
@@ -72,15 +74,26 @@ def _algorithm_in_file(name: str) -> AlgorithmPlugin:
     if not isinstance(found, AlgorithmPlugin):
         raise ConfigError(f"{name} must be an AlgorithmPlugin (rl_core.plugins), got {type(found).__name__}")
     folder = Path(name.rpartition(":")[0]).parent
-    return replace(
-        found,
-        load=beside(found.load, folder),
-        attempts=beside(found.attempts, folder),
-        prepare=beside(found.prepare, folder),
-        run=beside(found.run, folder),
-        rollouts=beside(found.rollouts, folder),
-        evaluate=beside(found.evaluate, folder),
-    )
+    return replace(found, implementation=beside(found.implementation, folder))
+
+
+def implementation_of(algorithm: AlgorithmPlugin) -> Algorithm[Any, Any, Any]:
+    """Import and make what an algorithm's plugin names.
+
+    Raises:
+        ConfigError: if there is no such class, or it is not an `Algorithm`.
+    """
+    try:
+        found = resolve(algorithm.implementation)
+    except ValueError as error:
+        raise ConfigError(f"algorithm: implementation of {algorithm.name}: {error}") from None
+    if not isinstance(found, type) or not issubclass(found, Algorithm):
+        raise ConfigError(
+            f"algorithm: implementation of {algorithm.name}: {algorithm.implementation} must be a subclass of "
+            "rl_core.plugins.Algorithm"
+        )
+    made: Algorithm[Any, Any, Any] = found()
+    return made
 
 
 def plugin_packages() -> list[str]:

@@ -18,6 +18,7 @@ from rl_launch.api.named_objects import with_names
 from rl_launch.commands.start import run_of
 from rl_launch.evaluation.result import EvaluationResult, compare_results
 from rl_launch.evaluation.source import evaluation_of
+from rl_launch.root_config import RunConfig
 from rl_launch.session import ADAPTER, EXPORT, show_logs
 from rl_launch.session.directory.row_files import RowFile, kept
 from rl_launch.session.directory.run_folder import RunFolder
@@ -117,8 +118,8 @@ def train(
     # imports what only a run needs
     from rl_launch.commands.train import train as run
 
-    with values.kept(given.config, given.run_dir):
-        run(given.config, run_dir=given.run_dir, title=given.name, fresh=fresh, branch_point=given.branch_point)
+    with values.kept(given.plan.config, given.run_dir):
+        run(given.plan, run_dir=given.run_dir, title=given.name, fresh=fresh, branch_point=given.branch_point)
     return result_of(given.run_dir)
 
 
@@ -151,8 +152,8 @@ def evaluate(
     # imports what only a run needs
     from rl_launch.commands.evaluate import evaluate as run
 
-    with values.kept(given.config, given.folder):
-        return run(given.config, folder=given.folder)
+    with values.kept(given.plan.config, given.folder):
+        return run(given.plan, folder=given.folder)
 
 
 @_told_plainly
@@ -236,7 +237,7 @@ class _Values:
             overrides = [*overrides, f"run_dir={json.dumps(str(run_dir))}"]
         return source, overrides
 
-    def kept(self, config: Any, run_dir: Path) -> AbstractContextManager[None]:
+    def kept(self, config: RunConfig, run_dir: Path) -> AbstractContextManager[None]:
         """Write the rows into the folder of a run; see `rl_launch.session.directory.row_files.kept`."""
         return kept(self.files, run_dir, config.logger.run_dir_access)
 

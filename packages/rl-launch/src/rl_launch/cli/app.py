@@ -105,7 +105,7 @@ def train(
         from rl_launch.session import show_logs
 
         show_logs(verbose=verbose)
-        run(given.config, run_dir=given.run_dir, title=given.name, fresh=fresh, branch_point=given.branch_point)
+        run(given.plan, run_dir=given.run_dir, title=given.name, fresh=fresh, branch_point=given.branch_point)
         sys.stdout.write(f"{given.run_dir}\n")
 
 

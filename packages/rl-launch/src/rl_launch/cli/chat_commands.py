@@ -60,9 +60,9 @@ def chat(
 
         show_logs(verbose=verbose)
 
-        from rl_launch.commands.chat import AnswerFailed, Sampling, chat_config, serving, system_prompt_of
+        from rl_launch.commands.chat import AnswerFailed, Sampling, chat_plan, serving, system_prompt_of
 
-        config = chat_config(source, overrides or [])
+        config = chat_plan(source, overrides or [])
         said = system_prompt_of(source) if system is None else system
 
         # imports transformers, which takes a second

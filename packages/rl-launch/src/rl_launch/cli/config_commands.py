@@ -39,9 +39,9 @@ def show(
     """Print the whole config of a run, defaults included, as YAML."""
     with reported():
         from rl_core.config import changed_to_yaml, to_yaml
-        from rl_launch.run_config.root import read_config
+        from rl_launch.run_config.reading import read_plan
 
-        config = read_config(recipe, overrides or ()).config
+        config = read_plan(recipe, overrides or ()).root
         sys.stdout.write(changed_to_yaml(config) if changed else to_yaml(config))
 
 
@@ -179,8 +179,8 @@ def diff(
     """Print the keys in which two configs differ; overrides apply to the second."""
     with reported():
         from rl_core.config import diff as changes
-        from rl_launch.run_config.root import read_config
+        from rl_launch.run_config.reading import read_plan
 
-        old, new = read_config(first).config, read_config(second, overrides or ()).config
+        old, new = read_plan(first).root, read_plan(second, overrides or ()).root
         for change in changes(old, new):
             sys.stdout.write(f"{change}\n")

@@ -78,7 +78,7 @@ def evaluate(
         from rl_launch.commands.evaluate import evaluate as run
 
         show_logs(verbose=verbose)
-        result = run(given.config, folder=given.folder)
+        result = run(given.plan, folder=given.folder)
         compared = None if earlier is None else compare_results(earlier, result)
         if as_json:
             found = {"schema": 1, "mean_reward": result.mean_reward, **result.counts, "path": str(result.path)}

@@ -18,7 +18,7 @@ from rl_core.errors import ConfigError
 from rl_core.plugins import DATASETS, ENVIRONMENTS, DatasetTask, Requirement, resolve
 from rl_launch.backends import installed
 from rl_launch.recipes import RECIPES, recipe_names
-from rl_launch.run_config.root import read_raw
+from rl_launch.run_config.reading import read_raw
 
 
 @dataclass(frozen=True)

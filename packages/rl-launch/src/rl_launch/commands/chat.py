@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -20,19 +20,22 @@ from rl_core.plugins import GENERATORS, BackendPlugin, RolloutNeeds, plugin
 from rl_core.rollouts.generation import SamplingParams
 from rl_core.rollouts.pool import RolloutPool, RolloutTask
 from rl_core.rollouts.rollout import Message, Prompt
-from rl_launch.backends import POLICY, Backends, backends_of, installed, with_section
-from rl_launch.cluster.device import check_devices, resolve_device
+from rl_launch.backends import installed
+from rl_launch.cluster.device import check_devices
 from rl_launch.commands.train import with_local_models
 from rl_launch.evaluation.source import ALGORITHM, evaluation_of
 from rl_launch.model_files.model_facts import check_tokenizer
 from rl_launch.model_files.model_folder import check_models
 from rl_launch.model_files.run_models import parts_of
+from rl_launch.root_config import POLICY, with_section, with_values
+from rl_launch.run_config.checks import check_placement
 from rl_launch.run_config.inputs import model_names
-from rl_launch.run_config.root import check_placement
+from rl_launch.run_config.plan import RunPlan
 from rl_launch.session.directory.run_folder import RunFolder, is_run
 from rl_launch.worker_envs.driver import missing
 from rl_launch.worker_envs.spec import worker_env
 
+S = TypeVar("S")
 _log = logging.getLogger(__name__)
 
 _BACKEND = "policy.generation.backend"
@@ -91,7 +94,7 @@ class PoolAnswerer:
         return group.columns.ragged(TOKENS)[0][len(tokens) :], report.status == "truncated"
 
 
-def chat_config(source: str, overrides: Sequence[str]) -> Any:
+def chat_plan(source: str, overrides: Sequence[str]) -> RunPlan:
     """Return the resolved config of one replica of a model.
 
     The generator is that of the run or the config; for a model, or a run that generates nothing, vLLM if it is
@@ -104,18 +107,18 @@ def chat_config(source: str, overrides: Sequence[str]) -> Any:
     Raises:
         ConfigError, RunDirectoryError: As `rl_launch.evaluation.source.evaluation_of`.
     """
-    config = evaluation_of(source, overrides).config
-    if config.algorithm == ALGORITHM and not any(each.startswith(_BACKEND) for each in overrides):
-        config = evaluation_of(source, [f"{_BACKEND}={_installed_generator(config)}", *overrides]).config
-    found = backends_of(config).generation
+    plan = evaluation_of(source, overrides).plan
+    if plan.plugin.name == ALGORITHM and not any(each.startswith(_BACKEND) for each in overrides):
+        plan = evaluation_of(source, [f"{_BACKEND}={_installed_generator(plan)}", *overrides]).plan
+    config, found = plan.config, plan.backends.generation
     if found is None:
-        raise ConfigError(f"algorithm: {config.algorithm} generates nothing; name a run or a model")
+        raise ConfigError(f"algorithm: {plan.plugin.name} generates nothing; name a run or a model")
     one = {"colocated": ColocatedConfig(), "min_replicas": None, "max_replicas": None}
     config = with_section(config, POLICY, _with(config.policy, "generation", one))
     ranks = found.plugin.ranks(found.backend)
-    if ranks > max(config.cluster.gpus_per_node, config.cluster.cpu_ranks_per_node):
-        return config  # a replica that spans nodes
-    return _with(config, "cluster", {"num_nodes": 1, "gpus_per_node": ranks, "cpu_ranks_per_node": ranks})
+    if ranks <= max(config.cluster.gpus_per_node, config.cluster.cpu_ranks_per_node):  # else a replica spans nodes
+        config = _with(config, "cluster", {"num_nodes": 1, "gpus_per_node": ranks, "cpu_ranks_per_node": ranks})
+    return plan.with_config(config)
 
 
 def system_prompt_of(source: str) -> str:
@@ -165,11 +168,11 @@ class ServedModel:
 
 
 @contextmanager
-def serving(config: Any, sampling: Sampling, *, num_turns: int, seed: int = 0) -> Iterator[ServedModel]:
+def serving(plan: RunPlan, sampling: Sampling, *, num_turns: int, seed: int = 0) -> Iterator[ServedModel]:
     """Serve a model until the context is left.
 
     Args:
-        config: Of `chat_config`.
+        plan: Of `chat_plan`.
         sampling: How replies are drawn.
         num_turns: Turns that the chat template must be able to render; 1 or more.
         seed: Seed of the sampling.
@@ -184,54 +187,53 @@ def serving(config: Any, sampling: Sampling, *, num_turns: int, seed: int = 0) -
     from rl_algos.rollouts.worker.programs import DEFAULT_PROGRAM
     from rl_algos.tokenizer import load_tokenizer
 
-    check_devices(config.cluster)
-    check_models(model_names(config))
-    config = with_local_models(config)
-    policy = config.policy
+    check_devices(plan.config.cluster)
+    check_models(model_names(plan))
+    plan = with_local_models(plan)
+    policy = plan.config.policy
     tokenizer = load_tokenizer(policy.tokenizer, policy.model_name)
     check_tokenizer(tokenizer, policy)
     ends = check_turns(
-        config, tokenizer, {}, program=DEFAULT_PROGRAM, max_turns=num_turns, turns_key="policy", splits=True
+        policy, tokenizer, {}, program=DEFAULT_PROGRAM, max_turns=num_turns, turns_key="policy", splits=True
     )
     longest = policy.max_total_sequence_length
     drawn = validation_sampling(policy.generation, ends.sampled)
     given = {name: value for name, value in vars(sampling).items() if value is not None}
     needs = RolloutNeeds(REPLY_PROGRAM, {"max_tokens": longest}, frozenset())
-    with _pool(config, needs) as pool:
+    with _pool(plan, needs) as pool:
         answer = PoolAnswerer(pool, replace(drawn, **given), seed=seed)
         yield ServedModel(answer, tokenizer, policy.tokenizer.tool_format, policy.model_name, longest)
 
 
 @contextmanager
-def _pool(config: Any, needs: RolloutNeeds) -> Iterator[RolloutPool]:
+def _pool(plan: RunPlan, needs: RolloutNeeds) -> Iterator[RolloutPool]:
     # Ray takes a second to import, which checks that fail should not wait for
     from rl_launch.cluster.virtual_cluster import VirtualCluster
     from rl_launch.runtime.runtime import Runtime, check_engines, provision_workers
 
-    backends: Backends = replace(backends_of(config), models={})
-    assert backends.generation is not None, "`chat_config` refuses others"
-    device = resolve_device(config.cluster)
-    check_placement(config.cluster, backends, device)
-    envs = provision_workers(config, backends, needs, device)
-    check_engines(config, backends, envs, device)
-    _log.info("starting %s", backends.generation.plugin.name)
+    plan, device = plan.without_models(), plan.device
+    assert plan.backends.generation is not None, "`chat_plan` refuses others"
+    check_placement(plan, device)
+    envs = provision_workers(plan, needs, device)
+    check_engines(plan, envs, device)
+    _log.info("starting %s", plan.backends.generation.plugin.name)
     with (
         tempfile.TemporaryDirectory(prefix="rl-chat-") as logs,
-        VirtualCluster.of(config.cluster, device) as cluster,
-        Runtime(config, backends, envs, cluster, Path(logs)) as runtime,
+        VirtualCluster.of(plan.config.cluster, device) as cluster,
+        Runtime(plan, envs, cluster, Path(logs)) as runtime,
     ):
         yield runtime.evaluation_pool(needs)
 
 
-def _installed_generator(config: Any) -> str:
+def _installed_generator(plan: RunPlan) -> str:
     """Return the configured generator if this environment has its engine, else the smallest."""
-    name = config.policy.generation.backend
+    name = plan.config.policy.generation.backend
     if name not in installed(GENERATORS) or _SMALLEST not in installed(GENERATORS):
         return str(name)
     found: BackendPlugin = plugin(GENERATORS, name)
-    extras = resolve_device(config.cluster).extras
+    extras = plan.device.extras
     return _SMALLEST if missing(worker_env(found.requirement, extras)) else str(name)
 
 
-def _with(section: Any, key: str, changes: Mapping[str, Any]) -> Any:
-    return section.model_copy(update={key: getattr(section, key).model_copy(update=dict(changes))})
+def _with(section: S, key: str, changes: Mapping[str, Any]) -> S:
+    return with_values(section, {key: with_values(getattr(section, key), changes)})

@@ -8,7 +8,8 @@ from typing import Any
 from rl_core.config import all_keys, explain, load, values_of
 from rl_core.plugins import ALGORITHMS, AlgorithmPlugin
 from rl_launch.backends import installed
-from rl_launch.run_config.root import read_raw, root_type, type_of
+from rl_launch.run_config.reading import read_raw
+from rl_launch.run_config.root_types import root_type, type_of
 
 _EVERY = ("algorithm", "run_dir", "policy", "checkpointing", "logger", "cluster")
 """Keys of the root that every algorithm has."""

@@ -13,13 +13,14 @@ from rl_core.errors import ConfigError, RunDirectoryError
 from rl_core.model import HEADLESS_ROLES, Role
 from rl_core.model_config import LoraConfig, ModelConfig, local_hf_config
 from rl_core.plugins import POLICIES, BackendPlugin, plugin
-from rl_launch.backends import POLICY, backends_of, with_section
 from rl_launch.model_files.adapter_folder import ADAPTER_CONFIG, AdapterFolder
 from rl_launch.model_files.foreign_folders import foreign_kind
 from rl_launch.model_files.local_models import MADE_HERE
 from rl_launch.model_files.model_facts import model_problems
 from rl_launch.model_files.model_folder import MODEL_FILES, folder_problems
-from rl_launch.run_config.root import read_model_config
+from rl_launch.root_config import POLICY, with_section, with_values
+from rl_launch.run_config.plan import RunPlan
+from rl_launch.run_config.reading import read_model_plan
 from rl_launch.session.checkpoints.checkpoints import newest_checkpoint
 from rl_launch.session.checkpoints.manifest import FILE_NAME, Manifest
 
@@ -31,31 +32,31 @@ class Source:
     """A model that can be built.
 
     Args:
-        config: resolved root of a run or of a single model; its `policy` is the model.
+        plan: of a run or of a single model; its `policy` is the model.
         checkpoint: loaded into it once it is built; None for the weights at `policy.model_name`.
     """
 
-    config: Any
+    plan: RunPlan
     checkpoint: Path | None = None
 
     @property
     def policy(self) -> ModelConfig:
         """The section of the model."""
-        return self.config.policy
+        return self.plan.config.policy
 
     @property
     def role(self) -> Role:
         """Its purpose, which decides its head."""
-        return backends_of(self.config).models[POLICY].spec.role
+        return self.plan.backends.models[POLICY].spec.role
 
     @property
     def backend(self) -> BackendPlugin:
         """Its training backend."""
-        return backends_of(self.config).models[POLICY].plugin
+        return self.plan.backends.models[POLICY].plugin
 
     def with_policy(self, **changes: Any) -> Source:
         """The same config with other settings of the model, and without a checkpoint."""
-        return Source(with_section(self.config, POLICY, self.policy.model_copy(update=changes)))
+        return Source(self.plan.with_config(with_section(self.plan.config, POLICY, with_values(self.policy, changes))))
 
     def on_backend(self, name: str) -> Source:
         """The same model on a training backend in its default settings; as it is if that is its backend."""
@@ -85,7 +86,7 @@ def checkpoint_source(folder: Path, overrides: Sequence[str]) -> Source:
         RunDirectoryError: if it is damaged.
     """
     checkpoint = checkpoint_of(folder)
-    source = Source(read_model_config(_config_file(checkpoint), overrides), checkpoint)
+    source = Source(read_model_plan(_config_file(checkpoint), overrides), checkpoint)
     if damage := _damage(checkpoint):
         raise RunDirectoryError(f"checkpoint {checkpoint} is damaged: {damage}; choose another one")
     return source
@@ -144,7 +145,7 @@ def recast_source(source: Source, overrides: Sequence[str], *, backend: str) -> 
             "models; leave --to out to write it as Hugging Face files"
         )
     kept = ("model_name", "precision", "tokenizer", "hf_config_overrides", "lora_cfg")
-    written = as_written(source.config)
+    written = as_written(source.plan.root)
     values = {name: written[POLICY][name] for name in kept}
     return _single({**values, **_enabling(backend)}, overrides, backend, written["cluster"])
 
@@ -192,7 +193,7 @@ def _single(
         backend: that must be the one enabled; any if None.
     """
     sections = {POLICY: dict(values)} if cluster is None else {POLICY: dict(values), "cluster": dict(cluster)}
-    source = Source(read_model_config(sections, overrides))
+    source = Source(read_model_plan(sections, overrides))
     chosen = source.backend.name
     if backend is not None and chosen != backend:
         raise ConfigError(f"--to {backend}, but the overrides enable {chosen}; name one backend")

@@ -18,7 +18,7 @@ from rl_core.errors import ConfigError
 from rl_core.model import HEADLESS_ROLES
 from rl_core.model_config import LoraConfig
 from rl_core.plugins import POLICIES, plugin
-from rl_launch.backends import POLICY, Backends, backends_of, installed
+from rl_launch.backends import installed
 from rl_launch.cluster.device import check_devices, resolve_device
 from rl_launch.commands.conversion_check import Probe
 from rl_launch.commands.conversion_source import (
@@ -36,7 +36,9 @@ from rl_launch.commands.convert_pickled import is_pickled, write_safetensors
 from rl_launch.commands.train import with_local_models
 from rl_launch.model_files.adapter_folder import AdapterFolder
 from rl_launch.model_files.model_folder import hf_config_fields
-from rl_launch.run_config.root import check_placement
+from rl_launch.root_config import POLICY
+from rl_launch.run_config.checks import check_placement
+from rl_launch.run_config.plan import RunPlan
 from rl_launch.session.checkpoints.manifest import Manifest, sync_folder
 
 if TYPE_CHECKING:
@@ -249,7 +251,7 @@ class _Conversion:
             (folder / POLICY).mkdir()
             model.save(str(folder / POLICY))
             written = model.finish_save() or ()
-        (folder / CONFIG).write_text(to_yaml(stated.config), encoding="utf-8")
+        (folder / CONFIG).write_text(to_yaml(stated.plan.root), encoding="utf-8")
         Manifest.of(folder, 0, {}, written={POLICY: written}, own=[CONFIG]).write(folder)
         return replace(stated, checkpoint=folder)
 
@@ -313,7 +315,7 @@ def _cluster(target: Path, sources: Sequence[Source]) -> Iterator[Start]:
     Raises:
         ConfigError, WorkerEnvironmentError: if one of them cannot be started; nothing is started then.
     """
-    cluster_config = sources[0].config.cluster
+    cluster_config = sources[0].plan.config.cluster
     check_devices(cluster_config)
 
     # Ray takes a second to import, which checks that fail should not wait for
@@ -323,15 +325,15 @@ def _cluster(target: Path, sources: Sequence[Source]) -> Iterator[Start]:
     device = resolve_device(cluster_config)
     envs = {}
     for source in map(_local, sources):
-        backends = _alone(source)
-        check_placement(source.config.cluster, backends, device)
-        envs[source.backend.name] = found = provision_workers(source.config, backends, None, device)
-        check_engines(source.config, backends, found, device)
+        plan = _alone(source)
+        check_placement(plan, device)
+        envs[source.backend.name] = found = provision_workers(plan, None, device)
+        check_engines(plan, found, device)
 
     @contextmanager
     def start(source: Source) -> Iterator[RemoteModel]:
         source = _local(source)
-        with Runtime(source.config, _alone(source), envs[source.backend.name], cluster, logs) as runtime:
+        with Runtime(_alone(source), envs[source.backend.name], cluster, logs) as runtime:
             num_ranks = cluster.num_nodes * cluster.ranks_per_node
             _log.info("starting %s on %d ranks", source.backend.name, num_ranks)
             model = runtime.models()[POLICY]
@@ -347,17 +349,17 @@ def _cluster(target: Path, sources: Sequence[Source]) -> Iterator[Start]:
 
 def _local(source: Source) -> Source:
     """The source with folders in the place of the names of models that are made on this machine."""
-    return replace(source, config=with_local_models(source.config))
+    return replace(source, plan=with_local_models(source.plan))
 
 
-def _alone(source: Source) -> Backends:
-    """The backend of the source's model and of no other, without a reference, and with an optimizer only if a
-    checkpoint may hold one."""
-    backends = backends_of(source.config)
+def _alone(source: Source) -> RunPlan:
+    """The plan of the source's model and of no other, without a reference, and with an optimizer only if a checkpoint
+    may hold one."""
+    backends = source.plan.backends
     chosen = backends.models[POLICY]
     trains = chosen.spec.trains and source.checkpoint is not None
     alone = replace(chosen, spec=replace(chosen.spec, keeps_reference=False, trains=trains))
-    return replace(backends, models={POLICY: alone}, generation=None)
+    return replace(source.plan, backends=replace(backends, models={POLICY: alone}, generation=None))
 
 
 @contextmanager

@@ -12,11 +12,11 @@ from typing import Any, get_args
 from rl_core.config import did_you_mean
 from rl_core.errors import ConfigError, RLError
 from rl_core.plugins import POLICIES, BackendPlugin, plugin
-from rl_launch.backends import POLICY, installed
+from rl_launch.backends import installed
 from rl_launch.cluster.device import resolve_device
 from rl_launch.model_files.foreign_folders import PICKLED, foreign_kind
 from rl_launch.model_files.weight_files import INDEX, SINGLE
-from rl_launch.run_config.root import ClusterConfig
+from rl_launch.root_config import POLICY, ClusterConfig
 from rl_launch.worker_envs.driver_envs import DriverEnvs
 from rl_launch.worker_envs.provision import Mode
 from rl_launch.worker_envs.spec import worker_env

@@ -18,12 +18,12 @@ from rl_algos.data.pass_rates import pass_rates, reason_to_leave_out
 from rl_algos.data.preview import Refusal, RowReader, Text
 from rl_core.config import assemble, did_you_mean, load, resolve
 from rl_core.errors import ConfigError, DataError
-from rl_core.plugins import ALGORITHMS, DATASETS, algorithm_named, names
-from rl_core.plugins import resolve as resolved
+from rl_core.plugins import ALGORITHMS, DATASETS, algorithm_named, implementation_of, names
 from rl_launch.commands.explain import names_config
 from rl_launch.model_files.local_models import MADE_HERE, TINY, tiny_model
 from rl_launch.recipes import recipe_names
-from rl_launch.run_config.root import read_config, type_of
+from rl_launch.run_config.reading import read_plan
+from rl_launch.run_config.root_types import type_of
 
 MOST_READ = 1000
 """Maximum number of rows of a dataset that the summary counts by default."""
@@ -123,12 +123,11 @@ def given_rows(
     if is_run and algorithm:
         raise ConfigError(f"--algorithm is for a file of data; {source} says its own algorithm")
     changes = [*overrides, *([f"policy.model_name={model}"] if model else [])]
-    config: Any = read_config(source, changes).config if is_run else _config_of(source, changes, model, algorithm)
-    preview = _preview(config.algorithm)
+    config: Any = read_plan(source, changes).config if is_run else _config_of(source, changes, model, algorithm)
     purpose: Purpose = "validation" if validation else "train"
     if validation and not config.data.validation_datasets:
         raise ConfigError("--validation: the config has no validation data; set data.validation, or leave the flag out")
-    reader: RowReader = resolved(preview)(config)
+    reader = _row_reader(config)
     datasets = open_datasets(config.data, purpose, reader.processor, sample=MOST_READ)
     selecting = {each.name: each.settings.pass_rate for each in datasets if purpose == "train"}
     rates = {name: pass_rates(settings) for name, settings in selecting.items() if settings is not None}
@@ -219,19 +218,19 @@ def _config_of(source: str, overrides: Sequence[str], model: str, algorithm: str
     elif algorithm not in names(ALGORITHMS) and ":" not in algorithm:
         known = names(ALGORITHMS)
         raise ConfigError(f"--algorithm: got {algorithm!r}{did_you_mean(algorithm, known)}; known: {', '.join(known)}")
-    _preview(algorithm)
     raw = load({"algorithm": algorithm, "policy": {"model_name": model or TINY}, **values}, overrides)
     return resolve(raw, type_of(raw)).config
 
 
-def _preview(algorithm: str) -> str:
-    """The function that makes the reader of an algorithm's rows."""
-    plugin = algorithm_named(algorithm)
-    if not plugin.preview:
+def _row_reader(config: Any) -> RowReader:
+    """Return the reader of the rows of a config's algorithm."""
+    plugin = algorithm_named(config.algorithm)
+    reader: RowReader | None = implementation_of(plugin).row_reader(config)
+    if reader is None:
         raise ConfigError(
-            f"algorithm: rows of {plugin.name} cannot be shown, as its plugin has no `preview`; name another algorithm"
+            f"algorithm: rows of {plugin.name} cannot be shown, as it defines no `row_reader`; name another algorithm"
         )
-    return plugin.preview
+    return reader
 
 
 def _kind(source: str) -> str:

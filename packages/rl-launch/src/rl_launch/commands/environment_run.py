@@ -27,15 +27,14 @@ from rl_core.rollouts.generation import Placement, SamplingParams
 from rl_core.rollouts.group import RECORD
 from rl_core.rollouts.pool import RolloutTask
 from rl_core.rollouts.rollout import Message, Prompt
-from rl_launch.backends import backends_of
-from rl_launch.cluster.device import check_devices, resolve_device
+from rl_launch.cluster.device import check_devices
 from rl_launch.cluster.local_gpus import local_gpus
 from rl_launch.commands.completion_input import CompletionInput
 from rl_launch.commands.environment_source import GivenEnvironment, GivenRow
 from rl_launch.commands.train import with_local_models
 from rl_launch.model_files.model_folder import check_models
 from rl_launch.run_config.inputs import model_names
-from rl_launch.run_config.root import read_config
+from rl_launch.run_config.reading import read_plan
 from rl_launch.worker_envs.driver import missing
 from rl_launch.worker_envs.spec import worker_env
 
@@ -124,13 +123,12 @@ def model_player(model: str, overrides: Sequence[str], course: Course, given: Gi
     values: dict[str, Any] = {"model_name": model, "generation": {"backend": "hf"}}
     if course.tool_format is not None:
         values["tokenizer"] = {"tool_format": course.tool_format}
-    config: Any = read_config({"algorithm": "evaluation", "policy": values}, overrides).config
-    check_devices(config.cluster)
-    check_models(model_names(config))
-    config = with_local_models(config)
-    backend = backends_of(config).generation
+    plan = read_plan({"algorithm": "evaluation", "policy": values}, overrides)
+    check_devices(plan.config.cluster)
+    check_models(model_names(plan))
+    plan = with_local_models(plan)
+    config, backend, device = plan.config, plan.backends.generation, plan.device
     assert backend is not None, "an evaluation generates"
-    device = resolve_device(config.cluster)
     if problems := missing(worker_env(backend.plugin.requirement, device.extras)):
         raise ConfigError(f"the generator {backend.plugin.name} cannot be used here: {'; '.join(problems)}")
     gpus = (device.visible() or ("0",))[:1] if device.has_gpus and local_gpus() else ()
@@ -138,7 +136,7 @@ def model_player(model: str, overrides: Sequence[str], course: Course, given: Gi
     tokenizer = load_tokenizer(policy.tokenizer, policy.model_name)
     tools = {given.instance.name: given.tools} if given.tools else {}
     ends = check_turns(
-        config,
+        policy,
         tokenizer,
         tools,
         program=course.program,

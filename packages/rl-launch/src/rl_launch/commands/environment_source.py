@@ -24,7 +24,8 @@ from rl_core.plugins import DATASETS, ENVIRONMENTS
 from rl_core.rollouts.rollout import Message
 from rl_launch.backends import installed
 from rl_launch.commands.explain import names_config
-from rl_launch.run_config.root import environments_type, read_config
+from rl_launch.run_config.reading import read_plan
+from rl_launch.run_config.root_types import environments_type
 from rl_launch.worker_envs.driver import missing
 from rl_launch.worker_envs.spec import worker_env
 
@@ -128,7 +129,7 @@ def _of_config(source: str, overrides: Sequence[str], data: GivenData) -> GivenE
     """The environment of a config's training data, with its rows."""
     if data.source or data.prompt:
         raise ConfigError(f"{source} names its data; leave out --data and --prompt, or name the environment alone")
-    config: Any = read_config(source, overrides).config
+    config: Any = read_plan(source, overrides).config
     names = list(dict.fromkeys(each.env_name for each in config.data.train_datasets if each.env_name))
     if not hasattr(config, "env") or not names:
         raise ConfigError(f"{source} trains without an environment")

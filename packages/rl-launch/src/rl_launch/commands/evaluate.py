@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,31 +17,30 @@ from rl_algos.rollouts.driver.evaluation_plan import EvaluationPlan, EvaluationT
 from rl_core.environments.instance import instance_of
 from rl_core.environments.trial import Trial
 from rl_core.errors import ConfigError, RolloutsFailed
-from rl_core.plugins import algorithm_named, resolve
 from rl_core.rollouts.pool import RolloutPool
-from rl_launch.backends import backends_of
-from rl_launch.cluster.device import check_devices, resolve_device
+from rl_launch.cluster.device import check_devices
 from rl_launch.commands.train import with_local_models
 from rl_launch.evaluation.folder import Done, EvaluationFolder
 from rl_launch.evaluation.identity import identity_of, prompt_digest
 from rl_launch.evaluation.progress import EvaluationProgress
 from rl_launch.evaluation.result import EvaluationResult, ScoredPrompt
 from rl_launch.model_files.model_facts import check_tokenizer
+from rl_launch.run_config.checks import check_placement
 from rl_launch.run_config.inputs import check_inputs
-from rl_launch.run_config.root import check_placement
+from rl_launch.run_config.plan import RunPlan
 from rl_launch.runtime.environment_trials import try_here, try_in
 
 _log = logging.getLogger(__name__)
 
 
-def evaluate(config: Any, *, folder: str | Path) -> EvaluationResult:
+def evaluate(plan: RunPlan, *, folder: str | Path) -> EvaluationResult:
     """Score the weights at `policy.model_name` on the tasks of a config, or on its validation data.
 
     Finished groups are kept in the folder; an evaluation that was killed there goes on with the others, and a finished
     one is only summarised again. Samples that fail score 0 and are counted.
 
     Args:
-        config: resolved root.
+        plan: of a run, or of an evaluation.
         folder: for the results, rollouts and logs.
 
     Raises:
@@ -51,34 +49,35 @@ def evaluate(config: Any, *, folder: str | Path) -> EvaluationResult:
         RunDirectoryError: if the folder holds anything else, or an evaluation of something else.
         RolloutsFailed: if every sample failed.
     """
-    algorithm = algorithm_named(config.algorithm)
-    if not algorithm.evaluate:
+    config = plan.config
+    if not plan.plugin.evaluates:
         raise ConfigError(
-            f"algorithm: {algorithm.name} has no evaluation by rollouts; give a run or a model and name tasks, such as "
-            "--tasks gsm8k, or use a config of another algorithm"
+            f"algorithm: {plan.plugin.name} has no evaluation by rollouts; give a run or a model and name tasks, such "
+            "as --tasks gsm8k, or use a config of another algorithm"
         )
     place = EvaluationFolder(folder, config.logger.run_dir_access)
     place.check()
     check_devices(config.cluster)
-    check_inputs(config, is_evaluation=True)
-    evaluation = resolve(algorithm.evaluate)(config)
+    check_inputs(plan, is_evaluation=True)
+    evaluation = plan.algorithm.evaluation(config)
     trials = [Trial(instance_of(config.env, name), each) for name, each in evaluation.attempts().items()]
     untried = try_here(trials, config.cluster.worker_envs)
-    written, config = config, with_local_models(config)
+    written, plan = plan, with_local_models(plan)
+    config = plan.config
 
     # imports transformers, which takes a second
     from rl_algos.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(config.policy.tokenizer, config.policy.model_name)
     check_tokenizer(tokenizer, config.policy)
-    plan: EvaluationPlan = evaluation.plan(tokenizer)
-    identity, samples = identity_of(config, plan), {task.name: task.num_samples for task in plan.tasks}
-    done = place.open(identity, written, samples)
+    rollouts: EvaluationPlan = evaluation.plan(tokenizer)
+    identity, samples = identity_of(config, rollouts), {task.name: task.num_samples for task in rollouts.tasks}
+    done = place.open(identity, written.root, samples)
     try:
-        if any(_waiting(task, done) for task in plan.tasks):
+        if any(_waiting(task, done) for task in rollouts.tasks):
             _log.info("results: %s", place.path)
-            done |= _roll_out(config, plan, place, done, untried)
-        result = _result(place, config.policy.model_name, plan, done)
+            done |= _roll_out(plan, rollouts, place, done, untried)
+        result = _result(place, config.policy.model_name, rollouts, done)
         place.write_result(result.as_json())
         return result
     finally:
@@ -108,25 +107,24 @@ def roll_out(plan: EvaluationPlan, pool: RolloutPool, place: EvaluationFolder, d
 
 
 def _roll_out(
-    config: Any, plan: EvaluationPlan, place: EvaluationFolder, done: Done, untried: list[Trial]
+    plan: RunPlan, rollouts: EvaluationPlan, place: EvaluationFolder, done: Done, untried: list[Trial]
 ) -> Mapping[tuple[str, str], PromptScore]:
     """As `roll_out`, with the processes that it needs."""
     # Ray takes a second to import, which checks that fail should not wait for
     from rl_launch.cluster.virtual_cluster import VirtualCluster
     from rl_launch.runtime.runtime import Runtime, provision_workers
 
-    backends = replace(backends_of(config), models={})
-    device = resolve_device(config.cluster)
-    check_placement(config.cluster, backends, device)
-    envs = provision_workers(config, backends, plan.needs, device)
+    plan, device = plan.without_models(), plan.device
+    check_placement(plan, device)
+    envs = provision_workers(plan, rollouts.needs, device)
     try_in(envs.interpreters, untried)
     with (
-        VirtualCluster.of(config.cluster, device) as cluster,
-        Runtime(config, backends, envs, cluster, place.logs) as runtime,
+        VirtualCluster.of(plan.config.cluster, device) as cluster,
+        Runtime(plan, envs, cluster, place.logs) as runtime,
     ):
-        pool = runtime.evaluation_pool(plan.needs)
+        pool = runtime.evaluation_pool(rollouts.needs)
         started = time.monotonic()
-        found = roll_out(plan, pool, place, done, Console(stderr=True))
+        found = roll_out(rollouts, pool, place, done, Console(stderr=True))
         _log.info("%d prompts in %.1f s", len(found), time.monotonic() - started)
         return found
 

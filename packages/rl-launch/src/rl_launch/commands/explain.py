@@ -27,7 +27,8 @@ from rl_launch.backends import installed
 from rl_launch.commands.catalog import chosen, tasks_of
 from rl_launch.foreign_keys.meanings import Meaning, meanings
 from rl_launch.recipes import recipe_names
-from rl_launch.run_config.root import read_config, read_raw, root_type, type_of
+from rl_launch.run_config.reading import read_plan, read_raw
+from rl_launch.run_config.root_types import root_type, type_of
 
 _SETTINGS = re.compile(r"(?P<dataset>data\.(?:train|validation)(?:\[\d+\])?)\.settings(?:\.(?P<rest>.+))?")
 _MOST_NAMED = 6
@@ -165,7 +166,7 @@ def explain_in(source: str, key: str, overrides: Sequence[str] = ()) -> tuple[li
     raw = read_raw(source, overrides)
     settings = _SETTINGS.fullmatch(key)
     try:
-        config: Any = read_config(source, overrides)
+        config: Any = read_plan(source, overrides).resolved
         root, problems = type(config.config), ""
     except ConfigError as error:
         problems = str(error)

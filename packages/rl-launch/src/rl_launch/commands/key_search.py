@@ -10,7 +10,8 @@ from rl_core.config import Explanation, RawConfig, Values, explain_all, show, va
 from rl_core.plugins import DATASETS
 from rl_launch.backends import installed
 from rl_launch.commands.explain import only_with, placed, roots_of_all
-from rl_launch.run_config.root import read_raw, type_of
+from rl_launch.run_config.reading import read_raw
+from rl_launch.run_config.root_types import type_of
 
 _WORD = re.compile(r"[^\W_]+")
 _SECTIONS = ("data.train", "data.validation")

@@ -17,7 +17,7 @@ from rich.table import Table
 from rl_algos.tiny_model import make_tiny_model
 from rl_core.errors import WorkerEnvironmentError
 from rl_launch.commands.train import train
-from rl_launch.run_config.root import read_config
+from rl_launch.run_config.reading import read_plan
 from rl_launch.session.checkpoints.checkpoints import newest_checkpoint
 from rl_launch.session.directory.run_folder import RunFolder, is_run
 from rl_launch.session.directory.writable import check_writable
@@ -73,17 +73,15 @@ class Quickstart:
 
     def prepare_workers(self, model: Path) -> None:
         """Build the environment of the first stages, and begin to build that of vLLM, which the last one waits for."""
-        from rl_launch.backends import backends_of
-        from rl_launch.cluster.device import resolve_device
         from rl_launch.runtime.role_envs import role_specs
         from rl_launch.worker_envs import provision
 
         settings = [f"policy.model_name={model}", *self._cluster]
         wanted: list[tuple[Any, Any]] = []
         for backend in ("hf", "vllm"):
-            config: Any = read_config("grpo-arithmetic", [*settings, f"policy.generation.backend={backend}"]).config
-            specs = role_specs(backends_of(config), (), resolve_device(config.cluster))
-            wanted.append((specs.values(), config.cluster.worker_envs))
+            plan = read_plan("grpo-arithmetic", [*settings, f"policy.generation.backend={backend}"])
+            specs = role_specs(plan.backends, (), plan.device)
+            wanted.append((specs.values(), plan.config.cluster.worker_envs))
         first, last = wanted
 
         def prepare_last() -> None:
@@ -99,15 +97,13 @@ class Quickstart:
         from rl_launch.commands.evaluate import evaluate
 
         settings = [f"policy.model_name={model}", "policy.generation.backend=hf", *self._cluster]
-        config = read_config("grpo-arithmetic", settings).config
-        return evaluate(config, folder=self._folder / "initial").mean_reward
+        return evaluate(read_plan("grpo-arithmetic", settings), folder=self._folder / "initial").mean_reward
 
     def fine_tune(self, model: Path) -> Path:
         """Supervised fine-tuning on generated sums; returns the folder of the trained model."""
         run_dir = self._folder / "sft"
         settings = [f"policy.model_name={model}", f"run_dir={run_dir}", *self._cluster]
-        config = read_config("sft-arithmetic", settings).config
-        train(config, run_dir=run_dir, title="sft").exit_if_stopped()
+        train(read_plan("sft-arithmetic", settings), run_dir=run_dir, title="sft").exit_if_stopped()
         return newest_checkpoint(run_dir) / "hf"
 
     def reinforce(self, model: Path) -> Path:
@@ -120,7 +116,7 @@ class Quickstart:
             "grpo.val_at_end=true",
             *self._cluster,
         ]
-        train(read_config("grpo-arithmetic", settings).config, run_dir=run_dir, title="grpo").exit_if_stopped()
+        train(read_plan("grpo-arithmetic", settings), run_dir=run_dir, title="grpo").exit_if_stopped()
         lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
         scores = [line["val/accuracy"] for line in lines if "val/accuracy" in line]
         self.accuracy |= {"sft": scores[0], "grpo": scores[-1]}
@@ -181,14 +177,13 @@ def run(folder: Path, cluster: Sequence[str] = (), console: Console | None = Non
         return
 
     # one Ray for all stages; imported here so that help and errors in arguments answer at once
-    from rl_launch.cluster.device import resolve_device
     from rl_launch.cluster.virtual_cluster import VirtualCluster
 
     with stages.stage("model", "1/4  Making a tiny Qwen3 (about 0.7M parameters) and its tokenizer"):
         model = stages.make_model()
     stages.prepare_workers(model)
-    config: Any = read_config("grpo-arithmetic", [f"policy.model_name={model}", *cluster]).config
-    with VirtualCluster.of(config.cluster, resolve_device(config.cluster)):
+    plan = read_plan("grpo-arithmetic", [f"policy.model_name={model}", *cluster])
+    with VirtualCluster.of(plan.config.cluster, plan.device):
         if "initial" not in stages.accuracy:
             with stages.stage("initial", "2/4  Scoring it on held-out sums"):
                 stages.accuracy["initial"] = stages.score(model)

@@ -9,7 +9,7 @@ from rl_core.config import did_you_mean
 from rl_core.errors import ConfigError
 from rl_launch.commands.catalog import Recipe, recipes
 from rl_launch.recipes import RECIPES, recipe_names
-from rl_launch.run_config.root import read_raw
+from rl_launch.run_config.reading import read_raw
 
 
 def recipe_text(name: str) -> str:

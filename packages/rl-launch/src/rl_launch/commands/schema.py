@@ -15,7 +15,8 @@ from rl_core.plugins.user_code import is_in_file
 from rl_launch.backends import installed
 from rl_launch.commands.catalog import tasks_of
 from rl_launch.commands.explain import names_config
-from rl_launch.run_config.root import read_raw, root_type
+from rl_launch.run_config.reading import read_raw
+from rl_launch.run_config.root_types import root_type
 
 EDITOR_HINT = "# yaml-language-server: $schema="
 """Begins the line of a YAML file that names its schema for editors."""

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.errors import ConfigError
-from rl_core.plugins import algorithm_named
-from rl_launch.run_config.root import read_config
+from rl_launch.run_config.plan import RunPlan
+from rl_launch.run_config.reading import read_plan
 from rl_launch.session.directory.branch import BranchPoint
 from rl_launch.session.directory.run_folder import is_run
 
@@ -22,13 +22,13 @@ class GivenRun:
     """A run as the user asked for it.
 
     Args:
-        config: resolved root.
+        plan: of the run.
         run_dir: the folder of the run, which may hold it already.
         name: shown with the progress.
         branch_point: the run and step that it starts from.
     """
 
-    config: Any
+    plan: RunPlan
     run_dir: Path
     name: str
     branch_point: BranchPoint | None = None
@@ -49,15 +49,16 @@ def run_of(recipe: str | Mapping[str, Any], overrides: Sequence[str] = (), start
     """
     point = BranchPoint.parse(start) if start else None
     if isinstance(recipe, Mapping) and recipe:
-        config: Any = read_config(recipe, overrides).config
-        name = algorithm_named(config.algorithm).name
-        return GivenRun(config, _folder(config.run_dir, name), name, point)
+        plan = read_plan(recipe, overrides)
+        name = plan.plugin.name
+        return GivenRun(plan, _folder(plan.config.run_dir, name), name, point)
     recipe = str(recipe or "")
     if point is not None and (not recipe or "=" in recipe):
         recipe, overrides = str(point.run.path), [*([recipe] if recipe else []), *overrides]
     name = recipe_name(recipe)
-    config = read_config(recipe, overrides).config
-    return GivenRun(config, _run_dir(recipe, name, overrides, config.run_dir, branches=point is not None), name, point)
+    plan = read_plan(recipe, overrides)
+    folder = _run_dir(recipe, name, overrides, plan.config.run_dir, branches=point is not None)
+    return GivenRun(plan, folder, name, point)
 
 
 def recipe_name(recipe: str) -> str:

@@ -19,7 +19,7 @@ from rl_launch.cluster.device import check_devices, resolve_device
 from rl_launch.commands.runs import Listing
 from rl_launch.commands.start import GivenRun, recipe_name, run_of
 from rl_launch.commands.train import Outcome, check_run_dir, finished_metrics, train
-from rl_launch.run_config.root import read_raw
+from rl_launch.run_config.reading import read_raw
 from rl_launch.session.directory.run_folder import RunFolder, is_run
 from rl_launch.show.headings import headings
 from rl_launch.worker_envs.engine_checks import kept_check_processes
@@ -107,7 +107,7 @@ def sweep_of(recipe: str, overrides: Sequence[str]) -> Sweep:
             problems.append(f"{run}: {error}")
     if problems:
         raise ConfigError("\n".join(problems))
-    places = [run.config.checkpointing.push_to for run in runs if run.config.checkpointing.push_to is not None]
+    places = [place for run in runs if (place := run.plan.config.checkpointing.push_to) is not None]
     if len(set(places)) < len(places):
         raise ConfigError(
             f"checkpointing.push_to: several runs of the sweep would push to {places[0]}, each over the others; remove "
@@ -146,15 +146,15 @@ def run_sweep(sweep: Sweep, explained: Callable[[Exception, Path], str]) -> Swee
     """
     waiting = [run for run in sweep.runs if _is_waiting(run)]
     for run in waiting:
-        check_devices(run.config.cluster)
+        check_devices(run.plan.config.cluster)
     failures: dict[str, str] = {}
     with _SharedRay() as ray, _ended_by_sigterm():
         for number, run in enumerate(waiting, start=1):
             name = run.run_dir.name
             _log.info("run %d of %d: %s", number, len(waiting), name)
-            ray.start(run.config.cluster)
+            ray.start(run.plan.config.cluster)
             try:
-                outcome = train(run.config, run_dir=run.run_dir, title=name)
+                outcome = train(run.plan, run_dir=run.run_dir, title=name)
             except (ConfigError, DataError, RunDirectoryError, WorkerEnvironmentError) as error:
                 failures[name] = explained(error, run.run_dir)
             except Exception as error:  # noqa: BLE001  # the failure of one run must not cost the others
@@ -296,5 +296,5 @@ def _is_waiting(run: GivenRun) -> bool:
     Raises:
         RunDirectoryError: If its folder holds anything else.
     """
-    check_run_dir(run.run_dir, run.config, fresh=False)
-    return finished_metrics(run.run_dir, run.config) is None
+    check_run_dir(run.run_dir, run.plan, fresh=False)
+    return finished_metrics(run.run_dir, run.plan) is None

@@ -16,17 +16,19 @@ from typing import Any
 from rl_core.config import to_yaml
 from rl_core.environments.trial import Trial
 from rl_core.errors import ConfigError, RLError, RunDirectoryError
-from rl_core.plugins import algorithm_named, export_suffixes, resolve
-from rl_launch.backends import backends_of, model_sections, section_of, with_section
-from rl_launch.cluster.device import check_devices, resolve_device
+from rl_core.plugins import AlgorithmEvaluation, export_suffixes
+from rl_launch.cluster.device import check_devices
 from rl_launch.cluster.ray_address import check_ray_address
 from rl_launch.model_files.local_models import MADE_HERE, TINY, WARMED_UP, models_folder, tiny_model
 from rl_launch.model_files.model_facts import check_tokenizer
 from rl_launch.model_files.model_folder import adapter_problems
 from rl_launch.placement.bundles import PlacementError
 from rl_launch.push.pusher import pusher_of
+from rl_launch.root_config import with_section, with_values
+from rl_launch.run_config.checks import check_placement
 from rl_launch.run_config.inputs import check_inputs
-from rl_launch.run_config.root import check_placement, read_config
+from rl_launch.run_config.plan import RunPlan
+from rl_launch.run_config.reading import read_plan
 from rl_launch.run_config.run_recording import RunRecording, recorded_environments
 from rl_launch.runtime.environment_trials import trials_of, try_here, try_in
 from rl_launch.runtime.restoration import Restoration
@@ -72,7 +74,7 @@ class Outcome:
 
 
 def train(
-    config: Any, *, run_dir: str | Path, title: str = "", fresh: bool = False, branch_point: BranchPoint | None = None
+    plan: RunPlan, *, run_dir: str | Path, title: str = "", fresh: bool = False, branch_point: BranchPoint | None = None
 ) -> Outcome:
     """Run the configured algorithm in a run directory, or resume the run that it holds. A run that lost a model worker
     or a node goes on from its newest checkpoint, on the remaining nodes. A finished run is left as it is.
@@ -80,7 +82,7 @@ def train(
     All checks that need no worker run before any process starts, the fastest first.
 
     Args:
-        config: resolved root.
+        plan: of the run.
         run_dir: made, or resumed.
         title: shown with the progress.
         fresh: refuse to go on with an earlier run.
@@ -91,34 +93,34 @@ def train(
         RLError: if the run fails, with role, rank, node and phase.
     """
     started = time.monotonic()
-    algorithm = algorithm_named(config.algorithm)
-    if not algorithm.run:
-        raise ConfigError(f"algorithm: {algorithm.name} trains nothing; run this config with rl eval")
-    branch = check_run_dir(run_dir, config, fresh=fresh, branch_point=branch_point)
-    metrics = finished_metrics(run_dir, config) if branch is None else None
+    config, plugin = plan.config, plan.plugin
+    if not plugin.trains:
+        raise ConfigError(f"algorithm: {plugin.name} trains nothing; run this config with rl eval")
+    branch = check_run_dir(run_dir, plan, fresh=fresh, branch_point=branch_point)
+    metrics = finished_metrics(run_dir, plan) if branch is None else None
     if metrics is not None:
         return Outcome(metrics)
     check_writers(config.logger)
     check_mlflow_store(config.logger)
     check_ray_address()
     check_devices(config.cluster)
-    check_inputs(config)
-    check_adapters_of_made_models(config)
-    loaded = resolve(algorithm.load)(config)
-    evaluates = algorithm.evaluates_in_training is not None and algorithm.evaluates_in_training(config)
-    evaluation = resolve(algorithm.evaluate)(config) if evaluates else None
-    untried = try_here(trials_of(config, algorithm, loaded, evaluation), config.cluster.worker_envs)
+    check_inputs(plan)
+    check_adapters_of_made_models(plan)
+    loaded = plan.algorithm.load(config)
+    evaluates = plugin.evaluates_in_training is not None and plugin.evaluates_in_training(config)
+    evaluation = plan.algorithm.evaluation(config) if evaluates else None
+    untried = try_here(trials_of(plan, loaded, evaluation), config.cluster.worker_envs)
     callbacks = make_callbacks(config.callbacks)
     pusher = pusher_of(config.checkpointing)
     restoration = Restoration(saves=config.checkpointing.enabled)
-    exports = export_suffixes(algorithm.models(config))
+    exports = export_suffixes(plugin.models(config))
     sessions = partial(
         RunSession, run_dir, config, title=title, since=started, exports=exports, callbacks=callbacks, pusher=pusher
     )
     start = partial(sessions, fresh=fresh, branch=branch)
     while True:
         try:
-            return _run(config, loaded, evaluation, untried, start, restoration)
+            return _run(plan, loaded, evaluation, untried, start, restoration)
         except PlacementError as error:
             raise restoration.failed(error) from None
         except RLError:
@@ -128,9 +130,9 @@ def train(
 
 
 def _run(
-    config: Any,
+    plan: RunPlan,
     loaded: Any,
-    evaluation: Any,
+    evaluation: AlgorithmEvaluation | None,
     untried: Sequence[Trial],
     start: Callable[..., RunSession],
     restoration: Restoration,
@@ -139,15 +141,15 @@ def _run(
     from rl_algos.tokenizer import load_tokenizer
 
     restoration.goes_on = False
-    config = with_local_models(config)
-    algorithm = algorithm_named(config.algorithm)
+    plan = with_local_models(plan)
+    config, algorithm = plan.config, plan.algorithm
     tokenizer = load_tokenizer(config.policy.tokenizer, config.policy.model_name)
     check_tokenizer(tokenizer, config.policy)
-    data = resolve(algorithm.prepare)(config, tokenizer, loaded)
-    needs = resolve(algorithm.rollouts)(config, data) if algorithm.generates else None
-    plan = None if evaluation is None else evaluation.plan(tokenizer)
-    if plan is not None and needs is not None:
-        needs = replace(needs, environments=needs.environments | plan.needs.environments)
+    data = algorithm.prepare(config, tokenizer, loaded)
+    needs = algorithm.rollouts(config, data) if plan.plugin.generates else None
+    evaluated = None if evaluation is None else evaluation.plan(tokenizer)
+    if evaluated is not None and needs is not None:
+        needs = replace(needs, environments=needs.environments | evaluated.needs.environments)
     recording = RunRecording(needs.environments if needs is not None else ())
     session = start(recording=recording)
     if not restoration.follows_a_loss:
@@ -158,33 +160,32 @@ def _run(
     from rl_launch.commands.family_proof import prove_family
     from rl_launch.runtime.runtime import Runtime, check_engines, provision_workers
 
-    backends = backends_of(config)
-    device = resolve_device(config.cluster)
-    check_placement(config.cluster, backends, device)
-    envs = provision_workers(config, backends, needs, device)
+    device = plan.device
+    check_placement(plan, device)
+    envs = provision_workers(plan, needs, device)
     _log.info("checking models and engines in their environments")
     try_in(envs.interpreters, untried)
-    check_engines(config, backends, envs, device)
-    for role, model in backends.models.items():
-        prove_family(section_of(config, model.section), model.section, model.plugin, envs.interpreters[role])
+    check_engines(plan, envs, device)
+    for role, model in plan.backends.models.items():
+        prove_family(plan.section(model.section), model.section, model.plugin, envs.interpreters[role])
     _log.info("starting Ray and the workers")
     # the run directory is taken after all checks, so that it stays free for another config after a refusal
     with session, ExitStack() as held:
         with session.phase("starting"):
             after_a_loss = restoration.follows_a_loss
             cluster = held.enter_context(VirtualCluster.of(config.cluster, device, after_a_loss=after_a_loss))
-            runtime = held.enter_context(Runtime(config, backends, envs, cluster, session.directory.logs))
+            runtime = held.enter_context(Runtime(plan, envs, cluster, session.directory.logs))
             held.enter_context(restoration.judging(session, runtime.lost_nodes))
-            components = replace(runtime.components(data, needs, vocabulary=len(tokenizer)), evaluation=plan)
+            components = replace(runtime.components(data, needs, vocabulary=len(tokenizer)), evaluation=evaluated)
         if runtime.rollout_pool is not None:
             session.write_rollouts_by(runtime.rollout_pool.write_rollouts)
         with session.with_models():
-            resolve(algorithm.run)(config, components, session)
+            algorithm.run(config, components, session)
     return Outcome(session.last_metrics, session.stop_signal)
 
 
 def check_run_dir(
-    run_dir: str | Path, config: Any, *, fresh: bool, branch_point: BranchPoint | None = None
+    run_dir: str | Path, plan: RunPlan, *, fresh: bool, branch_point: BranchPoint | None = None
 ) -> Branch | None:
     """Refuse a folder that the run cannot use, and return the start of a new branch. A folder that does not exist, is
     empty, or holds an interrupted start is left as it is: it becomes a run after all other checks.
@@ -205,38 +206,38 @@ def check_run_dir(
             )
     names = names_without_rows(path) if path.is_dir() else set()
     if names and (LOCK not in names or directory.config.is_file()):
-        directory.open(config, fresh=fresh)
+        directory.open(plan.root, fresh=fresh)
         directory.close()
     else:
         check_writable(path)
     if branch_point is None or is_run(path):
         return None
     recording = RunRecording(recorded_environments(branch_point.run.path / CONFIG))
-    return branch_point.branch(config, recording)
+    return branch_point.branch(plan.root, recording)
 
 
-def finished_metrics(run_dir: str | Path, config: Any) -> Mapping[str, float] | None:
+def finished_metrics(run_dir: str | Path, plan: RunPlan) -> Mapping[str, float] | None:
     """The last metrics of a finished run, with a message in the log; None if the run is not finished."""
     path = Path(run_dir).expanduser()
     if not is_run(path):
         return None
     run = RunFolder(path)
-    steps, saves = run.checkpoint_steps(), config.checkpointing.enabled
-    message = finished(str(path), run.state(), steps[-1] if steps else None, config, saves=saves)
+    steps, saves = run.checkpoint_steps(), plan.config.checkpointing.enabled
+    message = finished(str(path), run.state(), steps[-1] if steps else None, plan.root, saves=saves)
     if not message:
         return None
     _log.info("%s", message)
     return {name: value for name, value in run.last_metrics().items() if name != "step" and value is not None}
 
 
-def check_adapters_of_made_models(config: Any) -> None:
-    """Refuse adapters on layers that a model made on this machine does not have, as `read_config` does for folders.
+def check_adapters_of_made_models(plan: RunPlan) -> None:
+    """Refuse adapters on layers that a model made on this machine does not have, as `read_plan` does for folders.
 
     Raises:
         ConfigError: naming the layers.
     """
-    for key in model_sections(config):
-        section, lora = section_of(config, key), section_of(config, key).lora_cfg
+    for key in plan.model_sections:
+        section, lora = plan.section(key), plan.section(key).lora_cfg
         if section.model_name in MADE_HERE and lora.enabled and lora.target_modules and not lora.match_all_linear:
             # the warmed-up model, which takes minutes to make, has the same layers
             folder = str(tiny_model())
@@ -244,18 +245,19 @@ def check_adapters_of_made_models(config: Any) -> None:
                 raise ConfigError(f"{problem.key}: {problem.message}")
 
 
-def with_local_models(config: Any) -> Any:
-    """The config with the names of models that are made on this machine replaced by their folders, and the file of the
+def with_local_models(plan: RunPlan) -> RunPlan:
+    """The plan with the names of models that are made on this machine replaced by their folders, and the file of the
     chat template by its text, because other machines may not have the file.
     """
-    for key in model_sections(config):
-        section = section_of(config, key)
+    config = plan.config
+    for key in plan.model_sections:
+        section = plan.section(key)
         tokenizer = section.tokenizer.model_copy(update={"chat_template": section.tokenizer.template_text()})
         if tokenizer.name is not None:
             tokenizer = tokenizer.model_copy(update={"name": _local_model(tokenizer.name)})
         changed = {"model_name": _local_model(section.model_name), "tokenizer": tokenizer}
-        config = with_section(config, key, section.model_copy(update=changed))
-    return config
+        config = with_section(config, key, with_values(section, changed))
+    return plan.with_config(config)
 
 
 def _local_model(name: str) -> str:
@@ -271,9 +273,9 @@ def _local_model(name: str) -> str:
 
 def _warmed_up_model(name: str) -> Path:
     models, recipe = models_folder(), WARMED_UP[name]
-    config = read_config(recipe).config
+    plan = read_plan(recipe)
     # another version of this package may have another recipe of that name
-    version = hashlib.sha256(to_yaml(config).encode()).hexdigest()[:8]
+    version = hashlib.sha256(to_yaml(plan.root).encode()).hexdigest()[:8]
     run_dir, finished = models / f"{recipe}-{version}", models / f"{name}-{version}"
     if not finished.is_symlink():
         if other := holder(run_dir):
@@ -281,7 +283,7 @@ def _warmed_up_model(name: str) -> Path:
             while holder(run_dir):
                 time.sleep(1)
         _log.info("training %s by SFT once, in %s", TINY, run_dir)
-        train(config, run_dir=run_dir, title="warm-up").exit_if_stopped()
+        train(plan, run_dir=run_dir, title="warm-up").exit_if_stopped()
         with suppress(FileExistsError):  # the one that was waited for has made it meanwhile
             finished.symlink_to((newest_checkpoint(run_dir) / "hf").relative_to(models), target_is_directory=True)
     return finished

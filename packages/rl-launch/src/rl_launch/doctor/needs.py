@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rl_core.config import Problem, RawConfig
 from rl_core.devices import CPU, CUDA, Device, device_named
 from rl_core.environments.instance import EnvironmentInstance, instance_of
-from rl_launch.backends import backends_of
 from rl_launch.cluster.device import AUTO
 from rl_launch.run_config.inputs import input_problems
-from rl_launch.run_config.root import read_config
+from rl_launch.run_config.reading import read_plan
 from rl_launch.runtime.role_envs import role_specs
 from rl_launch.worker_envs import Mode, WorkerEnvSpec
 
@@ -56,20 +54,20 @@ def needs_of(recipe: str, overrides: Sequence[str], *, num_gpus: int) -> Needs:
     Raises:
         ConfigError: if the config is wrong.
     """
-    resolved = read_config(recipe, overrides)
-    config: Any = resolved.config
+    plan = read_plan(recipe, overrides)
+    config = plan.config
     cluster = config.cluster
     device = device_named(cluster.device) if cluster.device != AUTO else CUDA if num_gpus else CPU
-    environments = [instance_of(config.env, name) for name in dict.fromkeys(_environments(resolved.raw))]
+    environments = [instance_of(config.env, name) for name in dict.fromkeys(_environments(plan.resolved.raw))]
     return Needs(
         recipe=Path(recipe).stem,
         device=device,
         num_nodes=cluster.num_nodes,
         ranks_per_node=device.ranks_per_node(cluster),
         worker_envs=cluster.worker_envs,
-        workers=role_specs(backends_of(config), environments, device),
+        workers=role_specs(plan.backends, environments, device),
         runs=Path(config.run_dir).expanduser().parent if config.run_dir else Path("runs"),
-        unreadable=tuple(input_problems(config)),
+        unreadable=tuple(input_problems(plan)),
         environments=tuple(environments),
     )
 

@@ -15,11 +15,12 @@ from rl_core.environments.instance import instance_of
 from rl_core.environments.rewards import RewardSum
 from rl_core.plugins.user_code import FromFile
 from rl_core.rollouts.rollout import Prompt
+from rl_launch.root_config import RunConfig
 
 _WEIGHTS = ("*.safetensors", "*.json")
 
 
-def identity_of(config: Any, plan: EvaluationPlan) -> dict[str, str]:
+def identity_of(config: RunConfig, plan: EvaluationPlan) -> dict[str, str]:
     """A digest of each part of an evaluation that its rollouts depend on, by a name for messages.
 
     Args:
@@ -51,7 +52,7 @@ def _prompts(groups: Any) -> Iterator[Any]:
         yield [prompt.id, prompt.environment, dict(prompt.info), prompt.token_ids.tolist()]
 
 
-def _environment(config: Any, name: str) -> list[Any]:
+def _environment(config: RunConfig, name: str) -> list[Any]:
     instance = instance_of(config.env, name)
     return [name, as_written(instance.config), _code(instance.environment)]
 

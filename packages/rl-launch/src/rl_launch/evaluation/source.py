@@ -18,7 +18,9 @@ from rl_launch.model_files.absent_run import absent_run
 from rl_launch.model_files.local_models import MADE_HERE
 from rl_launch.model_files.model_facts import longest_of
 from rl_launch.model_files.run_models import checkpoint_of, parts_of
-from rl_launch.run_config.root import read_config, read_raw
+from rl_launch.root_config import RunConfig
+from rl_launch.run_config.plan import RunPlan
+from rl_launch.run_config.reading import read_plan, read_raw
 from rl_launch.session.checkpoints.checkpoints import EXPORT
 from rl_launch.session.directory.run_folder import RunFolder, is_run
 
@@ -37,11 +39,11 @@ class GivenEvaluation:
     """An evaluation as the user asked for it.
 
     Args:
-        config: resolved root.
+        plan: of the evaluation, or of the run that is evaluated.
         folder: for its results, which may hold a part of them already.
     """
 
-    config: Any
+    plan: RunPlan
     folder: Path
 
 
@@ -63,24 +65,23 @@ def evaluation_of(
     if tasks:
         overrides = [f"eval.tasks={json.dumps(list(tasks))}", *overrides]
     if isinstance(source, Mapping):
-        config: Any = read_config(source, overrides).config
-        return GivenEvaluation(config, _folder(config, overrides, config.algorithm))
+        plan = read_plan(source, overrides)
+        return GivenEvaluation(plan, _folder(plan.config, overrides, plan.config.algorithm))
     if not source or ("=" in source and not Path(source).exists()):
         raise ConfigError(f"rl eval needs a model, a run, a recipe or a YAML file: rl eval SOURCE {source}".rstrip())
     path = Path(source).expanduser()
     if is_evaluation(path):
-        config = read_config(path / "config.yaml", overrides).config
-        return GivenEvaluation(config, path)
+        return GivenEvaluation(read_plan(path / "config.yaml", overrides), path)
     run, which = parts_of(source)
     if problem := absent_run(source):
         raise RunDirectoryError(problem)
     if is_run(Path(run).expanduser()):
-        config, name = _of_run(RunFolder(run), which, overrides)
+        plan, name = _of_run(RunFolder(run), which, overrides)
     elif is_model(source):
-        config, name = read_config(_of_model(source), overrides).config, path.name
+        plan, name = read_plan(_of_model(source), overrides), path.name
     else:
-        config, name = read_config(source, overrides).config, path.stem
-    return GivenEvaluation(config, _folder(config, overrides, name))
+        plan, name = read_plan(source, overrides), path.stem
+    return GivenEvaluation(plan, _folder(plan.config, overrides, name))
 
 
 def is_model(source: str) -> bool:
@@ -101,8 +102,8 @@ def _of_model(name: str) -> dict[str, Any]:
     return {"algorithm": ALGORITHM, "policy": policy}
 
 
-def _of_run(run: RunFolder, which: str, overrides: Sequence[str]) -> tuple[Any, str]:
-    """The config of a run with the weights of a checkpoint, and the name of its evaluation."""
+def _of_run(run: RunFolder, which: str, overrides: Sequence[str]) -> tuple[RunPlan, str]:
+    """The plan of a run with the weights of a checkpoint, and the name of its evaluation."""
     name = run.path.resolve().name
     if any(override.startswith(_MODEL) for override in overrides):
         model = []
@@ -110,10 +111,10 @@ def _of_run(run: RunFolder, which: str, overrides: Sequence[str]) -> tuple[Any, 
         checkpoint = checkpoint_of(run.path, which)
         name, model = f"{name}-{checkpoint.name}", [f"{_MODEL}{checkpoint / EXPORT}"]
     raw = read_raw(run.path)
-    if algorithm_named(str(raw.select("algorithm"))).evaluate:
+    if algorithm_named(str(raw.select("algorithm"))).evaluates:
         # training alone calls callbacks, whose files may not be here
-        return read_config(run.path, [*model, "callbacks=[]", *overrides]).config, name
-    return read_config(_of_model_run(run), [*model, *overrides]).config, name
+        return read_plan(run.path, [*model, "callbacks=[]", *overrides]), name
+    return read_plan(_of_model_run(run), [*model, *overrides]), name
 
 
 def _of_model_run(run: RunFolder) -> dict[str, Any]:
@@ -126,7 +127,7 @@ def _of_model_run(run: RunFolder) -> dict[str, Any]:
     return values
 
 
-def _folder(config: Any, overrides: Sequence[str], name: str) -> Path:
+def _folder(config: RunConfig, overrides: Sequence[str], name: str) -> Path:
     """The folder of the results. That of a config is its run's, unless it is the config of an evaluation."""
     is_given = config.algorithm == ALGORITHM or any(override.startswith(_RUN_DIR) for override in overrides)
     if is_given and config.run_dir:

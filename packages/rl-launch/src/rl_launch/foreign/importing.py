@@ -22,7 +22,8 @@ from rl_launch.foreign.source import read, read_flags, read_overrides
 from rl_launch.foreign.translation import Answer, Translation
 from rl_launch.foreign.trl_script import read_script
 from rl_launch.foreign_keys.table import SYSTEMS, Kind, table
-from rl_launch.run_config.root import read_config, root_type
+from rl_launch.run_config.reading import read_plan
+from rl_launch.run_config.root_types import root_type
 
 _ROUNDS = 8
 
@@ -218,7 +219,7 @@ def _on_another_machine(recipe: Any) -> Any:
 
 def _problems(recipe: dict[str, Any]) -> list[tuple[str, str]]:
     try:
-        read_config(_on_another_machine(recipe))
+        read_plan(_on_another_machine(recipe))
     except ConfigProblems as error:
         return list(error.problems)
     except ConfigError as error:
@@ -263,12 +264,12 @@ def _tidy(recipe: dict[str, Any]) -> dict[str, Any]:
     """The recipe in the usual order of sections, without values that are the default."""
     ordered = {name: recipe[name] for name in (*_ORDER, *recipe) if name in recipe}
     try:
-        whole = read_config(_on_another_machine(ordered)).config
+        whole = read_plan(_on_another_machine(ordered)).root
     except ConfigError:
         return ordered
     shorter = _without_defaults(ordered, _root(str(recipe["algorithm"])), ())
     try:
-        read = read_config(_on_another_machine(shorter)).config
+        read = read_plan(_on_another_machine(shorter)).root
         return shorter if as_written(read) == as_written(whole) else ordered
     except ConfigError:
         return ordered

@@ -3,48 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from rl_core.config import Problem
 from rl_core.errors import ConfigError
-from rl_core.plugins import algorithm_named, resolve
-from rl_launch.backends import model_sections, section_of
 from rl_launch.model_files.local_models import MADE_HERE
 from rl_launch.model_files.model_folder import absent_models
+from rl_launch.run_config.plan import RunPlan
 
 
-def input_problems(config: Any, *, is_evaluation: bool = False) -> Iterator[Problem]:
+def input_problems(plan: RunPlan, *, is_evaluation: bool = False) -> Iterator[Problem]:
     """Yield what a run, or its evaluation, cannot read: models, datasets, files and folders. The hub is asked for each
     name once.
 
     Args:
-        config: Resolved root.
+        plan: The run.
         is_evaluation: Whether the data of an evaluation is read, not that of training.
     """
-    yield from absent_models(model_names(config))
-    algorithm = algorithm_named(config.algorithm)
-    inputs = algorithm.evaluation_inputs if is_evaluation else algorithm.inputs
-    if inputs:
-        yield from resolve(inputs)(config)
+    yield from absent_models(model_names(plan))
+    problems = plan.algorithm.evaluation_problems if is_evaluation else plan.algorithm.input_problems
+    yield from problems(plan.config)
 
 
-def check_inputs(config: Any, *, is_evaluation: bool = False) -> None:
+def check_inputs(plan: RunPlan, *, is_evaluation: bool = False) -> None:
     """Refuse a run, or its evaluation, that cannot read its models or its data.
 
     Raises:
         ConfigError: listing every problem.
     """
-    lines = [f"{problem.key}: {problem.message}" for problem in input_problems(config, is_evaluation=is_evaluation)]
+    lines = [f"{problem.key}: {problem.message}" for problem in input_problems(plan, is_evaluation=is_evaluation)]
     if len(lines) == 1:
         raise ConfigError(lines[0])
     if lines:
         raise ConfigError("\n  ".join([f"{len(lines)} inputs cannot be read:", *lines]))
 
 
-def model_names(config: Any) -> dict[str, str]:
+def model_names(plan: RunPlan) -> dict[str, str]:
     """Folders and hub names that a run loads models and tokenizers from, by key; without those that are made here."""
-    names = {f"{key}.model_name": section_of(config, key).model_name for key in model_sections(config)}
-    tokenizer = config.policy.tokenizer.name
+    names = {f"{key}.model_name": plan.section(key).model_name for key in plan.model_sections}
+    tokenizer = plan.config.policy.tokenizer.name
     if tokenizer is not None:
         names["policy.tokenizer.name"] = tokenizer
     return {key: name for key, name in names.items() if name not in MADE_HERE}

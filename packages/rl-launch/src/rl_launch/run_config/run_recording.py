@@ -9,8 +9,11 @@ from typing import Any
 from rl_core.config import Config, load, resolve
 from rl_core.errors import ConfigError
 from rl_core.plugins import ENVIRONMENTS, GENERATORS, POLICIES, names
-from rl_launch.backends import POLICY, backends_of, installed, model_sections
-from rl_launch.run_config.root import check_environments, type_of
+from rl_launch.backends import installed
+from rl_launch.root_config import POLICY, RunConfig
+from rl_launch.run_config.plan import RunPlan
+from rl_launch.run_config.reading import check_environments
+from rl_launch.run_config.root_types import type_of
 from rl_launch.session.directory.recording import Recording
 
 _ENV = "env"
@@ -27,12 +30,13 @@ class RunRecording(Recording):
     def __init__(self, environments: Collection[str] | None = None) -> None:
         self._environments = environments
 
-    def used(self, config: Any, tree: dict[str, Any]) -> dict[str, Any]:
+    def used(self, config: RunConfig, tree: dict[str, Any]) -> dict[str, Any]:
         """The tree without the sections of plugins that the run does not use; the backend that trains a model is
         named as enabled."""
-        for path in self._unused(config):
+        plan = RunPlan.of(config)
+        for path in self._unused(plan):
             tree = _without(tree, path)
-        for model in backends_of(config).models.values():
+        for model in plan.backends.models.values():
             tree = _with(tree, (*model.section.split("."), model.plugin.key, "enabled"), True)
         return tree
 
@@ -46,11 +50,11 @@ class RunRecording(Recording):
         check_environments(raw)
         return resolve(raw, type_of(raw)).config
 
-    def _unused(self, config: Any) -> Iterator[tuple[str, ...]]:
-        backends = backends_of(config)
+    def _unused(self, plan: RunPlan) -> Iterator[tuple[str, ...]]:
+        backends = plan.backends
         used = {(*model.section.split("."), model.plugin.key) for model in backends.models.values()}
         trained = {model.section for model in backends.models.values()}
-        for section in trained & set(model_sections(config)):
+        for section in trained & set(plan.model_sections):
             for each in installed(POLICIES).values():
                 if (path := (*section.split("."), each.key)) not in used:
                     yield path

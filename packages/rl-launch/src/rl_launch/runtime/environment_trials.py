@@ -13,7 +13,8 @@ from rl_core.devices import CPU
 from rl_core.environments.instance import instance_of
 from rl_core.environments.trial import Trial, Verdict, try_out
 from rl_core.errors import ConfigError, WorkerEnvironmentError
-from rl_core.plugins import AlgorithmPlugin, resolve
+from rl_core.plugins import AlgorithmEvaluation
+from rl_launch.run_config.plan import RunPlan
 from rl_launch.runtime.role_envs import environment_role
 from rl_launch.worker_envs.driver import missing
 from rl_launch.worker_envs.provision import Mode
@@ -26,19 +27,18 @@ _TRY = "from rl_core.environments.trial import main; main()"
 _TIMEOUT_S = 900.0
 
 
-def trials_of(config: Any, algorithm: AlgorithmPlugin, loaded: Any, evaluation: Any = None) -> list[Trial]:
+def trials_of(plan: RunPlan, loaded: Any, evaluation: AlgorithmEvaluation | None = None) -> list[Trial]:
     """Every environment that the data names, or that of the evaluation, with attempts on its first rows.
 
     Args:
-        config: resolved root.
-        algorithm: the algorithm of the run.
-        loaded: the result of its `load`.
-        evaluation: the algorithm's `evaluate` of the config, if the run is evaluated as it trains.
+        plan: of the run.
+        loaded: the data that its algorithm loaded.
+        evaluation: the evaluation of the run, if it evaluates as it trains.
     """
-    attempts = dict(resolve(algorithm.attempts)(config, loaded)) if algorithm.attempts else {}
+    attempts = dict(plan.algorithm.attempts(plan.config, loaded))
     for name, each in evaluation.attempts().items() if evaluation is not None else ():
         attempts[name] = [*attempts.get(name, ()), *each]
-    return [Trial(instance_of(config.env, name), each) for name, each in attempts.items()]
+    return [Trial(instance_of(plan.config.env, name), each) for name, each in attempts.items()]
 
 
 def try_here(trials: Sequence[Trial], mode: Mode) -> list[Trial]:

@@ -17,12 +17,13 @@ from rl_core.errors import ConfigError
 from rl_core.plugins import BackendPlugin, RolloutNeeds
 from rl_core.ray.model import RemoteModel
 from rl_core.run import Components
-from rl_launch.backends import POLICY, Backends, section_of
 from rl_launch.cluster.nodes import Nodes
 from rl_launch.cluster.virtual_cluster import VirtualCluster
 from rl_launch.model_files.local_models import model_folders
 from rl_launch.placement.residency import Residency
 from rl_launch.placement.topology import GENERATION, Topology
+from rl_launch.root_config import POLICY
+from rl_launch.run_config.plan import RunPlan
 from rl_launch.runtime.environment_watch import EnvironmentWatch
 from rl_launch.runtime.model_group import StartTimeouts
 from rl_launch.runtime.models import Models
@@ -37,30 +38,31 @@ from rl_launch.worker_envs.driver_envs import DriverEnvs
 from rl_launch.worker_envs.engine_checks import engine_problems
 
 
-def provision_workers(config: Any, backends: Backends, needs: RolloutNeeds | None, device: Device) -> DriverEnvs:
+def provision_workers(plan: RunPlan, needs: RolloutNeeds | None, device: Device) -> DriverEnvs:
     """Environments on this node for every kind of worker the run has.
 
     Raises:
         WorkerEnvironmentError: if one is unavailable.
     """
-    environments = [instance_of(config.env, name) for name in needs.environments] if needs else ()
-    wanted = role_specs(backends, environments, device)
-    return DriverEnvs.provided(wanted, config.cluster.worker_envs)
+    environments = [instance_of(plan.config.env, name) for name in needs.environments] if needs else ()
+    wanted = role_specs(plan.backends, environments, device)
+    return DriverEnvs.provided(wanted, plan.config.cluster.worker_envs)
 
 
-def check_engines(config: Any, backends: Backends, envs: DriverEnvs, device: Device) -> None:
+def check_engines(plan: RunPlan, envs: DriverEnvs, device: Device) -> None:
     """Run the backends' own checks of the config in their workers' environments, before a process of the run is
     started.
 
     Raises:
         ConfigError: listing every problem.
     """
+    backends = plan.backends
     chosen = [(role, model.section, model.plugin) for role, model in backends.models.items()]
     if backends.generation is not None:
         chosen.append((GENERATION, POLICY, backends.generation.plugin))
 
     preloads = backends.preloads(device)
-    fork_server_s = server_stay_s(config.cluster.fork_server_s, device)
+    fork_server_s = server_stay_s(plan.config.cluster.fork_server_s, device)
 
     def problems_of(role: str, key: str, found: BackendPlugin) -> list[str]:
         if not found.preflight:
@@ -68,7 +70,7 @@ def check_engines(config: Any, backends: Backends, envs: DriverEnvs, device: Dev
         texts = engine_problems(
             envs.interpreters[role],
             found.preflight,
-            section_of(config, key),
+            plan.section(key),
             imports=preloads[role].modules,
             fork_server_s=fork_server_s,
         )
@@ -84,14 +86,14 @@ class Runtime:
     """Starts the processes of a run on a cluster, and ends all of them.
 
     Args:
-        config: resolved root.
-        backends: of the models and of generation.
+        plan: of the run; every model and engine of its backends is started.
         envs: environments of the workers on the driver's node.
         cluster: started.
         logs: folder for the workers' logs.
     """
 
-    def __init__(self, config: Any, backends: Backends, envs: DriverEnvs, cluster: VirtualCluster, logs: Path) -> None:
+    def __init__(self, plan: RunPlan, envs: DriverEnvs, cluster: VirtualCluster, logs: Path) -> None:
+        config, backends = plan.config, plan.backends
         self._config = config
         self._backends = backends
         self._cluster = cluster

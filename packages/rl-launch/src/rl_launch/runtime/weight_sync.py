@@ -19,9 +19,9 @@ from rl_core.ray.calls import gather, settle
 from rl_core.ray.model import RemoteModel
 from rl_core.rollouts.delivery import Delivery, Taken
 from rl_core.weights import Manifest, Transport, TransportKind, WeightForm
-from rl_launch.backends import POLICY
 from rl_launch.placement.residency import Residency
 from rl_launch.placement.topology import GENERATION
+from rl_launch.root_config import POLICY
 
 _log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from jinja2 import TemplateError
 
-from rl_algos.rollouts.config import EvaluationRoot, RolloutRoot, rollout_config
+from rl_algos.rollouts.config import GeneratingPolicy, RolloutRoot, rollout_config
 from rl_algos.rollouts.worker.chat import Chat
 from rl_algos.rollouts.worker.continuation import rewrites_history
 from rl_algos.rollouts.worker.programs import DEFAULT_PROGRAM
@@ -42,7 +42,7 @@ def check_conversations(
     turns, program = settings.max_rollout_turns, settings.rollout_program
     key = f"{settings.section}.max_rollout_turns"
     ends = check_turns(
-        config, tokenizer, tools, program=program, max_turns=turns, turns_key=key, splits=settings.splits
+        config.policy, tokenizer, tools, program=program, max_turns=turns, turns_key=key, splits=settings.splits
     )
     is_rendered = turns > 1 and program == DEFAULT_PROGRAM
     if is_rendered and settings.rewritten_history is None and rewrites_history(tokenizer, ends):
@@ -56,7 +56,7 @@ def check_conversations(
 
 
 def check_turns(
-    config: EvaluationRoot,
+    policy: GeneratingPolicy,
     tokenizer: Any,
     tools: Mapping[str, Sequence[Mapping[str, Any]]],
     *,
@@ -69,12 +69,13 @@ def check_turns(
     earlier turns.
 
     Args:
+        policy: its section.
         program, max_turns, splits: of the rollouts.
         turns_key: key of `max_turns`, for messages.
     """
     require_chat_template(tokenizer)
-    chat = Chat(tokenizer, config.policy.tokenizer.tool_format)
-    _warn_of_plain_end(chat.ends, tokenizer, config.policy.generation.stop_strings)
+    chat = Chat(tokenizer, policy.tokenizer.tool_format)
+    _warn_of_plain_end(chat.ends, tokenizer, policy.generation.stop_strings)
     if tools:
         _check_tools(chat, tokenizer, max_turns, turns_key, tools)
     if max_turns > 1 and program == DEFAULT_PROGRAM:

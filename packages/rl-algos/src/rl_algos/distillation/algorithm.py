@@ -1,4 +1,4 @@
-"""From the resolved config to the objects of a loop: distillation's own, or the one that learns from given rows."""
+"""Distillation, from the resolved config to the objects of its own loop, or of the one that learns from given rows."""
 
 from __future__ import annotations
 
@@ -10,17 +10,22 @@ from typing import Any
 
 import numpy as np
 
+from rl_algos.data.examples import Datasets
+from rl_algos.data.preview import RowReader
 from rl_algos.distillation import loop
 from rl_algos.distillation.config import DistillationLossConfig, RolloutsRoot, TextRoot, teacher_sections
-from rl_algos.distillation.data import DistillationData, TextRow
+from rl_algos.distillation.data import DistillationData, TextData, TextRow, prepare, prepare_text, reader, text_reader
+from rl_algos.distillation.prompts import load
 from rl_algos.distillation.span_teacher import SpanTeacher, Translator
 from rl_algos.distillation.teachers import RolloutScorer, Teachers
 from rl_algos.distillation.validation import DistillationValidation
 from rl_algos.distillation.vocabulary import sends_hidden
 from rl_algos.losses.distillation import DistillationLoss, Divergence, WholeDistillationLoss
 from rl_algos.losses.spans import SpanLoss
+from rl_algos.rollouts.algorithm import RolloutAlgorithm
 from rl_algos.rollouts.setup import steps_of, validation_sampling
 from rl_algos.sft.data import to_batch as text_batch
+from rl_algos.supervised.algorithm import SupervisedAlgorithm
 from rl_algos.supervised.loop import Objective
 from rl_algos.supervised.loop import train as learn
 from rl_core.data.batch import Batch
@@ -30,6 +35,50 @@ from rl_core.run import Components, Run
 
 TEACHER = "teacher"
 """Column of the role of each row's teacher."""
+
+
+class Distillation(RolloutAlgorithm[RolloutsRoot]):
+    """Distillation on the student's own rollouts."""
+
+    def load(self, config: RolloutsRoot) -> Datasets:
+        return load(config)
+
+    def prepare(self, config: RolloutsRoot, tokenizer: Any, loaded: Datasets) -> DistillationData:
+        return prepare(config, tokenizer, loaded)
+
+    def row_reader(self, config: RolloutsRoot) -> RowReader:
+        return reader(config)
+
+    def run(self, config: RolloutsRoot, components: Components, run: Run) -> None:
+        data: DistillationData = components.data
+        settings, policy = config.distillation, components.models["policy"]
+        loss, teachers = _comparison(config, components)
+        sampling = validation_sampling(config.policy.generation, data.stop_token_ids)
+        validation = DistillationValidation(policy, teachers, loss, data.validation, sampling, settings)
+        loop.train(
+            settings,
+            loss,
+            policy=policy,
+            teachers=teachers,
+            steps=replace(steps_of(config, components, run), validation=validation),
+            rows_per_minibatch=config.policy.train_global_batch_size,
+        )
+
+
+class OfflineDistillation(SupervisedAlgorithm[TextRoot, TextData]):
+    """Distillation on given text."""
+
+    def prepare(self, config: TextRoot, tokenizer: Any, loaded: Datasets) -> TextData:
+        return prepare_text(config, tokenizer, loaded)
+
+    def row_reader(self, config: TextRoot) -> RowReader:
+        return text_reader(config)
+
+    def run(self, config: TextRoot, components: Components, run: Run) -> None:
+        loss = loss_of(config, vocabulary=components.data.vocabulary)
+        objective = text_objective(loss, teachers_of(config, components))
+        policy, rows = components.models["policy"], config.policy.train_global_batch_size
+        learn(config.distillation, objective, policy, components.data, run, batch_size=rows)
 
 
 def loss_of(config: Any, *, vocabulary: int) -> DistillationLoss | WholeDistillationLoss:
@@ -56,23 +105,6 @@ def head_files(teacher: ModelConfig) -> HeadFiles:
     return HeadFiles(teacher.model_name, teacher.precision, json.dumps(teacher.hf_config_overrides, sort_keys=True))
 
 
-def run(config: RolloutsRoot, components: Components, run: Run) -> None:
-    """Distil on the student's own rollouts; `components.data` is what `prepare` returned."""
-    data: DistillationData = components.data
-    settings, policy = config.distillation, components.models["policy"]
-    loss, teachers = _comparison(config, components)
-    sampling = validation_sampling(config.policy.generation, data.stop_token_ids)
-    validation = DistillationValidation(policy, teachers, loss, data.validation, sampling, settings)
-    loop.train(
-        settings,
-        loss,
-        policy=policy,
-        teachers=teachers,
-        steps=replace(steps_of(config, components, run), validation=validation),
-        rows_per_minibatch=config.policy.train_global_batch_size,
-    )
-
-
 def _comparison(config: Any, components: Components) -> tuple[Loss, RolloutScorer]:
     """The loss of a run on rollouts, and who says what it needs to know."""
     translator: Translator | None = components.data.translator
@@ -82,14 +114,6 @@ def _comparison(config: Any, components: Components) -> tuple[Loss, RolloutScore
     longest = config.teacher.max_total_sequence_length
     model = components.models["teacher"]
     return loss, SpanTeacher(model, translator, max_tokens=longest, temperature=loss.temperature)
-
-
-def run_text(config: TextRoot, components: Components, run: Run) -> None:
-    """Distil on given text; `components.data` is what `prepare_text` returned."""
-    loss = loss_of(config, vocabulary=components.data.vocabulary)
-    objective = text_objective(loss, teachers_of(config, components))
-    policy, rows = components.models["policy"], config.policy.train_global_batch_size
-    learn(config.distillation, objective, policy, components.data, run, batch_size=rows)
 
 
 def text_objective(loss: DistillationLoss | WholeDistillationLoss, teachers: Teachers) -> Objective[TextRow]:

@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from rl_algos.data.examples import Datasets
+from rl_algos.data.preview import RowReader
 from rl_algos.dpo.config import DPORoot
+from rl_algos.dpo.data import prepare, reader
 from rl_algos.dpo.kto import with_reference_point
 from rl_algos.dpo.loss import learns_from_responses, loss_of, uses_reference
+from rl_algos.preference.algorithm import PreferenceAlgorithm
+from rl_algos.preference.data import PreferenceData
 from rl_algos.preference.reference import ReferenceLogprobs
 from rl_algos.preference.rows import judged_batch, pair_batch
 from rl_algos.supervised.loop import Objective, train
@@ -16,11 +21,19 @@ from rl_core.model import Model
 from rl_core.run import Components, Run
 
 
-def run(config: DPORoot, components: Components, run: Run) -> None:
-    """Train the policy as configured; `components.data` is what `prepare` returned."""
-    policy = components.models["policy"]
-    objective = objective_of(config)
-    train(config.dpo, objective, policy, components.data, run, batch_size=config.policy.train_global_batch_size)
+class DPO(PreferenceAlgorithm[DPORoot]):
+    """Preference optimization."""
+
+    def prepare(self, config: DPORoot, tokenizer: Any, loaded: Datasets) -> PreferenceData:
+        return prepare(config, tokenizer, loaded)
+
+    def row_reader(self, config: DPORoot) -> RowReader:
+        return reader(config)
+
+    def run(self, config: DPORoot, components: Components, run: Run) -> None:
+        policy = components.models["policy"]
+        objective = objective_of(config)
+        train(config.dpo, objective, policy, components.data, run, batch_size=config.policy.train_global_batch_size)
 
 
 def objective_of(config: DPORoot) -> Objective[Any]:

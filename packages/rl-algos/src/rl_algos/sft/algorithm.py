@@ -1,0 +1,44 @@
+"""Supervised fine-tuning: the likelihood of the assistant's text."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from rl_algos.data.examples import Datasets
+from rl_algos.data.preview import RowReader
+from rl_algos.losses.nll import NLLLoss
+from rl_algos.sft.config import SFTRoot
+from rl_algos.sft.data import TrainingRow, prepare, reader, to_batch
+from rl_algos.supervised.algorithm import SupervisedAlgorithm
+from rl_algos.supervised.data import SupervisedData
+from rl_algos.supervised.loop import Objective, train
+from rl_core.run import Components, Run
+
+
+class SFT(SupervisedAlgorithm[SFTRoot, SupervisedData[TrainingRow]]):
+    """Supervised fine-tuning."""
+
+    def prepare(self, config: SFTRoot, tokenizer: Any, loaded: Datasets) -> SupervisedData[TrainingRow]:
+        return prepare(config, tokenizer, loaded)
+
+    def row_reader(self, config: SFTRoot) -> RowReader:
+        return reader(config)
+
+    def run(self, config: SFTRoot, components: Components, run: Run) -> None:
+        policy, data = components.models["policy"], components.data
+        names = [dataset[0].dataset for dataset in data.train.datasets]
+        objective = Objective(NLLLoss(), to_batch, describe=partial(shares, datasets=names))
+        train(config.sft, objective, policy, data, run, batch_size=config.policy.train_global_batch_size)
+
+
+def shares(rows: Sequence[TrainingRow], datasets: Sequence[str]) -> dict[str, float]:
+    """Share of each of several datasets in the tokens under the loss of some rows."""
+    if len(datasets) == 1:
+        return {}
+    tokens: Counter[str] = Counter()
+    for row in rows:
+        tokens[row.dataset] += int(row.loss_mask.sum())
+    return {f"train/{name}/share": tokens[name] / max(1, tokens.total()) for name in datasets}

@@ -1,0 +1,25 @@
+"""What algorithms that learn from given rows have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TypeVar
+
+from rl_algos.data import examples, inputs
+from rl_algos.data.config import DataRoot
+from rl_algos.data.examples import Datasets
+from rl_core.config import Problem
+from rl_core.plugins import Algorithm
+
+C = TypeVar("C", bound=DataRoot)
+P = TypeVar("P")
+
+
+class SupervisedAlgorithm(Algorithm[C, Datasets, P]):
+    """Reads the rows of a config; a subclass adds `prepare` and `run`."""
+
+    def input_problems(self, config: C) -> Iterable[Problem]:
+        return inputs.input_problems(config)
+
+    def load(self, config: C) -> Datasets:
+        return examples.load(config)

@@ -1,0 +1,100 @@
+"""What an algorithm does, as one class that its plugin names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    from rl_core.config import Problem
+    from rl_core.environments.trial import Attempt
+    from rl_core.plugins.declarations import RolloutNeeds
+    from rl_core.run import Components, Run
+
+C = TypeVar("C")
+"""The resolved config."""
+L = TypeVar("L")
+"""The data of the config, read but not tokenized."""
+P = TypeVar("P")
+"""The data that the loop trains on."""
+
+
+class AlgorithmEvaluation(Protocol):
+    """The evaluation of a config whose data has been read."""
+
+    def attempts(self) -> Mapping[str, Sequence[Attempt]]:
+        """Return first rows of the data with responses, by the name of the environment that scores them."""
+        ...
+
+    def plan(self, tokenizer: Any) -> Any:
+        """Return the rollouts and their scoring (`rl_algos.rollouts.driver.evaluation_plan.EvaluationPlan`).
+
+        Raises:
+            ConfigError, DataError: If the prompts cannot be tokenized, or none leaves room for a completion.
+        """
+        ...
+
+
+class Algorithm(Generic[C, L, P]):
+    """What an algorithm does in the driver's process, from the resolved config to the last step.
+
+    Subclass it and name the class as `AlgorithmPlugin.implementation`. A command makes one object of it, without
+    arguments. `rl train` calls, in this order: `input_problems`, `load`, `attempts`, `evaluation` (if the run evaluates
+    as it trains), `prepare`, `rollouts` (if the algorithm generates) and, once all workers have started, `run`.
+
+        class Focal(SFT):
+            def run(self, config, components, run): ...
+
+        PLUGIN = AlgorithmPlugin(name="focal", implementation="focal.py:Focal", ...)
+    """
+
+    def input_problems(self, config: C) -> Iterable[Problem]:
+        """Yield what is wrong with the files, folders and names that the training data comes from, without reading
+        rows, so that all of it is reported together. `rl doctor` calls it too."""
+        return ()
+
+    def load(self, config: C) -> L:
+        """Read the data, and check what can be checked without a tokenizer, which takes seconds to load.
+
+        Raises:
+            ConfigError, DataError: Naming the dataset, the row and the remedy.
+        """
+        raise NotImplementedError(f"{type(self).__name__} trains, so it must define load")
+
+    def attempts(self, config: C, loaded: L) -> Mapping[str, Sequence[Attempt]]:
+        """Return first rows of the data with responses, by the name of their environment, which is tried on them before
+        anything starts."""
+        return {}
+
+    def prepare(self, config: C, tokenizer: Any, loaded: L) -> P:
+        """Tokenize the data and check the result, before anything starts. It becomes `Components.data`.
+
+        Raises:
+            ConfigError, DataError: Naming the dataset, the row and the remedy.
+        """
+        raise NotImplementedError(f"{type(self).__name__} trains, so it must define prepare")
+
+    def rollouts(self, config: C, prepared: P) -> RolloutNeeds:
+        """Return what the rollouts of a run need; called only if the algorithm generates."""
+        raise NotImplementedError(f"{type(self).__name__} generates, so it must define rollouts")
+
+    def run(self, config: C, components: Components, run: Run) -> None:
+        """Train, from the first step that is missing to the last."""
+        raise NotImplementedError(f"{type(self).__name__} trains, so it must define run")
+
+    def evaluation_problems(self, config: C) -> Iterable[Problem]:
+        """Yield what is wrong with the files and names that the data of an evaluation comes from."""
+        return ()
+
+    def evaluation(self, config: C) -> AlgorithmEvaluation:
+        """Read the data of an evaluation; called only if `AlgorithmPlugin.evaluates`.
+
+        Raises:
+            ConfigError, DataError: If there is nothing to evaluate on, or it cannot be read.
+        """
+        raise NotImplementedError(f"{type(self).__name__} evaluates, so it must define evaluation")
+
+    def row_reader(self, config: C) -> Any | None:
+        """Return the `rl_algos.data.preview.RowReader` by which `rl data show` reads single rows as `load` and
+        `prepare` do; None if rows cannot be shown."""
+        return None

@@ -1,0 +1,89 @@
+"""What a run is going to be, decided once from its config."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, cast
+
+from rl_core.config import Config, Origin, RawConfig, Resolved
+from rl_core.devices import Device
+from rl_core.plugins import Algorithm, AlgorithmPlugin, algorithm_named, implementation_of
+from rl_launch.backends import SINGLE_MODEL, Backends, backends_of, model_keys
+from rl_launch.cluster.device import resolve_device
+from rl_launch.root_config import RunConfig, section_of
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """A resolved config and what follows from it. The reader of configs makes it, and commands hand it on.
+
+    Args:
+        config: Resolved config.
+        plugin: Plugin of its algorithm; `SINGLE_MODEL` for a model without a run.
+        backends: Training backends and generation engine that it chooses.
+        raw: What the user wrote; None for a config that was changed since.
+    """
+
+    config: RunConfig
+    plugin: AlgorithmPlugin
+    backends: Backends
+    raw: RawConfig | None = None
+
+    @classmethod
+    def of(cls, config: RunConfig, raw: RawConfig | None = None) -> RunPlan:
+        """Plan a resolved config.
+
+        Raises:
+            ProblemError: If it enables two training backends for a model, or none.
+        """
+        plugin = plugin_of(config)
+        return cls(config, plugin, backends_of(plugin, config), raw)
+
+    @property
+    def root(self) -> Config:
+        """The config, to be written or compared as a whole."""
+        return cast(Config, self.config)
+
+    @property
+    def resolved(self) -> Resolved[Config]:
+        """The config with the origins of its values."""
+        assert self.raw is not None, "the plan of a config that was read"
+        return Resolved(self.root, self.raw)
+
+    @cached_property
+    def algorithm(self) -> Algorithm[Any, Any, Any]:
+        """What the algorithm does; imported at first use."""
+        return implementation_of(self.plugin)
+
+    @property
+    def model_sections(self) -> tuple[str, ...]:
+        """Dotted keys of the sections that hold models."""
+        return model_keys(self.plugin, self.config)
+
+    @property
+    def device(self) -> Device:
+        """The device of the models; asks the machine, or the cluster that RAY_ADDRESS names."""
+        return resolve_device(self.config.cluster)
+
+    def section(self, key: str) -> Any:
+        """Return the section of the config at a dotted key."""
+        return section_of(self.config, key)
+
+    def origin(self, key: str) -> Origin:
+        """Return where the value of a key comes from: a file and line, the command line, or the default."""
+        return self.resolved.origin(key)
+
+    def with_config(self, config: RunConfig) -> RunPlan:
+        """Plan a changed config of the same algorithm."""
+        return replace(self, config=config, backends=backends_of(self.plugin, config), raw=None)
+
+    def without_models(self) -> RunPlan:
+        """Plan generation only, with the weights that the config names."""
+        return replace(self, backends=replace(self.backends, models={}))
+
+
+def plugin_of(config: RunConfig) -> AlgorithmPlugin:
+    """Return the plugin of a resolved config's algorithm; `SINGLE_MODEL` for a model without a run."""
+    has_algorithm = "algorithm" in type(cast(Config, config)).model_fields
+    return algorithm_named(config.algorithm) if has_algorithm else SINGLE_MODEL

@@ -1,0 +1,143 @@
+"""Configs read into plans: from recipes, YAML files, run directories and values made in Python."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from rl_core.config import (
+    Problem,
+    RawConfig,
+    assemble,
+    load,
+    refusal,
+    resolve,
+)
+from rl_core.errors import ConfigError, ConfigProblems
+from rl_core.plugins import (
+    ALGORITHMS,
+    ENVIRONMENTS,
+    names,
+)
+from rl_launch.foreign_keys.hints import ForeignHints
+from rl_launch.model_files.absent_run import absent_run
+from rl_launch.model_files.run_models import with_models_of_runs
+from rl_launch.recipes import RECIPES
+from rl_launch.root_config import ClusterConfig
+from rl_launch.run_config.checks import PlanChecks, model_checks
+from rl_launch.run_config.plan import RunPlan
+from rl_launch.run_config.root_types import algorithm_of, policy_type, root_type, type_of
+from rl_launch.run_config.validation_off import takes_out_validation, without_validation
+from rl_launch.session.directory.run_folder import is_run
+
+
+def read_plan(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> RunPlan:
+    """Read the config of a run, from a recipe, a YAML file, a run directory or nested values, with overrides,
+    check everything that needs no engine, and plan the run.
+
+    Raises:
+        ConfigError: listing every problem.
+    """
+    raw = read_raw(source, overrides)
+    if raw.select("algorithm") is None and (guess := _guessed_algorithm(raw)):
+        raise _without_algorithm(raw, guess)
+    return _read(raw, source)
+
+
+def _read(raw: RawConfig, source: str | Path | Mapping[str, Any]) -> RunPlan:
+    algorithm = algorithm_of(raw)
+    hints = ForeignHints(algorithm.name)
+    if algorithm.generates and not isinstance(source, Mapping) and is_run(Path(source).expanduser()):
+        check_environments(raw)
+    checks = PlanChecks(raw)
+    try:
+        resolve(raw, root_type(algorithm, raw), checks=[checks], hint=hints)
+    except ConfigProblems as error:
+        remarks = hints.remarks(raw.name) if raw.files else []
+        raise ConfigProblems("\n".join([str(error), *remarks]), error.problems) from None
+    assert checks.plan is not None, "a config without problems has a plan"
+    return checks.plan
+
+
+def _guessed_algorithm(raw: RawConfig) -> str:
+    """The installed algorithm whose own section the user wrote; empty if there is not exactly one."""
+    written = raw.plain()
+    found = [name for name in names(ALGORITHMS) if name in written]
+    return found[0] if len(found) == 1 else ""
+
+
+def _without_algorithm(raw: RawConfig, guess: str) -> ConfigProblems:
+    """The error about a config that does not name its algorithm, with its other problems as they would be with the
+    algorithm that its sections belong to."""
+    known = ", ".join(names(ALGORITHMS))
+    missing = Problem(
+        "algorithm", f"must be set; the section {guess} belongs to algorithm: {guess}; installed algorithms: {known}"
+    )
+    others: tuple[tuple[str, str], ...] = ()
+    remarks: list[str] = []
+    try:
+        _read(raw.with_values({"algorithm": guess}, "guessed"), {})
+    except ConfigProblems as error:
+        others, remarks = error.problems, ForeignHints.remarks_in(str(error))
+    except ConfigError as error:
+        remarks = [str(error)]
+    whole = refusal([missing, *(Problem(key, message) for key, message in others)], raw)
+    return ConfigProblems("\n".join([str(whole), *remarks]), whole.problems)
+
+
+def read_model_plan(source: Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> RunPlan:
+    """Read the config of a run, or of a single model, of which only the policy will be started: the settings of
+    generation need not fit the devices.
+
+    Args:
+        source: the YAML file of a resolved config, or plain values of `policy` and `cluster`.
+
+    Raises:
+        ConfigError: listing every problem.
+    """
+    raw = load(source, overrides)
+    sections: dict[str, Any] = {"policy": policy_type(generates=False), "cluster": ClusterConfig}
+    kind = type_of(raw) if raw.select("algorithm") is not None else assemble("Model", sections)
+    checks = PlanChecks(raw, (), (model_checks,))
+    resolve(raw, kind, checks=[checks])
+    assert checks.plan is not None, "a config without problems has a plan"
+    return checks.plan
+
+
+def read_raw(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> RawConfig:
+    """The values that the user wrote, before a schema has read them; without keys of a validation that a later layer
+    turns off by `data.validation: null`.
+    """
+    found: str | Path | Mapping[str, Any] = source
+    if not isinstance(source, Mapping):
+        if problem := absent_run(str(source)):
+            raise ConfigError(problem)
+        folder = Path(source).expanduser()
+        written = folder / "config.yaml"
+        found = written if folder.is_dir() and written.is_file() else source
+    raw = with_models_of_runs(load(found, overrides, search=[RECIPES]))
+    if takes_out_validation(raw):
+        with suppress(ConfigError):  # reported when the config is read
+            return without_validation(raw, algorithm_of(raw))
+    return raw
+
+
+def check_environments(raw: RawConfig) -> None:
+    """Refuse the config of a run that uses an environment which is not installed.
+
+    Raises:
+        ConfigError: naming it.
+    """
+    known = names(ENVIRONMENTS)
+    sections = raw.select("env") or {}
+    own = [name for name, section in sections.items() if section and (section.get("type") or section.get("rewards"))]
+    missing = [name for name in sections if name not in known and name not in own]
+    if missing:
+        listed = ", ".join(map(repr, missing))
+        verb = "is" if len(missing) == 1 else "are"
+        raise ConfigError(
+            f"environment {listed} {verb} not installed, and {raw.name} has settings of it: install the package that "
+            f"the run was started with (installed environments: {', '.join(known) or 'none'})"
+        )
