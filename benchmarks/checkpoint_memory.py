@@ -31,8 +31,9 @@ from rl_core.data.batch import TOKENS, Batch
 from rl_core.data.ragged import Ragged
 from rl_core.model import ModelSpec
 from rl_core.ray.model import RemoteModel
-from rl_launch.backends import Backends, backends_of
+from rl_launch.backends import Backends
 from rl_launch.root_config import POLICY
+from rl_launch.run_config.plan import RunPlan
 from rl_launch.run_config.reading import read_model_plan
 from rl_launch.session.checkpoints.checkpoints import Checkpoints
 from rl_launch.session.config import CheckpointingConfig
@@ -193,7 +194,7 @@ def model_of(folder: Path, backend: str) -> Iterator[RemoteModel]:
     from rl_launch.cluster.virtual_cluster import VirtualCluster
     from rl_launch.runtime.runtime import Runtime, provision_workers
 
-    backends = Backends({POLICY: replace(backends_of(config).models[POLICY], spec=ModelSpec())})
+    backends = Backends({POLICY: replace(RunPlan.of(config).backends.models[POLICY], spec=ModelSpec())})
     device = resolve_device(config.cluster)
     envs = provision_workers(config, backends, None, device)
     logs = folder / f"{backend}-logs"

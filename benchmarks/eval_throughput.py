@@ -30,12 +30,13 @@ from rl_algos.tokenizer import load_tokenizer
 from rl_core.plugins import resolve
 from rl_core.rollouts.generation import GenerationRequest, Placement
 from rl_core.rollouts.rollout import Completion, WeightSpan
-from rl_launch.backends import Backends, backends_of
+from rl_launch.backends import Backends
 from rl_launch.cluster.device import resolve_device
 from rl_launch.cluster.virtual_cluster import VirtualCluster
 from rl_launch.commands.evaluate import roll_out
 from rl_launch.commands.train import with_local_models
 from rl_launch.evaluation.folder import EvaluationFolder
+from rl_launch.run_config.plan import RunPlan
 from rl_launch.run_config.reading import read_plan
 from rl_launch.runtime.runtime import Runtime, provision_workers
 
@@ -118,7 +119,7 @@ def make_config(num_prompts: int, generator: str, num_tokens: int) -> Any:
 
 def backends_with(config: Any, generator: str) -> Backends:
     """The backends of the config, with the scripted engine in the place of its own if it is chosen."""
-    backends = backends_of(config)
+    backends = RunPlan.of(config).backends
     assert backends.generation is not None, "an evaluation generates"
     if generator != SCRIPTED:
         return backends

@@ -36,8 +36,8 @@ from rl_core.rollouts.group import GENERATION_LOGPROBS, LOSS_MASK, WEIGHT_VERSIO
 from rl_core.rollouts.pool import RolloutTask
 from rl_core.rollouts.rollout import NOT_SAMPLED
 from rl_core.run import Components
-from rl_launch.backends import backends_of
 from rl_launch.cluster.virtual_cluster import VirtualCluster
+from rl_launch.run_config.plan import RunPlan
 from rl_launch.run_config.reading import read_plan
 from rl_launch.runtime.runtime import Runtime, provision_workers
 
@@ -89,7 +89,7 @@ def started(folder: Path, generator: str, num_tokens: int) -> Iterator[Component
     tokenizer = load_tokenizer(config.policy.tokenizer, config.policy.model_name)
     data = resolve(algorithm.prepare)(config, tokenizer, resolve(algorithm.load)(config))
     needs = resolve(algorithm.rollouts)(config, data)
-    backends, device = backends_of(config), device_named("cpu")
+    backends, device = RunPlan.of(config).backends, device_named("cpu")
     envs = provision_workers(config, backends, needs, device)
     logs = folder / "logs"
     logs.mkdir()

@@ -76,8 +76,8 @@ import sys
 from pathlib import Path
 from rl_launch.commands.evaluate import evaluate
 from rl_launch.run_config.reading import read_plan
-config = read_plan("grpo-arithmetic", [f"policy.model_name={sys.argv[1]}"]).config
-print("accuracy", evaluate(config, folder=sys.argv[2]).mean_reward)
+plan = read_plan("grpo-arithmetic", [f"policy.model_name={sys.argv[1]}"])
+print("accuracy", evaluate(plan, folder=sys.argv[2]).mean_reward)
 """
     done = subprocess.run(
         [sys.executable, "-c", script, str(newest_model(quickstart / "grpo")), str(tmp_path / "logs")],

@@ -24,9 +24,7 @@ def models(config: Any) -> dict[str, ModelNeed]:
 PLUGIN = AlgorithmPlugin(
     name="three-roles",
     sections={"sft": SFTConfig, "data": DataConfig},
-    load="rl_algos.data.examples:load",
-    prepare="rl_algos.sft.data:prepare",
-    run="three_roles.loop:run",
+    implementation="three_roles.loop:ThreeRoles",
     generates=False,
     models=models,
     model_sections=("policy", "value", "teachers.first"),
@@ -36,8 +34,6 @@ PLUGIN = AlgorithmPlugin(
 ROLLOUTS = replace(
     PLUGIN,
     name="three-roles-rollouts",
-    prepare="three_roles.rollouts:prepare",
-    run="three_roles.rollouts:run",
+    implementation="three_roles.rollouts:ThreeRolesOnRollouts",
     generates=True,
-    rollouts="three_roles.rollouts:rollouts",
 )

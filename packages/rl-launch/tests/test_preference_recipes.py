@@ -5,7 +5,7 @@ import pytest
 from rl_algos.dpo.loss import LOSSES
 from rl_core.config import to_yaml
 from rl_core.errors import ConfigError
-from rl_launch.backends import backends_of
+from rl_launch.run_config.plan import RunPlan
 from rl_launch.run_config.reading import read_plan
 
 ON_CPU = ["cluster.device=cpu"]
@@ -32,7 +32,7 @@ def test_every_loss_starts_from_a_recipe(loss, recipe):
     device = ON_CPU if recipe == "dpo-tiny" else []
     config = read_plan(recipe, [*device, f"dpo.loss={loss}"]).config
     assert config.dpo.loss.name == loss
-    assert list(backends_of(config).models) == ["policy"]
+    assert list(RunPlan.of(config).backends.models) == ["policy"]
 
 
 def test_a_loss_in_a_file_beside_the_recipe_starts_and_loads_back(tmp_path):

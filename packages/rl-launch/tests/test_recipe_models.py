@@ -5,10 +5,10 @@ import json
 import pytest
 from safetensors_files import write_weights
 
-from rl_launch.backends import model_sections
 from rl_launch.model_files.local_models import MADE_HERE
 from rl_launch.recipes import recipe_names
 from rl_launch.root_config import section_of
+from rl_launch.run_config.plan import RunPlan
 from rl_launch.run_config.reading import read_plan
 
 SHAPES = {
@@ -46,7 +46,7 @@ def folder_of(name, folder):
 @pytest.mark.parametrize("recipe", recipe_names())
 def test_meshes_and_lengths_of_a_recipe_fit_its_models(recipe, tmp_path):
     config = read_plan(recipe).config
-    names = {key: section_of(config, key).model_name for key in model_sections(config)}
+    names = {key: section_of(config, key).model_name for key in RunPlan.of(config).model_sections}
     hub = {key: name for key, name in names.items() if name not in MADE_HERE}
     assert set(hub.values()) <= SHAPES.keys(), "give the shape of the model of this recipe"
     local = [f"{key}.model_name={folder_of(name, tmp_path)}" for key, name in hub.items()]

@@ -11,11 +11,11 @@ from torch_model import TorchModel
 from rl_algos.data.config import DataConfig
 from rl_algos.data.examples import load
 from rl_algos.distillation import vocabulary
+from rl_algos.distillation.algorithm import OfflineDistillation, loss_of, teachers_of, to_batch
 from rl_algos.distillation.config import DistillationConfig, DistillationLossConfig, OfflineDistillationConfig
 from rl_algos.distillation.data import prepare_text
 from rl_algos.distillation.loop import train
 from rl_algos.distillation.plugin import OFFLINE
-from rl_algos.distillation.setup import loss_of, run_text, teachers_of, to_batch
 from rl_algos.distillation.span_teacher import SpanTeacher, Translator
 from rl_algos.distillation.teachers import Teachers
 from rl_algos.distillation.validation import DistillationValidation
@@ -66,7 +66,7 @@ def test_on_text_a_smaller_student_nears_its_teacher(tmp_path, tokenizer, kind, 
     teacher = TorchModel(len(tokenizer), hidden_size=48, seed=1, scale=20.0)
     student = TorchModel(len(tokenizer), seed=2)
     run = FakeRun()
-    run_text(config, Components(models={"policy": student, "teacher": teacher}, data=data), run)
+    OfflineDistillation().run(config, Components(models={"policy": student, "teacher": teacher}, data=data), run)
     before, after = run.metrics[0], run.metrics[40]
     assert after["val/loss"] < before["val/loss"] / 4
     assert after["val/forward_kl"] < before["val/forward_kl"] / 3
@@ -91,7 +91,7 @@ def test_hidden_states_of_a_teacher_teach_as_its_whole_distributions_do(tmp_path
         data = prepare_text(config, tokenizer, load(config))
         run = FakeRun()
         models = {"policy": TorchModel(len(tokenizer), seed=2), "teacher": teacher}
-        run_text(config, Components(models=models, data=data), run)
+        OfflineDistillation().run(config, Components(models=models, data=data), run)
         runs.append(run.metrics)
     by_hidden, whole = runs
     assert whole.keys() == by_hidden.keys()

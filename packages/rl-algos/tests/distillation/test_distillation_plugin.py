@@ -1,13 +1,13 @@
 import pytest
 
+from rl_algos.distillation.algorithm import Distillation, OfflineDistillation
 from rl_algos.distillation.plugin import OFFLINE, PLUGIN, model_sections
 from rl_algos.distillation.teachers import teacher_of
 from rl_algos.distillation.vocabulary import check_k, sends_hidden
 from rl_core.config import assemble, load, resolve
 from rl_core.errors import ConfigError
 from rl_core.model_config import GenerationConfig, ModelConfig
-from rl_core.plugins import ALGORITHMS, plugin
-from rl_core.plugins import resolve as named
+from rl_core.plugins import ALGORITHMS, implementation_of, plugin
 
 POLICY = assemble("Policy", {"generation": GenerationConfig}, base=ModelConfig)
 ENVIRONMENTS = assemble("Environments", {})
@@ -35,8 +35,7 @@ def problems(algorithm, config):
 @pytest.mark.parametrize("algorithm", [PLUGIN, OFFLINE], ids=lambda algorithm: algorithm.name)
 def test_the_entry_points_lead_to_the_loop(algorithm):
     assert plugin(ALGORITHMS, algorithm.name) is algorithm
-    for path in (algorithm.load, algorithm.prepare, algorithm.run):
-        assert callable(named(path))
+    assert isinstance(implementation_of(algorithm), Distillation if algorithm is PLUGIN else OfflineDistillation)
 
 
 @pytest.mark.parametrize("algorithm", [PLUGIN, OFFLINE], ids=lambda algorithm: algorithm.name)

@@ -10,8 +10,8 @@ import torch
 from file_loss import path_of
 
 from rl_algos.data.config import DataConfig
+from rl_algos.dpo.algorithm import DPO
 from rl_algos.dpo.data import prepare
-from rl_algos.dpo.loop import run as run_algorithm
 from rl_algos.dpo.loss import LOSSES
 from rl_algos.dpo.plugin import PLUGIN, dpo_section
 from rl_algos.preference.data import load
@@ -84,7 +84,7 @@ def trained(tmp_path, tokenizer, loss, *, steps=6, also=None, lr=0.5, **dpo):
     )
     policy, run = UnigramPolicy(len(tokenizer), lr), FakeRun()
     data = prepare(config, tokenizer, load(config))
-    run_algorithm(config, Components(models={"policy": policy}, data=data), run)
+    DPO().run(config, Components(models={"policy": policy}, data=data), run)
     assert set(PLUGIN.validation_metrics(config) or ()) <= set(run.metrics[0])
     return run
 

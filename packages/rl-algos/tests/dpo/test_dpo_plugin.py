@@ -4,13 +4,13 @@ import pytest
 from file_loss import path_of
 
 from rl_algos.data.config import DataConfig
+from rl_algos.dpo.algorithm import DPO
 from rl_algos.dpo.loss import LOSSES, loss_of
 from rl_algos.dpo.plugin import PLUGIN, dpo_section
 from rl_algos.losses.preference import CPO, DPO, ORPO, KTOLoss, PreferenceLoss, SimPO
 from rl_core.config import ProblemError
 from rl_core.model_config import ModelConfig
-from rl_core.plugins import ALGORITHMS, plugin
-from rl_core.plugins import resolve as named
+from rl_core.plugins import ALGORITHMS, implementation_of, plugin
 
 HELD_OUT = {"validation": [{"data_path": "b.jsonl"}, {"data_path": "c.jsonl"}]}
 
@@ -30,7 +30,7 @@ def problems(config):
 
 def test_the_entry_point_leads_to_the_loop():
     assert plugin(ALGORITHMS, "dpo") is PLUGIN
-    assert all(callable(named(path)) for path in (PLUGIN.load, PLUGIN.prepare, PLUGIN.run))
+    assert isinstance(implementation_of(PLUGIN), DPO)
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,11 @@ import pytest
 
 from rl_algos.data.config import DataConfig
 from rl_algos.losses.reward import BradleyTerryLoss, RegressionLoss
+from rl_algos.reward_model.algorithm import RewardModel, objective_of
 from rl_algos.reward_model.config import RewardModelConfig
-from rl_algos.reward_model.loop import objective_of
 from rl_algos.reward_model.plugin import PLUGIN
 from rl_core.model_config import ModelConfig
-from rl_core.plugins import ALGORITHMS, plugin
-from rl_core.plugins import resolve as named
+from rl_core.plugins import ALGORITHMS, implementation_of, plugin
 
 
 def config(**rm):
@@ -25,7 +24,7 @@ def problems(config):
 
 def test_the_entry_point_leads_to_the_loop():
     assert plugin(ALGORITHMS, "rm") is PLUGIN
-    assert all(callable(named(path)) for path in (PLUGIN.load, PLUGIN.prepare, PLUGIN.run))
+    assert isinstance(implementation_of(PLUGIN), RewardModel)
 
 
 def test_the_model_that_trains_has_a_score_head():

@@ -6,9 +6,9 @@ import pytest
 
 from rl_algos.data.stream import Stream
 from rl_algos.losses.nll import NLLLoss
+from rl_algos.sft.algorithm import SFT
 from rl_algos.sft.config import SFTConfig
 from rl_algos.sft.data import TrainingRow
-from rl_algos.sft.loop import run as run_algorithm
 from rl_algos.supervised.data import SupervisedData
 from rl_core.run import Components
 from rl_core.testing.fakes import FakeModel, FakeRun
@@ -23,7 +23,7 @@ def trained(stream, *, batch_size=3, steps=2):
     policy, run = FakeModel(), FakeRun()
     policy_config = SimpleNamespace(train_global_batch_size=batch_size)
     config = SimpleNamespace(sft=SFTConfig(max_num_steps=steps), policy=policy_config)
-    run_algorithm(config, Components(models={"policy": policy}, data=SupervisedData(stream, {})), run)
+    SFT().run(config, Components(models={"policy": policy}, data=SupervisedData(stream, {})), run)
     return policy, run
 
 

@@ -1,10 +1,10 @@
 import pytest
 
+from rl_algos.sft.algorithm import SFT
 from rl_algos.sft.plugin import PLUGIN
 from rl_core.config import assemble, load, resolve
 from rl_core.model_config import ModelConfig
-from rl_core.plugins import ALGORITHMS, plugin
-from rl_core.plugins import resolve as named
+from rl_core.plugins import ALGORITHMS, implementation_of, plugin
 
 ROOT = assemble("Root", {**PLUGIN.sections, "policy": ModelConfig})
 TRAIN = "data.train={dataset_name: arithmetic}"
@@ -22,9 +22,7 @@ def problems(config):
 
 def test_the_entry_point_leads_to_the_loop():
     assert plugin(ALGORITHMS, "sft") is PLUGIN
-    assert callable(named(PLUGIN.run))
-    assert callable(named(PLUGIN.load))
-    assert callable(named(PLUGIN.prepare))
+    assert isinstance(implementation_of(PLUGIN), SFT)
 
 
 def test_a_plain_config_is_fine(tmp_path):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from rl_core.plugins import (
     Requirement,
     algorithm_named,
     export_suffixes,
+    implementation_of,
     names,
     plugin,
     plugins,
@@ -91,31 +93,37 @@ ALGORITHM = """
 from rl_core.plugins import AlgorithmPlugin
 
 PLUGIN = AlgorithmPlugin(
-    name="mine",
-    sections={},
-    load="rl_core.plugins:names",
-    prepare="beside.py:prepare",
-    run="algorithm.py:run",
-    generates=False,
-    models=dict,
+    name="mine", sections={}, implementation="beside.py:Mine", generates=False, models=dict
 )
+WRONG = AlgorithmPlugin(name="wrong", sections={}, implementation="algorithm.py:OTHER", generates=False, models=dict)
 OTHER = 3
-
-
-def run():
-    return "ran"
 """
 
 
-def test_an_algorithm_in_a_file_finds_its_functions_from_the_folder_of_the_file(tmp_path: Path) -> None:
+def test_an_algorithm_in_a_file_finds_its_class_from_the_folder_of_the_file(tmp_path: Path) -> None:
     (tmp_path / "algorithm.py").write_text(ALGORITHM)
-    (tmp_path / "beside.py").write_text("def prepare():\n    return 'prepared'\n")
+    (tmp_path / "beside.py").write_text(
+        "from rl_core.plugins import Algorithm\n\nclass Mine(Algorithm):\n"
+        "    def load(self, config):\n        return 'loaded'\n"
+    )
     found = algorithm_named(f"{tmp_path}/algorithm.py:PLUGIN")
     assert found.name == "mine"
-    assert resolve(found.run)() == "ran"
-    assert resolve(found.prepare)() == "prepared"
-    assert (found.load, found.rollouts) == ("rl_core.plugins:names", "")
+    made = implementation_of(found)
+    assert made.load(None) == "loaded"
+    with pytest.raises(NotImplementedError, match="Mine trains, so it must define run"):
+        made.run(None, None, None)
     assert algorithm_named(f"{tmp_path}/algorithm.py:PLUGIN") is found
+
+
+def test_an_algorithm_that_is_not_one_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "algorithm.py").write_text(ALGORITHM)
+    with pytest.raises(
+        ConfigError, match=r"wrong: .*algorithm.py:OTHER must be a subclass of rl_core.plugins.Algorithm"
+    ):
+        implementation_of(algorithm_named(f"{tmp_path}/algorithm.py:WRONG"))
+    with pytest.raises(ConfigError, match="implementation of wrong: .*has no 'Absent'"):
+        found = algorithm_named(f"{tmp_path}/algorithm.py:WRONG")
+        implementation_of(replace(found, implementation=f"{tmp_path}/algorithm.py:Absent"))
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,12 @@ from types import SimpleNamespace
 import pytest
 
 from rl_core.errors import ConfigError
+from rl_core.plugins import algorithm_named
+from rl_launch.backends import Backends
 from rl_launch.cluster.device import check_devices
 from rl_launch.commands.evaluate import evaluate
 from rl_launch.root_config import ClusterConfig
+from rl_launch.run_config.plan import RunPlan
 from rl_launch.session.config import LoggerConfig
 
 
@@ -39,9 +42,10 @@ def test_devices_that_this_machine_has_are_not(monkeypatch, visible, settings):
 
 
 def test_an_evaluation_asks_before_it_loads_anything(tmp_path):
-    config = SimpleNamespace(algorithm="grpo", cluster=ClusterConfig(num_nodes=2), logger=LoggerConfig())
+    config = SimpleNamespace(cluster=ClusterConfig(num_nodes=2), logger=LoggerConfig())
+    plan = RunPlan(config, algorithm_named("grpo"), Backends({}))
     with pytest.raises(ConfigError, match="RAY_ADDRESS is not set"):
-        evaluate(config, folder=tmp_path)
+        evaluate(plan, folder=tmp_path)
 
 
 def test_what_another_cluster_has_is_its_own_affair(monkeypatch):

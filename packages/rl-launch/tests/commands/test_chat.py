@@ -102,8 +102,8 @@ def served(monkeypatch):
     given = SimpleNamespace(model=Model("3<|end|>"))
 
     @contextmanager
-    def serving(config, sampling, *, num_turns, seed):
-        given.config, given.sampling, given.num_turns, given.seed = config, sampling, num_turns, seed
+    def serving(plan, sampling, *, num_turns, seed):
+        given.config, given.sampling, given.num_turns, given.seed = plan.config, sampling, num_turns, seed
         yield module.ServedModel(given.model, TOKENIZER, None, "tiny", 32)
 
     monkeypatch.setattr(module, "serving", serving)
@@ -132,14 +132,14 @@ def test_lines_of_a_pipe_are_answered(served):
 
 
 def test_a_replica_of_one_copy_is_served(monkeypatch):
-    run = chat_plan("grpo-arithmetic", ["policy.generation.backend=hf", "cluster.cpu_ranks_per_node=2"])
+    run = chat_plan("grpo-arithmetic", ["policy.generation.backend=hf", "cluster.cpu_ranks_per_node=2"]).config
     assert (run.cluster.num_nodes, run.cluster.cpu_ranks_per_node) == (1, 1)
     assert run.policy.generation.backend == "hf"
     monkeypatch.setattr(module, "missing", lambda spec: ["vllm is not installed"])
-    assert chat_plan("tiny-arithmetic", []).policy.generation.backend == "hf"
-    assert chat_plan("tiny-arithmetic", ["policy.generation.backend=vllm"]).policy.generation.backend == "vllm"
+    assert chat_plan("tiny-arithmetic", []).config.policy.generation.backend == "hf"
+    assert chat_plan("tiny-arithmetic", ["policy.generation.backend=vllm"]).config.policy.generation.backend == "vllm"
     monkeypatch.setattr(module, "missing", lambda spec: [])
-    assert chat_plan("tiny-arithmetic", []).policy.generation.backend == "vllm"
+    assert chat_plan("tiny-arithmetic", []).config.policy.generation.backend == "vllm"
 
 
 def test_the_system_message_is_that_of_the_training_data(tmp_path):

@@ -29,7 +29,7 @@ def test_a_recipe_runs_in_a_new_folder_of_its_name():
 def test_a_run_goes_on_in_its_own_folder_whatever_its_config_says(tmp_path):
     run = make_run(tmp_path / "moved", "run_dir=where/it/was", "sft.seed=7")
     given = run_of(run, ["sft.max_num_steps=3"])
-    assert (str(given.run_dir), given.config.sft.seed, given.config.sft.max_num_steps) == (run, 7, 3)
+    assert (str(given.run_dir), given.plan.config.sft.seed, given.plan.config.sft.max_num_steps) == (run, 7, 3)
     assert str(run_of(run, ["run_dir=elsewhere"]).run_dir) == "elsewhere"
 
 
@@ -37,7 +37,7 @@ def test_a_run_goes_on_in_its_own_folder_whatever_its_config_says(tmp_path):
 def test_a_branch_takes_the_config_of_its_run_and_a_folder_of_its_own(tmp_path, recipe, overrides):
     run = make_run(tmp_path / "first", f"run_dir={tmp_path / 'first'}", "sft.max_num_steps=3")
     given = run_of(recipe, overrides, run)
-    assert (given.config.sft.max_num_steps, given.config.sft.seed) == (3, 8)
+    assert (given.plan.config.sft.max_num_steps, given.plan.config.sft.seed) == (3, 8)
     assert re.fullmatch(r"runs/first-\d{8}-\d{6}", str(given.run_dir))
     assert given.branch_point is not None
     assert str(given.branch_point.run.path) == run
@@ -46,7 +46,7 @@ def test_a_branch_takes_the_config_of_its_run_and_a_folder_of_its_own(tmp_path, 
 def test_a_branch_may_take_the_config_of_a_recipe(tmp_path):
     run = make_run(tmp_path / "first", "sft.max_num_steps=3")
     given = run_of("sft-arithmetic", ["run_dir=second"], f"{run}:2")
-    assert (given.config.sft.max_num_steps, str(given.run_dir)) == (400, "second")
+    assert (given.plan.config.sft.max_num_steps, str(given.run_dir)) == (400, "second")
     assert given.branch_point is not None
     assert given.branch_point.step == 2
 

@@ -28,19 +28,19 @@ main()
 """
 
 
-def config(*overrides):
-    return read_plan("sft-arithmetic", overrides).config
+def plan_of(*overrides):
+    return read_plan("sft-arithmetic", overrides)
 
 
-def finish(path, settings, *, step=400, reason=""):
+def finish(path, plan, *, step=400, reason=""):
     """A run as it is left when it has finished."""
     directory = RunDirectory(path, RunRecording())
-    directory.open(settings)
+    directory.open(plan.config)
     directory.close()
     checkpoint = path / "checkpoints" / f"step_{step}"
     checkpoint.mkdir()
     Manifest(step).write(checkpoint)
-    goals = keys_when_changed(settings, WhenChanged.GOAL)
+    goals = keys_when_changed(plan.config, WhenChanged.GOAL)
     RunState("finished", step, 400, reason, goals).write(path)
     (path / "metrics.jsonl").write_text(json.dumps({"step": step, "train/loss": 0.5, "val/loss": None}) + "\n")
     return path
@@ -52,7 +52,7 @@ def contents(path):
 
 def test_a_run_whose_goal_is_met_is_left_as_it_is(tmp_path, caplog):
     caplog.set_level(logging.INFO)
-    settings = config()
+    settings = plan_of()
     run = finish(tmp_path / "run", settings, step=150, reason="val/loss is 0.5, the goal was 0.6")
     before = contents(run)
     outcome = train(settings, run_dir=run)
@@ -62,7 +62,7 @@ def test_a_run_whose_goal_is_met_is_left_as_it_is(tmp_path, caplog):
 
 
 def test_a_finished_run_says_so_before_ray_or_torch_is_imported(tmp_path):
-    run = finish(tmp_path / "run", config())
+    run = finish(tmp_path / "run", plan_of())
     answer = subprocess.run(
         [sys.executable, "-c", COMMAND, "train", str(run)], capture_output=True, text=True, check=False, cwd=tmp_path
     )
@@ -72,8 +72,8 @@ def test_a_finished_run_says_so_before_ray_or_torch_is_imported(tmp_path):
 
 
 def test_a_branch_begins_in_a_folder_of_its_own(tmp_path):
-    run, other = finish(tmp_path / "run", config()), finish(tmp_path / "other", config())
-    longer = config("sft.max_num_steps=800")
+    run, other = finish(tmp_path / "run", plan_of()), finish(tmp_path / "other", plan_of())
+    longer = plan_of("sft.max_num_steps=800")
     with pytest.raises(RunDirectoryError, match="other already holds a run that did not branch from"):
         check_run_dir(other, longer, fresh=False, branch_point=BranchPoint.parse(str(run)))
     branch = check_run_dir(tmp_path / "new", longer, fresh=False, branch_point=BranchPoint.parse(str(run)))
@@ -83,10 +83,10 @@ def test_a_branch_begins_in_a_folder_of_its_own(tmp_path):
 
 
 def test_a_branch_goes_on_in_its_folder_by_the_same_command(tmp_path):
-    run, longer = finish(tmp_path / "run", config()), config("sft.max_num_steps=800")
+    run, longer = finish(tmp_path / "run", plan_of()), plan_of("sft.max_num_steps=800")
     point = BranchPoint.parse(f"{run}:400")
     directory = RunDirectory(tmp_path / "new", RunRecording())
-    directory.open(longer, branch=check_run_dir(tmp_path / "new", longer, fresh=False, branch_point=point))
+    directory.open(longer.config, branch=check_run_dir(tmp_path / "new", longer, fresh=False, branch_point=point))
     directory.close()
     assert check_run_dir(tmp_path / "new", longer, fresh=False, branch_point=point) is None
     assert directory.branch is not None
@@ -98,8 +98,8 @@ def test_adapters_on_layers_that_a_made_model_does_not_have_are_refused(tmp_path
     adapters = "policy.lora_cfg={{enabled: true, match_all_linear: false, target_modules: [{}]}}"
     message = r"policy\.lora_cfg\.target_modules: got q_projj, which matches no layer of .* did you mean q_proj\?"
     with pytest.raises(ConfigError, match=message):
-        check_adapters_of_made_models(config(adapters.format("q_projj")))
-    check_adapters_of_made_models(config(adapters.format("q_proj")))
+        check_adapters_of_made_models(plan_of(adapters.format("q_projj")))
+    check_adapters_of_made_models(plan_of(adapters.format("q_proj")))
 
 
 def test_a_warmed_up_model_that_another_run_makes_is_waited_for(tmp_path, monkeypatch, caplog):
@@ -110,13 +110,13 @@ def test_a_warmed_up_model_that_another_run_makes_is_waited_for(tmp_path, monkey
     monkeypatch.setattr("rl_launch.commands.train.holder", lambda _: next(holders))
     monkeypatch.setattr("time.sleep", lambda _: events.append("waited"))
 
-    def trained(config, *, run_dir, title):
+    def trained(plan, *, run_dir, title):
         events.append("trained")
-        finish(run_dir, config, reason="it is finished")
+        finish(run_dir, plan, reason="it is finished")
         return SimpleNamespace(exit_if_stopped=lambda: None)
 
     monkeypatch.setattr("rl_launch.commands.train.train", trained)
-    with_local_models(read_plan("grpo-arithmetic", ["policy.model_name=tiny-arithmetic-sft"]).config)
+    with_local_models(read_plan("grpo-arithmetic", ["policy.model_name=tiny-arithmetic-sft"]))
     assert events == ["waited", "trained"]
     assert "waiting for process 7, which trains tiny-arithmetic by SFT" in caplog.text
 
@@ -126,20 +126,20 @@ def test_a_warmed_up_model_is_the_export_of_its_recipes_run(tmp_path, monkeypatc
     monkeypatch.setenv("RL_HOME", str(tmp_path))
     made = []
 
-    def made_at_once(config, *, run_dir, title):
+    def made_at_once(plan, *, run_dir, title):
         made.append(run_dir)
-        finish(run_dir, config, reason="it is finished")
+        finish(run_dir, plan, reason="it is finished")
         return SimpleNamespace(exit_if_stopped=lambda: None)
 
     monkeypatch.setattr("rl_launch.commands.train.train", made_at_once)
-    asked = read_plan("grpo-arithmetic", [f"policy.model_name={name}"]).config
+    asked = read_plan("grpo-arithmetic", [f"policy.model_name={name}"])
     for _ in range(2):  # made once
-        found = Path(with_local_models(asked).policy.model_name)
+        found = Path(with_local_models(asked).config.policy.model_name)
         assert len(made) == 1
         assert found.parent == tmp_path / "models"
         assert found.resolve() == made[0].resolve() / "checkpoints" / "step_400" / "hf"
     # of a later version of the package
     changed = read_plan(WARMED_UP[name], ["sft.max_num_steps=7"])
     monkeypatch.setattr("rl_launch.commands.train.read_plan", lambda _: changed)
-    assert Path(with_local_models(asked).policy.model_name) != found
+    assert Path(with_local_models(asked).config.policy.model_name) != found
     assert len(set(made)) == 2

@@ -39,17 +39,17 @@ def make_run(folder, recipe, model):
 
 def test_a_model_is_evaluated_on_named_tasks_without_a_run(model):
     given = evaluation_of(str(model), ["eval.num_samples=4", "eval.temperature=0.8"], ["arithmetic", "gsm8k"])
-    assert (given.config.algorithm, given.config.eval.tasks) == ("evaluation", ["arithmetic", "gsm8k"])
-    assert given.config.policy.model_name == str(model)
-    assert given.config.policy.max_total_sequence_length == 1024  # the model's positions, fewer than the default
+    assert (given.plan.config.algorithm, given.plan.config.eval.tasks) == ("evaluation", ["arithmetic", "gsm8k"])
+    assert given.plan.config.policy.model_name == str(model)
+    assert given.plan.config.policy.max_total_sequence_length == 1024  # the model's positions, fewer than the default
     assert given.folder.parent == Path("runs")
     assert given.folder.name.startswith("eval-tiny-")
 
 
 def test_a_run_is_evaluated_at_its_newest_checkpoint_with_its_own_settings(run):
     given = evaluation_of(str(run))
-    assert given.config.policy.model_name == str(run / "checkpoints" / "step_4" / "hf")
-    assert given.config.data.validation.dataset_name == "arithmetic"
+    assert given.plan.config.policy.model_name == str(run / "checkpoints" / "step_4" / "hf")
+    assert given.plan.config.data.validation.dataset_name == "arithmetic"
     assert given.folder != run
     assert given.folder.name.startswith("eval-mine-step_4-")
 
@@ -63,7 +63,7 @@ def test_a_checkpoint_of_a_run_is_named_by_its_step_or_folder(run):
 
 def test_other_weights_and_another_folder_can_be_given_for_a_run(run, model, tmp_path):
     given = evaluation_of(str(run), [f"policy.model_name={model}", f"run_dir={tmp_path / 'results'}"])
-    assert (given.config.policy.model_name, given.folder) == (str(model), tmp_path / "results")
+    assert (given.plan.config.policy.model_name, given.folder) == (str(model), tmp_path / "results")
 
 
 def test_a_run_that_generates_nothing_is_evaluated_on_tasks_with_its_model(tmp_path, model):
@@ -78,7 +78,7 @@ def test_a_recipe_keeps_its_model_and_does_not_write_into_the_folder_of_its_run(
     path = tmp_path / "mine.yaml"
     path.write_text(f"defaults: grpo-arithmetic\nrun_dir: {tmp_path / 'run'}\npolicy: {{model_name: {model}}}\n")
     given = evaluation_of(str(path))
-    assert given.config.policy.model_name == str(model)
+    assert given.plan.config.policy.model_name == str(model)
     assert given.folder.name.startswith("eval-mine-")
 
 
@@ -88,7 +88,7 @@ def test_an_evaluation_goes_on_in_its_own_folder(tmp_path, model):
     (tmp_path / "plan.json").write_text("{}")
     given = evaluation_of(str(tmp_path))
     assert given.folder == tmp_path
-    assert to_yaml(given.config) == to_yaml(config)
+    assert to_yaml(given.plan.root) == to_yaml(config)
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,10 @@ from rl_core.config import explain, load, resolve, to_yaml
 from rl_core.devices import CPU
 from rl_core.errors import ConfigError
 from rl_core.model_config import GenerationConfig, ModelConfig
-from rl_launch.backends import model_sections
+from rl_launch.recipes import RECIPES
 from rl_launch.root_config import POLICY
+from rl_launch.run_config.plan import RunPlan
 from rl_launch.run_config.reading import read_plan, read_raw
-from rl_launch.run_config.root import RECIPES, backends_of
 from rl_launch.run_config.root_types import type_of
 
 NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
@@ -135,14 +135,14 @@ def test_what_cannot_run_is_refused(overrides, message):
 )
 def test_the_training_backend(overrides, chosen):
     raw = read_raw("sft-arithmetic", overrides)
-    backends = backends_of(resolve(raw, type_of(raw)).config)
+    backends = RunPlan.of(resolve(raw, type_of(raw)).config).backends
     assert backends.models[POLICY].plugin.name == chosen
     assert backends.generation is None
 
 
 def test_settings_for_workers_are_of_types_that_every_worker_has():
     config = read_plan("grpo-arithmetic", [*ON_CPU, "policy.generation.max_new_tokens=7"]).config
-    backends = backends_of(config)
+    backends = RunPlan.of(config).backends
     assert backends.generation is not None
     policy = backends.models[POLICY]
     assert type(policy.config) is ModelConfig
@@ -218,17 +218,17 @@ def test_adapters_that_the_generator_does_not_apply_are_refused(overrides, messa
 
 def test_a_run_sends_what_the_config_says():
     changes = ["policy.generation.weight_sync=disk", "policy.generation.weight_sync_encoding=changes"]
-    topology = backends_of(read_plan("grpo-arithmetic", [*ON_CPU, *changes]).config).topology(1, 2, CPU)
+    topology = read_plan("grpo-arithmetic", [*ON_CPU, *changes]).backends.topology(1, 2, CPU)
     assert (topology.transport, topology.weight_sync_encoding) == ("disk", "changes")
 
 
 @pytest.mark.parametrize("generator", [HF, MEGATRON])
 def test_the_generator_reports_the_routing_that_is_replayed(generator, tmp_path):
     experts = folder_with(tmp_path, num_experts=8)
-    found = backends_of(read_plan("grpo-arithmetic", [*ON_CPU, REPLAY, generator, experts]).config)
+    found = read_plan("grpo-arithmetic", [*ON_CPU, REPLAY, generator, experts]).backends
     assert found.models[POLICY].replays_routing
     assert found.generation.reports_routing
-    plain = backends_of(read_plan("grpo-arithmetic", [*ON_CPU, generator]).config)
+    plain = read_plan("grpo-arithmetic", [*ON_CPU, generator]).backends
     assert not plain.models[POLICY].replays_routing
     assert not plain.generation.reports_routing
 
@@ -248,9 +248,7 @@ class MineConfig(Config):
 PLUGIN = AlgorithmPlugin(
     name="mine",
     sections={"mine": MineConfig},
-    load="mine.py:load",
-    prepare="mine.py:prepare",
-    run="mine.py:run",
+    implementation="mine.py:Mine",
     generates=False,
     models=lambda config: {"policy": ModelNeed("policy", ModelSpec())},
 )
@@ -267,10 +265,11 @@ def recipe_of_a_file(folder, name):
 
 
 def test_an_algorithm_in_a_file_beside_the_recipe_brings_its_sections(tmp_path):
-    config = read_plan(recipe_of_a_file(tmp_path, "PLUGIN"), ON_CPU).config
+    plan = read_plan(recipe_of_a_file(tmp_path, "PLUGIN"), ON_CPU)
+    config = plan.config
     assert config.algorithm == f"{tmp_path}/mine.py:PLUGIN"
     assert config.mine.max_num_steps == 5
-    assert list(backends_of(config).models) == ["policy"]
+    assert list(plan.backends.models) == ["policy"]
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept" / "config.yaml").write_text(to_yaml(config))
     assert to_yaml(read_plan(tmp_path / "kept").config) == to_yaml(config)
@@ -283,16 +282,17 @@ def test_a_wrong_name_in_the_file_of_an_algorithm_is_refused_with_the_place_and_
 
 def test_models_that_users_name_have_sections_of_their_own():
     override = "teachers={sums: {model_name: tiny-arithmetic, megatron_cfg: {enabled: true}}}"
-    config = read_plan("distill-tiny", [*ON_CPU, override]).config
-    assert model_sections(config) == ("policy", "teacher", "teachers.sums")
+    plan = read_plan("distill-tiny", [*ON_CPU, override])
+    config = plan.config
+    assert plan.model_sections == ("policy", "teacher", "teachers.sums")
     assert config.teachers.sums.model_name == "tiny-arithmetic"
-    models = backends_of(config).models
+    models = plan.backends.models
     assert {role: model.plugin.name for role, model in models.items()} == {
         "policy": "dtensor",
         "teacher": "dtensor",
         "teacher_sums": "megatron",
     }
-    assert model_sections(read_plan("distill-tiny", ON_CPU).config) == ("policy", "teacher")
+    assert read_plan("distill-tiny", ON_CPU).model_sections == ("policy", "teacher")
     with pytest.raises(ConfigError, match=r"teachers\.sums\.modelname"):
         read_plan("distill-tiny", [*ON_CPU, "teachers={sums: {modelname: tiny-arithmetic}}"])
 

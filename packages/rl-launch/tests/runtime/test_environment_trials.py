@@ -5,9 +5,7 @@ import sys
 
 import pytest
 
-from rl_algos.rollouts.data import load
 from rl_core.errors import ConfigError
-from rl_core.plugins import ALGORITHMS, plugin
 from rl_launch.run_config.reading import read_plan
 from rl_launch.runtime.environment_trials import trials_of, try_here, try_in
 
@@ -29,8 +27,8 @@ def trials(tmp_path):
         (tmp_path / "rows.jsonl").write_text('{"messages": "1+2=", "answer": "3"}\n' * 4)
         recipe = tmp_path / "run.yaml"
         recipe.write_text(RECIPE.replace("ROWS", str(tmp_path / "rows.jsonl")))
-        config = read_plan(recipe).config
-        return trials_of(config, plugin(ALGORITHMS, "grpo"), load(config))
+        plan = read_plan(recipe)
+        return trials_of(plan, plan.algorithm.load(plan.config))
 
     return make
 

@@ -6,7 +6,6 @@ import pytest
 
 from rl_core.plugins import RolloutNeeds
 from rl_core.rollouts.generation import Placement
-from rl_launch.backends import backends_of
 from rl_launch.run_config.reading import read_plan
 from rl_launch.runtime.model_group import StartTimeouts
 from rl_launch.runtime.replicas import Replicas
@@ -15,7 +14,7 @@ ADAPTERS = ["policy.lora_cfg.enabled=true", "policy.generation.lora_sync=adapter
 
 
 def generator_args(*, awaits_weights, **needs):
-    generation = backends_of(read_plan("grpo-arithmetic", ["cluster.device=cpu", *ADAPTERS]).config).generation
+    generation = read_plan("grpo-arithmetic", ["cluster.device=cpu", *ADAPTERS]).backends.generation
     needs = RolloutNeeds("module:Program", {}, frozenset(), **needs)
     with ExitStack() as stack:
         replicas = Replicas(

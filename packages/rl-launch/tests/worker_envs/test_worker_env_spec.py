@@ -7,7 +7,8 @@ from rl_core.devices import CPU, CUDA
 from rl_core.model import ModelSpec
 from rl_core.model_config import ColocatedConfig, GenerationConfig, ModelConfig
 from rl_core.plugins import GENERATORS, POLICIES, Requirement, algorithm_named, plugin
-from rl_launch.backends import Backends, GenerationBackend, ModelBackend, backends_of
+from rl_launch.backends import Backends, GenerationBackend, ModelBackend
+from rl_launch.run_config.plan import RunPlan
 from rl_launch.run_config.reading import read_plan
 from rl_launch.runtime.role_envs import role_specs
 from rl_launch.worker_envs import ROLLOUT_WORKER, Wanted, homes, worker_env
@@ -94,10 +95,10 @@ def test_an_algorithms_own_distribution_reaches_every_model_and_the_rollouts():
 def test_the_package_of_a_loss_that_the_config_names_reaches_the_models(monkeypatch):
     theirs = Requirement("their-losses", imports=("their_losses",))
     config = read_plan("sft-arithmetic", []).config
-    plain = backends_of(config)
+    plain = RunPlan.of(config).backends
     algorithm = replace(algorithm_named(config.algorithm), further=lambda chosen: (theirs,) if chosen is config else ())
     monkeypatch.setattr("rl_launch.backends.algorithm_named", lambda name: algorithm)
-    specs = role_specs(backends_of(config), (), CPU)
+    specs = role_specs(RunPlan.of(config).backends, (), CPU)
     assert Wanted("their-losses") in specs["policy"].wanted
     assert "their_losses" in specs["policy"].imports
     assert Wanted("their-losses") not in role_specs(plain, (), CPU)["policy"].wanted
