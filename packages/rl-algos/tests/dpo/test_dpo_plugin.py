@@ -4,7 +4,7 @@ import pytest
 from file_loss import path_of
 
 from rl_algos.data.config import DataConfig
-from rl_algos.dpo.algorithm import DPO
+from rl_algos.dpo import algorithm
 from rl_algos.dpo.loss import LOSSES, loss_of
 from rl_algos.dpo.plugin import PLUGIN, dpo_section
 from rl_algos.losses.preference import CPO, DPO, ORPO, KTOLoss, PreferenceLoss, SimPO
@@ -30,7 +30,7 @@ def problems(config):
 
 def test_the_entry_point_leads_to_the_loop():
     assert plugin(ALGORITHMS, "dpo") is PLUGIN
-    assert isinstance(implementation_of(PLUGIN), DPO)
+    assert isinstance(implementation_of(PLUGIN), algorithm.DPO)
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,10 @@ class Base(Config):
     algorithm: str = "grpo"
 
 
+def evaluation_of(config):
+    return RolloutEvaluation(config, load)
+
+
 def make_config(*, data=None, grpo=None, total=40, **settings):
     """A resolved root, of a run if it has data."""
     of_run = {"grpo": GRPOConfig, "data": DataConfig} if data else {}
@@ -79,7 +83,7 @@ def test_validation_data_gets_the_rollouts_of_the_runs_own_validation(file, toke
     data = DataConfig(train=DatasetConfig(data_path="/nowhere.jsonl"), validation=dataset)
     grpo = GRPOConfig(seed=7, max_val_samples=4, val_num_generations_per_prompt=3, max_rollout_turns=2)
     config = make_config(data=data, grpo=grpo)
-    plan = RolloutEvaluation(config).plan(tokenizer)
+    plan = evaluation_of(config).plan(tokenizer)
     (task,) = plan.tasks
     assert (task.name, task.num_samples, len(task.groups)) == (VALIDATION, 3, 4)
     pool = OnePool()
@@ -114,14 +118,14 @@ def test_rows_that_were_held_out_are_the_validation_data(file, tokenizer, has_va
     of_run = DataConfig(train=training[0], validation=validation)
     expected = prepare(make_config(data=of_run), tokenizer, load(make_config(data=of_run))).validation
     data = of_run.model_copy(update={"train": training})
-    (task,) = RolloutEvaluation(make_config(data=data)).plan(tokenizer).tasks
+    (task,) = evaluation_of(make_config(data=data)).plan(tokenizer).tasks
     assert [group.prompt.id for group in task.groups] == [prompt.id for prompt in expected]
     assert len(task.groups) == (7 if has_validation else 2)
 
 
 def test_a_run_without_validation_data_names_both_kinds(file):
     with pytest.raises(ConfigError, match=r"data\.validation, or split_validation_size"):
-        RolloutEvaluation(make_config(data=DataConfig(train=DatasetConfig(data_path=str(file)))))
+        evaluation_of(make_config(data=DataConfig(train=DatasetConfig(data_path=str(file)))))
 
 
 def test_a_run_is_evaluated_with_the_program_the_time_and_the_stop_tokens_of_its_training(file, tmp_path):
@@ -135,7 +139,7 @@ def test_a_run_is_evaluated_with_the_program_the_time_and_the_stop_tokens_of_its
         total=4000,
     )
     prepared = prepare(config, tokenizer, load(config))
-    plan = RolloutEvaluation(config).plan(tokenizer)
+    plan = evaluation_of(config).plan(tokenizer)
     # nothing is trained, so rewards are told of no steps
     assert plan.needs == replace(needs(config, prepared), max_steps=1)
     assert isinstance(plan.needs.program, FromFile)
@@ -148,7 +152,7 @@ def test_a_run_is_evaluated_with_the_program_the_time_and_the_stop_tokens_of_its
 
 def test_a_model_without_a_run_stops_where_its_template_ends_a_turn(file):
     tokenizer = tokenizer_of("gemma3")
-    plan = RolloutEvaluation(make_config(tasks=[mine(file)], total=4000)).plan(tokenizer)
+    plan = evaluation_of(make_config(tasks=[mine(file)], total=4000)).plan(tokenizer)
     ends = tuple(tokenizer.convert_tokens_to_ids(["<eos>", "<end_of_turn>"]))
     assert plan.tasks[0].groups[0].sampling.stop_token_ids == ends
     assert plan.needs.program == PROGRAMS["multi_turn"]
@@ -170,12 +174,12 @@ def test_prompts_of_tasks_show_the_tools_of_their_environment(file, tmp_path):
     (tmp_path / "game.py").write_text(TOOL)
     dataset = DatasetConfig(data_path=str(file), env_name=f"{tmp_path}/game.py:Game")
     task = TaskConfig(name="game", dataset=dataset)
-    plan = RolloutEvaluation(make_config(tasks=[task], max_turns=2, total=4000)).plan(tokenizer)
+    plan = evaluation_of(make_config(tasks=[task], max_turns=2, total=4000)).plan(tokenizer)
     prompt = plan.tasks[0].groups[0].prompt
     assert [tool["function"]["name"] for tool in prompt.tools] == ["look_up"]
     assert '"name": "look_up"' in tokenizer.decode(prompt.token_ids)
     with pytest.raises(ConfigError, match=r"eval.max_turns: the environment .* has tools"):
-        RolloutEvaluation(make_config(tasks=[task], total=4000)).plan(tokenizer)
+        evaluation_of(make_config(tasks=[task], total=4000)).plan(tokenizer)
 
 
 def test_problems_without_an_answer_are_left_out_of_tasks_as_of_training(tmp_path, tokenizer):
@@ -184,7 +188,7 @@ def test_problems_without_an_answer_are_left_out_of_tasks_as_of_training(tmp_pat
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     dataset = DatasetConfig(data_path=str(path), processor="math_problem", env_name="math")
     task = TaskConfig(name="problems", dataset=dataset)
-    (planned,) = RolloutEvaluation(make_config(tasks=[task], total=400)).plan(tokenizer).tasks
+    (planned,) = evaluation_of(make_config(tasks=[task], total=400)).plan(tokenizer).tasks
     assert [group.prompt.id.rpartition(":")[2] for group in planned.groups] == ["0", "2"]
 
 
@@ -195,7 +199,7 @@ def test_tasks_have_settings_of_their_own_over_those_of_the_evaluation(file, tok
         temperature=0.9,
         top_p=0.8,
     )
-    (task,) = RolloutEvaluation(config).plan(tokenizer).tasks
+    (task,) = evaluation_of(config).plan(tokenizer).tasks
     sampling = task.groups[0].sampling
     assert (task.num_samples, len(task.groups), len(task.groups[0].seeds)) == (4, 2, 4)
     assert (sampling.temperature, sampling.top_p, sampling.max_new_tokens) == (0.5, 0.8, 5)
@@ -203,44 +207,44 @@ def test_tasks_have_settings_of_their_own_over_those_of_the_evaluation(file, tok
 
 def test_a_task_gets_the_same_seeds_beside_others_and_with_more_samples(file, tokenizer):
     other = TaskConfig(name="other", dataset=DatasetConfig(data_path=str(file)))
-    alone = RolloutEvaluation(make_config(tasks=[mine(file)])).plan(tokenizer).tasks[0]
-    beside = RolloutEvaluation(make_config(tasks=[other, mine(file)], num_samples=4)).plan(tokenizer).tasks[1]
+    alone = evaluation_of(make_config(tasks=[mine(file)])).plan(tokenizer).tasks[0]
+    beside = evaluation_of(make_config(tasks=[other, mine(file)], num_samples=4)).plan(tokenizer).tasks[1]
     assert [group.seeds[:1] for group in beside.groups] == [group.seeds for group in alone.groups]
 
 
 def test_prompts_that_leave_no_room_are_refused_and_counted(file, tokenizer):
     with file.open("a") as opened:
         opened.write(json.dumps({"messages": "1" * 60, "answer": "0", "environment": "math"}) + "\n")
-    (task,) = RolloutEvaluation(make_config(tasks=[mine(file)])).plan(tokenizer).tasks
+    (task,) = evaluation_of(make_config(tasks=[mine(file)])).plan(tokenizer).tasks
     assert len(task.groups) == 5
     ((prompt, reason),) = task.refused
     assert prompt.id.endswith(":5")
     assert reason.startswith(f"context overflow: the prompt has {len(prompt.token_ids)} tokens, and 32 leave room")
     # the others have the seeds that they have without it
-    assert RolloutEvaluation(make_config(tasks=[mine(file, max_prompts=5)])).plan(tokenizer).tasks[0].groups[
-        4
-    ].seeds == (task.groups[4].seeds)
+    assert evaluation_of(make_config(tasks=[mine(file, max_prompts=5)])).plan(tokenizer).tasks[0].groups[4].seeds == (
+        task.groups[4].seeds
+    )
 
 
 def test_an_evaluation_without_a_prompt_that_fits_is_refused(file, tokenizer):
     with pytest.raises(ConfigError, match="no prompt leaves room for a completion: context overflow"):
-        RolloutEvaluation(make_config(tasks=[mine(file)], total=10)).plan(tokenizer)
+        evaluation_of(make_config(tasks=[mine(file)], total=10)).plan(tokenizer)
     with pytest.raises(ConfigError, match="8 new tokens of mine leave no room"):
-        RolloutEvaluation(make_config(tasks=[mine(file)], total=8)).plan(tokenizer)
+        evaluation_of(make_config(tasks=[mine(file)], total=8)).plan(tokenizer)
 
 
 def test_without_tasks_and_validation_data_there_is_nothing_to_score(file):
     with pytest.raises(ConfigError, match="name tasks, such as --tasks gsm8k"):
-        RolloutEvaluation(make_config())
+        evaluation_of(make_config())
     with pytest.raises(ConfigError, match="mine is given more than once"):
-        RolloutEvaluation(make_config(tasks=[mine(file), mine(file)]))
+        evaluation_of(make_config(tasks=[mine(file), mine(file)]))
 
 
 def test_a_row_of_an_unknown_environment_is_refused(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"messages": "?", "environment": "mth"}) + "\n")
     with pytest.raises(DataError, match=r"rows\.jsonl, line 1: no environment 'mth'"):
-        RolloutEvaluation(make_config(tasks=[mine(path)]))
+        evaluation_of(make_config(tasks=[mine(path)]))
 
 
 @pytest.mark.parametrize(
@@ -261,7 +265,7 @@ def test_tasks_of_a_run_that_trains_get_the_rollouts_of_rl_eval(file, tokenizer)
         rows = opened.read()
         opened.seek(0)
         opened.write(json.dumps({"messages": "1" * 60, "answer": "0", "environment": "math"}) + "\n" + rows)
-    (task,) = RolloutEvaluation(config).plan(tokenizer).tasks
+    (task,) = evaluation_of(config).plan(tokenizer).tasks
     assert (len(task.groups), len(task.refused)) == (5, 1)
     pool = OnePool()
     source = source_of(config, RolloutData(NoPrompts(), [], tokenizer.eos_token_id), pool)
@@ -370,15 +374,15 @@ def test_a_file_that_is_not_there_is_reported_before_any_row_is_read(file):
 
 
 def test_rows_of_a_file_are_rolled_out_and_those_that_nothing_scores_are_refused(file, tokenizer):
-    [task] = RolloutEvaluation(make_config(tasks=[str(file)], num_samples=2, temperature=0.5)).plan(tokenizer).tasks
+    [task] = evaluation_of(make_config(tasks=[str(file)], num_samples=2, temperature=0.5)).plan(tokenizer).tasks
     assert (task.name, len(task.groups), task.num_samples) == ("sums", 5, 2)
     file.write_text('{"prompt": "1+1=", "answer": "2"}\n{"q": "1+1=", "answer": "2"}\n')
     with pytest.raises(DataError, match=r"line 2: no column 'messages'.*\(as eval.default.KEY=VALUE\)"):
-        RolloutEvaluation(make_config(tasks=[str(file)]))
+        evaluation_of(make_config(tasks=[str(file)]))
     file.write_text('{"prompt": "1+1=", "answer": "2"}\n')
     with pytest.raises(DataError, match=r"line 1: the row names no environment .*; set eval\.default\.env_name"):
-        RolloutEvaluation(make_config(tasks=[str(file)]))
-    RolloutEvaluation(make_config(tasks=[str(file)], default={"env_name": "math"}))
+        evaluation_of(make_config(tasks=[str(file)]))
+    evaluation_of(make_config(tasks=[str(file)], default={"env_name": "math"}))
     file.write_text('{"prompt": "1+1=", "answer": NaN}\n')
     with pytest.raises(DataError, match="line 1: its answer is nan, which no response can equal"):
-        RolloutEvaluation(make_config(tasks=[str(file)], default={"env_name": "math"}))
+        evaluation_of(make_config(tasks=[str(file)], default={"env_name": "math"}))

@@ -24,7 +24,7 @@ def config(**sampling):
 
 @pytest.mark.parametrize("sampling", [{}, {"top_p": 0.9}, {"top_k": 5, "min_p": 0.1}])
 def test_an_algorithm_that_reads_logprobs_of_all_tokens_samples_from_all(sampling):
-    plugin = rollout_algorithm("mine", sections={}, run="mine:run", models=lambda _: {})
+    plugin = rollout_algorithm("mine", sections={}, implementation="mine:Mine", models=lambda _: {})
     assert whole_distribution in plugin.checks
     assert [each.key for each in whole_distribution(config(**sampling))] == [
         f"policy.generation.{key}" for key in sampling
