@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length")
 _SCALED = ("yarn", "deepseek_yarn", "linear")
@@ -26,6 +26,25 @@ _OTHER_TASKS = (
 _DEQUANTISED = ("fp8", "mxfp4")
 ROPE = "rope_parameters"
 """Field with the parameters of rotary embeddings, in the names of `transformers` 5."""
+
+
+class HFConfig(Protocol):
+    """A config of transformers: fields that every decoder has, and by `__getattr__` those of its family."""
+
+    model_type: str
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    vocab_size: int
+    tie_word_embeddings: bool
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a field of the family.
+
+        Raises:
+            AttributeError: If it has no such field.
+        """
+        ...
 
 
 def with_overrides(fields: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:

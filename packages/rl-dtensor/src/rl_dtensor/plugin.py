@@ -9,6 +9,7 @@ from rl_core.config import Problem
 from rl_core.devices import DEVICES
 from rl_core.model_config import local_hf_config
 from rl_core.plugins import BackendPlugin, Requirement
+from rl_core.run_config import RunConfig
 from rl_core.selfcheck.cases import MeshCase, at_most_two
 from rl_dtensor.config import DTensorConfig
 from rl_dtensor.model.settings import device_problems, kernel_problems
@@ -34,7 +35,7 @@ SHAPING = (
 FLASH = Requirement("rl-dtensor", extras={"cuda": ("flash",)})
 
 
-def check_mesh(section: Any, config: Any) -> Iterable[Problem]:
+def check_mesh(section: Any, config: RunConfig) -> Iterable[Problem]:
     """Problems of the mesh, by itself and, if the model's config is on this machine, with the model."""
     backend = section.dtensor_cfg
     model = local_hf_config(section)
@@ -43,7 +44,7 @@ def check_mesh(section: Any, config: Any) -> Iterable[Problem]:
     yield from kernel_problems(backend, model)
 
 
-def check_device(section: Any, config: Any) -> Iterable[Problem]:
+def check_device(section: Any, config: RunConfig) -> Iterable[Problem]:
     """Settings that the run's device, or the model's precision, cannot run."""
     device = DEVICES.get(config.cluster.device)  # `auto` may still become any
     yield from device_problems(section.dtensor_cfg, precision=section.precision, device=device)

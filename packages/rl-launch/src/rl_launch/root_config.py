@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeVar, cast
 
 from pydantic import Field
 
+from rl_core import run_config
 from rl_core.config import Config, EnvVars, PathText, WhenChanged
 from rl_core.model_config import GeneratingModelConfig
 from rl_launch.session.config import CallbackConfig, CheckpointingConfig, LoggerConfig
@@ -72,7 +73,7 @@ class RootConfig(Config):
     or `{type: file.py:Class, settings: {...}}`."""
 
 
-class RunConfig(Protocol):
+class RunConfig(run_config.RunConfig, Protocol):
     """A resolved config: `RootConfig` with the sections that every config has. Those of its algorithm are the
     algorithm's own business."""
 

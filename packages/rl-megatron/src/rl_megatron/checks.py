@@ -8,6 +8,7 @@ from typing import Any
 from rl_core.config import Problem
 from rl_core.devices import DEVICES
 from rl_core.model_config import local_hf_config, num_experts_of
+from rl_core.run_config import RunConfig
 from rl_megatron.config import KEY, MegatronConfig
 from rl_megatron.families.rope import fusion_problem, rope_problem
 from rl_megatron.transformer_fields import ON_CUDA, WITH_FP8, WITH_TE
@@ -19,7 +20,7 @@ EXPERTS_PROBLEM = (
 """Why `lora_cfg.target_parameters` is refused."""
 
 
-def check_layout(section: Any, config: Any) -> Iterable[Problem]:
+def check_layout(section: Any, config: RunConfig) -> Iterable[Problem]:
     """Settings of the layout that do nothing, or that Megatron does not run together."""
     backend: MegatronConfig = section.megatron_cfg
     if backend.sequence_parallel and backend.tensor_model_parallel_size == 1:
@@ -41,7 +42,7 @@ def check_layout(section: Any, config: Any) -> Iterable[Problem]:
     yield from _check_experts(backend)
 
 
-def check_shape(section: Any, config: Any) -> Iterable[Problem]:
+def check_shape(section: Any, config: RunConfig) -> Iterable[Problem]:
     """Sizes of the layout that do not divide the model, if the model's config is on this machine."""
     backend: MegatronConfig = section.megatron_cfg
     model = local_hf_config(section)
@@ -74,7 +75,7 @@ def check_shape(section: Any, config: Any) -> Iterable[Problem]:
         )
 
 
-def check_rope(section: Any, config: Any) -> Iterable[Problem]:
+def check_rope(section: Any, config: RunConfig) -> Iterable[Problem]:
     """A rotary embedding that Megatron's layers do not compute, if the model's config is on this machine."""
     fields = local_hf_config(section)
     problem = rope_problem(fields)
@@ -93,7 +94,7 @@ def key_heads_problem(num_heads: int) -> str:
     )
 
 
-def check_device(section: Any, config: Any) -> Iterable[Problem]:
+def check_device(section: Any, config: RunConfig) -> Iterable[Problem]:
     """Settings that no kernel of the run's device computes."""
     backend: MegatronConfig = section.megatron_cfg
     name = config.cluster.device
@@ -115,7 +116,7 @@ def check_device(section: Any, config: Any) -> Iterable[Problem]:
         )
 
 
-def check_8_bit(section: Any, config: Any) -> Iterable[Problem]:
+def check_8_bit(section: Any, config: RunConfig) -> Iterable[Problem]:
     """Settings that 8-bit matrix products contradict."""
     backend: MegatronConfig = section.megatron_cfg
     if not backend.fp8_cfg.enabled:
@@ -127,7 +128,7 @@ def check_8_bit(section: Any, config: Any) -> Iterable[Problem]:
         )
 
 
-def check_kwargs(section: Any, config: Any) -> Iterable[Problem]:
+def check_kwargs(section: Any, config: RunConfig) -> Iterable[Problem]:
     """Further fields of Megatron's config that the device or the layers lack, or that do nothing."""
     backend: MegatronConfig = section.megatron_cfg
     device = config.cluster.device
@@ -176,7 +177,7 @@ def _effect_problem(name: str, backend: MegatronConfig) -> str | None:
     return None
 
 
-def check_lora(section: Any, config: Any) -> Iterable[Problem]:
+def check_lora(section: Any, config: RunConfig) -> Iterable[Problem]:
     """Adapters on layers that do not take them."""
     if section.lora_cfg.enabled and section.lora_cfg.target_parameters:
         yield Problem("lora_cfg.target_parameters", EXPERTS_PROBLEM)
@@ -188,7 +189,7 @@ def check_lora(section: Any, config: Any) -> Iterable[Problem]:
         )
 
 
-def check_recompute(section: Any, config: Any) -> Iterable[Problem]:
+def check_recompute(section: Any, config: RunConfig) -> Iterable[Problem]:
     """Settings of recomputation that do nothing."""
     backend: MegatronConfig = section.megatron_cfg
     defaults = MegatronConfig()

@@ -10,6 +10,7 @@ from rl_core.devices import Device
 from rl_core.hf_config import num_positions, rope_parameters, switches_at
 from rl_core.model_config import LoraConfig, ModelConfig, local_hf_config
 from rl_core.plugins import BackendPlugin, Preload, Requirement
+from rl_core.run_config import RunConfig
 from rl_vllm.config import MAX_TEMPERATURE, MIN_TEMPERATURE, VllmConfig
 from rl_vllm.engine.process_env import import_variables
 
@@ -20,7 +21,7 @@ FOLDED = "kv_b_proj"
 """The layer of multi-head latent attention that vLLM computes with only while it reads a prompt."""
 
 
-def _room_for_prompts(section: Any, config: Any) -> Iterable[Problem]:
+def _room_for_prompts(section: Any, config: RunConfig) -> Iterable[Problem]:
     generation = section.generation
     max_model_len = generation.vllm_cfg.max_model_len
     if max_model_len is None:
@@ -33,7 +34,7 @@ def _room_for_prompts(section: Any, config: Any) -> Iterable[Problem]:
         )
 
 
-def _positions(section: Any, config: Any) -> Iterable[Problem]:
+def _positions(section: Any, config: RunConfig) -> Iterable[Problem]:
     max_model_len = section.generation.vllm_cfg.max_model_len
     fields = local_hf_config(section)
     limit = num_positions(fields)
@@ -54,7 +55,7 @@ def _positions(section: Any, config: Any) -> Iterable[Problem]:
         )
 
 
-def _rotary_scales(section: Any, config: Any) -> Iterable[Problem]:
+def _rotary_scales(section: Any, config: RunConfig) -> Iterable[Problem]:
     fields = local_hf_config(section)
     rope = rope_parameters(fields)
     for each in [each for each in rope.values() if isinstance(each, Mapping)] or [rope]:
@@ -87,7 +88,7 @@ def _scales_read_otherwise(fields: Mapping[str, Any], rope: Mapping[str, Any]) -
     return []
 
 
-def _heads(section: Any, config: Any) -> Iterable[Problem]:
+def _heads(section: Any, config: RunConfig) -> Iterable[Problem]:
     size = section.generation.vllm_cfg.tensor_parallel_size
     heads = local_hf_config(section).get("num_attention_heads")
     if heads and heads % size:
@@ -97,7 +98,7 @@ def _heads(section: Any, config: Any) -> Iterable[Problem]:
         )
 
 
-def _temperatures(section: Any, config: Any) -> Iterable[Problem]:
+def _temperatures(section: Any, config: RunConfig) -> Iterable[Problem]:
     generation = section.generation
     for key, temperature in (
         ("temperature", generation.temperature),

@@ -81,7 +81,7 @@ class OfflineDistillation(SupervisedAlgorithm[TextRoot, TextData]):
         learn(config.distillation, objective, policy, components.data, run, batch_size=rows)
 
 
-def loss_of(config: Any, *, vocabulary: int) -> DistillationLoss | WholeDistillationLoss:
+def loss_of(config: TextRoot | RolloutsRoot, *, vocabulary: int) -> DistillationLoss | WholeDistillationLoss:
     """The loss of a run.
 
     Args:
@@ -105,13 +105,13 @@ def head_files(teacher: ModelConfig) -> HeadFiles:
     return HeadFiles(teacher.model_name, teacher.precision, json.dumps(teacher.hf_config_overrides, sort_keys=True))
 
 
-def _comparison(config: Any, components: Components) -> tuple[Loss, RolloutScorer]:
+def _comparison(config: TextRoot | RolloutsRoot, components: Components) -> tuple[Loss, RolloutScorer]:
     """The loss of a run on rollouts, and who says what it needs to know."""
     translator: Translator | None = components.data.translator
     if translator is None:
         return loss_of(config, vocabulary=components.data.vocabulary), teachers_of(config, components)
     loss = SpanLoss(config.loss_fn.span_tau, config.loss_fn.temperature)
-    longest = config.teacher.max_total_sequence_length
+    longest = attrgetter("teacher.max_total_sequence_length")(config)
     model = components.models["teacher"]
     return loss, SpanTeacher(model, translator, max_tokens=longest, temperature=loss.temperature)
 
@@ -130,7 +130,7 @@ def to_batch(rows: Sequence[TextRow]) -> Batch:
     return text_batch([row.row for row in rows]).with_columns({TEACHER: np.array([row.teacher for row in rows])})
 
 
-def teachers_of(config: Any, components: Components) -> Teachers:
+def teachers_of(config: TextRoot | RolloutsRoot, components: Components) -> Teachers:
     """The teachers of a run."""
     vocabulary = components.data.vocabulary
     models = {role: components.models[role] for role in teacher_sections(config)}
@@ -141,7 +141,7 @@ def teachers_of(config: Any, components: Components) -> Teachers:
     return Teachers(models, reads, temperature=config.loss_fn.temperature)
 
 
-def _widest(config: Any) -> int:
+def _widest(config: TextRoot | RolloutsRoot) -> int:
     """The largest hidden size of the teachers."""
     # imports torch where it is installed
     from transformers import AutoConfig

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Protocol
+from operator import attrgetter
+from typing import Annotated, ClassVar, Protocol, cast
 
 from pydantic import Field
 
@@ -12,7 +13,7 @@ from rl_algos.rollouts.config import RolloutConfig, RolloutRoot
 from rl_algos.sft.config import LearnedTurns
 from rl_algos.supervised.config import SupervisedConfig
 from rl_core.config import Config, WhenChanged
-from rl_core.model_config import ModelConfig
+from rl_core.model_config import GeneratingModelConfig, ModelConfig
 
 DEFAULT_K = 64
 
@@ -98,11 +99,16 @@ class RolloutsRoot(RolloutRoot, Protocol):
         """Settings of the loss."""
         ...
 
+    @property
+    def policy(self) -> GeneratingModelConfig:
+        """The student."""
+        ...
 
-def teacher_sections(config: Any) -> dict[str, str]:
+
+def teacher_sections(config: object) -> dict[str, str]:
     """The role of each teacher of a resolved config, to the key of its section: `teacher` to `teacher`, and
     `teacher_NAME` to `teachers.NAME`."""
-    known = type(config).model_fields
-    several = type(config.teachers).model_fields if "teachers" in known else ()
+    known = type(cast(Config, config)).model_fields
+    several = type(attrgetter("teachers")(config)).model_fields if "teachers" in known else ()
     one = {"teacher": "teacher"} if "teacher" in known else {}
     return {**one, **{f"teacher_{name}": f"teachers.{name}" for name in several}}

@@ -117,7 +117,7 @@ def text_reader(config: TextRoot) -> RowReader:
     return conversation_reader(config.data, config.policy, config.distillation.learn)
 
 
-def _require_teacher(config: Any, dataset: Dataset, *names: str) -> str:
+def _require_teacher(config: TextRoot | RolloutsRoot, dataset: Dataset, *names: str) -> str:
     """The role of the teacher of a dataset's rows."""
     sections = teacher_sections(config)
     role = teacher_of(sections, *names, dataset.name)

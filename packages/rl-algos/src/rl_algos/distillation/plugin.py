@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
 
 from rl_algos.distillation.config import (
     DistillationConfig,
@@ -34,7 +33,7 @@ def model_sections(names_in: Callable[[str], tuple[str, ...]]) -> tuple[str, ...
     return ("policy", *(("teacher",) if names_in("teacher") or not several else ()), *several)
 
 
-def models(config: Any) -> dict[str, ModelNeed]:
+def models(config: TextRoot | RolloutsRoot) -> dict[str, ModelNeed]:
     """The student trains; teachers are what they are."""
     teacher = ModelSpec(role="teacher", trains=False)
     teachers = {role: ModelNeed(key, teacher) for role, key in teacher_sections(config).items()}

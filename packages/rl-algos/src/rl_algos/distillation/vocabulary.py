@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from rl_algos.distillation.config import DEFAULT_K, teacher_sections
+from rl_algos.distillation.config import DEFAULT_K, RolloutsRoot, TextRoot, teacher_sections
 from rl_core.errors import ConfigError
 
 BYTES_PER_TOKEN = 8
@@ -55,7 +55,7 @@ def check_k(k: int | None, vocabulary: int) -> None:
         )
 
 
-def check_teachers(config: Any, tokenizer: Any) -> None:
+def check_teachers(config: TextRoot | RolloutsRoot, tokenizer: Any) -> None:
     """Refuse a teacher to whom the student's tokens mean something else. One without tokenizer files is taken to have
     the student's.
 
@@ -77,7 +77,7 @@ def check_teachers(config: Any, tokenizer: Any) -> None:
                 )
 
 
-def teacher_tokenizer(config: Any, key: str) -> Any:
+def teacher_tokenizer(config: TextRoot | RolloutsRoot, key: str) -> Any:
     """The tokenizer of a teacher that has tokens of its own.
 
     Raises:

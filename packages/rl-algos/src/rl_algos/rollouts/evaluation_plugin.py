@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from rl_algos.evaluation.config import EvaluationConfig
 from rl_algos.rollouts.checks import evaluation_problems
@@ -12,7 +11,7 @@ from rl_core.config import Problem
 from rl_core.plugins import AlgorithmPlugin, ModelNeed
 
 
-def no_models(config: Any) -> dict[str, ModelNeed]:
+def no_models(config: object) -> dict[str, ModelNeed]:
     """It trains nothing."""
     return {}
 

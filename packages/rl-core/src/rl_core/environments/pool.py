@@ -64,7 +64,7 @@ class EnvironmentPool:
     def __init__(
         self,
         environment: str | FromFile | RewardSum,
-        config: Any,
+        config: object,
         *,
         num_workers: int | None = None,
         deadline_s: float,

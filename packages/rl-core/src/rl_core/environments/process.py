@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, BinaryIO, get_type_hints
 
+from rl_core.config import Config
 from rl_core.environments.conversation_class import ConversationEnvironment, plays_one
 from rl_core.environments.messages import (
     LENGTH,
@@ -183,7 +184,7 @@ def _build(connection: socket.socket, build: Build) -> EnvironmentProcess | None
     return None if problem else EnvironmentProcess(name, built, memory=build.memory, place=place_of(target))
 
 
-def _load(environment: str | FromFile | RewardSum | None, name: str, config: Any) -> tuple[Any, Environment]:
+def _load(environment: str | FromFile | RewardSum | None, name: str, config: Config | None) -> tuple[Any, Environment]:
     """The object that an environment is named by, and the environment."""
     if not isinstance(environment, RewardSum):
         target = resolve(environment) if isinstance(environment, str) else environment and environment.load()
@@ -193,7 +194,7 @@ def _load(environment: str | FromFile | RewardSum | None, name: str, config: Any
     return None, SummedRewards(inner, parts)
 
 
-def _built(target: Any, name: str, config: Any) -> Environment:
+def _built(target: Any, name: str, config: Config | None) -> Environment:
     """The environment of a class, a function that makes one, a function that scores, or the environment itself.
 
     Raises:
@@ -218,7 +219,7 @@ def _built(target: Any, name: str, config: Any) -> Environment:
     return as_environment(target)
 
 
-def _instance(kind: type, config: Any) -> Environment:
+def _instance(kind: type, config: Config | None) -> Environment:
     """The environment of a class."""
     built: Environment = _made(kind, config)
     if not _has_steps(built):
@@ -230,7 +231,7 @@ def _instance(kind: type, config: Any) -> Environment:
     return built
 
 
-def _made(kind: type, config: Any) -> Any:
+def _made(kind: type, config: Config | None) -> Any:
     """An object of a class, which takes its settings as one object or by keyword."""
     parameters = inspect.signature(kind).parameters.values()
     takes_one = any(each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD) for each in parameters)
@@ -254,7 +255,7 @@ def _makes_environment(target: Any) -> bool:
         return False
 
 
-def _own_settings(config: Any) -> list[str]:
+def _own_settings(config: Config) -> list[str]:
     # imports pydantic, which is here already if there is a config
     from rl_core.environments.config import EnvironmentConfig
 

@@ -62,22 +62,22 @@ def requirement_of(path: str) -> Requirement:
     return Requirement(providers[0], imports=(package,))
 
 
-def nothing_further(config: Any) -> tuple[Requirement, ...]:
+def nothing_further(config: object) -> tuple[Requirement, ...]:
     """For a backend or an algorithm whose workers need the same packages whatever its config."""
     return ()
 
 
-def reports_routing(config: Any, device: Device) -> str:
+def reports_routing(config: object, device: Device) -> str:
     """For a generator whose completions can carry the experts that tokens were sent to, wherever it runs."""
     return ""
 
 
-def reports_no_routing(config: Any, device: Device) -> str:
+def reports_no_routing(config: object, device: Device) -> str:
     """For a generator whose completions never carry the experts that tokens were sent to."""
     return "it has no such output; choose another generation.backend"
 
 
-def applies_no_adapters(config: Any, model: ModelConfig, device: Device) -> str:
+def applies_no_adapters(config: object, model: ModelConfig, device: Device) -> str:
     """For a generator that serves whole weights alone."""
     return "it applies no adapters; set lora_sync=merged, or choose generation.backend=vllm"
 
@@ -154,7 +154,7 @@ class BackendPlugin:
     held_families: frozenset[str] = frozenset()
     family_table: str = ""
 
-    def preload_of(self, config: Any, device: Device) -> Preload:
+    def preload_of(self, config: object, device: Device) -> Preload:
         """What its workers import in any case, with this backend's config."""
         return self.preload(config, device) if self.preload else Preload((self.worker.partition(":")[0],))
 

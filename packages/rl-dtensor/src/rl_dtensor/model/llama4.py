@@ -16,6 +16,8 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import grouped_mm_experts_forward
 from transformers.models.llama4.modeling_llama4 import Llama4TextAttention, Llama4TextExperts, Llama4TextMoe
 
+from rl_core.hf_config import HFConfig
+
 
 def patch_llama4(hf: PreTrainedModel) -> None:
     """Have a model on `meta` compute the same by rows and chosen experts; nothing changes in other families."""
@@ -29,7 +31,7 @@ def patch_llama4(hf: PreTrainedModel) -> None:
 class ChosenExperts(Llama4TextExperts):
     """The same parameters, called with tokens and the experts that these choose."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: HFConfig) -> None:
         super().__init__(config)
         self._is_expert_parallel = False
 
@@ -53,7 +55,7 @@ class ChosenExperts(Llama4TextExperts):
         return gated
 
 
-def _send_to_chosen(moe: Any, config: Any) -> None:
+def _send_to_chosen(moe: Any, config: HFConfig) -> None:
     with torch.device("meta"):
         moe.experts = ChosenExperts(config).to(moe.experts.gate_up_proj.dtype)
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
+from rl_launch.root_config import ClusterConfig
+
 # both must be set before ray is imported: its hook would rebuild the workspace for every worker, and replicas without
 # GPUs of Ray's would lose CUDA_VISIBLE_DEVICES
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
@@ -119,7 +121,7 @@ class VirtualCluster:
             )
 
     @classmethod
-    def of(cls, config: Any, device: Device, *, after_a_loss: bool = False) -> VirtualCluster:
+    def of(cls, config: ClusterConfig, device: Device, *, after_a_loss: bool = False) -> VirtualCluster:
         """The cluster that a `cluster` section describes.
 
         Args:

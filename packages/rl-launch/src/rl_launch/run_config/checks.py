@@ -6,9 +6,10 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import cast
 
 from rl_core.config import (
+    Config,
     Problem,
     ProblemError,
     RawConfig,
@@ -39,7 +40,7 @@ from rl_launch.placement.topology import (
     topology_problems,
     weight_sync_problems,
 )
-from rl_launch.root_config import POLICY, ClusterConfig
+from rl_launch.root_config import POLICY, ClusterConfig, RunConfig
 from rl_launch.run_config.plan import RunPlan, plugin_of
 from rl_launch.session.callbacks.callback_classes import callback_problems
 
@@ -277,7 +278,8 @@ class PlanChecks:
         self.plan: RunPlan | None = None
         self._raw, self._checks, self._backend_checks = raw, checks, backend_checks
 
-    def __call__(self, config: Any) -> Iterator[Problem]:
+    def __call__(self, read: Config) -> Iterator[Problem]:
+        config = cast(RunConfig, read)
         try:
             self.plan = plan = RunPlan.of(config, self._raw)
         except ProblemError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from rl_core.hf_config import HFConfig
 from rl_megatron.conversion.splits import Chunks, Whole
 from rl_megatron.conversion.weight_map import HFTensor, WeightMap
 from rl_megatron.families.dense import common_settings, embedding_map, final_norm_map, norm_maps
@@ -13,7 +14,7 @@ from rl_megatron.families.rotary import latent_settings
 from rl_megatron.families.sigmoid_routing import sigmoid_maps, sigmoid_settings
 
 
-def _settings(config: Any) -> Mapping[str, Any]:
+def _settings(config: HFConfig) -> Mapping[str, Any]:
     if config.attention_bias:
         raise ValueError("deepseek_v3 models with attention_bias are not supported by rl-megatron")
     if not config.rope_interleave:
@@ -32,7 +33,7 @@ def _settings(config: Any) -> Mapping[str, Any]:
     }
 
 
-def _weights(config: Any) -> list[WeightMap]:
+def _weights(config: HFConfig) -> list[WeightMap]:
     maps = [embedding_map(config)]
     for layer in range(config.num_hidden_layers):
         maps += norm_maps(config, layer)
@@ -41,7 +42,7 @@ def _weights(config: Any) -> list[WeightMap]:
     return [*maps, final_norm_map(config)]
 
 
-def _attention_maps(config: Any, layer: int) -> list[WeightMap]:
+def _attention_maps(config: HFConfig, layer: int) -> list[WeightMap]:
     ours, theirs = f"decoder.layers.{layer}.self_attention", f"model.layers.{layer}.self_attn"
     hidden, heads = config.hidden_size, config.num_attention_heads
     query = heads * (config.qk_nope_head_dim + config.qk_rope_head_dim)
@@ -70,7 +71,7 @@ def _attention_maps(config: Any, layer: int) -> list[WeightMap]:
     ]
 
 
-def _rotary_dim(config: Any) -> int:
+def _rotary_dim(config: HFConfig) -> int:
     return int(config.qk_rope_head_dim)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch.nn.functional as F
 from transformers import PreTrainedConfig
 
+from rl_core.hf_config import HFConfig
 from rl_megatron.conversion.splits import Chunks, QueryKeyValue, Vocabulary, Whole, gate_up
 from rl_megatron.conversion.weight_map import HFTensor, WeightMap
 from rl_megatron.families.family import Family
@@ -16,12 +17,12 @@ LINEAR_ATTENTION = "linear_attention"
 """Name of a layer without softmax attention among Hugging Face's `layer_types`."""
 
 
-def head_dim(config: Any) -> int:
+def head_dim(config: HFConfig) -> int:
     """Dims of one attention head."""
     return int(config.to_dict().get("head_dim") or config.hidden_size // config.num_attention_heads)
 
 
-def common_settings(config: Any) -> dict[str, Any]:
+def common_settings(config: HFConfig) -> dict[str, Any]:
     """Fields of Megatron's config that all families share: RMS norm, SwiGLU, no biases."""
     return {
         "num_layers": config.num_hidden_layers,
@@ -38,13 +39,13 @@ def common_settings(config: Any) -> dict[str, Any]:
     }
 
 
-def dense_settings(config: Any) -> dict[str, Any]:
+def dense_settings(config: HFConfig) -> dict[str, Any]:
     """Fields for grouped-query attention and one MLP, without biases."""
     _refuse_biases(config)
     return grouped_query_settings(config)
 
 
-def grouped_query_settings(config: Any) -> dict[str, Any]:
+def grouped_query_settings(config: HFConfig) -> dict[str, Any]:
     """Fields for grouped-query attention, with or without biases."""
     return {
         **common_settings(config),
@@ -54,7 +55,7 @@ def grouped_query_settings(config: Any) -> dict[str, Any]:
     }
 
 
-def embedding_map(config: Any) -> WeightMap:
+def embedding_map(config: HFConfig) -> WeightMap:
     """The word embedding."""
     return WeightMap(
         "embedding.word_embeddings.weight",
@@ -63,12 +64,12 @@ def embedding_map(config: Any) -> WeightMap:
     )
 
 
-def final_norm_map(config: Any) -> WeightMap:
+def final_norm_map(config: HFConfig) -> WeightMap:
     """The norm after the last layer."""
     return WeightMap("decoder.final_layernorm.weight", (HFTensor("model.norm.weight", (config.hidden_size,)),), Whole())
 
 
-def norm_maps(config: Any, layer: int) -> list[WeightMap]:
+def norm_maps(config: HFConfig, layer: int) -> list[WeightMap]:
     """The two norms of a layer."""
     names = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}
     return [
@@ -82,7 +83,7 @@ def norm_maps(config: Any, layer: int) -> list[WeightMap]:
 
 
 def attention_maps(
-    config: Any, layer: int, *, has_bias: bool = False, has_norms: bool = False, has_gates: bool = False
+    config: HFConfig, layer: int, *, has_bias: bool = False, has_norms: bool = False, has_gates: bool = False
 ) -> list[WeightMap]:
     """Grouped-query attention.
 
@@ -133,7 +134,7 @@ def mlp_maps(hidden: int, width: int, ours: str, theirs: str) -> list[WeightMap]
     ]
 
 
-def _dense_maps(config: Any, *, has_bias: bool = False, has_norms: bool = False) -> list[WeightMap]:
+def _dense_maps(config: HFConfig, *, has_bias: bool = False, has_norms: bool = False) -> list[WeightMap]:
     maps = [embedding_map(config)]
     for layer in range(config.num_hidden_layers):
         maps += norm_maps(config, layer)
@@ -143,20 +144,20 @@ def _dense_maps(config: Any, *, has_bias: bool = False, has_norms: bool = False)
     return [*maps, final_norm_map(config)]
 
 
-def _activation(config: Any) -> Any:
+def _activation(config: HFConfig) -> Any:
     if config.hidden_act != "silu":
         raise ValueError(f"hidden_act {config.hidden_act!r} is not supported by rl-megatron; it has silu")
     return F.silu
 
 
-def _refuse_biases(config: Any) -> None:
+def _refuse_biases(config: HFConfig) -> None:
     settings = config.to_dict()
     found = [name for name in ("attention_bias", "mlp_bias") if settings.get(name)]
     if found:
         raise ValueError(f"{config.model_type} models with {' and '.join(found)} are not supported by rl-megatron")
 
 
-def _window(config: Any) -> tuple[int, int] | None:
+def _window(config: HFConfig) -> tuple[int, int] | None:
     """Numbers of tokens before and after each token that it sees, the same in all layers of softmax attention; None if
     it sees all before it."""
     settings = config.to_dict()
@@ -171,11 +172,11 @@ def _window(config: Any) -> tuple[int, int] | None:
     return (window - 1, 0) if window and is_sliding else None
 
 
-def _qwen2_settings(config: Any) -> Mapping[str, Any]:
+def _qwen2_settings(config: HFConfig) -> Mapping[str, Any]:
     return {**dense_settings(config), "add_qkv_bias": True}
 
 
-def _qwen3_settings(config: Any) -> Mapping[str, Any]:
+def _qwen3_settings(config: HFConfig) -> Mapping[str, Any]:
     return {**dense_settings(config), "qk_layernorm": True}
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from rl_core.hf_config import HFConfig
 from rl_megatron.conversion.splits import Chunks, Whole, gate_up
 from rl_megatron.conversion.weight_map import HFTensor, WeightMap
 from rl_megatron.families.dense import (
@@ -48,7 +49,7 @@ def router_map(hidden: int, num_experts: int, layer: int, theirs: str) -> Weight
 PROJECTIONS = {name: f"{name}_proj" for name in ("gate", "up", "down")}
 
 
-def qwen_settings(config: Any) -> dict[str, Any]:
+def qwen_settings(config: HFConfig) -> dict[str, Any]:
     """Fields for grouped-query attention and layers of experts, as Qwen's models have them."""
     pattern = [int(_has_experts(config, layer)) for layer in range(config.num_hidden_layers)]
     return {
@@ -62,12 +63,12 @@ def qwen_settings(config: Any) -> dict[str, Any]:
     }
 
 
-def _has_experts(config: Any, layer: int) -> bool:
+def _has_experts(config: HFConfig, layer: int) -> bool:
     is_step = config.num_experts > 0 and (layer + 1) % config.decoder_sparse_step == 0
     return is_step and layer not in config.mlp_only_layers
 
 
-def shared_expert_settings(config: Any) -> Mapping[str, Any]:
+def shared_expert_settings(config: HFConfig) -> Mapping[str, Any]:
     """Fields for shared experts with a gate."""
     return {
         "moe_shared_expert_intermediate_size": config.shared_expert_intermediate_size,
@@ -75,15 +76,15 @@ def shared_expert_settings(config: Any) -> Mapping[str, Any]:
     }
 
 
-def _qwen2_moe_settings(config: Any) -> Mapping[str, Any]:
+def _qwen2_moe_settings(config: HFConfig) -> Mapping[str, Any]:
     return {**qwen_settings(config), **shared_expert_settings(config), "add_qkv_bias": config.qkv_bias}
 
 
-def _qwen3_moe_settings(config: Any) -> Mapping[str, Any]:
+def _qwen3_moe_settings(config: HFConfig) -> Mapping[str, Any]:
     return {**qwen_settings(config), "qk_layernorm": True}
 
 
-def qwen_maps(config: Any, mixer_maps: Callable[[Any, int], list[WeightMap]]) -> list[WeightMap]:
+def qwen_maps(config: HFConfig, mixer_maps: Callable[[Any, int], list[WeightMap]]) -> list[WeightMap]:
     """A model with layers of experts without shared ones.
 
     Args:
@@ -104,7 +105,7 @@ def qwen_maps(config: Any, mixer_maps: Callable[[Any, int], list[WeightMap]]) ->
     return [*maps, final_norm_map(config)]
 
 
-def shared_expert_maps(config: Any) -> list[WeightMap]:
+def shared_expert_maps(config: HFConfig) -> list[WeightMap]:
     """The shared experts of all layers, and their gates."""
     maps = []
     hidden, width = config.hidden_size, config.shared_expert_intermediate_size
@@ -117,16 +118,16 @@ def shared_expert_maps(config: Any) -> list[WeightMap]:
     return maps
 
 
-def _qwen2_moe_maps(config: Any) -> list[WeightMap]:
+def _qwen2_moe_maps(config: HFConfig) -> list[WeightMap]:
     attention = partial(attention_maps, has_bias=config.qkv_bias)
     return [*qwen_maps(config, attention), *shared_expert_maps(config)]
 
 
-def _qwen3_moe_maps(config: Any) -> list[WeightMap]:
+def _qwen3_moe_maps(config: HFConfig) -> list[WeightMap]:
     return qwen_maps(config, partial(attention_maps, has_norms=True))
 
 
-def _mixtral_settings(config: Any) -> Mapping[str, Any]:
+def _mixtral_settings(config: HFConfig) -> Mapping[str, Any]:
     return {
         **dense_settings(config),
         "num_moe_experts": config.num_local_experts,
@@ -136,7 +137,7 @@ def _mixtral_settings(config: Any) -> Mapping[str, Any]:
     }
 
 
-def _mixtral_maps(config: Any) -> list[WeightMap]:
+def _mixtral_maps(config: HFConfig) -> list[WeightMap]:
     maps = [embedding_map(config)]
     for layer in range(config.num_hidden_layers):
         theirs = f"model.layers.{layer}.block_sparse_moe"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from rl_core.hf_config import HFConfig
 from rl_megatron.conversion.weight_map import WeightMap
 from rl_megatron.families.dense import (
     attention_maps,
@@ -18,7 +19,7 @@ from rl_megatron.families.family import Family
 from rl_megatron.families.sigmoid_routing import sigmoid_maps, sigmoid_settings
 
 
-def _settings(config: Any) -> Mapping[str, Any]:
+def _settings(config: HFConfig) -> Mapping[str, Any]:
     return {
         **grouped_query_settings(config),
         **sigmoid_settings(config),
@@ -27,7 +28,7 @@ def _settings(config: Any) -> Mapping[str, Any]:
     }
 
 
-def _weights(config: Any) -> list[WeightMap]:
+def _weights(config: HFConfig) -> list[WeightMap]:
     maps = [embedding_map(config)]
     for layer in range(config.num_hidden_layers):
         maps += norm_maps(config, layer)
@@ -36,7 +37,7 @@ def _weights(config: Any) -> list[WeightMap]:
     return [*maps, final_norm_map(config)]
 
 
-def _rotary_dim(config: Any) -> int:
+def _rotary_dim(config: HFConfig) -> int:
     return int(head_dim(config) * config.rope_parameters.get("partial_rotary_factor", 1.0))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from rl_core.hf_config import HFConfig
 from rl_megatron.conversion.splits import Blocks, Chunks, Whole
 from rl_megatron.conversion.weight_map import HFTensor, WeightMap
 from rl_megatron.families.dense import LINEAR_ATTENTION, attention_maps, head_dim
@@ -12,7 +13,7 @@ from rl_megatron.families.experts import qwen_maps, qwen_settings, shared_expert
 from rl_megatron.families.family import Family
 
 
-def _settings(config: Any) -> Mapping[str, Any]:
+def _settings(config: HFConfig) -> Mapping[str, Any]:
     return {
         **qwen_settings(config),
         **shared_expert_settings(config),
@@ -28,17 +29,17 @@ def _settings(config: Any) -> Mapping[str, Any]:
     }
 
 
-def _weights(config: Any) -> list[WeightMap]:
+def _weights(config: HFConfig) -> list[WeightMap]:
     return [*qwen_maps(config, _mixer_maps), *shared_expert_maps(config)]
 
 
-def _mixer_maps(config: Any, layer: int) -> list[WeightMap]:
+def _mixer_maps(config: HFConfig, layer: int) -> list[WeightMap]:
     if config.layer_types[layer] == LINEAR_ATTENTION:
         return _linear_attention_maps(config, layer)
     return attention_maps(config, layer, has_norms=True, has_gates=True)
 
 
-def _linear_attention_maps(config: Any, layer: int) -> list[WeightMap]:
+def _linear_attention_maps(config: HFConfig, layer: int) -> list[WeightMap]:
     ours, theirs = f"decoder.layers.{layer}.self_attention", f"model.layers.{layer}.linear_attn"
     hidden, heads = config.hidden_size, config.linear_num_value_heads
     keys = config.linear_num_key_heads * config.linear_key_head_dim
@@ -67,7 +68,7 @@ def _linear_attention_maps(config: Any, layer: int) -> list[WeightMap]:
     ]
 
 
-def _rotary_dim(config: Any) -> int:
+def _rotary_dim(config: HFConfig) -> int:
     return int(head_dim(config) * config.rope_parameters["partial_rotary_factor"])
 
 

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from rl_core.hf_config import HFConfig
 from rl_megatron.families.rope import rope_problem
 
 
-def inverse_frequencies(config: Any, dim: int) -> Tensor:
+def inverse_frequencies(config: HFConfig, dim: int) -> Tensor:
     """Return float32 `[dim / 2]`.
 
     Args:
@@ -37,7 +38,7 @@ def inverse_frequencies(config: Any, dim: int) -> Tensor:
     return frequencies
 
 
-def scaling_fields(config: Any) -> Mapping[str, float]:
+def scaling_fields(config: HFConfig) -> Mapping[str, float]:
     """Return the fields of Megatron's config by which attention scales cosines and sines; empty if it does not.
 
     Args:
@@ -55,7 +56,7 @@ def scaling_fields(config: Any) -> Mapping[str, float]:
     }
 
 
-def latent_settings(config: Any) -> Mapping[str, Any]:
+def latent_settings(config: HFConfig) -> Mapping[str, Any]:
     """Return the fields of `MLATransformerConfig` for the rotary embedding, which latent attention makes itself.
 
     Raises:
@@ -81,7 +82,7 @@ def latent_settings(config: Any) -> Mapping[str, Any]:
     }
 
 
-def check_rope(config: Any) -> None:
+def check_rope(config: HFConfig) -> None:
     """Refuse a rotary embedding that Megatron's layers do not compute.
 
     Raises:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from rl_core.hf_config import HFConfig
 from rl_megatron.conversion.splits import Whole
 from rl_megatron.conversion.weight_map import HFTensor, WeightMap
 from rl_megatron.families.dense import mlp_maps
@@ -13,7 +14,7 @@ GROUP_TOP = 2
 """Experts of a group whose summed scores rank it, in transformers."""
 
 
-def sigmoid_settings(config: Any) -> dict[str, Any]:
+def sigmoid_settings(config: HFConfig) -> dict[str, Any]:
     """Fields of Megatron's config for the experts.
 
     Raises:
@@ -33,7 +34,7 @@ def sigmoid_settings(config: Any) -> dict[str, Any]:
     }
 
 
-def sigmoid_maps(config: Any, layer: int) -> list[WeightMap]:
+def sigmoid_maps(config: HFConfig, layer: int) -> list[WeightMap]:
     """The experts of a layer, or the MLP of a dense one."""
     ours, theirs = f"decoder.layers.{layer}.mlp", f"model.layers.{layer}.mlp"
     hidden = config.hidden_size
@@ -51,11 +52,11 @@ def sigmoid_maps(config: Any, layer: int) -> list[WeightMap]:
     return [*maps, *mlp_maps(hidden, width, f"{ours}.shared_experts", f"{theirs}.shared_experts")]
 
 
-def _has_experts(config: Any, layer: int) -> bool:
+def _has_experts(config: HFConfig, layer: int) -> bool:
     return bool(layer >= config.first_k_dense_replace)
 
 
-def _groups(config: Any) -> dict[str, int]:
+def _groups(config: HFConfig) -> dict[str, int]:
     """Limits to groups of experts; none if every group is chosen."""
     if config.topk_group == config.n_group:
         return {}
@@ -68,7 +69,7 @@ def _groups(config: Any) -> dict[str, int]:
     return {"moe_router_num_groups": config.n_group, "moe_router_group_topk": config.topk_group}
 
 
-def _normed(config: Any) -> dict[str, Any]:
+def _normed(config: HFConfig) -> dict[str, Any]:
     """Refuse weights of the chosen experts that do not add up to one just if there are several, as Megatron's do."""
     if config.norm_topk_prob != (config.num_experts_per_tok > 1):
         raise ValueError(

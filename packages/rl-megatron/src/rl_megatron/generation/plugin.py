@@ -8,6 +8,7 @@ from typing import Any
 from rl_core.config import Problem
 from rl_core.model_config import local_hf_config
 from rl_core.plugins import BackendPlugin, Requirement, reports_routing
+from rl_core.run_config import RunConfig
 from rl_megatron.families.rope import rope_problem
 from rl_megatron.generation.config import MegatronGenerationConfig
 
@@ -23,7 +24,7 @@ def ranks(backend: MegatronGenerationConfig) -> int:
     return 1
 
 
-def check_size(section: Any, config: Any) -> Iterable[Problem]:
+def check_size(section: Any, config: RunConfig) -> Iterable[Problem]:
     """Replicas of several ranks, which this generator does not have."""
     size = section.generation.megatron_cfg.tensor_model_parallel_size
     if size > 1:
@@ -33,7 +34,7 @@ def check_size(section: Any, config: Any) -> Iterable[Problem]:
         )
 
 
-def check_layers(section: Any, config: Any) -> Iterable[Problem]:
+def check_layers(section: Any, config: RunConfig) -> Iterable[Problem]:
     """Layers that cannot be decoded, if the model's config is on this machine."""
     fields = local_hf_config(section)
     if fields.get("linear_num_key_heads"):

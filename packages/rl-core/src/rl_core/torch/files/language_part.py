@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rl_core.hf_config import with_overrides
+from rl_core.hf_config import HFConfig, with_overrides
 
 LANGUAGE_PREFIX = re.compile(r"^(?:model\.)?language_model\.(?:model\.)?")
 """Start of the names of the language model's weights in the files of a composite model, which differs by family and by
@@ -20,7 +20,7 @@ KEY_MAPPING = {rf"^language_model\.{re.escape(HEAD)}": HEAD, LANGUAGE_PREFIX.pat
 counts."""
 
 
-def language_config(config: Any) -> Any:
+def language_config(config: HFConfig) -> Any:
     """Return the `transformers` config of a language model; of a composite model that of its text, if `transformers`
     has a causal language model of that kind."""
     # torch's classes come with it

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Set
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from rl_core.hf_config import HFConfig
 from rl_core.model import HeadFiles
 from rl_core.torch.files.model_files import WeightFiles, model_folder, read_hf_config
 from rl_core.torch.heads.logprobs import Head, logit_transform
@@ -32,7 +32,7 @@ def read_head(files: HeadFiles, start: int = 0, stop: int | None = None) -> Head
     return Head(found[0], found[1] if bias else None, logit_transform(config))
 
 
-def _names(config: Any, stored: Set[str], model_name: str) -> tuple[str, str | None]:
+def _names(config: HFConfig, stored: Set[str], model_name: str) -> tuple[str, str | None]:
     """Names of weight and bias of the head in the files; the weight may be stored as the embedding's."""
     # comes with the backends' transformers, as in `read_hf_config`
     from transformers import AutoModelForCausalLM

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from rl_core.hf_config import HFConfig
 from rl_core.token_filter import TokenFilter
 from rl_core.torch.heads.kept_tokens import WholeVocabulary, leave_out_, lowest_kept
 
@@ -35,7 +36,7 @@ class LogitTransform:
         return grad * self.scale if self.scale != 1.0 else grad
 
 
-def logit_transform(config: Any) -> LogitTransform:
+def logit_transform(config: HFConfig) -> LogitTransform:
     """Return the transform that a model family applies between its head and its logits, as its `transformers` config
     says."""
     settings = config.get_text_config().to_dict()

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from rl_core.hf_config import HFConfig
 from rl_core.metrics import Metric
 
 PEAK_FLOPS: Mapping[str, float] = {
@@ -79,7 +80,7 @@ RECURRENT_LAYERS = frozenset({"linear_attention", "conv"})
 """Kinds of layers that carry a state from token to token, by the same names."""
 
 
-def attention_shapes(config: Any) -> tuple[AttentionShape, ...]:
+def attention_shapes(config: HFConfig) -> tuple[AttentionShape, ...]:
     """The attention of every layer of softmax attention; what linear attention adds to its matrices is little.
 
     Args:
@@ -110,7 +111,7 @@ def attention_shapes(config: Any) -> tuple[AttentionShape, ...]:
     )
 
 
-def setting(config: Any, name: str) -> Any:
+def setting(config: HFConfig, name: str) -> Any:
     """A field of a `transformers` config by the name that most families have for it; None if this one has no such
     field."""
     return config.to_dict().get(config.attribute_map.get(name, name))

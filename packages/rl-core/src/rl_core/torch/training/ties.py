@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from rl_core.hf_config import HFConfig
 from rl_core.torch.collective_errors import on_all_ranks
 from rl_core.torch.files.model_files import OpenWeights, WeightFiles
 
@@ -18,7 +18,9 @@ READ_BYTES = 2**26
 _logger = logging.getLogger(__name__)
 
 
-def untie_apart(config: Any, pairs: Sequence[tuple[str, str]], files: WeightFiles, group: dist.ProcessGroup) -> bool:
+def untie_apart(
+    config: HFConfig, pairs: Sequence[tuple[str, str]], files: WeightFiles, group: dist.ProcessGroup
+) -> bool:
     """Set `tie_word_embeddings` of a `transformers` config to false if the files hold other values under two names that
     it ties, as `transformers` does when it loads them; collective.
 
