@@ -1,9 +1,10 @@
 """Checks of a document without running it: its YAML, commands, links, and the keys that it names."""
 
+import ast
 import re
 import shlex
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -36,6 +37,8 @@ _KEY = re.compile(r"^([a-z_0-9]+(?:\.[a-z_0-9]+)+)(?:=\S*)?$")
 _FILE_SUFFIXES = frozenset({".json", ".jsonl", ".log", ".py", ".yaml"})
 _HEADING = re.compile(r"^#+ +(.+?) *$", re.MULTILINE)
 _FIRST_CELL = re.compile(r"^\|[^|]*\|", re.MULTILINE)
+_DOTTED = re.compile(r"^rl_[a-z]+(?:[.:]\w+)+$")
+_PATH = re.compile(r"^(?P<path>[\w.*-]+(?:/[\w.*-]+)*/?)(?:::(?P<name>[\w:]+))?$")
 _FENCED = re.compile(r"^ *(`{3,})[^\n]*\n.*?^ *\1`* *$", re.DOTALL | re.MULTILINE)
 
 
@@ -213,6 +216,86 @@ def _is_key(key: str) -> bool:
 def _keys_of(recipe: str) -> frozenset[str]:
     resolved = read_plan(recipe)
     return frozenset(all_keys(type(resolved.config), {}))
+
+
+def missing_places(document: Document) -> list[str]:
+    """Files, folders, modules, classes, functions and tests of this project that the prose names and that do not exist.
+
+    A path begins in the checkout, in `packages/` or in the `src` of a package, and may be followed by `::` and the name
+    of a test. A dotted name begins with a package (`rl_core.model.Model`). Nothing is imported: the driver's
+    environment has no engine.
+    """
+    return [code for code in _INLINE_CODE.findall(_prose(document.text)) if _is_missing(code)]
+
+
+def _is_missing(code: str) -> bool:
+    if _DOTTED.match(code):
+        return not _is_defined(re.split("[.:]", code))
+    found = _PATH.match(code)
+    if found is None or "/" not in code or found["path"].split("/")[0] not in _first_names():
+        return False
+    matches = [path for base in _bases() for path in base.glob(found["path"].rstrip("/"))]
+    if found["name"] is None:
+        return not matches
+    return not any(_defines(path, found["name"].split("::")) for path in matches)
+
+
+@cache
+def _bases() -> tuple[Path, ...]:
+    return (ROOT, ROOT / "packages", *ROOT.glob("packages/*/src"))
+
+
+@cache
+def _first_names() -> frozenset[str]:
+    """First parts of paths that are this project's; a path of a run or of a reader begins otherwise."""
+    return frozenset(path.name for base in _bases() for path in base.iterdir() if path.is_dir())
+
+
+def _is_defined(parts: Sequence[str]) -> bool:
+    """Whether a module has a name, or a class of it has."""
+    for base in ROOT.glob("packages/*/src"):
+        for length in range(len(parts), 0, -1):
+            path = base.joinpath(*parts[:length])
+            for file in (path.with_suffix(".py"), path / "__init__.py"):
+                if file.is_file():
+                    return _defines(file, parts[length:])
+            if path.is_dir() and length == len(parts):
+                return True
+    return False
+
+
+def _defines(file: Path, names: Sequence[str]) -> bool:
+    """Whether a file of Python defines or imports a name, or a class in it a name within."""
+    body: Sequence[ast.stmt] = ast.parse(file.read_text(encoding="utf-8")).body
+    for name in names:
+        found = next((node for node in _statements(body) if name in _names_of(node)), None)
+        if found is None:
+            return False
+        body = found.body if isinstance(found, ast.ClassDef) else ()
+    return True
+
+
+def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
+    """Statements, those of an `if` included: packages import the names that they serve lazily for type checkers."""
+    for node in body:
+        yield node
+        if isinstance(node, ast.If):
+            yield from _statements(node.body)
+
+
+def _names_of(node: ast.stmt) -> set[str]:
+    """Names that a statement binds."""
+    match node:
+        case ast.ClassDef() | ast.FunctionDef() | ast.AsyncFunctionDef():
+            return {node.name}
+        case ast.Import() | ast.ImportFrom():
+            return {alias.asname or alias.name for alias in node.names}
+        case ast.AnnAssign(target=ast.Name(id=name)):
+            return {name}
+        case ast.Assign():
+            return {target.id for target in node.targets if isinstance(target, ast.Name)}
+        case _:
+            return set()
 
 
 def _prose(text: str) -> str:

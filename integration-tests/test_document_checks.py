@@ -1,7 +1,7 @@
 """Errors in a document are found without running it."""
 
 import pytest
-from document_checks import broken_links, check_commands, check_yaml, unknown_keys
+from document_checks import broken_links, check_commands, check_yaml, missing_places, unknown_keys
 
 from rl_core.testing.documents import DocumentError, read_document
 
@@ -74,3 +74,27 @@ def test_links_to_nothing_are_found(written, tmp_path):
         "[a](other.md#a-heading-with-code) [b](https://example.org/x) [c](nowhere.md) [d](other.md#nowhere) [e](#gone)"
     )
     assert broken_links(written(links)) == ["nowhere.md", "other.md#nowhere", "#gone"]
+
+
+def test_places_in_the_project_that_do_not_exist_are_found(written):
+    present = (
+        "`rl_core.model`, `rl_core.model.Model.infer`, `rl_core.rollouts`, `rl_algos.torch.policy_loss:compute`, "
+        "`docs/README.md`, `rl-core/tests/test_weights.py`, `rl_algos/grpo/loop.py`, `packages/*/CHANGELOG.md`, "
+        "`integration-tests/test_documents.py::test_config_keys_exist`, `rl_core.testing.generator.GeneratorSuite`"
+    )
+    absent = [
+        "rl_core.modle",
+        "rl_core.model.Model.infers",
+        "rl_core.model.Modell",
+        "rl_nothing.model",
+        "docs/nowhere.md",
+        "rl-core/tests/test_nothing.py",
+        "rl_algos/grpo/loops.py",
+        "integration-tests/test_documents.py::test_nothing",
+        "rl_algos.torch.policy_loss:nothing",
+    ]
+    of_readers = (
+        "`checkpoints/step_<n>/`, `runs/mine`, `my_rewards.py:exact`, `Qwen/Qwen3-0.6B`, `time/step`, `rl view`"
+    )
+    named = ", ".join(f"`{each}`" for each in absent)
+    assert missing_places(written(f"{present}\n{named}\n{of_readers}\n")) == absent

@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from document_checks import ROOT, broken_links, check_commands, check_yaml, install, unknown_keys
+from document_checks import ROOT, broken_links, check_commands, check_yaml, install, missing_places, unknown_keys
 
 from rl_core.testing.documents import Document, Workbook, add_to_hub, documents_of, read_document
 
@@ -75,6 +75,11 @@ def test_blocks_run_as_printed(path, worked, monkeypatch):
 @every_document
 def test_links_lead_somewhere(path):
     assert broken_links(read_document(path)) == []
+
+
+@every_document
+def test_files_modules_and_tests_exist(path):
+    assert missing_places(read_document(path)) == []
 
 
 @every_document

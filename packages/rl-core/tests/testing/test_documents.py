@@ -55,6 +55,13 @@ def test_a_fence_that_cannot_be_tested_is_refused(written, lines, message):
         written(*lines)
 
 
+def test_a_figure_is_not_looked_at(written, tmp_path):
+    (block,) = written("```mermaid", "# figure.py", "flowchart TD", "```").blocks
+    assert (block.language, block.file) == ("mermaid", "")
+    assert Workbook(tmp_path).run(block) == ""
+    assert [path.name for path in tmp_path.iterdir()] == ["guide.md"]
+
+
 def test_words_of_the_fence_say_how_a_block_is_tested(written):
     checked, engine, data = written(
         "```sh check", "ls", "```", "```python in=rl-dtensor", "pass", "```", "```jsonl data/a.jsonl", "{}", "```"

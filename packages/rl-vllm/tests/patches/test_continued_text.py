@@ -84,6 +84,18 @@ def test_a_stop_string_is_found_wherever_the_interruption_was(
     assert request.prompt_token_ids == [*prompt, *sampled[:cut]]
 
 
+@pytest.mark.parametrize("kind", [FastIncrementalDetokenizer, SlowIncrementalDetokenizer])
+def test_vllm_looks_for_stop_strings_only_in_the_tokens_of_a_request(
+    tokenizer: PreTrainedTokenizerFast, kind: Any
+) -> None:
+    """Once this fails, requests need not be continued any longer."""
+    *before, last = tokenizer.encode("what is", add_special_tokens=False)
+    whole = kind(tokenizer, request_of(tokenizer.encode("4 ? "), stop=["what is"]))
+    assert found_stops(whole, [*before, last])[-1] == "what is"
+    rest = kind(tokenizer, request_of([*tokenizer.encode("4 ? "), *before], stop=["what is"]))
+    assert found_stops(rest, [last]) == [None]
+
+
 @pytest.mark.parametrize("continues", [True, False])
 def test_only_requests_for_the_rest_of_a_completion_are_continued(
     tokenizer: PreTrainedTokenizerFast, *, continues: bool

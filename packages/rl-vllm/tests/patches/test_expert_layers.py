@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -47,6 +48,21 @@ def test_a_layer_that_was_not_loaded_keeps_its_kernel() -> None:
     with pytest.raises(RuntimeError, match="the transfer broke off"), packs_experts(nn.ModuleList([layer])):
         raise RuntimeError("the transfer broke off")
     assert layer.quant_method.moe_kernel is kernel
+
+
+def test_vllms_method_packs_only_when_it_makes_the_kernel() -> None:
+    """Once this fails, the kernel need not be made anew any longer."""
+    layer, packed = layer_with(UnquantizedMoeBackend.CPU), []
+    experts = SimpleNamespace(process_weights_after_loading=packed.append)
+    method = layer.quant_method
+    method._init_moe_kernel = lambda _: setattr(method, "moe_kernel", SimpleNamespace(fused_experts=experts))
+    layer.moe_config = None
+    layer.w13_weight, layer.w2_weight = (nn.Parameter(torch.zeros(2, 4, 4), requires_grad=False) for _ in range(2))
+    method.moe_kernel = None
+    method._setup_kernel(layer, layer.w13_weight, layer.w2_weight)
+    assert packed == [layer]
+    method._setup_kernel(layer, layer.w13_weight, layer.w2_weight)
+    assert packed == [layer]
 
 
 def write_mixture(folder: Path, seed: int, expert_size: int) -> Path:

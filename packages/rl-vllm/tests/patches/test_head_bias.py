@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 from transformers import PhiConfig, PhiForCausalLM
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.models.transformers.base import Base
+from vllm.model_executor.models.transformers.causal import CausalMixin
 
 from rl_core.model_config import GenerationConfig
 from rl_core.rollouts.generation import Placement
@@ -22,6 +28,37 @@ class ReloadableGenerator(VllmGenerator):
     async def reload(self, *, reloads: bool) -> None:
         """Have vLLM's own reload take in what comes."""
         await self._running().call("reload", reloads)
+
+
+class Loads(Base):
+    """Takes in the weights of everything but the head."""
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        return {name for name, _ in weights}
+
+
+class Model(CausalMixin, Loads):
+    """The head of such a model of vLLM, and what loading its bias reads."""
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self.lm_head = ParallelLMHead.__new__(ParallelLMHead)
+        nn.Module.__init__(self.lm_head)
+        self.lm_head.num_embeddings_per_partition, self.lm_head.params_dtype = 3, torch.float32
+        self.lm_head.weight_loader = lambda parameter, tensor: parameter.data.copy_(tensor)
+        self.pp_group = SimpleNamespace(is_last_rank=True)
+        self.device_config = SimpleNamespace(device="cpu")
+        self.vllm_config = SimpleNamespace(load_config=SimpleNamespace(device=None))
+
+
+def test_vllm_makes_another_bias_in_every_load() -> None:
+    """Once this fails, the bias need not be kept any longer."""
+    model, found = Model(), []
+    for value in (1.0, 2.0):
+        model.load_weights([("lm_head.bias", torch.full((3,), value))])
+        found.append(model.lm_head.bias)
+    assert found[0] is not found[1]
+    assert torch.equal(found[1], torch.full((3,), 2.0))
 
 
 def write_phi(folder: Path, seed: int) -> Path:

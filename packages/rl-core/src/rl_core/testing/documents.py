@@ -7,8 +7,8 @@ as a reader would:
   the fence's info string (`jsonl prompts.jsonl`). Python files are imported as well.
 - `python` runs in a new interpreter; a session with `>>>` is a doctest.
 - `sh` runs as one script of bash, which ends at the first command that fails.
-- `json`, `jsonl` and `toml` are parsed. `yaml` is left to the caller, who knows its schema. `text` is not looked at;
-  `text output` is what the block before it prints, with `...` for anything.
+- `json`, `jsonl` and `toml` are parsed. `yaml` is left to the caller, who knows its schema. `mermaid`, a figure, and
+  `text` are not looked at; `text output` is what the block before it prints, with `...` for anything.
 
 Further words of the info string say how a block is tested: `check` if it needs more than a laptop, so that commands are
 left to the caller to check, and Python only imports what it names; `fails` if its last command must fail; `in=PACKAGE`
@@ -33,7 +33,7 @@ from typing import Any
 
 RUN = frozenset({"python", "sh"})
 PARSED = frozenset({"json", "jsonl", "toml", "yaml"})
-LANGUAGES = RUN | PARSED | {"text"}
+LANGUAGES = RUN | PARSED | {"mermaid", "text"}
 """Languages that a block may have."""
 
 _DOCUMENTS = (
@@ -170,7 +170,7 @@ def _block(path: Path, line: int, info: list[str], lines: list[str]) -> Block:
         allowed = ", ".join(sorted(LANGUAGES))
         raise DocumentError(f"{place}: the language is {info[0] if info else 'missing'}; write one of {allowed}")
     language, *words = info
-    first = _FILE_NAME.match(lines[0]) if lines and language not in {"sh", "text"} else None
+    first = _FILE_NAME.match(lines[0]) if lines and language not in {"mermaid", "sh", "text"} else None
     settings: dict[str, Any] = {name: word in words for word, name in _FLAGS.items()}
     settings |= {"file": first["name"] if first else "", "package": "", "over": ""}
     for word in words:

@@ -1,4 +1,13 @@
-"""Text of completions that were interrupted, in vLLM's search for stop strings."""
+"""Text of completions that were interrupted, in vLLM's search for stop strings.
+
+- Fault: vLLM searches only the tokens of one request for stop strings. The rest of an interrupted completion is another
+  request, so a stop string that the interruption cut in two is missed. vLLM does not know that requests continue one
+  another; this is a missing feature rather than a defect.
+- vLLM 0.32.0, `vllm/v1/engine/detokenizer.py` and `vllm/v1/engine/output_processor.py`.
+- Upstream: no upstream issue found on 2026-11-26.
+- Delete when `tests/patches/test_continued_text.py::test_vllm_looks_for_stop_strings_only_in_the_tokens_of_a_request`
+  fails, or vLLM can be told where a completion began.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +19,11 @@ from vllm.v1.engine.detokenizer import IncrementalDetokenizer, SlowIncrementalDe
 from vllm.v1.engine.output_processor import OutputProcessor
 
 NUM_SAMPLED = "num_sampled"
-"""Entry of a request's `extra_args`: how many tokens of its prompt were sampled before the interruption."""
+"""Entry of a request's `extra_args`: number of tokens of its prompt that were sampled before the interruption."""
 
 
 def continue_texts(processor: OutputProcessor) -> None:
-    """Have requests for the rest of a completion look for stop strings from where the completion began.
-
-    vLLM itself looks at the tokens of a request alone, and would miss a stop string that an interruption cut in two.
-    """
+    """Make requests for the rest of a completion search for stop strings from where the completion began."""
     add = processor.add_request
 
     def add_continued(request: EngineCoreRequest, *args: Any, **kwargs: Any) -> None:

@@ -1,4 +1,14 @@
-"""Expert layers that compute with a packed copy of their weights, loaded once more."""
+"""Expert layers that compute with a packed copy of their weights, loaded again.
+
+- Fault: on CPU vLLM's method packs stacked experts for its kernels only when it makes the kernel. After a reload the
+  layer would compute with weights in the layout of the checkpoint as if they were packed, or could not take them at all
+  where packing pads them.
+- vLLM 0.32.0, `vllm/model_executor/layers/fused_moe/unquantized_fused_moe_method.py`.
+- Upstream: https://github.com/vllm-project/vllm/pull/40390 (merged) makes the kernel only once, so that later loads
+  keep the addresses of tensors; https://github.com/vllm-project/vllm/issues/48312 (open) tracks wrong weights after
+  reloads. No issue about CPU found on 2026-11-26.
+- Delete when `tests/patches/test_expert_layers.py::test_vllms_method_packs_only_when_it_makes_the_kernel` fails.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +22,9 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import Un
 
 @contextmanager
 def packs_experts(model: nn.Module) -> Iterator[None]:
-    """Have expert layers pack the weights that vLLM's reload brings them.
+    """Make expert layers pack the weights that vLLM's reload brings them: the kernel is made again.
 
-    vLLM's method packs stacked experts for its kernels on CPU when it makes the kernel, and only then: after a reload
-    the layer would compute with weights in the layout of the checkpoint as if they were packed, or could not take them
-    at all where packing pads them. So the kernel is made anew. A layer that was not loaded keeps the one it had.
+    A layer that was not loaded keeps the kernel that it had.
     """
     kernels = {
         method: method.moe_kernel

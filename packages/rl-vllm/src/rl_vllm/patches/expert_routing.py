@@ -1,4 +1,12 @@
-"""How vLLM chooses experts on CPU, in the cases that its router there leaves out."""
+"""How vLLM chooses experts on CPU, in the cases that its router there leaves out.
+
+- Fault: the router takes sigmoids, and biases that correct scores, into account only within groups of experts. Without
+  groups it fails on sigmoids (MiniMax-M2), and ignores the bias of softmax scores without a message (ERNIE 4.5).
+- vLLM 0.32.0, `vllm/model_executor/layers/fused_moe/router/cpu_router.py`.
+- Upstream: no upstream issue found on 2026-11-26. https://github.com/vllm-project/vllm/pull/31246 (merged) added
+  sigmoids and biases for GPUs.
+- Delete when `tests/patches/test_expert_routing.py::test_vllms_router_on_cpu_leaves_out_sigmoids_and_biases` fails.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +18,8 @@ from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter, _g
 
 
 def complete_routing_on_cpu() -> None:
-    """Have vLLM's router on CPU know sigmoids, and biases that correct scores, where experts are not in groups.
-
-    That router (0.32; fused_moe/router/cpu_router.py) takes both into account within groups of experts alone. Without
-    groups it fails on sigmoids (MiniMax-M2), and leaves out the bias of softmax scores in silence (ERNIE 4.5). All
-    experts as one group are the same choice. To be removed once it knows both, which a test looks for.
+    """Make vLLM's router on CPU apply sigmoids, and biases that correct scores, to experts without groups: all experts
+    as one group are the same choice.
     """
     compute = CPURouter._compute_routing
 

@@ -1,4 +1,12 @@
-"""The bias of a head of a model that vLLM runs with the code of transformers."""
+"""The bias of a head of a model that vLLM runs with the code of transformers.
+
+- Fault: vLLM makes the parameter of the bias when it meets one in the weights, and another one in every load. A reload
+  then fills a parameter that it drops.
+- vLLM 0.32.0, `vllm/model_executor/models/transformers/causal.py`.
+- Upstream: no upstream issue found on 2026-11-26. https://github.com/vllm-project/vllm/pull/46835 (merged) made vLLM
+  apply such a bias.
+- Delete when `tests/patches/test_head_bias.py::test_vllm_makes_another_bias_in_every_load` fails.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +21,7 @@ BIAS = "lm_head.bias"
 
 
 def keep_head_bias(model: nn.Module, manifest: Manifest) -> None:
-    """Give the head of a model (Phi) the bias that a manifest has for it, and keep it in later loads.
-
-    vLLM's code of such models (0.32; models/transformers/causal.py) makes the bias when it meets one in the weights,
-    and another one in every load: a reload then fills one that it drops. To be removed once a bias that is there stays.
-    """
+    """Give the head of a model (Phi) the bias that a manifest has for it, and keep it in later loads."""
     if not isinstance(model, CausalMixin) or not isinstance(model.lm_head, ParallelLMHead):
         return
     head = model.lm_head

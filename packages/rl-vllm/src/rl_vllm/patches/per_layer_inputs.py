@@ -1,4 +1,13 @@
-"""Embeddings of tokens for each layer (Gemma 3n), which vLLM's language model alone leaves out."""
+"""Embeddings of tokens for each layer (Gemma 3n), which vLLM's language model leaves out without the model around it.
+
+- Fault: the model with images and sound looks these embeddings up and hands them over. A replica serves only the
+  language model, with the weights that it is sent; the embeddings are then left out without a message.
+- vLLM 0.32.0, `vllm/model_executor/models/gemma3n.py`; the model around it is in `gemma3n_mm.py`.
+- Upstream: no upstream issue found on 2026-11-26.
+- Delete when
+  `tests/patches/test_per_layer_inputs.py::test_vllms_language_model_of_gemma_3n_does_not_embed_tokens_for_each_layer`
+  fails.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +19,7 @@ from vllm.model_executor.models.gemma3n import Gemma3nSelfDecoder
 
 
 def embed_tokens_for_each_layer() -> None:
-    """Have vLLM's language model of Gemma 3n look these embeddings up, if it is not handed them.
-
-    In vLLM (0.32; models/gemma3n_mm.py) the model with images and sound around it does that. Without it, which is how
-    a replica serves the weights that it is sent, the embeddings are left out in silence. To be removed once the
-    language model looks them up, which a test looks for.
-    """
+    """Make vLLM's language model of Gemma 3n look these embeddings up if it is not given them."""
     compute = Gemma3nSelfDecoder.forward
 
     @wraps(compute)

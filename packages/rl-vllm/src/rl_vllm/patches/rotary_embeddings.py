@@ -1,4 +1,13 @@
-"""Rotary embeddings of vLLM on CPU, for queries and keys that have their heads in a dimension of their own."""
+"""Rotary embeddings of vLLM on CPU, for queries and keys that have their heads in a dimension of their own.
+
+- Fault: the kernel takes the heads of `[tokens, heads, head_dim]` for tokens and rotates each by the position of
+  another token, without a message. Models with latent attention (DeepSeek-V3) and LFM2 pass three dimensions.
+- vLLM 0.32.0, `csrc/cpu/pos_encoding.cpp`, called by `vllm/model_executor/layers/rotary_embedding/base.py`.
+- Upstream: no upstream issue found on 2026-11-26. https://github.com/vllm-project/vllm/pull/14667 (merged) mended the
+  number of tokens in the same kernel, which had read beyond its input.
+- Delete when
+  `tests/patches/test_rotary_embeddings.py::test_vllms_kernel_is_wrong_for_heads_in_a_dimension_of_their_own` fails.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +18,7 @@ from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 
 
 def flatten_heads_on_cpu() -> None:
-    """Have vLLM's kernel on CPU get queries and keys as `[tokens, heads * head_dim]`, whatever a model passes.
-
-    The kernel (0.32; csrc/cpu/pos_encoding.cpp) takes the heads of `[tokens, heads, head_dim]` for tokens, and rotates
-    each by the position of another one, in silence. Models with latent attention (DeepSeek-V3) and LFM2 pass that. To
-    be removed once the kernel reads three dimensions as that of GPUs does, which a test looks for.
-    """
+    """Pass queries and keys to vLLM's kernel on CPU as `[tokens, heads * head_dim]`, whatever a model passes."""
     kernel = RotaryEmbedding.forward_cpu
 
     @wraps(kernel)
