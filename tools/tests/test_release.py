@@ -18,11 +18,8 @@ def release(repository, *arguments):
 
 def state(repository):
     """Everything that a release may change in a clone."""
-    return (
-        repository.git("show-ref"),
-        repository.git("status", "--porcelain", "--ignored"),
-        repository.git("worktree", "list"),
-    )
+    seen = [repository.git(*command) for command in (("show-ref",), ("status", "--porcelain"), ("worktree", "list"))]
+    return [*seen, (repository / "dist").exists()]
 
 
 def locked(repository):
