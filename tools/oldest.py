@@ -1,9 +1,9 @@
-"""Import every package beside the oldest siblings that its ranges allow: `python tools/oldest.py [PACKAGE ...]`.
+"""Import every package with the oldest siblings that its ranges allow: `python tools/oldest.py [PACKAGE ...]`.
 
 Each package is built from the tree. Its siblings are the oldest released versions that its ranges, and theirs, allow
 together. A released version is built from its tag (`rl-core-v0.2.1`); the version in the tree stands for itself if it
-has no tag. Every package is installed in a folder without its other dependencies, which are those of the environment
-that runs this, and imported there by `tools/importable.py`.
+has no tag. Every version is installed in a folder without its other dependencies, which are those of the environment
+that runs this, and `tools/importable.py` imports the package with the folders of its siblings on the path.
 
 A package that uses a name which its oldest sibling does not have fails here. Raise the version of the sibling in its
 pyproject.toml and the lower bound in the package's, or release the sibling with `--needs-new`.
@@ -105,21 +105,22 @@ def remarks(package: Package, siblings: list[Source], available: Mapping[str, li
                 )
 
 
-def build(root: Path, source: Source, wheels: Path) -> Path:
-    """Build the wheel of a version, once.
+def install(root: Path, source: Source, work: Path) -> Path:
+    """Build a version and install it in a folder by itself, once; returns the folder.
 
     Args:
         root: Folder of the workspace.
-        source: Version to build.
-        wheels: Folder of wheels, with a folder for each tag and one for the tree.
+        source: Version to install.
+        work: Folder of the installations.
     """
-    out = wheels / (source.tag or "tree") / source.package.name
-    if not out.exists():
+    target = work / (source.tag or "tree") / source.package.name
+    if not target.exists():
         with tempfile.TemporaryDirectory() as parent:
             built = _extracted(root, source, Path(parent)) if source.tag else root / folder(source.package.name)
-            run(["uv", "build", "--quiet", "--wheel", "--no-config", "--out-dir", str(out), str(built)])
-    (wheel,) = out.glob("*.whl")
-    return wheel
+            run(["uv", "build", "--quiet", "--wheel", "--no-config", "--out-dir", parent, str(built)])
+            (wheel,) = Path(parent).glob("*.whl")
+            run(["uv", "pip", "install", "--quiet", "--no-deps", "--offline", "--target", str(target), str(wheel)])
+    return target
 
 
 def _extracted(root: Path, source: Source, target: Path) -> Path:
@@ -132,36 +133,34 @@ def _extracted(root: Path, source: Source, target: Path) -> Path:
 
 
 def check(root: Path, package: Package, siblings: list[Source], work: Path) -> bool:
-    """Install a package beside versions of its siblings, import it and print the outcome.
+    """Install a package and versions of its siblings, import it and print the outcome.
 
     Args:
         root: Folder of the workspace.
         package: Package of the tree.
         siblings: Versions to install.
-        work: Folder for wheels and installations.
+        work: Folder of the installations.
 
     Returns:
         True if everything could be imported.
     """
-    wheels = [build(root, source, work / "wheels") for source in [Source(package, None), *siblings]]
-    target = work / "installed" / package.name
-    run(["uv", "pip", "install", "--quiet", "--no-deps", "--offline", "--target", str(target), *map(str, wheels)])
+    folders = [install(root, source, work) for source in [Source(package, None), *siblings]]
     done = subprocess.run(
         [sys.executable, str(IMPORTABLE), package.name],
-        env={**os.environ, "PYTHONPATH": str(target)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders))},
         capture_output=True,
         text=True,
         check=False,
     )
-    beside = ", ".join(map(str, siblings)) or "no sibling"
-    _say(f"{package.name} {package.version} with {beside}: {done.stdout.strip() or 'failed'}")
+    others = ", ".join(map(str, siblings)) or "no sibling"
+    _say(f"{package.name} {package.version} with {others}: {done.stdout.strip() or 'failed'}")
     if done.returncode:
         _say("".join(f"    {line}\n" for line in done.stderr.splitlines()).rstrip())
     return not done.returncode
 
 
 def main() -> int:
-    """Check packages, all by default, and return 1 if one cannot be imported beside its oldest siblings."""
+    """Check packages, all by default, and return 1 if one cannot be imported with its oldest siblings."""
     found = packages(ROOT)
     chosen = sys.argv[1:] or list(found)
     if unknown := [name for name in chosen if name not in found]:

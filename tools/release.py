@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import os
 import shutil
 import sys
 import tempfile
@@ -180,7 +181,8 @@ def write(root: Path, release: Release, date: str) -> None:
         (root / folder(name) / "CHANGELOG.md").write_text(changelog)
     if problems := tree_problems(root):
         raise RuntimeError("the release would leave the tree inconsistent: " + "\n".join(problems))
-    run(["uv", "lock"], cwd=root)
+    # `uv run` names itself in UV: the uv in the environment is another version, which writes markers differently
+    run([os.environ.get("UV", "uv"), "lock"], cwd=root)
     run([sys.executable, LOCKS], cwd=root)
 
 
