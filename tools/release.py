@@ -188,7 +188,7 @@ def write(root: Path, release: Release, date: str) -> None:
 
 def _with_ranges(package: Package, release: Release) -> tuple[str, str]:
     pyproject, changelog = package.pyproject, package.changelog
-    for name in release.names:
+    for name in reversed(release.names):
         for requirement in {each for each in package.requirements if Requirement(each).name == name}:
             pyproject = pyproject.replace(f'"{requirement}"', f'"{raised(requirement, release.version)}"')
         if package.needs(name):
