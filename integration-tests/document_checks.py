@@ -58,7 +58,7 @@ def check_yaml(block: Block, folder: Path) -> None:
 
 def check_commands(block: Block, folder: Path) -> None:
     """Check each command of a block that is not run: options and config of `rl`, extras of our packages, environments
-    of tox, paths to our files.
+    of tox, recipes of the justfile, paths to our files.
 
     Raises:
         DocumentError: naming the command that could not run.
@@ -71,13 +71,27 @@ def check_commands(block: Block, folder: Path) -> None:
         if words[:1] == ["rl"]:
             _check_rl(block, words[1:], folder)
         elif words[:1] == ["tox"] and "-e" in words:
-            known = tomllib.loads((ROOT / "tox.toml").read_text())["env_list"]
             for environment in words[words.index("-e") + 1].split(","):
-                _require(environment in known, block, f"tox has no environment {environment}")
+                _require(environment in _tox_environments(), block, f"tox has no environment {environment}")
+        elif words[:1] == ["just"]:
+            _check_just(block, words[1:])
         for word in words:
             _check_requirement(block, word)
             if word.endswith(".py") and word.partition("/")[0] in {"benchmarks", "tools", "integration-tests"}:
                 _require((ROOT / word).is_file(), block, f"there is no file {word}")
+
+
+def _tox_environments() -> set[str]:
+    settings = tomllib.loads((ROOT / "tox.toml").read_text())
+    return {*settings["env_list"], *settings["env"]}
+
+
+def _check_just(block: Block, words: list[str]) -> None:
+    recipes = re.findall(r"^(\w[\w-]*)[^:\n]*:(?!=)", (ROOT / "justfile").read_text(), re.MULTILINE)
+    for word in words[:1]:
+        _require(word.startswith("-") or word in recipes, block, f"the justfile has no recipe {word}")
+    if words[:1] == ["test"]:
+        _require(words[1:2] != [] and words[1] in _tox_environments(), block, f"tox has no environment {words[1:2]}")
 
 
 def _commands(text: str) -> Iterator[list[str]]:

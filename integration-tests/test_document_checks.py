@@ -30,6 +30,8 @@ def written(tmp_path):
         'pip install "rl-vllm[gpu]"',
         "pip install rl-nothing",
         "uv run tox -e nothing",
+        "just nothing",
+        "just test nothing",
         "uv run benchmarks/nothing.py",
     ],
 )
@@ -42,7 +44,8 @@ def test_a_command_that_could_not_run_is_found(written, tmp_path, command):
 def test_commands_that_could_run_pass(written, tmp_path):
     (tmp_path / "mine.yaml").write_text("defaults: sft-arithmetic\n")
     text = "A=1 rl train mine.yaml sft.seed=1 \\\n    --fresh\nrl train runs/mine\n"
-    text += "rl train --from runs/mine:3 grpo.seed=2\npip install 'rl-vllm[cpu]' && ray start --head\n"
+    text += "rl train --from runs/mine:3 grpo.seed=2\njust test core -k ragged\njust --list\n"
+    text += "pip install 'rl-vllm[cpu]' && ray start --head\n"
     (block,) = written(f"```sh check\n{text}```\n").blocks
     check_commands(block, tmp_path)
 

@@ -161,7 +161,7 @@ def render(
     """
     require_chat_template(tokenizer)
     as_text = format_of(tokenizer.chat_template).arguments_as_text
-    shown = [dict(tool) for tool in tools] or None
+    shown: list[Any] | None = [dict(tool) for tool in tools] or None
     try:
         plain = [_as_templates_take_it(message, arguments_as_text=as_text) for message in messages]
         return str(

@@ -131,10 +131,13 @@ def _patch_all_to_all() -> None:
     def with_plain_sizes(
         output: Any, sent: Any, output_split_sizes: Any = None, input_split_sizes: Any = None, **kwargs: Any
     ) -> Any:
-        sizes = (None if size is None else [int(x) for x in size] for size in (output_split_sizes, input_split_sizes))
-        return all_to_all_single(output, sent, *sizes, **kwargs)
+        return all_to_all_single(output, sent, _plain(output_split_sizes), _plain(input_split_sizes), **kwargs)
 
     dist.all_to_all_single = with_plain_sizes
+
+
+def _plain(sizes: Any) -> list[int] | None:
+    return None if sizes is None else [int(x) for x in sizes]
 
 
 def _patch_gloo() -> None:

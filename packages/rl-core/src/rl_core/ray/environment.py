@@ -94,7 +94,7 @@ class RemoteEnvironment:
         """Answer every one of these calls, even if the call that they share fails."""
         conversations = [conversation for conversation, _ in calls]
         try:
-            sent = self._actor.call.remote("step_within", PATIENCE_S, conversations, self._client)
+            sent: Any = self._actor.call.remote("step_within", PATIENCE_S, conversations, self._client)
         except Exception as error:  # noqa: BLE001 - whatever cannot be sent, such as lists within lists
             await self._call_singly(calls, error)
             return

@@ -127,7 +127,7 @@ class RemoteModel:
         inputs = batch.only([name for name in names if name in batch])
         options = {"reference": reference, "temperature": temperature}
         shards = self._send(inputs, rows)
-        calls = [
+        calls: list[Any] = [
             worker.infer.options(num_returns=2).remote(*shards[place.on("dp")].of([tuple(reads)], options))
             for worker, place in zip(self._workers, self._coordinates, strict=True)
         ]
@@ -205,7 +205,7 @@ class RemoteModel:
         """
         # the model stays on its device until another is asked for, which the caller does when the send is over
         with self._hold():
-            refs = [worker.call.remote("send", manifest, transport) for worker in self._workers]
+            refs: list[Any] = [worker.call.remote("send", manifest, transport) for worker in self._workers]
         return refs, self._origins("weight sync (send)")
 
     def interrupt_send(self, transport: Transport, reason: str) -> None:
@@ -257,10 +257,10 @@ class RemoteModel:
         if key is not None and is_plain and key in self._sent:
             return self._sent[key]
         plan = plan_shuffle(batch, rows, self._num_pickers(int(batch.lengths.sum())))
-        chunks = []
+        chunks: list[Any] = []
         for number, (picks, stores) in enumerate(zip(plan.picks, plan.stores, strict=True)):
             picker = self._workers[number * len(self._workers) // len(plan.picks)]
-            refs = picker.pick.options(num_returns=len(rows)).remote(picks, *(_ref(store) for store in stores))
+            refs: Any = picker.pick.options(num_returns=len(rows)).remote(picks, *(_ref(store) for store in stores))
             chunks.append([refs] if len(rows) == 1 else refs)
         # a shard without remote columns may be large; the ranks that share it then share one copy of it
         shared = len(self._workers) > len(rows)
@@ -294,7 +294,9 @@ class RemoteModel:
             raise
 
     def _raise_deaths(self, phase: str) -> None:
-        signs = dict(zip([worker.health.remote() for worker in self._workers], self._origins(phase), strict=True))
+        signs: dict[Any, Origin] = dict(
+            zip([worker.health.remote() for worker in self._workers], self._origins(phase), strict=True)
+        )
         answered, _ = ray.wait(list(signs), num_returns=len(signs), timeout=DEATH_NOTICE_S)
         for sign in answered:
             try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -55,7 +56,7 @@ def on_all_ranks(group: dist.ProcessGroup, action: Callable[[], None]) -> None:
 def _lowest(value: torch.Tensor, group: dist.ProcessGroup) -> None:
     """The minimum over the ranks, in place; those that are done wait for the others with patience."""
     options = dist.AllreduceOptions()
-    options.reduceOp = dist.ReduceOp.MIN
+    options.reduceOp = cast("dist.ReduceOp", dist.ReduceOp.MIN)
     options.timeout = PATIENCE
     group.allreduce([value], options).wait()
 

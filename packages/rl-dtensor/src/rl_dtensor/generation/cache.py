@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -30,6 +30,8 @@ class RowLayer(CacheLayerMixin):
     """
 
     is_sliding = False
+    keys: Tensor  # None until it is initialized
+    values: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +74,7 @@ class RowLayer(CacheLayerMixin):
         self.values = _room(self.values[:, :, first_column : self._columns].index_select(0, rows), 0)
         self._columns -= first_column
 
-    def join(self, other: RowLayer) -> None:
+    def join(self, other: Self) -> None:
         """Put the rows of another layer below, all flush with the last column."""
         if not self.is_initialized:
             return
@@ -92,7 +94,7 @@ class RowStates(LinearAttentionLayer):
                 if state is not None:
                     states[index] = state.index_select(0, rows)
 
-    def join(self, other: RowStates) -> None:
+    def join(self, other: Self) -> None:
         """Put the rows of another layer below."""
         for mine, theirs in (
             (self.conv_states, other.conv_states),
@@ -100,7 +102,9 @@ class RowStates(LinearAttentionLayer):
         ):
             for index, state in mine.items():
                 if state is not None:
-                    mine[index] = torch.cat([state, theirs[index]])
+                    below = theirs[index]
+                    assert below is not None
+                    mine[index] = torch.cat([state, below])
 
 
 class RowStatesAndKeys(RowStates, RowLayer):
@@ -115,7 +119,7 @@ class RowStatesAndKeys(RowStates, RowLayer):
         RowStates.keep(self, rows, first_column)
         RowLayer.keep(self, rows, first_column)
 
-    def join(self, other: RowStatesAndKeys) -> None:
+    def join(self, other: Self) -> None:
         """Put the rows of another layer below."""
         RowStates.join(self, other)
         RowLayer.join(self, other)
@@ -157,6 +161,8 @@ class RowCache(Cache):
     Args:
         kinds: of the layers, by `row_layers`.
     """
+
+    layers: list[Any]  # of these kinds
 
     def __init__(self, kinds: Sequence[Kind]) -> None:
         super().__init__(layers=[kind() for kind in kinds])

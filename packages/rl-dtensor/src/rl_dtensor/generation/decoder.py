@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from typing import cast
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rl_core.devices import Device
@@ -58,7 +59,7 @@ class HFDecoder:
     @property
     def vocab_size(self) -> int:
         """Tokens that the model knows."""
-        return int(self.module.get_input_embeddings().num_embeddings)
+        return cast("nn.Embedding", self.module.get_input_embeddings()).num_embeddings
 
     @property
     def rows(self) -> Sequence[Row]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from transformers import AutoTokenizer
 
 from rl_core.model_config import GenerationConfig, ModelConfig
@@ -26,4 +28,5 @@ class HFGenerator(LocalGenerator[HFDecoder]):
             recorder = RoutingRecorder(module) if placement.reports_routing else None
             return HFDecoder(module, kinds, backend, device, chunk_size=model.logprob_chunk_size, recorder=recorder)
 
-        super().__init__(load, AutoTokenizer.from_pretrained, model, placement)
+        load_tokenizer: Any = AutoTokenizer.from_pretrained  # its `decode` gives a string for one sequence
+        super().__init__(load, load_tokenizer, model, placement)

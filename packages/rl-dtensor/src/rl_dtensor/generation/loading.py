@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoModelForCausalLM,
@@ -56,7 +57,7 @@ def load_model(model: ModelConfig, attn_implementation: str, device: torch.devic
             f"transformers does not compute the attention of {model.model_name} with sdpa; set "
             "hf_cfg.attn_implementation=eager"
         )
-    loaded, info = AutoModelForCausalLM.from_pretrained(
+    result: Any = AutoModelForCausalLM.from_pretrained(
         model.model_name,
         config=config,
         dtype=getattr(torch, model.precision),
@@ -64,6 +65,7 @@ def load_model(model: ModelConfig, attn_implementation: str, device: torch.devic
         output_loading_info=True,
         key_mapping=KEY_MAPPING if is_composite(PreTrainedConfig.get_config_dict(model.model_name)[0]) else None,
     )
+    loaded, info = result
     if info["missing_keys"]:  # transformers has filled them at random
         raise ConfigError(
             f"the files of {model.model_name} lack {', '.join(sorted(info['missing_keys']))}; save the whole model"
@@ -97,7 +99,10 @@ def _keep_float32(hf: PreTrainedModel, folder: Path) -> None:
 
 def _has_sdpa(config: PreTrainedConfig) -> bool:
     """Whether the family's code takes `sdpa`; true of code that comes with the model, which says so itself."""
-    return type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._supports_sdpa
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return True
+    family: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    return bool(family._supports_sdpa)
 
 
 @torch.inference_mode()
@@ -112,7 +117,7 @@ def cache_layers(hf: PreTrainedModel, name: str) -> tuple[Kind, ...] | None:
         ConfigError: if the model's code fails in a plain pass, or if a token's logprobs change with the tokens behind
             it: no way of decoding agrees with one pass.
     """
-    vocab_size = hf.get_input_embeddings().num_embeddings
+    vocab_size = cast("nn.Embedding", hf.get_input_embeddings()).num_embeddings
     tokens = torch.arange(_PROBE_TOKENS, device=hf.device)[None] % vocab_size
     try:
         whole = hf(input_ids=tokens, use_cache=False).logits

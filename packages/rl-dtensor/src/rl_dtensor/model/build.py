@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -181,7 +181,7 @@ class _Builder:
         if not model.is_last:
             return []
         if self.spec.role in HEADLESS_ROLES:
-            return [model.hf.score]
+            return [model.hf.get_submodule("score")]
         named = {id(parameter): name for name, parameter in model.hf.named_parameters()}
         head = model.hf.get_output_embeddings()
         is_kept = {named[id(parameter)].replace(BASE, "") in kept.computed for parameter in head.parameters()}
@@ -307,7 +307,7 @@ def _on_meta(
 ) -> PreTrainedModel:
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(f"{config.model_type} models are not causal language models")
-    auto = AutoModelForCausalLM
+    auto: Any = AutoModelForCausalLM
     if role in HEADLESS_ROLES:
         config.num_labels = 1
         auto = AutoModelForSequenceClassification
@@ -318,13 +318,14 @@ def _on_meta(
         fix_frequencies(hf, longest_row)
         return hf
 
+    family: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     choose = partial(
         attention_for,
         config,
         backend,
         packed=is_packed,
         split=is_split,
-        supports_sdpa=MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._supports_sdpa,
+        supports_sdpa=family._supports_sdpa,
     )
     attention = choose()
     if attention != ROWS:
@@ -367,4 +368,5 @@ def _load(model: ShardedModel, files: WeightFiles, *, role: Role, initial: Initi
         init_adapters(chunk.hf, initial)
         if role in HEADLESS_ROLES and chunk.is_last and SCORE not in files.names:
             std = chunk.hf.config.get_text_config().initializer_range
-            set_head(chunk.hf.score, new_head(role, chunk.hf.score.weight.shape, std=std, seed=initial.seed))
+            score = cast("nn.Linear", chunk.hf.get_submodule("score"))
+            set_head(score, new_head(role, score.weight.shape, std=std, seed=initial.seed))

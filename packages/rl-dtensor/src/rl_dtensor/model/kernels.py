@@ -163,7 +163,7 @@ def _seen(num_queries: int, num_keys: int, window: int | None, device: torch.dev
     return seen if window is None else seen & (distance < window)
 
 
-def varlen(attend: Callable[..., Tensor] = varlen_attn) -> Attend:
+def varlen(attend: Callable[..., Any] = varlen_attn) -> Attend:
     """All segments in one flash attention of torch; without dropout, in half precision on CUDA.
 
     Args:
@@ -175,7 +175,7 @@ def varlen(attend: Callable[..., Tensor] = varlen_attn) -> Attend:
         if segments.keys is not None:
             key, value = key.index_select(2, segments.keys), value.index_select(2, segments.keys)
         flat = (part[0].transpose(0, 1) for part in _of_one_size(query, key, value))
-        out = attend(
+        out: Tensor = attend(
             *flat,
             segments.query_ends,
             segments.key_ends,

@@ -38,7 +38,7 @@ class ChosenExperts(Llama4TextExperts):
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """`[tokens, hidden]`, as experts of other families."""
         # apart from the module, as peft takes these experts for `[experts, outputs, inputs]` for want of the word
-        layout = SimpleNamespace(has_gate=True, has_bias=False, is_transposed=True)
+        layout: Any = SimpleNamespace(has_gate=True, has_bias=False, is_transposed=True)
         vars(layout).update(
             gate_up_proj=self.gate_up_proj,
             down_proj=self.down_proj,

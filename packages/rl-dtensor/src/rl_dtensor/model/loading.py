@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -58,6 +60,6 @@ def _init_alone(hf: PreTrainedModel, module: nn.Module) -> None:
 
 def _filled() -> nn.Parameter:
     """A parameter that `transformers` takes for loaded."""
-    parameter = nn.Parameter(torch.empty(0))
+    parameter: Any = nn.Parameter(torch.empty(0))
     parameter._is_hf_initialized = True  # the mark of its own loader
     return parameter

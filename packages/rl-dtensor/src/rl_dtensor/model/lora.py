@@ -9,7 +9,7 @@ experts in the last dim of `up`, where no mesh can split them.)
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from peft import LoraConfig as PeftConfig
@@ -91,7 +91,7 @@ def _adapt_linear(hf: PreTrainedModel, targets: list[str], config: LoraConfig) -
     shell = nn.ModuleDict({"hf": hf})
     peft = PeftConfig(
         r=config.dim,
-        lora_alpha=config.alpha,
+        lora_alpha=cast("int", config.alpha),  # peft computes with any number
         lora_dropout=config.dropout,
         use_rslora=config.use_rslora,
         target_modules=[f"hf.{name}" for name in targets],
@@ -112,7 +112,7 @@ def _adapt_stacks(module: nn.Module, names: list[str], config: LoraConfig) -> No
         module.register_parameter(STACKED_A + name, nn.Parameter(weight.new_empty(num_experts, config.dim, inputs)))
         module.register_parameter(STACKED_B + name, nn.Parameter(weight.new_empty(num_experts, outputs, config.dim)))
     scale = config.scale
-    module.lora_scale = scale
+    vars(module)["lora_scale"] = scale
 
     def merged(held: Parameters) -> Parameters:
         computed = dict(held)
@@ -140,8 +140,8 @@ def adapters_of(hf: PreTrainedModel) -> dict[str, Adapter]:
     """Name of each weight without adapters in it to its adapter."""
     linear = {
         f"{name}.weight": Adapter(
-            module.lora_A[ADAPTER].weight,
-            module.lora_B[ADAPTER].weight,
+            cast("Tensor", module.lora_A[ADAPTER].weight),
+            cast("Tensor", module.lora_B[ADAPTER].weight),
             float(module.scaling[ADAPTER]),
             is_transposed=isinstance(module.get_base_layer(), Conv1D),
         )

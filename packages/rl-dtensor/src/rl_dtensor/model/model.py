@@ -124,7 +124,8 @@ class ReadingModel(nn.Module):
         rows = layout.rows
         group = None if layout.context is None else layout.context.group
         if self.role in HEADLESS_ROLES:
-            outputs = join_tokens(self.hf.score(hidden)[:, 0], layout.places, int(rows.offsets[-1]), group)
+            scores = self.hf.get_submodule("score")(hidden)[:, 0]
+            outputs = join_tokens(scores, layout.places, int(rows.offsets[-1]), group)
             return scalar_reads(outputs, rows, reads)
         head = self._head()
         return split_language_reads(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -51,7 +52,8 @@ class FileNames:
         for conversion in get_model_conversion_mapping(hf, add_legacy=False):
             if isinstance(conversion, WeightConverter):
                 kinds = [type(operation) for operation in conversion.operations]
-                dims = [operation.dim for operation in conversion.operations]
+                operations: list[Any] = conversion.operations
+                dims = [operation.dim for operation in operations]
                 patterns = (conversion.target_patterns[0], *conversion.source_patterns)
                 target, *sources = (pattern.replace("\\", "") for pattern in patterns)
                 if kinds == [Concatenate] and dims == [0] and all("conv1d" in source for source in sources):

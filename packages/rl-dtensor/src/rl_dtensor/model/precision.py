@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Set
 from dataclasses import dataclass
+from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import build_glob_alternation
 
@@ -159,7 +160,7 @@ def _runs(tiny: PreTrainedModel, kinds: list[str]) -> bool:
             tensor.data = tensor.data.to(torch.float32 if _kind(name) in kinds else dtype)
     handed_on: list[torch.dtype] = []
     hook = body_of(tiny).register_forward_hook(lambda *call: handed_on.append(call[-1].last_hidden_state.dtype))
-    tokens = torch.arange(_PROBE_TOKENS)[None] % tiny.get_input_embeddings().num_embeddings
+    tokens = torch.arange(_PROBE_TOKENS)[None] % cast("nn.Embedding", tiny.get_input_embeddings()).num_embeddings
     try:
         with torch.no_grad():
             tiny(input_ids=tokens, use_cache=False)

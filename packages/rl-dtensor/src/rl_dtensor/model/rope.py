@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,7 @@ def fix_frequencies(hf: PreTrainedModel, longest_row: int) -> None:
         for kind, prefix, layer_type in _kinds(module):
             if kind == LONGROPE:
                 _fill_long(module, prefix, layer_type, longest_row)
-            elif longest_row > module.original_max_seq_len:
+            elif longest_row > cast("int", module.original_max_seq_len):
                 raise ValueError(
                     f"rows of up to {longest_row} tokens have frequencies of their own each with rope_type dynamic, "
                     f"beyond {module.original_max_seq_len} tokens; lower policy.max_total_sequence_length to that, or "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -67,7 +67,7 @@ class Stages:
                 f"{type(hf).__name__} is more than an embedding, a list of layers and a norm ({', '.join(others)}), so "
                 f"{refused}"
             )
-        num_layers = len(base.get_submodule(lists[0]))
+        num_layers = len(cast("nn.ModuleList", base.get_submodule(lists[0])))
         return cls(prefix + lists[0], prefix + embedding, prefix + norms[0], num_layers, count)
 
     def layers_of(self, stage: int) -> range:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -94,7 +94,7 @@ class _Splitter:
                 self._split(name, plain, module)
         if is_tied:
             assert isinstance(tied, nn.Linear)
-            tied.weight = embedding.weight
+            tied.weight = cast("nn.Embedding", embedding).weight
 
     def _split(self, name: str, plain: str, module: nn.Module) -> None:
         owner, is_a, is_b = plain, LORA_A in plain, LORA_B in plain
@@ -163,7 +163,7 @@ class _Splitter:
             out = self._close(F.linear(x, module.weight))
             return out if module.bias is None else out + module.bias
 
-        module.forward = forward
+        _compute_with(module, forward)
         localize(module, {"weight": Shard(1), "bias": self._between})
 
     def _gathered_column(self, name: str, module: nn.Module) -> None:
@@ -176,7 +176,7 @@ class _Splitter:
             products = F.linear(enter(x, self._group), module.weight, module.bias)
             return gather(products, -1, self._group, sums_grad=False)
 
-        module.forward = forward
+        _compute_with(module, forward)
         localize(module, {"weight": Shard(0), "bias": Shard(0)})
 
     def _whole_row(self, name: str, module: nn.Module) -> None:
@@ -189,7 +189,7 @@ class _Splitter:
             out = leave(F.linear(split(x, -1, self._group), module.weight), self._group)
             return out if module.bias is None else out + module.bias
 
-        module.forward = forward
+        _compute_with(module, forward)
         localize(module, {"weight": Shard(1), "bias": Replicate()})
 
     def _check_even(self, name: str, width: int) -> None:
@@ -212,7 +212,7 @@ class _Splitter:
             rows = original((ids - start).clamp(0, max(stop - start - 1, 0)))
             return self._close(rows.where(is_here[..., None], 0.0))
 
-        module.forward = forward
+        _compute_with(module, forward)
         localize(module, {"weight": Shard(0)})
 
     def _experts(self, module: nn.Module) -> None:
@@ -230,7 +230,7 @@ class _Splitter:
                 return scatter_sum(original(hidden, ids, weights), 0, self._group)
             return leave(original(enter(hidden, self._group), ids, enter(weights, self._group)), self._group)
 
-        module.forward = forward
+        _compute_with(module, forward)
 
     def _distribute(self, module: nn.Module, placements: Mapping[str, Placement]) -> list[str]:
         names = list(module._parameters)
@@ -260,6 +260,10 @@ class _Splitter:
         if self._tokens_are_split:
             return scatter_sum(products, SEQUENCE, self._group)
         return leave(products, self._group)
+
+
+def _compute_with(module: nn.Module, forward: Callable[..., Tensor]) -> None:
+    module.forward = forward
 
 
 def _through(change: Callable[[Tensor], Tensor], args: Any, kwargs: Any) -> tuple[Any, Any]:

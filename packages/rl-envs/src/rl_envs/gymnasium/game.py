@@ -48,7 +48,7 @@ class Game:
         """
         try:
             shown = show or _shown_by(gymnasium.make(id, disable_env_checker=True, **config))
-            mode = {"render_mode": "ansi"} if shown == "rendering" else {}
+            mode: dict[str, Any] = {"render_mode": "ansi"} if shown == "rendering" else {}
             environment = gymnasium.make(id, disable_env_checker=True, **mode, **config)
         except (gymnasium.error.Error, ImportError, TypeError, ValueError) as error:
             raise ValueError(f"gymnasium cannot make {id}: {_COLOUR.sub('', str(error))}") from None

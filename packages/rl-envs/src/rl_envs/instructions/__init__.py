@@ -1,1 +1,1 @@
-"""Instructions whose fulfilment a program can check."""
+"""Instructions that a program can check."""

@@ -232,19 +232,22 @@ class VirtualCluster:
     def start_worker(self, process: WorkerProcess, bundle: Bundle) -> ActorHandle:
         """An empty `WorkerHost` on a bundle."""
         options = _options(process, num_cpus=0) | {"scheduling_strategy": _on_bundle(bundle)}
-        return ray.remote(concurrency_groups={"health": 1})(WorkerHost).options(**options).remote()
+        remote: Any = ray.remote
+        return remote(concurrency_groups={"health": 1})(WorkerHost).options(**options).remote()
 
     def start_async_worker(self, process: WorkerProcess, *, bundle: Bundle | None = None) -> ActorHandle:
         """An empty `AsyncWorkerHost` on a bundle, or on the node of the process."""
         options = _options(process, num_cpus=0)
         if bundle is not None:
             options["scheduling_strategy"] = _on_bundle(bundle)
-        return ray.remote(AsyncWorkerHost).options(**options, max_concurrency=10_000).remote()
+        host: Any = ray.remote(AsyncWorkerHost)
+        return host.options(**options, max_concurrency=10_000).remote()
 
     def start_restarting_worker(self, process: WorkerProcess, *recipe: Any, **named: Any) -> ActorHandle:
         """A `RestartingHost` on the node of the process, started again by Ray if it dies, and its calls made again."""
         options = _options(process, num_cpus=0) | {"max_restarts": MOST_RESTARTS, "max_task_retries": CALL_ATTEMPTS}
-        return ray.remote(RestartingHost).options(**options, max_concurrency=10_000).remote(*recipe, **named)
+        host: Any = ray.remote(RestartingHost)
+        return host.options(**options, max_concurrency=10_000).remote(*recipe, **named)
 
     def close(self) -> None:
         """Release all bundles, and end Ray if this object started it."""

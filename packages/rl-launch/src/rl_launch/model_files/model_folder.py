@@ -76,6 +76,7 @@ def hf_config_fields(name: str) -> dict[str, Any]:
     from transformers.utils import cached_file
 
     path = cached_file(str(Path(name).expanduser()) if Path(name).expanduser().is_dir() else name, "config.json")
+    assert path is not None  # it would have raised
     return language_fields(json.loads(Path(path).read_text(encoding="utf-8")))
 
 

@@ -65,7 +65,7 @@ class Replica:
         self._environments = dict(environments)
         self.index = index
         self._timeouts = timeouts
-        self._actor: ActorHandle = None
+        self._actor: Any = None  # an ActorHandle once it is started
         self.log = f"{logs}/rollout-worker-{index}.log"
         self.num_ranks = 0
         self.num_starts = 0

@@ -8,6 +8,8 @@ filters, and knows no stop strings. Its dynamic engine needs flash-attn, and a G
 
 from __future__ import annotations
 
+from typing import Any
+
 from transformers import AutoTokenizer
 
 from rl_core.model_config import GenerationConfig, ModelConfig
@@ -31,9 +33,10 @@ class MegatronGenerator(LocalGenerator[MegatronDecoder]):
         if device.kernels == "cpu":
             cpu_shim.install()
         reports = placement.reports_routing
+        load_tokenizer: Any = AutoTokenizer.from_pretrained  # its `decode` gives a string for one sequence
         super().__init__(
             lambda: MegatronDecoder(backend, model, device, reports_routing=reports),
-            AutoTokenizer.from_pretrained,
+            load_tokenizer,
             model,
             placement,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -75,11 +75,11 @@ class RowAttention(nn.Module):
         if self._is_flash(query, value):
             longest = packed_seq_params.max_seqlen_q
             window = (-1 if self.window is None else self.window - 1, 0)
-            out = varlen_attn(
+            packed = varlen_attn(
                 query, key, value, bounds, bounds, longest, longest, scale=self.scale, window_size=window,
                 enable_gqa=query.shape[1] != key.shape[1],
             )  # fmt: skip
-            return out.flatten(1)
+            return cast("Tensor", packed).flatten(1)
         lengths = tuple((bounds.diff() // self.group.size()).tolist())
         parts = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
         return self._rows(*parts, lengths=lengths)[0].transpose(0, 1).flatten(1)

@@ -116,7 +116,7 @@ class Adapters(nn.Module):
         self.is_uneven = self.split_dim == 0 and not entry.split.is_even(self.num_ranks)
         for name, (found, rows, own) in adapted.items():
             down, up = (_local_shape(each, self.num_ranks) for each in (found.down, found.up))
-            adapter = Adapter(down, up, config)
+            adapter: Any = Adapter(down, up, config)
             self.add_module(name, adapter)
             self.register_buffer(f"{name}_rows", rows.to(adapter.up.device), persistent=False)
             self.register_buffer(f"{name}_own", own.to(adapter.up.device), persistent=False)

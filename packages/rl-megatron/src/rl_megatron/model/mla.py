@@ -29,7 +29,8 @@ class WholeProjection(nn.Module):
         self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=config.params_dtype, device=device))
         self.is_sequence_parallel = config.sequence_parallel
         self.num_shared = num_shared
-        self.weight.sequence_parallel = config.sequence_parallel
+        marked: Any = self.weight
+        marked.sequence_parallel = config.sequence_parallel
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
         """Return the output and no bias, as Megatron's linear layers do."""

@@ -23,7 +23,8 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.is_zero_centered = config.layernorm_zero_centered_gamma
         # the mark by which Megatron finds gradients to sum over the tensor-parallel ranks
-        self.weight.sequence_parallel = config.sequence_parallel
+        marked: Any = self.weight
+        marked.sequence_parallel = config.sequence_parallel
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Normalise `[*, hidden]`."""

@@ -122,5 +122,6 @@ def _strict_pattern(hf: PreTrainedConfig) -> Any:
     """Pattern of the names that `transformers` keeps in float32 in every lower precision; None if there are none."""
     if type(hf) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return None
-    names = MODEL_FOR_CAUSAL_LM_MAPPING[type(hf)]._keep_in_fp32_modules_strict
+    family: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(hf)]
+    names = family._keep_in_fp32_modules_strict
     return build_glob_alternation(list(names))[0] if names else None

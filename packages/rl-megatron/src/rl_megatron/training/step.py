@@ -81,7 +81,8 @@ class MegatronModel:
         classes = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING if self.reading.is_headless else MODEL_FOR_CAUSAL_LM_MAPPING
         if kind not in classes:
             raise ValueError(f"transformers has no sequence classifier for {self.reading.hf.model_type} models")
-        return str(classes[kind].__name__)
+        found: Any = classes[kind]
+        return str(found.__name__)
 
     def extra_columns(self, batch: Batch, *, for_loss: bool) -> Mapping[str, Ragged]:
         """The experts that tokens were sent to, if routing is replayed."""

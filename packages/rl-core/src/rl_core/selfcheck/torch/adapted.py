@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors.torch import load_file
@@ -71,7 +71,8 @@ class AdaptedLinear(nn.Module):
     def merge(self) -> None:
         """Add the adapter to the weight that it sits on."""
         added = self.scale * self.up @ self.down
-        self.base.weight += added.T if self.is_transposed else added
+        weight: Any = self.base.weight
+        weight += added.T if self.is_transposed else added
 
 
 def adapt(model: Any, config: LoraConfig) -> None:
@@ -98,7 +99,7 @@ def merge(model: nn.Module) -> None:
             model.set_submodule(name, module.base)
     for module in list(model.modules()):
         if is_parametrized(module):
-            for short in list(module.parametrizations):
+            for short in list(cast("nn.ModuleDict", module.parametrizations)):
                 remove_parametrizations(module, short)
 
 
@@ -137,7 +138,7 @@ def merge_files(model: nn.Module, folder: Path) -> None:
         added = scale * up @ down
         weight += added.T if isinstance(model.get_submodule(layer), Conv1D) else added
     for name in config["modules_to_save"] or ():
-        model.get_submodule(name).weight.copy_(factors.pop(f"{name}.weight"))
+        cast("Tensor", model.get_submodule(name).weight).copy_(factors.pop(f"{name}.weight"))
     if factors:
         raise ValueError(f"{folder} holds {sorted(factors)}, which belong to no adapter")
 

@@ -31,7 +31,8 @@ def language_config(config: HFConfig) -> Any:
         return config
     # the composite model ties its head by its own word
     text.tie_word_embeddings = config.tie_word_embeddings
-    text.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(text)].__name__]
+    family: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(text)]
+    text.architectures = [family.__name__]
     if text.dtype is None:
         text.dtype = config.dtype
     return text

@@ -309,10 +309,11 @@ def _group(store: Any, rank: int, size: int, device: Device, host: str, timeout_
         # later than our own deadlines, as NCCL's watchdog ends the process
         options._timeout = timedelta(seconds=2 * timeout_s + _GRACE_S)
         return dist.ProcessGroupNCCL(prefixed, rank, size, options)
-    options = dist.ProcessGroupGloo._Options()
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname=host)]
     options._timeout = timedelta(seconds=timeout_s)
-    return dist.ProcessGroupGloo(prefixed, rank, size, options)
+    return gloo(prefixed, rank, size, options)
 
 
 def listening_store(host: str, timeout_s: float) -> dist.TCPStore:

@@ -23,7 +23,7 @@ class Region:
     @classmethod
     def of(cls, view: torch.Tensor) -> Region:
         """The part of its storage that a view shows."""
-        return cls(tuple(view.shape), tuple(view.stride()), view.storage_offset())
+        return cls(tuple(view.shape), tuple(view.stride()), int(view.storage_offset()))
 
     @property
     def num_values(self) -> int:

@@ -128,7 +128,8 @@ def _open(handle: tuple[Any, ...], device: torch.device) -> torch.Tensor:
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
     # the same GPU may have another index in this process; both found one another by its UUID
-    return rebuild_cuda_tensor(*handle[:_DEVICE], device.index, *handle[_DEVICE + 1 :])
+    arguments = (*handle[:_DEVICE], device.index, *handle[_DEVICE + 1 :])
+    return rebuild_cuda_tensor(*arguments)
 
 
 def _map(file: int, capacity: int) -> torch.Tensor:

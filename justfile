@@ -1,0 +1,46 @@
+# Commands of this repository; `just` lists them, and CONTRIBUTING.md explains them.
+# Without just on the path: uv run just
+
+set positional-arguments
+set shell := ["bash", "-cu"]
+
+_list:
+    @just --list --unsorted
+
+# style, spelling, import directions, and types without torch
+lint:
+    uv run tox -e lint
+
+# fix what ruff can fix
+format:
+    uv run ruff check --fix
+    uv run ruff format
+
+# types of the code that uses torch, with torch installed
+types:
+    uv run tox -e types
+
+# tests of one package in its own environment: just test core -k ragged
+test package *args:
+    uv run tox -e "$1" -- "${@:2}"
+
+# every block, link and config key of the documents
+docs:
+    uv run tox -e integration -- test_document_checks.py test_documents.py test_metrics_glossary.py
+
+# a tiny model learns sums by SFT and GRPO
+quickstart:
+    uv run rl quickstart
+
+# uv.lock, and the exports of it that rl-launch ships
+locks:
+    uv lock
+    uv run python tools/export_worker_locks.py
+
+# all tests of the suites that have slow, largely redundant cases; takes hours
+every-case *args:
+    uv run tox -e dtensor,megatron,vllm,integration -- --every-case --timeout 3600 "$@"
+
+# version, changelog and dependents of a package: just release rl-core 0.2.0
+release package version:
+    uv run python tools/release.py "$1" "$2"
