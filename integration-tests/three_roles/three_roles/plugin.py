@@ -24,8 +24,8 @@ def models(config: Any) -> dict[str, ModelNeed]:
 PLUGIN = AlgorithmPlugin(
     name="three-roles",
     sections={"sft": SFTConfig, "data": DataConfig},
-    load="rl_algos.data.examples:load",
-    prepare="rl_algos.sft.data:prepare",
+    load="rl_algos:load_examples",
+    prepare="rl_algos:prepare_examples",
     run="three_roles.loop:run",
     generates=False,
     models=models,

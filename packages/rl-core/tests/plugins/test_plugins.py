@@ -122,7 +122,7 @@ def test_an_algorithm_in_a_file_finds_its_functions_from_the_folder_of_the_file(
     ("name", "says"),
     [
         ("algorithm.py:PLUGING", "did you mean PLUGIN?"),
-        ("algorithm.py:OTHER", "must be an AlgorithmPlugin .*got int"),
+        ("algorithm.py:OTHER", "must be an rl_core.AlgorithmPlugin, got int"),
         ("nothing.py:PLUGIN", "cannot be read"),
     ],
 )

@@ -34,8 +34,8 @@ def models(config: SFTRoot) -> dict[str, ModelNeed]:
 PLUGIN = supervised_algorithm(
     "sft",
     sections={"sft": SFTConfig},
-    prepare="rl_algos.sft.data:prepare",
-    preview="rl_algos.sft.data:reader",
+    prepare="rl_algos.sft.data:prepare_examples",
+    preview="rl_algos.sft.data:example_reader",
     run="rl_algos.sft.loop:run",
     models=models,
     validation_metrics=validation_metrics,

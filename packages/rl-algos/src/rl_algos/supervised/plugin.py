@@ -22,7 +22,7 @@ def supervised_algorithm(
     models: Callable[[Any], Mapping[str, ModelNeed]],
     validation_metrics: Callable[[Any], Iterable[str] | None],
     training_defaults: TrainingDefaults,
-    load: str = "rl_algos.data.examples:load",
+    load: str = "rl_algos.data.examples:load_examples",
     preview: str = "",
     model_sections: tuple[str, ...] | Callable[[SectionNames], tuple[str, ...]] = ("policy",),
     further: Callable[[Any], tuple[Requirement, ...]] = nothing_further,

@@ -13,6 +13,7 @@ from rl_core.config import Config, Problem, ProblemError, did_you_mean, section_
 from rl_core.environments.config import EnvironmentConfig
 from rl_core.environments.rewards import RewardPart, RewardSum
 from rl_core.environments.tools import schemas
+from rl_core.exports import public_alternatives
 from rl_core.plugins import ENVIRONMENTS, EnvironmentPlugin, Requirement, plugin, requirement_of, resolve
 from rl_core.plugins.user_code import FromFile, is_in_file
 
@@ -220,7 +221,9 @@ def problem_with(name: str, settings: Config) -> str:
         if is_in_file(name):
             FromFile.read(name)
         elif importlib.util.find_spec(module) is None:
-            return f"{name}: the module {module} is not installed; a function in a file is written file.py:function"
+            public = public_alternatives(module, name.rpartition(":")[2])
+            remedy = f"use {public[0]}" if public else "a function in a file is written file.py:function"
+            return f"{name}: the module {module} is not installed; {remedy}"
     except (ValueError, ImportError) as error:
         return str(error)
     return ""
