@@ -4,4 +4,4 @@ from rl_core.testing.public_names import PublicNamesSuite
 
 
 class TestPublicNames(PublicNamesSuite):
-    packages = ("rl_algos", "rl_algos.advantages")
+    packages = ("rl_algos", "rl_algos.advantages", "rl_algos.losses")
