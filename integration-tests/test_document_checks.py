@@ -1,7 +1,15 @@
 """Errors in a document are found without running it."""
 
 import pytest
-from document_checks import broken_links, check_commands, check_yaml, unknown_keys
+from document_checks import (
+    broken_links,
+    check_commands,
+    check_yaml,
+    missing_files,
+    private_names,
+    unknown_commands,
+    unknown_keys,
+)
 
 from rl_core.testing.documents import DocumentError, read_document
 
@@ -74,3 +82,49 @@ def test_links_to_nothing_are_found(written, tmp_path):
         "[a](other.md#a-heading-with-code) [b](https://example.org/x) [c](nowhere.md) [d](other.md#nowhere) [e](#gone)"
     )
     assert broken_links(written(links)) == ["nowhere.md", "other.md#nowhere", "#gone"]
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("```python\nfrom rl_core.data.batch import Batch\n```", ["rl_core.data.batch"]),
+        ("```python\n>>> from rl_core import Batch, Missing\n```", ["rl_core.Missing"]),
+        ("```python\nfrom rl_core import (\n    Batch,\n    Missing,\n)\n```", ["rl_core.Missing"]),
+        ("`rl_core.model.Loss` and `rl_core.Los`", ["rl_core.model.Loss", "rl_core.Los"]),
+        (
+            "```yaml\nrewards: [rl_core.environments.reward_parts:thinking_format]\n```",
+            ["rl_core.environments.reward_parts:thinking_format"],
+        ),
+        ("`rl_core.torch.loss.LossSums`", ["rl_core.torch.loss.LossSums"]),
+        ("```sh\npython -m rl_envs.sandbox.missing\n```", ["rl_envs.sandbox.missing"]),
+    ],
+)
+def test_names_that_are_not_public_are_found(text, names):
+    assert private_names(text) == names
+
+
+def test_public_names_pass():
+    text = (
+        "`rl_core.Loss`, `rl_core.Loss.totals`, `rl_core.torch.LossSums`, `rl_core:thinking_format`, `rl_core.torch`\n"
+    )
+    text += "`python -m rl_envs.sandbox.abuses`, `rl_core/data/batch.py` and the group `rl_megatron.families`\n"
+    text += "```python\nfrom rl_core import Batch, Ragged  # why\nimport rl_algos\n```\n"
+    assert private_names(text) == []
+
+
+def test_files_that_do_not_exist_are_found(written):
+    text = "`rl_core/model.py`, `rl_core/modle.py`, `rl-core/tests/`, `rl-core/tests/test_nothing.py`, `mine/model.py`"
+    assert missing_files(written(text)) == ["rl_core/modle.py", "rl-core/tests/test_nothing.py"]
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["rl view", "rl view runs/a", "rl config shwo", "rl show --vall", "rl train x.yaml --frseh", "rl doctor x --jsn"],
+)
+def test_inline_commands_that_do_not_exist_are_found(command):
+    assert unknown_commands(f"Run `{command}` and `rl train x.yaml grpo.seed=1`.") == [command]
+
+
+def test_inline_commands_that_exist_pass():
+    commands = ("rl --version", "rl config", "rl config\nexplain KEY", "rl doctor x.yaml", "rl doctor", "rl env run -h")
+    assert unknown_commands(" ".join(f"`{each}`" for each in commands)) == []

@@ -9,6 +9,7 @@ from rl_core.testing.isolation import light_modules_of as light_modules_of
 from rl_core.testing.isolation import loaded_by as loaded_by
 from rl_core.testing.isolation import modules_of as modules_of
 from rl_core.testing.model_worker import ModelWorkerSuite as ModelWorkerSuite
+from rl_core.testing.public_names import PublicNamesSuite as PublicNamesSuite
 from rl_core.testing.publishing import AdapterPublishingSuite as AdapterPublishingSuite
 from rl_core.testing.publishing import PublishingSuite as PublishingSuite
 from rl_core.testing.weights import WeightSinkSuite as WeightSinkSuite
