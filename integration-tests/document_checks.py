@@ -42,7 +42,7 @@ _FIRST_CELL = re.compile(r"^\|[^|]*\|", re.MULTILINE)
 _CODE = re.compile(r"(?<!`)`([^`]+)`(?!`)")
 _PACKAGE = r"\brl_(?:algos|core|dtensor|envs|launch|megatron|vllm)\b"
 _DOTTED = re.compile(rf"(?P<module>-m )?(?P<name>{_PACKAGE}(?:\.\w+)*(?::[A-Za-z_]\w*)?)(?![\w/])")
-_IMPORT = re.compile(rf"from (?P<module>{_PACKAGE}(?:\.\w+)*) import (?:\((?P<many>[^)]*)\)|(?P<few>[^\n#]*))")
+_IMPORT = re.compile(rf"from (?P<module>{_PACKAGE}(?:\.\w+)*) import (?:\((?P<many>[^)]*)\)|(?P<few>[\w, ]*))")
 _SOURCE = re.compile(r"^(?P<package>rl[_-][a-z]+)/[\w./-]+$")
 _ENTRY_POINT_GROUPS = frozenset({"rl_megatron.families"})
 """Groups of entry points that are named like a module."""

@@ -104,11 +104,10 @@ def test_names_that_are_not_public_are_found(text, names):
 
 
 def test_public_names_pass():
-    text = (
-        "`rl_core.Loss`, `rl_core.Loss.totals`, `rl_core.torch.LossSums`, `rl_core:thinking_format`, `rl_core.torch`\n"
-    )
+    text = "`rl_core.Loss`, `rl_core.Loss.totals`, `rl_core.torch.LossSums`, `rl_core:thinking_format`\n"
     text += "`python -m rl_envs.sandbox.abuses`, `rl_core/data/batch.py` and the group `rl_megatron.families`\n"
-    text += "```python\nfrom rl_core import Batch, Ragged  # why\nimport rl_algos\n```\n"
+    text += "```python\nfrom rl_core import Batch, Ragged  # why\nimport rl_core.torch\n```\n"
+    text += "Write `from rl_core import Batch`, and no more."
     assert private_names(text) == []
 
 

@@ -35,7 +35,7 @@ def test_a_star_import_takes_the_public_names():
     names = {}
     exec("from rl_core import *", names)
     assert {"Batch", "__version__"} <= set(names)
-    assert "lazy_exports" not in names
+    assert "exports" not in names
 
 
 @pytest.mark.parametrize("name", ["hidden", "missing", "Square.side"])

@@ -3,7 +3,7 @@
 A package lists its public names in `__init__.pyi`, next to its `__init__.py`, as `from package.module import Name as
 Name`. Type checkers and editors read that file, and so does `lazy_exports`, so the list exists once:
 
-    from rl_core.exports import lazy_exports
+    from rl_core import lazy_exports
 
     __getattr__, __dir__, __all__ = lazy_exports(__name__)
 

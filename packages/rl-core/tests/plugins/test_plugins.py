@@ -87,7 +87,7 @@ def test_a_public_name_is_found_in_its_package() -> None:
 
 
 def test_a_module_that_has_moved_is_answered_with_the_public_name() -> None:
-    with pytest.raises(ModuleNotFoundError, match="'rl_core.reward_parts'; use rl_core:thinking_format"):
+    with pytest.raises(ModuleNotFoundError, match=r"'rl_core\.reward_parts'; use rl_core:thinking_format"):
         resolve("rl_core.reward_parts:thinking_format")
     with pytest.raises(ValueError, match="has no 'thinking'; use rl_core:language_consistency or rl_core:length_pen"):
         resolve("rl_core.environments.reward_parts:thinking")

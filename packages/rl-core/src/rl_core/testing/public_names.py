@@ -17,7 +17,7 @@ from rl_core.exports import homes_of
 
 
 class PublicNamesSuite:
-    """Tests of packages that export their public names with `rl_core.exports.lazy_exports`.
+    """Tests of packages that export their public names with `rl_core.lazy_exports`.
 
     Set `packages` to the names of the packages. Every module that defines a public name must be importable where the
     tests run.
