@@ -1,14 +1,17 @@
-"""Checks of a document without running it: its YAML, commands, links, and the keys that it names."""
+"""Checks of a document without running it: its YAML, commands, links, and the keys and public names in it."""
 
 import ast
+import importlib.util
+import json
 import re
 import shlex
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
 import typer
+from typer.core import TyperGroup
 
 from rl_core.config import all_keys
 from rl_core.errors import ConfigError
@@ -37,8 +40,15 @@ _KEY = re.compile(r"^([a-z_0-9]+(?:\.[a-z_0-9]+)+)(?:=\S*)?$")
 _FILE_SUFFIXES = frozenset({".json", ".jsonl", ".log", ".py", ".yaml"})
 _HEADING = re.compile(r"^#+ +(.+?) *$", re.MULTILINE)
 _FIRST_CELL = re.compile(r"^\|[^|]*\|", re.MULTILINE)
-_DOTTED = re.compile(r"^rl_[a-z]+(?:[.:]\w+)+$")
+_NAME = re.compile(r"^rl_[a-z]+(?:[.:]\w+)+$")
 _PATH = re.compile(r"^(?P<path>[\w.*-]+(?:/[\w.*-]+)*/?)(?:::(?P<name>[\w:]+))?$")
+_CODE = re.compile(r"(?<!`)`([^`]+)`(?!`)")
+_PACKAGE = r"\brl_(?:algos|core|dtensor|envs|launch|megatron|vllm)\b"
+_DOTTED = re.compile(rf"(?P<module>-m )?(?P<name>{_PACKAGE}(?:\.\w+)*(?::[A-Za-z_]\w*)?)(?![\w/])")
+_IMPORT = re.compile(rf"from (?P<module>{_PACKAGE}(?:\.\w+)*) import (?:\((?P<many>[^)]*)\)|(?P<few>[\w, ]*))")
+_ENTRY_POINT_GROUPS = frozenset({"rl_megatron.families"})
+"""Groups of entry points that are named like a module."""
+
 _FENCED = re.compile(r"^ *(`{3,})[^\n]*\n.*?^ *\1`* *$", re.DOTALL | re.MULTILINE)
 
 
@@ -243,7 +253,7 @@ def missing_places(document: Document) -> list[str]:
 
 
 def _is_missing(code: str) -> bool:
-    if _DOTTED.match(code):
+    if _NAME.match(code):
         return not _is_defined(re.split("[.:]", code))
     found = _PATH.match(code)
     if found is None or "/" not in code or found["path"].split("/")[0] not in _first_names():
@@ -314,3 +324,81 @@ def _names_of(node: ast.stmt) -> set[str]:
 
 def _prose(text: str) -> str:
     return _FENCED.sub("", text)
+
+
+def text_of_notebook(path: Path) -> str:
+    """Return the cells of a notebook as one text."""
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    return "\n\n".join("".join(cell["source"]) for cell in cells)
+
+
+def private_names(text: str) -> list[str]:
+    """Return the dotted names and imports that are not public, or that do not exist.
+
+    Public are the packages with a stub and the names in it. Modules that are started with `python -m` must exist.
+    """
+    return [*_private_references(text), *_missing_imports(text)]
+
+
+def _private_references(text: str) -> Iterator[str]:
+    for found in _DOTTED.finditer(text):
+        exists = _is_module(found["name"]) if found["module"] else _is_public(found["name"])
+        if not exists:
+            yield found["name"]
+
+
+def _missing_imports(text: str) -> Iterator[str]:
+    public = _public_names()
+    for found in _IMPORT.finditer(text):
+        module = found["module"]
+        names = _imported(found["many"] or found["few"])
+        yield from (f"{module}.{name}" for name in names if module in public and name not in public[module])
+
+
+def _imported(names: str) -> list[str]:
+    return [each.partition(" as ")[0].strip() for each in names.split(",") if each.strip()]
+
+
+def _is_module(name: str) -> bool:
+    return importlib.util.find_spec(name) is not None
+
+
+def _is_public(name: str) -> bool:
+    public = _public_names()
+    if name in public or name in _ENTRY_POINT_GROUPS:
+        return True
+    parts = re.split("[.:]", name)
+    packages = [".".join(parts[:count]) for count in range(1, len(parts))]
+    package = next((each for each in reversed(packages) if each in public), "")
+    return bool(package) and parts[package.count(".") + 1] in public[package]
+
+
+@cache
+def _public_names() -> Mapping[str, frozenset[str]]:
+    """The public names of each package and module that has a stub."""
+    stubs = [stub.relative_to(source) for source in ROOT.glob("packages/*/src") for stub in source.rglob("*.pyi")]
+    modules = [".".join(stub.with_suffix("").parts).removesuffix(".__init__") for stub in stubs]
+    return {module: frozenset(importlib.import_module(module).__all__) for module in modules}
+
+
+def unknown_commands(text: str) -> list[str]:
+    """Return the inline code that begins with `rl` and whose command or options do not exist."""
+    codes = [" ".join(code.split()) for code in _CODE.findall(_prose(text))]
+    return [code for code in codes if code.startswith("rl ") and not _is_command(code.split()[1:])]
+
+
+def _is_command(words: list[str]) -> bool:
+    command = typer.main.get_command(app)
+    while hasattr(command, "commands") and words and not words[0].startswith("-"):
+        if words[0] not in command.commands:
+            if type(command) is TyperGroup:
+                return False
+            break  # a group with a command that it runs by default
+        command, words = command.commands[words[0]], words[1:]
+    parameters = [
+        *command.params,
+        *(each for below in getattr(command, "commands", {}).values() for each in below.params),
+    ]
+    known = {option for each in parameters for option in (*each.opts, *each.secondary_opts)}
+    given = {word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word)}
+    return given <= known | {"--help", "-h"}

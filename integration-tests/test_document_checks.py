@@ -1,7 +1,15 @@
 """Errors in a document are found without running it."""
 
 import pytest
-from document_checks import broken_links, check_commands, check_yaml, missing_places, unknown_keys
+from document_checks import (
+    broken_links,
+    check_commands,
+    check_yaml,
+    missing_places,
+    private_names,
+    unknown_commands,
+    unknown_keys,
+)
 
 from rl_core.testing.documents import DocumentError, read_document
 
@@ -101,3 +109,43 @@ def test_places_in_the_project_that_do_not_exist_are_found(written):
     )
     named = ", ".join(f"`{each}`" for each in absent)
     assert missing_places(written(f"{present}\n{named}\n{of_readers}\n")) == absent
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("```python\nfrom rl_core.data.batch import Batch\n```", ["rl_core.data.batch"]),
+        ("```python\n>>> from rl_core import Batch, Missing\n```", ["rl_core.Missing"]),
+        ("```python\nfrom rl_core import (\n    Batch,\n    Missing,\n)\n```", ["rl_core.Missing"]),
+        ("`rl_core.model.Loss` and `rl_core.Los`", ["rl_core.model.Loss", "rl_core.Los"]),
+        (
+            "```yaml\nrewards: [rl_core.environments.reward_parts:thinking_format]\n```",
+            ["rl_core.environments.reward_parts:thinking_format"],
+        ),
+        ("`rl_core.torch.loss.LossSums`", ["rl_core.torch.loss.LossSums"]),
+        ("```sh\npython -m rl_envs.sandbox.missing\n```", ["rl_envs.sandbox.missing"]),
+    ],
+)
+def test_names_that_are_not_public_are_found(text, names):
+    assert private_names(text) == names
+
+
+def test_public_names_pass():
+    text = "`rl_core.Loss`, `rl_core.Loss.totals`, `rl_core.torch.LossSums`, `rl_core:thinking_format`\n"
+    text += "`python -m rl_envs.sandbox.abuses`, `rl_core/data/batch.py` and the group `rl_megatron.families`\n"
+    text += "```python\nfrom rl_core import Batch, Ragged  # why\nimport rl_core.torch\n```\n"
+    text += "Write `from rl_core import Batch`, and no more."
+    assert private_names(text) == []
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["rl view", "rl view runs/a", "rl config shwo", "rl show --vall", "rl train x.yaml --frseh", "rl doctor x --jsn"],
+)
+def test_inline_commands_that_do_not_exist_are_found(command):
+    assert unknown_commands(f"Run `{command}` and `rl train x.yaml grpo.seed=1`.") == [command]
+
+
+def test_inline_commands_that_exist_pass():
+    commands = ("rl --version", "rl config", "rl config\nexplain KEY", "rl doctor x.yaml", "rl doctor", "rl env run -h")
+    assert unknown_commands(" ".join(f"`{each}`" for each in commands)) == []

@@ -2,17 +2,34 @@
 
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
-from document_checks import ROOT, broken_links, check_commands, check_yaml, install, missing_places, unknown_keys
+from document_checks import (
+    ROOT,
+    broken_links,
+    check_commands,
+    check_yaml,
+    install,
+    missing_places,
+    private_names,
+    text_of_notebook,
+    unknown_commands,
+    unknown_keys,
+)
 
 from rl_core.testing.documents import Document, Workbook, add_to_hub, documents_of, read_document
 
 DOCUMENTS = documents_of(ROOT)
+NOTEBOOKS = sorted(ROOT.glob("docs/notebooks/*.ipynb"))
+CHANGELOGS = sorted(ROOT.glob("packages/*/CHANGELOG.md"))
 
 HUB_MODELS = ("Qwen/Qwen2.5-0.5B-Instruct",)
 """Models that documents train; a tiny model of this machine has these names."""
+
+INTERNAL = {ROOT / "docs" / "architecture.md", ROOT / "AGENTS.md"}
+"""Documents for those who change the packages, which name modules."""
 
 every_document = pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 
@@ -85,6 +102,32 @@ def test_files_modules_and_tests_exist(path):
 @every_document
 def test_config_keys_exist(path):
     assert unknown_keys(read_document(path)) == []
+
+
+@pytest.mark.parametrize("path", [path for path in DOCUMENTS if path not in INTERNAL], ids=lambda path: path.name)
+def test_names_of_the_packages_are_public(path):
+    assert private_names(read_document(path).text) == []
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+def test_names_in_a_notebook_are_public(path):
+    assert private_names(text_of_notebook(path)) == []
+
+
+def test_the_page_of_public_names_is_current(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    import write_api_page
+
+    try:
+        assert write_api_page.PAGE.read_text(encoding="utf-8") == write_api_page.page()
+    finally:
+        sys.modules.pop("write_api_page")
+
+
+@pytest.mark.parametrize("path", [*DOCUMENTS, *NOTEBOOKS, *CHANGELOGS], ids=lambda path: str(path.relative_to(ROOT)))
+def test_commands_in_the_text_exist(path):
+    text = text_of_notebook(path) if path in NOTEBOOKS else path.read_text(encoding="utf-8")
+    assert unknown_commands(text) == []
 
 
 @every_document

@@ -34,7 +34,7 @@ HIDDEN = 64
 KEEPS_NOTHING = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 """glibc maps every tensor of 64 KiB or more on its own, and unmaps it when it is freed."""
 
-HALF_STATE = OptimizerConfig(name="rl_core.torch.optim.adamw.HalfStateAdamW", kwargs=ADAMW.kwargs)
+HALF_STATE = OptimizerConfig(name="rl_core.torch.HalfStateAdamW", kwargs=ADAMW.kwargs)
 
 
 @dataclass(frozen=True)

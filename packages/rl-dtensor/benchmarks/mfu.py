@@ -39,7 +39,7 @@ RECOMPUTES: dict[str, dict[str, Any]] = {
 }
 OPTIMIZERS = {
     "float32": OptimizerConfig(name=ADAMW.name, kwargs={**ADAMW.kwargs, "fused": True}),
-    "bfloat16": OptimizerConfig(name="rl_core.torch.optim.adamw.HalfStateAdamW", kwargs=ADAMW.kwargs),
+    "bfloat16": OptimizerConfig(name="rl_core.torch.HalfStateAdamW", kwargs=ADAMW.kwargs),
 }
 """By the dtype of their state."""
 

@@ -4,8 +4,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from rl_algos.data.examples import load
-from rl_algos.sft.data import prepare
+from rl_algos.data.examples import load_examples
+from rl_algos.sft.data import prepare_examples
 from rl_algos.tiny_model import make_tokenizer
 from rl_launch.run_config.reading import read_plan
 
@@ -49,7 +49,7 @@ def test_a_recipe_learns_from_a_file_in_its_datasets_format(tmp_path, recipe, fi
     overrides = [f"data.{part}={{data_path: {tmp_path / file}}}" for part in ("train", "validation")]
     config = read_plan(recipe, [*overrides, "data.num_workers=0"]).config
     tokenizer = make_tokenizer()
-    data = prepare(config, tokenizer, load(config))
+    data = prepare_examples(config, tokenizer, load_examples(config))
     taken = data.train.take(len(rows))
     assert sorted(tokenizer.decode(row.tokens[row.loss_mask == 1]) for row in taken) == sorted(learned)
     assert [len(batch) for batch in data.validation[file]] == [len(rows)]

@@ -5,10 +5,9 @@ import re
 import pytest
 
 from rl_algos.rollouts.data import load, prepare
-from rl_algos.sft.data import prepare as prepare_sft
+from rl_algos.sft.data import prepare_examples
 from rl_algos.tiny_model import UNKNOWN, make_tokenizer
 from rl_core.environments.instance import instance_of, tools_of
-from rl_core.plugins import algorithm_named, resolve
 from rl_launch.model_files.local_models import MADE_HERE, TINY, WARMED_UP
 from rl_launch.run_config.reading import read_plan
 
@@ -51,7 +50,7 @@ def test_every_turn_of_a_tiny_recipe_fits(recipe):
 @pytest.mark.parametrize("recipe", WARM_UPS)
 def test_a_warm_up_learns_how_its_environment_is_answered(recipe):
     config = read_plan(recipe, ON_CPU).config
-    rows = prepare_sft(config, TOKENIZER, resolve(algorithm_named("sft").load)(config)).train.take(32)
+    rows = prepare_examples(config, TOKENIZER, load_examples(config)).train.take(32)
     for row in rows:
         assert re.fullmatch(WARM_UPS[recipe], TOKENIZER.decode(row.tokens[row.loss_mask == 1]))
         assert UNKNOWN not in TOKENIZER.decode(row.tokens)

@@ -3,4 +3,4 @@
 from rl_core.plugins import Requirement
 
 LOSSES = Requirement("rl-algos", {"cpu": ("torch",), "cuda": ("torch",)}, ("rl_algos", "torch"))
-"""Losses and their implementations."""
+"""Requirement of workers that compute the losses of this package, for `AlgorithmPlugin.requirements`."""

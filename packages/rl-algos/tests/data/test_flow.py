@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from rl_algos.data import examples
 from rl_algos.data.config import DataConfig
-from rl_algos.data.examples import load, load_datasets
+from rl_algos.data.examples import load_datasets, load_examples
 from rl_algos.data.flow import Flow, FlowStream
 from rl_algos.data.prompts import prompt_stream
 from rl_algos.sft.config import SFTConfig
-from rl_algos.sft.data import prepare
+from rl_algos.sft.data import prepare_examples
 from rl_core.errors import DataError
 
 
@@ -138,7 +138,7 @@ KEYS = {"dataset_name": "owner/name", "streaming": True, "shuffle_buffer": 8, "i
 def sft(tokenizer, data, **section):
     policy = SimpleNamespace(max_total_sequence_length=64, train_global_batch_size=4)
     config = SimpleNamespace(data=DataConfig.model_validate(data), sft=SFTConfig(**section), policy=policy)
-    return prepare(config, tokenizer, load(config))
+    return prepare_examples(config, tokenizer, load_examples(config))
 
 
 @pytest.mark.usefixtures("streamed")

@@ -13,12 +13,12 @@ import pytest
 
 from rl_algos.data import encoding, files
 from rl_algos.data.config import DataConfig
-from rl_algos.data.examples import load, load_datasets
+from rl_algos.data.examples import load_datasets, load_examples
 from rl_algos.data.preference import preference
 from rl_algos.data.prompts import prompt_stream
 from rl_algos.preference.data import pair_rows
 from rl_algos.sft.config import SFTConfig
-from rl_algos.sft.data import prepare
+from rl_algos.sft.data import prepare_examples
 from rl_core.errors import DataError
 
 NUM = 50
@@ -43,7 +43,7 @@ def chats(path, num=NUM, bad=()):
 def rows_of(tokenizer, data, *, count=NUM * 2, state=None, **sft):
     policy = SimpleNamespace(max_total_sequence_length=64, train_global_batch_size=8)
     config = SimpleNamespace(data=DataConfig.model_validate(data), sft=SFTConfig(**sft), policy=policy)
-    stream = prepare(config, tokenizer, load(config)).train
+    stream = prepare_examples(config, tokenizer, load_examples(config)).train
     if state is not None:
         stream.restore(json.loads(json.dumps(state)))
     return stream.take(count), stream
@@ -173,9 +173,9 @@ from types import SimpleNamespace
 
 from rl_algos.data import encoding
 from rl_algos.data.config import DataConfig
-from rl_algos.data.examples import load
+from rl_algos.data.examples import load_examples
 from rl_algos.sft.config import SFTConfig
-from rl_algos.sft.data import prepare
+from rl_algos.sft.data import prepare_examples
 from rl_algos.tiny_model import make_tokenizer
 
 if __name__ == "__main__":
@@ -187,7 +187,7 @@ if __name__ == "__main__":
     config = SimpleNamespace(
         data=DataConfig.model_validate({"train": train}), sft=SFTConfig(max_num_epochs=1), policy=policy
     )
-    stream = prepare(config, tokenizer, load(config)).train
+    stream = prepare_examples(config, tokenizer, load_examples(config)).train
     rows = stream.take(min(5000, stream.num_items))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     print(json.dumps({"items": stream.num_items, "mib": (peak - before) / 1024, "first": rows[0].id}))

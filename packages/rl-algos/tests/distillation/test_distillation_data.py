@@ -3,7 +3,7 @@ from types import SimpleNamespace
 import pytest
 
 from rl_algos.data.config import DataConfig
-from rl_algos.data.examples import load as load_text
+from rl_algos.data.examples import load_examples
 from rl_algos.distillation.config import DistillationConfig, OfflineDistillationConfig
 from rl_algos.distillation.data import prepare, prepare_text
 from rl_algos.distillation.prompts import UNSCORED, load
@@ -74,7 +74,7 @@ def test_rows_without_a_teacher_are_refused(rows, tokenizer, tmp_path):
 
 def test_text_is_prepared_with_its_teacher(rows, tokenizer):
     settings = config(rows, section=OfflineDistillationConfig)
-    data = prepare_text(settings, tokenizer, load_text(settings))
+    data = prepare_text(settings, tokenizer, load_examples(settings))
     row = data.train.take(1)[0]
     assert row.teacher == "teacher"
     assert row.row.loss_mask.sum() == 2

@@ -9,7 +9,7 @@ from byte_tokenizer import byte_level
 from torch_model import TorchModel
 
 from rl_algos.data.config import DataConfig
-from rl_algos.data.examples import load
+from rl_algos.data.examples import load_examples
 from rl_algos.distillation import vocabulary
 from rl_algos.distillation.algorithm import OfflineDistillation, loss_of, teachers_of, to_batch
 from rl_algos.distillation.config import DistillationConfig, DistillationLossConfig, OfflineDistillationConfig
@@ -62,7 +62,7 @@ def text_config(folder, *, kind, k):
 def test_on_text_a_smaller_student_nears_its_teacher(tmp_path, tokenizer, kind, k):
     config = text_config(tmp_path, kind=kind, k=k)
     assert [problem for check in OFFLINE.checks for problem in check(config)] == []
-    data = prepare_text(config, tokenizer, load(config))
+    data = prepare_text(config, tokenizer, load_examples(config))
     teacher = TorchModel(len(tokenizer), hidden_size=48, seed=1, scale=20.0)
     student = TorchModel(len(tokenizer), seed=2)
     run = FakeRun()
@@ -88,7 +88,7 @@ def test_hidden_states_of_a_teacher_teach_as_its_whole_distributions_do(tmp_path
         settings = config.distillation.model_copy(update={"max_num_steps": 3})
         loss_fn = config.loss_fn.model_copy(update={"nll_weight": 0.2, "temperature": 0.7})
         config = config.model_copy(update={"teacher": named, "distillation": settings, "loss_fn": loss_fn})
-        data = prepare_text(config, tokenizer, load(config))
+        data = prepare_text(config, tokenizer, load_examples(config))
         run = FakeRun()
         models = {"policy": TorchModel(len(tokenizer), seed=2), "teacher": teacher}
         OfflineDistillation().run(config, Components(models=models, data=data), run)
@@ -124,7 +124,7 @@ def test_hidden_states_of_teachers_of_several_sizes_teach_as_their_whole_distrib
         },
     )
     config = root(policy=one.policy, teachers=named, data=one.data, distillation=one.distillation, loss_fn=one.loss_fn)
-    data = prepare_text(one, tokenizer, load(one))
+    data = prepare_text(one, tokenizer, load_examples(one))
     rows = to_batch(next(iter(data.validation.values()))[0][:8])
     runs = []
     for most_bytes in (8, 2**16):
@@ -149,7 +149,7 @@ def test_a_head_that_is_not_the_teachers_is_seen(tmp_path, tokenizer, monkeypatc
         teacher.net.lm_head.weight *= 2
     named = ModelConfig(model_name=str(tmp_path / "teacher"), precision="float32")
     config = text_config(tmp_path, kind="forward", k=None).model_copy(update={"teacher": named})
-    data = prepare_text(config, tokenizer, load(config))
+    data = prepare_text(config, tokenizer, load_examples(config))
     scored = Teachers({"teacher": teacher}, [HIDDEN, LOGPROBS], temperature=1.0).scored_rows(
         to_batch(next(iter(data.validation.values()))[0][:4]), ["teacher"] * 4
     )

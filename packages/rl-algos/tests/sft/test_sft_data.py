@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from rl_algos.data.config import DataConfig
-from rl_algos.data.examples import load
+from rl_algos.data.examples import load_examples
 from rl_algos.sft.config import SFTConfig
-from rl_algos.sft.data import prepare, to_batch
+from rl_algos.sft.data import prepare_examples, to_batch
 from rl_core.errors import DataError
 
 SUMS = {"dataset_name": "arithmetic", "settings": {"max_operand": 9}}
@@ -17,7 +17,7 @@ SUMS = {"dataset_name": "arithmetic", "settings": {"max_operand": 9}}
 def prepared(tokenizer, data, *, batch_size=32, max_tokens=64, **sft):
     policy = SimpleNamespace(max_total_sequence_length=max_tokens, train_global_batch_size=batch_size)
     config = SimpleNamespace(data=DataConfig.model_validate(data), sft=SFTConfig(**sft), policy=policy)
-    return prepare(config, tokenizer, load(config))
+    return prepare_examples(config, tokenizer, load_examples(config))
 
 
 def write(path, rows):

@@ -99,10 +99,14 @@ class Read:
 
 
 LOGPROBS = Read("logprobs")
+"""Log-probability of each token given the tokens before it, float32 `[tokens]`."""
 ENTROPY = Read("entropy")
+"""Entropy in nats of the distribution that each token was drawn from, float32 `[tokens]`."""
 COLLISION = Read("collision")
 SCORES = Read("scores")
+"""Score of each row at its last token by the head of a reward model, float32 `[rows]`."""
 VALUES = Read("values")
+"""Value of the state before each token by the head of a critic, float32 `[tokens]`."""
 HIDDEN = Read("hidden")
 
 

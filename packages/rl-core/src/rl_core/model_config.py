@@ -39,6 +39,8 @@ class BackendConfig(Config):
 
 
 class TokenizerConfig(Config):
+    """Tokenizer and chat template of a model."""
+
     name: PathText | None = None
     """Folder or hub name of the tokenizer; the model's own if unset."""
     chat_template: PathText | None = None
@@ -90,6 +92,8 @@ class TokenizerConfig(Config):
 
 
 class OptimizerConfig(Config):
+    """Optimizer: a torch class and its arguments."""
+
     name: Annotated[str, WhenChanged.NEW_RUN] = "torch.optim.AdamW"
     """Dotted name of a torch optimizer class."""
     kwargs: dict[str, Any] = {"lr": 1e-6, "weight_decay": 0.01, "betas": [0.9, 0.999], "eps": 1e-8}
@@ -100,6 +104,8 @@ class OptimizerConfig(Config):
 
 
 class SchedulerConfig(Config):
+    """Learning-rate schedule: a torch class and its arguments."""
+
     name: str | None = None
     """Dotted name of a torch learning-rate schedule class."""
     kwargs: dict[str, Any] = {}
@@ -133,6 +139,8 @@ class DynamicBatchingConfig(Config):
 
 
 class LoraConfig(Config):
+    """Low-rank adapters (LoRA, arXiv:2106.09685): the layers that get one, and their size."""
+
     when_changed: ClassVar[WhenChanged | None] = WhenChanged.NEW_RUN
 
     enabled: bool = False

@@ -94,6 +94,11 @@ def test_settings_of_a_class_are_keys_that_travel(file, name, written, value):
         ({"mine": {"type": "FILE:scor"}}, "mine.type", r"has no 'scor'; did you mean score\?"),
         ({"mine": {"type": "FILE:Positional"}}, "mine.type", "takes size by position; make its settings keyword-only"),
         ({"mine": {"type": "no_such_package:score"}}, "mine.type", "No module named"),
+        (
+            {"mine": {"type": "rl_core.reward_parts:thinking_format"}},
+            "mine.type",
+            "No module named 'rl_core.reward_parts'; use rl_core:thinking_format",
+        ),
     ],
 )
 def test_a_section_of_no_environment_is_refused(file, written, key, says):
@@ -101,6 +106,13 @@ def test_a_section_of_no_environment_is_refused(file, written, key, says):
     with pytest.raises(ProblemError, match=says) as caught:
         env(**written)
     assert [problem.key for problem in caught.value.problems] == [key]
+
+
+def test_a_name_that_moved_is_answered_with_the_public_one():
+    rewards = env(mine={"rewards": ["rl_core.reward_parts:thinking_format"]})
+    assert "use rl_core:thinking_format" in problem_with("mine", rewards)
+    assert "use rl_core:thinking_format" in problem_with("rl_core.reward_parts:thinking_format", env())
+    assert problem_with("mine", env(mine={"rewards": ["rl_core:thinking_format"]})) == ""
 
 
 def test_what_data_cannot_name_is_known_before_anything_runs(file):

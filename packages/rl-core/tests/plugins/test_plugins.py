@@ -84,6 +84,17 @@ def test_resolve_says_what_is_wrong_with_a_path(path: str, says: str) -> None:
         resolve(path)
 
 
+def test_a_public_name_is_found_in_its_package() -> None:
+    assert resolve("rl_core:thinking_format") is resolve("rl_core.environments.reward_parts:thinking_format")
+
+
+def test_a_module_that_has_moved_is_answered_with_the_public_name() -> None:
+    with pytest.raises(ModuleNotFoundError, match=r"'rl_core\.reward_parts'; use rl_core:thinking_format"):
+        resolve("rl_core.reward_parts:thinking_format")
+    with pytest.raises(ValueError, match="has no 'thinking'; use rl_core:language_consistency or rl_core:length_pen"):
+        resolve("rl_core.environments.reward_parts:thinking")
+
+
 def test_a_module_that_is_not_installed_is_named() -> None:
     with pytest.raises(ModuleNotFoundError, match="no_such_module"):
         resolve("no_such_module:Name")
@@ -118,7 +129,7 @@ def test_an_algorithm_in_a_file_finds_its_class_from_the_folder_of_the_file(tmp_
 def test_an_algorithm_that_is_not_one_is_refused(tmp_path: Path) -> None:
     (tmp_path / "algorithm.py").write_text(ALGORITHM)
     found = algorithm_named(f"{tmp_path}/algorithm.py:WRONG")
-    with pytest.raises(ConfigError, match=r"wrong: .*py:OTHER must be a subclass of rl_core.plugins.Algorithm"):
+    with pytest.raises(ConfigError, match=r"wrong: .*py:OTHER must be a subclass of rl_core.Algorithm"):
         implementation_of(found)
     absent = replace(found, implementation=f"{tmp_path}/algorithm.py:Absent")
     with pytest.raises(ConfigError, match=r"implementation of wrong: .*Absent"):
@@ -129,7 +140,7 @@ def test_an_algorithm_that_is_not_one_is_refused(tmp_path: Path) -> None:
     ("name", "says"),
     [
         ("algorithm.py:PLUGING", "did you mean PLUGIN?"),
-        ("algorithm.py:OTHER", "must be an AlgorithmPlugin .*got int"),
+        ("algorithm.py:OTHER", "must be an rl_core.AlgorithmPlugin, got int"),
         ("nothing.py:PLUGIN", "cannot be read"),
     ],
 )

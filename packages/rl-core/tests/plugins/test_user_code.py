@@ -88,6 +88,7 @@ def test_a_traceback_shows_the_line_of_a_file_that_is_gone(written):
     [
         ("def broken(:\n    pass", r"mine\.py:1 is not valid Python"),
         ("\nimport no_such_engine", r"imports no_such_engine, which is not installed here.*inside the function"),
+        ("\nfrom rl_core.no_such_room import Batch", r"imports rl_core\.no_such_room.*\(from rl_core import \.\.\.\)"),
         ("VALUE = 1", r"has no 'Loss'"),
     ],
 )

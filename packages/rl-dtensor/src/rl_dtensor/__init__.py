@@ -1,1 +1,5 @@
 """Training on PyTorch DTensor and FSDP2, and generation with Hugging Face transformers."""
+
+from rl_core.exports import lazy_exports
+
+__getattr__, __dir__, __all__ = lazy_exports(__name__)

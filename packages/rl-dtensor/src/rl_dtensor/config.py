@@ -27,6 +27,8 @@ AttentionBackend = Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_
 
 
 class DTensorConfig(BackendConfig):
+    """Training on PyTorch DTensor and FSDP2: mesh, memory and kernels."""
+
     when_changed: ClassVar[WhenChanged | None] = WhenChanged.RESUME
 
     dp_replicate_size: int = Field(default=1, gt=0)

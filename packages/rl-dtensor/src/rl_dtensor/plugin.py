@@ -96,3 +96,4 @@ PLUGIN = BackendPlugin(
     held_families=HELD_FAMILIES,
     family_table="rl_dtensor:families.json",
 )
+"""The training backend, found by the entry point `rl.policies:dtensor`."""

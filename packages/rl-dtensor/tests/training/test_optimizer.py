@@ -85,7 +85,7 @@ def test_defaults_pass_the_preflight():
 
 FUSED_SGD = OptimizerConfig(name="torch.optim.SGD", kwargs={"lr": 0.1, "fused": True})
 FULL_STATE = OptimizerConfig(kwargs={"lr": 1e-3})
-HALF_STATE = OptimizerConfig(name="rl_core.torch.optim.adamw.HalfStateAdamW", kwargs={"lr": 1e-3})
+HALF_STATE = OptimizerConfig(name="rl_core.torch.HalfStateAdamW", kwargs={"lr": 1e-3})
 
 
 def open_model(ranks, folder, optimizer, **settings):

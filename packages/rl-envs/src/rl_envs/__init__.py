@@ -1,1 +1,15 @@
 """Environments that score completions: mathematics, reasoning-gym and reward models."""
+
+from typing import Any
+
+
+def __getattr__(name: str) -> Any:
+    # here, because the zygote of a sandbox imports this package where rl_core is not installed
+    from rl_core.exports import lazy_exports
+
+    get, _, names = lazy_exports(__name__)
+    return names if name == "__all__" else get(name)
+
+
+def __dir__() -> list[str]:
+    return __getattr__("__all__")

@@ -9,6 +9,7 @@ from pathlib import Path
 import pydantic
 import pytest
 
+from rl_core import thinking_format
 from rl_core.errors import ConfigError
 from rl_core.plugins import resolve
 from rl_launch.api.named_objects import with_names
@@ -34,6 +35,10 @@ def test_a_function_of_a_file_is_named_by_the_file():
 def test_what_is_installed_is_named_by_its_package():
     assert with_names({"name": collections.OrderedDict}) == {"name": "collections:OrderedDict"}
     assert with_names({"type": pydantic.TypeAdapter}) == {"type": "pydantic.type_adapter:TypeAdapter"}
+
+
+def test_a_public_name_is_that_of_its_package():
+    assert with_names({"rewards": [thinking_format]}) == {"rewards": ["rl_core:thinking_format"]}
 
 
 def test_classes_of_optimizers_are_named_with_dots():

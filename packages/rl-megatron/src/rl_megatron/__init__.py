@@ -1,1 +1,5 @@
 """Training on Megatron Core."""
+
+from rl_core.exports import lazy_exports
+
+__getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -32,6 +32,8 @@ class DistributedDataParallelConfig(Config):
 
 
 class MegatronConfig(BackendConfig):
+    """Training on Megatron Core: mesh, memory and kernels."""
+
     tensor_model_parallel_size: Annotated[int, WhenChanged.RESUME] = Field(default=1, gt=0)
     """Ranks that share each layer's matrices."""
     pipeline_model_parallel_size: Annotated[int, WhenChanged.RESUME] = Field(default=1, gt=0)

@@ -94,3 +94,4 @@ PLUGIN = BackendPlugin(
     replay_key="moe_router_replay",
     held_families=HELD_FAMILIES,
 )
+"""The training backend, found by the entry point `rl.policies:megatron`."""

@@ -177,3 +177,4 @@ PLUGIN = BackendPlugin(
     keeps_cache=True,
     preflight="rl_vllm.preflight:problems",
 )
+"""The generator, found by the entry point `rl.generators:vllm`."""

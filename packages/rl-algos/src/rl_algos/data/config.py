@@ -42,6 +42,8 @@ class PassRateConfig(Config):
 
 
 class DatasetConfig(Config):
+    """A dataset: where its rows are, and how each becomes a prompt or a conversation."""
+
     dataset_name: str | None = None
     """Name of an installed dataset or of a dataset on the hub; give this or `data_path`."""
     data_path: PathText | None = None

@@ -210,7 +210,7 @@ RowCheck = Callable[[Example, DatasetConfig], None]
 """Raises a `DataError` for an example that cannot be used, by the settings of its dataset."""
 
 
-def load(config: DataRoot, default: Processor = by_keys, check: RowCheck | None = None) -> Datasets:
+def load_examples(config: DataRoot, default: Processor = by_keys, check: RowCheck | None = None) -> Datasets:
     """Load all data that the `data` section of a root names, for an algorithm plugin's `load`; see
     `load_datasets`."""
     return Datasets(

@@ -102,8 +102,7 @@ def _callable(found: Any, name: str) -> Processor:
             ) from error
         if not isinstance(example, Example):
             raise DataError(
-                f"the processor {shown} returned {type(example).__name__}; return an "
-                "rl_algos.data.example.Example(messages, answer)"
+                f"the processor {shown} returned {type(example).__name__}; return an rl_algos.Example(messages, answer)"
             )
         return example
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from rl_algos.data.examples import Dataset, Datasets
-from rl_algos.data.examples import load as load_all
+from rl_algos.data.examples import Dataset, Datasets, load_examples
 from rl_algos.distillation.config import RolloutsRoot
 from rl_algos.rollouts.data import check_environments
 
@@ -20,7 +19,7 @@ def load(config: RolloutsRoot) -> Datasets:
         DataError: naming dataset and row, and the remedy.
         ConfigError: if a file or a processor that a dataset names is not there.
     """
-    loaded = load_all(config)
+    loaded = load_examples(config)
     datasets = Datasets([_unscored(each) for each in loaded.train], [_unscored(each) for each in loaded.validation])
     check_environments(config, datasets, also=[UNSCORED])
     return datasets

@@ -1,1 +1,5 @@
 """Losses as torch-free descriptions; each names its implementation in `rl_algos.torch`."""
+
+from rl_core.exports import lazy_exports
+
+__getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -20,7 +20,7 @@ def is_path(name: str) -> bool:
 
 
 def loss_class(path: str) -> Any:
-    """The class of a loss, a dataclass with the members of `rl_core.model.Loss`.
+    """The class of a loss, a dataclass with the members of `rl_core.Loss`.
 
     Args:
         path: `package.module:Class` or `file.py:Class`.
@@ -31,11 +31,11 @@ def loss_class(path: str) -> Any:
     """
     kind = resolve(path)
     if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
-        raise ValueError(f"{path} is not a dataclass, as a loss is (rl_core.model.Loss)")
+        raise ValueError(f"{path} is not a dataclass, as a loss is (rl_core.Loss)")
     fields = {field.name for field in dataclasses.fields(kind)}
     missing = [member for member in _MEMBERS if member not in fields and not hasattr(kind, member)]
     if missing:
-        raise ValueError(f"{path} lacks {', '.join(missing)}, which a loss has (rl_core.model.Loss)")
+        raise ValueError(f"{path} lacks {', '.join(missing)}, which a loss has (rl_core.Loss)")
     return kind
 
 

@@ -9,8 +9,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from rl_algos.data.config import DataConfig, DataRoot, DatasetConfig
 from rl_algos.data.example import Example
-from rl_algos.data.examples import Dataset, Datasets
-from rl_algos.data.examples import load as load_with
+from rl_algos.data.examples import Dataset, Datasets, load_examples
 from rl_algos.data.lazily import RowMapping
 from rl_algos.data.preference import preference
 from rl_algos.data.preview import RowReader, Text, UnusedRow
@@ -33,8 +32,8 @@ PreferenceData: TypeAlias = SupervisedData[PairRow] | SupervisedData[JudgedRow]
 
 def load(config: DataRoot) -> Datasets:
     """All data that the `data` section names, by the processor `preference` if a dataset names none; raises as
-    `rl_algos.data.examples.load`."""
-    return load_with(config, default=preference)
+    `rl_algos.data.examples.load_examples`."""
+    return load_examples(config, default=preference)
 
 
 def preference_data(

@@ -12,8 +12,7 @@ import numpy as np
 
 from rl_algos.data.config import DatasetConfig
 from rl_algos.data.example import Example, info_of
-from rl_algos.data.examples import NO_ENVIRONMENT, Datasets, RowCheck
-from rl_algos.data.examples import load as load_all
+from rl_algos.data.examples import NO_ENVIRONMENT, Datasets, RowCheck, load_examples
 from rl_algos.data.flow import FlowStream
 from rl_algos.data.preview import RowReader, Text, UnusedRow
 from rl_algos.data.stream import Stream
@@ -60,7 +59,7 @@ def load(config: RolloutRoot) -> Datasets:
         DataError: naming dataset and row, and the remedy.
         ConfigError: if a file or a processor that a dataset names is not there.
     """
-    loaded = load_all(config, check=AnswerCheck(config.env))
+    loaded = load_examples(config, check=AnswerCheck(config.env))
     datasets = Datasets([each.answered() for each in loaded.train], [each.answered() for each in loaded.validation])
     check_environments(config, datasets)
     return datasets

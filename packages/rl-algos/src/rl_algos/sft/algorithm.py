@@ -11,7 +11,7 @@ from rl_algos.data.examples import Datasets
 from rl_algos.data.preview import RowReader
 from rl_algos.losses.nll import NLLLoss
 from rl_algos.sft.config import SFTRoot
-from rl_algos.sft.data import TrainingRow, prepare, reader, to_batch
+from rl_algos.sft.data import TrainingRow, example_reader, prepare_examples, to_batch
 from rl_algos.supervised.algorithm import SupervisedAlgorithm
 from rl_algos.supervised.data import SupervisedData
 from rl_algos.supervised.loop import Objective, train
@@ -22,10 +22,10 @@ class SFT(SupervisedAlgorithm[SFTRoot, SupervisedData[TrainingRow]]):
     """Supervised fine-tuning."""
 
     def prepare(self, config: SFTRoot, tokenizer: Any, loaded: Datasets) -> SupervisedData[TrainingRow]:
-        return prepare(config, tokenizer, loaded)
+        return prepare_examples(config, tokenizer, loaded)
 
     def row_reader(self, config: SFTRoot) -> RowReader:
-        return reader(config)
+        return example_reader(config)
 
     def run(self, config: SFTRoot, components: Components, run: Run) -> None:
         policy, data = components.models["policy"], components.data

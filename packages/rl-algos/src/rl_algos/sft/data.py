@@ -47,13 +47,13 @@ class TrainingRow:
     dataset: str = ""
 
 
-def prepare(config: SFTRoot, tokenizer: Any, datasets: Datasets) -> SupervisedData[TrainingRow]:
+def prepare_examples(config: SFTRoot, tokenizer: Any, datasets: Datasets) -> SupervisedData[TrainingRow]:
     """Tokenise the data and check what came out; called on the driver before anything is started.
 
     Args:
         config: root with `sft`, `data` and `policy`.
         tokenizer: as `rl_algos.tokenizer.load_tokenizer` returns it.
-        datasets: as `rl_algos.data.examples.load` returns them.
+        datasets: as `rl_algos.data.examples.load_examples` returns them.
 
     Raises:
         DataError: naming dataset and row, and the remedy.
@@ -83,7 +83,7 @@ def prepare(config: SFTRoot, tokenizer: Any, datasets: Datasets) -> SupervisedDa
     return supervised_data(sft, data, policy, datasets, rows_of, size_of=size_of, flow_of=flow_of)
 
 
-def reader(config: SFTRoot) -> RowReader:
+def example_reader(config: SFTRoot) -> RowReader:
     """How a run reads its rows, to look at them."""
     return conversation_reader(config.data, config.policy, config.sft.learn)
 

@@ -22,4 +22,4 @@ class SupervisedAlgorithm(Algorithm[C, Datasets, P]):
         return inputs.input_problems(config)
 
     def load(self, config: C) -> Datasets:
-        return examples.load(config)
+        return examples.load_examples(config)

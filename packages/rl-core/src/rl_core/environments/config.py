@@ -17,7 +17,7 @@ class EnvironmentConfig(Config):
     of the function; the installed environment of the section's name if unset."""
     rewards: dict[str, str] | list[str] = {}
     """Functions that are rewards together, by the names that they are reported under (`reward/<name>`): each as
-    `file.py:function` or `package.module:function`, such as `rl_core.environments.reward_parts:thinking_format`. In a
+    `file.py:function` or `package.module:function`, such as `rl_core:thinking_format`. In a
     list, the function's name is the name. They score the newest turn of a rollout that ends. With `type`
     they are added to the reward of that environment."""
     reward_weights: dict[str, float] | list[float] = {}

@@ -13,6 +13,7 @@ from rl_core.config import Config, Problem, ProblemError, did_you_mean, section_
 from rl_core.environments.config import EnvironmentConfig
 from rl_core.environments.rewards import RewardPart, RewardSum
 from rl_core.environments.tools import schemas
+from rl_core.exports import public_alternatives
 from rl_core.plugins import ENVIRONMENTS, EnvironmentPlugin, Requirement, plugin, requirement_of, resolve
 from rl_core.plugins.user_code import FromFile, is_in_file
 
@@ -215,15 +216,23 @@ def problem_with(name: str, settings: Config) -> str:
         return _problem_with_rewards(name, getattr(settings, name))
     if ":" not in name:
         return unknown_environment(name, known)
-    module = name.rpartition(":")[0]
     try:
         if is_in_file(name):
             FromFile.read(name)
-        elif importlib.util.find_spec(module) is None:
-            return f"{name}: the module {module} is not installed; a function in a file is written file.py:function"
+            return ""
+        return _problem_with_module(name)
     except (ValueError, ImportError) as error:
         return str(error)
-    return ""
+
+
+def _problem_with_module(path: str) -> str:
+    """The reason that the module of `package.module:function` cannot be imported; empty if it is installed."""
+    module, _, name = path.rpartition(":")
+    if importlib.util.find_spec(module) is not None:
+        return ""
+    public = public_alternatives(module, name)
+    remedy = f"use {public[0]}" if public else "a function in a file is written file.py:function"
+    return f"{path}: the module {module} is not installed; {remedy}"
 
 
 def _problem_with_rewards(name: str, section: Any) -> str:
@@ -234,6 +243,8 @@ def _problem_with_rewards(name: str, section: Any) -> str:
         for part, path in _named_rewards(name, section).items():
             if ":" not in path:
                 return f"env.{name}.rewards.{part}: {path!r} is not a function; write file.py:function"
+            if not is_in_file(path) and (problem := _problem_with_module(path)):
+                return f"env.{name}.rewards.{part}: {problem}"
         _with_rewards(name, section)
     except (ValueError, ImportError) as error:
         return str(error)

@@ -1,4 +1,4 @@
-"""Rewards that go with others in `env.<name>.rewards`, such as `rl_core.environments.reward_parts:thinking_format`."""
+"""Rewards that go with others in `env.<name>.rewards`, such as `rl_core:thinking_format`."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.errors import ConfigError
+from rl_core.exports import public_alternatives
 from rl_core.plugins.algorithm import Algorithm
 from rl_core.plugins.declarations import ALGORITHMS, KINDS, AlgorithmPlugin
 from rl_core.plugins.user_code import FromFile, beside, is_in_file, load_module
@@ -72,7 +73,7 @@ def _algorithm_in_file(name: str) -> AlgorithmPlugin:
     except ValueError as error:
         raise ConfigError(str(error)) from None
     if not isinstance(found, AlgorithmPlugin):
-        raise ConfigError(f"{name} must be an AlgorithmPlugin (rl_core.plugins), got {type(found).__name__}")
+        raise ConfigError(f"{name} must be an rl_core.AlgorithmPlugin, got {type(found).__name__}")
     folder = Path(name.rpartition(":")[0]).parent
     return replace(found, implementation=beside(found.implementation, folder))
 
@@ -90,7 +91,7 @@ def implementation_of(algorithm: AlgorithmPlugin) -> Algorithm[Any, Any, Any]:
     if not isinstance(found, type) or not issubclass(found, Algorithm):
         raise ConfigError(
             f"algorithm: implementation of {algorithm.name}: {algorithm.implementation} must be a subclass of "
-            "rl_core.plugins.Algorithm"
+            "rl_core.Algorithm"
         )
     made: Algorithm[Any, Any, Any] = found()
     return made
@@ -116,10 +117,20 @@ def resolve(path: str) -> Any:
     module, _, attribute = path.rpartition(":")
     if not module or not attribute:
         raise ValueError(f"expected 'package.module:Name' or 'file.py:Name', got {path!r}")
-    target: Any = load_module(module)
+    try:
+        target: Any = load_module(module)
+    except ModuleNotFoundError as error:
+        if hint := _public_instead(module, attribute):
+            raise ModuleNotFoundError(f"{error}{hint}", name=error.name) from error
+        raise
     try:
         for part in attribute.split("."):
             target = getattr(target, part)
     except AttributeError:
-        raise ValueError(f"{module!r} has no {attribute!r}") from None
+        raise ValueError(f"{module!r} has no {attribute!r}{_public_instead(module, attribute)}") from None
     return target
+
+
+def _public_instead(module: str, attribute: str) -> str:
+    alternatives = public_alternatives(module, attribute.partition(".")[0])
+    return f"; use {' or '.join(alternatives)}" if alternatives else ""

@@ -25,6 +25,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from rl_core.exports import has_public_names
+
 _PACKAGE = str(Path(__file__).parents[1])
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 _NAMED = re.compile(r"(?P<file>\S[^:]*\.py):(?P<name>[A-Za-z_][\w.]*)")
@@ -128,6 +130,12 @@ class SourceFile:
         except SyntaxError as error:
             raise ValueError(f"{self.path}:{error.lineno} is not valid Python: {error.msg}") from None
         except ModuleNotFoundError as error:
+            package = (error.name or "").partition(".")[0]
+            if package != error.name and has_public_names(package):
+                raise ValueError(
+                    f"{self.path} imports {error.name}, which does not exist. Import public names from their package "
+                    f"(from {package} import ...)."
+                ) from error
             raise ValueError(
                 f"{self.path} imports {error.name}, which is not installed here ({sys.prefix}). Install it, or import "
                 "what only some processes have (such as torch) inside the function that uses it."

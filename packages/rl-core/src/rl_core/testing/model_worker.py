@@ -150,7 +150,7 @@ def _digests(folder: Path) -> dict[str, tuple[int, str]]:
 
 
 class ModelWorkerSuite:
-    """Subclass it, name the subclass `Test...` and set `factory`."""
+    """Conformance of a `ModelWorker`. Subclass it, name the subclass `Test...` and set `factory`."""
 
     factory: ClassVar[str]
     """`"module:function"`, called as `function(config, spec, rendezvous)` in every rank's process."""

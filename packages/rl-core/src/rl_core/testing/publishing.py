@@ -21,7 +21,7 @@ from rl_core.weights import Manifest, Transport, WeightForm
 
 
 class PublishingSuite(ABC):
-    """Subclass it in a module with a fixture `ranks`, a `RankPool`."""
+    """Publishing of weights by a training backend. Subclass it in a module with a fixture `ranks`, a `RankPool`."""
 
     @abstractmethod
     def write(self, folder: Path) -> Path:
@@ -83,7 +83,7 @@ class PublishingSuite(ABC):
 
 
 class AdapterPublishingSuite(ABC):
-    """Subclass it in a module with a fixture `ranks`, a `RankPool`."""
+    """Publishing of adapters by a training backend. Subclass it in a module with a fixture `ranks`, a `RankPool`."""
 
     @abstractmethod
     def write(self, folder: Path) -> Path:

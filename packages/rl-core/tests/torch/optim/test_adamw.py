@@ -72,7 +72,7 @@ def test_copies_of_a_parameter_stay_copies():
 
 @pytest.mark.parametrize("kwargs", [{"lr": -1.0}, {"betas": [0.9, 1.0]}, {"betas": [0.9]}, {"fused": True}])
 def test_it_is_built_by_name_and_refuses_what_it_cannot_do(kwargs):
-    name = "rl_core.torch.optim.adamw.HalfStateAdamW"
+    name = "rl_core.torch.HalfStateAdamW"
     parameter = torch.nn.Parameter(torch.zeros(3))
     assert isinstance(build_optimizer(OptimizerConfig(name=name), [parameter]), HalfStateAdamW)
     with pytest.raises(ValueError, match="does not take"):

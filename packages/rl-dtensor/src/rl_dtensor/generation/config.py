@@ -10,6 +10,8 @@ from rl_core.config import Config, WhenChanged
 
 
 class HFConfig(Config):
+    """Generation with Hugging Face transformers."""
+
     when_changed: ClassVar[WhenChanged | None] = WhenChanged.RESUME
 
     max_batch_size: int = Field(default=64, gt=0)

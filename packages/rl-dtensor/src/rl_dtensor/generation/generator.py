@@ -16,7 +16,7 @@ from rl_dtensor.model.replay import RoutingRecorder
 
 
 class HFGenerator(LocalGenerator[HFDecoder]):
-    """`rl_core.rollouts.generation.Generator` on a model of `transformers`, batched continuously."""
+    """`rl_core.Generator` on a model of `transformers`, batched continuously."""
 
     def __init__(self, config: GenerationConfig, backend: HFConfig, model: ModelConfig, placement: Placement) -> None:
         del config  # every request carries its own sampling parameters

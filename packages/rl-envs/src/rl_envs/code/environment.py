@@ -17,7 +17,7 @@ SHOWN = 300
 
 
 class CodeEnvironment:
-    """Scores a single turn by the tests of its row, which `rl_envs.code.cases.read_tests` describes.
+    """Scores a single turn by the tests of its row; `read_tests` describes their forms.
 
     Raises:
         SandboxUnavailable: if the machine does not offer the sandbox that the settings ask for.

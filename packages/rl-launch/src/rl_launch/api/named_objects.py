@@ -16,6 +16,7 @@ from typing import Any
 from rl_core.callback import Callback
 from rl_core.config.tree import format_path
 from rl_core.errors import ConfigError
+from rl_core.exports import public_home
 
 _DOTTED = ("optimizer", "scheduler")
 """Sections whose classes have dotted names without a colon, such as torch's."""
@@ -65,9 +66,9 @@ def _name(target: Any, key: str, *, is_dotted: bool) -> str:
     if "<" in name:
         what = "a lambda" if "<lambda>" in name else "defined inside a function"
         raise ConfigError(f"{key}: {name} is {what}, so workers cannot import it; define it at the top level of a file")
-    module = sys.modules.get(target.__module__)
-    if module is not None and _is_installed(module):
-        return f"{target.__module__}{'.' if is_dotted else ':'}{name}"
+    module, home = sys.modules.get(target.__module__), public_home(target.__module__, name.partition(".")[0])
+    if module is not None and (home != target.__module__ or _is_installed(module)):
+        return f"{home}{'.' if is_dotted else ':'}{name}"
     file = _file(target)
     if file is None:
         raise ConfigError(

@@ -92,7 +92,7 @@ for name in asked["distributions"]:
 for name in asked["packages"]:
     spec, digest = importlib.util.find_spec(name), hashlib.sha256()
     for folder in spec.submodule_search_locations if spec else ():
-        for path in sorted(pathlib.Path(folder).rglob("*.py")):
+        for path in sorted(each for each in pathlib.Path(folder).rglob("*.py*") if each.suffix in (".py", ".pyi")):
             digest.update(path.relative_to(folder).as_posix().encode() + bytes(1) + path.read_bytes() + bytes(1))
     found["sources"][name] = digest.hexdigest() if spec else "none"
 print("\\nreport " + json.dumps(found))

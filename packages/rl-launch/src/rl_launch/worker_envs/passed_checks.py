@@ -114,6 +114,6 @@ def _environment(python: str) -> Iterator[str]:
 def _sources(folders: list[str]) -> Iterator[str]:
     for folder in folders:
         if folder.startswith(os.sep) and Path(folder).is_dir():
-            for file in sorted(Path(folder).rglob("*.py")):
+            for file in sorted(each for each in Path(folder).rglob("*.py*") if each.suffix in (".py", ".pyi")):
                 facts = file.stat()
                 yield f"{file} {facts.st_size} {facts.st_mtime_ns}"

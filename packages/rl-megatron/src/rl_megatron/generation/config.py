@@ -10,6 +10,8 @@ from rl_core.config import Config, WhenChanged
 
 
 class MegatronGenerationConfig(Config):
+    """Generation with Megatron Core."""
+
     when_changed: ClassVar[WhenChanged | None] = WhenChanged.RESUME
 
     tensor_model_parallel_size: int = Field(default=1, gt=0)

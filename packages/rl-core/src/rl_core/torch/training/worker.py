@@ -39,7 +39,7 @@ CLOSE_TIMEOUT = timedelta(seconds=30)
 
 
 class TrainingWorker:
-    """A `rl_core.model.ModelWorker` on the parts that a backend builds (`rl_core.torch.training.backend`).
+    """An `rl_core.ModelWorker` on the parts that a backend builds (`rl_core.torch.TrainingParts`).
 
     Args:
         config: the model.

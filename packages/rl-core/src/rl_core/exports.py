@@ -1,0 +1,112 @@
+"""Public names of a package, each imported from its module on first use.
+
+A package lists its public names in `__init__.pyi`, next to its `__init__.py`, as `from package.module import Name as
+Name`. Type checkers and editors read that file, and so does `lazy_exports`, so the list exists once:
+
+    from rl_core import lazy_exports
+
+    __getattr__, __dir__, __all__ = lazy_exports(__name__)
+
+Importing the package then imports none of its modules: a driver reads the config of a backend whose engine is not
+installed.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import sys
+from collections.abc import Callable, Mapping
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+VERSION = "__version__"
+
+
+def lazy_exports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Return `__getattr__`, `__dir__` and `__all__` of a package that has a stub.
+
+    Args:
+        package: Name of a package or module whose import has begun, `__name__` in its `__init__`. A package at the top
+            level also exports `__version__`, the version of its distribution.
+
+    Raises:
+        FileNotFoundError: If the package has no stub.
+    """
+    homes = homes_of(package)
+    names = sorted([*homes, *([] if "." in package else [VERSION])])
+
+    def get(name: str) -> Any:
+        if name in homes:
+            return getattr(importlib.import_module(homes[name]), name)
+        if name == VERSION and VERSION in names:
+            return version(package.replace("_", "-"))
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+
+    return get, lambda: list(names), names
+
+
+@cache
+def homes_of(package: str) -> Mapping[str, str]:
+    """Return the module that defines each public name of a package, in the order of its stub.
+
+    Args:
+        package: Name of a package or module that is imported, or whose import has begun.
+
+    Raises:
+        FileNotFoundError: If the package has no stub.
+    """
+    stub = _stub_of(package)
+    if stub is None:
+        raise FileNotFoundError(f"{package} has no __init__.pyi, which lists public names")
+    tree = ast.parse(stub.read_text(encoding="utf-8"))
+    imports = [statement for statement in tree.body if isinstance(statement, ast.ImportFrom)]
+    return MappingProxyType({alias.name: str(each.module) for each in imports for alias in each.names})
+
+
+def public_home(module: str, name: str) -> str:
+    """Return the package that exports a class or function, or the module itself if none does.
+
+    A config that names the package stays valid if the module moves.
+
+    Args:
+        module: Name of the imported module that defines it, its `__module__`.
+        name: Its name in that module.
+    """
+    parts = module.split(".")
+    packages = (".".join(parts[:count]) for count in range(1, len(parts)))
+    exporting = (each for each in packages if _stub_of(each) is not None and homes_of(each).get(name) == module)
+    return next(exporting, module)
+
+
+def public_alternatives(module: str, name: str) -> list[str]:
+    """Return the public names to use instead of a name that a module does not have.
+
+    Args:
+        module: Name of a module, which need not exist.
+        name: Name that was looked up in it.
+
+    Returns:
+        `package:Name` of the public names which the module defines, or of the one with the same name; empty if there
+        are none.
+    """
+    package = module.partition(".")[0]
+    if _stub_of(package) is None:
+        return []
+    homes = homes_of(package)
+    of_module = [public for public, home in homes.items() if home == module]
+    return [f"{package}:{public}" for public in ([name] if name in homes else of_module)]
+
+
+def has_public_names(package: str) -> bool:
+    """Return whether an imported package lists its public names in a stub."""
+    return _stub_of(package) is not None
+
+
+def _stub_of(package: str) -> Path | None:
+    source = getattr(sys.modules.get(package), "__file__", None)
+    stub = Path(source).with_suffix(".pyi") if source else None
+    return stub if stub is not None and stub.is_file() else None

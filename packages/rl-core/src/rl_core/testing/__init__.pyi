@@ -1,0 +1,15 @@
+from rl_core.testing.environment import EnvironmentSuite as EnvironmentSuite
+from rl_core.testing.fakes import FakeModel as FakeModel
+from rl_core.testing.fakes import FakeRolloutSource as FakeRolloutSource
+from rl_core.testing.fakes import FakeRun as FakeRun
+from rl_core.testing.fakes import FakeUpdate as FakeUpdate
+from rl_core.testing.fakes import FakeWeights as FakeWeights
+from rl_core.testing.generator import GeneratorSuite as GeneratorSuite
+from rl_core.testing.isolation import light_modules_of as light_modules_of
+from rl_core.testing.isolation import loaded_by as loaded_by
+from rl_core.testing.isolation import modules_of as modules_of
+from rl_core.testing.model_worker import ModelWorkerSuite as ModelWorkerSuite
+from rl_core.testing.public_names import PublicNamesSuite as PublicNamesSuite
+from rl_core.testing.publishing import AdapterPublishingSuite as AdapterPublishingSuite
+from rl_core.testing.publishing import PublishingSuite as PublishingSuite
+from rl_core.testing.weights import WeightSinkSuite as WeightSinkSuite

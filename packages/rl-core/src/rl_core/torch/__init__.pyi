@@ -1,0 +1,12 @@
+from rl_core.torch.loss import LossSums as LossSums
+from rl_core.torch.loss import MetricSum as MetricSum
+from rl_core.torch.loss import Rows as Rows
+from rl_core.torch.optim.adamw import HalfStateAdamW as HalfStateAdamW
+from rl_core.torch.training.backend import Microbatch as Microbatch
+from rl_core.torch.training.backend import RankMesh as RankMesh
+from rl_core.torch.training.backend import RankModel as RankModel
+from rl_core.torch.training.backend import RankOptimizer as RankOptimizer
+from rl_core.torch.training.backend import RankState as RankState
+from rl_core.torch.training.backend import RankWeights as RankWeights
+from rl_core.torch.training.backend import TrainingParts as TrainingParts
+from rl_core.torch.training.worker import TrainingWorker as TrainingWorker

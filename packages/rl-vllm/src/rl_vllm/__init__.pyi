@@ -1,0 +1,5 @@
+from rl_vllm.config import VllmConfig as VllmConfig
+from rl_vllm.generator import VllmGenerator as VllmGenerator
+from rl_vllm.plugin import PLUGIN as PLUGIN
+
+__version__: str
