@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from rl_algos.data.examples import load_examples
 from rl_algos.rollouts.data import load, prepare
 from rl_algos.sft.data import prepare_examples
 from rl_algos.tiny_model import UNKNOWN, make_tokenizer
