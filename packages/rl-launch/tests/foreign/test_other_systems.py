@@ -22,8 +22,8 @@ def test_trl_grpo(tmp_path):
     assert config.algorithm == "grpo"
     # 8 x 2 x 2 completions of an update, as many of a generation
     assert (config.policy.train_global_batch_size, config.grpo.num_prompts_per_step) == (32, 8)
-    assert config.loss_fn.reference_policy_kl_penalty == 0.04
-    assert config.loss_fn.aggregation == "token-mean"
+    assert config.loss_fn.kl.weight == 0.04
+    assert config.loss_fn.aggregation.name == "token-mean"
     assert config.policy.max_total_sequence_length == 256
     (warmup,) = config.policy.scheduler
     assert warmup.kwargs["total_iters"] == 5
@@ -178,9 +178,9 @@ def test_verl_scripts(tmp_path):
     config = config_of(found)
     assert config.policy.model_name == "Qwen/Qwen3-8B"
     assert config.policy.train_global_batch_size == 80  # 16 prompts of 5 rollouts
-    assert config.loss_fn.aggregation == "sequence-mean"
-    assert (config.loss_fn.reference_policy_kl_penalty, config.loss_fn.reference_policy_kl_type) == (0.002, "k3")
-    assert config.loss_fn.ratio_clip_c == 3.0  # verl's default
+    assert config.loss_fn.aggregation.name == "sequence-mean"
+    assert (config.loss_fn.kl.weight, config.loss_fn.kl.estimator) == (0.002, "k3")
+    assert config.loss_fn.surrogate.dual_clip == 3.0  # verl's default
     assert config.checkpointing.save_period == 0
     assert config.logger.wandb_enabled
     kinds = {each.key: each.kind for each in found.answers}
@@ -198,8 +198,8 @@ def test_verl_yaml_with_a_critic(tmp_path):
     config = config_of(import_config(written(tmp_path, values), "verl"))
     assert config.algorithm == "ppo"
     assert config.value.model_name == "x/c"
-    assert (config.ppo.gae_lambda, config.ppo.num_ppo_epochs, config.loss_fn.ratio_clip_max) == (0.9, 2, 0.3)
-    assert config.loss_fn.reference_policy_kl_penalty == 0
+    assert (config.ppo.gae_lambda, config.ppo.num_ppo_epochs, config.loss_fn.surrogate.clip_high) == (0.9, 2, 0.3)
+    assert config.loss_fn.kl.weight == 0
 
 
 def test_verl_yaml_relies_on_verls_own_config(tmp_path):
