@@ -195,7 +195,7 @@ def test_adaptive_weights_are_in_the_loss_reported_and_resumed():
     reported = objective.observe(measured)
     assert reported == {"policy/kl_weight": 0.2, "policy/entropy_weight": 0.01}
     assert objective.loss.kl.weight == pytest.approx(0.22)
-    assert objective.loss.entropy_weight == 0.0
+    assert objective.loss.entropy_bonus.weight == 0.0
     other = adaptive()
     other.restore(Objective(PolicyLoss()).state())
     assert other.loss == adaptive().loss

@@ -248,3 +248,42 @@ def test_prime_rl_toml(tmp_path):
 def test_a_system_that_is_not_known_is_answered_with_those_that_are(tmp_path):
     with pytest.raises(ConfigError, match="did you mean nemo-rl"):
         import_config(written(tmp_path, TRL_GRPO), "nemorl")
+
+
+def test_settings_of_a_clip_that_a_surrogate_does_not_have_are_not_needed(tmp_path):
+    mode = "actor_rollout_ref.actor.policy_loss.loss_mode=kl_cov actor_rollout_ref.actor.clip_ratio_high=0.3"
+    found = import_config(
+        written(tmp_path, VERL.replace("    data.train", f"    {mode} data.train", 1), "run.sh"), "verl"
+    )
+    assert config_of(found).loss_fn.surrogate.model_dump() == {"name": "kl-cov", "share": 2e-3, "weight": 1.0}
+    kinds = {each.key: each.kind for each in found.answers}
+    assert kinds["actor_rollout_ref.actor.clip_ratio_high"] is Kind.NOT_NEEDED
+
+
+@pytest.mark.parametrize(
+    ("fields", "surrogate", "aggregation"),
+    [
+        ({"delta": 3.0}, {"name": "clip", "clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0}, ("token-mean", 1.0)),
+        (
+            {"loss_type": "dr_grpo", "epsilon_high": 0.28},
+            {"name": "clip", "clip_low": 0.2, "clip_high": 0.28, "dual_clip": None},
+            ("sequence-mean-token-sum", 128.0),
+        ),
+        (
+            {"loss_type": "cispo", "epsilon_high": 5.0},
+            {"name": "cispo", "clip_low": 0.2, "clip_high": 5.0},
+            ("token-mean", 1.0),
+        ),
+        (
+            {"loss_type": "sapo", "epsilon_high": 0.28},
+            {"name": "sapo", "tau_positive": 1.0, "tau_negative": 1.05},
+            ("sequence-mean", 1.0),
+        ),
+    ],
+)
+def test_trl_losses(tmp_path, fields, surrogate, aggregation):
+    values = {**TRL_GRPO, **fields, "vllm_importance_sampling_correction": True, "vllm_importance_sampling_cap": 3.0}
+    loss = config_of(import_config(written(tmp_path, values), "trl", gpus=2)).loss_fn
+    assert loss.surrogate.model_dump() == surrogate
+    assert (loss.aggregation.name, loss.aggregation.divisor) == aggregation
+    assert loss.importance.high == 3.0
