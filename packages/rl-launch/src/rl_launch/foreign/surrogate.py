@@ -9,7 +9,7 @@ from rl_launch.foreign.translation import Translation
 
 
 def put_surrogate(config: Translation, name: str, keys: dict[str, str], **settings: Any) -> None:
-    """Write a surrogate into the recipe with its settings, and answer the keys that they come from.
+    """Write a surrogate into the recipe with its settings, over what it has there, and answer the keys that they come from.
 
     Args:
         name: Name of the surrogate here.
@@ -18,11 +18,10 @@ def put_surrogate(config: Translation, name: str, keys: dict[str, str], **settin
         settings: Values of settings; None leaves the default. Those that the surrogate does not have are left out.
     """
     fields = SURROGATES[name].model_fields
-    if name != "clip":
-        config.put("loss_fn.surrogate.name", name)
-    for setting, value in settings.items():
-        if setting in fields and value is not None:
-            config.put(f"loss_fn.surrogate.{setting}", value)
+    given = {setting: value for setting, value in settings.items() if setting in fields and value is not None}
+    config.remove("loss_fn.surrogate")
+    if section := ({} if name == "clip" else {"name": name}) | given:
+        config.put("loss_fn.surrogate", section)
     for key, setting in keys.items():
         if setting in fields and setting in settings:
             config.follows([key], f"loss_fn.surrogate.{setting}")
