@@ -9,7 +9,7 @@ from rl_launch.foreign.translation import Translation
 
 
 def put_surrogate(config: Translation, name: str, keys: dict[str, str], **settings: Any) -> None:
-    """Write a surrogate into the recipe with its settings, over what it has there, and answer the keys that they come from.
+    """Write a surrogate with its settings in place of what the recipe has there, and answer the keys of the settings.
 
     Args:
         name: Name of the surrogate here.
