@@ -40,10 +40,9 @@ APART = (
     "policy.generation.colocated.enabled=false",
     "policy.generation.colocated.resources.gpus_per_node=1",
     "grpo.async_grpo.enabled=true",
-    "loss_fn.use_importance_sampling_correction=true",
 )
-CORRECTED = ("loss_fn.truncated_importance_sampling_ratio=2",)
-UNCORRECTED = ("loss_fn.truncated_importance_sampling_ratio=1", "loss_fn.truncated_importance_sampling_ratio_min=1")
+CORRECTED = ("loss_fn.importance.high=2",)
+UNCORRECTED = ("loss_fn.importance.high=1", "loss_fn.importance.low=1")
 IN_FLIGHT = (
     "grpo.async_grpo.in_flight_weight_updates=true",
     # small batches are slow enough that updates find rollouts under way

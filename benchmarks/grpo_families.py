@@ -334,7 +334,7 @@ def recipe_of(family: str, folder: Path, generator: str) -> dict[str, Any]:
             "max_num_steps": NUM_STEPS,
             "rollout_program": f"{HERE.with_name('recorded_tokens.py')}:RecordedTokens",
         },
-        "loss_fn": {"reference_policy_kl_penalty": 0.0},
+        "loss_fn": {"kl": {"weight": 0.0}},
         "data": sums_data(folder / "prompts.jsonl", f"{HERE.with_name('recorded_tokens.py')}:score"),
         "checkpointing": {"save_period": NUM_STEPS - 1, "keep_top_k": None},
         "cluster": {"device": "cpu", "cpu_ranks_per_node": RANKS},

@@ -202,7 +202,7 @@ def our_config(size: Size, plan: Plan, folder: Path) -> dict:
             "num_generations_per_prompt": size.group,
             "max_num_steps": plan.last,
         },
-        "loss_fn": {"reference_policy_kl_penalty": 0.0},
+        "loss_fn": {"kl": {"weight": 0.0}},
         "data": sums_data(folder / "prompts.jsonl", "math"),
         "env": {"math": {"answer_format": "numeric"}},
         "checkpointing": {"enabled": False},

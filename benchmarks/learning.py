@@ -158,7 +158,10 @@ CASES = {
     "gdpo": estimator("gdpo", f"data.train.env_name={SEVERAL_REWARDS}"),
     "token-baseline": estimator("optimal_token_baseline"),
     "gmpo": surrogate(
-        "gmpo", "loss_fn.aggregation=sequence-mean", "loss_fn.ratio_clip_min=0.33", "loss_fn.ratio_clip_max=0.49"
+        "gmpo",
+        "loss_fn.aggregation=sequence-mean",
+        "loss_fn.surrogate.clip_low=0.33",
+        "loss_fn.surrogate.clip_high=0.49",
     ),
     "dppo-tv": surrogate("dppo-tv"),
     "dppo-kl": surrogate("dppo-kl"),

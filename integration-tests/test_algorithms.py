@@ -110,7 +110,7 @@ FAMILIES = {
     ),
     "grpo": Family(
         "grpo-arithmetic",
-        (*small_rollouts("grpo", 4), "loss_fn.reference_policy_kl_penalty=0.01"),
+        (*small_rollouts("grpo", 4), "loss_fn.kl.weight=0.01"),
         {"packed on two ranks": PACKED, "megatron on two ranks": MEGATRON},
         tolerance=1e-3,
     ),

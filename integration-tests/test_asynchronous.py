@@ -21,8 +21,7 @@ AHEAD = (
     HF,
     "policy.generation.colocated.enabled=false",
     "policy.generation.colocated.resources.gpus_per_node=1",
-    "loss_fn.use_importance_sampling_correction=true",
-    "loss_fn.truncated_importance_sampling_ratio=2.0",
+    "loss_fn.importance.high=2.0",
     "grpo.async_grpo.enabled=true",
 )
 PROCESSES = ("ray::WorkerHost", "ray::AsyncWorkerHost", "ray::RestartingHost", "environments.process")

@@ -99,7 +99,7 @@ def test_a_rewritten_history_is_trained_on_as_the_engine_read_it_at_each_turn(dr
         "grpo={num_prompts_per_step: 12, num_generations_per_prompt: 4, max_rollout_turns: 4, max_num_steps: 2}",
         "grpo.rewritten_history=split",
         "grpo.val_period=0",
-        "loss_fn={sequence_level_importance_ratios: true, token_level_loss: false}",
+        "loss_fn={surrogate: gspo, aggregation: sequence-mean}",
         "checkpointing.enabled=false",
         "checkpointing.metric_name=null",
     )

@@ -16,7 +16,7 @@ PARTS = {
     "grpo.adv_estimator": ESTIMATORS,
     "loss_fn.surrogate": SURROGATES,
     "loss_fn.aggregation": get_args(AggregationName),
-    "loss_fn.truncated_importance_sampling_type": get_args(Truncation),
+    "loss_fn.importance.truncation": get_args(Truncation),
     "dpo.loss": LOSSES,
 }
 

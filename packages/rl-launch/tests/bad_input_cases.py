@@ -578,10 +578,10 @@ _TOGETHER = (
         says=r"vllm_kwargs\.dtype .*cannot be set here: write `policy\.precision`",
     ),
     _case(
-        "truncation without importance sampling",
+        "a key of the loss in version 0.1.0",
         GRPO,
         "loss_fn.truncated_importance_sampling_ratio=2",
-        says="has no effect without use_importance_sampling_correction=true",
+        says=r"loss_fn\.truncated_importance_sampling_ratio \(command line\): is now loss_fn\.importance\.high",
     ),
     _case(
         "validation without data",

@@ -11,7 +11,7 @@ from rl_algos.losses.aggregation import Aggregation
 from rl_algos.losses.policy import KLPenalty, PolicyLoss
 from rl_algos.losses.surrogates import GSPO, Clip
 from rl_algos.policy_gradient.adaptive import AdaptiveKL
-from rl_algos.policy_gradient.objective import Objective, RewardKL
+from rl_algos.policy_gradient.objective import Objective
 from rl_algos.policy_gradient.step_statistics import rollouts_of_rows
 from rl_algos.rollouts.driver.steps import RolloutSteps
 from rl_algos.rollouts.driver.validation import Validation
@@ -57,7 +57,7 @@ def test_a_step_has_as_many_updates_as_minibatches_and_every_rollout_trains_once
 
 
 def test_the_reference_is_read_only_where_the_loss_compares_with_it():
-    policy = run_loop(FakeRun(), loss=PolicyLoss(kl=KLPenalty(0.1)), max_num_steps=1)
+    policy = run_loop(FakeRun(), loss=PolicyLoss(kl=KLPenalty(weight=0.1)), max_num_steps=1)
     assert [name for name, _ in policy.calls][:2] == ["infer", "infer_reference"]
 
 
@@ -73,7 +73,7 @@ def test_the_reference_follows_the_policy_after_every_period(alpha, seen):
             return super().train_step(batch, loss)
 
     policy = Noting()
-    loss = PolicyLoss(kl=KLPenalty(0.1))
+    loss = PolicyLoss(kl=KLPenalty(weight=0.1))
     run_loop(FakeRun(), loss=loss, model=policy, rows=8, reference_sync_period=2, reference_mixup_alpha=alpha)
     assert policy.references == seen
 
@@ -99,7 +99,7 @@ def test_the_segments_of_a_rollout_train_in_one_update_with_its_advantage(surrog
         run,
     )
     name = "sequence-mean" if surrogate.level == "sequence" else "token-mean"
-    loss = PolicyLoss(surrogate, Aggregation(name), has_segments=True)
+    loss = PolicyLoss(surrogate, Aggregation(name=name), has_segments=True)
     objective = Objective(loss, statistics={PAIR: rollouts_of_rows} if PAIR in loss.columns else {})
     train(config, objective, policy=policy, steps=steps, rows_per_minibatch=5)
     parts = [batch for name, batch in policy.calls if name == "train_step"]
@@ -201,7 +201,7 @@ def test_a_resumed_run_repeats_the_uninterrupted_one(tmp_path):
 
 def test_kl_in_the_reward_reads_both_logprobs_before_the_advantages_and_is_reported():
     run = FakeRun()
-    objective = Objective(PolicyLoss(on_policy=True), reward_kl=RewardKL(0.1))
+    objective = Objective(PolicyLoss(on_policy=True), reward_kl=KLPenalty(weight=0.1, in_reward=True))
     policy = run_loop(run, objective=objective, max_num_steps=2, rows=8)
     assert [name for name, _ in policy.calls] == ["infer", "infer_reference", "train_step"] * 2
     assert run.metrics[1]["policy/kl"] == 0.0
@@ -215,7 +215,8 @@ def test_kl_in_the_reward_reads_both_logprobs_before_the_advantages_and_is_repor
 
 def test_a_weight_that_adapts_goes_on_from_a_checkpoint(tmp_path):
     def objective():
-        return Objective(PolicyLoss(), reward_kl=RewardKL(0.1), kl_weight=AdaptiveKL(0.1, target=1e-3, rate=0.5))
+        kl = KLPenalty(weight=0.1, in_reward=True, target=1e-3, horizon=2)
+        return Objective(PolicyLoss(), reward_kl=kl, kl_weight=AdaptiveKL(kl, rollouts_per_step=1))
 
     whole, first, second = FakeRun(), FakeRun(tmp_path, save_period=1, end_after=3), FakeRun(tmp_path, save_period=1)
     for run in (whole, first, second):

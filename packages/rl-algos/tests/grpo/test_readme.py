@@ -12,7 +12,6 @@ from rl_algos.grpo.config import GRPOConfig
 from rl_algos.grpo.estimators import ESTIMATORS, advantages_of
 from rl_algos.grpo.plugin import grpo_section
 from rl_algos.losses.surrogates import SURROGATES
-from rl_algos.policy_gradient.loss import aggregation_of, surrogate_of
 from rl_algos.policy_gradient.loss_checks import policy_loss_problems
 from rl_algos.policy_gradient.loss_config import CustomLossConfig
 from rl_algos.policy_gradient.plugin import loss_fn_section
@@ -31,7 +30,7 @@ def config(tmp_path_factory):
     for block in read_document(Path(__file__).parents[2] / "README.md").blocks:
         if block.file in ("mine.py", "run.yaml"):
             (folder / block.file).write_text(block.text)
-    (folder / "grpo-arithmetic.yaml").write_text("loss_fn: {reference_policy_kl_penalty: 0.0}\n")
+    (folder / "grpo-arithmetic.yaml").write_text("loss_fn: {kl: {weight: 0.0}}\n")
     raw = load(folder / "run.yaml")
     sections = {"grpo": grpo_section(raw.select("grpo")), "loss_fn": loss_fn_section(raw.select("loss_fn"))}
     return resolve(raw, assemble("Root", sections)).config
@@ -74,12 +73,11 @@ def test_the_keys_of_a_variant_are_a_valid_config(name, written, tmp_path):
     sections = {"grpo": grpo_section(raw.select("grpo")), "loss_fn": loss_fn_section(raw.select("loss_fn"))}
     config = resolve(raw, assemble("Root", sections)).config
     assert list(policy_loss_problems(config.loss_fn)) == []
-    surrogate = surrogate_of(config.loss_fn)
-    assert aggregation_of(config.loss_fn).name in surrogate.aggregations
+    assert config.loss_fn.aggregation.name in config.loss_fn.surrogate.aggregations
 
 
 def test_every_surrogate_and_estimator_is_in_the_table():
     table = "\n".join(written for _, written in variants())
-    alone = {"clip", "dppo-kl", "cispo"}  # the default, one beside another, one by its switch
+    alone = {"clip", "dppo-kl"}  # the default, one beside another
     assert [name for name in SURROGATES if name not in alone and name not in table] == []
     assert [name for name in ESTIMATORS if name not in table] == []

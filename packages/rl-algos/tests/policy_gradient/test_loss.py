@@ -10,6 +10,7 @@ from rl_algos.data.config import DataConfig, DatasetConfig
 from rl_algos.grpo.config import GRPOConfig
 from rl_algos.grpo.estimators import estimator_section
 from rl_algos.grpo.plugin import check, models
+from rl_algos.losses.surrogates import Reinforce
 from rl_algos.policy_gradient.loss import columns_of, loss_of, loss_section, objective_of
 from rl_algos.policy_gradient.loss_config import LossConfig
 from rl_algos.rollouts.config import RewardShapingConfig
@@ -125,9 +126,9 @@ def test_a_loss_reads_the_tokens_that_training_samples_from(custom, sampling):
 
 
 def test_what_the_parts_read_before_the_update_is_read():
-    config = make_config(8, top_entropy_share=0.2, reference_policy_kl_penalty=0.0)
+    config = make_config(8, filters={"top_entropy_share": 0.2}, kl={"weight": 0.0})
     objective = objective_of(config, config.grpo, read_before=("prev_collision",))
-    assert objective.loss.high_entropy_only
+    assert objective.loss.filters.top_entropy_share == 0.2
     assert objective.columns >= {"prev_entropy", "prev_collision"}
     assert "high_entropy" not in objective.columns
 
@@ -156,7 +157,7 @@ def test_what_does_not_go_with_a_loss_is_found_before_anything_starts(custom):
         ({"name": "pass_at_k", "k": 3}, {}, {}, "grpo.adv_estimator.k", "3 must be from 1 to .*, 2"),
         ({"name": "grpo"}, {"batch_multiplier": 2.0}, {}, "grpo.batch_multiplier", "without use_dynamic_sampling"),
         ({"name": "drgrpo"}, {"normalize_rewards": False}, {}, "grpo.normalize_rewards", "no effect .* drgrpo"),
-        ({"name": "maxrl"}, {}, {"use_kl_in_reward": True}, "loss_fn.use_kl_in_reward", "no effect .* maxrl"),
+        ({"name": "maxrl"}, {}, {"kl": {"in_reward": True}}, "loss_fn.kl.in_reward", "no effect .* maxrl"),
         (
             {"name": "gdpo"},
             {"reward_shaping": RewardShapingConfig(enabled=True)},
@@ -185,7 +186,7 @@ def test_several_passes_read_the_policy_before_the_first_and_need_a_ratio():
     assert problems(twice) == []
     assert "prev_logprobs" not in objective_of(once, once.grpo).columns
     assert "prev_logprobs" in objective_of(twice, twice.grpo).columns
-    ((key, message),) = problems(with_passes(2, disable_ppo_ratio=True))
+    ((key, message),) = problems(with_passes(2, surrogate=Reinforce()))
     assert key == "grpo.num_iterations"
     assert "2 passes need a ratio" in message
     ((key, message),) = problems(with_passes(2, force_on_policy_ratio=True))
@@ -196,7 +197,7 @@ def test_several_passes_read_the_policy_before_the_first_and_need_a_ratio():
 @pytest.mark.parametrize(
     ("grpo", "loss", "key", "says"),
     [
-        ({"reference_sync_period": 4}, {"reference_policy_kl_penalty": 0.0}, "reference_sync_period", "no reference"),
+        ({"reference_sync_period": 4}, {"kl": {"weight": 0.0}}, "reference_sync_period", "no reference"),
         ({"reference_mixup_alpha": 0.6}, {}, "reference_mixup_alpha", "no effect without reference_sync_period"),
     ],
 )
@@ -209,7 +210,7 @@ def test_a_reference_that_could_not_move_or_that_nothing_reads_is_refused(grpo, 
 
 
 def test_a_reference_may_follow_the_policy():
-    config = make_config(8, reference_policy_kl_penalty=0.1)
+    config = make_config(8, kl={"weight": 0.1})
     config.grpo = config.grpo.model_copy(update={"reference_sync_period": 4, "reference_mixup_alpha": 0.6})
     assert problems(config) == []
 

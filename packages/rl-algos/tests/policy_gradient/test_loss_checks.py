@@ -12,11 +12,12 @@ from rl_algos.policy_gradient.loss_checks import loss_problems, policy_loss_prob
 from rl_algos.policy_gradient.loss_config import LossConfig
 from rl_algos.policy_gradient.plugin import loss_fn_section
 from rl_algos.rollouts.config import AsyncConfig
-from rl_core.config import ProblemError
+from rl_core.config import ProblemError, assemble, load, resolve
+from rl_core.errors import ConfigProblems
 from rl_core.model_config import GenerationConfig
 
-TIS = {"use_importance_sampling_correction": True}
-GSPO = {"sequence_level_importance_ratios": True, "token_level_loss": False}
+TIS = {"importance": {}}
+GSPO = {"surrogate": "gspo", "aggregation": "sequence-mean"}
 
 
 def configured(written) -> LossConfig:
@@ -26,101 +27,81 @@ def configured(written) -> LossConfig:
 
 
 def problems(written):
-    return [(problem.key.removeprefix("loss_fn."), problem.message) for problem in policy_loss_problems(written)]
+    """Keys and messages of what a section refuses, or else of what does not go together."""
+    kind = assemble("Root", {"loss_fn": loss_fn_section(written)})
+    raw = load({"loss_fn": written})
+    try:
+        resolve(raw, kind, checks=[lambda config: policy_loss_problems(config.loss_fn)])
+    except ConfigProblems as error:
+        return [(key.removeprefix("loss_fn."), message) for key, message in error.problems]
+    return []
 
 
 REFUSED = [
     # GSPO has one ratio per sequence
-    ({"sequence_level_importance_ratios": True}, "token_level_loss", "gspo does not go with .* token-mean"),
-    ({"surrogate": "gspo", "aggregation": "token-mean"}, "aggregation", "set aggregation to sequence-mean or"),
-    (GSPO | TIS | {"importance_sampling_level": "token"}, "importance_sampling_level", "one ratio per sequence"),
+    ({"surrogate": "gspo"}, "aggregation.name", "gspo does not go with .* token-mean"),
     (
-        GSPO | TIS | {"truncated_importance_sampling_type": "seq-mask-tis", "truncated_importance_sampling_ratio": 2.0},
-        "truncated_importance_sampling_type",
+        {"surrogate": "gspo", "aggregation": "token-mean"},
+        "aggregation.name",
+        "set loss_fn.aggregation to sequence-mean or",
+    ),
+    (GSPO | {"importance": {"level": "token"}}, "importance.level", "one ratio per sequence"),
+    (
+        GSPO | {"importance": {"truncation": "seq-mask-tis", "high": 2.0}},
+        "importance.truncation",
         "use tis or icepop",
     ),
-    # one surrogate
-    (GSPO | {"use_cispo": True}, "use_cispo", "not gspo and cispo"),
-    ({"use_cispo": True, "surrogate": "clip"}, "use_cispo", "but surrogate.name is clip"),
     # CISPO
-    ({"use_cispo": True, "force_on_policy_ratio": True}, "force_on_policy_ratio", "use surrogate=reinforce"),
-    ({"use_cispo": True, "token_level_loss": False}, "token_level_loss", "cispo does not go with"),
-    ({"use_cispo": True, "ratio_clip_c": 3.0}, "ratio_clip_c", "has no effect with the surrogate cispo"),
-    ({"surrogate": "sapo", "ratio_clip_max": 0.28}, "ratio_clip_max", "set it to 0.2"),
-    ({"surrogate": {"name": "dppo-tv", "threshold": 0.0}}, "surrogate", "threshold must be above 0, got 0.0"),
+    ({"surrogate": "cispo", "force_on_policy_ratio": True}, "force_on_policy_ratio", "use surrogate=reinforce"),
+    ({"surrogate": "cispo", "aggregation": "sequence-mean"}, "aggregation.name", "cispo does not go with"),
+    ({"surrogate": {"name": "cispo", "dual_clip": 3.0}}, "surrogate.dual_clip", "no such key"),
+    ({"surrogate": {"name": "sapo", "clip_high": 0.28}}, "surrogate.clip_high", "no such key"),
+    ({"surrogate": {"name": "dppo-tv", "threshold": 0.0}}, "surrogate.threshold", "got 0.0; allowed: float > 0"),
+    ({"surrogate": {"name": "clip-cov", "low": 6.0}}, "surrogate.low", "6.0 is above high, which is 5.0"),
     ({"surrogate": "kl-cov", "force_on_policy_ratio": True}, "force_on_policy_ratio", "which kl-cov needs"),
     (
-        {"surrogate": "gmpo", "aggregation": "sequence-mean", "top_entropy_share": 0.2},
-        "top_entropy_share",
+        {"surrogate": "gmpo", "aggregation": "sequence-mean", "filters": {"top_entropy_share": 0.2}},
+        "filters.top_entropy_share",
         "belongs to its whole sequence",
     ),
     # aggregation
-    ({"aggregation": "token-sum", "token_level_loss": False}, "token_level_loss", "set one of them only"),
-    ({"aggregation_divisor": 512.0}, "aggregation_divisor", "no effect with the aggregation token-mean"),
+    ({"aggregation": {"divisor": 512.0}}, "aggregation.divisor", "no effect with the aggregation token-mean"),
     # KL
-    ({"reference_policy_kl_type": "k1"}, "reference_policy_kl_type", "no gradient in expectation"),
-    (
-        {"reference_policy_kl_type": "k2", "reference_policy_kl_unbiased": True},
-        "reference_policy_kl_unbiased",
-        "exact gradient by itself",
-    ),
-    (
-        {"reference_policy_kl_penalty": 0.0, "use_kl_in_reward": True},
-        "use_kl_in_reward",
-        "no effect with reference_policy_kl_penalty=0",
-    ),
-    (
-        {"use_kl_in_reward": True, "reference_policy_kl_unbiased": True},
-        "reference_policy_kl_unbiased",
-        "KL in the reward does not have",
-    ),
-    (
-        {"reference_policy_kl_penalty": 0.0, "adaptive_kl": {"target": 0.1}},
-        "adaptive_kl.target",
-        "set reference_policy_kl_penalty above 0",
-    ),
+    ({"kl": {"estimator": "k1"}}, "kl.estimator", "no gradient in expectation"),
+    ({"kl": {"estimator": "k2", "unbiased": True}}, "kl.unbiased", "exact gradient by itself"),
+    ({"kl": {"weight": 0.0, "in_reward": True}}, "kl.in_reward", "no effect with weight=0"),
+    ({"kl": {"in_reward": True, "unbiased": True}}, "kl.unbiased", "penalty on rewards does not have"),
+    ({"kl": {"weight": 0.0, "target": 0.1}}, "kl.target", "set weight above 0"),
     # the denominator of the ratio
-    ({"ratio_denominator": "generation", "disable_ppo_ratio": True}, "ratio_denominator", "which has no ratio"),
-    (TIS | {"ratio_denominator": "generation"}, "use_importance_sampling_correction", "set one of them only"),
+    ({"ratio_denominator": "generation", "surrogate": "reinforce"}, "ratio_denominator", "which has no ratio"),
+    (TIS | {"ratio_denominator": "generation"}, "importance", "set only one of them"),
     (
         {"ratio_denominator": "generation", "force_on_policy_ratio": True},
         "force_on_policy_ratio",
         "which it is not to generation",
     ),
     # importance correction
-    ({"truncated_importance_sampling_type": "icepop"}, "truncated_importance_sampling_type", "has no effect without"),
-    ({"truncated_importance_sampling_ratio_min": 0.5}, "truncated_importance_sampling_ratio_min", "without use_imp"),
-    ({"importance_sampling_rejection": {"high": 1.0}}, "importance_sampling_rejection", "has no effect without"),
+    ({"importance": {"low": 3.0, "high": 2.0}}, "importance.low", "no weight would be left"),
+    ({"importance": {"truncation": "icepop"}}, "importance.high", "needs an upper bound"),
     (
-        TIS | {"truncated_importance_sampling_ratio_min": 3.0, "truncated_importance_sampling_ratio": 2.0},
-        "truncated_importance_sampling_ratio_min",
-        "no weight would be left",
-    ),
-    (
-        TIS | {"truncated_importance_sampling_type": "icepop"},
-        "truncated_importance_sampling_ratio",
-        "needs an upper bound",
-    ),
-    (
-        TIS | {"importance_sampling_batch_normalize": True, "aggregation": "token-sum"},
-        "importance_sampling_batch_normalize",
+        {"importance": {"batch_normalize": True}, "aggregation": "token-sum"},
+        "importance.batch_normalize",
         "nothing to divide by",
     ),
     (
-        TIS | {"importance_sampling_batch_normalize": True, "force_on_policy_ratio": True},
+        {"importance": {"batch_normalize": True}, "force_on_policy_ratio": True},
         "force_on_policy_ratio",
-        "which importance_sampling_batch_normalize needs",
+        "which importance.batch_normalize needs",
     ),
+    ({"importance": {"rejection": {}}}, "importance.rejection.high", "without a bound"),
+    ({"importance": {"rejection": {"estimator": "k3", "low": 0.1}}}, "importance.rejection.low", "never negative"),
     (
-        TIS | {"importance_sampling_rejection": {"estimator": "k3", "low": 0.1}},
-        "importance_sampling_rejection.low",
-        "never negative",
-    ),
-    (
-        TIS | {"importance_sampling_rejection": {"estimator": "k1", "low": 0.2, "high": 0.1}},
-        "importance_sampling_rejection.low",
+        {"importance": {"rejection": {"estimator": "k1", "low": 0.2, "high": 0.1}}},
+        "importance.rejection.low",
         "above high",
     ),
+    # staleness
+    ({"staleness": {"decay": 1.0}}, "staleness.decay", "allowed: float > 0 and < 1"),
 ]
 
 
@@ -128,7 +109,7 @@ REFUSED = [
     ("written", "key", "says"), REFUSED, ids=[f"{key}-{i}" for i, (_, key, _) in enumerate(REFUSED)]
 )
 def test_what_contradicts_itself_or_has_no_effect_is_refused_with_the_reason(written, key, says):
-    ((found, message),) = problems(configured(written))
+    ((found, message),) = problems(written)
     assert found == key
     assert re.search(says, message), message
 
@@ -137,18 +118,18 @@ ACCEPTED = [
     {},
     GSPO,
     {"surrogate": "gspo", "aggregation": "sequence-mean-token-sum"},
-    {"use_cispo": True, "ratio_clip_min": 1.0, "ratio_clip_max": 3.0},
-    {"disable_ppo_ratio": True},
+    {"surrogate": {"name": "cispo", "clip_low": 1.0, "clip_high": 3.0}},
+    {"surrogate": "reinforce"},
     {"ratio_denominator": "generation"},
     GSPO | {"ratio_denominator": "generation"},
-    {"aggregation": "sequence-mean-token-sum", "aggregation_divisor": 512.0},
-    {"reference_policy_kl_type": "k1", "reference_policy_kl_unbiased": True},
-    {"reference_policy_kl_type": "k1", "use_kl_in_reward": True, "adaptive_kl": {"target": 0.05}},
-    TIS | {"truncated_importance_sampling_ratio": 2.0, "truncated_importance_sampling_ratio_min": 0.5},
-    TIS | GSPO | {"truncated_importance_sampling_type": "icepop", "truncated_importance_sampling_ratio": 2.0},
-    TIS | {"importance_sampling_rejection": {"statistic": "max", "estimator": "k2", "high": 2.0}},
-    {"surrogate": {"name": "clip-cov", "share": 0.01}, "off_policy_sequence_mask_threshold": 0.5},
-    {"top_entropy_share": 0.2, "reference_policy_kl_penalty": 0.0},
+    {"aggregation": {"name": "sequence-mean-token-sum", "divisor": 512.0}},
+    {"kl": {"estimator": "k1", "unbiased": True}},
+    {"kl": {"estimator": "k1", "in_reward": True, "target": 0.05}},
+    {"importance": {"low": 0.5, "high": 2.0}},
+    GSPO | {"importance": {"truncation": "icepop", "high": 2.0}},
+    {"importance": {"rejection": {"statistic": "max", "estimator": "k2", "high": 2.0}}},
+    {"surrogate": {"name": "clip-cov", "share": 0.01}, "filters": {"off_policy_threshold": 0.5}},
+    {"filters": {"top_entropy_share": 0.2}, "kl": {"weight": 0.0}},
     {"entropy_bonus": {"weight": 0.01}, "positive_example_nll_weight": 0.1},
 ]
 
@@ -156,21 +137,25 @@ ACCEPTED = [
 @pytest.mark.parametrize("written", ACCEPTED, ids=range(len(ACCEPTED)))
 def test_what_goes_together_is_a_loss(written):
     section = configured(written)
-    assert problems(section) == []
+    assert problems(written) == []
     config = SimpleNamespace(
         grpo=GRPOConfig(num_prompts_per_step=4, num_generations_per_prompt=2),
         loss_fn=section,
         policy=SimpleNamespace(train_global_batch_size=8, generation=GenerationConfig()),
     )
-    loss_of(config, config.grpo)
+    loss = loss_of(config, config.grpo)
+    # the config holds the objects that the loss is made of
+    assert loss.surrogate is section.surrogate
+    assert loss.filters is section.filters
+    assert loss.kl is (section.kl if section.kl.is_in_loss else None)
 
 
 @pytest.mark.parametrize("name", SURROGATES)
 def test_every_surrogate_is_chosen_by_its_name_with_its_settings(name):
     aggregation = SURROGATES[name].aggregations[0]
-    section = configured({"surrogate": {"name": name}, "aggregation": aggregation})
-    assert problems(section) == []
-    assert section.surrogate.name == name
+    written = {"surrogate": {"name": name}, "aggregation": aggregation}
+    assert problems(written) == []
+    assert type(configured(written).surrogate) is SURROGATES[name]
 
 
 def test_a_setting_of_another_surrogate_and_an_unknown_one_are_refused():
@@ -200,7 +185,7 @@ def test_a_loss_that_corrects_takes_older_rollouts(written):
 
 
 def test_weights_by_age_need_rollouts_that_run_ahead():
-    decaying = configured({**TIS, "staleness_decay": 0.9})
+    decaying = configured({**TIS, "staleness": {"decay": 0.9}})
     assert ahead(decaying) == []
     config = SimpleNamespace(
         grpo=GRPOConfig(num_prompts_per_step=4, num_generations_per_prompt=2),
@@ -208,13 +193,13 @@ def test_weights_by_age_need_rollouts_that_run_ahead():
         policy=SimpleNamespace(train_global_batch_size=8, generation=GenerationConfig()),
     )
     (problem,) = loss_problems(config, config.grpo)
-    assert problem.key == "loss_fn.staleness_decay"
+    assert problem.key == "loss_fn.staleness"
     assert "grpo.async_grpo.enabled=true" in problem.message
 
 
 def test_a_loss_that_does_not_correct_is_refused_for_older_rollouts():
     ((key, message),) = ahead(configured({}))
-    assert key == "loss_fn.use_importance_sampling_correction"
+    assert key == "loss_fn.importance"
     assert message.startswith("grpo.async_grpo lets rollouts be 2 steps old, for which the loss does not correct")
 
 

@@ -7,12 +7,13 @@ import pytest
 from rollouts_builder import make_group
 
 from rl_algos.grpo.config import GRPOConfig
+from rl_algos.losses.entropy import EntropyBonus
 from rl_algos.losses.kl import KLPenalty
 from rl_algos.losses.policy import PolicyLoss
 from rl_algos.losses.staleness import StalenessDecay
 from rl_algos.losses.surrogates import ClipCov, KLCov
 from rl_algos.policy_gradient.adaptive import AdaptiveEntropy, AdaptiveKL
-from rl_algos.policy_gradient.objective import Objective, RewardKL, with_logprobs
+from rl_algos.policy_gradient.objective import Objective, kl_estimates, with_logprobs
 from rl_algos.policy_gradient.step_statistics import StepData, high_covariance, high_entropy, positive_examples
 from rl_algos.rollouts.training.batch import build_batch, with_advantages
 from rl_core.metrics import Metric
@@ -37,7 +38,9 @@ def step_data(step: int = 1, seed: int = 0) -> StepData:
 @pytest.mark.parametrize(("estimator", "k"), [("k1", lambda d: -d), ("k3", lambda d: math.exp(d) - d - 1)])
 def test_a_penalty_on_rewards_is_the_weighted_estimate_at_each_sampled_token(estimator, k):
     batch = step_data().batch
-    objective = Objective(PolicyLoss(), reward_kl=RewardKL(0.5, estimator, input_clamp=1.0))
+    objective = Objective(
+        PolicyLoss(), reward_kl=KLPenalty(weight=0.5, estimator=estimator, in_reward=True, input_clamp=1.0)
+    )
     assert objective.columns >= {"prev_logprobs", "ref_logprobs"}
     mask, prev, ref = (batch.ragged(name).values for name in ("loss_mask", "prev_logprobs", "ref_logprobs"))
     expected = [0.5 * k(min(max(r - p, -1.0), 1.0)) if m else 0.0 for m, p, r in zip(mask, prev, ref, strict=True)]
@@ -56,19 +59,19 @@ def test_a_penalty_without_clamps_is_finite_in_float32_at_extreme_log_ratios(est
         name: mask.like(np.where(mask.values > 0, np.resize(values, len(mask.values)), np.nan).astype(np.float32))
         for name, values in (("prev_logprobs", extreme), ("ref_logprobs", extreme[::-1]))
     }
-    reward_kl = RewardKL(0.5, estimator, input_clamp=None, output_clamp=None)
-    found = reward_kl.estimates(batch.with_columns(columns)).values.astype(np.float32)
+    kl = KLPenalty(weight=0.5, estimator=estimator, in_reward=True, input_clamp=None, output_clamp=None)
+    found = kl_estimates(kl, batch.with_columns(columns)).values.astype(np.float32)
     assert np.isfinite(found).all()
     assert not found[mask.values == 0].any()
 
 
 def test_weights_by_age_are_told_the_version_of_the_policy():
     weights = FakeWeights(FakeModel())
-    objective = Objective(PolicyLoss(staleness=StalenessDecay(0.9)), weights=weights)
+    objective = Objective(PolicyLoss(staleness=StalenessDecay(decay=0.9)), weights=weights)
     assert "weight_versions" in objective.columns
     for version in (1, 2):
         weights.publish()
-        assert objective.loss.staleness == StalenessDecay(0.9, version)
+        assert objective.loss.weight_version == version
 
 
 def test_an_objective_without_parts_adds_nothing():
@@ -136,7 +139,7 @@ def test_what_is_read_before_the_update_follows_from_the_parts_in_use():
             return super().infer(batch, reads, reference=reference, temperature=temperature)
 
     keep = TokenFilter(top_p=0.9)
-    loss = PolicyLoss(on_policy=True, kl=KLPenalty(0.1), temperature=0.5, token_filter=keep)
+    loss = PolicyLoss(on_policy=True, kl=KLPenalty(weight=0.1), temperature=0.5, token_filter=keep)
     objective = Objective(loss, read_before=("prev_logprobs", "prev_collision"))
     policy, batch = Reading(), build_batch(GROUPS, GRPOConfig())
     found = with_logprobs(batch, policy, objective)
@@ -157,20 +160,20 @@ def test_positive_examples_have_a_reward_above_zero():
 
 
 def test_statistics_become_columns_of_the_batch():
-    objective = Objective(PolicyLoss(positive_nll_weight=0.1), statistics={"positive": positive_examples})
+    objective = Objective(PolicyLoss(positive_example_nll_weight=0.1), statistics={"positive": positive_examples})
     assert "positive" not in objective.columns
     assert objective.prepared(step_data()).array("positive").tolist() == [1, 0, 0, 1, 1]
 
 
 @pytest.mark.parametrize(("measured", "factor"), [(0.1, 1.0), (0.11, 1.01), (5.0, 1.02), (0.0, 0.98)])
 def test_the_weight_of_kl_follows_its_target_within_bounds(measured, factor):
-    weight = AdaptiveKL(0.5, target=0.1, rate=0.1)
+    weight = AdaptiveKL(KLPenalty(weight=0.5, target=0.1, horizon=10), rollouts_per_step=1)
     weight.observe(measured)
     assert weight.value == pytest.approx(0.5 * factor)
 
 
 def test_the_weight_of_entropy_rises_below_the_target_falls_above_it_and_applies_below():
-    weight = AdaptiveEntropy(0.0, target=1.0, step=0.1)
+    weight = AdaptiveEntropy(EntropyBonus(target=1.0, weight_step=0.1))
     seen = []
     for measured in (0.5, 0.6, 1.5, 0.9, 2.0, 2.0, 2.0):
         weight.observe(measured)
@@ -180,9 +183,9 @@ def test_the_weight_of_entropy_rises_below_the_target_falls_above_it_and_applies
 
 def adaptive() -> Objective:
     return Objective(
-        PolicyLoss(kl=KLPenalty(0.2), entropy_weight=0.01),
-        kl_weight=AdaptiveKL(0.2, target=0.1, rate=0.5),
-        entropy_weight=AdaptiveEntropy(0.01, target=1.0, step=0.1),
+        PolicyLoss(kl=KLPenalty(weight=0.2), entropy_bonus=EntropyBonus(weight=0.01)),
+        kl_weight=AdaptiveKL(KLPenalty(weight=0.2, target=0.1, horizon=2), rollouts_per_step=1),
+        entropy_weight=AdaptiveEntropy(EntropyBonus(weight=0.01, target=1.0, weight_step=0.1)),
     )
 
 
@@ -192,7 +195,7 @@ def test_adaptive_weights_are_in_the_loss_reported_and_resumed():
     reported = objective.observe(measured)
     assert reported == {"policy/kl_weight": 0.2, "policy/entropy_weight": 0.01}
     assert objective.loss.kl.weight == pytest.approx(0.22)
-    assert objective.loss.entropy_weight == 0.0
+    assert objective.loss.entropy_bonus.weight == 0.0
     other = adaptive()
     other.restore(Objective(PolicyLoss()).state())
     assert other.loss == adaptive().loss
@@ -204,8 +207,8 @@ def test_adaptive_weights_are_in_the_loss_reported_and_resumed():
 
 def test_the_penalty_on_rewards_has_the_weight_in_force():
     batch = step_data().batch
-    weight = AdaptiveKL(0.5, target=1e-3, rate=1.0)
-    objective = Objective(PolicyLoss(), reward_kl=RewardKL(0.5), kl_weight=weight)
+    kl = KLPenalty(weight=0.5, in_reward=True, target=1e-3, horizon=1)
+    objective = Objective(PolicyLoss(), reward_kl=kl, kl_weight=AdaptiveKL(kl, rollouts_per_step=1))
     first = objective.penalties(batch).values
     assert set(objective.observe({})) == {"policy/kl", "policy/kl_weight"}
     np.testing.assert_allclose(objective.penalties(batch).values, 1.2 * first)

@@ -6,7 +6,7 @@ import pytest
 from rl_algos.losses.policy import KLPenalty, PolicyLoss
 from rl_algos.losses.value import ValueLoss
 from rl_algos.policy_gradient.adaptive import AdaptiveKL
-from rl_algos.policy_gradient.objective import Objective, RewardKL
+from rl_algos.policy_gradient.objective import Objective
 from rl_algos.ppo.config import PPOConfig
 from rl_algos.ppo.loop import train
 from rl_algos.rollouts.driver.steps import RolloutSteps
@@ -95,7 +95,7 @@ def test_the_critic_warms_up_while_the_policy_stays():
 
 def test_the_reference_follows_the_policy_after_every_period_of_its_training():
     settings = {"reference_sync_period": 2, "reference_mixup_alpha": 0.5, "critic_warmup_steps": 2, "max_num_steps": 6}
-    policy, critic = run_loop(FakeRun(), objective=Objective(PolicyLoss(kl=KLPenalty(0.1))), **settings)
+    policy, critic = run_loop(FakeRun(), objective=Objective(PolicyLoss(kl=KLPenalty(weight=0.1))), **settings)
     assert policy.references == [(4, 0.5), (8, 0.5)]  # after steps 4 and 6, two updates each; it stays in the warm-up
     assert critic.references == []
 
@@ -111,7 +111,8 @@ def test_a_step_reports_the_critic_beside_the_policy_and_the_rollouts():
 
 def test_kl_in_the_reward_lowers_the_rewards_of_tokens_and_its_weight_adapts():
     run = FakeRun()
-    objective = Objective(PolicyLoss(), reward_kl=RewardKL(0.1), kl_weight=AdaptiveKL(0.1, target=1e-3, rate=0.5))
+    kl = KLPenalty(weight=0.1, in_reward=True, target=1e-3, horizon=2)
+    objective = Objective(PolicyLoss(), reward_kl=kl, kl_weight=AdaptiveKL(kl, rollouts_per_step=1))
     policy, _ = run_loop(run, objective=objective, critic_warmup_steps=1)
     assert [name for name, _ in policy.calls][:2] == ["infer", "infer_reference"]
     assert run.metrics[3]["policy/kl"] > 0
@@ -119,8 +120,8 @@ def test_kl_in_the_reward_lowers_the_rewards_of_tokens_and_its_weight_adapts():
 
 
 def test_the_objective_is_that_of_grpo_with_its_terms():
-    policy, _ = run_loop(FakeRun(), objective=Objective(PolicyLoss(kl=KLPenalty(0.1))), max_num_steps=1)
-    assert {loss.kl for loss in policy.losses} == {KLPenalty(0.1)}
+    policy, _ = run_loop(FakeRun(), objective=Objective(PolicyLoss(kl=KLPenalty(weight=0.1))), max_num_steps=1)
+    assert {loss.kl for loss in policy.losses} == {KLPenalty(weight=0.1)}
     assert all("ref_logprobs" in batch for batch in trained(policy))
     assert all(batch.ragged("advantages").values.dtype == np.float32 for batch in trained(policy))
 

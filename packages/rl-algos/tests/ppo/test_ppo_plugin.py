@@ -43,7 +43,7 @@ def test_policy_and_critic_train_and_the_policy_alone_keeps_a_reference():
     assert needs["policy"].spec.keeps_reference
     assert needs["critic"].spec.trains
     assert not needs["critic"].spec.keeps_reference
-    without = PLUGIN.models(make_config(loss={"reference_policy_kl_penalty": 0.0}))
+    without = PLUGIN.models(make_config(loss={"kl": {"weight": 0.0}}))
     assert not without["policy"].spec.keeps_reference
 
 
@@ -58,7 +58,7 @@ def test_a_reference_may_follow_the_policy_if_the_loss_reads_it():
     moves = {"reference_sync_period": 4, "reference_mixup_alpha": 0.6}
     assert problems(make_config(**moves)) == []
     assert PLUGIN.models(make_config(**moves))["policy"].spec.keeps_reference
-    ((key, message),) = problems(make_config(loss={"reference_policy_kl_penalty": 0.0}, **moves))
+    ((key, message),) = problems(make_config(loss={"kl": {"weight": 0.0}}, **moves))
     assert (key, "no reference policy" in message) == ("ppo.reference_sync_period", True)
     ((key, _),) = problems(make_config(reference_mixup_alpha=0.6))
     assert key == "ppo.reference_mixup_alpha"

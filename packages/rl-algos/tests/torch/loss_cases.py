@@ -4,6 +4,8 @@ import numpy as np
 import torch
 
 from rl_algos.losses.aggregation import Aggregation
+from rl_algos.losses.entropy import EntropyBonus
+from rl_algos.losses.filters import Filters
 from rl_algos.losses.importance import ImportanceCorrection, Rejection
 from rl_algos.losses.kl import KLPenalty
 from rl_algos.losses.policy import PolicyLoss
@@ -26,58 +28,63 @@ from rl_core.data.batch import Batch
 from rl_core.data.ragged import Ragged
 from rl_core.torch.loss import Rows
 
-SEQUENCE_MEAN = Aggregation("sequence-mean")
+HIGH_ENTROPY = Filters(top_entropy_share=0.4)
+SEQUENCE_MEAN = Aggregation(name="sequence-mean")
 
 
 def _weighed(surrogate=None, aggregation=None, **settings) -> PolicyLoss:
     """With importance weights, and a KL term that they must not touch."""
     correction = ImportanceCorrection(**settings)
-    return PolicyLoss(surrogate or Clip(), aggregation or Aggregation(), importance=correction, kl=KLPenalty(0.3))
+    return PolicyLoss(
+        surrogate or Clip(), aggregation or Aggregation(), importance=correction, kl=KLPenalty(weight=0.3)
+    )
 
 
 def _rejecting(statistic, estimator, high, low=None) -> PolicyLoss:
-    return _weighed(rejection=Rejection(statistic, estimator, high=high, low=low))
+    return _weighed(rejection=Rejection(statistic=statistic, estimator=estimator, high=high, low=low))
 
 
 LOSSES = {
     "clip": PolicyLoss(),
-    "clip-higher": PolicyLoss(Clip(0.1, 0.4)),
+    "clip-higher": PolicyLoss(Clip(clip_low=0.1, clip_high=0.4)),
     "dual clip": PolicyLoss(Clip(dual_clip=1.5)),
     "sequence mean": PolicyLoss(aggregation=SEQUENCE_MEAN),
-    "token sum": PolicyLoss(aggregation=Aggregation("token-sum")),
-    "token sum, divided": PolicyLoss(aggregation=Aggregation("token-sum", divisor=7.0)),
-    "drgrpo": PolicyLoss(aggregation=Aggregation("sequence-mean-token-sum", divisor=9.0)),
+    "token sum": PolicyLoss(aggregation=Aggregation(name="token-sum")),
+    "token sum, divided": PolicyLoss(aggregation=Aggregation(name="token-sum", divisor=7.0)),
+    "drgrpo": PolicyLoss(aggregation=Aggregation(name="sequence-mean-token-sum", divisor=9.0)),
     "gspo": PolicyLoss(GSPO(), SEQUENCE_MEAN),
-    "gspo dual clip": PolicyLoss(GSPO(0.05, 0.05, dual_clip=1.1), SEQUENCE_MEAN),
-    "luspo": PolicyLoss(GSPO(0.05, 0.1), Aggregation("sequence-mean-token-sum")),
+    "gspo dual clip": PolicyLoss(GSPO(clip_low=0.05, clip_high=0.05, dual_clip=1.1), SEQUENCE_MEAN),
+    "luspo": PolicyLoss(GSPO(clip_low=0.05, clip_high=0.1), Aggregation(name="sequence-mean-token-sum")),
     "cispo": PolicyLoss(CISPO(clip_low=1.0, clip_high=0.3)),
     "reinforce": PolicyLoss(Reinforce()),
-    "sapo": PolicyLoss(SAPO(1.0, 1.5), SEQUENCE_MEAN),
-    "gmpo": PolicyLoss(GMPO(0.2, 0.3), SEQUENCE_MEAN),
-    "gmpo, open below": PolicyLoss(GMPO(1.0, 0.3), SEQUENCE_MEAN),
-    "dppo-tv": PolicyLoss(DPPOTV(0.05)),
-    "dppo-kl": PolicyLoss(DPPOKL(0.01)),
-    "around generation": PolicyLoss(denominator="generation"),
-    "around generation, one update": PolicyLoss(Clip(dual_clip=1.5), denominator="generation", on_policy=True),
-    "gspo around generation": PolicyLoss(GSPO(), SEQUENCE_MEAN, denominator="generation", kl=KLPenalty(0.3)),
+    "sapo": PolicyLoss(SAPO(tau_positive=1.0, tau_negative=1.5), SEQUENCE_MEAN),
+    "gmpo": PolicyLoss(GMPO(clip_low=0.2, clip_high=0.3), SEQUENCE_MEAN),
+    "gmpo, open below": PolicyLoss(GMPO(clip_low=1.0, clip_high=0.3), SEQUENCE_MEAN),
+    "dppo-tv": PolicyLoss(DPPOTV(threshold=0.05)),
+    "dppo-kl": PolicyLoss(DPPOKL(threshold=0.01)),
+    "around generation": PolicyLoss(ratio_denominator="generation"),
+    "around generation, one update": PolicyLoss(Clip(dual_clip=1.5), ratio_denominator="generation", on_policy=True),
+    "gspo around generation": PolicyLoss(
+        GSPO(), SEQUENCE_MEAN, ratio_denominator="generation", kl=KLPenalty(weight=0.3)
+    ),
     "decoupled": PolicyLoss(importance=ImportanceCorrection(high=2.0)),
     "clip-cov": PolicyLoss(ClipCov()),
     "kl-cov": PolicyLoss(KLCov(weight=0.7)),
     "vespo": PolicyLoss(VESPO()),
     "on policy": PolicyLoss(on_policy=True),
     "on policy gspo": PolicyLoss(GSPO(), SEQUENCE_MEAN, on_policy=True),
-    "k1 unbiased": PolicyLoss(kl=KLPenalty(0.3, "k1", unbiased=True)),
-    "k2": PolicyLoss(kl=KLPenalty(0.3, "k2")),
-    "k3": PolicyLoss(kl=KLPenalty(0.3, "k3"), aggregation=SEQUENCE_MEAN),
-    "k3 unbiased": PolicyLoss(kl=KLPenalty(0.3, "k3", unbiased=True)),
-    "k3 unbiased, on policy": PolicyLoss(kl=KLPenalty(0.3, "k3", unbiased=True), on_policy=True),
-    "k3 from generation": PolicyLoss(kl=KLPenalty(0.3, "k3", from_generation=True)),
-    "k3 of DeepSeek-V3.2": PolicyLoss(kl=KLPenalty(0.3, "k3", unbiased=True, from_generation=True)),
-    "kl clamps": PolicyLoss(kl=KLPenalty(0.3, "k3", input_clamp=0.2, output_clamp=0.01)),
-    "k2 without clamps": PolicyLoss(kl=KLPenalty(0.3, "k2", input_clamp=None, output_clamp=None)),
-    "k3 without clamps": PolicyLoss(kl=KLPenalty(0.3, "k3", input_clamp=None, output_clamp=None)),
+    "k1 unbiased": PolicyLoss(kl=KLPenalty(weight=0.3, estimator="k1", unbiased=True)),
+    "k2": PolicyLoss(kl=KLPenalty(weight=0.3, estimator="k2")),
+    "k3": PolicyLoss(kl=KLPenalty(weight=0.3, estimator="k3"), aggregation=SEQUENCE_MEAN),
+    "k3 unbiased": PolicyLoss(kl=KLPenalty(weight=0.3, estimator="k3", unbiased=True)),
+    "k3 unbiased, on policy": PolicyLoss(kl=KLPenalty(weight=0.3, estimator="k3", unbiased=True), on_policy=True),
+    "k3 from generation": PolicyLoss(kl=KLPenalty(weight=0.3, estimator="k3", from_generation=True)),
+    "k3 of DeepSeek-V3.2": PolicyLoss(kl=KLPenalty(weight=0.3, estimator="k3", unbiased=True, from_generation=True)),
+    "kl clamps": PolicyLoss(kl=KLPenalty(weight=0.3, estimator="k3", input_clamp=0.2, output_clamp=0.01)),
+    "k2 without clamps": PolicyLoss(kl=KLPenalty(weight=0.3, estimator="k2", input_clamp=None, output_clamp=None)),
+    "k3 without clamps": PolicyLoss(kl=KLPenalty(weight=0.3, estimator="k3", input_clamp=None, output_clamp=None)),
     "k3 unbiased without clamps": PolicyLoss(
-        kl=KLPenalty(0.3, "k3", input_clamp=None, output_clamp=None, unbiased=True)
+        kl=KLPenalty(weight=0.3, estimator="k3", input_clamp=None, output_clamp=None, unbiased=True)
     ),
     "importance": _weighed(),
     "tis": _weighed(high=1.1),
@@ -93,24 +100,35 @@ LOSSES = {
     "normalized weights": _weighed(high=1.1, batch_normalize=True),
     "normalized sequence weights": _weighed(Clip(), SEQUENCE_MEAN, level="sequence", batch_normalize=True),
     "normalized, rejecting": _weighed(
-        Clip(), SEQUENCE_MEAN, rejection=Rejection("max", "k2", high=0.02), batch_normalize=True
+        Clip(), SEQUENCE_MEAN, rejection=Rejection(statistic="max", estimator="k2", high=0.02), batch_normalize=True
     ),
-    "staleness": PolicyLoss(staleness=StalenessDecay(0.7, version=9), kl=KLPenalty(0.3), entropy_weight=0.4),
+    "staleness": PolicyLoss(
+        staleness=StalenessDecay(decay=0.7),
+        weight_version=9,
+        kl=KLPenalty(weight=0.3),
+        entropy_bonus=EntropyBonus(weight=0.4),
+    ),
     "staleness, weights": PolicyLoss(
-        CISPO(), SEQUENCE_MEAN, staleness=StalenessDecay(0.5, version=9), importance=ImportanceCorrection(high=1.1)
+        CISPO(),
+        SEQUENCE_MEAN,
+        staleness=StalenessDecay(decay=0.5),
+        weight_version=9,
+        importance=ImportanceCorrection(high=1.1),
     ),
     "staleness, normalized weights": PolicyLoss(
-        staleness=StalenessDecay(0.5, version=9), importance=ImportanceCorrection(batch_normalize=True)
+        staleness=StalenessDecay(decay=0.5), weight_version=9, importance=ImportanceCorrection(batch_normalize=True)
     ),
-    "off-policy sequence mask": PolicyLoss(off_policy_threshold=0.02, kl=KLPenalty(0.3)),
-    "mismatch threshold": PolicyLoss(mismatch_threshold=1.12, kl=KLPenalty(0.3)),
-    "entropy bonus": PolicyLoss(entropy_weight=0.4),
-    "entropy bonus and kl": PolicyLoss(entropy_weight=0.4, kl=KLPenalty(0.3), aggregation=SEQUENCE_MEAN),
-    "positive nll": PolicyLoss(positive_nll_weight=0.2),
-    "high entropy only": PolicyLoss(high_entropy_only=True, kl=KLPenalty(0.3)),
-    "high entropy only, gspo": PolicyLoss(GSPO(), SEQUENCE_MEAN, high_entropy_only=True),
+    "off-policy sequence mask": PolicyLoss(filters=Filters(off_policy_threshold=0.02), kl=KLPenalty(weight=0.3)),
+    "mismatch threshold": PolicyLoss(mismatch_threshold=1.12, kl=KLPenalty(weight=0.3)),
+    "entropy bonus": PolicyLoss(entropy_bonus=EntropyBonus(weight=0.4)),
+    "entropy bonus and kl": PolicyLoss(
+        entropy_bonus=EntropyBonus(weight=0.4), kl=KLPenalty(weight=0.3), aggregation=SEQUENCE_MEAN
+    ),
+    "positive nll": PolicyLoss(positive_example_nll_weight=0.2),
+    "high entropy only": PolicyLoss(filters=HIGH_ENTROPY, kl=KLPenalty(weight=0.3)),
+    "high entropy only, gspo": PolicyLoss(GSPO(), SEQUENCE_MEAN, filters=HIGH_ENTROPY),
     "high entropy only, weights": PolicyLoss(
-        high_entropy_only=True, importance=ImportanceCorrection(high=1.1), positive_nll_weight=0.2
+        filters=HIGH_ENTROPY, importance=ImportanceCorrection(high=1.1), positive_example_nll_weight=0.2
     ),
 }
 

@@ -43,7 +43,7 @@ def oracle(loss: PolicyLoss, batch: Batch, frozen: np.ndarray | None = None) -> 
     count = counts.get(loss.aggregation.name, num_sequences)
     if loss.importance is not None and loss.importance.batch_normalize:
         policy = policy / weights * count if weights else 0.0
-    return (policy + penalty) / count + loss.positive_nll_weight * nll / num_positive
+    return (policy + penalty) / count + loss.positive_example_nll_weight * nll / num_positive
 
 
 def weight_of(loss: PolicyLoss, sequence: "Sequence", t: int) -> float:
@@ -70,7 +70,7 @@ class Sequence:
         return float(threshold is None or error <= threshold)
 
     def weight(self, t: int) -> float:
-        threshold = self.loss.off_policy_threshold
+        threshold = self.loss.filters.off_policy_threshold
         distance = self.mean(lambda i: self.gen[i] - self.frozen[i])
         if threshold is not None and self.mean(lambda i: self.advantages[i]) < 0 and distance > threshold:
             return 0.0
@@ -79,21 +79,21 @@ class Sequence:
     def by_age(self, t: int) -> float:
         if self.loss.staleness is None:
             return 1.0
-        return self.loss.staleness.decay ** max(0, self.loss.staleness.version - int(self.column["weight_versions"][t]))
+        return self.loss.staleness.decay ** max(0, self.loss.weight_version - int(self.column["weight_versions"][t]))
 
     def policy(self, t: int) -> float:
-        if self.loss.high_entropy_only and not self.column["high_entropy"][t]:
+        if self.loss.filters.top_entropy_share is not None and not self.column["high_entropy"][t]:
             return 0.0
         compared = copy.copy(self)
-        compared.prev = self.gen if self.loss.denominator == "generation" else self.prev
+        compared.prev = self.gen if self.loss.ratio_denominator == "generation" else self.prev
         return globals()[self.loss.surrogate.name.replace("-", "_")](self.loss.surrogate, compared, t)
 
     def penalty(self, t: int) -> float:
         value = 0.0
         if self.loss.kl is not None:
             value += self.loss.kl.weight * self.kl(self.loss.kl, t)
-        if self.loss.entropy_weight is not None:
-            value -= self.loss.entropy_weight * self.column["entropy"][t]
+        if self.loss.entropy_bonus is not None:
+            value -= self.loss.entropy_bonus.weight * self.column["entropy"][t]
         return value
 
     def kl(self, penalty: KLPenalty, t: int) -> float:

@@ -75,13 +75,17 @@ INEXACT = None
 
 # the relative error if tokens are drawn from the policy, and from an older one
 CASES = {
-    "k2": (KLPenalty(1.0, "k2"), 0.0, INEXACT),
-    "k3": (KLPenalty(1.0, "k3"), INEXACT, INEXACT),
-    "k1 unbiased": (KLPenalty(1.0, "k1", unbiased=True), 0.0, 0.0),
-    "k3 unbiased": (KLPenalty(1.0, "k3", unbiased=True), 0.0, 0.0),
-    "k2 from generation": (KLPenalty(1.0, "k2", from_generation=True), 0.0, 0.0),
-    "k3 from generation": (KLPenalty(1.0, "k3", from_generation=True), INEXACT, INEXACT),
-    "k3 unbiased, from generation": (KLPenalty(1.0, "k3", unbiased=True, from_generation=True), 0.0, 0.0),
+    "k2": (KLPenalty(weight=1.0, estimator="k2"), 0.0, INEXACT),
+    "k3": (KLPenalty(weight=1.0, estimator="k3"), INEXACT, INEXACT),
+    "k1 unbiased": (KLPenalty(weight=1.0, estimator="k1", unbiased=True), 0.0, 0.0),
+    "k3 unbiased": (KLPenalty(weight=1.0, estimator="k3", unbiased=True), 0.0, 0.0),
+    "k2 from generation": (KLPenalty(weight=1.0, estimator="k2", from_generation=True), 0.0, 0.0),
+    "k3 from generation": (KLPenalty(weight=1.0, estimator="k3", from_generation=True), INEXACT, INEXACT),
+    "k3 unbiased, from generation": (
+        KLPenalty(weight=1.0, estimator="k3", unbiased=True, from_generation=True),
+        0.0,
+        0.0,
+    ),
 }
 
 
@@ -94,7 +98,7 @@ def test_the_expected_gradient_is_exact_where_it_is_said_to_be_and_not_elsewhere
 
 
 def test_k3_has_the_gradient_of_the_reversed_divergence():
-    found = expected_gradient(KLPenalty(1.0, "k3"), "policy")
+    found = expected_gradient(KLPenalty(weight=1.0, estimator="k3"), "policy")
     torch.testing.assert_close(found, reversed_gradient(), rtol=0, atol=EXACT)
 
 
@@ -106,4 +110,4 @@ def test_what_is_refused_has_no_gradient_or_a_wrong_one():
 @pytest.mark.parametrize(("estimator", "unbiased"), [("k1", False), ("k2", True)])
 def test_terms_with_a_wrong_gradient_are_refused(estimator, unbiased):
     with pytest.raises(ValueError, match=f"{estimator} .*gradient"):
-        KLPenalty(0.1, estimator, unbiased=unbiased)
+        KLPenalty(weight=0.1, estimator=estimator, unbiased=unbiased)

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from loss_cases import LENGTHS, LOSSES, SEQUENCE_MEAN, loss_and_gradients, make_batch, rows_of
 from loss_oracle import oracle
 
+from rl_algos.losses.entropy import EntropyBonus
+from rl_algos.losses.filters import Filters
 from rl_algos.losses.importance import ImportanceCorrection, Rejection
 from rl_algos.losses.kl import KLPenalty
 from rl_algos.losses.policy import PolicyLoss
@@ -150,7 +152,7 @@ def test_a_sequence_meant_to_be_dropped_gives_no_nan(truncation):
     batch = make_batch()
     generation = batch.ragged("generation_logprobs")
     far = generation.like((generation.values - np.repeat([200.0, 0, 0, 0, 0], LENGTHS)).astype(np.float32))
-    correction = ImportanceCorrection(truncation, low=0.5, high=2.0)
+    correction = ImportanceCorrection(truncation=truncation, low=0.5, high=2.0)
     loss = PolicyLoss(importance=correction, mismatch_threshold=5.0)
     value, gradients = loss_and_gradients(loss, batch.with_columns({"generation_logprobs": far}), SPLIT)
     assert np.isfinite(value)
@@ -163,8 +165,8 @@ def test_gspo_with_weights_leaves_out_whole_sequences_or_nothing():
     generation = batch.ragged("generation_logprobs")
     other = generation.like(generation.values - np.repeat([1.0, 0, 0, 0, 0], LENGTHS))
     batch = batch.with_columns({"generation_logprobs": other})
-    correction = ImportanceCorrection("icepop", low=0.3, high=3.0, level="sequence")
-    loss = PolicyLoss(GSPO(10, 10), SEQUENCE_MEAN, importance=correction)
+    correction = ImportanceCorrection(truncation="icepop", low=0.3, high=3.0, level="sequence")
+    loss = PolicyLoss(GSPO(clip_low=1, clip_high=10), SEQUENCE_MEAN, importance=correction)
     _, gradients = loss_and_gradients(loss, batch, WHOLE)
     mask = batch.ragged("loss_mask")
     moved = [set(row[own > 0] != 0) for row, own in zip(mask.like(gradients["logprobs"]), mask, strict=True)]
@@ -174,8 +176,10 @@ def test_gspo_with_weights_leaves_out_whole_sequences_or_nothing():
 
 
 def test_a_sequence_that_two_filters_leave_out_counts_once():
-    correction = ImportanceCorrection("seq-mask-tis", high=1e-6, rejection=Rejection("max", "k2", high=0.0))
-    loss = PolicyLoss(importance=correction, mismatch_threshold=1.0, off_policy_threshold=1e-9)
+    correction = ImportanceCorrection(
+        truncation="seq-mask-tis", high=1e-6, rejection=Rejection(statistic="max", estimator="k2", high=0.0)
+    )
+    loss = PolicyLoss(importance=correction, mismatch_threshold=1.0, filters=Filters(off_policy_threshold=1e-9))
     metric = compute(loss, *rows_of(make_batch(), range(5))).metrics["mismatch/masked_sequences"]
     # the third row samples nothing
     assert metric.value.item() == 4
@@ -203,12 +207,12 @@ def test_entropy_is_reported_if_it_is_read_and_the_negative_logprob_always():
     plain = compute(PolicyLoss(), *rows_of(batch, range(5))).metrics
     assert plain["policy/nll"].value.item() == pytest.approx(-batch.ragged("logprobs").values[mask].sum())
     assert "policy/entropy" not in plain
-    read = compute(PolicyLoss(entropy_weight=0.0), *rows_of(batch, range(5))).metrics
+    read = compute(PolicyLoss(entropy_bonus=EntropyBonus(weight=0.0)), *rows_of(batch, range(5))).metrics
     assert read["policy/entropy"].value.item() == pytest.approx(batch.ragged("entropy").values[mask].sum())
 
 
 def test_rows_that_sample_nothing_count_as_no_sequence():
-    totals = PolicyLoss(positive_nll_weight=0.1).totals(make_batch())
+    totals = PolicyLoss(positive_example_nll_weight=0.1).totals(make_batch())
     mask = make_batch().ragged("loss_mask")
     assert totals["sequences"] == 4
     assert totals["tokens"] == mask.values.sum()
@@ -218,17 +222,17 @@ def test_rows_that_sample_nothing_count_as_no_sequence():
 def test_the_loss_asks_only_for_columns_and_reads_that_it_uses():
     assert "prev_logprobs" not in PolicyLoss(on_policy=True).columns
     assert "ref_logprobs" not in PolicyLoss().columns
-    assert "ref_logprobs" in PolicyLoss(kl=KLPenalty(0.1)).columns
+    assert "ref_logprobs" in PolicyLoss(kl=KLPenalty(weight=0.1)).columns
     assert "high_covariance" in LOSSES["clip-cov"].columns
     assert "positive" in LOSSES["positive nll"].columns
     assert "high_entropy" in LOSSES["high entropy only"].columns
     assert [read.name for read in PolicyLoss().reads] == ["logprobs"]
-    assert [read.name for read in PolicyLoss(entropy_weight=0.0).reads] == ["logprobs", "entropy"]
+    assert [read.name for read in PolicyLoss(entropy_bonus=EntropyBonus(weight=0.0)).reads] == ["logprobs", "entropy"]
     assert dataclasses.replace(PolicyLoss(), aggregation=SEQUENCE_MEAN).aggregation.denominator == "sequences"
 
 
 def test_reads_have_the_filter_of_sampling():
-    loss = PolicyLoss(entropy_weight=0.1, token_filter=TokenFilter(top_p=0.9))
+    loss = PolicyLoss(entropy_bonus=EntropyBonus(weight=0.1), token_filter=TokenFilter(top_p=0.9))
     assert [(read.name, read.token_filter) for read in loss.reads] == [
         ("logprobs", TokenFilter(top_p=0.9)),
         ("entropy", TokenFilter(top_p=0.9)),
@@ -236,4 +240,4 @@ def test_reads_have_the_filter_of_sampling():
 
 
 def test_every_surrogate_has_a_computation():
-    assert COMPUTATIONS.keys() == SURROGATES.keys()
+    assert set(COMPUTATIONS) == set(SURROGATES.values())

@@ -2,6 +2,7 @@
 
 # ruff: noqa: E501  # a case stands on one line
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -246,3 +247,41 @@ def test_a_name_that_a_key_has_elsewhere_is_answered_with_the_key_and_its_meanin
     if key == "part":
         with pytest.raises(ConfigError, match=r"no such key; here it is part\.num_rollouts: Rollouts of each prompt\."):
             explain(CountedRoot, "part.num_samples")
+
+
+class Weighed(Config):
+    weight: float = 0.1
+
+
+class Renamed(Config):
+    renamed = {"penalty": "kl.weight", "use_x": "kind=x", "is_on": "kl: a section if true, null if false"}
+
+    kl: Weighed | None = None
+    kind: str = "y"
+
+
+class RenamedRoot(Config):
+    part: Renamed = Renamed()
+
+
+@pytest.mark.parametrize(
+    ("name", "now"),
+    [
+        ("penalty", "part.kl.weight"),
+        ("use_x", "part.kind=x"),
+        ("is_on", "part.kl: a section if true, null if false"),
+    ],
+)
+def test_a_key_of_an_earlier_version_is_answered_with_the_new_one(name: str, now: str) -> None:
+    def of_the_new_key(config: Any) -> list[Problem]:
+        return [Problem("part.kl", "must be set")] if config.part.kl is None else []
+
+    with pytest.raises(ConfigError) as refused:
+        resolve(load({"part": {name: 1}}), RenamedRoot, checks=[of_the_new_key])
+    first, *others = str(refused.value).splitlines()
+    if name == "use_x":  # the check is of another key
+        assert others == [f"  part.use_x (config): is now {now}", "  part.kl (config): must be set"]
+    else:
+        assert (first, others) == (f"part.{name} (config): is now {now}", [])
+    with pytest.raises(ConfigError, match=rf"part\.{name}: is now {re.escape(now)}"):
+        explain(RenamedRoot, f"part.{name}")

@@ -5,7 +5,17 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from rl_core.config import Config, assemble, explain, load, resolve, section_of, settings_of
+from rl_core.config import (
+    Config,
+    NamedConfig,
+    assemble,
+    changed_to_yaml,
+    explain,
+    load,
+    resolve,
+    section_of,
+    settings_of,
+)
 from rl_core.errors import ConfigError
 
 
@@ -103,3 +113,47 @@ def test_a_section_that_chooses_another_class_does_not_inherit_its_settings(tmp_
     assert set(more.select("loss")) == {"name", "weight", "mode"}
     assert more.select("optimizer.kwargs.lr") == 1.0
     assert load(tmp_path / "back.yaml").select("loss") == {"name": "policy"}
+
+
+class Shape(NamedConfig):
+    name: str
+
+
+class Circle(Shape):
+    name: str = "circle"
+    radius: float = 1.0
+
+
+class Square(Shape):
+    name: str = "square"
+    side: float = 1.0
+
+
+class Drawing(Config):
+    shape: Shape = Circle()
+
+
+def drawing(kind):
+    """A root whose section is narrowed to the type that its name chose."""
+    return assemble("Root", {"drawing": assemble("Drawing", {"shape": (kind, Circle())}, base=Drawing)})
+
+
+@pytest.mark.parametrize("overrides", [["drawing.shape.side=2"], ["drawing.shape=square", "drawing.shape.side=2"]])
+def test_settings_laid_over_a_name_keep_it(overrides, tmp_path):
+    (tmp_path / "base.yaml").write_text("drawing: {shape: square}\n")
+    (tmp_path / "run.yaml").write_text("defaults: base\n")
+    (tmp_path / "over.yaml").write_text("defaults: base\ndrawing: {shape: {side: 2}}\n")
+    expected = Square(side=2)
+    assert resolve(load(tmp_path / "run.yaml", overrides), drawing(Square)).config.drawing.shape == expected
+    assert resolve(load(tmp_path / "over.yaml"), drawing(Square)).config.drawing.shape == expected
+
+
+@pytest.mark.parametrize("written", ["square", {"name": "square", "side": 3.0}])
+def test_the_changed_keys_of_a_section_of_another_type_hold_its_name(written, tmp_path):
+    root = drawing(Square)
+    config = resolve(load({"drawing": {"shape": written}}), root).config
+    (tmp_path / "changed.yaml").write_text(changed_to_yaml(config))
+    assert load(tmp_path / "changed.yaml").select("drawing.shape.name") == "square"
+    assert resolve(load(tmp_path / "changed.yaml"), root).config == config
+    default = resolve(load({}), drawing(Circle)).config
+    assert changed_to_yaml(default) == "{}\n"

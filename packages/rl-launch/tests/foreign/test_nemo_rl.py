@@ -3,10 +3,11 @@
 import pytest
 from foreign_files import NEMO_RL, changed, written
 
+from rl_algos.policy_gradient.renamed_keys import RENAMED
 from rl_core.errors import ConfigError
 from rl_launch.foreign.importing import import_config
 from rl_launch.foreign_keys.flat import flattened
-from rl_launch.foreign_keys.table import Kind
+from rl_launch.foreign_keys.table import Kind, table
 from rl_launch.run_config.reading import read_plan
 
 
@@ -315,3 +316,57 @@ def test_evaluations_are_recipes_of_rl_eval(tmp_path):
         4,
         [2],
     )
+
+
+LOSS = {
+    "reference_policy_kl_penalty": 0.01,
+    "reference_policy_kl_type": "k2",
+    "kl_input_clamp_value": None,
+    "kl_output_clamp_value": 5.0,
+    "ratio_clip_min": 0.1,
+    "ratio_clip_max": 0.3,
+    "ratio_clip_c": None,
+    "use_on_policy_kl_approximation": True,
+    "use_importance_sampling_correction": True,
+    "truncated_importance_sampling_type": "icepop",
+    "truncated_importance_sampling_ratio": 5.0,
+    "truncated_importance_sampling_ratio_min": 0.2,
+    "token_level_loss": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("switches", "surrogate", "aggregation"),
+    [
+        ({}, {"name": "clip", "clip_low": 0.1, "clip_high": 0.3, "dual_clip": None}, "token-mean"),
+        (
+            {"sequence_level_importance_ratios": True, "token_level_loss": False},
+            {"name": "gspo", "clip_low": 0.1, "clip_high": 0.3, "dual_clip": None},
+            "sequence-mean",
+        ),
+        ({"use_cispo": True}, {"name": "cispo", "clip_low": 0.1, "clip_high": 0.3}, "token-mean"),
+        ({"disable_ppo_ratio": True}, {"name": "reinforce"}, "token-mean"),
+    ],
+)
+def test_the_loss_has_the_same_terms(tmp_path, switches, surrogate, aggregation):
+    found = imported(tmp_path, {**NEMO_RL, "loss_fn": {**LOSS, **switches}})
+    assert found.features == {}
+    loss = read_plan(found.recipe).config.loss_fn
+    assert loss.surrogate.model_dump() == surrogate
+    assert loss.aggregation.name == aggregation
+    assert (loss.kl.weight, loss.kl.estimator, loss.kl.input_clamp, loss.kl.output_clamp) == (0.01, "k2", None, 5.0)
+    assert loss.kl.from_generation
+    assert (loss.importance.truncation, loss.importance.low, loss.importance.high) == ("icepop", 0.2, 5.0)
+    assert {each.key for each in found.answers} >= {f"loss_fn.{key}" for key in {**LOSS, **switches}}
+
+
+def test_two_policy_losses_at_once_are_refused(tmp_path):
+    found = imported(tmp_path, {**NEMO_RL, "loss_fn": {**LOSS, "use_cispo": True, "disable_ppo_ratio": True}})
+    assert list(found.features) == ["two policy losses at once: use_cispo and disable_ppo_ratio"]
+
+
+def test_keys_of_the_loss_are_what_an_earlier_version_of_this_project_calls_them():
+    for key, now in RENAMED.items():
+        rule = table("nemo-rl").rule(f"loss_fn.{key}")
+        if rule is not None and rule.kind is Kind.RENAMED:
+            assert rule.text == f"loss_fn.{now}"

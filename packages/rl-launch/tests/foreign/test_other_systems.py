@@ -22,8 +22,8 @@ def test_trl_grpo(tmp_path):
     assert config.algorithm == "grpo"
     # 8 x 2 x 2 completions of an update, as many of a generation
     assert (config.policy.train_global_batch_size, config.grpo.num_prompts_per_step) == (32, 8)
-    assert config.loss_fn.reference_policy_kl_penalty == 0.04
-    assert config.loss_fn.aggregation == "token-mean"
+    assert config.loss_fn.kl.weight == 0.04
+    assert config.loss_fn.aggregation.name == "token-mean"
     assert config.policy.max_total_sequence_length == 256
     (warmup,) = config.policy.scheduler
     assert warmup.kwargs["total_iters"] == 5
@@ -178,9 +178,9 @@ def test_verl_scripts(tmp_path):
     config = config_of(found)
     assert config.policy.model_name == "Qwen/Qwen3-8B"
     assert config.policy.train_global_batch_size == 80  # 16 prompts of 5 rollouts
-    assert config.loss_fn.aggregation == "sequence-mean"
-    assert (config.loss_fn.reference_policy_kl_penalty, config.loss_fn.reference_policy_kl_type) == (0.002, "k3")
-    assert config.loss_fn.ratio_clip_c == 3.0  # verl's default
+    assert config.loss_fn.aggregation.name == "sequence-mean"
+    assert (config.loss_fn.kl.weight, config.loss_fn.kl.estimator) == (0.002, "k3")
+    assert config.loss_fn.surrogate.dual_clip == 3.0  # verl's default
     assert config.checkpointing.save_period == 0
     assert config.logger.wandb_enabled
     kinds = {each.key: each.kind for each in found.answers}
@@ -198,8 +198,8 @@ def test_verl_yaml_with_a_critic(tmp_path):
     config = config_of(import_config(written(tmp_path, values), "verl"))
     assert config.algorithm == "ppo"
     assert config.value.model_name == "x/c"
-    assert (config.ppo.gae_lambda, config.ppo.num_ppo_epochs, config.loss_fn.ratio_clip_max) == (0.9, 2, 0.3)
-    assert config.loss_fn.reference_policy_kl_penalty == 0
+    assert (config.ppo.gae_lambda, config.ppo.num_ppo_epochs, config.loss_fn.surrogate.clip_high) == (0.9, 2, 0.3)
+    assert config.loss_fn.kl.weight == 0
 
 
 def test_verl_yaml_relies_on_verls_own_config(tmp_path):
@@ -223,7 +223,7 @@ def test_openrlhf_scripts(tmp_path):
     assert config.value.model_name == "my/reward-model"
     assert config.env.reward_model.model == "my/reward-model"
     assert config.ppo.num_prompts_per_step == 1024
-    assert config.loss_fn.use_kl_in_reward
+    assert config.loss_fn.kl.in_reward
     assert config.policy.dtensor_cfg.activation_checkpointing
     assert "address" not in {each.key for each in found.answers}  # a flag of Ray
 
@@ -248,3 +248,42 @@ def test_prime_rl_toml(tmp_path):
 def test_a_system_that_is_not_known_is_answered_with_those_that_are(tmp_path):
     with pytest.raises(ConfigError, match="did you mean nemo-rl"):
         import_config(written(tmp_path, TRL_GRPO), "nemorl")
+
+
+def test_settings_of_a_clip_that_a_surrogate_does_not_have_are_not_needed(tmp_path):
+    mode = "actor_rollout_ref.actor.policy_loss.loss_mode=kl_cov actor_rollout_ref.actor.clip_ratio_high=0.3"
+    found = import_config(
+        written(tmp_path, VERL.replace("    data.train", f"    {mode} data.train", 1), "run.sh"), "verl"
+    )
+    assert config_of(found).loss_fn.surrogate.model_dump() == {"name": "kl-cov", "share": 2e-3, "weight": 1.0}
+    kinds = {each.key: each.kind for each in found.answers}
+    assert kinds["actor_rollout_ref.actor.clip_ratio_high"] is Kind.NOT_NEEDED
+
+
+@pytest.mark.parametrize(
+    ("fields", "surrogate", "aggregation"),
+    [
+        ({"delta": 3.0}, {"name": "clip", "clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0}, ("token-mean", 1.0)),
+        (
+            {"loss_type": "dr_grpo", "epsilon_high": 0.28},
+            {"name": "clip", "clip_low": 0.2, "clip_high": 0.28, "dual_clip": None},
+            ("sequence-mean-token-sum", 128.0),
+        ),
+        (
+            {"loss_type": "cispo", "epsilon_high": 5.0},
+            {"name": "cispo", "clip_low": 0.2, "clip_high": 5.0},
+            ("token-mean", 1.0),
+        ),
+        (
+            {"loss_type": "sapo", "epsilon_high": 0.28},
+            {"name": "sapo", "tau_positive": 1.0, "tau_negative": 1.05},
+            ("sequence-mean", 1.0),
+        ),
+    ],
+)
+def test_trl_losses(tmp_path, fields, surrogate, aggregation):
+    values = {**TRL_GRPO, **fields, "vllm_importance_sampling_correction": True, "vllm_importance_sampling_cap": 3.0}
+    loss = config_of(import_config(written(tmp_path, values), "trl", gpus=2)).loss_fn
+    assert loss.surrogate.model_dump() == surrogate
+    assert (loss.aggregation.name, loss.aggregation.divisor) == aggregation
+    assert loss.importance.high == 3.0

@@ -93,7 +93,7 @@ def test_another_engine_needs_a_branch(tmp_path):
         ("policy.optimizer.kwargs.lr=0.1", WhenChanged.BRANCH),
         ("policy.precision=bfloat16", WhenChanged.BRANCH),
         ("policy.train_global_batch_size=64", WhenChanged.BRANCH),
-        ("loss_fn.ratio_clip_max=0.3", WhenChanged.BRANCH),
+        ("loss_fn.surrogate.clip_high=0.3", WhenChanged.BRANCH),
         ("grpo.seed=1", WhenChanged.BRANCH),
         ("grpo.num_prompts_per_step=128", WhenChanged.BRANCH),
         ("env.math.format_reward=0.5", WhenChanged.BRANCH),

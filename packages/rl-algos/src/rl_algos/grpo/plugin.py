@@ -8,7 +8,6 @@ from typing import Any
 from rl_algos.grpo.config import GRPOConfig, GRPORoot
 from rl_algos.grpo.estimators import chosen, estimator_section, reads
 from rl_algos.losses.custom import loss_requirements
-from rl_algos.policy_gradient.loss import surrogate_name
 from rl_algos.policy_gradient.loss_checks import loss_problems
 from rl_algos.policy_gradient.loss_config import LossConfig
 from rl_algos.policy_gradient.plugin import chosen_type, loss_fn_section, policy_need
@@ -47,7 +46,7 @@ def _estimator(config: GRPORoot) -> Iterator[Problem]:
             f"chooses the estimator rloo, but adv_estimator.name is {grpo.adv_estimator.name}; set one of them only",
         )
     loss = config.loss_fn
-    if grpo.num_iterations > 1 and isinstance(loss, LossConfig) and surrogate_name(loss) == "reinforce":
+    if grpo.num_iterations > 1 and isinstance(loss, LossConfig) and loss.surrogate.name == "reinforce":
         yield Problem(
             "grpo.num_iterations",
             f"{grpo.num_iterations} passes need a ratio to the policy before them, which the surrogate reinforce does "
@@ -63,8 +62,8 @@ def _estimator(config: GRPORoot) -> Iterator[Problem]:
                     f"grpo.{section}.enabled",
                     f"has no effect with the estimator {name}, which reads rewards as they are",
                 )
-        if isinstance(config.loss_fn, LossConfig) and config.loss_fn.use_kl_in_reward:
-            yield Problem("loss_fn.use_kl_in_reward", f"has no effect with the estimator {name}; remove this key")
+        if isinstance(loss, LossConfig) and loss.kl.in_reward:
+            yield Problem("loss_fn.kl.in_reward", f"has no effect with the estimator {name}; remove this key")
     if name == "pass_at_k" and not 1 <= settings["k"] <= grpo.num_generations_per_prompt:
         yield Problem(
             "grpo.adv_estimator.k",

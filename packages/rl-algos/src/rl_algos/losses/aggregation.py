@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal, Self
 
+from pydantic import Field, model_validator
+
+from rl_core.config import NamedConfig, Problem, ProblemError
 from rl_core.model import UNDIVIDED
 
 AggregationName = Literal["token-mean", "sequence-mean", "token-sum", "sequence-mean-token-sum"]
 
 
-@dataclass(frozen=True)
-class Aggregation:
+class Aggregation(NamedConfig):
     """A sum over all sampled tokens of the batch, divided by one global count.
 
     With token losses l, the N sampled tokens of the batch, and the R sequences that have any, n_i tokens each:
@@ -25,19 +26,29 @@ class Aggregation:
 
     What a filter (the importance correction, a mismatch threshold) leaves out of the sums stays in N and R; what the
     loss mask leaves out, such as rollouts that failed or are filtered as overlong, does not.
-
-    Args:
-        name: one of these.
-        divisor: a constant, for the last two.
     """
 
+    settings_follow_name: ClassVar[bool] = False
+
     name: AggregationName = "token-mean"
-    divisor: float = 1.0
+    """`token-mean`, `sequence-mean`, `token-sum` or `sequence-mean-token-sum`. Sequences and tokens that a filter of
+    the loss leaves out of the sums still count in the denominators; rollouts that failed or were filtered as overlong
+    do not."""
+    divisor: float = Field(default=1.0, gt=0)
+    """Constant that sums over tokens are divided by, such as the length of the longest response (Dr. GRPO); only for
+    `token-sum` and `sequence-mean-token-sum`."""
 
     @property
     def denominator(self) -> str:
         """Name of the total that sums are divided by."""
         return _DENOMINATORS[self.name]
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.divisor != 1 and not self.name.endswith("token-sum"):
+            remedy = "use token-sum or sequence-mean-token-sum, or remove it"
+            raise ProblemError(Problem("divisor", f"has no effect with the aggregation {self.name}; {remedy}"))
+        return self
 
 
 _DENOMINATORS: Mapping[AggregationName, str] = {

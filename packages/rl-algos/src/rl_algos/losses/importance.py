@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterator
+from typing import Literal, Self
 
 import numpy as np
+from pydantic import Field, model_validator
 
 from rl_algos.losses.kl import KLType
 from rl_algos.losses.sequences import by_sequence
 from rl_algos.losses.surrogates import Level
+from rl_core.config import Config, Problem, ProblemError
 from rl_core.data.batch import Batch
 from rl_core.data.ragged import Ragged
 
@@ -20,54 +22,81 @@ LOG_RATIO_BOUND = 20.0
 """Log-ratios are bounded to plus or minus this before `exp`."""
 
 
-@dataclass(frozen=True)
-class Rejection:
+class Rejection(Config):
     """Leaves out sequences that the generator sampled too differently.
 
     With `d = prev - generation` at each sampled token, a sequence is left out of the policy term if the statistic of
     the estimates (k1 `-d`, k2 `d^2 / 2`, k3 `exp(d) - d - 1`, of KL(generation || prev)) is outside [low, high].
-
-    Args:
-        statistic: over the tokens of the sequence.
-        estimator: per token.
-        high, low: bounds; None is unbounded.
     """
 
     statistic: Statistic = "mean"
+    """Statistic over the sampled tokens of a sequence."""
     estimator: KLType = "k3"
+    """Estimate per token, with `d = prev - generation`: k1 `-d`, k2 `d^2 / 2`, k3 `exp(d) - d - 1`."""
     high: float | None = None
+    """Leave sequences with a larger statistic out of the policy term; unset, it is unbounded."""
     low: float | None = None
+    """Leave out sequences with a smaller statistic, too; only for k1, because k2 and k3 are never negative."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if problems := list(self._problems()):
+            raise ProblemError(*problems)
+        return self
+
+    def _problems(self) -> Iterator[Problem]:
+        if self.low is None and self.high is None:
+            yield Problem("high", "must be set: without a bound no sequence is left out")
+        elif self.low is not None and self.estimator != "k1":
+            yield Problem("low", f"{self.estimator} is never negative, and small is good; remove it")
+        elif self.low is not None and self.high is not None and self.low > self.high:
+            yield Problem("low", f"{self.low} is above high, which is {self.high}; set it lower")
 
 
-@dataclass(frozen=True)
-class ImportanceCorrection:
-    """Weights of the policy term, `w = exp(prev - generation)`.
-
-    Args:
-        truncation: `tis` bounds weights to [low, high] (Yao et al. 2025, "Your efficient RL framework
-            secretly brings you off-policy RL training"); `icepop` drops those outside
-            (arXiv:2510.18855); `seq-mask-tis` leaves weights as they are and drops sequences whose geometric mean
-            weight is outside.
-        low, high: bounds; None is unbounded.
-        level: `token` gives each token its own weight, `sequence` all tokens of a sequence the product of theirs,
-            which is the exact weight of the sequence, with more variance.
-        rejection: sequences to drop besides.
-        batch_normalize: whether to divide by the weights in place of the count: by `sum_i sum_t w` in place of the
-            number of tokens, by `sum_i mean_t w` in place of the number of sequences, over the whole minibatch
-            (self-normalised importance sampling). Weights then count as relative to one another.
-    """
+class ImportanceCorrection(Config):
+    """Weights of the policy term, `w = exp(prev - generation)`."""
 
     truncation: Truncation = "tis"
-    low: float | None = None
-    high: float | None = None
-    level: Level = "token"
-    rejection: Rejection | None = None
+    """`tis` bounds the weight to [low, high] (Yao et al. 2025, "Your efficient RL framework secretly brings you
+    off-policy RL training"), `icepop` leaves out what has a weight outside the bounds (arXiv:2510.18855),
+    `seq-mask-tis` keeps weights as they are and leaves out sequences whose geometric mean weight is outside."""
+    low: float | None = Field(default=None, ge=0)
+    """Lower bound of the importance weight; unset, it is unbounded."""
+    high: float | None = Field(default=None, gt=0)
+    """Upper bound of the importance weight; unset, it is unbounded, which only `tis` allows."""
+    level: Level | None = None
+    """`token` gives each token its own weight, `sequence` gives all tokens of a sequence the product of their weights,
+    which is exact and has more variance. Unset, it is the level of the surrogate's ratio: `sequence` for `gspo`, `gmpo`
+    and `vespo`, `token` otherwise."""
     batch_normalize: bool = False
+    """Divide the policy term by the sum of the weights instead of the number of tokens or sequences
+    (self-normalised importance sampling): `sum_i sum_t w` replaces the number of tokens, `sum_i mean_t w` the number of
+    sequences, over the whole minibatch."""
+    rejection: Rejection | None = None
+    """Sequences to leave out in addition; null leaves out none."""
 
     @property
     def is_by_sequence(self) -> bool:
-        """Whether the weight of a token depends on other tokens of its sequence."""
+        """True if the weight of a token depends on other tokens of its sequence."""
         return self.level == "sequence" or self.truncation == "seq-mask-tis" or self.rejection is not None
+
+    def at_level(self, level: Level) -> ImportanceCorrection:
+        """The same correction, with this level if it has none."""
+        return self if self.level is not None else self.model_copy(update={"level": level})
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if problems := list(self._problems()):
+            raise ProblemError(*problems)
+        return self
+
+    def _problems(self) -> Iterator[Problem]:
+        if self.low is not None and self.high is not None and self.low > self.high:
+            yield Problem(
+                "low", f"{self.low} is above high, which is {self.high}: no weight would be left; set it lower"
+            )
+        if self.truncation != "tis" and self.high is None:
+            yield Problem("high", f"must be set: {self.truncation} needs an upper bound")
 
 
 def importance_weights(correction: ImportanceCorrection, batch: Batch) -> Ragged:
@@ -92,7 +121,7 @@ def importance_weights(correction: ImportanceCorrection, batch: Batch) -> Ragged
 
 
 def _row_weights(correction: ImportanceCorrection, d: np.ndarray, low: float, high: float) -> np.ndarray:
-    log_weights = d if correction.level == "token" else np.full(len(d), d.sum())
+    log_weights = np.full(len(d), d.sum()) if correction.level == "sequence" else d
     weights: np.ndarray = _exp(log_weights)
     if correction.truncation == "tis":
         weights = weights.clip(low, high)

@@ -2,50 +2,96 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterator
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from rl_core.config import Config, Problem, ProblemError
 
 KLType = Literal["k1", "k2", "k3"]
 
 
-@dataclass(frozen=True)
-class KLPenalty:
-    """An estimate of KL(policy || reference) at the states that were sampled, as a term of the loss.
+class KLPenalty(Config):
+    """An estimate of KL(policy || reference) at the sampled tokens, as a term of the loss or a penalty on rewards.
 
     With `d = ref - logp`: k1 `-d`, k2 `d^2 / 2`, k3 `exp(d) - d - 1` (Schulman, "Approximating KL divergence"). All
-    have about the right value, but a gradient is another matter (arXiv:2506.09477), for tokens drawn from the policy:
+    have about the right value. As terms of the loss, their gradients differ (arXiv:2506.09477), for tokens drawn from
+    the policy:
 
     - k1: its expected gradient is zero. It is refused without `unbiased`.
-    - k2: its expected gradient is exactly that of the KL divergence.
-    - k3: its expected gradient is that of KL(reference || policy), which agrees near the reference only.
+    - k2: its expected gradient is exactly the gradient of the KL divergence.
+    - k3: its expected gradient is the gradient of KL(reference || policy), which agrees only near the reference.
     - with `unbiased`, the estimate is multiplied by `exp(logp - prev)`, whose gradient adds the score-function term:
       exact for k1 and k3 (k3 has less variance), also when the policy has moved since the tokens were sampled. k2
       would be inexact with it, and is refused.
 
-    Clamps take a token's gradient away where they bind.
-
-    Args:
-        weight: of the term.
-        estimator: k1, k2 or k3.
-        input_clamp, output_clamp: bounds of `|d|` and of the absolute estimate; None is unbounded, but for the d of
-            k3, which is within plus or minus 20. A token beyond a bound adds the bound and has no gradient.
-        unbiased: whether to add the score-function term.
-        from_generation: whether the tokens count as drawn from the generator: the estimate is multiplied by
-            `exp(logp - generation)`, without gradient, or with it where `unbiased`. The latter is the term of
-            DeepSeek-V3.2 (arXiv:2512.02556).
+    Clamps take a token's gradient away where they bind. No gradient passes through a penalty on rewards, so every
+    estimator serves there; k1 is exact in expectation.
     """
 
-    weight: float
+    weight: float = Field(default=0.01, ge=0)
+    """Weight of the KL divergence to the reference policy; 0 keeps no reference policy. With a target, the initial
+    weight."""
     estimator: KLType = "k3"
-    input_clamp: float | None = 20.0
-    output_clamp: float | None = 10.0
+    """Estimator of the KL divergence. As a term of the loss, k2 has the exact gradient and k3 one that is right only
+    near the reference; with `unbiased`, k1 and k3 have the exact one. k1 is refused without it."""
     unbiased: bool = False
+    """Multiply the estimate by `exp(logp - prev)`, so that its expected gradient is the gradient of the KL divergence
+    (arXiv:2506.09477)."""
     from_generation: bool = False
+    """Multiply the estimate by `exp(logp - generation)`, for tokens that another policy than the current one sampled;
+    without gradient, or with it if `unbiased` is set, in place of `exp(logp - prev)` (DeepSeek-V3.2,
+    arXiv:2512.02556)."""
+    in_reward: bool = False
+    """Subtract the KL penalty from the rewards instead of adding it to the loss: each rollout's reward loses the sum
+    over its sampled tokens. The estimator `reinforce_plus_plus` gives each token the penalties from it on."""
+    target: float | None = Field(default=None, gt=0)
+    """Mean KL divergence per sampled token to hold by adapting the weight from step to step (arXiv:1909.08593); unset,
+    the weight is fixed."""
+    horizon: int = Field(default=10000, gt=0)
+    """Number of rollouts over which an adaptive weight changes by at most 20 % of itself."""
+    input_clamp: float | None = Field(default=20.0, gt=0)
+    """Bound of the absolute log-ratio that enters the estimator; null is unbounded, except that k3 takes at most
+    20."""
+    output_clamp: float | None = Field(default=10.0, gt=0)
+    """Bound of the absolute estimate. A token beyond it adds the bound to the loss and nothing to the gradient; null
+    is unbounded."""
 
-    def __post_init__(self) -> None:
-        if self.estimator == "k1" and not self.unbiased:
-            raise ValueError("k1 has no gradient in expectation; use unbiased=True, k2 or k3")
-        if self.estimator == "k2" and self.unbiased:
-            raise ValueError(
-                "k2 has the exact gradient by itself and is inexact with unbiased=True; use k1 or k3 with it"
+    @property
+    def is_in_loss(self) -> bool:
+        """True if the penalty is a term of the loss."""
+        return self.weight > 0 and not self.in_reward
+
+    @property
+    def is_in_reward(self) -> bool:
+        """True if the penalty is subtracted from rewards."""
+        return self.weight > 0 and self.in_reward
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if problems := list(self._problems()):
+            raise ProblemError(*problems)
+        return self
+
+    def _problems(self) -> Iterator[Problem]:
+        corrections = [key for key in ("unbiased", "from_generation") if getattr(self, key)]
+        if self.weight == 0:
+            for key in (*corrections, *(["in_reward"] if self.in_reward else [])):
+                yield Problem(key, "has no effect with weight=0; remove it")
+            if self.target is not None:
+                yield Problem("target", "needs an initial weight: set weight above 0")
+        elif self.in_reward:
+            for key in corrections:
+                yield Problem(key, "corrects a gradient, which a penalty on rewards does not have; remove it")
+        elif self.estimator == "k1" and not self.unbiased:
+            yield Problem(
+                "estimator",
+                "k1 has no gradient in expectation as a term of the loss; set unbiased=true or in_reward=true, or use "
+                "k2 or k3",
+            )
+        elif self.estimator == "k2" and self.unbiased:
+            yield Problem(
+                "unbiased",
+                "k2 has the exact gradient by itself and an inexact one with this; remove it, or use k1 or k3",
             )

@@ -3,10 +3,14 @@
 It is put together from parts that know nothing of one another:
 
 - a surrogate (`rl_algos.losses.surrogates`), the policy term of a token;
-- an importance correction (`rl_algos.losses.importance`), weights of that term, and filters of whole sequences;
+- an importance correction (`rl_algos.losses.importance`), weights of that term;
 - weights of that term by the age of tokens (`rl_algos.losses.staleness`);
-- a KL penalty (`rl_algos.losses.kl`), an entropy bonus and a term for positive examples, each added to it;
+- filters (`rl_algos.losses.filters`), tokens and sequences that it leaves out;
+- a KL penalty (`rl_algos.losses.kl`), an entropy bonus (`rl_algos.losses.entropy`) and a term for positive examples,
+  each added to it;
 - an aggregation (`rl_algos.losses.aggregation`), from tokens to one number.
+
+The parts are the sections of `loss_fn`: a config holds the objects that the loss is made of.
 
 Each is a function of one sequence, and the loss is sums over sequences divided by global counts: microbatches, packing
 and meshes change nothing. A sequence is a row, or the rows of equal `pair`, the segments of a rollout. What needs the
@@ -23,6 +27,8 @@ from typing import Literal
 import numpy as np
 
 from rl_algos.losses.aggregation import Aggregation
+from rl_algos.losses.entropy import EntropyBonus
+from rl_algos.losses.filters import Filters
 from rl_algos.losses.importance import ImportanceCorrection, importance_weights
 from rl_algos.losses.kl import KLPenalty
 from rl_algos.losses.sequences import by_sequence
@@ -35,49 +41,49 @@ from rl_core.token_filter import TokenFilter
 
 RatioDenominator = Literal["prev", "generation"]
 
-_CLIP, _TOKEN_MEAN = Clip(), Aggregation()
+_CLIP, _TOKEN_MEAN, _NO_FILTERS = Clip(), Aggregation(), Filters()
 
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """Aggregation of `w surrogate + kl - entropy_weight H` over sampled tokens, plus the term of positive examples.
+    """Aggregation of `w surrogate + kl - entropy_bonus H` over sampled tokens, plus the term of positive examples.
 
     Args:
-        surrogate: the policy term.
-        aggregation: from tokens to one number.
-        on_policy: the ratio is 1 with its gradient; `prev_logprobs` are those of the pass itself and not a column.
-        denominator: logprobs that the ratio of the surrogate compares with. `generation` takes them in the place of
-            `prev`, in the surrogate alone: the behaviour policy is then the centre of the clip.
-        kl: the KL term, None for none.
-        importance: the correction w, None for none.
-        staleness: weights by age, by which w is multiplied; None for none.
-        off_policy_threshold: leaves sequences with a negative advantage out of the policy term whose mean
-            `generation - logp` is above it (off-policy sequence masking, DeepSeek-V3.2, arXiv:2512.02556).
-        mismatch_threshold: leaves sequences whose mean `exp|prev - generation|` is above it out of all terms.
-        entropy_weight: of the mean entropy H of the next token's distribution, which is raised; None does not read it.
-        high_entropy_only: leaves tokens out of the policy term whose column `high_entropy` is 0 (arXiv:2506.01939);
-            they stay in the other terms and in the counts.
-        positive_nll_weight: of the mean `-logp` over the tokens of positive examples (VAPO, arXiv:2504.05118),
-            the rows whose column `positive` is 1.
-        has_segments: whether a sequence may be several rows. Terms of whole sequences then read the column `pair`, the
+        surrogate: The policy term.
+        aggregation: From tokens to one number.
+        on_policy: The ratio is 1 with its gradient; `prev_logprobs` are the logprobs of the pass itself and not a
+            column.
+        ratio_denominator: Logprobs that the ratio of the surrogate compares with. `generation` takes them in place of
+            `prev`, only in the surrogate: the behaviour policy is then the centre of the clip.
+        kl: The KL term, None for none.
+        importance: The correction w, None for none.
+        staleness: Weights by age, by which w is multiplied; None for none.
+        weight_version: Version of the weights that the step trains, from which the age of a token is counted.
+        filters: Tokens and sequences that the policy term leaves out. With `top_entropy_share`, these are the tokens
+            whose column `high_entropy` is 0.
+        mismatch_threshold: Leaves sequences whose mean `exp|prev - generation|` is above it out of all terms.
+        entropy_bonus: Bonus for the mean entropy H of the next token's distribution; None does not read it.
+        positive_example_nll_weight: Weight of the mean `-logp` over the tokens of positive examples (VAPO,
+            arXiv:2504.05118), the rows whose column `positive` is 1.
+        has_segments: A sequence may be several rows. Terms of whole sequences then read the column `pair`, the
             number of each row's sequence, which also keeps its rows in one microbatch.
-        temperature: of sampling.
-        token_filter: of sampling; logprobs and entropy are those of the tokens that it keeps. The reference's are those
-            of all tokens.
+        temperature: Sampling temperature.
+        token_filter: Filter of sampling; logprobs and entropy are those of the tokens that it keeps, and the
+            reference's are those of all tokens.
     """
 
     surrogate: Surrogate = _CLIP
     aggregation: Aggregation = _TOKEN_MEAN
     on_policy: bool = False
-    denominator: RatioDenominator = "prev"
+    ratio_denominator: RatioDenominator = "prev"
     kl: KLPenalty | None = None
     importance: ImportanceCorrection | None = None
     staleness: StalenessDecay | None = None
-    off_policy_threshold: float | None = None
+    weight_version: int = 0
+    filters: Filters = _NO_FILTERS
     mismatch_threshold: float | None = None
-    entropy_weight: float | None = None
-    high_entropy_only: bool = False
-    positive_nll_weight: float = 0.0
+    entropy_bonus: EntropyBonus | None = None
+    positive_example_nll_weight: float = 0.0
     has_segments: bool = False
     temperature: float = 1.0
     token_filter: TokenFilter | None = None
@@ -90,8 +96,8 @@ class PolicyLoss:
         """
         prev = () if self.on_policy else ("prev_logprobs",)
         ref = ("ref_logprobs",) if self.kl else ()
-        entropy = ("high_entropy",) if self.high_entropy_only else ()
-        positive = ("positive",) if self.positive_nll_weight else ()
+        entropy = ("high_entropy",) if self.filters.top_entropy_share is not None else ()
+        positive = ("positive",) if self.positive_example_nll_weight else ()
         versions = ("weight_versions",) if self.staleness else ()
         pair = (PAIR,) if self.has_segments and self._has_sequence_terms else ()
         terms = (*prev, *ref, *entropy, *positive, *versions, *self.surrogate.columns, *pair)
@@ -100,7 +106,7 @@ class PolicyLoss:
     @property
     def reads(self) -> tuple[Read, ...]:
         """The policy's logprobs, and its entropy for a bonus."""
-        reads = (LOGPROBS,) if self.entropy_weight is None else (LOGPROBS, ENTROPY)
+        reads = (LOGPROBS,) if self.entropy_bonus is None else (LOGPROBS, ENTROPY)
         return tuple(replace(read, token_filter=self.token_filter) for read in reads)
 
     @property
@@ -112,7 +118,7 @@ class PolicyLoss:
     def _has_sequence_terms(self) -> bool:
         """Whether the loss of a token depends on other tokens of its sequence, or on how many these are."""
         of_weights = self.importance is not None and self.importance.is_by_sequence
-        filters = self.off_policy_threshold is not None or self.mismatch_threshold is not None
+        filters = self.filters.off_policy_threshold is not None or self.mismatch_threshold is not None
         of_surrogate = self.surrogate.level == "sequence"
         return of_surrogate or of_weights or filters or self.aggregation.denominator == "sequences"
 
@@ -125,7 +131,7 @@ class PolicyLoss:
             weights = importance_weights(self.importance, batch).sums()
             of_tokens = self.aggregation.denominator == "tokens"
             totals["importance_weights"] = float((weights if of_tokens else weights / np.maximum(sampled, 1)).sum())
-        if self.positive_nll_weight:
+        if self.positive_example_nll_weight:
             of_rows = batch.ragged("loss_mask").sums()
             totals["positive_tokens"] = float(of_rows[batch.array("positive") > 0].sum())
         return totals

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from pydantic import Field
+
+from rl_core.config import Config
 
 
-@dataclass(frozen=True)
-class StalenessDecay:
+class StalenessDecay(Config):
     """Weights the policy term of a token by `decay ** a`, with its age `a = max(0, version - v)` in weight versions.
 
-    v is the weight version that sampled the token, so that tokens of one rollout may differ. The counts that the loss
-    is divided by stay as they are: older tokens take smaller steps, as updates by older gradients do in
-    staleness-aware SGD (arXiv:1511.05950, which divides by the age).
-
-    Args:
-        decay: factor for each version, in (0, 1].
-        version: of the weights that the step trains.
+    `version` is the version of the weights that the step trains, and v the version that sampled the token, so tokens of
+    one rollout may differ. The counts that the loss is divided by stay as they are: older tokens take smaller steps, as
+    updates by older gradients do in staleness-aware SGD (arXiv:1511.05950, which divides by the age).
     """
 
-    decay: float
-    version: int = 0
+    decay: float = Field(gt=0, lt=1)
+    """Factor of a token's policy term for every version that the weights which sampled it are behind the weights that
+    train, in addition to the importance weight."""

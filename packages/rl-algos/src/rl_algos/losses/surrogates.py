@@ -11,186 +11,167 @@ paper's own choice is named with each.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal, Self, get_args
 
 import numpy as np
+from pydantic import Field, model_validator
 
 from rl_algos.losses.aggregation import AggregationName
+from rl_core.config import NamedConfig, Problem, ProblemError
 
 Level = Literal["token", "sequence"]
+SurrogateName = Literal[
+    "clip", "gspo", "cispo", "reinforce", "sapo", "gmpo", "dppo-tv", "dppo-kl", "clip-cov", "kl-cov", "vespo"
+]
 
 
-@dataclass(frozen=True)
-class Surrogate:
-    """Base of all surrogates: what their combinations with other terms depend on. Settings are the fields.
+class Surrogate(NamedConfig):
+    """The policy term of a token; the keys next to `name` are the settings of that surrogate.
 
-    Args:
-        name: in configs, and of the function in `rl_algos.torch.surrogates`.
-        level: whether each token has a ratio of its own, or one is shared by the whole sequence.
-        columns: columns that it reads beside those of every policy loss; statistics of the whole step.
-        aggregations: those that make sense with it.
-        is_by_token: whether a token's term has no gradient by other tokens, so that tokens may be left out one by one.
+    Class attributes state what combinations with other terms depend on:
+
+    - `level`: `token` if each token has its own ratio, `sequence` if the whole sequence shares one.
+    - `columns`: Columns that it reads in addition to those of every policy loss; statistics of the whole step.
+    - `aggregations`: Aggregations that make sense with it.
+    - `is_by_token`: True if a token's term has no gradient by other tokens, so that tokens may be left out one by one.
     """
 
-    name: ClassVar[str]
     level: ClassVar[Level] = "token"
     columns: ClassVar[tuple[str, ...]] = ()
     aggregations: ClassVar[tuple[AggregationName, ...]] = get_args(AggregationName)
     is_by_token: ClassVar[bool] = True
 
+    name: SurrogateName
+    """`clip`, `gspo`, `cispo`, `reinforce`, `sapo`, `gmpo`, `dppo-tv`, `dppo-kl`, `clip-cov`, `kl-cov` or `vespo`."""
 
-@dataclass(frozen=True)
-class Clip(Surrogate):
-    """`max(-A r, -A clip(r))` (PPO, arXiv:1707.06347); token mean or sequence mean.
-
-    Args:
-        clip_low, clip_high: asymmetric bounds (clip-higher of DAPO, arXiv:2503.14476).
-        dual_clip: c; where `A < 0`, the loss is at most `-c A` (arXiv:1912.09729). None is unbounded.
-    """
-
-    name = "clip"
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    dual_clip: float | None = None
+    @model_validator(mode="after")
+    def _is_the_one_named(self) -> Self:
+        own = type(self).model_fields["name"].default
+        if self.name != own:
+            raise ValueError(f"{type(self).__name__} is the surrogate {own}, not {self.name}")
+        return self
 
 
-@dataclass(frozen=True)
-class GSPO(Surrogate):
+class ClippedSurrogate(Surrogate):
+    """A surrogate whose ratio is clipped to [1 - clip_low, 1 + clip_high]."""
+
+    clip_low: float = Field(default=0.2, ge=0, le=1)
+    """The ratio is clipped below at 1 minus this; 1 leaves the lower side open."""
+    clip_high: float = Field(default=0.2, ge=0)
+    """The ratio is clipped above at 1 plus this (clip-higher of DAPO, arXiv:2503.14476, takes 0.28)."""
+
+
+class DualClippedSurrogate(ClippedSurrogate):
+    """A clipped surrogate with a bound for tokens with a negative advantage."""
+
+    dual_clip: float | None = Field(default=None, gt=1)
+    """Dual clip: bound of the loss, in units of -advantage, for tokens with a negative advantage (arXiv:1912.09729);
+    unset, it is unbounded."""
+
+
+class Clip(DualClippedSurrogate):
+    """`max(-A r, -A clip(r))` (PPO, arXiv:1707.06347); token mean or sequence mean. With `dual_clip` c, the loss is at
+    most `-c A` if `A < 0`."""
+
+    name: SurrogateName = "clip"
+
+
+class GSPO(DualClippedSurrogate):
     """`max(-A s, -A clip(s))` with the ratio of the sequence (GSPO, arXiv:2507.18071); sequence mean.
 
     The gradient is that of GSPO-token: `s` is taken as `sg(s) exp(logp - sg(logp))`, so that an advantage that
     differs by token acts on its own token. With one advantage per sequence both forms have the same gradient. With the
     aggregation `sequence-mean-token-sum` it is LUSPO (arXiv:2602.05261), which weighs a sequence by its length.
-
-    Args:
-        clip_low, clip_high, dual_clip: as of `Clip`.
     """
 
-    name = "gspo"
     level = "sequence"
     aggregations = ("sequence-mean", "sequence-mean-token-sum")
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    dual_clip: float | None = None
+
+    name: SurrogateName = "gspo"
 
 
-@dataclass(frozen=True)
-class CISPO(Surrogate):
-    """`-A sg(clip(r)) logp`: a clipped ratio keeps the token's gradient (CISPO, arXiv:2506.13585); token mean.
+class CISPO(ClippedSurrogate):
+    """`-A sg(clip(r)) logp`: a clipped ratio keeps the token's gradient (CISPO, arXiv:2506.13585); token mean. The
+    paper leaves the lower side open (`clip_low=1`)."""
 
-    Args:
-        clip_low, clip_high: as of `Clip`; the paper leaves the lower side open (`clip_low=1`).
-    """
-
-    name = "cispo"
     aggregations = ("token-mean", "token-sum", "sequence-mean-token-sum")
-    clip_low: float = 0.2
-    clip_high: float = 0.2
+
+    name: SurrogateName = "cispo"
 
 
-@dataclass(frozen=True)
 class Reinforce(Surrogate):
     """`-A logp`, without a ratio (REINFORCE; GPG, arXiv:2504.02546); token mean."""
 
-    name = "reinforce"
+    name: SurrogateName = "reinforce"
 
 
-@dataclass(frozen=True)
 class SAPO(Surrogate):
-    """`-A (4 / tau) sigmoid(tau (r - 1))`, a soft gate in place of the clip (SAPO, arXiv:2511.20347); sequence mean.
+    """`-A (4 / tau) sigmoid(tau (r - 1))`, a soft gate in place of the clip (SAPO, arXiv:2511.20347); sequence mean."""
 
-    Args:
-        tau_positive: tau where `A > 0`.
-        tau_negative: tau elsewhere; larger, since negative tokens destabilise more.
-    """
-
-    name = "sapo"
-    tau_positive: float = 1.0
-    tau_negative: float = 1.05
-
-    def __post_init__(self) -> None:
-        _positive(self, "tau_positive", "tau_negative")
+    name: SurrogateName = "sapo"
+    tau_positive: float = Field(default=1.0, gt=0)
+    """Temperature tau of the gate of tokens with a positive advantage."""
+    tau_negative: float = Field(default=1.05, gt=0)
+    """Temperature tau of the gate of all other tokens; larger, because they destabilise more."""
 
 
-@dataclass(frozen=True)
-class GMPO(Surrogate):
+class GMPO(ClippedSurrogate):
     """`-A g_i`, the geometric mean of clipped token ratios (GMPO, arXiv:2507.20673); sequence mean.
 
     `g_i = exp(mean over the sequence of l)`, `l = sign(A) min(sign(A) log r, sign(A) log clip(r))`, and A the mean
     advantage of the sequence. The paper's bounds, `exp(-0.4)` and `exp(0.4)`, are `clip_low=0.33, clip_high=0.49`.
-
-    Args:
-        clip_low, clip_high: as of `Clip`.
     """
 
-    name = "gmpo"
     is_by_token = False
     level = "sequence"
     aggregations = ("sequence-mean", "sequence-mean-token-sum")
-    clip_low: float = 0.2
-    clip_high: float = 0.2
+
+    name: SurrogateName = "gmpo"
 
 
-@dataclass(frozen=True)
 class DPPOTV(Surrogate):
     """`-A r`, without gradient where the policy has moved away too far (DPPO, arXiv:2602.04879, binary TV); token mean.
 
     With `p = exp(logp)` and `q = exp(prev)`, a token is left out where `|p - q| > threshold` and the step would
     lead further away: `A > 0` and `p > q`, or `A < 0` and `p < q`.
-
-    Args:
-        threshold: of the total variation.
     """
 
-    name = "dppo-tv"
-    threshold: float = 0.2
-
-    def __post_init__(self) -> None:
-        _positive(self, "threshold")
+    name: SurrogateName = "dppo-tv"
+    threshold: float = Field(default=0.2, gt=0)
+    """Total variation from which a token is left out."""
 
 
-@dataclass(frozen=True)
 class DPPOKL(Surrogate):
-    """As `DPPOTV`, with the divergence `q log(q / p) + (1 - q) log((1 - q) / (1 - p))` (DPPO, binary KL); token mean.
+    """See `DPPOTV`; the divergence is `q log(q / p) + (1 - q) log((1 - q) / (1 - p))` (DPPO, binary KL); token mean."""
 
-    Args:
-        threshold: of the divergence, in nats.
-    """
-
-    name = "dppo-kl"
-    threshold: float = 0.05
-
-    def __post_init__(self) -> None:
-        _positive(self, "threshold")
+    name: SurrogateName = "dppo-kl"
+    threshold: float = Field(default=0.05, gt=0)
+    """Divergence from which a token is left out, in nats."""
 
 
-@dataclass(frozen=True)
-class ClipCov(Surrogate):
+class ClipCov(ClippedSurrogate):
     """As `Clip`, without gradient at some tokens of high covariance (Clip-Cov, arXiv:2505.22617); token mean.
 
     The covariance of a token is `(prev - mean prev) (A - mean A)`, means over all sampled tokens of the step. Of the
     tokens whose covariance is within [low, high], a random part, `share` of all sampled tokens, is left out. The
     paper takes `logp` in place of `prev`, which is the same in the first update of a step.
-
-    Args:
-        clip_low, clip_high: as of `Clip`.
-        share: of the sampled tokens.
-        low, high: bounds of the covariance.
     """
 
-    name = "clip-cov"
     columns = ("high_covariance",)
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    share: float = 2e-4
-    low: float = 1.0
-    high: float = 5.0
 
-    def __post_init__(self) -> None:
-        _share(self.share)
+    name: SurrogateName = "clip-cov"
+    share: float = Field(default=2e-4, gt=0, le=1)
+    """Share of the sampled tokens of a step to leave out."""
+    low: float = 1.0
+    """Smallest covariance of a token that may be left out."""
+    high: float = 5.0
+    """Largest covariance of a token that may be left out."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
         if self.low > self.high:
-            raise ValueError(f"low must not be above high, got {self.low} and {self.high}")
+            raise ProblemError(Problem("low", f"{self.low} is above high, which is {self.high}; set it lower"))
+        return self
 
     def chosen(self, covariance: np.ndarray, random: np.random.Generator) -> np.ndarray:
         """bool `[tokens]`, the tokens left out, from the covariances of all sampled tokens of a step."""
@@ -201,26 +182,20 @@ class ClipCov(Surrogate):
         return is_chosen
 
 
-@dataclass(frozen=True)
 class KLCov(Surrogate):
     """`-A r`, and `+ weight |logp - prev|` at the tokens of highest covariance (KL-Cov, arXiv:2505.22617);
     token mean.
 
     The covariance is that of `ClipCov`; `share` of all sampled tokens, at least one, have the penalty.
-
-    Args:
-        share: of the sampled tokens.
-        weight: of the penalty.
     """
 
-    name = "kl-cov"
     columns = ("high_covariance",)
-    share: float = 2e-3
-    weight: float = 1.0
 
-    def __post_init__(self) -> None:
-        _share(self.share)
-        _positive(self, "weight")
+    name: SurrogateName = "kl-cov"
+    share: float = Field(default=2e-3, gt=0, le=1)
+    """Share of the sampled tokens of a step that have the penalty, at least one token."""
+    weight: float = Field(default=1.0, gt=0)
+    """Weight of the penalty."""
 
     def chosen(self, covariance: np.ndarray, _random: np.random.Generator) -> np.ndarray:
         """bool `[tokens]`, the tokens with the penalty, from the covariances of all sampled tokens of a step."""
@@ -230,39 +205,25 @@ class KLCov(Surrogate):
         return is_chosen
 
 
-@dataclass(frozen=True)
 class VESPO(Surrogate):
     """`-A sg(W^k exp(lambda (1 - W))) logp` with the sequence's whole ratio W, the product of its tokens' (VESPO,
-    arXiv:2602.10693); token mean.
+    arXiv:2602.10693); token mean."""
 
-    Args:
-        k_positive, lambda_positive: k and lambda where `A >= 0`.
-        k_negative, lambda_negative: k and lambda elsewhere.
-    """
-
-    name = "vespo"
     level = "sequence"
-    k_positive: float = 2.0
-    lambda_positive: float = 3.0
-    k_negative: float = 3.0
-    lambda_negative: float = 2.0
 
-    def __post_init__(self) -> None:
-        _positive(self, "k_positive", "lambda_positive", "k_negative", "lambda_negative")
+    name: SurrogateName = "vespo"
+    k_positive: float = Field(default=2.0, gt=0)
+    """Power k of the ratio of tokens with an advantage of 0 or above."""
+    lambda_positive: float = Field(default=3.0, gt=0)
+    """Rate lambda of tokens with an advantage of 0 or above."""
+    k_negative: float = Field(default=3.0, gt=0)
+    """Power k of the ratio of tokens with a negative advantage."""
+    lambda_negative: float = Field(default=2.0, gt=0)
+    """Rate lambda of tokens with a negative advantage."""
 
 
-SURROGATES: Mapping[str, type[Surrogate]] = {
-    kind.name: kind for kind in (Clip, GSPO, CISPO, Reinforce, SAPO, GMPO, DPPOTV, DPPOKL, ClipCov, KLCov, VESPO)
-}
+_KINDS: tuple[type[Surrogate], ...] = (
+    Clip, GSPO, CISPO, Reinforce, SAPO, GMPO, DPPOTV, DPPOKL, ClipCov, KLCov, VESPO,
+)  # fmt: skip
+SURROGATES: Mapping[str, type[Surrogate]] = {kind.model_fields["name"].default: kind for kind in _KINDS}
 """All surrogates by name."""
-
-
-def _positive(surrogate: Surrogate, *fields: str) -> None:
-    for field in fields:
-        if getattr(surrogate, field) <= 0:
-            raise ValueError(f"{field} must be above 0, got {getattr(surrogate, field)}")
-
-
-def _share(share: float) -> None:
-    if not 0 < share <= 1:
-        raise ValueError(f"share must be above 0 and at most 1, got {share}")

@@ -7,6 +7,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from rl_algos.losses.entropy import EntropyBonus
+from rl_algos.losses.kl import KLPenalty
+
 
 class AdaptiveWeight(Protocol):
     """A weight that follows what it brings about."""
@@ -39,17 +42,17 @@ class AdaptiveKL:
     arXiv:1909.08593).
 
     Args:
-        weight: the first.
-        target: mean KL divergence per sampled token.
-        rate: rollouts of a step over the horizon.
+        kl: Initial weight, target and horizon.
+        rollouts_per_step: Number of rollouts of a step.
     """
 
     watches = "policy/kl"
 
-    def __init__(self, weight: float, *, target: float, rate: float) -> None:
-        self.value = weight
-        self._target = target
-        self._rate = rate
+    def __init__(self, kl: KLPenalty, *, rollouts_per_step: int) -> None:
+        assert kl.target is not None
+        self.value = kl.weight
+        self._target = kl.target
+        self._rate = rollouts_per_step / kl.horizon
 
     def observe(self, measured: float) -> None:
         """Rise above the target, fall below it."""
@@ -69,17 +72,16 @@ class AdaptiveEntropy:
     (Skywork-OR1, arXiv:2505.22312).
 
     Args:
-        weight: the first.
-        target: mean entropy per sampled token.
-        step: change of the weight.
+        bonus: Initial weight, target and change of the weight.
     """
 
     watches = "policy/entropy"
 
-    def __init__(self, weight: float, *, target: float, step: float) -> None:
-        self._weight = weight
-        self._target = target
-        self._step = step
+    def __init__(self, bonus: EntropyBonus) -> None:
+        assert bonus.target is not None
+        self._weight = bonus.weight
+        self._target = bonus.target
+        self._step = bonus.weight_step
         self._is_below = True
 
     @property

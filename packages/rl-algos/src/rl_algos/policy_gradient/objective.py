@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from rl_algos.losses.importance import LOG_RATIO_BOUND
-from rl_algos.losses.kl import KLType
+from rl_algos.losses.kl import KLPenalty
 from rl_algos.losses.policy import PolicyLoss
 from rl_algos.policy_gradient.adaptive import AdaptiveWeight
 from rl_algos.policy_gradient.step_statistics import Statistic, StepData
+from rl_core.config import Config
 from rl_core.data.batch import Batch
 from rl_core.data.ragged import Ragged
 from rl_core.metrics import Metric
@@ -21,38 +21,28 @@ from rl_core.model import COLLISION, ENTROPY, LOGPROBS, Loss, Model, Read
 from rl_core.rollouts.group import LOSS_MASK
 from rl_core.weights import Weights
 
+T = TypeVar("T", bound=Config)
+
 READ_BEFORE: Mapping[str, Read] = {"prev_logprobs": LOGPROBS, "prev_entropy": ENTROPY, "prev_collision": COLLISION}
 """Reads of the policy before the update, by the columns that they become."""
 
 
-@dataclass(frozen=True)
-class RewardKL:
-    """A KL penalty on rewards: `weight k` at each sampled token, k an estimate of KL(policy || reference) from
-    `d = ref - prev`: k1 `-d`, k2 `d^2 / 2`, k3 `exp(d) - d - 1`. No gradient passes through it, so that every estimator
-    serves; k1 is exact in expectation.
+def kl_estimates(kl: KLPenalty, batch: Batch) -> Ragged:
+    """float64 `[tokens]`, the estimate of KL(policy || reference) at each sampled token, 0 elsewhere.
 
     Args:
-        weight: of the penalty.
-        estimator: k1, k2 or k3.
-        input_clamp, output_clamp: bounds of `|d|` and of the absolute estimate; None is unbounded.
+        kl: Estimator and clamps.
+        batch: Batch with `loss_mask`, `prev_logprobs` and `ref_logprobs`.
     """
-
-    weight: float
-    estimator: KLType = "k3"
-    input_clamp: float | None = 20.0
-    output_clamp: float | None = 10.0
-
-    def estimates(self, batch: Batch) -> Ragged:
-        """float64 `[tokens]`, the estimate at each sampled token and 0 elsewhere."""
-        mask = batch.ragged(LOSS_MASK)
-        is_sampled = mask.values > 0
-        ref, prev = batch.ragged("ref_logprobs").values, batch.ragged("prev_logprobs").values
-        d = _clamp(ref[is_sampled].astype(np.float64) - prev[is_sampled], self.input_clamp)
-        within = _clamp(d, LOG_RATIO_BOUND)
-        k = {"k1": lambda: -d, "k2": lambda: d**2 / 2, "k3": lambda: np.expm1(within) - within}[self.estimator]()
-        values = np.zeros(len(is_sampled))
-        values[is_sampled] = _clamp(k, self.output_clamp)
-        return mask.like(values)
+    mask = batch.ragged(LOSS_MASK)
+    is_sampled = mask.values > 0
+    ref, prev = batch.ragged("ref_logprobs").values, batch.ragged("prev_logprobs").values
+    d = _clamp(ref[is_sampled].astype(np.float64) - prev[is_sampled], kl.input_clamp)
+    within = _clamp(d, LOG_RATIO_BOUND)
+    k = {"k1": lambda: -d, "k2": lambda: d**2 / 2, "k3": lambda: np.expm1(within) - within}[kl.estimator]()
+    values = np.zeros(len(is_sampled))
+    values[is_sampled] = _clamp(k, kl.output_clamp)
+    return mask.like(values)
 
 
 class Objective:
@@ -72,7 +62,7 @@ class Objective:
         read_before: columns that statistics and the estimator read, of those that `with_logprobs` adds.
         weights: of the policy, whose version tells a loss with weights by age how old tokens are; then `loss` is a
             `PolicyLoss`.
-        reward_kl: the KL penalty on rewards, None for none.
+        reward_kl: The KL penalty on rewards, None for none.
         kl_weight: the weight of the KL term, or of the penalty on rewards, if it adapts; then `loss` is a `PolicyLoss`.
         entropy_weight: the weight of the entropy bonus, if it adapts; likewise.
     """
@@ -84,7 +74,7 @@ class Objective:
         statistics: Mapping[str, Statistic] | None = None,
         read_before: Collection[str] = (),
         weights: Weights | None = None,
-        reward_kl: RewardKL | None = None,
+        reward_kl: KLPenalty | None = None,
         kl_weight: AdaptiveWeight | None = None,
         entropy_weight: AdaptiveWeight | None = None,
     ) -> None:
@@ -104,12 +94,13 @@ class Objective:
         if not isinstance(loss, PolicyLoss):
             return loss
         if loss.staleness is not None and self._versions is not None:
-            staleness = dataclasses.replace(loss.staleness, version=self._versions.version)
-            loss = dataclasses.replace(loss, staleness=staleness)
+            loss = dataclasses.replace(loss, weight_version=self._versions.version)
         if "kl_weight" in self._weights and loss.kl is not None:
-            loss = dataclasses.replace(loss, kl=dataclasses.replace(loss.kl, weight=self._weights["kl_weight"].value))
-        if "entropy_weight" in self._weights:
-            loss = dataclasses.replace(loss, entropy_weight=self._weights["entropy_weight"].value)
+            loss = dataclasses.replace(loss, kl=_weighing(loss.kl, self._weights["kl_weight"]))
+        if "entropy_weight" in self._weights and loss.entropy_bonus is not None:
+            loss = dataclasses.replace(
+                loss, entropy_bonus=_weighing(loss.entropy_bonus, self._weights["entropy_weight"])
+            )
         return loss
 
     @property
@@ -123,7 +114,7 @@ class Objective:
         """float64 `[tokens]`, what each sampled token takes from the reward, None if nothing does."""
         if self._reward_kl is None:
             return None
-        estimates = self._reward_kl.estimates(batch)
+        estimates = kl_estimates(self._reward_kl, batch)
         num_sampled = batch.ragged(LOSS_MASK).values.sum(dtype=np.int64)
         self._measured = {"policy/kl": float(estimates.values.sum() / max(num_sampled, 1))}
         weight = self._weights["kl_weight"].value if "kl_weight" in self._weights else self._reward_kl.weight
@@ -188,6 +179,11 @@ def _effective_sample_size(metrics: Mapping[str, Metric]) -> dict[str, float]:
         return {}
     mean, square = (metrics[name].result() for name in ("mismatch/weight", "mismatch/weight_squared"))
     return {"mismatch/effective_sample_size": mean**2 / square} if square else {}
+
+
+def _weighing(term: T, weight: AdaptiveWeight) -> T:
+    """The same term of the loss with the weight in force."""
+    return term.model_copy(update={"weight": weight.value})
 
 
 def _clamp(values: np.ndarray, bound: float | None) -> np.ndarray:

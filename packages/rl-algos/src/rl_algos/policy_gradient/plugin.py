@@ -21,7 +21,8 @@ def loss_fn_section(written: Any) -> type[Config]:
         return kind
     surrogate = written.get("surrogate") if isinstance(written, Mapping) else None
     part = chosen_type("surrogate.name", surrogate, surrogate_section)
-    return assemble("PolicyLoss", {"surrogate": part}, base=LossConfig)
+    # the default is the same whichever surrogate is written, so that a config shows it as changed
+    return assemble("PolicyLoss", {"surrogate": (part, LossConfig().surrogate)}, base=LossConfig)
 
 
 def chosen_type(key: str, written: Any, section: Callable[[str | None], type[Config]]) -> type[Config]:

@@ -17,7 +17,7 @@ def importance_weights(correction: ImportanceCorrection, sampled: Sampled) -> tu
     low = 0.0 if correction.low is None else correction.low
     high = math.inf if correction.high is None else correction.high
     total = sampled.row_sums(sampled.mismatch)
-    log_weight = sampled.mismatch if correction.level == "token" else sampled.spread(total)
+    log_weight = sampled.spread(total) if correction.level == "sequence" else sampled.mismatch
     weight = bounded(log_weight).exp()
     dropped = torch.zeros_like(total, dtype=torch.bool)
     if correction.truncation == "tis":

@@ -26,12 +26,12 @@ def compute(loss: PolicyLoss, reads: Mapping[str, Tensor], rows: Rows) -> LossSu
         rows: columns that `loss.columns` names.
     """
     sampled = Sampled.of(reads["logprobs"], rows, on_policy=loss.on_policy)
-    compared = sampled if loss.denominator == "prev" else sampled.around_generation()
+    compared = sampled if loss.ratio_denominator == "prev" else sampled.around_generation()
     terms = policy_terms(loss.surrogate, compared)
     policy, without_policy = _corrected(loss, terms.loss, sampled)
     penalties, metrics = _penalties(loss, reads, sampled)
     if loss.staleness is not None:
-        weights = _staleness_weights(loss.staleness, sampled)
+        weights = _staleness_weights(loss.staleness, loss.weight_version, sampled)
         policy = policy * weights
         metrics["policy/staleness_weight"] = _token_mean(weights, sampled)
     left_out = torch.zeros_like(without_policy)
@@ -47,9 +47,9 @@ def compute(loss: PolicyLoss, reads: Mapping[str, Tensor], rows: Rows) -> LossSu
     else:
         per_token = policy if penalties is None else policy + penalties
         objective = {denominator: _aggregated(loss.aggregation, per_token, kept, sampled)}
-    if loss.positive_nll_weight:
+    if loss.positive_example_nll_weight:
         nll = torch.where(kept & (rows.per_token("positive") > 0), -sampled.logprobs, 0.0).sum()
-        objective["positive_tokens"] = loss.positive_nll_weight * nll
+        objective["positive_tokens"] = loss.positive_example_nll_weight * nll
         metrics["policy/positive_nll"] = MetricSum(nll, "positive_tokens")
     metrics |= _policy_metrics(terms, sampled) | _mismatch_metrics(sampled, without_policy | left_out)
     return LossSums(objective, metrics)
@@ -58,10 +58,10 @@ def compute(loss: PolicyLoss, reads: Mapping[str, Tensor], rows: Rows) -> LossSu
 def _corrected(loss: PolicyLoss, policy: Tensor, sampled: Sampled) -> tuple[Tensor, Tensor]:
     """The policy term with importance weights, and the sequences that it leaves out, bool `[rows]`."""
     dropped = torch.zeros_like(sampled.lengths, dtype=torch.bool)
-    if loss.high_entropy_only:
+    if loss.filters.top_entropy_share is not None:
         policy = torch.where(sampled.rows["high_entropy"] > 0, policy, 0.0)
-    if loss.off_policy_threshold is not None:
-        dropped = off_policy_sequences(loss.off_policy_threshold, sampled)
+    if loss.filters.off_policy_threshold is not None:
+        dropped = off_policy_sequences(loss.filters.off_policy_threshold, sampled)
         policy = torch.where(sampled.spread(dropped), 0.0, policy)
     if loss.importance is not None:
         weight, without_weight = importance_weights(loss.importance, sampled)
@@ -69,9 +69,9 @@ def _corrected(loss: PolicyLoss, policy: Tensor, sampled: Sampled) -> tuple[Tens
     return policy, dropped
 
 
-def _staleness_weights(staleness: StalenessDecay, sampled: Sampled) -> Tensor:
+def _staleness_weights(staleness: StalenessDecay, version: int, sampled: Sampled) -> Tensor:
     """`[tokens]`, `decay ** age` at sampled tokens and 1 at all others."""
-    age = sampled.select(staleness.version - sampled.rows["weight_versions"]).clamp(min=0)
+    age = sampled.select(version - sampled.rows["weight_versions"]).clamp(min=0)
     return staleness.decay ** age.to(sampled.logprobs.dtype)
 
 
@@ -85,9 +85,9 @@ def _penalties(
         kl = reference_kl(loss.kl, sampled.logprobs, sampled.select(sampled.rows["ref_logprobs"]))
         penalties = loss.kl.weight * weighed(loss.kl, kl, sampled)
         metrics["policy/kl"] = _token_mean(kl, sampled)
-    if loss.entropy_weight is not None:
+    if loss.entropy_bonus is not None:
         entropy = sampled.select(reads["entropy"])
-        bonus = loss.entropy_weight * entropy
+        bonus = loss.entropy_bonus.weight * entropy
         penalties = -bonus if penalties is None else penalties - bonus
         metrics["policy/entropy"] = _token_mean(entropy, sampled)
     return penalties, metrics

@@ -128,25 +128,25 @@ def vespo(surrogate: VESPO, sampled: Sampled) -> PolicyTerms:
     return _unclipped(-sampled.advantages * weight * sampled.logprobs, log_ratio.exp())
 
 
-COMPUTATIONS: Mapping[str, Callable[[Any, Sampled], PolicyTerms]] = {
-    Clip.name: clip,
-    GSPO.name: gspo,
-    CISPO.name: cispo,
-    Reinforce.name: reinforce,
-    SAPO.name: sapo,
-    GMPO.name: gmpo,
-    DPPOTV.name: dppo_tv,
-    DPPOKL.name: dppo_kl,
-    ClipCov.name: clip_cov,
-    KLCov.name: kl_cov,
-    VESPO.name: vespo,
+COMPUTATIONS: Mapping[type[Surrogate], Callable[[Any, Sampled], PolicyTerms]] = {
+    Clip: clip,
+    GSPO: gspo,
+    CISPO: cispo,
+    Reinforce: reinforce,
+    SAPO: sapo,
+    GMPO: gmpo,
+    DPPOTV: dppo_tv,
+    DPPOKL: dppo_kl,
+    ClipCov: clip_cov,
+    KLCov: kl_cov,
+    VESPO: vespo,
 }
-"""The computation of each surrogate, by its name."""
+"""Computation of each surrogate."""
 
 
 def policy_terms(surrogate: Surrogate, sampled: Sampled) -> PolicyTerms:
     """The policy term of each sampled token; what stands at other tokens is finite and means nothing."""
-    return COMPUTATIONS[surrogate.name](surrogate, sampled)
+    return COMPUTATIONS[type(surrogate)](surrogate, sampled)
 
 
 def _clipped(surrogate: Clip | GSPO | ClipCov, ratio: Tensor, advantages: Tensor) -> PolicyTerms:

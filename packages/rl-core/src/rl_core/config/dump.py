@@ -12,6 +12,7 @@ import yaml
 
 from rl_core.config.messages import show
 from rl_core.config.schema import Config, plain
+from rl_core.config.signature import NamedConfig
 from rl_core.config.tree import KeyPath, format_path, mapped, read_scalar
 
 _OPENING = re.compile(r"(\\*)\$\{")
@@ -67,7 +68,10 @@ def _changed(section: Config, default: Any, written: Any) -> Any:
             usual = None if field.is_required() else field.get_default(call_default_factory=True, validated_data={})
         if isinstance(value, Config):
             below = _changed(value, usual, written[name])
-            if below or field.is_required() or type(usual) is not type(value):
+            is_other = type(usual) is not type(value)
+            if is_other and isinstance(value, NamedConfig) and isinstance(written[name], dict):
+                below = {"name": written[name]["name"], **below}
+            if below or field.is_required() or is_other:
                 found[name] = below
         elif isinstance(value, list | tuple) and any(isinstance(entry, Config) for entry in value):
             if value != usual:

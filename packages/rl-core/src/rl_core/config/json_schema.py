@@ -58,8 +58,9 @@ class JsonSchema:
             if doc := described(kind):
                 definition["description"] = doc
             definition["properties"] = {child.path[-1]: self._field(child) for child in Key((), kind).children(None)}
-            definition["additionalProperties"] = issubclass(kind, NamedConfig)
-            if issubclass(kind, NamedConfig):
+            is_open = issubclass(kind, NamedConfig) and kind.settings_follow_name
+            definition["additionalProperties"] = is_open
+            if is_open:
                 # any function or class may be named, and its settings are known when it is
                 definition["properties"]["name"]["anyOf"] = [{"type": "string"}, {"type": "null"}]
         return {"$ref": f"#/$defs/{self._names[kind]}"}

@@ -144,15 +144,30 @@ def _path_in(values: Any, details: ErrorDetails) -> KeyPath:
 
 
 def by_another_name(root: type[Config], path: KeyPath, values: Any) -> str:
-    """The message about a name that a key of the same section has elsewhere; empty for any other name."""
+    """The message about a name that a key of the same section has elsewhere or had before; empty for any other name."""
     *above, name = path
-    around = key_at(root, tuple(above), values)
-    section = around.section(value_at(values, tuple(above))) if around is not None else None
-    key = section.also_called.get(str(name)) if section is not None else None
-    if section is None or key is None:
+    section = _section_around(root, path, values)
+    if section is None:
+        return ""
+    if now := section.renamed.get(str(name)):
+        return f"is now {'.'.join(filter(None, (format_path(above), now)))}"
+    if (key := section.also_called.get(str(name))) is None:
         return ""
     meaning, _, _ = (section.model_fields[key].description or "").partition("\n\n")
     return f"no such key; here it is {format_path((*above, key))}: {' '.join(meaning.split())}".rstrip(": ")
+
+
+def new_name(root: type[Config], path: KeyPath, values: Any) -> str:
+    """The key that one of an earlier version has become; empty for any other key."""
+    section = _section_around(root, path, values)
+    now = section.renamed.get(str(path[-1]), "") if section is not None else ""
+    key = re.match(r"[\w.]*", now)
+    return format_path((*path[:-1], *parse_path(key[0]))) if key and key[0] else ""
+
+
+def _section_around(root: type[Config], path: KeyPath, values: Any) -> type[Config] | None:
+    around = key_at(root, path[:-1], values)
+    return around.section(value_at(values, path[:-1])) if around is not None else None
 
 
 def _unknown(path: KeyPath, keys: list[str], values: Any, hint: Hint | None) -> str:

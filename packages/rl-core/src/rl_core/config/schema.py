@@ -94,6 +94,11 @@ class Config(BaseModel):
     """Names that keys of this section have in other sections or other libraries, and the keys: a user who writes such a
     name is told the key."""
 
+    renamed: ClassVar[Mapping[str, str]] = {}
+    """Keys that this section had in earlier versions, and what to write now, relative to the section: a key
+    (`kl.weight`), a key and its value (`surrogate=gspo`), or a key and an explanation. A user who writes such a key is
+    told that."""
+
     model_config = ConfigDict(
         frozen=True,
         extra="forbid",
@@ -223,7 +228,9 @@ def assemble(
 
 def _narrows(part: Section, base: type[Config], key: str) -> bool:
     inherited = base.model_fields[key].annotation
-    return isinstance(part, type) and isinstance(inherited, type) and issubclass(part, inherited)
+    part = part[0] if isinstance(part, tuple) else part
+    is_section = isinstance(inherited, type) and issubclass(inherited, Config)
+    return is_section and isinstance(part, type) and issubclass(part, inherited)
 
 
 def _portable(kind: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Collection
-from typing import Any, get_type_hints
+from typing import Any, ClassVar, get_type_hints
 
 from pydantic import Field, model_validator
 
@@ -14,6 +14,10 @@ from rl_core.config.schema import Assembled, Config, assemble
 
 class NamedConfig(Config):
     """A section that chooses a function or class by `name`; its other keys are the settings of that."""
+
+    settings_follow_name: ClassVar[bool] = True
+    """True if any function or class may be named, with other keys than the type has; False if the keys are fixed and
+    `name` only has a short form."""
 
     @model_validator(mode="before")
     @classmethod

@@ -172,11 +172,12 @@ class Entry:
     def under(self, over: Entry) -> Entry:
         """This tree with another laid over it: mappings merge, everything else is replaced. A mapping that chooses
         another function or class by its `name`, or another dataset, is replaced too: the settings below it belong to
-        the earlier one.
+        the earlier one. Text under a mapping is the short form of its `name`.
         """
-        if not (isinstance(self.value, dict) and isinstance(over.value, dict)) or _chooses_another(self, over):
+        below = self._as_mapping() if isinstance(over.value, dict) else self
+        if not (isinstance(below.value, dict) and isinstance(over.value, dict)) or _chooses_another(below, over):
             return over
-        merged = dict(self.value)
+        merged = dict(below.value)
         for key, entry in over.value.items():
             merged[key] = merged[key].under(entry) if key in merged else entry
         return Entry(merged, self.origin)
@@ -198,9 +199,15 @@ class Entry:
             return Entry(items, self.origin)
         if isinstance(head, int):
             raise ConfigError(f"[{head}] addresses a list entry, but there is no list to change; write the whole list")
-        known = self.value if isinstance(self.value, dict) else {}
+        mapping = self._as_mapping().value
+        known = mapping if isinstance(mapping, dict) else {}
         child = known.get(head, Entry({}, entry.origin))
         return Entry({**known, head: child.with_entry(tuple(rest), entry)}, self.origin)
+
+    def _as_mapping(self) -> Entry:
+        """The long form of a name that stands for a section; anything else as it is."""
+        is_name = type(self.value) is str and "${" not in self.value
+        return Entry({"name": self}, self.origin) if is_name else self
 
     def along(self, path: KeyPath) -> list[Entry]:
         """The entries from the root to the one at a path, as far as anything was written."""

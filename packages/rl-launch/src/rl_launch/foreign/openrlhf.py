@@ -197,36 +197,32 @@ def _rollouts(config: Translation) -> None:
     _rewards(config)
     if config.get("async_train"):
         config.put(f"{loop}.async_grpo.enabled", True)
-        config.put("loss_fn.use_importance_sampling_correction", True)
-        config.put("loss_fn.truncated_importance_sampling_ratio", 2.0)
-        config.notes.append("loss_fn.use_importance_sampling_correction: a run that generates ahead needs one here")
+        config.put_default("loss_fn.importance.high", 2.0)
+        config.notes.append("loss_fn.importance: a run that generates ahead needs one here")
     config.follows(["async_train"], f"{loop}.async_grpo.enabled")
 
 
 def _loss(config: Translation) -> None:
     clip = config.get("eps_clip", 0.2)
     low, high = config.get("eps_clip_low_high", [clip, clip])
-    config.put("loss_fn.ratio_clip_min", low)
-    config.put("loss_fn.ratio_clip_max", high)
-    config.follows(["eps_clip", "eps_clip_low_high"], "loss_fn.ratio_clip_min and loss_fn.ratio_clip_max")
+    config.put("loss_fn.surrogate", {"clip_low": low, "clip_high": high})
+    clips = "loss_fn.surrogate.clip_low and loss_fn.surrogate.clip_high"
+    config.follows(["eps_clip", "eps_clip_low_high"], clips)
     penalty = config.get("init_kl_coef", 0.01)
-    config.put("loss_fn.reference_policy_kl_penalty", penalty)
-    config.put("loss_fn.reference_policy_kl_type", config.get("kl_estimator", "k1"))
+    config.put("loss_fn.kl.weight", penalty)
+    config.put("loss_fn.kl.estimator", config.get("kl_estimator", "k1"))
     if penalty:
-        config.put("loss_fn.use_kl_in_reward", not config.get("use_kl_loss", False))
+        config.put("loss_fn.kl.in_reward", not config.get("use_kl_loss", False))
     else:
-        config.remove("loss_fn.reference_policy_kl_type")
-    config.follows(["init_kl_coef", "kl_estimator", "use_kl_loss"], "loss_fn.reference_policy_kl_penalty")
+        config.remove("loss_fn.kl.estimator")
+    config.follows(["init_kl_coef", "kl_estimator", "use_kl_loss"], "loss_fn.kl.weight")
     if config.get("enable_vllm_is_correction"):
-        config.put("loss_fn.use_importance_sampling_correction", True)
         bound = config.get("vllm_is_truncated_threshold", 5)
         if isinstance(bound, list):
-            config.put("loss_fn.truncated_importance_sampling_ratio_min", bound[0])
+            config.put("loss_fn.importance.low", bound[0])
             bound = bound[-1]
-        config.put("loss_fn.truncated_importance_sampling_ratio", bound)
-    config.follows(
-        ["enable_vllm_is_correction", "vllm_is_truncated_threshold"], "loss_fn.use_importance_sampling_correction"
-    )
+        config.put("loss_fn.importance.high", bound)
+    config.follows(["enable_vllm_is_correction", "vllm_is_truncated_threshold"], "loss_fn.importance")
 
 
 def _rewards(config: Translation) -> None:

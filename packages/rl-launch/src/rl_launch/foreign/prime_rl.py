@@ -152,15 +152,11 @@ def _loss(config: Translation) -> None:
         config.put("loss_fn.surrogate", {"name": "cispo"})
     elif kind == "default":
         config.put("loss_fn.surrogate", {"name": "reinforce"})
-        config.put("loss_fn.truncated_importance_sampling_type", "icepop")
-        config.put("loss_fn.truncated_importance_sampling_ratio_min", _MASK_LOW)
-        config.put("loss_fn.truncated_importance_sampling_ratio", _MASK_HIGH)
+        config.put("loss_fn.importance", {"truncation": "icepop", "low": _MASK_LOW})
     else:
         config.refuse("trainer.loss.type", f"the loss {kind}")
-    config.put("loss_fn.use_importance_sampling_correction", True)
-    if config.written("loss_fn.truncated_importance_sampling_ratio") is None:
-        config.put("loss_fn.truncated_importance_sampling_ratio", _MASK_HIGH)
-    config.put("loss_fn.reference_policy_kl_penalty", 0.0)
+    config.put("loss_fn.importance.high", _MASK_HIGH)
+    config.put("loss_fn.kl.weight", 0.0)
     config.put("grpo.normalize_rewards", False)
     config.follows(["trainer.loss.type", "trainer.loss.ratio_type"], "loss_fn.surrogate")
     config.notes.append(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rl_launch.foreign.schedules import warmup_and_decay
+from rl_launch.foreign.surrogate import put_surrogate
 from rl_launch.foreign.translation import Translation
 from rl_launch.foreign_keys.table import Kind
 
@@ -23,14 +24,15 @@ _OPTIMIZERS = {
     "rmsprop": "torch.optim.RMSprop",
 }
 _DECAYS = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}
-_AGGREGATIONS: dict[str, dict[str, Any]] = {
-    "dapo": {"aggregation": "token-mean"},
-    "bnpo": {"aggregation": "token-mean"},
-    "grpo": {"aggregation": "sequence-mean"},
-    "dr_grpo": {"aggregation": "sequence-mean-token-sum"},
-    "cispo": {"surrogate": {"name": "cispo"}, "aggregation": "token-mean"},
-    "sapo": {"surrogate": {"name": "sapo"}, "aggregation": "sequence-mean"},
+_AGGREGATIONS = {
+    "dapo": "token-mean",
+    "bnpo": "token-mean",
+    "grpo": "sequence-mean",
+    "dr_grpo": "sequence-mean-token-sum",
+    "cispo": "token-mean",
+    "sapo": "sequence-mean",
 }
+_SURROGATES = {"cispo": "cispo", "sapo": "sapo"}
 _PREFERENCE_LOSSES = {
     "sigmoid": "dpo",
     "robust": "robust-dpo",
@@ -265,10 +267,8 @@ def _grpo(config: Translation) -> None:
     config.put("policy.generation.max_new_tokens", longest)
     config.put("data.max_input_seq_length", prompt)
     config.put("data.overlong", "skip")
-    config.put("loss_fn.reference_policy_kl_penalty", config.get("beta", 0.0))
-    config.follows(["beta"], "loss_fn.reference_policy_kl_penalty")
-    clip = config.get("epsilon", 0.2)
-    config.put("loss_fn.ratio_clip_max", config.get("epsilon_high", clip))
+    config.put("loss_fn.kl.weight", config.get("beta", 0.0))
+    config.follows(["beta"], "loss_fn.kl.weight")
     _loss(config, longest)
     scale = config.get("scale_rewards", "group")
     if scale == "batch":
@@ -304,22 +304,36 @@ def _grpo(config: Translation) -> None:
 
 
 def _loss(config: Translation, longest: int) -> None:
-    kind = config.get("loss_type", "dapo")
+    kind, surrogate = config.get("loss_type", "dapo"), "clip"
     if config.get("importance_sampling_level", "token") == "sequence":
-        config.put("loss_fn.surrogate", {"name": "gspo"})
+        surrogate = "gspo"
         config.put("loss_fn.aggregation", "sequence-mean")
         if kind not in ("grpo", "dapo", "bnpo"):
             config.refuse("loss_type", f"importance sampling by sequence with the loss {kind}")
         elif kind != "grpo":
             config.notes.append("loss_fn.aggregation: sequence-mean, as gspo has it here")
     elif kind in _AGGREGATIONS:
-        for key, value in _AGGREGATIONS[kind].items():
-            config.put(f"loss_fn.{key}", value)
-        if kind == "dr_grpo":
-            config.put("loss_fn.aggregation_divisor", longest)
+        surrogate, aggregation = _SURROGATES.get(kind, "clip"), _AGGREGATIONS[kind]
+        divided = {"name": aggregation, "divisor": longest}
+        config.put("loss_fn.aggregation", divided if kind == "dr_grpo" else aggregation)
     else:
         config.refuse("loss_type", f"the loss {kind} in GRPO")
     config.follows(["loss_type", "importance_sampling_level"], "loss_fn.aggregation and loss_fn.surrogate")
+    clip = config.get("epsilon", 0.2)
+    put_surrogate(
+        config,
+        surrogate,
+        {"epsilon": "clip_low", "epsilon_high": "clip_high", "delta": "dual_clip"},
+        clip_low=clip,
+        clip_high=config.get("epsilon_high", clip),
+        dual_clip=config.get("delta"),
+    )
+    correction = "vllm_importance_sampling_correction"
+    if config.get(correction):
+        config.put("loss_fn.importance", {})
+    else:
+        config.unneeded("vllm_importance_sampling_cap", f"{correction} is not set")
+    config.follows([correction], "loss_fn.importance")
 
 
 def _dpo(config: Translation) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_launch.foreign.schedules import warmup_and_decay
+from rl_launch.foreign.surrogate import put_surrogate
 from rl_launch.foreign.translation import Translation
 from rl_launch.foreign_keys.table import Kind
 
@@ -26,7 +27,21 @@ _AGGREGATIONS = {
     "seq-mean-token-sum-norm": "sequence-mean-token-sum",
 }
 _KL = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
-_SURROGATES = {"gspo": "gspo", "clip_cov": "clip-cov", "kl_cov": "kl-cov", "gmpo": "gmpo", "geo_mean": "gmpo"}
+_SURROGATES = {
+    "vanilla": "clip",
+    "gpg": "reinforce",
+    "gspo": "gspo",
+    "clip_cov": "clip-cov",
+    "kl_cov": "kl-cov",
+    "gmpo": "gmpo",
+    "geo_mean": "gmpo",
+}
+_CLIPS = {
+    "clip_ratio": "clip_low",
+    "clip_ratio_low": "clip_low",
+    "clip_ratio_high": "clip_high",
+    "clip_ratio_c": "dual_clip",
+}
 _DECAYS = {"constant": "constant", "cosine": "cosine", "linear": "linear"}
 _UNKNOWN_LENGTH = 1000
 
@@ -216,27 +231,27 @@ def _model(config: Translation) -> None:
 
 
 def _loss(config: Translation) -> None:
-    clip = config.get(f"{_ACTOR}.clip_ratio", 0.2)
-    config.put("loss_fn.ratio_clip_min", config.get(f"{_ACTOR}.clip_ratio_low", clip))
-    config.put("loss_fn.ratio_clip_max", config.get(f"{_ACTOR}.clip_ratio_high", clip))
-    config.put("loss_fn.ratio_clip_c", config.get(f"{_ACTOR}.clip_ratio_c", 3.0))
-    config.follows([f"{_ACTOR}.clip_ratio"], "loss_fn.ratio_clip_min and loss_fn.ratio_clip_max")
     mode = config.get(f"{_ACTOR}.loss_agg_mode", "token-mean")
     if mode not in _AGGREGATIONS:
         config.refuse(f"{_ACTOR}.loss_agg_mode", f"the aggregation {mode}")
     else:
-        config.put("loss_fn.aggregation", _AGGREGATIONS[mode])
+        config.put("loss_fn.aggregation.name", _AGGREGATIONS[mode])
         if mode.endswith("-norm"):
             length = config.get(f"{_ACTOR}.loss_scale_factor") or config.written("policy.generation.max_new_tokens")
-            config.put("loss_fn.aggregation_divisor", length)
+            config.put("loss_fn.aggregation.divisor", length)
     config.follows([f"{_ACTOR}.loss_agg_mode", f"{_ACTOR}.loss_scale_factor"], "loss_fn.aggregation")
     surrogate = config.get(f"{_ACTOR}.policy_loss.loss_mode", "vanilla")
-    if surrogate == "gpg":
-        config.put("loss_fn.surrogate", {"name": "reinforce"})
-    elif surrogate in _SURROGATES:
-        config.put("loss_fn.surrogate", {"name": _SURROGATES[surrogate]})
-    elif surrogate != "vanilla":
+    if surrogate not in _SURROGATES:
         config.refuse(f"{_ACTOR}.policy_loss.loss_mode", f"the policy loss {surrogate}")
+    clip = config.get(f"{_ACTOR}.clip_ratio", 0.2)
+    put_surrogate(
+        config,
+        _SURROGATES.get(surrogate, "clip"),
+        {f"{_ACTOR}.{key}": setting for key, setting in _CLIPS.items()},
+        clip_low=config.get(f"{_ACTOR}.clip_ratio_low", clip),
+        clip_high=config.get(f"{_ACTOR}.clip_ratio_high", clip),
+        dual_clip=config.get(f"{_ACTOR}.clip_ratio_c", 3.0),
+    )
     config.follows([f"{_ACTOR}.policy_loss.loss_mode"], "loss_fn.surrogate")
     if surrogate not in ("clip_cov", "kl_cov"):
         for key in config.keys(f"{_ACTOR}.policy_loss"):
@@ -249,27 +264,27 @@ def _kl(config: Translation) -> None:
     if in_loss and in_reward:
         config.refuse("algorithm.use_kl_in_reward", "KL in the loss and in the reward at once")
     elif in_loss:
-        config.put("loss_fn.reference_policy_kl_penalty", config.get(f"{_ACTOR}.kl_loss_coef", 0.001))
+        config.put("loss_fn.kl.weight", config.get(f"{_ACTOR}.kl_loss_coef", 0.001))
         kind = str(config.get(f"{_ACTOR}.kl_loss_type", "low_var_kl"))
         if kind.rstrip("+") not in _KL:
             config.refuse(f"{_ACTOR}.kl_loss_type", f"the KL estimator {kind}")
         else:
-            config.put("loss_fn.reference_policy_kl_type", _KL[kind.rstrip("+")])
+            config.put("loss_fn.kl.estimator", _KL[kind.rstrip("+")])
             if kind.endswith("+"):
-                config.put("loss_fn.reference_policy_kl_unbiased", True)
+                config.put("loss_fn.kl.unbiased", True)
     elif in_reward:
-        config.put("loss_fn.use_kl_in_reward", True)
-        config.put("loss_fn.reference_policy_kl_penalty", config.get("algorithm.kl_ctrl.kl_coef", 0.001))
-        config.put("loss_fn.reference_policy_kl_type", _KL.get(config.get("algorithm.kl_penalty", "kl"), "k1"))
+        config.put("loss_fn.kl.in_reward", True)
+        config.put("loss_fn.kl.weight", config.get("algorithm.kl_ctrl.kl_coef", 0.001))
+        config.put("loss_fn.kl.estimator", _KL.get(config.get("algorithm.kl_penalty", "kl"), "k1"))
         if config.get("algorithm.kl_ctrl.type") == "adaptive":
-            config.put("loss_fn.adaptive_kl.target", config.get("algorithm.kl_ctrl.target_kl", 0.1))
-            config.put("loss_fn.adaptive_kl.horizon", config.get("algorithm.kl_ctrl.horizon", 10000))
+            config.put("loss_fn.kl.target", config.get("algorithm.kl_ctrl.target_kl", 0.1))
+            config.put("loss_fn.kl.horizon", config.get("algorithm.kl_ctrl.horizon", 10000))
     else:
-        config.put("loss_fn.reference_policy_kl_penalty", 0.0)
+        config.put("loss_fn.kl.weight", 0.0)
     for key in ("use_kl_loss", "kl_loss_coef", "kl_loss_type"):
-        config.follows([f"{_ACTOR}.{key}"], "loss_fn.reference_policy_kl_penalty")
+        config.follows([f"{_ACTOR}.{key}"], "loss_fn.kl.weight")
     for key in (*config.keys("algorithm.kl_ctrl"), "algorithm.use_kl_in_reward", "algorithm.kl_penalty"):
-        config.follows([key], "loss_fn.reference_policy_kl_penalty")
+        config.follows([key], "loss_fn.kl.weight")
 
 
 def _generation(config: Translation) -> None:

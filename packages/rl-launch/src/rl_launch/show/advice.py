@@ -114,8 +114,7 @@ def _mismatch(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
     if values and fmean(values) > MISMATCH_KL:
         yield Advice(
             f"generator and trainer disagree: mismatch/kl is {fmean(values):.2g}, above {MISMATCH_KL}",
-            "correct for it with loss_fn.use_importance_sampling_correction=true, or reduce it with "
-            "policy.precision=float32",
+            "correct for it with loss_fn.importance.high=2, or reduce it with policy.precision=float32",
         )
 
 
@@ -132,7 +131,7 @@ def _off_policy(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
         yield Advice(
             f"the weights that sampled are far from the policy: {fmean(values):.0%} of the tokens are in effect",
             f"lower {_section(config)}.async_grpo.max_trajectory_age_steps or policy.optimizer.kwargs.lr, or bound the "
-            "weights with loss_fn.truncated_importance_sampling_ratio",
+            "weights with loss_fn.importance.high",
         )
 
 
@@ -207,8 +206,8 @@ def _entropy(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
     if len(rows) >= FEWEST_STEPS and first and fmean(last) < COLLAPSED_ENTROPY * fmean(first):
         yield Advice(
             f"the entropy collapsed: policy/nll {fmean(first):.2g} at first, {fmean(last):.2g} now",
-            "widen the upper clip (loss_fn.ratio_clip_max=0.28), lower policy.optimizer.kwargs.lr, or hold the policy "
-            "to its reference with loss_fn.reference_policy_kl_penalty",
+            "widen the upper clip (loss_fn.surrogate.clip_high=0.28), lower policy.optimizer.kwargs.lr, or hold the "
+            "policy to its reference with loss_fn.kl.weight",
         )
 
 
@@ -218,7 +217,7 @@ def _kl(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
     if values and fmean(values) > LARGE_KL and fmean(values) > fmean(first):
         yield Advice(
             f"the policy moves away from its reference: policy/kl grew from {fmean(first):.2g} to {fmean(values):.2g}",
-            "raise loss_fn.reference_policy_kl_penalty, or lower policy.optimizer.kwargs.lr",
+            "raise loss_fn.kl.weight, or lower policy.optimizer.kwargs.lr",
         )
 
 

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from rl_launch.foreign.nemo_rl.loops import ROLLOUTS
+from rl_launch.foreign.surrogate import put_surrogate
 from rl_launch.foreign.translation import Translation
+
+_SURROGATES = {"sequence_level_importance_ratios": "gspo", "use_cispo": "cispo", "disable_ppo_ratio": "reinforce"}
+_CLIPS = {"ratio_clip_min": "clip_low", "ratio_clip_max": "clip_high", "ratio_clip_c": "dual_clip"}
+"""Switches of NeMo RL's loss by the surrogate that they are, and its clips by the surrogate's settings."""
 
 
 def translate_loop(config: Translation) -> None:
@@ -93,16 +98,35 @@ def _critic(config: Translation) -> None:
         config.unneeded("value_loss_fn.scale", "1")
 
 
+def _surrogate(config: Translation) -> None:
+    chosen = [switch for switch in _SURROGATES if config.get(f"loss_fn.{switch}")]
+    if len(chosen) > 1:
+        config.refuse(f"loss_fn.{chosen[1]}", f"two policy losses at once: {' and '.join(chosen)}")
+    name = _SURROGATES[chosen[0]] if chosen else "clip"
+    put_surrogate(config, name, {f"loss_fn.{theirs}": setting for theirs, setting in _CLIPS.items()})
+    config.follows([f"loss_fn.{switch}" for switch in _SURROGATES], f"loss_fn.surrogate: {name}")
+    by_token = config.get("loss_fn.token_level_loss")
+    if by_token is not None:
+        config.put("loss_fn.aggregation", "token-mean" if by_token else "sequence-mean")
+        config.follows(["loss_fn.token_level_loss"], "loss_fn.aggregation")
+
+
+def _importance(config: Translation) -> None:
+    switch = "loss_fn.use_importance_sampling_correction"
+    if config.get(switch):
+        config.put("loss_fn.importance", {})
+        config.follows([switch], "loss_fn.importance")
+        return
+    config.unneeded(switch, "loss_fn.importance is off unless it is set")
+    for name in ("type", "ratio", "ratio_min"):
+        config.unneeded(f"loss_fn.truncated_importance_sampling_{name}", f"{switch} is false")
+
+
 def translate_loss(config: Translation) -> None:
     """Answer the keys of `loss_fn`."""
-    penalty = config.get("loss_fn.reference_policy_kl_penalty")
-    if not config.get("loss_fn.use_importance_sampling_correction"):
-        for name in ("type", "ratio", "ratio_min"):
-            config.unneeded(
-                f"loss_fn.truncated_importance_sampling_{name}",
-                "loss_fn.use_importance_sampling_correction is false",
-            )
-    if penalty == 0:
+    _surrogate(config)
+    _importance(config)
+    if config.get("loss_fn.reference_policy_kl_penalty") == 0:
         for name in ("use_on_policy_kl_approximation", "use_kl_in_reward"):
             config.unneeded(f"loss_fn.{name}", "loss_fn.reference_policy_kl_penalty is 0")
     if config.get("loss_fn.force_on_policy_ratio") is False:
