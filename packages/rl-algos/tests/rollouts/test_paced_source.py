@@ -300,7 +300,7 @@ def test_turns_of_groups_under_way_are_in_the_state_and_go_to_those_that_run_aga
             assert (completion.stop_reason, completion.spans) == ("stop", (WeightSpan(version, 1),))
     assert all(not task.turns for prompt_id, task in tasks.items() if prompt_id not in begun)
     # the age of a group counts from the begin of its first run
-    still = {resumed._draws[ticket]: task.prompt.id for ticket, (task, _) in again.under_way.items()}
+    still = {resumed._under_way[ticket].number: task.prompt.id for ticket, (task, _) in again.under_way.items()}
     saved = resumed.state()["turns"]
     for draw, prompt_id in still.items():
         assert saved[str(draw)]["version"] == begun.get(prompt_id, 3)
