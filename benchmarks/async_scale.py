@@ -146,13 +146,13 @@ class ScriptedPool:
     def submit(self, tasks: Sequence[RolloutTask]) -> list[Ticket]:
         """Begin groups."""
         tickets = self._dispatch.add(tasks)
-        self._dispatch.deal()
+        self._dispatch.assign_waiting()
         self.most_under_way = max(self.most_under_way, self._dispatch.num_groups)
         return tickets
 
     def next_done(self) -> tuple[Ticket, RolloutGroup]:
         """The group that ends next, at its time."""
-        self._dispatch.deal()
+        self._dispatch.assign_waiting()
         with self._script.measured():
             end, ticket, replica = heapq.heappop(self._script.ends)
             self._script.now = max(self._script.now, end)

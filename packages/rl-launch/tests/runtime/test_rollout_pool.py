@@ -16,8 +16,8 @@ from rl_core.rollouts.rollout import Prompt
 from rl_launch.placement.residency import Residency, Tenant
 from rl_launch.runtime import dispatch, replica_group, rollout_pool
 from rl_launch.runtime import replica as replica_module
-from rl_launch.runtime.deaths import MOST_DEATHS
 from rl_launch.runtime.replica import FinishedCall, ProgressWatch
+from rl_launch.runtime.restart_budget import MAX_DEATHS
 from rl_launch.runtime.rollout_pool import RolloutPool
 
 SAMPLING = SamplingParams(4)
@@ -366,19 +366,19 @@ def test_an_engine_that_dies_twice_in_the_same_way_before_it_finished_anything_e
 
 def test_a_process_that_dies_again_and_again_ends_the_run_with_its_last_cause():
     replica = Replica(fails=[(0, WorkerDied("the process ended: out of memory"))] * 99)
-    with pytest.raises(WorkerDied, match=rf"died {MOST_DEATHS} times in a row .*the last time: .*out of memory"):
+    with pytest.raises(WorkerDied, match=rf"died {MAX_DEATHS} times in a row .*the last time: .*out of memory"):
         run(make_pool([replica]), tasks(2))
-    assert replica.events == ["start"] * (MOST_DEATHS - 1)
+    assert replica.events == ["start"] * (MAX_DEATHS - 1)
 
 
 def test_deaths_with_finished_groups_between_them_do_not_add_up():
-    count = 3 * MOST_DEATHS
+    count = 3 * MAX_DEATHS
     replica = Replica(fails=[(i, GeneratorError("an unlucky prompt")) for i in range(1, count)])
     assert run(make_pool([replica]), tasks(count)) == groups(count)
 
 
 def test_replicas_that_die_together_count_as_one_death():
-    replicas = [Replica(i, fails=[(0, WorkerDied("its node died"))]) for i in range(2 * MOST_DEATHS)]
+    replicas = [Replica(i, fails=[(0, WorkerDied("its node died"))]) for i in range(2 * MAX_DEATHS)]
     assert run(make_pool(replicas), tasks(40)) == groups(40)
 
 
@@ -638,7 +638,7 @@ def look_until(now, watch, end, *, every=5, each=lambda: None):
     while now[0] < end:
         now[0] += every
         each()
-        watch.look()
+        watch.check()
 
 
 def test_an_engine_that_samples_nothing_is_stalled():
@@ -667,7 +667,7 @@ def test_one_whose_rollouts_wait_for_their_environments_is_not():
 
 def test_one_that_finishes_groups_is_not():
     now, watch = watch_of(Replica())
-    look_until(now, watch, 1000, each=watch.moved)
+    look_until(now, watch, 1000, each=watch.note_progress)
 
 
 def test_time_in_which_nobody_looks_does_not_count():
@@ -696,7 +696,7 @@ def test_a_dead_engine_is_found_by_its_health():
 
 
 class Joining:
-    """`Recruits` whose replicas are ready when the test says so; `late` become ready once they are waited for."""
+    """`ElasticReplicas` whose replicas are ready when the test says so, `late` ones once they are waited for."""
 
     def __init__(self, least, *, late=()):
         self.least, self.ready, self.late, self.replaced = least, [], list(late), []
@@ -717,7 +717,7 @@ class Joining:
 
 
 def elastic_pool(replicas, joining):
-    pool = RolloutPool(replicas, None, stall_timeout_s=600, recruits=joining)
+    pool = RolloutPool(replicas, None, stall_timeout_s=600, elastic=joining)
     assert joining.num_present == len(replicas)
     return pool
 

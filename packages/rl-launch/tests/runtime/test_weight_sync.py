@@ -79,7 +79,7 @@ class Replica:
 
     def call(self, method, *args):
         self.events.append(method)
-        if method == "try_out":
+        if method == "score_canary":
             return self._scores(args[0])
         assert method == "take_over"
         _, delivery = args
@@ -163,7 +163,7 @@ def test_on_shared_devices_memory_is_freed_before_it_is_taken(events):
         "send 1 to 1",
         "take_over",
         "offload parameters",
-        "try_out",
+        "score_canary",
         "resume",
     ]
     assert residency.resident == "generation"

@@ -11,9 +11,9 @@ from rl_core.ray.calls import fetch
 from rl_core.weights import WeightUpdate
 from rl_launch.placement.residency import Residency, Tenant
 from rl_launch.placement.topology import GENERATION
-from rl_launch.runtime.deaths import Deaths
-from rl_launch.runtime.recruits import Recruits
+from rl_launch.runtime.elastic_replicas import ElasticReplicas
 from rl_launch.runtime.replica import ROLE, Replica
+from rl_launch.runtime.restart_budget import RestartBudget
 
 _log = logging.getLogger(__name__)
 
@@ -23,30 +23,30 @@ TURN_TIMEOUT_S = 600.0
 
 
 class ReplicaGroup:
-    """Replicas that serve the same weights; one that died is lost until `mend` has replaced it, or `part` has taken it
-    out of the group.
+    """Replicas that serve the same weights; one that died is lost until `restart_lost` has replaced it, or
+    `retire_lost` has taken it out of the group.
 
     Args:
         replicas: started, and on their devices.
         residency: of devices that the replicas share with others; None if they share none.
-        recruits: replicas that join; None if there are always the same.
+        elastic: replicas that join; None if there are always the same.
     """
 
     def __init__(
-        self, replicas: Sequence[Replica], residency: Residency | None, recruits: Recruits | None = None
+        self, replicas: Sequence[Replica], residency: Residency | None, elastic: ElasticReplicas | None = None
     ) -> None:
         self.replicas = list(replicas)
         self._residency = residency
-        self._recruits = recruits
+        self._elastic = elastic
         self._update: WeightUpdate | None = None
         self._lost: dict[Replica, RLError] = {}
         self._has_weights = True
-        self.deaths = Deaths()
+        self.restart_budget = RestartBudget()
         if residency is not None:
             self.sleep()
             residency.join(GENERATION, Tenant(self.sleep, self.wake))
-        if recruits is not None:
-            recruits.begin(len(self.replicas))
+        if elastic is not None:
+            elastic.begin(len(self.replicas))
 
     @property
     def lost(self) -> frozenset[Replica]:
@@ -56,7 +56,7 @@ class ReplicaGroup:
     @property
     def is_whole(self) -> bool:
         """Whether the run goes on with the replicas that it has."""
-        return not self._lost and (self._recruits is None or len(self.replicas) >= self._recruits.least)
+        return not self._lost and (self._elastic is None or len(self.replicas) >= self._elastic.least)
 
     def hold(self) -> AbstractContextManager[None]:
         """Context in which the replicas are on their devices; entering it may lose some."""
@@ -72,7 +72,7 @@ class ReplicaGroup:
         """
         self._bring(update, in_flight=in_flight)
 
-    def mend(self) -> None:
+    def restart_lost(self) -> None:
         """Replace lost replicas, and send the weights again if some replica has none.
 
         Raises:
@@ -82,18 +82,18 @@ class ReplicaGroup:
         if not self.is_whole or not self._has_weights:
             self._bring(self._update)
 
-    def part(self) -> None:
+    def retire_lost(self) -> None:
         """Take lost replicas out of the group if others may join it later.
 
         Raises:
             GeneratorError, WorkerDied: with the cause, if replicas have died too often.
         """
-        if self._recruits is None or not self._lost:
+        if self._elastic is None or not self._lost:
             return
-        self.deaths.note(next(iter(self._lost.values())))
+        self.restart_budget.spend(next(iter(self._lost.values())))
         for replica in self._lost:
             self.replicas.remove(replica)
-            self._recruits.replace(replica)
+            self._elastic.replace(replica)
         self._lost = {}
         _log.warning("replicas left until others join: %d", len(self.replicas))
 
@@ -127,8 +127,8 @@ class ReplicaGroup:
 
     def close(self) -> None:
         """End all engines, then their processes."""
-        if self._recruits is not None:
-            self._recruits.close()
+        if self._elastic is not None:
+            self._elastic.close()
         closing = [(replica, replica.call("close")) for replica in self.replicas]
         for replica, ref in closing:
             try:
@@ -159,10 +159,10 @@ class ReplicaGroup:
     def _bring(self, update: WeightUpdate | None, *, in_flight: bool = False) -> None:
         """Replace lost replicas, and bring every replica to this version, if there is one."""
         while True:
-            self.part()
+            self.retire_lost()
             if self._lost:
                 # once for all that were lost together
-                self.deaths.note(next(iter(self._lost.values())))
+                self.restart_budget.spend(next(iter(self._lost.values())))
             try:
                 self._replace_lost()
                 self._join()
@@ -205,11 +205,11 @@ class ReplicaGroup:
 
     def _join(self) -> None:
         """Take in replicas that have become ready, and wait for those that the run needs."""
-        if self._recruits is None:
+        if self._elastic is None:
             return
-        joining = self._recruits.take()
-        while len(self.replicas) + len(joining) < self._recruits.least:
-            joining += self._recruits.await_any(len(self.replicas) + len(joining))
+        joining = self._elastic.take()
+        while len(self.replicas) + len(joining) < self._elastic.least:
+            joining += self._elastic.await_any(len(self.replicas) + len(joining))
         self.replicas += joining
         for replica in joining:
             _log.info("%s joins; replicas: %d", replica, len(self.replicas))

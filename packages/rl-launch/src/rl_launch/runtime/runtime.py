@@ -23,11 +23,11 @@ from rl_launch.cluster.virtual_cluster import VirtualCluster
 from rl_launch.model_files.local_models import model_folders
 from rl_launch.placement.residency import Residency
 from rl_launch.placement.topology import GENERATION, Topology
+from rl_launch.runtime.elastic_replicas import ElasticReplicas
 from rl_launch.runtime.environment_watch import EnvironmentWatch
 from rl_launch.runtime.model_group import StartTimeouts
 from rl_launch.runtime.models import Models
 from rl_launch.runtime.processes import Processes, server_stay_s
-from rl_launch.runtime.recruits import Recruits
 from rl_launch.runtime.replica import Replica
 from rl_launch.runtime.replicas import Replicas
 from rl_launch.runtime.role_envs import role_specs
@@ -161,8 +161,8 @@ class Runtime:
         residency = self._residency if takes_turns else None
         sync = self._weight_sync(by_role[POLICY], models, residency, vocabulary)
         started = wait()
-        recruits = self._recruits(replicas) if self.topology.is_elastic else None
-        pool = self._pool(started, residency, replicas.environment_watch(), recruits)
+        elastic = self._elastic(replicas) if self.topology.is_elastic else None
+        pool = self._pool(started, residency, replicas.environment_watch(), elastic)
         return Components(models=by_role, data=data, weights=sync, pool=pool)
 
     def models(self) -> Mapping[str, RemoteModel]:
@@ -213,12 +213,12 @@ class Runtime:
             return replicas.begin_beside(models.group(POLICY).places)
         return replicas.begin_alone(models.group(POLICY).places[0].node, awaits_weights=True)
 
-    def _recruits(self, replicas: Replicas) -> Recruits:
-        return Recruits(
+    def _elastic(self, replicas: Replicas) -> ElasticReplicas:
+        return ElasticReplicas(
             replicas,
             least=self.topology.fewest_replicas,
             most=self.topology.most_replicas,
-            patience_s=self._config.cluster.replacement_timeout_s,
+            timeout_s=self._config.cluster.replacement_timeout_s,
         )
 
     def _weight_folders(self) -> Callable[[], str]:
@@ -255,14 +255,14 @@ class Runtime:
         replicas: list[Replica],
         residency: Residency | None,
         environments: EnvironmentWatch,
-        recruits: Recruits | None = None,
+        elastic: ElasticReplicas | None = None,
     ) -> RolloutPool:
         assert self._backends.generation is not None, "rollouts need generation"
         self.rollout_pool = pool = RolloutPool(
             replicas,
             residency,
             stall_timeout_s=self._backends.generation.config.stall_timeout_s,
-            recruits=recruits,
+            elastic=elastic,
             environments=environments,
         )
         self._exit.callback(pool.close)

@@ -204,7 +204,7 @@ class WeightSync:
         if self._residency:
             self._policy.offload(["parameters"])
             self._residency.hand_over(GENERATION)
-            scores = self._all(replicas, "try_out", tuple(self._canary.rows))
+            scores = self._all(replicas, "score_canary", tuple(self._canary.rows))
         self._check_canary(update, expected, replicas, scores)
         refs = [replica.generator("resume") for replica in replicas]
         gather(refs, [replica.origin("weight sync (resume)") for replica in replicas], self._timeout_s)
