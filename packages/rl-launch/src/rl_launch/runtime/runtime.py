@@ -145,22 +145,16 @@ class Runtime:
         if needs is None:
             return Components(models=self.models(), data=data)
         models, replicas = self._new_models(), self._new_replicas(needs)
-        shares = GENERATION in self.topology.sharing
         models.reserve()
-        if not shares:
+        if GENERATION not in self.topology.sharing:
             replicas.reserve()
         policy_nodes = [node for node, role in models.roles() if role == POLICY]
         self._processes.prepare([*models.roles(), *replicas.roles(policy_nodes)])
-        models.begin()
         takes_turns = self.topology.takes_turns(GENERATION)
-        # replicas load beside the models, unless their devices are taken
-        wait = None if takes_turns else self._begin_replicas(replicas, models)
-        models.build_in_turns()
-        wait = wait or self._begin_replicas(replicas, models)
-        by_role = models.finish()
+        start = self._start_in_turns if takes_turns else self._start_side_by_side
+        by_role, started = start(models, replicas)
         residency = self._residency if takes_turns else None
         sync = self._weight_sync(by_role[POLICY], models, residency, vocabulary)
-        started = wait()
         elastic = self._elastic(replicas) if self.topology.is_elastic else None
         pool = self._pool(started, residency, replicas.environment_watch(), elastic)
         return Components(models=by_role, data=data, weights=sync, pool=pool)
@@ -207,6 +201,24 @@ class Runtime:
             timeouts=self._timeouts,
             stack=self._exit,
         )
+
+    def _start_side_by_side(
+        self, models: Models, replicas: Replicas
+    ) -> tuple[Mapping[str, RemoteModel], list[Replica]]:
+        """Load the replicas while the models are built."""
+        models.begin()
+        wait_for_replicas = self._begin_replicas(replicas, models)
+        models.build_in_turns()
+        by_role = models.finish()
+        return by_role, wait_for_replicas()
+
+    def _start_in_turns(self, models: Models, replicas: Replicas) -> tuple[Mapping[str, RemoteModel], list[Replica]]:
+        """Load the replicas once the models that share devices with them are built and have left these."""
+        models.begin()
+        models.build_in_turns()
+        wait_for_replicas = self._begin_replicas(replicas, models)
+        by_role = models.finish()
+        return by_role, wait_for_replicas()
 
     def _begin_replicas(self, replicas: Replicas, models: Models) -> Callable[[], list[Replica]]:
         if GENERATION in self.topology.sharing:
