@@ -42,7 +42,6 @@ from rl_core.rollouts.generation import SamplingParams
 from rl_core.rollouts.group import RolloutGroup, RolloutReports
 from rl_core.rollouts.pool import RolloutTask, Ticket
 from rl_core.rollouts.rollout import Prompt, Status, StopReason
-from rl_core.testing.fakes import FakeUpdate
 from rl_core.weights import WeightUpdate
 from rl_launch.runtime.dispatch import Dispatch
 
@@ -271,12 +270,12 @@ def steps_of(chosen: argparse.Namespace, script: Script, pool: ScriptedPool, set
         prompts_per_step=chosen.prompts,
         clock=lambda: script.now,
     )
-    source.adopt(FakeUpdate(1))
+    source.adopt(WeightUpdate(1))
     for step in range(1, chosen.steps + 1):
         source.collect(chosen.prompts)
         source.metrics()
         script.now += setting.train_seconds
-        source.adopt(FakeUpdate(step + 1))
+        source.adopt(WeightUpdate(step + 1))
         yield step
 
 

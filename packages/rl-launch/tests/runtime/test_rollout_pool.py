@@ -128,22 +128,28 @@ class Replica:
 
 
 class Update:
+    """A `WeightUpdate` with a script: `fails` are the errors of its first transfers; `receivers` had it, in order."""
+
     def __init__(self, version, residency=None, *, fails=()):
         self.version, self.residency, self.fails, self.receivers = version, residency, list(fails), []
         self.in_flight = []
 
-    def send(self, replicas, *, in_flight=False):
-        self.in_flight.append(in_flight)
-        if self.residency:
-            with self.residency.hold("policy"):
+
+class Sender:
+    """Sends updates to replicas as their script says."""
+
+    def send(self, update, replicas, *, in_flight=False):
+        update.in_flight.append(in_flight)
+        if update.residency:
+            with update.residency.hold("policy"):
                 pass
-        self.receivers.append([replica.index for replica in replicas])
-        failure = self.fails.pop(0) if self.fails else None
+        update.receivers.append([replica.index for replica in replicas])
+        failure = update.fails.pop(0) if update.fails else None
         failure = failure or next((replica.failure for replica in replicas if replica.failure), None)
         if failure:
             raise failure
-        if self.residency:
-            self.residency.hand_over("generation")
+        if update.residency:
+            update.residency.hand_over("generation")
 
 
 @pytest.fixture(autouse=True)
@@ -169,8 +175,8 @@ def plain_calls(monkeypatch):
         monkeypatch.setattr(module, "fetch", lambda ref, origin, timeout_s=None: ref.answer())
 
 
-def make_pool(replicas, residency=None):
-    return RolloutPool(replicas, residency, stall_timeout_s=600)
+def make_pool(replicas, residency=None, *, sender=None):
+    return RolloutPool(replicas, residency, stall_timeout_s=600, weights=sender or Sender())
 
 
 def run(pool, submitted):
@@ -446,15 +452,15 @@ def long_looks(monkeypatch):
 
 def test_weights_are_sent_once_the_longest_completion_has_ended_however_long_it_takes(long_looks):
     replicas = [Replica(0), Draining(1, num_looks=200)]
-    pool = make_pool(replicas)
-    tickets = pool.submit(tasks(4))
 
-    class Sent(Update):
-        def send(self, receivers, *, in_flight=False):
+    class LateSender(Sender):
+        def send(self, update, receivers, *, in_flight=False):
             assert replicas[1].num_looks <= 0
-            super().send(receivers, in_flight=in_flight)
+            super().send(update, receivers, in_flight=in_flight)
 
-    update = Sent(2)
+    pool = make_pool(replicas, sender=LateSender())
+    tickets = pool.submit(tasks(4))
+    update = Update(2)
     pool.adopt(update)
     assert next(long_looks) > 10_000
     done = dict(pool.next_done() for _ in tickets)
@@ -717,7 +723,7 @@ class Joining:
 
 
 def elastic_pool(replicas, joining):
-    pool = RolloutPool(replicas, None, stall_timeout_s=600, elastic=joining)
+    pool = RolloutPool(replicas, None, stall_timeout_s=600, weights=Sender(), elastic=joining)
     assert joining.num_present == len(replicas)
     return pool
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
 
 from rl_core.errors import GeneratorError, RLError, WorkerDied, WorkerStalled
 from rl_core.ray.calls import fetch
@@ -22,6 +23,24 @@ TURN_TIMEOUT_S = 600.0
 """Longest time to leave a device or to come back."""
 
 
+class WeightSender(Protocol):
+    """Sends the weights of the policy, as the replicas' group asks for them."""
+
+    def send(self, update: WeightUpdate, replicas: Sequence[Replica], *, in_flight: bool = False) -> None:
+        """Bring all replicas to this version, verified.
+
+        Args:
+            update: What the policy has published last.
+            replicas: The receivers.
+            in_flight: Interrupt the requests of the replicas, which then continue with these weights.
+
+        Raises:
+            WeightSyncError: If the update is stale, or naming what did not arrive; the replicas then serve nothing.
+            WorkerDied, GeneratorError: If a process or an engine ended meanwhile.
+        """
+        ...
+
+
 class ReplicaGroup:
     """Replicas that serve the same weights; one that died is lost until `restart_lost` has replaced it, or
     `retire_lost` has taken it out of the group.
@@ -29,14 +48,21 @@ class ReplicaGroup:
     Args:
         replicas: started, and on their devices.
         residency: of devices that the replicas share with others; None if they share none.
+        weights: Sends weights to the replicas; None if they serve what they have loaded.
         elastic: replicas that join; None if there are always the same.
     """
 
     def __init__(
-        self, replicas: Sequence[Replica], residency: Residency | None, elastic: ElasticReplicas | None = None
+        self,
+        replicas: Sequence[Replica],
+        residency: Residency | None,
+        *,
+        weights: WeightSender | None = None,
+        elastic: ElasticReplicas | None = None,
     ) -> None:
         self.replicas = list(replicas)
         self._residency = residency
+        self._weights = weights
         self._elastic = elastic
         self._update: WeightUpdate | None = None
         self._lost: dict[Replica, RLError] = {}
@@ -62,15 +88,39 @@ class ReplicaGroup:
         """Context in which the replicas are on their devices; entering it may lose some."""
         return self._residency.hold(GENERATION) if self._residency else nullcontext()
 
-    def adopt(self, update: WeightUpdate, *, in_flight: bool = False) -> None:
+    def adopt(self, update: WeightUpdate | None, *, in_flight: bool = False) -> None:
         """Bring every replica to this version, verified; one that dies meanwhile, or is lost already, is replaced.
 
         Those that are restarted later get the same update, which must not be stale then.
 
         Args:
-            in_flight: whether completions under way are interrupted instead of finished.
+            update: What the policy has published last; None if it has published nothing yet.
+            in_flight: Interrupt completions under way instead of waiting until they are finished.
         """
-        self._bring(update, in_flight=in_flight)
+        while True:
+            self.retire_lost()
+            if self._lost:
+                # once for all that were lost together
+                self.restart_budget.spend(next(iter(self._lost.values())))
+            try:
+                self._replace_lost()
+                self._join()
+                if update is not None:
+                    assert self._weights is not None, "replicas that are given weights have a sender"
+                    self._weights.send(update, self.replicas, in_flight=in_flight)
+                    self._update = update
+                self._has_weights = True
+                return
+            except (GeneratorError, WorkerDied) as error:
+                living = self._living()
+                ill = self._ill(living)
+                dead = [replica for replica in living if replica in ill or _is_at(error, replica)]
+                if not dead and not self._lost:
+                    raise
+                version = "" if update is None else f" of version {update.version}"
+                _log.warning("weight sync%s broke off: %s", version, error)
+                for replica in dead:
+                    self._lose(replica, error)
 
     def restart_lost(self) -> None:
         """Replace lost replicas, and send the weights again if some replica has none.
@@ -80,7 +130,7 @@ class ReplicaGroup:
             PlacementError: if the cluster has no devices for replicas that the run needs.
         """
         if not self.is_whole or not self._has_weights:
-            self._bring(self._update)
+            self.adopt(self._update)
 
     def retire_lost(self) -> None:
         """Take lost replicas out of the group if others may join it later.
@@ -155,32 +205,6 @@ class ReplicaGroup:
         """Give a replica up until it is replaced."""
         replica.kill()
         self._lost[replica] = error
-
-    def _bring(self, update: WeightUpdate | None, *, in_flight: bool = False) -> None:
-        """Replace lost replicas, and bring every replica to this version, if there is one."""
-        while True:
-            self.retire_lost()
-            if self._lost:
-                # once for all that were lost together
-                self.restart_budget.spend(next(iter(self._lost.values())))
-            try:
-                self._replace_lost()
-                self._join()
-                if update is not None:
-                    update.send(self.replicas, in_flight=in_flight)
-                    self._update = update
-                self._has_weights = True
-                return
-            except (GeneratorError, WorkerDied) as error:
-                living = self._living()
-                ill = self._ill(living)
-                dead = [replica for replica in living if replica in ill or _is_at(error, replica)]
-                if not dead and not self._lost:
-                    raise
-                version = "" if update is None else f" of version {update.version}"
-                _log.warning("weight sync%s broke off: %s", version, error)
-                for replica in dead:
-                    self._lose(replica, error)
 
     def _replace_lost(self) -> None:
         """Restart lost replicas, all at once; on shared devices no other tenant is resident meanwhile."""

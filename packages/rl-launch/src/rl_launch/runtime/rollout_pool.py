@@ -20,7 +20,7 @@ from rl_launch.runtime.dispatch import Dispatch
 from rl_launch.runtime.elastic_replicas import ElasticReplicas
 from rl_launch.runtime.environment_watch import EnvironmentWatch
 from rl_launch.runtime.replica import FinishedCall, ProgressWatch, Replica
-from rl_launch.runtime.replica_group import ReplicaGroup
+from rl_launch.runtime.replica_group import ReplicaGroup, WeightSender
 
 _log = logging.getLogger(__name__)
 
@@ -52,6 +52,7 @@ class RolloutPool:
         replicas: started, and on their devices.
         residency: of devices that the replicas share with others; None if they share none.
         stall_timeout_s: for which a replica that has work may make no progress.
+        weights: Sends weights to the replicas; None if they serve what they have loaded.
         elastic: replicas that join; None if there are always the same.
     """
 
@@ -61,10 +62,11 @@ class RolloutPool:
         residency: Residency | None,
         *,
         stall_timeout_s: float,
+        weights: WeightSender | None = None,
         elastic: ElasticReplicas | None = None,
         environments: EnvironmentWatch | None = None,
     ) -> None:
-        self._group = ReplicaGroup(replicas, residency, elastic)
+        self._group = ReplicaGroup(replicas, residency, weights=weights, elastic=elastic)
         self._dispatch = Dispatch(replicas)
         self._environments = environments
         self._stall_timeout_s = stall_timeout_s

@@ -156,7 +156,7 @@ class Runtime:
         residency = self._residency if takes_turns else None
         sync = self._weight_sync(by_role[POLICY], models, residency, vocabulary)
         elastic = self._elastic(replicas) if self.topology.is_elastic else None
-        pool = self._pool(started, residency, replicas.environment_watch(), elastic)
+        pool = self._pool(started, residency, replicas.environment_watch(), weights=sync, elastic=elastic)
         return Components(models=by_role, data=data, weights=sync, pool=pool)
 
     def models(self) -> Mapping[str, RemoteModel]:
@@ -267,6 +267,8 @@ class Runtime:
         replicas: list[Replica],
         residency: Residency | None,
         environments: EnvironmentWatch,
+        *,
+        weights: WeightSync | None = None,
         elastic: ElasticReplicas | None = None,
     ) -> RolloutPool:
         assert self._backends.generation is not None, "rollouts need generation"
@@ -274,6 +276,7 @@ class Runtime:
             replicas,
             residency,
             stall_timeout_s=self._backends.generation.config.stall_timeout_s,
+            weights=weights,
             elastic=elastic,
             environments=environments,
         )
