@@ -42,7 +42,6 @@ from rl_core.rollouts.generation import SamplingParams
 from rl_core.rollouts.group import RolloutGroup, RolloutReports
 from rl_core.rollouts.pool import RolloutTask, Ticket
 from rl_core.rollouts.rollout import Prompt, Status, StopReason
-from rl_core.testing.fakes import FakeUpdate
 from rl_core.weights import WeightUpdate
 from rl_launch.runtime.dispatch import Dispatch
 
@@ -146,13 +145,13 @@ class ScriptedPool:
     def submit(self, tasks: Sequence[RolloutTask]) -> list[Ticket]:
         """Begin groups."""
         tickets = self._dispatch.add(tasks)
-        self._dispatch.deal()
+        self._dispatch.assign_waiting()
         self.most_under_way = max(self.most_under_way, self._dispatch.num_groups)
         return tickets
 
     def next_done(self) -> tuple[Ticket, RolloutGroup]:
         """The group that ends next, at its time."""
-        self._dispatch.deal()
+        self._dispatch.assign_waiting()
         with self._script.measured():
             end, ticket, replica = heapq.heappop(self._script.ends)
             self._script.now = max(self._script.now, end)
@@ -271,12 +270,12 @@ def steps_of(chosen: argparse.Namespace, script: Script, pool: ScriptedPool, set
         prompts_per_step=chosen.prompts,
         clock=lambda: script.now,
     )
-    source.adopt(FakeUpdate(1))
+    source.adopt(WeightUpdate(1))
     for step in range(1, chosen.steps + 1):
         source.collect(chosen.prompts)
         source.metrics()
         script.now += setting.train_seconds
-        source.adopt(FakeUpdate(step + 1))
+        source.adopt(WeightUpdate(step + 1))
         yield step
 
 

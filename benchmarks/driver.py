@@ -48,6 +48,7 @@ from rl_core.rollouts.group import RolloutGroup
 from rl_core.rollouts.rollout import Prompt
 from rl_core.run import Checkpointable, Run
 from rl_core.testing.fakes import FakeModel, FakeWeights
+from rl_core.weights import WeightUpdate
 from rl_launch.cluster.virtual_cluster import VirtualCluster, WorkerProcess
 from rl_launch.run_config.reading import read_plan
 from rl_launch.session import RunSession
@@ -229,6 +230,13 @@ def replicas(hosts: Sequence[Any]) -> list[Any]:
     return [SimulatedReplicaProcess(host, index) for index, host in enumerate(hosts)]
 
 
+class NoTransfer:
+    """Sends nothing: simulated replicas have no weights."""
+
+    def send(self, update: WeightUpdate, replicas: Sequence[Any], *, in_flight: bool = False) -> None:
+        """Leave the replicas as they are."""
+
+
 def measured_steps(cluster: VirtualCluster, run_dir: Path, tokens: int, chosen: argparse.Namespace) -> MeasuredRun:
     """Run the loop."""
     from rl_core.ray.calls import gather
@@ -249,7 +257,7 @@ def measured_steps(cluster: VirtualCluster, run_dir: Path, tokens: int, chosen: 
     num_ranks = chosen.workers - chosen.replicas
     ranks = [SimulatedRank(rank_hosts[rank % len(rank_hosts)], rank, num_ranks) for rank in range(num_ranks)]
     policy = RemoteModel(ranks, role="policy", nodes=["here"] * num_ranks)
-    pool = RolloutPool(replicas(replica_hosts), None, stall_timeout_s=600.0)
+    pool = RolloutPool(replicas(replica_hosts), None, stall_timeout_s=600.0, weights=NoTransfer())
     config = GRPOConfig(
         num_prompts_per_step=chosen.prompts,
         num_generations_per_prompt=chosen.group,

@@ -17,7 +17,7 @@ from rl_core.errors import DataError
 from rl_core.rollouts.generation import SamplingParams
 from rl_core.rollouts.group import RolloutGroup
 from rl_core.rollouts.rollout import Completion, Prompt, Rollout, WeightSpan
-from rl_core.testing.fakes import FakeUpdate
+from rl_core.weights import WeightUpdate
 
 PROMPTS = [Prompt(f"p{i}", (), np.array([i], np.int32), "math") for i in range(40)]
 SAMPLING = SamplingParams(max_new_tokens=3)
@@ -127,7 +127,7 @@ def reloaded(state):
 def test_at_staleness_0_only_what_is_asked_for_is_begun():
     pool = ShuffledPool()
     source = make_source(pool, staleness=0)
-    source.adopt(FakeUpdate(1))
+    source.adopt(WeightUpdate(1))
     assert len(source.collect(3)) == 3
     assert not pool.under_way
     assert len(pool.tasks) == 3
@@ -137,7 +137,7 @@ def test_a_source_runs_ahead_by_the_prompts_of_so_many_steps():
     pool = ShuffledPool()
     source = make_source(pool, staleness=2)
     for version in range(1, 6):
-        source.adopt(FakeUpdate(version))
+        source.adopt(WeightUpdate(version))
         source.collect(4)
         assert len(pool.tasks) == 4 * (version + 2)
 
@@ -147,7 +147,7 @@ def test_nothing_is_begun_that_no_later_step_needs():
     source = make_source(pool, staleness=2)
     num_begun = []
     for version in range(1, 6):
-        source.adopt(FakeUpdate(version))
+        source.adopt(WeightUpdate(version))
         assert len(source.collect(4, num_later=4 * (5 - version))) == 4
         num_begun.append(len(pool.tasks))
     assert num_begun == [12, 16, 20, 20, 20]
@@ -161,7 +161,7 @@ def test_no_group_is_older_than_the_bound_and_none_is_lost(staleness):
     source = make_source(pool, staleness=staleness, epochs=2)
     ages, ids = [], []
     for version in range(1, 21):
-        source.adopt(FakeUpdate(version))
+        source.adopt(WeightUpdate(version))
         groups = source.collect(4)
         ages += [version - min(versions_of(group)) for group in groups]
         ids += [group.prompt.id for group in groups]
@@ -173,10 +173,10 @@ def test_a_slow_group_is_waited_for_only_when_it_is_due():
     first = Stream([PROMPTS], seed=1).take(8)
     pool = ShuffledPool(last=[first[0].id])
     source = make_source(pool, staleness=1)
-    source.adopt(FakeUpdate(1))
+    source.adopt(WeightUpdate(1))
     early = source.collect(4)
     assert first[0].id not in [group.prompt.id for group in early]
-    source.adopt(FakeUpdate(2))
+    source.adopt(WeightUpdate(2))
     assert first[0].id in [group.prompt.id for group in source.collect(4)]
 
 
@@ -188,11 +188,11 @@ def test_groups_that_were_set_aside_have_others_in_their_place():
     PolicyGradientConfig.section = "grpo"
     trained = []
     for version in range(1, 6):
-        source.adopt(FakeUpdate(version))
+        source.adopt(WeightUpdate(version))
         groups, _ = collect_groups(source, config)
         assert [version - min(versions_of(group)) <= 2 for group in groups] == [True] * 4
         trained += [group.prompt.id for group in groups]
-    source.adopt(FakeUpdate(6))
+    source.adopt(WeightUpdate(6))
     assert sorted(trained) == sorted(prompt.id for prompt in PROMPTS[::2])
     ledger = ledger_of(source)
     assert sum(map(len, ledger.trained().values())) == 20
@@ -203,13 +203,13 @@ def test_groups_that_were_set_aside_have_others_in_their_place():
 def test_an_evaluation_keeps_the_groups_that_end_meanwhile():
     pool = ShuffledPool(1)
     source = make_source(pool, staleness=1)
-    source.adopt(FakeUpdate(1))
+    source.adopt(WeightUpdate(1))
     source.collect(4)
     evaluation = source.evaluate(PROMPTS[:6], SAMPLING, num_generations=3)
     assert [task.is_urgent for task in pool.tasks] == [False] * 8 + [True] * 6
     assert [group.prompt.id for group in evaluation.groups] == [prompt.id for prompt in PROMPTS[:6]]
     assert [len(group.rollouts) for group in evaluation.groups] == [3] * 6
-    source.adopt(FakeUpdate(2))
+    source.adopt(WeightUpdate(2))
     source.collect(4)
     assert len(pool.tasks) == 8 + 6 + 4
 
@@ -218,18 +218,18 @@ def test_finished_groups_are_in_the_state_and_are_not_sampled_again():
     pool = ShuffledPool(2)
     pool.turns = dict  # none of the others has finished a turn
     source = make_source(pool, staleness=2)
-    source.adopt(FakeUpdate(1))
+    source.adopt(WeightUpdate(1))
     source.collect(4)
-    source.adopt(FakeUpdate(2))
+    source.adopt(WeightUpdate(2))
     source.collect(4)
-    source.adopt(FakeUpdate(3))
+    source.adopt(WeightUpdate(3))
     state = reloaded(source.state())
     assert state["finished"]
 
     again = ShuffledPool(9)
     resumed = make_source(again, staleness=2)
     resumed.restore(state)
-    resumed.adopt(FakeUpdate(3))
+    resumed.adopt(WeightUpdate(3))
     groups = resumed.collect(4)
     assert len(again.tasks) == 12 - len(state["finished"])
     finished = {saved["rollouts"]["prompt_id"]: saved for saved in state["finished"].values()}
@@ -244,21 +244,21 @@ def test_finished_groups_that_are_older_than_a_lowered_bound_are_sampled_again()
     pool, again = ShuffledPool(2), ShuffledPool(3)
     source, lowered = make_source(pool, staleness=2), make_source(again, staleness=0)
     for version in (1, 2, 3):
-        source.adopt(FakeUpdate(version))
+        source.adopt(WeightUpdate(version))
         source.collect(4)
-    source.adopt(FakeUpdate(4))
+    source.adopt(WeightUpdate(4))
     state = reloaded(source.state())
     assert {saved["version"] for saved in state["finished"].values()} <= {1, 2, 3}
     assert state["finished"]
     lowered.restore(state)
-    lowered.adopt(FakeUpdate(4))
+    lowered.adopt(WeightUpdate(4))
     ahead = ledger_of(source).pending()
     trained = []
     for version in (4, 5):
         groups = lowered.collect(4)
         assert {min(versions_of(group)) for group in groups} == {version}
         trained += [group.prompt.id for group in groups]
-        lowered.adopt(FakeUpdate(version + 1))
+        lowered.adopt(WeightUpdate(version + 1))
     drawn = Stream([PROMPTS], seed=1).take(len(PROMPTS))
     assert sorted(trained) == sorted(drawn[draw].id for draw in ahead)
 
@@ -266,11 +266,11 @@ def test_finished_groups_that_are_older_than_a_lowered_bound_are_sampled_again()
 def test_a_draw_that_runs_again_has_the_seeds_it_had():
     pool, again = ShuffledPool(2), ShuffledPool(4)
     source, resumed = make_source(pool, staleness=1), make_source(again, staleness=1)
-    source.adopt(FakeUpdate(1))
+    source.adopt(WeightUpdate(1))
     source.collect(4)
-    source.adopt(FakeUpdate(2))
+    source.adopt(WeightUpdate(2))
     resumed.restore(reloaded(source.state()))
-    resumed.adopt(FakeUpdate(2))
+    resumed.adopt(WeightUpdate(2))
     resumed.collect(4)
     seeds = {task.prompt.id: task.seeds for task in pool.tasks}
     assert {task.prompt.id: task.seeds for task in again.tasks[:2]}.items() <= seeds.items()
@@ -280,16 +280,16 @@ def test_turns_of_groups_under_way_are_in_the_state_and_go_to_those_that_run_aga
     pool, again = ShuffledPool(2), ShuffledPool(4)
     source, resumed = make_source(pool, staleness=2), make_source(again, staleness=2)
     for version in (1, 2):
-        source.adopt(FakeUpdate(version))
+        source.adopt(WeightUpdate(version))
         source.collect(4)
-    source.adopt(FakeUpdate(3))
+    source.adopt(WeightUpdate(3))
     begun = {task.prompt.id: version for task, version in pool.under_way.values()}
     assert set(begun.values()) == {1, 2}
     state = reloaded(source.state())
     resumed.restore(state)
     # saved again before anything has begun
     assert str(state["turns"]) == str(reloaded(resumed.state())["turns"])
-    resumed.adopt(FakeUpdate(3))
+    resumed.adopt(WeightUpdate(3))
     resumed.collect(4)
     tasks = {task.prompt.id: task for task in again.tasks}
     for prompt_id, version in begun.items():
@@ -300,7 +300,7 @@ def test_turns_of_groups_under_way_are_in_the_state_and_go_to_those_that_run_aga
             assert (completion.stop_reason, completion.spans) == ("stop", (WeightSpan(version, 1),))
     assert all(not task.turns for prompt_id, task in tasks.items() if prompt_id not in begun)
     # the age of a group counts from the begin of its first run
-    still = {resumed._draws[ticket]: task.prompt.id for ticket, (task, _) in again.under_way.items()}
+    still = {resumed._under_way[ticket].number: task.prompt.id for ticket, (task, _) in again.under_way.items()}
     saved = resumed.state()["turns"]
     for draw, prompt_id in still.items():
         assert saved[str(draw)]["version"] == begun.get(prompt_id, 3)
@@ -310,12 +310,12 @@ def test_turns_that_are_older_than_a_lowered_bound_are_sampled_again():
     pool, again = ShuffledPool(2), ShuffledPool(4)
     source, lowered = make_source(pool, staleness=2), make_source(again, staleness=1)
     for version in (1, 2):
-        source.adopt(FakeUpdate(version))
+        source.adopt(WeightUpdate(version))
         source.collect(4)
-    source.adopt(FakeUpdate(3))
+    source.adopt(WeightUpdate(3))
     begun = {task.prompt.id: version for task, version in pool.under_way.values()}
     lowered.restore(reloaded(source.state()))
-    lowered.adopt(FakeUpdate(3))
+    lowered.adopt(WeightUpdate(3))
     lowered.collect(4)
     tasks = {task.prompt.id: task for task in again.tasks if task.prompt.id in begun}
     assert {prompt_id: bool(task.turns) for prompt_id, task in tasks.items()} == {
@@ -328,15 +328,15 @@ def test_turns_that_are_older_than_a_lowered_bound_are_sampled_again():
 def test_the_pool_interrupts_what_is_under_way_only_if_the_source_is_to_update_in_flight(in_flight):
     pool = ShuffledPool()
     source = make_source(pool, staleness=1, in_flight=in_flight)
-    source.adopt(FakeUpdate(1))
+    source.adopt(WeightUpdate(1))
     source.collect(4)
-    source.adopt(FakeUpdate(2))
+    source.adopt(WeightUpdate(2))
     assert pool.in_flight == [in_flight] * 2
 
 
 def test_a_state_of_other_prompts_is_refused():
     source = make_source(ShuffledPool(), staleness=1)
-    source.adopt(FakeUpdate(1))
+    source.adopt(WeightUpdate(1))
     source.collect(4)
     others = [Prompt(f"q{i}", (), np.array([i], np.int32), "math") for i in range(40)]
     resumed = make_source(ShuffledPool(), staleness=1, prompts=others)
@@ -349,14 +349,14 @@ def test_metrics_say_how_old_groups_are_and_how_long_training_waited_for_them():
     times = iter([-500.0, 0.0, 10.0, 40.0, 90.0, 100.0])
     pool = ShuffledPool()
     source = make_source(pool, staleness=1, clock=times.__next__)
-    source.adopt(FakeUpdate(1))
+    source.adopt(WeightUpdate(1))
     source.collect(4)
     first = source.metrics()
     assert (first["staleness/max"], first["staleness/share_0"]) == (0, 1)
     assert first["queue/under_way"] + first["queue/finished"] == 4
     assert first["idle/trainer"] == pytest.approx(30 / 40)
     assert "idle/generators" not in first
-    source.adopt(FakeUpdate(2))
+    source.adopt(WeightUpdate(2))
     source.collect(4)
     pool.idle = 0.25
     second = source.metrics()
@@ -367,16 +367,16 @@ def test_metrics_say_how_old_groups_are_and_how_long_training_waited_for_them():
 
 def test_a_synchronous_source_says_the_number_of_replicas_alone():
     source = make_source(ShuffledPool(), staleness=0)
-    source.adopt(FakeUpdate(1))
+    source.adopt(WeightUpdate(1))
     source.collect(4)
     assert source.metrics() == {"generation/replicas": 2.0}
 
 
 def test_a_state_that_has_drawn_beyond_the_end_of_the_data_is_refused():
     source = make_source(ShuffledPool(), staleness=1, per_step=30)
-    source.adopt(FakeUpdate(1))
+    source.adopt(WeightUpdate(1))
     source.collect(30)
-    source.adopt(FakeUpdate(2))
+    source.adopt(WeightUpdate(2))
     resumed = make_source(ShuffledPool(), staleness=1, per_step=30, epochs=1)
     with pytest.raises(DataError, match="ends after 40 prompts, but the checkpoint has drawn 60; raise max_num_epochs"):
         resumed.restore(source.state())
@@ -395,7 +395,7 @@ def test_every_draw_is_trained_once_dropped_with_a_reason_or_pending_whenever_a_
     version = 1
     trained: list[str] = []
     collected: list[RolloutGroup] = []
-    source.adopt(FakeUpdate(version))
+    source.adopt(WeightUpdate(version))
     saved = (reloaded(source.state()), version, [])
     for step in steps:
         if step == "evaluate":
@@ -405,7 +405,7 @@ def test_every_draw_is_trained_once_dropped_with_a_reason_or_pending_whenever_a_
             pool = ShuffledPool(chance.randrange(1000))
             source = make_source(pool, staleness=staleness, per_step=3)
             source.restore(state)
-            source.adopt(FakeUpdate(version))
+            source.adopt(WeightUpdate(version))
             collected = []
         elif step == "save":
             saved = (reloaded(source.state()), version, list(trained))
@@ -416,7 +416,7 @@ def test_every_draw_is_trained_once_dropped_with_a_reason_or_pending_whenever_a_
                 aside = collected[:1] if chance.random() < 0.3 else []
                 source.set_aside(aside, "chance")
                 version += 1
-                source.adopt(FakeUpdate(version))
+                source.adopt(WeightUpdate(version))
                 trained += [group.prompt.id for group in collected if group not in aside]
                 collected = []
         ledger = ledger_of(source)

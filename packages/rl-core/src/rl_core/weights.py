@@ -197,28 +197,21 @@ def num_bytes(spec: TensorSpec) -> int:
     return count * ITEM_BYTES[spec.dtype]
 
 
-class WeightUpdate(Protocol):
-    """Weights that the policy has published under a version, and the way in which they travel to the generators.
+@dataclass(frozen=True)
+class WeightUpdate:
+    """Weights that the policy has published under a version.
 
-    It goes stale with the policy's next step: what is sent under a version is what was published under it.
+    Weights travel one way: the loop publishes an update and hands it down to the source of its rollouts and their pool,
+    which has it sent to all its replicas, and again to those that it restarts. An update goes stale with the policy's
+    next step: what is sent under a version is what was published under it.
+
+    Args:
+        version: Version of the weights; versions increase.
+        revision: Number of changes of the policy's weights until then, by which a stale update is recognised.
     """
 
-    @property
-    def version(self) -> int:
-        """Version of the weights; versions grow."""
-        ...
-
-    def send(self, receivers: Sequence[Any], *, in_flight: bool = False) -> None:
-        """Bring all receivers to this version, verified; called by the pool that adopts the update.
-
-        Args:
-            receivers: replicas, as the pool and the publisher of the update know them.
-            in_flight: whether they interrupt their requests, which then go on with these weights.
-
-        Raises:
-            WeightSyncError: if the update is stale, or naming what did not arrive; the receivers then serve nothing.
-        """
-        ...
+    version: int
+    revision: int = 0
 
 
 class Weights(Protocol):

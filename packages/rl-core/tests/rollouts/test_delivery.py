@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rl_core.errors import WeightSyncError
-from rl_core.rollouts.delivery import Delivery, take_over, try_out
+from rl_core.rollouts.delivery import Delivery, score_canary, take_over
 from rl_core.weights import Manifest, Transport
 
 MANIFEST = Manifest(3, ())
@@ -48,7 +48,7 @@ def test_a_replica_that_takes_turns_scores_once_it_has_room_for_a_cache():
     taken = asyncio.run(take_over(generator, MANIFEST, delivery(takes_turns=True)))
     assert generator.events == ["pause", "wake", "begin", "receive", "commit"]
     assert taken.scores == []
-    assert len(asyncio.run(try_out(generator, CANARY))) == 2
+    assert len(asyncio.run(score_canary(generator, CANARY))) == 2
     assert generator.events[5:] == ["wake", "score", "score"]
 
 

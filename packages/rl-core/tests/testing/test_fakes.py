@@ -6,7 +6,8 @@ from rl_core.data.ragged import Ragged
 from rl_core.model import ENTROPY, LOGPROBS, SCORES, logprobs_at, topk
 from rl_core.rollouts.generation import SamplingParams
 from rl_core.rollouts.rollout import Prompt
-from rl_core.testing.fakes import FakeModel, FakeRolloutSource, FakeRun, FakeUpdate, FakeWeights
+from rl_core.testing.fakes import FakeModel, FakeRolloutSource, FakeRun, FakeWeights
+from rl_core.weights import WeightUpdate
 
 
 class CountRows:
@@ -113,13 +114,13 @@ def test_rollouts_are_the_same_for_the_same_position_and_stamped_with_the_versio
 
     def source():
         made = FakeRolloutSource(prompts, lambda prompt, tokens: float(tokens.sum()), num_generations=2)
-        made.adopt(FakeUpdate(4))
+        made.adopt(WeightUpdate(4))
         return made
 
     one, other = source(), source()
     groups = one.collect(2)
     assert one.state() == other.state(), "what has trained nothing comes again"
-    one.adopt(FakeUpdate(4))
+    one.adopt(WeightUpdate(4))
     other.restore(one.state())
     assert [group.prompt.id for group in groups] == ["p0", "p1"]
     (left,), (also_left,) = one.collect(5), other.collect(5)

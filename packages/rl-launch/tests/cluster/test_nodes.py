@@ -15,7 +15,7 @@ from rl_launch.cluster.device import resolve_device
 from rl_launch.cluster.nodes import Nodes
 from rl_launch.cluster.start_wait import Bound, gather_start
 from rl_launch.cluster.virtual_cluster import VirtualCluster
-from rl_launch.placement.bundles import Patience, PlacementError
+from rl_launch.placement.bundles import PlacementError, PlacementTimeouts
 from rl_launch.root_config import ClusterConfig
 from rl_launch.worker_envs import worker_env
 from rl_launch.worker_envs.driver_envs import DriverEnvs
@@ -31,9 +31,12 @@ def pair(machines):
     return machines.add(), machines.add(GLOO_SOCKET_IFNAME="eth7")
 
 
-def cluster_of(*, num_nodes=1, ranks=2, **patience):
+def cluster_of(*, num_nodes=1, ranks=2, **timeouts):
     return VirtualCluster(
-        device=REHEARSAL, num_nodes=num_nodes, ranks_per_node=ranks, patience=Patience(**{"busy_s": 60} | patience)
+        device=REHEARSAL,
+        num_nodes=num_nodes,
+        ranks_per_node=ranks,
+        timeouts=PlacementTimeouts(**{"busy_s": 60} | timeouts),
     )
 
 

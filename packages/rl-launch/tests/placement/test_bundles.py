@@ -1,6 +1,6 @@
 import pytest
 
-from rl_launch.placement.bundles import NodeResources, Patience, PlacementError, Wait, lacking
+from rl_launch.placement.bundles import NodeResources, PlacementError, PlacementTimeouts, Wait, lacking
 
 FULL = {"GPU": 8.0, "CPU": 8.0}
 SMALL = NodeResources("10.0.0.1", {"GPU": 4.0, "CPU": 64.0, "memory": 1e9})
@@ -27,7 +27,7 @@ def test_groups_that_no_cluster_of_these_nodes_could_hold(groups, nodes, lacks):
 
 
 def test_what_a_fixed_cluster_does_not_have_is_refused_at_once_by_its_keys():
-    wait = Wait([FULL, FULL], Patience(busy_s=300), keys="cluster.num_nodes and cluster.gpus_per_node")
+    wait = Wait([FULL, FULL], PlacementTimeouts(busy_s=300), keys="cluster.num_nodes and cluster.gpus_per_node")
     with pytest.raises(PlacementError) as refused:
         wait.check([SMALL, LARGE], 1, now=5.0)
     assert str(refused.value) == (
@@ -40,7 +40,7 @@ def test_what_a_fixed_cluster_does_not_have_is_refused_at_once_by_its_keys():
 
 def test_nodes_that_may_join_are_waited_for(caplog):
     caplog.set_level("INFO")
-    wait = Wait([FULL], Patience(busy_s=10, absent_s=60), keys="keys")
+    wait = Wait([FULL], PlacementTimeouts(busy_s=10, absent_s=60), keys="keys")
     for now in (0.0, 20.0, 59.0):
         wait.check([SMALL], 0, now)
     assert "waiting for devices after 20 s, 0 of 1 placed (there is room for 0 of 1 groups of 8 GPU" in caplog.text
@@ -53,7 +53,7 @@ def test_nodes_that_may_join_are_waited_for(caplog):
 
 
 def test_devices_in_use_are_waited_for_and_then_given_up():
-    wait = Wait([FULL, FULL], Patience(busy_s=300), keys="keys")
+    wait = Wait([FULL, FULL], PlacementTimeouts(busy_s=300), keys="keys")
     nodes = [LARGE, LARGE]
     wait.check(nodes, 1, 0.0)
     wait.check(nodes, 1, 299.0)

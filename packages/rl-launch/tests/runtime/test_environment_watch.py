@@ -43,8 +43,8 @@ def watched(monkeypatch, caplog):
 
     def later():
         clock.now += PERIOD_S
-        watch.look()
-        watch.look()
+        watch.check()
+        watch.check()
 
     return SimpleNamespace(watch=watch, actor=actor, later=later)
 
@@ -66,7 +66,7 @@ def test_each_restart_is_told_once_with_its_reason_and_the_log(watched, caplog):
 
 
 def test_it_asks_seldom_and_never_waits(watched):
-    watched.watch.look()
+    watched.watch.check()
     assert watched.actor.num_calls == 0
     watched.actor.answers = False
     for _ in range(3):

@@ -16,8 +16,8 @@ from rl_core.rollouts.rollout import Prompt
 from rl_launch.placement.residency import Residency, Tenant
 from rl_launch.runtime import dispatch, replica_group, rollout_pool
 from rl_launch.runtime import replica as replica_module
-from rl_launch.runtime.deaths import MOST_DEATHS
 from rl_launch.runtime.replica import FinishedCall, ProgressWatch
+from rl_launch.runtime.restart_budget import MAX_DEATHS
 from rl_launch.runtime.rollout_pool import RolloutPool
 
 SAMPLING = SamplingParams(4)
@@ -128,22 +128,28 @@ class Replica:
 
 
 class Update:
+    """A `WeightUpdate` with a script: `fails` are the errors of its first transfers; `receivers` had it, in order."""
+
     def __init__(self, version, residency=None, *, fails=()):
         self.version, self.residency, self.fails, self.receivers = version, residency, list(fails), []
         self.in_flight = []
 
-    def send(self, replicas, *, in_flight=False):
-        self.in_flight.append(in_flight)
-        if self.residency:
-            with self.residency.hold("policy"):
+
+class Sender:
+    """Sends updates to replicas as their script says."""
+
+    def send(self, update, replicas, *, in_flight=False):
+        update.in_flight.append(in_flight)
+        if update.residency:
+            with update.residency.hold("policy"):
                 pass
-        self.receivers.append([replica.index for replica in replicas])
-        failure = self.fails.pop(0) if self.fails else None
+        update.receivers.append([replica.index for replica in replicas])
+        failure = update.fails.pop(0) if update.fails else None
         failure = failure or next((replica.failure for replica in replicas if replica.failure), None)
         if failure:
             raise failure
-        if self.residency:
-            self.residency.hand_over("generation")
+        if update.residency:
+            update.residency.hand_over("generation")
 
 
 @pytest.fixture(autouse=True)
@@ -169,8 +175,8 @@ def plain_calls(monkeypatch):
         monkeypatch.setattr(module, "fetch", lambda ref, origin, timeout_s=None: ref.answer())
 
 
-def make_pool(replicas, residency=None):
-    return RolloutPool(replicas, residency, stall_timeout_s=600)
+def make_pool(replicas, residency=None, *, sender=None):
+    return RolloutPool(replicas, residency, stall_timeout_s=600, weights=sender or Sender())
 
 
 def run(pool, submitted):
@@ -366,19 +372,19 @@ def test_an_engine_that_dies_twice_in_the_same_way_before_it_finished_anything_e
 
 def test_a_process_that_dies_again_and_again_ends_the_run_with_its_last_cause():
     replica = Replica(fails=[(0, WorkerDied("the process ended: out of memory"))] * 99)
-    with pytest.raises(WorkerDied, match=rf"died {MOST_DEATHS} times in a row .*the last time: .*out of memory"):
+    with pytest.raises(WorkerDied, match=rf"died {MAX_DEATHS} times in a row .*the last time: .*out of memory"):
         run(make_pool([replica]), tasks(2))
-    assert replica.events == ["start"] * (MOST_DEATHS - 1)
+    assert replica.events == ["start"] * (MAX_DEATHS - 1)
 
 
 def test_deaths_with_finished_groups_between_them_do_not_add_up():
-    count = 3 * MOST_DEATHS
+    count = 3 * MAX_DEATHS
     replica = Replica(fails=[(i, GeneratorError("an unlucky prompt")) for i in range(1, count)])
     assert run(make_pool([replica]), tasks(count)) == groups(count)
 
 
 def test_replicas_that_die_together_count_as_one_death():
-    replicas = [Replica(i, fails=[(0, WorkerDied("its node died"))]) for i in range(2 * MOST_DEATHS)]
+    replicas = [Replica(i, fails=[(0, WorkerDied("its node died"))]) for i in range(2 * MAX_DEATHS)]
     assert run(make_pool(replicas), tasks(40)) == groups(40)
 
 
@@ -446,15 +452,15 @@ def long_looks(monkeypatch):
 
 def test_weights_are_sent_once_the_longest_completion_has_ended_however_long_it_takes(long_looks):
     replicas = [Replica(0), Draining(1, num_looks=200)]
-    pool = make_pool(replicas)
-    tickets = pool.submit(tasks(4))
 
-    class Sent(Update):
-        def send(self, receivers, *, in_flight=False):
+    class LateSender(Sender):
+        def send(self, update, receivers, *, in_flight=False):
             assert replicas[1].num_looks <= 0
-            super().send(receivers, in_flight=in_flight)
+            super().send(update, receivers, in_flight=in_flight)
 
-    update = Sent(2)
+    pool = make_pool(replicas, sender=LateSender())
+    tickets = pool.submit(tasks(4))
+    update = Update(2)
     pool.adopt(update)
     assert next(long_looks) > 10_000
     done = dict(pool.next_done() for _ in tickets)
@@ -638,7 +644,7 @@ def look_until(now, watch, end, *, every=5, each=lambda: None):
     while now[0] < end:
         now[0] += every
         each()
-        watch.look()
+        watch.check()
 
 
 def test_an_engine_that_samples_nothing_is_stalled():
@@ -667,7 +673,7 @@ def test_one_whose_rollouts_wait_for_their_environments_is_not():
 
 def test_one_that_finishes_groups_is_not():
     now, watch = watch_of(Replica())
-    look_until(now, watch, 1000, each=watch.moved)
+    look_until(now, watch, 1000, each=watch.note_progress)
 
 
 def test_time_in_which_nobody_looks_does_not_count():
@@ -696,7 +702,7 @@ def test_a_dead_engine_is_found_by_its_health():
 
 
 class Joining:
-    """`Recruits` whose replicas are ready when the test says so; `late` become ready once they are waited for."""
+    """`ElasticReplicas` whose replicas are ready when the test says so, `late` ones once they are waited for."""
 
     def __init__(self, least, *, late=()):
         self.least, self.ready, self.late, self.replaced = least, [], list(late), []
@@ -717,7 +723,7 @@ class Joining:
 
 
 def elastic_pool(replicas, joining):
-    pool = RolloutPool(replicas, None, stall_timeout_s=600, recruits=joining)
+    pool = RolloutPool(replicas, None, stall_timeout_s=600, weights=Sender(), elastic=joining)
     assert joining.num_present == len(replicas)
     return pool
 

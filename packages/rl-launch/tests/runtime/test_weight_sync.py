@@ -79,7 +79,7 @@ class Replica:
 
     def call(self, method, *args):
         self.events.append(method)
-        if method == "try_out":
+        if method == "score_canary":
             return self._scores(args[0])
         assert method == "take_over"
         _, delivery = args
@@ -131,14 +131,14 @@ def make_sync(events, residency=None, kind="ipc", **settings):
 
 def test_a_version_is_served_only_after_transfer_and_commit(events):
     sync, replica = make_sync(events), Replica(events)
-    sync.publish().send([replica])
+    sync.send(sync.publish(), [replica])
     assert events == ["manifest", "send 1 to 2", "take_over", "resume"]
     assert replica.in_flight == [False]
 
 
 def test_a_version_that_is_sent_in_flight_interrupts_requests_in_every_attempt(events):
     sync, replica = make_sync(events), Replica(events, received="other", broken_attempts=1)
-    sync.publish().send([replica], in_flight=True)
+    sync.send(sync.publish(), [replica], in_flight=True)
     assert replica.in_flight == [True, True]
 
 
@@ -147,7 +147,7 @@ def test_the_policy_begins_to_score_the_canary_before_anyone_takes_memory_and_is
     residency = Residency()
     residency.join("policy", Tenant(lambda: None, lambda: None), present=True)
     sync = make_sync(events, residency if shares_devices else None)
-    sync.publish().send([Replica(events)])
+    sync.send(sync.publish(), [Replica(events)])
     assert sync._policy.begun_after == []
     assert sync._policy.awaited_after[-1] == "take_over"
 
@@ -156,14 +156,14 @@ def test_on_shared_devices_memory_is_freed_before_it_is_taken(events):
     residency = Residency()
     residency.join("policy", Tenant(lambda: None, lambda: None), present=True)
     sync = make_sync(events, residency)
-    sync.publish().send([Replica(events)])
+    sync.send(sync.publish(), [Replica(events)])
     assert events == [
         "offload optimizer",
         "manifest",
         "send 1 to 1",
         "take_over",
         "offload parameters",
-        "try_out",
+        "score_canary",
         "resume",
     ]
     assert residency.resident == "generation"
@@ -173,21 +173,21 @@ def test_a_policy_that_is_away_is_brought_in_before_anything_is_sent(events):
     residency = Residency()
     residency.join("policy", Tenant(lambda: events.append("leave"), lambda: events.append("enter")))
     sync = make_sync(events, residency)
-    sync.publish().send([Replica(events)])
+    sync.send(sync.publish(), [Replica(events)])
     assert events[:2] == ["enter", "offload optimizer"]
 
 
 def test_every_engine_rank_of_every_replica_is_a_receiver_of_its_own(events):
     replicas = [Replica(events), Replica(events)]
     sync = make_sync(events)
-    sync.publish().send(replicas)
+    sync.send(sync.publish(), replicas)
     assert [replica.first_ranks for replica in replicas] == [[1], [3]]
 
 
 def test_what_arrives_broken_twice_is_refused_and_never_served(events):
     sync = make_sync(events)
     with pytest.raises(WeightSyncError, match=r"rank 0 received weights with digest other;.* version 1 were all"):
-        sync.publish().send([Replica(events, received="other")])
+        sync.send(sync.publish(), [Replica(events, received="other")])
     assert "resume" not in events
 
 
@@ -195,12 +195,12 @@ def test_ranks_of_the_policy_that_send_different_weights_are_refused(events):
     sync = make_sync(events)
     sync._policy.digests = [["all"], ["other"]]
     with pytest.raises(WeightSyncError, match="sent as version 1 were all, other"):
-        sync.publish().send([Replica(events)])
+        sync.send(sync.publish(), [Replica(events)])
 
 
 def test_what_arrives_broken_once_is_sent_again_over_another_connection(events):
     sync = make_sync(events)
-    sync.publish().send([Replica(events, received="other", broken_attempts=1)])
+    sync.send(sync.publish(), [Replica(events, received="other", broken_attempts=1)])
     assert events.count("take_over") == 2
     assert events.count("resume") == 1
     first, second = sync._policy.transports
@@ -210,37 +210,37 @@ def test_what_arrives_broken_once_is_sent_again_over_another_connection(events):
 def test_all_transfers_share_a_connection_and_the_manifest_until_a_replica_is_started_anew(events):
     sync, replica = make_sync(events), Replica(events)
     for _ in range(3):
-        sync.publish().send([replica])
+        sync.send(sync.publish(), [replica])
     assert len(set(sync._policy.transports)) == 1
     assert events.count("manifest") == 1
     assert [event for event in events if event.startswith("send")] == ["send 1 to 2", "send 2 to 2", "send 3 to 2"]
     replica.num_starts += 1
-    sync.publish().send([replica])
-    sync.publish().send([replica])
+    sync.send(sync.publish(), [replica])
+    sync.send(sync.publish(), [replica])
     assert len(set(sync._policy.transports)) == 2
 
 
 def test_adapters_travel_alone_once_a_replica_has_the_weights_that_they_sit_on(events):
     sync, replica = make_sync(events, sends_adapters=True), Replica(events)
     for _ in range(3):
-        sync.publish().send([replica])
+        sync.send(sync.publish(), [replica])
     assert sync._policy.forms == ["factored", "adapter", "adapter"]
     assert events.count("manifest") == 2
     replica.num_starts += 1
     for _ in range(2):
-        sync.publish().send([replica])
+        sync.send(sync.publish(), [replica])
     assert sync._policy.forms[3:] == ["factored", "adapter"]
 
 
 @pytest.mark.parametrize("failing", [{"received": "other"}, {"score": -2.0}], ids=["transfer", "canary"])
 def test_after_a_failure_the_weights_are_sent_again_with_their_adapters(events, failing):
     sync, replica = make_sync(events, sends_adapters=True), Replica(events)
-    sync.publish().send([replica])
+    sync.send(sync.publish(), [replica])
     vars(replica).update(failing)
     with pytest.raises(WeightSyncError):
-        sync.publish().send([replica])
+        sync.send(sync.publish(), [replica])
     vars(replica).update(received="all", score=-1.0)
-    sync.publish().send([replica])
+    sync.send(sync.publish(), [replica])
     assert sync._policy.forms == ["factored", "adapter", "factored", "factored"]
 
 
@@ -253,21 +253,22 @@ def test_weights_on_disk_are_written_before_a_replica_is_paused(events, monkeypa
         return settle(refs, *args, **kwargs)
 
     monkeypatch.setattr(weight_sync, "settle", noting)
-    make_sync(events, kind="disk").publish().send([Replica(events)])
+    sync = make_sync(events, kind="disk")
+    sync.send(sync.publish(), [Replica(events)])
     assert settled[0] == (2, False)
 
 
 def test_an_engine_that_computes_something_else_is_refused(events):
     sync = make_sync(events)
     with pytest.raises(WeightSyncError, match=r"weight version 1 differ from the policy's by 0.1"):
-        sync.publish().send([Replica(events, score=-1.1)])
+        sync.send(sync.publish(), [Replica(events, score=-1.1)])
     assert "resume" not in events
 
 
 def test_logprobs_that_are_no_numbers_are_refused(events):
     sync = make_sync(events)
     with pytest.raises(WeightSyncError, match="differ from the policy's by nan"):
-        sync.publish().send([Replica(events, score=np.nan)])
+        sync.send(sync.publish(), [Replica(events, score=np.nan)])
 
 
 def test_restored_weights_are_published_under_the_version_they_had(events):
@@ -284,9 +285,9 @@ def test_weights_that_the_policy_no_longer_has_are_not_sent(events):
     update = sync.publish()
     sync._policy.revision += 1
     with pytest.raises(WeightSyncError, match="version 1 is stale"):
-        update.send([Replica(events)])
+        sync.send(update, [Replica(events)])
     assert events == []
-    sync.publish().send([Replica(events)])
+    sync.send(sync.publish(), [Replica(events)])
 
 
 def test_an_earlier_version_is_not_sent_in_the_place_of_a_later_one(events):
@@ -294,7 +295,7 @@ def test_an_earlier_version_is_not_sent_in_the_place_of_a_later_one(events):
     update = sync.publish()
     sync.publish()
     with pytest.raises(WeightSyncError, match="version 1 is stale"):
-        update.send([Replica(events)])
+        sync.send(update, [Replica(events)])
 
 
 def test_when_a_receiver_fails_the_sender_is_interrupted_and_both_are_reported(events):
@@ -302,7 +303,7 @@ def test_when_a_receiver_fails_the_sender_is_interrupted_and_both_are_reported(e
     replica.failure = GeneratorError("the engine died: out of memory")
     sync._policy.failure = WeightSyncError("lost receiver rank 1 during bucket 3")
     with pytest.raises(GeneratorError, match=r"^the engine died: out of memory; besides: lost receiver rank 1"):
-        sync.publish().send([replica])
+        sync.send(sync.publish(), [replica])
     (interruption,) = [event for event in events if event.startswith("interrupt")]
     assert "the engine died: out of memory" in interruption
     assert "resume" not in events
@@ -312,7 +313,7 @@ def test_a_transfer_that_stalls_leaves_the_stacks_of_the_sender(events):
     sync, replica = make_sync(events), Replica(events)
     replica.failure = WorkerStalled("no answer within 1200 s", replica.origin("weight sync (take over)"))
     with pytest.raises(WorkerStalled, match=r"rollout worker rank 0 .*no answer"):
-        sync.publish().send([replica])
+        sync.send(sync.publish(), [replica])
     assert "stacks" in events
 
 

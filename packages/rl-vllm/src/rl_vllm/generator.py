@@ -16,14 +16,12 @@ from rl_core.rollouts.rollout import Completion, WeightSpan
 from rl_core.weights import Manifest, Transport
 from rl_vllm.config import VllmConfig
 from rl_vllm.engine import process_env
-from rl_vllm.engine.admission import Admission
+from rl_vllm.engine.lifecycle import PARTS, Lifecycle
 from rl_vllm.engine.parent_watch import forget_semaphores
 from rl_vllm.plugin import adapter_problem, routing_problem
 
 if TYPE_CHECKING:
     from rl_vllm.engine.engine import Engine
-
-PARTS = ("weights", "kv_cache")
 
 
 class VllmGenerator:
@@ -57,14 +55,10 @@ class VllmGenerator:
         self._placement = placement
         self._max_len = backend.max_model_len or model.max_total_sequence_length
         self._engine: Engine | None = None
-        self._admission = Admission("the engine has not been started")
-        self._asleep: set[str] = set()
+        self._lifecycle = Lifecycle()
         self._applies_adapters = config.lora_sync == "adapter"
         drops_weights = placement.awaits_weights and not self._applies_adapters
         self._sleep_level = backend.sleep_level or (2 if drops_weights else 1)
-        self._has_weights = not placement.awaits_weights
-        self._version = 0
-        self._announced: Manifest | None = None
         self._num_completions = 0
 
     @property
@@ -114,10 +108,7 @@ class VllmGenerator:
         forget_semaphores()
         if self._placement.keeps_cache:
             self._engine.require_prefix_cache()
-        if self._placement.awaits_weights:
-            self._admission.refuse("no weights have been sent to it yet")
-        else:
-            self._admission.serve()
+        self._lifecycle.load(awaits_weights=self._placement.awaits_weights)
 
     async def generate(self, request: GenerationRequest) -> Completion:
         """One completion; concurrent calls are batched by the engine.
@@ -134,8 +125,8 @@ class VllmGenerator:
                 f"{self._max_len - 1}"
             )
         max_tokens = min(request.sampling.max_new_tokens, room)
-        async with self._admission.passage():
-            version = self._version
+        async with self._lifecycle.request():
+            version = self._lifecycle.version
             salt = self._salt(request.first_version)
             output = await self._running().generate(request, max_tokens=max_tokens, salt=salt)
         return self._completion(output, version, num_prompt_tokens)
@@ -150,18 +141,18 @@ class VllmGenerator:
         if len(token_ids) > self._max_len:
             raise RequestRefused(f"{len(token_ids)} tokens do not fit into {self._max_len}")
         scores = np.zeros(len(token_ids), dtype=np.float32)
-        async with self._admission.passage(while_paused=not self._asleep):
+        async with self._lifecycle.request(while_paused=True):
             if len(token_ids) > 1:
                 scores[1:] = await self._running().score(token_ids, salt=self._salt(None))
         return scores
 
     async def pause(self, mode: PauseMode = "finish") -> None:
         """Stop once no request is in flight; later ones wait. With `interrupt` they end with the tokens they have."""
-        await self._admission.pause(self._running().interrupt if mode == "interrupt" else None)
+        await self._lifecycle.admission.pause(self._running().interrupt if mode == "interrupt" else None)
 
     async def resume(self) -> None:
         """Serve again, once awake."""
-        self._admission.resume()
+        self._lifecycle.admission.resume()
 
     async def sleep(self) -> bool:
         """Free the device, after requests in flight are done; later ones wait until both parts are awake.
@@ -171,19 +162,20 @@ class VllmGenerator:
         Raises:
             GeneratorError: if the replica was placed on GPUs for itself, whose engine cannot sleep.
         """
-        await self._admission.hold()
+        await self._lifecycle.admission.hold()
         if not self._placement.kind.has_gpus:
-            self._asleep = set(PARTS)
+            self._lifecycle.sleep()
             return True
         if not self._placement.shares_devices:
             raise GeneratorError("a replica that does not share its GPUs cannot sleep (Placement.shares_devices)")
-        if "weights" not in self._asleep:  # the KV cache may sleep already, after a weight sync that broke off
+        if (
+            "weights" not in self._lifecycle.asleep
+        ):  # the KV cache may sleep already, after a weight sync that broke off
             await self._running().sleep(self._sleep_level)
-            self._asleep = set(PARTS)
+            self._lifecycle.sleep()
         if self._sleep_level == 1:
             return True
-        self._has_weights = False
-        self._admission.refuse("its weights were dropped in sleep and have not been sent again")
+        self._lifecycle.drop_weights()
         return False
 
     async def wake(self, parts: Sequence[str] = PARTS) -> None:
@@ -191,14 +183,12 @@ class VllmGenerator:
         unknown = set(parts) - set(PARTS)
         if unknown:
             raise ValueError(f"parts to wake are {', '.join(PARTS)}; got {', '.join(sorted(unknown))}")
-        woken = [part for part in parts if part in self._asleep]
+        woken = [part for part in PARTS if part in parts and part in self._lifecycle.asleep]
         if woken and self._placement.kind.has_gpus:
             await self._running().wake(woken)
-        self._asleep -= set(woken)
         if "kv_cache" in woken:
             await self._running().forget_prefixes()
-        if not self._asleep:
-            self._admission.release()
+        self._lifecycle.wake(woken)
 
     async def begin(self, manifest: Manifest) -> None:
         """Make ready; nothing is served from here until a `commit` succeeds.
@@ -208,17 +198,7 @@ class VllmGenerator:
                 adapters are to come without weights that it does not have.
             GeneratorError: if requests are in flight; pause first.
         """
-        if self._admission.num_inside:
-            raise GeneratorError(f"{self._admission.num_inside} requests are in flight: pause before a weight sync")
-        self._announced = None
-        self._admission.refuse(f"weight version {manifest.version} has not been taken over whole")
-        if manifest.form != "adapter":
-            self._has_weights = False
-        elif not self._has_weights:
-            raise WeightSyncError(
-                f"weight version {manifest.version} has adapters alone, and the engine does not have the weights that "
-                "they sit on"
-            )
+        self._lifecycle.begin(manifest)
         scale = self._model.lora_cfg.scale
         plans = await self._on_every_rank("begin_receiving", pickle.dumps(manifest), scale)
         # with pipeline parallelism each rank knows its own layers only
@@ -231,7 +211,7 @@ class VllmGenerator:
             raise WeightSyncError(
                 f"the manifest of version {manifest.version} does not fit: {text}", (*unknown, *missing)
             )
-        self._announced = manifest
+        self._lifecycle.receive(manifest)
 
     async def receive(self, transport: Transport, first_rank: int) -> Sequence[str]:
         """Receive all tensors as receivers `first_rank`, `first_rank + 1`, ...; returns their digest per engine rank.
@@ -240,7 +220,7 @@ class VllmGenerator:
             WeightSyncError: naming rank and phase, or tensors.
             GeneratorError: if the weights are asleep.
         """
-        if "weights" in self._asleep:
+        if "weights" in self._lifecycle.asleep:
             raise GeneratorError("the weights are asleep: wake them before a transfer")
         order = pickle.dumps((transport, self._placement.kind))
         return await self._on_every_rank("receive_weights", order, first_rank)
@@ -252,9 +232,7 @@ class VllmGenerator:
         Raises:
             WeightSyncError: naming the stale tensors; nothing is served then until a transfer succeeds.
         """
-        if self._announced is None or version != self._announced.version:
-            announced = "none" if self._announced is None else str(self._announced.version)
-            raise WeightSyncError(f"cannot commit weight version {version}: the one announced is {announced}")
+        manifest = self._lifecycle.announced(version)
         stale = await self._on_every_rank("check_received")
         names = tuple(dict.fromkeys(name for found in stale for name in found))
         if names:
@@ -263,11 +241,8 @@ class VllmGenerator:
             )
         if not self._placement.keeps_cache:
             await self._running().forget_prefixes()
-        self._running().use_adapter(version if self._announced.num_factors else None)
-        self._has_weights = True
-        self._version = version
-        self._announced = None
-        self._admission.serve()
+        self._running().use_adapter(version if manifest.num_factors else None)
+        self._lifecycle.commit(version)
 
     async def health(self) -> Mapping[str, Any]:
         """Numbers worth logging. An engine that has requests and samples nothing hangs. Raises `GeneratorError` if it
@@ -275,9 +250,9 @@ class VllmGenerator:
         """
         await self._running().check()
         return {
-            "weight_version": self._version,
-            "num_requests": self._admission.num_inside,
-            "num_waiting": self._admission.num_waiting,
+            "weight_version": self._lifecycle.version,
+            "num_requests": self._lifecycle.num_requests,
+            "num_waiting": self._lifecycle.num_waiting,
             "num_completions": self._num_completions,
             "num_sampled": self._running().num_sampled,
         }
@@ -285,7 +260,7 @@ class VllmGenerator:
     async def close(self) -> None:
         """End the engine and all its processes; requests in flight or waiting end with `GeneratorError`."""
         engine, self._engine = self._engine, None
-        self._admission.close("the generator is closed")
+        self._lifecycle.close()
         if engine is not None:
             await engine.end()
 
@@ -320,7 +295,7 @@ class VllmGenerator:
         """Of a request's keys and values in the prefix cache, if those of several versions are there."""
         if not self._placement.keeps_cache:
             return None
-        return f"weight version {self._version if first_version is None else first_version}"
+        return f"weight version {self._lifecycle.version if first_version is None else first_version}"
 
     async def _on_every_rank(self, method: str, *args: Any) -> list[Any]:
         reports = await self._running().call(method, *args)
@@ -332,5 +307,5 @@ class VllmGenerator:
 
     def _running(self) -> Engine:
         if self._engine is None:
-            raise GeneratorError(self._admission.refusal or "the engine has not been started")
+            raise GeneratorError(self._lifecycle.refusal or "the engine has not been started")
         return self._engine

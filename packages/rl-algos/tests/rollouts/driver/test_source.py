@@ -7,7 +7,7 @@ from rl_core.errors import RolloutsFailed
 from rl_core.rollouts.generation import SamplingParams
 from rl_core.rollouts.group import RolloutGroup
 from rl_core.rollouts.rollout import Prompt, Rollout
-from rl_core.testing.fakes import FakeUpdate
+from rl_core.weights import WeightUpdate
 
 PROMPTS = [Prompt(f"p{i}", (), np.array([i], np.int32), "math") for i in range(10)]
 SAMPLING = SamplingParams(max_new_tokens=3)
@@ -55,7 +55,7 @@ def test_a_source_restored_from_its_state_goes_on_with_the_same_tasks():
     pool, again = RecordingPool(), RecordingPool()
     source, resumed = make_source(pool), make_source(again)
     source.collect(3)
-    source.adopt(FakeUpdate(1))
+    source.adopt(WeightUpdate(1))
     resumed.restore(source.state())
     source.collect(4)
     resumed.collect(4)
@@ -66,7 +66,7 @@ def test_what_was_collected_counts_once_an_update_has_been_adopted():
     pool, again = RecordingPool(), RecordingPool()
     source, resumed = make_source(pool), make_source(again)
     source.collect(3)
-    source.adopt(FakeUpdate(1))
+    source.adopt(WeightUpdate(1))
     source.collect(2)
     resumed.restore(source.state())
     resumed.collect(2)
@@ -96,8 +96,8 @@ def test_an_evaluation_moves_no_position_and_repeats_its_seeds():
 
 def test_adopting_reaches_the_pool():
     pool = RecordingPool()
-    make_source(pool).adopt(FakeUpdate(3))
-    assert pool.updates == [FakeUpdate(3)]
+    make_source(pool).adopt(WeightUpdate(3))
+    assert pool.updates == [WeightUpdate(3)]
 
 
 def test_groups_of_which_too_many_failed_are_refused():

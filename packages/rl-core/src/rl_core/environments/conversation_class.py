@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rl_core.environments.gather_runner import GatherRunner
 from rl_core.environments.reward_function import Arguments
 from rl_core.environments.reward_log import RewardLog, merged_info
-from rl_core.environments.together import Together
 from rl_core.rollouts.environment import Conversation, StepResult, UnusableAnswer
 
 
@@ -52,7 +52,7 @@ class ConversationEnvironment:
     def __init__(self, make: Callable[[], Any], name: str) -> None:
         self._make = make
         self._name = name
-        self._together = Together()
+        self._gather = GatherRunner()
 
     def step(self, conversations: Sequence[Conversation], states: Sequence[Any]) -> list[StepResult]:
         """Step the objects; those of `async` classes together."""
@@ -63,7 +63,7 @@ class ConversationEnvironment:
             for player, conversation, log in zip(players, conversations, logs, strict=True)
         ]
         if any(inspect.isawaitable(each) for each in returned):
-            returned = self._together(lambda: returned)
+            returned = self._gather(lambda: returned)
         return [
             self._result(each, player, *log.infos()) for each, player, log in zip(returned, players, logs, strict=True)
         ]
@@ -72,7 +72,7 @@ class ConversationEnvironment:
         """Close the objects of conversations that are over."""
         closed = [state.close() for state in states if state is not None and state.close is not None]
         if any(inspect.isawaitable(each) for each in closed):
-            self._together(lambda: closed)
+            self._gather(lambda: closed)
 
     def _begin(self) -> _Player:
         player = self._make()

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from rl_core.environments.gather_runner import GatherRunner
 from rl_core.environments.reward_log import LOG_PARAMETERS, RewardLog
-from rl_core.environments.together import Together
 from rl_core.rollouts.environment import Conversation, Environment, MissingField, StepResult, UnusableAnswer
 
 _OF_ONE: Mapping[str, Callable[[Conversation], Any]] = {
@@ -138,7 +138,7 @@ class _RewardFunction:
         self._score = score
         self._name = getattr(score, "__name__", type(score).__name__)
         self._arguments = Arguments(score, self._name)
-        self._together = Together() if _is_async(score) else None
+        self._gather = GatherRunner() if _is_async(score) else None
 
     def step(self, conversations: Sequence[Conversation], states: Sequence[Any]) -> list[StepResult]:
         if not conversations:
@@ -161,7 +161,7 @@ class _RewardFunction:
         def calls() -> list[Any]:
             return [self._score(**each) for each in arguments]
 
-        return calls() if self._together is None else self._together(calls)
+        return calls() if self._gather is None else self._gather(calls)
 
     def _listed(self, returned: Any, count: int) -> list[Any]:
         if isinstance(returned, str | Mapping) or not isinstance(returned, Iterable):

@@ -7,8 +7,8 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from rl_core.environments.gather_runner import GatherRunner
 from rl_core.environments.reward_function import as_environment
-from rl_core.environments.together import Together
 from rl_core.environments.tools import MalformedCall, Tool, as_text
 from rl_core.rollouts.environment import Conversation, Environment, StepResult, ToolCall, UnusableAnswer
 
@@ -63,7 +63,7 @@ class ToolEnvironment:
         self._reward: Environment = as_environment(reward)
         self._start = start
         self._waits = any(inspect.iscoroutinefunction(function) for function in tools)
-        self._together = Together()
+        self._gather = GatherRunner()
 
     @property
     def tools(self) -> list[Mapping[str, Any]]:
@@ -85,7 +85,7 @@ class ToolEnvironment:
             return []
         if not self._waits:
             return [_at_once(self._answer(conversation, state)) for conversation, state in pairs]
-        return self._together(lambda: [self._answer(conversation, state) for conversation, state in pairs])
+        return self._gather(lambda: [self._answer(conversation, state) for conversation, state in pairs])
 
     async def _answer(self, conversation: Conversation, state: _Play | None) -> StepResult:
         play = state or self._begin(conversation)

@@ -21,7 +21,7 @@ class Delivery:
         first_rank: of the replica's receivers; the others follow.
         canary: int32 token rows to score with the new weights.
         takes_turns: whether the replica sleeps while the policy has the devices: then only its weights are awake during
-            the transfer, and `try_out` scores the canary once there is room for a KV cache.
+            the transfer, and `score_canary` scores the canary once there is room for a KV cache.
         in_flight: whether requests in flight are interrupted, to be continued with the new weights, instead of finished
             with the old ones.
     """
@@ -62,7 +62,7 @@ async def take_over(generator: Generator, manifest: Manifest, delivery: Delivery
     return Taken(digests, [] if delivery.takes_turns else await _scores(generator, delivery.canary))
 
 
-async def try_out(generator: Generator, canary: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
+async def score_canary(generator: Generator, canary: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
     """Wake the KV cache of a replica that has taken a version over, and score the canary."""
     await generator.wake(("kv_cache",))
     return await _scores(generator, canary)

@@ -75,6 +75,9 @@ class RolloutPool(Protocol):
         Args:
             in_flight: whether completions under way are interrupted and go on with the new weights, instead of being
                 finished with the old ones first.
+
+        Raises:
+            WeightSyncError: if the update is stale, or naming what did not arrive; nothing is served then.
         """
         ...
 

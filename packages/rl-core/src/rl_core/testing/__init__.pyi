@@ -2,7 +2,6 @@ from rl_core.testing.environment import EnvironmentSuite as EnvironmentSuite
 from rl_core.testing.fakes import FakeModel as FakeModel
 from rl_core.testing.fakes import FakeRolloutSource as FakeRolloutSource
 from rl_core.testing.fakes import FakeRun as FakeRun
-from rl_core.testing.fakes import FakeUpdate as FakeUpdate
 from rl_core.testing.fakes import FakeWeights as FakeWeights
 from rl_core.testing.generator import GeneratorSuite as GeneratorSuite
 from rl_core.testing.isolation import light_modules_of as light_modules_of

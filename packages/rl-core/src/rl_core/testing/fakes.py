@@ -114,16 +114,6 @@ class FakeModel:
         return {"loss": Metric(mean), "num_tokens": Metric(float(len(tokens)), reduction="sum")}
 
 
-@dataclass(frozen=True)
-class FakeUpdate:
-    """A `WeightUpdate` that is never stale and sends nothing."""
-
-    version: int
-
-    def send(self, receivers: Sequence[Any], *, in_flight: bool = False) -> None:
-        """Leave the receivers as they are."""
-
-
 class FakeWeights:
     """`Weights` that count versions; `published` holds, by version, the number of steps of the model then."""
 
@@ -141,7 +131,7 @@ class FakeWeights:
         """The next version."""
         self._version += 1
         self.published[self._version] = self._model.num_steps
-        return FakeUpdate(self._version)
+        return WeightUpdate(self._version)
 
     def state(self) -> Mapping[str, Any]:
         """The last version given."""

@@ -35,13 +35,13 @@ from rl_core.errors import ConfigError, WorkerDied
 from rl_core.ray.host import AsyncWorkerHost, RestartingHost, WorkerHost
 from rl_launch.cluster.ray_nodes import RayNodes, is_on_this_machine_alone, logical_nodes, one_node
 from rl_launch.cluster.ray_start import connect
-from rl_launch.placement.bundles import NodeResources, Patience, Resources, Wait
+from rl_launch.placement.bundles import NodeResources, PlacementTimeouts, Resources, Wait
 
 REPLACEMENT_S = 10.0
 """How long Ray may take to move bundles once it has noticed that their node is lost; it took 0.1 s."""
 
-PATIENCE = Patience(busy_s=300.0)
-"""Patience with a cluster that no config describes."""
+PLACEMENT_TIMEOUTS = PlacementTimeouts(busy_s=300.0)
+"""Timeouts of a cluster that no config describes."""
 
 _POLL_S = 0.05
 
@@ -91,10 +91,12 @@ class VirtualCluster:
         device: the kind of device. The nodes of a logical one are started here, unless RAY_ADDRESS names a cluster.
         num_nodes: nodes to use.
         ranks_per_node: devices (GPUs, or CPU ranks) to use on each.
-        patience: how long to wait for them.
+        timeouts: how long to wait for them.
     """
 
-    def __init__(self, *, device: Device, num_nodes: int, ranks_per_node: int, patience: Patience = PATIENCE) -> None:
+    def __init__(
+        self, *, device: Device, num_nodes: int, ranks_per_node: int, timeouts: PlacementTimeouts = PLACEMENT_TIMEOUTS
+    ) -> None:
         self._owns_ray = not ray.is_initialized()
         self._nodes: RayNodes | None = None
         self._groups: dict[PlacementGroup, Resources] = {}
@@ -112,8 +114,8 @@ class VirtualCluster:
         self.device = device
         self.num_nodes = num_nodes
         self.ranks_per_node = ranks_per_node
-        self._patience = patience
-        if device.has_gpus and not patience.absent_s and not gpus_of_cluster():
+        self._timeouts = timeouts
+        if device.has_gpus and not timeouts.absent_s and not gpus_of_cluster():
             self.close()
             raise ConfigError(
                 f"cluster.device is {device.name}, but the cluster has no GPU; set cluster.device to cpu or auto, or "
@@ -136,7 +138,7 @@ class VirtualCluster:
             device=device,
             num_nodes=config.num_nodes,
             ranks_per_node=device.ranks_per_node(config),
-            patience=Patience(busy_s=config.placement_timeout_s, absent_s=absent_s),
+            timeouts=PlacementTimeouts(busy_s=config.placement_timeout_s, absent_s=absent_s),
         )
 
     def __enter__(self) -> VirtualCluster:
@@ -206,7 +208,7 @@ class VirtualCluster:
         self._groups |= {group: _sum(bundles) for group, bundles in zip(groups, nodes, strict=True)}
         num_needed = len(groups) if least is None else least
         needed = [*earlier, *(self._groups[group] for group in groups[:num_needed])]
-        wait = Wait(needed, self._patience, keys=f"cluster.num_nodes and {self.device.ranks_key}")
+        wait = Wait(needed, self._timeouts, keys=f"cluster.num_nodes and {self.device.ranks_key}")
         pause_s, settled = _POLL_S, time.monotonic() + REPLACEMENT_S
         while waiting := [group for group in groups if not _is_placed(group)]:
             num_placed = len(groups) - len(waiting)

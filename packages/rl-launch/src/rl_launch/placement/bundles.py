@@ -39,12 +39,13 @@ class NodeResources:
 
 
 @dataclass(frozen=True)
-class Patience:
-    """How long to wait for devices.
+class PlacementTimeouts:
+    """Timeouts in seconds of the wait for devices.
 
     Args:
-        busy_s: for devices that the cluster has and others use.
-        absent_s: for devices that it does not have: nodes that an autoscaling cluster adds, or that replace a lost one.
+        busy_s: Timeout for devices that the cluster has and others use.
+        absent_s: Timeout for devices that it does not have: nodes that an autoscaling cluster adds, or that replace a
+            lost one.
     """
 
     busy_s: float
@@ -71,13 +72,13 @@ class Wait:
 
     Args:
         groups: resources of each group; one group lies on one node.
-        patience: how long to wait.
+        timeouts: How long to wait.
         keys: the keys that ask for these devices, for messages.
     """
 
-    def __init__(self, groups: Sequence[Resources], patience: Patience, *, keys: str) -> None:
+    def __init__(self, groups: Sequence[Resources], timeouts: PlacementTimeouts, *, keys: str) -> None:
         self._groups = list(groups)
-        self._patience = patience
+        self._timeouts = timeouts
         self._keys = keys
         self._reason = ""
         self._since: float | None = None
@@ -99,9 +100,9 @@ class Wait:
             self._since = self._reported = now
         self._reason = reason
         waited = now - self._since
-        if reason and waited >= self._patience.absent_s:
+        if reason and waited >= self._timeouts.absent_s:
             raise PlacementError(self._absent(nodes))
-        if not reason and waited >= self._patience.busy_s:
+        if not reason and waited >= self._timeouts.busy_s:
             raise PlacementError(self._busy(nodes, num_placed))
         if now - self._reported >= _REPORT_S:
             self._reported = now
@@ -115,7 +116,7 @@ class Wait:
             )
 
     def _absent(self, nodes: Sequence[NodeResources]) -> str:
-        waited = f" after {self._patience.absent_s:.0f} s" if self._patience.absent_s else ""
+        waited = f" after {self._timeouts.absent_s:.0f} s" if self._timeouts.absent_s else ""
         return (
             f"{self._asked()}, but the cluster has {_listed(nodes)}{waited}: {self._reason}. "
             f"Lower {self._keys}, or add nodes; if the cluster adds them by itself, set cluster.autoscaling=true."
@@ -124,7 +125,7 @@ class Wait:
     def _busy(self, nodes: Sequence[NodeResources], num_placed: int) -> str:
         return (
             f"{self._asked()}, but {len(self._groups) - num_placed} of {len(self._groups)} were not free within "
-            f"{self._patience.busy_s:.0f} s (cluster.placement_timeout_s); the cluster has {_listed(nodes)}. "
+            f"{self._timeouts.busy_s:.0f} s (cluster.placement_timeout_s); the cluster has {_listed(nodes)}. "
             "Wait until other runs have ended, or ask for fewer."
         )
 

@@ -17,7 +17,7 @@ instead of in its queue can go to the first replica that is free."""
 class Dispatch:
     """Groups that wait for a replica, and those under way; a group goes to the replica with the fewest rollouts.
 
-    A replica gets all groups that it is dealt at once in one message and in order, so that on a single replica the
+    A replica gets all groups that it is assigned at once in one message and in order, so that on a single replica the
     engine's batches do not depend on timing.
 
     Args:
@@ -71,7 +71,7 @@ class Dispatch:
         self._wait(numbered)
         return list(numbered)
 
-    def deal(self) -> None:
+    def assign_waiting(self) -> None:
         """Begin waiting groups, urgent ones and then the oldest first, as far as the replicas have room."""
         shares: dict[Replica, list[Ticket]] = {}
         while self._waiting:
@@ -87,7 +87,7 @@ class Dispatch:
             replica.begin([(ticket, self._tasks[ticket]) for ticket in tickets])
             self._under_way[replica] |= set(tickets)
 
-    def ask(self) -> None:
+    def poll_busy(self) -> None:
         """Ask every replica that has groups under way for those that finish next, unless it has been asked."""
         for replica in self._replicas:
             if self._under_way[replica] and replica not in self.asked:

@@ -44,7 +44,7 @@ class EnvironmentWatch:
         self._asked_at = clock()
         self._told = dict.fromkeys(actors, 0)
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Ask, or read the answers that are there; never waits."""
         for label, ref in list(self._asked.items()):
             if wait([ref], 0):

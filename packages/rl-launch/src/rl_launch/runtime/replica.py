@@ -126,7 +126,7 @@ class ProgressWatch:
     Args:
         replica: with groups under way.
         timeout_s: for which it may make no progress.
-        period_s: between two looks.
+        period_s: between two checks.
         clock: seconds.
     """
 
@@ -138,33 +138,33 @@ class ProgressWatch:
         self._period_s = period_s
         self._clock = clock
         self._asked: ray.ObjectRef | None = None
-        self._asked_at = self._moved_at = self._looked_at = clock()
+        self._asked_at = self._progressed_at = self._checked_at = clock()
         self._num_sampled: Any = None
 
-    def moved(self) -> None:
+    def note_progress(self) -> None:
         """Note progress: a group was finished."""
-        self._moved_at = self._clock()
+        self._progressed_at = self._clock()
 
-    def look(self) -> None:
-        """Ask for the replica's health, or read the answer; never waits. Time between distant looks does not count.
+    def check(self) -> None:
+        """Ask for the replica's health, or read the answer; never waits. Time between distant checks does not count.
 
         Raises:
             WorkerStalled: after `timeout_s` without progress.
             RLError: if the engine or the process died.
         """
         now = self._clock()
-        away = now - self._looked_at - self._period_s
-        self._moved_at += max(0.0, away)
-        self._looked_at = now
+        away = now - self._checked_at - self._period_s
+        self._progressed_at += max(0.0, away)
+        self._checked_at = now
         if self._asked is not None and wait([self._asked], 0):
             asked, self._asked = self._asked, None
             health = fetch(asked, self._replica.origin("health"))
             if health["num_requests"] == 0 or health["num_sampled"] != self._num_sampled:
-                self._moved_at = now
+                self._progressed_at = now
             self._num_sampled = health["num_sampled"]
         if self._asked is None and now - self._asked_at >= self._period_s:
             self._asked, self._asked_at = self._replica.call("health"), now
-        if now - self._moved_at > self._timeout_s:
+        if now - self._progressed_at > self._timeout_s:
             raise WorkerStalled(
                 f"no progress for {self._timeout_s:g} s; the stacks of its threads are in {self._replica.log}",
                 self._replica.origin("rollouts"),

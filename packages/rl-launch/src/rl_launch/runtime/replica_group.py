@@ -5,15 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
 
 from rl_core.errors import GeneratorError, RLError, WorkerDied, WorkerStalled
 from rl_core.ray.calls import fetch
 from rl_core.weights import WeightUpdate
 from rl_launch.placement.residency import Residency, Tenant
 from rl_launch.placement.topology import GENERATION
-from rl_launch.runtime.deaths import Deaths
-from rl_launch.runtime.recruits import Recruits
+from rl_launch.runtime.elastic_replicas import ElasticReplicas
 from rl_launch.runtime.replica import ROLE, Replica
+from rl_launch.runtime.restart_budget import RestartBudget
 
 _log = logging.getLogger(__name__)
 
@@ -22,31 +23,56 @@ TURN_TIMEOUT_S = 600.0
 """Longest time to leave a device or to come back."""
 
 
+class WeightSender(Protocol):
+    """Sends the weights of the policy, as the replicas' group asks for them."""
+
+    def send(self, update: WeightUpdate, replicas: Sequence[Replica], *, in_flight: bool = False) -> None:
+        """Bring all replicas to this version, verified.
+
+        Args:
+            update: What the policy has published last.
+            replicas: The receivers.
+            in_flight: Interrupt the requests of the replicas, which then continue with these weights.
+
+        Raises:
+            WeightSyncError: If the update is stale, or naming what did not arrive; the replicas then serve nothing.
+            WorkerDied, GeneratorError: If a process or an engine ended meanwhile.
+        """
+        ...
+
+
 class ReplicaGroup:
-    """Replicas that serve the same weights; one that died is lost until `mend` has replaced it, or `part` has taken it
-    out of the group.
+    """Replicas that serve the same weights; one that died is lost until `restart_lost` has replaced it, or
+    `retire_lost` has taken it out of the group.
 
     Args:
         replicas: started, and on their devices.
         residency: of devices that the replicas share with others; None if they share none.
-        recruits: replicas that join; None if there are always the same.
+        weights: Sends weights to the replicas; None if they serve what they have loaded.
+        elastic: replicas that join; None if there are always the same.
     """
 
     def __init__(
-        self, replicas: Sequence[Replica], residency: Residency | None, recruits: Recruits | None = None
+        self,
+        replicas: Sequence[Replica],
+        residency: Residency | None,
+        *,
+        weights: WeightSender | None = None,
+        elastic: ElasticReplicas | None = None,
     ) -> None:
         self.replicas = list(replicas)
         self._residency = residency
-        self._recruits = recruits
+        self._weights = weights
+        self._elastic = elastic
         self._update: WeightUpdate | None = None
         self._lost: dict[Replica, RLError] = {}
         self._has_weights = True
-        self.deaths = Deaths()
+        self.restart_budget = RestartBudget()
         if residency is not None:
             self.sleep()
             residency.join(GENERATION, Tenant(self.sleep, self.wake))
-        if recruits is not None:
-            recruits.begin(len(self.replicas))
+        if elastic is not None:
+            elastic.begin(len(self.replicas))
 
     @property
     def lost(self) -> frozenset[Replica]:
@@ -56,23 +82,47 @@ class ReplicaGroup:
     @property
     def is_whole(self) -> bool:
         """Whether the run goes on with the replicas that it has."""
-        return not self._lost and (self._recruits is None or len(self.replicas) >= self._recruits.least)
+        return not self._lost and (self._elastic is None or len(self.replicas) >= self._elastic.least)
 
     def hold(self) -> AbstractContextManager[None]:
         """Context in which the replicas are on their devices; entering it may lose some."""
         return self._residency.hold(GENERATION) if self._residency else nullcontext()
 
-    def adopt(self, update: WeightUpdate, *, in_flight: bool = False) -> None:
+    def adopt(self, update: WeightUpdate | None, *, in_flight: bool = False) -> None:
         """Bring every replica to this version, verified; one that dies meanwhile, or is lost already, is replaced.
 
         Those that are restarted later get the same update, which must not be stale then.
 
         Args:
-            in_flight: whether completions under way are interrupted instead of finished.
+            update: What the policy has published last; None if it has published nothing yet.
+            in_flight: Interrupt completions under way instead of waiting until they are finished.
         """
-        self._bring(update, in_flight=in_flight)
+        while True:
+            self.retire_lost()
+            if self._lost:
+                # once for all that were lost together
+                self.restart_budget.spend(next(iter(self._lost.values())))
+            try:
+                self._replace_lost()
+                self._join()
+                if update is not None:
+                    assert self._weights is not None, "replicas that are given weights have a sender"
+                    self._weights.send(update, self.replicas, in_flight=in_flight)
+                    self._update = update
+                self._has_weights = True
+                return
+            except (GeneratorError, WorkerDied) as error:
+                living = self._living()
+                ill = self._ill(living)
+                dead = [replica for replica in living if replica in ill or _is_at(error, replica)]
+                if not dead and not self._lost:
+                    raise
+                version = "" if update is None else f" of version {update.version}"
+                _log.warning("weight sync%s broke off: %s", version, error)
+                for replica in dead:
+                    self._lose(replica, error)
 
-    def mend(self) -> None:
+    def restart_lost(self) -> None:
         """Replace lost replicas, and send the weights again if some replica has none.
 
         Raises:
@@ -80,20 +130,20 @@ class ReplicaGroup:
             PlacementError: if the cluster has no devices for replicas that the run needs.
         """
         if not self.is_whole or not self._has_weights:
-            self._bring(self._update)
+            self.adopt(self._update)
 
-    def part(self) -> None:
+    def retire_lost(self) -> None:
         """Take lost replicas out of the group if others may join it later.
 
         Raises:
             GeneratorError, WorkerDied: with the cause, if replicas have died too often.
         """
-        if self._recruits is None or not self._lost:
+        if self._elastic is None or not self._lost:
             return
-        self.deaths.note(next(iter(self._lost.values())))
+        self.restart_budget.spend(next(iter(self._lost.values())))
         for replica in self._lost:
             self.replicas.remove(replica)
-            self._recruits.replace(replica)
+            self._elastic.replace(replica)
         self._lost = {}
         _log.warning("replicas left until others join: %d", len(self.replicas))
 
@@ -127,8 +177,8 @@ class ReplicaGroup:
 
     def close(self) -> None:
         """End all engines, then their processes."""
-        if self._recruits is not None:
-            self._recruits.close()
+        if self._elastic is not None:
+            self._elastic.close()
         closing = [(replica, replica.call("close")) for replica in self.replicas]
         for replica, ref in closing:
             try:
@@ -156,32 +206,6 @@ class ReplicaGroup:
         replica.kill()
         self._lost[replica] = error
 
-    def _bring(self, update: WeightUpdate | None, *, in_flight: bool = False) -> None:
-        """Replace lost replicas, and bring every replica to this version, if there is one."""
-        while True:
-            self.part()
-            if self._lost:
-                # once for all that were lost together
-                self.deaths.note(next(iter(self._lost.values())))
-            try:
-                self._replace_lost()
-                self._join()
-                if update is not None:
-                    update.send(self.replicas, in_flight=in_flight)
-                    self._update = update
-                self._has_weights = True
-                return
-            except (GeneratorError, WorkerDied) as error:
-                living = self._living()
-                ill = self._ill(living)
-                dead = [replica for replica in living if replica in ill or _is_at(error, replica)]
-                if not dead and not self._lost:
-                    raise
-                version = "" if update is None else f" of version {update.version}"
-                _log.warning("weight sync%s broke off: %s", version, error)
-                for replica in dead:
-                    self._lose(replica, error)
-
     def _replace_lost(self) -> None:
         """Restart lost replicas, all at once; on shared devices no other tenant is resident meanwhile."""
         if not self._lost:
@@ -205,11 +229,11 @@ class ReplicaGroup:
 
     def _join(self) -> None:
         """Take in replicas that have become ready, and wait for those that the run needs."""
-        if self._recruits is None:
+        if self._elastic is None:
             return
-        joining = self._recruits.take()
-        while len(self.replicas) + len(joining) < self._recruits.least:
-            joining += self._recruits.await_any(len(self.replicas) + len(joining))
+        joining = self._elastic.take()
+        while len(self.replicas) + len(joining) < self._elastic.least:
+            joining += self._elastic.await_any(len(self.replicas) + len(joining))
         self.replicas += joining
         for replica in joining:
             _log.info("%s joins; replicas: %d", replica, len(self.replicas))

@@ -17,15 +17,15 @@ from rl_core.rollouts.pool import RolloutTask, SampledTurns, Ticket
 from rl_core.weights import WeightUpdate
 from rl_launch.placement.residency import Residency
 from rl_launch.runtime.dispatch import Dispatch
+from rl_launch.runtime.elastic_replicas import ElasticReplicas
 from rl_launch.runtime.environment_watch import EnvironmentWatch
-from rl_launch.runtime.recruits import Recruits
 from rl_launch.runtime.replica import FinishedCall, ProgressWatch, Replica
-from rl_launch.runtime.replica_group import ReplicaGroup
+from rl_launch.runtime.replica_group import ReplicaGroup, WeightSender
 
 _log = logging.getLogger(__name__)
 
-LOOK_S = 5.0
-"""Longest time between two looks at the replicas' progress."""
+CHECK_PERIOD_S = 5.0
+"""Maximum number of seconds between two checks of the replicas' progress."""
 
 
 IDLE_TIMEOUT_S = 5.0
@@ -42,7 +42,7 @@ class RolloutPool:
     """Runs groups on all replicas. Dead replicas are replaced, all get the current weights, and lost groups run again,
     each from the turns that its task has: those that it finished since were known to the dead process alone.
 
-    With `recruits` the number of replicas changes while the run goes on: the run goes on without those that die, and
+    With `elastic` the number of replicas changes while the run goes on: the run goes on without those that die, and
     others join when weights are next sent.
 
     Its state belongs to the thread that calls it. Replicas roll out by themselves between two calls. A restart, on
@@ -52,7 +52,8 @@ class RolloutPool:
         replicas: started, and on their devices.
         residency: of devices that the replicas share with others; None if they share none.
         stall_timeout_s: for which a replica that has work may make no progress.
-        recruits: replicas that join; None if there are always the same.
+        weights: Sends weights to the replicas; None if they serve what they have loaded.
+        elastic: replicas that join; None if there are always the same.
     """
 
     def __init__(
@@ -61,14 +62,15 @@ class RolloutPool:
         residency: Residency | None,
         *,
         stall_timeout_s: float,
-        recruits: Recruits | None = None,
+        weights: WeightSender | None = None,
+        elastic: ElasticReplicas | None = None,
         environments: EnvironmentWatch | None = None,
     ) -> None:
-        self._group = ReplicaGroup(replicas, residency, recruits)
+        self._group = ReplicaGroup(replicas, residency, weights=weights, elastic=elastic)
         self._dispatch = Dispatch(replicas)
         self._environments = environments
         self._stall_timeout_s = stall_timeout_s
-        self._look_s = min(LOOK_S, stall_timeout_s / 4)
+        self._check_period_s = min(CHECK_PERIOD_S, stall_timeout_s / 4)
         self._watches: dict[Replica, ProgressWatch] = {}
         self._done: deque[tuple[Ticket, RolloutGroup]] = deque()
 
@@ -92,10 +94,10 @@ class RolloutPool:
         assert self._done or self._dispatch.num_groups, "every group that was submitted has been taken"
         while not self._done:
             self._begin()
-            self._take_ended(self._look_s)
-            self._look(self._dispatch.busy)
+            self._take_ended(self._check_period_s)
+            self._check_progress(self._dispatch.busy)
             if self._environments is not None:
-                self._environments.look()
+                self._environments.check()
         return self._done.popleft()
 
     def adopt(self, update: WeightUpdate, *, in_flight: bool = False) -> None:
@@ -122,7 +124,7 @@ class RolloutPool:
                 # its calls belong to the process that died, and fail without meaning the one that replaces it
                 self._dispatch.give_up(replica)
                 self._watches.pop(replica, None)
-        self._follow()
+        self._sync_dispatch_with_group()
         if self._dispatch.num_groups:
             self._begin()
 
@@ -193,18 +195,20 @@ class RolloutPool:
         """Begin waiting groups. If the run cannot go on without replicas that died, the others finish their groups
         before those are replaced, all at once, and no group is begun until then.
         """
-        self._group.part()
-        self._follow()
+        self._group.retire_lost()
+        self._sync_dispatch_with_group()
         if not self._dispatch.busy:
-            self._group.mend()
-            self._follow()
+            self._group.restart_lost()
+            self._sync_dispatch_with_group()
         with self._group.hold():
             if self._group.is_whole:
-                self._dispatch.deal()
-        self._dispatch.ask()
-        self._watches = {replica: self._watches.get(replica) or self._watch(replica) for replica in self._dispatch.busy}
+                self._dispatch.assign_waiting()
+        self._dispatch.poll_busy()
+        self._watches = {
+            replica: self._watches.get(replica) or self._new_watch(replica) for replica in self._dispatch.busy
+        }
 
-    def _follow(self) -> None:
+    def _sync_dispatch_with_group(self) -> None:
         """Have groups go to the replicas of the group; those of replicas that have left it wait for another one."""
         before, after = self._dispatch.replicas, self._group.replicas
         for replica in before:
@@ -232,7 +236,7 @@ class RolloutPool:
             else:
                 self._take(replica, call, outcome, origin)
         # replicas that answered go on answering while these groups are taken
-        self._dispatch.ask()
+        self._dispatch.poll_busy()
 
     def _take(
         self, replica: Replica, call: FinishedCall, numbered: Sequence[tuple[int, GroupReport]], origin: Origin
@@ -243,8 +247,8 @@ class RolloutPool:
         reports = [report for _, report in numbered]
         groups = stored_groups([task.prompt for task in tasks], reports, call.columns, call.records, origin)
         self._done.extend(zip(tickets, groups, strict=True))
-        self._watches[replica].moved()
-        self._group.deaths.forget()
+        self._watches[replica].note_progress()
+        self._group.restart_budget.reset()
 
     def _pause(self, mode: PauseMode) -> None:
         """Wait until no replica has a completion under way. That may take as long as the longest completion, so it
@@ -253,7 +257,7 @@ class RolloutPool:
         busy = self._dispatch.busy - self._group.lost
         pausing = {each.generator("pause", mode): each for each in self._group.replicas if each in busy}
         while pausing:
-            ended = wait(list(pausing), self._look_s)
+            ended = wait(list(pausing), self._check_period_s)
             origins = [pausing[ref].origin("pause") for ref in ended]
             for ref, outcome in zip(ended, outcomes(ended, origins), strict=True):
                 replica = pausing.pop(ref)
@@ -261,12 +265,12 @@ class RolloutPool:
                     self._fail(replica, outcome)
                 elif isinstance(outcome, RLError):
                     raise outcome
-            self._look(pausing.values())
+            self._check_progress(pausing.values())
 
-    def _look(self, replicas: Collection[Replica]) -> None:
+    def _check_progress(self, replicas: Collection[Replica]) -> None:
         for replica in set(replicas) - self._group.lost:
             try:
-                self._watches[replica].look()
+                self._watches[replica].check()
             except (GeneratorError, WorkerDied) as error:
                 self._fail(replica, error)
 
@@ -274,5 +278,5 @@ class RolloutPool:
         """Lose a replica; its other calls fail soon after it is killed."""
         self._group.fail(replica, error, num_groups=self._dispatch.num_under_way(replica))
 
-    def _watch(self, replica: Replica) -> ProgressWatch:
-        return ProgressWatch(replica, timeout_s=self._stall_timeout_s, period_s=self._look_s)
+    def _new_watch(self, replica: Replica) -> ProgressWatch:
+        return ProgressWatch(replica, timeout_s=self._stall_timeout_s, period_s=self._check_period_s)

@@ -24,11 +24,11 @@ from rl_launch.placement.residency import Residency
 from rl_launch.placement.topology import GENERATION, Topology
 from rl_launch.root_config import POLICY
 from rl_launch.run_config.plan import RunPlan
+from rl_launch.runtime.elastic_replicas import ElasticReplicas
 from rl_launch.runtime.environment_watch import EnvironmentWatch
 from rl_launch.runtime.model_group import StartTimeouts
 from rl_launch.runtime.models import Models
 from rl_launch.runtime.processes import Processes, server_stay_s
-from rl_launch.runtime.recruits import Recruits
 from rl_launch.runtime.replica import Replica
 from rl_launch.runtime.replicas import Replicas
 from rl_launch.runtime.role_envs import role_specs
@@ -147,24 +147,18 @@ class Runtime:
         if needs is None:
             return Components(models=self.models(), data=data)
         models, replicas = self._new_models(), self._new_replicas(needs)
-        shares = GENERATION in self.topology.sharing
         models.reserve()
-        if not shares:
+        if GENERATION not in self.topology.sharing:
             replicas.reserve()
         policy_nodes = [node for node, role in models.roles() if role == POLICY]
         self._processes.prepare([*models.roles(), *replicas.roles(policy_nodes)])
-        models.begin()
         takes_turns = self.topology.takes_turns(GENERATION)
-        # replicas load beside the models, unless their devices are taken
-        wait = None if takes_turns else self._begin_replicas(replicas, models)
-        models.build_in_turns()
-        wait = wait or self._begin_replicas(replicas, models)
-        by_role = models.finish()
+        start = self._start_in_turns if takes_turns else self._start_side_by_side
+        by_role, started = start(models, replicas)
         residency = self._residency if takes_turns else None
         sync = self._weight_sync(by_role[POLICY], models, residency, vocabulary)
-        started = wait()
-        recruits = self._recruits(replicas) if self.topology.is_elastic else None
-        pool = self._pool(started, residency, replicas.environment_watch(), recruits)
+        elastic = self._elastic(replicas) if self.topology.is_elastic else None
+        pool = self._pool(started, residency, replicas.environment_watch(), weights=sync, elastic=elastic)
         return Components(models=by_role, data=data, weights=sync, pool=pool)
 
     def models(self) -> Mapping[str, RemoteModel]:
@@ -210,17 +204,35 @@ class Runtime:
             stack=self._exit,
         )
 
+    def _start_side_by_side(
+        self, models: Models, replicas: Replicas
+    ) -> tuple[Mapping[str, RemoteModel], list[Replica]]:
+        """Load the replicas while the models are built."""
+        models.begin()
+        wait_for_replicas = self._begin_replicas(replicas, models)
+        models.build_in_turns()
+        by_role = models.finish()
+        return by_role, wait_for_replicas()
+
+    def _start_in_turns(self, models: Models, replicas: Replicas) -> tuple[Mapping[str, RemoteModel], list[Replica]]:
+        """Load the replicas once the models that share devices with them are built and have left these."""
+        models.begin()
+        models.build_in_turns()
+        wait_for_replicas = self._begin_replicas(replicas, models)
+        by_role = models.finish()
+        return by_role, wait_for_replicas()
+
     def _begin_replicas(self, replicas: Replicas, models: Models) -> Callable[[], list[Replica]]:
         if GENERATION in self.topology.sharing:
             return replicas.begin_beside(models.group(POLICY).places)
         return replicas.begin_alone(models.group(POLICY).places[0].node, awaits_weights=True)
 
-    def _recruits(self, replicas: Replicas) -> Recruits:
-        return Recruits(
+    def _elastic(self, replicas: Replicas) -> ElasticReplicas:
+        return ElasticReplicas(
             replicas,
             least=self.topology.fewest_replicas,
             most=self.topology.most_replicas,
-            patience_s=self._config.cluster.replacement_timeout_s,
+            timeout_s=self._config.cluster.replacement_timeout_s,
         )
 
     def _weight_folders(self) -> Callable[[], str]:
@@ -257,14 +269,17 @@ class Runtime:
         replicas: list[Replica],
         residency: Residency | None,
         environments: EnvironmentWatch,
-        recruits: Recruits | None = None,
+        *,
+        weights: WeightSync | None = None,
+        elastic: ElasticReplicas | None = None,
     ) -> RolloutPool:
         assert self._backends.generation is not None, "rollouts need generation"
         self.rollout_pool = pool = RolloutPool(
             replicas,
             residency,
             stall_timeout_s=self._backends.generation.config.stall_timeout_s,
-            recruits=recruits,
+            weights=weights,
+            elastic=elastic,
             environments=environments,
         )
         self._exit.callback(pool.close)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,7 +18,7 @@ from rl_core.model import LOGPROBS
 from rl_core.ray.calls import gather, settle
 from rl_core.ray.model import RemoteModel
 from rl_core.rollouts.delivery import Delivery, Taken
-from rl_core.weights import Manifest, Transport, TransportKind, WeightForm
+from rl_core.weights import Manifest, Transport, TransportKind, WeightForm, WeightUpdate
 from rl_launch.placement.residency import Residency
 from rl_launch.placement.topology import GENERATION
 from rl_launch.root_config import POLICY
@@ -77,29 +77,6 @@ class Canary:
         return cls(Ragged.from_rows(draws), tolerance or {"float32": 1e-3}.get(precision, 0.1))
 
 
-@dataclass(frozen=True)
-class PublishedWeights:
-    """The weights that the policy had when they were published (`rl_core.weights.WeightUpdate`).
-
-    Args:
-        version: their weight version.
-        revision: of the policy's weights at that moment.
-        sync: by which they travel.
-    """
-
-    version: int
-    revision: int
-    sync: WeightSync = field(repr=False, compare=False)
-
-    def send(self, receivers: Sequence[Receiver], *, in_flight: bool = False) -> None:
-        """As `WeightUpdate.send`.
-
-        Raises:
-            WorkerDied, GeneratorError: if a process or an engine ended meanwhile.
-        """
-        self.sync.send(self, receivers, in_flight=in_flight)
-
-
 class WeightSync:
     """The one sequence in which weights travel: pause, make room, transfer, verify, commit, make room, canary, resume.
 
@@ -156,10 +133,10 @@ class WeightSync:
         """The last version given."""
         return self._version
 
-    def publish(self) -> PublishedWeights:
+    def publish(self) -> WeightUpdate:
         """Give the policy's present weights the next version."""
         self._version += 1
-        return PublishedWeights(self._version, self._policy.revision, self)
+        return WeightUpdate(self._version, self._policy.revision)
 
     def state(self) -> Mapping[str, Any]:
         """The version of the weights saved beside it."""
@@ -169,8 +146,18 @@ class WeightSync:
         """Go on so that the restored weights are published under the version they had."""
         self._version = state["version"] - 1
 
-    def send(self, update: PublishedWeights, replicas: Sequence[Receiver], *, in_flight: bool = False) -> None:
-        """Bring the replicas to the published version; see `PublishedWeights.send`."""
+    def send(self, update: WeightUpdate, replicas: Sequence[Receiver], *, in_flight: bool = False) -> None:
+        """Bring the replicas to the published version, verified.
+
+        Args:
+            update: The last update that was published.
+            replicas: The receivers.
+            in_flight: Interrupt the requests of the replicas, which then continue with these weights.
+
+        Raises:
+            WeightSyncError: If the update is stale, or naming what did not arrive; the replicas then serve nothing.
+            WorkerDied, GeneratorError: If a process or an engine ended meanwhile.
+        """
         if (update.version, update.revision) != (self._version, self._policy.revision):
             raise WeightSyncError(
                 f"weight version {update.version} is stale: the policy has stepped, loaded a checkpoint or published "
@@ -185,7 +172,7 @@ class WeightSync:
                     raise
                 _log.warning("%s; sending version %d again", error, update.version)
 
-    def _transfer(self, update: PublishedWeights, replicas: Sequence[Receiver], *, in_flight: bool) -> None:
+    def _transfer(self, update: WeightUpdate, replicas: Sequence[Receiver], *, in_flight: bool) -> None:
         with self._residency.hold(POLICY) if self._residency else nullcontext():
             # before the weights are sent: the replicas, which may have the same cores or memory, work behind that
             finish = self._start_canary()
@@ -204,7 +191,7 @@ class WeightSync:
         if self._residency:
             self._policy.offload(["parameters"])
             self._residency.hand_over(GENERATION)
-            scores = self._all(replicas, "try_out", tuple(self._canary.rows))
+            scores = self._all(replicas, "score_canary", tuple(self._canary.rows))
         self._check_canary(update, expected, replicas, scores)
         refs = [replica.generator("resume") for replica in replicas]
         gather(refs, [replica.origin("weight sync (resume)") for replica in replicas], self._timeout_s)
@@ -314,7 +301,7 @@ class WeightSync:
 
     def _check_canary(
         self,
-        update: PublishedWeights,
+        update: WeightUpdate,
         expected: Ragged,
         replicas: Sequence[Receiver],
         scores: Sequence[Sequence[np.ndarray]],

@@ -1,13 +1,12 @@
-"""The run session: timing, records, progress and checkpoints of one run."""
+"""The run session: the order in which a run's directory, steps, records and checkpoints are used."""
 
 from __future__ import annotations
 
 import logging
 import signal
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -16,51 +15,31 @@ from rich.console import Console
 
 from rl_core.callback import CallbackRun, EndStatus, RunEnd
 from rl_core.config import WhenChanged, as_written, keys_when_changed
-from rl_core.errors import CheckpointDamaged, RLError, RunDirectoryError, WorkerDied, WorkerError
-from rl_core.metrics import Metric, results
+from rl_core.errors import RLError, RunDirectoryError, WorkerDied, WorkerError
+from rl_core.metrics import Metric
 from rl_core.model import Model
 from rl_core.plugins import export_suffixes
 from rl_core.rollouts.group import RolloutGroup
 from rl_core.run import Checkpointable
 from rl_launch.session.callbacks.callback_classes import MadeCallback
 from rl_launch.session.callbacks.callbacks import Callbacks
-from rl_launch.session.checkpoints.checkpoints import ADAPTER, Checkpoints, written_at
-from rl_launch.session.config import CheckpointingConfig, LoggerConfig
+from rl_launch.session.checkpoints.checkpoints import ADAPTER, Checkpoints
+from rl_launch.session.config import CheckpointingConfig
 from rl_launch.session.directory.branch import Branch
 from rl_launch.session.directory.recording import Recording
 from rl_launch.session.directory.run_directory import RunDirectory
-from rl_launch.session.directory.run_state import FILE_NAME as STATE
-from rl_launch.session.directory.run_state import BestSoFar, RunState, Status
-from rl_launch.session.rollouts.records import MetricsFile, RolloutFiles, RolloutWriter
+from rl_launch.session.directory.run_state import Status
+from rl_launch.session.rollouts.records import RolloutFiles, RolloutWriter
+from rl_launch.session.save_protocol import SaveProtocol
+from rl_launch.session.status_file import StatusFile
+from rl_launch.session.step_clock import StepClock
+from rl_launch.session.step_metrics import StepMetrics
 from rl_launch.session.stop import StopRequest
 from rl_launch.session.tracking.log_output import logged_to, shared_console
 from rl_launch.session.tracking.progress import Progress
-from rl_launch.session.tracking.writers import MetricWriters, check_writers, open_writers
+from rl_launch.session.tracking.writers import check_writers, open_writers
 
 _logger = logging.getLogger(__name__)
-
-# rates that follow from a count and the phase it was made in
-_RATES = (
-    ("generation/tokens_per_second", "generation/num_tokens", "generation"),
-    ("train/tokens_per_second", "train/num_tokens", "training"),
-)
-
-_AHEAD = "idle/trainer"
-"""Metric of steps whose rollouts are made ahead of them, so that generation goes on during the whole step."""
-
-
-class SessionConfig(Protocol):
-    """The sections of a root config that a session needs."""
-
-    @property
-    def checkpointing(self) -> CheckpointingConfig:
-        """When to save, and which checkpoints to keep."""
-        ...
-
-    @property
-    def logger(self) -> LoggerConfig:
-        """The metric writers."""
-        ...
 
 
 class CheckpointReceiver(Protocol):
@@ -120,67 +99,43 @@ class RunSession:
         pusher: CheckpointReceiver | None = None,
     ) -> None:
         self.directory = RunDirectory(run_dir, recording)
-        self._branch = branch
         self._config = config
-        self._fresh = fresh
-        self._checkpointing: CheckpointingConfig = config.checkpointing
-        exports = export_suffixes({}) if exports is None else exports
-        self._checkpoints = Checkpoints(self.directory.checkpoints, self._checkpointing, exports=exports)
+        access = config.logger.run_dir_access
+        self._take_directory = partial(self.directory.open, config, fresh=fresh, branch=branch, access=access)
         self._callbacks = Callbacks(callbacks)
         self._pusher = pusher
-        self._metrics = MetricsFile(self.directory.metrics)
-        self._rollouts = RolloutFiles(self.directory.rollouts)
         self._progress = Progress(title or self.directory.path.name, console or shared_console())
-        self._stop = StopRequest(self._checkpointing.must_save_by_s, since)
-        self._found: tuple[int, Path] | None = None
-        self._writers = MetricWriters()
-        self._models: Mapping[str, Model] = {}
-        self._state: Mapping[str, Checkpointable] = {}
-        self._max_steps = 0
-        self._done = self._saved = 0
-        self._begun_at = self._begun_wall = self._blocked_s = 0.0
-        self._has_begun = self._is_goal_met = False
-        self._best = self._new_best()
-        self._noted = RunState("running")
-        self._step: int | None = None
-        self._step_since = 0.0
-        self._pending: dict[int, dict[str, float]] = {}
-        self._times: dict[str, float] = {}
-        self._open_phases: list[str] = []
+        self._clock = StepClock(self._progress)
+        self._stop = StopRequest(config.checkpointing.must_save_by_s, since)
+        exports = export_suffixes({}) if exports is None else exports
+        checkpoints = Checkpoints(self.directory.checkpoints, config.checkpointing, exports=exports)
+        self._saves = SaveProtocol(checkpoints, self._clock, self._stop)
+        self._status = StatusFile(self.directory.path)
+        self._metrics = StepMetrics(self.directory.metrics, config.checkpointing, with_step=self._callbacks.with_step)
+        self._rollouts = RolloutFiles(self.directory.rollouts)
         self._resources = ExitStack()
-        self.last_metrics: Mapping[str, float] = {}
-        self._is_unranked = False
+        self._max_steps = self._done = 0
+        self._has_begun = self._is_goal_met = False
 
     def __enter__(self) -> Self:
-        check_writers(self._config.logger)
-        access = self._config.logger.run_dir_access
-        resumes = self.directory.open(self._config, fresh=self._fresh, branch=self._branch, access=access)
+        config = self._config
+        check_writers(config.logger)
+        resumes = self._take_directory()
         with ExitStack() as stack:
             stack.callback(self.directory.close)
-            self._branch = self.directory.branch
-            if resumes and not self._checkpointing.enabled and self._metrics.read():
+            if resumes and not config.checkpointing.enabled and not self._metrics.is_empty:
                 raise RunDirectoryError(
                     f"{self.directory.path} holds a run that saved no checkpoints, so it cannot be resumed. "
                     "Choose another run_dir."
                 )
             stack.enter_context(logged_to(self.directory.logs / "driver.log"))
-            self._found = self._checkpoints.newest() or self._branch_point()
-            after = self._found[0] if self._found else 0
-            self._checkpoints.tidy(after)
-            self._writers = MetricWriters(
-                open_writers(
-                    self._config.logger,
-                    self.directory.path,
-                    settings=self._config,
-                    after=after,
-                    labels=self.directory.labels,
-                )
-            )
-            stack.callback(self._writers.close)
+            after = self._saves.find(self.directory.branch)
+            folder, labels = self.directory.path, self.directory.labels
+            self._metrics.attach(open_writers(config.logger, folder, settings=config, after=after, labels=labels))
+            stack.callback(self._metrics.close)
             self._stop.listen(gracefully=False)
             stack.callback(self._stop.unlisten)
-            goals = keys_when_changed(self._config, WhenChanged.GOAL)
-            self._noted = replace(RunState.read(self.directory.path) or self._noted, goals=goals)
+            self._status.open(goals=keys_when_changed(config, WhenChanged.GOAL), step=after)
             self._note("running")
             if self._pusher is not None:
                 self._pusher.begin(self.directory.path)
@@ -204,7 +159,7 @@ class RunSession:
                 # a wait of Ray's that a signal interrupts replaces the code by 1
                 error.code = 128 + self._stop.unwound_by
             if kind is None:
-                adapter = self.directory.checkpoints / f"step_{self._saved}" / ADAPTER
+                adapter = self.directory.checkpoints / f"step_{self.saved}" / ADAPTER
                 if adapter.is_dir():
                     _logger.info("adapters, for peft: %s", adapter)
                 if self._stop.reason:
@@ -238,7 +193,7 @@ class RunSession:
     @property
     def doing(self) -> str:
         """The innermost phase in progress; empty between phases."""
-        return self._open_phases[-1] if self._open_phases else ""
+        return self._clock.doing
 
     @property
     def completed(self) -> int:
@@ -248,7 +203,12 @@ class RunSession:
     @property
     def saved(self) -> int:
         """The step of the newest checkpoint; 0 before there is one."""
-        return self._saved
+        return self._saves.saved
+
+    @property
+    def last_metrics(self) -> Mapping[str, float]:
+        """Metrics of the last complete step; empty before there is one."""
+        return self._metrics.last
 
     @property
     def has_begun(self) -> bool:
@@ -264,47 +224,28 @@ class RunSession:
         Raises:
             RunDirectoryError: if the checkpoint lacks one of the models or states.
         """
-        self._models = {name: model for name, model in models.items() if model.trains}
-        self._state, self._max_steps = dict(state), max_steps
-        self._done = self._saved = self._restore()
+        self._max_steps = max_steps
+        self._status.expect(max_steps)
+        self._done = self._saves.restore({name: model for name, model in models.items() if model.trains}, dict(state))
         self._has_begun = True
-        self._metrics.cut_back(self._done if self._done else -1)
-        self._best = self._new_best()
-        history = self._metrics.read()
-        for row in history:
-            self._best.add(row["step"], row)
+        history = self._metrics.resume_after(self._done)
         self._note("running")
-        self._rollouts.cut_back(self._done if self._done else -1)
+        self._rollouts.cut_back(self._done or -1)
         # again, because starting Ray has replaced the first handler by its own
         self._stop.listen(gracefully=True)
+        settings = as_written(self._config)
         self._callbacks.start(
-            CallbackRun(
-                self.directory.path, as_written(self._config), self._done, self._max_steps, tuple(history), self.stop
-            )
+            CallbackRun(self.directory.path, settings, self._done, max_steps, tuple(history), self.stop)
         )
         return self._iterate(self._done + 1)
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def phase(self, name: str) -> AbstractContextManager[None]:
         """Time the block as `time/<name>`; a phase before the first step is logged and counts to no step."""
-        started = time.monotonic()
-        self._open_phases.append(name)
-        self._progress.phase(name)
-        try:
-            yield
-            self._open_phases.pop()
-        finally:
-            # after an error `doing` still says where it happened
-            self._progress.phase(self.doing)
-            seconds = time.monotonic() - started
-            if self._step is None:
-                _logger.info("%s: %.1f s", name.replace("_", " "), seconds)
-            else:
-                self._times[name] = self._times.get(name, 0.0) + seconds
+        return self._clock.phase(name)
 
     def record(self, step: int, metrics: Mapping[str, float | Metric]) -> None:
         """Metrics of a step, merged into its line; the line is written when the step is done."""
-        self._pending.setdefault(step, {}).update(results(metrics))
+        self._metrics.record(step, metrics)
 
     def record_rollouts(self, step: int, groups: Sequence[RolloutGroup], advantages: np.ndarray) -> None:
         """Have a step's rollouts written, one line each; those beyond the advantages have null. Writes none of steps
@@ -340,66 +281,27 @@ class RunSession:
         for step in range(first, self._max_steps + 1):
             if self._stop.reason:
                 break
-            self._begin(step)
+            self._clock.begin(step, self._max_steps)
             yield step
             self._complete(step)
         self._finish()
 
-    def _begin(self, step: int) -> None:
-        self._step, self._step_since = step, time.monotonic()
-        self._times = {}
-        self._progress.begin(step, self._max_steps)
-
     def _complete(self, step: int) -> None:
-        seconds = time.monotonic() - self._step_since
-        self._pending.setdefault(step, {}).update(self._timings(seconds))
-        for earlier in sorted(number for number in self._pending if number <= step):
-            self._write(earlier, self._pending.pop(earlier))
-        self._progress.finish(step, self.last_metrics, seconds)
-        self._done, self._step = step, None
+        seconds = self._clock.seconds
+        self._metrics.record(step, self._clock.timings(self._metrics.recorded(step), seconds))
+        self._metrics.write_until(step)
+        self._clock.end(self._metrics.last, seconds)
+        self._done = step
         self._finish_save(wait=False)
-        self._stop.after_step(seconds, saves=self._checkpoints.begun is not None)
-        if self._checkpointing.enabled and self.due(self._checkpointing.save_period, step):
-            self._save(wait=not self._checkpointing.async_save)
-
-    def _timings(self, seconds: float) -> dict[str, float]:
-        timings = {f"time/{name}": value for name, value in self._times.items()} | {"time/step": seconds}
-        recorded = self._pending.get(self._step or 0, {})
-        for rate, count, phase in _RATES:
-            took = seconds if phase == "generation" and _AHEAD in recorded else self._times.get(phase)
-            if count in recorded and took:
-                timings[rate] = recorded[count] / took
-        return timings
-
-    def _note_unranked(self, metrics: Mapping[str, float]) -> None:
-        """Warn once if a validation has not recorded the metric that ranks checkpoints."""
-        key = self._checkpointing.metric_key
-        validated = [name for name in metrics if name.startswith("val/")]
-        if self._is_unranked or key is None or not key.startswith("val/") or not validated or key in metrics:
-            return
-        self._is_unranked = True
-        _logger.warning(
-            "checkpointing.metric_name: validation does not record %s, so the newest checkpoints are kept; it has %s",
-            key,
-            ", ".join(validated),
-        )
-
-    def _write(self, step: int, metrics: Mapping[str, float]) -> None:
-        odd = sorted(name for name, value in metrics.items() if not np.isfinite(value))
-        if odd:
-            _logger.warning("step %d: not a finite number: %s", step, ", ".join(odd))
-        self._note_unranked(metrics)
-        metrics = self._callbacks.with_step(step, metrics)
-        self._metrics.append(step, metrics)
-        self._writers.write(step, metrics)
-        self._best.add(step, metrics)
-        self.last_metrics = metrics
+        self._stop.after_step(seconds, saves=self._saves.under_way is not None)
+        if self._saving.enabled and self.due(self._saving.save_period, step):
+            self._save(wait=not self._saving.async_save)
 
     def _finish(self) -> None:
         """Save the last complete step if that has not been saved."""
         self._rollouts.flush()
         self._finish_save(wait=True)
-        if self._checkpointing.enabled and self._done > self._saved:
+        if self._saving.enabled and self._done > self.saved:
             self._save(wait=True)
         self._stop.listen(gracefully=False)
 
@@ -413,129 +315,58 @@ class RunSession:
             self._rollouts.flush()
         except (RLError, OSError) as failure:
             _logger.warning("not all rollouts were written: %s", failure)
-        step = self._checkpoints.begun
+        step = self._saves.under_way
         if isinstance(error, Exception) and not isinstance(error, (WorkerDied, WorkerError)):
             try:
                 self._finish_save(wait=True)
             except Exception as failure:  # noqa: BLE001  # the first error is the one to raise
                 _logger.warning("the checkpoint of step %d was not completed: %s", step, failure)
-        self._checkpoints.abandon()
+        self._saves.abandon()
 
     def _save(self, *, wait: bool) -> None:
         """Begin a save of the last complete step, and complete it or leave it under way."""
         self._rollouts.flush()
         self._metrics.sync()
         self._finish_save(wait=True)
-        self._begun_at, self._begun_wall = time.monotonic(), time.time()
-        self._progress.phase("saving")
-        self._checkpoints.begin(
-            self._done, models=self._models, state=self._state, metrics=self.last_metrics, wait=wait
-        )
-        self._blocked_s = time.monotonic() - self._begun_at
-        self._progress.phase("")
+        self._saves.begin(self._done, self._metrics.last, wait=wait)
         if wait:
             self._finish_save(wait=True)
 
     def _finish_save(self, *, wait: bool) -> None:
-        """Complete the save under way, if it is written."""
-        step = self._checkpoints.begun
-        if step is None:
-            return
-        asked = time.monotonic()
-        self._progress.phase("saving")
-        path = self._checkpoints.finish(wait=wait)
-        self._progress.phase("")
-        ended = time.monotonic()
-        so_far = ended - self._begun_at
+        """Complete the save under way, if it is written, and report it."""
+        path = self._saves.finish(wait=wait)
         if path is None:
-            self._stop.after_save(so_far)
             return
-        self._saved = step
-        self._blocked_s += ended - asked
-        # the rest of a step after the last file was written does not count to the save
-        alone = written_at(path) - self._begun_wall + ended - asked
-        self._stop.after_save(min(so_far, max(self._blocked_s, alone)))
         self._note("running")
-        # a save beside the steps holds them up for only a part of its time
-        held = f", {self._blocked_s:.1f} s of it between steps" if self._blocked_s < so_far - 0.1 else ""
-        _logger.info("saved checkpoint %s in %.1f s%s", path.name, so_far, held)
         if self._pusher is not None:
-            self._pusher.saved(step, path)
-        self._callbacks.saved(step, path)
-
-    def _new_best(self) -> BestSoFar:
-        return BestSoFar(self._checkpointing.metric_key, higher_is_better=self._checkpointing.higher_is_better)
+            self._pusher.saved(self.saved, path)
+        self._callbacks.saved(self.saved, path)
 
     def _note_end(self, error: BaseException | None) -> None:
         """Write into the run directory how the run ended, tell callbacks, and end pushes."""
-        status: EndStatus
-        if isinstance(error, Exception):
-            status, reason = "failed", (str(error) or type(error).__name__).partition("\n")[0]
-        elif error is not None:
-            status, reason = "interrupted", self._why_unwound(error)
-        elif self._is_goal_met or (self._max_steps and self._done >= self._max_steps):
-            status, reason = "finished", self._stop.reason if self._is_goal_met else ""
-        else:
-            status, reason = "interrupted", self._stop.reason
+        status, reason = self._outcome(error)
         self._note(status, reason)
-        self._callbacks.end(RunEnd(status, reason, self._done, self._max_steps, self.last_metrics))
+        self._callbacks.end(RunEnd(status, reason, self._done, self._max_steps, self._metrics.last))
         if self._pusher is not None:
             at_once = error is not None and not isinstance(error, Exception)
             self._pusher.end(is_finished=status == "finished", at_once=at_once)
 
-    def _why_unwound(self, error: BaseException) -> str:
-        """Why the run ended without finishing its step."""
-        unwound_by = self._stop.unwound_by
-        if unwound_by is None:
-            return self._stop.reason or type(error).__name__
-        if self._stop.signal is not None:
-            return f"{self._stop.reason}, then {unwound_by.name} ended it at once"
-        return f"{unwound_by.name} {'as it ended' if self._has_begun else 'while it started'}"
+    def _outcome(self, error: BaseException | None) -> tuple[EndStatus, str]:
+        """How the run ended, and why."""
+        if isinstance(error, Exception):
+            return "failed", (str(error) or type(error).__name__).partition("\n")[0]
+        if error is not None:
+            return "interrupted", self._stop.why_unwound(error, has_begun=self._has_begun)
+        if self._is_goal_met or (self._max_steps and self._done >= self._max_steps):
+            return "finished", self._stop.reason if self._is_goal_met else ""
+        return "interrupted", self._stop.reason
 
     def _note(self, status: Status, reason: str = "") -> None:
-        self._noted = replace(
-            self._noted,
-            status=status,
-            reason=reason,
-            step=self._done if self._has_begun or self._found is None else self._found[0],
-            max_steps=self._max_steps or self._noted.max_steps,
-            best=self._best.best if self._has_begun else self._noted.best,
-        )
-        try:
-            self._noted.write(self.directory.path)
-        except OSError as error:
-            _logger.warning("%s was not written: %s", self.directory.path / STATE, error)
+        if self._has_begun:
+            self._status.advance(self._done, self._metrics.best)
+        self._status.write(status, reason)
 
-    def _restore(self) -> int:
-        if self._found is None:
-            return 0
-        step, path = self._found
-        with self.phase("restoring"):
-            if self._branch is not None and path == self._branch.checkpoint:
-                self._restore_branch(self._branch)
-                return step
-            while True:
-                try:
-                    self._checkpoints.restore(path, models=self._models, state=self._state)
-                    break
-                except CheckpointDamaged as error:
-                    step, path = self._checkpoints.before(step, str(error))
-                    self._checkpoints.tidy(step)
-        _logger.info("going on after step %d", step)
-        return step
-
-    def _branch_point(self) -> tuple[int, Path] | None:
-        """Step and checkpoint of another run that this one starts from."""
-        if self._branch is None:
-            return None
-        self._branch.require()
-        return self._branch.step, self._branch.checkpoint
-
-    def _restore_branch(self, branch: Branch) -> None:
-        try:
-            state = self._state if branch.keeps_position else {}
-            self._checkpoints.restore(branch.checkpoint, models=self._models, state=state)
-        except CheckpointDamaged as error:
-            raise RunDirectoryError(f"cannot branch: {error}. Branch from another step.") from None
-        data = "" if branch.keeps_position else "; its data or seed differs, so it starts at the beginning of the data"
-        _logger.info("branching from %s at step %d%s", branch.run_dir, branch.step, data)
+    @property
+    def _saving(self) -> CheckpointingConfig:
+        saving: CheckpointingConfig = self._config.checkpointing
+        return saving

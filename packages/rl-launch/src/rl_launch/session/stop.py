@@ -61,6 +61,19 @@ class StopRequest:
         """End after the step in progress; the first reason stands."""
         self.reason = self.reason or reason
 
+    def why_unwound(self, error: BaseException, *, has_begun: bool) -> str:
+        """Return why the run ended without finishing its step.
+
+        Args:
+            error: The exception that ended it.
+            has_begun: Whether steps could be made.
+        """
+        if self.unwound_by is None:
+            return self.reason or type(error).__name__
+        if self.signal is not None:
+            return f"{self.reason}, then {self.unwound_by.name} ended it at once"
+        return f"{self.unwound_by.name} {'as it ended' if has_begun else 'while it started'}"
+
     def after_step(self, seconds: float, *, saves: bool = False) -> None:
         """Ask for the end if another step and the save after it may not fit into the time that is left.
 

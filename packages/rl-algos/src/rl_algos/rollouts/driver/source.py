@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from rl_algos.rollouts.driver.draw import Draw, DrawState, plan_batch
 from rl_algos.rollouts.driver.failures import FailureWatch
 from rl_algos.rollouts.driver.ledger import Ledger
 from rl_algos.rollouts.driver.saved_groups import group_from, group_state
@@ -39,26 +40,6 @@ class PromptStream(Protocol):
         ...
 
 
-@dataclass
-class _Open:
-    """A prompt that was drawn and has not left.
-
-    Args:
-        prompt: of the draw.
-        version: newest weight version when it was handed to the pool, the oldest that its tokens can have; None
-            before.
-        group: its rollouts, once they are finished.
-        turns: of an earlier run of its rollouts, from which they go on.
-        turned_at: version of that run, as `version`.
-    """
-
-    prompt: Prompt
-    version: int | None = None
-    group: RolloutGroup | None = None
-    turns: tuple[SampledTurns, ...] = ()
-    turned_at: int | None = None
-
-
 @dataclass(frozen=True)
 class _Drawing:
     """Draws that were made together, and the position of the stream before them."""
@@ -80,10 +61,11 @@ class PacedRolloutSource:
     - A batch takes groups by the version at which they were begun, the oldest first. Of the last version that it takes
       not all of, it takes those that are finished, so that a batch waits for slow groups only when they are due.
 
-    A ledger keeps the state of every draw. Groups that were collected leave it with the next `adopt`, as trained or as
-    set aside; until then they come again after `restore`. The state of a checkpoint holds the ledger, finished groups
-    and the draws that are to be run again, whose rollouts have the same seeds and go on from the turns that they had
-    finished.
+    Every draw goes through the states of `rl_algos.rollouts.driver.draw.DrawState`; `plan_batch` decides which draws a
+    batch takes. A ledger keeps what became of every draw. Groups that were collected leave it with the next `adopt`, as
+    trained or as set aside; until then they come again after `restore`. The state of a checkpoint holds the ledger,
+    finished groups and the draws that are to be run again, whose rollouts have the same seeds and continue from the
+    turns that they had finished.
 
     Args:
         pool: runs the rollouts.
@@ -128,10 +110,8 @@ class PacedRolloutSource:
         self._ledger = Ledger()
         self._version = 0
         self._drawings: list[_Drawing] = []
-        self._open: dict[int, _Open] = {}
-        self._collected: dict[int, _Open] = {}
-        self._set_aside: dict[int, str] = {}
-        self._draws: dict[Ticket, int] = {}
+        self._draws: dict[int, Draw] = {}
+        self._under_way: dict[Ticket, Draw] = {}
         self._evaluated: dict[Ticket, RolloutGroup | None] = {}
         self._clock = clock
         self._step_began_at = self._collected_at = clock()
@@ -148,15 +128,15 @@ class PacedRolloutSource:
         chosen = self._wait_for(num_groups)
         self._collected_at = self._clock()
         self._waited_s += self._collected_at - asked_at
-        self._collected |= {draw: self._open.pop(draw) for draw in chosen}
-        groups = [_finished(self._collected[draw]) for draw in chosen]
+        groups = [self._draws[number].collect() for number in chosen]
         self._failures.check(groups)
         return groups
 
     def set_aside(self, groups: Sequence[RolloutGroup], reason: str) -> None:
         """Note that groups which were collected for this step train nothing, and why."""
-        draws = {id(each.group): draw for draw, each in self._collected.items()}
-        self._set_aside |= {draws[id(group)]: reason for group in groups}
+        collected = {id(draw.group): draw for draw in self._in(DrawState.COLLECTED)}
+        for group in groups:
+            collected[id(group)].set_aside(reason)
 
     def metrics(self) -> Mapping[str, float]:
         """The number of replicas and, above staleness 0, ages of the groups that were collected since the last `adopt`,
@@ -166,14 +146,14 @@ class PacedRolloutSource:
         replicas = {"generation/replicas": float(self._pool.num_replicas)}
         if not self._max_staleness:
             return replicas
-        groups = [_finished(each) for draw, each in self._collected.items() if draw not in self._set_aside]
-        num_finished = sum(each.group is not None for each in self._open.values())
+        groups = [draw.group for draw in self._in(DrawState.COLLECTED)]
+        num_finished = len(self._in(DrawState.FINISHED))
         elapsed = self._collected_at - self._step_began_at
         idle = self._pool.idle_share()
         return {
             **replicas,
             **staleness_metrics(groups, self._version, max_staleness=self._max_staleness),
-            "queue/under_way": float(len(self._open) - num_finished),
+            "queue/under_way": float(len(self._open()) - num_finished),
             "queue/finished": float(num_finished),
             "idle/trainer": self._waited_s / elapsed if elapsed > 0 else 0.0,
             **({} if idle is None else {"idle/generators": idle}),
@@ -199,29 +179,31 @@ class PacedRolloutSource:
         """
         self._pool.adopt(update, in_flight=self._in_flight)
         self._version = update.version
+        collected = [draw for draw in self._draws.values() if draw.is_collected]
         # a step is measured from the end of the collecting before it, the first from the first weights
-        self._step_began_at, self._waited_s = self._collected_at if self._collected else self._clock(), 0.0
-        self._ledger.train(self._collected.keys() - self._set_aside.keys(), update.version)
-        for draw, reason in self._set_aside.items():
-            self._ledger.drop([draw], update.version, reason)
-        self._collected, self._set_aside = {}, {}
+        self._step_began_at, self._waited_s = self._collected_at if collected else self._clock(), 0.0
+        self._ledger.train([draw.number for draw in self._in(DrawState.COLLECTED)], update.version)
+        for draw in self._in(DrawState.SET_ASIDE):
+            self._ledger.drop([draw.number], update.version, draw.reason)
+        for draw in collected:
+            del self._draws[draw.number]
 
     def state(self) -> Mapping[str, Any]:
         """The ledger, data position, finished groups and draws to run again with their turns, as of the last `adopt`:
         groups collected since then have trained nothing yet and come again.
         """
-        pending = {**self._collected, **self._open}
-        drawings = [each for each in self._drawings if any(draw in pending for draw in _range(each))]
-        finished = {draw: each for draw, each in self._open.items() if each.group is not None}
+        drawings = [each for each in self._drawings if any(number in self._draws for number in _range(each))]
         return {
             "ledger": self._ledger.state(),
             "prompts": self._prompts.state(),
             "drawings": [{"first": each.first, "count": each.count, "prompts": each.position} for each in drawings],
             "finished": {
-                str(draw): {"version": each.version, **group_state(_finished(each))}
-                for draw, each in sorted(finished.items())
+                str(draw.number): {"version": draw.begun_at, **group_state(draw.group)}
+                for draw in self._in(DrawState.FINISHED)
             },
-            "turns": {str(draw): {"version": version, **turns_state(turns)} for draw, version, turns in self._turns()},
+            "turns": {
+                str(draw.number): {"version": draw.begun_at, **turns_state(turns)} for draw, turns in self._turns()
+            },
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -237,101 +219,89 @@ class PacedRolloutSource:
         for drawing in self._drawings:
             drawn |= self._drawn_again(drawing)
         self._prompts.restore(state["prompts"])
-        self._open = {draw: _Open(drawn[draw]) for draw in self._ledger.pending()}
-        for draw, each in self._open.items():
-            self._check_prompt(draw, each.prompt)
+        self._draws = {number: Draw(number, drawn[number]) for number in self._ledger.pending()}
+        for draw in self._draws.values():
+            self._check_prompt(draw)
         for key, saved in state["finished"].items():
-            each = self._open[int(key)]
-            each.version, each.group = saved["version"], group_from(saved, each.prompt)
+            draw = self._draws[int(key)]
+            draw.restore_group(saved["version"], group_from(saved, draw.prompt))
         for key, saved in state.get("turns", {}).items():
-            each = self._open[int(key)]
-            each.turned_at, each.turns = saved["version"], turns_from(saved)
-        self._collected, self._set_aside, self._draws = {}, {}, {}
+            self._draws[int(key)].restore_turns(saved["version"], turns_from(saved))
+        self._under_way = {}
 
     def close(self) -> None:
         """Do nothing: the source owns no process."""
 
+    def _in(self, *states: DrawState) -> list[Draw]:
+        """The draws in one of these states, in the order in which they were drawn."""
+        return [draw for draw in self._draws.values() if draw.state in states]
+
+    def _open(self) -> list[Draw]:
+        """The draws that no step has collected."""
+        return [draw for draw in self._draws.values() if not draw.is_collected]
+
     def _begin(self, num_groups: int) -> None:
         """Draw prompts, and hand prompts to the pool, until so many are under way or finished."""
-        self._forget_old()
-        missing = num_groups - len(self._open)
+        self._discard_old()
+        missing = num_groups - len(self._open())
         if missing > 0:
             self._draw(missing)
-        waiting = sorted(draw for draw, each in self._open.items() if each.version is None)
-        num_begun = len(self._open) - len(waiting)
+        num_begun = len(self._in(DrawState.UNDER_WAY, DrawState.FINISHED))
+        waiting = self._in(DrawState.WAITING, DrawState.RESTORED)
         draws = waiting[: max(0, num_groups - num_begun)]
         tickets = self._pool.submit([self._task(draw) for draw in draws])
         for ticket, draw in zip(tickets, draws, strict=True):
-            self._draws[ticket] = draw
-            each = self._open[draw]
-            each.version = self._version if each.turned_at is None else each.turned_at
+            draw.begin(self._version)
+            self._under_way[ticket] = draw
 
-    def _forget_old(self) -> None:
+    def _discard_old(self) -> None:
         """Have finished groups and turns sampled again that are older than the bound, as those of a checkpoint are if
         the bound was lowered since.
         """
-        oldest = self._version - self._max_staleness
-        for each in self._open.values():
-            is_old = each.version is not None and each.version < oldest
-            if is_old and each.group is not None:
-                each.version, each.group = None, None
-            if each.version is None and each.turned_at is not None and each.turned_at < oldest:
-                each.turned_at, each.turns = None, ()
+        for draw in self._in(DrawState.RESTORED, DrawState.FINISHED):
+            if draw.begun_at < self._version - self._max_staleness:
+                draw.discard()
 
     def _draw(self, count: int) -> None:
         position = self._prompts.state()
         prompts = self._prompts.take(count)
-        draws = self._ledger.draw([prompt.id for prompt in prompts])
-        self._open |= {draw: _Open(prompt) for draw, prompt in zip(draws, prompts, strict=True)}
-        pending = self._open.keys() | self._collected.keys()
-        kept = [each for each in self._drawings if not pending.isdisjoint(_range(each))]
-        self._drawings = [*kept, _Drawing(draws.start, len(draws), position)] if prompts else kept
+        kept = [each for each in self._drawings if any(number in self._draws for number in _range(each))]
+        numbers = self._ledger.draw([prompt.id for prompt in prompts])
+        self._draws |= {number: Draw(number, prompt) for number, prompt in zip(numbers, prompts, strict=True)}
+        self._drawings = [*kept, _Drawing(numbers.start, len(numbers), position)] if prompts else kept
 
     def _wait_for(self, num_groups: int) -> list[int]:
         """The draws of a batch, in order, once their groups are finished."""
-        version_of = {draw: each.version for draw, each in self._open.items() if each.version is not None}
-        begun = sorted(version_of, key=lambda draw: (version_of[draw], draw))
-        wanted = begun[:num_groups]
-        # of the last version that the batch takes, any groups will do
-        last = version_of[wanted[-1]] if wanted else self._version
-        due = [draw for draw in wanted if version_of[draw] < last]
-        others = {draw for draw in begun if version_of[draw] == last}
-        num_others = len(wanted) - len(due)
-        awaited = {draw for draw in due if self._open[draw].group is None}
-        ready = {draw for draw in others if self._open[draw].group is not None}
-        while awaited or len(ready) < num_others:
+        begun = self._in(DrawState.UNDER_WAY, DrawState.FINISHED)
+        plan = plan_batch({draw.number: draw.begun_at for draw in begun}, num_groups)
+        finished = {draw.number for draw in begun if draw.state is DrawState.FINISHED}
+        while (chosen := plan.select(finished)) is None:
             draw = self._take_one()
             assert draw is not None, "an evaluation waits for its own groups"
-            awaited.discard(draw)
-            if draw in others:
-                ready.add(draw)
-        return sorted([*due, *sorted(ready)[:num_others]])
+            finished.add(draw.number)
+        return chosen
 
-    def _take_one(self) -> int | None:
+    def _take_one(self) -> Draw | None:
         """Take the next group that is finished; returns its draw, or None if it belongs to an evaluation."""
         ticket, group = self._pool.next_done()
         if ticket in self._evaluated:
             self._evaluated[ticket] = group
             return None
-        draw = self._draws.pop(ticket)
-        self._open[draw].group = group
+        draw = self._under_way.pop(ticket)
+        draw.finish(group)
         return draw
 
-    def _task(self, draw: int) -> RolloutTask:
-        each, seeds = self._open[draw], _seeds((self._seed, draw), self._num_generations)
-        return RolloutTask(each.prompt, self._sampling, seeds, turns=each.turns)
+    def _task(self, draw: Draw) -> RolloutTask:
+        seeds = _seeds((self._seed, draw.number), self._num_generations)
+        return RolloutTask(draw.prompt, self._sampling, seeds, turns=draw.turns)
 
-    def _turns(self) -> Iterator[tuple[int, int, tuple[SampledTurns, ...]]]:
-        """Draws that are not finished and have turns, with the version that they were begun at."""
-        unfinished = {draw: each for draw, each in self._open.items() if each.group is None}
-        under_way = [ticket for ticket, draw in self._draws.items() if draw in unfinished]
-        latest = self._pool.turns() if under_way else {}
-        turns = {draw: each.turns for draw, each in unfinished.items()}
-        turns |= {self._draws[ticket]: latest[ticket] for ticket in under_way if ticket in latest}
-        for draw, each in sorted(unfinished.items()):
-            version = each.turned_at if each.version is None else each.version
-            if turns[draw] and version is not None:
-                yield draw, version, turns[draw]
+    def _turns(self) -> Iterator[tuple[Draw, tuple[SampledTurns, ...]]]:
+        """Draws that are not finished and have turns, with these."""
+        latest = self._pool.turns() if self._under_way else {}
+        turns = {draw.number: latest[ticket] for ticket, draw in self._under_way.items() if ticket in latest}
+        for draw in self._in(DrawState.RESTORED, DrawState.UNDER_WAY):
+            if found := turns.get(draw.number, draw.turns):
+                yield draw, found
 
     def _drawn_again(self, drawing: _Drawing) -> dict[int, Prompt]:
         self._prompts.restore(drawing.position)
@@ -343,11 +313,11 @@ class PacedRolloutSource:
             )
         return dict(zip(_range(drawing), prompts, strict=True))
 
-    def _check_prompt(self, draw: int, prompt: Prompt) -> None:
-        if not self._ledger.is_of(draw, prompt.id):
+    def _check_prompt(self, draw: Draw) -> None:
+        if not self._ledger.is_of(draw.number, draw.prompt.id):
             raise DataError(
-                f"the data has changed since the checkpoint: draw {draw} was another prompt than {prompt}; restore the "
-                "data and its settings, or start a fresh run"
+                f"the data has changed since the checkpoint: draw {draw.number} was another prompt than {draw.prompt}; "
+                "restore the data and its settings, or start a fresh run"
             )
 
 
@@ -366,8 +336,3 @@ def _seeds(entropy: tuple[int, ...], count: int) -> tuple[int, ...]:
 
 def _range(drawing: _Drawing) -> range:
     return range(drawing.first, drawing.first + drawing.count)
-
-
-def _finished(each: _Open) -> RolloutGroup:
-    assert each.group is not None, f"the rollouts of {each.prompt} are not finished"
-    return each.group

@@ -21,7 +21,7 @@ from rl_core.errors import EnvironmentFailed, GeneratorError, RequestRefused
 from rl_core.model_config import TokenizerConfig
 from rl_core.plugins import resolve
 from rl_core.plugins.user_code import FromFile
-from rl_core.rollouts.delivery import Delivery, Taken, take_over, try_out
+from rl_core.rollouts.delivery import Delivery, Taken, score_canary, take_over
 from rl_core.rollouts.environment import Conversation, EnvironmentFailure, StepResult, TrainerState
 from rl_core.rollouts.generation import GenerationRequest, Generator, SamplingParams
 from rl_core.rollouts.group import RECORD, GroupReport, parts_of
@@ -158,9 +158,9 @@ class RolloutWorker:
         """As `rl_core.rollouts.delivery.take_over`."""
         return await take_over(self._generator, manifest, delivery)
 
-    async def try_out(self, canary: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
-        """As `rl_core.rollouts.delivery.try_out`."""
-        return await try_out(self._generator, canary)
+    async def score_canary(self, canary: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
+        """As `rl_core.rollouts.delivery.score_canary`."""
+        return await score_canary(self._generator, canary)
 
     async def write_rollouts(
         self, path: str, part: np.ndarray, row: np.ndarray, advantages: Sequence[float | None], *stores: Batch

@@ -16,8 +16,8 @@ from rl_launch.runtime.replica import Replica
 
 _log = logging.getLogger(__name__)
 
-LOOK_S = 1.0
-"""Time between two looks for devices that the cluster has granted."""
+POLL_S = 1.0
+"""Seconds between two checks for devices that the cluster has granted."""
 
 RETRY_S = 30.0
 """Time between a replica that did not start and the next attempt; it doubles with each failure in a row."""
@@ -54,7 +54,7 @@ class ReplicaPlaces(Protocol):
         ...
 
 
-class Recruits:
+class ElasticReplicas:
     """Keeps as many replicas on their way as a run lacks. A thread of its own asks for devices, starts replicas on
     those that are granted, and tries again if one does not start; the replicas wait here until the run takes them.
 
@@ -62,7 +62,7 @@ class Recruits:
         places: of replicas; from `begin` on, the thread alone uses them.
         least: replicas that the run needs.
         most: replicas that the run uses.
-        patience_s: longest wait for a replica that the run needs while none is being started.
+        timeout_s: Timeout in seconds of the wait for a replica that the run needs while none is being started.
         clock: seconds.
     """
 
@@ -72,13 +72,13 @@ class Recruits:
         *,
         least: int,
         most: int,
-        patience_s: float,
+        timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.least = least
         self._most = most
         self._places = places
-        self._patience_s = patience_s
+        self._timeout_s = timeout_s
         self._clock = clock
         self._changed = threading.Condition()
         self._is_closed = False
@@ -91,7 +91,7 @@ class Recruits:
         self._num_failures = 0
         self._retry_at = -math.inf
         self._fault: BaseException | None = None
-        self._thread = threading.Thread(target=self._work, name="recruits", daemon=True)
+        self._thread = threading.Thread(target=self._work, name="elastic-replicas", daemon=True)
 
     def begin(self, num_present: int) -> None:
         """Begin to look for the replicas that the run lacks."""
@@ -120,7 +120,7 @@ class Recruits:
             num_present: replicas that the run has, fewer than it needs.
 
         Raises:
-            PlacementError: after `patience_s` in which none was being started.
+            PlacementError: after `timeout_s` in which none was being started.
         """
         idle_since = self._clock()
         reported = -math.inf
@@ -128,18 +128,18 @@ class Recruits:
             now = self._clock()
             if self._starting:
                 idle_since = now
-            if now - idle_since >= self._patience_s:
-                raise PlacementError(self._given_up(num_present))
+            if now - idle_since >= self._timeout_s:
+                raise PlacementError(self._timed_out(num_present))
             if now - reported >= REPORT_S:
                 reported = now
                 _log.warning(
                     "%d of at least %d replicas are left (policy.generation.min_replicas): waiting for %s",
                     num_present,
                     self.least,
-                    "another one that starts" if self._starting else f"devices, for {self._patience_s:.0f} s at most",
+                    "another one that starts" if self._starting else f"devices, for {self._timeout_s:.0f} s at most",
                 )
             with self._changed:
-                self._changed.wait(LOOK_S)
+                self._changed.wait(POLL_S)
         return ready
 
     def close(self) -> None:
@@ -154,7 +154,7 @@ class Recruits:
 
     def _work(self) -> None:
         try:
-            while self._waits(LOOK_S):
+            while self._waits(POLL_S):
                 self._request()
                 granted = [devices for devices in self._requests if self._places.is_granted(devices)]
                 if granted and self._clock() >= self._retry_at:
@@ -215,11 +215,11 @@ class Recruits:
             self._last_failure = " ".join(str(failures[0]).split())
             _log.warning("a further replica did not start: %s; trying again in %.0f s", self._last_failure, retry_s)
 
-    def _given_up(self, num_present: int) -> str:
+    def _timed_out(self, num_present: int) -> str:
         why = f"; the last one that was tried did not start: {self._last_failure}" if self._last_failure else ""
         return (
             f"policy.generation.min_replicas is {self.least}, and {num_present} of the run's replicas are left; the "
-            f"cluster had no devices for another one within {self._patience_s:.0f} s "
+            f"cluster had no devices for another one within {self._timeout_s:.0f} s "
             f"(cluster.replacement_timeout_s){why}. The same command resumes the run when the cluster has the devices, "
             "or at once with a lower min_replicas."
         )

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from rl_core.errors import GeneratorError, RLError, WorkerDied, WorkerStalled
 
-MOST_DEATHS = 5
-"""Deaths of replicas in a row, without a finished group between them, before the run fails."""
+MAX_DEATHS = 5
+"""Maximum number of deaths of replicas in a row, without a finished group between them, before the run fails."""
 
 
-class Deaths:
+class RestartBudget:
     """Counts deaths of replicas, and raises the cause when there are too many."""
 
     def __init__(self) -> None:
@@ -16,12 +16,12 @@ class Deaths:
         self._last = ""
         self._has_finished_any = False
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Note that a group was finished."""
         self._in_a_row = 0
         self._has_finished_any = True
 
-    def note(self, error: RLError) -> None:
+    def spend(self, error: RLError) -> None:
         """Count a death, or several at once.
 
         Raises:
@@ -34,7 +34,7 @@ class Deaths:
             raise error
         if isinstance(error, GeneratorError) and not self._has_finished_any and cause == self._last:
             raise error
-        if self._in_a_row < MOST_DEATHS:
+        if self._in_a_row < MAX_DEATHS:
             return
         said = f"replicas died {self._in_a_row} times in a row without finishing a group; the last time: "
         if isinstance(error, WorkerDied):

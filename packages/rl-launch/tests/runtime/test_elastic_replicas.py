@@ -8,11 +8,11 @@ import pytest
 
 from rl_core.errors import WorkerDied
 from rl_launch.placement.bundles import PlacementError
-from rl_launch.runtime import recruits as module
-from rl_launch.runtime.recruits import Recruits
+from rl_launch.runtime import elastic_replicas as module
+from rl_launch.runtime.elastic_replicas import ElasticReplicas
 
 
-class Recruit:
+class FakeReplica:
     def __init__(self, name):
         self.name = name
 
@@ -43,7 +43,7 @@ class Places:
                 self.failing -= 1
                 raise WorkerDied(f"no engine on {devices}")
 
-        return Recruit(devices), finish
+        return FakeReplica(devices), finish
 
     def give_back(self, devices):
         self.returned.append(devices)
@@ -55,16 +55,16 @@ class Places:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(module, "LOOK_S", 0.01)
+    monkeypatch.setattr(module, "POLL_S", 0.01)
     monkeypatch.setattr(module, "RETRY_S", 0.01)
 
 
 @pytest.fixture
-def recruit():
+def make_elastic():
     begun = []
 
     def make(places, num_present, **settings):
-        found = Recruits(places, **{"least": 1, "most": 2, "patience_s": 60.0, **settings})
+        found = ElasticReplicas(places, **{"least": 1, "most": 2, "timeout_s": 60.0, **settings})
         found.begin(num_present)
         begun.append(found)
         return found
@@ -83,69 +83,71 @@ def awaited(condition):
         time.sleep(0.005)
 
 
-def test_as_many_replicas_are_asked_for_as_the_run_lacks_and_start_once_there_are_devices(recruit):
+def test_as_many_replicas_are_asked_for_as_the_run_lacks_and_start_once_there_are_devices(make_elastic):
     places = Places()
-    recruits = recruit(places, 1, most=3)
+    elastic = make_elastic(places, 1, most=3)
     awaited(lambda: len(places.requested) == 2)
-    assert recruits.take() == []
+    assert elastic.take() == []
     places.free = 1
-    assert names(recruits.await_any(1)) == ["devices 0"]
+    assert names(elastic.await_any(1)) == ["devices 0"]
     places.free = 1
-    assert names(recruits.await_any(2)) == ["devices 1"]
+    assert names(elastic.await_any(2)) == ["devices 1"]
     assert len(places.requested) == 2
 
 
-def test_the_devices_of_a_lost_replica_are_released_and_another_is_asked_for(recruit):
+def test_the_devices_of_a_lost_replica_are_released_and_another_is_asked_for(make_elastic):
     places = Places()
-    recruits = recruit(places, 2)
-    recruits.replace(Recruit("lost"))
-    assert names(recruits.await_any(1)) == ["devices 0"]
+    elastic = make_elastic(places, 2)
+    elastic.replace(FakeReplica("lost"))
+    assert names(elastic.await_any(1)) == ["devices 0"]
     assert places.discarded == ["lost"]
 
 
-def test_a_replica_that_does_not_start_gives_its_devices_back_and_is_tried_again(recruit, caplog):
+def test_a_replica_that_does_not_start_gives_its_devices_back_and_is_tried_again(make_elastic, caplog):
     places = Places(free=1, failing=2)
-    recruits = recruit(places, 1)
-    assert names(recruits.await_any(1)) == ["devices 2"]
+    elastic = make_elastic(places, 1)
+    assert names(elastic.await_any(1)) == ["devices 2"]
     assert places.discarded == ["devices 0", "devices 1"]
     assert "a further replica did not start: no engine on devices 0" in caplog.text
 
 
-def test_starts_that_fail_are_tried_ever_more_rarely_until_other_devices_may_be_granted(recruit, caplog, monkeypatch):
+def test_failed_starts_are_retried_less_and_less_often_until_other_devices_may_be_granted(
+    make_elastic, caplog, monkeypatch
+):
     monkeypatch.setattr(module, "RETRY_S", 30.0)
     now, places = [0.0], Places(free=1, failing=4)
-    recruits = recruit(places, 1, most=3, clock=lambda: now[0])
+    elastic = make_elastic(places, 1, most=3, clock=lambda: now[0])
     for num_failed, wait in enumerate((30, 60, 120), 1):
         awaited(lambda wait=wait: f"trying again in {wait} s" in caplog.text)
         assert len(places.discarded) == num_failed
         now[0] += wait
     awaited(lambda: "trying again in 240 s" in caplog.text)
-    recruits.replace(Recruit("lost"))
-    assert len(names(recruits.await_any(1))) >= 1
+    elastic.replace(FakeReplica("lost"))
+    assert len(names(elastic.await_any(1))) >= 1
 
 
-def test_a_wait_for_devices_ends_with_the_keys_and_what_failed_last(recruit, monkeypatch):
-    recruits = recruit(Places(), 0, patience_s=0.1)
+def test_a_wait_for_devices_ends_with_the_keys_and_what_failed_last(make_elastic, monkeypatch):
+    elastic = make_elastic(Places(), 0, timeout_s=0.1)
     with pytest.raises(PlacementError) as refused:
-        recruits.await_any(0)
+        elastic.await_any(0)
     assert "policy.generation.min_replicas is 1, and 0 of the run's replicas are left" in str(refused.value)
     assert "cluster.replacement_timeout_s" in str(refused.value)
 
 
-def test_what_the_thread_cannot_go_on_from_is_raised_where_replicas_are_taken(recruit):
+def test_what_the_thread_cannot_go_on_from_is_raised_where_replicas_are_taken(make_elastic):
     class Broken(Places):
         def request(self):
             raise OSError("Ray is gone")
 
-    recruits = recruit(Broken(), 0)
+    elastic = make_elastic(Broken(), 0)
     with pytest.raises(OSError, match="Ray is gone"):
-        recruits.await_any(0)
+        elastic.await_any(0)
 
 
-def test_a_run_that_ends_ends_the_replicas_that_are_starting(recruit):
+def test_a_run_that_ends_ends_the_replicas_that_are_starting(make_elastic):
     killed = threading.Event()
 
-    class Slow(Recruit):
+    class Slow(FakeReplica):
         def kill(self):
             killed.set()
 
@@ -158,7 +160,7 @@ def test_a_run_that_ends_ends_the_replicas_that_are_starting(recruit):
             return Slow(devices), finish
 
     places = SlowPlaces(free=1)
-    recruits = recruit(places, 1)
-    awaited(lambda: recruits._starting)
-    recruits.close()
+    elastic = make_elastic(places, 1)
+    awaited(lambda: elastic._starting)
+    elastic.close()
     assert places.discarded == ["devices 0"]

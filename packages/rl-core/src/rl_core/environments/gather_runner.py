@@ -6,8 +6,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 
-class Together:
-    """Waits for calls together. All run on one loop, which is kept: clients that the user's code keeps belong to it."""
+class GatherRunner:
+    """Runs calls side by side and waits for all of them. They share one event loop, which is kept because clients that
+    the user's code keeps belong to it."""
 
     def __init__(self) -> None:
         self._runner: Any = None
@@ -21,10 +22,10 @@ class Together:
         # a process whose environment is not async need not import it
         import asyncio
 
-        async def together() -> list[Any]:
+        async def gathered() -> list[Any]:
             return await asyncio.gather(*calls())
 
         if self._runner is None:
             self._runner = asyncio.Runner()
-        results: list[Any] = self._runner.run(together())
+        results: list[Any] = self._runner.run(gathered())
         return results
