@@ -2,10 +2,9 @@
 
 import json
 import subprocess
-import sys
 
 import pytest
-from runs import python_of
+from runs import by_transformers, python_of
 
 from rl_core.plugins import GENERATORS, POLICIES
 
@@ -58,37 +57,16 @@ inputs = tokenizer.apply_chat_template(question, add_generation_prompt=True, ret
 answer = model.generate(**inputs, max_new_tokens=4, do_sample=False)[0, inputs["input_ids"].shape[1]:]
 print("answer", tokenizer.decode(answer, skip_special_tokens=True))
 """
-    done = subprocess.run(
-        [python_of(POLICIES, "dtensor"), "-c", script, str(newest_model(quickstart / "grpo"))],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split()[-1].isdigit()
+    assert by_transformers(script, newest_model(quickstart / "grpo")).split()[-1].isdigit()
 
 
-def test_the_final_checkpoint_loads_in_vllm_and_scores_there_as_the_run_says(quickstart, tmp_path):
+def test_the_final_checkpoint_loads_in_vllm_and_scores_there_as_the_run_says(driver, quickstart, tmp_path):
     # no policy, and so no weight sync: the replica serves what it read from disk
-    script = """
-import sys
-from pathlib import Path
-from rl_launch.commands.evaluate import evaluate
-from rl_launch.run_config.root import read_config
-config = read_config("grpo-arithmetic", [f"policy.model_name={sys.argv[1]}"]).config
-print("accuracy", evaluate(config, folder=sys.argv[2]).mean_reward)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(newest_model(quickstart / "grpo")), str(tmp_path / "logs")],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    result = driver.rl("eval", str(quickstart / "grpo"), f"run_dir={tmp_path / 'eval'}")
+    assert result.code == 0, result.output
+    task = json.loads((tmp_path / "eval" / "eval.json").read_text())["tasks"]["validation"]
     accuracy = json.loads((quickstart / "summary.json").read_text())["accuracy"]["grpo"]
-    assert float(done.stdout.split()[-1]) == pytest.approx(accuracy)
+    assert task["estimates"]["mean"]["value"] == pytest.approx(accuracy)
 
 
 def test_worker_environments_hold_their_own_engine_alone():

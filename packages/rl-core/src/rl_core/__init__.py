@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -51,6 +50,9 @@ __all__ = sorted([*_HOME_OF, "__version__"])  # pyright: ignore[reportUnsupporte
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
+        # a fork server's launcher imports this package, and takes a third of the time without
+        from importlib.metadata import version
+
         return version("rl-core")
     if name in _HOME_OF:
         return getattr(importlib.import_module(f"rl_core.{_HOME_OF[name]}"), name)
