@@ -2,17 +2,19 @@
 
 import fcntl
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from driver_process import DriverProcess
+from driver_process import CommandResult, DriverProcess
 from runs import STARTED, lines_of
 
+from rl_algos.tiny_model import make_tiny_model
 from rl_core.testing import exhaustive
+from rl_core.testing.documents import add_to_hub
 from rl_core.testing.exhaustive import pytest_configure
 
 __all__ = ["pytest_configure"]
@@ -30,10 +32,8 @@ LONGEST_FIRST = (
 """Modules that take minutes each. Begun last, one of them would keep a single processor busy at the end."""
 
 
-@dataclass(frozen=True)
-class CommandResult:
-    code: int
-    output: str
+HUB_MODELS = ("Qwen/Qwen2.5-0.5B-Instruct",)
+"""Models that documents train; a tiny model of this machine has these names."""
 
 
 def run_rl(*arguments: str, timeout: float = 840, **variables: str) -> CommandResult:
@@ -75,6 +75,23 @@ def started_runs() -> Iterator[None]:
             run.kill_all()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def variables(once) -> Iterator[None]:
+    """Environment variables of every test, which readers of the documents have. Workers with equal variables share the
+    import of their engine.
+    """
+
+    def make(folder: Path) -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        for name in HUB_MODELS:
+            add_to_hub(folder, name, make_tiny_model)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HUB_CACHE", str(once("hub", make)))
+        patch.setenv("HF_TOKEN", "none")
+        yield
+
+
 @pytest.fixture(scope="session")
 def num_kills(pytestconfig) -> int:
     return pytestconfig.getoption("kills")
@@ -92,7 +109,7 @@ def metrics():
 
 @pytest.fixture(scope="session")
 def driver(tmp_path_factory) -> Iterator[DriverProcess]:
-    """Makes the undisturbed runs of all modules, one after another in one process and one Ray."""
+    """Makes the undisturbed runs and commands of all modules, one after another in one process and one Ray."""
     process = DriverProcess(tmp_path_factory.mktemp("driver") / "log")
     yield process
     process.close()
@@ -163,13 +180,14 @@ def whole_sft(once, driver, sft) -> Path:
 
 
 @pytest.fixture(scope="session")
-def whole_grpo(once, driver, grpo) -> Path:
-    """Folder of the GRPO run that nothing happened to."""
-    return once("whole-grpo", lambda folder: driver.train(folder, *grpo))
+def whole_grpo(once, driver, grpo, pytestconfig) -> Path:
+    """Folder of the GRPO run that nothing happened to; only the exhaustive tests need all of its steps."""
+    steps = () if pytestconfig.getoption("--every-case") else ("grpo.max_num_steps=4",)
+    return once("whole-grpo", lambda folder: driver.train(folder, *grpo, *steps))
 
 
 @pytest.fixture(scope="session")
 def whole_hf(once, driver, grpo) -> Path:
-    """Folder of six steps of that run with the trainer's own generator, on the CPU."""
-    settings = ("grpo.max_num_steps=6", "policy.generation.backend=hf", "cluster.device=cpu")
+    """Folder of that run with the trainer's own generator, on the CPU."""
+    settings = ("policy.generation.backend=hf", "cluster.device=cpu")
     return once("whole-hf", lambda folder: driver.train(folder, *grpo, *settings))

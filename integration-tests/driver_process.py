@@ -1,20 +1,29 @@
-"""Runs one after another in one process and one Ray: most of a short run is their start."""
+"""Runs and commands one after another in one process and one Ray: most of a short run is their start."""
 
 import json
 import os
 import subprocess
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 
+@dataclass(frozen=True)
+class CommandResult:
+    code: int
+    output: str
+
+
 class DriverProcess:
-    """A process that calls `rl_launch.train` as it is told to, in one Ray.
+    """A process that calls `rl_launch.train` and commands of `rl` in one Ray.
 
     Args:
-        log: file of what it writes to the terminal.
-        cluster: keys of `cluster` by which its Ray differs from that of `sft-arithmetic`.
-        variables: further environment variables.
+        log: File of its terminal output.
+        cluster: Keys of `cluster` in which its Ray differs from the one of `sft-arithmetic`.
+        variables: Further environment variables.
     """
 
     def __init__(self, log: Path, *cluster: str, **variables: str) -> None:
@@ -25,25 +34,34 @@ class DriverProcess:
         self._process = self._started()
 
     def train(self, folder: Path, recipe: str, *overrides: str) -> None:
-        """Make a run in a folder, or go on with the one that is there."""
+        """Train in a folder, or resume the run in it."""
         failure = self.failure_of(folder, recipe, *overrides)
         assert not failure, failure
 
     def failure_of(self, folder: Path, recipe: str, *overrides: str) -> str:
-        """The traceback of a run that is made likewise; empty if all went well."""
-        if self._process.poll() is not None:  # its end has failed one test, and need not fail the others
-            self._process = self._started()
-        self._process.stdin.write(json.dumps([recipe, *overrides, f"run_dir={folder}"]) + "\n")
-        self._process.stdin.flush()
-        answer = self._process.stdout.readline()
-        assert answer, self._log.read_text()
-        failure: str = json.loads(answer)
+        """Return the traceback of such a run; empty if it succeeds."""
+        failure: str = self._answer(train=[recipe, *overrides, f"run_dir={folder}"])
         return failure
+
+    def rl(self, *arguments: str) -> CommandResult:
+        """Run a command of `rl`; returns its exit code and output."""
+        output = self._log.with_name("output")
+        code: int = self._answer(rl=arguments, output=str(output))
+        return CommandResult(code, output.read_text())
 
     def close(self) -> None:
         self._process.stdin.close()
         assert self._process.wait(120) == 0, self._log.read_text()
         self._process.stdout.close()
+
+    def _answer(self, **request):
+        if self._process.poll() is not None:  # its end has failed one test, and need not fail the others
+            self._process = self._started()
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        assert answer, self._log.read_text()
+        return json.loads(answer)
 
     def _started(self) -> subprocess.Popen:
         with self._log.open("a") as output:
@@ -58,8 +76,7 @@ class DriverProcess:
 
 
 def main() -> None:
-    """Train by every line of standard input; answer each with a traceback, which is empty if all went well."""
-    from rl_launch import train
+    """Answer every line of standard input: a run with its traceback, a command with its exit code."""
     from rl_launch.cluster.device import resolve_device
     from rl_launch.cluster.virtual_cluster import VirtualCluster
     from rl_launch.run_config.reading import read_plan
@@ -70,14 +87,54 @@ def main() -> None:
     cluster = read_plan("sft-arithmetic", sys.argv[1:]).config.cluster
     with VirtualCluster.of(cluster, resolve_device(cluster)):
         for line in sys.stdin:
-            recipe, *overrides = json.loads(line)
-            try:
-                train(recipe, overrides)
-                failure = ""
-            except Exception:  # noqa: BLE001  # a failure is the answer
-                failure = traceback.format_exc()
-            answers.write(json.dumps(failure) + "\n")
+            request = json.loads(line)
+            answer = failure_of(*request["train"]) if "train" in request else exit_code_of(**request)
+            answers.write(json.dumps(answer) + "\n")
             answers.flush()
+
+
+def failure_of(recipe: str, *overrides: str) -> str:
+    """The traceback of a run; empty if it succeeds."""
+    from rl_launch import train
+
+    try:
+        train(recipe, overrides)
+    except Exception:  # noqa: BLE001  # a failure is the answer
+        return traceback.format_exc()
+    return ""
+
+
+def exit_code_of(rl: list[str], output: str) -> int:
+    """The exit code of a command, whose output goes to a file."""
+    from rl_launch.cli import app
+
+    with printed_to(output):
+        try:
+            app(rl, prog_name="rl")
+        except SystemExit as ended:
+            return int(ended.code or 0)
+        except Exception:  # noqa: BLE001  # as the interpreter ends a command
+            traceback.print_exc()
+            return 1
+    return 0
+
+
+@contextmanager
+def printed_to(path: str) -> Iterator[None]:
+    """Context in which both output streams of this process are a file."""
+    streams = [stream.fileno() for stream in (sys.stdout, sys.stderr)]
+    kept = [os.dup(stream) for stream in streams]
+    with open(path, "w") as file:
+        for stream in streams:
+            os.dup2(file.fileno(), stream)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for stream, before in zip(streams, kept, strict=True):
+            os.dup2(before, stream)
+            os.close(before)
 
 
 if __name__ == "__main__":

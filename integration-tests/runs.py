@@ -14,11 +14,15 @@ import psutil
 import pytest
 
 from rl_algos.requirement import LOSSES
+from rl_core import fork_server
 from rl_core.plugins import POLICIES, plugin
 from rl_launch.worker_envs import ROLLOUT_WORKER, provision, worker_env
 
 SAME = ("train/loss", "train/grad_norm", "reward/mean", "val/loss")
 """Metrics that must not depend on faults and interruptions of a run."""
+
+TRANSFORMERS = ("torch", "transformers.generation.utils", "transformers.models.qwen3.modeling_qwen3")
+"""Modules that code for a saved model imports."""
 
 STARTED = []
 """Runs that the test under way has started."""
@@ -193,6 +197,21 @@ def _in_use():
         except psutil.Error:
             continue
     return found
+
+
+def by_transformers(script, *arguments, given=""):
+    """Output of Python code in the trainer's environment, which has transformers; no code of this project is imported.
+
+    Args:
+        script: code.
+        arguments: of the code.
+        given: its standard input.
+    """
+    command = fork_server.command(python_of(POLICIES, "dtensor"), TRANSFORMERS)
+    command += ["-c", script, *map(str, arguments)]
+    done = subprocess.run(command, input=given, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def python_of(group, name):

@@ -1,19 +1,24 @@
 """GRPO with adapters that travel to vLLM by themselves."""
 
 import re
+from functools import cache
 
 import pytest
 from runs import assert_same, steps_of
 from safetensors.numpy import load_file
 
-from rl_core.testing.exhaustive import exhaustive
+from rl_core.testing.exhaustive import exhaustive, partly_exhaustive
 
 SENT = re.compile(r"weight version (\d+): sending (.*), (\d+) bytes")
-APART = [
-    "policy.generation.colocated.enabled=false",
-    "policy.generation.colocated.resources.gpus_per_node=1",
-    "policy.megatron_cfg.enabled=true",
-]
+LAYOUTS = {
+    "colocated": [],
+    "megatron, apart": [
+        "policy.generation.colocated.enabled=false",
+        "policy.generation.colocated.resources.gpus_per_node=1",
+        "policy.megatron_cfg.enabled=true",
+    ],
+}
+every_layout = pytest.mark.parametrize("layout", partly_exhaustive(LAYOUTS, always=["colocated"]))
 
 
 @pytest.fixture(scope="module")
@@ -22,11 +27,16 @@ def adapted(grpo):
 
 
 @pytest.fixture(scope="module")
-def merged_steps(driver, adapted, tmp_path_factory):
-    """Steps of a run that merges the adapters."""
-    folder = tmp_path_factory.mktemp("merged") / "run"
-    driver.train(folder, *adapted, "policy.generation.lora_sync=merged")
-    return steps_of(folder)
+def run_of(driver, adapted, tmp_path_factory):
+    """From the name of a layout to the folder of its run."""
+
+    @cache
+    def made(layout):
+        folder = tmp_path_factory.mktemp("adapted") / "run"
+        driver.train(folder, *adapted, *LAYOUTS[layout])
+        return folder
+
+    return made
 
 
 def transfers_of(folder):
@@ -38,15 +48,12 @@ def driver_log(folder):
     return (folder / "logs" / "driver.log").read_text()
 
 
-@pytest.mark.parametrize(
-    "settings", [pytest.param([], id="colocated"), pytest.param(APART, id="megatron, apart", marks=exhaustive)]
-)
-def test_adapters_that_travel_alone_make_the_steps_of_merged_ones(driver, adapted, merged_steps, tmp_path, settings):
-    folder = tmp_path / "run"
-    driver.train(folder, *adapted, *settings)
-    found = steps_of(folder)
-    assert max(line["mismatch/max"] for line in found) < 1e-3
-    assert_same(found, merged_steps, ("reward/mean", "train/loss", "train/grad_norm"), 1e-3)
+@every_layout
+def test_adapters_travel_alone_and_the_engine_computes_with_them_as_the_policy_does(run_of, layout):
+    folder = run_of(layout)
+    steps = steps_of(folder)
+    assert [line["step"] for line in steps] == [1, 2, 3]
+    assert max(line["mismatch/max"] for line in steps) < 1e-3
     factors = load_file(folder / "checkpoints/step_3/adapter/adapter_model.safetensors")
     weights = load_file(folder / "checkpoints/step_3/hf/model.safetensors")
     num_bytes = sum(factor.nbytes for factor in factors.values())
@@ -55,6 +62,14 @@ def test_adapters_that_travel_alone_make_the_steps_of_merged_ones(driver, adapte
         (1, "all weights and their adapters", whole),
         (2, "the adapters alone", num_bytes),
     ]
+
+
+@exhaustive
+def test_adapters_that_travel_alone_make_the_steps_of_merged_ones(driver, adapted, run_of, tmp_path):
+    driver.train(tmp_path / "run", *adapted, "policy.generation.lora_sync=merged")
+    merged = steps_of(tmp_path / "run")
+    for layout in LAYOUTS:
+        assert_same(steps_of(run_of(layout)), merged, ("reward/mean", "train/loss", "train/grad_norm"), 1e-3)
 
 
 @exhaustive

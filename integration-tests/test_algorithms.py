@@ -280,7 +280,8 @@ def test_a_killed_run_goes_on_to_the_last_bit_and_to_the_steps_of_one_rank(name,
     assert folders >= set(family.saved)
 
 
-@pytest.mark.parametrize("recipe", partly_exhaustive(VARIANTS, always=["dapo-tiny"]))
+@exhaustive
+@pytest.mark.parametrize("recipe", VARIANTS)
 def test_the_recipe_of_a_variant_takes_steps(recipe, driver, places, tmp_path):
     driver.train(tmp_path / "run", recipe, *settings_with(places, small_rollouts("grpo", 2)))
     steps = steps_of(tmp_path / "run")
@@ -291,7 +292,8 @@ def test_the_recipe_of_a_variant_takes_steps(recipe, driver, places, tmp_path):
         assert line["mismatch/max"] < 1e-3
 
 
-@pytest.mark.parametrize("recipe", partly_exhaustive(IN_ENVIRONMENTS, always=["grpo-multi-env-tiny"]))
+@exhaustive
+@pytest.mark.parametrize("recipe", IN_ENVIRONMENTS)
 def test_the_recipe_of_an_environment_takes_steps(recipe, driver, warm_model, tmp_path):
     # a model that ends its turns, for a turn that is cut off ends its rollout
     driver.train(tmp_path / "run", recipe, *COMMON, *few_rollouts("grpo", 2), f"policy.model_name={warm_model}")

@@ -153,12 +153,12 @@ class ElasticRun:
         self.run = Run.start(self._folder / "run", *self._arguments, RAY_ADDRESS=self._cluster.address)
 
 
-def test_updates_in_flight_interrupt_rollouts_that_go_on_as_if_nothing_had_happened(grpo, tmp_path):
+def test_updates_in_flight_interrupt_rollouts_that_go_on_as_if_nothing_had_happened(driver, grpo, tmp_path):
     in_flight = ("grpo.async_grpo.max_trajectory_age_steps=3", "grpo.async_grpo.in_flight_weight_updates=true")
     vllm = ("policy.generation.backend=vllm", "policy.generation.vllm_cfg.max_num_seqs=16")
-    run = Run.start(tmp_path / "run", *grpo, *AHEAD, *LONG, *in_flight, *vllm, "grpo.max_num_steps=10")
-    run.finish()
-    rollouts = rollouts_of(run.folder)
+    folder = tmp_path / "run"
+    driver.train(folder, *grpo, *AHEAD, *LONG, *in_flight, *vllm, "grpo.max_num_steps=6")
+    rollouts = rollouts_of(folder)
     for step, rows in rollouts.items():
         for row in rows:
             spans = row["weight_spans"]
@@ -168,11 +168,11 @@ def test_updates_in_flight_interrupt_rollouts_that_go_on_as_if_nothing_had_happe
             assert step - 3 <= spans[0]["version"] <= spans[-1]["version"] <= step
     interrupted = [row for rows in rollouts.values() for row in rows if len(row["weight_spans"]) > 1]
     assert interrupted
-    steps = steps_of(run.folder)
+    steps = steps_of(folder)
     assert max(line["staleness/several_versions"] for line in steps) > 0
     # the trainer finds the logprobs that were sampled with, on both sides of every interruption
     assert max(line["mismatch/max"] for line in steps) < 1e-3
-    proof = prove(RunFolder(run.folder))
+    proof = prove(RunFolder(folder))
     assert (proof.contradictions, proof.gaps) == ((), ())
 
 

@@ -36,7 +36,7 @@ def test_sft_goes_on_with_the_same_rows_on_another_number_of_ranks(driver, sft, 
 
 
 @exhaustive
-def test_adapters_train_alike_on_both_backends_and_are_saved_for_peft(driver, sft, rl, tmp_path):
+def test_adapters_train_alike_on_both_backends_and_are_saved_for_peft(driver, sft, tmp_path):
     found, saved = {}, {}
     for backend in ("dtensor", "megatron"):
         settings = ["policy.lora_cfg.enabled=true", f"policy.{backend}_cfg.enabled=true", "sft.max_num_steps=4"]
@@ -58,11 +58,11 @@ def test_adapters_train_alike_on_both_backends_and_are_saved_for_peft(driver, sf
     assert one.keys() == other.keys()
     for name in one:
         np.testing.assert_allclose(one[name], other[name], atol=1e-4, err_msg=name)
-    result = rl("convert", str(tmp_path / "megatron"), str(tmp_path / "adapter"), "--adapter")
+    result = driver.rl("convert", str(tmp_path / "megatron"), str(tmp_path / "adapter"), "--adapter")
     assert result.code == 0, result.output
     for path in saved["megatron"].iterdir():
         assert (tmp_path / "adapter" / path.name).read_bytes() == path.read_bytes()
-    result = rl("convert", str(tmp_path / "adapter"), str(tmp_path / "merged"))
+    result = driver.rl("convert", str(tmp_path / "adapter"), str(tmp_path / "merged"))
     assert result.code == 0, result.output
     merged = load_file(tmp_path / "merged/model.safetensors")
     for name, weight in load_file(saved["megatron"].parent / "hf/model.safetensors").items():

@@ -1,11 +1,8 @@
 """`rl chat` with a real generator."""
 
-import subprocess
-
-from runs import python_of
+from runs import by_transformers
 
 from rl_algos.tiny_model import make_tiny_model
-from rl_core.plugins import POLICIES
 from rl_core.testing.exhaustive import exhaustive
 
 GREEDY = """
@@ -25,8 +22,7 @@ print(tokenizer.decode(generated[0, prompt["input_ids"].shape[1] :], skip_specia
 def test_an_answer_is_what_transformers_generates(rl, tmp_path):
     model = tmp_path / "model"
     make_tiny_model(model)
-    worker = [python_of(POLICIES, "dtensor"), "-c", GREEDY, str(model)]
-    expected = subprocess.run(worker, capture_output=True, text=True, timeout=300, check=True).stdout.splitlines()[-1]
+    expected = by_transformers(GREEDY, model).splitlines()[-1]
     told = rl(
         "chat",
         str(model),

@@ -14,9 +14,9 @@ from rl_core.testing.exhaustive import exhaustive
 
 
 @exhaustive
-def test_a_runs_checkpoint_becomes_the_files_that_the_run_exported(rl, quickstart, warm_model, tmp_path):
+def test_a_runs_checkpoint_becomes_the_files_that_the_run_exported(driver, quickstart, warm_model, tmp_path):
     target = tmp_path / "hf"
-    result = rl("convert", str(quickstart / "sft"), str(target))
+    result = driver.rl("convert", str(quickstart / "sft"), str(target))
     assert result.code == 0, result.output
     assert_same_model(target, warm_model)
     assert sorted(path.name for path in target.iterdir()) == sorted(path.name for path in warm_model.iterdir())
@@ -31,17 +31,17 @@ torch.save({**weights, "lm_head.weight": weights["model.embed_tokens.weight"]}, 
 """
 
 
-def test_pickled_weights_become_safetensors(rl, tmp_path):
+def test_pickled_weights_become_safetensors(driver, tmp_path):
     source, target = tmp_path / "source", tmp_path / "target"
     make_tiny_model(source)
     original = source / "model.safetensors"
     original.rename(tmp_path / original.name)
     worker = [python_of(POLICIES, "dtensor"), "-c", PICKLE]
     subprocess.run([*worker, str(tmp_path / original.name), str(source / "pytorch_model.bin")], check=True)
-    refused = rl("train", "sft-arithmetic", f"policy.model_name={source}", f"run_dir={tmp_path / 'run'}")
+    refused = driver.rl("train", "sft-arithmetic", f"policy.model_name={source}", f"run_dir={tmp_path / 'run'}")
     assert refused.code == 2
     assert "`rl convert FOLDER NEW_FOLDER` writes safetensors" in " ".join(refused.output.split())
-    result = rl("convert", str(source), "--to", "hf", str(target))
+    result = driver.rl("convert", str(source), "--to", "hf", str(target))
     assert result.code == 0, result.output
     expected = load_file(tmp_path / original.name)
     found = load_file(target / "model.safetensors")
@@ -50,34 +50,34 @@ def test_pickled_weights_become_safetensors(rl, tmp_path):
     for name, values in expected.items():
         np.testing.assert_array_equal(found[name], values)
     assert (target / "config.json").read_text() == (source / "config.json").read_text()
-    assert rl("config", "show", "sft-arithmetic", f"policy.model_name={target}").code == 0
+    assert driver.rl("config", "show", "sft-arithmetic", f"policy.model_name={target}").code == 0
 
 
 TWO_RANKS = ("cluster.cpu_ranks_per_node=2", "policy.megatron_cfg.tensor_model_parallel_size=2")
 
 
-def test_a_run_becomes_a_checkpoint_of_the_other_backend_and_a_model(rl, quickstart, warm_model, tmp_path):
+def test_a_run_becomes_a_checkpoint_of_the_other_backend_and_a_model(driver, quickstart, warm_model, tmp_path):
     checkpoint, target = tmp_path / "checkpoint", tmp_path / "hf"
     for source, made, arguments in (
         (quickstart / "sft", checkpoint, ("--to", "megatron", *TWO_RANKS)),
         (checkpoint, target, ()),
     ):
-        result = rl("convert", str(source), str(made), *arguments)
+        result = driver.rl("convert", str(source), str(made), *arguments)
         assert result.code == 0, result.output
         assert agreement(result) <= 1e-5
     assert_same_model(target, warm_model)
 
 
 @exhaustive
-def test_a_checkpoint_of_the_other_backend_becomes_one_of_the_first_again(rl, quickstart, warm_model, tmp_path):
+def test_a_checkpoint_of_the_other_backend_becomes_one_of_the_first_again(driver, quickstart, warm_model, tmp_path):
     checkpoint, back, target = tmp_path / "checkpoint", tmp_path / "back", tmp_path / "hf"
-    result = rl("convert", str(quickstart / "sft"), str(checkpoint), "--to", "megatron", *TWO_RANKS)
+    result = driver.rl("convert", str(quickstart / "sft"), str(checkpoint), "--to", "megatron", *TWO_RANKS)
     assert result.code == 0, result.output
     one_rank = ("cluster.cpu_ranks_per_node=1", "policy.megatron_cfg.tensor_model_parallel_size=1")
-    result = rl("convert", str(checkpoint), str(back), "--to", "dtensor", *one_rank)
+    result = driver.rl("convert", str(checkpoint), str(back), "--to", "dtensor", *one_rank)
     assert result.code == 0, result.output
     assert agreement(result) <= 1e-5
-    result = rl("convert", str(back), str(target), "--verify-with", "megatron", "cluster.cpu_ranks_per_node=1")
+    result = driver.rl("convert", str(back), str(target), "--verify-with", "megatron", "cluster.cpu_ranks_per_node=1")
     assert result.code == 0, result.output
     assert "starting megatron on 1 ranks" in result.output
     assert agreement(result) <= 1e-5
@@ -85,7 +85,7 @@ def test_a_checkpoint_of_the_other_backend_becomes_one_of_the_first_again(rl, qu
 
 
 @exhaustive
-def test_an_adapter_stays_apart_through_a_checkpoint_and_is_merged_in_the_end(rl, warm_model, tmp_path):
+def test_an_adapter_stays_apart_through_a_checkpoint_and_is_merged_in_the_end(driver, warm_model, tmp_path):
     adapter, first, second, target = (tmp_path / name for name in ("adapter", "first", "second", "hf"))
     expected = write_adapter(adapter, warm_model)
     for source, made, arguments in (
@@ -93,7 +93,7 @@ def test_an_adapter_stays_apart_through_a_checkpoint_and_is_merged_in_the_end(rl
         (first, second, ("--to", "megatron", "--adapter")),
         (second, target, ()),
     ):
-        result = rl("convert", str(source), str(made), *arguments)
+        result = driver.rl("convert", str(source), str(made), *arguments)
         assert result.code == 0, result.output
         assert agreement(result) <= 1e-5
     merged = load_file(target / "model.safetensors")

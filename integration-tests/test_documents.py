@@ -19,14 +19,11 @@ from document_checks import (
     unknown_keys,
 )
 
-from rl_core.testing.documents import Document, Workbook, add_to_hub, documents_of, read_document
+from rl_core.testing.documents import Document, Workbook, documents_of, read_document
 
 DOCUMENTS = documents_of(ROOT)
 NOTEBOOKS = sorted(ROOT.glob("docs/notebooks/*.ipynb"))
 CHANGELOGS = sorted(ROOT.glob("packages/*/CHANGELOG.md"))
-
-HUB_MODELS = ("Qwen/Qwen2.5-0.5B-Instruct",)
-"""Models that documents train; a tiny model of this machine has these names."""
 
 INTERNAL = {ROOT / "docs" / "architecture.md", ROOT / "AGENTS.md"}
 """Documents for those who change the packages, which name modules."""
@@ -35,21 +32,7 @@ every_document = pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str
 
 
 @pytest.fixture(scope="session")
-def hub(once) -> Path:
-    """A cache of the hub that holds a tiny model under each name."""
-
-    def make(folder: Path) -> None:
-        from rl_algos.tiny_model import make_tiny_model
-
-        shutil.rmtree(folder, ignore_errors=True)
-        for name in HUB_MODELS:
-            add_to_hub(folder, name, make_tiny_model)
-
-    return once("hub", make)
-
-
-@pytest.fixture(scope="session")
-def worked(once, hub):
+def worked(once):
     """The working folder of a document whose blocks have run."""
 
     def work(path: Path) -> Path:
@@ -62,15 +45,15 @@ def worked(once, hub):
                 folder.mkdir()
             else:
                 shutil.copytree(before, folder, symlinks=True)
-            run_blocks(document, folder, hub)
+            run_blocks(document, folder)
 
         return once("document-" + str(path.relative_to(ROOT)).replace(os.sep, "-"), make)
 
     return work
 
 
-def run_blocks(document: Document, folder: Path, hub: Path) -> None:
-    variables = {"HF_HUB_CACHE": str(hub), "HF_HUB_OFFLINE": "1", "COLUMNS": "80", "OMP_NUM_THREADS": None}
+def run_blocks(document: Document, folder: Path) -> None:
+    variables = {"HF_HUB_OFFLINE": "1", "COLUMNS": "80", "OMP_NUM_THREADS": None}
     workbook = Workbook(folder, variables)
     for block in document.blocks:
         if block.checked:
@@ -84,8 +67,7 @@ def run_blocks(document: Document, folder: Path, hub: Path) -> None:
 
 
 @every_document
-def test_blocks_run_as_printed(path, worked, monkeypatch):
-    monkeypatch.setenv("HF_TOKEN", "none")  # as a reader who reads it has one
+def test_blocks_run_as_printed(path, worked):
     worked(path)
 
 

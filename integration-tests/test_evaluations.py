@@ -91,16 +91,22 @@ def test_every_kind_of_task_is_scored_by_vllm(rl, warm_model, tmp_path):
     assert all(name in result.output for name in found)
 
 
-def test_tasks_are_scored_as_a_run_trains_and_the_same_by_rl_eval(driver, grpo, rl, tmp_path):
+def test_tasks_are_scored_as_a_run_trains_and_the_same_by_rl_eval(driver, grpo, tmp_path):
     run = tmp_path / "run"
     task = f"eval.tasks=[{{name: sums, dataset: {SUMS}}}]"
     settings = ("eval.num_samples=4", "eval.temperature=0.8")
-    small = ("grpo.num_prompts_per_step=16", "grpo.max_num_steps=2", "checkpointing.save_period=2")
+    # vLLM scores in the tests of the quickstart
+    small = (
+        "policy.generation.backend=hf",
+        "grpo.num_prompts_per_step=16",
+        "grpo.max_num_steps=2",
+        "checkpointing.save_period=2",
+    )
     driver.train(run, *grpo, *small, task, *settings, "eval.period=1", "eval.at_start=true")
     lines = {line["step"]: {n: v for n, v in line.items() if n.startswith("eval/")} for line in lines_of(run)}
     assert sorted(lines) == [0, 1, 2]
     assert lines[0].keys() == lines[1].keys() == lines[2].keys() >= {"eval/sums/mean", "eval/sums/pass@4"}
-    result = rl("eval", f"{run}:2", task, *settings, f"run_dir={tmp_path / 'eval'}")
+    result = driver.rl("eval", f"{run}:2", task, *settings, f"run_dir={tmp_path / 'eval'}")
     assert result.code == 0, result.output
     found = json.loads((tmp_path / "eval" / "eval.json").read_text())["tasks"]["sums"]
     estimates = {f"eval/sums/{name}": estimate["value"] for name, estimate in found["estimates"].items()}

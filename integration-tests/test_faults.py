@@ -15,7 +15,7 @@ import pytest
 import tellable_environment
 from runs import Run, assert_no_shared_memory_is_left, figures, logs_of, rollouts_of, shared_memory, steps_of
 
-from rl_core.testing.exhaustive import exhaustive
+from rl_core.testing.exhaustive import exhaustive, partly_exhaustive
 
 
 def kill_and_resume(run, num_kills, steps, *arguments, **variables):
@@ -65,12 +65,15 @@ def test_an_sft_run_outlives_a_dead_rank_and_the_kill_of_all_it_started(num_kill
     assert_no_shared_memory_is_left(before)
 
 
-def test_a_grpo_run_outlives_the_death_of_everything_it_started(num_kills, grpo, whole_grpo, tmp_path):
-    # all in one run, as every start of a run takes vLLM's own time
+@pytest.mark.parametrize("generator", partly_exhaustive(["hf", "vllm"], always=["hf"]))
+def test_a_grpo_run_outlives_the_death_of_everything_it_started(generator, num_kills, grpo, request, tmp_path):
+    whole = request.getfixturevalue({"hf": "whole_hf", "vllm": "whole_grpo"}[generator])
+    # all in one run, as every start of a run takes its engine's own time
     orders, before = tmp_path / "orders", shared_memory()
     orders.mkdir()
     told = (
         *grpo,
+        f"policy.generation.backend={generator}",
         "data.train.env_name=tellable",
         "data.validation.env_name=tellable",
         f"env.tellable.orders={orders}",
@@ -103,10 +106,10 @@ def test_a_grpo_run_outlives_the_death_of_everything_it_started(num_kills, grpo,
     assert len(of_the_kill) <= 1
     undisturbed = failed[0][0] - 1
     assert of_the_kill or undisturbed >= 7
-    assert figures(run.folder, until=undisturbed) == figures(whole_grpo, until=undisturbed)
-    assert completions_of(run.folder, until=undisturbed) == completions_of(whole_grpo, until=undisturbed)
+    assert figures(run.folder, until=undisturbed) == figures(whole, until=undisturbed)
+    assert completions_of(run.folder, until=undisturbed) == completions_of(whole, until=undisturbed)
     prompts = prompts_of(run.folder)
-    assert prompts == prompts_of(whole_grpo)
+    assert prompts == prompts_of(whole)
     assert len(set().union(*prompts.values())) == sum(len(each) for each in prompts.values()) == 10 * 32
 
     told_to_fail = [row for step, row in failed if step not in of_the_kill]

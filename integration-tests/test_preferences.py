@@ -2,16 +2,14 @@
 
 import json
 import math
-import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
-from runs import lines_of, python_of, rollouts_of, steps_of
+from runs import by_transformers, lines_of, rollouts_of, steps_of
 
 from rl_algos.preference import data as preferences
 from rl_algos.tiny_model import make_tokenizer
-from rl_core.plugins import POLICIES
 from rl_core.testing.documents import read_document
 from rl_core.testing.exhaustive import exhaustive
 from rl_launch.run_config.reading import read_plan
@@ -36,16 +34,7 @@ SMALL = ("dpo.val_period=0", "dpo.val_at_end=true", "checkpointing.metric_name=n
 
 def scores_of(folder, talks):
     """Scores of conversations by a reward model in transformers, which the trainer's environment has."""
-    done = subprocess.run(
-        [python_of(POLICIES, "dtensor"), "-c", SCORES, str(folder)],
-        input=json.dumps(talks),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.rpartition("scores ")[2])
+    return json.loads(by_transformers(SCORES, folder, given=json.dumps(talks)).rpartition("scores ")[2])
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ def package(tmp_path, monkeypatch):
     folder = tmp_path / "a_package"
     folder.mkdir()
     (folder / "__init__.py").write_text(
-        "from rl_core.exports import lazy_exports\n__getattr__, __dir__, __all__ = lazy_exports(__name__)\n"
+        "from rl_core.exports import lazy_exports\n__getattr__, __dir__ = lazy_exports(__name__)\n"
     )
     (folder / "__init__.pyi").write_text(
         "from a_package.shapes import Square as Square\nfrom a_package.shapes import area as area\n__version__: str\n"

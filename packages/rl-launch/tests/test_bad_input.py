@@ -1,8 +1,8 @@
 """Bad input ends `rl train` with one message that names the remedy, before a Ray process starts."""
 
+import json
 import os
 import re
-import resource
 import subprocess
 import sys
 
@@ -40,12 +40,18 @@ IN_A_FRESH_INTERPRETER = (
     "run directory of another config",
 )
 
-# says at its end whether Ray was so much as imported
-COMMAND = """
-import atexit, sys
-from rl_launch.cli import main
-atexit.register(lambda: print("ray" in sys.modules))
-main()
+# nothing that it is told leads it to import Ray
+COMMANDS = """
+import json, os, sys
+from typer.testing import CliRunner
+from rl_launch.cli import app
+for line in sys.stdin:
+    folder, variables, arguments = json.loads(line)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(variables)
+    answer = CliRunner().invoke(app, ["train", *arguments])
+    print(json.dumps([answer.exit_code, answer.stdout, answer.stderr, "ray" in sys.modules]), flush=True)
 """
 
 
@@ -76,17 +82,29 @@ def test_bad_input_is_one_message_that_names_the_remedy(case, tmp_path):
     del kept
 
 
+@pytest.fixture(scope="module")
+def fresh_interpreter():
+    """An interpreter that has imported nothing but the command line, and runs one command after another."""
+    command = [sys.executable, "-c", COMMANDS]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+
+        def run(*arguments):
+            process.stdin.write(json.dumps([os.getcwd(), dict(os.environ), arguments]) + "\n")
+            process.stdin.flush()
+            return json.loads(process.stdout.readline())
+
+        yield run
+        process.stdin.close()
+
+
 @pytest.mark.parametrize("name", IN_A_FRESH_INTERPRETER)
-def test_no_ray_is_loaded_for_bad_input(name, tmp_path):
+def test_no_ray_is_loaded_for_bad_input(name, fresh_interpreter, tmp_path):
     case = next(case for case in CASES if case.name == name)
     kept = case.files(tmp_path / "work")
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    command = [sys.executable, "-c", COMMAND, "train", *case.arguments]
-    answer = subprocess.run(command, capture_output=True, text=True, env=dict(os.environ), check=False)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    _check(case, answer.returncode, answer.stderr)
-    assert answer.stdout == "False\n"
-    print(f"{name}: {after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime:.2f} s of CPU")  # noqa: T201
+    code, printed, said, has_ray = fresh_interpreter(*case.arguments)
+    _check(case, code, said)
+    assert printed == ""
+    assert not has_ray
     del kept
 
 

@@ -5,7 +5,7 @@ Name`. Type checkers and editors read that file, and so does `lazy_exports`, so 
 
     from rl_core import lazy_exports
 
-    __getattr__, __dir__, __all__ = lazy_exports(__name__)
+    __getattr__, __dir__ = lazy_exports(__name__)
 
 Importing the package then imports none of its modules: a driver reads the config of a backend whose engine is not
 installed.
@@ -13,21 +13,26 @@ installed.
 
 from __future__ import annotations
 
-import ast
 import importlib
+import os
 import sys
-from collections.abc import Callable, Mapping
 from functools import cache
-from importlib.metadata import version
-from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+
+# `typing`, `pathlib` and `ast` would take most of the time in which the launcher of a worker starts
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from typing import Any
 
 VERSION = "__version__"
 
 
-def lazy_exports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Return `__getattr__`, `__dir__` and `__all__` of a package that has a stub.
+def lazy_exports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return `__getattr__` and `__dir__` of a package that has a stub; `__getattr__` serves `__all__` as well.
+
+    The stub is read when the first name is asked for: processes that import a package only to reach one of its modules
+    start without.
 
     Args:
         package: Name of a package or module whose import has begun, `__name__` in its `__init__`. A package at the top
@@ -36,17 +41,24 @@ def lazy_exports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[
     Raises:
         FileNotFoundError: If the package has no stub.
     """
-    homes = homes_of(package)
-    names = sorted([*homes, *([] if "." in package else [VERSION])])
+    if _stub_of(package) is None:
+        raise FileNotFoundError(f"{package} has no __init__.pyi, which lists public names")
+    is_top = "." not in package
+
+    def names() -> list[str]:
+        return sorted([*homes_of(package), *([VERSION] if is_top else [])])
 
     def get(name: str) -> Any:
-        if name in homes:
-            return getattr(importlib.import_module(homes[name]), name)
-        if name == VERSION and VERSION in names:
+        if name == VERSION and is_top:
+            from importlib.metadata import version
             return version(package.replace("_", "-"))
+        if name == "__all__":
+            return names()
+        if name in homes_of(package):
+            return getattr(importlib.import_module(homes_of(package)[name]), name)
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
-    return get, lambda: list(names), names
+    return get, names
 
 
 @cache
@@ -59,10 +71,13 @@ def homes_of(package: str) -> Mapping[str, str]:
     Raises:
         FileNotFoundError: If the package has no stub.
     """
+    import ast
+
     stub = _stub_of(package)
     if stub is None:
         raise FileNotFoundError(f"{package} has no __init__.pyi, which lists public names")
-    tree = ast.parse(stub.read_text(encoding="utf-8"))
+    with open(stub, encoding="utf-8") as file:
+        tree = ast.parse(file.read())
     imports = [statement for statement in tree.body if isinstance(statement, ast.ImportFrom)]
     return MappingProxyType({alias.name: str(each.module) for each in imports for alias in each.names})
 
@@ -106,7 +121,7 @@ def has_public_names(package: str) -> bool:
     return _stub_of(package) is not None
 
 
-def _stub_of(package: str) -> Path | None:
+def _stub_of(package: str) -> str | None:
     source = getattr(sys.modules.get(package), "__file__", None)
-    stub = Path(source).with_suffix(".pyi") if source else None
-    return stub if stub is not None and stub.is_file() else None
+    stub = f"{os.path.splitext(source)[0]}.pyi" if source else ""
+    return stub if os.path.isfile(stub) else None

@@ -7,8 +7,8 @@ def __getattr__(name: str) -> Any:
     # here, because the zygote of a sandbox imports this package where rl_core is not installed
     from rl_core.exports import lazy_exports
 
-    get, _, names = lazy_exports(__name__)
-    return names if name == "__all__" else get(name)
+    get, _ = lazy_exports(__name__)
+    return get(name)
 
 
 def __dir__() -> list[str]:

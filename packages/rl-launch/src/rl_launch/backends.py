@@ -38,6 +38,10 @@ _logger = logging.getLogger(__name__)
 
 C = TypeVar("C", bound=Config)
 
+_IMPORTED_BY_RAY = ("google.protobuf.descriptor_pb2", "jsonschema", "msgpack", "requests")
+"""Packages that Ray requires, two thirds of the time of its import. Each worker imports Ray itself, which reads the
+variables of its process then."""
+
 
 @dataclass(frozen=True)
 class Backend(Generic[C]):
@@ -123,7 +127,7 @@ class Backends:
         if GENERATION in found:
             modules = (*found[GENERATION].modules, ROLLOUT_WORKER.partition(":")[0])
             found[GENERATION] = replace(found[GENERATION], modules=modules)
-        return found
+        return {role: replace(each, modules=(*each.modules, *_IMPORTED_BY_RAY)) for role, each in found.items()}
 
     @property
     def weight_sync(self) -> WeightSyncChoice:

@@ -33,6 +33,9 @@ def engine(tmp_path, monkeypatch):
         "def process(config):\n"
         "    import os\n"
         "    return [str(os.getpid())]\n"
+        "def variable(config):\n"
+        "    import os\n"
+        "    return [] if os.environ[config['optimizer']] == 'known' else ['it is unknown']\n"
         "def crash(config):\n"
         "    raise RuntimeError('no driver')\n"
     )
@@ -53,6 +56,15 @@ def test_only_a_check_that_found_a_problem_is_repeated_for_the_same_section(tmp_
     first = engine_problems(sys.executable, "some_engine:count", section)
     assert engine_problems(sys.executable, "some_engine:count", section) == first
     assert len(calls.read_text()) == num_calls
+
+
+def test_a_check_has_the_variables_of_its_worker_and_is_repeated_with_others():
+    section = Root(optimizer="SOME_VARIABLE")
+    found = [
+        engine_problems(sys.executable, "some_engine:variable", section, variables={"SOME_VARIABLE": value})
+        for value in ("known", "other")
+    ]
+    assert found == [[], ["it is unknown"]]
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,15 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-_OF_ONE_PROCESS = frozenset({"_", "COLUMNS", "LINES", "OLDPWD", "PWD", "PYTHONBREAKPOINT", "SHLVL"})
+_OF_ONE_PROCESS = frozenset(
+    {"_", "COLUMNS", "GLOO_SOCKET_IFNAME", "LINES", "NCCL_SOCKET_IFNAME", "OLDPWD", "PWD", "PYTHONBREAKPOINT", "SHLVL"}
+)
 """Variables that differ between processes and that no library reads when it is imported. All others count, but those
 of `_OF_ONE_PROGRAM`."""
 
-_OF_ONE_PROGRAM = ("PYTEST_", "RAY_")
-"""Prefixes of variables that one program alone reads, which a server never imports."""
+_OF_ONE_PROGRAM = ("CRC32C_", "JPY_", "PYTEST_", "RAY_", "RL_", "SPT_")
+"""Prefixes of variables that only one program reads. A server never imports it (TensorBoard's writer, Jupyter, pytest,
+Ray, setproctitle), or it reads them when it is called (this project)."""
 
 _LONGEST_PATH = 107
 """Of a Unix socket."""

@@ -13,6 +13,7 @@ from typing import Any
 import ray
 
 from rl_core.errors import ConfigError, RLError
+from rl_launch.cluster import setup_worker
 from rl_launch.cluster.local_gpus import local_gpus
 from rl_launch.cluster.ray_folder import prepare_ray_folder
 from rl_launch.cluster.ray_token import secure_new_cluster
@@ -39,6 +40,9 @@ _OF_HEAD = {
     "_system_config": {"prestart_worker_first_driver": False},
 }
 """No process that a local run does not need, and no idle Python for each CPU: workers have their own interpreters."""
+
+_OF_NODE = {"setup_worker_path": setup_worker.__file__}
+"""Starts workers in half the time."""
 
 _started: set[str] = set()
 """Addresses of the Rays of one node that this process started."""
@@ -108,6 +112,7 @@ def one_node(num_cpus: int) -> list[dict[str, Any]]:
             "num_cpus": max(os.cpu_count() or 1, num_cpus),
             "num_gpus": local_gpus(),
             "object_store_memory": object_store_bytes(),
+            **_OF_NODE,
             **_OF_HEAD,
         }
     ]
@@ -130,6 +135,7 @@ def logical_nodes(num_nodes: int, gpus_per_node: int) -> list[dict[str, Any]]:
         "num_cpus": 2 * gpus_per_node + (os.cpu_count() or 1),
         "num_gpus": gpus_per_node,
         "object_store_memory": max(LEAST_OBJECT_STORE_BYTES, object_store_bytes() // num_nodes),
+        **_OF_NODE,
     }
     nodes = [{**settings, "node_ip_address": f"127.0.0.{FIRST_ADDRESS + node}"} for node in range(num_nodes)]
     return [{**nodes[0], **_OF_HEAD}, *nodes[1:]]

@@ -24,6 +24,9 @@ from rl_launch.session.directory.writable import check_writable
 
 _MEASURED = (("initial", "before SFT"), ("sft", "after SFT"), ("grpo", "after GRPO"))
 
+_GRPO_STEPS = 24
+"""Raise the accuracy by a quarter of the sums; the recipe's further ones by little."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -112,6 +115,7 @@ class Quickstart:
         settings = [
             f"policy.model_name={model}",
             f"run_dir={run_dir}",
+            f"grpo.max_num_steps={_GRPO_STEPS}",
             "grpo.val_at_start=true",
             "grpo.val_at_end=true",
             *self._cluster,

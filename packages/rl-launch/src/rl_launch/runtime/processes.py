@@ -23,6 +23,26 @@ def server_stay_s(chosen: float | None, device: Device) -> float:
     return default_s if chosen is None else chosen
 
 
+def variables_of_worker(
+    python: str, preload: Preload, device: Device, *env_vars: EnvVars, num_threads: int
+) -> dict[str, str]:
+    """Return the environment variables of a worker's process that do not depend on its node's network.
+
+    Args:
+        python: Interpreter of its environment.
+        preload: Modules and variables that its backend names.
+        device: Kind of device that it computes on.
+        env_vars: Sections of the config that apply to it, from the most general to its own.
+        num_threads: Number of threads that it computes with on the CPU.
+    """
+    return {
+        **worker_variables(python),
+        **preload.variables,
+        **device.worker_variables(num_threads),
+        **chosen_variables(*env_vars),
+    }
+
+
 class Processes:
     """Processes of workers, on nodes that are prepared for them.
 
@@ -76,12 +96,15 @@ class Processes:
         found = self._nodes[node]
         python = found.interpreters[role]
         preload = self._preloads.get(role, Preload())
-        variables = {
-            **worker_variables(python),
-            **preload.variables,
-            **(self._cluster.network_variables or found.network_variables),
-            **self._cluster.device.worker_variables(max(1, found.facts.cores // ranks)),
-            **chosen_variables(self._env_vars, self._env_vars_by_role.get(role, {})),
-        }
+        of_worker = variables_of_worker(
+            python,
+            preload,
+            self._cluster.device,
+            self._env_vars,
+            self._env_vars_by_role.get(role, {}),
+            num_threads=max(1, found.facts.cores // ranks),
+        )
+        # what the user chose wins over the node's network
+        variables = {**(self._cluster.network_variables or found.network_variables), **of_worker}
         command = shell_command(python, preload.modules, self._fork_server_s)
         return WorkerProcess(command, variables, node, num_gpus)

@@ -11,12 +11,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from rl_core.config import EnvVars
 from rl_core.devices import Device
 from rl_core.environments.instance import instance_of
 from rl_core.errors import ConfigError
 from rl_core.plugins import BackendPlugin, RolloutNeeds
 from rl_core.ray.model import RemoteModel
 from rl_core.run import Components
+from rl_launch.backends import Backends
+from rl_launch.cluster.node_task import usable_cores
 from rl_launch.cluster.nodes import Nodes
 from rl_launch.cluster.virtual_cluster import VirtualCluster
 from rl_launch.model_files.local_models import model_folders
@@ -28,7 +31,7 @@ from rl_launch.runtime.elastic_replicas import ElasticReplicas
 from rl_launch.runtime.environment_watch import EnvironmentWatch
 from rl_launch.runtime.model_group import StartTimeouts
 from rl_launch.runtime.models import Models
-from rl_launch.runtime.processes import Processes, server_stay_s
+from rl_launch.runtime.processes import Processes, server_stay_s, variables_of_worker
 from rl_launch.runtime.replica import Replica
 from rl_launch.runtime.replicas import Replicas
 from rl_launch.runtime.role_envs import role_specs
@@ -63,14 +66,27 @@ def check_engines(plan: RunPlan, envs: DriverEnvs, device: Device) -> None:
 
     preloads = backends.preloads(device)
     fork_server_s = server_stay_s(plan.config.cluster.fork_server_s, device)
+    cores, ranks = usable_cores(), device.ranks_per_node(plan.config.cluster)
+    env_vars = env_vars_by_role(backends)
 
     def problems_of(role: str, key: str, found: BackendPlugin) -> list[str]:
         if not found.preflight:
             return []
+        python = envs.interpreters[role]
+        # those of the worker, so that both are forked from the same process
+        variables = variables_of_worker(
+            python,
+            preloads[role],
+            device,
+            plan.config.cluster.env_vars,
+            env_vars[role],
+            num_threads=cores if role == GENERATION else max(1, cores // ranks),
+        )
         texts = engine_problems(
-            envs.interpreters[role],
+            python,
             found.preflight,
             plan.section(key),
+            variables=variables,
             imports=preloads[role].modules,
             fork_server_s=fork_server_s,
         )
@@ -80,6 +96,14 @@ def check_engines(plan: RunPlan, envs: DriverEnvs, device: Device) -> None:
         problems = [problem for several in threads.map(problems_of, *zip(*chosen, strict=True)) for problem in several]
     if problems:
         raise ConfigError("\n".join(problems))
+
+
+def env_vars_by_role(backends: Backends) -> dict[str, EnvVars]:
+    """Return the environment variables that the config sets for the workers of each role."""
+    found = {role: model.config.env_vars for role, model in backends.models.items()}
+    if backends.generation is not None:
+        found[GENERATION] = backends.generation.config.env_vars
+    return found
 
 
 class Runtime:
@@ -104,10 +128,8 @@ class Runtime:
         self._timeouts = StartTimeouts(config.cluster.process_timeout_s, config.cluster.start_timeout_s)
         self.topology: Topology = backends.topology(cluster.num_nodes, cluster.ranks_per_node, cluster.device)
         loaded = {model.section: model.config for model in backends.models.values()}
-        env_vars = {role: model.config.env_vars for role, model in backends.models.items()}
         if backends.generation is not None:
             loaded[POLICY] = backends.generation.model
-            env_vars[GENERATION] = backends.generation.config.env_vars
         self._nodes = Nodes(
             envs,
             logs,
@@ -119,7 +141,7 @@ class Runtime:
             cluster,
             self._nodes,
             env_vars=config.cluster.env_vars,
-            env_vars_by_role=env_vars,
+            env_vars_by_role=env_vars_by_role(backends),
             preloads=backends.preloads(cluster.device),
             fork_server_s=config.cluster.fork_server_s,
         )

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import select
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from tempfile import TemporaryFile
+from typing import NamedTuple
 
 from rl_core.config import Config, plain
 from rl_core.errors import WorkerEnvironmentError
 from rl_core.fork_server import command as forked_command
 from rl_launch.worker_envs.passed_checks import PassedChecks, record_of
-from rl_launch.worker_envs.variables import worker_process_environment
+from rl_launch.worker_envs.variables import forwarded_variables, worker_variables
 
 _CHECK = """
 import json, os, sys
@@ -26,15 +28,19 @@ for line in sys.stdin:
     answers.flush()
 """
 _TIMEOUT_S = 300.0
-_SERVER_IDLE_S = 120.0
-"""Longest stay of a process that has imported an engine for further checks: it takes as much memory as a worker."""
 
-_kept: dict[str, list[_CheckProcess]] | None = None
-"""Idle processes by interpreter, while checks are to share them."""
+_kept: dict[_Start, list[_CheckProcess]] | None = None
+"""Idle processes by how they were started, while checks are to share them."""
 
 
 def engine_problems(
-    python: str, check: str, section: Config, *, imports: Sequence[str] = (), fork_server_s: float = 0.0
+    python: str,
+    check: str,
+    section: Config,
+    *,
+    variables: Mapping[str, str] | None = None,
+    imports: Sequence[str] = (),
+    fork_server_s: float = 0.0,
 ) -> list[str]:
     """The problems that a backend's `preflight` finds in a model's section of a resolved config.
 
@@ -45,22 +51,27 @@ def engine_problems(
         python: interpreter of the worker's environment.
         check: `"package.module:function"`.
         section: the model's section.
-        imports: modules to import before the check, in a fork server that later runs share.
+        variables: environment variables of the worker that differ from the driver's; by default those of every worker
+            with this interpreter.
+        imports: modules to import before the check, in a fork server that the run's workers and later runs share.
         fork_server_s: seconds for which that server may stay; 0 uses none.
 
     Raises:
         WorkerEnvironmentError: if the check itself fails.
     """
-    passed, record = PassedChecks(), record_of(python, check, section)
+    if variables is None:
+        variables = {**worker_variables(python), **forwarded_variables()}
+    passed, record = PassedChecks(), record_of(python, check, section, variables)
     if passed.has(record):
         return []
-    process = _taken(python) or _CheckProcess(python, imports, min(fork_server_s, _SERVER_IDLE_S))
+    start = _Start(tuple(forked_command(python, imports, fork_server_s)), tuple(sorted(variables.items())))
+    process = _taken(start) or _CheckProcess(python, start)
     try:
         problems = process.ask(check, section)
     except BaseException:
         process.close()
         raise
-    _put_back(python, process)
+    _put_back(start, process)
     if not problems:
         passed.add(record)
     return problems
@@ -68,7 +79,8 @@ def engine_problems(
 
 @contextmanager
 def kept_check_processes() -> Iterator[None]:
-    """Context in which the checks of one interpreter share a process, so that their engine is imported once.
+    """Context in which checks with the same interpreter and variables share a process, so that their engine is imported
+    once.
 
     The process stays until the context ends, with the memory that the engine takes; on GPUs that may be memory of the
     GPU.
@@ -83,18 +95,25 @@ def kept_check_processes() -> Iterator[None]:
             process.close()
 
 
+class _Start(NamedTuple):
+    """The interpreter or what stands in for it, and the variables that differ from the driver's."""
+
+    command: tuple[str, ...]
+    variables: tuple[tuple[str, str], ...]
+
+
 class _CheckProcess:
     """A process of a worker's environment that makes checks one after another."""
 
-    def __init__(self, python: str, imports: Sequence[str], fork_server_s: float) -> None:
+    def __init__(self, python: str, start: _Start) -> None:
         self._python = python
         self._errors = TemporaryFile()  # noqa: SIM115  # open as long as the process
         self._process = subprocess.Popen(
-            [*forked_command(python, imports, fork_server_s), "-c", _CHECK],
+            [*start.command, "-c", _CHECK],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
-            env=worker_process_environment(python),
+            env={**os.environ, **dict(start.variables)},
         )
 
     def ask(self, check: str, section: Config) -> list[str]:
@@ -128,14 +147,14 @@ class _CheckProcess:
                     stream.close()
 
 
-def _taken(python: str) -> _CheckProcess | None:
+def _taken(start: _Start) -> _CheckProcess | None:
     """A kept process that no other thread has, for one check; None if there is none."""
-    idle = (_kept or {}).get(python)
+    idle = (_kept or {}).get(start)
     return idle.pop() if idle else None
 
 
-def _put_back(python: str, process: _CheckProcess) -> None:
+def _put_back(start: _Start, process: _CheckProcess) -> None:
     if _kept is None:
         process.close()
     else:
-        _kept.setdefault(python, []).append(process)
+        _kept.setdefault(start, []).append(process)

@@ -11,13 +11,13 @@ import json
 import os
 import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from rl_core.config import Config, plain
 from rl_launch.worker_envs.node_build import default_root
-from rl_launch.worker_envs.variables import forwarded_variables
+from rl_launch.worker_envs.variables import OF_THE_MACHINE
 
 _KEPT_S = 30 * 24 * 3600.0
 _TEXTS = (".json", ".jinja", ".txt", ".yaml", ".yml", ".py")
@@ -55,7 +55,7 @@ class PassedChecks:
             pass
 
 
-def record_of(python: str, check: str, section: Config) -> str:
+def record_of(python: str, check: str, section: Config, variables: Mapping[str, str]) -> str:
     """Return the name of the record of a check.
 
     Args:
@@ -63,12 +63,14 @@ def record_of(python: str, check: str, section: Config) -> str:
         check: `"package.module:function"`.
         section: Section of a resolved config. Folders and files that it names count by their contents, so that a model
             that was moved is the same model.
+        variables: Environment variables of the check's process that differ from the driver's. Those that describe the
+            machine do not count.
     """
     whole = hashlib.blake2b(digest_size=20)
     for part in (
         check,
         json.dumps(_by_content(plain(section)), sort_keys=True),
-        json.dumps(sorted(forwarded_variables().items())),
+        json.dumps(sorted(item for item in variables.items() if item[0] not in OF_THE_MACHINE)),
         platform.node(),
         *(path.read_text() for path in map(Path, _DRIVERS) if path.is_file()),
         *_environment(python),

@@ -38,8 +38,8 @@ FORWARDED_PREFIXES = (
 )
 """Prefixes of the driver's variables that its workers get on every node."""
 
-# paths and counts of the driver's machine, and devices that placement assigns
-_OF_THE_MACHINE = {"CUDA_HOME", "CUDA_PATH", "CUDA_VISIBLE_DEVICES", "MKL_NUM_THREADS", "OMP_NUM_THREADS"}
+OF_THE_MACHINE = frozenset({"CUDA_HOME", "CUDA_PATH", "CUDA_VISIBLE_DEVICES", "MKL_NUM_THREADS", "OMP_NUM_THREADS"})
+"""Variables with paths and counts of one machine, and with devices that placement assigns."""
 
 _SECRET = re.compile(r"(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|KEY)(_|$)")
 
@@ -92,7 +92,7 @@ def forwarded_variables() -> dict[str, str]:
     return {
         name: value
         for name, value in os.environ.items()
-        if name.startswith(FORWARDED_PREFIXES) and name not in _OF_THE_MACHINE and not _SECRET.search(name)
+        if name.startswith(FORWARDED_PREFIXES) and name not in OF_THE_MACHINE and not _SECRET.search(name)
     }
 
 
