@@ -229,8 +229,9 @@ def assemble(
 def _narrows(part: Section, base: type[Config], key: str) -> bool:
     inherited: Any = base.model_fields[key].annotation
     part = part[0] if isinstance(part, tuple) else part
-    is_section = isinstance(inherited, type) and issubclass(inherited, Config)
-    return is_section and isinstance(part, type) and issubclass(part, inherited)
+    if not (isinstance(inherited, type) and issubclass(inherited, Config)):
+        return False
+    return isinstance(part, type) and issubclass(part, inherited)
 
 
 def _portable(kind: Any) -> Any:
