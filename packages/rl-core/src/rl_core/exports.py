@@ -51,6 +51,7 @@ def lazy_exports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[
     def get(name: str) -> Any:
         if name == VERSION and is_top:
             from importlib.metadata import version
+
             return version(package.replace("_", "-"))
         if name == "__all__":
             return names()
