@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -85,11 +86,16 @@ SECTIONS = {
 
 
 class Runner:
-    """A process that runs one section after another, replaced after one that fails."""
+    """A process that runs one section after another, replaced after one that fails.
 
-    def __init__(self, setup: Setup) -> None:
+    Args:
+        setup: Setup of all sections.
+        context: Starts the process.
+    """
+
+    def __init__(self, setup: Setup, context: BaseContext | None = None) -> None:
         self._setup = setup
-        self._context = multiprocessing.get_context("spawn")
+        self._context = context or multiprocessing.get_context("spawn")
         self._process: BaseProcess | None = None
         self._stacks = setup.workspace / "stacks"
 

@@ -9,9 +9,10 @@ from rl_core.testing.exhaustive import pytest_addoption, pytest_collection_modif
 
 __all__ = ["pytest_addoption", "pytest_collection_modifyitems", "pytest_configure"]
 
+preload("rl_dtensor.worker")
+
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
-    preload("rl_dtensor.worker")
     with RankPool(4) as pool:
         yield pool

@@ -1,7 +1,8 @@
 """Workers for the conformance suite, built in the processes of a rank pool."""
 
+from functools import partial
+
 import torch
-from torch._inductor import config as inductor
 
 from rl_core.model import ModelSpec, Rendezvous
 from rl_core.model_config import ModelConfig
@@ -50,14 +51,21 @@ def recall_transforms(rank: Rank) -> None:
     model.logit_transform = rank.held.pop("logit_transform")
 
 
-def compile_plainly(rank: Rank) -> None:
-    """Have this process make code without vector instructions, whose headers take g++ most of its time."""
-    inductor.cpp.simdlen = 1
+def compile_by(rank: Rank, backend: str) -> None:
+    """Have this process compile by a backend of `torch.compile`; inductor makes code without vector instructions, whose
+    headers take g++ most of its time."""
+    if backend == "inductor":
+        from torch._inductor import config
+
+        config.cpp.simdlen = 1
+    rank.held["compile"] = torch.compile
+    torch.compile = partial(torch.compile, backend=backend)
 
 
 def count_compiled(rank: Rank) -> int:
-    """Graphs that this process has compiled, which it forgets."""
-    inductor.cpp.simdlen = None
+    """Undo `compile_by`; returns the number of graphs that this process has compiled, which it forgets."""
+    torch.compile = rank.held.pop("compile")
+    torch._inductor.config.cpp.simdlen = None
     count = int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()

@@ -1,18 +1,23 @@
 """Compiled layers compute what the others do."""
 
+import pytest
 from transformers import AutoConfig
 
 from rl_core.selfcheck.torch.selfcheck import case_on
+from rl_core.testing.exhaustive import partly_exhaustive
 from rl_dtensor import preflight
 from rl_dtensor.model.compilation import compiler_problem
 from rl_dtensor.selfcheck import CHECK, MESHES, write_tiny
 
+GRAPHS = "aot_eager_decomp_partition"
+"""A backend that traces, guards, decomposes and partitions as inductor does, and runs the graphs without g++, which
+takes most of inductor's time."""
 RECOMPUTING = {"compile": True, "activation_checkpointing": True}
 
 
-def test_compiled_layers_train_and_stream_as_one_process(ranks, tmp_path, monkeypatch):
-    """Slow, as each piece of a layer around its attention is compiled by g++, with and without gradients."""
-    ranks.run("dtensor_factories:compile_plainly", [()] * 2)
+@pytest.mark.parametrize("backend", partly_exhaustive([GRAPHS, "inductor"], always=[GRAPHS]))
+def test_compiled_layers_train_and_stream_as_one_process(ranks, tmp_path, monkeypatch, backend):
+    ranks.run("dtensor_factories:compile_by", [(backend,)] * 2)
     monkeypatch.setitem(MESHES, "compiled", (2, RECOMPUTING))
     folder = write_tiny(AutoConfig.for_model("qwen3"), tmp_path / "model")
     case = case_on(MESHES, "compiled", is_packed=True, has_adapters=False)

@@ -1,5 +1,6 @@
 """The GPU check runs on a CPU, small, and tells of sections that fail."""
 
+import multiprocessing
 import subprocess
 import sys
 from pathlib import Path
@@ -47,7 +48,8 @@ def runner(tmp_path, monkeypatch):
     from gpu_check.runner import Runner
     from gpu_check.setup import Setup
 
-    with Runner(Setup("cpu", True, tmp_path)) as running:
+    # forks of a process that has imported torch, of which each section needs a new one here
+    with Runner(Setup("cpu", True, tmp_path), multiprocessing.get_context("forkserver")) as running:
         yield running
 
 

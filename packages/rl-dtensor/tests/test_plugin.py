@@ -150,8 +150,8 @@ def test_the_table_of_families_has_cases_of_the_self_check_and_none_is_off_witho
         assert case["verdict"] == "exact" or case["reason"]
 
 
-@pytest.mark.parametrize("module", ["rl_dtensor.worker", "rl_dtensor.generation.generator"])
-def test_a_fork_server_can_import_what_a_worker_does(module):
+def test_a_fork_server_can_import_what_a_worker_and_a_generator_do():
+    modules = ["rl_dtensor.worker", "rl_dtensor.generation.generator"]
     code = "import sys; from rl_core.fork_server.loaded import import_all; print(import_all(sys.argv[1:]))"
-    done = subprocess.run([sys.executable, "-c", code, module], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", code, *modules], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == ""

@@ -7,9 +7,10 @@ from rl_core.testing.exhaustive import pytest_addoption, pytest_collection_modif
 
 __all__ = ["pytest_addoption", "pytest_collection_modifyitems", "pytest_configure"]
 
+preload("rl_megatron.worker")
+
 
 @pytest.fixture(scope="session")
 def ranks():
-    preload("rl_megatron.worker")
     with RankPool(8) as pool:
         yield pool

@@ -102,6 +102,32 @@ def test_python_that_is_only_checked_imports_what_it_names(written, workbook):
         outputs(written("```python check", "def main():", "    import no_such_module", "```"), workbook)
 
 
+def test_what_python_names_is_imported_in_this_process_too(written):
+    lines = ["```python check", "import json", "1 / 0", "```", "```python", "import no_such_module", "```"]
+    fine, missing = written(*lines).blocks
+    fine.import_here()
+    with pytest.raises(DocumentError, match=r"line 5: .*no_such_module"):
+        missing.import_here()
+
+
+@pytest.mark.parametrize(
+    ("lines", "is_run"),
+    [
+        (["```sh", "python a.py --fast", "```"], True),
+        (["```python", "# b.py", "from a import x", "```"], True),
+        (["```sh fails", "python a.py", "```"], False),
+        (["```sh check", "python a.py", "```"], False),
+        (["```sh", "python a.pyx", "```"], False),
+        (["```python", "import ab", "```"], False),
+        (["```text", "python a.py", "```"], False),
+    ],
+)
+def test_a_python_file_that_a_later_block_runs_needs_no_import_of_its_own(written, lines, is_run):
+    file, *later = written("```python", "# a.py", "x = 1", "```", *lines).blocks
+    assert file.is_run_by(later) == is_run
+    assert not later[0].is_run_by([file])
+
+
 def test_commands_that_are_only_checked_do_not_run(written, workbook):
     assert outputs(written("```sh check", "touch here", "```"), workbook) == [""]
     assert not (workbook.folder / "here").exists()

@@ -26,7 +26,7 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -96,6 +96,28 @@ class Block:
         """The import statements of Python."""
         found = [node for node in ast.walk(ast.parse(self.text)) if isinstance(node, ast.Import | ast.ImportFrom)]
         return "".join(f"{ast.unparse(node)}\n" for node in found)
+
+    def is_run_by(self, later: Iterable[Block]) -> bool:
+        """Return whether one of these blocks runs or imports this Python file, which then needs no import before."""
+        path = Path(self.file)
+        if path.suffix != ".py":
+            return False
+        runs = re.compile(
+            rf"^python {re.escape(self.file)}(?= |$)|^(?:from|import) {re.escape(path.stem)}(?= |$)", re.M
+        )
+        counted = (each for each in later if each.language in RUN and not each.checked and not each.fails)
+        return any(runs.search(each.text) for each in counted)
+
+    def import_here(self) -> None:
+        """Import in this process what Python names, for blocks whose packages take long to import.
+
+        Raises:
+            DocumentError: If that fails, with the block's place.
+        """
+        try:
+            exec(self.imports, {})
+        except Exception as error:
+            raise DocumentError(f"{self.place}: {error!r}\n{self.imports}") from error
 
 
 @dataclass(frozen=True)
@@ -216,6 +238,13 @@ class Workbook:
             self.printed = self._run(block)
         return self.printed
 
+    def write(self, block: Block) -> Path:
+        """Write the file that a block names, without a look at it; returns its path."""
+        path = self.folder / block.file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(block.text, encoding="utf-8")
+        return path
+
     def _run(self, block: Block) -> str:
         if block.file:
             return self._write(block)
@@ -235,10 +264,7 @@ class Workbook:
             raise DocumentError(f"{block.place}: expected\n{block.text}\ngot\n{printed}")
 
     def _write(self, block: Block) -> str:
-        path = self.folder / block.file
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(block.text, encoding="utf-8")
-        if path.suffix == ".py":
+        if self.write(block).suffix == ".py":
             # its definitions, not what it does as a script
             code = f"import runpy; runpy.run_path({block.file!r}, run_name='imported')"
             return self._execute(block, sys.executable, "-c", code)
