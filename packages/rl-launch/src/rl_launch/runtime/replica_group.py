@@ -103,7 +103,7 @@ class ReplicaGroup:
                 # once for all that were lost together
                 self.restart_budget.spend(next(iter(self._lost.values())))
             try:
-                self._replace_lost()
+                self._restart_processes()
                 self._join()
                 if update is not None:
                     assert self._weights is not None, "replicas that are given weights have a sender"
@@ -206,7 +206,7 @@ class ReplicaGroup:
         replica.kill()
         self._lost[replica] = error
 
-    def _replace_lost(self) -> None:
+    def _restart_processes(self) -> None:
         """Restart lost replicas, all at once; on shared devices no other tenant is resident meanwhile."""
         if not self._lost:
             return
