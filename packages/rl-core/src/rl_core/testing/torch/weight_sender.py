@@ -102,6 +102,9 @@ class Corrupting:
 class SenderProcess:
     """A process of its own, as a policy is, that sends on demand; restarted if a fault ends it.
 
+    It is a fork of multiprocessing's fork server: call `rl_core.selfcheck.rank_pool.preload` with a module that imports
+    torch, and only the server imports it.
+
     Args:
         device: the policy rank's.
         gpus: those it sees.
@@ -110,7 +113,7 @@ class SenderProcess:
     def __init__(self, device: Device = CPU, gpus: tuple[str, ...] = ()) -> None:
         self._device = device
         self._gpus = gpus
-        self._context = multiprocessing.get_context("spawn")
+        self._context = multiprocessing.get_context("forkserver")
         self._waiter = ThreadPoolExecutor(1)
         self._process: Any = None
 
