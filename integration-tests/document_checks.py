@@ -282,7 +282,8 @@ def _is_defined(parts: Sequence[str]) -> bool:
             path = base.joinpath(*parts[:length])
             for file in (path.with_suffix(".py"), path / "__init__.py"):
                 if file.is_file():
-                    return _defines(file, parts[length:])
+                    files = [each for each in (file, file.with_suffix(".pyi")) if each.is_file()]
+                    return any(_defines(each, parts[length:]) for each in files)
             if path.is_dir() and length == len(parts):
                 return True
     return False
@@ -295,6 +296,8 @@ def _defines(file: Path, names: Sequence[str]) -> bool:
         found = next((node for node in _statements(body) if name in _names_of(node)), None)
         if found is None:
             return False
+        if isinstance(found, ast.ImportFrom):
+            return True  # a name of another module, whose attributes are not looked at
         body = found.body if isinstance(found, ast.ClassDef) else ()
     return True
 
