@@ -1,5 +1,6 @@
 """Assembled types."""
 
+import inspect
 import pickle
 import subprocess
 import sys
@@ -95,3 +96,16 @@ def test_values_stay_the_text_that_was_written():
 def test_names_that_a_config_may_not_set_are_refused_by_key(name, message):
     with pytest.raises(ConfigError, match=message):
         read(f"cluster.env_vars.{name}=0")
+
+
+def test_an_assembled_type_is_described_by_its_parts_and_no_module_is_searched_for_its_source(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    searched: list[object] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(inspect, "getmodule", lambda found, *_: searched.append(found))
+        assembled = assemble("Whole", {"optimizer": OptimizerConfig}, base=SchedulerConfig)
+    assert searched == []
+    described = {key: field.description for key, field in SchedulerConfig.model_fields.items()}
+    assert all(described.values())
+    assert {key: assembled.model_fields[key].description for key in described} == described

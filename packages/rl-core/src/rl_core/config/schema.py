@@ -250,7 +250,15 @@ def _build(assembly: Assembly) -> type[Assembled]:
     fields |= {key: _redefined(base.model_fields[key], default) for key, default in assembly.defaults}
     bases = (base,) if issubclass(base, Assembled) else (Assembled, base)
     doc = None if base is Config else base.__doc__
-    built = create_model(assembly.name, __base__=bases, __module__=base.__module__, __doc__=doc, **fields)
+    built = create_model(
+        assembly.name,
+        __base__=bases,
+        __module__=base.__module__,
+        __doc__=doc,
+        # the parts describe its fields: pydantic would search all loaded modules for its source
+        __cls_kwargs__={"use_attribute_docstrings": False},
+        **fields,
+    )
     built.assembly = assembly
     _BUILT[assembly.token] = built
     return built
