@@ -17,9 +17,8 @@ import sys
 import traceback
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, BinaryIO, get_type_hints
+from typing import TYPE_CHECKING, Any, BinaryIO, get_type_hints
 
-from rl_core.config import Config
 from rl_core.environments.conversation_class import ConversationEnvironment, plays_one
 from rl_core.environments.messages import (
     LENGTH,
@@ -40,6 +39,9 @@ from rl_core.errors import WorkerError
 from rl_core.plugins import resolve
 from rl_core.plugins.user_code import FromFile, calls_of, place_of, raised_at
 from rl_core.rollouts.environment import (
+
+if TYPE_CHECKING:
+    from rl_core.config import Config
     Conversation,
     Environment,
     EnvironmentFailure,
