@@ -39,9 +39,6 @@ from rl_core.errors import WorkerError
 from rl_core.plugins import resolve
 from rl_core.plugins.user_code import FromFile, calls_of, place_of, raised_at
 from rl_core.rollouts.environment import (
-
-if TYPE_CHECKING:
-    from rl_core.config import Config
     Conversation,
     Environment,
     EnvironmentFailure,
@@ -50,6 +47,9 @@ if TYPE_CHECKING:
     StepResult,
     UnusableAnswer,
 )
+
+if TYPE_CHECKING:
+    from rl_core.config import Config
 
 TRACEBACK_FRAMES = 6
 """Most calls of a traceback that are printed, from the environment's own on."""
