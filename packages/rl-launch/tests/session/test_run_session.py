@@ -31,7 +31,7 @@ from rl_core.rollouts.rollout import Prompt, Rollout, Turn, WeightSpan
 from rl_core.testing.fakes import FakeModel, FakeWeights
 from rl_launch.session import RunSession, newest_checkpoint
 from rl_launch.session.directory.run_folder import RunFolder
-from rl_launch.session.rollouts.records import MOST_STEPS, RolloutFiles
+from rl_launch.session.rollouts.run_files import MOST_STEPS, RolloutFiles
 from rl_launch.session.stop import StopRequest
 
 

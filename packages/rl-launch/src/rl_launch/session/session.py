@@ -29,7 +29,7 @@ from rl_launch.session.directory.branch import Branch
 from rl_launch.session.directory.recording import Recording
 from rl_launch.session.directory.run_directory import RunDirectory
 from rl_launch.session.directory.run_state import Status
-from rl_launch.session.rollouts.records import RolloutFiles, RolloutWriter
+from rl_launch.session.rollouts.run_files import RolloutFiles, RolloutWriter
 from rl_launch.session.save_protocol import SaveProtocol
 from rl_launch.session.status_file import StatusFile
 from rl_launch.session.step_clock import StepClock

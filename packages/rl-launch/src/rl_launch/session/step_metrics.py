@@ -12,7 +12,7 @@ import numpy as np
 from rl_core.metrics import Metric, results
 from rl_launch.session.config import CheckpointingConfig
 from rl_launch.session.directory.run_state import Best, BestSoFar
-from rl_launch.session.rollouts.records import MetricsFile
+from rl_launch.session.rollouts.run_files import MetricsFile
 from rl_launch.session.tracking.writers import MetricWriter, MetricWriters
 
 _logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from rl_core.errors import RunDirectoryError
 from rl_launch.session import RunSession
 from rl_launch.session.directory.run_folder import RunFolder, find_runs
 from rl_launch.session.directory.run_state import Best, BestSoFar
-from rl_launch.session.rollouts.records import MetricsFile
+from rl_launch.session.rollouts.run_files import MetricsFile
 
 
 def state(path):

@@ -6,8 +6,8 @@ import json
 import pytest
 
 from rl_launch.session.rollouts import rollout_store
-from rl_launch.session.rollouts.records import RolloutFiles
 from rl_launch.session.rollouts.rollout_store import archive_before, cut_back, open_step, steps_in
+from rl_launch.session.rollouts.run_files import RolloutFiles
 
 
 class KilledError(BaseException):

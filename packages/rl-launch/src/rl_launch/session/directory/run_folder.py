@@ -33,7 +33,7 @@ from rl_launch.session.directory import lock
 from rl_launch.session.directory.labels import Labels
 from rl_launch.session.directory.run_state import RunState
 from rl_launch.session.rollouts import rollout_store
-from rl_launch.session.rollouts.records import MetricsFile
+from rl_launch.session.rollouts.run_files import MetricsFile
 
 DESCRIPTION = "run.json"
 CONFIG = "config.yaml"
