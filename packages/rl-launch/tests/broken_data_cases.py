@@ -210,7 +210,7 @@ _DATASETS = (
         _rows(QUESTION),
         "data.default.processor=rows.py:convert",
         code="def convert(row, settings):\n    return row\n",
-        says=r"the processor rows\.py:convert \(rows\.py:1\) returned dict; return an rl_algos\.data\.example\.Example",
+        says=r"the processor rows\.py:convert \(rows\.py:1\) returned dict; return an rl_algos\.Example",
     ),
 )
 

@@ -19,7 +19,7 @@ def score(completion):
 def started(monkeypatch):
     """The runs that would have been started: config and keyword arguments of each."""
     runs = []
-    monkeypatch.setattr("rl_launch.commands.train.train", lambda config, **given: runs.append((config, given)))
+    monkeypatch.setattr("rl_launch.commands.train.train", lambda plan, **given: runs.append((plan.config, given)))
     monkeypatch.setattr("rl_launch.api.api.result_of", lambda run_dir: run_dir)
     return runs
 
@@ -58,8 +58,8 @@ ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2=", "answer": "4"}]
 def test_rows_in_memory_are_a_file_of_the_run_for_the_time_of_its_start(tmp_path, monkeypatch):
     seen = []
 
-    def start(config, *, run_dir, **given):
-        path = Path(config.data.train.data_path)
+    def start(plan, *, run_dir, **given):
+        path = Path(plan.config.data.train.data_path)
         assert path.parent == Path(run_dir) / "data"
         seen.append((path.name, [json.loads(line) for line in path.read_text().splitlines()]))
         raise DataError("row 0 is wrong")
@@ -76,8 +76,8 @@ def test_rows_in_memory_are_a_file_of_the_run_for_the_time_of_its_start(tmp_path
 
 
 def test_rows_stay_with_a_run_that_started(tmp_path, monkeypatch):
-    def start(config, *, run_dir, **given):
-        (run_dir / "config.yaml").write_text(config.data.train.data_path)
+    def start(plan, *, run_dir, **given):
+        (run_dir / "config.yaml").write_text(plan.config.data.train.data_path)
         raise KeyboardInterrupt
 
     monkeypatch.setattr("rl_launch.commands.train.train", start)
@@ -109,7 +109,7 @@ def test_rows_without_a_run_dir_have_the_folder_that_the_run_gets(started, monke
 
 def test_an_evaluation_takes_rows_as_validation_data_and_as_a_task(monkeypatch, tmp_path):
     seen = []
-    monkeypatch.setattr("rl_launch.commands.evaluate.evaluate", lambda config, folder: seen.append((config, folder)))
+    monkeypatch.setattr("rl_launch.commands.evaluate.evaluate", lambda plan, folder: seen.append((plan.config, folder)))
     tasks = [{"name": "mine", "dataset": {"data_path": iter(ROWS), "env_name": score}}]
     rl_launch.evaluate("tiny-arithmetic", {"eval.tasks": tasks, "run_dir": tmp_path / "eval"})
     rl_launch.evaluate("grpo-arithmetic", {"data.validation": ROWS, "run_dir": tmp_path / "eval"})

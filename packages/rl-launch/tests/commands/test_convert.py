@@ -201,7 +201,7 @@ def test_devices_set_aside_for_generation_do_not_count(tmp_path):
         read_plan("grpo-arithmetic", overrides)
     path = tmp_path / "config.yaml"
     path.write_text(to_yaml(read_plan("grpo-arithmetic").config))
-    assert read_model_plan(path, overrides).cluster.cpu_ranks_per_node == 1
+    assert read_model_plan(path, overrides).config.cluster.cpu_ranks_per_node == 1
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
@@ -372,7 +372,7 @@ def test_an_adapter_becomes_a_checkpoint_merged_or_apart(number_run, started, tm
     assert names_of(started) == ["megatron"] * 3
     assert [source.policy.lora_cfg.enabled for source in started.sources] == [True, adapter, adapter]
     assert (tmp_path / "new" / "policy" / "trainer.pt").read_text() == "2.75"
-    written = read_model_plan(tmp_path / "new" / "config.yaml").policy
+    written = read_model_plan(tmp_path / "new" / "config.yaml").config.policy
     assert (written.model_name, written.lora_cfg.adapter) == (str(tmp_path / "model"), None)
     assert (written.lora_cfg.enabled, written.lora_cfg.dim == 2) == (adapter, adapter)
 

@@ -62,14 +62,14 @@ def test_the_runs_are_those_of_rl_train_with_the_same_keys(tmp_path):
             f"run_dir={tmp_path / 'lr-1e-4_seed-1'}",
         ],
     )
-    assert to_yaml(found.runs[2].config) == to_yaml(alone.config)
+    assert to_yaml(found.runs[2].plan.root) == to_yaml(alone.plan.root)
     assert found.runs[2].run_dir == alone.run_dir
 
 
 def test_lists_and_quoted_text_are_single_values(tmp_path):
     found = sweep_of("sft-arithmetic", ["logger.tags=[a,b],[c]", "logger.notes='one, two'", f"run_dir={tmp_path}"])
-    assert [run.config.logger.tags for run in found.runs] == [["a", "b"], ["c"]]
-    assert {run.config.logger.notes for run in found.runs} == {"one, two"}
+    assert [run.plan.config.logger.tags for run in found.runs] == [["a", "b"], ["c"]]
+    assert {run.plan.config.logger.notes for run in found.runs} == {"one, two"}
     assert [run.run_dir.name for run in found.runs] == ["tags-a-b", "tags-c"]
 
 
@@ -125,17 +125,17 @@ def trained(monkeypatch):
         def __exit__(self, *error):
             noted.rays.append("ended")
 
-    def train(config, *, run_dir, title):
+    def train(plan, *, run_dir, title):
         noted.runs.append(run_dir.name)
         ending = noted.at.get(run_dir.name, Outcome({}))
         if isinstance(ending, BaseException):
             raise ending
         directory = RunDirectory(run_dir, RunRecording())
-        directory.open(config)
+        directory.open(plan.root)
         directory.close()
         status = "finished" if ending.stop_signal is None else "interrupted"
         best = Best("val/loss", 2.0, 1)
-        goals = keys_when_changed(config, WhenChanged.GOAL)
+        goals = keys_when_changed(plan.root, WhenChanged.GOAL)
         RunState(status, 2 if status == "finished" else 1, 2, goals=goals, best=best).write(run_dir)
         (run_dir / "metrics.jsonl").write_text('{"step": 1, "val/loss": 2.0}\n{"step": 2, "val/loss": 3.0}\n')
         return ending

@@ -56,7 +56,7 @@ def test_a_run_is_evaluated_at_its_newest_checkpoint_with_its_own_settings(run):
 
 def test_a_checkpoint_of_a_run_is_named_by_its_step_or_folder(run):
     for source in (f"{run}:2", f"{run}/checkpoints/step_2"):
-        assert evaluation_of(source).config.policy.model_name == str(run / "checkpoints" / "step_2" / "hf")
+        assert evaluation_of(source).plan.config.policy.model_name == str(run / "checkpoints" / "step_2" / "hf")
     with pytest.raises(RunDirectoryError, match="no checkpoint of step 3; it has step_2, step_4"):
         evaluation_of(f"{run}:3")
 
@@ -68,7 +68,7 @@ def test_other_weights_and_another_folder_can_be_given_for_a_run(run, model, tmp
 
 def test_a_run_that_generates_nothing_is_evaluated_on_tasks_with_its_model(tmp_path, model):
     folder = make_run(tmp_path / "sft", "sft-arithmetic", model)
-    config = evaluation_of(str(folder), tasks=["arithmetic"]).config
+    config = evaluation_of(str(folder), tasks=["arithmetic"]).plan.config
     assert config.algorithm == "evaluation"
     assert config.policy.model_name == str(folder / "checkpoints" / "step_4" / "hf")
     assert config.policy.precision == "float32"
@@ -83,7 +83,7 @@ def test_a_recipe_keeps_its_model_and_does_not_write_into_the_folder_of_its_run(
 
 
 def test_an_evaluation_goes_on_in_its_own_folder(tmp_path, model):
-    config = evaluation_of(str(model), tasks=["arithmetic"]).config
+    config = evaluation_of(str(model), tasks=["arithmetic"]).plan.config
     (tmp_path / "config.yaml").write_text(to_yaml(config))
     (tmp_path / "plan.json").write_text("{}")
     given = evaluation_of(str(tmp_path))

@@ -7,7 +7,7 @@ import pytest
 
 from rl_core.devices import CPU, REHEARSAL
 from rl_core.fork_server.address import server_address
-from rl_launch.backends import POLICY, backends_of
+from rl_launch.backends import POLICY
 from rl_launch.cluster.node_task import usable_cores
 from rl_launch.placement.topology import GENERATION
 from rl_launch.run_config.reading import read_plan
@@ -20,8 +20,8 @@ PYTHON = "/envs/worker/bin/python"
 @pytest.mark.parametrize("device", [CPU, REHEARSAL])
 def test_a_check_and_its_worker_are_forked_from_the_same_process(device, monkeypatch):
     overrides = ["policy.env_vars={SOME: policy}", "cluster.env_vars={SOME: all, OTHER: all}"]
-    config = read_plan("grpo-arithmetic", overrides).config
-    backends = backends_of(config)
+    plan = read_plan("grpo-arithmetic", overrides)
+    config, backends = plan.config, plan.backends
     roles = (POLICY, GENERATION)
     envs = SimpleNamespace(interpreters=dict.fromkeys(roles, PYTHON))
     checks = {}
@@ -31,7 +31,7 @@ def test_a_check_and_its_worker_are_forked_from_the_same_process(device, monkeyp
         return []
 
     monkeypatch.setattr(runtime, "engine_problems", engine_problems)
-    runtime.check_engines(config, backends, envs, device)
+    runtime.check_engines(plan, envs, device)
 
     network = {"GLOO_SOCKET_IFNAME": "lo", "RL_NODE_ADDRESS": "127.0.0.1"}
     facts = SimpleNamespace(cores=usable_cores())

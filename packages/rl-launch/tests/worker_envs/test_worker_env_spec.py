@@ -97,7 +97,7 @@ def test_the_package_of_a_loss_that_the_config_names_reaches_the_models(monkeypa
     config = read_plan("sft-arithmetic", []).config
     plain = RunPlan.of(config).backends
     algorithm = replace(algorithm_named(config.algorithm), further=lambda chosen: (theirs,) if chosen is config else ())
-    monkeypatch.setattr("rl_launch.backends.algorithm_named", lambda name: algorithm)
+    monkeypatch.setattr("rl_launch.run_config.plan.algorithm_named", lambda name: algorithm)
     specs = role_specs(RunPlan.of(config).backends, (), CPU)
     assert Wanted("their-losses") in specs["policy"].wanted
     assert "their_losses" in specs["policy"].imports

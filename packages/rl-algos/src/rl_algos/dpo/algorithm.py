@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rl_algos.data.examples import Datasets
 from rl_algos.data.preview import RowReader
 from rl_algos.dpo.config import DPORoot
-from rl_algos.dpo.data import prepare, reader
 from rl_algos.dpo.kto import with_reference_point
 from rl_algos.dpo.loss import learns_from_responses, loss_of, uses_reference
 from rl_algos.preference.algorithm import PreferenceAlgorithm
-from rl_algos.preference.data import PreferenceData
 from rl_algos.preference.reference import ReferenceLogprobs
 from rl_algos.preference.rows import judged_batch, pair_batch
 from rl_algos.supervised.loop import Objective, train
@@ -20,14 +18,22 @@ from rl_core.data.batch import Batch
 from rl_core.model import Model
 from rl_core.run import Components, Run
 
+if TYPE_CHECKING:
+    from rl_algos.preference.data import PreferenceData
+
 
 class DPO(PreferenceAlgorithm[DPORoot]):
     """Preference optimization."""
 
     def prepare(self, config: DPORoot, tokenizer: Any, loaded: Datasets) -> PreferenceData:
+        # imports transformers, which takes a second that checks before need not pay
+        from rl_algos.dpo.data import prepare
+
         return prepare(config, tokenizer, loaded)
 
     def row_reader(self, config: DPORoot) -> RowReader:
+        from rl_algos.dpo.data import reader
+
         return reader(config)
 
     def run(self, config: DPORoot, components: Components, run: Run) -> None:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from rl_algos.data.examples import Datasets
 from rl_algos.preference.config import PreferenceRoot
-from rl_algos.preference.data import PreferenceData, load
 from rl_algos.supervised.algorithm import SupervisedAlgorithm
+
+if TYPE_CHECKING:
+    pass
 
 C = TypeVar("C", bound=PreferenceRoot)
 
 
-class PreferenceAlgorithm(SupervisedAlgorithm[C, PreferenceData]):
+class PreferenceAlgorithm(SupervisedAlgorithm[C, "PreferenceData"]):
     """Reads pairs of responses, or single ones with a verdict; a subclass adds `prepare` and `run`."""
 
     def load(self, config: C) -> Datasets:
+        # imports transformers, which takes a second that checks before need not pay
+        from rl_algos.preference.data import load
+
         return load(config)

@@ -5,29 +5,38 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rl_algos.data.examples import Datasets
 from rl_algos.data.preview import RowReader
 from rl_algos.losses.nll import NLLLoss
 from rl_algos.sft.config import SFTRoot
-from rl_algos.sft.data import TrainingRow, example_reader, prepare_examples, to_batch
 from rl_algos.supervised.algorithm import SupervisedAlgorithm
-from rl_algos.supervised.data import SupervisedData
 from rl_algos.supervised.loop import Objective, train
 from rl_core.run import Components, Run
 
+if TYPE_CHECKING:
+    from rl_algos.sft.data import TrainingRow
+    from rl_algos.supervised.data import SupervisedData
 
-class SFT(SupervisedAlgorithm[SFTRoot, SupervisedData[TrainingRow]]):
+
+class SFT(SupervisedAlgorithm["SFTRoot", "SupervisedData[TrainingRow]"]):
     """Supervised fine-tuning."""
 
     def prepare(self, config: SFTRoot, tokenizer: Any, loaded: Datasets) -> SupervisedData[TrainingRow]:
+        # imports transformers, which takes a second that checks before need not pay
+        from rl_algos.sft.data import prepare_examples
+
         return prepare_examples(config, tokenizer, loaded)
 
     def row_reader(self, config: SFTRoot) -> RowReader:
+        from rl_algos.sft.data import example_reader
+
         return example_reader(config)
 
     def run(self, config: SFTRoot, components: Components, run: Run) -> None:
+        from rl_algos.sft.data import to_batch
+
         policy, data = components.models["policy"], components.data
         names = [dataset[0].dataset for dataset in data.train.datasets]
         objective = Objective(NLLLoss(), to_batch, describe=partial(shares, datasets=names))

@@ -18,7 +18,7 @@ from rl_algos.data.pass_rates import pass_rates, reason_to_leave_out
 from rl_algos.data.preview import Refusal, RowReader, Text
 from rl_core.config import assemble, did_you_mean, load, resolve
 from rl_core.errors import ConfigError, DataError
-from rl_core.plugins import ALGORITHMS, DATASETS, algorithm_named, implementation_of, names
+from rl_core.plugins import ALGORITHMS, DATASETS, Algorithm, algorithm_named, implementation_of, names
 from rl_launch.commands.explain import names_config
 from rl_launch.model_files.local_models import MADE_HERE, TINY, tiny_model
 from rl_launch.recipes import recipe_names
@@ -218,19 +218,25 @@ def _config_of(source: str, overrides: Sequence[str], model: str, algorithm: str
     elif algorithm not in names(ALGORITHMS) and ":" not in algorithm:
         known = names(ALGORITHMS)
         raise ConfigError(f"--algorithm: got {algorithm!r}{did_you_mean(algorithm, known)}; known: {', '.join(known)}")
+    if type(implementation_of(algorithm_named(algorithm))).row_reader is Algorithm.row_reader:
+        raise _unreadable(algorithm)
     raw = load({"algorithm": algorithm, "policy": {"model_name": model or TINY}, **values}, overrides)
     return resolve(raw, type_of(raw)).config
 
 
 def _row_reader(config: Any) -> RowReader:
     """Return the reader of the rows of a config's algorithm."""
-    plugin = algorithm_named(config.algorithm)
-    reader: RowReader | None = implementation_of(plugin).row_reader(config)
+    reader: RowReader | None = implementation_of(algorithm_named(config.algorithm)).row_reader(config)
     if reader is None:
-        raise ConfigError(
-            f"algorithm: rows of {plugin.name} cannot be shown, as it defines no `row_reader`; name another algorithm"
-        )
+        raise _unreadable(config.algorithm)
     return reader
+
+
+def _unreadable(algorithm: str) -> ConfigError:
+    name = algorithm_named(algorithm).name
+    return ConfigError(
+        f"algorithm: rows of {name} cannot be shown, as it defines no `row_reader`; name another algorithm"
+    )
 
 
 def _kind(source: str) -> str:

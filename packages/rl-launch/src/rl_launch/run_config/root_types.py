@@ -17,7 +17,6 @@ from rl_core.environments.instance import environment_types
 from rl_core.errors import ConfigError
 from rl_core.model_config import (
     ColocatedConfig,
-    GeneratingModelConfig,
     GenerationConfig,
     ModelConfig,
     OptimizerConfig,
@@ -147,7 +146,7 @@ def policy_type(*, generates: bool) -> type[Config]:
     sections: dict[str, Any] = _backend_types(POLICIES)
     if generates:
         sections["generation"] = assemble("Generation", _backend_types(GENERATORS), base=GenerationConfig)
-    return assemble("Policy", sections, base=GeneratingModelConfig if generates else ModelConfig)
+    return assemble("Policy", sections, base=ModelConfig)
 
 
 def _backend_types(group: str) -> dict[str, type[Config]]:
