@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from typing import Any, TypeVar
 
 from rl_algos.data.examples import Datasets
 from rl_algos.preference.config import PreferenceRoot
 from rl_algos.supervised.algorithm import SupervisedAlgorithm
 
-if TYPE_CHECKING:
-    pass
-
 C = TypeVar("C", bound=PreferenceRoot)
 
 
-class PreferenceAlgorithm(SupervisedAlgorithm[C, "PreferenceData"]):
-    """Reads pairs of responses, or single ones with a verdict; a subclass adds `prepare` and `run`."""
+class PreferenceAlgorithm(SupervisedAlgorithm[C, Any]):
+    """Reads pairs of responses, or single ones with a verdict; a subclass adds `prepare`, which returns a
+    `rl_algos.preference.data.PreferenceData`, and `run`."""
 
     def load(self, config: C) -> Datasets:
         # imports transformers, which takes a second that checks before need not pay

@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from rl_algos.supervised.config import SupervisedConfig
-from rl_algos.supervised.data import SupervisedData
 from rl_core.data.batch import Batch
 from rl_core.metrics import Metric, combine
 from rl_core.model import Loss, Model
 from rl_core.run import Run
+
+if TYPE_CHECKING:
+    from rl_algos.supervised.data import SupervisedData
 
 T = TypeVar("T")
 
