@@ -194,14 +194,15 @@ def model_of(folder: Path, backend: str) -> Iterator[RemoteModel]:
     from rl_launch.cluster.virtual_cluster import VirtualCluster
     from rl_launch.runtime.runtime import Runtime, provision_workers
 
-    backends = Backends({POLICY: replace(RunPlan.of(config).backends.models[POLICY], spec=ModelSpec())})
+    plan = RunPlan.of(config)
+    plan = replace(plan, backends=Backends({POLICY: replace(plan.backends.models[POLICY], spec=ModelSpec())}))
     device = resolve_device(config.cluster)
-    envs = provision_workers(config, backends, None, device)
+    envs = provision_workers(plan, None, device)
     logs = folder / f"{backend}-logs"
     logs.mkdir()
     with (
         VirtualCluster.of(config.cluster, device) as cluster,
-        Runtime(config, backends, envs, cluster, logs) as runtime,
+        Runtime(plan, envs, cluster, logs) as runtime,
     ):
         yield runtime.models()[POLICY]
 

@@ -31,7 +31,6 @@ from rl_core.plugins import resolve
 from rl_core.rollouts.generation import GenerationRequest, Placement
 from rl_core.rollouts.rollout import Completion, WeightSpan
 from rl_launch.backends import Backends
-from rl_launch.cluster.device import resolve_device
 from rl_launch.cluster.virtual_cluster import VirtualCluster
 from rl_launch.commands.evaluate import roll_out
 from rl_launch.commands.train import with_local_models
@@ -83,12 +82,12 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="100 prompts: only shows that it runs")
     given = parser.parse_args()
     num_prompts = 100 if given.quick else given.prompts
-    config = with_local_models(make_config(num_prompts, given.generator, given.tokens))
-    backends = backends_with(config, given.generator)
+    run = with_engine(with_local_models(make_plan(num_prompts, given.generator, given.tokens)), given.generator)
+    config = run.config
     plan = RolloutEvaluation(config).plan(load_tokenizer(config.policy.tokenizer, config.policy.model_name))
     print(surroundings("ray"))
-    ours = evaluated(config, backends, plan)
-    direct = called_directly(backends, plan)
+    ours = evaluated(run, plan)
+    direct = called_directly(run.backends, plan)
     rows = [
         ["rl eval", seconds(ours), f"{num_prompts / ours:.0f}", f"{direct / ours:.3f}"],
         ["engine alone", seconds(direct), f"{num_prompts / direct:.0f}", "1"],
@@ -100,7 +99,7 @@ def main() -> None:
     )
 
 
-def make_config(num_prompts: int, generator: str, num_tokens: int) -> Any:
+def make_plan(num_prompts: int, generator: str, num_tokens: int) -> RunPlan:
     """Sums for the tiny model, which has not learnt to end its answers."""
     dataset = {"dataset_name": "arithmetic", "settings": {"num_rows": num_prompts, "validation_fraction": 0.5}}
     values = {
@@ -114,27 +113,28 @@ def make_config(num_prompts: int, generator: str, num_tokens: int) -> Any:
         "eval": {"tasks": [{"name": "sums", "dataset": dataset}]},
         "env": {"math": {"answer_format": "numeric"}},
     }
-    return read_plan(values).config
+    return read_plan(values)
 
 
-def backends_with(config: Any, generator: str) -> Backends:
-    """The backends of the config, with the scripted engine in the place of its own if it is chosen."""
-    backends = RunPlan.of(config).backends
+def with_engine(run: RunPlan, generator: str) -> RunPlan:
+    """The plan with the scripted engine in the place of its own if it is chosen."""
+    backends = run.backends
     assert backends.generation is not None, "an evaluation generates"
     if generator != SCRIPTED:
-        return backends
+        return run
     plugin = replace(backends.generation.plugin, worker=f"{Path(__file__).absolute()}:{ScriptedGenerator.__name__}")
-    return replace(backends, generation=replace(backends.generation, plugin=plugin))
+    changed = replace(backends, generation=replace(backends.generation, plugin=plugin))
+    return replace(run, backends=changed)
 
 
-def evaluated(config: Any, backends: Backends, plan: EvaluationPlan) -> float:
+def evaluated(run: RunPlan, plan: EvaluationPlan) -> float:
     """Seconds of rolling out the plan as `rl eval` does."""
-    device = resolve_device(config.cluster)
-    envs = provision_workers(config, backends, plan.needs, device)
+    device = run.device
+    envs = provision_workers(run, plan.needs, device)
     with (
         tempfile.TemporaryDirectory() as folder,
-        VirtualCluster.of(config.cluster, device) as cluster,
-        Runtime(config, backends, envs, cluster, Path(folder)) as runtime,
+        VirtualCluster.of(run.config.cluster, device) as cluster,
+        Runtime(run, envs, cluster, Path(folder)) as runtime,
     ):
         pool = runtime.evaluation_pool(plan.needs)
         (task,) = plan.tasks
@@ -142,7 +142,7 @@ def evaluated(config: Any, backends: Backends, plan: EvaluationPlan) -> float:
         timings = []
         for name, each in (("warm", warm), ("whole", plan)):
             place = EvaluationFolder(Path(folder) / name)
-            done = place.open({}, config, {task.name: task.num_samples})
+            done = place.open({}, run.root, {task.name: task.num_samples})
             started = time.monotonic()
             roll_out(each, pool, place, done, Console(quiet=True))
             timings.append(time.monotonic() - started)

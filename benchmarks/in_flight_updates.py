@@ -19,7 +19,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
@@ -30,14 +29,12 @@ from rl_algos.tokenizer import load_tokenizer
 from rl_core.data.batch import Batch
 from rl_core.devices import device_named
 from rl_core.model import LOGPROBS, Model
-from rl_core.plugins import algorithm_named, resolve
 from rl_core.rollouts.generation import SamplingParams
 from rl_core.rollouts.group import GENERATION_LOGPROBS, LOSS_MASK, WEIGHT_VERSIONS
 from rl_core.rollouts.pool import RolloutTask
 from rl_core.rollouts.rollout import NOT_SAMPLED
 from rl_core.run import Components
 from rl_launch.cluster.virtual_cluster import VirtualCluster
-from rl_launch.run_config.plan import RunPlan
 from rl_launch.run_config.reading import read_plan
 from rl_launch.runtime.runtime import Runtime, provision_workers
 
@@ -84,18 +81,18 @@ def started(folder: Path, generator: str, num_tokens: int) -> Iterator[Component
         "checkpointing.metric_name=null",
         "cluster.device=cpu",
     ]
-    config: Any = read_plan("grpo-arithmetic", overrides).config
-    algorithm = algorithm_named(config.algorithm)
+    plan = read_plan("grpo-arithmetic", overrides)
+    config, algorithm = plan.config, plan.algorithm
     tokenizer = load_tokenizer(config.policy.tokenizer, config.policy.model_name)
-    data = resolve(algorithm.prepare)(config, tokenizer, resolve(algorithm.load)(config))
-    needs = resolve(algorithm.rollouts)(config, data)
-    backends, device = RunPlan.of(config).backends, device_named("cpu")
-    envs = provision_workers(config, backends, needs, device)
+    data = algorithm.prepare(config, tokenizer, algorithm.load(config))
+    needs = algorithm.rollouts(config, data)
+    device = device_named("cpu")
+    envs = provision_workers(plan, needs, device)
     logs = folder / "logs"
     logs.mkdir()
     with (
         VirtualCluster.of(config.cluster, device, after_a_loss=False) as cluster,
-        Runtime(config, backends, envs, cluster, logs) as runtime,
+        Runtime(plan, envs, cluster, logs) as runtime,
     ):
         yield runtime.components(data, needs, vocabulary=len(tokenizer))
 

@@ -50,12 +50,11 @@ CHILD = """
 import json, sys
 
 from rl_core.errors import RLError
-from rl_core.plugins import algorithm_named, resolve
 from rl_launch.run_config.reading import read_plan
 
 try:
-    config = read_plan(sys.argv[1], sys.argv[2:]).config
-    datasets = resolve(algorithm_named(config.algorithm).load)(config)
+    plan = read_plan(sys.argv[1], sys.argv[2:])
+    datasets = plan.algorithm.load(plan.config)
 except RLError as error:
     sys.exit(str(error))
 examples = [
