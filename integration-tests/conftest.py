@@ -12,7 +12,6 @@ import pytest
 from driver_process import CommandResult, DriverProcess
 from runs import STARTED, lines_of
 
-from rl_algos.tiny_model import make_tiny_model
 from rl_core.testing import exhaustive
 from rl_core.testing.documents import add_to_hub
 from rl_core.testing.exhaustive import pytest_configure
@@ -84,7 +83,7 @@ def variables(once) -> Iterator[None]:
     def make(folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         for name in HUB_MODELS:
-            add_to_hub(folder, name, make_tiny_model)
+            add_to_hub(folder, name, _long_tiny_model)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_HUB_CACHE", str(once("hub", make)))

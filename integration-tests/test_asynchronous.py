@@ -157,7 +157,7 @@ def test_updates_in_flight_interrupt_rollouts_that_go_on_as_if_nothing_had_happe
     in_flight = ("grpo.async_grpo.max_trajectory_age_steps=3", "grpo.async_grpo.in_flight_weight_updates=true")
     vllm = ("policy.generation.backend=vllm", "policy.generation.vllm_cfg.max_num_seqs=16")
     folder = tmp_path / "run"
-    driver.train(folder, *grpo, *AHEAD, *LONG, *in_flight, *vllm, "grpo.max_num_steps=6")
+    driver.train(folder, *grpo, *AHEAD, *LONG, *in_flight, *vllm)
     rollouts = rollouts_of(folder)
     for step, rows in rollouts.items():
         for row in rows:
