@@ -1,6 +1,7 @@
 """Fixtures that tests share: one quickstart, the product's main command, and one undisturbed run of each kind."""
 
 import fcntl
+import json
 import os
 import shutil
 import subprocess
@@ -50,6 +51,13 @@ def run_rl(*arguments: str, timeout: float = 840, **variables: str) -> CommandRe
         stderr=subprocess.STDOUT,
     )
     return CommandResult(done.returncode, done.stdout)
+
+
+def _long_tiny_model(folder: Path) -> None:
+    """A tiny model with as many positions as the model whose name it has."""
+    make_tiny_model(folder)
+    config = folder / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 32768}))
 
 
 def pytest_collection_modifyitems(config, items):
