@@ -13,6 +13,7 @@ import pytest
 from driver_process import CommandResult, DriverProcess
 from runs import STARTED, lines_of
 
+from rl_algos.tiny_model import make_tiny_model
 from rl_core.testing import exhaustive
 from rl_core.testing.documents import add_to_hub
 from rl_core.testing.exhaustive import pytest_configure
