@@ -12,8 +12,7 @@ C = TypeVar("C", bound=PreferenceRoot)
 
 
 class PreferenceAlgorithm(SupervisedAlgorithm[C, Any]):
-    """Reads pairs of responses, or single ones with a verdict; a subclass adds `prepare`, which returns a
-    `rl_algos.preference.data.PreferenceData`, and `run`."""
+    """Reads pairs of responses, or single ones with a verdict; a subclass adds `prepare` and `run`."""
 
     def load(self, config: C) -> Datasets:
         # imports transformers, which takes a second that checks before need not pay
