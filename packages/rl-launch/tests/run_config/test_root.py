@@ -9,6 +9,7 @@ from rl_core.config import explain, load, resolve, to_yaml
 from rl_core.devices import CPU
 from rl_core.errors import ConfigError
 from rl_core.model_config import GenerationConfig, ModelConfig
+from rl_launch.commands.train import with_local_models
 from rl_launch.recipes import RECIPES
 from rl_launch.root_config import POLICY
 from rl_launch.run_config.plan import RunPlan
@@ -324,3 +325,13 @@ def test_what_a_model_trains_with_by_default_is_that_of_the_algorithm(algorithm,
     # what a key means and allows is as for every model
     assert explain(kind, f"{section}.train_global_batch_size").type == "int > 0"
     assert explain(kind, f"{section}.train_global_batch_size").doc.startswith("Rows of one optimizer step.")
+
+
+def test_a_plan_keeps_variables_of_the_environment_as_they_were_written(monkeypatch):
+    monkeypatch.setenv("MY_TOKEN", "hf_secret_value")
+    override = "cluster.env_vars={HF_TOKEN: '${oc.env:MY_TOKEN}'}"
+    plan = read_plan("sft-arithmetic", [*ON_CPU, override])
+    assert plan.config.cluster.env_vars == {"HF_TOKEN": "hf_secret_value"}
+    for written in (to_yaml(plan.root), to_yaml(with_local_models(plan).root)):
+        assert "hf_secret_value" not in written
+        assert "oc.env:MY_TOKEN" in written

@@ -6,13 +6,14 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import cast
+from typing import Any, cast
 
 from rl_core.config import (
     Config,
     Problem,
     ProblemError,
     RawConfig,
+    Resolved,
     did_you_mean,
     is_changed,
 )
@@ -275,13 +276,13 @@ class PlanChecks:
     def __init__(
         self, raw: RawConfig, checks: Sequence[Check] = CHECKS, backend_checks: Sequence[Check] = BACKEND_CHECKS
     ) -> None:
-        self.plan: RunPlan | None = None
+        self._plan: RunPlan | None = None
         self._raw, self._checks, self._backend_checks = raw, checks, backend_checks
 
     def __call__(self, read: Config) -> Iterator[Problem]:
         config = cast(RunConfig, read)
         try:
-            self.plan = plan = RunPlan.of(config, self._raw)
+            self._plan = plan = RunPlan.of(config, self._raw)
         except ProblemError as error:
             yield from error.problems
             plan = RunPlan(config, plugin_of(config), Backends({}), self._raw)
@@ -290,3 +291,9 @@ class PlanChecks:
             checks = [*self._checks, *self._backend_checks]
         for check in checks:
             yield from check(plan)
+
+    def planned(self, resolved: Resolved[Any]) -> RunPlan:
+        """Return the plan of the config that passed. It has the config as it was resolved, which also knows the
+        environment variables that stand in it: their values are never written to files."""
+        assert self._plan is not None, "a config without problems has a plan"
+        return replace(self._plan, config=cast(RunConfig, resolved.config))

@@ -53,12 +53,11 @@ def _read(raw: RawConfig, source: str | Path | Mapping[str, Any]) -> RunPlan:
         check_environments(raw)
     checks = PlanChecks(raw)
     try:
-        resolve(raw, root_type(algorithm, raw), checks=[checks], hint=hints)
+        resolved = resolve(raw, root_type(algorithm, raw), checks=[checks], hint=hints)
     except ConfigProblems as error:
         remarks = hints.remarks(raw.name) if raw.files else []
         raise ConfigProblems("\n".join([str(error), *remarks]), error.problems) from None
-    assert checks.plan is not None, "a config without problems has a plan"
-    return checks.plan
+    return checks.planned(resolved)
 
 
 def _guessed_algorithm(raw: RawConfig) -> str:
@@ -101,9 +100,7 @@ def read_model_plan(source: Path | Mapping[str, Any], overrides: Sequence[str] =
     sections: dict[str, Any] = {"policy": policy_type(generates=False), "cluster": ClusterConfig}
     kind = type_of(raw) if raw.select("algorithm") is not None else assemble("Model", sections)
     checks = PlanChecks(raw, (), (model_checks,))
-    resolve(raw, kind, checks=[checks])
-    assert checks.plan is not None, "a config without problems has a plan"
-    return checks.plan
+    return checks.planned(resolve(raw, kind, checks=[checks]))
 
 
 def read_raw(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> RawConfig:
