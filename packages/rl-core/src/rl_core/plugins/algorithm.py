@@ -94,7 +94,7 @@ class Algorithm(Generic[C, L, P]):
         """
         raise NotImplementedError(f"{type(self).__name__} evaluates, so it must define evaluation")
 
-    def row_reader(self, config: C) -> Any | None:
+    def row_reader(self, config: C) -> Any:
         """Return the `rl_algos.data.preview.RowReader` by which `rl data show` reads single rows as `load` and
-        `prepare` do; None if rows cannot be shown."""
-        return None
+        `prepare` do. Rows of an algorithm that does not define it cannot be shown."""
+        raise NotImplementedError(f"{type(self).__name__} must define row_reader to have its rows shown")

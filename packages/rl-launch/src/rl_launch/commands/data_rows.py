@@ -124,10 +124,11 @@ def given_rows(
         raise ConfigError(f"--algorithm is for a file of data; {source} says its own algorithm")
     changes = [*overrides, *([f"policy.model_name={model}"] if model else [])]
     config: Any = read_plan(source, changes).config if is_run else _config_of(source, changes, model, algorithm)
+    _check_shown(config.algorithm)
     purpose: Purpose = "validation" if validation else "train"
     if validation and not config.data.validation_datasets:
         raise ConfigError("--validation: the config has no validation data; set data.validation, or leave the flag out")
-    reader = _row_reader(config)
+    reader: RowReader = implementation_of(algorithm_named(config.algorithm)).row_reader(config)
     datasets = open_datasets(config.data, purpose, reader.processor, sample=MOST_READ)
     selecting = {each.name: each.settings.pass_rate for each in datasets if purpose == "train"}
     rates = {name: pass_rates(settings) for name, settings in selecting.items() if settings is not None}
@@ -218,18 +219,22 @@ def _config_of(source: str, overrides: Sequence[str], model: str, algorithm: str
     elif algorithm not in names(ALGORITHMS) and ":" not in algorithm:
         known = names(ALGORITHMS)
         raise ConfigError(f"--algorithm: got {algorithm!r}{did_you_mean(algorithm, known)}; known: {', '.join(known)}")
-    if type(implementation_of(algorithm_named(algorithm))).row_reader is Algorithm.row_reader:
-        raise _unreadable(algorithm)
+    _check_shown(algorithm)
     raw = load({"algorithm": algorithm, "policy": {"model_name": model or TINY}, **values}, overrides)
     return resolve(raw, type_of(raw)).config
 
 
-def _row_reader(config: Any) -> RowReader:
-    """Return the reader of the rows of a config's algorithm."""
-    reader: RowReader | None = implementation_of(algorithm_named(config.algorithm)).row_reader(config)
-    if reader is None:
-        raise _unreadable(config.algorithm)
-    return reader
+def _check_shown(algorithm: str) -> None:
+    """Refuse an algorithm whose rows cannot be shown.
+
+    Raises:
+        ConfigError: Naming it.
+    """
+    plugin = algorithm_named(algorithm)
+    if type(implementation_of(plugin)).row_reader is Algorithm.row_reader:
+        raise ConfigError(
+            f"algorithm: rows of {plugin.name} cannot be shown, as it defines no `row_reader`; name another algorithm"
+        )
 
 
 def _unreadable(algorithm: str) -> ConfigError:
