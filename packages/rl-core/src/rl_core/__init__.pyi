@@ -46,7 +46,6 @@ from rl_core.model import ModelWorker as ModelWorker
 from rl_core.model import Read as Read
 from rl_core.model import Rendezvous as Rendezvous
 from rl_core.model_config import BackendConfig as BackendConfig
-from rl_core.model_config import GeneratingModelConfig as GeneratingModelConfig
 from rl_core.model_config import GenerationConfig as GenerationConfig
 from rl_core.model_config import LoraConfig as LoraConfig
 from rl_core.model_config import ModelConfig as ModelConfig

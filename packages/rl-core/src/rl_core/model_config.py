@@ -435,6 +435,7 @@ class GenerationConfig(Config):
 
 
 class GeneratingModelConfig(ModelConfig):
-    """A model that also generates, with the engine that serves it."""
+    """A model with the engine that serves it, for annotations: the type of a run's section is assembled from the
+    installed backends and engines."""
 
     generation: GenerationConfig = GenerationConfig()

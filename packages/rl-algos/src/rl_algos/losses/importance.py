@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal, Self
+from typing import Literal
 
 import numpy as np
-from pydantic import Field, model_validator
+from pydantic import Field
 
+from rl_algos.losses.checked import CheckedConfig
 from rl_algos.losses.kl import KLType
 from rl_algos.losses.sequences import by_sequence
 from rl_algos.losses.surrogates import Level
-from rl_core.config import Config, Problem, ProblemError
+from rl_core.config import Problem
 from rl_core.data.batch import Batch
 from rl_core.data.ragged import Ragged
 
@@ -22,7 +23,7 @@ LOG_RATIO_BOUND = 20.0
 """Log-ratios are bounded to plus or minus this before `exp`."""
 
 
-class Rejection(Config):
+class Rejection(CheckedConfig):
     """Leaves out sequences that the generator sampled too differently.
 
     With `d = prev - generation` at each sampled token, a sequence is left out of the policy term if the statistic of
@@ -38,12 +39,6 @@ class Rejection(Config):
     low: float | None = None
     """Leave out sequences with a smaller statistic, too; only for k1, because k2 and k3 are never negative."""
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if problems := list(self._problems()):
-            raise ProblemError(*problems)
-        return self
-
     def _problems(self) -> Iterator[Problem]:
         if self.low is None and self.high is None:
             yield Problem("high", "must be set: without a bound no sequence is left out")
@@ -53,7 +48,7 @@ class Rejection(Config):
             yield Problem("low", f"{self.low} is above high, which is {self.high}; set it lower")
 
 
-class ImportanceCorrection(Config):
+class ImportanceCorrection(CheckedConfig):
     """Weights of the policy term, `w = exp(prev - generation)`."""
 
     truncation: Truncation = "tis"
@@ -83,12 +78,6 @@ class ImportanceCorrection(Config):
     def at_level(self, level: Level) -> ImportanceCorrection:
         """The same correction, with this level if it has none."""
         return self if self.level is not None else self.model_copy(update={"level": level})
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if problems := list(self._problems()):
-            raise ProblemError(*problems)
-        return self
 
     def _problems(self) -> Iterator[Problem]:
         if self.low is not None and self.high is not None and self.low > self.high:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal, Self
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from rl_core.config import Config, Problem, ProblemError
+from rl_algos.losses.checked import CheckedConfig
+from rl_core.config import Problem
 
 KLType = Literal["k1", "k2", "k3"]
 
 
-class KLPenalty(Config):
+class KLPenalty(CheckedConfig):
     """An estimate of KL(policy || reference) at the sampled tokens, as a term of the loss or a penalty on rewards.
 
     With `d = ref - logp`: k1 `-d`, k2 `d^2 / 2`, k3 `exp(d) - d - 1` (Schulman, "Approximating KL divergence"). All
@@ -67,12 +68,6 @@ class KLPenalty(Config):
     def is_in_reward(self) -> bool:
         """True if the penalty is subtracted from rewards."""
         return self.weight > 0 and self.in_reward
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if problems := list(self._problems()):
-            raise ProblemError(*problems)
-        return self
 
     def _problems(self) -> Iterator[Problem]:
         corrections = [key for key in ("unbiased", "from_generation") if getattr(self, key)]
