@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -36,16 +36,26 @@ class GenerationClient(Protocol):
         """How this rollout's completions are drawn."""
         ...
 
-    async def generate(self, token_ids: np.ndarray, sampling: SamplingParams | None = None) -> Completion:
-        """Continue the tokens; seeds follow from the run's seed, the prompt and the rollout."""
+    async def generate(
+        self, token_ids: np.ndarray, sampling: SamplingParams | None = None, *, draw: int | None = None
+    ) -> Completion:
+        """Continue the tokens; seeds follow from the run's seed, the prompt and the rollout.
+
+        Args:
+            token_ids: int32 `[tokens]`.
+            sampling: How to draw; None for `sampling`.
+            draw: For a program that has several requests in flight: the number of earlier requests that are equal to
+                this one. The seed then follows from the request and this number, so that it does not depend on the
+                order in which requests come. None numbers the requests in order.
+        """
         ...
 
     async def step(self, conversation: Conversation) -> StepResult:
         """The environment's answer to the newest turn; raises `EnvironmentFailed` if it gives none."""
         ...
 
-    def read(self, token_ids: np.ndarray) -> Reply:
-        """The turn of these sampled tokens; tool calls are read if the prompt has tools."""
+    def read(self, token_ids: np.ndarray, tools: Sequence[Mapping[str, Any]] | None = None) -> Reply:
+        """The turn of these sampled tokens; tool calls are read if there are tools, those of the prompt by default."""
         ...
 
     def continuation(self, turn: Message, observation: Sequence[Message], sampled: np.ndarray) -> np.ndarray:
@@ -55,13 +65,27 @@ class GenerationClient(Protocol):
         """
         ...
 
-    def rendered(self, messages: Sequence[Message], so_far: np.ndarray) -> np.ndarray:
+    def rendered(
+        self, messages: Sequence[Message], so_far: np.ndarray, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> np.ndarray:
         """int32 tokens of the conversation, up to the start of the policy's next turn, as the chat template renders it.
 
         They begin with `so_far`, the tokens that the engine consumed and sampled last, if the rendered text begins with
         the text of these: nothing is tokenised again then. Otherwise the template has rewritten what it had rendered
-        before, and all of them are of the new text.
+        before, and all of them are of the new text. The tools are those of the prompt by default.
         """
+        ...
+
+    def encoded(self, text: str) -> np.ndarray:
+        """int32 `[tokens]` of a text as it is, in which the texts of special tokens are these."""
+        ...
+
+    def shown(self, token_ids: np.ndarray) -> str:
+        """The text of tokens, with special tokens."""
+        ...
+
+    def pieces(self, token_ids: np.ndarray) -> list[str]:
+        """The text of each token."""
         ...
 
 

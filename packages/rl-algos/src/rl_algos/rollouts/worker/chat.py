@@ -65,6 +65,15 @@ class Chat:
         written = [self._as_written(call) for call in calls]
         return Reply(text, {"role": "assistant", "content": parsed.content, "tool_calls": written}, calls)
 
+    def encoded(self, text: str) -> np.ndarray:
+        """int32 `[tokens]` of a text as it is, in which the texts of special tokens are these."""
+        return np.asarray(self._tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)
+
+    def shown(self, token_ids: np.ndarray) -> str:
+        """The text of tokens, with special tokens."""
+        ids = token_ids.tolist()
+        return str(self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
     def continuation(self, turn: Message, observation: Sequence[Message], sampled: np.ndarray) -> np.ndarray:
         """int32 `[tokens]` to append after `sampled`; as `Continuation.tokens`."""
         return self._continuation.tokens(turn, observation, sampled)
@@ -74,11 +83,25 @@ class Chat:
     ) -> np.ndarray:
         """As `rl_core.rollouts.program.GenerationClient.rendered`, with the tools that the policy may call."""
         special = special_tokens(self._tokenizer)
-        text = render(self._tokenizer, self._with_plain_content(messages), add_generation_prompt=True, tools=tools)
-        before = self._tokenizer.decode(so_far.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        told = self._with_plain_content([self._with_arguments(message) for message in messages])
+        text = render(self._tokenizer, told, add_generation_prompt=True, tools=tools)
+        before = self.shown(so_far)
         keeps = special.shown(text).startswith(before)
         kept, rest = (so_far, special.after(text, len(before))) if keeps else (so_far[:0], text)
         return np.concatenate([kept, np.asarray(special.encode(rest), dtype=np.int32)]).astype(np.int32)
+
+    def _with_arguments(self, message: Message) -> Message:
+        """A message whose tool calls have their arguments in the form that the template takes."""
+        if not message.get("tool_calls"):
+            return message
+        calls = []
+        for call in message["tool_calls"]:
+            function = call["function"]
+            arguments = function["arguments"]
+            if self.tool_format.arguments_as_text and not isinstance(arguments, str):
+                arguments = json.dumps(arguments)
+            calls.append({**call, "function": {**function, "arguments": arguments}})
+        return {**message, "tool_calls": calls}
 
     def _with_plain_content(self, messages: Sequence[Message]) -> list[Message]:
         """The messages with special tokens hidden: in what answers the policy, or in the prompt as well."""

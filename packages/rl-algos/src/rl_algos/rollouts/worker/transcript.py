@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -15,9 +15,13 @@ class Transcript:
     """Tokens, mask and logprobs of a rollout, always of one length, with its turns and rewards.
 
     Its tokens are segments end to end, one unless the engine is given something else than all tokens before.
+
+    Args:
+        prompt: The prompt.
+        first: int32 `[tokens]`, what the engine consumed first; None for the tokens of the prompt.
     """
 
-    def __init__(self, prompt: Prompt) -> None:
+    def __init__(self, prompt: Prompt, first: np.ndarray | None = None) -> None:
         self._prompt = prompt
         self._tokens: list[np.ndarray] = []
         self._mask: list[np.ndarray] = []
@@ -29,7 +33,7 @@ class Transcript:
         self._rewards: Counter[str] = Counter()
         self._info: dict[str, object] = {}
         self._stop_reason = "abort"
-        self.add_context(prompt.token_ids)
+        self.add_context(prompt.token_ids if first is None else first)
 
     @property
     def tokens(self) -> np.ndarray:
@@ -42,6 +46,10 @@ class Transcript:
         if np.array_equal(tokens[: len(before)], before):
             self.add_context(tokens[len(before) :])
             return
+        self.begin(tokens)
+
+    def begin(self, tokens: np.ndarray) -> None:
+        """Begin a segment."""
         self._begins.append(len(self._tokens))
         self._routing.append([])
         self.add_context(tokens)
@@ -69,6 +77,11 @@ class Transcript:
             self._rewards[name] += reward  # type: ignore[assignment]  # Counter sums floats as well
         self._turns.append(Turn(text, None if ends else tuple(result.observation), rewards))
         self._info.update(result.info)
+
+    def add_rewards(self, rewards: Mapping[str, float]) -> None:
+        """Add rewards of the whole rollout, by name."""
+        for name, reward in StepResult(reward=rewards).rewards().items():
+            self._rewards[name] += reward  # type: ignore[assignment]  # Counter sums floats as well
 
     def rollout(self, *, truncated: bool) -> Rollout:
         """The finished rollout."""

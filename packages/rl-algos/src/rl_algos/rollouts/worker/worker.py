@@ -263,8 +263,11 @@ class _Client:
     def sampling(self) -> SamplingParams:
         return self._sampling
 
-    async def generate(self, token_ids: np.ndarray, sampling: SamplingParams | None = None) -> Completion:
-        request = GenerationRequest(token_ids, sampling or self._sampling, self._next_seed())
+    async def generate(
+        self, token_ids: np.ndarray, sampling: SamplingParams | None = None, *, draw: int | None = None
+    ) -> Completion:
+        request = GenerationRequest(token_ids, sampling or self._sampling, self._seed)
+        request = dataclasses.replace(request, seed=self._next_seed() if draw is None else _seed_of(request, draw))
         digest = request.digest
         if digest not in self._turns:
             self._turns[digest] = await generate_whole(self._worker._generator.generate, request)
@@ -291,14 +294,25 @@ class _Client:
             self._open.discard(conversation.id)
         return result
 
-    def read(self, token_ids: np.ndarray) -> Reply:
-        return self._worker._chat.read(token_ids, self._tools)
+    def read(self, token_ids: np.ndarray, tools: Sequence[Mapping[str, Any]] | None = None) -> Reply:
+        return self._worker._chat.read(token_ids, self._tools if tools is None else tools)
 
     def continuation(self, turn: Message, observation: Sequence[Message], sampled: np.ndarray) -> np.ndarray:
         return self._worker._chat.continuation(turn, observation, sampled)
 
-    def rendered(self, messages: Sequence[Message], so_far: np.ndarray) -> np.ndarray:
-        return self._worker._chat.rendered(messages, so_far, self._tools)
+    def rendered(
+        self, messages: Sequence[Message], so_far: np.ndarray, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> np.ndarray:
+        return self._worker._chat.rendered(messages, so_far, self._tools if tools is None else tools)
+
+    def encoded(self, text: str) -> np.ndarray:
+        return self._worker._chat.encoded(text)
+
+    def shown(self, token_ids: np.ndarray) -> str:
+        return self._worker._chat.shown(token_ids)
+
+    def pieces(self, token_ids: np.ndarray) -> list[str]:
+        return [self.shown(token_ids[place : place + 1]) for place in range(len(token_ids))]
 
     async def release(self) -> None:
         """Free conversations that the environment did not end; a failure to do so is logged and harms no rollout."""
@@ -321,3 +335,8 @@ class _Client:
             self._later_seeds = np.random.SeedSequence(self._seed)
             return self._seed
         return int(self._later_seeds.spawn(1)[0].generate_state(1)[0])
+
+
+def _seed_of(request: GenerationRequest, draw: int) -> int:
+    """The seed of one of several equal requests of a rollout, whose own seed the request has."""
+    return int(np.random.SeedSequence([int(request.digest, 16), draw]).generate_state(1)[0])

@@ -1,0 +1,224 @@
+"""The HTTP server that agents call instead of a language model's."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import logging
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from ipaddress import ip_address
+from typing import Any
+
+from aiohttp import web
+
+from rl_algos.agents.calls import CallRefused, Dialect, Event
+from rl_algos.agents.dialects.chat_completions import ChatCompletions
+from rl_algos.agents.dialects.completions import Completions
+from rl_algos.agents.session import AgentSession
+
+_log = logging.getLogger(__name__)
+
+MAX_BODY = 16 * 2**20
+"""Maximum number of bytes of a request."""
+
+MODEL = "policy"
+"""Name of the model in lists of models; requests may ask for any name."""
+
+_RETRIES = "x-stainless-retry-count"
+"""Header in which the clients of OpenAI and Anthropic count how often they have sent a request before."""
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@dataclass(frozen=True)
+class Address:
+    """What an agent is given to call the policy with.
+
+    Args:
+        base_url: URL that OpenAI's clients take, `http://HOST:PORT/rollouts/ID/v1`.
+        api_key: Key of this rollout. No other rollout takes it, and this one only until it has ended.
+        reward_key: Key with which rewards of this rollout may be posted; empty if they may not.
+    """
+
+    base_url: str
+    api_key: str
+    reward_key: str = ""
+
+    @property
+    def root_url(self) -> str:
+        """URL that Anthropic's clients take, without the version."""
+        return self.base_url.removesuffix("/v1")
+
+
+@dataclass(frozen=True)
+class _Open:
+    session: AgentSession
+    address: Address
+
+
+class AgentEndpoint:
+    """Serves all rollouts of one worker, each at a URL of its own.
+
+    Args:
+        host: Address to listen at. One that is not the loopback address is reached by agents on other machines.
+    """
+
+    def __init__(self, host: str = "127.0.0.1") -> None:
+        self._host = host
+        self._open: dict[str, _Open] = {}
+        self._runner: web.AppRunner | None = None
+        self._port = 0
+
+    async def start(self) -> None:
+        """Listen at a port that is free."""
+        app = web.Application(client_max_size=MAX_BODY)
+        at = "/rollouts/{rollout}/v1"
+        dialects: Mapping[str, Dialect] = {"chat/completions": ChatCompletions(), "completions": Completions()}
+        for path, dialect in dialects.items():
+            app.router.add_post(f"{at}/{path}", self._handler(dialect, self._calls))
+        openai = dialects["chat/completions"]
+        app.router.add_get(f"{at}/models", self._handler(openai, self._models))
+        app.router.add_post(f"{at}/reward", self._handler(openai, self._reward))
+        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, self._host, 0)
+        await site.start()
+        self._port = self._runner.addresses[0][1]
+
+    async def close(self) -> None:
+        """Stop listening."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    @asynccontextmanager
+    async def opened(self, session: AgentSession, *, takes_rewards: bool = False) -> AsyncIterator[Address]:
+        """Serve a rollout until the end of the context; then its key is refused and its calls are cancelled.
+
+        Args:
+            takes_rewards: Whether the holder of `Address.reward_key` may post rewards.
+        """
+        rollout = secrets.token_hex(8)
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        address = Address(
+            base_url=f"http://{host}:{self._port}/rollouts/{rollout}/v1",
+            api_key=f"rl-{secrets.token_urlsafe(24)}",
+            reward_key=f"rl-reward-{secrets.token_urlsafe(24)}" if takes_rewards else "",
+        )
+        self._open[rollout] = _Open(session, address)
+        try:
+            yield address
+        finally:
+            del self._open[rollout]
+            session.close()
+
+    def _handler(
+        self, dialect: Dialect, serve: Callable[[web.Request, Dialect], Awaitable[web.StreamResponse]]
+    ) -> Handler:
+        async def handle(request: web.Request) -> web.StreamResponse:
+            try:
+                self._check_host(request)
+                return await serve(request, dialect)
+            except CallRefused as refused:
+                return web.json_response(dialect.error(refused), status=refused.status)
+            except web.HTTPRequestEntityTooLarge:
+                refused = CallRefused(f"the request is larger than {MAX_BODY} bytes", status=413, code="too_large")
+                return web.json_response(dialect.error(refused), status=413)
+
+        return handle
+
+    def _check_host(self, request: web.Request) -> None:
+        """Refuse requests to another name than this server's, such as those of a page in a browser whose name was bound
+        to this address."""
+        name = request.host.rpartition(":")[0] if ":" in request.host else request.host
+        try:
+            ip_address(name.strip("[]"))
+        except ValueError:
+            if name != "localhost":
+                raise CallRefused(f"the host {name!r} is not served", status=403, code="forbidden_host") from None
+
+    def _session(self, request: web.Request, *, posts_rewards: bool = False) -> AgentSession:
+        found = self._open.get(request.match_info["rollout"])
+        if found is None:
+            raise CallRefused("this rollout does not exist or has ended", status=410, code="rollout_ended")
+        kind, _, bearer = request.headers.get("Authorization", "").partition(" ")
+        given = bearer.strip() if kind.lower() == "bearer" else request.headers.get("x-api-key", "")
+        key = found.address.reward_key if posts_rewards else found.address.api_key
+        if not key:
+            raise CallRefused("rewards cannot be posted for this rollout", status=403, code="rewards_not_taken")
+        if not hmac.compare_digest(given.encode(), key.encode()):
+            raise CallRefused("the API key is not that of this rollout", status=401, code="invalid_api_key")
+        return found.session
+
+    async def _calls(self, request: web.Request, dialect: Dialect) -> web.StreamResponse:
+        session = self._session(request)
+        call = dialect.read(await _body(request))
+        answer = await session.answer(call, is_retry=request.headers.get(_RETRIES, "0") not in ("", "0"))
+        try:
+            if call.is_streamed:
+                response = await _stream(request, dialect.events(call, answer))
+            else:
+                response = web.json_response(dialect.answer(call, answer))
+                await response.prepare(request)
+                await response.write_eof()
+        except BaseException:
+            session.delivered(call, answer, is_delivered=False)
+            raise
+        session.delivered(call, answer)
+        return response
+
+    async def _models(self, request: web.Request, _: Dialect) -> web.StreamResponse:
+        self._session(request)
+        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "rl"}
+        return web.json_response({"object": "list", "data": [model]})
+
+    async def _reward(self, request: web.Request, _: Dialect) -> web.StreamResponse:
+        session = self._session(request, posts_rewards=True)
+        body = await _body(request)
+        call, choice = body.get("call", ""), body.get("choice", 0)
+        if not isinstance(call, str) or not isinstance(choice, int):
+            raise CallRefused("`call` must be the id of an answer, and `choice` an integer", param="call")
+        session.add_rewards(rewards_of(body.get("reward")), call, choice)
+        return web.json_response({})
+
+
+def rewards_of(given: Any) -> Mapping[str, float]:
+    """Return rewards by name from a number, or from numbers by name.
+
+    Raises:
+        CallRefused: If it is neither.
+    """
+    named = given if isinstance(given, Mapping) else {"reward": given}
+    rewards = {}
+    for name, value in named.items():
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or value != value or value in (float("inf"), float("-inf")):
+            raise CallRefused(f"the reward {name!r} must be a finite number, got {value!r}", param="reward")
+        rewards[str(name)] = float(value)
+    return rewards
+
+
+async def _body(request: web.Request) -> Mapping[str, Any]:
+    try:
+        body = json.loads(await request.read())
+    except (ValueError, RecursionError) as error:
+        raise CallRefused(f"the request is not valid JSON: {error}", code="invalid_json") from None
+    if not isinstance(body, Mapping):
+        raise CallRefused("the request must be a JSON object")
+    return body
+
+
+async def _stream(request: web.Request, events: Any) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    await response.prepare(request)
+    await response.write(b"".join(map(_written, events)))
+    await response.write_eof()
+    return response
+
+
+def _written(event: Event) -> bytes:
+    name = f"event: {event.name}\n" if event.name else ""
+    data = "[DONE]" if event.data is None else json.dumps(event.data, ensure_ascii=False)
+    return f"{name}data: {data}\n\n".encode()

@@ -1,0 +1,189 @@
+"""Reading the fields of a request, with one clear error for each that cannot be served."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from rl_algos.agents.calls import CallRefused
+from rl_core.rollouts.rollout import Message
+
+T = TypeVar("T")
+
+_KINDS: Mapping[type, str] = {
+    str: "a string",
+    int: "an integer",
+    float: "a number",
+    bool: "a boolean",
+    list: "a list",
+    dict: "an object",
+}
+
+CHOSEN_BY_THE_RUN = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+)
+"""Fields that set how tokens are drawn. The run decides that, so that training sees the distribution that was sampled
+from; the fields are accepted and have no effect."""
+
+MAX_CHOICES = 16
+"""Maximum number of completions of one call."""
+
+
+class Fields:
+    """The fields of a JSON object, each read once.
+
+    Args:
+        body: The object.
+        at: Path of the object in the request; empty for the whole request.
+    """
+
+    def __init__(self, body: Any, at: str = "") -> None:
+        if not isinstance(body, Mapping):
+            raise CallRefused(f"{at or 'the request'} must be an object, got {_shown(body)}", param=at)
+        self._body = body
+        self._at = f"{at}." if at else ""
+
+    def __contains__(self, name: str) -> bool:
+        return self._body.get(name) is not None
+
+    def get(self, name: str, kind: type[T], default: T) -> T:
+        """Return a field, or the default if it is absent or null.
+
+        Raises:
+            CallRefused: If it has another type.
+        """
+        value = self._body.get(name)
+        if value is None:
+            return default
+        is_number = kind is float and isinstance(value, int) and not isinstance(value, bool)
+        if not is_number and (not isinstance(value, kind) or (kind is int and isinstance(value, bool))):
+            raise self.refused(name, f"must be {_KINDS[kind]}, got {_shown(value)}")
+        return value
+
+    def raw(self, name: str) -> Any:
+        """Return a field as it is; None if it is absent."""
+        return self._body.get(name)
+
+    def required(self, name: str, kind: type[T]) -> T:
+        """Return a field.
+
+        Raises:
+            CallRefused: If it is absent, or has another type.
+        """
+        if self._body.get(name) is None:
+            raise self.refused(name, "is missing")
+        return self.get(name, kind, kind())
+
+    def number(self, name: str, least: int, most: int | None = None) -> int | None:
+        """Return an integer within bounds; None if it is absent."""
+        if name not in self:
+            return None
+        value = self.get(name, int, least)
+        if value < least or (most is not None and value > most):
+            bounds = f"at least {least}" if most is None else f"from {least} to {most}"
+            raise self.refused(name, f"must be {bounds}, got {value}")
+        return value
+
+    def strings(self, name: str) -> tuple[str, ...]:
+        """Return a string or a list of strings as a tuple; an empty one if the field is absent."""
+        value = self._body.get(name)
+        values = [value] if isinstance(value, str) else value or []
+        if not isinstance(values, list) or not all(isinstance(each, str) and each for each in values):
+            raise self.refused(name, f"must be a string or a list of strings, got {_shown(value)}")
+        return tuple(values)
+
+    def refuse_others_than(self, name: str, allowed: Iterable[Any], remedy: str) -> None:
+        """Refuse a field that asks for something that is not offered.
+
+        Args:
+            allowed: Values that ask for nothing.
+            remedy: What to do instead.
+        """
+        value = self._body.get(name)
+        if value is not None and value not in list(allowed):
+            raise self.refused(name, f"{_shown(value)} is not offered; {remedy}")
+
+    def sampling_set_by_client(self) -> tuple[str, ...]:
+        """Return the fields of `CHOSEN_BY_THE_RUN` that the request sets."""
+        return tuple(name for name in CHOSEN_BY_THE_RUN if name in self)
+
+    def refused(self, name: str, problem: str) -> CallRefused:
+        """Return the error about a field."""
+        return CallRefused(f"{self._at}{name} {problem}", param=f"{self._at}{name}")
+
+
+def function_tools(given: Sequence[Any], at: str = "tools") -> tuple[Mapping[str, Any], ...]:
+    """Return tools in the form that chat templates take, from OpenAI's nested form, or the flat one of the Responses
+    API and of Anthropic.
+
+    Raises:
+        CallRefused: If a tool is not a function with a name.
+    """
+    found = []
+    for index, tool in enumerate(given):
+        fields = Fields(tool, f"{at}[{index}]")
+        if fields.get("type", str, "function") not in ("function", "custom"):
+            raise fields.refused("type", f"{_shown(fields.raw('type'))} is not offered; pass functions only")
+        if "function" in fields:
+            fields = Fields(fields.raw("function"), f"{at}[{index}].function")
+        schema = fields.raw("parameters") or fields.raw("input_schema") or {"type": "object", "properties": {}}
+        described = {"name": fields.required("name", str), "description": fields.get("description", str, "")}
+        found.append({"type": "function", "function": {**described, "parameters": schema}})
+    return tuple(found)
+
+
+def tool_call(call_id: str, name: str, arguments: Any, at: str) -> dict[str, Any]:
+    """Return a call of a tool as chat templates take it.
+
+    Args:
+        arguments: An object, or the JSON text of one; text that is not JSON stays text.
+    """
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments) if arguments.strip() else {}
+        except ValueError:
+            arguments = {"arguments": arguments}
+    if not isinstance(arguments, Mapping):
+        raise CallRefused(f"{at}: arguments must be an object, got {_shown(arguments)}", param=at)
+    return {"type": "function", "id": call_id, "function": {"name": name, "arguments": dict(arguments)}}
+
+
+def text_of_parts(content: Any, at: str) -> str:
+    """Return the text of a message's content: a string, null, or a list of parts that are text.
+
+    Raises:
+        CallRefused: If a part is not text.
+    """
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise CallRefused(f"{at} must be a string or a list of parts, got {_shown(content)}", param=at)
+    texts = []
+    for index, part in enumerate(content):
+        fields = Fields(part, f"{at}[{index}]")
+        kind = fields.get("type", str, "text")
+        if kind not in ("text", "input_text", "output_text", "refusal"):
+            raise fields.refused("type", f"{kind!r} is not offered; this policy reads text only")
+        texts.append(fields.get("refusal" if kind == "refusal" else "text", str, ""))
+    return "".join(texts)
+
+
+def check_conversation(messages: Sequence[Message], at: str = "messages") -> None:
+    """Refuse an empty conversation."""
+    if not messages:
+        raise CallRefused(f"{at} is empty; pass at least one message", param=at)
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 60 else f"{text[:57]}..."

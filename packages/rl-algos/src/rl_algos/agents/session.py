@@ -1,0 +1,317 @@
+"""One rollout of an agent: its calls, answered and recorded token by token."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from rl_algos.agents.calls import Answer, Call, CallRefused, Choice, FinishReason, Limits
+from rl_algos.agents.tree import CallTree, Node
+from rl_algos.tool_calls.parsed import THOUGHTS
+from rl_core.rollouts.environment import ToolCall
+from rl_core.rollouts.generation import SamplingParams
+from rl_core.rollouts.program import GenerationClient
+from rl_core.rollouts.rollout import Completion, Message, Prompt, Rollout
+
+
+@dataclass
+class _Draw:
+    """The answer to one of several equal calls."""
+
+    answer: asyncio.Task[Answer]
+    is_delivered: bool = False
+    is_abandoned: bool = False
+
+
+class AgentSession:
+    """Answers the calls of one rollout. It may answer several at once.
+
+    Equal calls are told apart by their number: the seed of a completion follows from the rollout's seed, the tokens
+    before it and the number of earlier equal calls, so calls that run in parallel are drawn in the same way whichever
+    comes first, and a rollout that is repeated after a crash finds the completions that it had. A call that is repeated
+    because its answer did not arrive gets that answer.
+
+    Args:
+        prompt: The prompt of the rollout.
+        client: The policy.
+        limits: Limits of the rollout.
+        splits: True to render every conversation anew, as a chat server does, which cuts the rollout where the chat
+            template rewrites earlier turns; False to continue from the tokens as they were sampled.
+    """
+
+    def __init__(self, prompt: Prompt, client: GenerationClient, limits: Limits, *, splits: bool = False) -> None:
+        self._prompt = prompt
+        self._client = client
+        self._limits = limits
+        self._splits = splits
+        self._tree = CallTree()
+        self._answered: dict[str, list[Node]] = {}
+        self._draws: dict[str, list[_Draw]] = defaultdict(list)
+        self._rewards: dict[str, float] = {}
+        self._num_sampled_calls = 0
+        self._is_truncated = False
+        self._is_closed = False
+        self._messages: tuple[Message, ...] = ()
+        self.ignored: set[str] = set()
+
+    @property
+    def prompt(self) -> Prompt:
+        """The prompt of the rollout."""
+        return self._prompt
+
+    async def answer(self, call: Call, *, is_retry: bool = False) -> Answer:
+        """Answer a call.
+
+        Args:
+            is_retry: True if the client says that it has made the call before.
+
+        Raises:
+            CallRefused: If it cannot be served.
+        """
+        self._check_open()
+        self.ignored.update(call.ignored)
+        draws = self._draws[_digest_of(call)]
+        draw = next((each for each in draws if each.is_abandoned), None)
+        if draw is None and is_retry and draws:
+            draw = next((each for each in draws if not each.is_delivered), draws[-1])
+        if draw is None:
+            draw = _Draw(asyncio.create_task(self._answer(call, len(draws))))
+            draws.append(draw)
+        draw.is_abandoned = False
+        try:
+            answer = await asyncio.shield(draw.answer)
+        except asyncio.CancelledError:
+            # the client hung up, or the rollout ends: who asks again gets this answer
+            draw.is_abandoned = True
+            raise
+        except CallRefused:
+            draws.remove(draw)
+            raise
+        self._is_last(call, answer)
+        return answer
+
+    def delivered(self, call: Call, answer: Answer, *, is_delivered: bool = True) -> None:
+        """Note whether the client has received the answer to a call; one that has not may ask again."""
+        for draw in self._draws[_digest_of(call)]:
+            is_done = draw.answer.done() and not draw.answer.cancelled() and draw.answer.exception() is None
+            if is_done and draw.answer.result() is answer:
+                draw.is_delivered |= is_delivered
+                draw.is_abandoned = not is_delivered
+
+    def add_rewards(self, rewards: Mapping[str, float], answer_id: str = "", choice: int = 0) -> None:
+        """Set rewards of the rollout, or of one of its calls.
+
+        Args:
+            rewards: Rewards by name; a later one of the same name replaces an earlier one, so that posting is
+                idempotent.
+            answer_id: Id of the answer to the call; empty for the whole rollout.
+            choice: Index of the completion, for a call of several.
+
+        Raises:
+            CallRefused: If no call has that id.
+        """
+        self._check_open()
+        if not answer_id:
+            self._rewards.update(rewards)
+            return
+        nodes = self._answered.get(answer_id, [])
+        if not 0 <= choice < len(nodes):
+            name = f"choice {choice} of call {answer_id!r}"
+            raise CallRefused(f"no {name} in this rollout", status=404, code="unknown_call", param="call")
+        nodes[choice].rewards.update(rewards)
+
+    def close(self) -> None:
+        """Refuse further calls, and stop those that are being answered."""
+        self._is_closed = True
+        for draw in (draw for draws in self._draws.values() for draw in draws):
+            if not draw.answer.done():
+                draw.answer.cancel()
+            elif not draw.answer.cancelled():
+                draw.answer.exception()  # of a call whose client has gone: nobody else retrieves it
+
+    @property
+    def has_reward(self) -> bool:
+        """Whether a reward was posted."""
+        return bool(self._rewards) or any(node.rewards for node in self._tree)
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """The conversation of the call that was answered last, with its completion."""
+        return self._messages
+
+    def rollout(self) -> Rollout:
+        """Return the rollout so far.
+
+        Raises:
+            ValueError: If the agent has not called the policy.
+        """
+        if not self._answered:
+            raise ValueError("the agent ended without a completion of the policy, so there is nothing to train on")
+        return self._tree.rollout(self._prompt, self._rewards, is_truncated=self._is_truncated)
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise CallRefused("this rollout has ended", status=410, code="rollout_ended")
+
+    async def _answer(self, call: Call, draw: int) -> Answer:
+        parent, num_known = self._continued(call)
+        tokens, parent = self._tokens(call, parent, num_known)
+        kept = 0 if parent is None else parent.num_tokens
+        sampling = self._sampling(call, tokens)
+        answer_id = f"rl-{_short(_digest_of(call), str(draw))}"
+        if sampling is None:
+            self._is_truncated = True
+            choice = Choice("", "", (), "length", _NOTHING)
+            return Answer(answer_id, int(time.time()), (choice,) * call.num_choices, len(tokens), kept)
+        self._count(call.num_choices)
+        completions = await asyncio.gather(
+            *[
+                self._client.generate(tokens, sampling, draw=draw * call.num_choices + number)
+                for number in range(call.num_choices)
+            ]
+        )
+        choices, nodes = [], []
+        for number, completion in enumerate(completions):
+            choice, message = self._read(call, completion, f"{answer_id}/{number}")
+            node = Node(
+                parent=parent,
+                context=tokens[kept:],
+                completion=completion,
+                message=message,
+                text=self._client.read(completion.token_ids, ()).text,
+                key=_short(answer_id, str(number)),
+                shown="" if call.text is None else self._client.shown(np.concatenate([tokens, completion.token_ids])),
+            )
+            self._tree.add(node, call)
+            choices.append(choice)
+            nodes.append(node)
+        if parent is not None and parent.observation is None:
+            said = call.messages if call.text is None else ({"role": "user", "content": call.text},)
+            parent.observation = tuple(said[num_known:])
+        self._answered[answer_id] = nodes
+        return Answer(answer_id, int(time.time()), tuple(choices), len(tokens), kept)
+
+    def _continued(self, call: Call) -> tuple[Node | None, int]:
+        """The branch that a call continues, and how many of its messages, or characters of its text, the branch has."""
+        if call.text is None:
+            return self._tree.continued_by(call.messages, call.tools)
+        begun = [
+            (len(node.shown), node) for node in self._tree.nodes if node.shown and call.text.startswith(node.shown)
+        ]
+        length, node = max(begun, key=lambda each: each[0], default=(0, None))
+        return node, length
+
+    def _tokens(self, call: Call, parent: Node | None, num_known: int) -> tuple[np.ndarray, Node | None]:
+        """The tokens to continue, and the completion that they continue; None if they begin a branch."""
+        before = _NO_TOKENS if parent is None else parent.tokens
+        if call.text is not None:
+            return np.concatenate([before, self._client.encoded(call.text[num_known:])]), parent
+        if parent is not None and not self._splits:
+            said = call.messages[num_known:]
+            try:
+                between = self._client.continuation(parent.message, said, parent.completion.token_ids)
+            except ValueError:
+                # the template does not render these messages behind a turn; it may in a whole conversation
+                return self._client.rendered(call.messages, _NO_TOKENS, call.tools), None
+            return np.concatenate([before, between]), parent
+        tokens = self._client.rendered(call.messages, before, call.tools)
+        keeps = parent is not None and np.array_equal(tokens[: len(before)], before)
+        return tokens, parent if keeps else None
+
+    def _sampling(self, call: Call, tokens: np.ndarray) -> SamplingParams | None:
+        """How the completion is drawn; None if there is no room for one."""
+        room = self._limits.max_tokens - len(tokens)
+        if room < 1:
+            if not self._num_sampled_calls:
+                raise CallRefused(
+                    f"the conversation has {len(tokens)} tokens; the maximum is {self._limits.max_tokens} "
+                    "(policy.max_total_sequence_length), with what is sampled",
+                    code="context_length_exceeded",
+                    param="messages",
+                )
+            return None
+        configured = self._client.sampling
+        wanted = configured.max_new_tokens if call.max_new_tokens is None else call.max_new_tokens
+        return replace(
+            configured,
+            max_new_tokens=min(room, configured.max_new_tokens, wanted),
+            stop_strings=tuple(dict.fromkeys((*configured.stop_strings, *call.stop_strings))),
+        )
+
+    def _count(self, num_completions: int) -> None:
+        if self._num_sampled_calls + num_completions > self._limits.max_calls:
+            self._is_truncated = True
+            raise CallRefused(
+                f"this rollout has had its {self._limits.max_calls} completions (agent.max_calls)",
+                status=403,
+                code="rollout_call_limit",
+            )
+        self._num_sampled_calls += num_completions
+
+    def _is_last(self, call: Call, answer: Answer) -> None:
+        nodes = self._answered.get(answer.id)
+        if nodes:
+            asked = call.messages if call.text is None else ({"role": "user", "content": call.text},)
+            self._messages = (*asked, nodes[0].message)
+
+    def _read(self, call: Call, completion: Completion, place: str) -> tuple[Choice, Message]:
+        """The completion as an answer, and as chat templates take it."""
+        pieces = tuple(self._client.pieces(completion.token_ids)) if call.wants_logprobs else ()
+        reads_calls = call.text is None and call.reads_calls
+        reply = self._client.read(completion.token_ids, call.tools if reads_calls else ())
+        if call.text is not None:
+            return Choice(reply.text, "", (), _reason(completion, ()), completion, pieces), reply.message
+        # a call that cannot be read stays text, as from any other server
+        readable = [(each, made) for made, each in enumerate(reply.tool_calls) if not each.error]
+        calls = tuple(replace(each, id=_short(place, str(made))[:9]) for each, made in readable)
+        message = {**reply.message, "content": reply.message.get("content") or ""}
+        written = message.pop("tool_calls", ())
+        if calls:
+            message["tool_calls"] = [
+                {**written[made], "id": call.id} for call, (_, made) in zip(calls, readable, strict=True)
+            ]
+        elif reply.tool_calls:
+            message["content"] = reply.text
+        thoughts, message["content"] = _split_thoughts(message["content"])
+        return Choice(message["content"], thoughts, calls, _reason(completion, calls), completion, pieces), message
+
+
+_NO_TOKENS = np.zeros(0, np.int32)
+_NOTHING = Completion(_NO_TOKENS, np.zeros(0, np.float32), "length", ())
+
+
+def _reason(completion: Completion, calls: Sequence[ToolCall]) -> FinishReason:
+    if completion.stop_reason != "stop":
+        return "length"
+    return "tool_calls" if calls else "stop"
+
+
+def _split_thoughts(text: str) -> tuple[str, str]:
+    """The thoughts that a turn begins with, or that its prompt has opened, and the rest."""
+    for begin, end in THOUGHTS.items():
+        head, closed, rest = text.partition(end)
+        if closed and (begin not in head or head.lstrip().startswith(begin)):
+            return head.strip().removeprefix(begin).strip(), rest.lstrip("\n")
+        if not closed and text.lstrip().startswith(begin):
+            return text.lstrip().removeprefix(begin).strip(), ""
+    return "", text
+
+
+def _digest_of(call: Call) -> str:
+    """The same for equal calls, whatever way their answers are sent."""
+    asked: list[Any] = [call.messages, call.text, call.tools, call.reads_calls, call.max_new_tokens]
+    asked += [call.stop_strings, call.num_choices]
+    return _short(json.dumps(asked, sort_keys=True, default=str))
+
+
+def _short(*parts: str) -> str:
+    """16 hexadecimal digits that are the same for the same strings."""
+    return hashlib.blake2b("\0".join(parts).encode(), digest_size=8).hexdigest()

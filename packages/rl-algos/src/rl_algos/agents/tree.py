@@ -1,0 +1,160 @@
+"""What an agent's calls consumed and sampled, as a tree of tokens."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from rl_algos.agents.calls import Call
+from rl_algos.rollouts.worker.transcript import Transcript
+from rl_core.rollouts.environment import StepResult
+from rl_core.rollouts.rollout import Completion, Message, Prompt, Rollout
+
+
+@dataclass
+class Node:
+    """One completion, behind all that its branch had before.
+
+    Args:
+        parent: The completion that this one continues; None at the start of a branch.
+        context: int32 `[tokens]`, between the parent's completion and this one: what the agent added.
+        completion: What was sampled.
+        message: The policy's turn, as chat templates take it.
+        text: Text of the turn, for people to read.
+        key: Digest of everything that decides the completion; equal in a run that is repeated.
+        shown: Text of the whole branch with special tokens, if it is a text that was continued as it is.
+        observation: Messages with which the agent continued it first; None at the end of a branch.
+        rewards: Rewards of the completion by name.
+    """
+
+    parent: Node | None
+    context: np.ndarray
+    completion: Completion
+    message: Message
+    text: str
+    key: str
+    shown: str = ""
+    observation: tuple[Message, ...] | None = None
+    rewards: dict[str, float] = field(default_factory=dict)
+    children: list[Node] = field(default_factory=list)
+
+    @property
+    def path(self) -> list[Node]:
+        """The completions of the branch, this one last."""
+        nodes: list[Node] = []
+        node: Node | None = self
+        while node is not None:
+            nodes.append(node)
+            node = node.parent
+        return nodes[::-1]
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """int32 `[tokens]` of the branch, consumed and sampled."""
+        return np.concatenate([part for node in self.path for part in (node.context, node.completion.token_ids)])
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens of the branch."""
+        return sum(len(node.context) + len(node.completion.token_ids) for node in self.path)
+
+
+class CallTree:
+    """The branches of one rollout.
+
+    A call whose conversation begins with all messages of a branch continues it, and its tokens are those of the branch
+    and what is new. Any other call begins a branch. Branches that share a beginning share its completions; each is
+    trained on once, in the first of them.
+    """
+
+    def __init__(self) -> None:
+        self._roots: list[Node] = []
+        self._by_conversation: dict[str, Node] = {}
+
+    @property
+    def nodes(self) -> Iterator[Node]:
+        """The completions, each after those that it continues, siblings in the order of their keys: an order that does
+        not depend on which of several calls at once was answered first."""
+        open_nodes = sorted(self._roots, key=lambda node: node.key, reverse=True)
+        while open_nodes:
+            node = open_nodes.pop()
+            yield node
+            open_nodes += sorted(node.children, key=lambda child: child.key, reverse=True)
+
+    def continued_by(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> tuple[Node | None, int]:
+        """Return the longest branch that a conversation continues, and the number of messages that are the branch's."""
+        found: tuple[Node | None, int] = (None, 0)
+        for number, digest in enumerate(_digests(messages, tools), start=1):
+            if number < len(messages) and (node := self._by_conversation.get(digest)) is not None:
+                found = node, number
+        return found
+
+    def add(self, node: Node, call: Call) -> None:
+        """Add a completion of a call."""
+        (self._roots if node.parent is None else node.parent.children).append(node)
+        if call.text is not None:
+            return
+        *_, digest = _digests([*call.messages, node.message], call.tools)
+        # of equal conversations the newest is continued: an agent that drew again keeps what it drew last
+        self._by_conversation[digest] = node
+
+    def rollout(self, prompt: Prompt, rewards: Mapping[str, float], *, is_truncated: bool) -> Rollout:
+        """Return the rollout of all branches, each a segment.
+
+        Args:
+            rewards: Rewards of the rollout, in addition to those of its completions.
+            is_truncated: Whether it ran into a limit; it also did if a branch ends with a completion that did.
+        """
+        leaves = [node for node in self.nodes if not node.children]
+        transcript = Transcript(prompt, leaves[0].path[0].context)
+        trained: set[int] = set()
+        for number, leaf in enumerate(leaves):
+            for depth, node in enumerate(leaf.path):
+                if depth:
+                    transcript.add_context(node.context)
+                elif number:
+                    transcript.begin(node.context)
+                if id(node) in trained:
+                    transcript.add_context(node.completion.token_ids)
+                    continue
+                trained.add(id(node))
+                transcript.add_completion(node.completion)
+                result = StepResult(reward=node.rewards or {}, observation=node.observation or ())
+                transcript.add_result(node.text, result, ends=node.observation is None)
+        transcript.add_rewards(rewards)
+        is_cut = any(leaf.completion.stop_reason != "stop" for leaf in leaves)
+        return transcript.rollout(truncated=is_truncated or is_cut)
+
+
+def _digests(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield a digest of the conversation up to each message."""
+    digest = hashlib.blake2b(json.dumps(list(tools), sort_keys=True, default=str).encode(), digest_size=16)
+    for message in messages:
+        digest.update(json.dumps(_compared(message), sort_keys=True, default=str).encode())
+        yield digest.hexdigest()
+
+
+def _compared(message: Message) -> Any:
+    """What two messages are compared by: frameworks add fields, drop thoughts and trim the policy's turns."""
+    content = str(message.get("content") or "")
+    is_turn = message["role"] == "assistant"
+    calls = [
+        (call.get("id", ""), call["function"]["name"], _arguments(call["function"]["arguments"]))
+        for call in message.get("tool_calls", ())
+    ]
+    return [message["role"], content.strip() if is_turn else content, calls, message.get("tool_call_id", "")]
+
+
+def _arguments(written: Any) -> Any:
+    """Arguments as an object; chat templates of some models take them as JSON text."""
+    if not isinstance(written, str):
+        return written
+    try:
+        return json.loads(written)
+    except ValueError:
+        return written
