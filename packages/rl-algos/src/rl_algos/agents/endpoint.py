@@ -121,11 +121,11 @@ class AgentEndpoint:
             try:
                 self._check_host(request)
                 return await serve(request, dialect)
-            except CallRefused as refused:
-                return web.json_response(dialect.error(refused), status=refused.status)
+            except CallRefused as error:
+                refused = error
             except web.HTTPRequestEntityTooLarge:
                 refused = CallRefused(f"the request is larger than {MAX_BODY} bytes", status=413, code="too_large")
-                return web.json_response(dialect.error(refused), status=413)
+            return web.json_response(dialect.error(refused), status=refused.status)
 
         return handle
 

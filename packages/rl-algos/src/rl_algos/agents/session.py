@@ -140,7 +140,7 @@ class AgentSession:
     @property
     def has_reward(self) -> bool:
         """Whether a reward was posted."""
-        return bool(self._rewards) or any(node.rewards for node in self._tree)
+        return bool(self._rewards) or any(node.rewards for node in self._tree.nodes)
 
     @property
     def messages(self) -> tuple[Message, ...]:
