@@ -47,6 +47,10 @@ class Call:
         wants_usage: Whether a stream ends with the numbers of tokens.
         model: Name of the model as the agent wrote it; the answer repeats it.
         ignored: Fields of the request that have no effect, because the run decides how completions are sampled.
+        continues: Id of an earlier answer whose conversation comes before `messages`; empty for none.
+        num_instructions: Number of messages at the start that belong to this call only: they stay before the
+            conversation that is continued, and a call that continues this one does not get them.
+        is_stored: Whether later calls may continue the answer by its id.
     """
 
     messages: tuple[Message, ...] = ()
@@ -61,6 +65,9 @@ class Call:
     wants_usage: bool = False
     model: str = ""
     ignored: tuple[str, ...] = ()
+    continues: str = ""
+    num_instructions: int = 0
+    is_stored: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,6 +82,7 @@ class Choice:
         finish_reason: Why it ended.
         completion: The sampled tokens.
         pieces: Text of each token, if the call asked for logprobs.
+        stop_string: String of `Call.stop_strings` that ended it, which is not part of `text`; empty for none.
     """
 
     text: str
@@ -83,6 +91,7 @@ class Choice:
     finish_reason: FinishReason
     completion: Completion
     pieces: tuple[str, ...] = ()
+    stop_string: str = ""
 
 
 @dataclass(frozen=True)

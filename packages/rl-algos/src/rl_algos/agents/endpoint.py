@@ -17,6 +17,8 @@ from aiohttp import web
 from rl_algos.agents.calls import CallRefused, Dialect, Event
 from rl_algos.agents.dialects.chat_completions import ChatCompletions
 from rl_algos.agents.dialects.completions import Completions
+from rl_algos.agents.dialects.messages import Messages
+from rl_algos.agents.dialects.responses import Responses
 from rl_algos.agents.session import AgentSession
 
 _log = logging.getLogger(__name__)
@@ -76,9 +78,15 @@ class AgentEndpoint:
         """Listen at a port that is free."""
         app = web.Application(client_max_size=MAX_BODY)
         at = "/rollouts/{rollout}/v1"
-        dialects: Mapping[str, Dialect] = {"chat/completions": ChatCompletions(), "completions": Completions()}
+        dialects: Mapping[str, Dialect] = {
+            "chat/completions": ChatCompletions(),
+            "completions": Completions(),
+            "responses": Responses(),
+            "messages": Messages(),
+        }
         for path, dialect in dialects.items():
             app.router.add_post(f"{at}/{path}", self._handler(dialect, self._calls))
+        app.router.add_post(f"{at}/messages/count_tokens", self._handler(dialects["messages"], self._count_tokens))
         openai = dialects["chat/completions"]
         app.router.add_get(f"{at}/models", self._handler(openai, self._models))
         app.router.add_post(f"{at}/reward", self._handler(openai, self._reward))
@@ -168,6 +176,11 @@ class AgentEndpoint:
             raise
         session.delivered(call, answer)
         return response
+
+    async def _count_tokens(self, request: web.Request, dialect: Dialect) -> web.StreamResponse:
+        session = self._session(request)
+        call = dialect.read({**await _body(request), "max_tokens": 1})
+        return web.json_response({"input_tokens": session.num_tokens(call)})
 
     async def _models(self, request: web.Request, _: Dialect) -> web.StreamResponse:
         self._session(request)

@@ -111,6 +111,21 @@ class Fields:
         if value is not None and value not in list(allowed):
             raise self.refused(name, f"{_shown(value)} is not offered; {remedy}")
 
+    def tool_choice(self) -> tuple[bool, tuple[str, ...]]:
+        """Return whether tool calls are read, and the name of the field if it asks to force calls.
+
+        Nothing forces a call, because training would see another distribution than the one that was sampled from.
+        """
+        value = self._body.get("tool_choice")
+        kind = value.get("type") if isinstance(value, Mapping) else value
+        if kind in (None, "auto", "none"):
+            return kind != "none", ()
+        if kind in ("required", "any", "function", "tool"):
+            return True, ("tool_choice",)
+        raise self.refused(
+            "tool_choice", f"{_shown(value)} is not offered; pass auto or none, and fewer tools to limit it"
+        )
+
     def sampling_set_by_client(self) -> tuple[str, ...]:
         """Return the fields of `CHOSEN_BY_THE_RUN` that the request sets."""
         return tuple(name for name in CHOSEN_BY_THE_RUN if name in self)
@@ -149,7 +164,7 @@ def tool_call(call_id: str, name: str, arguments: Any, at: str) -> dict[str, Any
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments) if arguments.strip() else {}
-        except ValueError:
+        except (ValueError, RecursionError):
             arguments = {"arguments": arguments}
     if not isinstance(arguments, Mapping):
         raise CallRefused(f"{at}: arguments must be an object, got {_shown(arguments)}", param=at)

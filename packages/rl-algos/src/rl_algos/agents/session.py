@@ -6,12 +6,13 @@ import asyncio
 import hashlib
 import json
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from jinja2 import TemplateError
 
 from rl_algos.agents.calls import Answer, Call, CallRefused, Choice, FinishReason, Limits
 from rl_algos.agents.tree import CallTree, Node
@@ -26,6 +27,7 @@ from rl_core.rollouts.rollout import Completion, Message, Prompt, Rollout
 class _Draw:
     """The answer to one of several equal calls."""
 
+    number: int
     answer: asyncio.Task[Answer]
     is_delivered: bool = False
     is_abandoned: bool = False
@@ -54,7 +56,9 @@ class AgentSession:
         self._splits = splits
         self._tree = CallTree()
         self._answered: dict[str, list[Node]] = {}
+        self._stored: dict[str, tuple[Message, ...]] = {}
         self._draws: dict[str, list[_Draw]] = defaultdict(list)
+        self._num_drawn: Counter[tuple[bytes, SamplingParams]] = Counter()
         self._rewards: dict[str, float] = {}
         self._num_sampled_calls = 0
         self._is_truncated = False
@@ -77,30 +81,45 @@ class AgentSession:
             CallRefused: If it cannot be served.
         """
         self._check_open()
+        call = self._whole(call)
         self.ignored.update(call.ignored)
         draws = self._draws[_digest_of(call)]
         draw = next((each for each in draws if each.is_abandoned), None)
         if draw is None and is_retry and draws:
             draw = next((each for each in draws if not each.is_delivered), draws[-1])
         if draw is None:
-            draw = _Draw(asyncio.create_task(self._answer(call, len(draws))))
+            number = max((each.number for each in draws), default=-1) + 1
+            draw = _Draw(number, asyncio.create_task(self._answer(call, number)))
             draws.append(draw)
         draw.is_abandoned = False
         try:
             answer = await asyncio.shield(draw.answer)
         except asyncio.CancelledError:
-            # the client hung up, or the rollout ends: who asks again gets this answer
+            if self._is_closed and draw.answer.cancelled():
+                raise _ended() from None
+            # the client hung up: who asks again gets this answer
             draw.is_abandoned = True
             raise
-        except CallRefused:
-            draws.remove(draw)
+        except Exception:
+            if draw in draws:  # several requests may wait for one draw
+                draws.remove(draw)
             raise
         self._is_last(call, answer)
         return answer
 
+    def num_tokens(self, call: Call) -> int:
+        """Return the number of tokens before the completion of a call.
+
+        Raises:
+            CallRefused: If it cannot be served.
+        """
+        self._check_open()
+        call = self._whole(call)
+        return len(self._tokens(call, *self._continued(call))[0])
+
     def delivered(self, call: Call, answer: Answer, *, is_delivered: bool = True) -> None:
         """Note whether the client has received the answer to a call; one that has not may ask again."""
-        for draw in self._draws[_digest_of(call)]:
+        for draw in self._draws[_digest_of(self._whole(call))]:
             is_done = draw.answer.done() and not draw.answer.cancelled() and draw.answer.exception() is None
             if is_done and draw.answer.result() is answer:
                 draw.is_delivered |= is_delivered
@@ -159,7 +178,22 @@ class AgentSession:
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise CallRefused("this rollout has ended", status=410, code="rollout_ended")
+            raise _ended()
+
+    def _whole(self, call: Call) -> Call:
+        """The call with the conversation that it continues by an answer's id."""
+        if not call.continues:
+            return call
+        if call.continues not in self._stored:
+            raise CallRefused(
+                f"previous_response_id {call.continues!r} is not the id of a stored answer of this rollout; pass an id "
+                "that this rollout has answered with store=true, or the whole conversation as input",
+                code="previous_response_not_found",
+                param="previous_response_id",
+            )
+        own = call.num_instructions
+        messages = (*call.messages[:own], *self._stored[call.continues], *call.messages[own:])
+        return replace(call, messages=messages, continues="")
 
     async def _answer(self, call: Call, draw: int) -> Answer:
         parent, num_known = self._continued(call)
@@ -172,11 +206,12 @@ class AgentSession:
             choice = Choice("", "", (), "length", _NOTHING)
             return Answer(answer_id, int(time.time()), (choice,) * call.num_choices, len(tokens), kept)
         self._count(call.num_choices)
+        # calls that differ only in what the policy does not see ask for the same draws
+        equal = (tokens.tobytes(), sampling)
+        first = self._num_drawn[equal]
+        self._num_drawn[equal] += call.num_choices
         completions = await asyncio.gather(
-            *[
-                self._client.generate(tokens, sampling, draw=draw * call.num_choices + number)
-                for number in range(call.num_choices)
-            ]
+            *[self._client.generate(tokens, sampling, draw=first + number) for number in range(call.num_choices)]
         )
         choices, nodes = [], []
         for number, completion in enumerate(completions):
@@ -218,13 +253,23 @@ class AgentSession:
             said = call.messages[num_known:]
             try:
                 between = self._client.continuation(parent.message, said, parent.completion.token_ids)
-            except ValueError:
+            except (ValueError, TemplateError):
                 # the template does not render these messages behind a turn; it may in a whole conversation
-                return self._client.rendered(call.messages, _NO_TOKENS, call.tools), None
+                return self._rendered(call, _NO_TOKENS), None
             return np.concatenate([before, between]), parent
-        tokens = self._client.rendered(call.messages, before, call.tools)
+        tokens = self._rendered(call, before)
         keeps = parent is not None and np.array_equal(tokens[: len(before)], before)
         return tokens, parent if keeps else None
+
+    def _rendered(self, call: Call, before: np.ndarray) -> np.ndarray:
+        try:
+            return self._client.rendered(call.messages, before, call.tools)
+        except TemplateError as error:
+            raise CallRefused(
+                f"the chat template of the policy does not render this conversation: {error}; check the order and the "
+                "roles of its messages",
+                param="messages",
+            ) from error
 
     def _sampling(self, call: Call, tokens: np.ndarray) -> SamplingParams | None:
         """How the completion is drawn; None if there is no room for one."""
@@ -258,6 +303,11 @@ class AgentSession:
 
     def _is_last(self, call: Call, answer: Answer) -> None:
         nodes = self._answered.get(answer.id)
+        if call.is_stored:
+            self._stored[answer.id] = (
+                *call.messages[call.num_instructions :],
+                nodes[0].message if nodes else {"role": "assistant", "content": ""},
+            )
         if nodes:
             asked = call.messages if call.text is None else ({"role": "user", "content": call.text},)
             self._messages = (*asked, nodes[0].message)
@@ -268,20 +318,23 @@ class AgentSession:
         reads_calls = call.text is None and call.reads_calls
         reply = self._client.read(completion.token_ids, call.tools if reads_calls else ())
         if call.text is not None:
-            return Choice(reply.text, "", (), _reason(completion, ()), completion, pieces), reply.message
+            text, stop = _before_stop(reply.text, call, completion)
+            return Choice(text, "", (), _reason(completion, ()), completion, pieces, stop), reply.message
         # a call that cannot be read stays text, as from any other server
         readable = [(each, made) for made, each in enumerate(reply.tool_calls) if not each.error]
         calls = tuple(replace(each, id=_short(place, str(made))[:9]) for each, made in readable)
         message = {**reply.message, "content": reply.message.get("content") or ""}
         written = message.pop("tool_calls", ())
+        stop = ""
         if calls:
             message["tool_calls"] = [
                 {**written[made], "id": call.id} for call, (_, made) in zip(calls, readable, strict=True)
             ]
-        elif reply.tool_calls:
-            message["content"] = reply.text
+        else:
+            message["content"], stop = _before_stop(reply.text, call, completion)
         thoughts, message["content"] = _split_thoughts(message["content"])
-        return Choice(message["content"], thoughts, calls, _reason(completion, calls), completion, pieces), message
+        choice = Choice(message["content"], thoughts, calls, _reason(completion, calls), completion, pieces, stop)
+        return choice, message
 
 
 _NO_TOKENS = np.zeros(0, np.int32)
@@ -292,6 +345,16 @@ def _reason(completion: Completion, calls: Sequence[ToolCall]) -> FinishReason:
     if completion.stop_reason != "stop":
         return "length"
     return "tool_calls" if calls else "stop"
+
+
+def _before_stop(text: str, call: Call, completion: Completion) -> tuple[str, str]:
+    """The text before the stop string of the call that ended it, as servers of language models answer, and that string;
+    the whole text and an empty string if none did."""
+    found = [(text.find(stop), stop) for stop in call.stop_strings if stop in text]
+    if not found or completion.stop_reason != "stop":
+        return text, ""
+    end, stop = min(found, key=lambda each: each[0])
+    return text[:end], stop
 
 
 def _split_thoughts(text: str) -> tuple[str, str]:
@@ -305,10 +368,14 @@ def _split_thoughts(text: str) -> tuple[str, str]:
     return "", text
 
 
+def _ended() -> CallRefused:
+    return CallRefused("this rollout has ended", status=410, code="rollout_ended")
+
+
 def _digest_of(call: Call) -> str:
-    """The same for equal calls, whatever way their answers are sent."""
+    """The same for equal calls, streamed or not."""
     asked: list[Any] = [call.messages, call.text, call.tools, call.reads_calls, call.max_new_tokens]
-    asked += [call.stop_strings, call.num_choices]
+    asked += [call.stop_strings, call.num_choices, call.wants_logprobs]
     return _short(json.dumps(asked, sort_keys=True, default=str))
 
 

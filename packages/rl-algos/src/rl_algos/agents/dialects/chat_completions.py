@@ -33,11 +33,12 @@ class ChatCompletions:
         messages = tuple(_message(each, f"messages[{index}]") for index, each in enumerate(given))
         check_conversation(messages)
         limit = fields.number("max_completion_tokens", 1)
+        reads_calls, forced = fields.tool_choice()
         stream = Fields(fields.get("stream_options", dict, {}), "stream_options")
         return Call(
             messages=messages,
             tools=function_tools(fields.get("tools", list, [])),
-            reads_calls=fields.raw("tool_choice") != "none",
+            reads_calls=reads_calls,
             max_new_tokens=fields.number("max_tokens", 1) if limit is None else limit,
             stop_strings=fields.strings("stop"),
             num_choices=fields.number("n", 1, MAX_CHOICES) or 1,
@@ -45,7 +46,7 @@ class ChatCompletions:
             is_streamed=fields.get("stream", bool, False),
             wants_usage=stream.get("include_usage", bool, False),
             model=fields.get("model", str, ""),
-            ignored=fields.sampling_set_by_client(),
+            ignored=(*fields.sampling_set_by_client(), *forced),
         )
 
     def answer(self, call: Call, answer: Answer) -> Mapping[str, Any]:
