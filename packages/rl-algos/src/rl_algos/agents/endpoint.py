@@ -131,6 +131,8 @@ class AgentEndpoint:
                 return await serve(request, dialect)
             except CallRefused as error:
                 refused = error
+            except RecursionError:
+                refused = CallRefused("the request is nested too deeply", code="invalid_json")
             except web.HTTPRequestEntityTooLarge:
                 refused = CallRefused(f"the request is larger than {MAX_BODY} bytes", status=413, code="too_large")
             return web.json_response(dialect.error(refused), status=refused.status)
@@ -156,7 +158,8 @@ class AgentEndpoint:
         key = found.address.reward_key if posts_rewards else found.address.api_key
         if not key:
             raise CallRefused("rewards cannot be posted for this rollout", status=403, code="rewards_not_taken")
-        if not hmac.compare_digest(given.encode(), key.encode()):
+        # a header may have any bytes
+        if not hmac.compare_digest(given.encode(errors="surrogateescape"), key.encode()):
             raise CallRefused("the API key is not that of this rollout", status=401, code="invalid_api_key")
         return found.session
 
@@ -214,8 +217,12 @@ def rewards_of(given: Any) -> Mapping[str, float]:
 
 
 async def _body(request: web.Request) -> Mapping[str, Any]:
+    sent = await request.read()
     try:
-        body = json.loads(await request.read())
+        body = json.loads(sent)
+        if b"\\ud" in sent.lower():
+            # halves of characters are valid JSON, and neither tokenizers nor answers can hold them
+            json.dumps(body, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise CallRefused(f"the request is not valid JSON: {error}", code="invalid_json") from None
     if not isinstance(body, Mapping):

@@ -183,14 +183,20 @@ def text_of_parts(content: Any, at: str) -> str:
         return content
     if not isinstance(content, list):
         raise CallRefused(f"{at} must be a string or a list of parts, got {_shown(content)}", param=at)
-    texts = []
-    for index, part in enumerate(content):
-        fields = Fields(part, f"{at}[{index}]")
-        kind = fields.get("type", str, "text")
-        if kind not in ("text", "input_text", "output_text", "refusal"):
-            raise fields.refused("type", f"{kind!r} is not offered; this policy reads text only")
-        texts.append(fields.get("refusal" if kind == "refusal" else "text", str, ""))
-    return "".join(texts)
+    return "".join(text_of_part(part, f"{at}[{index}]") for index, part in enumerate(content))
+
+
+def text_of_part(part: Any, at: str) -> str:
+    """Return the text of a part of a message's content.
+
+    Raises:
+        CallRefused: If it is not text.
+    """
+    fields = Fields(part, at)
+    kind = fields.get("type", str, "text")
+    if kind not in ("text", "input_text", "output_text", "refusal"):
+        raise fields.refused("type", f"{kind!r} is not offered; this policy reads text only")
+    return fields.get("refusal" if kind == "refusal" else "text", str, "")
 
 
 def check_conversation(messages: Sequence[Message], at: str = "messages") -> None:

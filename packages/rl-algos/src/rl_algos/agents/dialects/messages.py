@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rl_algos.agents.calls import Answer, Call, CallRefused, Choice, Event
-from rl_algos.agents.fields import Fields, check_conversation, function_tools, text_of_parts, tool_call
+from rl_algos.agents.fields import Fields, check_conversation, function_tools, text_of_part, text_of_parts, tool_call
 from rl_core.rollouts.rollout import Message
 
 _ROLES = ("user", "assistant", "system")
@@ -138,25 +138,26 @@ def _assistant(blocks: Sequence[Any], at: str) -> Message:
             made = fields.raw("input") or {}
             calls.append(tool_call(fields.required("id", str), fields.required("name", str), made, f"{place}.input"))
         elif kind not in _THOUGHTS:
-            texts.append(text_of_parts([block], at))
+            texts.append(text_of_part(block, place))
     message: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
     return {**message, "tool_calls": calls} if calls else message
 
 
 def _results_and_text(role: str, blocks: Sequence[Any], at: str) -> Iterator[Message]:
-    texts: list[Any] = []
+    texts: list[str] = []
     for index, block in enumerate(blocks):
-        fields = Fields(block, f"{at}[{index}]")
+        place = f"{at}[{index}]"
+        fields = Fields(block, place)
         if fields.required("type", str) != "tool_result":
-            texts.append(block)
+            texts.append(text_of_part(block, place))
             continue
         if texts:
-            yield {"role": role, "content": text_of_parts(texts, at)}
+            yield {"role": role, "content": "".join(texts)}
             texts = []
-        said = text_of_parts(fields.raw("content"), f"{at}[{index}].content")
+        said = text_of_parts(fields.raw("content"), f"{place}.content")
         yield {"role": "tool", "content": said, "tool_call_id": fields.required("tool_use_id", str)}
     if texts or not blocks:
-        yield {"role": role, "content": text_of_parts(texts, at)}
+        yield {"role": role, "content": "".join(texts)}
 
 
 def _blocks(choice: Choice) -> list[dict[str, Any]]:
