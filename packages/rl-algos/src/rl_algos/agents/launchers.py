@@ -9,7 +9,7 @@ import pickle
 import sys
 import tempfile
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -51,7 +51,7 @@ class Task:
             "tools": [dict(tool) for tool in prompt.tools],
         }
 
-    def env(self, mark: str, further: Mapping[str, str]) -> dict[str, str]:
+    def env(self, mark: str) -> dict[str, str]:
         """The environment variables of the rollout."""
         address = self.address
         found = {
@@ -63,7 +63,7 @@ class Task:
         }
         if address.reward_key:
             found["RL_REWARD_KEY"] = address.reward_key
-        return {**found, **further}
+        return found
 
 
 class Launcher(Protocol):
@@ -86,48 +86,6 @@ class Launcher(Protocol):
         ...
 
 
-class CommandLauncher:
-    """Starts a command for each rollout.
-
-    Args:
-        command: The command.
-        env: Further environment variables.
-        grace_s: Seconds between SIGTERM and SIGKILL.
-    """
-
-    def __init__(self, command: tuple[str, ...], env: Mapping[str, str], grace_s: float) -> None:
-        self._command = command
-        self._env = env
-        self._grace_s = grace_s
-        self._folder = Path.cwd()
-
-    async def start(self) -> None:
-        """Nothing is prepared."""
-
-    async def play(self, task: Task) -> Any:
-        """Run the command to its end; what is left of its processes is ended then, or when this is cancelled."""
-        mark = uuid.uuid4().hex
-        with tempfile.TemporaryDirectory(prefix="rl-agent-") as scratch:
-            prompt, reward = Path(scratch, "prompt.json"), Path(scratch, "reward.json")
-            prompt.write_text(json.dumps(task.described, default=str), encoding="utf-8")
-            files = {"RL_PROMPT_FILE": str(prompt), "RL_REWARD_FILE": str(reward)}
-            env = {**os.environ, **task.env(mark, self._env), **files}
-            try:
-                process = await processes.start(self._command, env, task.log, self._folder)
-            except OSError as error:
-                raise AgentFailed(f"{self._command[0]} cannot be started: {error.strerror}") from None
-            try:
-                status = await process.wait()
-            finally:
-                await processes.end_all(process.pid, mark, self._grace_s)
-            if status:
-                raise _failed(status, task.log)
-            return _read_reward(reward)
-
-    async def close(self) -> None:
-        """Every command has ended with its rollout."""
-
-
 @dataclass(frozen=True)
 class _Forked:
     """A process that the host forks: its id, and its status once it has ended."""
@@ -136,17 +94,24 @@ class _Forked:
     status: asyncio.Future[int]
 
 
-class FunctionLauncher:
-    """Runs a user's function in a process of its own for each rollout, forked from one that has imported its file.
+class ProcessLauncher:
+    """Plays each rollout in a process of its own: a user's function, or a command.
+
+    The processes are forked from one that has imported the function's file, is small and has one thread, unlike the
+    process of an engine. They are ended if it is killed.
 
     Args:
-        function: The function.
+        function: The function; None for a command.
+        command: The command; empty for a function.
         env: Further environment variables.
         grace_s: Seconds between SIGTERM and SIGKILL.
     """
 
-    def __init__(self, function: FromFile, env: Mapping[str, str], grace_s: float) -> None:
+    def __init__(
+        self, function: FromFile | None, command: Sequence[str], env: Mapping[str, str], grace_s: float
+    ) -> None:
         self._function = function
+        self._command = list(command)
         self._env = env
         self._grace_s = grace_s
         self._host: asyncio.subprocess.Process | None = None
@@ -154,10 +119,10 @@ class FunctionLauncher:
         self._forked: dict[str, _Forked] = {}
 
     async def start(self) -> None:
-        """Import the file.
+        """Start the process that others are forked from.
 
         Raises:
-            AgentFailed: If that fails.
+            AgentFailed: If the function's file cannot be loaded.
         """
         self._host = await asyncio.create_subprocess_exec(
             sys.executable,
@@ -173,26 +138,24 @@ class FunctionLauncher:
         assert self._host.stdout is not None
         first = json.loads(await self._host.stdout.readline() or '{"failure": "its process ended"}')
         if "failure" in first:
-            raise AgentFailed(f"{self._function.source.path} cannot be loaded: {first['failure']}")
+            raise AgentFailed(f"the agent cannot be loaded: {first['failure']}")
         self._reader = asyncio.create_task(self._read(self._host.stdout))
 
     async def play(self, task: Task) -> Any:
-        """Run the function to its end; what is left of its processes is ended then, or when this is cancelled."""
+        """Play one rollout to its end; what is left of its processes is ended then, or when this is cancelled."""
         mark = uuid.uuid4().hex
         loop = asyncio.get_running_loop()
         forked = self._forked[mark] = _Forked(loop.create_future(), loop.create_future())
         with tempfile.TemporaryDirectory(prefix="rl-agent-") as scratch:
-            reward = Path(scratch, "reward.json")
+            prompt, reward = Path(scratch, "prompt.json"), Path(scratch, "reward.json")
+            prompt.write_text(json.dumps(task.described, default=str), encoding="utf-8")
             asked = {
                 "id": mark,
-                "base_url": task.address.base_url,
-                "api_key": task.address.api_key,
-                "prompt": task.described,
-                "env": task.env(mark, {}),
+                "command": self._command,
+                "env": {**task.env(mark), "RL_PROMPT_FILE": str(prompt), "RL_REWARD_FILE": str(reward)},
                 "log": str(task.log),
-                "result": str(reward),
             }
-            self._requests.write(json.dumps(asked, default=str).encode() + b"\n")
+            self._requests.write(json.dumps(asked).encode() + b"\n")
             try:
                 status = await asyncio.shield(forked.status)
             finally:

@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -55,24 +55,6 @@ async def end_all(session: int, mark: str, grace_s: float) -> None:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(each, signal.SIGKILL)
         await asyncio.sleep(_POLL_S)
-
-
-async def start(command: Sequence[str], env: Mapping[str, str], log: Path, folder: Path) -> asyncio.subprocess.Process:
-    """Start a command as the leader of a session of its own, its output in a file.
-
-    Raises:
-        OSError: If it cannot be started.
-    """
-    with log.open("ab") as output:
-        return await asyncio.create_subprocess_exec(
-            *command,
-            env=dict(env),
-            cwd=folder,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
 
 
 def last_lines(log: Path) -> str:

@@ -10,18 +10,11 @@ from typing import Any, Literal
 
 from rl_algos.agents.address import Address
 from rl_algos.agents.calls import CallRefused, Limits
-from rl_algos.agents.config import AgentConfig
 from rl_algos.agents.endpoint import AgentEndpoint, rewards_of
-from rl_algos.agents.launchers import (
-    AgentFailed,
-    CommandLauncher,
-    ExternalLauncher,
-    FunctionLauncher,
-    Launcher,
-    Task,
-)
+from rl_algos.agents.launchers import AgentFailed, ExternalLauncher, Launcher, ProcessLauncher, Task
 from rl_algos.agents.session import AgentSession
 from rl_algos.agents.task_board import TaskBoard
+from rl_algos.rollouts.agent_config import AgentConfig
 from rl_core.plugins.user_code import FromFile
 from rl_core.rollouts.environment import Conversation
 from rl_core.rollouts.program import GenerationClient
@@ -118,9 +111,7 @@ _NO_REWARD: dict[Literal["returned", "posted", "environment"], str] = {
 def _launcher(config: AgentConfig, function: FromFile | None, board: TaskBoard | None) -> Launcher:
     if board is not None:
         return ExternalLauncher(board)
-    if function is not None:
-        return FunctionLauncher(function, config.env, config.grace_s)
-    return CommandLauncher(tuple(config.command), config.env, config.grace_s)
+    return ProcessLauncher(function, config.command, config.env, config.grace_s)
 
 
 async def _scored(session: AgentSession, client: GenerationClient) -> Any:

@@ -8,6 +8,9 @@ from pydantic import Field, model_validator
 
 from rl_core.config import Config, EnvVars, PathText, Problem, ProblemError, WhenChanged
 
+SCORED_BY_AGENT = "agent"
+"""Name of the environment of prompts whose rewards come from an agent; there is no such environment."""
+
 
 class AgentConfig(Config):
     run: PathText | None = None
@@ -53,6 +56,11 @@ class AgentConfig(Config):
                 )
             )
         return self
+
+    @property
+    def needs_environment(self) -> bool:
+        """Whether the environments of the prompts score the rollouts."""
+        return self.reward == "environment"
 
     @property
     def _kinds(self) -> dict[str, bool]:
