@@ -10,6 +10,7 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -138,6 +139,7 @@ class ProcessLauncher:
         assert self._host.stdout is not None
         first = json.loads(await self._host.stdout.readline() or '{"failure": "its process ended"}')
         if "failure" in first:
+            await self.close()
             raise AgentFailed(f"the agent cannot be loaded: {first['failure']}")
         self._reader = asyncio.create_task(self._read(self._host.stdout))
 
@@ -168,9 +170,12 @@ class ProcessLauncher:
         """End the host."""
         if self._reader is not None:
             self._reader.cancel()
-        if self._host is not None and self._host.returncode is None:
+        if self._host is None:
+            return
+        self._requests.close()
+        with suppress(ProcessLookupError):
             self._host.kill()
-            await self._host.wait()
+        await self._host.wait()
 
     @property
     def _requests(self) -> asyncio.StreamWriter:
