@@ -28,9 +28,7 @@ ADD = {
 
 def calls_of(*arguments: str) -> str:
     """The text of calls of `add`, as Qwen3 writes them."""
-    return "\n".join(
-        f'<tool_call>\n{{"name": "add", "arguments": {each}}}\n</tool_call>' for each in arguments
-    )
+    return "\n".join(f'<tool_call>\n{{"name": "add", "arguments": {each}}}\n</tool_call>' for each in arguments)
 
 
 @dataclass

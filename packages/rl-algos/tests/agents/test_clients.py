@@ -135,9 +135,7 @@ def test_equal_calls_are_draws_of_their_own_and_choices_too():
             assert len({each.id for each in parallel}) == 3
             several = await create(model="m", messages=[USER], n=2)
             assert [each.message.content for each in several.choices] == ["Draw 3.", "Draw 4."]
-            assert several.usage.completion_tokens == sum(
-                len(each.token_ids) for each in to.policy.completions[-2:]
-            )
+            assert several.usage.completion_tokens == sum(len(each.token_ids) for each in to.policy.completions[-2:])
             # the best of them is continued
             echoed = {"role": "assistant", "content": "Draw 1."}
             await create(model="m", messages=[USER, echoed, USER])
@@ -199,9 +197,11 @@ def test_only_the_key_of_the_rollout_opens_it():
             assert one.api_key != other.api_key
             for key in ("wrong", "", other.api_key):
                 async with clients_of(one) as (of_openai, of_anthropic):
-                    with pytest.raises(openai.AuthenticationError, match="not that of this rollout"):
+                    with pytest.raises(openai.AuthenticationError, match="not the one that this URL takes"):
                         await of_openai.with_options(api_key=key or "none").responses.create(model="m", input="Hi")
-                    with pytest.raises(anthropic.AuthenticationError, match="not that of this rollout") as refused:
+                    with pytest.raises(
+                        anthropic.AuthenticationError, match="not the one that this URL takes"
+                    ) as refused:
                         await of_anthropic.with_options(api_key=key or "none").messages.create(
                             model="m", messages=[USER], max_tokens=5
                         )
@@ -255,6 +255,19 @@ def test_requests_that_no_client_sends_are_refused(path):
             assert (await to.post(path, {}, Authorization="Bearer clé"))[0] == 401
             status, body = await to.post(path, {})
             assert status == 400
+
+    asyncio.run(main())
+
+
+def test_a_key_that_is_not_text_is_a_wrong_one():
+    async def main():
+        async with served(ScriptedClient(says())) as to:
+            _, _, host, path = to.address.base_url.split("/", 3)
+            reader, writer = await asyncio.open_connection(*host.split(":"))
+            head = f"POST /{path}/responses HTTP/1.1\r\nHost: {host}\r\nContent-Length: 2\r\nAuthorization: Bearer "
+            writer.write(head.encode() + b"\xff\xfe\r\n\r\n{}")
+            assert (await reader.readline()).startswith(b"HTTP/1.1 401")
+            writer.close()
 
     asyncio.run(main())
 

@@ -17,7 +17,10 @@ def read(*messages, **fields):
 
 def test_fields_are_read():
     call = read(
-        system=[{"type": "text", "text": "Be ", "cache_control": {"type": "ephemeral"}}, {"type": "text", "text": "brief."}],
+        system=[
+            {"type": "text", "text": "Be ", "cache_control": {"type": "ephemeral"}},
+            {"type": "text", "text": "brief."},
+        ],
         tools=[{**TOOL, "type": "custom", "cache_control": {"type": "ephemeral"}}],
         tool_choice={"type": "none"},
         stop_sequences=["x"],
@@ -60,7 +63,12 @@ def test_blocks_are_messages_and_each_result_is_one():
             "role": "user",
             "content": [
                 {"type": "tool_result", "tool_use_id": "2", "content": "3"},
-                {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "text", "text": "4"}], "is_error": True},
+                {
+                    "type": "tool_result",
+                    "tool_use_id": "1",
+                    "content": [{"type": "text", "text": "4"}],
+                    "is_error": True,
+                },
                 {"type": "tool_result", "tool_use_id": "0"},
                 {"type": "text", "text": "d"},
             ],
@@ -115,7 +123,11 @@ def of_user(*blocks):
         ({"max_tokens": 0}, "max_tokens", "at least 1, got 0"),
         ({"messages": []}, "messages", "is empty"),
         ({"messages": "Hi"}, "messages", 'a list, got "Hi"'),
-        ({"messages": [USER, {"role": "assistant", "content": "The"}]}, "messages", "must end with a message of the user"),
+        (
+            {"messages": [USER, {"role": "assistant", "content": "The"}]},
+            "messages",
+            "must end with a message of the user",
+        ),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "'tool' is not one of user, assistant"),
         (of_user({"type": "image", "source": {}}), "messages[0].content[0].type", "'image' is not offered"),
         (of_user({"text": "x"}), "messages[0].content[0].type", "is missing"),
@@ -126,12 +138,20 @@ def of_user(*blocks):
             "text only",
         ),
         (
-            {"messages": [{"role": "assistant", "content": [{"type": "text", "text": "a"}, {"type": "server_tool_use"}]}]},
+            {
+                "messages": [
+                    {"role": "assistant", "content": [{"type": "text", "text": "a"}, {"type": "server_tool_use"}]}
+                ]
+            },
             "messages[0].content[1].type",
             "'server_tool_use' is not offered",
         ),
         (
-            {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "b", "input": [1]}]}]},
+            {
+                "messages": [
+                    {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "b", "input": [1]}]}
+                ]
+            },
             "messages[0].content[0].input",
             "arguments must be an object, got [1]",
         ),

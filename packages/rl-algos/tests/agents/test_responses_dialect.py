@@ -16,9 +16,7 @@ def read(**fields):
 
 
 def test_a_string_is_a_message_of_the_user():
-    assert read() == Call(
-        messages=({"role": "user", "content": "Hi"},), model="m", wants_usage=True, is_stored=True
-    )
+    assert read() == Call(messages=({"role": "user", "content": "Hi"},), model="m", wants_usage=True, is_stored=True)
 
 
 def test_fields_are_read():
@@ -219,7 +217,9 @@ def test_a_stream_begins_and_ends_each_item_and_counts_its_events():
     assert events[-1].data["response"] == DIALECT.answer(call, given)
     done = [event.data["item"] for event in events if event.name == "response.output_item.done"]
     assert done == DIALECT.answer(call, given)["output"]
-    assert [event.data["output_index"] for event in events if "output_index" in event.data] == [0] * 6 + [1] * 6 + [2] * 4
+    assert [event.data["output_index"] for event in events if "output_index" in event.data] == [0] * 6 + [1] * 6 + [
+        2
+    ] * 4
 
 
 def test_an_echoed_answer_is_the_turn_that_was_answered():

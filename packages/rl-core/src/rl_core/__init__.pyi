@@ -4,7 +4,6 @@ from rl_core.callback import RunEnd as RunEnd
 from rl_core.config.schema import Config as Config
 from rl_core.config.schema import EnvVars as EnvVars
 from rl_core.config.schema import PathText as PathText
-from rl_core.config.schema import Problem as Problem
 from rl_core.config.schema import ProblemError as ProblemError
 from rl_core.config.schema import WhenChanged as WhenChanged
 from rl_core.config.signature import NamedConfig as NamedConfig
@@ -65,6 +64,7 @@ from rl_core.plugins.declarations import Requirement as Requirement
 from rl_core.plugins.declarations import RolloutNeeds as RolloutNeeds
 from rl_core.plugins.declarations import TrainingDefaults as TrainingDefaults
 from rl_core.plugins.registry import resolve as resolve
+from rl_core.problems import Problem as Problem
 from rl_core.rollouts.environment import Conversation as Conversation
 from rl_core.rollouts.environment import Environment as Environment
 from rl_core.rollouts.environment import EnvironmentFailure as EnvironmentFailure

@@ -6,7 +6,10 @@ libraries it does not have.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from rl_core.problems import Problem
 
 
 class RLError(Exception):
@@ -22,12 +25,12 @@ class ConfigProblems(ConfigError):
 
     Args:
         message: Names every problem, its key, where that was set and what is allowed.
-        problems: Dotted key and message of each problem.
+        problems: Each problem, with its key from the root.
     """
 
-    def __init__(self, message: str, problems: tuple[tuple[str, str], ...]) -> None:
-        super().__init__(message, problems)
-        self.problems = problems
+    def __init__(self, message: str, problems: Sequence[Problem]) -> None:
+        super().__init__(message, tuple(problems))
+        self.problems: tuple[Problem, ...] = tuple(problems)
 
     def __str__(self) -> str:
         return str(self.args[0])

@@ -14,12 +14,14 @@ from typing import Any
 
 from aiohttp import web
 
+from rl_algos.agents.address import Address
 from rl_algos.agents.calls import CallRefused, Dialect, Event
 from rl_algos.agents.dialects.chat_completions import ChatCompletions
 from rl_algos.agents.dialects.completions import Completions
 from rl_algos.agents.dialects.messages import Messages
 from rl_algos.agents.dialects.responses import Responses
 from rl_algos.agents.session import AgentSession
+from rl_algos.agents.task_board import TaskBoard
 
 _log = logging.getLogger(__name__)
 
@@ -29,30 +31,13 @@ MAX_BODY = 16 * 2**20
 MODEL = "policy"
 """Name of the model in lists of models; requests may ask for any name."""
 
+_WAIT_S = 60.0
+"""Maximum number of seconds for which a request for a rollout waits."""
+
 _RETRIES = "x-stainless-retry-count"
 """Header in which the clients of OpenAI and Anthropic count how often they have sent a request before."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
-@dataclass(frozen=True)
-class Address:
-    """What an agent is given to call the policy with.
-
-    Args:
-        base_url: URL that OpenAI's clients take, `http://HOST:PORT/rollouts/ID/v1`.
-        api_key: Key of this rollout. No other rollout takes it, and this one only until it has ended.
-        reward_key: Key with which rewards of this rollout may be posted; empty if they may not.
-    """
-
-    base_url: str
-    api_key: str
-    reward_key: str = ""
-
-    @property
-    def root_url(self) -> str:
-        """URL that Anthropic's clients take, without the version."""
-        return self.base_url.removesuffix("/v1")
 
 
 @dataclass(frozen=True)
@@ -66,10 +51,13 @@ class AgentEndpoint:
 
     Args:
         host: Address to listen at. One that is not the loopback address is reached by agents on other machines.
+        board: Rollouts for agents that run elsewhere; None if they are not served.
     """
 
-    def __init__(self, host: str = "127.0.0.1") -> None:
+    def __init__(self, host: str = "127.0.0.1", board: TaskBoard | None = None) -> None:
         self._host = host
+        self._board = board
+        self._board_key = f"rl-agents-{secrets.token_urlsafe(24)}" if board is not None else ""
         self._open: dict[str, _Open] = {}
         self._runner: web.AppRunner | None = None
         self._port = 0
@@ -90,11 +78,23 @@ class AgentEndpoint:
         openai = dialects["chat/completions"]
         app.router.add_get(f"{at}/models", self._handler(openai, self._models))
         app.router.add_post(f"{at}/reward", self._handler(openai, self._reward))
+        if self._board is not None:
+            app.router.add_post("/rollouts", self._handler(openai, self._take))
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
         await self._runner.setup()
         site = web.TCPSite(self._runner, self._host, 0)
         await site.start()
         self._port = self._runner.addresses[0][1]
+
+    @property
+    def url(self) -> str:
+        """URL of the server."""
+        return f"http://{f'[{self._host}]' if ':' in self._host else self._host}:{self._port}"
+
+    @property
+    def board_key(self) -> str:
+        """Key with which agents that run elsewhere take rollouts; empty if none may."""
+        return self._board_key
 
     async def close(self) -> None:
         """Stop listening."""
@@ -109,9 +109,9 @@ class AgentEndpoint:
             takes_rewards: Whether the holder of `Address.reward_key` may post rewards.
         """
         rollout = secrets.token_hex(8)
-        host = f"[{self._host}]" if ":" in self._host else self._host
         address = Address(
-            base_url=f"http://{host}:{self._port}/rollouts/{rollout}/v1",
+            rollout=rollout,
+            root_url=f"{self.url}/rollouts/{rollout}",
             api_key=f"rl-{secrets.token_urlsafe(24)}",
             reward_key=f"rl-reward-{secrets.token_urlsafe(24)}" if takes_rewards else "",
         )
@@ -153,14 +153,10 @@ class AgentEndpoint:
         found = self._open.get(request.match_info["rollout"])
         if found is None:
             raise CallRefused("this rollout does not exist or has ended", status=410, code="rollout_ended")
-        kind, _, bearer = request.headers.get("Authorization", "").partition(" ")
-        given = bearer.strip() if kind.lower() == "bearer" else request.headers.get("x-api-key", "")
         key = found.address.reward_key if posts_rewards else found.address.api_key
         if not key:
             raise CallRefused("rewards cannot be posted for this rollout", status=403, code="rewards_not_taken")
-        # a header may have any bytes
-        if not hmac.compare_digest(given.encode(errors="surrogateescape"), key.encode()):
-            raise CallRefused("the API key is not that of this rollout", status=401, code="invalid_api_key")
+        _check_key(request, key)
         return found.session
 
     async def _calls(self, request: web.Request, dialect: Dialect) -> web.StreamResponse:
@@ -196,8 +192,28 @@ class AgentEndpoint:
         call, choice = body.get("call", ""), body.get("choice", 0)
         if not isinstance(call, str) or not isinstance(choice, int):
             raise CallRefused("`call` must be the id of an answer, and `choice` an integer", param="call")
-        session.add_rewards(rewards_of(body.get("reward")), call, choice)
+        if "reward" in body:
+            session.add_rewards(rewards_of(body["reward"]), call, choice)
+        if body.get("done") and self._board is not None:
+            self._board.end(request.match_info["rollout"])
         return web.json_response({})
+
+    async def _take(self, request: web.Request, _: Dialect) -> web.StreamResponse:
+        assert self._board is not None
+        _check_key(request, self._board_key)
+        body = await _body(request)
+        wait_s = body.get("wait_s", _WAIT_S)
+        if not isinstance(wait_s, int | float) or not 0 <= wait_s <= _WAIT_S:
+            raise CallRefused(f"wait_s must be from 0 to {_WAIT_S:g}, got {wait_s!r}", param="wait_s")
+        return web.json_response(await self._board.take(float(wait_s)))
+
+
+def _check_key(request: web.Request, key: str) -> None:
+    kind, _, bearer = request.headers.get("Authorization", "").partition(" ")
+    given = bearer.strip() if kind.lower() == "bearer" else request.headers.get("x-api-key", "")
+    # a header may have any bytes
+    if not hmac.compare_digest(given.encode(errors="surrogateescape"), key.encode()):
+        raise CallRefused("the API key is not the one that this URL takes", status=401, code="invalid_api_key")
 
 
 def rewards_of(given: Any) -> Mapping[str, float]:

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import json
 import time
+import uuid
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -50,6 +51,8 @@ class AgentSession:
     """
 
     def __init__(self, prompt: Prompt, client: GenerationClient, limits: Limits, *, splits: bool = False) -> None:
+        # unlike any before it, for an environment may still know those of a rollout worker that died
+        self.id = f"{prompt.id}/{uuid.uuid4().hex}"
         self._prompt = prompt
         self._client = client
         self._limits = limits

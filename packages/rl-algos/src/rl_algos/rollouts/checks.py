@@ -14,6 +14,7 @@ from rl_algos.rollouts.worker.programs import program_named
 from rl_core.config import Problem, is_changed, show
 from rl_core.environments.instance import problem_with
 from rl_core.plugins import GENERATORS, names, plugin
+from rl_core.plugins.user_code import FromFile
 
 WITHOUT_VALIDATION: Mapping[str, Any] = {
     "val_period": 0,
@@ -35,10 +36,27 @@ def rollout_problems(config: RolloutRoot) -> Iterator[Problem]:
         program_named(rollout_config(config).rollout_program)
     except ValueError as error:
         yield Problem(f"{rollout_config(config).section}.rollout_program", str(error))
+    yield from _agent(config)
     yield from _validation(config)
     for key, dataset in config.data.sections():
         if dataset.env_name is not None and (problem := problem_with(dataset.env_name, config.env)):
             yield Problem(f"{key}.env_name", problem)
+
+
+def _agent(config: RolloutRoot) -> Iterator[Problem]:
+    """Problems of the agent that plays the rollouts."""
+    settings = rollout_config(config)
+    agent, key = settings.agent, f"{settings.section}.agent"
+    if agent is None:
+        return
+    if agent.run is not None:
+        try:
+            FromFile.read(agent.run)
+        except ValueError as error:
+            yield Problem(f"{key}.run", str(error), got=agent.run)
+    for name in ("rollout_program", "max_rollout_turns"):
+        if is_changed(settings, name):
+            yield Problem.unused(f"{settings.section}.{name}", f"with {key}", remedy=f"Remove it, or {key}")
 
 
 def evaluation_problems(config: EvaluationRoot) -> Iterator[Problem]:

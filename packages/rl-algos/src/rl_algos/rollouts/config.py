@@ -10,6 +10,7 @@ from pydantic import Field
 
 from rl_algos.data.config import DataRoot
 from rl_algos.evaluation.config import EvaluationConfig
+from rl_algos.rollouts.agent_config import AgentConfig
 from rl_core.config import Config, WhenChanged
 from rl_core.model_config import GenerationConfig, TokenizerConfig
 
@@ -89,6 +90,9 @@ class RolloutConfig(Config):
     rollout_program: str = "multi_turn"
     """The course of a rollout: `multi_turn`, the policy and the environment in turns, or a `RolloutProgram` of your own
     as `file.py:Class` or `package.module:Class`, which is built with `max_turns` and `max_tokens`."""
+    agent: AgentConfig | None = None
+    """A program of your own that calls the policy over HTTP, as it would call OpenAI's or Anthropic's models. Set, it
+    plays the rollouts in place of `rollout_program`."""
     async_grpo: AsyncConfig = AsyncConfig()
     overlong_filtering: bool = False
     """Leave rollouts that ran into a token limit out of the loss, and out of the tokens and sequences that it is

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -12,10 +12,11 @@ import numpy as np
 
 from rl_algos.data.config import DatasetConfig
 from rl_algos.data.example import Example, info_of
-from rl_algos.data.examples import NO_ENVIRONMENT, Datasets, RowCheck, load_examples
+from rl_algos.data.examples import NO_ENVIRONMENT, Dataset, Datasets, RowCheck, load_examples
 from rl_algos.data.flow import FlowStream
 from rl_algos.data.preview import RowReader, Text, UnusedRow
 from rl_algos.data.stream import Stream
+from rl_algos.rollouts.agent_config import SCORED_BY_AGENT
 from rl_algos.rollouts.config import EvaluationRoot, PolicyGradientConfig, RolloutRoot, rollout_config
 from rl_algos.rollouts.training.rewards import EFFORT
 from rl_core.config import Config
@@ -61,8 +62,16 @@ def load(config: RolloutRoot) -> Datasets:
     """
     loaded = load_examples(config, check=AnswerCheck(config.env))
     datasets = Datasets([each.answered() for each in loaded.train], [each.answered() for each in loaded.validation])
+    agent = rollout_config(config).agent
+    if agent is not None and not agent.needs_environment:
+        return Datasets([_by_agent(each) for each in datasets.train], [_by_agent(each) for each in datasets.validation])
     check_environments(config, datasets)
     return datasets
+
+
+def _by_agent(dataset: Dataset) -> Dataset:
+    """The dataset with rows that no environment scores."""
+    return replace(dataset, settings=dataset.settings.model_copy(update={"env_name": SCORED_BY_AGENT}))
 
 
 class AnswerCheck:
@@ -145,6 +154,8 @@ def attempts(config: RolloutRoot, datasets: Datasets) -> Mapping[str, list[Attem
     for dataset in (*datasets.train, *datasets.validation):
         for row_id in islice(dataset.examples, TRIED_ROWS):
             example = dataset.examples[row_id]
+            if dataset.environment(row_id) == SCORED_BY_AGENT:
+                continue
             tried = found.setdefault(dataset.environment(row_id), [])
             place = dataset.place(row_id)
             tried += attempts_on(place, row_id, example.messages, info_of(example), is_text=example.is_text)

@@ -104,7 +104,13 @@ class RolloutEvaluation:
             raise ConfigError(f"no prompt leaves room for a completion: {reasons}")
         seconds = self._of_run.max_rollout_seconds if self._of_run else None
         needs = program_needs(
-            self._config, environments, program=program, max_turns=turns, splits=splits, max_seconds=seconds
+            self._config,
+            environments,
+            program=program,
+            max_turns=turns,
+            splits=splits,
+            max_seconds=seconds,
+            agent=self._of_run.agent if self._of_run else None,
         )
         return EvaluationPlan(tasks, needs, self._scoring(max(task.num_samples for task in tasks)))
 

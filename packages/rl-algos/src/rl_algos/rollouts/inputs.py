@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from rl_algos.data.config import DataConfig
 from rl_algos.data.inputs import dataset_problems
@@ -48,4 +47,4 @@ def task_problems(settings: EvaluationConfig, data: DataConfig | None) -> Iterat
             yield Problem(key, str(error).removeprefix("eval.tasks: "))
         else:
             problems = dataset_problems(f"{key}.dataset", task.dataset)
-            yield from problems if task is given else (replace(problem, key=key) for problem in problems)
+            yield from problems if task is given else (problem.at(key) for problem in problems)

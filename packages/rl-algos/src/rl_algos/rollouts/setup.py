@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from rl_algos.rollouts.agent_config import SCORED_BY_AGENT, AgentConfig
 from rl_algos.rollouts.config import EvaluationRoot, PolicyGradientConfig, RolloutRoot, rollout_config
 from rl_algos.rollouts.data import RolloutData
 from rl_algos.rollouts.driver.mixture import Mixture
@@ -11,9 +12,10 @@ from rl_algos.rollouts.driver.source import PacedRolloutSource
 from rl_algos.rollouts.driver.steps import RolloutSteps
 from rl_algos.rollouts.driver.task_evaluation import TaskEvaluation
 from rl_algos.rollouts.driver.validation import Validation
-from rl_algos.rollouts.worker.programs import DEFAULT_PROGRAM, PROGRAMS, program_named
+from rl_algos.rollouts.worker.programs import AGENT_PROGRAM, DEFAULT_PROGRAM, PROGRAMS, program_named
 from rl_core.model_config import GenerationConfig
 from rl_core.plugins import RolloutNeeds
+from rl_core.plugins.user_code import FromFile
 from rl_core.rollouts.generation import SamplingParams
 from rl_core.rollouts.pool import RolloutPool
 from rl_core.run import Components, Run
@@ -29,6 +31,7 @@ def needs(config: RolloutRoot, data: RolloutData) -> RolloutNeeds:
         max_turns=settings.max_rollout_turns,
         splits=settings.splits,
         max_seconds=settings.max_rollout_seconds,
+        agent=settings.agent,
     )
     return replace(found, keeps_cache=settings.keeps_cache, max_steps=settings.max_num_steps)
 
@@ -41,6 +44,7 @@ def program_needs(
     max_turns: int,
     splits: bool,
     max_seconds: float | None,
+    agent: AgentConfig | None = None,
 ) -> RolloutNeeds:
     """A rollout program over these environments.
 
@@ -48,7 +52,20 @@ def program_needs(
         program, max_turns, splits, max_seconds: as `rollout_program`, `max_rollout_turns`, `splits` and
             `max_rollout_seconds` of `rl_algos.rollouts.config.RolloutConfig`; a program of one's own makes its segments
             itself.
+        agent: Plays the rollouts in place of the program.
     """
+    if agent is not None:
+        return RolloutNeeds(
+            program=AGENT_PROGRAM,
+            program_args={
+                "config": agent,
+                "function": None if agent.run is None else FromFile.read(agent.run),
+                "max_tokens": config.policy.max_total_sequence_length,
+                "split": splits,
+            },
+            max_seconds=max_seconds,
+            environments=environments - {SCORED_BY_AGENT},
+        )
     args = {"max_turns": max_turns, "max_tokens": config.policy.max_total_sequence_length}
     found = program_named(program)
     return RolloutNeeds(

@@ -24,13 +24,12 @@ from rl_core.config.explain import Explanation, explain, explain_all
 from rl_core.config.json_schema import JsonSchema
 from rl_core.config.keys import all_keys
 from rl_core.config.load import RawConfig, load
-from rl_core.config.messages import Hint, by_another_name, did_you_mean, nearest, show
+from rl_core.config.messages import Hint, by_another_name, did_you_mean, nearest
 from rl_core.config.resolve import Resolved, Values, refusal, resolve, values_of
 from rl_core.config.schema import (
     Config,
     EnvVars,
     PathText,
-    Problem,
     ProblemError,
     WhenChanged,
     assemble,
@@ -39,6 +38,7 @@ from rl_core.config.schema import (
 )
 from rl_core.config.signature import NamedConfig, section_of, settings_of
 from rl_core.config.tree import COMMAND_LINE, DEFAULT, Origin
+from rl_core.problems import Problem, show
 
 __all__ = [
     "ABSENT",

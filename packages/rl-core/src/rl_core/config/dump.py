@@ -10,10 +10,10 @@ from typing import Any
 
 import yaml
 
-from rl_core.config.messages import show
 from rl_core.config.schema import Config, plain
 from rl_core.config.signature import NamedConfig
 from rl_core.config.tree import KeyPath, format_path, mapped, read_scalar
+from rl_core.problems import show
 
 _OPENING = re.compile(r"(\\*)\$\{")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from difflib import SequenceMatcher
@@ -12,15 +11,15 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from rl_core.config.keys import Key, all_keys, key_at, value_at
-from rl_core.config.schema import Config, Problem, ProblemError
+from rl_core.config.schema import Config, ProblemError
 from rl_core.config.tree import Entry, KeyPath, format_path, parse_path
+from rl_core.problems import Problem, show
 
 Hint = Callable[[str, Any], str]
 """Explains an unknown key, given with its value; returns nothing for one that it does not know either."""
 
 _GOOD = 0.7
 _TIE = 0.04
-_SHORT = 60
 _STATED = {"literal_error", "enum", "greater_than", "greater_than_equal", "less_than", "less_than_equal", "multiple_of"}
 _STATED |= {"too_short", "too_long", "string_too_short", "string_too_long", "none_required"}
 _BOOLS = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "false", "n": "false"}
@@ -44,26 +43,20 @@ def nearest(key: str, candidates: Iterable[str], *, most: int = 3) -> list[str]:
 
 
 def did_you_mean(key: str, candidates: Iterable[str]) -> str:
-    """`; did you mean X?`, or nothing if no candidate is close."""
+    """Return `; did you mean X?`, or nothing if no candidate is close."""
+    meant = _meant(key, candidates)
+    return f"; d{meant[1:]}" if meant else ""
+
+
+def _meant(key: str, candidates: Iterable[str]) -> str:
     near = nearest(key, candidates)
-    return f"; did you mean {' or '.join(near)}?" if near else ""
-
-
-def show(value: Any) -> str:
-    """A value as YAML would write it on one line, cut if it is long."""
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= _SHORT else f"{text[: _SHORT - 3]}..."
-
-
-def located(problem: Problem, below: KeyPath = ()) -> tuple[KeyPath, str]:
-    """The path from the root and the message of a problem that was found in the section `below`."""
-    return (*below, *(parse_path(problem.key) if problem.key else ())), problem.message
+    return f"Did you mean {' or '.join(near)}?" if near else ""
 
 
 def problems_in(
     error: ValidationError, root: type[Config], values: Any, shown: Any, hint: Hint | None = None
-) -> Iterator[tuple[KeyPath, str]]:
-    """One path and message per key that pydantic refuses in `values`.
+) -> Iterator[Problem]:
+    """Yield a problem per key that pydantic refuses in `values`, with keys from the root.
 
     Args:
         shown: The same values as messages may show them.
@@ -78,15 +71,17 @@ def problems_in(
             continue  # another member of the union took the value in and found fault inside
         raised = group[0].get("ctx", {}).get("error")
         if isinstance(raised, ProblemError):
-            yield from (located(problem, path) for problem in raised.problems)
+            yield from (problem.at(_joined(path, problem.key)) for problem in raised.problems)
         elif group[0]["type"] == "extra_forbidden":
-            known = list(all_keys(root, values))
-            yield path, by_another_name(root, path, values) or _unknown(path, known, values, hint)
+            if reason := by_another_name(root, path, values):
+                yield Problem(format_path(path), reason)
+            else:
+                yield _unknown(path, list(all_keys(root, values)), values, hint)
         else:
             value = value_at(shown, path)
             is_hidden = value != value_at(values, path)
-            given = show(value if is_hidden else group[0]["input"])
-            yield path, _verdict(group, key_at(root, path, values), format_path(path), given, is_hidden=is_hidden)
+            given = value if is_hidden else group[0]["input"]
+            yield _refused_value(group, key_at(root, path, values), format_path(path), given, is_hidden=is_hidden)
 
 
 def left_out_to_go_on(error: ValidationError, values: Any) -> list[KeyPath] | None:
@@ -113,15 +108,20 @@ def without(values: Any, paths: Collection[KeyPath], at: KeyPath = ()) -> Any:
     return {key: without(value, paths, (*at, key)) for key, value in values.items() if (*at, key) not in paths}
 
 
-def report(problems: Sequence[tuple[KeyPath, str]], name: str, written: Entry) -> str:
-    """All problems of the config `name`, each with the origin of its key, as one text."""
-    lines = [_line(path, message, written) for path, message in problems]
+def report(problems: Sequence[Problem], name: str, written: Entry) -> str:
+    """Return all problems of the config `name`, each with the origin of its key, as one string."""
+    lines = [_line(problem, written) for problem in problems]
     if len(lines) == 1:
         return lines[0]
     return "\n".join([f"{len(lines)} problems in {name}:", *(f"  {line}" for line in lines)])
 
 
-def _line(path: KeyPath, message: str, written: Entry) -> str:
+def _joined(section: KeyPath, key: str) -> str:
+    return format_path((*section, *(parse_path(key) if key else ())))
+
+
+def _line(problem: Problem, written: Entry) -> str:
+    path, message = parse_path(problem.key) if problem.key else (), problem.message
     entry, origin = written.get(path), written.nearest_origin(path)
     via = entry.value if entry is not None and isinstance(entry.value, str) and "${" in entry.value else ""
     place = f"{origin}, written as {via}" if via and via not in message else str(origin)
@@ -170,64 +170,68 @@ def _section_around(root: type[Config], path: KeyPath, values: Any) -> type[Conf
     return around.section(value_at(values, path[:-1])) if around is not None else None
 
 
-def _unknown(path: KeyPath, keys: list[str], values: Any, hint: Hint | None) -> str:
+def _unknown(path: KeyPath, keys: list[str], values: Any, hint: Hint | None) -> Problem:
     key = format_path(path)
     nested = format_path((*path[:-1], *str(path[-1]).split(".")))
     if key in keys or ("." in str(path[-1]) and nested in keys):
-        return f"a key with dots is one name in YAML; nest it, or pass {key}=VALUE on the command line"
+        reason = "a key with dots is one name in YAML"
+        return Problem(key, reason, remedy=f"Nest it, or pass {key}=VALUE on the command line")
     inside = value_at(values, path)
     if hint is not None and (explained := hint(key, inside)):
-        return f"no such key: {explained}"
+        return Problem(key, f"no such key: {explained}")
     names = [key, *(f"{key}.{name}" for name in inside)] if isinstance(inside, dict) else [key]
-    if near := next((found for name in names if (found := did_you_mean(name, keys))), ""):
-        return f"no such key{near}"
+    if near := next((found for name in names if (found := _meant(name, keys))), ""):
+        return Problem(key, "no such key", remedy=near)
     section = format_path(path[:-1])
     prefix = f"{section}." if section else ""
     known = sorted({known.removeprefix(prefix).partition(".")[0] for known in keys if known.startswith(prefix)})
-    return f"no such key; {section or 'the config'} has {', '.join(known)}"
+    return Problem(key, "no such key", allowed=", ".join(known))
 
 
-def _verdict(errors: Sequence[ErrorDetails], key: Key | None, name: str, shown: str, *, is_hidden: bool) -> str:
-    """One line that says what was given, what is allowed and what to do.
+def _refused_value(
+    errors: Sequence[ErrorDetails], key: Key | None, name: str, given: Any, *, is_hidden: bool
+) -> Problem:
+    """The problem with the value of one key.
 
     Args:
-        errors: Pydantic's errors about one key, one per member of a union.
+        errors: Pydantic's errors about the key, one per member of a union.
         key: The key; None if the type has none there.
         name: Its dotted name.
-        shown: The value that was given, as messages show it.
-        is_hidden: Whether that is not the value itself.
+        given: The value, as messages may show it.
+        is_hidden: True if that is not the value itself.
     """
     first = errors[0]
     allowed = key.allowed if key is not None else ""
     if first["type"] == "missing":
-        return f"must be set; allowed: {allowed}" if allowed != "section" else "this section must be there"
+        is_section = allowed == "section"
+        return Problem(name, f"{'this section ' * is_section}must be set", allowed="" if is_section else allowed)
     if first["type"] in ("value_error", "assertion_error"):
-        return str(first["ctx"]["error"]) or first["msg"]
-    given = f"got {shown}"
+        return Problem(name, str(first["ctx"]["error"]) or first["msg"])
     if key is None or not all(e["type"].endswith(("_type", "_parsing")) or e["type"] in _STATED for e in errors):
-        return f"{given}: " + "; ".join(dict.fromkeys(e["msg"][:1].lower() + e["msg"][1:] for e in errors))
-    return f"{given}; allowed: {allowed}{'' if is_hidden else _remedy(first['input'], key, name)}"
+        reasons = dict.fromkeys(e["msg"][:1].lower() + e["msg"][1:] for e in errors)
+        return Problem(name, "; ".join(reasons), got=given)
+    return Problem(name, got=given, allowed=allowed, remedy="" if is_hidden else _remedy(first["input"], key, name))
 
 
 def _remedy(value: Any, key: Key, name: str) -> str:
     kinds = key.kinds
     if key.allowed == "section":
         if value is None:
-            return "; the section is empty: take its line out, or put keys below it"
-        return f"; set the keys below it, {name}.KEY"
+            return "The section is empty: remove its line, or put keys below it"
+        return f"Set the keys below it, {name}.KEY"
     if value is None and not key.required:
-        return f"; leave the key out for its default, {show(key.default)}"
+        return f"Remove the key to use its default, {show(key.default)}"
     if isinstance(value, float) and int in kinds and value.is_integer():
-        return f"; write {int(value)}"
+        return f"Write {int(value)}"
     if isinstance(value, str) and bool in kinds:
         wanted = _BOOLS.get(value.lower(), value.lower())
-        return f"; write {wanted} without quotes" if wanted in ("true", "false") else ""
+        return f"Write {wanted} without quotes" if wanted in ("true", "false") else ""
     if isinstance(value, str) and {int, float} & set(kinds) and re.fullmatch(r"[-+]?[\d._]+(e[-+]?\d+)?", value, re.I):
-        return "; write the number without quotes or leading zeros"
+        return "Write the number without quotes or leading zeros"
     if isinstance(value, list | dict) and str in kinds:
-        return f"; to pass it as text, quote it: {name}: '...'"
+        return f"To pass it as a string, quote it: {name}: '...'"
     if not isinstance(value, list) and key.allowed.startswith("list of"):
-        return f"; a list is written [{show(value)}]"
+        return f"Write a list: [{show(value)}]"
     return ""
 
 

@@ -13,11 +13,12 @@ from pydantic import ValidationError
 from rl_core.config.dump import escaped
 from rl_core.config.keys import Key, all_keys, key_at
 from rl_core.config.load import RawConfig, interpolate, interpolations
-from rl_core.config.messages import Hint, left_out_to_go_on, located, nearest, new_name, problems_in, report, without
-from rl_core.config.schema import Config, Problem, plain
+from rl_core.config.messages import Hint, left_out_to_go_on, nearest, new_name, problems_in, report, without
+from rl_core.config.schema import Config, plain
 from rl_core.config.secrets import hide_values, literal_credentials, with_references
 from rl_core.config.tree import MISSING, KeyPath, Origin, Unquoted, Unset, format_path, leaves, mapped, parse_path
 from rl_core.errors import ConfigError, ConfigProblems
+from rl_core.problems import Problem
 
 C = TypeVar("C", bound=Config)
 
@@ -100,28 +101,23 @@ def resolve(
     values = mapped(tree, lambda path, value: _read(key_at(root, path, tree), value))
     references = _environment_references(written)
     wrong |= literal_credentials(written, references)
+    faults = [Problem(format_path(path), reason) for path, reason in wrong.items()]
     try:
         config = root.model_validate_json(json.dumps(values))
     except ValidationError as error:
         found = problems_in(error, root, values, with_references(values, references), hint)
-        blamed = [each for each in found if not any(_is_below(each[0], at) for at in wrong)]
+        blamed = [each for each in found if not any(_is_below(_path(each), at) for at in wrong)]
         further = [] if wrong else _further_problems(error, root, values, references, checks, hint)
-        problems = hide_values([*wrong.items(), *blamed, *further], values, references)
-        raise _refused(problems, raw) from None
-    problems = list(wrong.items()) or [located(problem) for check in checks for problem in check(config)]
+        raise refusal(hide_values([*faults, *blamed, *further], values, references), raw) from None
+    problems = faults or [problem for check in checks for problem in check(config)]
     if problems:
-        raise _refused(hide_values(problems, values, references), raw)
+        raise refusal(hide_values(problems, values, references), raw)
     return Resolved(config.with_references(references), raw)
 
 
 def refusal(problems: Sequence[Problem], raw: RawConfig) -> ConfigProblems:
-    """The error that lists problems of a config, each with the origin of its key."""
-    return _refused([located(problem) for problem in problems], raw)
-
-
-def _refused(problems: Sequence[tuple[KeyPath, str]], raw: RawConfig) -> ConfigProblems:
-    pairs = tuple((format_path(path), message) for path, message in problems)
-    return ConfigProblems(report(problems, raw.name, raw.entry), pairs)
+    """Return the error that lists problems of a config, each with the origin of its key."""
+    return ConfigProblems(report(problems, raw.name, raw.entry), problems)
 
 
 def _further_problems(
@@ -131,7 +127,7 @@ def _further_problems(
     references: Mapping[KeyPath, str],
     checks: Sequence[Callable[[C], Iterable[Problem]]],
     hint: Hint | None,
-) -> list[tuple[KeyPath, str]]:
+) -> list[Problem]:
     """Problems of the config without the keys that an error blames, if it is then known what the config means; not
     those of keys that an unknown one most likely stands for."""
     paths = left_out_to_go_on(error, values)
@@ -143,18 +139,21 @@ def _further_problems(
     except ValidationError as further:
         found = list(problems_in(further, root, rest, with_references(rest, references), hint))
     else:
-        found = [located(problem) for check in checks for problem in check(config)]
+        found = [problem for check in checks for problem in check(config)]
     known = list(all_keys(root, rest)) if found else []
     meant = [near for path in paths if found for near in nearest(format_path(path), known)]
     meant += [now for path in paths if (now := new_name(root, path, values))]
     return [each for each in found if not any(_is_about(each, near) for near in meant)]
 
 
-def _is_about(problem: tuple[KeyPath, str], key: str) -> bool:
-    """Whether a problem is of a key, of one around or below it, or names it as a cause."""
-    path, message = problem
-    meant = parse_path(key)
-    return _is_below(path, meant) or _is_below(meant, path) or key in message
+def _is_about(problem: Problem, key: str) -> bool:
+    """Return whether a problem is of a key, of one around or below it, or mentions it as a cause."""
+    path, meant = _path(problem), parse_path(key)
+    return _is_below(path, meant) or _is_below(meant, path) or key in problem.message
+
+
+def _path(problem: Problem) -> KeyPath:
+    return parse_path(problem.key) if problem.key else ()
 
 
 def _is_below(path: KeyPath, section: KeyPath) -> bool:

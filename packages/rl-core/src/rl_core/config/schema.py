@@ -15,6 +15,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import to_jsonable_python
 
 from rl_core.config.tree import KeyPath
+from rl_core.problems import Problem
 
 _VARIABLE_NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
@@ -29,19 +30,6 @@ SET_BY_THE_LAUNCHER = {
     "WORLD_SIZE": "ranks are numbered by placement",
 }
 """Environment variables that no config may set, and why."""
-
-
-@dataclass(frozen=True)
-class Problem:
-    """Something wrong with one key, as found by a static check; its origin is added when it is reported.
-
-    Args:
-        key: dotted key from the root (in `ProblemError`: from the section that raises it); empty for the whole.
-        message: what was given, what is allowed, what to do.
-    """
-
-    key: str
-    message: str
 
 
 class ProblemError(ValueError):

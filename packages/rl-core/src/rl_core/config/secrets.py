@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rl_core.config.keys import value_at
-from rl_core.config.messages import show
-from rl_core.config.tree import KeyPath, Unset, leaves
+from rl_core.config.tree import KeyPath, Unset, leaves, parse_path
+from rl_core.problems import Problem, show
 
 _VARIABLES = "env_vars"
 _VARIABLE = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD)$", re.IGNORECASE)
@@ -48,21 +48,25 @@ def with_references(values: Any, references: Mapping[KeyPath, str], path: KeyPat
             return values
 
 
-def hide_values(
-    problems: Sequence[tuple[KeyPath, str]], values: Any, references: Mapping[KeyPath, str]
-) -> list[tuple[KeyPath, str]]:
-    """The problems, with interpolations of environment variables as they were written in place of their values."""
+def hide_values(problems: Sequence[Problem], values: Any, references: Mapping[KeyPath, str]) -> list[Problem]:
+    """Return the problems with the names of environment variables in place of their values."""
     hidden = [(path, text, form) for path, text in references.items() for form in _forms(value_at(values, path))]
     hidden.sort(key=lambda each: -len(each[2]))
-    found = []
-    for path, message in problems:
-        for other, text, form in hidden:
-            is_own = other[: len(path)] == path or path[: len(other)] == other
-            if is_own or len(form) >= _SHORTEST:
-                # a word of its own: 1 is not hidden in 10
-                message = text.join(re.split(rf"(?<![\w.]){re.escape(form)}(?![\w.])", message))
-        found.append((path, message))
-    return found
+
+    def without_values(problem: Problem) -> Problem:
+        path = parse_path(problem.key) if problem.key else ()
+
+        def rewrite(said: str) -> str:
+            for other, text, form in hidden:
+                is_own = other[: len(path)] == path or path[: len(other)] == other
+                if is_own or len(form) >= _SHORTEST:
+                    # a word of its own: 1 is not hidden in 10
+                    said = text.join(re.split(rf"(?<![\w.]){re.escape(form)}(?![\w.])", said))
+            return said
+
+        return problem.rewritten(rewrite)
+
+    return [without_values(problem) for problem in problems]
 
 
 def _forms(value: Any) -> set[str]:

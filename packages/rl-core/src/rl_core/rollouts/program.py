@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -96,4 +97,21 @@ class RolloutProgram(Protocol):
 
     async def run(self, prompt: Prompt, client: GenerationClient) -> Rollout:
         """Play one rollout; an exception makes it a failed one."""
+        ...
+
+
+@runtime_checkable
+class PreparedProgram(RolloutProgram, Protocol):
+    """A program that needs something before its first rollout, and frees it after the last."""
+
+    async def start(self, logs: Path) -> None:
+        """Prepare; called once, with the engine loaded.
+
+        Args:
+            logs: Folder of the run's logs.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Free what `start` took."""
         ...

@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from rl_core.config import Config, as_written, did_you_mean, load
+from rl_core.config import Config, Problem, as_written, did_you_mean, load
 from rl_core.config.keys import Key, key_at, value_at
 from rl_core.config.tree import KeyPath, leaves, mapped, parse_path
 from rl_core.errors import ConfigError, ConfigProblems
@@ -87,7 +87,8 @@ def import_config(path: Path, system: str, *, algorithm: str = "", gpus: int | N
     if unset := _unset_variables(config.recipe):
         config.notes.append(f"set the environment variables that the recipe names: {', '.join(unset)}")
     if any(answer.kind is Kind.REFUSED for answer in config.answers):
-        config.notes += [f"{key}: without the refused keys, {message}" for key, message in _problems(config.recipe)]
+        found = _problems(config.recipe)
+        config.notes += [f"{problem.key}: without the refused keys, {problem.message}" for problem in found]
     return Imported(SYSTEMS[system], str(path), _tidy(config.recipe), tuple(config.answers), tuple(config.notes))
 
 
@@ -166,29 +167,19 @@ def _started(values: dict[str, Any], system: str, algorithm: str, path: Path) ->
     return config
 
 
-_FEATURES = {
-    "replicas do not span nodes": "a replica of the generator on several nodes (policy.generation.vllm_cfg)",
-    "a replica of the megatron generator is one rank": "a replica of the megatron generator on several ranks",
-}
-"""Features by a part of the message about a recipe that asks for them."""
-
-_NO_EFFECT = re.compile("has no effect|nothing to validate on|scores nothing|spares the pass")
-"""Messages about settings that do nothing here beside the others, so that leaving them out changes nothing."""
-
-
 def _make_valid(config: Translation) -> None:
     """Take settings out that have no effect here, and refuse what the recipe is not valid with."""
     for _ in range(_ROUNDS):
         problems = _problems(config.recipe)
-        idle = [(key, message) for key, message in problems if _NO_EFFECT.search(message) and _is_written(config, key)]
-        if not idle:
+        unused = [problem for problem in problems if problem.is_unused and _is_written(config, problem.key)]
+        if not unused:
             _refuse(config, problems)
             break
-        for key, message in idle:
-            config.remove(key)
+        for problem in unused:
+            config.remove(problem.key)
             for answer in config.answers:
-                if answer.text.partition(":")[0].partition(",")[0] == key and answer.kind is not Kind.REFUSED:
-                    config.answer_anew(answer.key, Kind.NOT_NEEDED, message.partition(";")[0])
+                if _leads_to(answer, problem.key):
+                    config.answer_anew(answer.key, Kind.NOT_NEEDED, problem.reason)
 
 
 def _is_written(config: Translation, key: str) -> bool:
@@ -217,20 +208,21 @@ def _on_another_machine(recipe: Any) -> Any:
     return mapped(recipe, stand_in)
 
 
-def _problems(recipe: dict[str, Any]) -> list[tuple[str, str]]:
+def _problems(recipe: dict[str, Any]) -> list[Problem]:
     try:
         read_plan(_on_another_machine(recipe))
     except ConfigProblems as error:
         return list(error.problems)
     except ConfigError as error:
-        return [("", str(error))]
+        return [Problem("", str(error))]
     return []
 
 
-def _refuse(config: Translation, problems: list[tuple[str, str]]) -> None:
+def _refuse(config: Translation, problems: list[Problem]) -> None:
     """Refuse the keys from which problems of the recipe stem."""
     refused = [answer.key for answer in config.answers if answer.kind is Kind.REFUSED]
-    for key, message in problems:
+    for problem in problems:
+        key, message = problem.key, problem.message
         section = key.rpartition(".")[0]
         if any(each == key or each.startswith(f"{key}.") or (section and each == section) for each in refused):
             continue  # it is missing, or wrong, because it is refused
@@ -239,8 +231,7 @@ def _refuse(config: Translation, problems: list[tuple[str, str]]) -> None:
         found = value_at(config.recipe, parse_path(key)) if key else None
         if found is not None and not isinstance(found, dict):
             config.remove(key)
-        feature = next((name for part, name in _FEATURES.items() if part in message), "")
-        text = feature or (f"{key}: {message}" if key else message)
+        text = problem.feature or (f"{key}: {message}" if key else message)
         sources = [answer for answer in config.answers if _leads_to(answer, key)]
         for answer in sources:
             config.answer_anew(answer.key, Kind.REFUSED, text)

@@ -140,7 +140,7 @@ def _backend_checks(plan: RunPlan) -> Iterable[Problem]:
     if backends.generation is not None:
         chosen.append((POLICY, backends.generation.plugin))
     return [
-        replace(problem, key=f"{key}.{problem.key}")
+        problem.at(f"{key}.{problem.key}")
         for key, found in chosen
         for check in found.checks
         for problem in check(plan.section(key), config)
@@ -213,7 +213,7 @@ def model_checks(plan: RunPlan) -> Iterator[Problem]:
         yield from folder_problems("policy.model_name", config.policy.model_name, MODEL_FILES)
     for check in policy.plugin.checks:
         for problem in check(config.policy, config):
-            yield replace(problem, key=f"{POLICY}.{problem.key}")
+            yield problem.at(f"{POLICY}.{problem.key}")
     yield from _placement_problems(config.cluster, Backends({POLICY: policy}))
 
 

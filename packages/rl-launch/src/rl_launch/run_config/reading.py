@@ -71,10 +71,8 @@ def _without_algorithm(raw: RawConfig, guess: str) -> ConfigProblems:
     """The error about a config that does not name its algorithm, with its other problems as they would be with the
     algorithm that its sections belong to."""
     known = ", ".join(names(ALGORITHMS))
-    missing = Problem(
-        "algorithm", f"must be set; the section {guess} belongs to algorithm: {guess}; installed algorithms: {known}"
-    )
-    others: tuple[tuple[str, str], ...] = ()
+    missing = Problem("algorithm", "must be set", allowed=known, remedy=f"The section {guess} belongs to {guess}")
+    others: tuple[Problem, ...] = ()
     remarks: list[str] = []
     try:
         _read(raw.with_values({"algorithm": guess}, "guessed"), {})
@@ -82,7 +80,7 @@ def _without_algorithm(raw: RawConfig, guess: str) -> ConfigProblems:
         others, remarks = error.problems, ForeignHints.remarks_in(str(error))
     except ConfigError as error:
         remarks = [str(error)]
-    whole = refusal([missing, *(Problem(key, message) for key, message in others)], raw)
+    whole = refusal([missing, *others], raw)
     return ConfigProblems("\n".join([str(whole), *remarks]), whole.problems)
 
 

@@ -12,6 +12,7 @@ from rl_core.config import (
     RawConfig,
     assemble,
     did_you_mean,
+    refusal,
 )
 from rl_core.environments.instance import environment_types
 from rl_core.errors import ConfigError
@@ -77,8 +78,7 @@ def _section(key: str, kind: Any, raw: RawConfig) -> type[Config]:
     try:
         chosen: type[Config] = kind(raw.select(key))
     except ProblemError as error:
-        at = [(f"{key}.{problem.key}", problem.message) for problem in error.problems]
-        raise ConfigError("\n".join(f"{path} ({raw.origin(path)}): {message}" for path, message in at)) from None
+        raise refusal([problem.at(f"{key}.{problem.key}") for problem in error.problems], raw) from None
     return chosen
 
 

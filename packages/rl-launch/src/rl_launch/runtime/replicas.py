@@ -223,6 +223,7 @@ class Replicas:
             model_name=backend.model.model_name,
             max_seconds=self._needs.max_seconds,
             max_steps=self._needs.max_steps,
+            logs=self._logs,
         )
 
     def _start_on(self, bundle: Bundle) -> ActorHandle:

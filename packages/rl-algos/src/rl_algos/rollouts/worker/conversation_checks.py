@@ -44,7 +44,7 @@ def check_conversations(
     ends = check_turns(
         config.policy, tokenizer, tools, program=program, max_turns=turns, turns_key=key, splits=settings.splits
     )
-    is_rendered = turns > 1 and program == DEFAULT_PROGRAM
+    is_rendered = turns > 1 and program == DEFAULT_PROGRAM and settings.agent is None
     if is_rendered and settings.rewritten_history is None and rewrites_history(tokenizer, ends):
         raise ConfigError(
             f"{settings.section}.rewritten_history: the chat template renders earlier turns in another way than "

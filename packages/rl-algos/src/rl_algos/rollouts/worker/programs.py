@@ -12,6 +12,9 @@ DEFAULT_PROGRAM = "multi_turn"
 PROGRAMS = {DEFAULT_PROGRAM: "rl_algos.rollouts.worker.program:MultiTurnProgram"}
 """`"package.module:Class"` of the installed programs."""
 
+AGENT_PROGRAM = "rl_algos.agents.program:AgentProgram"
+"""The program that an algorithm's `agent` section asks for."""
+
 
 def program_named(name: str) -> str | FromFile:
     """A rollout program by name, as `file.py:Class` or as `package.module:Class`; nothing is imported.

@@ -27,7 +27,7 @@ from rl_core.rollouts.generation import GenerationRequest, Generator, SamplingPa
 from rl_core.rollouts.group import RECORD, GroupReport, parts_of
 from rl_core.rollouts.interruption import generate_whole
 from rl_core.rollouts.pool import RolloutTask, SampledTurns
-from rl_core.rollouts.program import Reply, RolloutProgram
+from rl_core.rollouts.program import PreparedProgram, Reply, RolloutProgram
 from rl_core.rollouts.record import write_records
 from rl_core.rollouts.rollout import Completion, Message, Prompt, Rollout, has_routing
 from rl_core.weights import Manifest
@@ -65,6 +65,7 @@ class RolloutWorkerSpec:
         tokenizer, model_name: settings of the tokenizer, and the model that has it by default.
         max_seconds: most seconds of one rollout; None for no limit.
         max_steps: Number of training steps of the run, which rewards may ask for; 1 outside training.
+        logs: Folder of the run's logs.
     """
 
     generator: str
@@ -75,6 +76,7 @@ class RolloutWorkerSpec:
     model_name: str
     max_seconds: float | None = None
     max_steps: int = 1
+    logs: str = ""
 
 
 class RolloutWorker:
@@ -89,6 +91,7 @@ class RolloutWorker:
         self._generator: Generator = resolve(spec.generator)(*spec.generator_args)
         program = resolve(spec.program) if isinstance(spec.program, str) else spec.program.load()
         self._program: RolloutProgram = program(**spec.program_args)
+        self._logs = Path(spec.logs)
         self._max_seconds = spec.max_seconds
         self._max_steps = spec.max_steps
         self._chat = Chat(load_tokenizer(spec.tokenizer, spec.model_name), spec.tokenizer.tool_format)
@@ -102,6 +105,8 @@ class RolloutWorker:
     async def start(self) -> int:
         """Load the engine; returns its number of ranks."""
         await self._generator.start()
+        if isinstance(self._program, PreparedProgram):
+            await self._program.start(self._logs)
         return self._generator.num_ranks
 
     async def begin(self, tasks: Sequence[tuple[int, RolloutTask]]) -> None:
@@ -182,7 +187,9 @@ class RolloutWorker:
         return await self._generator.health()
 
     async def close(self) -> None:
-        """End the replica."""
+        """End the program and the replica."""
+        if isinstance(self._program, PreparedProgram):
+            await self._program.close()
         await self._generator.close()
 
     def _note_finished(self, number: int, task: asyncio.Task[Group]) -> None:

@@ -50,7 +50,7 @@ def callback_problems(config: Any) -> Iterator[Problem]:
             yield Problem(key if isinstance(entry, str) else f"{key}.type", str(error))
             continue
         yield from (
-            Problem(f"{key}.settings{problem.key and '.'}{problem.key}", problem.message)
+            problem.at(f"{key}.settings{problem.key and '.'}{problem.key}")
             for problem in _settings_problems(kind, section)
         )
 

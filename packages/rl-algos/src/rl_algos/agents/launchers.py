@@ -1,0 +1,237 @@
+"""The ways in which an agent is started for a rollout."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pickle
+import sys
+import tempfile
+import uuid
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from rl_algos.agents import host, processes
+from rl_algos.agents.address import Address
+from rl_algos.agents.task_board import TaskBoard
+from rl_core.errors import RLError
+from rl_core.plugins.user_code import FromFile
+from rl_core.rollouts.rollout import Prompt
+
+
+class AgentFailed(RLError):
+    """An agent that raised, or ended with another status than 0; its message has the last lines of its log."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """One rollout to play.
+
+    Args:
+        prompt: The prompt.
+        address: How the policy is reached.
+        log: File for the output of the agent.
+    """
+
+    prompt: Prompt
+    address: Address
+    log: Path
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """The prompt as agents read it."""
+        prompt = self.prompt
+        return {
+            "id": prompt.id,
+            "messages": [dict(message) for message in prompt.messages],
+            "info": dict(prompt.info),
+            "tools": [dict(tool) for tool in prompt.tools],
+        }
+
+    def env(self, mark: str) -> dict[str, str]:
+        """The environment variables of the rollout."""
+        address = self.address
+        found = {
+            processes.MARK: mark,
+            "OPENAI_BASE_URL": address.base_url,
+            "OPENAI_API_KEY": address.api_key,
+            "ANTHROPIC_BASE_URL": address.root_url,
+            "ANTHROPIC_API_KEY": address.api_key,
+        }
+        if address.reward_key:
+            found["RL_REWARD_KEY"] = address.reward_key
+        return found
+
+
+class Launcher(Protocol):
+    """Starts an agent for each rollout."""
+
+    async def start(self) -> None:
+        """Prepare; called once."""
+        ...
+
+    async def play(self, task: Task) -> Any:
+        """Play one rollout and return what the agent says its reward is, None for nothing.
+
+        Raises:
+            AgentFailed: If the agent fails.
+        """
+        ...
+
+    async def close(self) -> None:
+        """End everything that was started."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Forked:
+    """A process that the host forks: its id, and its status once it has ended."""
+
+    pid: asyncio.Future[int]
+    status: asyncio.Future[int]
+
+
+class ProcessLauncher:
+    """Plays each rollout in a process of its own: a user's function, or a command.
+
+    The processes are forked from one that has imported the function's file, is small and has one thread, unlike the
+    process of an engine. They are ended if it is killed.
+
+    Args:
+        function: The function; None for a command.
+        command: The command; empty for a function.
+        env: Further environment variables.
+        grace_s: Seconds between SIGTERM and SIGKILL.
+    """
+
+    def __init__(
+        self, function: FromFile | None, command: Sequence[str], env: Mapping[str, str], grace_s: float
+    ) -> None:
+        self._function = function
+        self._command = list(command)
+        self._env = env
+        self._grace_s = grace_s
+        self._host: asyncio.subprocess.Process | None = None
+        self._reader: asyncio.Task[None] | None = None
+        self._forked: dict[str, _Forked] = {}
+
+    async def start(self) -> None:
+        """Start the process that others are forked from.
+
+        Raises:
+            AgentFailed: If the function's file cannot be loaded.
+        """
+        self._host = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            host.__name__,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env={**os.environ, **self._env},
+            start_new_session=True,
+        )
+        function = pickle.dumps(self._function)
+        self._requests.write(len(function).to_bytes(8, "big") + function)
+        assert self._host.stdout is not None
+        first = json.loads(await self._host.stdout.readline() or '{"failure": "its process ended"}')
+        if "failure" in first:
+            await self.close()
+            raise AgentFailed(f"the agent cannot be loaded: {first['failure']}")
+        self._reader = asyncio.create_task(self._read(self._host.stdout))
+
+    async def play(self, task: Task) -> Any:
+        """Play one rollout to its end; what is left of its processes is ended then, or when this is cancelled."""
+        mark = uuid.uuid4().hex
+        loop = asyncio.get_running_loop()
+        forked = self._forked[mark] = _Forked(loop.create_future(), loop.create_future())
+        with tempfile.TemporaryDirectory(prefix="rl-agent-") as scratch:
+            prompt, reward = Path(scratch, "prompt.json"), Path(scratch, "reward.json")
+            prompt.write_text(json.dumps(task.described, default=str), encoding="utf-8")
+            asked = {
+                "id": mark,
+                "command": self._command,
+                "env": {**task.env(mark), "RL_PROMPT_FILE": str(prompt), "RL_REWARD_FILE": str(reward)},
+                "log": str(task.log),
+            }
+            self._requests.write(json.dumps(asked).encode() + b"\n")
+            try:
+                status = await asyncio.shield(forked.status)
+            finally:
+                await asyncio.shield(self._end(mark, forked))
+            if status:
+                raise _failed(status, task.log)
+            return _read_reward(reward)
+
+    async def close(self) -> None:
+        """End the host."""
+        if self._reader is not None:
+            self._reader.cancel()
+        if self._host is None:
+            return
+        self._requests.close()
+        with suppress(ProcessLookupError):
+            self._host.kill()
+        await self._host.wait()
+
+    @property
+    def _requests(self) -> asyncio.StreamWriter:
+        assert self._host is not None, "not started"
+        assert self._host.stdin is not None
+        return self._host.stdin
+
+    async def _end(self, mark: str, forked: _Forked) -> None:
+        await processes.end_all(await forked.pid, mark, self._grace_s)
+        del self._forked[mark]
+
+    async def _read(self, answers: asyncio.StreamReader) -> None:
+        """Pass on what the host says, until it ends."""
+        while line := await answers.readline():
+            said = json.loads(line)
+            if "started" in said:
+                self._forked[said["started"]].pid.set_result(said["pid"])
+            elif said["ended"] in self._forked:
+                self._forked[said["ended"]].status.set_result(said["status"])
+        for forked in self._forked.values():
+            for each in (forked.pid, forked.status):
+                if not each.done():
+                    each.set_exception(AgentFailed("the process that agents are forked from has ended"))
+
+
+class ExternalLauncher:
+    """Waits for agents that run elsewhere.
+
+    Args:
+        board: Where they find rollouts.
+    """
+
+    def __init__(self, board: TaskBoard) -> None:
+        self._board = board
+
+    async def start(self) -> None:
+        """Nothing is prepared."""
+
+    async def play(self, task: Task) -> Any:
+        """Wait until an agent has taken the rollout and ended it."""
+        await self._board.play(task.described, task.address)
+
+    async def close(self) -> None:
+        """Nothing is left."""
+
+
+def _failed(status: int, log: Path) -> AgentFailed:
+    how = f"ended with status {status}" if status > 0 else f"was ended by signal {-status}"
+    last = processes.last_lines(log)
+    return AgentFailed(f"the agent {how}{f' ({last})' if last else ''}; its output is in {log}")
+
+
+def _read_reward(file: Path) -> Any:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise AgentFailed(f"the agent's reward file is not valid JSON: {error}") from None

@@ -1,0 +1,124 @@
+"""The rollout program of agents."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from pathlib import Path
+from typing import Any, Literal
+
+from rl_algos.agents.address import Address
+from rl_algos.agents.calls import CallRefused, Limits
+from rl_algos.agents.endpoint import AgentEndpoint, rewards_of
+from rl_algos.agents.launchers import AgentFailed, ExternalLauncher, Launcher, ProcessLauncher, Task
+from rl_algos.agents.session import AgentSession
+from rl_algos.agents.task_board import TaskBoard
+from rl_algos.rollouts.agent_config import AgentConfig
+from rl_core.plugins.user_code import FromFile
+from rl_core.rollouts.environment import Conversation
+from rl_core.rollouts.program import GenerationClient
+from rl_core.rollouts.rollout import Prompt, Rollout
+
+_log = logging.getLogger(__name__)
+
+
+class AgentProgram:
+    """Starts an agent for each rollout, answers its calls of the policy, and makes a rollout of them.
+
+    Args:
+        config: Settings of the agent.
+        function: The function that `config.run` names, read on the driver; None for other kinds of agents.
+        max_tokens: Maximum number of tokens of a conversation.
+        split: True to render every conversation anew.
+    """
+
+    def __init__(self, *, config: AgentConfig, function: FromFile | None, max_tokens: int, split: bool = False) -> None:
+        self._config = config
+        self._limits = Limits(max_tokens, config.max_calls)
+        self._split = split
+        self._board = TaskBoard() if config.external else None
+        self._endpoint = AgentEndpoint(config.host, self._board)
+        self._launcher = _launcher(config, function, self._board)
+        self._logs = Path()
+        self._num_rollouts = 0
+        self._told: set[str] = set()
+
+    async def start(self, logs: Path) -> None:
+        """Serve the policy, and prepare the agent.
+
+        Args:
+            logs: Folder of the run's logs.
+        """
+        self._logs = logs / "agents"
+        self._logs.mkdir(parents=True, exist_ok=True)
+        await self._endpoint.start()
+        await self._launcher.start()
+        if self._board is not None:
+            served = {"url": self._endpoint.url, "key": self._endpoint.board_key}
+            file = self._logs / f"{self._endpoint.url.rpartition(':')[2]}.json"
+            file.touch(mode=0o600)
+            file.write_text(json.dumps(served), encoding="utf-8")
+            _log.info("agents take rollouts at %s/rollouts; the key is in %s", self._endpoint.url, file)
+
+    async def close(self) -> None:
+        """End all agents, and stop serving."""
+        await self._launcher.close()
+        await self._endpoint.close()
+
+    async def run(self, prompt: Prompt, client: GenerationClient) -> Rollout:
+        """Play one rollout.
+
+        Raises:
+            AgentFailed: If the agent fails, or there is no reward.
+        """
+        session = AgentSession(prompt, client, self._limits, splits=self._split)
+        async with self._endpoint.opened(session, takes_rewards=self._config.reward == "posted") as address:
+            returned = await self._launcher.play(self._task(prompt, address))
+            if self._config.reward == "environment":
+                returned = await _scored(session, client)
+            if returned is not None and self._config.reward != "posted":
+                try:
+                    session.add_rewards(rewards_of(returned))
+                except CallRefused as error:
+                    raise AgentFailed(f"{error}; return a number, or numbers by name") from None
+        if not session.has_reward:
+            raise AgentFailed(_NO_REWARD[self._config.reward])
+        self._tell_ignored(session)
+        return session.rollout()
+
+    def _task(self, prompt: Prompt, address: Address) -> Task:
+        self._num_rollouts += 1
+        name = re.sub(r"[^\w.-]", "_", prompt.id)[-80:]
+        return Task(prompt, address, self._logs / f"{name}-{address.rollout}.log")
+
+    def _tell_ignored(self, session: AgentSession) -> None:
+        """Log once which fields of requests have no effect."""
+        for name in sorted(session.ignored - self._told):
+            self._told.add(name)
+            _log.warning(
+                "agents set %s, which has no effect: policy.generation decides how completions are drawn", name
+            )
+
+
+_NO_REWARD: dict[Literal["returned", "posted", "environment"], str] = {
+    "returned": "the agent returned no reward; return a number, or write one to RL_REWARD_FILE",
+    "posted": "no reward was posted before the agent ended; post one with the key in RL_REWARD_KEY",
+    "environment": "the environment gave no reward",
+}
+
+
+def _launcher(config: AgentConfig, function: FromFile | None, board: TaskBoard | None) -> Launcher:
+    if board is not None:
+        return ExternalLauncher(board)
+    return ProcessLauncher(function, config.command, config.env, config.grace_s)
+
+
+async def _scored(session: AgentSession, client: GenerationClient) -> Any:
+    """The rewards that the prompt's environment gives for the conversation that the agent ended with."""
+    messages = session.messages
+    if not messages:
+        raise AgentFailed("the agent ended without a completion of the policy, so there is nothing to score")
+    text = str(messages[-1].get("content") or "")
+    scored = Conversation(session.id, messages, session.prompt.info, text, num_prompt_messages=len(messages) - 1)
+    return (await client.step(scored)).rewards()

@@ -1,0 +1,67 @@
+"""Settings of agents: programs that call the policy over HTTP."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from rl_core.config import Config, EnvVars, PathText, Problem, ProblemError, WhenChanged
+
+SCORED_BY_AGENT = "agent"
+"""Name of the environment of prompts whose rewards come from an agent; there is no such environment."""
+
+
+class AgentConfig(Config):
+    run: PathText | None = None
+    """Function that plays one rollout, as `file.py:function`. It is called as `run(base_url, api_key, prompt)` in a
+    process of its own for each rollout, may be `async`, and returns the reward: a number, or numbers by name."""
+    command: list[str] = []
+    """Command that plays one rollout, such as `[python, agent.py]`, started for each. It finds the policy in
+    `OPENAI_BASE_URL`, `OPENAI_API_KEY`, `ANTHROPIC_BASE_URL` and `ANTHROPIC_API_KEY`, its task in the JSON file
+    `RL_PROMPT_FILE`, and writes its reward, a number or numbers by name, as JSON to `RL_REWARD_FILE`."""
+    external: bool = False
+    """Let agents that run elsewhere take rollouts: `POST /rollouts` answers with a prompt, a URL and keys, and
+    `POST /rollouts/ID/v1/reward` with `done` ends the rollout. The address is in the log and in `agents.json` of the
+    run directory."""
+    reward: Literal["returned", "posted", "environment"] = "returned"
+    """Where rewards come from. `returned`: the function's result, or the command's reward file. `posted`: only
+    `POST /rollouts/ID/v1/reward` with the key in `RL_REWARD_KEY`, for rewards of single calls or of a judge's.
+    `environment`: the environment of the prompt scores the conversation that the agent ends with; the agent itself has
+    no say in it."""
+    env: EnvVars = {}
+    """Environment variables of the function or the command, in addition to those of the rollout worker."""
+    max_calls: int = Field(default=64, gt=0)
+    """Maximum number of completions in one rollout; further calls are refused."""
+    host: str = "127.0.0.1"
+    """Address at which the policy is served. Agents on other machines need one of the node's own addresses."""
+    grace_s: Annotated[float, WhenChanged.RESUME] = Field(default=5.0, ge=0)
+    """Seconds between SIGTERM and SIGKILL when an agent is stopped, after its rollout has ended or taken too long
+    (`max_rollout_seconds`). All processes that it started are ended with it."""
+
+    @model_validator(mode="after")
+    def _has_one_kind(self) -> Self:
+        kinds = [name for name, is_given in self._kinds.items() if is_given]
+        if len(kinds) != 1:
+            raise ProblemError(
+                Problem("", f"sets {' and '.join(kinds) or 'no agent'}", remedy=f"Set one of {', '.join(self._kinds)}")
+            )
+        if self.external and self.reward == "returned":
+            raise ProblemError(
+                Problem(
+                    "reward",
+                    "an agent that runs elsewhere returns nothing",
+                    got=self.reward,
+                    allowed="posted, environment",
+                )
+            )
+        return self
+
+    @property
+    def needs_environment(self) -> bool:
+        """Whether the environments of the prompts score the rollouts."""
+        return self.reward == "environment"
+
+    @property
+    def _kinds(self) -> dict[str, bool]:
+        return {"run": self.run is not None, "command": bool(self.command), "external": self.external}

@@ -1,0 +1,210 @@
+"""Agents as functions and as commands: started for each rollout, recorded, and ended with all that they started."""
+
+import asyncio
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rl_algos.agents.processes import MARK
+from rl_algos.rollouts.agent_config import AgentConfig
+from rl_core.plugins.user_code import FromFile
+from rl_core.rollouts.environment import StepResult
+
+CLIENT = """
+import json, os, urllib.request
+
+def chat(base_url, api_key, messages, **more):
+    body = json.dumps({"model": "m", "messages": messages, **more}).encode()
+    headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
+    request = urllib.request.Request(f"{base_url}/chat/completions", body, headers)
+    return json.load(urllib.request.urlopen(request))["choices"][0]["message"]
+"""
+TWO_TURNS = (
+    CLIENT
+    + """
+async def run(base_url, api_key, prompt):
+    messages = list(prompt["messages"])
+    said = chat(base_url, api_key, messages)
+    messages += [said, {"role": "user", "content": "sure?"}]
+    said = chat(base_url, api_key, messages)
+    print("the last turn was", said["content"])
+    return {"reward": float(said["content"] == str(prompt["info"]["answer"])), "turns": 2}
+"""
+)
+
+
+def function(folder, text):
+    path = Path(folder, "my_agent.py")
+    path.write_text(text)
+    return FromFile.read(f"{path}:run")
+
+
+def test_a_function_is_recorded_token_by_token_and_rewarded(make_worker, play, tmp_path):
+    worker = make_worker(AgentConfig(run="my_agent.py:run"), function=function(tmp_path, TWO_TURNS))
+    ([first, second], _) = asyncio.run(play(worker, seeds=(1, 2)))
+    for rollout in (first, second):
+        assert rollout.status == "ok", rollout.failure
+        assert rollout.rewards == {"reward": 1.0, "turns": 2.0}
+        assert [turn.text for turn in rollout.turns] == ["5", "5"]
+        assert rollout.segments == ()
+        assert rollout.num_sampled == 4  # two digits and the ends of their turns
+    sampled = [request.token_ids.tolist() for request in worker._generator.requests]
+    *_, last = sorted(sampled, key=len)
+    assert first.tokens.tolist()[: len(last)] == last  # what the engine consumed, and what it sampled
+    logs = list(Path(tmp_path, "agents").glob("p0-*.log"))
+    assert [log.read_text() for log in logs] == ["the last turn was 5\n"] * 2
+
+
+def test_a_repeated_rollout_finds_the_completions_that_it_had(make_worker, play, tmp_path):
+    config, agent = AgentConfig(run="my_agent.py:run"), function(tmp_path, TWO_TURNS)
+    (rollouts, turns) = asyncio.run(play(make_worker(config, function=agent), seeds=(1, 2)))
+    again = make_worker(config, function=agent)
+    (repeated, _) = asyncio.run(play(again, seeds=(1, 2), turns=turns))
+    assert again._generator.requests == []
+    for one, other in zip(rollouts, repeated, strict=True):
+        assert one.tokens.tolist() == other.tokens.tolist()
+        assert one.rewards == other.rewards
+
+
+def test_a_command_writes_its_reward_to_a_file(make_worker, play, tmp_path):
+    script = Path(tmp_path, "agent.py")
+    script.write_text(
+        CLIENT
+        + """
+prompt = json.load(open(os.environ["RL_PROMPT_FILE"]))
+said = chat(os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"], prompt["messages"])
+json.dump(float(os.environ["BONUS"]), open(os.environ["RL_REWARD_FILE"], "w"))
+"""
+    )
+    config = AgentConfig(command=[sys.executable, str(script)], env={"BONUS": "0.25"})
+    ([rollout], _) = asyncio.run(play(make_worker(config)))
+    assert (rollout.status, rollout.reward) == ("ok", 0.25), rollout.failure
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ("raise ValueError('no plan')", "ValueError: no plan"),
+        ("import os; os._exit(3)", "status 3"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "signal 9"),
+        ("return 1.0", "nothing to train on"),
+        ("chat(base_url, api_key, prompt['messages'])", "returned no reward"),
+        ("chat(base_url, api_key, prompt['messages']); return 'good'", "must be a finite number"),
+        ("chat(base_url, api_key, prompt['messages']); return float('nan')", "must be a finite number"),
+    ],
+    ids=["raises", "exits", "is killed", "never calls", "no reward", "a word", "not finite"],
+)
+def test_an_agent_that_fails_costs_its_rollout(make_worker, play, tmp_path, body, reason):
+    agent = function(tmp_path, f"{CLIENT}\ndef run(base_url, api_key, prompt):\n    {body}\n")
+    ([rollout], _) = asyncio.run(play(make_worker(AgentConfig(run="my_agent.py:run"), function=agent)))
+    assert rollout.status == "failed"
+    assert reason in rollout.failure
+
+
+def marked():
+    """Processes that agents started, whoever their parents are."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                if f"{MARK}=".encode() in (folder / "environ").read_bytes():
+                    found.append(int(folder.name))
+            except OSError:
+                continue
+    return found
+
+
+def test_an_agent_that_does_not_end_is_ended_with_everything_that_it_started(make_worker, play, tmp_path):
+    stays = "[sys.executable, '-c', 'import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(99)']"
+    agent = function(
+        tmp_path,
+        f"""
+import subprocess, sys, time
+
+def run(base_url, api_key, prompt):
+    subprocess.Popen({stays})
+    subprocess.Popen({stays}, start_new_session=True)
+    time.sleep(99)
+""",
+    )
+    config = AgentConfig(run="my_agent.py:run", grace_s=0.1)
+    worker = make_worker(config, function=agent, max_seconds=1.5)
+    begun = time.monotonic()
+    ([rollout], _) = asyncio.run(play(worker))
+    assert rollout.status == "failed"
+    assert "max_rollout_seconds" in rollout.failure
+    assert marked() == []
+    assert time.monotonic() - begun < 60
+
+
+def test_what_a_command_leaves_running_ends_with_its_rollout(make_worker, play, tmp_path):
+    script = Path(tmp_path, "agent.sh")
+    script.write_text(f"setsid {sys.executable} -c 'import time; time.sleep(99)' &\nexit 0\n")
+    config = AgentConfig(command=["sh", str(script)], grace_s=0.1)
+    ([rollout], _) = asyncio.run(play(make_worker(config)))
+    assert rollout.status == "failed"  # it never called the policy
+    assert marked() == []
+
+
+def test_the_environment_of_the_prompt_scores_the_conversation(make_worker, play, tmp_path):
+    class Judge:
+        async def step(self, conversation):
+            self.seen = conversation
+            return StepResult(reward={"reward": 0.5, "style": 2.0})
+
+        async def abandon(self, ids):
+            pass
+
+    judge = Judge()
+    config = AgentConfig(run="my_agent.py:run", reward="environment")
+    worker = make_worker(config, function=function(tmp_path, TWO_TURNS), environments={"agent": judge})
+    ([rollout], _) = asyncio.run(play(worker))
+    assert rollout.rewards["style"] == 2.0
+    assert rollout.reward == 0.5
+    assert [message["role"] for message in judge.seen.messages] == ["user", "assistant", "user", "assistant"]
+    assert judge.seen.completion == "5"
+
+
+def test_a_file_that_cannot_be_loaded_is_told_at_the_start(make_worker, play, tmp_path):
+    worker = make_worker(AgentConfig(run="my_agent.py:run"), function=function(tmp_path, "import nowhere\nrun = 1\n"))
+    with pytest.raises(Exception, match="nowhere"):
+        asyncio.run(play(worker))
+
+
+def test_agents_end_with_their_worker(tmp_path):
+    host = Path(tmp_path, "worker.py")
+    host.write_text(
+        """
+import asyncio, sys
+from pathlib import Path
+from rl_algos.agents.address import Address
+from rl_algos.agents.launchers import ProcessLauncher, Task
+from rl_core.rollouts.rollout import Prompt
+
+async def main():
+    waits = "import time; print('up', flush=True); time.sleep(99)"
+    launcher = ProcessLauncher(None, [sys.executable, "-c", waits], {}, 1)
+    await launcher.start()
+    task = Task(Prompt("p", (), None, "agent"), Address("r", "http://x", "k"), Path(sys.argv[1]))
+    await launcher.play(task)
+
+asyncio.run(main())
+"""
+    )
+    log = Path(tmp_path, "agent.log")
+
+    async def killed():
+        worker = await asyncio.create_subprocess_exec(sys.executable, str(host), str(log))
+        while not (log.exists() and log.read_text()):
+            assert worker.returncode is None
+            await asyncio.sleep(0.05)
+        assert marked()
+        os.kill(worker.pid, 9)
+        await worker.wait()
+        while marked():
+            await asyncio.sleep(0.05)
+
+    asyncio.run(killed())
