@@ -46,6 +46,11 @@ def test_fields_are_read():
     assert read(system="Be brief.").messages == call.messages
 
 
+def test_a_block_that_differs_in_each_call_is_not_part_of_the_instructions():
+    blocks = [{"type": "text", "text": text} for text in ("x-anthropic-billing-header: cch=1;", "Be brief.")]
+    assert read(system=blocks) == read(system="Be brief.")
+
+
 def test_blocks_are_messages_and_each_result_is_one():
     turns = [
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},

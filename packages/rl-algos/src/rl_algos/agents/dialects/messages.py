@@ -11,6 +11,8 @@ from rl_algos.agents.fields import Fields, check_conversation, function_tools, t
 from rl_core.rollouts.rollout import Message
 
 _ROLES = ("user", "assistant", "system")
+# Claude Code opens its instructions with a block that is another one in each call, so that no branch would continue
+_OF_ONE_CALL = "x-anthropic-billing-header"
 _THOUGHTS = ("thinking", "redacted_thinking")
 _ERRORS = {
     401: "authentication_error",
@@ -36,7 +38,7 @@ class Messages:
         check_conversation(messages)
         if messages[-1]["role"] == "assistant":
             raise fields.refused("messages", "must end with a message of the user; turns of the policy are not begun")
-        instructions = text_of_parts(fields.raw("system"), "system")
+        instructions = _instructions(fields.raw("system"))
         system = ({"role": "system", "content": instructions},) if instructions else ()
         reads_calls, forced = fields.tool_choice()
         return Call(
@@ -100,6 +102,13 @@ def _refuse_what_is_not_offered(fields: Fields) -> None:
         # thoughts of earlier turns are dropped in any case
         if not edit.required("type", str).startswith("clear_thinking"):
             raise edit.refused("type", f"{edit.raw('type')!r} is not offered; edit the conversation in the agent")
+
+
+def _instructions(given: Any) -> str:
+    if not isinstance(given, list):
+        return text_of_parts(given, "system")
+    texts = (text_of_part(block, f"system[{index}]") for index, block in enumerate(given))
+    return "".join(text for text in texts if not text.startswith(_OF_ONE_CALL))
 
 
 def _without_effect(fields: Fields) -> Iterator[str]:

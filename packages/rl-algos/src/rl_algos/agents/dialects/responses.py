@@ -225,9 +225,9 @@ def _item_events(event: Callable[..., Event], index: int, item: Mapping[str, Any
 def _part_events(event: Callable[..., Event], at: Mapping[str, Any], part: Mapping[str, Any]) -> Iterator[Event]:
     """Yield the events of the text of an item."""
     # the events of thoughts have no logprobs
-    logprobs = {"logprobs": part["logprobs"]} if "logprobs" in part else {}
-    none = {"logprobs": []} if "logprobs" in part else {}
-    yield event("response.content_part.added", **at, part={**part, "text": "", **none})
+    logprobs: Mapping[str, Any] = {"logprobs": part["logprobs"]} if "logprobs" in part else {}
+    begun: Mapping[str, Any] = dict.fromkeys(logprobs, [])
+    yield event("response.content_part.added", **at, part={**part, "text": "", **begun})
     if part["text"]:
         yield event(f"response.{part['type']}.delta", **at, delta=part["text"], **logprobs)
     yield event(f"response.{part['type']}.done", **at, text=part["text"], **logprobs)
