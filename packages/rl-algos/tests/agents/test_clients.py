@@ -300,7 +300,6 @@ def test_logprobs_are_those_of_the_sampled_tokens():
             assert listed == [each.logprobs.tolist() for each in to.policy.completions]
             pieces = "".join(each.token for each in chat.choices[1].logprobs.content)
             assert pieces == f"Hi 1.{END}"
-            # an equal call without them is another draw, and one that hung up leaves nothing without them
             plain = await to.openai.chat.completions.create(model="m", messages=[USER], n=2)
             assert plain.choices[0].logprobs is None
 

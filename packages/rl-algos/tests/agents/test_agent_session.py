@@ -1,0 +1,125 @@
+import asyncio
+
+import pytest
+from scripted_client import END, ScriptedClient, check_recorded, says, session_of
+
+from rl_algos.agents.calls import Call, CallRefused
+
+USER = {"role": "user", "content": "Hi"}
+CALL = Call(messages=(USER,))
+
+
+def draws():
+    return ScriptedClient(lambda before, draw: f"Draw {draw}.{END}")
+
+
+async def dropped(session, client, call):
+    """Ask, and hang up while the policy samples."""
+    client.gate = asyncio.Event()
+    asking = asyncio.create_task(session.answer(call))
+    while not client.requests:
+        await asyncio.sleep(0)
+    asking.cancel()
+    await asyncio.wait([asking])
+    client.gate.set()
+
+
+def test_an_answer_that_did_not_arrive_is_given_to_the_next_equal_call():
+    async def main():
+        client = draws()
+        session = session_of(client)
+        first = await session.answer(CALL)
+        session.delivered(CALL, first, is_delivered=False)
+        assert await session.answer(CALL) is first
+        session.delivered(CALL, first)
+        assert (await session.answer(CALL)).choices[0].text == "Draw 1."
+        check_recorded(session, client, num_segments=2)
+
+    asyncio.run(main())
+
+
+def test_a_response_that_did_not_arrive_is_given_to_the_next_equal_call():
+    async def main():
+        session = session_of(draws())
+        begun = await session.answer(Call(messages=(USER,), is_stored=True))
+        call = Call(messages=(USER,), continues=begun.id)
+        first = await session.answer(call)
+        session.delivered(call, first, is_delivered=False)
+        assert await session.answer(call) is first
+
+    asyncio.run(main())
+
+
+def test_a_dropped_call_without_logprobs_is_not_the_answer_to_one_with_them():
+    async def main():
+        client = draws()
+        session = session_of(client)
+        await dropped(session, client, CALL)
+        answer = await session.answer(Call(messages=(USER,), wants_logprobs=True))
+        assert "".join(answer.choices[0].pieces) == f"Draw 1.{END}"
+
+    asyncio.run(main())
+
+
+def test_calls_that_differ_in_what_the_policy_does_not_see_are_draws_of_their_own():
+    async def main():
+        session = session_of(draws())
+        calls = [CALL, Call(messages=(USER,), reads_calls=False), Call(messages=(USER,), num_choices=2), CALL]
+        answers = [await session.answer(call) for call in calls]
+        assert [choice.text for answer in answers for choice in answer.choices] == [f"Draw {n}." for n in range(5)]
+
+    asyncio.run(main())
+
+
+def test_two_requests_that_wait_for_a_call_that_is_refused_are_both_told_so():
+    async def main():
+        session = session_of(draws(), max_tokens=3)
+        asked = await asyncio.gather(session.answer(CALL), session.answer(CALL, is_retry=True), return_exceptions=True)
+        assert [(type(each), each.code) for each in asked] == [(CallRefused, "context_length_exceeded")] * 2
+
+    asyncio.run(main())
+
+
+def test_a_draw_that_failed_frees_its_number_and_no_other():
+    async def main():
+        failures = iter([True, False, False])
+
+        def write(before, draw):
+            if next(failures):
+                raise RuntimeError("the engine restarts")
+            return "Hi." + END
+
+        session = session_of(ScriptedClient(write))
+        asked = await asyncio.gather(session.answer(CALL), session.answer(CALL), return_exceptions=True)
+        assert [type(each).__name__ for each in asked] == ["RuntimeError", "Answer"]
+        assert (await session.answer(CALL)).id != asked[1].id
+
+    asyncio.run(main())
+
+
+def test_an_answer_without_room_can_be_continued_as_an_empty_turn():
+    async def main():
+        client = ScriptedClient(says("x" * 50))
+        session = session_of(client, max_tokens=100)
+        await session.answer(CALL)
+        long = Call(messages=({"role": "user", "content": "y" * 200},), is_stored=True)
+        empty = await session.answer(long)
+        after = await session.answer(Call(messages=(USER,), continues=empty.id))
+        assert after.choices[0].finish_reason == "length"
+        assert after.num_prompt_tokens > empty.num_prompt_tokens
+        check_recorded(session, client)
+
+    asyncio.run(main())
+
+
+def test_an_id_of_another_rollout_cannot_be_continued():
+    async def main():
+        one, other = session_of(draws()), session_of(draws())
+        answer = await one.answer(Call(messages=(USER,), is_stored=True))
+        with pytest.raises(CallRefused, match=f"previous_response_id '{answer.id}' is not the id"):
+            await other.answer(Call(messages=(USER,), continues=answer.id))
+        one.close()
+        with pytest.raises(CallRefused, match="has ended"):
+            await one.answer(Call(messages=(USER,), continues="unknown"))
+
+    asyncio.run(main())
