@@ -226,7 +226,7 @@ def _part_events(event: Callable[..., Event], at: Mapping[str, Any], part: Mappi
     """Yield the events of the text of an item."""
     # the events of thoughts have no logprobs
     logprobs: Mapping[str, Any] = {"logprobs": part["logprobs"]} if "logprobs" in part else {}
-    begun: Mapping[str, Any] = dict.fromkeys(logprobs, [])
+    begun: Mapping[str, Any] = {name: [] for name in logprobs}
     yield event("response.content_part.added", **at, part={**part, "text": "", **begun})
     if part["text"]:
         yield event(f"response.{part['type']}.delta", **at, delta=part["text"], **logprobs)
