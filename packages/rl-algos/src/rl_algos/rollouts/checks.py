@@ -10,11 +10,10 @@ from rl_algos.evaluation.config import EvaluationConfig
 from rl_algos.evaluation.summary import powers_of_two
 from rl_algos.evaluation.tasks import is_file
 from rl_algos.rollouts.config import EvaluationRoot, PolicyGradientConfig, RolloutRoot, rollout_config
-from rl_algos.rollouts.worker.programs import program_named
+from rl_algos.rollouts.worker.programs import code_named, program_named
 from rl_core.config import Problem, is_changed, show
 from rl_core.environments.instance import problem_with
 from rl_core.plugins import GENERATORS, names, plugin
-from rl_core.plugins.user_code import FromFile
 
 WITHOUT_VALIDATION: Mapping[str, Any] = {
     "val_period": 0,
@@ -51,7 +50,7 @@ def _agent(config: RolloutRoot) -> Iterator[Problem]:
         return
     if agent.run is not None:
         try:
-            FromFile.read(agent.run)
+            code_named(agent.run)
         except ValueError as error:
             yield Problem(f"{key}.run", str(error), got=agent.run)
     for name in ("rollout_program", "max_rollout_turns"):

@@ -22,8 +22,6 @@ def program_named(name: str) -> str | FromFile:
     Raises:
         ValueError: if no program has that name, or its file does not define it.
     """
-    if is_in_file(name):
-        return FromFile.read(name)
     if ":" not in name:
         if name in PROGRAMS:
             return PROGRAMS[name]
@@ -31,12 +29,25 @@ def program_named(name: str) -> str | FromFile:
             f"no rollout program {name!r}{did_you_mean(name, PROGRAMS)}; use {', '.join(PROGRAMS)}, file.py:Class or "
             "package.module:Class"
         )
-    module = name.partition(":")[0]
+    return code_named(name)
+
+
+def code_named(name: str) -> str | FromFile:
+    """Return a user's function or class, named as `file.py:Name` or as `package.module:Name`; nothing is imported.
+
+    Raises:
+        ValueError: If the file does not define it, or the module is not installed.
+    """
+    if is_in_file(name):
+        return FromFile.read(name)
+    module, colon, _ = name.partition(":")
+    if not colon:
+        raise ValueError(f"{name!r} does not name a function; write file.py:function or package.module:function")
     # a package is imported to look for a module in it, which may itself not be installed
     try:
         found = importlib.util.find_spec(module)
     except ModuleNotFoundError:
         found = None
     if found is None:
-        raise ValueError(f"{name}: the module {module} is not installed; a class in a file is written file.py:Class")
+        raise ValueError(f"{name}: the module {module} is not installed; what is in a file is written file.py:NAME")
     return name
