@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import gc
 import inspect
 import json
 import os
@@ -48,6 +49,7 @@ def main() -> None:
         _say(answers, {"failure": f"{type(error).__name__}: {error}"})
         return
     _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    gc.freeze()  # collections in the forked processes leave the pages that they share with this one alone
     _say(answers, {"state": READY})
     Host(function, answers).serve()
 
