@@ -218,13 +218,12 @@ def _problems(key: str, datasets: DatasetConfig | list[DatasetConfig]) -> list[P
         problem for where, dataset in zip(at, several, strict=True) for problem in _dataset_problems(where, dataset)
     ]
     if not several:
-        problems.append(Problem(key, "got an empty list; name a dataset, or leave the key out"))
+        problems.append(Problem(key, "must not be empty", got=datasets, remedy="Add a dataset, or remove this key"))
     weighted = [dataset.weight is not None for dataset in several]
     if any(weighted) and not all(weighted):
         missing = ", ".join(where for where, has in zip(at, weighted, strict=True) if not has)
-        problems.append(
-            Problem(key, f"`weight` is set for some datasets and not for {missing}; set it for all or for none")
-        )
+        reason = f"sets `weight` for some datasets only; missing for {missing}"
+        problems.append(Problem(key, reason, remedy="Set it for all or for none"))
     return problems
 
 
@@ -237,35 +236,36 @@ def _held_out_problems(data: DataConfig) -> list[Problem]:
         at, size = key.removeprefix("data."), dataset.split_validation_size
         is_validation = key.startswith("data.validation")
         if dataset.streaming and is_validation:
-            says = "is for training; give a split that fits the memory, such as test[:1000]"
-            problems.append(Problem(f"{at}.streaming", says))
-        elif dataset.pass_rate is not None and (is_validation or dataset.streaming):
-            says = (
-                "selects training rows; remove it, or a score would be that of a selection"
-                if is_validation
-                else "needs all rows at hand, and those of a dataset with `streaming` are not; remove one of the two"
-            )
-            problems.append(Problem(f"{at}.pass_rate", says))
+            remedy = "Use a split that fits into memory, such as test[:1000]"
+            problems.append(Problem(f"{at}.streaming", "is for training datasets only", got=True, remedy=remedy))
+        elif dataset.pass_rate is not None and is_validation:
+            reason = "is for training datasets only; validation would score a selection of its rows"
+            problems.append(Problem(f"{at}.pass_rate", reason, remedy="Remove this key"))
+        elif dataset.pass_rate is not None and dataset.streaming:
+            reason = "needs all rows of the dataset, but `streaming` reads them one by one"
+            problems.append(Problem(f"{at}.pass_rate", reason, remedy="Remove one of the two"))
         elif size is not None and is_validation:
-            says = "belongs to a dataset of data.train, of which rows are held out; remove it"
-            problems.append(Problem(f"{at}.split_validation_size", says))
+            reason = "is for datasets of data.train, from which rows are held out"
+            problems.append(Problem(f"{at}.split_validation_size", reason, got=size, remedy="Remove this key"))
         elif size is not None and dataset.streaming:
-            says = "the rows of a dataset with `streaming` are not known; give data.validation"
-            problems.append(Problem(f"{at}.split_validation_size", says))
+            reason = "needs all rows of the dataset, but `streaming` reads them one by one"
+            remedy = "Set data.validation instead"
+            problems.append(Problem(f"{at}.split_validation_size", reason, got=size, remedy=remedy))
         elif size is not None and size > 1 and size != int(size):
-            says = f"must be a share below 1 or a whole number of rows, got {size}"
-            problems.append(Problem(f"{at}.split_validation_size", says))
+            allowed = "a share below 1, or a whole number of rows"
+            problems.append(Problem(f"{at}.split_validation_size", got=size, allowed=allowed))
     return problems
 
 
 def _dataset_problems(key: str, dataset: DatasetConfig) -> list[Problem]:
     if (dataset.dataset_name is None) == (dataset.data_path is None):
-        got = "both" if dataset.dataset_name else "neither"
-        return [Problem(key, f"got {got} of `dataset_name` and `data_path`; give exactly one")]
+        given = "both" if dataset.dataset_name else "neither"
+        remedy = "Set exactly one of the two"
+        return [Problem(key, f"sets {given} of `dataset_name` and `data_path`", remedy=remedy)]
     if dataset.data_path is None:
         return []
     return [
-        Problem(f"{key}.{name}", f"belongs to a dataset given by `dataset_name`; {dataset.data_path!r} is a path")
+        Problem.unused(f"{key}.{name}", f"with data_path={dataset.data_path}: it is for datasets given by dataset_name")
         for name, value in (
             ("subset", dataset.subset),
             ("settings", dataset.settings),

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from rl_algos.dpo.config import DPOConfig, PreferenceLossConfig
-from rl_algos.losses.custom import PATH, is_path, loss_class
+from rl_algos.losses.custom import PATH, is_path, loss_class, unknown_name
 from rl_algos.losses.preference import PAIR_TERMS, KTOLoss, PairTerm, PreferenceLoss
 from rl_algos.preference.reference import REF_LOGPROBS
-from rl_core.config import Config, did_you_mean, section_of, settings_of
+from rl_core.config import Config, section_of, settings_of
 from rl_core.data.microbatch import PAIR
 from rl_core.model import Loss
 
@@ -39,7 +39,7 @@ def loss_section(name: str | None) -> type[Config]:
     if name == KTO:
         return section_of(KTOLoss, PreferenceLossConfig, derived=("beta", "implementation"))
     if name not in PAIR_TERMS:
-        raise ValueError(f"got {name!r}{did_you_mean(name, LOSSES)}; allowed: {', '.join(LOSSES)}, or {PATH}")
+        raise unknown_name(name, LOSSES, others=PATH)
     kind = PAIR_TERMS[name]
     # the weight of the KL divergence has a key of its own
     return section_of(kind, PreferenceLossConfig, derived=("beta",) if kind.uses_reference else ())

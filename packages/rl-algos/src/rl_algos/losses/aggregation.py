@@ -46,8 +46,8 @@ class Aggregation(NamedConfig):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.divisor != 1 and not self.name.endswith("token-sum"):
-            remedy = "use token-sum or sequence-mean-token-sum, or remove it"
-            raise ProblemError(Problem("divisor", f"has no effect with the aggregation {self.name}; {remedy}"))
+            remedy = "Remove this key, or use the aggregation token-sum or sequence-mean-token-sum"
+            raise ProblemError(Problem.unused("divisor", f"with the aggregation {self.name}", remedy=remedy))
         return self
 
 

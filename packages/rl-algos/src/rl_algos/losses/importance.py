@@ -41,11 +41,12 @@ class Rejection(CheckedConfig):
 
     def _problems(self) -> Iterator[Problem]:
         if self.low is None and self.high is None:
-            yield Problem("high", "must be set: without a bound no sequence is left out")
+            yield Problem("high", "must be set, because no sequence is left out without a bound")
         elif self.low is not None and self.estimator != "k1":
-            yield Problem("low", f"{self.estimator} is never negative, and small is good; remove it")
+            reason = f"is for the estimator k1 only; {self.estimator} is never negative, and small values are good"
+            yield Problem("low", reason, got=self.low, remedy="Remove this key")
         elif self.low is not None and self.high is not None and self.low > self.high:
-            yield Problem("low", f"{self.low} is above high, which is {self.high}; set it lower")
+            yield Problem("low", f"must not exceed high ({self.high})", got=self.low)
 
 
 class ImportanceCorrection(CheckedConfig):
@@ -81,11 +82,9 @@ class ImportanceCorrection(CheckedConfig):
 
     def _problems(self) -> Iterator[Problem]:
         if self.low is not None and self.high is not None and self.low > self.high:
-            yield Problem(
-                "low", f"{self.low} is above high, which is {self.high}: no weight would be left; set it lower"
-            )
+            yield Problem("low", f"must not exceed high ({self.high}), because no weight would be kept", got=self.low)
         if self.truncation != "tis" and self.high is None:
-            yield Problem("high", f"must be set: {self.truncation} needs an upper bound")
+            yield Problem("high", f"must be set, because {self.truncation} needs an upper bound")
 
 
 def importance_weights(correction: ImportanceCorrection, batch: Batch) -> Ragged:

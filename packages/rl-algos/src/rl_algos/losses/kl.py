@@ -73,20 +73,25 @@ class KLPenalty(CheckedConfig):
         corrections = [key for key in ("unbiased", "from_generation") if getattr(self, key)]
         if self.weight == 0:
             for key in (*corrections, *(["in_reward"] if self.in_reward else [])):
-                yield Problem(key, "has no effect with weight=0; remove it")
+                yield Problem.unused(key, "with weight=0")
             if self.target is not None:
-                yield Problem("target", "needs an initial weight: set weight above 0")
+                yield Problem("target", "needs an initial weight", got=self.target, remedy="Set weight above 0")
         elif self.in_reward:
             for key in corrections:
-                yield Problem(key, "corrects a gradient, which a penalty on rewards does not have; remove it")
+                yield Problem.unused(
+                    key, "with in_reward=true, because it corrects a gradient and a penalty on rewards has none"
+                )
         elif self.estimator == "k1" and not self.unbiased:
             yield Problem(
                 "estimator",
-                "k1 has no gradient in expectation as a term of the loss; set unbiased=true or in_reward=true, or use "
-                "k2 or k3",
+                "has an expected gradient of zero as a term of the loss",
+                got="k1",
+                remedy="Set unbiased=true or in_reward=true, or use k2 or k3",
             )
         elif self.estimator == "k2" and self.unbiased:
             yield Problem(
                 "unbiased",
-                "k2 has the exact gradient by itself and an inexact one with this; remove it, or use k1 or k3",
+                "makes the gradient of k2 inexact; it is exact without",
+                got=True,
+                remedy="Remove this key, or use k1 or k3",
             )

@@ -170,7 +170,7 @@ class ClipCov(ClippedSurrogate):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.low > self.high:
-            raise ProblemError(Problem("low", f"{self.low} is above high, which is {self.high}; set it lower"))
+            raise ProblemError(Problem("low", f"must not exceed high ({self.high})", got=self.low))
         return self
 
     def chosen(self, covariance: np.ndarray, random: np.random.Generator) -> np.ndarray:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from rl_algos.losses.custom import PATH, is_path, loss_class
+from rl_algos.losses.custom import PATH, is_path, loss_class, unknown_name
 from rl_algos.losses.policy import PolicyLoss
 from rl_algos.losses.surrogates import SURROGATES, ClipCov, KLCov, Surrogate
 from rl_algos.policy_gradient.adaptive import AdaptiveEntropy, AdaptiveKL
@@ -21,7 +21,7 @@ from rl_algos.policy_gradient.step_statistics import (
     rollouts_of_rows,
 )
 from rl_algos.rollouts.config import PolicyGradientConfig
-from rl_core.config import Config, did_you_mean, section_of, settings_of
+from rl_core.config import Config, section_of, settings_of
 from rl_core.data.microbatch import PAIR
 from rl_core.model import Loss
 from rl_core.weights import Weights
@@ -42,7 +42,7 @@ def loss_section(name: str | None) -> type[Config]:
     if name in (None, LossConfig().name):
         return LossConfig
     if not is_path(str(name)):
-        raise ValueError(f"got {name!r}; allowed: {LossConfig().name}, or {PATH}")
+        raise unknown_name(str(name), [LossConfig().name], others=PATH)
     return section_of(loss_class(str(name)), CustomLossConfig, derived=_DERIVED)
 
 
@@ -54,7 +54,7 @@ def surrogate_section(name: str | None) -> type[Surrogate]:
     """
     name = LossConfig().surrogate.name if name is None else name
     if name not in SURROGATES:
-        raise ValueError(f"got {name!r}{did_you_mean(name, SURROGATES)}; allowed: {', '.join(SURROGATES)}")
+        raise unknown_name(name, SURROGATES)
     return SURROGATES[name]
 
 

@@ -18,6 +18,7 @@ def preference_data_problems(key: str, data: DataConfig) -> Iterator[Problem]:
         if dataset.output_key is not None:
             yield Problem(
                 f"{section}.output_key",
-                f"{key} learns from several responses, not from one answer; name their columns in `columns`, such as "
-                "{chosen: better, rejected: worse}",
+                f"is for datasets with one answer per row, but {key} learns from several responses",
+                got=dataset.output_key,
+                remedy="List their columns in `columns`, such as {chosen: better, rejected: worse}",
             )

@@ -29,7 +29,7 @@ def _regression(rm: RewardModelConfig) -> Iterator[Problem]:
     pairs = {"margin": "ignore", "center_rewards_coefficient": 0.0, "pairing": "best-worst"}
     for key, unused in pairs.items():
         if getattr(rm, key) != unused:
-            yield Problem(f"rm.{key}", "has no effect on regression, which has no pairs; remove this key")
+            yield Problem.unused(f"rm.{key}", "with rm.loss=regression, which does not use pairs")
 
 
 def validation_metrics(config: RewardModelRoot) -> list[str]:

@@ -25,8 +25,8 @@ def program_named(name: str) -> str | FromFile:
         if name in PROGRAMS:
             return PROGRAMS[name]
         raise ValueError(
-            f"no rollout program {name!r}{did_you_mean(name, PROGRAMS)}; use {', '.join(PROGRAMS)}, file.py:Class or "
-            "package.module:Class"
+            f"{name!r} is not a rollout program{did_you_mean(name, PROGRAMS)}; allowed: {', '.join(PROGRAMS)}, "
+            "file.py:Class or package.module:Class"
         )
     module = name.partition(":")[0]
     # a package is imported to look for a module in it, which may itself not be installed
@@ -35,5 +35,5 @@ def program_named(name: str) -> str | FromFile:
     except ModuleNotFoundError:
         found = None
     if found is None:
-        raise ValueError(f"{name}: the module {module} is not installed; a class in a file is written file.py:Class")
+        raise ValueError(f"the module {module} of {name!r} is not installed. To name a class in a file: file.py:Class")
     return name
