@@ -116,11 +116,11 @@ def test_an_evaluation_that_broke_off_within_a_line_is_read_up_to_it(tmp_path, r
 @pytest.mark.parametrize(
     ("train", "validation", "says"),
     [
-        ({}, {"pass_rate": {"results": "r"}}, r"validation\.pass_rate: selects training rows"),
+        ({}, {"pass_rate": {"results": "r"}}, r"validation\.pass_rate: .*training"),
         (
             {"dataset_name": "a/b", "data_path": None, "streaming": True, "pass_rate": {"results": "r"}},
             {},
-            r"train\.pass_rate: needs all rows at hand",
+            r"train\.pass_rate: .*`streaming`",
         ),
     ],
 )

@@ -29,7 +29,7 @@ def config(tmp_path, algorithm, *overrides, several=False):
 
 
 def problems(algorithm, config):
-    return {problem.key: problem.message for check in algorithm.checks for problem in check(config)}
+    return {problem.key: problem for check in algorithm.checks for problem in check(config)}
 
 
 @pytest.mark.parametrize("algorithm", [PLUGIN, OFFLINE], ids=lambda algorithm: algorithm.name)

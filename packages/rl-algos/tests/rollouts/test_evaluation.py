@@ -361,7 +361,8 @@ def test_a_file_is_read_and_scored_as_the_runs_own_rows_are(file):
     ],
 )
 def test_settings_of_files_that_have_no_effect_are_refused(tasks, default, key):
-    assert [problem.key for problem in evaluation_problems(make_config(tasks=tasks, default=default))] == [key]
+    (problem,) = evaluation_problems(make_config(tasks=tasks, default=default))
+    assert (problem.key, problem.is_unused) == (key, True)
     assert not list(evaluation_problems(make_config(tasks=["gsm8k", "sums.jsonl"], default={"env_name": "math"})))
 
 

@@ -265,7 +265,12 @@ def _dataset_problems(key: str, dataset: DatasetConfig) -> list[Problem]:
     if dataset.data_path is None:
         return []
     return [
-        Problem.unused(f"{key}.{name}", f"with data_path={dataset.data_path}: it is for datasets given by dataset_name")
+        Problem(
+            f"{key}.{name}",
+            f"is for datasets given by `dataset_name`, but data_path is {dataset.data_path}",
+            got=value,
+            remedy="Remove this key",
+        )
         for name, value in (
             ("subset", dataset.subset),
             ("settings", dataset.settings),
