@@ -32,32 +32,32 @@ class KLPenalty(CheckedConfig):
     """
 
     weight: float = Field(default=0.01, ge=0)
-    """Weight of the KL divergence to the reference policy; 0 keeps no reference policy. With a target, the initial
-    weight."""
+    """Weight of the KL divergence to the reference policy; with 0, no reference policy is kept. With `target`, the
+    initial weight."""
     estimator: KLType = "k3"
-    """Estimator of the KL divergence. As a term of the loss, k2 has the exact gradient and k3 one that is right only
-    near the reference; with `unbiased`, k1 and k3 have the exact one. k1 is refused without it."""
+    """Estimator of the KL divergence. As a term of the loss, k2 has the exact gradient, and the gradient of k3 is
+    correct only near the reference; with `unbiased`, k1 and k3 have the exact gradient. k1 is refused without it."""
     unbiased: bool = False
     """Multiply the estimate by `exp(logp - prev)`, so that its expected gradient is the gradient of the KL divergence
     (arXiv:2506.09477)."""
     from_generation: bool = False
-    """Multiply the estimate by `exp(logp - generation)`, for tokens that another policy than the current one sampled;
-    without gradient, or with it if `unbiased` is set, in place of `exp(logp - prev)` (DeepSeek-V3.2,
-    arXiv:2512.02556)."""
+    """Multiply the estimate by `exp(logp - generation)` to correct for tokens that were not sampled by the current
+    policy (DeepSeek-V3.2, arXiv:2512.02556). The factor has no gradient; with `unbiased`, it has one and replaces
+    `exp(logp - prev)`."""
     in_reward: bool = False
-    """Subtract the KL penalty from the rewards instead of adding it to the loss: each rollout's reward loses the sum
-    over its sampled tokens. The estimator `reinforce_plus_plus` gives each token the penalties from it on."""
+    """Subtract the KL penalty from the rewards instead of adding it to the loss: the reward of each rollout is reduced
+    by the sum over its sampled tokens. With the estimator `reinforce_plus_plus`, each token gets the sum of the
+    penalties from that token on."""
     target: float | None = Field(default=None, gt=0)
-    """Mean KL divergence per sampled token to hold by adapting the weight from step to step (arXiv:1909.08593); unset,
-    the weight is fixed."""
+    """Target mean KL divergence per sampled token; the weight is adapted at every step to reach it
+    (arXiv:1909.08593). If unset, the weight is fixed."""
     horizon: int = Field(default=10000, gt=0)
-    """Number of rollouts over which an adaptive weight changes by at most 20 % of itself."""
+    """Number of rollouts over which an adaptive weight changes by at most 20 %."""
     input_clamp: float | None = Field(default=20.0, gt=0)
-    """Bound of the absolute log-ratio that enters the estimator; null is unbounded, except that k3 takes at most
-    20."""
+    """Maximum absolute log-ratio that the estimator reads; null removes the limit, except that k3 always uses 20."""
     output_clamp: float | None = Field(default=10.0, gt=0)
-    """Bound of the absolute estimate. A token beyond it adds the bound to the loss and nothing to the gradient; null
-    is unbounded."""
+    """Maximum absolute estimate. A token above it adds the maximum to the loss and nothing to the gradient; null
+    removes the limit."""
 
     @property
     def is_in_loss(self) -> bool:

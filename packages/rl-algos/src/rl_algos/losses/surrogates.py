@@ -42,7 +42,8 @@ class Surrogate(NamedConfig):
     is_by_token: ClassVar[bool] = True
 
     name: SurrogateName
-    """`clip`, `gspo`, `cispo`, `reinforce`, `sapo`, `gmpo`, `dppo-tv`, `dppo-kl`, `clip-cov`, `kl-cov` or `vespo`."""
+    """Name of the surrogate: `clip`, `gspo`, `cispo`, `reinforce`, `sapo`, `gmpo`, `dppo-tv`, `dppo-kl`, `clip-cov`,
+    `kl-cov` or `vespo`."""
 
     @model_validator(mode="after")
     def _is_the_one_named(self) -> Self:
@@ -56,17 +57,18 @@ class ClippedSurrogate(Surrogate):
     """A surrogate whose ratio is clipped to [1 - clip_low, 1 + clip_high]."""
 
     clip_low: float = Field(default=0.2, ge=0, le=1)
-    """The ratio is clipped below at 1 minus this; 1 leaves the lower side open."""
+    """Lower clip range: the ratio is clipped below at 1 minus this; 1 turns the lower clip off."""
     clip_high: float = Field(default=0.2, ge=0)
-    """The ratio is clipped above at 1 plus this (clip-higher of DAPO, arXiv:2503.14476, takes 0.28)."""
+    """Upper clip range: the ratio is clipped above at 1 plus this (clip-higher of DAPO, arXiv:2503.14476, uses
+    0.28)."""
 
 
 class DualClippedSurrogate(ClippedSurrogate):
     """A clipped surrogate with a bound for tokens with a negative advantage."""
 
     dual_clip: float | None = Field(default=None, gt=1)
-    """Dual clip: bound of the loss, in units of -advantage, for tokens with a negative advantage (arXiv:1912.09729);
-    unset, it is unbounded."""
+    """Upper bound of the loss of tokens with a negative advantage, in units of -advantage (dual clip,
+    arXiv:1912.09729). If unset, there is no bound."""
 
 
 class Clip(DualClippedSurrogate):
@@ -138,7 +140,7 @@ class DPPOTV(Surrogate):
 
     name: SurrogateName = "dppo-tv"
     threshold: float = Field(default=0.2, gt=0)
-    """Total variation from which a token is left out."""
+    """Maximum total variation; tokens above it have no gradient."""
 
 
 class DPPOKL(Surrogate):
@@ -146,7 +148,7 @@ class DPPOKL(Surrogate):
 
     name: SurrogateName = "dppo-kl"
     threshold: float = Field(default=0.05, gt=0)
-    """Divergence from which a token is left out, in nats."""
+    """Maximum divergence in nats; tokens above it have no gradient."""
 
 
 class ClipCov(ClippedSurrogate):
@@ -161,11 +163,11 @@ class ClipCov(ClippedSurrogate):
 
     name: SurrogateName = "clip-cov"
     share: float = Field(default=2e-4, gt=0, le=1)
-    """Share of the sampled tokens of a step to leave out."""
+    """Share of the sampled tokens of a step to exclude."""
     low: float = 1.0
-    """Smallest covariance of a token that may be left out."""
+    """Minimum covariance of a token that may be excluded."""
     high: float = 5.0
-    """Largest covariance of a token that may be left out."""
+    """Maximum covariance of a token that may be excluded."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -193,7 +195,7 @@ class KLCov(Surrogate):
 
     name: SurrogateName = "kl-cov"
     share: float = Field(default=2e-3, gt=0, le=1)
-    """Share of the sampled tokens of a step that have the penalty, at least one token."""
+    """Share of the sampled tokens of a step that have the penalty (at least one token)."""
     weight: float = Field(default=1.0, gt=0)
     """Weight of the penalty."""
 
