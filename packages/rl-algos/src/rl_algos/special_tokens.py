@@ -174,9 +174,9 @@ def warn_of_special_tokens(name: str, conversations: Iterable[tuple[str, Sequenc
             found.append((place, token))
     if found:
         _log.warning(
-            "%s: %d of %d rows have special tokens in their content, the first %s at %s. The model reads them as such, "
-            "so they may end a turn or open one of another role; set policy.tokenizer.split_special_tokens: all to "
-            "read them as text, or remove them.",
+            "%s: %d of %d rows have special tokens in their content, the first %s at %s. The model reads them as "
+            "special tokens, so they may end a turn or start a turn of another role. Set "
+            "policy.tokenizer.split_special_tokens: all to read them as text, or remove them.",
             name,
             len(found),
             num_rows,

@@ -59,7 +59,7 @@ def make_tiny_model(
     if hidden_size % num_heads or (hidden_size // num_heads) % 2 or num_heads % num_key_value_heads:
         raise ValueError(
             f"hidden_size {hidden_size} must be a multiple of num_heads {num_heads} with an even quotient, "
-            f"and num_heads one of num_key_value_heads {num_key_value_heads}"
+            f"and num_heads a multiple of num_key_value_heads {num_key_value_heads}"
         )
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -106,7 +106,7 @@ def make_tokenizer(characters: str = CHARACTERS, *, model_max_length: int = 1024
         ValueError: if a character occurs twice, or there is none.
     """
     if not characters or len(set(characters)) != len(characters):
-        raise ValueError(f"characters must be different from one another, got {characters!r}")
+        raise ValueError(f"characters must be unique, got {characters!r}")
     special = [PAD, END, UNKNOWN, *(f"<|{role}|>" for role in ROLES)]
     vocabulary = {token: index for index, token in enumerate([*special, *characters])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))

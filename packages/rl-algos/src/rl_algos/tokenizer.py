@@ -48,7 +48,7 @@ def load_tokenizer(config: TokenizerConfig, model_name: str) -> PreTrainedTokeni
     if tokenizer.eos_token_id is None:
         raise ConfigError(
             f"{key}: the tokenizer of {name!r} has no end-of-sequence token, so no completion would end; "
-            "set `eos_token` in its tokenizer_config.json or name another tokenizer in policy.tokenizer.name"
+            "set `eos_token` in its tokenizer_config.json, or set policy.tokenizer.name to another tokenizer"
         )
     setattr(tokenizer, _ENDS, _read_generation_ends(tokenizer, model_name))
     setattr(tokenizer, SPLIT, config.split_special_tokens)
@@ -222,7 +222,7 @@ def check_shown(messages: Sequence[Message], text: str) -> None:
         if squeezed(content) not in shown:
             raise DataError(
                 f"the chat template does not show message {index} (from 0), whose role is {message['role']!r}: "
-                f"{content[:80]!r}; set policy.tokenizer.chat_template to one that does, or leave the message out"
+                f"{content[:80]!r}; set policy.tokenizer.chat_template to a template that does, or remove the message"
             )
 
 

@@ -26,7 +26,7 @@ def multiple_choice(row: Mapping[str, Any], _settings: DatasetConfig) -> Example
     right one in `answer`: its number from 0, or its letter."""
     options = column(row, "choices" if "choices" in row else "options")
     if not isinstance(options, list | tuple) or not 2 <= len(options) <= len(ascii_uppercase):
-        raise DataError(f"the options must be a list of 2 to {len(ascii_uppercase)} texts, got {options!r}")
+        raise DataError(f"the options must be a list of 2 to {len(ascii_uppercase)} strings, got {options!r}")
     return question(text_column(row, "question"), options, _number(column(row, "answer"), len(options)))
 
 

@@ -106,7 +106,7 @@ def text_column(row: Mapping[str, Any], name: str) -> str:
     """A row's column of text; raises a `DataError` if it is missing or something else."""
     value = column(row, name)
     if not isinstance(value, str):
-        raise DataError(f"{name!r} must be a text, got {value!r}")
+        raise DataError(f"{name!r} must be a string, got {value!r}")
     return value
 
 

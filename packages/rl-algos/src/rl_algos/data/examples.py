@@ -114,8 +114,8 @@ class Dataset:
         num, total = len(self.unanswered), len(self.examples)
         what = f"{self.name}: {num} of {total} rows have a solution, but no answer that can be compared"
         if num == total:
-            raise DataError(f"{what}; name the column of the answer in `output_key`, or choose another dataset")
-        _log.warning("%s; left out", what)
+            raise DataError(f"{what}; set `output_key` to the column of the answer, or choose another dataset")
+        _log.warning("%s; these rows are excluded", what)
         return self.select(np.delete(np.arange(total), self.unanswered))
 
     def within_pass_rates(self) -> Dataset:
@@ -187,14 +187,14 @@ class Dataset:
         )
         if overlong == "error":
             raise DataError(
-                f"{what}; raise data.max_input_seq_length (and policy.max_total_sequence_length, which bounds it), "
-                "or set data.overlong: skip to leave them out"
+                f"{what}; increase data.max_input_seq_length (and policy.max_total_sequence_length, which limits it), "
+                "or set data.overlong: skip to exclude them"
             )
         if num_over == len(rows):
             raise DataError(
-                f"{what}, so that no row is left; raise data.max_input_seq_length and policy.max_total_sequence_length"
+                f"{what}, so no rows remain; increase data.max_input_seq_length and policy.max_total_sequence_length"
             )
-        _log.warning("%s; left out (data.overlong: skip)", what)
+        _log.warning("%s; they are excluded (data.overlong: skip)", what)
         return rows.select(np.flatnonzero(sizes <= limit))
 
 
@@ -349,7 +349,7 @@ def _rows_for(purpose: Purpose, settings: DatasetConfig, num_rows: int) -> Seque
     if num_held_out >= num_rows:
         raise DataError(
             f"split_validation_size of the dataset {settings.source!r} holds {num_held_out} of {num_rows} rows out of "
-            "training, so that none is left; lower it"
+            "training, so none remain. Lower it"
         )
     order = permutation(num_rows, num_rows)
     chosen: list[int] = np.sort(order[:num_held_out] if purpose == "validation" else order[num_held_out:]).tolist()

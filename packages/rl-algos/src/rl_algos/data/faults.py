@@ -67,7 +67,7 @@ class LeftOut:
             )
         more = f"\n  ... and {self.count - _SHOWN} more" if self.count > _SHOWN else ""
         _log.warning(
-            "%s: %d of %d rows are malformed; left out (data.malformed: skip)\n  %s%s",
+            "%s: %d of %d rows are malformed; they are excluded (data.malformed: skip)\n  %s%s",
             self._name,
             self.count,
             self._num_rows,

@@ -84,7 +84,7 @@ class Flow(Generic[T]):
         if found < state["taken"]:
             raise DataError(
                 f"the dataset {self.name!r} has changed since the checkpoint: the block at row {state['start']} has "
-                f"{found} items, and {state['taken']} were taken; restore it, or start a fresh run"
+                f"{found} items, but {state['taken']} were taken from it. Restore the dataset, or start a new run"
             )
         self._start, self._taken = state["start"], state["taken"]
 
@@ -132,11 +132,11 @@ class FlowStream(Generic[T]):
     ) -> None:
         if max_num_epochs is not None:
             raise DataError(
-                "a dataset with `streaming` has no known end, so epochs cannot be counted; bound the run by "
-                "max_num_steps alone, and remove max_num_epochs"
+                "max_num_epochs cannot be used with `streaming`, because the size of the dataset is not known. Set "
+                "max_num_steps, and remove max_num_epochs"
             )
         if len(flows) > 1 and weights is None:
-            raise DataError("several datasets with `streaming` need a `weight` each, as their sizes are not known")
+            raise DataError("several datasets with `streaming` need a `weight` each, because their sizes are not known")
         self._flows = tuple(flows)
         self._weights = [1.0] if weights is None else [float(each) for each in weights]
         self._shares = Shares(self._weights)
@@ -194,7 +194,7 @@ class FlowStream(Generic[T]):
             if state.get(name) != value:
                 raise DataError(
                     f"the data has changed since the checkpoint: {name} was {state.get(name)} and is {value}; "
-                    "restore the data and its settings, or start a fresh run"
+                    "restore the data and its settings, or start a new run"
                 )
         for flow, position in zip(self._flows, state["flows"], strict=True):
             flow.restore(position)

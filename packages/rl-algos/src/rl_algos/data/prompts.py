@@ -56,8 +56,8 @@ def prompt_stream(
         require_chat_template(tokenizer)
         if tools:
             raise ConfigError(
-                f"data.train: the environment {next(iter(tools))} has tools, and prompts with tools cannot be "
-                "streamed; turn streaming off for its dataset"
+                f"data.train: the environment {next(iter(tools))} has tools, but prompts with tools cannot be "
+                "streamed. Turn `streaming` off for its dataset"
             )
         return flow_stream(
             datasets,
@@ -106,15 +106,15 @@ class EncodePrompt:
         """Return the tokens, int32 `[tokens]`; raise a `DataError` for an example that it refuses."""
         if example.has_response:
             raise DataError(
-                "the conversation ends with the assistant, so there is nothing to sample; "
-                "end it with a message of the user"
+                "the conversation ends with an assistant message, so there is nothing to sample; "
+                "end it with a user message"
             )
         tools = tools_for(example, self.tools.get(self.environment or example.environment, ()))
         tokens = encode_prompt(self.tokenizer, example.messages, tools)
         if example.tools and np.array_equal(tokens, encode_prompt(self.tokenizer, example.messages)):
             raise DataError(
-                "the row has `tools`, which the chat template does not show; set policy.tokenizer.chat_template to one "
-                "that does, or remove the column"
+                "the row has `tools`, but the chat template does not show them; set policy.tokenizer.chat_template to "
+                "a template that does, or remove the column"
             )
         return tokens
 
@@ -131,7 +131,7 @@ def tools_for(example: Example, offered: Sequence[Mapping[str, Any]]) -> Sequenc
     foreign = [name for tool in example.tools if (name := tool["function"]["name"]) not in names]
     if foreign:
         raise DataError(
-            f"the row's `tools` name {foreign[0]!r}, which the environment cannot call; it has "
+            f"the row's `tools` contain {foreign[0]!r}, which the environment cannot call; it has "
             f"{', '.join(sorted(names))}. Remove the column, or choose an environment without tools"
         )
     return offered

@@ -43,7 +43,7 @@ class Stream(Generic[T]):
         if not datasets or not all(len(dataset) for dataset in datasets):
             raise DataError(f"a stream needs datasets with items, got sizes {[len(dataset) for dataset in datasets]}")
         if weights is not None and (len(weights) != len(datasets) or min(weights) <= 0):
-            raise DataError(f"{len(datasets)} datasets need as many weights above 0, got {list(weights)}")
+            raise DataError(f"expected {len(datasets)} positive weights, one per dataset, got {list(weights)}")
         self._datasets = tuple(datasets)
         self._sizes = [len(dataset) for dataset in datasets]
         self._weights = [float(each) for each in (self._sizes if weights is None else weights)]
@@ -110,7 +110,7 @@ class Stream(Generic[T]):
             if state[name] != value:
                 raise DataError(
                     f"the data has changed since the checkpoint: {name} was {state[name]} and is {value}; "
-                    "restore the data and its settings, or start a fresh run"
+                    "restore the data and its settings, or start a new run"
                 )
         self._shares.restore(state)
 

@@ -48,7 +48,8 @@ def flow_stream(
     """
     at_hand = [dataset.name for dataset in datasets if dataset.source is None]
     if at_hand:
-        raise DataError(f"either all training datasets have `streaming` or none; {', '.join(at_hand)} are without it")
+        missing = ", ".join(at_hand)
+        raise DataError(f"`streaming` must be set for all training datasets or for none; missing for {missing}")
     flows = [
         Flow(
             dataset.name,
@@ -109,8 +110,8 @@ class _Make:
     def _leave_out(self, rule: str, number: int, reason: str) -> None:
         place = self._dataset.place_of(number)
         if self._rules[rule] == "error":
-            raise DataError(f"{place}: {reason}; data.{rule}: skip leaves such rows out")
+            raise DataError(f"{place}: {reason}; set data.{rule}: skip to exclude such rows")
         self._left_out[rule] += 1
         count = self._left_out[rule]
         if count & (count - 1) == 0:  # the first, and then ever fewer
-            _log.warning("%s: %s; %d left out so far (data.%s: skip)", place, reason, count, rule)
+            _log.warning("%s: %s; %d excluded so far (data.%s: skip)", place, reason, count, rule)

@@ -81,12 +81,12 @@ class Surround:
         if self.prompt is not None:
             users = [index for index, message in enumerate(messages) if message["role"] == "user"]
             if not users:
-                raise DataError("prompt_file needs a user message to fill in, but the conversation has none")
+                raise DataError("prompt_file needs a user message, but the conversation has none")
             last = messages[users[-1]]
             messages[users[-1]] = {**last, "content": self.prompt.fill(str(last["content"]), row)}
         if self.system is not None:
             if messages and messages[0]["role"] == "system":
-                raise DataError("the row has a system message of its own; remove it or system_prompt_file")
+                raise DataError("the row already has a system message; remove it, or remove system_prompt_file")
             messages.insert(0, {"role": "system", "content": self.system})
         return replace(example, messages=tuple(messages), is_text=example.is_text and self.system is None)
 
@@ -96,4 +96,4 @@ def _text(key: str, path: str) -> str:
         return Path(path).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"data: {key} {path!r} cannot be read: {reason}; name a text file in UTF-8") from error
+        raise ConfigError(f"data: {key} {path!r} cannot be read: {reason}; pass a text file in UTF-8") from error

@@ -125,7 +125,7 @@ def _require_teacher(config: TextRoot | RolloutsRoot, dataset: Dataset, *names: 
         said = ", ".join(sections.values())
         meant = " or ".join(repr(name) for name in (*names, dataset.name))
         raise DataError(
-            f"the dataset {dataset.name!r} has no teacher: there are {said}. Name one in `teachers` {meant}, or add "
-            "`teacher`, which is for all rows that no other is for"
+            f"the dataset {dataset.name!r} has no teacher: there are {said}. Add one with the name {meant} to "
+            "`teachers`, or add `teacher`, which serves all other rows"
         )
     return role

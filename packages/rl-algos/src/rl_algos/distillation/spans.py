@@ -59,7 +59,7 @@ def bytes_of(tokenizer: Any, key: str) -> BytesOf:
     if to_bytes is None or (to_bytes is str.encode and kinds != {"Fuse"}):
         raise ConfigError(
             f"{key}: the bytes of this tokenizer's tokens are not known (its decoder is {', '.join(sorted(kinds))}); "
-            "distillation.cross_tokenizer takes byte-level tokenizers, and those with byte fallback"
+            "distillation.cross_tokenizer supports byte-level tokenizers, and tokenizers with byte fallback"
         )
     special = {number: str(token).encode() for number, token in tokenizer.added_tokens_decoder.items()}
 

@@ -42,16 +42,16 @@ def check_k(k: int | None, vocabulary: int) -> None:
         return
     if k is not None and k > vocabulary:
         raise ConfigError(
-            f"distillation.topk_logits_k: got {k}, but the tokenizer has {vocabulary} tokens; set it to at most that, "
-            "or to null for all of them"
+            f"distillation.topk_logits_k: got {k}, but the tokenizer has only {vocabulary} tokens. Set it to at most "
+            f"{vocabulary}, or to null for all tokens"
         )
     size = BYTES_PER_TOKEN * (k or vocabulary)
     if size > MOST_BYTES:
         raise ConfigError(
-            f"distillation.topk_logits_k: {k} takes {size:,} bytes for each token of text (ids and logprobs), more "
-            f"than the {MOST_BYTES:,} allowed; set it to at most {MOST_BYTES // BYTES_PER_TOKEN}, such as {DEFAULT_K}: "
-            "all other tokens count together, as the tail; or to null for all tokens, of which nothing but the "
-            "teacher's hidden states travels"
+            f"distillation.topk_logits_k: {k} takes {size:,} bytes per token of text (ids and logprobs); the limit is "
+            f"{MOST_BYTES:,}. Set it to at most {MOST_BYTES // BYTES_PER_TOKEN}, such as {DEFAULT_K}, so that all "
+            "other tokens count together as the tail. Or set it to null for all tokens, which sends only the "
+            "teacher's hidden states"
         )
 
 
@@ -72,7 +72,7 @@ def check_teachers(config: TextRoot | RolloutsRoot, tokenizer: Any) -> None:
             if theirs.get(number) != own[number]:
                 raise ConfigError(
                     f"{key}.model_name: the tokenizer of {name!r} differs from the student's: its token {number} is "
-                    f"{theirs.get(number)!r}, the student's {own[number]!r}; choose a teacher with the same tokens, or "
+                    f"{theirs.get(number)!r}, the student's {own[number]!r}. Choose a teacher with the same tokens, or "
                     "compare spans of text with algorithm: distillation and distillation.cross_tokenizer=true"
                 )
 

@@ -18,7 +18,7 @@ def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
     """
     _check_k(k, num_samples)
     if not 0 <= num_passed <= num_samples:
-        raise ValueError(f"num_passed must lie between 0 and the {num_samples} samples, got {num_passed}")
+        raise ValueError(f"num_passed must be between 0 and num_samples ({num_samples}), got {num_passed}")
     return 1.0 - comb(num_samples - num_passed, k) / comb(num_samples, k)
 
 
@@ -39,7 +39,7 @@ def consensus_at_k(answers: Sequence[str | None], scores: Sequence[float], k: in
         ValueError: unless `1 <= k <= len(answers)` and there are as many scores as answers.
     """
     if len(answers) != len(scores):
-        raise ValueError(f"there are {len(answers)} answers and {len(scores)} scores; give one of each per sample")
+        raise ValueError(f"got {len(answers)} answers but {len(scores)} scores; pass one of each per sample")
     _check_k(k, len(answers))
     votes = Counter(answer for answer in answers if answer)
     num_silent = len(answers) - votes.total()
@@ -87,4 +87,4 @@ def _ways(votes: int, others: Sequence[int], num_silent: int, num_drawn: int) ->
 
 def _check_k(k: int, num_samples: int) -> None:
     if not 1 <= k <= num_samples:
-        raise ValueError(f"k must lie between 1 and the number of samples, {num_samples}, got {k}")
+        raise ValueError(f"k must be between 1 and the number of samples ({num_samples}), got {k}")

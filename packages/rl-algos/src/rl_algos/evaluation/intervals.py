@@ -49,7 +49,7 @@ def bootstrap_mean(
     if not data.size:
         raise ValueError("a mean needs at least one prompt, got none")
     if not 0 < confidence < 1:
-        raise ValueError(f"confidence must lie between 0 and 1, got {confidence}")
+        raise ValueError(f"confidence must be between 0 and 1, got {confidence}")
     means = resampled_means(data, seed=seed, resamples=resamples)
     tail = (1 - confidence) / 2
     low, high = np.quantile(means, [tail, 1 - tail])

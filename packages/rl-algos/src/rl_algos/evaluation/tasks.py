@@ -94,9 +94,9 @@ def task_named(name: str) -> TaskConfig:
         return TaskConfig(name=name, dataset=DatasetConfig(dataset_name=name))
     known = [*TASKS, *names(DATASETS)]
     raise ConfigError(
-        f"eval.tasks: no task {name!r}{did_you_mean(name, known)}; named are {', '.join(sorted(known))}, "
-        f"{GYM}/TASK and datasets of the hub as OWNER/NAME. Data of your own is a file, such as problems.jsonl, with "
-        "eval.default.env_name=ENVIRONMENT; or a task with a name and a dataset: "
+        f"eval.tasks: {name!r} is not a task{did_you_mean(name, known)}; allowed: {', '.join(sorted(known))}, "
+        f"{GYM}/TASK and datasets of the hub as OWNER/NAME. To use your own data, pass a file, such as problems.jsonl, "
+        "with eval.default.env_name=ENVIRONMENT; or a task with a name and a dataset: "
         "eval.tasks='[{name: mine, dataset: {data_path: FILE, env_name: ENVIRONMENT}}]'"
     )
 

@@ -83,8 +83,8 @@ def gdpo(
     if missing or not chosen:
         found = ", ".join(rewards_by_name) or "none"
         raise ValueError(
-            f"gdpo needs rewards by name{': no ' + ', '.join(missing) if missing else ''}; the environments gave "
-            f"{found} besides `reward`. Let the environment return a mapping, such as "
+            f"gdpo needs rewards by name{': no ' + ', '.join(missing) if missing else ''}; in addition to `reward`, "
+            f"the environments returned {found}. Return a mapping from the environment, such as "
             '{"correct": 1.0, "format": 0.5}'
         )
     named = [weight * grpo(rewards_by_name[name], groups, eps=eps) for name, weight in chosen.items()]

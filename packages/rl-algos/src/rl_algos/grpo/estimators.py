@@ -12,6 +12,7 @@ import numpy as np
 from rl_algos.grpo import advantages as by_group
 from rl_algos.grpo import batch_advantages
 from rl_algos.grpo.config import EstimatorConfig, GRPOConfig
+from rl_algos.losses.custom import unknown_name
 from rl_algos.policy_gradient.advantages import clip_advantages, loss_masks
 from rl_algos.rollouts.training.batch import Advantages
 from rl_algos.rollouts.training.rewards import lengths_of, scores_of, trained_rewards
@@ -140,8 +141,8 @@ def estimator_section(name: str | None) -> type[Config]:
     unknown = [wanted for wanted in inputs_of(function) if wanted not in INPUTS]
     if unknown:
         raise ValueError(
-            f"{name} asks for {', '.join(unknown)}; an estimator may ask for {', '.join(INPUTS)} by position, and its "
-            "own settings are keyword-only parameters (after `*`)"
+            f"{name} has the parameters {', '.join(unknown)}; positional parameters of an estimator may be "
+            f"{', '.join(INPUTS)}, and its own settings must be keyword-only (after `*`)"
         )
     return section_of(function, EstimatorConfig)
 
@@ -199,10 +200,7 @@ def _function(name: str) -> Estimator:
     if name in ESTIMATORS:
         return ESTIMATORS[name]
     if ":" not in name:
-        raise ValueError(
-            f"got {name!r}; allowed: {', '.join(ESTIMATORS)}, or a function of yours as package.module:function or "
-            "file.py:function"
-        )
+        raise unknown_name(name, ESTIMATORS, others="your own function as package.module:function or file.py:function")
     found: Estimator = resolve(name)
     if not callable(found):
         raise ValueError(f"{name} is not a function")
@@ -227,6 +225,6 @@ def _check(advantages: Any, name: str, groups: Sequence[RolloutGroup]) -> None:
         values = advantages
     if not np.isfinite(values).all():
         raise ValueError(
-            f"the estimator {name} returned {int((~np.isfinite(values)).sum())} values that are not finite; a failed "
-            "rollout has the reward NaN and must get 0"
+            f"the estimator {name} returned {int((~np.isfinite(values)).sum())} values that are not finite. Return 0 "
+            "for failed rollouts, whose reward is NaN"
         )

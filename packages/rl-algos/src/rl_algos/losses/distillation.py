@@ -75,8 +75,8 @@ class Divergence:
             raise ValueError(f"mixed_weight must be from 0 to 1, got {self.mixed_weight}")
         if not 0 < self.beta < 1:
             raise ValueError(
-                f"beta must be above 0 and below 1, got {self.beta}; the divergence is 0 at both ends: use forward or "
-                "reverse in their place"
+                f"beta must be above 0 and below 1, got {self.beta}; the divergence is 0 at both ends. Use forward or "
+                "reverse instead"
             )
 
 

@@ -20,8 +20,8 @@ def loss_mask(batch: Batch) -> Ragged:
     wrong = filled[mask.values[mask.offsets[:-1][filled]] != 0]
     if len(wrong):
         raise ValueError(
-            f"loss_mask is 1 at the first token of {len(wrong)} of {len(mask)} rows, the first of them row {wrong[0]}; "
-            "nothing predicts a first token: set its mask to 0"
+            f"loss_mask is 1 at the first token of {len(wrong)} of {len(mask)} rows, the first of them row {wrong[0]}. "
+            "Set it to 0, because a first token is not predicted from anything"
         )
     return mask
 

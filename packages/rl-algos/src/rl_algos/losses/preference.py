@@ -44,7 +44,7 @@ class PairTerm:
 
     def __post_init__(self) -> None:
         if self.beta <= 0:
-            raise ValueError(f"beta must be above 0, got {self.beta}")
+            raise ValueError(f"beta must be positive, got {self.beta}")
 
 
 @dataclass(frozen=True)
@@ -242,7 +242,8 @@ def num_pairs(batch: Batch) -> float:
     chosen = batch.array("is_chosen") > 0
     is_whole = (np.bincount(index[chosen], minlength=index.max(initial=-1) + 1) == 1) & (np.bincount(index) == 2)
     if not np.all(is_whole):
-        raise ValueError(f"{np.sum(~is_whole)} of {len(is_whole)} pairs have not one chosen and one rejected response")
+        wrong = f"{np.sum(~is_whole)} of {len(is_whole)} pairs"
+        raise ValueError(f"{wrong} do not have exactly one chosen and one rejected response")
     return float(len(is_whole))
 
 

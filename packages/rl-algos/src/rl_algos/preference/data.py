@@ -118,9 +118,9 @@ def pair_rows(
     found = _encoded(dataset, data, _EncodePairs(tokenizer, pairing, needs_margin), limit)
     ties = sum(not pairs for pairs in found.values_in_order)
     if ties == len(found):
-        raise DataError(f"the dataset {dataset.name!r} has no pairs: no row has a response that is better than another")
+        raise DataError(f"the dataset {dataset.name!r} has no pairs: the responses of every row are equally good")
     if ties:
-        what = "rows have no response that is better than another; left out"
+        what = "rows are excluded, because their responses are equally good"
         _log.warning("%s: %d of %d %s", dataset.name, ties, len(found), what)
     return found.flat(lambda row_id, number, count, pair: PairRow(_numbered(row_id, number, count), *pair))
 
@@ -148,8 +148,8 @@ class _EncodePairs:
     def _pair(self, example: Example, found: Comparison) -> tuple[EncodedResponse, EncodedResponse, float | None]:
         if self.needs_margin and found.margin is None:
             raise DataError(
-                "the pair has no margin; give a column `margin`, or the scores of both responses, or choose a loss "
-                "without margins, such as that of rm.margin=ignore"
+                "the pair has no margin. Add a column `margin` or the scores of both responses, or use a loss without "
+                "margins, such as rm.margin=ignore"
             )
         better, worse = (
             encode_response(self.tokenizer, example.messages, response.messages, example.tools)

@@ -46,7 +46,7 @@ def encode_response(
     """
     tokens, mask = encode_conversation(tokenizer, [*map(_not_learned, prompt), *response], tools=tools)
     if not mask.any():
-        raise DataError("the response is empty: it has no text of the assistant")
+        raise DataError("the response is empty: it contains no assistant text")
     return EncodedResponse(tokens, mask)
 
 

@@ -92,16 +92,16 @@ class AnswerCheck:
             raise DataError(f"the environment {name} cannot score it: {error}{_mapping_remedy(info)}") from None
         answers = example.answer if isinstance(example.answer, list | tuple) else (example.answer,)
         if wrong := [each for each in answers if isinstance(each, float) and not math.isfinite(each)]:
-            raise DataError(f"its answer is {wrong[0]}, which no response can equal; write a number or text")
+            raise DataError(f"its answer is {wrong[0]}, which no response can match; use a number or a string")
 
 
 def _mapping_remedy(info: Mapping[str, Any]) -> str:
-    """How a row without an answer gets one; empty if it has one."""
+    """Return how to give a row an answer; empty if it has one."""
     if "answer" in info:
         return ""
     return (
-        ". If a column of another name holds it, name that column in `output_key` for the answer, or in `columns`, "
-        "such as {NAME: COLUMN}, for other fields"
+        ". If a column with another name contains it, set `output_key` to that column for the answer, or map it in "
+        "`columns`, such as {NAME: COLUMN}, for other fields"
     )
 
 

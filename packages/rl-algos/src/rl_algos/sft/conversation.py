@@ -77,8 +77,8 @@ def learned_messages(messages: Sequence[Message], learn: LearnedTurns) -> list[b
     if not spoken:
         roles = ", ".join(str(message["role"]) for message in messages)
         raise DataError(
-            f"the conversation has no assistant message to learn from, only {roles}; "
-            "give messages that end with one, or an output_key"
+            f"the conversation has no assistant message to train on, only {roles}; "
+            "end the messages with one, or set output_key"
         )
     by_default = set(spoken) if learn == "all" else {spoken[-1]}
     learned = []
@@ -86,14 +86,12 @@ def learned_messages(messages: Sequence[Message], learn: LearnedTurns) -> list[b
         flag = _flag(index, message)
         if flag and index not in spoken:
             raise DataError(
-                f"message {index} (from 0) is to be learned, but its role is {message['role']!r}: only what the "
-                "assistant says is learned; remove the flag"
+                f"message {index} (from 0) is marked for training, but its role is {message['role']!r} and only "
+                "assistant messages are trained on; remove the flag"
             )
         learned.append(index in by_default if flag is None else flag)
     if not any(learned):
-        raise DataError(
-            "every message of the assistant is marked as not to be learned; mark one, or leave the row out of the data"
-        )
+        raise DataError("no assistant message is marked for training; mark one, or remove the row from the data")
     return learned
 
 
@@ -104,7 +102,7 @@ def _flag(index: int, message: Message) -> bool | None:
     for key in given:
         if message[key] not in (0, 1):
             allowed = "true or false" if key == "train" else "0 or 1"
-            raise DataError(f"message {index} (from 0): `{key}` is {allowed}, got {message[key]!r}")
+            raise DataError(f"message {index} (from 0): `{key}` must be {allowed}, got {message[key]!r}")
         return bool(message[key])
     return None
 

@@ -151,7 +151,7 @@ def training_rows(
     _warn_of_unknown(rows, dataset, tokenizer)
     if not any(row.loss_mask.any() for row in rows):
         raise DataError(
-            f"no token of the dataset {dataset.name!r} is under the loss: what the assistant says is empty in every row"
+            f"no token of the dataset {dataset.name!r} is in the loss: the assistant messages of all rows are empty"
         )
     return rows
 
@@ -163,8 +163,8 @@ def _warn_of_unknown(rows: Sequence[TrainingRow], dataset: Dataset, tokenizer: A
     found = [row.id for row in rows if (row.tokens[row.loss_mask > 0] == tokenizer.unk_token_id).any()]
     if found:
         _log.warning(
-            "%d of %d rows of the dataset %r have characters to learn that the tokenizer does not know, the first at "
-            "%s: the model learns to say %s for them. Remove them, or choose another model or tokenizer.",
+            "%d of %d rows of the dataset %r contain characters that the tokenizer does not know, the first at "
+            "%s: the model would learn to write %s instead. Remove them, or choose another model or tokenizer.",
             len(found),
             len(rows),
             dataset.name,

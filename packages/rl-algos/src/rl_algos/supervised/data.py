@@ -73,8 +73,8 @@ def _train(
     if streamed := [dataset.name for dataset in datasets if dataset.source is not None]:
         if flow_of is None or size_of is not None:
             raise DataError(
-                f"`streaming` of {', '.join(streamed)} is for reinforcement learning, and for SFT with sft.mix_by: "
-                "rows; remove it, or set data_path to a download"
+                f"`streaming` of {', '.join(streamed)} is only for reinforcement learning, and for SFT with "
+                "sft.mix_by: rows. Remove it, or set data_path to a download"
             )
         return flow_of(datasets)
     rows = [rows_of(dataset) for dataset in datasets]

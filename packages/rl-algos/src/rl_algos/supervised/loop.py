@@ -94,8 +94,8 @@ def _evaluated(objective: Objective[T], policy: Model, batch: Batch) -> dict[str
     totals = objective.loss.totals(batch)
     if len(totals) != 1:
         raise ValueError(
-            f"{type(objective.loss).__name__}.totals names {', '.join(totals) or 'nothing'}; a validation's mean is "
-            "taken over one total, such as the pairs or tokens of the batch"
+            f"{type(objective.loss).__name__}.totals returned {', '.join(totals) or 'nothing'}; validation needs "
+            "exactly one total to divide by, such as the pairs or tokens of the batch"
         )
     [(unit, total)] = totals.items()
     metrics = dict(policy.evaluate(batch, objective.loss))

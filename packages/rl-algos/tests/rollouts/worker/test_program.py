@@ -174,7 +174,7 @@ def test_the_environment_sees_the_calls_of_a_turn():
 
 
 def test_an_environment_that_goes_on_without_an_observation_is_refused():
-    with pytest.raises(ValueError, match="gave no observation"):
+    with pytest.raises(ValueError, match="no observation"):
         play(ScriptedClient([said(4)], [StepResult(done=False)]))
 
 

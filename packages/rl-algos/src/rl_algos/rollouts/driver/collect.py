@@ -47,8 +47,8 @@ def collect_groups(
             return kept, aside
     raise DataError(
         f"dynamic sampling found {len(kept)} of {config.num_prompts_per_step} groups with differing rewards in "
-        f"{config.dynamic_sampling_max_gen_batches} rounds; raise "
-        f"{config.section}.dynamic_sampling_max_gen_batches or choose prompts the policy sometimes solves"
+        f"{config.dynamic_sampling_max_gen_batches} rounds. Increase "
+        f"{config.section}.dynamic_sampling_max_gen_batches, or choose prompts that the policy sometimes solves"
     )
 
 

@@ -66,7 +66,7 @@ class FailureWatch:
             known = self._causes.setdefault(cause, _Cause(examples[cause][1].failure))
             known.count += count
         if any(self._causes[cause].is_news(self._num_calls) for cause in counts):
-            _log.warning("%s and train nothing: %s%s", share, reasons, self._so_far(len(failed)))
+            _log.warning("%s and do not train: %s%s", share, reasons, self._so_far(len(failed)))
             for cause in counts:
                 self._causes[cause].tell(self._num_calls)
 

@@ -309,15 +309,15 @@ class PacedRolloutSource:
         if len(prompts) < drawing.count:
             raise DataError(
                 f"the data ends after {drawing.first + len(prompts)} prompts, but the checkpoint has drawn "
-                f"{self._ledger.num_drawn}; raise max_num_epochs, or start a fresh run"
+                f"{self._ledger.num_drawn}. Increase max_num_epochs, or start a new run"
             )
         return dict(zip(_range(drawing), prompts, strict=True))
 
     def _check_prompt(self, draw: Draw) -> None:
         if not self._ledger.is_of(draw.number, draw.prompt.id):
             raise DataError(
-                f"the data has changed since the checkpoint: draw {draw.number} was another prompt than {draw.prompt}; "
-                "restore the data and its settings, or start a fresh run"
+                f"the data has changed since the checkpoint: draw {draw.number} was not the prompt {draw.prompt}; "
+                "restore the data and its settings, or start a new run"
             )
 
 

@@ -69,7 +69,7 @@ def goal_value(metrics: Mapping[str, float], name: str, config: RolloutConfig) -
     """
     if f"val/{name}" not in metrics:
         raise ConfigError(
-            f"{config.section}.stop_at_validation_metric: validation has not recorded val/{name}; it records "
+            f"{config.section}.stop_at_validation_metric: validation did not record val/{name}; it records "
             f"{', '.join(metrics)}"
         )
     return metrics[f"val/{name}"]

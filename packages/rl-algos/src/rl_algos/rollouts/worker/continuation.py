@@ -60,8 +60,8 @@ class Continuation:
         text = self._render([*self._opening(calls), *told])
         if not text.startswith(before):
             raise ValueError(
-                "the chat template renders a turn of the policy in another way if the answer to it has another text, "
-                "so that no continuation exists; set policy.tokenizer.chat_template to one that does not"
+                "the chat template renders an assistant turn differently depending on the next message, so a rollout "
+                "cannot be continued; set policy.tokenizer.chat_template to a template that does not"
             )
         missing = "" if self._has_ended(sampled, end) else end
         return np.asarray(special.encode(missing + text[len(before) :]), dtype=np.int32)
@@ -89,8 +89,8 @@ class Continuation:
         if begin < 0 or other < begin:
             roles = ", ".join(str(each.get("role")) for each in kinds)
             raise ValueError(
-                f"the chat template does not render an observation ({roles}) behind a turn of the policy, so a "
-                "multi-turn rollout cannot be continued; set policy.tokenizer.chat_template to one that does"
+                f"the chat template does not render an observation ({roles}) after an assistant turn, so a multi-turn "
+                "rollout cannot be continued; set policy.tokenizer.chat_template to a template that does"
             )
         between = text[begin:other]
         found = [(between.rfind(mark) + len(mark), mark) for mark in self._ends.marks if mark in between]
@@ -99,8 +99,8 @@ class Continuation:
             return text[: begin + length], end
         if calls:
             raise ValueError(
-                "the chat template writes no special token behind a tool call, so its end cannot be found; set "
-                "policy.tokenizer.chat_template to one that does"
+                "the chat template does not write a special token after a tool call, so the end of the call cannot be "
+                "found; set policy.tokenizer.chat_template to a template that does"
             )
         return text[: begin + len(POLICY_MARK)], ""
 

@@ -47,9 +47,9 @@ def check_conversations(
     is_rendered = turns > 1 and program == DEFAULT_PROGRAM
     if is_rendered and settings.rewritten_history is None and rewrites_history(tokenizer, ends):
         raise ConfigError(
-            f"{settings.section}.rewritten_history: the chat template renders earlier turns in another way than "
-            "the policy writes them (such as without their thoughts). Set this key to `keep` to go on from the "
-            "tokens as they were sampled, to `split` to train on what the template renders for each turn, or "
+            f"{settings.section}.rewritten_history: the chat template renders earlier turns differently from how "
+            "the policy writes them (such as without their thoughts). Set this key to `keep` to continue from the "
+            "tokens as they were sampled, or to `split` to train on what the template renders for each turn, or set "
             "policy.tokenizer.chat_template to a template that only appends"
         )
     return ends
@@ -88,7 +88,7 @@ def _warn_of_plain_end(ends: TurnEnds, tokenizer: Any, stop_strings: Sequence[st
     if ends.plain and not any(stop in ends.plain for stop in stop_strings):
         _log.warning(
             "the chat template ends a turn with %r, which is not a token of the tokenizer, so a turn ends only at %s. "
-            "Set policy.generation.stop_strings: [%r], or name a tokenizer that has the token in policy.tokenizer.name",
+            "Set policy.generation.stop_strings: [%r], or set policy.tokenizer.name to a tokenizer that has the token",
             ends.plain,
             tokenizer.eos_token,
             ends.plain,
@@ -101,12 +101,12 @@ def _check_tools(
     name, schemas = next(iter(tools.items()))
     if max_turns < 2:
         raise ConfigError(
-            f"{turns_key}: the environment {name} has tools, whose results the policy reads in a later turn; "
+            f"{turns_key}: the environment {name} has tools, and the policy reads their results in a later turn; "
             "set this key to 2 or more"
         )
     if chat.tool_format is PLAIN:
         raise ConfigError(
-            f"policy.tokenizer.tool_format: the environment {name} has tools, and the chat template does not tell how "
+            f"policy.tokenizer.tool_format: the environment {name} has tools, but the chat template does not show how "
             f"the model writes calls; set this key to one of {', '.join(FORMATS)}"
         )
     plain = render(tokenizer, [_ASKED], add_generation_prompt=True)

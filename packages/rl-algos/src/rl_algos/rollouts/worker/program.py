@@ -63,7 +63,7 @@ class MultiTurnProgram:
     def _within(self, sampling: SamplingParams, transcript: Transcript) -> SamplingParams:
         room = self._max_tokens - len(transcript.tokens)
         if room < 1:
-            raise ValueError(f"the prompt alone has {len(transcript.tokens)} of at most {self._max_tokens} tokens")
+            raise ValueError(f"the prompt has {len(transcript.tokens)} tokens; a rollout may have {self._max_tokens}")
         return sampling if sampling.max_new_tokens <= room else dataclasses.replace(sampling, max_new_tokens=room)
 
     def _following(
@@ -81,7 +81,7 @@ class MultiTurnProgram:
             messages: the conversation with the newest turn and the observation of it.
         """
         if not result.observation:
-            raise ValueError("the environment gave no observation, so there is nothing that the policy could answer")
+            raise ValueError("the environment returned no observation, so there is nothing for the policy to answer")
         if self._split:
             return client.rendered(messages, so_far)
         turn = messages[-len(result.observation) - 1]

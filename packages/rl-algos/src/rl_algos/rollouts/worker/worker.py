@@ -307,7 +307,8 @@ class _Client:
         try:
             await self._environment.abandon(sorted(self._open))
         except Exception as error:  # noqa: BLE001 - the rollout has ended either way
-            _log.warning("an environment did not free %s: %s: %s", sorted(self._open), type(error).__name__, error)
+            left = sorted(self._open)
+            _log.warning("environment did not release conversations %s: %s: %s", left, type(error).__name__, error)
 
     def _trainer_state(self) -> TrainerState:
         """Progress of the training as the newest completion tells it: every step publishes the next weight version, and
