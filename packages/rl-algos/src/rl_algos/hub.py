@@ -30,8 +30,8 @@ class Answer:
     """The hub's answer about a name.
 
     Args:
-        reason: why there was no answer; empty if there was one.
-        is_shown: whether the hub has it and shows it to this user.
+        reason: Why there was no answer; empty if there was one.
+        is_shown: True if the hub has it and shows it to this user.
     """
 
     reason: str = ""

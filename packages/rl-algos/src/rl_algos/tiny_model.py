@@ -49,12 +49,12 @@ def make_tiny_model(
     that marks the assistant's text.
 
     Args:
-        folder: made if it does not exist; files of an earlier model in it are replaced.
-        characters: the vocabulary, beside special tokens; others become `<|unknown|>`.
-        max_position_embeddings: longest row in tokens.
+        folder: Made if it does not exist; files of an earlier model in it are replaced.
+        characters: The vocabulary, beside special tokens; others become `<|unknown|>`.
+        max_position_embeddings: Longest row in tokens.
 
     Raises:
-        ValueError: if sizes do not fit one another or a character occurs twice.
+        ValueError: If sizes do not fit one another or a character occurs twice.
     """
     if hidden_size % num_heads or (hidden_size // num_heads) % 2 or num_heads % num_key_value_heads:
         raise ValueError(
@@ -103,7 +103,7 @@ def make_tokenizer(characters: str = CHARACTERS, *, model_max_length: int = 1024
     """A tokenizer of single characters with `CHAT_TEMPLATE`; special tokens come first, padding is 0.
 
     Raises:
-        ValueError: if a character occurs twice, or there is none.
+        ValueError: If a character occurs twice, or there is none.
     """
     if not characters or len(set(characters)) != len(characters):
         raise ValueError(f"characters must be unique, got {characters!r}")

@@ -310,7 +310,7 @@ def test_tasks_by_name():
     assert task_named("reasoning_gym/chain_sum").dataset.settings["task"] == "chain_sum"
     assert task_named("arithmetic").dataset.dataset_name == "arithmetic"
     assert task_named("someone/something").dataset.dataset_name == "someone/something"
-    with pytest.raises(ConfigError, match="no task 'gsm8'; did you mean gsm8k"):
+    with pytest.raises(ConfigError, match="'gsm8' is not a task; did you mean gsm8k"):
         task_named("gsm8")
 
 

@@ -34,7 +34,7 @@ def load(settings: Mapping[str, Any], split: str) -> list[dict[str, Any]]:
     supervised fine-tuning alike.
 
     Raises:
-        DataError: if the split is unknown, or has fewer sums than the requested rows.
+        DataError: If the split is unknown, or has fewer sums than the requested rows.
     """
     config = ArithmeticSettings.model_validate(dict(settings))
     if split not in ("train", "validation"):

@@ -18,10 +18,10 @@ class Response:
     """A response to an example's conversation, with the verdict on it.
 
     Args:
-        messages: that follow the conversation; the first is the assistant's.
-        rank: place among the responses to the conversation, lower is better; None if they are not ranked.
-        score: higher is better; None if it is not known.
-        is_desirable: whether it is a good one; None if nobody said.
+        messages: Messages that follow the conversation; the first is the assistant's.
+        rank: Place among the responses to the conversation, lower is better; None if they are not ranked.
+        score: Higher is better; None if it is not known.
+        is_desirable: True if it is a good one; None if nobody said.
     """
 
     messages: tuple[Message, ...]
@@ -35,13 +35,13 @@ class Example:
     """A row as a processor returns it.
 
     Args:
-        messages: the conversation; a training conversation may end with the assistant's message.
-        answer: the right answer; None if the row has none.
-        environment: name of the environment that scores it; empty if the row names none.
-        info: whatever else an environment needs beside the answer and the fields of the row.
-        responses: of preference data, to the conversation, which then ends before them.
-        margin: of two responses, by how much one is better; None if it is not known.
-        solution: text or messages that lead to the answer, learned in its place by supervised fine-tuning; None if
+        messages: The conversation; a training conversation may end with the assistant's message.
+        answer: The right answer; None if the row has none.
+        environment: Name of the environment that scores it; empty if the row names none.
+        info: Whatever else an environment needs beside the answer and the fields of the row.
+        responses: Responses to the conversation, which then ends before them; for preference data.
+        margin: How much one of two responses is better; None if it is not known.
+        solution: Text or messages that lead to the answer, learned in its place by supervised fine-tuning; None if
             there are none.
         tools: JSON schemas of the tools that the assistant may call.
         is_text: Whether the row gives the conversation as plain text, which is then its only message.

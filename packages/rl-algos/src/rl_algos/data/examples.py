@@ -53,8 +53,8 @@ class Source:
     """Rows that are read as they come.
 
     Args:
-        open_rows: from a number of rows to skip to the rows behind them, to the end.
-        convert: from a row to an example; raises a `DataError` for a row of another form.
+        open_rows: Function from a number of rows to skip to the rows behind them, to the end.
+        convert: Function from a row to an example; raises a `DataError` for a row of another form.
     """
 
     open_rows: Callable[[int], Iterator[Mapping[str, Any]]]
@@ -66,16 +66,16 @@ class Dataset:
     """Examples of one dataset.
 
     Args:
-        name: unique among the run's datasets of the same purpose.
+        name: Unique among the run's datasets of the same purpose.
         examples: by id, `name:split:row`, in the order of the rows; `row` counts from 0. Those of a large dataset are
             made of their rows whenever they are asked for.
-        settings: as configured.
-        place_of: from the number of a row to where it is, as `rl_algos.data.files.Rows` has it.
-        named: the environments that rows name, each with the id of the first row that does; that of none is empty.
-        default_environment: scores rows that name none; empty if there is none.
-        malformed: whether a row that cannot be used ends the run, or is left out and counted.
-        source: of a dataset with `streaming`, all its rows; `examples` are then a sample.
-        unanswered: positions of the examples that have a solution and no answer that can be compared, as proofs have.
+        settings: Settings as configured.
+        place_of: Function from the number of a row to where it is, as `rl_algos.data.files.Rows` has it.
+        named: The environments that rows name, each with the id of the first row that does; that of none is empty.
+        default_environment: Scores rows that name none; empty if there is none.
+        malformed: Whether a row that cannot be used ends the run, or is left out and counted.
+        source: Source of a dataset with `streaming`, all its rows; `examples` are then a sample.
+        unanswered: Positions of the examples that have a solution and no answer that can be compared, as proofs have.
     """
 
     name: str
@@ -144,10 +144,10 @@ class Dataset:
         """Every example encoded, by id; in processes of their own if `num_workers` is above 0.
 
         Args:
-            encode: raises a `DataError` for an example that it refuses; picklable if there are workers or many rows.
+            encode: Raises a `DataError` for an example that it refuses; picklable if there are workers or many rows.
 
         Raises:
-            DataError: naming the row that cannot be encoded, if `malformed` is `error`, or the first if no row is left.
+            DataError: Naming the row that cannot be encoded, if `malformed` is `error`, or the first if no row is left.
         """
         examples = self.examples.values_in_order
         encoded = self.examples.with_values(
@@ -174,7 +174,7 @@ class Dataset:
         """The encoded rows of at most `limit` tokens.
 
         Raises:
-            DataError: naming the longest row, if some are longer and `overlong` is `error`, or if none is left.
+            DataError: Naming the longest row, if some are longer and `overlong` is `error`, or if none is left.
         """
         sizes = np.fromiter(lengths, dtype=np.int64, count=len(rows))
         num_over = int((sizes > limit).sum())
@@ -224,12 +224,12 @@ def load_datasets(
     """The configured datasets for training or validation; ids are unique and depend on no row's content.
 
     Args:
-        default: processor of datasets that name none.
+        default: Processor of datasets that name none.
         check: Called for every row; None to accept all.
 
     Raises:
-        DataError: naming dataset and row, and the remedy.
-        ConfigError: if a file or a processor that a dataset names does not exist.
+        DataError: Naming dataset and row, and the remedy.
+        ConfigError: If a file or a processor that a dataset names does not exist.
     """
     settings = config.train_datasets if purpose == "train" else config.validation_datasets
     # one after another, so that the rows of only one are read while its examples are made

@@ -28,11 +28,11 @@ def tell_extent(
     that were asked for, that the user may not have meant it.
 
     Args:
-        stream: what the run draws from; nothing is told of one whose size nobody knows.
-        batch: items that a step draws.
-        unit: name of the items, such as `rows`.
-        size_key: key of the config that sets `batch`.
-        max_num_steps, max_num_epochs: the bounds of the run.
+        stream: What the run draws from; nothing is told of one whose size nobody knows.
+        batch: Items that a step draws.
+        unit: Name of the items, such as `rows`.
+        size_key: Key of the config that sets `batch`.
+        max_num_steps, max_num_epochs: The bounds of the run.
     """
     if isinstance(stream, FlowStream):
         return

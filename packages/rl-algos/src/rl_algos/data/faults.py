@@ -30,9 +30,9 @@ class LeftOut:
     """Counts rows of a dataset that cannot be used.
 
     Args:
-        name: of the dataset.
-        malformed: whether such a row ends the run.
-        num_rows: rows that there are.
+        name: Name of the dataset.
+        malformed: True if such a row ends the run.
+        num_rows: Rows that there are.
     """
 
     def __init__(self, name: str, malformed: OnFault, num_rows: int) -> None:

@@ -38,7 +38,7 @@ class FileRows:
     """Rows of one file.
 
     Args:
-        name: of the file, as the user knows it.
+        name: Name of the file, as the user knows it.
     """
 
     def __init__(self, name: str) -> None:
@@ -136,8 +136,8 @@ class Rows(Sequence[Row]):
     """Rows of a dataset in their order, each with its place.
 
     Args:
-        rows: all of them; a row is read when it is asked for, which raises a `DataError` if it is malformed.
-        place: from the number of a row to its place, for messages: `prompts.jsonl, line 3`.
+        rows: All of them; a row is read when it is asked for, which raises a `DataError` if it is malformed.
+        place: Function from the number of a row to its place, for messages: `prompts.jsonl, line 3`.
     """
 
     rows: Sequence[Row]
@@ -210,10 +210,10 @@ def read(path: Path, name: str = "") -> FileRows:
     """The rows of a file of a known kind.
 
     Args:
-        name: for messages; the path if empty.
+        name: Name for messages; the path if empty.
 
     Raises:
-        DataError: that names the file, if it cannot be read.
+        DataError: If the file cannot be read; the message contains its name.
     """
     name = name or str(path)
     kind = kind_of(path.name)

@@ -22,12 +22,12 @@ class Flow(Generic[T]):
     row that the block begins with and the items taken of it, and a restored flow reads that block again.
 
     Args:
-        name: of the dataset.
-        open_rows: from a number of rows to skip to the rows behind them, to the end of the pass.
-        make: from the number of a row and the row to an item; None leaves the row out.
-        block: items of a block.
-        entropy: numbers that the order follows from.
-        shuffle: whether items of a block are shuffled.
+        name: Name of the dataset.
+        open_rows: Function from a number of rows to skip to the rows behind them, to the end of the pass.
+        make: Function from the number of a row and the row to an item; None leaves the row out.
+        block: Items of a block.
+        entropy: Numbers that the order follows from.
+        shuffle: True if items of a block are shuffled.
     """
 
     def __init__(
@@ -119,12 +119,12 @@ class FlowStream(Generic[T]):
     It is in the place of a `Stream`, whose datasets have an end that is known.
 
     Args:
-        flows: one for each dataset.
-        weights: share of draws of each; None for a single dataset.
-        max_num_epochs: must be None, as nobody knows where an epoch ends.
+        flows: One for each dataset.
+        weights: Share of draws of each; None for a single dataset.
+        max_num_epochs: Must be None, as nobody knows where an epoch ends.
 
     Raises:
-        DataError: if several flows have no weights, or an end is given.
+        DataError: If several flows have no weights, or an end is given.
     """
 
     def __init__(

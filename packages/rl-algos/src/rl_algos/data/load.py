@@ -25,7 +25,7 @@ def load_rows(settings: DatasetConfig, purpose: str) -> Rows:
         purpose: `train` or `validation`; the split if the settings name none.
 
     Raises:
-        DataError: naming file and line, or the dataset, and the remedy.
+        DataError: Naming file and line, or the dataset, and the remedy.
     """
     if settings.data_path is not None:
         rows = _read_path(settings.data_path, settings.split)
@@ -58,7 +58,7 @@ def stream_rows(settings: DatasetConfig, purpose: str) -> Callable[[int], Iterat
     """A function from a number of rows to skip to the rows of a hub dataset behind them, read as they come.
 
     Raises:
-        DataError: if the dataset is not on the hub, or its hub out of reach.
+        DataError: If the dataset is not on the hub, or its hub out of reach.
     """
     if settings.dataset_name in names(DATASETS):
         raise DataError(

@@ -25,10 +25,10 @@ def positions_within(settings: PassRateConfig, name: str, prompts: Iterable[Sequ
     """Positions of the prompts whose pass rate is within the bounds.
 
     Args:
-        name: of their dataset, for messages.
+        name: Name of their dataset, for messages.
 
     Raises:
-        DataError: if there are no results, or no prompt is within the bounds.
+        DataError: If there are no results, or no prompt is within the bounds.
     """
     known = pass_rates(settings)
     rates = np.array([known.get(_digest(prompt), np.nan) for prompt in prompts])
@@ -67,7 +67,7 @@ def pass_rates(settings: PassRateConfig) -> Mapping[bytes, float]:
     say nothing.
 
     Raises:
-        DataError: if the folder has no results.
+        DataError: If the folder has no results.
     """
     counts: dict[bytes, tuple[int, int]] = {}
     for record in _records(Path(settings.results)):

@@ -59,7 +59,7 @@ def processor(settings: DatasetConfig, default: Processor = by_keys) -> Processo
     """The dataset's processor; `default` if its settings name none.
 
     Raises:
-        ConfigError: if the name is neither built in nor that of a function.
+        ConfigError: If the name is neither built in nor that of a function.
     """
     name = settings.processor
     if name is None:

@@ -40,17 +40,17 @@ def prompt_stream(
     """The training prompts, mixed and shuffled as configured.
 
     Args:
-        datasets: as `rl_algos.data.examples.load_datasets` returns them.
-        tokenizer: as `rl_algos.tokenizer.load_tokenizer` returns it.
-        max_tokens: most tokens of a prompt, beside `config.max_input_seq_length`.
-        seed: of the order.
-        max_num_epochs: number of epochs; None for an endless stream.
+        datasets: Datasets from `rl_algos.data.examples.load_datasets`.
+        tokenizer: Tokenizer from `rl_algos.tokenizer.load_tokenizer`.
+        max_tokens: Maximum number of tokens of a prompt, in addition to `config.max_input_seq_length`.
+        seed: Seed of the order.
+        max_num_epochs: Number of epochs; None for an endless stream.
 
-        tools: that the policy may call, by environment.
+        tools: Tools that the policy may call, by environment.
 
     Raises:
-        DataError: naming dataset and row, and the remedy.
-        ConfigError: if the tokenizer has no chat template, or prompts with tools are streamed.
+        DataError: Naming dataset and row, and the remedy.
+        ConfigError: If the tokenizer has no chat template, or prompts with tools are streamed.
     """
     if any(dataset.source is not None for dataset in datasets):
         require_chat_template(tokenizer)
@@ -123,7 +123,7 @@ def tools_for(example: Example, offered: Sequence[Mapping[str, Any]]) -> Sequenc
     """Return the tools that a prompt shows: the environment's, or the row's own if the environment has none.
 
     Raises:
-        DataError: if the row has tools that the environment does not have.
+        DataError: If the row has tools that the environment does not have.
     """
     if not offered:
         return example.tools

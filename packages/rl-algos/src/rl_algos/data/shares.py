@@ -13,7 +13,7 @@ class Shares:
     `1 / w`. Its order follows from the weights alone.
 
     Args:
-        weights: of each dataset, above 0.
+        weights: Weights of each dataset, above 0.
     """
 
     def __init__(self, weights: Sequence[float]) -> None:

@@ -21,14 +21,14 @@ class Stream(Generic[T]):
     epoch is as many draws as there are items; without weights it holds every item exactly once.
 
     Args:
-        datasets: each a sequence of items.
-        weights: share of draws of each dataset; its number of items if None.
-        seed: of the order.
-        shuffle: a new order for every pass over a dataset; otherwise the order of the items.
-        max_num_epochs: number of epochs; None for an endless stream.
+        datasets: Each a sequence of items.
+        weights: Share of draws of each dataset; its number of items if None.
+        seed: Seed of the order.
+        shuffle: A new order for every pass over a dataset; otherwise the order of the items.
+        max_num_epochs: Number of epochs; None for an endless stream.
 
     Raises:
-        DataError: if there is no item.
+        DataError: If there is no item.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Stream(Generic[T]):
         """Go on from a position.
 
         Raises:
-            DataError: if the data, its weights or its order differ from those when the state was saved.
+            DataError: If the data, its weights or its order differ from those when the state was saved.
         """
         for name, value in self._identity().items():
             if state[name] != value:

@@ -36,15 +36,15 @@ def flow_stream(
     """The rows of datasets with `streaming`, mixed and shuffled as configured.
 
     Args:
-        encode: raises a `DataError` for an example that it refuses.
-        make: from the dataset, the id of a row, its example and what `encode` returned to an item.
-        length: tokens of what `encode` returned.
-        limit: most tokens of an item.
-        seed: of the order.
-        needs_answer: leave out examples that have a solution and no answer.
+        encode: Raises a `DataError` for an example that it refuses.
+        make: Function from the dataset, the id of a row, its example and what `encode` returned to an item.
+        length: Tokens of what `encode` returned.
+        limit: Maximum number of tokens of an item.
+        seed: Seed of the order.
+        needs_answer: Leave out examples that have a solution and no answer.
 
     Raises:
-        DataError: if some of the datasets stream and others do not, or an end is given.
+        DataError: If some of the datasets stream and others do not, or an end is given.
     """
     at_hand = [dataset.name for dataset in datasets if dataset.source is None]
     if at_hand:

@@ -22,7 +22,7 @@ class PromptTemplate:
     `{{` and `}}` are braces, and braces around anything but a name stay as they are.
 
     Raises:
-        ConfigError: if there is no placeholder, so that all prompts would be equal.
+        ConfigError: If there is no placeholder, so that all prompts would be equal.
     """
 
     text: str
@@ -56,8 +56,8 @@ class Surround:
     """Texts that a dataset puts around each conversation.
 
     Args:
-        prompt: for the last message of the user, None to leave it as it is.
-        system: first message, None for none.
+        prompt: Template for the last user message; None to leave it as it is.
+        system: First message, None for none.
     """
 
     prompt: PromptTemplate | None

@@ -85,7 +85,7 @@ def loss_of(config: TextRoot | RolloutsRoot, *, vocabulary: int) -> Distillation
     """The loss of a run.
 
     Args:
-        vocabulary: number of tokens that student and teachers share.
+        vocabulary: Number of tokens that student and teachers share.
     """
     settings: DistillationLossConfig = config.loss_fn
     divergence = Divergence(settings.kl_type, settings.mixed_kl_weight, settings.jensen_shannon_beta)

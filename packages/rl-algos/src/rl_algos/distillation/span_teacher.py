@@ -23,7 +23,7 @@ class Response(NamedTuple):
 
     Args:
         tokens: int32 `[teacher tokens]`, with the prompt by the teacher's chat template.
-        spans: of the student's sampled tokens and the teacher's whole row.
+        spans: Spans of the student's sampled tokens and the teacher's whole row.
     """
 
     tokens: np.ndarray
@@ -34,11 +34,11 @@ class Translator:
     """From the student's tokens to a teacher's.
 
     Args:
-        student, teacher: fast tokenizers; the teacher's with a chat template.
-        key: of the teacher's section, for messages.
+        student, teacher: Fast tokenizers; the teacher's with a chat template.
+        key: Key of the teacher's section, for messages.
 
     Raises:
-        ConfigError: if the bytes of a tokenizer's tokens are not known.
+        ConfigError: If the bytes of a tokenizer's tokens are not known.
     """
 
     def __init__(self, student: Any, teacher: Any, *, key: str) -> None:
@@ -81,10 +81,10 @@ class SpanTeacher:
     """A teacher with other tokens than the student.
 
     Args:
-        model: the teacher.
-        translator: of the student's tokens.
-        max_tokens: longest row that the teacher reads; responses that are longer for it teach nothing.
-        temperature: divides its logits.
+        model: The teacher.
+        translator: Translator of the student's tokens.
+        max_tokens: Maximum number of tokens of a row of the teacher; longer responses do not train.
+        temperature: Divides its logits.
     """
 
     def __init__(self, model: Model, translator: Translator, *, max_tokens: int, temperature: float) -> None:

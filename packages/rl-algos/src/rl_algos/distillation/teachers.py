@@ -41,8 +41,8 @@ class RolloutScorer(Protocol):
         """The rows with the columns of the loss.
 
         Args:
-            batch: as `rl_algos.rollouts.training.batch.build_batch` makes it of the groups.
-            groups: of the rollouts, in the order of the rows.
+            batch: Batch of the groups from `rl_algos.rollouts.training.batch.build_batch`.
+            groups: Groups of the rollouts, in the order of the rows.
         """
         ...
 
@@ -51,9 +51,9 @@ class Teachers:
     """The teachers of a run.
 
     Args:
-        models: by role, in the order of the heads of the loss.
-        reads: the results that the loss takes.
-        temperature: divides the logits.
+        models: Models by role, in the order of the heads of the loss.
+        reads: The results that the loss takes.
+        temperature: Divides the logits.
     """
 
     def __init__(self, models: Mapping[str, Model], reads: Sequence[Read], *, temperature: float) -> None:
@@ -75,7 +75,7 @@ class Teachers:
         """The rows with what their teachers read, in columns named as the loss takes them.
 
         Args:
-            roles: of each row's teacher.
+            roles: Roles of each row's teacher.
         """
         names, tokens = np.asarray(roles), batch.only([TOKENS])
         rows, parts = [], []

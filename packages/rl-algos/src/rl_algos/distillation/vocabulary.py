@@ -22,8 +22,8 @@ def sends_hidden(k: int | None, vocabulary: int) -> bool:
     vocabulary too large to send.
 
     Args:
-        k: as configured; None for the whole vocabulary.
-        vocabulary: number of tokens.
+        k: Configured number of tokens; None for the whole vocabulary.
+        vocabulary: Number of tokens.
     """
     return k is None and BYTES_PER_TOKEN * vocabulary > MOST_BYTES
 
@@ -32,11 +32,11 @@ def check_k(k: int | None, vocabulary: int) -> None:
     """Refuse more of the teacher's tokens than there are, or than can travel.
 
     Args:
-        k: as configured; None for the whole vocabulary.
-        vocabulary: number of tokens.
+        k: Configured number of tokens; None for the whole vocabulary.
+        vocabulary: Number of tokens.
 
     Raises:
-        ConfigError: naming the bytes of a position.
+        ConfigError: Naming the bytes of a position.
     """
     if sends_hidden(k, vocabulary):
         return
@@ -60,7 +60,7 @@ def check_teachers(config: TextRoot | RolloutsRoot, tokenizer: Any) -> None:
     the student's.
 
     Raises:
-        ConfigError: naming the first token that differs.
+        ConfigError: Naming the first token that differs.
     """
     own = _tokens_of(tokenizer)
     for key in teacher_sections(config).values():
@@ -81,7 +81,7 @@ def teacher_tokenizer(config: TextRoot | RolloutsRoot, key: str) -> Any:
     """The tokenizer of a teacher that has tokens of its own.
 
     Raises:
-        ConfigError: if it has no tokenizer files, no end-of-sequence token or no chat template.
+        ConfigError: If it has no tokenizer files, no end-of-sequence token or no chat template.
     """
     name = attrgetter(key)(config).model_name
     tokenizer = _tokenizer_of(name)

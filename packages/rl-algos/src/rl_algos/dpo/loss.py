@@ -29,8 +29,8 @@ def loss_section(name: str | None) -> type[Config]:
     """The type of `dpo.loss`: the name of a loss and its settings.
 
     Raises:
-        ValueError: if there is no such loss, or its class is not a loss.
-        ModuleNotFoundError: if its package is not installed.
+        ValueError: If there is no such loss, or its class is not a loss.
+        ModuleNotFoundError: If its package is not installed.
     """
     if name is None:
         name = PreferenceLossConfig().name
@@ -49,7 +49,7 @@ def loss_of(dpo: DPOConfig) -> Loss:
     """The loss of a run.
 
     Raises:
-        ValueError: if a setting is out of its bounds.
+        ValueError: If a setting is out of its bounds.
     """
     if is_path(dpo.loss.name):
         loss: Loss = loss_class(dpo.loss.name)(**settings_of(dpo.loss))

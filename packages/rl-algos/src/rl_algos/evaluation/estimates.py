@@ -14,7 +14,7 @@ def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
     for c of n samples that pass (arXiv:2107.03374). It is the mean over all subsets of k samples.
 
     Raises:
-        ValueError: unless `1 <= k <= num_samples` and `0 <= num_passed <= num_samples`.
+        ValueError: Unless `1 <= k <= num_samples` and `0 <= num_passed <= num_samples`.
     """
     _check_k(k, num_samples)
     if not 0 <= num_passed <= num_samples:
@@ -31,12 +31,12 @@ def consensus_at_k(answers: Sequence[str | None], scores: Sequence[float], k: in
     without votes scores 0. The score of an answer is the mean over its samples.
 
     Args:
-        answers: the extracted answer of each sample; None or empty if it has none.
-        scores: of each sample.
-        k: samples that vote.
+        answers: The extracted answer of each sample; None or empty if it has none.
+        scores: Scores of each sample.
+        k: Samples that vote.
 
     Raises:
-        ValueError: unless `1 <= k <= len(answers)` and there are as many scores as answers.
+        ValueError: Unless `1 <= k <= len(answers)` and there are as many scores as answers.
     """
     if len(answers) != len(scores):
         raise ValueError(f"got {len(answers)} answers but {len(scores)} scores; pass one of each per sample")
@@ -59,8 +59,8 @@ def _winning_share(count: int, others: Sequence[int], num_silent: int, k: int) -
     """Expected share that an answer with `count` samples has in the majority of k samples.
 
     Args:
-        others: number of samples of each other answer.
-        num_silent: number of samples without an answer.
+        others: Number of samples of each other answer.
+        num_silent: Number of samples without an answer.
     """
     share = 0.0
     for votes in range(1, min(count, k) + 1):

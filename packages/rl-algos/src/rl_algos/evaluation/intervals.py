@@ -19,8 +19,8 @@ class Estimate:
     """A mean over prompts with its confidence interval.
 
     Args:
-        value: the mean.
-        low, high: ends of the interval.
+        value: The mean.
+        low, high: Ends of the interval.
     """
 
     value: float
@@ -38,12 +38,12 @@ def bootstrap_mean(
 
     Args:
         values: `[prompts]`, one of each prompt.
-        confidence: probability mass of the interval, between 0 and 1.
-        seed: of the resamples; equal inputs give equal intervals.
-        resamples: number of resamples.
+        confidence: Probability mass of the interval, between 0 and 1.
+        seed: Seed of the resamples; equal inputs give equal intervals.
+        resamples: Number of resamples.
 
     Raises:
-        ValueError: if there are no values, or the confidence is not between 0 and 1.
+        ValueError: If there are no values, or the confidence is not between 0 and 1.
     """
     data = np.asarray(values, dtype=np.float64)
     if not data.size:

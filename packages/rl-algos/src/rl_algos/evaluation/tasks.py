@@ -83,7 +83,7 @@ def task_named(name: str) -> TaskConfig:
     """The task of that name: one of `TASKS`, `reasoning_gym/TASK`, an installed dataset, or a dataset of the hub.
 
     Raises:
-        ConfigError: if there is no such task; the message names the nearest and all others.
+        ConfigError: If there is no such task; the message names the nearest and all others.
     """
     if name in TASKS:
         return TaskConfig(name=name, dataset=TASKS[name])

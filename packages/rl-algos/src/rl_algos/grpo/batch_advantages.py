@@ -27,7 +27,7 @@ def reinforce_plus_plus(
         lengths: int `[rollouts]`, sampled tokens.
         loss_mask: `[tokens]`, 1 on sampled tokens.
         penalties: `[tokens]`, weighted KL penalty of each sampled token, 0 elsewhere; None without KL in the reward.
-        eps: added to the deviation.
+        eps: Added to the deviation.
 
     Returns:
         float64 `[tokens]`, or `[rollouts]` without KL in the reward.
@@ -46,7 +46,7 @@ def reinforce_plus_plus_baseline(
     arXiv:2501.03262), mean and deviation over all sampled tokens of the step.
 
     Args:
-        rewards, lengths, eps: as of `reinforce_plus_plus`.
+        rewards, lengths, eps: See `reinforce_plus_plus`.
         groups: `[rollouts]`, group id of each.
 
     Returns:
@@ -72,8 +72,8 @@ def gdpo(
         rewards_by_name: float `[rollouts]` by name, as the environment gave them, besides `reward`; NaN for failed
             rollouts.
         groups: `[rollouts]`, group id of each.
-        weights: of the rewards by name; those without one are left out. None takes all, with the weight 1.
-        eps: added to deviations.
+        weights: Weights of the rewards by name; those without one are left out. None takes all, with the weight 1.
+        eps: Added to deviations.
 
     Returns:
         float64 `[rollouts]`.

@@ -57,9 +57,9 @@ class _Step:
     Args:
         groups, config: of the step.
         penalties: `[tokens]`, a row per rollout, what each sampled token takes from the reward; None for nothing.
-        greedy: one greedy rollout of each group's prompt; empty if the estimator reads none.
-        batch: of the rollouts, with logprobs; None if the estimator reads none.
-        by_token: whether the estimator takes the penalties off by token itself.
+        greedy: One greedy rollout of each group's prompt; empty if the estimator reads none.
+        batch: Batch of the rollouts, with logprobs; None if the estimator reads none.
+        by_token: True if the estimator takes the penalties off by token itself.
     """
 
     groups: Sequence[RolloutGroup]
@@ -134,8 +134,8 @@ def estimator_section(name: str | None) -> type[Config]:
     """The type of `grpo.adv_estimator`: the name of an estimator and its settings.
 
     Raises:
-        ValueError: if there is no such estimator, or it asks for an input that does not exist.
-        ModuleNotFoundError: if its package is not installed.
+        ValueError: If there is no such estimator, or it asks for an input that does not exist.
+        ModuleNotFoundError: If its package is not installed.
     """
     function = _function(name or "grpo")
     unknown = [wanted for wanted in inputs_of(function) if wanted not in INPUTS]
@@ -180,11 +180,11 @@ def advantages_of(
 
     Args:
         penalties: `[tokens]`, by rows of the batch, what each sampled token takes from the reward; None for nothing.
-        greedy: one greedy rollout of each group's prompt, for an estimator that reads `baselines`.
+        greedy: One greedy rollout of each group's prompt, for an estimator that reads `baselines`.
         batch: as `build_batch` makes it, with `prev_logprobs` and `prev_collision` for one that reads `squared_scores`.
 
     Raises:
-        ValueError: if the estimator returns something else, or numbers that are not finite.
+        ValueError: If the estimator returns something else, or numbers that are not finite.
     """
     name = chosen(config)
     function = _function(name)

@@ -41,8 +41,8 @@ def loss_class(path: str) -> Any:
         path: `package.module:Class` or `file.py:Class`.
 
     Raises:
-        ValueError: if there is no such class, or it is not a loss.
-        ModuleNotFoundError: if its package is not installed.
+        ValueError: If there is no such class, or it is not a loss.
+        ModuleNotFoundError: If its package is not installed.
     """
     kind = resolve(path)
     if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):

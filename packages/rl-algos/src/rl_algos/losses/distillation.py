@@ -61,9 +61,9 @@ class Divergence:
       as beta nears 1.
 
     Args:
-        name: one of these.
-        mixed_weight: of the forward KL, from 0 to 1.
-        beta: the teacher's weight in the mixture, between 0 and 1.
+        name: One of these.
+        mixed_weight: Weight of the forward KL, from 0 to 1.
+        beta: The teacher's weight in the mixture, between 0 and 1.
     """
 
     name: KLName = "forward"
@@ -92,9 +92,9 @@ class DistillationLoss:
     by its square, as some do.
 
     Args:
-        divergence: which, and its weights.
-        nll_weight: of the negative log-likelihood of the text itself.
-        temperature: divides the student's logits; that of the teacher's columns must be the same.
+        divergence: Which, and its weights.
+        nll_weight: Weight of the negative log-likelihood of the text itself.
+        temperature: Divides the student's logits; that of the teacher's columns must be the same.
     """
 
     divergence: Divergence = _FORWARD
@@ -126,9 +126,9 @@ class WholeDistillationLoss:
     that only one of student and teacher has are the tail.
 
     Args:
-        heads: of the teachers, by their numbers.
-        vocabulary: number of tokens that student and teachers share.
-        divergence, nll_weight, temperature: as of `DistillationLoss`.
+        heads: Heads of the teachers, by their numbers.
+        vocabulary: Number of tokens that student and teachers share.
+        divergence, nll_weight, temperature: See `DistillationLoss`.
     """
 
     heads: tuple[HeadFiles, ...]

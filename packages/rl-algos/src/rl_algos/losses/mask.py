@@ -13,7 +13,7 @@ def loss_mask(batch: Batch) -> Ragged:
     """uint8 `[tokens]`, the column `loss_mask`.
 
     Raises:
-        ValueError: if it is set at the first token of a row, whose logprob does not exist.
+        ValueError: If it is set at the first token of a row, whose logprob does not exist.
     """
     mask = batch.ragged(LOSS_MASK)
     filled = np.flatnonzero(mask.lengths)

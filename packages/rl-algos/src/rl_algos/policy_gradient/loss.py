@@ -36,8 +36,8 @@ def loss_section(name: str | None) -> type[Config]:
     """The type of `loss_fn`: the name of a loss and its settings.
 
     Raises:
-        ValueError: if there is no such loss, or its class is not a loss.
-        ModuleNotFoundError: if its package is not installed.
+        ValueError: If there is no such loss, or its class is not a loss.
+        ModuleNotFoundError: If its package is not installed.
     """
     if name in (None, LossConfig().name):
         return LossConfig
@@ -50,7 +50,7 @@ def surrogate_section(name: str | None) -> type[Surrogate]:
     """The type of `loss_fn.surrogate`: the surrogate itself.
 
     Raises:
-        ValueError: if there is no such surrogate.
+        ValueError: If there is no such surrogate.
     """
     name = LossConfig().surrogate.name if name is None else name
     if name not in SURROGATES:
@@ -62,7 +62,7 @@ def loss_of(config: ObjectiveRoot, algorithm: PolicyGradientConfig) -> Loss:
     """The loss of a run.
 
     Args:
-        algorithm: section of the algorithm.
+        algorithm: Section of the algorithm.
     """
     if isinstance(config.loss_fn, LossConfig):
         return policy_loss(config, algorithm, config.loss_fn)
@@ -85,9 +85,9 @@ def objective_of(
     """The loss of a run with what is computed once a step for it.
 
     Args:
-        algorithm: section of the algorithm.
-        read_before: columns that its advantages read, of those that the policy gives before the update.
-        weights: of the policy, whose version tells the age of rollouts; None if no step is taken with the loss.
+        algorithm: Section of the algorithm.
+        read_before: Columns that its advantages read, of those that the policy gives before the update.
+        weights: Weights of the policy, whose version tells the age of rollouts; None if no step is taken with the loss.
     """
     loss, settings = loss_of(config, algorithm), config.loss_fn
     statistics: dict[str, Statistic] = {}

@@ -18,7 +18,7 @@ def loss_problems(config: ObjectiveRoot, algorithm: PolicyGradientConfig) -> Ite
     """Problems of `loss_fn` in a whole config, and of the reference that it compares with.
 
     Args:
-        algorithm: section of the algorithm.
+        algorithm: Section of the algorithm.
     """
     loss = config.loss_fn
     yield from _reference(config, algorithm)

@@ -46,7 +46,7 @@ def policy_need(config: ObjectiveRoot, algorithm: PolicyGradientConfig) -> Model
     compares with it.
 
     Args:
-        algorithm: section of the algorithm.
+        algorithm: Section of the algorithm.
     """
     compares = "ref_logprobs" in columns_of(config, algorithm)
     return ModelNeed("policy", ModelSpec(keeps_reference=compares, seed=algorithm.seed))

@@ -65,7 +65,7 @@ def estimates_of(
     arXiv:2504.05118). The segments of a rollout follow one another as its turns do.
 
     Args:
-        batch: of all rollouts of the groups.
+        batch: Batch of all rollouts of the groups.
         penalties: `[tokens]`, by rows of the batch, what each sampled token takes from the reward; None for nothing.
     """
     mask, before = whole_rollouts(batch.ragged(LOSS_MASK), groups), whole_rollouts(values.before, groups)

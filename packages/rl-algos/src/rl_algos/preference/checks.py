@@ -12,7 +12,7 @@ def preference_data_problems(key: str, data: DataConfig) -> Iterator[Problem]:
     """Settings of data that preference learning does not read.
 
     Args:
-        key: of the algorithm's section.
+        key: Key of the algorithm's section.
     """
     for section, dataset in data.sections():
         if dataset.output_key is not None:

@@ -19,7 +19,7 @@ class Comparison:
 
     Args:
         better, worse: of them.
-        margin: by how much, None if it is not known.
+        margin: How much it is better; None if it is not known.
     """
 
     better: Response
@@ -34,7 +34,7 @@ def comparisons(example: Example, pairing: Pairing) -> list[Comparison]:
         pairing: `best-worst` pairs the best with the worst; `all` pairs every two, of which one is better.
 
     Raises:
-        DataError: if there are fewer than two responses, or nothing says which is better.
+        DataError: If there are fewer than two responses, or nothing says which is better.
     """
     responses = example.responses
     if len(responses) < 2:
@@ -59,7 +59,7 @@ def verdicts(example: Example, by: Verdict) -> list[tuple[Response, float]]:
     are the worse one (KTO, arXiv:2402.01306, on data of pairs).
 
     Raises:
-        DataError: if a response has no such verdict.
+        DataError: If a response has no such verdict.
     """
     if not example.responses:
         raise DataError(

@@ -40,7 +40,7 @@ def encode_response(
         tools: JSON schemas of the tools that the assistant may call.
 
     Raises:
-        DataError: if the chat template renders the prompt in another way once the response follows, or the response is
+        DataError: If the chat template renders the prompt in another way once the response follows, or the response is
             empty.
         jinja2.TemplateError: if the template refuses the messages.
     """

@@ -158,8 +158,8 @@ def minibatch_problem(config: RolloutRoot, key: str, rows: int) -> Iterator[Prob
     """The problem of a number of rows per optimizer step that does not divide the rollouts of a step.
 
     Args:
-        key: of that number.
-        rows: the number.
+        key: Key of the number of rows.
+        rows: The number.
     """
     rollouts = rollout_config(config)
     if rollouts.rollouts_per_step % rows:

@@ -33,11 +33,11 @@ class RolloutData:
     """Data that the driver loads before anything is started.
 
     Args:
-        train: prompts to train on.
-        validation: prompts to validate on.
-        end_of_sequence: token that ends every completion.
-        environments: those that score the prompts; None to have every prompt asked.
-        turn_ends: further tokens that end a completion, as the chat template has them.
+        train: Prompts to train on.
+        validation: Prompts to validate on.
+        end_of_sequence: Token that ends every completion.
+        environments: Those that score the prompts; None to have every prompt asked.
+        turn_ends: Further tokens that end a completion, as the chat template has them.
     """
 
     train: Stream[Prompt] | FlowStream[Prompt]
@@ -56,8 +56,8 @@ def load(config: RolloutRoot) -> Datasets:
     """All data of the config, before it is tokenised, every row with an environment that scores it.
 
     Raises:
-        DataError: naming dataset and row, and the remedy.
-        ConfigError: if a file or a processor that a dataset names is not there.
+        DataError: Naming dataset and row, and the remedy.
+        ConfigError: If a file or a processor that a dataset names is not there.
     """
     loaded = load_examples(config, check=AnswerCheck(config.env))
     datasets = Datasets([each.answered() for each in loaded.train], [each.answered() for each in loaded.validation])
@@ -109,10 +109,10 @@ def check_environments(config: RolloutRoot, datasets: Datasets, *, also: Collect
     """Refuse a row that names an environment which is neither installed nor configured.
 
     Args:
-        also: names that rows may have besides.
+        also: Names that rows may have besides.
 
     Raises:
-        DataError: naming the row, and the environments that there are.
+        DataError: Naming the row, and the environments that there are.
     """
     known = set(type(config.env).model_fields)
     for dataset in (*datasets.train, *datasets.validation):

@@ -39,9 +39,9 @@ class _Loaded:
     """The data of a task before it is tokenised.
 
     Args:
-        task: its settings; None for the run's validation data.
-        datasets: its rows.
-        data: settings by which they are tokenised.
+        task: Its settings; None for the run's validation data.
+        datasets: Its rows.
+        data: Settings by which they are tokenised.
     """
 
     task: TaskConfig | None
@@ -54,12 +54,12 @@ class RolloutEvaluation:
     seeds and sampling as the run's own validation.
 
     Args:
-        config: resolved root, with the section `eval`.
-        load: reads the data of the run, whose validation data is scored if no tasks are named; None without a run.
+        config: Resolved root, with the section `eval`.
+        load: Reads the data of the run, whose validation data is scored if no tasks are named; None without a run.
 
     Raises:
-        ConfigError: if there are no tasks and no validation data, or settings contradict one another.
-        DataError: naming dataset and row, and the remedy.
+        ConfigError: If there are no tasks and no validation data, or settings contradict one another.
+        DataError: Naming dataset and row, and the remedy.
     """
 
     def __init__(self, config: Any, load: Callable[[Any], Datasets] | None = None) -> None:
@@ -82,7 +82,7 @@ class RolloutEvaluation:
         """The rollouts of the evaluation.
 
         Raises:
-            ConfigError, DataError: if the prompts cannot be tokenised, or no prompt leaves room for a completion.
+            ConfigError, DataError: If the prompts cannot be tokenised, or no prompt leaves room for a completion.
         """
         # imports transformers, which takes a second that loading need not pay
         from rl_algos.rollouts.worker.conversation_checks import check_turns

@@ -33,7 +33,7 @@ def encode_conversation(
     The assistant's text is what `rl_algos.sft.turn_spans.find_turns` finds and proves.
 
     Args:
-        learn: all turns of the assistant or the last one; a message that says `train: true` or `train: false` (or
+        learn: All turns of the assistant or the last one; a message that says `train: true` or `train: false` (or
             `weight: 1` or `weight: 0`) decides for itself. Templates are not shown what it says.
         tools: JSON schemas of the tools that the assistant may call.
 
@@ -41,7 +41,7 @@ def encode_conversation(
         int32 `[tokens]` and uint8 `[tokens]`; the mask of the first token, which nothing predicts, is 0.
 
     Raises:
-        DataError: if no message of the assistant is to be learned, or if the template does not tell its turns apart.
+        DataError: If no message of the assistant is to be learned, or if the template does not tell its turns apart.
         jinja2.TemplateError: if the template refuses the messages.
     """
     learned = learned_messages(messages, learn)
@@ -71,7 +71,7 @@ def learned_messages(messages: Sequence[Message], learn: LearnedTurns) -> list[b
     """By message: whether it is learned.
 
     Raises:
-        DataError: if none is, or a flag is not one.
+        DataError: If none is, or a flag is not one.
     """
     spoken = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     if not spoken:

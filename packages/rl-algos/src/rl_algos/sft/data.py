@@ -35,10 +35,10 @@ class TrainingRow:
     """A conversation to learn from.
 
     Args:
-        id: unique within the run and stable across runs.
+        id: Unique within the run and stable across runs.
         tokens: int32 `[tokens]`.
         loss_mask: uint8 `[tokens]`, 1 on what is learned.
-        dataset: name of its dataset.
+        dataset: Name of its dataset.
     """
 
     id: str
@@ -51,13 +51,13 @@ def prepare_examples(config: SFTRoot, tokenizer: Any, datasets: Datasets) -> Sup
     """Tokenise the data and check what came out; called on the driver before anything is started.
 
     Args:
-        config: root with `sft`, `data` and `policy`.
-        tokenizer: as `rl_algos.tokenizer.load_tokenizer` returns it.
-        datasets: as `rl_algos.data.examples.load_examples` returns them.
+        config: Root with `sft`, `data` and `policy`.
+        tokenizer: Tokenizer from `rl_algos.tokenizer.load_tokenizer`.
+        datasets: Datasets from `rl_algos.data.examples.load_examples`.
 
     Raises:
-        DataError: naming dataset and row, and the remedy.
-        ConfigError: if the tokenizer has no chat template.
+        DataError: Naming dataset and row, and the remedy.
+        ConfigError: If the tokenizer has no chat template.
     """
     require_chat_template(tokenizer)
     data, sft, policy = config.data, config.sft, config.policy

@@ -50,7 +50,7 @@ def find_turns(
         tools: JSON schemas of the tools that the assistant may call.
 
     Raises:
-        DataError: if the template does not tell a turn apart.
+        DataError: If the template does not tell a turn apart.
         jinja2.TemplateError: if the template refuses the messages.
     """
     conversation = _Conversation(tokenizer, messages, tools)
@@ -122,7 +122,7 @@ class _Conversation:
         """The part of the text that a message of the assistant adds to its prompt.
 
         Raises:
-            DataError: if the template rewrites the turn once others follow, or does not keep its prompt.
+            DataError: If the template rewrites the turn once others follow, or does not keep its prompt.
         """
         turn = self.render(index + 1)
         ends = ends_of(self._tokenizer, str(self._tokenizer.get_chat_template()))
@@ -203,7 +203,7 @@ class _Conversation:
         """The text, and the marked parts of each wanted message.
 
         Raises:
-            DataError: if a message has no marked part, or a part covers another message.
+            DataError: If a message has no marked part, or a part covers another message.
         """
         text, spans = render_marked(self._tokenizer, self._messages, self._tools)
         if not spans:  # the marks stand in a comment, or in a part of the template that is not used

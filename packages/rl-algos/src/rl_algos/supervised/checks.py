@@ -27,7 +27,7 @@ def supervised_problems(
     """Settings that have no effect, or that contradict one another.
 
     Args:
-        key: of the section.
+        key: Key of the section.
     """
     yield from _validation(key, section, data)
     yield from _environments(key, data)

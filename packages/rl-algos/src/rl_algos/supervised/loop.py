@@ -24,11 +24,11 @@ class Objective(Generic[T]):
     """An objective: the loss of rows, and the columns that it needs.
 
     Args:
-        loss: with one total, which a validation's mean is taken over.
-        to_batch: from rows to the columns that they hold.
-        complete: adds the columns that the loss needs and only a model knows, such as logprobs of the reference; None
+        loss: Loss with one total, by which the mean of a validation is divided.
+        to_batch: Function from rows to the columns that they hold.
+        complete: Adds the columns that the loss needs and only a model knows, such as logprobs of the reference; None
             if there are none.
-        describe: metrics of the rows of a step; None if there are none.
+        describe: Metrics of the rows of a step; None if there are none.
     """
 
     loss: Loss

@@ -29,8 +29,8 @@ class Parsed:
     """A turn as a parser read it.
 
     Args:
-        content: the text without calls.
-        calls: in order; one that cannot be read has an `error`.
+        content: The text without calls.
+        calls: Calls in order; one that cannot be read has an `error`.
     """
 
     content: str

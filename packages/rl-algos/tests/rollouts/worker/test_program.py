@@ -145,7 +145,7 @@ def test_an_observation_that_does_not_fit_ends_the_rollout():
 
 
 def test_a_prompt_that_fills_the_limit_says_so():
-    with pytest.raises(ValueError, match="3 of at most 3 tokens"):
+    with pytest.raises(ValueError, match="prompt has 3 tokens; a rollout may have 3"):
         play(ScriptedClient([], []), max_tokens=3)
 
 

@@ -24,10 +24,10 @@ def collect_groups(
     empty or short when the data ends.
 
     Args:
-        num_later: groups that later steps train on; None if that is not known.
+        num_later: Groups that later steps train on; None if that is not known.
 
     Raises:
-        DataError: if `dynamic_sampling_max_gen_batches` rounds did not find enough groups whose rewards differ.
+        DataError: If `dynamic_sampling_max_gen_batches` rounds did not find enough groups whose rewards differ.
     """
     if not (isinstance(config, PolicyGradientConfig) and config.use_dynamic_sampling):
         return rollouts.collect(config.num_prompts_per_step, num_later=num_later), []

@@ -53,7 +53,7 @@ class Ledger:
         """Note that pending draws were trained.
 
         Args:
-            version: weights that the step led to, from 1.
+            version: Weights that the step led to, from 1.
         """
         self._leave(draws, version, _TRAINED)
 
@@ -61,7 +61,7 @@ class Ledger:
         """Note that pending draws train nothing, and why.
 
         Args:
-            version: weights that the step led to for which the draw was made, from 1.
+            version: Weights that the step led to for which the draw was made, from 1.
         """
         assert reason, "a draw is dropped for a reason"
         if reason not in self._reason_texts:
@@ -109,7 +109,7 @@ class Ledger:
         """Go on from a saved state.
 
         Raises:
-            ValueError: if it is not the state of a ledger, naming what is wrong.
+            ValueError: If it is not the state of a ledger, naming what is wrong.
         """
         versions, reasons, digests = (np.asarray(state[name]) for name in ("versions", "reasons", "digests"))
         texts = [str(text) for text in state["reason_texts"]]

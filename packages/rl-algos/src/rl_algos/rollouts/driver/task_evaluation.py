@@ -18,7 +18,7 @@ class TaskEvaluation:
 
     Args:
         plan: of the tasks. Its seeds are those of the run, so that the run's source of rollouts gives the same ones.
-        settings: how often.
+        settings: How often.
     """
 
     def __init__(self, plan: EvaluationPlan, settings: EvaluationConfig) -> None:

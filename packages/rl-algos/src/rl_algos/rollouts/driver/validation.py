@@ -37,9 +37,9 @@ class Validation:
     """Scores the policy on validation prompts and ends the run when a goal is reached.
 
     Args:
-        prompts: all validation prompts; at most `config.max_val_samples` of them are used.
-        sampling: how validation completions are drawn.
-        config: number of samples and generations, and the goal.
+        prompts: All validation prompts; at most `config.max_val_samples` of them are used.
+        sampling: How validation completions are drawn.
+        config: Number of samples and generations, and the goal.
     """
 
     def __init__(self, prompts: Sequence[Prompt], sampling: SamplingParams, config: RolloutConfig) -> None:
@@ -65,7 +65,7 @@ def goal_value(metrics: Mapping[str, float], name: str, config: RolloutConfig) -
     """The metric that ends the run at a goal.
 
     Raises:
-        ConfigError: if the validation has not recorded it.
+        ConfigError: If the validation has not recorded it.
     """
     if f"val/{name}" not in metrics:
         raise ConfigError(

@@ -27,7 +27,7 @@ def build_batch(groups: Sequence[RolloutGroup], config: RolloutConfig) -> Batch:
     columns stay where they are.
 
     Raises:
-        ConfigError: if rollouts have several segments, and the config does not say so.
+        ConfigError: If rollouts have several segments, and the config does not say so.
     """
     parts = with_routing([group.columns for group in groups])
     shared = set.intersection(*(set(part) for part in parts)) - {RECORD}

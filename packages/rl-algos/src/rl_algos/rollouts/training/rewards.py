@@ -100,7 +100,7 @@ def overlong_share(
 
     Args:
         num_sampled: `[rollouts]`, sampled tokens of each.
-        shaping: limit and buffer.
+        shaping: Limit and buffer.
         limits: `[rollouts]`, the limit of each; None for the one of `shaping`.
     """
     start = (shaping.max_response_length if limits is None else limits) - shaping.overlong_buffer_length

@@ -27,9 +27,9 @@ class Continuation:
     Special tokens in the content of an answer are tokenised as text unless the tokenizer's settings say otherwise.
 
     Args:
-        tokenizer: with a chat template.
-        ends: of its turns.
-        arguments_as_text: whether the template takes the arguments of a tool call as JSON text.
+        tokenizer: Tokenizer with a chat template.
+        ends: Ends of turns in the chat template.
+        arguments_as_text: True if the template takes the arguments of a tool call as JSON text.
     """
 
     def __init__(self, tokenizer: Any, ends: TurnEnds, *, arguments_as_text: bool = False) -> None:
@@ -42,15 +42,15 @@ class Continuation:
         """The tokens to append behind a sampled turn.
 
         Args:
-            turn: the policy's message.
-            observation: the answer to it.
+            turn: The policy's message.
+            observation: The answer to it.
             sampled: int32 `[tokens]`, the turn as sampled; a missing end of turn is supplied.
 
         Returns:
             int32 `[tokens]`.
 
         Raises:
-            ValueError: if the template does not render the observation behind the turn.
+            ValueError: If the template does not render the observation behind the turn.
         """
         calls = [call.get("id", "") for call in turn.get("tool_calls", ())]
         kinds = [{key: value for key, value in message.items() if key != "content"} for message in observation]

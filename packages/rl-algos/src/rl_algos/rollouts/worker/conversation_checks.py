@@ -30,13 +30,13 @@ def check_conversations(
     """Render short conversations as rollouts of several turns, and of tools, do.
 
     Args:
-        tools: by environment; empty if none has any.
+        tools: Tools by environment; empty if none has any.
 
     Returns:
         The tokens that end a turn.
 
     Raises:
-        ConfigError: naming the key to change.
+        ConfigError: Naming the key to change.
     """
     settings = rollout_config(config)
     turns, program = settings.max_rollout_turns, settings.rollout_program
@@ -69,9 +69,9 @@ def check_turns(
     earlier turns.
 
     Args:
-        policy: its section.
+        policy: Its section.
         program, max_turns, splits: of the rollouts.
-        turns_key: key of `max_turns`, for messages.
+        turns_key: Key of `max_turns`, for messages.
     """
     require_chat_template(tokenizer)
     chat = Chat(tokenizer, policy.tokenizer.tool_format)

@@ -19,9 +19,9 @@ class MultiTurnProgram:
     """Generate, step the environment, append its observation; until it is done or a limit is reached.
 
     Args:
-        max_turns: most completions.
-        max_tokens: most tokens of the whole rollout, or of each segment of one that is split.
-        split: render the whole conversation for every turn, and begin a segment where the chat template rewrites
+        max_turns: Maximum number of completions.
+        max_tokens: Maximum number of tokens of the whole rollout, or of each segment of one that is split.
+        split: Render the whole conversation for every turn, and begin a segment where the chat template rewrites
             earlier turns; otherwise go on from the tokens as they are.
     """
 
@@ -77,8 +77,8 @@ class MultiTurnProgram:
         """int32 `[tokens]` that the engine consumes for the next turn.
 
         Args:
-            so_far: all tokens of the last request and its completion.
-            messages: the conversation with the newest turn and the observation of it.
+            so_far: All tokens of the last request and its completion.
+            messages: The conversation with the newest turn and the observation of it.
         """
         if not result.observation:
             raise ValueError("the environment returned no observation, so there is nothing for the policy to answer")

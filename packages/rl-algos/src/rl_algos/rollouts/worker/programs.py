@@ -17,7 +17,7 @@ def program_named(name: str) -> str | FromFile:
     """A rollout program by name, as `file.py:Class` or as `package.module:Class`; nothing is imported.
 
     Raises:
-        ValueError: if no program has that name, or its file does not define it.
+        ValueError: If no program has that name, or its file does not define it.
     """
     if is_in_file(name):
         return FromFile.read(name)

@@ -15,10 +15,10 @@ class TurnEnds:
     """Tokens that end a turn of the policy, or stand behind one.
 
     Args:
-        sampled: ids that end a completion; the end of sequence comes first.
+        sampled: Ids that end a completion; the end of sequence comes first.
         marks: by text, the ids of those and of a token that the template writes behind an earlier turn instead, such
             as `<|end|>` of gpt-oss, which ends a last turn with `<|return|>`.
-        open_next: whether these tokens begin the next message, as `<|user|>` of GLM does, rather than end the turn.
+        open_next: True if these tokens begin the next message, as `<|user|>` of GLM does, rather than end the turn.
         plain: Text that the template writes behind a turn if no token stands there, such as the marks of ChatML in a
             tokenizer that does not have them; empty if a token ends the turn.
     """
@@ -34,8 +34,8 @@ def find_turn_ends(tokenizer: Any, further: Sequence[str] = ()) -> TurnEnds:
     tokens that the model's generation config lists.
 
     Args:
-        tokenizer: with or without a chat template.
-        further: texts of tokens at which a turn may end as well, such as those behind a tool call.
+        tokenizer: Tokenizer with or without a chat template.
+        further: Texts of tokens at which a turn may end as well, such as those behind a tool call.
     """
     added = {str(token): index for index, token in tokenizer.added_tokens_decoder.items()}
     written = template_ends(tokenizer)

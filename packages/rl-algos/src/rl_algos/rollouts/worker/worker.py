@@ -59,11 +59,11 @@ class RolloutWorkerSpec:
 
     Args:
         generator: `"package.module:Class"` of the generator.
-        generator_args: its arguments.
+        generator_args: Its arguments.
         program: `"package.module:Class"` of the rollout program, or a class in a file of the user's.
-        program_args: its keyword arguments.
-        tokenizer, model_name: settings of the tokenizer, and the model that has it by default.
-        max_seconds: most seconds of one rollout; None for no limit.
+        program_args: Its keyword arguments.
+        tokenizer, model_name: Settings of the tokenizer, and the model that has it by default.
+        max_seconds: Timeout of a rollout in seconds; None for no limit.
         max_steps: Number of training steps of the run, which rewards may ask for; 1 outside training.
     """
 
@@ -81,8 +81,8 @@ class RolloutWorker:
     """Holds one replica and runs rollouts on it, so that no turn of a rollout passes through the driver.
 
     Args:
-        spec: the parts to build.
-        environments: clients by environment name.
+        spec: The parts to build.
+        environments: Clients by environment name.
     """
 
     def __init__(self, spec: RolloutWorkerSpec, environments: Mapping[str, EnvironmentClient]) -> None:
@@ -128,7 +128,7 @@ class RolloutWorker:
             Number and report of each, then the columns and the records of all their rollouts, in the same order.
 
         Raises:
-            GeneratorError: if the engine died; all groups that have not been taken may run again elsewhere.
+            GeneratorError: If the engine died; all groups that have not been taken may run again elsewhere.
         """
         await self._any_finished.wait()
         taken = [self._take()]
@@ -168,9 +168,9 @@ class RolloutWorker:
         """Write a new file of rollouts while this process does other work.
 
         Args:
-            path: of the file, in a folder shared with the driver.
+            path: Path of the file, in a folder shared with the driver.
             part, row: int64 `[rollouts]`, which record of which store each rollout's is.
-            advantages: of each rollout.
+            advantages: Advantages of each rollout.
         """
         records = [store.ragged(RECORD) for store in stores]
         places = zip(part.tolist(), row.tolist(), strict=True)
@@ -236,7 +236,7 @@ class _Client:
     """The client that one rollout gets.
 
     Args:
-        turns: completions by the digests of their requests, which are not sampled again; those that are sampled are
+        turns: Completions by the digests of their requests, which are not sampled again; those that are sampled are
             added.
     """
 
