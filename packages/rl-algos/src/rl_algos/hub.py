@@ -75,7 +75,7 @@ def cache_folder() -> Path:
 
 
 def is_cached(kind: Kind, name: str) -> bool:
-    """Whether the cache has a download of this name, complete or in part."""
+    """Return whether the cache has a complete or partial download of this name."""
     snapshots = cache_folder() / f"{kind}s--{name.replace('/', '--')}" / "snapshots"
     return snapshots.is_dir() and any(any(each.iterdir()) for each in snapshots.iterdir() if each.is_dir())
 
@@ -92,7 +92,7 @@ def downloaded(kind: Kind, name: str) -> Path | None:
 
 
 def is_offline() -> bool:
-    """Whether libraries of the hub are told to ask nobody."""
+    """Return whether the libraries of the hub are set to offline mode."""
     values = (os.environ.get("HF_HUB_OFFLINE"), os.environ.get("TRANSFORMERS_OFFLINE"))
     return next((value for value in values if value), "").upper() in {"1", "ON", "YES", "TRUE"}
 

@@ -259,5 +259,5 @@ def _no_tokenizer(name: str, key: str, error: Exception) -> str:
 
 
 def _is_local(name: str) -> bool:
-    """Whether a name is a folder, or can only be one."""
+    """Return whether a name is a folder, or can only be one."""
     return Path(name).expanduser().is_dir() or name.startswith(("/", ".", "~"))

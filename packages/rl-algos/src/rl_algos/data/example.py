@@ -59,7 +59,7 @@ class Example:
 
     @property
     def is_unanswered(self) -> bool:
-        """Whether it has a solution, but no answer that can be compared, as a proof."""
+        """True if it has a solution but no answer that can be compared, like a proof."""
         return self.answer is None and self.solution is not None
 
     @property
@@ -69,7 +69,7 @@ class Example:
 
     @property
     def has_response(self) -> bool:
-        """Whether the conversation ends with the assistant."""
+        """True if the conversation ends with an assistant message."""
         return bool(self.messages) and self.messages[-1]["role"] == "assistant"
 
 

@@ -97,7 +97,7 @@ class Dataset:
         return self.environment_of(self.examples[row_id], row_id)
 
     def environment_of(self, example: Example, row_id: str) -> str:
-        """As `environment`, of a row whose example is at hand."""
+        """Return the environment of a row whose example is given; see `environment`."""
         return self._environment(self.settings.env_name or example.environment, row_id)
 
     def environments(self) -> dict[str, str]:

@@ -43,7 +43,7 @@ class LeftOut:
         self.count = 0
 
     def found(self, value: Any, place: Callable[[], str]) -> bool:
-        """Whether a row's value is a failure, which is counted.
+        """Return whether a row's value is a failure, and count it.
 
         Raises:
             DataError: with the row's place, if a failure ends the run.

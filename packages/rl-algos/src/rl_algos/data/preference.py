@@ -113,7 +113,7 @@ def _split(chosen: Messages, rejected: Messages) -> tuple[Messages, Messages, Me
 
 
 def _begins_alike(row: Mapping[str, Any], settings: DatasetConfig) -> bool:
-    """Whether the prompt can only be what two strings begin with: the row has no other text."""
+    """Return whether the prompt can only be the common beginning of two strings, because the row has no other text."""
     texts = [row[name] for name in _PAIR]
     if settings.input_key or not all(is_plain_text(text) and marked_turns(text) is None for text in texts):
         return False

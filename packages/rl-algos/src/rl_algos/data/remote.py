@@ -30,7 +30,7 @@ class RemoteFile:
 
 
 def is_remote(path: str) -> bool:
-    """Whether a path is the address of an object store, as `s3://bucket/folder`, and not a local one."""
+    """Return whether a path is the address of an object store, such as `s3://bucket/folder`, and not a local path."""
     return "://" in path
 
 

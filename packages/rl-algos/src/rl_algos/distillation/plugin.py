@@ -24,7 +24,7 @@ from rl_core.model import ModelSpec
 from rl_core.plugins import ModelNeed, TrainingDefaults, WrittenValues
 
 _WEIGHTS = {"mixed_kl_weight": "mixed", "jensen_shannon_beta": "jensen_shannon"}
-"""Keys of `loss_fn` to the divergence that they are for."""
+"""The divergence of `loss_fn` that each key is for."""
 
 
 def model_sections(names_in: Callable[[str], tuple[str, ...]]) -> tuple[str, ...]:
@@ -54,7 +54,7 @@ def check_rollouts(config: RolloutsRoot) -> Iterator[Problem]:
 
 
 def check_text(config: TextRoot) -> Iterator[Problem]:
-    """Problems of distillation on given text, beside those of all learning from given rows."""
+    """Yield problems of distillation on given text, in addition to those of every algorithm with given rows."""
     yield from _loss(config.loss_fn)
     if is_changed(config.loss_fn, "span_tau"):
         yield Problem.unused("loss_fn.span_tau", f"with algorithm: {OFFLINE.name}")

@@ -62,7 +62,7 @@ class Teachers:
         self._temperature = temperature
 
     def scored(self, batch: Batch, groups: Sequence[RolloutGroup]) -> Batch:
-        """As `RolloutScorer.scored`: by the teacher of each prompt's environment or dataset."""
+        """See `RolloutScorer.scored`; the teacher of each prompt's environment or dataset scores it."""
         roles = [
             teacher_of(self._models, group.prompt.environment, group.prompt.dataset)
             for group in groups

@@ -18,7 +18,7 @@ MOST_BYTES = 64 * 2**10
 
 
 def sends_hidden(k: int | None, vocabulary: int) -> bool:
-    """Whether the teacher's hidden states travel in place of its most likely tokens: those are all tokens of a
+    """Return whether the teacher's hidden states are sent instead of its most likely tokens: those are all tokens of a
     vocabulary too large to send.
 
     Args:

@@ -16,13 +16,13 @@ LOSSES = (*PAIR_TERMS, KTO)
 """Names of all losses that have one."""
 
 OF_BOTH = ("loss_mask", REF_LOGPROBS)
-"""Columns that every loss may read, beside `tokens`."""
+"""Columns that every loss may read, in addition to `tokens`."""
 
 OF_PAIRS = (PAIR, "is_chosen", "margin")
-"""Columns of a loss of pairs besides."""
+"""Further columns of a loss of pairs."""
 
 OF_RESPONSES = ("verdict", "kl")
-"""Columns of a loss of single responses besides."""
+"""Further columns of a loss of single responses."""
 
 
 def loss_section(name: str | None) -> type[Config]:
@@ -75,10 +75,10 @@ def term_of(dpo: DPOConfig) -> PairTerm:
 
 
 def uses_reference(loss: Loss) -> bool:
-    """Whether the loss compares with the reference policy; KTO's reference point does as well."""
+    """Return whether the loss uses the reference policy; so does KTO's reference point."""
     return REF_LOGPROBS in loss.columns or "kl" in loss.columns
 
 
 def learns_from_responses(loss: Loss) -> bool:
-    """Whether the loss learns from single responses with a verdict, in place of pairs."""
+    """Return whether the loss learns from single responses with a verdict instead of pairs."""
     return any(column in OF_RESPONSES for column in loss.columns)

@@ -52,7 +52,7 @@ def dpo_section(written: Any) -> type[Config]:
 
 
 def check(config: DPORoot) -> Iterable[Problem]:
-    """Problems of the whole resolved config, beside those of all learning from given rows."""
+    """Yield problems of the whole resolved config, in addition to those of every algorithm with given rows."""
     yield from preference_data_problems("dpo", config.data)
     name = config.dpo.loss.name
     try:

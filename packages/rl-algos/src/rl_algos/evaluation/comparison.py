@@ -28,7 +28,7 @@ class Comparison:
         p_value: of the paired permutation test: the probability of a difference at least as large, in either
             direction, if the two models were equally good on each prompt.
         num_better, num_worse: Prompts on which the second model scored more, and less.
-        confidence: of the interval; 1 less it is the level of significance.
+        confidence: Confidence level of the interval; 1 minus this is the significance level.
     """
 
     num_prompts: int
@@ -44,7 +44,7 @@ class Comparison:
 
     @property
     def is_significant(self) -> bool:
-        """Whether the difference is significant at the level `1 - confidence`."""
+        """True if the difference is significant at the level `1 - confidence`."""
         return self.p_value < 1 - self.confidence
 
 

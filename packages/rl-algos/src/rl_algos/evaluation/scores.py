@@ -72,7 +72,7 @@ class PromptScore:
 
     @property
     def reports_answers(self) -> bool:
-        """Whether the environment reported an answer for a sample."""
+        """True if the environment reported an answer for a sample."""
         return any(sample.answer is not None for sample in self.samples)
 
     def num_passed(self, threshold: float) -> int:

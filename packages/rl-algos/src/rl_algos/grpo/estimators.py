@@ -148,18 +148,18 @@ def estimator_section(name: str | None) -> type[Config]:
 
 
 def chosen(config: GRPOConfig) -> str:
-    """Name of the estimator in force."""
+    """Return the name of the effective estimator."""
     return config.adv_estimator.name or ("rloo" if config.use_leave_one_out_baseline else "grpo")
 
 
 def inputs_of(function: Estimator) -> list[str]:
-    """Names of what an estimator reads: its positional parameters."""
+    """Return the names of the inputs of an estimator: its positional parameters."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return [each.name for each in inspect.signature(function).parameters.values() if each.kind in kinds]
 
 
 def reads(config: GRPOConfig, name: str) -> bool:
-    """Whether the estimator in force reads this input."""
+    """Return whether the effective estimator reads this input."""
     return name in inputs_of(_function(chosen(config)))
 
 
@@ -208,7 +208,7 @@ def _function(name: str) -> Estimator:
 
 
 def _check(advantages: Any, name: str, groups: Sequence[RolloutGroup]) -> None:
-    """Refuse what is not an advantage for each rollout or token."""
+    """Raise a `ValueError` unless there is one advantage for each rollout or token."""
     if isinstance(advantages, Ragged):
         wanted = loss_masks(groups)
         if advantages.values.ndim != 1 or not np.array_equal(advantages.offsets, wanted.offsets):

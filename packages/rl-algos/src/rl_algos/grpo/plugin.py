@@ -25,12 +25,12 @@ def grpo_section(written: Any) -> type[Config]:
 
 
 def models(config: GRPORoot) -> dict[str, ModelNeed]:
-    """The policy alone."""
+    """Return the policy, the only model."""
     return {"policy": policy_need(config, config.grpo)}
 
 
 def check(config: GRPORoot) -> Iterable[Problem]:
-    """Problems of the whole resolved config, beside those of its rollouts."""
+    """Yield problems of the whole resolved config, in addition to those of its rollouts."""
     yield from reward_problems(config.grpo)
     yield from loss_problems(config, config.grpo)
     yield from _estimator(config)

@@ -1,4 +1,4 @@
-"""Losses of a user's own, chosen by the path of their class."""
+"""Custom losses, selected by the path of their class."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MEMBERS = ("columns", "reads", "temperature", "implementation", "totals")
 
 
 def is_path(name: str) -> bool:
-    """Whether the name of a loss is the path of a class."""
+    """Return whether the name of a loss is the path of a class."""
     return ":" in name
 
 
@@ -55,6 +55,6 @@ def loss_class(path: str) -> Any:
 
 
 def loss_requirements(name: str) -> tuple[Requirement, ...]:
-    """Packages of a loss that must be installed wherever it is sent, by the name that a config gives it: none for one
-    of this package, or of a file, which travels with its text."""
+    """Return the packages that a loss needs on every machine, from its name in a config; none for a loss of this
+    package or of a file, whose source is sent along."""
     return (requirement_of(name),) if is_path(name) and not is_in_file(name) else ()

@@ -119,7 +119,7 @@ class DistillationLoss:
 
 @dataclass(frozen=True)
 class WholeDistillationLoss:
-    """As `DistillationLoss`, over all tokens that student and teacher share, however many.
+    """A `DistillationLoss` over all tokens that student and teacher share, however many there are.
 
     Distributions of a large vocabulary are too large to travel. Teachers send their hidden states, and the student's
     ranks read the teachers' heads from their files and compute their distributions, a chunk of tokens at a time. Tokens

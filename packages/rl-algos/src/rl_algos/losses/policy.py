@@ -111,12 +111,12 @@ class PolicyLoss:
 
     @property
     def normalizes_weights(self) -> bool:
-        """Whether the policy term is divided by importance weights in place of a count."""
+        """True if the policy term is divided by importance weights instead of a count."""
         return self.importance is not None and self.importance.batch_normalize
 
     @property
     def _has_sequence_terms(self) -> bool:
-        """Whether the loss of a token depends on other tokens of its sequence, or on how many these are."""
+        """True if the loss of a token depends on other tokens of its sequence, or on their number."""
         of_weights = self.importance is not None and self.importance.is_by_sequence
         filters = self.filters.off_policy_threshold is not None or self.mismatch_threshold is not None
         of_surrogate = self.surrogate.level == "sequence"

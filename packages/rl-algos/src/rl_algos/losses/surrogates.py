@@ -1,11 +1,11 @@
-"""Surrogates: the policy term of a token's loss, one per published objective, described; computed by
-`rl_algos.torch.surrogates`.
+"""Descriptions of surrogates, the policy term of a token's loss, one per published objective;
+`rl_algos.torch.surrogates` computes them.
 
-Notation, for token t of sequence i with n_i sampled tokens: `A` its advantage, `logp` its logprob under the policy,
-`prev` that before the step, `r = exp(logp - prev)` its ratio, `s = exp(mean of logp - prev over the sequence)` that of
-its sequence, `clip(x) = min(max(x, 1 - clip_low), 1 + clip_high)`, `sg` stops the gradient. Log-ratios are bounded to
-[-20, 20] before `exp`. How token terms are added up and divided is the affair of `rl_algos.losses.aggregation`; a
-paper's own choice is named with each.
+Notation, for token t of sequence i with n_i sampled tokens: `A` is its advantage, `logp` its logprob under the policy,
+`prev` its logprob before the step, `r = exp(logp - prev)` its ratio, `s = exp(mean of logp - prev over the sequence)`
+the ratio of its sequence, `clip(x) = min(max(x, 1 - clip_low), 1 + clip_high)`, and `sg` stops the gradient. Log-ratios
+are bounded to [-20, 20] before `exp`. `rl_algos.losses.aggregation` defines how token terms are added up and divided;
+each surrogate mentions the choice of its paper.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Surrogate(NamedConfig):
     - `level`: `token` if each token has its own ratio, `sequence` if the whole sequence shares one.
     - `columns`: Columns that it reads in addition to those of every policy loss; statistics of the whole step.
     - `aggregations`: Aggregations that make sense with it.
-    - `is_by_token`: True if a token's term has no gradient by other tokens, so that tokens may be left out one by one.
+    - `is_by_token`: True if a token's term has no gradient by other tokens, so that single tokens may be left out.
     """
 
     level: ClassVar[Level] = "token"
@@ -152,7 +152,7 @@ class DPPOKL(Surrogate):
 
 
 class ClipCov(ClippedSurrogate):
-    """As `Clip`, without gradient at some tokens of high covariance (Clip-Cov, arXiv:2505.22617); token mean.
+    """`Clip` without gradient at some tokens of high covariance (Clip-Cov, arXiv:2505.22617); token mean.
 
     The covariance of a token is `(prev - mean prev) (A - mean A)`, means over all sampled tokens of the step. Of the
     tokens whose covariance is within [low, high], a random part, `share` of all sampled tokens, is left out. The

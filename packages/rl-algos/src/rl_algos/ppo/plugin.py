@@ -25,7 +25,7 @@ def models(config: PPORoot) -> dict[str, ModelNeed]:
 
 
 def check(config: PPORoot) -> Iterable[Problem]:
-    """Problems of the whole resolved config, beside those of its rollouts."""
+    """Yield problems of the whole resolved config, in addition to those of its rollouts."""
     yield from reward_problems(config.ppo)
     yield from loss_problems(config, config.ppo)
     yield from _critic(config)

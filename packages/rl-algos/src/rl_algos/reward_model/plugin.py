@@ -17,7 +17,7 @@ _OF_RESPONSES = ("loss", "num_responses", "score", "target")
 
 
 def check(config: RewardModelRoot) -> Iterable[Problem]:
-    """Problems of the whole resolved config, beside those of all learning from given rows."""
+    """Yield problems of the whole resolved config, in addition to those of every algorithm with given rows."""
     yield from preference_data_problems("rm", config.data)
     yield from _regression(config.rm)
 

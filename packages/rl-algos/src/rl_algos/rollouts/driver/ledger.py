@@ -93,7 +93,7 @@ class Ledger:
         return self._digests[index]
 
     def is_of(self, index: int, prompt_id: str) -> bool:
-        """Whether a draw may be of this prompt; of another one it is not, but for one in 2^32."""
+        """Return whether a draw may be of this prompt; for another prompt this is wrong with probability 2^-32."""
         return self._digests[index] == digest(prompt_id)
 
     def state(self) -> Mapping[str, Any]:

@@ -46,7 +46,7 @@ class Mixture:
 
     @property
     def has_curriculum(self) -> bool:
-        """Whether weights change, and there is a state to save."""
+        """True if weights change, so that there is a state to save."""
         return self._curriculum is not None
 
     def learn(self, groups: Sequence[RolloutGroup]) -> Mapping[str, float]:

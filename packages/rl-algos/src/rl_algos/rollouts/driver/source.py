@@ -255,7 +255,7 @@ class PacedRolloutSource:
             self._under_way[ticket] = draw
 
     def _discard_old(self) -> None:
-        """Have finished groups and turns sampled again that are older than the bound, as those of a checkpoint are if
+        """Sample finished groups and turns again that are older than the bound, as those of a checkpoint are if
         the bound was lowered since.
         """
         for draw in self._in(DrawState.RESTORED, DrawState.FINISHED):

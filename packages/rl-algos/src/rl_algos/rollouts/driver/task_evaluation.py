@@ -26,7 +26,7 @@ class TaskEvaluation:
         self._settings = settings
 
     def is_due(self, run: Run, step: int) -> bool:
-        """Whether the tasks are to be scored after this step; step 0 is the begin of the run."""
+        """Return whether the tasks are scored after this step; step 0 is the start of the run."""
         if step == 0:
             return self._settings.at_start
         return run.due(self._settings.period, step, at_end=self._settings.at_end)

@@ -72,7 +72,7 @@ class Chat:
     def rendered(
         self, messages: Sequence[Message], so_far: np.ndarray, tools: Sequence[Mapping[str, Any]] = ()
     ) -> np.ndarray:
-        """As `rl_core.rollouts.program.GenerationClient.rendered`, with the tools that the policy may call."""
+        """See `rl_core.rollouts.program.GenerationClient.rendered`; includes the tools that the policy may call."""
         special = special_tokens(self._tokenizer)
         text = render(self._tokenizer, self._with_plain_content(messages), add_generation_prompt=True, tools=tools)
         before = self._tokenizer.decode(so_far.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)

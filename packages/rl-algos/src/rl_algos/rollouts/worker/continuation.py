@@ -67,7 +67,7 @@ class Continuation:
         return np.asarray(special.encode(missing + text[len(before) :]), dtype=np.int32)
 
     def _has_ended(self, sampled: np.ndarray, end: str) -> bool:
-        """Whether the sampled turn ends so that the text behind `end` can follow."""
+        """Return whether the sampled turn ends such that the text after `end` can follow."""
         if not end:
             return True
         last = int(sampled[-1]) if len(sampled) else None
@@ -122,7 +122,7 @@ class Continuation:
 
 
 def rewrites_history(tokenizer: Any, ends: TurnEnds) -> bool:
-    """Whether the template renders an earlier turn in another way than the engine saw it: in two renderings of a turn,
+    """Return whether the template renders an earlier turn differently from what the engine saw: in two renderings,
     as the last one and as an earlier one, or behind the text at which the policy begins.
     """
     thinks = "</think>" in str(tokenizer.chat_template)

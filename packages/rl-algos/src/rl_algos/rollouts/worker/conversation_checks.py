@@ -65,7 +65,7 @@ def check_turns(
     turns_key: str,
     splits: bool,
 ) -> TurnEnds:
-    """As `check_conversations`, of a model that does not train on what it says, so that its template may rewrite
+    """See `check_conversations`; for a model that does not train on what it says, so that its template may rewrite
     earlier turns.
 
     Args:

@@ -155,11 +155,11 @@ class RolloutWorker:
         return await getattr(self._generator, method)(*args)
 
     async def take_over(self, manifest: Manifest, delivery: Delivery) -> Taken:
-        """As `rl_core.rollouts.delivery.take_over`."""
+        """See `rl_core.rollouts.delivery.take_over`."""
         return await take_over(self._generator, manifest, delivery)
 
     async def score_canary(self, canary: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
-        """As `rl_core.rollouts.delivery.score_canary`."""
+        """See `rl_core.rollouts.delivery.score_canary`."""
         return await score_canary(self._generator, canary)
 
     async def write_rollouts(
@@ -222,7 +222,7 @@ class RolloutWorker:
 
 
 def _has_columns_of(rollouts: Sequence[Rollout], task: asyncio.Task[Group]) -> bool:
-    """Whether a group that ended did not fail, and has the columns of another."""
+    """Return whether a group that ended did not fail, and has the columns of another."""
     return task.exception() is None and has_routing(task.result()[1]) == has_routing(rollouts)
 
 
@@ -301,7 +301,7 @@ class _Client:
         return self._worker._chat.rendered(messages, so_far, self._tools)
 
     async def release(self) -> None:
-        """Free conversations that the environment did not end; a failure to do so is logged and harms no rollout."""
+        """Release conversations that the environment did not end; a failure is logged and does not affect rollouts."""
         if not self._open or self._environment is None:
             return
         try:
