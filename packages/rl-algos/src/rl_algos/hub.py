@@ -103,7 +103,7 @@ def ask(kind: Kind, name: str) -> Answer:
     if _silent:
         return _silent[0]
     found = [Answer(reason=f"no answer within {LONGEST_S:g} s")]
-    # looking up the address has no time limit of its own
+    # looking up the address has no time limit
     asking = threading.Thread(target=lambda: found.append(_answer(kind, name)), daemon=True)
     asking.start()
     asking.join(LONGEST_S)

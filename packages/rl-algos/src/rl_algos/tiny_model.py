@@ -50,7 +50,7 @@ def make_tiny_model(
 
     Args:
         folder: Made if it does not exist; files of an earlier model in it are replaced.
-        characters: The vocabulary, beside special tokens; others become `<|unknown|>`.
+        characters: The vocabulary except special tokens; other characters become `<|unknown|>`.
         max_position_embeddings: Longest row in tokens.
 
     Raises:

@@ -227,7 +227,7 @@ def check_shown(messages: Sequence[Message], text: str) -> None:
 
 
 def squeezed(text: str) -> str:
-    """Return a text without white space, which chat templates trim."""
+    """Return a string without white space, which chat templates trim."""
     return "".join(text.split())
 
 

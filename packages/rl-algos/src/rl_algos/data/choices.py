@@ -31,8 +31,8 @@ def multiple_choice(row: Mapping[str, Any], _settings: DatasetConfig) -> Example
 
 
 def gpqa(row: Mapping[str, Any], _settings: DatasetConfig) -> Example:
-    """`Question`, `Correct Answer` and `Incorrect Answer 1` to `3`; the order of the options follows from their texts
-    alone, so it is the same in every run (GPQA, arXiv:2311.12022)."""
+    """`Question`, `Correct Answer` and `Incorrect Answer 1` to `3`; the order of the options depends only on
+    their strings, so it is the same in every run (GPQA, arXiv:2311.12022)."""
     text = text_column(row, "Question").strip()
     options = [text_column(row, name).strip() for name in ("Correct Answer", *_GPQA_WRONG)]
     seed = int.from_bytes(blake2b("\n".join([text, *options]).encode(), digest_size=8).digest(), "big")

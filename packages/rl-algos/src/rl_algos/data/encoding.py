@@ -40,7 +40,7 @@ _CHUNK = 2048
 """Rows of a file of the cache."""
 
 _NUMBER_BYTES = 8
-"""Bytes of each number behind the rows of a file: positions of rows, their number, and a checksum."""
+"""Bytes of each number after the rows of a file: positions of rows, their number, and a checksum."""
 
 _PROGRESS_S = 10.0
 """Seconds from one line about progress to the next."""

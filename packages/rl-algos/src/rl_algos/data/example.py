@@ -38,7 +38,7 @@ class Example:
         messages: The conversation; a training conversation may end with the assistant's message.
         answer: The right answer; None if the row has none.
         environment: Name of the environment that scores it; empty if the row names none.
-        info: Whatever else an environment needs beside the answer and the fields of the row.
+        info: Whatever else an environment needs in addition to the answer and the fields of the row.
         responses: Responses to the conversation, which then ends before them; for preference data.
         margin: How much one of two responses is better; None if it is not known.
         solution: Text or messages that lead to the answer, learned in its place by supervised fine-tuning; None if

@@ -53,7 +53,7 @@ class Source:
     """Rows that are read as they come.
 
     Args:
-        open_rows: Function from a number of rows to skip to the rows behind them, to the end.
+        open_rows: Function from a number of rows to skip to the remaining rows.
         convert: Function from a row to an example; raises a `DataError` for a row of another form.
     """
 
@@ -126,7 +126,7 @@ class Dataset:
         return self.select(positions_within(self.settings.pass_rate, self.name, prompts))
 
     def select(self, positions: np.ndarray) -> Dataset:
-        """The dataset with the examples at these positions, ascending, alone."""
+        """Return the dataset with only the examples at these positions, ascending."""
         unanswered = np.flatnonzero(np.isin(positions, self.unanswered)).tolist()
         return replace(self, examples=self.examples.select(positions), unanswered=unanswered)
 

@@ -1,4 +1,4 @@
-"""The length of a run beside that of its data."""
+"""The length of a run compared with its data."""
 
 from __future__ import annotations
 

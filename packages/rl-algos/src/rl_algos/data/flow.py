@@ -18,12 +18,12 @@ T = TypeVar("T")
 class Flow(Generic[T]):
     """Items of one dataset in passes over it, shuffled within blocks.
 
-    A block holds the next items of a pass; its order follows from the seed and its place alone. So a position is the
+    A block holds the next items of a pass; its order depends only on the seed and its place. So a position is the
     row that the block begins with and the items taken of it, and a restored flow reads that block again.
 
     Args:
         name: Name of the dataset.
-        open_rows: Function from a number of rows to skip to the rows behind them, to the end of the pass.
+        open_rows: Function from a number of rows to skip to the remaining rows of the pass.
         make: Function from the number of a row and the row to an item; None leaves the row out.
         block: Items of a block.
         entropy: Numbers that the order follows from.

@@ -1,4 +1,4 @@
-"""Datasets of the hub whose columns are known, so that their name alone is enough.
+"""Datasets of the hub whose columns are known, so that their name is enough.
 
 Names, subsets, splits and columns are those of their cards.
 """

@@ -37,7 +37,7 @@ def dataset_problems(key: str, section: DatasetConfig | DatasetDefaults) -> Iter
                 got=results,
                 remedy="Pass the folder that `rl eval ... run_dir=FOLDER` wrote",
             )
-    # each alone, so that one does not hide the others
+    # each by itself, so that one does not hide the others
     for name, check in _CHECKS.items():
         if (value := getattr(section, name)) is not None:
             # any path: only the named key is checked

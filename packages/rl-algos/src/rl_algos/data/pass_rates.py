@@ -92,7 +92,7 @@ def _records(folder: Path) -> Iterator[Mapping[str, Any]]:
             try:
                 yield json.loads(line)
             except ValueError:
-                # that of an evaluation which was killed, or still goes on, may end within a line
+                # an evaluation that was killed, or is still running, may end within a line
                 if line.endswith(b"\n"):
                     raise DataError(f"{path}, line {number}: not a JSON object; evaluate again") from None
 

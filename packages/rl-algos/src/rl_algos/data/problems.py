@@ -58,7 +58,7 @@ def dapo_math(row: Mapping[str, Any], _settings: DatasetConfig) -> Example:
 
 
 def gsm8k(row: Mapping[str, Any], _settings: DatasetConfig) -> Example:
-    """A grade-school word problem; the answer is the number behind `####` (GSM8K, arXiv:2110.14168)."""
+    """A grade-school word problem; the answer is the number after `####` (GSM8K, arXiv:2110.14168)."""
     solution = text_column(row, "answer")
     worked, marker, answer = solution.rpartition("####")
     if not marker:

@@ -1,4 +1,4 @@
-"""Encoded rows as bytes that hold data only: arrays behind a line of JSON."""
+"""Encoded rows as bytes that contain only data: a line of JSON, then arrays."""
 
 from __future__ import annotations
 

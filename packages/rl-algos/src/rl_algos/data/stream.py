@@ -17,7 +17,7 @@ T = TypeVar("T")
 class Stream(Generic[T]):
     """Draws from datasets in proportion to their weights; each item of a dataset once before any of it comes again.
 
-    The order follows from the seed, the sizes and the weights alone, and the position is one count per dataset. An
+    The order depends only on the seed, the sizes and the weights, and the position is one count per dataset. An
     epoch is as many draws as there are items; without weights it holds every item exactly once.
 
     Args:

@@ -65,7 +65,7 @@ class Surround:
 
     @classmethod
     def of(cls, settings: DatasetConfig) -> Surround:
-        """The texts that the dataset's settings name; raises a `ConfigError` if a file cannot be read."""
+        """Return the strings that the dataset's settings refer to; raises a `ConfigError` if a file cannot be read."""
         return cls(
             None
             if settings.prompt_file is None
@@ -76,7 +76,11 @@ class Surround:
         )
 
     def apply(self, example: Example, row: Mapping[str, Any]) -> Example:
-        """The example with these texts; raises a `DataError` if it has no user message, or a system message already."""
+        """Return the example with these strings.
+
+        Raises:
+            DataError: If it has no user message, or already has a system message.
+        """
         messages = list(example.messages)
         if self.prompt is not None:
             users = [index for index, message in enumerate(messages) if message["role"] == "user"]

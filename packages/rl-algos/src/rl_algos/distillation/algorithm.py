@@ -1,4 +1,4 @@
-"""Distillation, from the resolved config to the objects of its own loop, or of the one that learns from given rows."""
+"""Distillation, from the resolved config to the objects of its loop, or of the loop for given rows."""
 
 from __future__ import annotations
 

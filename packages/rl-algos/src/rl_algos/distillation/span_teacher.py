@@ -53,7 +53,7 @@ class Translator:
         return encode_prompt(self._teacher, messages)
 
     def response(self, prompt: np.ndarray, sampled: Sequence[int]) -> Response:
-        """The tokens that the student sampled, behind the teacher's prompt. What has no text of its own (a character
+        """The tokens that the student sampled, after the teacher's prompt. What has no text of its own (a character
         cut in two, special tokens but that at the end) is in no span, nor what comes after it."""
         ended = bool(sampled) and sampled[-1] in self._student_ends
         said = [self._student_bytes(token) for token in (sampled[:-1] if ended else sampled)]
@@ -73,7 +73,7 @@ class Translator:
 
 
 def _end_of_turn(tokenizer: Any) -> int:
-    """The id that the chat template writes behind a turn, or that of the end of sequence."""
+    """The id that the chat template writes after a turn, or the id of the end of sequence."""
     return int(tokenizer.convert_tokens_to_ids(template_ends(tokenizer).token or tokenizer.eos_token))
 
 

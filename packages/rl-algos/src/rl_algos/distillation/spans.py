@@ -20,7 +20,7 @@ class Span(NamedTuple):
     """Tokens of two tokenizers that stand for the same bytes.
 
     Args:
-        student: Its tokens, from the first to behind the last.
+        student: Its tokens, as a half-open range.
         teacher: Likewise.
     """
 

@@ -78,7 +78,7 @@ def check_teachers(config: TextRoot | RolloutsRoot, tokenizer: Any) -> None:
 
 
 def teacher_tokenizer(config: TextRoot | RolloutsRoot, key: str) -> Any:
-    """The tokenizer of a teacher that has tokens of its own.
+    """Return the tokenizer of a teacher that has its own tokens.
 
     Raises:
         ConfigError: If it has no tokenizer files, no end-of-sequence token or no chat template.

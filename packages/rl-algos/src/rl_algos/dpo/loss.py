@@ -41,7 +41,7 @@ def loss_section(name: str | None) -> type[Config]:
     if name not in PAIR_TERMS:
         raise unknown_name(name, LOSSES, others=PATH)
     kind = PAIR_TERMS[name]
-    # the weight of the KL divergence has a key of its own
+    # the weight of the KL divergence has its own key
     return section_of(kind, PreferenceLossConfig, derived=("beta",) if kind.uses_reference else ())
 
 

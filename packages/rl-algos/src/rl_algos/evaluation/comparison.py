@@ -22,7 +22,7 @@ class Comparison:
 
     Args:
         num_prompts: Number of prompts that both answered.
-        num_only_first, num_only_second: that one of them answered alone; they count for nothing.
+        num_only_first, num_only_second: Numbers of prompts that only one of them answered; they do not count.
         first, second: Mean score of each model over the common prompts.
         difference: Difference of the means, second minus first, with a paired bootstrap interval.
         p_value: of the paired permutation test: the probability of a difference at least as large, in either

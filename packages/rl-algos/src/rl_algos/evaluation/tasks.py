@@ -64,7 +64,7 @@ def is_file(given: str) -> bool:
 
 def of_run(data: DataConfig | None) -> dict[str, Any]:
     """Return the settings that the datasets of a run give to a file of rows: those in which its validation datasets, or
-    else its training datasets, agree. Columns and processors are those of files alone.
+    else its training datasets, agree. Columns and processors are only taken from files.
 
     Args:
         data: Data of the run; None without one.

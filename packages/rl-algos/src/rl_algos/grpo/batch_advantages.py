@@ -69,7 +69,7 @@ def gdpo(
     sum are told apart.
 
     Args:
-        rewards_by_name: float `[rollouts]` by name, as the environment gave them, besides `reward`; NaN for failed
+        rewards_by_name: float `[rollouts]` by name, as the environment gave them, except `reward`; NaN for failed
             rollouts.
         groups: `[rollouts]`, group id of each.
         weights: Weights of the rewards by name; those without one are left out. None takes all, with the weight 1.

@@ -117,7 +117,7 @@ INPUTS: Mapping[str, Callable[[_Step], Any]] = {
 
 - `rewards` float64 `[rollouts]`, scaled and shaped, NaN for failed rollouts;
 - `scores` float64 `[rollouts]`, rewards as the environments gave them, likewise;
-- `rewards_by_name`, the same by the name that environments give them, besides `reward`;
+- `rewards_by_name`, the same by the name that environments give them, except `reward`;
 - `baselines` float64 `[rollouts]`, the reward of a greedy rollout of the same prompt, scaled and shaped;
 - `groups` int64 `[rollouts]`, the group of each;
 - `lengths` int64 `[rollouts]`, sampled tokens;

@@ -24,7 +24,7 @@ class KLPenalty(CheckedConfig):
     - k2: its expected gradient is exactly the gradient of the KL divergence.
     - k3: its expected gradient is the gradient of KL(reference || policy), which agrees only near the reference.
     - with `unbiased`, the estimate is multiplied by `exp(logp - prev)`, whose gradient adds the score-function term:
-      exact for k1 and k3 (k3 has less variance), also when the policy has moved since the tokens were sampled. k2
+      exact for k1 and k3 (k3 has less variance), even if the policy has moved since the tokens were sampled. k2
       would be inexact with it, and is refused.
 
     Clamps take a token's gradient away where they bind. No gradient passes through a penalty on rewards, so every

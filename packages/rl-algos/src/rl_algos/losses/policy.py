@@ -53,7 +53,7 @@ class PolicyLoss:
         aggregation: From tokens to one number.
         on_policy: The ratio is 1 with its gradient; `prev_logprobs` are the logprobs of the pass itself and not a
             column.
-        ratio_denominator: Logprobs that the ratio of the surrogate compares with. `generation` takes them in place of
+        ratio_denominator: Logprobs that the ratio of the surrogate compares with. `generation` uses them instead of
             `prev`, only in the surrogate: the behaviour policy is then the centre of the clip.
         kl: The KL term, None for none.
         importance: The correction w, None for none.
@@ -123,7 +123,7 @@ class PolicyLoss:
         return of_surrogate or of_weights or filters or self.aggregation.denominator == "sequences"
 
     def totals(self, batch: Batch) -> Mapping[str, float]:
-        """`tokens` that train, `sequences` with at least one, and what the terms in use are divided by besides."""
+        """`tokens` that train, `sequences` with at least one, and what else the terms in use are divided by."""
         mask = by_sequence(batch, batch.ragged("loss_mask"))
         sampled = mask.sums()
         totals = {"tokens": float(sampled.sum()), "sequences": float(np.count_nonzero(sampled))}

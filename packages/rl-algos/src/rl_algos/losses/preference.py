@@ -1,7 +1,7 @@
 """Losses of preference learning, described; computed by `rl_algos.torch.preference`.
 
 Notation, for a response y to a prompt: `logp(y)` is the sum of the policy's logprobs over what the assistant says in
-it, `ref(y)` that of the reference policy, `n(y)` the number of those tokens, c the chosen and r the rejected response
+it, `ref(y)` the same sum for the reference policy, `n(y)` the number of those tokens, c the chosen and r the rejected response
 of a pair, `h = beta ((logp(c) - ref(c)) - (logp(r) - ref(r)))`, `logsigmoid` the logarithm of the logistic function.
 If logprobs are averaged, `logp(y) / n(y)` and `ref(y) / n(y)` take their place everywhere.
 
@@ -31,7 +31,7 @@ class PairTerm:
         name: Name in configs and of the function in `rl_algos.torch.preference`.
         uses_reference: True if it compares with a reference policy; `beta` is then the weight of the KL divergence.
         averages: True if logprobs are always averaged over tokens.
-        weight: Weight of the term, beside that of `sft_weight`.
+        weight: Weight of the term; `sft_weight` has its own.
         sft_weight: of the negative log-likelihood of the chosen response that belongs to it.
     """
 

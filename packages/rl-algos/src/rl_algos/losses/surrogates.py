@@ -108,7 +108,7 @@ class Reinforce(Surrogate):
 
 
 class SAPO(Surrogate):
-    """`-A (4 / tau) sigmoid(tau (r - 1))`, a soft gate in place of the clip (SAPO, arXiv:2511.20347); sequence mean."""
+    """`-A (4 / tau) sigmoid(tau (r - 1))`, a soft gate instead of the clip (SAPO, arXiv:2511.20347); sequence mean."""
 
     name: SurrogateName = "sapo"
     tau_positive: float = Field(default=1.0, gt=0)
@@ -156,7 +156,7 @@ class ClipCov(ClippedSurrogate):
 
     The covariance of a token is `(prev - mean prev) (A - mean A)`, means over all sampled tokens of the step. Of the
     tokens whose covariance is within [low, high], a random part, `share` of all sampled tokens, is left out. The
-    paper takes `logp` in place of `prev`, which is the same in the first update of a step.
+    paper uses `logp` instead of `prev`, which is the same in the first update of a step.
     """
 
     columns = ("high_covariance",)

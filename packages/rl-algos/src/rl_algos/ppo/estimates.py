@@ -26,7 +26,7 @@ class Values:
 
     Args:
         before: float32 `[tokens]`, by rows of the batch, of the state before each token.
-        last: float `[rollouts]`, of the state after the last token of one that goes on; 0 for one that has ended.
+        last: float `[rollouts]`, of the state after the last token of one that continues; 0 for one that has ended.
     """
 
     before: Ragged

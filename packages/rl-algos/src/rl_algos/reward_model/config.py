@@ -11,7 +11,7 @@ from rl_algos.preference.config import PreferenceConfig, PreferenceRoot
 
 
 class RewardModelConfig(PreferenceConfig):
-    """A reward model: the policy's architecture with a head of one score in place of the language-model head."""
+    """A reward model: the policy's architecture with a scalar score head instead of the language-model head."""
 
     loss: Literal["bradley-terry", "regression"] = "bradley-terry"
     """Loss of the reward model: `bradley-terry` trains on pairs, so that the better response gets the higher score;

@@ -109,7 +109,7 @@ def check_environments(config: RolloutRoot, datasets: Datasets, *, also: Collect
     """Refuse a row that names an environment which is neither installed nor configured.
 
     Args:
-        also: Names that rows may have besides.
+        also: Further names that rows may have.
 
     Raises:
         DataError: Naming the row, and the environments that there are.

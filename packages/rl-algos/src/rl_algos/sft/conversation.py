@@ -18,7 +18,7 @@ from rl_core.errors import DataError
 from rl_core.rollouts.rollout import Message
 
 LEARNED_FLAGS = ("train", "weight")
-"""Keys by which a message says whether it is learned; the second is that of OpenAI's files."""
+"""Keys that select a message for training; OpenAI's files use the second one."""
 
 
 def encode_conversation(
@@ -108,7 +108,7 @@ def _flag(index: int, message: Message) -> bool | None:
 
 
 def _tokens(tokenizer: Any, text: str, starts: Sequence[int]) -> tuple[list[int], list[Span]]:
-    """Tokens of a text, with the part of the text that each stands for.
+    """Return the tokens of a string, with the part of the string that each covers.
 
     Each turn is tokenised apart from its prompt, as in generation: otherwise a token could join the end of a prompt
     and the start of a turn, or a prompt could have other tokens than the model reads when it generates.
@@ -146,7 +146,7 @@ def _added_tokens(tokenizer: Any) -> frozenset[int]:
 
 
 def _encoded(tokenizer: Any, text: str, *, inside: bool = False) -> tuple[list[int], list[Span]]:
-    """Tokens and offsets of a text, or of a text inside a longer one, which has no mark of a start."""
+    """Return tokens and offsets of a string, or of a string inside a longer one, which has no mark of a start."""
     if not inside:
         encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         return list(encoding["input_ids"]), list(encoding["offset_mapping"])

@@ -137,7 +137,7 @@ class _Conversation:
         return start, len(said)
 
     def end_of_open_turn(self, ends: TurnClosing) -> str:
-        """Return the token that the template writes behind the last message if another one follows (`<|user|>` for
+        """Return the token that the template writes after the last message if another one follows (`<|user|>` for
         GLM); the end of sequence if it writes none."""
         calls = self._messages[-1].get("tool_calls")
         said: Message = {"role": "assistant", "content": "x", **({"tool_calls": calls} if calls else {})}

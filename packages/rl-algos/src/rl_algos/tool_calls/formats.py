@@ -17,8 +17,8 @@ class ToolFormat:
 
     Args:
         parse: Reads a turn's text, with its special tokens except the one that ended it.
-        signs: Texts that a chat template has if its model writes this format; any of them.
-        ends: Special tokens that end a turn with calls, beside the template's end of a turn.
+        signs: Strings that a chat template contains if its model writes this format; any of them.
+        ends: Special tokens that end a turn with calls, in addition to the template's end of a turn.
         arguments_as_text: True if templates take the arguments of a call as JSON text.
         reads_all: True if turns of models with this format are parsed even if there are no tools.
     """

@@ -130,7 +130,7 @@ def marked_calls(text: str, mark: str, read: ReadCalls, opened: str = "") -> tup
 
 
 def at_most(calls: list[ToolCall]) -> list[ToolCall]:
-    """Return the first `MAX_CALLS` calls, and an error in place of all others."""
+    """Return the first `MAX_CALLS` calls, and an error instead of all others."""
     if len(calls) <= MAX_CALLS:
         return calls
     return [

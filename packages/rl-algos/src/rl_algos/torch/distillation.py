@@ -1,4 +1,4 @@
-"""The computation behind `rl_algos.losses.distillation`."""
+"""The computation of `rl_algos.losses.distillation`."""
 
 from __future__ import annotations
 

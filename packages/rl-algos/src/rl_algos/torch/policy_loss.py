@@ -1,4 +1,4 @@
-"""The computation behind `rl_algos.losses.policy.PolicyLoss`."""
+"""The computation of `rl_algos.losses.policy.PolicyLoss`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The computations behind `rl_algos.losses.preference`."""
+"""The computations of `rl_algos.losses.preference`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The computations behind `rl_algos.losses.reward`."""
+"""The computations of `rl_algos.losses.reward`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The computation behind `rl_algos.losses.spans`."""
+"""The computation of `rl_algos.losses.spans`."""
 
 from __future__ import annotations
 

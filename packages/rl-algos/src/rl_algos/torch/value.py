@@ -1,4 +1,4 @@
-"""The computation behind `rl_algos.losses.value.ValueLoss`."""
+"""The computation of `rl_algos.losses.value.ValueLoss`."""
 
 from __future__ import annotations
 

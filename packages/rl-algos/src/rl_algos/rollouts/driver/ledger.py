@@ -97,7 +97,7 @@ class Ledger:
         return self._digests[index] == digest(prompt_id)
 
     def state(self) -> Mapping[str, Any]:
-        """Plain data that `restore` goes on from."""
+        """Plain data that `restore` continues from."""
         return {
             "versions": np.array(self._versions, dtype=np.int32),
             "reasons": np.array(self._reasons, dtype=np.uint8),

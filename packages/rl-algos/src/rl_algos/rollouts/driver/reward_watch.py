@@ -62,7 +62,7 @@ class RewardWatch:
 
 
 def commonest(groups: Iterable[RolloutGroup], number: int = _MOST_RESPONSES) -> list[tuple[str, int]]:
-    """The texts with which most rollouts end, shortened, each with how often; none if their texts are lost."""
+    """Return the most frequent last turns of rollouts, shortened, with their counts; none if the records are lost."""
     found: Counter[str] = Counter()
     try:
         for group in groups:

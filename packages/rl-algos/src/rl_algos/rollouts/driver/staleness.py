@@ -14,7 +14,7 @@ def staleness_metrics(groups: Sequence[RolloutGroup], version: int, *, max_stale
 
     Args:
         version: Version of the weights that train on the groups.
-        max_staleness: Bound of the ages; each age up to it has a share of its own.
+        max_staleness: Bound of the ages; each age up to it has its own share.
     """
     by_rollout = [spans for group in groups for spans in group.rollouts.spans if spans]
     if not by_rollout:

@@ -1,4 +1,4 @@
-"""Validation of the policy on prompts of its own."""
+"""Validation of the policy on separate prompts."""
 
 from __future__ import annotations
 

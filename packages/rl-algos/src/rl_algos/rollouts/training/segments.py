@@ -21,7 +21,7 @@ def rollout_numbers(groups: Sequence[RolloutGroup]) -> np.ndarray:
 
 
 def whole_rollouts(column: Ragged, groups: Sequence[RolloutGroup]) -> Ragged:
-    """A token-aligned column with a row per rollout, its segments end to end, in place of one per segment.
+    """A token-aligned column with a row per rollout, its segments end to end, instead of a row per segment.
 
     Args:
         groups: Groups of the rollouts of the column, in order.

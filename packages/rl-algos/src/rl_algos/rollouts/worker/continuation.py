@@ -22,7 +22,7 @@ class Continuation:
     """Renders the text that the chat template puts between a turn of the policy and its next one.
 
     A short conversation is rendered twice: with marks instead of the texts, which shows where the end of the policy's
-    turn is, and with the real answer, of which everything behind that place is taken. So it does not matter how the
+    turn is, and with the real answer, of which everything after that place is taken. So it does not matter how the
     template would write the policy's turn: its tokens stay as they were sampled, thoughts and tool calls included.
     Special tokens in the content of an answer are tokenised as text unless the tokenizer's settings say otherwise.
 
@@ -39,7 +39,7 @@ class Continuation:
         self._seam = lru_cache(_KINDS)(self._find_seam)
 
     def tokens(self, turn: Message, observation: Sequence[Message], sampled: np.ndarray) -> np.ndarray:
-        """The tokens to append behind a sampled turn.
+        """Return the tokens to append after a sampled turn.
 
         Args:
             turn: The policy's message.
@@ -50,7 +50,7 @@ class Continuation:
             int32 `[tokens]`.
 
         Raises:
-            ValueError: If the template does not render the observation behind the turn.
+            ValueError: If the template does not render the observation after the turn.
         """
         calls = [call.get("id", "") for call in turn.get("tool_calls", ())]
         kinds = [{key: value for key, value in message.items() if key != "content"} for message in observation]
@@ -123,7 +123,7 @@ class Continuation:
 
 def rewrites_history(tokenizer: Any, ends: TurnEnds) -> bool:
     """Return whether the template renders an earlier turn differently from what the engine saw: in two renderings,
-    as the last one and as an earlier one, or behind the text at which the policy begins.
+    as the last one and as an earlier one, or after the text at which the policy begins.
     """
     thinks = "</think>" in str(tokenizer.chat_template)
     return any(
@@ -139,6 +139,6 @@ def _rewrites(tokenizer: Any, ends: TurnEnds, text: str) -> bool:
     asked, said = {"role": "user", "content": "A question."}, {"role": "assistant", "content": text}
     as_last, as_earlier = render(asked, said), render(asked, said, {"role": "user", "content": "Another."})
     cut = max((as_last.rfind(mark) for mark in ends.marks), default=-1)
-    # of the last turn without the tokens behind it, which may differ
+    # of the last turn without the tokens after it, which may differ
     turn = as_last[:cut] if cut > as_last.rfind("An answer.") else as_last.rstrip()
     return not (as_earlier.startswith(turn) and turn.startswith(render(asked, begins=True)))

@@ -1,4 +1,4 @@
-"""The process that runs rollouts beside a replica."""
+"""The process that runs rollouts next to a replica."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class RolloutWorker:
         return self._generator.num_ranks
 
     async def begin(self, tasks: Sequence[tuple[int, RolloutTask]]) -> None:
-        """Begin groups, each under a number of its own; `finished` answers with them.
+        """Start groups, each with its own number; `finished` answers with them.
 
         Their first requests reach the engine together and in order, so that its batches do not depend on timing.
         """
