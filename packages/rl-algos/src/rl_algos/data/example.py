@@ -83,7 +83,7 @@ Processor = Callable[[Mapping[str, Any], DatasetConfig], Example]
 
 
 def column(row: Mapping[str, Any], name: str) -> Any:
-    """A row's column; raises a `DataError` that names the nearest column and all others."""
+    """Return a row's column; raises a `DataError` that lists the nearest column and all others."""
     if name not in row:
         raise DataError(_no_column(row, name))
     return row[name]
@@ -91,19 +91,19 @@ def column(row: Mapping[str, Any], name: str) -> Any:
 
 def _no_column(row: Mapping[str, Any], name: str) -> str:
     padded = next((other for other in row if other.strip() == name), None)
-    near = did_you_mean(name, row) if padded is None else f"; {padded!r} has white space around it, remove that"
+    near = did_you_mean(name, row) if padded is None else f"; {padded!r} has white space around it; remove it"
     return f"no column {name!r}{near}; the columns are {', '.join(sorted(row))}"
 
 
 def _without_input(row: Mapping[str, Any]) -> str:
     return (
-        f"{_no_column(row, 'messages')}. Name the column of the input in `input_key` and that of the answer in "
-        "`output_key`, or set `processor`"
+        f"{_no_column(row, 'messages')}. Set `input_key` to the column of the input and `output_key` to the column of "
+        "the answer, or set `processor`"
     )
 
 
 def text_column(row: Mapping[str, Any], name: str) -> str:
-    """A row's column of text; raises a `DataError` if it is missing or something else."""
+    """Return a row's string column; raises a `DataError` if it is missing or something else."""
     value = column(row, name)
     if not isinstance(value, str):
         raise DataError(f"{name!r} must be a string, got {value!r}")
