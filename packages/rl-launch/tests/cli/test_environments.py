@@ -206,13 +206,13 @@ def test_rows_that_a_run_would_refuse_are_refused_with_their_line_and_the_keys(t
         return " ".join(answer.stderr.split())
 
     said = refusal("math", "--data", str(own))
-    assert "own.jsonl, line 1: no column 'messages'; the columns are gold, q. Name the column of the input in" in said
+    assert "own.jsonl, line 1: no column 'messages'; the columns are gold, q. Set `input_key`" in said
     assert "(as data.train.KEY=VALUE)" in said
     said = refusal("math", "--data", str(own), "data.train.input_key=q")
     assert "line 1: the environment math cannot score it" in said
-    assert "name that column in `output_key`" in said
+    assert "set `output_key` to that column" in said
     own.write_text('{"prompt": "1+1=", "answer": NaN}\n')
-    assert "line 1: its answer is nan, which no response can equal" in refusal("rewards.py:brief", "--data", str(own))
+    assert "line 1: its answer is nan" in refusal("rewards.py:brief", "--data", str(own))
 
 
 def test_rewards_that_never_differ_come_with_what_the_code_looks_for():

@@ -83,7 +83,7 @@ def steps_of(config: RolloutRoot, components: Components, run: Run, *, with_gree
     """The steps of the loop.
 
     Args:
-        with_greedy: whether each has a greedy rollout of every prompt besides.
+        with_greedy: True if each also has a greedy rollout of every prompt.
     """
     assert components.pool is not None, "the algorithm's plugin says that it generates"
     assert components.weights is not None, "the algorithm's plugin says that it generates"

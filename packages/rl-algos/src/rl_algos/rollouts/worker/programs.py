@@ -20,14 +20,14 @@ def program_named(name: str) -> str | FromFile:
     """A rollout program by name, as `file.py:Class` or as `package.module:Class`; nothing is imported.
 
     Raises:
-        ValueError: if no program has that name, or its file does not define it.
+        ValueError: If no program has that name, or its file does not define it.
     """
     if ":" not in name:
         if name in PROGRAMS:
             return PROGRAMS[name]
         raise ValueError(
-            f"no rollout program {name!r}{did_you_mean(name, PROGRAMS)}; use {', '.join(PROGRAMS)}, file.py:Class or "
-            "package.module:Class"
+            f"{name!r} is not a rollout program{did_you_mean(name, PROGRAMS)}; allowed: {', '.join(PROGRAMS)}, "
+            "file.py:Class or package.module:Class"
         )
     return code_named(name)
 
@@ -49,5 +49,5 @@ def code_named(name: str) -> str | FromFile:
     except ModuleNotFoundError:
         found = None
     if found is None:
-        raise ValueError(f"{name}: the module {module} is not installed; what is in a file is written file.py:NAME")
+        raise ValueError(f"the module {module} of {name!r} is not installed. To name code in a file: file.py:NAME")
     return name
