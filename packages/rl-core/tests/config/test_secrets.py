@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import field_validator
 
-from rl_core.config import Config, EnvVars, Problem, load, resolve
+from rl_core.config import Config, EnvVars, Problem, ProblemError, load, resolve
 from rl_core.errors import ConfigError
 
 SECRET = "sk-live-12345"
@@ -27,7 +27,7 @@ class Server(Config):
     @classmethod
     def _is_url(cls, value: str) -> str:
         if not value.startswith("http"):
-            raise ValueError(f"got {value!r}; allowed: http://...")
+            raise ProblemError(Problem("", got=value, allowed="http://..."))
         return value
 
 
