@@ -25,7 +25,7 @@ def _dotted(example: str) -> Callable[[str | None], str | None]:
 
     def check(name: str | None) -> str | None:
         if name is not None and not _DOTTED.fullmatch(name):
-            raise ValueError(f"got {name!r}; allowed: the dotted name of a class, such as {example}")
+            raise ProblemError(Problem("", got=name, allowed=f"dotted name of a class, such as {example}"))
         return name
 
     return check
@@ -60,7 +60,8 @@ class TokenizerConfig(Config):
     def _are_variables(cls, value: dict[str, Any]) -> dict[str, Any]:
         for name in value:
             if not name.isidentifier():
-                raise ValueError(f"{name!r} is not a valid variable name; use letters, digits and underscores")
+                reason, remedy = f"{name!r} is not a valid variable name", "Use letters, digits and underscores"
+                raise ProblemError(Problem("", reason, remedy=remedy))
         return value
 
     def with_variables(self, template: Any) -> Any:
@@ -175,8 +176,10 @@ class LoraConfig(Config):
             raise ProblemError(
                 Problem(
                     "use_dora",
-                    "DoRA adapters are not supported; remove this key to train plain ones, or set use_rslora=true for "
-                    "rank-stabilised ones",
+                    "asks for DoRA adapters, which are not supported",
+                    remedy="Remove this key to train plain LoRA adapters, or set use_rslora=true for rank-stabilised "
+                    "ones",
+                    feature="DoRA adapters",
                 )
             )
         return values
@@ -247,8 +250,8 @@ def _batching_problems(model: ModelConfig) -> Iterator[Problem]:
     if model.sequence_packing.enabled and model.dynamic_batching.enabled:
         yield Problem(
             "dynamic_batching.enabled",
-            "sequence_packing and dynamic_batching are both enabled; set sequence_packing.enabled=false in the same "
-            "section to pad instead",
+            "cannot be combined with sequence_packing.enabled=true",
+            remedy="Set sequence_packing.enabled=false in the same section to pad rows instead of packing them",
         )
 
 
@@ -259,26 +262,28 @@ def _override_problems(overrides: Mapping[str, Any]) -> Iterator[Problem]:
             value = overrides[name] if name == "rope_scaling" else {name: overrides[name]}
             yield Problem(
                 f"hf_config_overrides.{name}",
-                f"this is an older name; write rope_parameters: {value}, which is merged over the model's own",
+                "is an older name of a field of rope_parameters",
+                remedy=f"Write rope_parameters: {value}, which is merged with the model's own parameters",
             )
 
 
 def _adapter_problems(lora: LoraConfig) -> Iterator[Problem]:
     if lora.adapter is not None and not lora.enabled:
-        yield Problem(
-            "lora_cfg.adapter", "no adapters train that could start from it; set enabled to true, or remove it"
-        )
+        remedy = "Set lora_cfg.enabled=true, or remove this key"
+        yield Problem.unused("lora_cfg.adapter", "with lora_cfg.enabled=false", remedy=remedy)
     if lora.enabled and lora.target_modules and lora.match_all_linear:
         yield Problem(
             "lora_cfg.match_all_linear",
-            "puts an adapter on every linear layer, whatever target_modules says; set it to false, or leave "
-            "target_modules empty",
+            "adds an adapter to every linear layer, so target_modules has no effect",
+            remedy="Set match_all_linear=false, or leave target_modules empty",
         )
     if lora.enabled and lora.target_parameters and lora.dropout:
         yield Problem(
             "lora_cfg.dropout",
-            f"got {lora.dropout}, but adapters of experts (target_parameters) are added to weights, with no inputs of "
-            "their own to drop; set dropout to 0, or leave target_parameters empty",
+            "cannot be combined with adapters of experts (target_parameters), which are added to the weights and have "
+            "no inputs to drop",
+            got=lora.dropout,
+            remedy="Set dropout=0, or leave target_parameters empty",
         )
 
 
@@ -289,14 +294,15 @@ def _schedule_problems(scheduler: list[SchedulerConfig]) -> Iterator[Problem]:
     if num_schedules > 1 and num_milestones != num_schedules - 1:
         yield Problem(
             "scheduler",
-            f"{num_schedules} schedules need {num_schedules - 1} milestones in an entry of their own, "
-            f"got {num_milestones}",
+            f"has {num_schedules} schedules and {num_milestones} milestones, but needs one fewer milestone than "
+            "schedules",
+            remedy=f"Write {num_schedules - 1} milestones in a separate entry",
         )
     if num_schedules <= 1 and milestones:
         yield Problem(
             "scheduler",
-            f"milestones {milestones} separate schedules, and there are {num_schedules}; add a schedule, or remove the "
-            "milestones",
+            f"has milestones {milestones}, which separate schedules, but the number of schedules is {num_schedules}",
+            remedy="Add a schedule, or remove the milestones",
         )
 
 
@@ -304,7 +310,10 @@ def _optimizer_problems(optimizer: OptimizerConfig) -> Iterator[Problem]:
     if optimizer.name in UNSUPPORTED:
         yield Problem(
             "optimizer.name",
-            f"{optimizer.name} {UNSUPPORTED[optimizer.name]}; choose another, such as torch.optim.AdamW",
+            UNSUPPORTED[optimizer.name],
+            got=optimizer.name,
+            remedy="Choose another optimizer, such as torch.optim.AdamW",
+            feature=optimizer.name,
         )
 
 
@@ -319,9 +328,11 @@ def _argument_problems(model: ModelConfig) -> Iterator[Problem]:
     for key, name, arguments, known in chosen:
         for argument in arguments if name in known else ():
             if argument not in known[name]:
-                near = did_you_mean(argument, known[name])
-                allowed = ", ".join(sorted(known[name]))
-                yield Problem(f"{key}.kwargs.{argument}", f"{name} has no such argument{near}; allowed: {allowed}")
+                yield Problem(
+                    f"{key}.kwargs.{argument}",
+                    f"is not an argument of {name}{did_you_mean(argument, known[name])}",
+                    allowed=", ".join(sorted(known[name])),
+                )
 
 
 def local_hf_config(policy: ModelConfig) -> dict[str, Any]:

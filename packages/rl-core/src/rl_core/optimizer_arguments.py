@@ -32,10 +32,10 @@ OPTIMIZERS: Mapping[str, frozenset[str]] = {
 """Arguments that each class takes beside the parameters, by its dotted name."""
 
 UNSUPPORTED: Mapping[str, str] = {
-    "torch.optim.LBFGS": "computes the loss several times in a step, which a training step does once",
-    "torch.optim.Muon": "is for the matrices of hidden layers only, and the optimizer is given every parameter, "
-    "embeddings, heads, norms and biases included",
-    "torch.optim.SparseAdam": "is for sparse gradients, and gradients here are dense",
+    "torch.optim.LBFGS": "computes the loss several times per step, but a training step computes it once",
+    "torch.optim.Muon": "supports only the matrices of hidden layers, but the optimizer receives every parameter, "
+    "including embeddings, heads, norms and biases",
+    "torch.optim.SparseAdam": "supports only sparse gradients, but gradients here are dense",
 }
 """Optimizer classes that cannot train a model here, each with the reason."""
 

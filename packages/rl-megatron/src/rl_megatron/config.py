@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from rl_core.config import Config, Problem, ProblemError, WhenChanged
+from rl_core.config import Config, ProblemError, WhenChanged
 from rl_core.model_config import BackendConfig
 from rl_megatron.transformer_fields import name_problem
 
@@ -93,7 +93,7 @@ class MegatronConfig(BackendConfig):
 
     @model_validator(mode="after")
     def _refuse_fields(self) -> MegatronConfig:
-        found = {name: problem for name in self.megatron_kwargs if (problem := name_problem(name))}
-        if found:
-            raise ProblemError(*(Problem(f"megatron_kwargs.{name}", problem) for name, problem in found.items()))
+        problems = [problem for name in self.megatron_kwargs if (problem := name_problem(name))]
+        if problems:
+            raise ProblemError(*problems)
         return self

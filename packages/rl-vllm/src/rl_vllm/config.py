@@ -12,14 +12,14 @@ from rl_core.devices import Device
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
 """vLLM silently raises a lower temperature to the first and refuses one above the second."""
 
-_PLACED = "the runtime places replicas and their ranks; give generation more devices"
+_PLACED = "the runtime places replicas and their ranks. Give generation more devices"
 _SPECULATION = (
     "speculative decoding, with a draft model or n-grams, is not supported: a draft model would keep its old weights "
     "after a weight sync, and no method has been verified to report the policy's logprobs"
 )
-_SAMPLING = "sampling parameters come from `policy.generation` alone"
+_SAMPLING = "sampling parameters come from `policy.generation` only"
 _TASK = "the engine only generates"
-_ADAPTERS = "the adapters of the policy are applied as `policy.generation.lora_sync` says"
+_ADAPTERS = "`policy.generation.lora_sync` determines how the policy's adapters are applied"
 
 OWNED_ARGUMENTS = {
     "convert": _TASK,
@@ -35,19 +35,19 @@ OWNED_ARGUMENTS = {
     "data_parallel_start_rank": _PLACED,
     "device_ids": _PLACED,
     "disable_log_stats": "the generator reports through `health`",
-    "distributed_executor_backend": "a replica's ranks are processes of its own",
-    "dtype": "write `policy.precision`",
+    "distributed_executor_backend": "each rank of a replica is its own process",
+    "dtype": "set `policy.precision`",
     "enable_chunked_prefill": "the generator chooses it for the device",
     "enable_lora": _ADAPTERS,
-    "enable_return_routed_experts": "write `moe_router_replay` in the section of the policy's training backend",
+    "enable_return_routed_experts": "set `moe_router_replay` in the section of the policy's training backend",
     "enable_sleep_mode": "the generator sleeps if it shares its device",
-    "enforce_eager": "write `vllm_cfg.enforce_eager`",
+    "enforce_eager": "set `vllm_cfg.enforce_eager`",
     "fully_sharded_loras": _ADAPTERS,
     "generation_config": _SAMPLING,
-    "gpu_memory_utilization": "write `vllm_cfg.gpu_memory_utilization`",
-    "hf_overrides": "write `policy.hf_config_overrides`",
-    "kv_cache_dtype": "write `vllm_cfg.kv_cache_dtype`",
-    "kv_cache_memory_bytes": "write `vllm_cfg.kv_cache_gib`",
+    "gpu_memory_utilization": "set `vllm_cfg.gpu_memory_utilization`",
+    "hf_overrides": "set `policy.hf_config_overrides`",
+    "kv_cache_dtype": "set `vllm_cfg.kv_cache_dtype`",
+    "kv_cache_memory_bytes": "set `vllm_cfg.kv_cache_gib`",
     "lora_dtype": _ADAPTERS,
     "lora_target_modules": _ADAPTERS,
     "logprobs_mode": "training needs processed logprobs",
@@ -56,14 +56,14 @@ OWNED_ARGUMENTS = {
     "max_cpu_loras": _ADAPTERS,
     "max_lora_rank": _ADAPTERS,
     "max_loras": _ADAPTERS,
-    "max_model_len": "write `vllm_cfg.max_model_len`",
-    "max_num_batched_tokens": "write `vllm_cfg.max_num_batched_tokens`",
-    "max_num_seqs": "write `vllm_cfg.max_num_seqs`",
-    "model": "write `policy.model_name`",
+    "max_model_len": "set `vllm_cfg.max_model_len`",
+    "max_num_batched_tokens": "set `vllm_cfg.max_num_batched_tokens`",
+    "max_num_seqs": "set `vllm_cfg.max_num_seqs`",
+    "model": "set `policy.model_name`",
     "nnodes": _PLACED,
     "node_rank": _PLACED,
     "override_generation_config": _SAMPLING,
-    "pipeline_parallel_size": "write `vllm_cfg.pipeline_parallel_size`",
+    "pipeline_parallel_size": "set `vllm_cfg.pipeline_parallel_size`",
     "prefill_context_parallel_size": "a replica has tensor_parallel_size x pipeline_parallel_size ranks",
     "runner": _TASK,
     "seed": "every request carries its own seed",
@@ -72,13 +72,21 @@ OWNED_ARGUMENTS = {
     "spec_model": _SPECULATION,
     "spec_tokens": _SPECULATION,
     "speculative_config": _SPECULATION,
-    "tensor_parallel_size": "write `vllm_cfg.tensor_parallel_size`",
-    "tokenizer": "write `policy.tokenizer.name`",
+    "tensor_parallel_size": "set `vllm_cfg.tensor_parallel_size`",
+    "tokenizer": "set `policy.tokenizer.name`",
     "watermark_config": "a watermark changes the distribution that is sampled from",
     "weight_transfer_config": "weights arrive through the run's own transport",
     "worker_extension_cls": "the generator's own extension receives the weights",
 }
 """Engine arguments that other settings determine, and the key or the reason."""
+
+
+def _owned_problem(name: str) -> Problem:
+    cause, _, setting = OWNED_ARGUMENTS[name].partition("set ")
+    reason = ": ".join(filter(None, ("cannot be set here", cause.removesuffix("; "))))
+    is_draft = OWNED_ARGUMENTS[name] == _SPECULATION
+    remedy = f"Set {setting}" if setting else ""
+    return Problem(f"vllm_kwargs.{name}", reason, remedy=remedy, feature="speculative decoding" if is_draft else "")
 
 
 class VllmConfig(Config):
@@ -117,17 +125,14 @@ class VllmConfig(Config):
     def _refuse_owned_arguments(self) -> VllmConfig:
         owned = [name for name in self.vllm_kwargs if name in OWNED_ARGUMENTS]
         if owned:
-            raise ProblemError(
-                *(Problem(f"vllm_kwargs.{name}", f"cannot be set here: {OWNED_ARGUMENTS[name]}") for name in owned)
-            )
+            raise ProblemError(*map(_owned_problem, owned))
         return self
 
     @model_validator(mode="after")
     def _refuse_ranks_in_one_process(self) -> VllmConfig:
         if self.own_process is False and self.num_ranks > 1:
-            raise ProblemError(
-                Problem("own_process", f"{self.num_ranks} ranks are processes of their own; remove this key")
-            )
+            reason = f"must be true because each of the {self.num_ranks} ranks is a separate process"
+            raise ProblemError(Problem("own_process", reason, got=False, remedy="Remove this key"))
         return self
 
     def is_eager(self, device: Device) -> bool:

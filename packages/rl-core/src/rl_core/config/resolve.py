@@ -94,14 +94,16 @@ def resolve(
         ConfigProblems: listing every problem: key, origin, what was given, what is allowed, the nearest key.
     """
     written = raw.entry.plain()
-    tree, wrong = interpolate(*_over_defaults(Key((), root), written, None))
+    tree, unresolved = interpolate(*_over_defaults(Key((), root), written, None))
+    wrong = {path: Problem(format_path(path), reason) for path, reason in unresolved.items()}
     for path, value in leaves(written).items():
         if isinstance(value, Unset):
-            wrong[path] = f"is marked {MISSING}; set it: {format_path(path)}=VALUE"
+            remedy = f"Set it: {format_path(path)}=VALUE"
+            wrong[path] = Problem(format_path(path), f"must be set, because it is marked {MISSING}", remedy=remedy)
     values = mapped(tree, lambda path, value: _read(key_at(root, path, tree), value))
     references = _environment_references(written)
     wrong |= literal_credentials(written, references)
-    faults = [Problem(format_path(path), reason) for path, reason in wrong.items()]
+    faults = list(wrong.values())
     try:
         config = root.model_validate_json(json.dumps(values))
     except ValidationError as error:

@@ -44,7 +44,7 @@ class ProblemError(ValueError):
         self.problems = problems
 
     def __str__(self) -> str:
-        return "; ".join(f"{problem.key}: {problem.message}" for problem in self.problems)
+        return "; ".join(": ".join(filter(None, (problem.key, problem.message))) for problem in self.problems)
 
 
 class WhenChanged(Enum):
@@ -125,20 +125,21 @@ def is_changed(section: Config, key: str) -> bool:
 
 
 def _check_variables(variables: dict[str, str]) -> dict[str, str]:
-    problems = [Problem(name, reason) for name in variables if (reason := _refusal(name))]
+    problems = [problem for name in variables if (problem := _refusal(name))]
     if problems:
         raise ProblemError(*problems)
     return variables
 
 
-def _refusal(name: str) -> str:
+def _refusal(name: str) -> Problem | None:
     if not _VARIABLE_NAME.fullmatch(name):
-        return "not the name of an environment variable; use letters, digits and underscores"
+        remedy = "Use letters, digits and underscores"
+        return Problem(name, "is not a valid name for an environment variable", remedy=remedy)
     if name in SET_BY_THE_LAUNCHER:
-        return f"the launcher sets it: {SET_BY_THE_LAUNCHER[name]}; remove it here"
+        return Problem(name, f"is set by the launcher: {SET_BY_THE_LAUNCHER[name]}", remedy="Remove it here")
     if name.startswith("RAY_"):
-        return "Ray's own variables are read when Ray starts; set it where you start Ray, and remove it here"
-    return ""
+        return Problem(name, "is read only when Ray starts", remedy="Set it where you start Ray, and remove it here")
+    return None
 
 
 EnvVars = Annotated[dict[str, str], AfterValidator(_check_variables)]

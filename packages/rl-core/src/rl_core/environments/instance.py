@@ -252,11 +252,11 @@ def _problem_with_rewards(name: str, section: Any) -> str:
 
 
 def unknown_environment(name: str, known: Mapping[str, Any] | list[str]) -> str:
-    """Message for an environment that does not exist, with the way to add one."""
-    listed = f"installed are {', '.join(sorted(known))}" if known else "none is installed"
+    """Return the message for an environment that does not exist, with the way to add one."""
+    listed = f"installed: {', '.join(sorted(known))}" if known else "none is installed"
     return (
-        f"no environment {name!r} is installed{did_you_mean(name, known)}; {listed}. One of your own is a function in "
-        "a file, file.py:function"
+        f"no environment {name!r} is installed{did_you_mean(name, known)}; {listed}. Your own environment is a "
+        "function in a file: file.py:function"
     )
 
 

@@ -72,7 +72,7 @@ def build_model(
         *kernel_problems(backend, _fields(hf_config)),
     )
     for problem in problems:
-        raise ValueError(f"{problem.key} {problem.message}")
+        raise ValueError(f"{problem.key}: {problem.message}")
     initial = InitialFactors.of(config.lora_cfg, spec.seed)
     files = WeightFiles.of(folder)
     builder = _Builder(config, backend, spec, hf_config, files, is_packed, mesh)

@@ -82,9 +82,9 @@ def check_softmax(backend: AttentionBackend, softmax: Softmax) -> None:
         ValueError: naming what it lacks.
     """
     if softmax.sinks is not None and (problem := without_sinks(backend)):
-        raise ValueError(f"dtensor_cfg.attention_backend {problem}")
+        raise ValueError(f"{problem.key}: {problem.message}")
     if softmax.softcap is not None and (problem := without_softcap(backend)):
-        raise ValueError(f"dtensor_cfg.attention_backend {problem}")
+        raise ValueError(f"{problem.key}: {problem.message}")
 
 
 def _kernel(backend: AttentionBackend) -> Attend:

@@ -56,7 +56,7 @@ class Mesh:
             ValueError: if settings do not go together, or the world is not a multiple of what they need.
         """
         for problem in combination_problems(config):
-            raise ValueError(f"{problem.key} {problem.message}")
+            raise ValueError(f"{problem.key}: {problem.message}")
         sizes = AxisSizes.of(config, rendezvous.world_size)
         join_process_group(rendezvous)
         try:

@@ -71,7 +71,7 @@ def _scale_rotary(config: TransformerConfig, hf: PreTrainedConfig) -> None:
     """Set what Megatron's attention scales the rotary embedding by; it looks for attributes that are not fields."""
     problem = fusion_problem(hf.to_dict(), {"apply_rope_fusion": config.apply_rope_fusion})
     if problem:
-        raise ValueError(f"megatron_cfg.megatron_kwargs.apply_rope_fusion {problem}")
+        raise ValueError(f"{problem.key}: {problem.message}")
     check_rope(hf)
     vars(config).update(scaling_fields(hf))
 
@@ -197,7 +197,8 @@ def _check_layout(hf: Any, family: Mapping[str, Any], backend: MegatronConfig) -
             )
     num_heads = 0 if family.get("multi_latent_attention") else hf.num_key_value_heads
     if num_heads and num_heads % tensor and tensor % num_heads:
-        raise ValueError(f"megatron_cfg.tensor_model_parallel_size={tensor} {key_heads_problem(num_heads)}")
+        problem = key_heads_problem(tensor, num_heads)
+        raise ValueError(f"{problem.key}: {problem.message}")
     num_experts = family.get("num_moe_experts")
     if num_experts is None and expert > 1:
         raise ValueError(

@@ -241,7 +241,7 @@ def _is_of_experts(entry: WeightMap) -> bool:
 
 def _check_targets(maps: Sequence[WeightMap], kind: str, config: LoraConfig) -> None:
     if config.target_parameters:
-        raise ValueError(f"lora_cfg.target_parameters: {EXPERTS_PROBLEM}")
+        raise ValueError(f"{EXPERTS_PROBLEM.key}: {EXPERTS_PROBLEM.message}")
     linear = [source.name for entry in maps if _is_linear(entry) for source in entry.sources]
     experts = [source.name for entry in maps if _is_of_experts(entry) for source in entry.sources]
     for ending in () if config.match_all_linear else config.target_modules:
