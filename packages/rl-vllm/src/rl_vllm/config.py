@@ -93,31 +93,33 @@ class VllmConfig(Config):
     """Settings of the vLLM generator."""
 
     tensor_parallel_size: Annotated[int, WhenChanged.RESUME] = Field(default=1, gt=0)
-    """Ranks that each layer is split over."""
+    """Number of ranks that each layer is split over."""
     pipeline_parallel_size: Annotated[int, WhenChanged.RESUME] = Field(default=1, gt=0)
-    """Ranks that the layers are spread over."""
+    """Number of ranks that the layers are distributed over."""
     gpu_memory_utilization: Annotated[float | None, WhenChanged.RESUME] = Field(default=None, gt=0, le=1)
-    """Share of a GPU's memory for weights and KV cache if `kv_cache_gib` is unset; unset means 0.6 on GPUs that the
-    policy shares, else 0.9."""
+    """Fraction of a GPU's memory for weights and KV cache if `kv_cache_gib` is unset. If this is unset too, 0.6 on GPUs
+    that the policy shares, otherwise 0.9."""
     kv_cache_gib: Annotated[float | None, WhenChanged.RESUME] = Field(default=None, gt=0)
-    """Size of the KV cache per rank in GiB. Unset means 1 on CPU, and on a GPU the memory that `gpu_memory_utilization`
+    """Size of the KV cache per rank in GiB. If unset, 1 on CPU, and on a GPU the memory that `gpu_memory_utilization`
     leaves."""
     kv_cache_dtype: str = "auto"
-    """Dtype of the KV cache; `auto` is the model's."""
+    """Dtype of the KV cache; `auto` is the dtype of the model."""
     max_model_len: int | None = Field(default=None, gt=1)
-    """Most tokens of a prompt and its completion; unset means `policy.max_total_sequence_length`."""
+    """Maximum number of tokens in a prompt and its completion; `policy.max_total_sequence_length` if unset."""
     max_num_seqs: Annotated[int, WhenChanged.RESUME] = Field(default=256, gt=0)
-    """Most completions decoded at one time."""
+    """Maximum number of completions decoded at a time."""
     max_num_batched_tokens: Annotated[int | None, WhenChanged.RESUME] = Field(default=None, gt=0)
-    """Most tokens of one forward pass; unset means vLLM's choice, and on CPU at least 4096 and one whole row."""
+    """Maximum number of tokens in one forward pass. If unset, vLLM chooses, and on CPU at least 4096 and one whole
+    row."""
     enforce_eager: Annotated[bool | None, WhenChanged.RESUME] = None
-    """Run without compilation and CUDA graphs. Unset means true on CPU, as compiling costs more than it saves there."""
+    """Run without compilation and CUDA graphs. If unset, true on CPU, because compiling costs more than it saves
+    there."""
     own_process: Annotated[bool | None, WhenChanged.RESUME] = None
-    """Run the engine in a process beside the replica's. Unset means true, except for one rank on CPU, which starts in
-    half the time without."""
+    """Run the engine in a separate process next to the replica's. If unset, true, except for one rank on CPU, which
+    starts in half the time without it."""
     sleep_level: Annotated[Literal[1, 2] | None, WhenChanged.RESUME] = None
     """Treatment of the weights when the engine sleeps on a GPU: 1 keeps them in host memory, 2 drops them, and they are
-    sent again. Unset means 2, as a weight sync follows nearly every sleep; 1 if no weights are sent."""
+    sent again. If unset, 2, because a weight sync follows nearly every sleep; 1 if no weights are sent."""
     vllm_kwargs: dict[str, Any] = {}
     """Further arguments of vLLM's engine, passed on unchanged."""
 

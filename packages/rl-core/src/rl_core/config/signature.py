@@ -16,8 +16,8 @@ class NamedConfig(Config):
     """A section that chooses a function or class by `name`; its other keys are the settings of that."""
 
     settings_follow_name: ClassVar[bool] = True
-    """True if any function or class may be named, with other keys than the type has; False if the keys are fixed and
-    `name` only has a short form."""
+    """True if `name` may be any function or class, whose keys then replace those of the type; False if the keys are
+    fixed and `name` is only the short form of the section."""
 
     @model_validator(mode="before")
     @classmethod
