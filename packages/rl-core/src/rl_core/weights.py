@@ -107,9 +107,11 @@ class Transport:
 
     def __post_init__(self) -> None:
         if len(self.secret) < MIN_SECRET_BYTES:
-            raise ValueError(f"the secret of a transport has at least {MIN_SECRET_BYTES} bytes, got {len(self.secret)}")
+            raise ValueError(
+                f"the secret of a transport must have at least {MIN_SECRET_BYTES} bytes, got {len(self.secret)}"
+            )
         if self.sends_changes and self.kind == "ipc":
-            raise ValueError("changes alone are sent by collective or disk; ipc shares memory and always sends all")
+            raise ValueError("only collective and disk can send changes; ipc shares memory and always sends all values")
 
     @property
     def ends_meet(self) -> bool:

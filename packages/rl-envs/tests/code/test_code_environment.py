@@ -350,7 +350,7 @@ def test_tests_have_three_forms() -> None:
         ({"tests": [{"input": 1}], "function": "f"}, "arguments and result"),
         ({"test_code": []}, "test_code"),
         ({"test_code": 5}, "test_code"),
-        ({"tests": [{"input": None, "output": "x"}]}, "both texts"),
+        ({"tests": [{"input": None, "output": "x"}]}, "both strings"),
         ({"tests": [{"arguments": {"a": 1}, "result": 1}], "function": "f"}, "the first a list"),
         ({"tests": [{"arguments": "ab", "result": 1}], "function": "f"}, "the first a list"),
         ({"tests": [{"arguments": [b"x"], "result": 1}], "function": "f"}, "plain data of JSON"),

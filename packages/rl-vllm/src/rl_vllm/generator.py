@@ -79,7 +79,7 @@ class VllmGenerator:
         if self._applies_adapters:
             problem = adapter_problem(self._backend, self._model, self._placement.kind)
             if problem:
-                raise GeneratorError(f"adapters cannot be sent by themselves: {problem}")
+                raise GeneratorError(f"adapters cannot be sent separately: {problem}")
         eager = self._backend.is_eager(self._placement.kind)
         own_process = self._backend.has_own_process(self._placement.kind)
         process_env.apply(
@@ -139,7 +139,7 @@ class VllmGenerator:
             GeneratorError: as `generate`.
         """
         if len(token_ids) > self._max_len:
-            raise RequestRefused(f"{len(token_ids)} tokens do not fit into {self._max_len}")
+            raise RequestRefused(f"got {len(token_ids)} tokens; max_model_len is {self._max_len}")
         scores = np.zeros(len(token_ids), dtype=np.float32)
         async with self._lifecycle.request(while_paused=True):
             if len(token_ids) > 1:

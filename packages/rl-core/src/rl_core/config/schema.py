@@ -55,7 +55,7 @@ class WhenChanged(Enum):
     """
 
     RESUME = "may change when it is resumed"
-    GOAL = "may change when it is resumed, and lets a finished run go on"
+    GOAL = "may change when it is resumed, and lets a finished run continue"
     BRANCH = "a change needs a branch"
     NEW_RUN = "a change needs a new run"
 

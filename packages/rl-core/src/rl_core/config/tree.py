@@ -193,7 +193,7 @@ class Entry:
         head, *rest = path
         if isinstance(self.value, list):
             if not str(head).isdecimal() or int(head) >= len(self.value):
-                raise ConfigError(f"{format_path([head])} is not an entry of a list of {len(self.value)}")
+                raise ConfigError(f"{format_path([head])} is not a valid index: the list has {len(self.value)} entries")
             items = list(self.value)
             items[int(head)] = items[int(head)].with_entry(tuple(rest), entry)
             return Entry(items, self.origin)
@@ -323,7 +323,7 @@ def _compose(text: str, source: str | None) -> yaml.Node | None:
         mark = error.problem_mark or error.context_mark
         what = ", ".join(part for part in (error.context, error.problem) if part)
         if source is None:
-            raise ConfigError(f"not valid YAML: {what}; quote the value to pass it as text") from None
+            raise ConfigError(f"not valid YAML: {what}; quote the value to pass it as a string") from None
         place = Origin(source, mark.line + 1 if mark else None)
         raise ConfigError(f"{place}: not valid YAML: {what}{_remedy(error.problem or '')}") from None
     except yaml.reader.ReaderError as error:
@@ -339,7 +339,7 @@ def _remedy(problem: str) -> str:
     if r"'\t'" in problem:
         return "; indent with spaces"
     if "mapping values are not allowed" in problem:
-        return "; quote a value that holds `: `, and indent keys of a section alike"
+        return "; quote a value that contains `: `, and indent all keys of a section equally"
     return ""
 
 
@@ -364,7 +364,7 @@ class _Reader:
 
     def entry(self, node: yaml.Node) -> Entry:
         if any(node is parent for parent in self._open):
-            return self.refuse(node, "an alias (`*name`) inside its own anchor never ends")
+            return self.refuse(node, "an alias (`*name`) inside its own anchor is endless")
         self._num_values += 1
         if self._num_values > MAX_VALUES:
             # at once: a few lines of aliases to aliases stand for any number of values

@@ -262,7 +262,7 @@ class Child:
     async def _answer(self, most: int) -> bytes:
         (size,) = LENGTH.unpack(await self.reader.readexactly(LENGTH.size))
         if size > most:
-            raise MalformedAnswer(f"{size} bytes; an answer has at most {most}")
+            raise MalformedAnswer(f"the environment returned {size} bytes; the limit is {most}")
         return await self.reader.readexactly(size)
 
 

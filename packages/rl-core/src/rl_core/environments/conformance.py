@@ -153,7 +153,7 @@ async def _check(
         except (WorkerError, WorkerDied) as error:
             kind = f"{error.kind}: " if isinstance(error, WorkerError) and error.kind != "ValueError" else ""
             said = error.message if isinstance(error, WorkerError) else str(error)
-            remedy = "mend its import or constructor; settings are given as KEY=VALUE"
+            remedy = "fix its import or constructor; pass settings as KEY=VALUE"
             return Conformance([Finding("start", kind + said, "failed", remedy)], [])
         findings = [Finding("start", f"built in {time.monotonic() - started:.1f} s")]
         plays: list[_Play] = []
@@ -225,13 +225,13 @@ class _Process:
 
 _REMEDIES: Mapping[Fault, str] = {
     "signature": (
-        "name parameters as fields of the row are named, map columns with data.train.columns={PARAMETER: COLUMN}, or "
+        "name parameters after fields of the row, map columns with data.train.columns={PARAMETER: COLUMN}, or "
         "give parameters defaults"
     ),
     "raised": "return a reward for every response, such as 0.0 for one that cannot be read",
-    "process": "catch what ends the process, or raise memory_limit_gib",
-    "deadline": "make the call faster, or raise deadline_s",
-    "answer": "return finite numbers, one by one or by name",
+    "process": "catch the exception that ends the process, or increase memory_limit_gib",
+    "deadline": "make the call faster, or increase deadline_s",
+    "answer": "return finite numbers, single or by name",
 }
 
 

@@ -91,8 +91,8 @@ class ConversationEnvironment:
                 found = _goes_on(text, reward)
             case None | list() | tuple():
                 raise UnusableAnswer(
-                    f"{self._name}.step returned {returned!r:.80}; return a text to go on, a number to end with that "
-                    "reward, a text and a number, or a StepResult"
+                    f"{self._name}.step returned {returned!r:.80}; return a string to continue, a number to end with "
+                    "that reward, a string and a number, or a StepResult"
                 )
             case _:
                 found = StepResult(reward=returned)

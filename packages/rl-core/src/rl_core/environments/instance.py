@@ -123,7 +123,7 @@ def _named_rewards(name: str, section: EnvironmentConfig) -> Mapping[str, str]:
         names = [path.rpartition(":")[2] for path in section.rewards]
         twice = next(each for each in names if names.count(each) > 1)
         raise ValueError(
-            f"env.{name}.rewards has two functions called {twice}; name them: {{first: file.py:{twice}, ...}}"
+            f"env.{name}.rewards has two functions called {twice}; give them names: {{first: file.py:{twice}, ...}}"
         )
     return named
 
@@ -134,7 +134,7 @@ def _weights(name: str, section: EnvironmentConfig, rewards: Sequence[str]) -> M
     if isinstance(weights, Mapping):
         unknown = sorted(weights.keys() - set(rewards))
         if unknown:
-            raise ValueError(f"env.{name}.reward_weights names {', '.join(unknown)}, which `rewards` does not have")
+            raise ValueError(f"env.{name}.reward_weights has {', '.join(unknown)}, which is not in `rewards`")
         return weights
     if isinstance(section.rewards, Mapping):
         raise ValueError(f"env.{name}.reward_weights is a list, but `rewards` has names; write {{{rewards[0]}: 1.0}}")

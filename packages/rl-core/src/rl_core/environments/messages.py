@@ -130,7 +130,7 @@ class Abandon:
     def read(self, data: bytes) -> str | None:
         found = _unpack(data)
         if found is not None and not isinstance(found, str):
-            raise MalformedAnswer("expected nothing or a text")
+            raise MalformedAnswer("expected nothing or a string")
         return found
 
 
@@ -205,7 +205,7 @@ def _plain_message(message: Any) -> dict[str, Any]:
 
 def _plain_texts(texts: Any) -> tuple[str, ...]:
     if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
-        raise TypeError(f"stop_strings must be a tuple of texts, got {texts!r}")
+        raise TypeError(f"stop_strings must be a tuple of strings, got {texts!r}")
     return tuple(str.__str__(text) for text in texts)
 
 
@@ -247,7 +247,7 @@ def _plain(value: Any, where: str, depth: int = 1) -> Any:
 def _plain_key(key: Any, where: str) -> Any:
     plain = _plain(key, where)
     if not isinstance(plain, str | int | float | bool | bytes | None):
-        raise TypeError(f"{where} has a key of type {type(key).__qualname__}; keys must be texts or numbers")
+        raise TypeError(f"{where} has a key of type {type(key).__qualname__}; keys must be strings or numbers")
     return plain
 
 
@@ -260,7 +260,7 @@ def _plain_array(value: Any, where: str) -> np.ndarray:
 
 def _bounded(value: int, where: str) -> int:
     if value.bit_length() > MAX_INTEGER_BITS:
-        raise ValueError(f"{where} holds an integer of {value.bit_length()} bits; the most is {MAX_INTEGER_BITS}")
+        raise ValueError(f"{where} holds an integer of {value.bit_length()} bits; the limit is {MAX_INTEGER_BITS}")
     return value
 
 
@@ -296,11 +296,11 @@ def _read_answer(fields: Any) -> Answer:
             if not all(isinstance(message, dict) and _has_texts(message) for message in observation):
                 raise MalformedAnswer("an observation is not a message")
             if stop_strings is not None and not _has_texts(stop_strings):
-                raise MalformedAnswer("a stop string is not a text")
+                raise MalformedAnswer("a stop string is not a string")
             if max_new_tokens is not None and (isinstance(max_new_tokens, bool) or max_new_tokens < 1):
                 raise MalformedAnswer("max_new_tokens is not a number of tokens")
             if not _has_texts(info):
-                raise MalformedAnswer("info has a name that is not a text")
+                raise MalformedAnswer("every key of `info` must be a string")
             stops = None if stop_strings is None else tuple(stop_strings)
             result = StepResult(
                 reward, done, tuple(observation), stop_strings=stops, info=info, max_new_tokens=max_new_tokens
@@ -384,7 +384,7 @@ def _read_array(kind: str, shape: list[Any], values: bytes) -> np.ndarray:
         raise MalformedAnswer(f"an array of {kind[:20]!r} and shape {shape[:10]}")
     dtype = np.dtype(kind)
     if not dtype.itemsize or math.prod(shape) * dtype.itemsize != len(values):
-        raise MalformedAnswer("an array of another size than its shape says")
+        raise MalformedAnswer("an array whose size does not match its shape")
     return np.frombuffer(values, dtype).reshape(shape).copy()
 
 

@@ -180,7 +180,7 @@ def _parameters(score: Callable[..., Any]) -> list[inspect.Parameter]:
     try:
         parameters = list(inspect.signature(score).parameters.values())
     except ValueError:
-        raise ValueError(f"the parameters of {score!r} cannot be read; call it in a function of yours") from None
+        raise ValueError(f"the parameters of {score!r} cannot be read; call it in your own function") from None
     unnamed = [each.name for each in parameters if each.kind is each.POSITIONAL_ONLY]
     if unnamed:
         raise ValueError(f"it takes {', '.join(unnamed)} by position only; remove the `/` from its parameters")

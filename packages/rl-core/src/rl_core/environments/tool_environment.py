@@ -137,7 +137,7 @@ def _at_once(answer: Coroutine[Any, Any, StepResult]) -> StepResult:
     except StopIteration as done:
         result: StepResult = done.value
         return result
-    raise UnusableAnswer("a tool returned something to wait for; declare it with `async def`")
+    raise UnusableAnswer("a tool returned an awaitable; declare it with `async def`")
 
 
 def _calls(conversation: Conversation) -> bool:

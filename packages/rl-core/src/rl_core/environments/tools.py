@@ -125,7 +125,7 @@ def _documented(function: Callable[..., Any], name: str) -> tuple[str, dict[str,
     """The description of a tool, and of each of its parameters that has one."""
     text = inspect.getdoc(function)
     if not text:
-        raise ValueError(f"the tool {name} has no docstring; the policy learns from it what the tool does")
+        raise ValueError(f"the tool {name} has no docstring; the policy learns what the tool does from its docstring")
     body, _, rest = text.partition("\nArgs:\n")
     description = " ".join(body.partition("\n\n")[0].split())
     entries: dict[str, str] = {}

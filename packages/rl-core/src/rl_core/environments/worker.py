@@ -216,7 +216,7 @@ class Worker:
                     future.cancel()
 
     async def _give_way(self, process: Child, turn: Turn) -> None:
-        logger.info("a turn that takes long gives way to others: its process is replaced, and it runs again later")
+        logger.info("requeued a slow turn and restarted its process so that other turns can run")
         await self._end(process)
         self._backlog.add_suspect(turn)
 

@@ -74,12 +74,12 @@ def reports_routing(config: object, device: Device) -> str:
 
 def reports_no_routing(config: object, device: Device) -> str:
     """For a generator whose completions never carry the experts that tokens were sent to."""
-    return "it has no such output; choose another generation.backend"
+    return "it does not report routing. Choose another generation.backend"
 
 
 def applies_no_adapters(config: object, model: ModelConfig, device: Device) -> str:
     """For a generator that serves whole weights alone."""
-    return "it applies no adapters; set lora_sync=merged, or choose generation.backend=vllm"
+    return "it does not apply adapters. Set lora_sync=merged, or choose generation.backend=vllm"
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ _DEATHS: dict[type[RayError], str] = {
     ray_errors.ActorUnavailableError: "the process could not be reached",
     ray_errors.RayActorError: "the process ended",
     ray_errors.WorkerCrashedError: "the process ended",
-    ray_errors.OutOfMemoryError: "the process was ended, as its node ran out of memory",
+    ray_errors.OutOfMemoryError: "the process was killed because its node ran out of memory",
     ray_errors.NodeDiedError: "its node died",
     ray_errors.LocalRayletDiedError: "Ray ended on its node",
     ray_errors.ActorUnschedulableError: "it cannot be placed on any living node",

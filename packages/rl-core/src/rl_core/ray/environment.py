@@ -148,7 +148,7 @@ class RemoteEnvironment:
             _log.debug("environment %s: the lease was not renewed: %s", self._name, error)
 
     def _give_up(self) -> None:
-        failure = EnvironmentFailure(f"environment {self._name} has not answered anything for {self._silence_s:g} s")
+        failure = EnvironmentFailure(f"environment {self._name} has not answered for {self._silence_s:g} s")
         _log.warning("%s; %d rollouts that wait for it fail", failure.reason, len(self._unanswered))
         for answer in list(self._unanswered):
             answer.set_result(failure)

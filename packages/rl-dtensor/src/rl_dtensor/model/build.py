@@ -107,7 +107,7 @@ class _Builder:
         if sizes.ep > 1 and not expert_modules(whole):
             raise ValueError(
                 f"dtensor_cfg.expert_parallel_size is {sizes.ep} and {whole.config.model_type} models have no "
-                "stacked experts, which alone can be split over ranks; set it to 1"
+                "stacked experts, and only stacked experts can be split over ranks; set it to 1"
             )
         num_stages = sizes.pp * backend.pipeline_chunks_per_rank
         stages = Stages.of(whole, num_stages) if num_stages > 1 else None
@@ -343,7 +343,7 @@ def _on_meta(
     except KeyError as error:
         if error.args != (ROWS,):
             raise
-        problem = "its code has a table of attentions of its own"
+        problem = "its code has its own table of attention implementations"
     else:
         problem = rows_problem(hf, backend)
         if not problem:

@@ -39,7 +39,7 @@ def recurrent_mixers(hf: PreTrainedModel, layers: Sequence[nn.Module]) -> list[n
     for layer, kind in zip(layers, kinds, strict=True):
         found = list(_mixers_of(layer, is_recurrent=kind in RECURRENT_LAYERS))
         if kind in RECURRENT_LAYERS and not found:
-            raise RowsUnknown(f"no module of {type(layer).__name__} is told of more than hidden states")
+            raise RowsUnknown(f"no module of {type(layer).__name__} receives anything besides hidden states")
         mixers += found
     return mixers
 

@@ -137,12 +137,13 @@ def plan_of(hf: PreTrainedModel, custom: Mapping[str, Style] | None, layers: Seq
         if style != "colwise" and not modules.keys() >= set(names):
             raise ValueError(
                 f"the plan of {hf.config.model_type} models splits the parameter {pattern} as {style!r}; parameters "
-                "can be colwise alone; set dtensor_cfg.custom_parallel_plan, or tensor_parallel_size=1"
+                "can only be colwise; set dtensor_cfg.custom_parallel_plan, or tensor_parallel_size=1"
             )
         plan.update(dict.fromkeys(names, style))
     if not {"colwise", "colwise_gather_output"} & set(plan.values()):
         raise ValueError(
-            f"the plan of {hf.config.model_type} models splits no linear layer; see dtensor_cfg.custom_parallel_plan"
+            f"the plan of {hf.config.model_type} models does not shard any linear layer. Set "
+            "dtensor_cfg.custom_parallel_plan"
         )
     mixers = {id(mixer) for layer in layers for mixer in _mixers_of(layer)}
     for name, module in modules.items():

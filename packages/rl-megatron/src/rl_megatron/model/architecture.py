@@ -135,7 +135,7 @@ def _recompute(backend: MegatronConfig, has_te: bool) -> dict[str, Any]:
     if missing:
         raise ValueError(
             f"megatron_cfg.recompute_modules {missing} needs Transformer Engine, which is not installed or not used "
-            "on cpu; take them out, or install rl-megatron[te]"
+            "on cpu; remove them, or install rl-megatron[te]"
         )
     return {"recompute_granularity": "selective", "recompute_modules": list(backend.recompute_modules)}
 
@@ -213,7 +213,7 @@ def _check_layout(hf: Any, family: Mapping[str, Any], backend: MegatronConfig) -
     if num_experts is not None and tensor > 1 and not backend.sequence_parallel:
         raise ValueError(
             f"megatron_cfg.tensor_model_parallel_size={tensor} of a mixture of experts needs sequence_parallel=true: "
-            "each tensor-parallel rank then routes tokens of its own"
+            "each tensor-parallel rank then routes its own tokens"
         )
     has_biases = family.get("moe_router_enable_expert_bias", False)
     if backend.moe_router_bias_update_rate and not has_biases:

@@ -117,7 +117,7 @@ class RoutingRecorder:
         for router in routers_of(chunk):
             router.router_replay = self._layers[router.layer_number - 1] = RecordedLayer()
         if not self._layers:
-            raise ValueError("the model has no experts, so that there is no routing to report")
+            raise ValueError("the model has no experts, so there is no routing to report")
         self._shape = (config.num_layers, config.moe_router_topk)
 
     def take(self, num_rows: int) -> np.ndarray:

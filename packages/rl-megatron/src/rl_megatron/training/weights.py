@@ -268,7 +268,7 @@ class Weights:
         foreign = sorted(set(self.held) - known)
         if foreign:
             raise ValueError(
-                f"the weight mapping of {self._model.hf.model_type} models knows no Hugging Face name of "
+                f"the weight mapping of {self._model.hf.model_type} models has no Hugging Face name for "
                 f"{_shown(foreign)}"
             )
         for entry in self._own_maps:

@@ -121,7 +121,7 @@ class ProcessEngine(Engine):
 
     def _find_cause(self) -> str:
         cause = self._output.cause(LAST_WORDS_S)
-        return cause or ends_of(self._roots) or "its processes gave no cause"
+        return cause or ends_of(self._roots) or "its processes reported no cause"
 
     async def end(self) -> None:
         await asyncio.to_thread(self._engine.shutdown, SHUTDOWN_S)

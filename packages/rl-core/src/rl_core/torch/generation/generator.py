@@ -202,10 +202,12 @@ class LocalGenerator(Generic[Model]):
         if not len(token_ids):
             raise RequestRefused("a request needs at least one token")
         if token_ids.min() < 0 or token_ids.max() >= self._vocab_size:
-            raise RequestRefused(f"token ids of a request lie between 0 and {self._vocab_size - 1}")
+            raise RequestRefused(f"token ids of a request must be between 0 and {self._vocab_size - 1}")
         limit = self._model_config.max_total_sequence_length
         if len(token_ids) > limit:
-            raise RequestRefused(f"{len(token_ids)} tokens; max_total_sequence_length is {limit}")
+            raise RequestRefused(
+                f"the request has {len(token_ids)} tokens, more than max_total_sequence_length ({limit})"
+            )
 
     def _row(self, request: GenerationRequest) -> Row:
         self._check_tokens(request.token_ids)

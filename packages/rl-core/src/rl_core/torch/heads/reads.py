@@ -42,17 +42,19 @@ def check_reads(role: Role, reads: Sequence[Read]) -> None:
     if unknown:
         raise ValueError(f"a {role} cannot read {', '.join(unknown)}; it has {', '.join(READS_OF_ROLE[role])}")
     if len({(read.k, read.below) for read in reads if read.name == "topk"}) > 1:
-        raise ValueError("one pass reads one topk; ask for the largest k")
+        raise ValueError("a pass can read only one topk; request the largest k")
     if len({read.column for read in reads if read.name == "logprobs_at"}) > 1:
-        raise ValueError("one pass reads logprobs_at of one column; put all ids in one, `[tokens, k]`")
+        raise ValueError("a pass can read logprobs_at of only one column; put all ids in one column, `[tokens, k]`")
     if sum(read.name == "divergences" for read in reads) > 1:
-        raise ValueError("one pass reads the divergences once; name the heads of all other models in one read")
+        raise ValueError("a pass can read the divergences only once; list the heads of all other models in one read")
     if any(read.token_filter is not None for read in reads):
         whole = [read.name for read in reads if read.name not in FILTERED_READS]
         if whole:
-            raise ValueError(f"{', '.join(whole)} cannot be read beside reads with a filter; take two passes")
+            raise ValueError(
+                f"{', '.join(whole)} cannot be read together with reads that have a filter; use two passes"
+            )
         if len({read.token_filter for read in reads}) > 1:
-            raise ValueError("all reads of a pass have the same filter; take a pass for each")
+            raise ValueError("all reads of a pass must have the same filter; use one pass per filter")
 
 
 def language_reads(

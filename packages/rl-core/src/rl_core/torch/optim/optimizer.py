@@ -41,10 +41,10 @@ def build_schedule(configs: Sequence[SchedulerConfig], optimizer: Optimizer) -> 
     if len(milestones) != max(len(named) - 1, 0):
         raise ValueError(
             f"scheduler has {len(named)} schedules and {len(milestones)} milestones; "
-            "give one fewer milestone than schedules, in an entry of their own"
+            "give one fewer milestone than schedules, in a separate entry"
         )
     if milestones != sorted(milestones):
-        raise ValueError(f"scheduler milestones must rise, got {milestones}")
+        raise ValueError(f"scheduler milestones must be strictly increasing, got {milestones}")
     schedules = [_schedule(config, optimizer) for config in named]
     if len(schedules) <= 1:
         return schedules[0] if schedules else None

@@ -116,7 +116,9 @@ class InitialFactors:
             return cls(seed)
         folder = Path(config.adapter).expanduser()
         if not (folder / ADAPTER_WEIGHTS).is_file():
-            raise ValueError(f"lora_cfg.adapter: {str(folder)!r} has no {ADAPTER_WEIGHTS}; name an adapter's folder")
+            raise ValueError(
+                f"lora_cfg.adapter: {str(folder)!r} has no {ADAPTER_WEIGHTS}; give the folder of an adapter"
+            )
         factors = load_file(folder / ADAPTER_WEIGHTS)
         given = {name.removeprefix(ADAPTER_PREFIX): factor.float() for name, factor in factors.items()}
         return cls(seed, given, str(folder))

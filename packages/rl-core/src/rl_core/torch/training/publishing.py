@@ -27,7 +27,7 @@ def manifest_of(weights: RankWeights, version: int, dtype: str, form: WeightForm
         return Manifest(version, tuple(weights.specs(dtype)), weights.tied)
     factors = tuple(weights.adapter_specs(dtype))
     if not factors:
-        raise ValueError("this model has no adapters, whose factors could be sent apart from its weights")
+        raise ValueError("cannot send adapters: the model has none")
     if form == "adapter":
         return Manifest(version, factors, num_factors=len(factors))
     return Manifest(version, (*weights.specs(dtype), *factors), weights.tied, len(factors))

@@ -57,7 +57,8 @@ class RoutingShape:
             raise ValueError(f"{ROUTED_EXPERTS} has [layers, experts per token] {found}, the model {expected}")
         if column.values.size and column.values.max() >= self.num_experts:
             raise ValueError(
-                f"{ROUTED_EXPERTS} names expert {column.values.max()}, and the model has {self.num_experts} per layer"
+                f"{ROUTED_EXPERTS} contains expert {column.values.max()}, but the model has {self.num_experts} per "
+                "layer"
             )
         return {ROUTED_EXPERTS: column}
 

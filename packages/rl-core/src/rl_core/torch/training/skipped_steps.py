@@ -48,7 +48,7 @@ class SkippedSteps:
             raise RLError(
                 f"the gradient norm is {grad_norm} in {self._in_a_row} training steps in a row; the weights were not "
                 f"changed by them. max_skipped_steps={self._limit} in the model's config section allows {self._limit}. "
-                "Lower the learning rate, or look at the loss of the last steps"
+                "Lower the learning rate, or check the loss of the last steps"
             )
         _log.warning("the gradient norm is %s; the optimizer step is skipped (%d in a row)", grad_norm, self._in_a_row)
         return False

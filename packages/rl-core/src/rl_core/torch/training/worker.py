@@ -108,7 +108,7 @@ class TrainingWorker:
             ValueError: for a share outside (0, 1], or a reference that was not kept.
         """
         if not 0 < share <= 1:
-            raise ValueError(f"the reference moves by a share in (0, 1] of its difference to the model, got {share}")
+            raise ValueError(f"the update share of the reference must be in (0, 1], got {share}")
         self._residency.require("parameters")
         self._kept_reference().update(share)
 

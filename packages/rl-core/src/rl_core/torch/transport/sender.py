@@ -70,7 +70,7 @@ class Sender:
         """
         missing = tuple(spec.name for spec in self._manifest.tensors[self._num_put :])
         if missing:
-            raise WeightSyncError(f"the sender left out {', '.join(missing)}", missing)
+            raise WeightSyncError(f"the sender omitted {', '.join(missing)}", missing)
         self._begin()
         digests = [stream.finish() for stream in self._streams]
         self.finished = True
