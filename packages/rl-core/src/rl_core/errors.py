@@ -56,8 +56,8 @@ class WeightSyncError(RLError):
     """Weights that did not arrive whole: a tensor missing, extra, stale or corrupt, or a phase that timed out.
 
     Args:
-        message: what went wrong, in one line.
-        tensors: names of the tensors at fault; empty if no single one is.
+        message: What went wrong, in one line.
+        tensors: Names of the tensors at fault; empty if no single one is.
     """
 
     def __init__(self, message: str, tensors: tuple[str, ...] = ()) -> None:
@@ -99,7 +99,7 @@ class Origin:
     """Where in the run a failure happened: the role and rank of the worker, its node, and what it was doing.
 
     Args:
-        section: dotted key of the config section of a model, to which keys in its workers' messages are relative; empty
+        section: Dotted key of the config section of a model, to which keys in its workers' messages are relative; empty
             for workers that are not a model's.
     """
 
@@ -118,10 +118,10 @@ class WorkerError(RLError):
     """A failure inside a worker, as plain text: type name, message and traceback of the error it stands for.
 
     Args:
-        kind: qualified name of the original exception class.
-        message: its text.
-        traceback: its formatted traceback.
-        origin: where it happened, once known.
+        kind: Qualified name of the original exception class.
+        message: Its text.
+        traceback: Its formatted traceback.
+        origin: Where it happened, once known.
     """
 
     def __init__(self, kind: str, message: str, traceback: str, origin: Origin | None = None) -> None:

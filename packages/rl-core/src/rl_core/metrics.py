@@ -27,10 +27,10 @@ class Metric:
     """One part of a metric. Parts combine in any order and grouping to the same result.
 
     Args:
-        value: for a mean the numerator, else the part's own value.
-        weight: for a mean the denominator; not used otherwise.
-        reduction: how the parts of one update (those of ranks and microbatches) combine.
-        over_updates: how the results of several updates combine; as their parts do if not given.
+        value: For a mean the numerator, else the part's own value.
+        weight: For a mean the denominator; not used otherwise.
+        reduction: How the parts of one update (those of ranks and microbatches) combine.
+        over_updates: How the results of several updates combine; as their parts do if not given.
     """
 
     value: float

@@ -78,7 +78,7 @@ class TokenizerConfig(Config):
         """The configured template, read from its file if `chat_template` names one; None if it is unset.
 
         Raises:
-            ValueError: if it is neither a template nor a file that can be read.
+            ValueError: If it is neither a template nor a file that can be read.
         """
         # Jinja text has braces or line breaks, a path has neither
         if self.chat_template is None or "{" in self.chat_template or "\n" in self.chat_template:
@@ -349,7 +349,8 @@ def local_hf_config(policy: ModelConfig) -> dict[str, Any]:
 
 
 def is_composite(fields: Mapping[str, Any]) -> bool:
-    """Whether a Hugging Face config is that of a model of text and images or sound, whose text has a config within."""
+    """Return whether a Hugging Face config is that of a model of text and images or sound, whose text has a config
+    within."""
     return isinstance(fields.get("text_config"), Mapping)
 
 

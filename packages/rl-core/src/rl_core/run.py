@@ -70,7 +70,8 @@ class Run(Protocol):
         ...
 
     def due(self, period: int, step: int, *, at_end: bool = False) -> bool:
-        """Whether something with this period (0 is never) is due after this step; `at_end` adds the last step."""
+        """Return whether something with this period (0 is never) is due after this step; `at_end` adds the last
+        step."""
         ...
 
     def stop(self, reason: str) -> None:
@@ -83,11 +84,11 @@ class Components:
     """The objects that an algorithm works with; those that it does not need are None.
 
     Args:
-        models: by role, as the algorithm's plugin names them.
-        data: what the algorithm's `prepare` returned.
-        weights: publishes the policy's weights.
-        pool: runs rollouts.
-        evaluation: what `plan` of the algorithm's `evaluate` returned, if the run is evaluated as it trains.
+        models: Models by role, as the algorithm's plugin names them.
+        data: What the algorithm's `prepare` returned.
+        weights: Publishes the policy's weights.
+        pool: Runs rollouts.
+        evaluation: What `plan` of the algorithm's `evaluate` returned, if the run is evaluated as it trains.
     """
 
     models: Mapping[str, Model]

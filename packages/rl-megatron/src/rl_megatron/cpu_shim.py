@@ -28,7 +28,7 @@ def install() -> None:
     """Answer Megatron's questions to `torch.cuda` with the CPU; once per process.
 
     Raises:
-        RuntimeError: if torch has CUDA; there is nothing to stand in for.
+        RuntimeError: If torch has CUDA; there is nothing to stand in for.
     """
     global _installed
     if torch.cuda.is_available():

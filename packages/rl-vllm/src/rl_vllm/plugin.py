@@ -155,7 +155,7 @@ def adapter_problem(config: VllmConfig, model: ModelConfig, device: Device) -> s
 
 
 def _targets(lora: LoraConfig, layer: str) -> bool:
-    """Whether layers whose names end so may get an adapter."""
+    """Return whether layers whose names end so may get an adapter."""
     ends = [target.rpartition(".")[2] for target in lora.target_modules]
     return (lora.match_all_linear or layer in ends) and layer not in lora.exclude_modules
 

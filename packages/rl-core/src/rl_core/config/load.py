@@ -47,9 +47,9 @@ class RawConfig:
     """The merged values that the user wrote, before a schema has read them.
 
     Args:
-        name: name of the recipe or file, for messages.
-        entry: the tree.
-        files: every file read, the ones inherited from first.
+        name: Name of the recipe or file, for messages.
+        entry: The tree.
+        files: Every file read, the ones inherited from first.
     """
 
     name: str
@@ -60,7 +60,7 @@ class RawConfig:
         """The value that the user wrote at a key, interpolated among what was written; `default` if there is none.
 
         Raises:
-            ConfigError: if an interpolation in it is wrong.
+            ConfigError: If an interpolation in it is wrong.
         """
         path = parse_path(key)
         if self.entry.get(path) is None:
@@ -98,14 +98,14 @@ def load(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = (), 
     are replaced. `file.py:Name` is relative to the folder of the file in which it is written.
 
     Args:
-        source: a recipe name, a YAML file, or plain nested values, which may have `defaults:` as well.
+        source: A recipe name, a YAML file, or plain nested values, which may have `defaults:` as well.
         overrides: `key.path=value` with the value as in YAML; text needs no quotes. `key=null` clears,
             `data.train[0].split=x` changes a list entry. `data.train.data_path=x` replaces a dataset that is given by
             `dataset_name`, with its settings, and the other way round; another `dataset_name` replaces its `settings`.
-        search: the places that hold recipes.
+        search: The places that hold recipes.
 
     Raises:
-        ConfigError: if a file does not exist or is not valid, `defaults:` form a circle, or an override cannot be read.
+        ConfigError: If a file does not exist or is not valid, `defaults:` form a circle, or an override cannot be read.
     """
     reader = _Reader(search)
     if isinstance(source, Mapping):
@@ -190,7 +190,7 @@ def _override(text: str) -> tuple[KeyPath, Entry]:
     """The path and the value of an override.
 
     Raises:
-        ConfigError: if it cannot be read.
+        ConfigError: If it cannot be read.
     """
     key, equals, value = text.partition("=")
     key = key.strip()
@@ -282,8 +282,8 @@ def interpolate(tree: dict[str, Any], everything: dict[str, Any]) -> tuple[dict[
     OmegaConf resolves one value at a time, so that every wrong one is reported with its own key.
 
     Args:
-        tree: plain nested values as the user wrote them.
-        everything: the same over the defaults of keys that the user did not write; interpolations may name both.
+        tree: Plain nested values as the user wrote them.
+        everything: The same over the defaults of keys that the user did not write; interpolations may name both.
 
     Returns:
         The tree, and the problems by path.

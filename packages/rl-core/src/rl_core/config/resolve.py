@@ -33,8 +33,8 @@ class Resolved(Generic[C]):
     """A valid config and the origins of its values.
 
     Args:
-        config: the typed values.
-        raw: what the user wrote.
+        config: The typed values.
+        raw: What the user wrote.
     """
 
     config: C
@@ -50,9 +50,9 @@ class Values:
     """The values of a config that may have something wrong with it.
 
     Args:
-        tree: plain nested values, defaults included; None in place of an interpolation that cannot be resolved.
-        raw: what the user wrote.
-        references: interpolations of environment variables by key path, as they were written.
+        tree: Plain nested values, defaults included; None in place of an interpolation that cannot be resolved.
+        raw: What the user wrote.
+        references: Interpolations of environment variables by key path, as they were written.
     """
 
     tree: Any
@@ -64,8 +64,8 @@ def values_of(raw: RawConfig, root: type[Config]) -> Values:
     """Every value of a config as far as it can be told, whatever else is wrong with the config.
 
     Args:
-        raw: what `load` returned.
-        root: the config type.
+        raw: What `load` returned.
+        root: The config type.
     """
     written = raw.entry.plain()
     _, everything = _over_defaults(Key((), root), written, None)
@@ -84,14 +84,14 @@ def resolve(
     """Interpolate and validate what the user wrote, over the defaults of a config type.
 
     Args:
-        raw: what `load` returned.
-        root: the config type, mostly from `assemble`.
-        checks: run on the valid config; each yields a `Problem` per key that does not go with the rest. If unknown
-            keys and nulls are all that is wrong, they run on the config without those.
+        raw: What `load` returned.
+        root: The config type, mostly from `assemble`.
+        checks: Run on the valid config; each yields a `Problem` per key that does not go with the rest. If unknown keys
+            and nulls are all that is wrong, they run on the config without those.
         hint: Explains unknown keys that it knows, in place of the nearest ones.
 
     Raises:
-        ConfigProblems: listing every problem: key, origin, what was given, what is allowed, the nearest key.
+        ConfigProblems: Listing every problem: key, origin, what was given, what is allowed, the nearest key.
     """
     written = raw.entry.plain()
     tree, unresolved = interpolate(*_over_defaults(Key((), root), written, None))
@@ -238,6 +238,6 @@ def _keys(path: KeyPath, text: str) -> list[KeyPath]:
 
 
 def _meets(key: KeyPath, paths: set[KeyPath]) -> bool:
-    """Whether a key is one of the paths, or around or below one."""
+    """Return whether a key is one of the paths, or around or below one."""
     texts = [str(segment) for segment in key]
     return any(all(one == str(other) for one, other in zip(texts, path, strict=False)) for path in paths)

@@ -36,7 +36,7 @@ class ProblemError(ValueError):
     """Raised in a section's validator to blame keys of that section rather than the section as a whole.
 
     Args:
-        problems: with keys relative to the section.
+        problems: Problems with keys relative to the section.
     """
 
     def __init__(self, *problems: Problem) -> None:
@@ -115,7 +115,7 @@ def plain(value: Any) -> Any:
 
 
 def is_changed(section: Config, key: str) -> bool:
-    """Whether a key of a section has another value than its default.
+    """Return whether a key of a section has another value than its default.
 
     A check that refuses keys without effect asks this, not which keys are written: the config that a run writes names
     every key, and must load back.
@@ -160,10 +160,10 @@ class Assembly:
     """How a type was put together, so that its values pickle although no module holds the type.
 
     Args:
-        token: names the type in every process that its values reach.
-        base: the type extended, or its assembly.
-        sections: key, type (or its assembly) and default.
-        defaults: key of the base and the default that it has in place of its own.
+        token: Names the type in every process that its values reach.
+        base: The type extended, or its assembly.
+        sections: Key, type (or its assembly) and default.
+        defaults: Key of the base and the default that it has in place of its own.
     """
 
     token: str
@@ -199,13 +199,13 @@ def assemble(
     Values of an assembled type pickle into any process that can import the parts.
 
     Args:
-        name: of the type.
-        sections: key to type, or to (type, default).
-        base: the type that it extends.
-        defaults: other defaults for keys of `base`.
+        name: Name of the type.
+        sections: Key to type, or to (type, default).
+        base: The type that it extends.
+        defaults: Other defaults for keys of `base`.
 
     Raises:
-        ValueError: if `base` has one of the keys already, unless as a section whose type this one extends.
+        ValueError: If `base` has one of the keys already, unless as a section whose type this one extends.
     """
     taken = sorted(key for key, part in sections.items() if key in base.model_fields and not _narrows(part, base, key))
     if taken:

@@ -33,12 +33,12 @@ def section_of(target: Callable[..., Any], base: type[Config], *, derived: Colle
     keys.
 
     Args:
-        target: the function or class.
-        base: the keys that choose it.
-        derived: settings that follow from other keys, and have none of their own.
+        target: The function or class.
+        base: The keys that choose it.
+        derived: Settings that follow from other keys, and have none of their own.
 
     Raises:
-        ValueError: if a setting has no annotation, one that cannot be resolved, or the name of a key of `base`.
+        ValueError: If a setting has no annotation, one that cannot be resolved, or the name of a key of `base`.
     """
     name = getattr(target, "__name__", str(target))
     try:

@@ -44,7 +44,7 @@ def parse_path(key: str) -> KeyPath:
     """The segments of a dotted key such as `data.train[0].split`; `[n]` addresses an entry of a list.
 
     Raises:
-        ConfigError: if a segment is empty or malformed.
+        ConfigError: If a segment is empty or malformed.
     """
     path: list[str | int] = []
     for part in key.split("."):
@@ -87,8 +87,8 @@ class Origin:
     """Place at which a value was written.
 
     Args:
-        source: a file as the user would type it, `command line`, `default`, or the name of a mapping made in code.
-        line: line in the file, from 1.
+        source: A file as the user would type it, `command line`, `default`, or the name of a mapping made in code.
+        line: Line in the file, from 1.
     """
 
     source: str
@@ -141,8 +141,8 @@ class Entry:
     """A value and its origin.
 
     Args:
-        value: a `dict[str, Entry]`, a `list[Entry]` or a scalar.
-        origin: the place at which it was written; that of a mapping is the first place of its key.
+        value: A `dict[str, Entry]`, a `list[Entry]` or a scalar.
+        origin: The place at which it was written; that of a mapping is the first place of its key.
     """
 
     value: Any
@@ -186,7 +186,7 @@ class Entry:
         """This tree with one entry put at a path; mappings on the way are made, list entries must exist.
 
         Raises:
-            ConfigError: if the path leads to a list entry that does not exist.
+            ConfigError: If the path leads to a list entry that does not exist.
         """
         if not path:
             return entry
@@ -257,7 +257,7 @@ class _Composer(yaml.SafeLoader):
 
 
 def _chooses_another(below: Entry, over: Entry) -> bool:
-    """Whether two mappings name different datasets, or different things, one of them by `module:name`."""
+    """Return whether two mappings name different datasets, or different things, one of them by `module:name`."""
     datasets = [
         {key: mapping.value[key].value for key in DATASET if key in mapping.value and mapping.value[key].value}
         for mapping in (over, below)
@@ -272,10 +272,10 @@ def read_file(path: Path, name: str) -> Entry:
     """The tree of a YAML file.
 
     Args:
-        name: of the file in origins and messages.
+        name: Name of the file in origins and messages.
 
     Raises:
-        ConfigError: if it cannot be read, is not YAML, has more than `MAX_VALUES` values or `MAX_DEPTH` levels, or uses
+        ConfigError: If it cannot be read, is not YAML, has more than `MAX_VALUES` values or `MAX_DEPTH` levels, or uses
             what is refused: duplicated keys, tags and merge keys.
     """
     try:
@@ -294,7 +294,7 @@ def read_value(text: str, origin: Origin) -> Entry:
     """The value of a command-line override: quoted text, a list or mapping in flow syntax, or a scalar as it stands.
 
     Raises:
-        ConfigError: if a quoted text, list or mapping is not complete YAML.
+        ConfigError: If a quoted text, list or mapping is not complete YAML.
     """
     text = text.strip()
     if text[:1] not in ("[", "{", "'", '"'):
@@ -347,7 +347,7 @@ class _Reader:
     """Turns composed nodes into entries and gathers what is refused.
 
     Args:
-        is_numbered: whether the nodes are a file's, so that origins have lines.
+        is_numbered: True if the nodes are a file's, so that origins have lines.
     """
 
     def __init__(self, source: str, *, is_numbered: bool) -> None:

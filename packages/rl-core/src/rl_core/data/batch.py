@@ -31,10 +31,10 @@ class RemoteRows:
     """Rows picked from stores, in order; selecting and joining move no data. Columns over the same rows share one.
 
     Args:
-        stores: that hold the rows.
-        part: int64 `[rows]`, index into `stores` of each row.
-        row: int64 `[rows]`, row within that store.
-        lengths: int64 `[rows]`, tokens of each row, so that rows can be planned without being read.
+        stores: That hold the rows.
+        part: Int64 `[rows]`, index into `stores` of each row.
+        row: Int64 `[rows]`, row within that store.
+        lengths: Int64 `[rows]`, tokens of each row, so that rows can be planned without being read.
     """
 
     stores: tuple[RowStore, ...]
@@ -101,9 +101,9 @@ class RemoteColumn:
     """A column that lies elsewhere.
 
     Args:
-        rows: of the column.
-        name: of the column in their stores.
-        zeroed: bool `[rows]`, rows whose values count as zeros; None for none.
+        rows: Rows of the column.
+        name: Name of the column in their stores.
+        zeroed: Bool `[rows]`, rows whose values count as zeros; None for none.
     """
 
     rows: RemoteRows
@@ -125,7 +125,7 @@ def pick_rows(parts: Sequence[Local], part: np.ndarray, row: np.ndarray) -> Loca
     """Rows of a column that lies in several parts, at least one.
 
     Args:
-        parts: of the column.
+        parts: Parts of the column.
         part, row: int64 `[rows]`, which row of which part each is.
     """
     first = parts[0]
@@ -156,10 +156,10 @@ class Batch:
     and stay in one microbatch. A batch is never changed: every method returns another.
 
     Args:
-        columns: name to column; all must have the same number of rows, and at least one is needed.
+        columns: Name to column; all must have the same number of rows, and at least one is needed.
 
     Raises:
-        ValueError: naming the columns whose number of rows differs.
+        ValueError: Naming the columns whose number of rows differs.
     """
 
     def __init__(self, columns: Mapping[str, Column]) -> None:

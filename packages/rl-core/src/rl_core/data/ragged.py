@@ -25,10 +25,10 @@ class Ragged:
 
     Args:
         values: `[total, *inner]`, the rows one after another.
-        offsets: int64 `[rows + 1]`, non-decreasing, from 0 to `total`.
+        offsets: Int64 `[rows + 1]`, non-decreasing, from 0 to `total`.
 
     Raises:
-        ValueError: if the offsets do not describe the values.
+        ValueError: If the offsets do not describe the values.
     """
 
     values: np.ndarray
@@ -51,7 +51,7 @@ class Ragged:
         """Join rows; `dtype` and `inner` give the type and inner shape if there are no rows to take them from.
 
         Raises:
-            ValueError: naming row and place, if values are of several kinds: numpy would make texts of all of them.
+            ValueError: Naming row and place, if values are of several kinds: numpy would make texts of all of them.
         """
         arrays = [
             np.asarray(row, dtype=dtype) if dtype is not None else _of_one_kind(row, i) for i, row in enumerate(rows)
@@ -123,7 +123,7 @@ class Ragged:
         return Ragged(values, self.offsets)
 
     def equals(self, other: Ragged) -> bool:
-        """Whether rows, values and dtype agree exactly."""
+        """Return whether rows, values and dtype agree exactly."""
         return (
             self.values.dtype == other.values.dtype
             and np.array_equal(self.offsets, other.offsets)

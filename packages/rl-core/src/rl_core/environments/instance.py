@@ -23,10 +23,10 @@ class EnvironmentInstance:
     """An environment of a run.
 
     Args:
-        name: by which data names it.
+        name: Name by which data names it.
         environment: `"package.module:Class"`, a class or function in a file of the user's, or several rewards.
-        config: its settings.
-        requirement: of its processes.
+        config: Its settings.
+        requirement: Requirement of its processes.
     """
 
     name: str
@@ -36,7 +36,7 @@ class EnvironmentInstance:
 
     @property
     def is_own(self) -> bool:
-        """Whether it is the user's, rather than installed under a name."""
+        """Return whether it is the user's, rather than installed under a name."""
         return ":" in (self.config.type or self.name) or bool(self.config.rewards)
 
     @property
@@ -49,11 +49,11 @@ def environment_types(written: Any, installed: Mapping[str, EnvironmentPlugin]) 
     """The types of the sections `env.<name>`: of every installed environment, and of each that has a `type`.
 
     Args:
-        written: what the user wrote under `env`, as plain values.
-        installed: environments by name.
+        written: What the user wrote under `env`, as plain values.
+        installed: Environments by name.
 
     Raises:
-        ProblemError: if no environment fits a section.
+        ProblemError: If no environment fits a section.
     """
     types: dict[str, type[Config]] = {name: found.config for name, found in installed.items()}
     problems = []
@@ -77,11 +77,11 @@ def instance_of(settings: Config, name: str) -> EnvironmentInstance:
     """The environment that a dataset names.
 
     Args:
-        settings: the section `env` of a resolved config.
-        name: one of its keys, or `file.py:function`, `package.module:function` or a class instead of the function.
+        settings: The section `env` of a resolved config.
+        name: One of its keys, or `file.py:function`, `package.module:function` or a class instead of the function.
 
     Raises:
-        ValueError: if its file cannot be read or has no such name.
+        ValueError: If its file cannot be read or has no such name.
     """
     section = getattr(settings, name) if name in type(settings).model_fields else EnvironmentConfig()
     if section.rewards:
@@ -182,7 +182,7 @@ def tools_of(instance: EnvironmentInstance) -> tuple[Mapping[str, Any], ...]:
     `rl_core.environments.tool_environment.ToolEnvironment`.
 
     Raises:
-        ValueError: if its file cannot be run here, or a tool has no schema.
+        ValueError: If its file cannot be run here, or a tool has no schema.
     """
     found_at = instance.environment
     environment = found_at.environment if isinstance(found_at, RewardSum) else found_at
@@ -208,8 +208,8 @@ def problem_with(name: str, settings: Config) -> str:
     user's file.
 
     Args:
-        name: as `instance_of` takes it.
-        settings: the section `env` of a resolved config.
+        name: As `instance_of` takes it.
+        settings: The section `env` of a resolved config.
     """
     known = sorted(type(settings).model_fields)
     if name in known:

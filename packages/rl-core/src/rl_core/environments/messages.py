@@ -27,11 +27,11 @@ LENGTH = struct.Struct("!Q")
 STACKS = signal.SIGUSR1
 """Has a process write its stacks and end."""
 MAX_ANSWER_BYTES = 64 * 2**20
-"""Most bytes of one conversation's answer."""
+"""Maximum number of bytes of one conversation's answer."""
 OVERHEAD_BYTES = 2**16
-"""Most bytes of an answer beside those of its conversations."""
+"""Maximum number of bytes of an answer beside those of its conversations."""
 MAX_NESTING = 32
-"""Most containers around a value."""
+"""Maximum number of containers around a value."""
 MAX_INTEGER_BITS = 512
 """Largest integer; it fits a float, and JSON writes it."""
 
@@ -49,7 +49,7 @@ class Message(Protocol):
     """A request to an environment's process."""
 
     def max_answer_bytes(self) -> int:
-        """Most bytes that the answer may have."""
+        """Maximum number of bytes that the answer may have."""
         ...
 
     def read(self, data: bytes) -> Any:
@@ -62,10 +62,10 @@ class Answer:
     """One conversation's outcome.
 
     Args:
-        result: its state is None, the process keeps it.
-        has_state: whether the process keeps one for the next turn.
-        retry: a failure of the whole batched call, which this conversation may not be to blame for.
-        out_of_memory: the process reached its memory limit and is to be replaced.
+        result: Its state is None, the process keeps it.
+        has_state: True if the process keeps one for the next turn.
+        retry: A failure of the whole batched call, which this conversation may not be to blame for.
+        out_of_memory: The process reached its memory limit and is to be replaced.
     """
 
     result: StepResult | EnvironmentFailure
@@ -80,9 +80,9 @@ class Build:
 
     Args:
         environment: `"package.module:Class"`, or a class or function in a file of the user's.
-        config: its pickled settings.
-        title: its name, for messages.
-        memory: the memory limit in words, for messages.
+        config: Its pickled settings.
+        title: Its name, for messages.
+        memory: The memory limit in words, for messages.
     """
 
     environment: str | FromFile | RewardSum

@@ -64,7 +64,7 @@ def as_environment(score: Callable[..., Any]) -> Environment:
     - `**kwargs` takes `prompts`, `completions`, `completion_ids`, `trainer_state`, `log_metric` and `log_extra` too.
 
     Raises:
-        ValueError: if it cannot be called by names.
+        ValueError: If it cannot be called by names.
     """
     return _RewardFunction(score)
 
@@ -73,11 +73,11 @@ class Arguments:
     """The values that a function is given by the names of its parameters.
 
     Args:
-        function: of a user; a method that is bound to its object.
-        name: of it, for messages.
+        function: Function of a user; a method that is bound to its object.
+        name: Of it, for messages.
 
     Raises:
-        ValueError: if it cannot be called by names.
+        ValueError: If it cannot be called by names.
     """
 
     def __init__(self, function: Callable[..., Any], name: str) -> None:
@@ -98,7 +98,7 @@ class Arguments:
         """The arguments for a conversation, by name.
 
         Raises:
-            MissingField: if a parameter without a default is neither offered nor a field of the row.
+            MissingField: If a parameter without a default is neither offered nor a field of the row.
         """
         row = conversation.info
         given: dict[str, Any] = {name: read(conversation) for name, read in self._given.items()}
@@ -118,7 +118,7 @@ class Arguments:
         does not have.
 
         Raises:
-            MissingField: as `of`.
+            MissingField: As `of`.
         """
         each = [self.of(conversation) for conversation in conversations]
         names = dict.fromkeys(name for arguments in each for name in arguments)

@@ -31,10 +31,10 @@ class Tool:
     `Args:` describe the parameters. Parameters called `state` and `row` are given by the environment (`OFFERED`).
 
     Args:
-        function: with a docstring and annotated parameters; it may be `async`.
+        function: Function with a docstring and annotated parameters; it may be `async`.
 
     Raises:
-        ValueError: if it lacks them.
+        ValueError: If it lacks them.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -61,11 +61,11 @@ class Tool:
         """Call the function; an awaitable if it is `async`.
 
         Args:
-            arguments: as the policy wrote them.
-            offered: values by `OFFERED`.
+            arguments: As the policy wrote them.
+            offered: Values by `OFFERED`.
 
         Raises:
-            MalformedCall: if the arguments are not those of the tool.
+            MalformedCall: If the arguments are not those of the tool.
         """
         try:
             checked = self._arguments.model_validate(dict(arguments))
@@ -88,7 +88,7 @@ def schemas(tools: Any) -> tuple[Mapping[str, Any], ...]:
     """The schemas of functions, or of schemas as they are.
 
     Raises:
-        ValueError: if it is not a list of these.
+        ValueError: If it is not a list of these.
     """
     if isinstance(tools, str | Mapping) or not isinstance(tools, list | tuple):
         raise ValueError(f"tools must be a list of functions, got {tools!r:.80}")

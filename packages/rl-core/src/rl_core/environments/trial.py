@@ -36,8 +36,8 @@ class Attempt:
     """A row of the data with a response that a policy might give.
 
     Args:
-        place: of the row, such as `prompts.jsonl, line 3`.
-        conversation: with the response as its newest turn.
+        place: Place of the row, such as `prompts.jsonl, line 3`.
+        conversation: Conversation with the response as its newest turn.
     """
 
     place: str
@@ -52,8 +52,8 @@ class Trial:
     """An environment and the attempts that it is tried on.
 
     Args:
-        instance: the environment.
-        attempts: in order; those of one row are next to one another.
+        instance: The environment.
+        attempts: Attempts in order; those of one row are next to one another.
     """
 
     instance: EnvironmentInstance
@@ -65,8 +65,8 @@ class Verdict:
     """The outcome of trials.
 
     Args:
-        problems: why environments cannot be used.
-        warnings: responses that would fail their rollout.
+        problems: Why environments cannot be used.
+        warnings: Responses that would fail their rollout.
     """
 
     problems: list[str] = field(default_factory=list)

@@ -32,10 +32,10 @@ class RemoteEnvironment:
     within `silence_s`, every rollout that waits for it fails.
 
     Args:
-        actor: an `AsyncWorkerHost` that holds an `rl_core.environments.pool.EnvironmentPool`.
-        name: of the environment, for messages.
-        renew_s: how often the lease on its conversations is renewed.
-        silence_s: how long a renewal may take.
+        actor: An `AsyncWorkerHost` that holds an `rl_core.environments.pool.EnvironmentPool`.
+        name: Name of the environment, for messages.
+        renew_s: How often the lease on its conversations is renewed.
+        silence_s: How long a renewal may take.
     """
 
     def __init__(

@@ -37,7 +37,7 @@ class PartialCompletion:
     """The parts of a completion so far.
 
     Args:
-        request: for the whole of it.
+        request: Request for the whole of it.
     """
 
     def __init__(self, request: GenerationRequest) -> None:
@@ -51,7 +51,7 @@ class PartialCompletion:
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing is left to be sampled."""
+        """Return whether nothing is left to be sampled."""
         return bool(self._parts) and (self._parts[-1].stop_reason != "abort" or not self._num_left)
 
     @property

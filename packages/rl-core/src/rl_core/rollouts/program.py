@@ -18,9 +18,9 @@ class Reply:
     """A turn of the policy, read.
 
     Args:
-        text: of the turn, without special tokens.
-        message: as a chat template takes it, tool calls apart from the text.
-        tool_calls: those of the turn.
+        text: Text of the turn, without special tokens.
+        message: As a chat template takes it, tool calls apart from the text.
+        tool_calls: Those of the turn.
     """
 
     text: str

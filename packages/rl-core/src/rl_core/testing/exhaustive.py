@@ -18,8 +18,8 @@ def partly_exhaustive(cases: Iterable[Any], *, always: Collection[Any]) -> list[
     """Cases of a parametrised test, all but some of which are exhaustive.
 
     Args:
-        cases: values of its parameter, or tuples of the values of several.
-        always: the cases that run without `--every-case` too.
+        cases: Values of its parameter, or tuples of the values of several.
+        always: The cases that run without `--every-case` too.
     """
     cases = list(cases)
     assert all(each in cases for each in always), [each for each in always if each not in cases]

@@ -20,7 +20,7 @@ from rl_core.testing.torch.weight_sender import EMBEDDING, HEAD, Fault, SenderPr
 from rl_core.weights import Manifest, Transport, TransportKind
 
 CONTEXT = 256
-"""Most tokens of a row in `model_config`."""
+"""Maximum number of tokens of a row in `model_config`."""
 
 SYNC_TIMEOUT_S = 60.0
 

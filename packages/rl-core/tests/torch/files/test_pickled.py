@@ -133,7 +133,7 @@ def test_what_is_not_tensors_by_name_is_refused(source, target, held, message):
     [
         (
             {"a": "pytorch_model-1.bin", "b": "pytorch_model-2.bin"},
-            "names pytorch_model-2.bin, which the folder does not",
+            "pytorch_model-2.bin, which the folder does not",
         ),
         (
             {"a": "pytorch_model-1.bin", "b": "pytorch_model-1.bin"},

@@ -20,8 +20,8 @@ class DecodingBatch:
     Rows are padded on the left to the longest; positions count from each row's own first token.
 
     Args:
-        kinds: of the layers of the model's cache.
-        recorder: of the experts that tokens are sent to; None if they are not reported.
+        kinds: Kinds of the layers of the model's cache.
+        recorder: Recorder of the experts that tokens are sent to; None if they are not reported.
     """
 
     def __init__(

@@ -20,8 +20,8 @@ class WholeRowBatch:
     A pass takes rows of one length alone, so that none is padded. A completion of n tokens takes n passes.
 
     Args:
-        most_tokens: of one pass; a single longer row excepted.
-        recorder: of the experts that tokens are sent to; None if they are not reported.
+        most_tokens: Most tokens of one pass; a single longer row excepted.
+        recorder: Recorder of the experts that tokens are sent to; None if they are not reported.
     """
 
     def __init__(

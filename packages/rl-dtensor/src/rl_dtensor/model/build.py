@@ -63,7 +63,7 @@ def build_model(
     (`rl_dtensor.model.precision`).
 
     Raises:
-        ValueError: if the files, the config, the mesh and the role do not fit together.
+        ValueError: If the files, the config, the mesh and the role do not fit together.
     """
     hf_config = read_hf_config(folder, config.hf_config_overrides)
     problems = (
@@ -98,7 +98,7 @@ class _Builder:
         """All chunks of this rank, sharded and without weights.
 
         Args:
-            initial: that its adapters will start from.
+            initial: That its adapters will start from.
         """
         sizes, backend = self.mesh.sizes, self.backend
         whole = self._on_meta()

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 MOST_VARIANTS = 64
-"""Most variants of the code of one kind of layer: with and without gradients and dropout, for each kind of attention in
-it."""
+"""Maximum number of variants of the code of one kind of layer: with and without gradients and dropout, for each kind of
+attention in it."""
 
 
 def compile_layers(layers: Sequence[nn.Module]) -> None:
@@ -21,7 +21,7 @@ def compile_layers(layers: Sequence[nn.Module]) -> None:
     bounds, which are numbers that change with every microbatch, runs as it is.
 
     Raises:
-        ValueError: if nothing can be compiled on this machine.
+        ValueError: If nothing can be compiled on this machine.
     """
     problem = compiler_problem()
     if problem:

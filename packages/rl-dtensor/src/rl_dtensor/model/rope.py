@@ -26,7 +26,7 @@ def fix_frequencies(hf: PreTrainedModel, longest_row: int) -> None:
         longest_row: Maximum number of tokens of a row.
 
     Raises:
-        ValueError: for rows whose frequencies would depend on their length.
+        ValueError: For rows whose frequencies would depend on their length.
     """
     for module in hf.modules():
         for kind, prefix, layer_type in _kinds(module):

@@ -40,7 +40,7 @@ def kernel_problems(backend: DTensorConfig, model: Mapping[str, Any]) -> Iterato
     """An attention backend whose kernels do not take heads of this model's size, or its soft cap.
 
     Args:
-        model: fields of its Hugging Face config; those that are missing are not checked.
+        model: Fields of its Hugging Face config; those that are missing are not checked.
     """
     largest = _largest_head(model)
     if backend.attention_backend in ("flash_attention_2", "flash_attention_3") and largest > MOST_FLASH_DIM:

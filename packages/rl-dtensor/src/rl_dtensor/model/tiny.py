@@ -71,7 +71,7 @@ LAYER_COUNTS = ("num_hidden_layers", "num_blocks", "num_layers", "depth")
 """Names of the number of layers of a part beside the text."""
 
 LONGEST_PERIOD = 8
-"""Most layers of the tiny model."""
+"""Maximum number of layers of the tiny model."""
 
 MOST_PARAMETERS = 30_000_000
 """Of the tiny model, which one process also trains in float64."""
@@ -81,10 +81,10 @@ def shrink(config: PreTrainedConfig, sizes: Mapping[str, Any] = SMALL) -> PreTra
     """The family's config at a tiny size, without dropout, with one layer of each kind and two at least.
 
     Args:
-        sizes: as `SMALL`.
+        sizes: As `SMALL`.
 
     Raises:
-        ConfigError: if the family's own code refuses a config of such sizes.
+        ConfigError: If the family's own code refuses a config of such sizes.
     """
     text = config.get_text_config()
     fields = text.to_dict()
@@ -130,7 +130,7 @@ def _shorter(fields: Mapping[str, Any], num_layers: str, sizes: Mapping[str, Any
     """Number of layers, and what is said layer by layer, for one layer of each kind and two at least.
 
     Args:
-        num_layers: name of that number.
+        num_layers: Name of that number.
     """
     count = fields.get(num_layers) or 0
     stated = {name: value for name, value in fields.items() if isinstance(value, list) and len(value) == count}

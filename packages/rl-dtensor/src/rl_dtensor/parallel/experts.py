@@ -35,10 +35,10 @@ def check_stacked(module: nn.Module, kind: str) -> None:
     """Refuse experts that cannot be split over ranks, which send tokens by what the router says of each.
 
     Args:
-        kind: the model's, for messages.
+        kind: The model's, for messages.
 
     Raises:
-        ValueError: if the experts are not called with what the router says, or not stacked by expert.
+        ValueError: If the experts are not called with what the router says, or not stacked by expert.
     """
     if not takes_choices(module):
         called = ", ".join(_arguments(module))
@@ -52,7 +52,7 @@ def check_stacked(module: nn.Module, kind: str) -> None:
 
 
 def takes_choices(module: nn.Module) -> bool:
-    """Whether stacked experts are called with hidden states, ids of experts and their weights."""
+    """Return whether stacked experts are called with hidden states, ids of experts and their weights."""
     return len(_arguments(module)) == NUM_ARGUMENTS
 
 
@@ -115,7 +115,7 @@ def split_experts(hf: PreTrainedModel, mesh: DeviceMesh) -> list[nn.Module]:
     rest's are: they are scaled down by the difference.
 
     Raises:
-        ValueError: if a module's experts cannot be split.
+        ValueError: If a module's experts cannot be split.
     """
     modules = expert_modules(hf)
     for module in modules:

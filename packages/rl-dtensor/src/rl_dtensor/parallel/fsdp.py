@@ -31,9 +31,9 @@ def shard_model(
     their number (a divide factor of its own is easily set on too few modules, and gloo cannot scale).
 
     Args:
-        layers: gathered and freed one after another.
-        wide: small heads that compute in float32 whatever the rest does.
-        experts: modules that are split over expert-parallel ranks, and sharded over what ranks those leave.
+        layers: Gathered and freed one after another.
+        wide: Small heads that compute in float32 whatever the rest does.
+        experts: Modules that are split over expert-parallel ranks, and sharded over what ranks those leave.
         replicated: Parameters that every rank keeps whole in their own dtype; their gradients are left to
             `average_replicated`.
     """

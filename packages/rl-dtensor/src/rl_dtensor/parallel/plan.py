@@ -117,10 +117,10 @@ def plan_of(hf: PreTrainedModel, custom: Mapping[str, Style] | None, layers: Seq
     the model's own, or what the names of its layers say.
 
     Args:
-        layers: the repeated ones.
+        layers: The repeated ones.
 
     Raises:
-        ValueError: if there is no plan, or if it names what the model lacks or a split that is not supported here.
+        ValueError: If there is no plan, or if it names what the model lacks or a split that is not supported here.
     """
     patterns = _with_vocabulary(hf, custom if custom is not None else _layers_plan(hf, layers))
     modules = {name.replace(".base_layer", ""): module for name, module in hf.named_modules()}

@@ -19,7 +19,7 @@ class AxisSizes:
     """Ranks along each axis of a mesh; ranks count fastest along `tp`, then `cp`, `dp_shard`, `dp_replicate`, `pp`.
 
     Args:
-        ep: ranks that share the experts; they fold into `dp_shard x cp`.
+        ep: Ranks that share the experts; they fold into `dp_shard x cp`.
     """
 
     pp: int
@@ -34,7 +34,7 @@ class AxisSizes:
         """All ranks that the other axes leave shard the parameters.
 
         Raises:
-            ValueError: if the world is not a multiple of what the config asks for.
+            ValueError: If the world is not a multiple of what the config asks for.
         """
         needed = num_ranks(config)
         if world % needed:
@@ -138,7 +138,7 @@ def shape_problems(config: DTensorConfig, model: Mapping[str, Any]) -> Iterator[
     """Settings that do not go with a model.
 
     Args:
-        model: fields of its Hugging Face config; those that are missing are not checked, so nothing is of a model whose
+        model: Fields of its Hugging Face config; those that are missing are not checked, so nothing is of a model whose
             config is not at hand.
     """
     model = text_fields(model)

@@ -41,11 +41,11 @@ def split_tensors(
     """Split a model on `meta` over the ranks of a mesh of one axis.
 
     Args:
-        plan: name of a module or a parameter to style; those that this model lacks are passed over.
-        layers: the repeated ones, which may read parameters of their parts without calling these.
-        sequence_parallel: whether tokens are split between blocks.
-        final_norm: name of the module whose output is made whole for the head; None if another rank has the head.
-        has_split_head: whether the head is split, so that ranks have different gradients by its input.
+        plan: Name of a module or a parameter to style; those that this model lacks are passed over.
+        layers: The repeated ones, which may read parameters of their parts without calling these.
+        sequence_parallel: True if tokens are split between blocks.
+        final_norm: Name of the module whose output is made whole for the head; None if another rank has the head.
+        has_split_head: True if the head is split, so that ranks have different gradients by its input.
     """
     splitter = _Splitter(hf, plan, mesh, layers, sequence_parallel)
     splitter.split_parameters()

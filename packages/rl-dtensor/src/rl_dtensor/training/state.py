@@ -104,7 +104,7 @@ class TrainingState:
         return state
 
     def _counts_on_device(self) -> bool:
-        """Whether the optimizer wants its step counts on the device of the parameters."""
+        """Return whether the optimizer wants its step counts on the device of the parameters."""
         assert self._optimizer is not None
         settings = self._optimizer.defaults
         return bool(settings.get("fused") or settings.get("capturable"))

@@ -23,9 +23,9 @@ class Calls:
     """Calls of a function, or of the method of a class `Solution`.
 
     Args:
-        function: its name.
-        arguments: of each call.
-        results: of each call, those that are right.
+        function: Its name.
+        arguments: Arguments of each call.
+        results: Results of each call, those that are right.
     """
 
     function: str
@@ -51,7 +51,7 @@ def read_tests(info: Mapping[str, Any], most: int | None) -> Tests:
     - `test_code`: Python text, or a list of such texts.
 
     Raises:
-        UnusableAnswer: if it has neither, or one of another form.
+        UnusableAnswer: If it has neither, or one of another form.
     """
     if "test_code" in info:
         given = info["test_code"]

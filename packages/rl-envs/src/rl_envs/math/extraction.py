@@ -37,8 +37,8 @@ class Found:
     """An answer as the completion gives it.
 
     Args:
-        text: without box, dollar signs and full stop.
-        in_box: whether it stood in a box.
+        text: Without box, dollar signs and full stop.
+        in_box: True if it stood in a box.
     """
 
     text: str

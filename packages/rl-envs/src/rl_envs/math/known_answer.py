@@ -29,7 +29,7 @@ def known_answers(info: Mapping[str, Any], answer_format: AnswerFormat) -> Known
     """Read `info["answer"]`: text, a number, or a list of these; a box around it is removed.
 
     Raises:
-        ValueError: if there is none, or it does not fit the format.
+        ValueError: If there is none, or it does not fit the format.
     """
     if "answer" not in info:
         raise ValueError(f"the math environment needs an answer in the prompt's info, which has {sorted(info)}")

@@ -38,9 +38,9 @@ class Number:
     """An exact number.
 
     Args:
-        value: its value; for a percentage, the number before the sign.
-        percent: whether a percent sign follows.
-        unit: the unit, as `read_unit` returns it; empty if there is none.
+        value: Its value; for a percentage, the number before the sign.
+        percent: True if a percent sign follows.
+        unit: The unit, as `read_unit` returns it; empty if there is none.
     """
 
     value: Fraction
@@ -48,7 +48,8 @@ class Number:
     unit: str = ""
 
     def equals(self, other: Number) -> bool:
-        """Whether both are the same number; a percentage equals its value (50% and 0.5) and its number (50% and 50).
+        """Return whether both are the same number; a percentage equals its value (50% and 0.5) and its number (50% and
+        50).
 
         Units must agree if both have one.
         """

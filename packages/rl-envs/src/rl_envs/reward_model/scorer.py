@@ -20,11 +20,11 @@ class Scorer:
     """A sequence classifier with one label.
 
     Args:
-        name: folder or hub name.
+        name: Folder or hub name.
         device: `cpu` or `cuda`.
-        precision: dtype of the model.
-        max_length: most tokens of a conversation, of which the last ones are scored; None for as many as the model has
-            positions.
+        precision: Dtype of the model.
+        max_length: Maximum number of tokens of a conversation, of which the last ones are scored; None for as many as
+            the model has positions.
 
     Raises:
         ValueError: If the model has no safetensors or no head of one score, or the process sees no GPU for it.

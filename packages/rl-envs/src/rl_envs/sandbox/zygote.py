@@ -70,7 +70,7 @@ def _confinement(isolation: Isolation, readable: tuple[str, ...], table: Process
     """Enter the namespaces that the level wants, and say how programs are confined in them.
 
     Raises:
-        OSError: if the machine does not offer the level.
+        OSError: If the machine does not offer the level.
     """
     is_root = os.getuid() == 0
     first = first_user_id(os.getpid(), mapped_ids()) if is_root else None

@@ -30,7 +30,7 @@ def load_model(config: ModelConfig, mesh: Mesh) -> tuple[ReadingModel, Weights]:
     with them merged in.
 
     Raises:
-        ValueError: if the files, the config and the family do not fit together, or the cache does not hold the state of
+        ValueError: If the files, the config and the family do not fit together, or the cache does not hold the state of
             the model's layers.
     """
     folder = model_folder(config.model_name)

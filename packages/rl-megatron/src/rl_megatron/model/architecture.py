@@ -26,11 +26,11 @@ def transformer_config(
     """Return the config from which Megatron builds the model.
 
     Args:
-        dtype: of parameters and of what travels between pipeline ranks.
-        has_te: whether the layers are Transformer Engine's.
+        dtype: Dtype of parameters and of what travels between pipeline ranks.
+        has_te: True if the layers are Transformer Engine's.
 
     Raises:
-        ValueError: if the model does not fit the family, or the layout does not fit the model.
+        ValueError: If the model does not fit the family, or the layout does not fit the model.
     """
     family = dict(family_of(hf).settings(hf))
     if "moe_layer_freq" in family and not any(family["moe_layer_freq"]):

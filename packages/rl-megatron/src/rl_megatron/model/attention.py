@@ -167,7 +167,7 @@ def gather_rows(tensor: Tensor, lengths: tuple[int, ...], group: dist.ProcessGro
 
     Args:
         tensor: `[batch, heads, tokens, dim]` of this rank.
-        lengths: of this rank's part of each row.
+        lengths: Lengths of this rank's part of each row.
     """
     parts: Tensor = _AllGather.apply(tensor, group)
     rows = []

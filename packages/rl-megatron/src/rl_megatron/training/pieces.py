@@ -53,7 +53,7 @@ class Pieces:
     It is written and read through the planners below, by the methods that torch's planners call.
 
     Args:
-        size: of the whole tensor.
+        size: Size of the whole tensor.
     """
 
     def __init__(self, size: Sequence[int]) -> None:

@@ -18,11 +18,11 @@ class Shard:
     """The run of a parameter's elements that this rank steps.
 
     Args:
-        parameter: of the model.
+        parameter: Parameter of the model.
         start, stop: bounds of the run in the flattened parameter.
-        main: float32 `[stop - start]`, which the optimizer steps; the parameter's own memory if that is float32.
+        main: Float32 `[stop - start]`, which the optimizer steps; the parameter's own memory if that is float32.
         grad: `[stop - start]`, summed over the ranks; float32, or the parameter's dtype if they are reduced in that.
-        group: the ranks that hold the other runs.
+        group: The ranks that hold the other runs.
     """
 
     parameter: nn.Parameter
@@ -40,9 +40,9 @@ class ShardedOptimizer:
     torch's Adam; this one takes any optimizer that treats elements one by one.
 
     Args:
-        chunks: wrapped with `use_distributed_optimizer`, so that gradients are reduced and scattered.
-        build: from parameters to a torch optimizer.
-        is_counted: whether a parameter's elements on this rank count in the norm of all gradients.
+        chunks: Wrapped with `use_distributed_optimizer`, so that gradients are reduced and scattered.
+        build: Function from parameters to a torch optimizer.
+        is_counted: True if a parameter's elements on this rank count in the norm of all gradients.
     """
 
     def __init__(

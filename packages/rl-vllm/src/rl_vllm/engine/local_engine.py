@@ -46,7 +46,7 @@ class LocalEngine(Engine):
         """Start the engine on so many OpenMP threads.
 
         Raises:
-            GeneratorError: with the engine's reason, if it does not come up.
+            GeneratorError: With the engine's reason, if it does not come up.
         """
         loaded: list[SteppedEngine] = []
 
@@ -124,7 +124,7 @@ class SteppedEngine:
 
     @property
     def busy(self) -> bool:
-        """Whether requests are under way."""
+        """Return whether requests are under way."""
         return bool(self._requests)
 
     def admit(self, requests: Sequence[Request]) -> None:

@@ -45,7 +45,7 @@ class ProcessEngine(Engine):
         """Start the engine with its processes.
 
         Raises:
-            GeneratorError: with the engine's reason, if it does not come up.
+            GeneratorError: With the engine's reason, if it does not come up.
         """
         others = set(multiprocessing.active_children())
         output = EngineOutput()
@@ -107,7 +107,7 @@ class ProcessEngine(Engine):
 
     @asynccontextmanager
     async def _failures(self) -> AsyncIterator[None]:
-        """As `failures`; a dead engine's with the cause that its processes wrote."""
+        """Same as `failures`; a dead engine's with the cause that its processes wrote."""
         try:
             with failures():
                 yield

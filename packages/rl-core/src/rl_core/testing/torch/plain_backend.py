@@ -53,7 +53,7 @@ def build_parts(config: ModelConfig, spec: ModelSpec, mesh: PlainMesh, folder: P
     """Load the model on every rank; collective.
 
     Raises:
-        ValueError: if adapters are asked for.
+        ValueError: If adapters are asked for.
     """
     if config.lora_cfg.enabled:
         raise ValueError("this backend has no adapters; set policy.lora_cfg.enabled=false")
@@ -133,8 +133,8 @@ class PlainModel:
     """Passes of a whole model.
 
     Args:
-        compute: dtype of matrix products.
-        chunk_size: tokens whose logits exist at one time.
+        compute: Dtype of matrix products.
+        chunk_size: Tokens whose logits exist at one time.
     """
 
     multiple = 1

@@ -20,7 +20,7 @@ class Engine(Generic[Model]):
     """Decodes rows in a thread of its own; everything that touches the model runs there, between two steps.
 
     Args:
-        load: makes the model, in the thread.
+        load: Makes the model, in the thread.
         num_threads: OpenMP threads of the thread.
     """
 
@@ -70,7 +70,7 @@ class Engine(Generic[Model]):
 
     @property
     def busy(self) -> bool:
-        """Whether rows wait or are under way."""
+        """Return whether rows wait or are under way."""
         return bool(self._model.rows or self._waiting)
 
     def step(self) -> None:

@@ -32,10 +32,10 @@ class LocalGenerator(Generic[Model]):
     ends it if the request lists it.
 
     Args:
-        load: makes the model, in the engine's thread.
-        load_tokenizer: from a folder or hub name; called if a request has stop strings.
-        model: what is generated with.
-        placement: the device and the engine's threads.
+        load: Makes the model, in the engine's thread.
+        load_tokenizer: Function that loads it from a folder or hub name; called if a request has stop strings.
+        model: What is generated with.
+        placement: The device and the engine's threads.
     """
 
     def __init__(
@@ -76,8 +76,8 @@ class LocalGenerator(Generic[Model]):
         """One completion, decoded together with those of concurrent calls.
 
         Raises:
-            GeneratorError: if the engine is dead, asleep or has no whole weights.
-            RequestRefused: if the prompt is empty, has tokens outside the vocabulary or leaves no room for a token.
+            GeneratorError: If the engine is dead, asleep or has no whole weights.
+            RequestRefused: If the prompt is empty, has tokens outside the vocabulary or leaves no room for a token.
         """
         while not self._serving.is_set():  # a pause may follow before one that was woken goes on
             await self._serving.wait()

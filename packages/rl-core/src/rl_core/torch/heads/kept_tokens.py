@@ -42,7 +42,7 @@ class WholeVocabulary:
     size: int
 
     def largest(self, logits: Tensor, k: int) -> Tensor:
-        """As `Vocabulary.largest`."""
+        """See `Vocabulary.largest`."""
         return logits.topk(k).values
 
     def summed(self, values: Tensor) -> Tensor:
@@ -78,8 +78,8 @@ def leave_out_(logits: Tensor, lowest: Tensor, columns: Tensor, is_here: Tensor 
     Args:
         logits: `[n, columns]`.
         lowest: `[n, 1]`.
-        columns: int64 `[n, 1]`, of the token that was sampled: the engine that drew it may have rounded otherwise.
-        is_here: bool `[n, 1]`, whether this rank has the column; None if it has all.
+        columns: Int64 `[n, 1]`, of the token that was sampled: the engine that drew it may have rounded otherwise.
+        is_here: Bool `[n, 1]`, whether this rank has the column; None if it has all.
     """
     if not logits.shape[1]:
         return logits

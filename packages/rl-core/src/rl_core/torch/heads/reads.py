@@ -66,7 +66,7 @@ def language_reads(
         hidden: `[tokens, hidden]`, after the model's last norm.
 
     Raises:
-        ValueError: for ids that are not in the vocabulary, or not `[tokens, k]`.
+        ValueError: For ids that are not in the vocabulary, or not `[tokens, k]`.
     """
     follows = following(rows.offsets)
     found = position_reads(
@@ -92,12 +92,12 @@ def position_reads(
 
     Args:
         hidden: `[n, hidden]`, that the tokens follow on.
-        head: this rank's rows of it if there is a `shard`.
-        places: int64 `[n]`, indices of the tokens.
-        sums_hidden_grad: as in `vocab_parallel_reads`.
+        head: This rank's rows of it if there is a `shard`.
+        places: Int64 `[n]`, indices of the tokens.
+        sums_hidden_grad: As in `vocab_parallel_reads`.
 
     Raises:
-        ValueError: for ids that are not in the vocabulary, or not `[tokens, k]`.
+        ValueError: For ids that are not in the vocabulary, or not `[tokens, k]`.
     """
     targets = rows[TOKENS][places]
     columns: dict[str, Tensor] = {}
@@ -154,7 +154,7 @@ def _divergences(
     ranks have the same tokens.
 
     Args:
-        others: hidden states `[n, width]` of the other models, and the number of each token's, int `[n]`.
+        others: Hidden states `[n, width]` of the other models, and the number of each token's, int `[n]`.
     """
     states, numbers = others
     found, rows = [], []
@@ -211,10 +211,10 @@ def read_options(rows: Rows, places: Tensor, reads: Sequence[Read], *, vocab_siz
     """Results that reads ask for at some tokens.
 
     Args:
-        places: int64 `[n]`, indices of the tokens.
+        places: Int64 `[n]`, indices of the tokens.
 
     Raises:
-        ValueError: for ids that are not in the vocabulary, or not `[tokens, k]`.
+        ValueError: For ids that are not in the vocabulary, or not `[tokens, k]`.
     """
     ids = None
     for name in read_columns([read for read in reads if read.name == "logprobs_at"]):

@@ -25,11 +25,11 @@ class HalfStateAdamW(Optimizer):
     the same averages, and a resumed run repeats itself bit for bit.
 
     Args:
-        params: parameters, or groups of them; DTensors too.
+        params: Parameters, or groups of them; DTensors too.
         lr, betas, eps, weight_decay: as of `torch.optim.AdamW`.
 
     Raises:
-        ValueError: if one of these is out of range.
+        ValueError: If one of these is out of range.
     """
 
     def __init__(

@@ -23,7 +23,7 @@ def build_optimizer(
     """The optimizer over the parameters, or over groups of them as torch takes them.
 
     Raises:
-        ValueError: if the name is not an optimizer class, or the class does not take these arguments.
+        ValueError: If the name is not an optimizer class, or the class does not take these arguments.
     """
     optimizer_class = _class_of(config.name, Optimizer, "optimizer.name")
     return _built(optimizer_class, config.name, "optimizer", config.kwargs, list(parameters))
@@ -33,7 +33,7 @@ def build_schedule(configs: Sequence[SchedulerConfig], optimizer: Optimizer) -> 
     """The schedules one after another, each taking over at the next milestone; None if there are none.
 
     Raises:
-        ValueError: if a name is not a schedule, its arguments do not fit, or the milestones do not go with the
+        ValueError: If a name is not a schedule, its arguments do not fit, or the milestones do not go with the
         schedules.
     """
     named = [config for config in configs if config.name is not None]

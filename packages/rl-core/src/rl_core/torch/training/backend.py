@@ -113,7 +113,7 @@ class Microbatch(NamedTuple):
     """Rows of one forward pass.
 
     Args:
-        rows: on the device.
+        rows: On the device.
         is_own: False for a row that only lets the rank join in a pass of others.
     """
 
@@ -133,10 +133,10 @@ class Pass:
     """Microbatches on their way through the model.
 
     Args:
-        reads: to compute of each.
-        temperature: divides logits.
-        on_reads: returns what is kept of a microbatch or, in a backward pass, its share of the loss, a scalar.
-        num_tokens: of this rank's rows, in all microbatches.
+        reads: Reads to compute of each.
+        temperature: Divides logits.
+        on_reads: Returns what is kept of a microbatch or, in a backward pass, its share of the loss, a scalar.
+        num_tokens: Number of tokens of this rank's rows, in all microbatches.
         compares: Whether the results are compared with logprobs of another pass, so that the model's own dropout would
             move their ratio away from 1.
     """
@@ -172,7 +172,7 @@ class RankModel(Protocol):
         """Name of the `transformers` class that loads an export.
 
         Raises:
-            ValueError: if `transformers` has none for this family and role.
+            ValueError: If `transformers` has none for this family and role.
         """
         ...
 
@@ -180,10 +180,10 @@ class RankModel(Protocol):
         """Columns, beside tokens and those of the loss, that passes take from a batch; often none.
 
         Args:
-            for_loss: whether the pass is of a loss. One that only reads does without columns that the batch lacks.
+            for_loss: True if the pass is of a loss. One that only reads does without columns that the batch lacks.
 
         Raises:
-            ValueError: if the batch lacks one that a loss needs.
+            ValueError: If the batch lacks one that a loss needs.
         """
         ...
 
@@ -234,9 +234,9 @@ class RankWeights(Protocol):
         None.
 
         Args:
-            everywhere: whether every rank gets them whole.
-            bucket_bytes: about how many bytes are brought together at one time.
-            merges_adapters: whether adapters are added to the weights that they sit on.
+            everywhere: True if every rank gets them whole.
+            bucket_bytes: About how many bytes are brought together at one time.
+            merges_adapters: True if adapters are added to the weights that they sit on.
         """
         ...
 
@@ -249,8 +249,8 @@ class RankWeights(Protocol):
         collective. Each is whole on rank 0, and whole or None elsewhere.
 
         Args:
-            dtype: of the tensors; float32 if not given.
-            everywhere: whether every rank gets them whole.
+            dtype: Dtype of the tensors; float32 if not given.
+            everywhere: True if every rank gets them whole.
         """
         ...
 
@@ -287,7 +287,7 @@ class RankState(Protocol):
         """Tensors that this rank writes, by names that do not depend on the mesh; collective.
 
         Args:
-            copies: whether the values share no memory with the model or the optimizer, so that both may change.
+            copies: True if the values share no memory with the model or the optimizer, so that both may change.
         """
         ...
 

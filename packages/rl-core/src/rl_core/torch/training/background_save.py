@@ -47,9 +47,9 @@ class BackgroundSave:
         """Write a checkpoint, the one before it being finished.
 
         Args:
-            path: for messages.
-            write: returns the files it has written.
-            wait: write at once, in the calling thread.
+            path: Path, for messages.
+            write: Returns the files it has written.
+            wait: Write at once, in the calling thread.
         """
         self._files = ()
         if wait:
@@ -64,7 +64,7 @@ class BackgroundSave:
         collective.
 
         Raises:
-            RLError: if it could not be written, once.
+            RLError: If it could not be written, once.
         """
         if self._writing is None:
             return self._files
@@ -89,7 +89,7 @@ def plain_errors(path: Path, done: Literal["written", "read"]) -> Iterator[None]
     would end threads and actors.
 
     Raises:
-        RLError: for an `OSError`, and for errors of torch's distributed checkpoint.
+        RLError: For an `OSError`, and for errors of torch's distributed checkpoint.
     """
     try:
         yield

@@ -38,7 +38,7 @@ class Checkpoint:
 
     Args:
         optimizer: None if the model does not train.
-        seed: of the generators of a run that resumes on another layout.
+        seed: Seed of the generators of a run that resumes on another layout.
         reference: None if the model keeps none.
     """
 
@@ -62,7 +62,7 @@ class Checkpoint:
         """Write under `path`, or copy what is to be written aside and write it in the background; collective.
 
         Raises:
-            RLError: if a rank's files cannot be written, also those of an earlier save.
+            RLError: If a rank's files cannot be written, also those of an earlier save.
         """
         self.finish_save()
         aside = self._reference_weights()
@@ -91,7 +91,7 @@ class Checkpoint:
         part in no collective.
 
         Raises:
-            RLError: if a rank's files could not be written, once.
+            RLError: If a rank's files could not be written, once.
         """
         return self._background.finish(wait=wait)
 
@@ -103,8 +103,8 @@ class Checkpoint:
         """Restore what `save` wrote; collective.
 
         Raises:
-            ValueError: if there is no checkpoint at `path`, or it has the initial reference and the model another.
-            RLError: if a save that was under way has failed.
+            ValueError: If there is no checkpoint at `path`, or it has the initial reference and the model another.
+            RLError: If a save that was under way has failed.
         """
         self.finish_save()
         if not (path / TRAINER).is_file():

@@ -20,8 +20,8 @@ class Hyperparameters:
     lower learning rate, takes its own, and its schedule is brought to the step that the checkpoint was saved at.
 
     Args:
-        optimizer: just built, before its first step.
-        schedule: just built over it; None for constant settings.
+        optimizer: Just built, before its first step.
+        schedule: Just built over it; None for constant settings.
     """
 
     def __init__(self, optimizer: Optimizer, schedule: LRScheduler | None) -> None:

@@ -17,7 +17,7 @@ class Reference:
     With adapters it is a copy of the adapters alone.
 
     Args:
-        parts: this rank's part of every tensor that trains, the same ones at each call; first called before the first
+        parts: This rank's part of every tensor that trains, the same ones at each call; first called before the first
             step.
     """
 
@@ -32,7 +32,7 @@ class Reference:
 
     @property
     def has_moved(self) -> bool:
-        """Whether these are no longer the initial weights, so that a checkpoint has to hold them."""
+        """Return whether these are no longer the initial weights, so that a checkpoint has to hold them."""
         return self._has_moved
 
     @torch.no_grad()

@@ -27,7 +27,7 @@ class SkippedSteps:
         metrics = {"skipped_steps": Metric(float(not steps), reduction="max"), ...}
 
     Args:
-        limit: steps in a row that may be skipped (`ModelConfig.max_skipped_steps`).
+        limit: Steps in a row that may be skipped (`ModelConfig.max_skipped_steps`).
     """
 
     def __init__(self, limit: int) -> None:
@@ -38,7 +38,7 @@ class SkippedSteps:
         """Return whether to step with a gradient of this norm, the same on every rank.
 
         Raises:
-            RLError: if it is not finite and neither were the `limit` gradients before it.
+            RLError: If it is not finite and neither were the `limit` gradients before it.
         """
         if math.isfinite(grad_norm):
             self._in_a_row = 0

@@ -38,8 +38,8 @@ class Deadline:
     """A point in time by which a phase must be over.
 
     Args:
-        seconds: from now.
-        phase: the work and who does it, as the error says it.
+        seconds: Seconds from now.
+        phase: The work and who does it, as the error says it.
     """
 
     def __init__(self, seconds: float, phase: str) -> None:
@@ -62,7 +62,7 @@ class Deadline:
         return min(self.remaining(), SLICE_S)
 
     def is_over(self) -> bool:
-        """Whether there is no time left."""
+        """Return whether there is no time left."""
         return self._end <= time.monotonic()
 
     def expired(self) -> WeightSyncError:

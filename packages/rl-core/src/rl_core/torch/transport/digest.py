@@ -23,7 +23,7 @@ def digest(tensor: Tensor) -> str:
     an adversary.
 
     Args:
-        tensor: of any dtype and shape; the shape and dtype themselves are not part of the digest, the number of
+        tensor: Tensor of any dtype and shape; the shape and dtype themselves are not part of the digest, the number of
             bytes is.
     """
     (found,) = read_digests([begin_digest(tensor)])
@@ -35,8 +35,8 @@ class PendingDigest:
     """A digest that the tensor's device is computing.
 
     Args:
-        num_bytes: of the tensor.
-        total: the mixed sum; int64 on the device, or a number if it was taken on the host.
+        num_bytes: Number of bytes of the tensor.
+        total: The mixed sum; int64 on the device, or a number if it was taken on the host.
     """
 
     num_bytes: int
