@@ -18,8 +18,8 @@ CLOCKED = frozenset({"flops_per_second", "mfu"})
 """Metrics of a training step that depend on the clock: two runs of the same steps agree on all others."""
 
 OF_LAYOUT = frozenset({"packing_efficiency"})
-"""Metrics of a training step that depend on how rows are spread over ranks and microbatches, beside those of the
-clock."""
+"""Metrics of a training step that depend on how rows are spread over ranks and microbatches, in addition to
+those of the clock."""
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ Metrics = Mapping[str, Metric]
 """Metrics of one update, combined over all ranks: sums and counts until they are recorded."""
 
 Part = Literal["parameters", "optimizer"]
-"""The parts that a resident keeps on the device, beside the activations of the moment."""
+"""The parts that a resident keeps on the device, in addition to the activations of the moment."""
 
 
 DIVERGENCES = ("forward_kl", "reverse_kl", "jensen_shannon", "other_tail", "own_tail", "other_logprob")
@@ -115,7 +115,7 @@ UNDIVIDED = "undivided"
 
 
 def topk(k: int, *, below: int = 0) -> Read:
-    """The `k` most likely tokens at each position and their logprobs, in falling order.
+    """The `k` most likely tokens at each position and their logprobs, in descending order.
 
     Args:
         below: Choose among the ids below it, such as those that another model knows as well; 0 for all. Logprobs are
@@ -136,7 +136,7 @@ def logprobs_at(column: str) -> Read:
 
 
 def hidden_states(width: int) -> Read:
-    """The read `hidden`, `[tokens, width]`, with zeros behind hidden states that are narrower: so those of models of
+    """The read `hidden`, `[tokens, width]`, with zeros after hidden states that are narrower: so those of models of
     several sizes fit in one column."""
     if width < 1:
         raise ValueError(f"hidden_states needs width >= 1, got {width}")
@@ -164,7 +164,7 @@ def divergences_from(heads: Sequence[HeadFiles], column: str, choice: str, *, be
 
 
 def read_columns(reads: Sequence[Read]) -> tuple[str, ...]:
-    """Columns of the batch that reads take, beside `tokens`."""
+    """Columns of the batch that reads take, in addition to `tokens`."""
     return tuple(dict.fromkeys(name for read in reads for name in (read.column, read.choice) if name))
 
 
@@ -178,7 +178,7 @@ class Loss(Protocol):
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Columns a batch must have, beside `tokens` and those that its reads take."""
+        """Columns a batch must have, in addition to `tokens` and those that its reads take."""
         ...
 
     @property
@@ -283,7 +283,7 @@ class Model(Protocol):
 
         Args:
             wait: Return when the files are complete. Otherwise return when the state has been copied aside, so that
-                training goes on while the copy is written and digested: the files are complete once `finish_save` has
+                training continues while the copy is written and digested: the files are complete once `finish_save` has
                 returned them. A save that is still under way is waited for first.
         """
         ...
@@ -320,7 +320,7 @@ class Model(Protocol):
         ...
 
     def export_adapter(self, path: str) -> tuple[SavedFile, ...]:
-        """Write the adapters alone, as `peft` and vLLM load them beside the model that they sit on, and the tokenizer;
+        """Write only the adapters, as `peft` and vLLM load them next to the model that they sit on, and the tokenizer;
         returns the files, none if the model has no adapters."""
         ...
 
@@ -359,7 +359,7 @@ class ModelSpec:
         role: Decides the head.
         trains: True if it has an optimizer.
         keeps_reference: True if it keeps its initial weights, off the device, for `infer(reference=True)`; they change
-            by `update_reference` alone.
+            only by `update_reference`.
         seed: Seed of dropout and of newly made heads.
     """
 
@@ -370,7 +370,7 @@ class ModelSpec:
 
 
 class ModelWorker(Resident, WeightSource, Protocol):
-    """One rank of a model, in a process of its own.
+    """One rank of a model, in its own process.
 
     Built as `Worker(config, backend, spec, rendezvous)` with the neutral `rl_core.model_config.ModelConfig`, the
     backend's own config and a `ModelSpec`; the constructor joins the process group, builds and loads the model. Every

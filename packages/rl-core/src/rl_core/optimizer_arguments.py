@@ -29,7 +29,7 @@ OPTIMIZERS: Mapping[str, frozenset[str]] = {
         "SGD": ("lr", "momentum", "dampening", "weight_decay", "nesterov", "fused", *_SCALING),
     }.items()
 }
-"""Arguments that each class takes beside the parameters, by its dotted name."""
+"""Arguments that each class takes in addition to the parameters, by its dotted name."""
 
 UNSUPPORTED: Mapping[str, str] = {
     "torch.optim.LBFGS": "computes the loss several times per step, but a training step computes it once",
@@ -52,4 +52,4 @@ SCHEDULES: Mapping[str, frozenset[str]] = {
         "StepLR": ("step_size", "gamma"),
     }.items()
 }
-"""Arguments that each class takes beside the optimizer, by its dotted name."""
+"""Arguments that each class takes in addition to the optimizer, by its dotted name."""

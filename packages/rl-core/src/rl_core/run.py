@@ -17,10 +17,10 @@ from rl_core.weights import Weights
 
 
 class Checkpointable(Protocol):
-    """Loop state that a checkpoint holds beside the models: a data position, counters."""
+    """Loop state that a checkpoint holds in addition to the models: a data position, counters."""
 
     def state(self) -> Mapping[str, Any]:
-        """Plain data (JSON and numpy) that `restore` goes on from."""
+        """Plain data (JSON and numpy) that `restore` resumes from."""
         ...
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -60,7 +60,7 @@ class Run(Protocol):
         ...
 
     def record_rollouts(self, step: int, groups: Sequence[RolloutGroup], advantages: np.ndarray) -> None:
-        """Have a step's rollouts written, one line each, beside the steps that follow; `advantages` is `[rollouts]`, in
+        """Have a step's rollouts written, one line each, during the steps that follow; `advantages` is `[rollouts]`, in
         the order of groups and within them.
         """
         ...

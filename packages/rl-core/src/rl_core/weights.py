@@ -16,7 +16,7 @@ WeightSyncEncoding = Literal["full", "changes"]
 """Values that a weight update carries: all of them, or only those that changed since the one before."""
 WeightForm = Literal["merged", "factored", "adapter"]
 """Form in which the weights of a model with low-rank adapters travel: the adapters merged into the weights, the weights
-as they are followed by the factors of the adapters, or these factors alone. Without adapters there is only `merged`."""
+as they are followed by the factors of the adapters, or only these factors. Without adapters there is only `merged`."""
 
 MIN_SECRET_BYTES = 16
 """Minimum length of a transport's secret."""
@@ -67,7 +67,7 @@ class Manifest:
         return sum(num_bytes(spec) for spec in self.tensors)
 
     def without_factors(self) -> Manifest:
-        """The manifest of the weights alone."""
+        """The manifest of only the weights."""
         weights = self.tensors[: len(self.tensors) - self.num_factors]
         return replace(self, tensors=weights, num_factors=0)
 
@@ -230,7 +230,7 @@ class Weights(Protocol):
         ...
 
     def state(self) -> Mapping[str, Any]:
-        """Plain data that `restore` goes on from."""
+        """Plain data that `restore` resumes from."""
         ...
 
     def restore(self, state: Mapping[str, Any]) -> None:

@@ -45,7 +45,7 @@ MESHES: Mapping[str, tuple[int, Mapping[str, Any]]] = {
     "pp2 x fsdp2": (4, PIPELINE),
     "ep2 x fsdp2": (4, {"expert_parallel_size": 2}),
 }
-"""Name of each mesh to its ranks and settings; the last is for models with experts alone."""
+"""Name of each mesh to its ranks and settings; the last is only for models with experts."""
 
 
 def cases_of(model: str, only: MeshCase | None = None) -> Iterator[FamilyCase]:

@@ -102,7 +102,7 @@ def _stand_in_for_cuda() -> None:
 
 
 def _seed(seed: int) -> None:
-    """Seed the default generator alone: `torch.manual_seed` would seed CUDA's too, that is, this again."""
+    """Seed only the default generator: `torch.manual_seed` would seed CUDA's too, that is, this again."""
     torch.default_generator.manual_seed(int(seed))
 
 

@@ -142,7 +142,7 @@ class VllmConfig(Config):
         return not device.runs_on_gpus if self.enforce_eager is None else self.enforce_eager
 
     def has_own_process(self, device: Device) -> bool:
-        """Return whether the engine runs beside the replica's process."""
+        """Return whether the engine runs next to the replica's process."""
         if self.own_process is not None:
             return self.own_process
         return self.num_ranks > 1 or device.runs_on_gpus

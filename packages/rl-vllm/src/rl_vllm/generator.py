@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class VllmGenerator:
-    """A `Generator` on vLLM: its engine in processes of its own or, for one rank on CPU, in a thread of this one.
+    """A `Generator` on vLLM: its engine in its own processes or, for one rank on CPU, in a thread of this one.
 
     Completions carry float32 logprobs after temperature, top-p and top-k. Only the request's stop tokens and strings
     end a completion; the model's own end of sequence counts if it is among them. Requests in flight finish or are

@@ -99,7 +99,7 @@ def _names_path(root: type[Config], path: KeyPath, tree: Any) -> bool:
 
 
 def _name_the_same(change: Change, *, is_path: bool) -> bool:
-    """Return whether two texts name one file, or one function or class in a file."""
+    """Return whether two strings name one file, or one function or class in a file."""
     old, new = change.old, change.new
     if not (isinstance(old, str) and isinstance(new, str)):
         return False

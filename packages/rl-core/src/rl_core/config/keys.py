@@ -75,7 +75,7 @@ class Key:
 
     @property
     def marks(self) -> list[Any]:
-        """Its annotations beside the type, such as bounds, with those of the members of a union."""
+        """Its annotations in addition to the type, such as bounds, with those of the members of a union."""
         of_members = [item for _, constraints in members(self.annotation) for item in constraints]
         return [*(self.field.metadata if self.field else ()), *of_members]
 

@@ -261,7 +261,7 @@ def _field(kind: Any, default: Any) -> tuple[Any, Any]:
 
 
 def _redefined(field: FieldInfo, default: Any) -> tuple[Any, Any]:
-    """A field as it is, but for its default."""
+    """A field as it is, except its default."""
     changed = copy(field)
     changed.default, changed.default_factory = default, None
     return field.annotation, changed

@@ -26,7 +26,7 @@ class NamedConfig(Config):
 
 
 def section_of(target: Callable[..., Any], base: type[Config], *, derived: Collection[str] = ()) -> type[Config]:
-    """A section with the keys of `base`, and beside them the settings of a function or dataclass.
+    """A section with the keys of `base`, and in addition to them the settings of a function or dataclass.
 
     Settings of a function are its keyword-only parameters, those of a dataclass its fields, those of another class the
     keyword-only parameters of its constructor. Their annotations are the types of the keys, their defaults those of the

@@ -35,7 +35,7 @@ def shard(lengths: ArrayLike, num_shards: int, groups: ArrayLike | None = None) 
     Args:
         lengths: `[rows]`, tokens of each row.
         num_shards: Number of ranks.
-        groups: `[rows]`, ids; rows with the same id form one unit and stay together. A row is a unit of its own
+        groups: `[rows]`, ids; rows with the same id form one unit and stay together. A row is its own unit
             without it.
 
     Returns:

@@ -42,7 +42,7 @@ class Device(ABC):
     """Which of a `Requirement`'s extras bring an engine that computes on it."""
     has_gpus: ClassVar[bool]
     """True if Ray gives every rank a GPU for itself: replicas divide a node's GPUs, models and replicas that share GPUs
-    leave their memory to one another, and memory of one GPU is reached from that GPU alone."""
+    leave their memory to one another, and memory of one GPU is reached only from that GPU."""
     ranks_key: ClassVar[str]
     """Key of the number of ranks per node, for messages."""
     bucket_bytes: ClassVar[int]

@@ -174,7 +174,7 @@ async def _check(
 
 
 class _Process:
-    """A pool with a process of its own, to play conversations on.
+    """A pool with its own process, to play conversations on.
 
     Args:
         hash_seed: Hash seed of Python's hashes of texts, which processes of another number do not share, even if the

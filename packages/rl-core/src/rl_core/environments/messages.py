@@ -29,7 +29,7 @@ STACKS = signal.SIGUSR1
 MAX_ANSWER_BYTES = 64 * 2**20
 """Maximum number of bytes of one conversation's answer."""
 OVERHEAD_BYTES = 2**16
-"""Maximum number of bytes of an answer beside those of its conversations."""
+"""Maximum number of bytes of an answer in addition to those of its conversations."""
 MAX_NESTING = 32
 """Maximum number of containers around a value."""
 MAX_INTEGER_BITS = 512

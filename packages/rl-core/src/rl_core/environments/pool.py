@@ -1,4 +1,4 @@
-"""Environments in processes of their own, so that one that hangs or crashes costs a rollout and not the run."""
+"""Environments in their own processes, so that one that hangs or crashes costs a rollout and not the run."""
 
 from __future__ import annotations
 

@@ -200,7 +200,7 @@ def _built(target: Any, name: str, config: Config | None) -> Environment:
     """The environment of a class, a function that makes one, a function that scores, or the environment itself.
 
     Raises:
-        ValueError: If the config has settings of its own, which a function would never see.
+        ValueError: If the config has its own settings, which a function would never see.
     """
     if isinstance(target, type):
         if plays_one(target):

@@ -39,7 +39,7 @@ _KEYWORDS = ("prompts", "completions", "completion_ids")
 """Parameters that `**kwargs` takes too in a function of TRL's form."""
 
 OFFERED = (*_OF_ONE, *_OF_MANY, *LOG_PARAMETERS)
-"""Names of parameters that a reward function may have beside the fields of a row of the data."""
+"""Names of parameters that a reward function may have in addition to the fields of a row of the data."""
 
 
 def as_environment(score: Callable[..., Any]) -> Environment:

@@ -9,7 +9,7 @@ _THINKING = re.compile(r"\s*<think>(?:(?!</?think>).)+</think>(?:(?!</?think>).)
 
 
 def thinking_format(response: str) -> float:
-    """1 if the response is one `<think>...</think>` and an answer behind it, else 0."""
+    """1 if the response is one `<think>...</think>` and an answer after it, else 0."""
     return float(_THINKING.fullmatch(response) is not None)
 
 

@@ -43,7 +43,7 @@ class RewardSum:
 
 
 class SummedRewards:
-    """Adds functions to the reward of an environment when a rollout ends, or scores a response by them alone.
+    """Adds functions to the reward of an environment when a rollout ends, or scores a response only by them.
 
     Args:
         environment: None to end every rollout with its first turn.

@@ -74,7 +74,7 @@ class Verdict:
 
 
 def try_out(trials: Sequence[Trial]) -> Verdict:
-    """Build each environment in a process of its own and have it answer its attempts, as in a run.
+    """Build each environment in its own process and have it answer its attempts, as in a run.
 
     An environment is refused if it cannot be built, hangs, ends its process, returns a value that is not a reward, or
     raises on every response to a row. If it raises on some of them, there is a warning.
@@ -163,7 +163,7 @@ async def _attempt_all(pool: EnvironmentPool, trial: Trial, verdict: Verdict) ->
 def attempts_on(
     place: str, row_id: str, messages: Sequence[Any], info: Any, responses: Sequence[str] = (), *, is_text: bool = False
 ) -> list[Attempt]:
-    """A row with responses as a policy may give them: a sentence with the answer if the row has one, the answer alone,
+    """A row with responses as a policy may give them: a sentence with the answer if the row has one, only the answer,
     and nothing; then further ones.
 
     Args:

@@ -94,7 +94,7 @@ class Worker:
         self.wake()
 
     def abandon(self, id: str) -> None:
-        """Close the state of a conversation that will not go on."""
+        """Close the state of a conversation that will not continue."""
         self._stateful.pop(id, None)
         self._abandoned.append(id)
         self.wake()
@@ -327,7 +327,7 @@ class Turn:
         call, index: whom the outcome is for.
         alone: True if it is tried again, by itself, after a failure that it may not be to blame for.
         suspected_at: When it gave way to others (`time.monotonic`); None if it has not.
-        retries: How often it may still be tried again after a failure of its own.
+        retries: How often it may still be tried again after its own failure.
     """
 
     id: str
@@ -351,7 +351,7 @@ class Backlog:
         deadline_s: Maximum number of seconds of a call.
         num_workers: How many take turns from here.
         wake: Called when there is something to take.
-        room: How many conversations may begin beside those that are under way; None for no bound.
+        room: How many conversations may begin in addition to those that are under way; None for no bound.
     """
 
     def __init__(

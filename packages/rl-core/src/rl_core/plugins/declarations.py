@@ -127,7 +127,7 @@ class BackendPlugin:
             carry the experts that tokens were sent to (`Placement.reports_routing`); empty if they can.
         adapter_problem: Adapter problem of a generator, from its config, the model and the device to why it cannot
             apply the low-rank adapters of the policy itself (`GenerationConfig.lora_sync`); empty if it can.
-        keeps_cache: True if a generator can go on with keys and values of a request that a weight update interrupted
+        keeps_cache: True if a generator can continue with keys and values of a request that a weight update interrupted
             (`Placement.keeps_cache`).
         held_families: Model types (as in `config.json`) whose every mesh the backend's own tests hold; a run of another
             family checks its case first.
@@ -276,7 +276,7 @@ class AlgorithmPlugin:
         trains: True if it has a `run`; if not, it only evaluates.
         evaluates: True if it has an `evaluation` by rollouts.
         evaluates_in_training: Function from the resolved config to whether a run evaluates as it trains: the plan is
-            then in its `Components`, and the environments of the plan are started beside those of its rollouts.
+            then in its `Components`, and the environments of the plan are started next to those of its rollouts.
         validation_metrics: Function from the resolved config to the names of the `val/` metrics that its run records,
             or to None if they are not known before the run, as None for all configs says.
         without_validation: Dotted keys that ask for a validation or need one, with the values that do not; a config

@@ -65,7 +65,7 @@ class SourceFile:
 
     @property
     def module_name(self) -> str:
-        """Name of its module, from the file and its text, so that no two texts share one in a process."""
+        """Name of its module, from the file and its text, so that no two strings share one in a process."""
         return f"user_code_{re.sub(r'[^A-Za-z0-9_]', '_', Path(self.path).stem)}_{self.sha256[:16]}"
 
     def names(self) -> dict[str, bool] | None:

@@ -72,7 +72,7 @@ class RemoteEnvironment:
         return outcome
 
     async def abandon(self, conversation_ids: Sequence[str]) -> None:
-        """Free what the environment holds for conversations that will not go on."""
+        """Free what the environment holds for conversations that will not continue."""
         self._open.difference_update(conversation_ids)
         async with asyncio.timeout(self._silence_s):
             await self._actor.call.remote("abandon", list(conversation_ids))

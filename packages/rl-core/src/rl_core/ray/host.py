@@ -72,7 +72,7 @@ def hold_port() -> socket.socket:
 
 
 class WorkerHost:
-    """Hosts a worker whose methods are synchronous; health answers beside a running call."""
+    """Hosts a worker whose methods are synchronous; health answers during a running call."""
 
     def __init__(self) -> None:
         _prepare_process()

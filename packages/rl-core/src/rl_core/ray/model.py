@@ -70,7 +70,7 @@ class RemoteModel:
         timeout_s: Bound of each call; past it every rank writes the stacks of its threads to its log.
         logs: Log of each rank, for messages.
         trains: As `rl_core.model.Model.trains`.
-        columns: That all its passes read beside `tokens`.
+        columns: Columns that all its passes read in addition to `tokens`.
     """
 
     def __init__(

@@ -149,7 +149,7 @@ class MissingField(UnusableAnswer):
 
 
 class Environment(Protocol):
-    """Scores and answers conversations in batches of up to `env.<name>.max_batch`; runs in processes of its own."""
+    """Scores and answers conversations in batches of up to `env.<name>.max_batch`; runs in its own processes."""
 
     def step(self, conversations: Sequence[Conversation], states: Sequence[Any]) -> list[StepResult]:
         """One result per conversation, in order; `states` are None on the first turn."""

@@ -153,7 +153,7 @@ class Placement:
         awaits_weights: True if weights are sent before anything is generated, so that those of the model's files need
             not be loaded.
         reports_routing: True if completions carry the experts that tokens were sent to.
-        keeps_cache: True if a request that a weight update interrupted goes on from the keys and values that it has, as
+        keeps_cache: True if a request that a weight update interrupted resumes from the keys and values that it has, as
             far as they are still there, and not from those that the new weights compute.
     """
 

@@ -19,7 +19,7 @@ GENERATION_LOGPROBS = "generation_logprobs"
 ROUTED_EXPERTS = "routed_experts"
 WEIGHT_VERSIONS = "weight_versions"
 RECORD = "record"
-"""Columns of a `RolloutGroup`, beside `tokens`."""
+"""Columns of a `RolloutGroup`, in addition to `tokens`."""
 
 
 @dataclass(frozen=True)

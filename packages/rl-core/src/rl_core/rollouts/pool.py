@@ -69,11 +69,11 @@ class RolloutPool(Protocol):
         ...
 
     def adopt(self, update: WeightUpdate, *, in_flight: bool = False) -> None:
-        """Bring every replica to this version, verified. Groups under way go on, between two of their turns or within
-        one.
+        """Bring every replica to this version, verified. Groups under way continue, between two of their turns or
+        within one.
 
         Args:
-            in_flight: True if completions under way are interrupted and go on with the new weights, instead of being
+            in_flight: True if completions under way are interrupted and continue with the new weights, instead of being
                 finished with the old ones first.
 
         Raises:

@@ -29,7 +29,7 @@ class Reply:
 
 
 class GenerationClient(Protocol):
-    """The services of a rollout program: the replica beside it, the environment of its prompt, and the tokenizer."""
+    """The services of a rollout program: the replica next to it, the environment of its prompt, and the tokenizer."""
 
     @property
     def sampling(self) -> SamplingParams:

@@ -21,8 +21,8 @@ def rollout_record(prompt: Prompt, index: int, rollout: Rollout) -> np.ndarray:
     """uint8 `[bytes]`, UTF-8 of a JSON object on one line; `index` is the rollout's place in its group.
 
     `weight_spans` count tokens from the start of the rollout; with several segments, whose numbers of tokens are then
-    in `segments`, these lie end to end. `row` is what the environment was given beside the conversation, such as the
-    right answer; values longer than `MOST_CHARACTERS` are cut.
+    in `segments`, these lie end to end. `row` is what the environment was given in addition to the conversation, such
+    as the right answer; values longer than `MOST_CHARACTERS` are cut.
     """
     described = {
         "prompt_id": prompt.id,

@@ -30,7 +30,7 @@ class Prompt:
         messages: The conversation so far.
         token_ids: Int32 `[tokens]`, the conversation rendered by the chat template and tokenised, ready for generation.
         environment: Name of the environment that scores it.
-        info: Whatever else the environment needs beside the conversation (the answer, a seed).
+        info: Whatever else the environment needs in addition to the conversation (the answer, a seed).
         dataset: Name of the dataset it came from.
         place: Place of its row, as messages say it: `prompts.jsonl, line 3`.
         tools: JSON schemas of the tools that the policy may call, as the chat template has rendered them.

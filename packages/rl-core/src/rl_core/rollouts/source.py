@@ -54,7 +54,7 @@ class RolloutSource(Protocol):
     def adopt(self, update: WeightUpdate) -> None:
         """Bring the replicas to this version, verified; raises `WeightSyncError` naming what did not arrive.
 
-        The groups that were collected before count as trained, but for those that were set aside.
+        The groups that were collected before count as trained, except those that were set aside.
         """
         ...
 

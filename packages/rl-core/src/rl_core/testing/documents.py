@@ -128,7 +128,7 @@ class Document:
         path: Path of the file.
         text: All of it.
         blocks: Blocks in order.
-        continues: The document in whose working folder this one goes on; None if it starts in an empty folder.
+        continues: The document in whose working folder this one continues; None if it starts in an empty folder.
     """
 
     path: Path
@@ -144,7 +144,7 @@ def documents_of(root: Path) -> list[Path]:
 
 
 def documents_for(package: str, root: Path) -> list[Document]:
-    """The documents of a checkout that have blocks which the tests of a package run, with these blocks alone."""
+    """The documents of a checkout that have blocks which the tests of a package run, only with these blocks."""
     found = []
     for document in map(read_document, documents_of(root)):
         blocks = tuple(block for block in document.blocks if block.package == package)
@@ -216,7 +216,7 @@ class Workbook:
 
     Args:
         folder: The working folder, which files are written to and commands run in.
-        variables: Environment variables of what runs, beside this process's own; None removes one.
+        variables: Environment variables of what runs, in addition to this process's own; None removes one.
         timeout: Timeout of a block, in seconds.
         printed: What the last block printed.
     """

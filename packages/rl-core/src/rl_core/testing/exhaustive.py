@@ -1,4 +1,4 @@
-"""Cases of tests that take long and largely repeat what others do: they run with `--every-case` alone.
+"""Cases of tests that take long and largely repeat what others do: they run only with `--every-case`.
 
 A `conftest.py` that imports the three hooks has the option and the marker.
 """

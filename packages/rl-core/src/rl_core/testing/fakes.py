@@ -1,4 +1,4 @@
-"""Stand-ins for testing loops: no process, no engine, and results that follow from the inputs alone."""
+"""Stand-ins for testing loops: no process, no engine, and results that follow only from the inputs."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class GeneratorSuite(WeightSinkSuite):
     """
 
     draws_by_place: ClassVar[bool] = False
-    """True if the random number of a token follows from the seed and the token's place in its completion alone."""
+    """True if the random number of a token follows only from the seed and the token's place in its completion."""
 
     def test_greedy_takes_the_most_likely_token(self, bench: Bench) -> None:
         prompts = [prompt(length) for length in (1, 7, 30)]

@@ -36,7 +36,7 @@ def prompt(length: int, seed: int = 0) -> np.ndarray:
 
 
 class Bench:
-    """A started generator on an event loop of its own, with models to adopt and a process that sends them."""
+    """A started generator on its own event loop, with models to adopt and a process that sends them."""
 
     def __init__(self, generator: Generator, first: Path, second: Path, sender: SenderProcess) -> None:
         self.runner = asyncio.Runner()

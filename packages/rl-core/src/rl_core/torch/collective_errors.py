@@ -13,7 +13,7 @@ from rl_core.errors import PeerFailed
 
 PATIENCE = timedelta(days=1)
 """Bound of the wait for a rank that works: rank 0 downloads a model of any size, or writes it to a slow disk, for
-longer than a collective may take. Whoever called the ranks has a bound of its own for the whole call, which ends first;
+longer than a collective may take. Whoever called the ranks has its own bound for the whole call, which ends first;
 the end of a rank's process is noticed at once."""
 
 

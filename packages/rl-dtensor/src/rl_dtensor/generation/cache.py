@@ -108,7 +108,7 @@ class RowStates(LinearAttentionLayer):
 
 
 class RowStatesAndKeys(RowStates, RowLayer):
-    """One layer's states, and keys and values beside them."""
+    """One layer's states, and keys and values in addition to them."""
 
     def __init__(self) -> None:
         RowLayer.__init__(self)
@@ -180,7 +180,7 @@ class RowCache(Cache):
 
 
 def _room(states: Tensor, columns: int) -> Tensor:
-    """A copy with free columns behind, at least `columns` together."""
+    """A copy with free columns at the end, at least `columns` together."""
     rows, heads, present, size = states.shape
     grown = states.new_empty(rows, heads, max(columns, present) * 5 // 4 + _SLACK, size)
     grown[:, :, :present] = states

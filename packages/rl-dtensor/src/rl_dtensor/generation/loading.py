@@ -111,10 +111,10 @@ def cache_layers(hf: PreTrainedModel, name: str) -> tuple[Kind, ...] | None:
 
     A model is decoded without a cache, and a warning says why, if its layers keep something else than a `RowCache`
     holds, if its code refuses such a cache, or if it does not compute the same token by token as in one pass.
-    Of models without states, logprobs are compared in float32 alone: in bfloat16 rounding may choose other experts.
+    Of models without states, logprobs are compared only in float32: in bfloat16 rounding may choose other experts.
 
     Raises:
-        ConfigError: If the model's code fails in a plain pass, or if a token's logprobs change with the tokens behind
+        ConfigError: If the model's code fails in a plain pass, or if a token's logprobs change with the tokens after
             it: no way of decoding agrees with one pass.
     """
     vocab_size = cast("nn.Embedding", hf.get_input_embeddings()).num_embeddings

@@ -272,7 +272,7 @@ class ShardedModel:
     def reshard_all(self) -> None:
         """Free every gathered parameter.
 
-        FSDP keeps the root's gathered after a forward pass without a backward, and would go on computing with them
+        FSDP keeps the root's gathered after a forward pass without a backward, and would continue computing with them
         after the shards have changed.
         """
         for chunk in self.chunks:

@@ -68,7 +68,7 @@ UNSET = ("head_dim", "num_key_value_heads", "num_experts_per_tok", "n_routed_exp
 """Fields that may have no value by default; not every family's code does without one."""
 
 LAYER_COUNTS = ("num_hidden_layers", "num_blocks", "num_layers", "depth")
-"""Names of the number of layers of a part beside the text."""
+"""Names of the number of layers of a part next to the text."""
 
 LONGEST_PERIOD = 8
 """Maximum number of layers of the tiny model."""
@@ -118,7 +118,7 @@ def shrink(config: PreTrainedConfig, sizes: Mapping[str, Any] = SMALL) -> PreTra
 
 
 def _shrunk_part(fields: Mapping[str, Any], sizes: Mapping[str, Any]) -> dict[str, Any]:
-    """The config of a part beside the text (images, sound), with one layer; what is as wide as it is stays so."""
+    """The config of a part next to the text (images, sound), with one layer; what is as wide as it is stays so."""
     width = fields.get("hidden_size")
     small = {name: sizes[name] for name, value in fields.items() if name in sizes and isinstance(value, int)}
     as_wide = {name: sizes["hidden_size"] for name, value in fields.items() if width and value == width}

@@ -148,7 +148,7 @@ class Weights:
 
         Args:
             new: Names that the files need not have; those they lack are left alone.
-            foreign: Names that the files may have beside the model's own.
+            foreign: Names that the files may have in addition to the model's own.
 
         Raises:
             ValueError: Naming weights that are missing, unexpected, or of another shape.

@@ -62,7 +62,7 @@ def _arguments(module: nn.Module) -> list[str]:
 
 
 def mask_foreign_experts(module: Any, rank: int, size: int) -> None:
-    """Have stacked experts, split over the ranks that see the same tokens, add up this rank's alone."""
+    """Have stacked experts, split over the ranks that see the same tokens, add up only this rank's."""
     own = module.num_experts // size
     module.num_experts = own
     module._is_expert_parallel = True  # an id of `num_experts` then stands for an expert elsewhere

@@ -28,7 +28,7 @@ def shard_model(
     """Shard each layer, then what remains in the root, over the mesh.
 
     Computes in `compute`, reduces gradients in float32; FSDP averages over the ranks, so a step scales its loss by
-    their number (a divide factor of its own is easily set on too few modules, and gloo cannot scale).
+    their number (its own divide factor is easily set on too few modules, and gloo cannot scale).
 
     Args:
         layers: Gathered and freed one after another.

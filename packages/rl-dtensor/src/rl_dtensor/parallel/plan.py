@@ -14,7 +14,7 @@ itself, which may be `colwise` (the sinks of attention, one per head):
   something in them: every rank computes them for all tokens.
 - `replicated`: a module inside a block that every rank has whole (the norms of queries and keys).
 - `experts`: a module of stacked experts, split by expert. Every rank passes all tokens through its own; the router and
-  shared experts beside it are outside.
+  shared experts next to it are outside.
 - `embedding`, `head`: split by vocabulary.
 
 Every rank has the modules that a plan does not name whole.
@@ -92,7 +92,7 @@ NAMED: Sequence[tuple[tuple[str, ...], str]] = (
     (("q_proj", "k_proj", "v_proj"), "o_proj"),
     (("gate_proj", "up_proj"), "down_proj"),
 )
-"""Names of linear layers whose outputs are split, and of the one beside them whose inputs are, in families without a
+"""Names of linear layers whose outputs are split, and of the one next to them whose inputs are, in families without a
 plan."""
 
 STYLES_OF_TRANSFORMERS: Mapping[str, Style] = {

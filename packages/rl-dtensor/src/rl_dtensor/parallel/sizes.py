@@ -192,7 +192,7 @@ def shape_problems(config: DTensorConfig, model: Mapping[str, Any]) -> Iterator[
 
 
 def text_fields(model: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Fields of the language model in a Hugging Face config, which may hold those of other models beside it."""
+    """Fields of the language model in a Hugging Face config, which may hold those of other models next to it."""
     text = model.get("text_config")
     return {**model, **text} if isinstance(text, Mapping) else model
 

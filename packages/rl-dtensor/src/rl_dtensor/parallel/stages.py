@@ -49,7 +49,7 @@ class Stages:
 
     @classmethod
     def of(cls, hf: PreTrainedModel, count: int) -> Stages:
-        """Read off a whole model on `meta`; with a count of 1 for the names alone, by which tokens are split.
+        """Read off a whole model on `meta`; with a count of 1 only for the names, by which tokens are split.
 
         Raises:
             ValueError: If the model is more than an embedding, a list of layers and a norm, and cannot be cut.

@@ -120,7 +120,7 @@ class _Splitter:
         return self._own_parameters(plain, module)
 
     def _own_parameters(self, plain: str, module: nn.Module) -> None:
-        """Every rank has the module's parameters whole, but for those that the plan names."""
+        """Every rank has the module's parameters whole, except those that the plan names."""
         split = {name for name in module._parameters if f"{plain}.{name}" in self._plan}
         whole = self._placement_of(plain)
         names = self._distribute(

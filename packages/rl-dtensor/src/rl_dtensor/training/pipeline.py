@@ -1,4 +1,4 @@
-"""Microbatches through the stages of a pipeline; one stage is a pipeline of its own."""
+"""Microbatches through the stages of a pipeline; one stage is its own pipeline."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ class DTensorModel:
         return {}
 
     def discard(self) -> None:
-        """Do nothing: a backward pass changes gradients alone."""
+        """Do nothing: a backward pass changes only gradients."""
 
     def trained_parts(self) -> list[Tensor]:
         """This rank's shards."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Self
 
 MOVES = {"up": (1, 0), "down": (-1, 0), "left": (0, 1), "right": (0, -1)}
-"""Directions in which a tile moves, with the place of that tile beside the gap: rows below, columns to the right."""
+"""Directions in which a tile moves, with the place of that tile next to the gap: rows below, columns to the right."""
 
 
 @dataclass(frozen=True)

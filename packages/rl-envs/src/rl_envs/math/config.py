@@ -17,7 +17,7 @@ class MathConfig(EnvironmentConfig):
     answer_format: AnswerFormat = "auto"
     r"""Place of the answer, and the comparison. `boxed` is the last `\boxed{}`; `plain` follows the last "answer is",
     "Answer:", "Final:" or `####`, or is the last line; `auto` is boxed if there is a box and plain otherwise, and a
-    letter if the known answer is one; `numeric` is like auto, but for numbers only, compared exactly; `choice` is the
+    letter if the known answer is one; `numeric` is auto for numbers only, compared exactly; `choice` is the
     letter of an option; `dapo` follows the last "Answer:" near the end, and must equal the known answer as a string
     after both are normalised, as in DAPO's verifier."""
     correct_reward: float = Field(default=1.0, allow_inf_nan=False)

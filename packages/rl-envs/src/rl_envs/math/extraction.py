@@ -111,7 +111,7 @@ def _after_marker(completion: str) -> str | None:
 
 
 def _without_reason(text: str) -> str:
-    """An answer without what explains it behind it, unless that may correct it."""
+    """An answer without the explanation after it, unless that may correct it."""
     reason = _REASON.search(text)
     is_plain = reason is not None and reason.start() > 0 and _CORRECTION.search(text, reason.start()) is None
     return text[: reason.start()] if reason is not None and is_plain else text

@@ -267,7 +267,7 @@ def _be_program(
 
 @contextlib.contextmanager
 def _scratch(confinement: Confinement, table: ProcessTable, limits: Limits, uid: int) -> Iterator[str]:
-    """The scratch folder of one program: a filesystem of its own, or a folder that is removed."""
+    """The scratch folder of one program: its own filesystem, or a folder that is removed."""
     if confinement.isolation == "namespaces":
         _enter_program_namespaces(confinement, table)
         mount_scratch(limits.scratch_mib, uid, uid)

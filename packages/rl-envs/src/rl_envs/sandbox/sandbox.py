@@ -73,7 +73,7 @@ def machine_problem(config: SandboxConfig) -> str:
 
 
 class Sandbox:
-    """Runs programs on this machine, each in a process of its own that is forked from a clean Python.
+    """Runs programs on this machine, each in its own process that is forked from a clean Python.
 
     Threads may share one. A program never sees this process: not its memory, its descriptors or its variables.
 

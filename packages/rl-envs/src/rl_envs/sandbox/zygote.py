@@ -1,6 +1,6 @@
 """The zygote: a small, clean Python process that is forked for each program, so that none waits for an interpreter.
 
-It runs on the standard library alone, has one thread, no environment variables and no descriptors but its own.
+It runs only on the standard library, has one thread, no environment variables and no descriptors but its own.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Types of rotary embeddings that rl-megatron computes as transformers does, from the fields of a config alone."""
+"""Types of rotary embeddings that rl-megatron computes as transformers does, only from the fields of a config."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rl_core.config import Problem
 from rl_core.hf_config import rope_parameters
 
 TYPES = ("default", "linear", "llama3", "yarn")
-"""Types whose frequencies depend on the config alone, not on the length of rows."""
+"""Types whose frequencies depend only on the config, not on the length of rows."""
 
 LATENT_TYPES = ("default", "yarn")
 """Types of multi-head latent attention, which makes its own rotary embedding."""

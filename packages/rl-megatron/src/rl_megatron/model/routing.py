@@ -79,7 +79,7 @@ class RowRouter(TopKRouter):
     """Megatron's router; padding enters neither its balancing loss nor the counts that move its expert biases.
 
     megatron-core 0.16.1 takes a padding mask, but fails on it if there are expert biases, divides by zero if all is
-    padding, and knows rows of equal length alone.
+    padding, and supports only rows of equal length.
     """
 
     def __init__(self, *args: object, **kwargs: object) -> None:

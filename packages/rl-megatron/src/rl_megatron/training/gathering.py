@@ -85,7 +85,7 @@ class Gathering:
         ranks and not on that of parameters.
 
         Args:
-            everywhere: True if every rank needs them; otherwise rank 0 alone gets them, and None stands elsewhere.
+            everywhere: True if every rank needs them; otherwise only rank 0 gets them, and None stands elsewhere.
         """
         parts: list[dict[int, Tensor]] = [{} for _ in wanted]
         for over in ("tp", "etp"):

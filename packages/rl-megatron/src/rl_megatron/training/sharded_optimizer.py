@@ -36,7 +36,7 @@ class Shard:
 class ShardedOptimizer:
     """Steps the runs of Megatron's gradient buffers that belong to this rank, then gathers the parameters.
 
-    Megatron's own distributed optimizer does the same for Adam alone, and its checkpoints lose the step count of
+    Megatron's own distributed optimizer does the same only for Adam, and its checkpoints lose the step count of
     torch's Adam; this one takes any optimizer that treats elements one by one.
 
     Args:
@@ -123,7 +123,7 @@ class ShardedOptimizer:
                 shard.main.copy_(own)
 
     def state_tensors(self) -> list[Tensor]:
-        """Tensors that the optimizer keeps beside the parameters."""
+        """Tensors that the optimizer keeps in addition to the parameters."""
         states = [value for state in self.inner.state.values() for value in state.values() if isinstance(value, Tensor)]
         copies = [shard.main for shard in self.shards if shard.parameter.dtype != torch.float32]
         return [*states, *copies]

@@ -94,7 +94,7 @@ class Weights:
 
     @property
     def num_holders(self) -> int:
-        """Rank 0 alone."""
+        """Only rank 0."""
         return 1
 
     def specs(self, dtype: str) -> list[TensorSpec]:
@@ -148,7 +148,7 @@ class Weights:
         Args:
             everywhere: True if every rank gets them whole; otherwise rank 0 does, and others get None.
             bucket_bytes: Bucket bytes of the parameters that are brought together at one time, the last of them
-                excepted. No rank holds more beside its own.
+                excepted. No rank holds more in addition to its own.
             merges_adapters: True if adapters are added to the weights that they sit on.
         """
         adapters = self._model.adapters if merges_adapters else {}

@@ -44,7 +44,7 @@ class AsSent:
     and read it if it is None.
 
     Args:
-        fields: Name to value; those of a nested config are a mapping of their own.
+        fields: Name to value; those of a nested config form a separate mapping.
     """
 
     fields: Mapping[str, Any]
@@ -161,7 +161,7 @@ def adapted_layers(model: ModelConfig) -> list[str]:
 
 def _starts_empty(backend: VllmConfig, placement: Placement) -> bool:
     """Return whether the weights that are sent are all that the engine needs, so that it can start with random ones.
-    Scales of weights or caches that the engine quantises come from the model's files alone.
+    Scales of weights or caches that the engine quantises come only from the model's files.
     """
     quantises = backend.kv_cache_dtype != "auto" or any("quantization" in name for name in backend.vllm_kwargs)
     return placement.awaits_weights and not quantises
@@ -207,7 +207,7 @@ def _latent_attention_on_cpu(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 def _has_states(fields: Mapping[str, Any]) -> bool:
     """Return whether vLLM keeps a state of each sequence for layers of this model, as for Mamba and linear attention,
-    beside or instead of keys and values.
+    in addition to or instead of keys and values.
 
     Args:
         fields: Fields of the language model's Hugging Face config.

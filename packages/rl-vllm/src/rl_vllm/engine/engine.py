@@ -59,7 +59,7 @@ class Engine(ABC):
         """vLLM's `CompletionOutput` of one request; concurrent ones are decoded together.
 
         Args:
-            salt: Keys and values in the prefix cache are used by requests of the same one alone.
+            salt: Keys and values in the prefix cache are used only by requests with the same salt.
         """
         params = sampling_params(request, max_tokens=max_tokens)
         return (await self.run(tokens_prompt(request.token_ids, salt), params)).outputs[0]
@@ -96,7 +96,7 @@ class Engine(ABC):
 
     @abstractmethod
     async def interrupt(self) -> None:
-        """End the requests that the engine generates for, with what they have. Those that score go on, and so may
+        """End the requests that the engine generates for, with what they have. Those that score continue, and so may
         requests that are still on their way into the engine.
         """
 

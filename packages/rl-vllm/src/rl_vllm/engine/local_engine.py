@@ -33,7 +33,7 @@ class Request:
 
 
 class LocalEngine(Engine):
-    """vLLM's engine without processes of its own: it is there in half the time, and nothing travels to it."""
+    """vLLM's engine without its own processes: it is there in half the time, and nothing travels to it."""
 
     def __init__(self, thread: StepThread[SteppedEngine], engine: SteppedEngine) -> None:
         super().__init__(engine.vllm.output_processor)
@@ -114,7 +114,7 @@ class LocalEngine(Engine):
 
 
 class SteppedEngine:
-    """The engine and the requests it has; touched in the engine's thread alone."""
+    """The engine and the requests it has; touched only in the engine's thread."""
 
     def __init__(self, vllm: LLMEngine) -> None:
         self.vllm = vllm

@@ -1,4 +1,4 @@
-"""vLLM's engine in processes of its own."""
+"""vLLM's engine in its own processes."""
 
 from __future__ import annotations
 

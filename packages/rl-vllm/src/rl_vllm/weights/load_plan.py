@@ -82,7 +82,7 @@ class LoadPlan:
         aliases: Engine parameters that are another one under a second name (a tied head), to the first name.
         opaque: Engine parameters whose loader computes more than copies.
         unfed: Tied names that the engine has no parameter of (a model of vLLM whose head is its embedding); their
-            tensor is loaded under its own name alone.
+            tensor is loaded only under its own name.
         unknown: Tensors that no loader of this rank took, to the reason.
         missing: Hugging Face names of tensors that parameters of this rank need and the manifest does not have.
     """
@@ -116,7 +116,7 @@ def fed_names(manifest: Manifest) -> dict[str, list[str]]:
 
 
 def plan_load(model: nn.Module, manifest: Manifest) -> LoadPlan:
-    """Dry-run the model's loaders over a manifest; the model is left as it was, but for a bias of its head that only
+    """Dry-run the model's loaders over a manifest; the model is left as it was, except a bias of its head that only
     the manifest has."""
     keep_head_bias(model, manifest)
     aliases = _aliases(model)

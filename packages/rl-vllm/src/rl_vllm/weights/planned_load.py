@@ -174,7 +174,7 @@ def is_plain(layer: nn.Module) -> bool:
 
 
 def _own_tensors(path: str, module: nn.Module, plan: LoadPlan) -> list[str]:
-    """Parameters of a layer as a checkpoint fills them, but for those that it shares with an earlier layer, and buffers
+    """Parameters of a layer as a checkpoint fills them, except those that it shares with an earlier layer, and buffers
     that it fills."""
     recorded = get_layerwise_info(module).restore_metadata[0]
     parameters, buffers = get_layer_params_buffers(module)

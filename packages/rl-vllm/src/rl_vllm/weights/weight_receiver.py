@@ -25,7 +25,7 @@ class WeightReceiver:
     Args:
         model: This rank's part of the engine's model.
         model_config: VLLM's.
-        manifest: Manifest of weights alone, without factors of adapters.
+        manifest: Manifest of only the weights, without factors of adapters.
         plan: Plan of the load into this rank's model.
         planned: That load, if the plan is all it takes.
 
@@ -71,7 +71,7 @@ class WeightReceiver:
                     finalize_layerwise_reload(self._model, self._model_config)
 
     def repack_tied(self) -> None:
-        """Pack tied heads again: some loaders skip them, and on CPU they compute with a packed copy of their own."""
+        """Pack tied heads again: some loaders skip them, and on CPU they compute with their own packed copy."""
         owner: dict[int, nn.Module] = {}
         for layer in self._model.modules():
             if isinstance(layer, VocabParallelEmbedding) and owner.setdefault(id(layer.weight), layer) is not layer:

@@ -177,7 +177,7 @@ class PlainModel:
         return {}
 
     def discard(self) -> None:
-        """Do nothing: a backward pass changes gradients alone."""
+        """Do nothing: a backward pass changes only gradients."""
 
     def trained_parts(self) -> list[Tensor]:
         """All parameters."""

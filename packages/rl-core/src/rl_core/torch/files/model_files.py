@@ -238,7 +238,7 @@ def two_models(folder: Path) -> str:
 
 
 def _is_composite(folder: Path) -> bool:
-    """Return whether the config is of a model of more than text; a folder of weights alone has none."""
+    """Return whether the config is of a model of more than text; a folder with only weights has none."""
     path = folder / CONFIG
     return path.is_file() and is_composite(json.loads(path.read_text(encoding="utf-8")))
 

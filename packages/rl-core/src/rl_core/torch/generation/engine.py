@@ -17,7 +17,7 @@ Result = TypeVar("Result")
 
 
 class Engine(Generic[Model]):
-    """Decodes rows in a thread of its own; everything that touches the model runs there, between two steps.
+    """Decodes rows in its own thread; everything that touches the model runs there, between two steps.
 
     Args:
         load: Makes the model, in the thread.
@@ -34,7 +34,7 @@ class Engine(Generic[Model]):
 
     @property
     def model(self) -> Model:
-        """The model, once loaded; touched in the engine's thread alone."""
+        """The model, once loaded; touched only in the engine's thread."""
         return self._model
 
     @property

@@ -27,7 +27,7 @@ class Vocabulary(Protocol):
         ...
 
     def largest(self, logits: Tensor, k: int) -> Tensor:
-        """`[n, k]`, the largest logits of the whole vocabulary in falling order; collective."""
+        """`[n, k]`, the largest logits of the whole vocabulary in descending order; collective."""
         ...
 
     def summed(self, values: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ def lowest_kept(logits: Tensor, token_filter: TokenFilter, vocabulary: Vocabular
 
 
 def leave_out_(logits: Tensor, lowest: Tensor, columns: Tensor, is_here: Tensor | None = None) -> Tensor:
-    """Give the logits below the lowest that is kept a probability of 0, but for one of each row that stays; in place.
+    """Give the logits below the lowest that is kept a probability of 0, except one of each row that stays; in place.
 
     Args:
         logits: `[n, columns]`.

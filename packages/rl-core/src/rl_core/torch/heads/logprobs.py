@@ -105,7 +105,7 @@ def head_reads(
         collision: True to return it.
         token_filter: Limits the distribution at each position to the tokens that it keeps and the target; not with `k`
             or `ids`. Gradients take the tokens that are kept as given.
-        k: Number of most likely tokens to return, in falling order.
+        k: Number of most likely tokens to return, in descending order.
         below: Ids that these are chosen among are below it; 0 for all.
         ids: Int64 `[n, m]`, tokens whose logprobs are wanted too; -1 stands for none, and its logprob is 0.
     """
@@ -122,7 +122,7 @@ def head_reads(
 
 
 def check_filter(token_filter: TokenFilter | None, k: int, ids: Tensor | None) -> None:
-    """Raise a `ValueError` for reads of single tokens beside a filter, which may leave them out."""
+    """Raise a `ValueError` for reads of single tokens together with a filter, which may leave them out."""
     if token_filter is not None and (k or ids is not None):
         raise ValueError("the most likely tokens and logprobs at given ids are read of all tokens, without a filter")
 

@@ -197,7 +197,7 @@ def _other_head(files: HeadFiles, head: Head, shard: VocabShard | None) -> Head:
 
 
 class ReadOptions(TypedDict):
-    """Reads of a pass over a head beside logprobs, as arguments of `head_reads` and `vocab_parallel_reads`."""
+    """Reads of a pass over a head in addition to logprobs, as arguments of `head_reads` and `vocab_parallel_reads`."""
 
     entropy: bool
     collision: bool

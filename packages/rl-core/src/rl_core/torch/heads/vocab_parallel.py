@@ -237,7 +237,7 @@ def _logits_at(logits: Tensor, ids: Tensor, options: _Options) -> Tensor:
 
 
 def _topk(logits: Tensor, options: _Options) -> tuple[Tensor, Tensor]:
-    """The largest logits `[n, k]` of the whole vocabulary in falling order, and their ids."""
+    """The largest logits `[n, k]` of the whole vocabulary in descending order, and their ids."""
     group, k = options.shard.group, options.head.k
     values = logits.new_full((len(logits), k), -torch.inf)
     ids = torch.zeros((len(logits), k), dtype=torch.int64, device=logits.device)

@@ -177,7 +177,7 @@ class RankModel(Protocol):
         ...
 
     def extra_columns(self, batch: Batch, *, for_loss: bool) -> Mapping[str, Ragged]:
-        """Columns, beside tokens and those of the loss, that passes take from a batch; often none.
+        """Columns, in addition to tokens and those of the loss, that passes take from a batch; often none.
 
         Args:
             for_loss: True if the pass is of a loss. One that only reads does without columns that the batch lacks.
@@ -198,7 +198,7 @@ class RankModel(Protocol):
         ...
 
     def discard(self) -> None:
-        """Undo what the last backward pass changed beside gradients, as its step is skipped."""
+        """Undo what the last backward pass changed in addition to gradients, as its step is skipped."""
         ...
 
     def trained_parts(self) -> list[Tensor]:
@@ -292,7 +292,7 @@ class RankState(Protocol):
         ...
 
     def description(self) -> dict[str, Any]:
-        """Everything that `restore` needs beside tensors, as plain data and small tensors; collective, after
+        """Everything that `restore` needs in addition to tensors, as plain data and small tensors; collective, after
         `tensors`."""
         ...
 
@@ -311,7 +311,7 @@ class RankState(Protocol):
         ...
 
     def layers(self) -> dict[str, Any]:
-        """State of this rank's layers that exists on this layout alone; often empty."""
+        """State of this rank's layers that exists only on this layout; often empty."""
         ...
 
     def restore_layers(self, state: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints that are written while training goes on."""
+"""Checkpoints that are written while training continues."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 class BackgroundSave:
     """This rank's part of a checkpoint that a thread writes, one checkpoint at a time.
 
-    The threads of the ranks talk over a process group of their own, so that what they say never mixes with the
+    The threads of the ranks talk over their own process group, so that what they say never mixes with the
     collectives of training.
     """
 
@@ -38,7 +38,7 @@ class BackgroundSave:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """All ranks, on gloo, for writing alone; made by the first use, which is collective."""
+        """All ranks, on gloo, only for writing; made by the first use, which is collective."""
         if self._group is None:
             self._group = dist.new_group(backend="gloo", timeout=WRITE_TIMEOUT)
         return self._group

@@ -102,7 +102,7 @@ def verify_files(folder: Path, files: Sequence[SavedFile], group: dist.ProcessGr
 
 
 def exported_files(folder: Path, group: dist.ProcessGroup) -> tuple[SavedFile, ...]:
-    """The files of an export, which this rank alone sees or leads the others in telling; collective.
+    """The files of an export, which only this rank sees or leads the others in telling; collective.
 
     Rank 0 tells of all it sees; another rank tells of what rank 0 does not see, as the folder is not shared. They have
     no digest: nothing resumes from them.

@@ -67,7 +67,7 @@ def write_hf_config(model: RankModel, path: Path, *, role: Role, dtype: str, tok
 
     Args:
         tokenizer: Folder of the tokenizer. A model with a scalar head gets its padding token, by which `transformers`
-            finds the last token of a padded row; not one that also ends rows, behind which it would find another.
+            finds the last token of a padded row; not one that also ends rows, after which it would find another.
 
     Raises:
         ValueError: If `transformers` has no class for this family and role.

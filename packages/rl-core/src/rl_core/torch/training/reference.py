@@ -14,7 +14,7 @@ from rl_core.torch.residency.host_slabs import HostSlabs, bytes_of
 class Reference:
     """A copy in host memory of the tensors that a rank trains, exchanged with the model's while the reference is read.
 
-    With adapters it is a copy of the adapters alone.
+    With adapters it is a copy of only the adapters.
 
     Args:
         parts: This rank's part of every tensor that trains, the same ones at each call; first called before the first

@@ -27,7 +27,7 @@ class Slot:
     """The place of one tensor in its bucket, or of parts of it.
 
     Args:
-        parts: One behind the other; None if the tensor is there whole.
+        parts: One after the other; None if the tensor is there whole.
     """
 
     spec: TensorSpec
@@ -108,7 +108,7 @@ class Layout:
         return max([1, *(bucket.num_bytes for bucket in self.buckets)])
 
     def keeping(self, parts: Parts) -> Layout:
-        """The same buckets with these parts of their tensors alone."""
+        """The same buckets with only these parts of their tensors."""
         if not parts:
             return self
         buckets = [_bucket(each.index, [slot.spec for slot in each.slots], parts) for each in self.buckets]

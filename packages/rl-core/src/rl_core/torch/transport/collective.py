@@ -1,4 +1,4 @@
-"""Transport over process groups of its own: gloo on CPU, NCCL on GPUs.
+"""Transport over its own process groups: gloo on CPU, NCCL on GPUs.
 
 Receivers that keep the same parts of all tensors are in one group with the sender, which broadcasts these parts there.
 """
@@ -47,7 +47,7 @@ _LAST_WORDS_S = 20.0
 
 
 class _Broadcasts:
-    """Broadcasts from rank 0 in a group of its own, each watched until it is over, the peers are gone or time is up."""
+    """Broadcasts from rank 0 in its own group, each watched until it is over, the peers are gone or time is up."""
 
     def __init__(
         self,

@@ -70,7 +70,7 @@ def read_digests(pending: Sequence[PendingDigest]) -> list[str]:
 
 
 def _mixed_sum(lanes: Tensor, start: int) -> Tensor | int:
-    """The sum of the mixed lanes at positions `start`, `start + 1`, ..., but for multiples of 2^64."""
+    """The sum of the mixed lanes at positions `start`, `start + 1`, ..., except multiples of 2^64."""
     if lanes.device.type == "cpu":
         # not `numpy()`, after which torch would not release the memory
         return _host_sum(np.from_dlpack(lanes), start)

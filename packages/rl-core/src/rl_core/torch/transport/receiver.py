@@ -134,7 +134,7 @@ class ReceivingEnd:
 def open_receiver(
     manifest: Manifest, transport: Transport, rank: int, device: Device, parts: Parts | None = None
 ) -> Iterator[Receiver]:
-    """One transfer as a receiver over a connection of its own; see `ReceivingEnd.transfer`."""
+    """One transfer as a receiver over its own connection; see `ReceivingEnd.transfer`."""
     with closing(ReceivingEnd(device)) as end, end.transfer(manifest, transport, rank, parts) as receiver:
         yield receiver
 

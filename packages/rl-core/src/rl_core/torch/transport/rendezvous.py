@@ -295,7 +295,7 @@ def abort_all(channels: Iterable[Channel], reason: str) -> None:
 
 
 def _same_user(connection: socket.socket) -> bool:
-    """Return whether a local peer runs as this user; abstract sockets have no permissions of their own."""
+    """Return whether a local peer runs as this user; abstract sockets have no permissions."""
     if connection.family != socket.AF_UNIX:
         return True
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)

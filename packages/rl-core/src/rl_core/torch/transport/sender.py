@@ -178,7 +178,7 @@ class SendingEnd:
 
 @contextmanager
 def open_sender(manifest: Manifest, transport: Transport, device: Device) -> Iterator[Sender]:
-    """One transfer as the sender over a connection of its own; see `SendingEnd.transfer`."""
+    """One transfer as the sender over its own connection; see `SendingEnd.transfer`."""
     with closing(SendingEnd(device)) as end, end.transfer(manifest, transport) as sender:
         yield sender
 
