@@ -17,14 +17,14 @@ class RLError(Exception):
 
 
 class ConfigError(RLError, ValueError):
-    """A configuration that cannot be run; its message names the key, where it was set and what is allowed."""
+    """A configuration that cannot be run; its message has the key, where it was set and what is allowed."""
 
 
 class ConfigProblems(ConfigError):
     """A configuration with problems of single keys, all of them.
 
     Args:
-        message: Names every problem, its key, where that was set and what is allowed.
+        message: Lists every problem: its key, where it was set and what is allowed.
         problems: Each problem, with its key from the root.
     """
 
@@ -37,15 +37,15 @@ class ConfigProblems(ConfigError):
 
 
 class DataError(RLError, ValueError):
-    """A dataset or a prompt that cannot be used; its message names the file, the line or row, and the remedy."""
+    """A dataset or a prompt that cannot be used; its message has the file, the line or row, and the remedy."""
 
 
 class RunDirectoryError(RLError):
-    """A run directory that is foreign, busy, changed or damaged; its message says which and what to do."""
+    """A run directory that is foreign, busy, changed or damaged; its message says which, and what to do."""
 
 
 class CheckpointDamaged(RLError):
-    """A checkpoint that cannot be loaded: its message names the file that is missing or differs."""
+    """A checkpoint that cannot be loaded; its message has the file that is missing or differs."""
 
 
 class WorkerEnvironmentError(RLError):
@@ -91,7 +91,7 @@ class RolloutsFailed(RLError):
 
 
 class CallbackFailed(RLError):
-    """A callback that raised and ends the run; its message names the hook, the step, the file and the line."""
+    """A callback that raised and ends the run; its message has the hook, the step, the file and the line."""
 
 
 @dataclass(frozen=True)

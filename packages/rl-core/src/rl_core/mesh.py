@@ -45,5 +45,5 @@ class Coordinates:
 
     @property
     def leads(self) -> bool:
-        """Return whether this rank speaks for its data-parallel shard: first on `tp` and `cp`, last on `pp`."""
+        """Return True if this rank reports for its data-parallel shard: first on `tp` and `cp`, last on `pp`."""
         return self.on("tp") == 0 and self.on("cp") == 0 and self.on("pp") == self.along("pp") - 1

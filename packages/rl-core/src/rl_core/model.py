@@ -115,7 +115,7 @@ UNDIVIDED = "undivided"
 
 
 def topk(k: int, *, below: int = 0) -> Read:
-    """The `k` most likely tokens at each position and their logprobs, in descending order.
+    """Read the top `k` tokens and their logprobs at each position, highest first.
 
     Args:
         below: Choose among the ids below it, such as those that another model knows as well; 0 for all. Logprobs are

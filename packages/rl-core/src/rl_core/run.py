@@ -60,13 +60,13 @@ class Run(Protocol):
         ...
 
     def record_rollouts(self, step: int, groups: Sequence[RolloutGroup], advantages: np.ndarray) -> None:
-        """Have a step's rollouts written, one line each, during the steps that follow; `advantages` is `[rollouts]`, in
+        """Write a step's rollouts, one line each, during the steps that follow; `advantages` is `[rollouts]`, in
         the order of groups and within them.
         """
         ...
 
     def record_validation(self, step: int, groups: Sequence[RolloutGroup]) -> None:
-        """Have the rollouts of a validation after a step written, one line each."""
+        """Write the rollouts of a validation after a step, one line each."""
         ...
 
     def due(self, period: int, step: int, *, at_end: bool = False) -> bool:

@@ -1,4 +1,4 @@
-"""From what the user wrote to a typed config, or to one error that lists everything wrong with it."""
+"""Resolve what the user wrote to a typed config, or raise one error that lists all its problems."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Values:
 
 
 def values_of(raw: RawConfig, root: type[Config]) -> Values:
-    """Every value of a config as far as it can be told, whatever else is wrong with the config.
+    """Return every value of a config that can be determined, whatever else is wrong with the config.
 
     Args:
         raw: What `load` returned.

@@ -62,7 +62,8 @@ class WhenChanged(Enum):
 
 @dataclass(frozen=True)
 class NamesPath:
-    """Marks text that is, or may be, the path of a file or folder: two such texts are equal if they name the same."""
+    """Marks a string that is, or may be, the path of a file or folder: two such strings are equal if they refer to the
+    same path."""
 
 
 PathText = Annotated[str, NamesPath()]
@@ -79,13 +80,13 @@ class Config(BaseModel):
     """The rule of the keys below that have none of their own; None leaves it to the section around."""
 
     also_called: ClassVar[Mapping[str, str]] = {}
-    """Names that keys of this section have in other sections or other libraries, and the keys: a user who writes such a
-    name is told the key."""
+    """Names that keys of this section have in other sections or other libraries, and the keys: the error for such a
+    name shows the key."""
 
     renamed: ClassVar[Mapping[str, str]] = {}
     """Keys that this section had in earlier versions, and what to write now, relative to the section: a key
-    (`kl.weight`), a key and its value (`surrogate=gspo`), or a key and an explanation. A user who writes such a key is
-    told that."""
+    (`kl.weight`), a key and its value (`surrogate=gspo`), or a key and an explanation. The error for such a
+    key shows it."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -143,7 +144,7 @@ def _refusal(name: str) -> Problem | None:
 
 
 EnvVars = Annotated[dict[str, str], AfterValidator(_check_variables)]
-"""Environment variables by name, for workers; an empty text empties a variable."""
+"""Environment variables of workers by name; an empty string clears a variable."""
 
 Section = type[Config] | tuple[Any, Any]
 """A section's type, or a type and its default: a value, `...` for none, or pydantic's `Field(...)`."""

@@ -212,7 +212,7 @@ class Child:
             ) from None
 
     async def close(self) -> None:
-        """Have it close its states and end; kill it if that takes too long."""
+        """Ask it to close its states and end; kill it if that takes too long."""
         with contextlib.suppress(TimeoutError, ConnectionError):
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 await self._write(Close())

@@ -51,8 +51,8 @@ class EnvironmentPool:
             settings, or a scoring function as `as_environment` takes it; imported nowhere else.
         config: Its settings, picklable.
         num_workers: Number of processes; by default one per CPU, `MAX_DEFAULT_WORKERS` at most.
-        deadline_s: Maximum number of seconds of a call; the process that passes it is replaced.
-        max_batch: Maximum number of conversations of a call.
+        deadline_s: Timeout of a call in seconds; the process that passes it is replaced.
+        max_batch: Maximum number of conversations in a call.
         max_concurrent: Maximum number of conversations under way, in a call or with a state; None for no bound.
         memory_limit_gib: Maximum memory that a process may allocate; None for no limit.
         retries: How often a failed turn of a conversation without a state is tried again.

@@ -30,8 +30,8 @@ class Worker:
     Args:
         spec: How the process is started.
         backlog: Turns that it shares with other workers.
-        deadline_s: Maximum number of seconds of a call.
-        max_batch: Maximum number of conversations of a call.
+        deadline_s: Timeout of a call in seconds.
+        max_batch: Maximum number of conversations in a call.
     """
 
     def __init__(self, spec: ChildSpec, backlog: Backlog, *, deadline_s: float, max_batch: int) -> None:
@@ -348,7 +348,7 @@ class Backlog:
     deadline delay the others by a tenth of it at most.
 
     Args:
-        deadline_s: Maximum number of seconds of a call.
+        deadline_s: Timeout of a call in seconds.
         num_workers: How many take turns from here.
         wake: Called when there is something to take.
         room: How many conversations may begin in addition to those that are under way; None for no bound.
@@ -426,7 +426,7 @@ class Backlog:
         self._running_suspects.difference_update(turns)
 
     def note_room(self) -> None:
-        """Have idle workers look again, as a conversation may have ended that others waited for."""
+        """Make idle workers poll again, because a conversation that others waited for may have ended."""
         if self._room is not None and len(self) and self._room() > 0:
             self._wake()
 

@@ -324,7 +324,7 @@ class RolloutNeeds:
         program_args: Its keyword arguments.
         environments: Names of the environments that score its prompts, as `rl_core.environments.instance.instance_of`
             takes them.
-        max_seconds: Maximum number of seconds of one rollout; None for no limit.
+        max_seconds: Timeout of one rollout in seconds; None for no limit.
         keeps_cache: As `rl_core.rollouts.generation.Placement.keeps_cache`.
         max_steps: Number of training steps of the run; 1 if nothing is trained.
     """

@@ -121,7 +121,7 @@ class WorkerHost:
 
     @ray.method(concurrency_group="health")
     def interrupt(self, transport: Any, reason: str) -> None:
-        """Have the worker end a send of weights that another call runs, or is about to."""
+        """Make the worker end a send of weights that another call runs, or is about to."""
         _plainly(lambda: self._worker.interrupt(transport, reason))
 
 

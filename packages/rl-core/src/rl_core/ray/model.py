@@ -214,7 +214,7 @@ class RemoteModel:
             worker.interrupt.remote(transport, reason)
 
     def write_stacks(self) -> str:
-        """Have every rank write the stacks of its threads to its log; returns the logs' names, for a message."""
+        """Make every rank write the stacks of its threads to its log; return the logs' names, for a message."""
         num_written = request_stacks(self._workers)
         where = f" ({self._logs[0]}, ...)" if self._logs else ""
         return f"{num_written} of {len(self._workers)} ranks wrote the stacks of their threads to their logs{where}"
@@ -224,7 +224,7 @@ class RemoteModel:
         return gather([worker.health.remote() for worker in self._workers], self._origins("health"), 30.0)
 
     def close(self) -> None:
-        """Have every rank leave its process group, then end the processes; one that is dead already only ends."""
+        """Make every rank leave its process group, then end the processes; one that is dead already only ends."""
         closing = [worker.call.remote("close") for worker in self._workers]
         try:
             gather(closing, self._origins("close"), CLOSE_TIMEOUT_S)
@@ -250,7 +250,7 @@ class RemoteModel:
         return shard(batch.lengths, self.num_shards, groups=groups)
 
     def _send(self, batch: Batch, rows: Sequence[np.ndarray]) -> list[_Sent]:
-        """Have the rows of each shard brought together, except those that were before for the same batch."""
+        """Gather the rows of each shard, except those that were before for the same batch."""
         column = batch.columns["tokens"]
         key = column.rows if isinstance(column, RemoteColumn) else None
         is_plain = tuple(batch) == self._columns

@@ -20,7 +20,7 @@ class SamplingParams:
     """How tokens are drawn.
 
     Args:
-        max_new_tokens: Maximum number of tokens sampled.
+        max_new_tokens: Maximum number of tokens to sample.
         temperature: Divides the logits; 0 is greedy.
         top_p: Nucleus mass kept, 1.0 keeps all.
         top_k: Most likely tokens kept, 0 keeps all.

@@ -54,7 +54,7 @@ class RolloutPool(Protocol):
     """
 
     def submit(self, tasks: Sequence[RolloutTask]) -> list[Ticket]:
-        """Have groups rolled out, begun in this order as the replicas have room, urgent ones first; a ticket for each.
+        """Start the rollouts of groups, in this order as the replicas have room, urgent ones first; a ticket for each.
 
         Groups that are submitted together and begin on an idle replica reach its engine together and in order. More
         may be submitted while others are under way.

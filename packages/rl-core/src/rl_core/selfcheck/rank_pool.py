@@ -155,7 +155,7 @@ class RankPool:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Have libraries of processes that start compute in one thread, unless the variable says otherwise."""
+    """Make libraries of new processes compute in one thread, unless the variable is set."""
     is_ours = "OMP_NUM_THREADS" not in os.environ
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     try:

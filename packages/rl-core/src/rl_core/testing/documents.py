@@ -310,7 +310,7 @@ class Workbook:
 
 
 def add_to_hub(cache: Path, name: str, write: Callable[[Path], None]) -> None:
-    """Have a model in a cache of the hub (`HF_HUB_CACHE`), so that it is found under its name without a network.
+    """Put a model into a cache of the hub (`HF_HUB_CACHE`), so that it is found under its name without a network.
 
     Args:
         name: On the hub, such as `Qwen/Qwen3-0.6B`.

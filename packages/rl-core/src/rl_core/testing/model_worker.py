@@ -105,7 +105,7 @@ def make_pairs(num_pairs: int = 3) -> Batch:
 
 @contextmanager
 def held_up(pool: RankPool, num_ranks: int, function: str, gate: Path) -> Iterator[None]:
-    """Have calls of a function wait in all ranks' processes until the file `gate` exists, and raise an `OSError` with
+    """Make calls of a function wait in all ranks' processes until the file `gate` exists, and raise an `OSError` with
     its text, if it has any, in the last rank."""
     pool.run(_hold_up, [(function, str(gate))] * num_ranks)
     try:

@@ -80,7 +80,7 @@ def load_model(model: ModelConfig, attn_implementation: str, device: torch.devic
 
 @torch.no_grad()
 def _keep_float32(hf: PreTrainedModel, folder: Path) -> None:
-    """Have a model compute in float32 with what a trained model of these files computes with in float32; `transformers`
+    """Make a model compute in float32 with what a trained model of these files computes with in float32; `transformers`
     keeps only what the family's class names."""
     try:
         catalog, files = Catalog.of(hf, lambda name: 0), WeightFiles.of(folder)

@@ -132,7 +132,7 @@ def _to_tokens(x: Tensor, context: Context) -> Tensor:
 
 
 def tell_chunks(hf: PreTrainedModel, layers: Sequence[nn.Module]) -> None:
-    """Have layers of chunked attention say how long chunks are; their code says it only by a mask, which rows replace.
+    """Make layers of chunked attention report the chunk length; their code has it only in a mask, which rows replace.
 
     Args:
         layers: The repeated ones, in their order.

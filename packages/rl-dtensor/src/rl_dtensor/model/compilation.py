@@ -14,7 +14,7 @@ attention in it."""
 
 
 def compile_layers(layers: Sequence[nn.Module]) -> None:
-    """Have the layers of a model compute by compiled code, made when they first run; to be called before they are
+    """Make the layers of a model run compiled code, made when they first run; to be called before they are
     sharded, so that gathering stays outside of it.
 
     Lengths are symbols in the compiled code: it is not made again for rows of other lengths. Attention between rows'

@@ -100,7 +100,7 @@ def _adapt_linear(hf: PreTrainedModel, targets: list[str], config: LoraConfig) -
 
 
 def _adapt_stacks(module: nn.Module, names: list[str], config: LoraConfig) -> None:
-    """Have stacked experts compute with adapters.
+    """Make stacked experts compute with adapters.
 
     Args:
         names: Names of the module's parameters that get them.

@@ -55,7 +55,7 @@ def _mixers_of(layer: nn.Module, *, is_recurrent: bool) -> Iterator[nn.Module]:
 
 
 def run_rows_alone(hf: PreTrainedModel, layers: Sequence[nn.Module]) -> None:
-    """Have every token mixer that carries a state see each row by itself.
+    """Make every token mixer that carries a state see each row by itself.
 
     Args:
         hf: A whole model on `meta`, whose layers will be called with the layout of rows.

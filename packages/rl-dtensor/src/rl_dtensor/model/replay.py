@@ -155,7 +155,7 @@ def _is_recorded(recorder: OutputRecorder, name: str, module: nn.Module) -> bool
 
 
 def intercept(router: Any, shape: RoutingShape, choose: Choose, kind: str) -> None:
-    """Have a router send tokens to the experts that `choose` returns, weighed by its own scores of them.
+    """Make a router send tokens to the experts that `choose` returns, weighed by its own scores of them.
 
     Args:
         kind: Kind of the model, for messages.

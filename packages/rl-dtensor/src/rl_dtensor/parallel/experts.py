@@ -62,7 +62,7 @@ def _arguments(module: nn.Module) -> list[str]:
 
 
 def mask_foreign_experts(module: Any, rank: int, size: int) -> None:
-    """Have stacked experts, split over the ranks that see the same tokens, add up only this rank's."""
+    """Make stacked experts, split over the ranks that see the same tokens, add up only this rank's."""
     own = module.num_experts // size
     module.num_experts = own
     module._is_expert_parallel = True  # an id of `num_experts` then stands for an expert elsewhere
@@ -78,7 +78,7 @@ def mask_foreign_experts(module: Any, rank: int, size: int) -> None:
 
 
 def dispatch_tokens(module: Any, group: dist.ProcessGroup) -> None:
-    """Have stacked experts, split over ranks that see different tokens, send each token to the ranks of its experts.
+    """Make stacked experts, split over ranks that see different tokens, send each token to the ranks of its experts.
 
     Tokens go out sorted by expert, one copy per choice, and their results come back to be weighted and summed.
     """

@@ -19,7 +19,7 @@ Parameters = Mapping[str, Tensor | None]
 def localize(
     module: nn.Module, placements: Mapping[str, Placement], grad_scale: float = 1.0, reader: nn.Module | None = None
 ) -> None:
-    """Have a module compute on the local parts of its own DTensor parameters.
+    """Make a module compute on the local parts of its own DTensor parameters.
 
     Args:
         placements: Parameter name to the placement of the gradient that its computation gives.
@@ -39,7 +39,7 @@ def localize(
 def compute_on(
     module: nn.Module, replaced: Callable[[Parameters], Parameters], reader: nn.Module | None = None
 ) -> None:
-    """Have a module compute on other tensors in the place of its own parameters.
+    """Make a module compute on other tensors in place of its own parameters.
 
     Args:
         replaced: Function from the parameters to these tensors; called in each forward pass.

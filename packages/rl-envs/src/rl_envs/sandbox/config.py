@@ -9,7 +9,7 @@ from rl_envs.sandbox.program import Isolation, Limits
 
 
 class SandboxConfig(Config):
-    """Where and within which limits programs run."""
+    """Sandbox in which programs run, and its limits."""
 
     isolation: Isolation = "namespaces"
     """Level of isolation, which a machine must support or the environment does not start. `namespaces`: each program

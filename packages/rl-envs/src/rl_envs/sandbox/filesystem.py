@@ -41,7 +41,7 @@ def enter_namespaces(flags: int) -> None:
 
 
 def map_user(table: ProcessTable, uid: int, gid: int) -> None:
-    """Have this process's user and group exist in the user namespace that it has just entered."""
+    """Create this process's user and group in the user namespace that it has just entered."""
     table.write("self/setgroups", "deny")
     table.write("self/uid_map", f"{uid} {uid} 1")
     table.write("self/gid_map", f"{gid} {gid} 1")

@@ -33,7 +33,7 @@ class SandboxUnavailable(RLError):
 
 
 class SandboxFailed(RLError):
-    """Raised if a program could not be run, through no fault of its own."""
+    """Raised if a program could not be run for a reason outside the program."""
 
 
 class Runner(Protocol):

@@ -187,7 +187,7 @@ def _with_adapters(layer: Any, inputs: tuple[Any, ...], output: tuple[Tensor, An
 
 
 def _require_grad(_: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
-    """Have the embedding's output require a gradient: recomputed layers pass no gradient to their adapters if none of
+    """Make the embedding's output require a gradient: recomputed layers pass no gradient to their adapters if none of
     their inputs requires one."""
     return output.requires_grad_() if torch.is_grad_enabled() else output
 

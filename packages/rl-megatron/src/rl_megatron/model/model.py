@@ -280,7 +280,7 @@ def forget_embeddings() -> None:
 
 
 def forget_tokens(chunks: Sequence[nn.Module]) -> None:
-    """Have dispatchers of tokens to experts drop the tensors of their last pass. Through them a model holds that pass's
+    """Make dispatchers of tokens to experts drop the tensors of their last pass. Through them a model holds that pass's
     graph, whose hooks hold the model with its process groups: a cycle that garbage collection does not see.
     """
     for chunk in chunks:

@@ -50,7 +50,7 @@ class Engine(ABC):
         return self._num_sampled
 
     def use_adapter(self, version: int | None) -> None:
-        """Have later requests computed with the adapters that were received with a weight version, or with none."""
+        """Compute later requests with the adapters that were received with a weight version, or with none."""
         # nothing is read from the path: the worker extension has handed the adapters to every rank
         name = f"version-{version}"
         self.adapter = None if version is None else LoRARequest(name, version, lora_path=name)

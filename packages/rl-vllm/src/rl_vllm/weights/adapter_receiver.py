@@ -63,7 +63,7 @@ class AdapterReceiver:
         self._factors[self._announced[name]] = tensor.to("cpu", self._manager.lora_config.lora_dtype, copy=True)
 
     def apply(self) -> None:
-        """Have the layers apply the adapters from now on, to requests that name this version."""
+        """Make the layers apply the adapters from now on, to requests that name this version."""
         layers = dict.fromkeys(factor.layer for factor in self._factors)
         loras = {layer: self._layer_weights(layer) for layer in layers}
         # before the others are added: there is one place on the device

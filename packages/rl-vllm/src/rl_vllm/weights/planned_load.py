@@ -142,7 +142,7 @@ class _OpenLayer:
         self._num_left -= 1
 
     def process(self) -> None:
-        """Have the layer compute with what was copied."""
+        """Make the layer compute with what was copied."""
         module = self._layer.module
         if isinstance(module, LinearBase | VocabParallelEmbedding):
             try:

@@ -154,7 +154,7 @@ class RankModel(Protocol):
 
     @property
     def multiple(self) -> int:
-        """Number of which the microbatches of a pass must be a multiple."""
+        """The number of microbatches in a pass must be a multiple of this."""
         ...
 
     @property

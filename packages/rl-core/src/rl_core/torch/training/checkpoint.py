@@ -33,8 +33,8 @@ class Checkpoint:
     `trainer.pt` (`Hyperparameters`, and what the backend says of its state), `rng_<rank>.pt` (generators, and what
     layers keep) and, if the reference has moved, `reference/shards/` (its weights). Each rank writes what it holds,
     tensor by tensor. On the layout that it was saved on, a run resumes bit for bit; one with other hyperparameters than
-    those of the checkpoint continues with its own. A model with adapters saves only the adapters, not the weights that they
-    sit on.
+    those of the checkpoint continues with its own. A model with adapters saves only the adapters, not the weights
+    that they sit on.
 
     Args:
         optimizer: None if the model does not train.

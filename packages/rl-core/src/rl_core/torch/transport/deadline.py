@@ -24,7 +24,7 @@ def interrupt(transport: Transport, reason: str) -> None:
 
 @contextmanager
 def interruptible(transport: Transport) -> Iterator[None]:
-    """Have the deadlines that this thread makes inside the context heed `interrupt` of this transfer."""
+    """Make the deadlines that this thread creates inside the context react to `interrupt` of this transfer."""
     before = getattr(_transfer, "address", None)
     _transfer.address = transport.address
     try:

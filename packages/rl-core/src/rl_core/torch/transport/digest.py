@@ -44,7 +44,7 @@ class PendingDigest:
 
 
 def begin_digest(tensor: Tensor) -> PendingDigest:
-    """Have the tensor's device compute its digest, without waiting; the tensor may be changed afterwards in the same
+    """Compute the digest on the tensor's device, without waiting; the tensor may be changed afterwards in the same
     stream.
     """
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
