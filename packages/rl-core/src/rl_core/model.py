@@ -129,7 +129,7 @@ def topk(k: int, *, below: int = 0) -> Read:
 
 
 def logprobs_at(column: str) -> Read:
-    """The logprobs of the ids that a column of the batch, int32 `[tokens, k]`, names at each position."""
+    """The logprobs of the ids in a column of the batch, int32 `[tokens, k]`, at each position."""
     if not column:
         raise ValueError("logprobs_at needs the name of the column that has the ids")
     return Read("logprobs_at", column=column)
@@ -169,7 +169,7 @@ def read_columns(reads: Sequence[Read]) -> tuple[str, ...]:
 
 
 class Loss(Protocol):
-    """The objective of a step: a torch-free, frozen, picklable description that names its own implementation.
+    """The objective of a step: a torch-free, frozen, picklable description that has the path of its implementation.
 
     The implementation, resolved inside the worker, is a function
     `compute(loss, reads, columns) -> rl_core.torch.loss.LossSums` that sees whole rows and full-vocabulary results. It

@@ -12,7 +12,7 @@ POLICY_MARK, OTHER_MARK = "ANCHOR_5f1d_POLICY", "ANCHOR_5f1d_OTHER"
 
 @dataclass(frozen=True)
 class TemplateEnds:
-    """What stands after a turn.
+    """Text after a turn.
 
     Args:
         behind: Text after the last turn of a conversation.

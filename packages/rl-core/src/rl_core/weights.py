@@ -84,7 +84,7 @@ class Transport:
         address: Rendezvous `host:port` of the sender (`ipc`, `collective`), or a folder (`disk`).
         num_receivers: Receiving processes of one sender.
         bucket_bytes: Maximum number of bytes in flight at a time, a single larger tensor excepted.
-        timeout_s: Bound of each phase; a time-out names rank and phase.
+        timeout_s: Bound of each phase; a timeout error has the rank and the phase.
         every_rank_sends: True if each rank of the policy has receivers of its own (`ipc` on CUDA: those on its GPU);
             otherwise rank 0 sends to all.
         sends_changes: True if only the changes since the last transfer travel, where they are smaller; both ends then

@@ -132,7 +132,7 @@ def read_scalar(text: str) -> Any:
 
 
 def natural(tree: Any) -> Any:
-    """Nested values with numbers and truth values in place of their texts."""
+    """Nested values with numbers and truth values in place of their strings."""
     return mapped(tree, lambda _, value: value.value if isinstance(value, Unquoted) else value)
 
 

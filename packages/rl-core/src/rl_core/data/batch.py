@@ -137,7 +137,7 @@ def pick_rows(parts: Sequence[Local], part: np.ndarray, row: np.ndarray) -> Loca
 
 
 def zero_rows(column: Local, zeroed: np.ndarray | None) -> Local:
-    """The column with zeros in the rows for which `zeroed`, bool `[rows]`, says so; None says so for none."""
+    """The column with zeros in the rows for which `zeroed`, bool `[rows]`, is true; None for none."""
     if zeroed is None or not zeroed.any():
         return column
     if isinstance(column, Ragged):
@@ -233,7 +233,7 @@ class Batch:
         return column.rows.lengths if isinstance(column, RemoteColumn) else self.ragged(TOKENS).lengths
 
     def with_zeros(self, name: str, zeroed: np.ndarray) -> Batch:
-        """The same rows with zeros in this column of those for which `zeroed`, bool `[rows]`, says so."""
+        """The same rows with zeros in this column of those for which `zeroed`, bool `[rows]`, is true."""
         self.require(name)
         column = self._columns[name]
         if isinstance(column, RemoteColumn):

@@ -290,7 +290,7 @@ class Output(asyncio.Protocol):
 
     @property
     def last_line(self) -> str:
-        """The last line that says something, shortened."""
+        """Return the last line that is not empty, shortened."""
         return next((line.strip()[:200] for line in reversed(self._lines) if line.strip()), "")
 
     @property

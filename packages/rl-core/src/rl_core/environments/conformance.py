@@ -177,7 +177,7 @@ class _Process:
     """A pool with its own process, to play conversations on.
 
     Args:
-        hash_seed: Hash seed of Python's hashes of texts, which processes of another number do not share, even if the
+        hash_seed: Seed of Python's hashes of strings, which processes of another number do not share, even if the
             user's shell has `PYTHONHASHSEED` set.
     """
 

@@ -23,7 +23,7 @@ class EnvironmentInstance:
     """An environment of a run.
 
     Args:
-        name: Name by which data names it.
+        name: Name in the data.
         environment: `"package.module:Class"`, a class or function in a file of the user's, or several rewards.
         config: Its settings.
         requirement: Requirement of its processes.

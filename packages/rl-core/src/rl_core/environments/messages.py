@@ -120,7 +120,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Abandon:
-    """Close the states of these conversations: answered with None, or a text if closing raised."""
+    """Close the states of these conversations: answered with None, or a string if closing raised."""
 
     ids: Sequence[str]
 

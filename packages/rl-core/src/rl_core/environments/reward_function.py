@@ -214,7 +214,7 @@ def _completion(conversation: Conversation) -> Any:
 
 
 def _whole_prompt(conversation: Conversation) -> Any:
-    """The prompt as TRL has it: messages, or a text."""
+    """The prompt as in TRL: messages, or a string."""
     messages = conversation.prompt_messages
     return messages[-1]["content"] if conversation.is_text and messages else [dict(message) for message in messages]
 

@@ -76,7 +76,7 @@ class Tool:
 
 
 def as_text(result: Any) -> str:
-    """Return a tool's result as the policy reads it: a text as it is, anything else as JSON.
+    """Return a tool's result as the policy reads it: a string unchanged, anything else as JSON.
 
     Halves of surrogate pairs, which no tokenizer takes, become question marks.
     """

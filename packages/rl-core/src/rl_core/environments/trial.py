@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 SLOW_S = 5.0
-"""Seconds after which a line says that an environment's trial is still under way."""
+"""Seconds after which a log line reports that an environment's trial is still in progress."""
 
 _REMEDY = " A reward is a number for every response, such as 0.0 for one that it cannot read."
 

@@ -1,4 +1,4 @@
-"""What a plugin says of itself: its config, its requirement and the names of what it runs."""
+"""Declarations of plugins: config, requirement and the names of what they run."""
 
 from __future__ import annotations
 

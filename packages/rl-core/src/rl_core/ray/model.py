@@ -101,7 +101,7 @@ class RemoteModel:
 
     @property
     def revision(self) -> int:
-        """Grows with every change of the weights: tells whether they are still those of an earlier moment."""
+        """Increases with every change of the weights, so you can check whether they are still the same."""
         return self._revision
 
     @property

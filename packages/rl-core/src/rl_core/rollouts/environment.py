@@ -16,7 +16,7 @@ class ToolCall:
     """A call of a tool by the policy.
 
     Args:
-        name: Name of the tool; empty if the call says none.
+        name: Name of the tool; empty if the call has none.
         arguments: Arguments by name.
         id: Id of the call in its turn; the message with its result has it as `tool_call_id`.
         error: The reason that the call cannot be read; empty if it can. An environment answers it as an observation.

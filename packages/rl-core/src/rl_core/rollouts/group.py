@@ -24,7 +24,7 @@ RECORD = "record"
 
 @dataclass(frozen=True)
 class RolloutReport:
-    """The part of a `Rollout` that a loop decides by: all but its tokens and texts.
+    """The part of a `Rollout` that a loop decides by: everything except its tokens and strings.
 
     Args:
         num_tokens: Number of tokens of all its rows, prompts included.

@@ -166,7 +166,7 @@ class Rollout:
 
     @classmethod
     def failed(cls, prompt: Prompt, reason: str) -> Rollout:
-        """A rollout that trains nothing and says why."""
+        """Return a rollout that is not trained on, with the reason."""
         length = len(prompt.token_ids)
         return cls(
             prompt_id=prompt.id,

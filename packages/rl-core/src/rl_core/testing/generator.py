@@ -130,7 +130,7 @@ class GeneratorSuite(WeightSinkSuite):
         assert completion.stop_reason == "stop"
 
     def _run_with_text(self, bench: Bench) -> tuple[tuple[list[int], int], str]:
-        """A completion, its seed, and a text in it that spans three tokens."""
+        """A completion, its seed, and a string in it that spans three tokens."""
         for seed in range(40):
             tokens = _one(bench, prompt(8), SamplingParams(32), seed).token_ids.tolist()
             pieces = [bench.reference.decode([token]) for token in tokens]

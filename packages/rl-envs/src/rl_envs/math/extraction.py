@@ -138,6 +138,6 @@ def _tidy(text: str) -> str:
 
 
 def _number_in(text: str | None, index: int) -> str | None:
-    """The first or last number in a text."""
+    """Return the first or last number in a string."""
     numbers = _NUMBER.findall(_SPACE_COMMAND.sub("", text)) if text else []
     return numbers[index].strip() if numbers else None

@@ -10,7 +10,7 @@ from fractions import Fraction
 from rl_envs.math.unit import read_unit, unwrapped
 
 MAX_EXPONENT = 5000
-"""Largest power of ten, or power of an integer, that is written out; a text beyond it is not read as a number."""
+"""Largest power of ten, or power of an integer, that is written out; a longer string is not read as a number."""
 MAX_DIGITS = 100_000
 """Longest text that is read as a number."""
 
@@ -64,7 +64,7 @@ class Number:
 
 
 def read_number(text: str) -> Number | None:
-    """Read a text as a number: integer of any size, decimal, fraction, power, mixed number or percentage, with units.
+    """Read a string as a number: integer of any size, decimal, fraction, power, mixed number or percentage, with units.
 
     None if it is anything else, an expression included.
     """

@@ -172,7 +172,7 @@ class Sandbox:
             header, _ = frames.read(near)
         except (ConnectionError, TimeoutError):
             self.close()
-            raise SandboxFailed("the sandbox's first process ended before it was ready; its stderr says why") from None
+            raise SandboxFailed("the sandbox's first process ended before it was ready; see its stderr") from None
         if header["problem"]:
             self.close()
             raise SandboxUnavailable(_unavailable(self.isolation, header["problem"]))

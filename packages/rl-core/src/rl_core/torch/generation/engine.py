@@ -53,7 +53,7 @@ class Engine(Generic[Model]):
         return len(self._waiting)
 
     def start(self) -> None:
-        """Begin to load; `loaded` says when it is done."""
+        """Begin to load; `loaded` is set when it is done."""
         self._thread.start()
 
     def submit(self, rows: Sequence[Row]) -> None:

@@ -62,7 +62,7 @@ class StepThread(Generic[Work]):
         self.failure: str | None = None
 
     def start(self) -> None:
-        """Begin to load; `loaded` says when it is done."""
+        """Begin to load; `loaded` is set when it is done."""
         self._thread.start()
 
     def post(self, function: Callable[[], None]) -> None:

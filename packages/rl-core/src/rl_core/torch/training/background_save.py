@@ -85,7 +85,7 @@ class BackgroundSave:
 
 @contextmanager
 def plain_errors(path: Path, done: Literal["written", "read"]) -> Iterator[None]:
-    """Raise one line that says why a checkpoint was not written or read. torch's own error is not an `Exception` and
+    """Raise one line with the reason why a checkpoint was not written or read. torch's own error is not an `Exception` and
     would end threads and actors.
 
     Raises:

@@ -66,5 +66,5 @@ class Deadline:
         return self._end <= time.monotonic()
 
     def expired(self) -> WeightSyncError:
-        """The error that says what took too long."""
+        """Return the error that shows what took too long."""
         return WeightSyncError(f"weight transfer timed out after {self._seconds:g} s: {self.phase}")

@@ -47,7 +47,7 @@ def verify(channel: Channel, layout: Layout, digests: Sequence[str], rank: int) 
 
 
 def compare(layout: Layout, sent: Sequence[str], received: Sequence[str], receiver: str) -> None:
-    """Raise a `WeightSyncError` that names every tensor of the buckets whose digests differ."""
+    """Raise a `WeightSyncError` that lists every tensor of the buckets whose digests differ."""
     pairs = zip(layout.buckets, sent, received, strict=True)
     names = tuple(slot.spec.name for bucket, ours, theirs in pairs if ours != theirs for slot in bucket.slots)
     if names:
