@@ -85,8 +85,8 @@ class BackgroundSave:
 
 @contextmanager
 def plain_errors(path: Path, done: Literal["written", "read"]) -> Iterator[None]:
-    """Raise one line with the reason why a checkpoint was not written or read. torch's own error is not an `Exception` and
-    would end threads and actors.
+    """Raise one line with the reason why a checkpoint was not written or read. torch's own error is not an `Exception`
+    and would end threads and actors.
 
     Raises:
         RLError: For an `OSError`, and for errors of torch's distributed checkpoint.
