@@ -13,7 +13,7 @@ from rl_core.problems import Problem
 
 
 class RLError(Exception):
-    """Base of every error this project raises on purpose."""
+    """Base class of all errors that this project raises intentionally."""
 
 
 class ConfigError(RLError, ValueError):
@@ -53,7 +53,7 @@ class WorkerEnvironmentError(RLError):
 
 
 class WeightSyncError(RLError):
-    """Weights that did not arrive whole: a tensor missing, extra, stale or corrupt, or a phase that timed out.
+    """Weights did not arrive completely: a tensor is missing, extra, stale or corrupt, or a phase timed out.
 
     Args:
         message: What went wrong, in one line.
@@ -69,12 +69,12 @@ class WeightSyncError(RLError):
 
 
 class GeneratorError(RLError):
-    """A generator that cannot serve: its engine died, or it has no whole weights. Its requests may run elsewhere."""
+    """A generator cannot serve: its engine died, or its weights are incomplete. Its requests may run elsewhere."""
 
 
 class RequestRefused(GeneratorError):
-    """A request that no generator of this config can serve, such as a prompt longer than its context; it costs the
-    rollout, not the run.
+    """A request that no generator of this config can serve, such as a prompt longer than its context. Only its
+    rollout fails.
     """
 
 
@@ -83,11 +83,11 @@ class EnvironmentTimeout(RLError):
 
 
 class EnvironmentFailed(RLError):
-    """An environment that hung, crashed or raised on one conversation; it costs the rollout, not the run."""
+    """An environment hung, crashed or raised on one conversation; only that rollout fails."""
 
 
 class RolloutsFailed(RLError):
-    """More rollouts failed than a run may have; its message counts the reasons."""
+    """More rollouts failed than the run allows; its message counts the reasons."""
 
 
 class CallbackFailed(RLError):
@@ -141,7 +141,7 @@ class WorkerError(RLError):
 
 
 class PeerFailed(RLError):
-    """Another rank failed in work that all ranks do together; raised on the ranks that did not fail."""
+    """Another rank failed in a collective operation; raised on the ranks that did not fail."""
 
 
 class WorkerDied(RLError):
@@ -156,4 +156,4 @@ class WorkerDied(RLError):
 
 
 class WorkerStalled(WorkerDied):
-    """A worker that gave no answer in time, or made no progress; it is treated as dead."""
+    """A worker did not answer in time, or made no progress; it is treated as dead."""

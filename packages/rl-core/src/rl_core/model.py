@@ -220,7 +220,7 @@ class SavedFile:
     Args:
         path: Relative to the folder that `save`, `export` or `export_adapter` was called with, with `/`.
         size: Size in bytes.
-        sha256: Sha256 of its contents, taken while they were written; None for files of an export, which nothing
+        sha256: SHA-256 of its contents, taken while they were written; None for files of an export, which nothing
             resumes from.
         rank: That wrote it.
     """
@@ -327,7 +327,7 @@ class Model(Protocol):
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """How the ranks of one model find each other, and the device that each runs on.
+    """Address at which the ranks of one model meet, and the device of each.
 
     Args:
         rank, world_size: among the ranks of this model.

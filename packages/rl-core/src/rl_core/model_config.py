@@ -32,7 +32,7 @@ def _dotted(example: str) -> Callable[[str | None], str | None]:
 
 
 class BackendConfig(Config):
-    """The settings of a training backend, which extends it with its own."""
+    """Base of a training backend's settings."""
 
     enabled: Annotated[bool | None, WhenChanged.NEW_RUN] = None
     """Train with this backend. A model trains with exactly one backend: dtensor, if none is enabled."""
@@ -142,7 +142,7 @@ class DynamicBatchingConfig(Config):
 
 
 class LoraConfig(Config):
-    """Low-rank adapters (LoRA, arXiv:2106.09685): the layers that get one, and their size."""
+    """Low-rank adapters (LoRA, arXiv:2106.09685): which layers get one, and their size."""
 
     when_changed: ClassVar[WhenChanged | None] = WhenChanged.NEW_RUN
 

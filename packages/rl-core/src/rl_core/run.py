@@ -29,7 +29,7 @@ class Checkpointable(Protocol):
 
 
 class Run(Protocol):
-    """Owns timing, logging, progress and checkpoints of one run, so that a loop has none of it.
+    """Timing, logging, progress and checkpoints of one run, so that a loop does not implement them.
 
     The usage loop::
 
@@ -81,7 +81,7 @@ class Run(Protocol):
 
 @dataclass(frozen=True)
 class Components:
-    """The objects that an algorithm works with; those that it does not need are None.
+    """The objects that an algorithm uses; those that it does not need are None.
 
     Args:
         models: Models by role, as the algorithm's plugin names them.

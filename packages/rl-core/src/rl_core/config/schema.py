@@ -48,7 +48,7 @@ class ProblemError(ValueError):
 
 
 class WhenChanged(Enum):
-    """The rule for a run whose key has another value than the one it was started with, the freest first.
+    """When a key of a started run may change, from the least to the most restrictive.
 
     It is given for a field, as in `save_period: Annotated[int, WhenChanged.RESUME]`, or for a whole section by its
     `when_changed`; the one closest to a key holds.
@@ -71,7 +71,7 @@ PathText = Annotated[str, NamesPath()]
 
 
 class Config(BaseModel):
-    """A frozen, strictly typed group of settings; the text under a field is its documentation.
+    """A frozen, strictly typed group of settings; the docstring under a field is its documentation.
 
     Unknown keys are refused, and no value changes its type on the way in, except that a float field takes an int.
     """

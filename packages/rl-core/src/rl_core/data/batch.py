@@ -150,7 +150,7 @@ def zero_rows(column: Local, zeroed: np.ndarray | None) -> Local:
 
 
 class Batch:
-    """Columns over the same rows, each a `Ragged`, an array or a `RemoteColumn` that lies elsewhere.
+    """Columns over the same rows, each a `Ragged`, an array or a `RemoteColumn` that is stored elsewhere.
 
     Token-aligned columns share their row lengths with `tokens`. Rows that carry the same `pair` id belong together
     and stay in one microbatch. A batch is never changed: every method returns another.

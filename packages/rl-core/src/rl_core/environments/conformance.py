@@ -30,7 +30,7 @@ class Finding:
         name: Name of the check, in a word or two.
         said: The problem if it failed, otherwise the evidence or the reason that it was skipped.
         status: Result of the check; `warned` if it holds but is probably not what was meant.
-        remedy: The way to mend it if it failed, or to find out.
+        remedy: How to fix it if it failed, or how to find out.
     """
 
     name: str

@@ -299,7 +299,7 @@ def limit(memory_bytes: int) -> None:
     importing torch reserves 3 GiB, allocates 0.7 GiB and touches 0.5 GiB.
 
     Args:
-        memory_bytes: Memory bytes of each process; 0 for no limit.
+        memory_bytes: Memory limit of each process in bytes; 0 for no limit.
     """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _, most = resource.getrlimit(resource.RLIMIT_DATA)

@@ -43,7 +43,7 @@ OFFERED = (*_OF_ONE, *_OF_MANY, *LOG_PARAMETERS)
 
 
 def as_environment(score: Callable[..., Any]) -> Environment:
-    """Make an environment of a function that scores a response.
+    """Return an environment made of a function that scores a response.
 
     A parameter is given what its name says: `response` (or `completion`), the text that the policy wrote; `prompt`, the
     text of the message that it answers; `messages`, the whole conversation; `truncated`, whether the response ran into
@@ -74,7 +74,7 @@ class Arguments:
 
     Args:
         function: Function of a user; a method that is bound to its object.
-        name: Of it, for messages.
+        name: Its name, for messages.
 
     Raises:
         ValueError: If it cannot be called by names.

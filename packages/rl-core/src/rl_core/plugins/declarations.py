@@ -41,10 +41,10 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Requirement:
-    """The packages that a class needs where it runs: a distribution and, by device (`cpu`, `cuda`), its extras.
+    """Packages that a class needs in its environment: a distribution and, by device (`cpu`, `cuda`), its extras.
 
     Args:
-        distribution: As pip names it.
+        distribution: Name for pip.
         extras: Device to the extras that bring the engine there.
         imports: Modules whose presence shows that the extras are installed.
     """
@@ -84,7 +84,7 @@ def applies_no_adapters(config: object, model: ModelConfig, device: Device) -> s
 
 @dataclass(frozen=True)
 class Preload:
-    """What a worker's process imports before it knows its work, so that one such import can serve many processes.
+    """Modules that a worker process imports before its work is known, so that many processes can share one import.
 
     Args:
         modules: Imported in this order. They start no thread and use no GPU; `rl_core.fork_server` has the rest.
@@ -97,7 +97,7 @@ class Preload:
 
 @dataclass(frozen=True)
 class BackendPlugin:
-    """A training backend or a generation engine: its light half.
+    """Declaration of a training backend or a generation engine, without heavy imports.
 
     Args:
         name: As users write it.
@@ -123,9 +123,9 @@ class BackendPlugin:
         mesh_case: Function from the section of a model to the case that its mesh comes down to at a small size.
         replay_key: Boolean key of a training backend's config by which its passes send tokens to the experts that the
             generator chose; empty if it has none. The generator then reports them.
-        routing_problem: Routing problem of a generator, from its config and the device to why its completions cannot
+        routing_problem: For a generator: function from its config and the device to why its completions cannot
             carry the experts that tokens were sent to (`Placement.reports_routing`); empty if they can.
-        adapter_problem: Adapter problem of a generator, from its config, the model and the device to why it cannot
+        adapter_problem: For a generator: function from its config, the model and the device to why it cannot
             apply the low-rank adapters of the policy itself (`GenerationConfig.lora_sync`); empty if it can.
         keeps_cache: True if a generator can continue with keys and values of a request that a weight update interrupted
             (`Placement.keeps_cache`).
@@ -224,7 +224,7 @@ class DatasetTask:
 
 @dataclass(frozen=True)
 class ModelNeed:
-    """A model that an algorithm works with.
+    """A model that an algorithm needs.
 
     Args:
         section: Config section that holds it, one of `AlgorithmPlugin.model_sections`.
@@ -245,11 +245,11 @@ def export_suffixes(needs: Mapping[str, ModelNeed]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class TrainingDefaults:
-    """How a model trains in an algorithm, where its section of the config does not say.
+    """Training defaults of a model in an algorithm, used for keys that its config section does not set.
 
     Args:
         lr: Learning rate of `policy.optimizer.kwargs`.
-        adapter_lr: That of adapters, if `lora_cfg.enabled`.
+        adapter_lr: Learning rate of adapters, if `lora_cfg.enabled`.
         rows: `train_global_batch_size`.
     """
 
@@ -265,7 +265,7 @@ def no_defaults(written: WrittenValues) -> Mapping[str, TrainingDefaults]:
 
 @dataclass(frozen=True)
 class AlgorithmPlugin:
-    """An algorithm.
+    """Declaration of an algorithm.
 
     Args:
         sections: Config sections it adds to the root, by key (`grpo`, `loss_fn`, `data`, ...): the type of each, or a
@@ -317,7 +317,7 @@ class AlgorithmPlugin:
 
 @dataclass(frozen=True)
 class RolloutNeeds:
-    """The program that rollout workers of an algorithm run, and the environments that it needs.
+    """The program that an algorithm's rollout workers run, and the environments that it needs.
 
     Args:
         program: `"package.module:Class"` of a `RolloutProgram`, or a class in a file of the user's.

@@ -108,7 +108,7 @@ def plugins(group: str) -> dict[str, Any]:
 
 
 def resolve(path: str) -> Any:
-    """The object named by `"package.module:Name"`, or by `"file.py:Name"` in a file of the user's own.
+    """Return the object at `"package.module:Name"`, or at `"file.py:Name"` in a user's file.
 
     Raises:
         ValueError: If the text is not of that form, the module has no such name, or the file cannot be read or run.

@@ -141,7 +141,7 @@ class EnvironmentFailure:
 
 
 class UnusableAnswer(ValueError):
-    """Raised if an environment answers in another form than it should."""
+    """Raised if an environment returns an answer in the wrong form."""
 
 
 class MissingField(UnusableAnswer):

@@ -17,7 +17,7 @@ from rl_core.weights import WeightSink
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are drawn.
+    """Settings for sampling tokens.
 
     Args:
         max_new_tokens: Maximum number of tokens to sample.

@@ -24,7 +24,7 @@ RECORD = "record"
 
 @dataclass(frozen=True)
 class RolloutReport:
-    """The part of a `Rollout` that a loop decides by: everything except its tokens and strings.
+    """The part of a `Rollout` that a loop needs for decisions: everything except its tokens and strings.
 
     Args:
         num_tokens: Number of tokens of all its rows, prompts included.
@@ -75,7 +75,7 @@ class RolloutReports(Sequence[RolloutReport]):
     """Reports of the rollouts of one prompt, by column: thousands come in every step, and few are looked at alone.
 
     Args:
-        prompt_id: Prompt id of all of them.
+        prompt_id: Id of the prompt of all of them.
         segments: Segments of each rollout; empty if each has one row.
 
     The others are the fields of `RolloutReport`, each with a value per rollout; a span is a version and a number of
@@ -153,7 +153,7 @@ class GroupReport:
     Args:
         rollouts: Rollouts in the order of their seeds.
         columns: Names of the columns that training reads, the rows in the same order.
-        records: Names of those that people read.
+        records: Names of the columns that people read.
     """
 
     rollouts: RolloutReports

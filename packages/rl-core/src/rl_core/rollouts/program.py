@@ -15,12 +15,12 @@ from rl_core.rollouts.rollout import Completion, Message, Prompt, Rollout
 
 @dataclass(frozen=True)
 class Reply:
-    """A turn of the policy, read.
+    """A parsed turn of the policy.
 
     Args:
         text: Text of the turn, without special tokens.
         message: As a chat template takes it, tool calls apart from the text.
-        tool_calls: Those of the turn.
+        tool_calls: Tool calls of the turn.
     """
 
     text: str

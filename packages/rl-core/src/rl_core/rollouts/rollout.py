@@ -15,7 +15,7 @@ UNKNOWN_EXPERT = -1
 """In `routed_experts`: the engine did not report where it sent the token."""
 
 Message = Mapping[str, Any]
-"""A chat message: `role`, `content`, and what a chat template understands besides (tool calls, names)."""
+"""A chat message: `role`, `content`, and other fields that a chat template reads (tool calls, names)."""
 
 StopReason = Literal["stop", "length", "abort"]
 Status = Literal["ok", "truncated", "failed"]
@@ -32,7 +32,7 @@ class Prompt:
         environment: Name of the environment that scores it.
         info: Whatever else the environment needs in addition to the conversation (the answer, a seed).
         dataset: Name of the dataset it came from.
-        place: Place of its row, as messages say it: `prompts.jsonl, line 3`.
+        place: Place of its row, as in messages: `prompts.jsonl, line 3`.
         tools: JSON schemas of the tools that the policy may call, as the chat template has rendered them.
         is_text: Whether the row gave the prompt as plain text rather than as messages.
     """
@@ -95,7 +95,7 @@ class Rollout:
     """One whole trajectory.
 
     Args:
-        prompt_id: Prompt id of the prompt it came from.
+        prompt_id: Id of the prompt it came from.
         tokens: Int32 `[tokens]`, prompt, completions and observations in order; sampled tokens are never re-tokenised.
             Those of several segments lie end to end.
         loss_mask: Uint8 `[tokens]`, 1 only on tokens the policy sampled.

@@ -144,7 +144,7 @@ class FakeWeights:
 
 @dataclass
 class FakeRun:
-    """A `Run` that keeps what a loop tells it.
+    """A `Run` that records the calls of a loop.
 
     Args:
         folder: Where checkpoints go; another `FakeRun` on the same folder resumes.
@@ -242,7 +242,7 @@ class FakeRolloutSource:
         prompts: Taken in order, once.
         reward: Function from a prompt and the sampled tokens int32 `[tokens]` to a reward.
         num_generations: Rollouts per prompt.
-        completion_length: Tokens of a completion.
+        completion_length: Number of tokens of a completion.
         vocab_size: Token ids are below it.
     """
 

@@ -45,7 +45,7 @@ MOST_ROUNDS = 50
 
 
 class GeneratorSuite(WeightSinkSuite):
-    """Generation equals what `transformers` computes, and each request gets its own, however they are batched.
+    """Conformance of a `Generator`: results equal those of `transformers`, however requests are batched.
 
     ::
 

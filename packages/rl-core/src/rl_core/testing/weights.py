@@ -94,7 +94,7 @@ class Bench:
 
 
 class WeightSinkSuite:
-    """Adoption of weights: whole and verified, or refused by name.
+    """Conformance of weight adoption: weights are complete and verified, or refused with their names.
 
     A subclass, in a test module, supplies `make_generator` and may state `tolerance`.
     """

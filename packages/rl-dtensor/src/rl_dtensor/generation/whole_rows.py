@@ -20,7 +20,7 @@ class WholeRowBatch:
     A pass takes only rows of one length, so that none is padded. A completion of n tokens takes n passes.
 
     Args:
-        most_tokens: Most tokens of one pass; a single longer row excepted.
+        most_tokens: Maximum number of tokens in one pass; a single longer row excepted.
         recorder: Recorder of the experts that tokens are sent to; None if they are not reported.
     """
 

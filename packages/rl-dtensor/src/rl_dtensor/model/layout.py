@@ -43,7 +43,7 @@ class Alignment:
     """Constraints that the layout of a forward pass must meet.
 
     Args:
-        multiple: Multiple of the sequence's length.
+        multiple: The length of the sequence is a multiple of this.
         context: None if this rank holds whole rows.
     """
 

@@ -17,7 +17,7 @@ class Absent(nn.Module):
     """In the place of a module that another pipeline rank has: what comes in goes out.
 
     Args:
-        replaced: Of which it has the words and numbers: some models read of what kind a layer is.
+        replaced: Layer whose strings and numbers it has: some models read the kind of a layer.
     """
 
     def __init__(self, replaced: nn.Module) -> None:

@@ -10,7 +10,7 @@ from rl_core.config import Config
 
 
 class CalculationsSettings(Config):
-    """Generated products of two numbers, which a tiny model cannot compute by itself."""
+    """Generated products of two numbers, which a tiny model cannot compute without a tool."""
 
     form: Literal["calculator", "program"] = "calculator"
     """Environment of the rows: `text_tools` for `calculator`, which the policy calls, or `code` for `program`, which

@@ -9,7 +9,7 @@ from rl_core.environments.config import EnvironmentConfig
 
 
 class SlidingPuzzleConfig(EnvironmentConfig):
-    """Slide tiles into the gap until they are in order, one move a turn."""
+    """Slide tiles into the gap until they are in order, one move per turn."""
 
     max_moves: int = Field(default=20, ge=1)
     """Maximum number of moves in a game; grpo.max_rollout_turns must allow as many."""

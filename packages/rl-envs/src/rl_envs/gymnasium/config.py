@@ -13,7 +13,7 @@ Shown = Literal["rendering", "observation"]
 
 
 class GymnasiumConfig(EnvironmentConfig):
-    """Play a gymnasium environment, one action a turn. A turn's reward is the reward of its action."""
+    """Play a gymnasium environment, one action per turn. A turn's reward is the reward of its action."""
 
     invalid_reward: float = Field(default=0.0, le=0, allow_inf_nan=False)
     """Reward for a turn without a valid action, which leaves the game unchanged."""
@@ -22,7 +22,7 @@ class GymnasiumConfig(EnvironmentConfig):
 
 
 class GymnasiumSettings(Config):
-    """Starts of a gymnasium environment whose actions are numbers (`Discrete`) or texts (`Text`)."""
+    """Starts of a gymnasium environment whose actions are numbers (`Discrete`) or strings (`Text`)."""
 
     id: str
     """Id of the environment, such as `FrozenLake-v1`, or `package.module:Id` for an environment that this module

@@ -28,7 +28,7 @@ class RemoteSandboxFailed(RLError):
 
 
 class RemoteSandbox:
-    """Runs programs on a server; its isolation is the server's affair.
+    """Runs programs on a server, which is responsible for their isolation.
 
     Args:
         url: Address of the server, such as `http://sandboxes:8080`.

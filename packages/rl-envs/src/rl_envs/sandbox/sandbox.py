@@ -49,7 +49,7 @@ class Runner(Protocol):
 
 
 def open_sandbox(config: SandboxConfig) -> Runner:
-    """The sandbox of these settings, ready to run programs.
+    """Return the sandbox with these settings, ready to run programs.
 
     Raises:
         SandboxUnavailable: If the machine does not offer the isolation.

@@ -15,7 +15,7 @@ Reader = Callable[[int, tuple[slice, ...]], Tensor]
 
 
 class Split(Protocol):
-    """Both directions of one parameter; `part` then `join` over all ranks gives back what was read, bit for bit."""
+    """Split and join of one parameter; `part` and then `join` over all ranks restores it bit for bit."""
 
     def part(self, read: Reader, rank: int, size: int) -> Tensor:
         """Return the part that rank `rank` of `size` holds; reads only the slices that it needs."""
@@ -111,7 +111,7 @@ class Chunks:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Rows of an embedding or a head, padded with zeros at the end so that all ranks hold as many."""
+    """Rows of an embedding or a head, padded with zeros at the end so that all ranks hold the same number."""
 
     num_rows: int
 
@@ -146,7 +146,7 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Blocks of rows, of each of which every rank holds an equal chunk, one below the other.
+    """Blocks of rows; every rank holds an equal chunk of each block, in order.
 
     Args:
         heights: Rows of each block, for every tensor that the parameter is made of.

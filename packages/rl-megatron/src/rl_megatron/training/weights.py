@@ -147,7 +147,7 @@ class Weights:
 
         Args:
             everywhere: True if every rank gets them whole; otherwise rank 0 does, and others get None.
-            bucket_bytes: Bucket bytes of the parameters that are brought together at one time, the last of them
+            bucket_bytes: Number of bytes of the parameters that are gathered at one time, the last of them
                 excepted. No rank holds more in addition to its own.
             merges_adapters: True if adapters are added to the weights that they sit on.
         """

@@ -256,7 +256,7 @@ class RankWeights(Protocol):
 
 
 class RankOptimizer(Protocol):
-    """A torch optimizer over this rank's part of what trains."""
+    """A torch optimizer over this rank's part of the trainable parameters."""
 
     @property
     def inner(self) -> Optimizer:

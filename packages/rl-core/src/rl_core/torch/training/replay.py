@@ -81,6 +81,6 @@ def chosen_experts(own: Tensor, given: Tensor) -> Tensor:
 
     Args:
         own: Int64 `[tokens, experts per token]`, the router's choice.
-        given: Of the same shape; `UNKNOWN_EXPERT` for tokens that the router chooses for.
+        given: Experts of the same shape; `UNKNOWN_EXPERT` for tokens that the router chooses for.
     """
     return torch.where((given < 0).any(-1, keepdim=True), own, given.to(own.dtype))
