@@ -160,7 +160,7 @@ class Entry:
                 return cls(value, origin)
 
     def plain(self) -> Any:
-        """The values alone, as nested dicts and lists."""
+        """Only the values, as nested dicts and lists."""
         match self.value:
             case dict():
                 return {key: entry.plain() for key, entry in self.value.items()}

@@ -217,7 +217,7 @@ class Batch:
             raise ValueError(f"batch lacks columns {missing}; it has {sorted(self._columns)}")
 
     def only(self, names: Sequence[str]) -> Batch:
-        """The named columns alone."""
+        """Only the named columns."""
         self.require(*names)
         return Batch({name: self._columns[name] for name in names})
 

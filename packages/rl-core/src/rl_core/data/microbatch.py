@@ -74,7 +74,7 @@ def plan_microbatches(
 
     Packing: `max_tokens` bounds the sum of the lengths (best fit, longest first). Dynamic batching: with `padded`,
     `max_tokens` bounds the number of rows times the longest of them, rows of like length together. Plain: `max_rows`
-    consecutive rows. A unit (a row, or a group) larger than the budget travels alone.
+    consecutive rows. A unit (a row, or a group) larger than the budget gets its own microbatch.
 
     Args:
         lengths: `[rows]`, tokens of each row.

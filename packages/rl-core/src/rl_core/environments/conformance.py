@@ -329,7 +329,7 @@ async def _batches(instance: EnvironmentInstance, plays: Sequence[_Play]) -> Fin
                 continue
             if instance.config.max_batch == 1:
                 return Finding("batches", f"{differs}; max_batch is 1, so rollouts never share a call", "skipped")
-            remedy = "answer each conversation from its own values alone, in the order given, or set max_batch=1"
+            remedy = "answer each conversation only from its own values, in the order given, or set max_batch=1"
             return Finding("batches", differs, "failed", remedy)
     return Finding("batches", f"answered alike in calls of up to {size}, in two orders")
 

@@ -78,7 +78,7 @@ def reports_no_routing(config: object, device: Device) -> str:
 
 
 def applies_no_adapters(config: object, model: ModelConfig, device: Device) -> str:
-    """For a generator that serves whole weights alone."""
+    """For a generator that serves whole weights only."""
     return "it does not apply adapters. Set lora_sync=merged, or choose generation.backend=vllm"
 
 

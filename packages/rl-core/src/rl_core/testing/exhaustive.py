@@ -35,9 +35,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line(
-        "markers", "exhaustive: takes long and largely repeats others; runs with --every-case alone"
-    )
+    config.addinivalue_line("markers", "exhaustive: takes long and largely repeats others; runs only with --every-case")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

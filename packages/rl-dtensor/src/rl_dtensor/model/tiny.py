@@ -98,7 +98,7 @@ def shrink(config: PreTrainedConfig, sizes: Mapping[str, Any] = SMALL) -> PreTra
     heads, kv_heads = called["num_attention_heads"], called["num_key_value_heads"]
     if kv_heads in small and fields[kv_heads] in (fields.get(heads), None):
         small[kv_heads] = sizes["num_attention_heads"]
-    if fields.get(called["num_experts_per_tok"]) == 1:  # some code is for one expert alone (Llama 4 in vLLM)
+    if fields.get(called["num_experts_per_tok"]) == 1:  # some code supports only one expert (Llama 4 in vLLM)
         small[called["num_experts_per_tok"]] = 1
     if "qk_rope_head_dim" in small and fields.get("head_dim") == fields["qk_rope_head_dim"]:
         small["head_dim"] = small["qk_rope_head_dim"]

@@ -43,7 +43,7 @@ def check_stacked(module: nn.Module, kind: str) -> None:
     if not takes_choices(module):
         called = ", ".join(_arguments(module))
         raise ValueError(
-            f"experts of {kind} models are called with {called} alone instead of hidden states, ids of experts and "
+            f"experts of {kind} models are called only with {called} instead of hidden states, ids of experts and "
             f"weights, so they cannot be split over ranks; {WHOLE_EXPERTS}"
         )
     counts = {parameter.shape[0] for parameter in module._parameters.values() if parameter is not None}

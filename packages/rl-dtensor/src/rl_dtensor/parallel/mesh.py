@@ -102,7 +102,7 @@ class Mesh:
         return self.axes.get_local_rank(axis)
 
     def group(self, axis: str) -> dist.ProcessGroup:
-        """The ranks that differ from this one on `pp`, `dp`, `cp` or `tp` alone.
+        """Return the ranks that differ from this one only on `axis`, one of `pp`, `dp`, `cp` and `tp`.
 
         Parameters are split over the group of `tp` too: NCCL holds buffers for each group that is used.
         """

@@ -1,4 +1,4 @@
-"""Routers that balance experts by a batch's own tokens alone."""
+"""Routers that balance experts only by a batch's own tokens."""
 
 from __future__ import annotations
 

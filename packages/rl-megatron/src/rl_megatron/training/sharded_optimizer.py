@@ -129,7 +129,7 @@ class ShardedOptimizer:
         return [*states, *copies]
 
     def grad_buffers(self) -> list[Tensor]:
-        """The gradient buffers, whose contents matter within a step alone."""
+        """The gradient buffers, whose contents matter only within a step."""
         return [
             buffer.grad_data for chunk in self._chunks for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]
         ]

@@ -115,7 +115,7 @@ class Weights:
         }
 
     def load(self, initial: InitialFactors) -> None:
-        """Fill this rank's parameters, reading its slices alone; a head that the files lack is made by `new_head`, and
+        """Fill this rank's parameters, reading only its slices; a head that the files lack is made by `new_head`, and
         adapters start as those of peft.
 
         Raises:

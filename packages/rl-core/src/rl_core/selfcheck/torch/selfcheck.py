@@ -126,7 +126,7 @@ class SelfCheck:
         return FamilyCase(case.mesh, case.layout, "exact" if is_exact else "off", differences, inexact, reason)
 
     def rounding(self, folder: Path, expected: Expected, *, has_adapters: bool) -> dict[str, float]:
-        """Largest differences in one process that float32 alone makes, by what is compared: with the weights of the
+        """Largest differences in one process that come only from float32, by what is compared: with the weights of the
         files, and with weights that are moved by at most their last bit."""
         found = []
         for seed in range(ROUNDING_RUNS):

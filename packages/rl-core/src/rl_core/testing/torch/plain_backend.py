@@ -42,7 +42,7 @@ SCORE = "score.weight"
 
 
 class PlainWorker(TrainingWorker):
-    """A `ModelWorker` that is data parallel alone, and pads rows whatever the config says."""
+    """A `ModelWorker` that is data parallel only, and pads rows regardless of the config."""
 
     def __init__(self, config: ModelConfig, backend: object, spec: ModelSpec, rendezvous: Rendezvous) -> None:
         mesh = PlainMesh.join(rendezvous)
