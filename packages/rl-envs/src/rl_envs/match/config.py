@@ -10,7 +10,7 @@ from rl_core.environments.config import EnvironmentConfig
 
 
 class MatchConfig(EnvironmentConfig):
-    """Compare a response with the row's `answer` (a string, or several to choose from), `pattern` or `schema`."""
+    """Compare a response with the row's `answer` (a string or a list of alternatives), `pattern` or `schema`."""
 
     mode: Literal["exact", "contains", "regex", "json", "json_schema"] = "exact"
     """Comparison of the response with the row. `exact`: the response is the answer; `contains`: the answer is in it;
