@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any, Generic, TypeVar, cast
 
 from rl_algos.requirement import LOSSES
-from rl_core.config import Config, Problem, ProblemError, did_you_mean
+from rl_core.config import Config, Problem, ProblemError, nearest
 from rl_core.devices import Device
 from rl_core.model import ModelSpec
 from rl_core.model_config import ColocatedConfig, GenerationConfig, ModelConfig
@@ -223,10 +223,17 @@ def _model_backend(config: RunConfig, need: ModelNeed) -> ModelBackend:
 def _generation_backend(config: RunConfig, *, reports_routing: bool) -> GenerationBackend:
     generation = config.policy.generation
     if generation.backend not in names(GENERATORS):
-        known = ", ".join(names(GENERATORS))
-        near = did_you_mean(generation.backend, names(GENERATORS))
-        allowed = f"got {generation.backend!r}{near}; installed engines: {known}"
-        raise ProblemError(Problem(f"{POLICY}.generation.backend", allowed))
+        known = names(GENERATORS)
+        near = nearest(generation.backend, known)
+        raise ProblemError(
+            Problem(
+                f"{POLICY}.generation.backend",
+                "is not an installed engine",
+                got=generation.backend,
+                allowed=", ".join(known),
+                remedy=f"Did you mean {' or '.join(near)}?" if near else "",
+            )
+        )
     found: BackendPlugin = plugin(GENERATORS, generation.backend)
     return GenerationBackend(
         found,
@@ -244,13 +251,14 @@ def _enabled(key: str, section: Any) -> BackendPlugin:
     enabled = [name for name, state in states.items() if state]
     if len(enabled) > 1:
         keys = " and ".join(f"{key}.{found[name].key}.enabled" for name in enabled)
-        raise ProblemError(Problem(key, f"{keys} are both true; a model has one backend: enable only one of them"))
+        reason = f"{keys} are {'both' if len(enabled) == 2 else 'all'} true, but a model has one backend"
+        raise ProblemError(Problem(key, reason, remedy="Enable only one of them"))
     if enabled:
         return found[enabled[0]]
     if states.get(DEFAULT, False) is None:
         return found[DEFAULT]
     choices = ", ".join(f"{key}.{each.key}.enabled=true" for each in found.values())
-    raise ProblemError(Problem(key, f"no training backend is enabled; set one: {choices}"))
+    raise ProblemError(Problem(key, "no training backend is enabled", remedy=f"Set one of {choices}"))
 
 
 def _plain(section: Any, kind: type[C]) -> C:

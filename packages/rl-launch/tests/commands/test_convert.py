@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from rl_core.config import to_yaml
 from rl_core.data.batch import Batch
 from rl_core.data.ragged import Ragged
-from rl_core.errors import ConfigError, RLError
+from rl_core.errors import ConfigProblems, RLError
 from rl_core.model import LOGPROBS, SCORES, SavedFile
 from rl_launch.cli import app
 from rl_launch.commands import convert, convert_pickled
@@ -71,20 +71,23 @@ def run_dir(tmp_path, model):
         (["model", "model", "--to", "dtensor"], "model exists already"),
         (["run", "run/config.yaml"], "exists already"),
         (["run/checkpoints", "out"], "neither a checkpoint"),
-        (["model", "out", "--to", "dtensr"], "did you mean dtensor?"),
-        (["./elsewhere", "out", "--to", "dtensor"], "folder './elsewhere' does not exist"),
+        (["model", "out", "--to", "dtensr"], "dtensor?"),
+        (["./elsewhere", "out", "--to", "dtensor"], 'got "./elsewhere"'),
         (["run", "out", "--to", "dtensor", "--adapter"], "run trained no adapters"),
         (["run/checkpoints/step_3/policy", "out"], "is a part of the checkpoint"),
         (["run/checkpoints/step_3/policy", "out", "--to", "dtensor"], "is a part of the checkpoint"),
         (["model", "out", "--to", "dtensor", "--verify-with", "nonesuch"], "nonesuch"),
         (["model", "out", "--to", "dtensor", "--verify-with", "megatron", "--no-verify"], "choose one"),
-        (["model", "out", "policy.precission=float32", "--to", "dtensor"], "did you mean policy.precision?"),
-        (["model", "out", "--to", "dtensor", "policy.megatron_cfg.enabled=true"], "are both true"),
+        (["model", "out", "policy.precission=float32", "--to", "dtensor"], "policy.precision?"),
+        (
+            ["model", "out", "--to", "dtensor", "policy.megatron_cfg.enabled=true"],
+            "policy.megatron_cfg.enabled are both",
+        ),
         (
             ["model", "out", "--to", "megatron", "policy.megatron_cfg.tensor_model_parallel_size=2"],
-            "the policy's 1 ranks are not a multiple of the 2",
+            "cluster (defaults)",
         ),
-        (["run", "out", "sft.sede=1"], "did you mean sft.seed?"),
+        (["run", "out", "sft.sede=1"], "sft.seed?"),
         (["run", "out", "--adapter"], "run trained no adapters"),
         (["model", "out", "--to", "dtensor", "--adapter"], "a model has none"),
     ],
@@ -197,8 +200,9 @@ def test_a_run_directory_stands_for_its_newest_checkpoint(run_dir):
 def test_devices_set_aside_for_generation_do_not_count(tmp_path):
     resources = "policy.generation.colocated.resources.gpus_per_node=1"
     overrides = ("policy.generation.colocated.enabled=false", resources, "cluster.cpu_ranks_per_node=1")
-    with pytest.raises(ConfigError, match="leaves no device for policy"):
+    with pytest.raises(ConfigProblems) as refused:
         read_plan("grpo-arithmetic", overrides)
+    assert [each.key for each in refused.value.problems] == ["policy.generation.colocated.resources.gpus_per_node"]
     path = tmp_path / "config.yaml"
     path.write_text(to_yaml(read_plan("grpo-arithmetic").config))
     assert read_model_plan(path, overrides).config.cluster.cpu_ranks_per_node == 1

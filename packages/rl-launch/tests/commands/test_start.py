@@ -56,5 +56,5 @@ def test_wrong_use_says_what_is_right(tmp_path):
         run_of("")
     with pytest.raises(ConfigError, match=r"write rl train RECIPE sft\.seed=8"):
         run_of("sft.seed=8")
-    with pytest.raises(RunDirectoryError, match="nowhere is not a folder"):
+    with pytest.raises(RunDirectoryError, match=r" nowhere\. .*`rl runs`"):
         run_of("", [], "nowhere")

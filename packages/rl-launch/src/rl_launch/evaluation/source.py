@@ -74,7 +74,7 @@ def evaluation_of(
         return GivenEvaluation(read_plan(path / "config.yaml", overrides), path)
     run, which = parts_of(source)
     if problem := absent_run(source):
-        raise RunDirectoryError(problem)
+        raise RunDirectoryError(problem.message)
     if is_run(Path(run).expanduser()):
         plan, name = _of_run(RunFolder(run), which, overrides)
     elif is_model(source):

@@ -156,7 +156,7 @@ def _check_weights(folder: Path) -> None:
     """
     if not (folder / ADAPTER_WEIGHTS).is_file():
         advice = foreign_kind(folder) or "save the adapter again"
-        raise ConfigError(f"{folder} has no {ADAPTER_WEIGHTS}; {advice}")
+        raise ConfigError(f"{folder} does not contain {ADAPTER_WEIGHTS}; {advice}")
     try:
         Header.checked(folder / ADAPTER_WEIGHTS)
     except ValueError as error:
@@ -164,10 +164,10 @@ def _check_weights(folder: Path) -> None:
 
 
 def initial_adapter_problems(key: str, config: LoraConfig) -> Iterator[Problem]:
-    """Settings that do not agree with the adapter that a model starts from.
+    """Yield the problems of settings that differ from the adapter that a model starts from.
 
     Args:
-        key: of the `lora_cfg`.
+        key: Key of the `lora_cfg` section.
     """
     if not config.enabled or config.adapter is None:
         return
@@ -180,5 +180,5 @@ def initial_adapter_problems(key: str, config: LoraConfig) -> Iterator[Problem]:
         ours, theirs = getattr(config, name), getattr(found, name)
         if ours != theirs:
             yield Problem(
-                f"{key}.{name}", f"got {ours}, but the adapter in {config.adapter} has {theirs}; set it to that"
+                f"{key}.{name}", f"differs from the adapter in {config.adapter}", got=ours, remedy=f"Set it to {theirs}"
             )

@@ -108,7 +108,7 @@ def read_raw(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = 
     found: str | Path | Mapping[str, Any] = source
     if not isinstance(source, Mapping):
         if problem := absent_run(str(source)):
-            raise ConfigError(problem)
+            raise ConfigError(problem.message)
         folder = Path(source).expanduser()
         written = folder / "config.yaml"
         found = written if folder.is_dir() and written.is_file() else source

@@ -182,7 +182,7 @@ def test_a_state_that_cannot_be_read_is_none(tmp_path, broken):
 def test_a_folder_that_is_not_a_run_is_refused(tmp_path):
     with pytest.raises(RunDirectoryError, match="not a run directory"):
         RunFolder(tmp_path)
-    with pytest.raises(RunDirectoryError, match="not a folder"):
+    with pytest.raises(RunDirectoryError, match=f" {tmp_path}/nowhere"):
         RunFolder(tmp_path / "nowhere")
 
 

@@ -26,7 +26,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from rl_core.config import load
+from rl_core.config import Problem, load, nearest
 from rl_core.errors import ConfigError, RunDirectoryError
 from rl_launch.session.checkpoints.manifest import Manifest
 from rl_launch.session.directory import lock
@@ -41,6 +41,9 @@ CONFIG = "config.yaml"
 _CHECKPOINT = re.compile(r"step_(\d+)")
 _TAIL_BYTES = 2**16
 _DEEPEST = 3
+
+RUNS = "runs"
+"""Folder in which runs are made by default."""
 
 
 @dataclass(frozen=True)
@@ -91,16 +94,17 @@ class RunFolder:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path).expanduser()
-        if not self.path.is_dir():
-            raise RunDirectoryError(f"{path} is not a folder. Give a run directory; `rl runs` lists them.")
+        if not self.path.exists():
+            raise RunDirectoryError(f"{no_run(Path(path)).message}.")
         if not is_run(self.path):
             if (self.path / "eval.json").is_file():
                 raise RunDirectoryError(
-                    f"{path} holds an evaluation: its results are in eval.json and its rollouts, one a line, in "
-                    "rollouts.jsonl; `rl compare` compares two"
+                    f"{path} is the folder of an evaluation, not of a run. Its results are in eval.json and its "
+                    "rollouts, one per line, in rollouts.jsonl. To compare two evaluations, use `rl compare`."
                 )
             raise RunDirectoryError(
-                f"{path} is not a run directory (it has no {DESCRIPTION} and {CONFIG}). `rl runs` lists them."
+                f"{path} is not a run directory, because it does not contain {DESCRIPTION} and {CONFIG}. Run `rl runs` "
+                "to list the runs."
             )
 
     @property
@@ -230,8 +234,23 @@ class RunFolder:
         return RunState("finished" if max_steps and step >= max_steps else "interrupted", step, max_steps)
 
 
+def no_run(path: Path) -> Problem:
+    """Return the problem of the path of a run that does not exist, with similar runs in the same folder."""
+    folder = path.expanduser().parent
+    near = nearest(str(path), map(str, runs_in(folder)))
+    is_default = path.parts[:1] == (RUNS,) or not folder.is_dir() or folder == Path()
+    listed = f"Run `rl runs{'' if is_default else f' {folder}'}` to list the runs"
+    meant = f"Did you mean {' or '.join(near)}? " if near else ""
+    return Problem("", f"there is no run at {path}", remedy=f"{meant}{listed}")
+
+
+def runs_in(folder: Path) -> list[Path]:
+    """Return the runs directly in a folder, sorted; empty if the folder does not exist."""
+    return sorted(filter(is_run, folder.iterdir())) if folder.is_dir() else []
+
+
 def is_run(path: Path) -> bool:
-    """Whether a folder holds a run."""
+    """Return whether a folder is a run directory."""
     return (path / DESCRIPTION).is_file() and (path / CONFIG).is_file()
 
 
