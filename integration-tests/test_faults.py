@@ -162,7 +162,8 @@ def test_a_full_disk_ends_a_run_that_goes_on_once_there_is_room(sft, whole_sft, 
     run = Run.start(small_disk, *sft, f"checkpointing.async_save={async_save}")
     run.finish(code=1)
     _, _, report = run.output.rpartition("\nerror: ")
-    assert report.startswith(f"no space is left on a disk, most likely that of {small_disk}. Make room")
+    assert report.startswith("no space left on a disk")
+    assert f" {small_disk}. " in report
     assert "No space left on device" in report
     assert "Traceback" not in run.output
     assert [path.name for path in (small_disk / "checkpoints").iterdir()] == ["step_4"]

@@ -335,7 +335,7 @@ _PLUGINS = (
         "unknown setting of a dataset",
         SFT,
         "data.train.settings={max_operant: 9}",
-        shows=("arithmetic", "max_operant", "max_operand"),
+        shows=("arithmetic", "max_operant", "9"),
     ),
     _case("unknown split", SFT, "data.train.split=dev", shows=("train", "validation", "dev")),
     _case("unknown processor", SFT, "data.train.processor=gsm", shows=("gsm", "gsm8k")),
@@ -551,7 +551,7 @@ _SIZES = (
         GRPO,
         "policy.generation.max_new_tokens=32",
         key="policy.generation.max_new_tokens",
-        got=32,
+        shows=("32", "policy.max_total_sequence_length"),
     ),
     _case(
         "max_model_len too small",
@@ -692,8 +692,8 @@ _TOGETHER = (
         SFT,
         "policy.sequence_packing.enabled=true",
         "policy.dynamic_batching.enabled=true",
-        key="policy",
-        shows=("sequence_packing", "dynamic_batching"),
+        key="policy.dynamic_batching.enabled",
+        shows=("sequence_packing.enabled=false",),
     ),
     _case(
         "an optimizer by its short name",

@@ -170,4 +170,4 @@ def test_a_full_disk_is_named_with_the_remedy(tmp_path, capsys):
     assert ended.value.exit_code == 1
     said = capsys.readouterr().err
     assert str(tmp_path) in said
-    assert "Make room and run the same command again" in said
+    assert "no space left" in said

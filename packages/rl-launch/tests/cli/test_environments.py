@@ -183,7 +183,7 @@ WRONG = {
     "program": (("run", "math", "--prompt", "x", "--scripted", "rows.jsonl", "--program", "foo"), "multi_turn"),
     "script": (("run", "math", "--prompt", "x", "--scripted", "no.txt"), "no.txt cannot be read"),
     "two players": (("run", "math", "--prompt", "x", "--scripted", "a", "--model", "b"), "choose one"),
-    "no model": (("run", "math", "--prompt", "x", "policy.model_name=x"), "name one with --model"),
+    "no model": (("run", "math", "--prompt", "x", "policy.model_name=x"), "policy.model_name"),
     "model": (("run", "math", "--prompt", "x", "--model", "/no/where"), "folder '/no/where' does not exist"),
 }
 

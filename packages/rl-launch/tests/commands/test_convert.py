@@ -77,7 +77,10 @@ def run_dir(tmp_path, model):
         (["run/checkpoints/step_3/policy", "out"], "is a part of the checkpoint"),
         (["run/checkpoints/step_3/policy", "out", "--to", "dtensor"], "is a part of the checkpoint"),
         (["model", "out", "--to", "dtensor", "--verify-with", "nonesuch"], "nonesuch"),
-        (["model", "out", "--to", "dtensor", "--verify-with", "megatron", "--no-verify"], "choose one"),
+        (
+            ["model", "out", "--to", "dtensor", "--verify-with", "megatron", "--no-verify"],
+            "--verify-with and --no-verify",
+        ),
         (["model", "out", "policy.precission=float32", "--to", "dtensor"], "policy.precision?"),
         (
             ["model", "out", "--to", "dtensor", "policy.megatron_cfg.enabled=true"],

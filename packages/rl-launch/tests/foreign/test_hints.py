@@ -51,7 +51,7 @@ def test_a_foreign_key_is_answered_with_its_destination(key, value, words):
 def test_a_missing_algorithm_hides_no_other_problem():
     found = problems(changed({key: value for key, value in SFT.items() if key != "algorithm"}, policy__prescision="x"))
     assert "sft" in found["algorithm"].allowed
-    assert "section sft" in found["algorithm"].remedy
+    assert "algorithm: sft" in found["algorithm"].remedy
     assert "policy.precision?" in found["policy.prescision"].remedy
 
 

@@ -139,7 +139,7 @@ def test_the_command_compares_several_runs(runs):
     assert found["groups"][1]["metrics"]["val/loss"]["last"] == {"mean": 3.5, "std": None, "num_runs": 1}
     answer = CliRunner().invoke(app, ["show", *paths, "--step", "1"])
     assert answer.exit_code == 2
-    assert "--step shows the rollouts of one run, and 3 are given" in answer.stderr
+    assert "--step needs a single run, got 3" in answer.stderr
 
 
 def test_the_command_draws_all_runs_into_one_image(runs, tmp_path):

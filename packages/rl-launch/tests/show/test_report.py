@@ -152,7 +152,7 @@ def test_the_command_prints_json(record):
 def test_the_command_refuses_what_is_not_a_run(tmp_path):
     answer = CliRunner().invoke(app, ["show", str(tmp_path / "nowhere")])
     assert answer.exit_code == 2
-    assert "is not a folder. Give a run directory" in answer.stderr
+    assert "there is no run at" in answer.stderr
 
 
 def test_the_command_writes_images(record, tmp_path):

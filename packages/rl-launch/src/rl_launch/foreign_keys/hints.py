@@ -85,7 +85,7 @@ class ForeignHints:
             for name, rule in list(rules.items())[:_NAMED]
         )
         more = f"; and {len(rules) - _NAMED} more" if len(rules) > _NAMED else ""
-        return f"this is a {table.name} section. {listed}{more}"
+        return f"a section of {table.name}. {listed}{more}"
 
 
 def _are_all_off(table: Any, key: str, value: Any) -> bool:

@@ -70,7 +70,7 @@ class Rule:
         return text
 
     def in_words(self, system: str, key: str, algorithm: str, *, is_off: bool = False) -> str:
-        """Return the answer as a clause for a message.
+        """Return the answer as a noun phrase for a message, such as `a TRL key. Write sft.max_num_epochs`.
 
         Args:
             system: Name of the other system.
@@ -79,15 +79,16 @@ class Rule:
             is_off: True if the value of the key requests nothing.
         """
         text = self.answer(key, algorithm)
+        noun = f"{_article(system)} {system} key"
         match self.kind:
             case Kind.NOT_NEEDED:
-                return f"this {system} key is not needed here ({text}). Remove it"
+                return f"{noun} that is not needed here ({text}). Remove it"
             case Kind.REFUSED if is_off:
-                return f"this {system} key is off. Remove it"
+                return f"{noun} that is off. Remove it"
             case Kind.REFUSED:
-                return f"this {system} key requests an unsupported feature: {text}. Remove it"
+                return f"{noun} for an unsupported feature: {text}. Remove it"
             case _:
-                return f"this is a {system} key. Write {text}"
+                return f"{noun}. Write {text}"
 
 
 @dataclass(frozen=True)
@@ -165,6 +166,10 @@ def _rules(data: Mapping[str, Any]) -> Iterator[Rule]:
     for kind, section in ((Kind.NOT_NEEDED, "not needed"), (Kind.REFUSED, "refused")):
         for text, keys in data.get(section, {}).items():
             yield from (Rule(key, kind, text) for key in keys)
+
+
+def _article(name: str) -> str:
+    return "an" if name[:1] in "AEIOU" else "a"
 
 
 def _names(key: str) -> tuple[str, ...]:
