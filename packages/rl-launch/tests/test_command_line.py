@@ -42,7 +42,7 @@ def test_help_answers_at_once():
         (["train", "nonesuch"], "there is no recipe 'nonesuch'"),
         (["train", "grpo-arithmetic", "grpo.sede=1"], "did you mean grpo.seed?"),
         (["train", "grpo-arithmetic", "grpo.seed"], "an override is written key=value"),
-        (["train", "run_dir=x"], "write rl train RECIPE run_dir=x"),
+        (["train", "run_dir=x"], "rl train RECIPE run_dir=x"),
         (["train", "grpo-arithmetic", "policy.model_name=./nowhere"], "nowhere"),
         (["quickstart", "steps=3"], "takes run_dir=DIR and keys of cluster"),
         (["config", "explain", "grpo-arithmetic", "grpo.sed"], "did you mean grpo.seed?"),

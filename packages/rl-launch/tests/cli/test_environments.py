@@ -174,7 +174,7 @@ WRONG = {
     "unknown": (("run", "mth", "--prompt", "x"), "did you mean math?"),
     "unknown function": (("check", "rewards.py:brif", "--prompt", "x"), "did you mean brief?"),
     "unknown module": (("check", "nowhere.to_be:found", "--prompt", "x"), "nowhere"),
-    "no rows": (("run", "math"), "needs a row to answer"),
+    "no rows": (("run", "math"), "--data"),
     "fields": (("run", "math", "--prompt", "x", "--fields", "3"), "give a JSON object"),
     "setting": (("run", "rewards.py:brief", "deadline=3", "--prompt", "x"), "did you mean env.brief.deadline_s?"),
     "row": (("run", "rewards.py:brief", "--data", "rows.jsonl", "--row", "3"), "got 3; the data has 2 rows"),
@@ -234,6 +234,6 @@ def test_a_config_is_checked_with_its_environment_and_data(tmp_path):
     assert answer.exit_code == 0, answer.output
     assert "up to 2 turns each" in answer.output
     both = rl("check", "guess.yaml", "--data", "rows.jsonl")
-    assert "names its data" in both.output
+    assert "--data and --prompt" in both.output
     (tmp_path / "sft.yaml").write_text("defaults: sft-arithmetic\n")
-    assert "trains without an environment" in rl("check", "sft.yaml").output
+    assert "sft.yaml does not use an environment" in rl("check", "sft.yaml").output

@@ -56,7 +56,7 @@ def test_init_copies_a_recipe_that_reads_as_the_original(tmp_path, monkeypatch):
         "Wrote grpo-math-8b.yaml. Change it, then train: rl train grpo-math-8b.yaml"
     )
     assert rl("config", "diff", "grpo-math-8b", "grpo-math-8b.yaml") == ""
-    assert "grpo-math-8b.yaml exists already; name another file" in refusal("init", "grpo-math-8b")
+    assert "grpo-math-8b.yaml already exists" in refusal("init", "grpo-math-8b")
     rl("init", "sft-tiny", "--output", "mine.yaml")
     assert (tmp_path / "mine.yaml").read_text() == rl("recipes", "sft-tiny")
 
@@ -66,7 +66,7 @@ def test_init_refuses_what_it_cannot_write(tmp_path, monkeypatch):
     assert "did you mean grpo-math-1b" in refusal("init", "grpo-math-1")
     assert "a recipe's file ends in .yaml" in refusal("init", "sft-tiny", "-o", "mine")
     assert "cannot be written: No such file or directory" in refusal("init", "sft-tiny", "-o", "no/mine.yaml")
-    assert "go in a circle" in refusal("init", "grpo-math-8b", "-o", "grpo-math-1b.yaml")
+    assert "circular `defaults`" in refusal("init", "grpo-math-8b", "-o", "grpo-math-1b.yaml")
     assert not list(tmp_path.iterdir())
 
 

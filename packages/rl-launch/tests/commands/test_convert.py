@@ -68,8 +68,8 @@ def run_dir(tmp_path, model):
     [
         (["nothing", "out"], "folder 'nothing' does not exist in "),
         (["model", "out"], "--to dtensor"),
-        (["model", "model", "--to", "dtensor"], "model exists already"),
-        (["run", "run/config.yaml"], "exists already"),
+        (["model", "model", "--to", "dtensor"], "model already exists"),
+        (["run", "run/config.yaml"], "already exists"),
         (["run/checkpoints", "out"], "neither a checkpoint"),
         (["model", "out", "--to", "dtensr"], "dtensor?"),
         (["./elsewhere", "out", "--to", "dtensor"], 'got "./elsewhere"'),
@@ -92,7 +92,7 @@ def run_dir(tmp_path, model):
         ),
         (["run", "out", "sft.sede=1"], "sft.seed?"),
         (["run", "out", "--adapter"], "run trained no adapters"),
-        (["model", "out", "--to", "dtensor", "--adapter"], "a model has none"),
+        (["model", "out", "--to", "dtensor", "--adapter"], "SOURCE is a model"),
     ],
 )
 def test_wrong_use_is_one_message_and_leaves_nothing(arguments, message, run_dir, model, tmp_path):

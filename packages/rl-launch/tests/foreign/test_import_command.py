@@ -48,7 +48,7 @@ def test_the_rest_can_be_written(tmp_path):
     answer = rl(written(tmp_path, values), "--from", "nemo-rl", "-o", output, "--keep-going")
     assert answer.exit_code == 0, answer.output
     assert "Refused:" in answer.stdout
-    assert "# Refused, and left out:" in output.read_text()
+    assert "# Refused and omitted:" in output.read_text()
     assert CliRunner().invoke(app, ["config", "show", str(output)]).exit_code == 0
 
 

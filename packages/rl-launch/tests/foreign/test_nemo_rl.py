@@ -259,7 +259,7 @@ def test_variables_of_the_environment_stay_variables(tmp_path):
 
 def test_datasets_of_images_are_refused(tmp_path):
     found = imported(tmp_path, data__train={"dataset_name": "clevr-cogent", "split": "train"})
-    assert list(found.features) == ["models of images, video or sound"]
+    assert list(found.features) == ["image, video or audio models"]
 
 
 def test_a_reward_model_is_an_environment(tmp_path):

@@ -127,7 +127,7 @@ def test_reasons_of_failures_in_any_step_are_in_the_advice(record):
 
 
 def test_a_run_without_steps_says_so(record):
-    assert "No step is recorded yet" in printed(report_of(record([])))
+    assert "No steps are recorded yet" in printed(report_of(record([])))
 
 
 def test_a_long_text_keeps_its_beginning_and_end():

@@ -74,7 +74,7 @@ def _device_of_cluster(*, autoscaling: bool) -> Device:
         return CUDA
     if autoscaling:
         raise ConfigError(
-            "cluster.device is auto, but the cluster that RAY_ADDRESS names has no GPU now and may add some "
-            "(cluster.autoscaling is true); set cluster.device to cuda or cpu"
+            "cluster.device is auto, but the cluster at RAY_ADDRESS has no GPU now and may add some "
+            "(cluster.autoscaling is true). Set cluster.device to cuda or cpu"
         )
     return CPU

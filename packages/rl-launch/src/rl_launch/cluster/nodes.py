@@ -199,8 +199,8 @@ class Nodes:
         if problems:
             raise ConfigError(
                 f"{key}: {folder} is not the same on all nodes: {_by_reason(problems, addresses)}. Put it on a shared "
-                "file system or copy it to the same path on every node, or give a hub name. (A model that is made on "
-                "the driver's machine is kept under RL_HOME, which may be a shared folder.)"
+                "file system or copy it to the same path on every node, or pass a hub name. (A model that is created "
+                "on the driver's machine is stored under RL_HOME, which can be a shared folder.)"
             )
 
     def _provide(self, roles: Mapping[str, set[str]]) -> None:
@@ -261,7 +261,7 @@ class Nodes:
                 f"node {addresses[node]}, environment {spec.name}: {text}" for (node, spec), text in failed.items()
             ]
             raise WorkerEnvironmentError(
-                "\n".join(lines) + "\nCheck the node's network and disk (RL_HOME there names the folder of its "
+                "\n".join(lines) + "\nCheck the node's network and disk (RL_HOME on the node is the folder of its "
                 "environments), or put the driver's environment on a file system that all nodes share and set "
                 "cluster.worker_envs=shared."
             )

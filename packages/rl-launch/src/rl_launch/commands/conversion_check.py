@@ -69,8 +69,11 @@ class Probe:
         difference = float(np.max(np.abs(before - after) / scale)) if before.shape == after.shape else math.inf
         if not difference <= self.tolerance:
             raise RLError(
-                f"{subject} compute other {self.read.name} than the source: the largest difference is {difference:.2g} "
-                f"and {self.tolerance:g} is allowed. The conversion is wrong, so nothing was kept. Check that the "
-                "source is whole and of the architecture that its config names; --no-verify skips this comparison"
+                f"{subject} compute different {self.read.name} than the source: the largest difference is "
+                f"{difference:.2g}, but only {self.tolerance:g} is allowed. The conversion is wrong, so nothing was "
+                "kept. "
+                "Check that the source is complete and has the architecture of its config. Use --no-verify to skip "
+                "this "
+                "comparison"
             )
         return f"{self.read.name} of {subject} agree with the source's to {difference:.1e}"

@@ -100,7 +100,7 @@ def adapter_source(folder: Path, overrides: Sequence[str], *, backend: str | Non
     """
     found = AdapterFolder.read(folder)
     if not found.base and not any(each.startswith("policy.model_name=") for each in overrides):
-        raise ConfigError(f"{folder} does not name the model that it sits on; add policy.model_name=MODEL")
+        raise ConfigError(f"{folder} does not contain the name of its base model. Add policy.model_name=MODEL")
     values = {"model_name": found.base, "precision": _precision(found.base), "lora_cfg": found.settings()}
     return _single({**values, **_enabling(backend)}, overrides, backend)
 
@@ -113,7 +113,7 @@ def model_source(name: str, overrides: Sequence[str], *, backend: str) -> Source
     """
     folder = Path(name).expanduser()
     if folder.is_dir() and (folder.parent / FILE_NAME).is_file() and not (folder / MODEL_FILES[0][0][0]).is_file():
-        raise ConfigError(f"{name} is a part of the checkpoint {folder.parent}; name that folder")
+        raise ConfigError(f"{name} is a part of the checkpoint {folder.parent}. Pass that folder")
     problems = [problem.message for problem in folder_problems("SOURCE", name, MODEL_FILES)]
     if problems:
         raise ConfigError("\n".join(problems))
@@ -169,16 +169,17 @@ def checkpoint_of(source: Path) -> Path:
     if (source / "checkpoints").is_dir():
         return newest_checkpoint(source)
     if (source.absolute().parent / FILE_NAME).is_file():
-        raise ConfigError(f"{source} is a part of the checkpoint {source.absolute().parent}; name that folder")
+        raise ConfigError(f"{source} is a part of the checkpoint {source.absolute().parent}. Pass that folder")
     if (source / MODEL_FILES[0][0][0]).is_file() and any((source / name).is_file() for name in MODEL_FILES[1][0]):
         raise ConfigError(
-            f"{source} holds Hugging Face files; name the backend to convert them for, such as --to dtensor"
+            f"{source} contains Hugging Face files. Pass the backend to convert them for, such as --to dtensor"
         )
     held = ", ".join(sorted(entry.name for entry in source.iterdir())[:8]) or "nothing"
     if foreign := foreign_kind(source):
-        raise ConfigError(f"{source} (it holds {held}) is not a source: {foreign}")
+        raise ConfigError(f"{source} (it contains {held}) is not a valid SOURCE: {foreign}")
     raise ConfigError(
-        f"{source} holds {held}, which is neither a checkpoint (with a folder {POLICY}), nor a run directory (with a "
+        f"{source} contains {held}, which is neither a checkpoint (with a folder {POLICY}), nor a run directory "
+        "(with a "
         "folder checkpoints), nor a model's folder (with config.json and safetensors), "
         f"nor an adapter (with {ADAPTER_CONFIG})"
     )
@@ -220,13 +221,13 @@ def _config_file(checkpoint: Path) -> Path:
     places = [checkpoint / CONFIG, checkpoint.absolute().parent.parent / CONFIG]
     found = next((place for place in places if place.is_file()), None)
     if found is None:
-        raise ConfigError(f"neither {places[0]} nor {places[1]} exists; put the run's {CONFIG} in one of these places")
+        raise ConfigError(f"neither {places[0]} nor {places[1]} exists. Copy the {CONFIG} of the run to one of them")
     return found
 
 
 def _damage(checkpoint: Path) -> str:
     if not (checkpoint / FILE_NAME).is_file():
-        return f"it has no {FILE_NAME}, which is written last, so it was not finished"
+        return f"it has no {FILE_NAME}, which is written last, so it is incomplete"
     try:
         manifest = Manifest.read(checkpoint)
     except ValueError as error:

@@ -103,7 +103,7 @@ def to_hugging_face(
         return
     if is_adapter(source):
         if adapter:
-            raise ConfigError(f"--adapter: {source} is an adapter already; leave --adapter out to merge it")
+            raise ConfigError(f"--adapter: {source} is already an adapter. Omit --adapter to merge it")
         found = adapter_source(source, overrides)
     else:
         found = checkpoint_source(source, overrides)
@@ -112,7 +112,7 @@ def to_hugging_face(
     with _Conversion.of(target, verification, found) as conversion, _made(target) as folder:
         conversion.write_files(found, folder, adapter=adapter)
         if adapter and found.role in HEADLESS_ROLES:
-            _log.info("the adapters are not compared: those with a %s's head are not read here", found.role)
+            _log.info("the adapters are not verified, because adapters with a %s head cannot be read here", found.role)
         elif verification.enabled:
             conversion.check_files(_at(folder, found, adapter=adapter), f"the files in {target}")
 
@@ -153,7 +153,7 @@ def to_checkpoint(
             _check_adapted(found, folder)
         _through_files(found, other, target, adapter=adapter, verification=verification)
     elif adapter:
-        raise ConfigError("--adapter keeps the adapters of a checkpoint or of an adapter apart; a model has none")
+        raise ConfigError("--adapter needs a checkpoint or an adapter; SOURCE is a model")
     else:
         found = model_source(source, overrides, backend=backend)
         with _Conversion.of(target, verification, found) as conversion, _made(target) as made:
@@ -169,8 +169,8 @@ def _from_pickled(
     if adapter or verification.backend is not None:
         option = "--adapter" if adapter else "--verify-with"
         raise ConfigError(
-            f"{option}: {source} has pickled weights, which are written as safetensors with the same values, compared "
-            f"bit by bit; leave {option} out"
+            f"{option}: {source} has pickled weights, which are converted to safetensors and compared bit by bit. "
+            f"Omit {option}"
         )
     with _made(target) as folder:
         write_safetensors(source, folder, overrides)
@@ -296,14 +296,14 @@ def _at(folder: Path, source: Source, *, adapter: bool) -> Source:
 
 def _check_target(target: Path) -> None:
     if target.exists() or target.is_symlink():
-        raise ConfigError(f"{target} exists already; choose another TARGET")
+        raise ConfigError(f"{target} already exists. Choose another TARGET")
 
 
 def _check_adapted(found: Source, source: Path) -> None:
     if not found.policy.lora_cfg.enabled:
         raise ConfigError(
-            f"--adapter: {source} trained no adapters (policy.lora_cfg.enabled is false); leave --adapter out to write "
-            "the whole model"
+            f"--adapter: {source} trained no adapters (policy.lora_cfg.enabled is false). Omit --adapter to write the "
+            "whole model"
         )
 
 

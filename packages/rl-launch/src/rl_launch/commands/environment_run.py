@@ -280,7 +280,7 @@ def _answer(result: StepResult) -> str:
     if result.stop_strings:
         lines.append(f"stop strings of the next turn: {', '.join(map(repr, result.stop_strings))}")
     if result.max_new_tokens is not None:
-        lines.append(f"most tokens of the next turn: {result.max_new_tokens}")
+        lines.append(f"maximum number of tokens of the next turn: {result.max_new_tokens}")
     return "\n".join(lines) + "\n"
 
 

@@ -128,14 +128,14 @@ def _given(config: Any, key: str, rows: Sequence[GivenRow]) -> GivenEnvironment:
 def _of_config(source: str, overrides: Sequence[str], data: GivenData) -> GivenEnvironment:
     """The environment of a config's training data, with its rows."""
     if data.source or data.prompt:
-        raise ConfigError(f"{source} names its data; leave out --data and --prompt, or name the environment alone")
+        raise ConfigError(f"{source} contains its data. Omit --data and --prompt, or pass only the environment")
     config: Any = read_plan(source, overrides).config
     names = list(dict.fromkeys(each.env_name for each in config.data.train_datasets if each.env_name))
     if not hasattr(config, "env") or not names:
-        raise ConfigError(f"{source} trains without an environment")
+        raise ConfigError(f"{source} does not use an environment")
     if len(names) > 1:
         raise ConfigError(
-            f"{source} has several environments: {', '.join(names)}; name one of them, with its data in --data"
+            f"{source} has several environments: {', '.join(names)}. Pass one of them, with its data in --data"
         )
     return _given(config, names[0], _rows(config))
 
@@ -185,14 +185,14 @@ def _rows(config: Any) -> list[GivenRow]:
 def _row(name: str, data: GivenData) -> GivenRow:
     if not data.prompt:
         raise ConfigError(
-            f"{name} needs a row to answer: give a file with --data, or a text with --prompt and the fields that it "
-            """asks for with --fields '{"answer": "42"}'"""
+            f"{name} needs a row. Pass a file with --data, or a string with --prompt and the fields that it "
+            """requests with --fields '{"answer": "42"}'"""
         )
     try:
         fields = json.loads(data.fields or "{}")
     except ValueError as error:
-        raise ConfigError(f'--fields: {error}; give a JSON object, such as \'{{"answer": "42"}}\'') from None
+        raise ConfigError(f'--fields: {error}. Pass a JSON object, such as \'{{"answer": "42"}}\'') from None
     if not isinstance(fields, dict):
-        raise ConfigError(f'--fields: got {data.fields}; give a JSON object, such as \'{{"answer": "42"}}\'')
+        raise ConfigError(f'--fields: got {data.fields}; allowed: a JSON object, such as \'{{"answer": "42"}}\'')
     messages = ({"role": "user", "content": data.prompt},)
     return GivenRow("prompt:0", "the prompt", messages, {"prompt": data.prompt, **fields}, is_text=True)

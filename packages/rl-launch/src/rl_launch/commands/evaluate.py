@@ -52,8 +52,8 @@ def evaluate(plan: RunPlan, *, folder: str | Path) -> EvaluationResult:
     config = plan.config
     if not plan.plugin.evaluates:
         raise ConfigError(
-            f"algorithm: {plan.plugin.name} has no evaluation by rollouts; give a run or a model and name tasks, such "
-            "as --tasks gsm8k, or use a config of another algorithm"
+            f"algorithm: {plan.plugin.name} does not support evaluation by rollouts. Pass a run or a model with tasks, "
+            "such as --tasks gsm8k, or use a config of another algorithm"
         )
     place = EvaluationFolder(folder, config.logger.run_dir_access)
     place.check()
@@ -148,8 +148,8 @@ def _result(place: EvaluationFolder, model: str, plan: EvaluationPlan, done: Don
         if summary.num_failed == summary.num_rollouts and task.groups:
             aside = place.set_aside()
             raise RolloutsFailed(
-                f"all {summary.num_rollouts} samples of {task.name} failed: {listed(summary.failures)}. They are in "
-                f"{aside}; the same command begins anew"
+                f"all {summary.num_rollouts} samples of {task.name} failed: {listed(summary.failures)}. They were "
+                f"moved to {aside}. Run the same command to start over"
             )
         prompts[task.name] = tuple(
             ScoredPrompt(prompt.id, prompt_digest(prompt), tuple(sample.reward for sample in score.samples))

@@ -134,7 +134,7 @@ class Quickstart:
 
     def show(self) -> None:
         """Show the table, and name the next command."""
-        table = Table(title="Held-out sums answered right (greedy)")
+        table = Table(title="Accuracy on held-out sums (greedy)")
         table.add_column("model")
         table.add_column("accuracy", justify="right")
         for name, label in _MEASURED:
@@ -143,7 +143,7 @@ class Quickstart:
         self._console.print(table)
         self._console.print(f"Model, in Hugging Face format:  {self.model}", soft_wrap=True)
         self._console.print(f"Runs, metrics and rollouts:     {self._folder}/sft  {self._folder}/grpo", soft_wrap=True)
-        self._console.print(f"These figures:                  {self._summary}", soft_wrap=True)
+        self._console.print(f"These results:                  {self._summary}", soft_wrap=True)
         self._console.print(f"It took {self.seconds['total']:.0f} s. Next, change something and train again:")
         self._console.print(
             f"  rl train grpo-arithmetic policy.model_name={self.model} grpo.normalize_rewards=false",
@@ -194,7 +194,7 @@ def run(folder: Path, cluster: Sequence[str] = (), console: Console | None = Non
             stages.write_summary()
         with stages.stage("sft", "3/4  Supervised fine-tuning on generated sums, FSDP2 on two ranks"):
             model = stages.fine_tune(model)
-        with stages.stage("grpo", "4/4  GRPO: vLLM samples, the sums are checked, FSDP2 learns"):
+        with stages.stage("grpo", "4/4  GRPO: sample with vLLM, check the sums, train with FSDP2"):
             stages.reinforce(model)
     stages.seconds["total"] = round(time.monotonic() - started, 1)
     stages.write_summary()

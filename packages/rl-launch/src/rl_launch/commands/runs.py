@@ -84,7 +84,7 @@ def list_runs(folder: Path, listing: Listing = Listing()) -> list[ListedRun]:
         ConfigError: if no run has a key that is asked for.
     """
     if not folder.is_dir():
-        raise RunDirectoryError(f"{folder} is not a folder. Give a folder that holds runs: rl runs DIR.")
+        raise RunDirectoryError(f"{folder} is not a folder. Pass a folder with runs: rl runs DIR.")
     return listed(find_runs(folder), listing)
 
 
@@ -116,9 +116,9 @@ def show(
 ) -> None:
     """Print a table, and the commands that continue unfinished runs."""
     if not runs:
-        text = f"{folder} holds no runs. rl train RECIPE starts one under runs/."
+        text = f"{folder} does not contain runs. To start one under runs/, use rl train RECIPE."
         if listing.conditions:
-            text = f"No run in {folder} meets {' and '.join(map(str, listing.conditions))}."
+            text = f"No run in {folder} matches {' and '.join(map(str, listing.conditions))}."
         console.print(text, highlight=False, markup=False, soft_wrap=True)
         return
     console.print(_table_of_values(runs, folder, now) if listing.keys else _table(runs, folder, now))

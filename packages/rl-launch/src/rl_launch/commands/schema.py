@@ -22,7 +22,7 @@ EDITOR_HINT = "# yaml-language-server: $schema="
 """Begins the line of a YAML file that names its schema for editors."""
 
 _INHERITS = {
-    "description": "A recipe or file, or a list of them, whose keys this file takes over and may change.",
+    "description": "A recipe or file, or a list of them, whose keys this file inherits and can override.",
     "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
 }
 
@@ -90,8 +90,9 @@ def _algorithms(of: str | None) -> list[str]:
         of = str(read_raw(of).select("algorithm"))
     if is_in_file(of):
         raise ConfigError(
-            f"{of} is an algorithm in a file, and a schema is made of installed ones. Leave it out for the schema of "
-            "all of them, or make a package of it with an entry point of rl.algorithms"
+            f"{of} is an algorithm in a file, but a schema needs installed algorithms. Omit it for the schema of all "
+            "of "
+            "them, or turn it into a package with an rl.algorithms entry point"
         )
     return [plugin(ALGORITHMS, of).name]
 

@@ -70,7 +70,7 @@ def recipe_name(recipe: str) -> str:
     if not recipe:
         raise ConfigError("rl train needs a recipe, a YAML file or a run directory: rl train RECIPE [KEY=VALUE]...")
     if "=" in recipe:
-        raise ConfigError(f"got {recipe!r} instead of a recipe; write rl train RECIPE {recipe}")
+        raise ConfigError(f"got {recipe!r} instead of a recipe. Write rl train RECIPE {recipe}")
     return Path(recipe).stem
 
 

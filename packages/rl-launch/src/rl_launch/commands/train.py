@@ -68,7 +68,7 @@ class Outcome:
         """
         if self.stop_signal is not None:
             _log.warning(
-                "%s ended the run before its last step; the same command goes on from there", self.stop_signal.name
+                "%s ended the run before its last step. Run the same command again to resume", self.stop_signal.name
             )
             raise SystemExit(128 + self.stop_signal)
 
@@ -95,7 +95,7 @@ def train(
     started = time.monotonic()
     config, plugin = plan.config, plan.plugin
     if not plugin.trains:
-        raise ConfigError(f"algorithm: {plugin.name} trains nothing; run this config with rl eval")
+        raise ConfigError(f"algorithm: {plugin.name} does not train. Run this config with rl eval")
     branch = check_run_dir(run_dir, plan, fresh=fresh, branch_point=branch_point)
     metrics = finished_metrics(run_dir, plan) if branch is None else None
     if metrics is not None:

@@ -95,6 +95,6 @@ def _findings(check: Check, machine: Machine, needs: Needs) -> list[Finding]:
                 check.name,
                 "warning",
                 f"could not be checked: {type(error).__name__}: {error}",
-                "Try the recipe: it may run all the same.",
+                "Try the recipe. It may still run.",
             )
         ]

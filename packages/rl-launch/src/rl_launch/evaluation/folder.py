@@ -159,7 +159,7 @@ class EvaluationFolder:
                 done[record["task"], record["prompt_id"]] = PromptScore.of_records(group)
                 group, size = [], position
         if done:
-            _log.info("%d prompts have been evaluated here before", len(done))
+            _log.info("%d prompts are already evaluated in this folder", len(done))
         return done, size
 
 

@@ -51,7 +51,9 @@ class AdapterFolder:
             kind = str(said.get("peft_type") or _LORA)
             dim, alpha = (int(said["r"]), float(said["lora_alpha"])) if kind == _LORA else (0, 0.0)
         except FileNotFoundError:
-            raise ConfigError(f"{path} has no {ADAPTER_CONFIG}; name a folder that peft or a run has saved") from None
+            raise ConfigError(
+                f"{path} has no {ADAPTER_CONFIG}; pass a folder that was saved by peft or by a run"
+            ) from None
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise ConfigError(f"{path / ADAPTER_CONFIG} is not the config of a low-rank adapter: {error!r}") from None
         if kind != _LORA:
@@ -69,7 +71,9 @@ class AdapterFolder:
         if not layers:
             raise ConfigError(f"{path} has no factors of layers in {ADAPTER_WEIGHTS}; save the adapter again")
         if heads := [layer for layer in layers if layer.rpartition(".")[2] in _HEADS]:
-            raise ConfigError(f"{path} adapts the head ({heads[0]}), which gets no adapter here; merge it with peft")
+            raise ConfigError(
+                f"{path} adapts the head ({heads[0]}), which cannot have an adapter here; merge it with peft"
+            )
         parameters = tuple(said.get("target_parameters") or ())
         linear = tuple(layer for layer in layers if not _is_of_parameters(layer, parameters))
         base = str(said.get("base_model_name_or_path") or "")

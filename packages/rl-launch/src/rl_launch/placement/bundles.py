@@ -111,7 +111,7 @@ class Wait:
                 waited,
                 num_placed,
                 len(self._groups),
-                reason or "others use them",
+                reason or "in use by others",
                 _listed(nodes),
             )
 
@@ -119,20 +119,20 @@ class Wait:
         waited = f" after {self._timeouts.absent_s:.0f} s" if self._timeouts.absent_s else ""
         return (
             f"{self._asked()}, but the cluster has {_listed(nodes)}{waited}: {self._reason}. "
-            f"Lower {self._keys}, or add nodes; if the cluster adds them by itself, set cluster.autoscaling=true."
+            f"Lower {self._keys}, or add nodes. If the cluster adds nodes automatically, set cluster.autoscaling=true."
         )
 
     def _busy(self, nodes: Sequence[NodeResources], num_placed: int) -> str:
         return (
             f"{self._asked()}, but {len(self._groups) - num_placed} of {len(self._groups)} were not free within "
             f"{self._timeouts.busy_s:.0f} s (cluster.placement_timeout_s); the cluster has {_listed(nodes)}. "
-            "Wait until other runs have ended, or ask for fewer."
+            "Wait until other runs have ended, or request fewer."
         )
 
     def _asked(self) -> str:
         counts = Counter(_key(group) for group in self._groups)
         wanted = " and ".join(f"{count} x {described(dict(group))}" for group, count in counts.items())
-        return f"{self._keys} ask for {wanted}, each on one node"
+        return f"{self._keys} request {wanted}, each on one node"
 
 
 def described(resources: Resources) -> str:

@@ -133,10 +133,10 @@ class ElasticReplicas:
             if now - reported >= REPORT_S:
                 reported = now
                 _log.warning(
-                    "%d of at least %d replicas are left (policy.generation.min_replicas): waiting for %s",
+                    "%d replicas remain, but at least %d are required (policy.generation.min_replicas): waiting for %s",
                     num_present,
                     self.least,
-                    "another one that starts" if self._starting else f"devices, for {self._timeout_s:.0f} s at most",
+                    "a replica that is starting" if self._starting else f"devices, for at most {self._timeout_s:.0f} s",
                 )
             with self._changed:
                 self._changed.wait(POLL_S)
@@ -213,13 +213,13 @@ class ElasticReplicas:
             retry_s = min(MAX_RETRY_S, RETRY_S * 2 ** (self._num_failures - 1))
             self._retry_at = self._clock() + retry_s
             self._last_failure = " ".join(str(failures[0]).split())
-            _log.warning("a further replica did not start: %s; trying again in %.0f s", self._last_failure, retry_s)
+            _log.warning("another replica did not start: %s; retrying in %.0f s", self._last_failure, retry_s)
 
     def _timed_out(self, num_present: int) -> str:
-        why = f"; the last one that was tried did not start: {self._last_failure}" if self._last_failure else ""
+        why = f"; the last attempt to start one failed: {self._last_failure}" if self._last_failure else ""
         return (
-            f"policy.generation.min_replicas is {self.least}, and {num_present} of the run's replicas are left; the "
-            f"cluster had no devices for another one within {self._timeout_s:.0f} s "
-            f"(cluster.replacement_timeout_s){why}. The same command resumes the run when the cluster has the devices, "
-            "or at once with a lower min_replicas."
+            f"policy.generation.min_replicas is {self.least}, but only {num_present} of the run's replicas remain, and "
+            f"the cluster had no devices for another one within {self._timeout_s:.0f} s "
+            f"(cluster.replacement_timeout_s){why}. Run the same command to resume when the cluster has the devices, "
+            "or immediately with a lower min_replicas."
         )

@@ -118,7 +118,7 @@ class ReplicaGroup:
                 if not dead and not self._lost:
                     raise
                 version = "" if update is None else f" of version {update.version}"
-                _log.warning("weight sync%s broke off: %s", version, error)
+                _log.warning("weight sync%s failed: %s", version, error)
                 for replica in dead:
                     self._lose(replica, error)
 
@@ -145,13 +145,13 @@ class ReplicaGroup:
             self.replicas.remove(replica)
             self._elastic.replace(replica)
         self._lost = {}
-        _log.warning("replicas left until others join: %d", len(self.replicas))
+        _log.warning("%d replicas remain; replacements will join when devices are free", len(self.replicas))
 
     def fail(self, replica: Replica, error: RLError, *, num_groups: int) -> None:
         """Lose a replica one of whose calls failed, unless that is known already.
 
         Args:
-            num_groups: that it had under way, for the message.
+            num_groups: Number of unfinished groups, for the message.
 
         Raises:
             GeneratorError: if the replica is healthy and refused the call: it would refuse again.

@@ -82,18 +82,20 @@ class Restoration:
         self._saved = session.saved
         self.goes_on = self._num_deaths < MOST_DEATHS
         if self.goes_on:
-            where = f"checkpoint step_{session.saved}" if session.saved else "the beginning, as nothing was saved yet"
+            where = (
+                f"checkpoint step_{session.saved}" if session.saved else "the beginning, because nothing was saved yet"
+            )
             text = " ".join(str(error).split())
-            self._cause = f"node {', '.join(lost)} is lost ({text})" if lost else text
-            _log.warning("%s; starting again from %s", self._cause, where)
+            self._cause = f"node {', '.join(lost)} was lost ({text})" if lost else text
+            _log.warning("%s; restarting from %s", self._cause, where)
 
     def failed(self, error: PlacementError) -> RLError:
         """The error of a run that cannot be placed; after a loss it names the loss first."""
         if not self.follows_a_loss:
             return error
         return RLError(
-            f"{self._cause}; the run could not be restored: {error} The same command resumes it when the cluster has "
-            "the devices."
+            f"{self._cause}; the run could not be restored: {error} Run the same command to resume it when the "
+            "cluster has the devices."
         )
 
 

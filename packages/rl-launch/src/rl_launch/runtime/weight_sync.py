@@ -161,7 +161,7 @@ class WeightSync:
         if (update.version, update.revision) != (self._version, self._policy.revision):
             raise WeightSyncError(
                 f"weight version {update.version} is stale: the policy has stepped, loaded a checkpoint or published "
-                "again since; publish its present weights and adopt that version"
+                "again since then. Publish the current weights and adopt that version"
             )
         for attempt in range(1, ATTEMPTS + 1):
             try:
@@ -170,7 +170,7 @@ class WeightSync:
             except WeightSyncError as error:
                 if attempt == ATTEMPTS:
                     raise
-                _log.warning("%s; sending version %d again", error, update.version)
+                _log.warning("%s; resending version %d", error, update.version)
 
     def _transfer(self, update: WeightUpdate, replicas: Sequence[Receiver], *, in_flight: bool) -> None:
         with self._residency.hold(POLICY) if self._residency else nullcontext():
@@ -313,8 +313,9 @@ class WeightSync:
                     raise WeightSyncError(
                         f"{replica.origin('weight sync canary')}: logprobs with weight version {update.version} differ "
                         f"from the policy's by {difference:.3g} on average, more than {self._canary.tolerance:g}; "
-                        "the engine does not compute the same as the policy. If it quantises weights or caches, raise "
-                        "policy.generation.canary_tolerance"
+                        "the engine does not compute the same results as the policy. If it quantises weights or "
+                        "caches, "
+                        "increase policy.generation.canary_tolerance"
                     )
 
     def _all(self, replicas: Sequence[Receiver], method: str, *args: Any) -> list[Any]:

@@ -125,7 +125,7 @@ class RunSession:
             stack.callback(self.directory.close)
             if resumes and not config.checkpointing.enabled and not self._metrics.is_empty:
                 raise RunDirectoryError(
-                    f"{self.directory.path} holds a run that saved no checkpoints, so it cannot be resumed. "
+                    f"{self.directory.path} contains a run without checkpoints, so it cannot be resumed. "
                     "Choose another run_dir."
                 )
             stack.enter_context(logged_to(self.directory.logs / "driver.log"))

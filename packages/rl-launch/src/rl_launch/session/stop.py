@@ -71,7 +71,7 @@ class StopRequest:
         if self.unwound_by is None:
             return self.reason or type(error).__name__
         if self.signal is not None:
-            return f"{self.reason}, then {self.unwound_by.name} ended it at once"
+            return f"{self.reason}, then {self.unwound_by.name} ended it immediately"
         return f"{self.unwound_by.name} {'as it ended' if has_begun else 'while it started'}"
 
     def after_step(self, seconds: float, *, saves: bool = False) -> None:
@@ -101,4 +101,4 @@ class StopRequest:
             raise SystemExit(128 + number)
         self.signal = signal.Signals(number)
         self.ask(name)
-        _logger.warning("%s: the run ends after this step; a second signal ends it at once", name)
+        _logger.warning("%s: the run ends after this step; a second signal ends it immediately", name)

@@ -37,7 +37,7 @@ def show_comparison(comparison: RunComparison, console: Console) -> None:
         console.print(_keys(comparison), width=width)
     metrics = compared_metrics(comparison)
     if not metrics:
-        console.print("\nNo step is recorded yet; rl runs shows the state of each run.", highlight=False)
+        console.print("\nNo steps are recorded yet. Use rl runs to show the state of each run.", highlight=False)
         return
     console.print()
     for line in _charts(comparison, [name for name in metrics if _is_curve(comparison, name)], width):

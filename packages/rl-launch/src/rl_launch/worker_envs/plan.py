@@ -131,7 +131,7 @@ def _shipped(wanted: tuple[Wanted, ...]) -> str:
     if pins is None:
         lacking = next(w for w in wanted if any(shipped_export(w.distribution, extra) is None for extra in w.extras))
         raise WorkerEnvironmentError(
-            f"rl-launch {importlib.metadata.version('rl-launch')} knows no tested versions for {lacking}"
+            f"rl-launch {importlib.metadata.version('rl-launch')} has no tested versions for {lacking}"
         )
     return pins
 

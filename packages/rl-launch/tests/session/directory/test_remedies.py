@@ -40,10 +40,10 @@ def test_what_may_change_is_not_refused():
 
 def test_a_refusal_lists_every_difference_and_the_command_for_each_way_on():
     assert refusal("runs/a", *changed(period=7, loop={"rate": 0.2}), CHECKPOINT).splitlines() == [
-        "runs/a holds a run with another config:",
+        "runs/a contains a run with another config:",
         "  needs a branch  loop.rate: 0.1 -> 0.2",
         "  may change      period: 5 -> 7",
-        "To go on with the run as it was:",
+        "To resume the run with its config:",
         "  rl train runs/a period=7",
         "To branch from step_20 with the new values, optimizer state included:",
         "  rl train --from runs/a period=7 loop.rate=0.2",

@@ -54,7 +54,7 @@ def test_a_run_that_a_second_signal_ended_names_both(tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         counting.run(tmp_path, counting.config(), at_step=twice)
-    assert state(tmp_path).reason == "SIGTERM, then SIGINT ended it at once"
+    assert state(tmp_path).reason == "SIGTERM, then SIGINT ended it immediately"
 
 
 def test_a_run_that_failed_says_why_and_runs_on_when_it_is_resumed(tmp_path):
@@ -133,7 +133,7 @@ def test_what_a_run_holds_is_read_as_it_was_written(tmp_path):
     times = run.timings()
     assert list(times) == ["step", "training"]
     assert times["training"] == pytest.approx(sum(row["time/training"] for row in run.metrics()))
-    with pytest.raises(RunDirectoryError, match="no rollouts of step 3; it has those of steps 2 to 2"):
+    with pytest.raises(RunDirectoryError, match=r"no rollouts of step 3; .* 2 to 2"):
         list(run.rollouts(3))
 
 

@@ -155,7 +155,7 @@ class Checkpoints:
         wanted = [*(path / name for name in models), *(path / _STATE / f"{name}.json" for name in state)]
         lacking = [each.relative_to(path).as_posix() for each in wanted if not each.exists()]
         if lacking:
-            raise RunDirectoryError(f"{path} has no {', '.join(lacking)}: it was saved by a run of another kind")
+            raise RunDirectoryError(f"{path} has no {', '.join(lacking)}: it was saved by a different kind of run")
         manifest = Manifest.read(path)
         manifest.verify(path, _STATE)
         for name, model in models.items():

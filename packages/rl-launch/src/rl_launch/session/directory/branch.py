@@ -72,8 +72,8 @@ class Branch:
         """
         if not self.checkpoint.is_dir():
             raise RunDirectoryError(
-                f"{self.checkpoint}, from which this run branches, no longer exists, and the run has not saved a "
-                "checkpoint of its own. Branch from another step, into another run_dir."
+                f"{self.checkpoint}, from which this run branches, no longer exists, and the run has not saved its "
+                "own checkpoint yet. Branch from another step, into another run_dir."
             )
 
 
@@ -127,7 +127,7 @@ class BranchPoint:
                     [
                         f"a branch of {path} cannot change these keys, because its checkpoint would not fit:",
                         *described(for_new_run),
-                        "Put them back, or start a new run from the weights alone: leave --from out and give",
+                        "Restore them, or start a new run from the weights only: omit --from and set",
                         f"  policy.model_name={checkpoint / 'hf'}",
                     ]
                 )
@@ -135,8 +135,8 @@ class BranchPoint:
         for key, bound in step_bounds(config).items():
             if bound <= step:
                 raise ConfigError(
-                    f"{key}: got {bound}, but the branch starts at step {step} of {path} and goes on counting; "
-                    f"set it higher, such as {key}={2 * step}"
+                    f"{key}: got {bound}, but the branch continues from step {step} of {path}, so it must be greater "
+                    f"than {step}. Set, for example, {key}={2 * step}"
                 )
         return Branch(
             run_dir=path.absolute(),

@@ -169,7 +169,7 @@ class RunDirectory:
             changes = changes_since(self.config, config, self._recording)
         except ConfigError as error:
             raise RunDirectoryError(
-                f"{self.config} does not fit what is installed, so the run cannot be resumed: {error}\n"
+                f"{self.config} is not valid with the installed packages, so the run cannot be resumed: {error}\n"
                 "Choose another run_dir."
             ) from None
         steps = RunFolder(self.path).checkpoint_steps()
@@ -187,7 +187,7 @@ class RunDirectory:
                     [
                         f"{self.path} holds a run that was started with other code:",
                         *(f"  {line}" for line in changed),
-                        "Copy these back to resume it, or choose another run_dir. To branch with the present code:",
+                        "Copy these back to resume it, or choose another run_dir. To branch with the current code:",
                         f"  {train_command(str(self.path), (), {}, branches=True)}",
                     ]
                 )

@@ -139,7 +139,9 @@ class RunFolder:
         step = max(state.step, int(self.last_metrics().get("step", 0)))
         if lock.holder(self.path) is not None:
             return replace(state, step=step)
-        return replace(state, status="interrupted", step=step, reason="its process has ended (killed, or machine lost)")
+        return replace(
+            state, status="interrupted", step=step, reason="its process ended (killed, or the machine was lost)"
+        )
 
     def metrics(self) -> list[dict[str, Any]]:
         """The metrics of every step, in order; each has `step`. A value that is not finite is None."""
@@ -182,7 +184,7 @@ class RunFolder:
         except FileNotFoundError:
             steps = self.rollout_steps(kind)
             what = "validation rollouts" if kind == "val" else "rollouts"
-            known = f"it has those of steps {steps[0]} to {steps[-1]}" if steps else "it has none"
+            known = f"it has rollouts of steps {steps[0]} to {steps[-1]}" if steps else "it has none"
             raise RunDirectoryError(f"{self.path} has no {what} of step {step}; {known}.") from None
         with file:
             for line in file:

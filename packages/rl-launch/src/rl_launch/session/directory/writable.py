@@ -50,5 +50,5 @@ def make_folder(folder: Path, access: Access) -> None:
 
 def _full(folder: Path, free: int) -> RunDirectoryError:
     return RunDirectoryError(
-        f"the disk of {folder} is full: {free / 2**20:.1f} MiB are free. Make room, or choose another run_dir."
+        f"the disk of {folder} is full: {free / 2**20:.1f} MiB are free. Free some space, or choose another run_dir."
     )

@@ -166,7 +166,7 @@ class RolloutFiles:
                 try:
                     records = columns.ragged(RECORD)
                 except WorkerDied as error:
-                    _log.warning("step %d: the texts of prompt %s are lost: %s", step, prompt_id, error)
+                    _log.warning("step %d: the messages of prompt %s are lost: %s", step, prompt_id, error)
                     continue
                 append_records(file, zip(records, own, strict=True))
             file.flush()
@@ -182,7 +182,7 @@ class RolloutFiles:
         try:
             self.write_elsewhere(str(aside.absolute()), RemoteRows.concat(remote), advantages)
         except RLError as error:
-            _log.warning("%s: writing it here, as a rollout worker did not: %s", path.name, error)
+            _log.warning("%s: written by the driver, because a rollout worker failed: %s", path.name, error)
             aside.unlink(missing_ok=True)
             return False
         aside.rename(path)

@@ -24,7 +24,7 @@ def imbalance(trainer: float, generators: float, *, section: str = "") -> tuple[
     resources = "policy.generation.colocated.resources.gpus_per_node"
     training_waits = f"training waits for rollouts {trainer:.0%} of the time"
     rollouts = (
-        f"have more prompts run ahead ({ahead}.max_trajectory_age_steps), or bound the longest rollout "
+        f"let more prompts run ahead ({ahead}.max_trajectory_age_steps), or bound the longest rollout "
         "(policy.generation.max_new_tokens)"
     )
     if trainer > IDLE and generators > IDLE:
