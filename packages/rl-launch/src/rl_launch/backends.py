@@ -48,9 +48,9 @@ class Backend(Generic[C]):
     """A backend and its settings, of types that pickle into a worker's environment.
 
     Args:
-        plugin: its light half.
-        config: the settings that mean the same for every backend.
-        backend: the backend's own settings.
+        plugin: Its light half.
+        config: The settings that mean the same for every backend.
+        backend: The backend's own settings.
     """
 
     plugin: BackendPlugin
@@ -63,9 +63,9 @@ class ModelBackend(Backend[ModelConfig]):
     """The training backend of one model.
 
     Args:
-        section: dotted key of its config section.
-        spec: the model's head, and whether it trains.
-        colocated: whether it shares the policy's devices, or has its own.
+        section: Dotted key of its config section.
+        spec: The model's head, and whether it trains.
+        colocated: True if it shares the policy's devices, or has its own.
     """
 
     section: str
@@ -74,7 +74,7 @@ class ModelBackend(Backend[ModelConfig]):
 
     @property
     def replays_routing(self) -> bool:
-        """Whether its passes send tokens to the experts that the generator chose."""
+        """True if its passes send tokens to the experts that the generator chose."""
         key = self.plugin.replay_key
         return bool(key and getattr(self.backend, key))
 
@@ -84,8 +84,8 @@ class GenerationBackend(Backend[GenerationConfig]):
     """The generation engine.
 
     Args:
-        model: the model that it serves.
-        reports_routing: whether completions carry the experts that tokens were sent to.
+        model: The model that it serves.
+        reports_routing: True if completions carry the experts that tokens were sent to.
     """
 
     model: ModelConfig
@@ -97,9 +97,9 @@ class Backends:
     """The backends of a run.
 
     Args:
-        models: by role.
+        models: Models, by role.
         generation: None if nothing is generated.
-        requirements: requirements of the code that the algorithm sends to workers.
+        requirements: Requirements of the code that the algorithm sends to workers.
     """
 
     models: Mapping[str, ModelBackend]
@@ -187,7 +187,7 @@ def backends_of(algorithm: AlgorithmPlugin, config: RunConfig) -> Backends:
     """Return the backends that a resolved config chooses, with their settings.
 
     Raises:
-        ProblemError: if two training backends of a model are enabled, or none.
+        ProblemError: If two training backends of a model are enabled, or none.
     """
     needs = algorithm.models(config)
     strange = {need.section for need in needs.values()} - set(model_keys(algorithm, config))

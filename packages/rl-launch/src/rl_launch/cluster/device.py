@@ -19,7 +19,7 @@ def resolve_device(cluster: Any) -> Device:
     Ray cluster, on any of its nodes.
 
     Raises:
-        ConfigError: if it is `auto` on a cluster that has no GPU now and may add some.
+        ConfigError: If it is `auto` on a cluster that has no GPU now and may add some.
     """
     if cluster.device != AUTO:
         return device_named(cluster.device)

@@ -211,7 +211,7 @@ def _refusal(given: GivenRows, dataset: OpenDataset, example: Example) -> Refusa
 
 
 def _config_of(source: str, overrides: Sequence[str], model: str, algorithm: str) -> Any:
-    """The config of a run on the data alone; what else a run needs has its defaults, which are not checked."""
+    """Return the config of a run with this data. All other keys have their defaults and are not checked."""
     values: dict[str, Any] = {"data": {"train": {_kind(source): source}}}
     if not algorithm:
         of_data = load(values, [each for each in overrides if each.startswith("data.")])

@@ -40,13 +40,13 @@ def prove_family(section: Any, key: str, plugin: BackendPlugin, python: str) -> 
     """Check that a model's family trains correctly on its mesh, unless tests or an earlier check cover it.
 
     Args:
-        section: the model's section of a resolved config, with a folder or a hub name.
-        key: dotted key of that section.
-        plugin: of the training backend.
-        python: interpreter of the trainer's environment.
+        section: The model's section of a resolved config, with a folder or a hub name.
+        key: Dotted key of that section.
+        plugin: Plugin of the training backend.
+        python: Interpreter of the trainer's environment.
 
     Raises:
-        ConfigError: if the family is off on this mesh, or cannot be checked.
+        ConfigError: If the family is off on this mesh, or cannot be checked.
     """
     if not plugin.selfcheck or plugin.mesh_case is None:
         return

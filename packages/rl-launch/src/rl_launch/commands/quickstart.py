@@ -34,9 +34,9 @@ class Quickstart:
     """The stages of a quickstart, each timed, in one folder.
 
     Args:
-        folder: where everything is written.
-        console: shows the stages.
-        cluster: overrides of the `cluster` section.
+        folder: Where everything is written.
+        console: Shows the stages.
+        cluster: Overrides of the `cluster` section.
     """
 
     def __init__(self, folder: Path, console: Console, cluster: Sequence[str]) -> None:
@@ -49,7 +49,7 @@ class Quickstart:
 
     @property
     def is_finished(self) -> bool:
-        """Whether an earlier quickstart in this folder has completed all stages."""
+        """True if an earlier quickstart in this folder has completed all stages."""
         runs = [self._folder / name for name in ("sft", "grpo")]
         is_measured = self.accuracy.keys() >= {label for label, _ in _MEASURED}
         return is_measured and all(is_run(path) and RunFolder(path).state().status == "finished" for path in runs)
@@ -75,7 +75,8 @@ class Quickstart:
         return folder
 
     def prepare_workers(self, model: Path) -> None:
-        """Build the environment of the first stages, and begin to build that of vLLM, which the last one waits for."""
+        """Build the environment of the first stages, and start building the vLLM environment, which the last stage
+        needs."""
         from rl_launch.runtime.role_envs import role_specs
         from rl_launch.worker_envs import provision
 
@@ -166,9 +167,9 @@ def run(folder: Path, cluster: Sequence[str] = (), console: Console | None = Non
     """Run all stages that have not been completed; nothing is started if all have.
 
     Args:
-        folder: where everything is written.
-        cluster: overrides of the `cluster` section, such as `cluster.device=rehearsal`.
-        console: shows the stages.
+        folder: Where everything is written.
+        cluster: Overrides of the `cluster` section, such as `cluster.device=rehearsal`.
+        console: Shows the stages.
     """
     started = time.monotonic()
     folder = folder.absolute()

@@ -16,7 +16,7 @@ def recipe_text(name: str) -> str:
     """Return the YAML of a recipe, as its file has it.
 
     Raises:
-        ConfigError: if there is no such recipe, naming the nearest.
+        ConfigError: If there is no such recipe, naming the nearest.
     """
     if name not in recipe_names():
         raise ConfigError(
@@ -30,7 +30,7 @@ def recipes_with(words: Sequence[str]) -> list[Recipe]:
     """Return the recipes that have all words in name, algorithm or summary, regardless of case.
 
     Raises:
-        ConfigError: if there are none.
+        ConfigError: If there are none.
     """
     wanted = [word.lower() for word in words]
     found = [
@@ -49,7 +49,7 @@ def write_recipe(name: str, output: Path) -> None:
     """Write a copy of a recipe for a user to change.
 
     Raises:
-        ConfigError: if there is no such recipe, or the file cannot be written, exists, or would inherit from itself.
+        ConfigError: If there is no such recipe, or the file cannot be written, exists, or would inherit from itself.
     """
     text = recipe_text(name)
     if output.suffix not in (".yaml", ".yml"):

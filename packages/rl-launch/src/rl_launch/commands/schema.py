@@ -27,7 +27,7 @@ _INHERITS = {
 }
 
 _IN_FILE = {"type": "string", "pattern": r"\.py:[A-Za-z_]"}
-"""An algorithm of the user's own, whose sections are known to it alone."""
+"""An algorithm in a file of the user, which is the only one that knows its sections."""
 
 
 def recipe_schema(of: str | None = None) -> dict[str, Any]:
@@ -36,10 +36,10 @@ def recipe_schema(of: str | None = None) -> dict[str, Any]:
     A file that inherits by `defaults` need not set the required keys.
 
     Args:
-        of: an algorithm's name, or a recipe or file for the schema of its algorithm; all algorithms if not given.
+        of: An algorithm's name, or a recipe or file for the schema of its algorithm; all algorithms if not given.
 
     Raises:
-        ConfigError: if there is no such algorithm or recipe.
+        ConfigError: If there is no such algorithm or recipe.
     """
     schema = JsonSchema()
     algorithms = _algorithms(of)
@@ -74,7 +74,7 @@ def write_schema(schema: dict[str, Any], path: Path) -> str:
     """Write a schema to a file; returns the line by which YAML files in the same folder name it for editors.
 
     Raises:
-        ConfigError: if the file cannot be written.
+        ConfigError: If the file cannot be written.
     """
     try:
         path.write_text(schema_text(schema))

@@ -80,7 +80,7 @@ def translate(config: Translation, gpus: int | None) -> None:
 
 
 def _weighs_responses(config: Translation) -> bool:
-    """Whether the file is of a KTOTrainer, which has a loss of its own."""
+    """Return whether the file is of a KTOTrainer, which has a loss of its own."""
     return any(key in config.values for key in _KTO_WEIGHTS)
 
 

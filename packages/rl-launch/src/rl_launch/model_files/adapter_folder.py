@@ -26,9 +26,9 @@ class AdapterFolder:
     """A folder with an adapter.
 
     Args:
-        base: the model that it sits on, as the folder names it.
-        layers: names of the linear layers that it adapts.
-        parameters: names, or ends of names, of the stacked weights of experts that it adapts.
+        base: The model that it sits on, as the folder names it.
+        layers: Names of the linear layers that it adapts.
+        parameters: Names, or ends of names, of the stacked weights of experts that it adapts.
     """
 
     path: Path
@@ -44,7 +44,7 @@ class AdapterFolder:
         """Read the config, and the names in the header of the file with the factors.
 
         Raises:
-            ConfigError: if the folder holds no adapter, or one of a kind that is not supported.
+            ConfigError: If the folder holds no adapter, or one of a kind that is not supported.
         """
         try:
             said: dict[str, Any] = json.loads((path / ADAPTER_CONFIG).read_text(encoding="utf-8"))
@@ -147,7 +147,7 @@ def _other_tensors(folder: Path) -> list[str]:
 
 
 def _is_of_parameters(layer: str, parameters: Sequence[str]) -> bool:
-    """Whether factors under this name are those of a module's parameters, around which peft puts a wrapper each."""
+    """Return whether factors with this name belong to parameters of a module, each of which peft wraps."""
     module = "." + layer.replace(_WRAPPED, "")
     return any(module.endswith("." + parameter.rpartition(".")[0]) for parameter in parameters)
 

@@ -22,8 +22,8 @@ class Header:
     """The header of a safetensors file.
 
     Args:
-        shapes: of the tensors, by name.
-        num_bytes: that the whole file must have.
+        shapes: Shapes of the tensors, by name.
+        num_bytes: Number of bytes that the whole file must have.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -34,7 +34,7 @@ class Header:
         """Read the header alone.
 
         Raises:
-            ValueError: if the file does not start with one; the message begins with the file's name.
+            ValueError: If the file does not start with one; the message begins with the file's name.
         """
         try:
             with path.open("rb") as file:

@@ -27,8 +27,8 @@ class NodeResources:
     """A living node and all its resources, free or not.
 
     Args:
-        address: address of the node.
-        total: its resources.
+        address: Address of the node.
+        total: Its resources.
     """
 
     address: str
@@ -71,9 +71,9 @@ class Wait:
     """The wait for groups of bundles; the log says what is missing, and an error ends it in time.
 
     Args:
-        groups: resources of each group; one group lies on one node.
+        groups: Resources of each group; one group lies on one node.
         timeouts: How long to wait.
-        keys: the keys that ask for these devices, for messages.
+        keys: The keys that ask for these devices, for messages.
     """
 
     def __init__(self, groups: Sequence[Resources], timeouts: PlacementTimeouts, *, keys: str) -> None:
@@ -88,12 +88,12 @@ class Wait:
         """Log from time to time which devices are missing.
 
         Args:
-            nodes: the living nodes.
-            num_placed: groups that are placed.
-            now: seconds of a clock that does not go back.
+            nodes: The living nodes.
+            num_placed: Groups that are placed.
+            now: Seconds of a clock that does not go back.
 
         Raises:
-            PlacementError: if the cluster does not have the devices, or if the time is over.
+            PlacementError: If the cluster does not have the devices, or if the time is over.
         """
         reason = lacking(self._groups, nodes)
         if self._since is None or bool(reason) != bool(self._reason):

@@ -21,7 +21,7 @@ class Dispatch:
     engine's batches do not depend on timing.
 
     Args:
-        replicas: in order.
+        replicas: Replicas in order.
     """
 
     def __init__(self, replicas: Sequence[Replica]) -> None:

@@ -38,7 +38,7 @@ class ReplicaPlaces(Protocol):
         ...
 
     def is_granted(self, devices: Bundle) -> bool:
-        """Whether the cluster has these devices free for the replica."""
+        """Return whether the cluster has these devices free for the replica."""
         ...
 
     def begin_on(self, devices: Bundle) -> tuple[Replica, Callable[[], None]]:
@@ -59,11 +59,11 @@ class ElasticReplicas:
     those that are granted, and tries again if one does not start; the replicas wait here until the run takes them.
 
     Args:
-        places: of replicas; from `begin` on, the thread alone uses them.
-        least: replicas that the run needs.
-        most: replicas that the run uses.
+        places: Places of replicas; after `begin` only the thread uses them.
+        least: Replicas that the run needs.
+        most: Replicas that the run uses.
         timeout_s: Timeout in seconds of the wait for a replica that the run needs while none is being started.
-        clock: seconds.
+        clock: Returns the time in seconds.
     """
 
     def __init__(
@@ -117,10 +117,10 @@ class ElasticReplicas:
         """As `take`, once there is at least one.
 
         Args:
-            num_present: replicas that the run has, fewer than it needs.
+            num_present: Replicas that the run has, fewer than it needs.
 
         Raises:
-            PlacementError: after `timeout_s` in which none was being started.
+            PlacementError: If no replica was being started for `timeout_s`.
         """
         idle_since = self._clock()
         reported = -math.inf

@@ -46,10 +46,10 @@ class ReplicaGroup:
     `retire_lost` has taken it out of the group.
 
     Args:
-        replicas: started, and on their devices.
-        residency: of devices that the replicas share with others; None if they share none.
+        replicas: Started, and on their devices.
+        residency: Residency of devices that the replicas share with others; None if they share none.
         weights: Sends weights to the replicas; None if they serve what they have loaded.
-        elastic: replicas that join; None if there are always the same.
+        elastic: Replicas that join; None if there are always the same.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class ReplicaGroup:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the run goes on with the replicas that it has."""
+        """True if the run goes on with the replicas that it has."""
         return not self._lost and (self._elastic is None or len(self.replicas) >= self._elastic.least)
 
     def hold(self) -> AbstractContextManager[None]:
@@ -126,8 +126,8 @@ class ReplicaGroup:
         """Replace lost replicas, and send the weights again if some replica has none.
 
         Raises:
-            GeneratorError, WorkerDied: with the cause, if replicas have died too often.
-            PlacementError: if the cluster has no devices for replicas that the run needs.
+            GeneratorError, WorkerDied: If replicas have died too often; contains the cause.
+            PlacementError: If the cluster has no devices for replicas that the run needs.
         """
         if not self.is_whole or not self._has_weights:
             self.adopt(self._update)
@@ -136,7 +136,7 @@ class ReplicaGroup:
         """Take lost replicas out of the group if others may join it later.
 
         Raises:
-            GeneratorError, WorkerDied: with the cause, if replicas have died too often.
+            GeneratorError, WorkerDied: If replicas have died too often; contains the cause.
         """
         if self._elastic is None or not self._lost:
             return
@@ -154,7 +154,7 @@ class ReplicaGroup:
             num_groups: Number of unfinished groups, for the message.
 
         Raises:
-            GeneratorError: if the replica is healthy and refused the call: it would refuse again.
+            GeneratorError: If the replica is healthy and refused the call: it would refuse again.
         """
         if replica in self._lost:
             return
@@ -255,7 +255,7 @@ def _located(error: RLError, replica: Replica, phase: str) -> RLError:
 
 
 def _is_at(error: RLError, replica: Replica) -> bool:
-    """Whether the error names this replica's process."""
+    """Return whether the error names this replica's process."""
     if not isinstance(error, WorkerDied) or error.origin is None:
         return False
     return (error.origin.role, error.origin.rank) == (ROLE, replica.index)

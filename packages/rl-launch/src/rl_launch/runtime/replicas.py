@@ -43,15 +43,15 @@ class Replicas:
     """All rollout workers of a run with their replicas, and the environments that they call.
 
     Args:
-        backend: of generation.
-        needs: the needs of the rollout workers.
-        environments: settings of environments by name: the section `env`.
-        topology: devices of the run.
-        cluster: started.
-        processes: of the workers.
-        logs: folder of their logs.
-        timeouts: of starting.
-        stack: closes the environments and gives devices back.
+        backend: Backend of generation.
+        needs: The needs of the rollout workers.
+        environments: Settings of environments by name: the section `env`.
+        topology: Devices of the run.
+        cluster: The started cluster.
+        processes: Processes of the workers.
+        logs: Folder of their logs.
+        timeouts: Startup timeouts.
+        stack: Closes the environments and gives devices back.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Replicas:
         """Ray's id of a node, and the role of a worker on it.
 
         Args:
-            beside: nodes of the policy: of the devices that replicas share if they have none of their own, and of the
+            beside: Nodes of the policy: of the devices that replicas share if they have none of their own, and of the
                 environments if the nodes of replicas may be lost.
         """
         for node in [bundle.node for bundle in self._bundles] or beside:
@@ -121,8 +121,8 @@ class Replicas:
         ready.
 
         Args:
-            beside: a node of the policy, on which environments run if the nodes of replicas may be lost.
-            awaits_weights: whether a policy will send them weights before they generate.
+            beside: A node of the policy, on which environments run if the nodes of replicas may be lost.
+            awaits_weights: True if a policy will send them weights before they generate.
         """
         starts = [self._start_alone(bundle, bundle.node, awaits_weights=awaits_weights) for bundle in self._bundles]
         finish = self._begin(starts, beside if self._topology.is_elastic else self._bundles[0].node)
@@ -142,7 +142,7 @@ class Replicas:
         return bundle
 
     def is_granted(self, devices: Bundle) -> bool:
-        """Whether the cluster has placed requested devices."""
+        """Return whether the cluster has placed requested devices."""
         return self._cluster.is_placed(devices)
 
     def begin_on(self, devices: Bundle) -> tuple[Replica, Callable[[], None]]:
@@ -150,7 +150,7 @@ class Replicas:
         waits until it is ready.
 
         Raises:
-            RLError: if its node cannot be prepared.
+            RLError: If its node cannot be prepared.
         """
         node = self._cluster.node_of(devices)
         self._processes.prepare((node, role) for role in self._roles)

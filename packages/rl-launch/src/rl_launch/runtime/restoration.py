@@ -29,7 +29,7 @@ class Session(Protocol):
 
     @property
     def has_begun(self) -> bool:
-        """Whether steps could be made."""
+        """True if steps could be made."""
         ...
 
 
@@ -37,7 +37,7 @@ class Restoration:
     """Decides whether a run is started again.
 
     Args:
-        saves: whether the run saves checkpoints; without them there is nothing to go on from.
+        saves: True if the run saves checkpoints; without them there is nothing to resume from.
     """
 
     def __init__(self, *, saves: bool) -> None:
@@ -49,7 +49,7 @@ class Restoration:
 
     @property
     def follows_a_loss(self) -> bool:
-        """Whether the run has been started again."""
+        """True if the run has been started again."""
         return bool(self._cause)
 
     @contextmanager
@@ -66,9 +66,9 @@ class Restoration:
         at the same step; the log says so.
 
         Args:
-            error: the error that ends the run.
-            session: the session of the run.
-            lost_nodes: addresses of the run's nodes that are lost; if there are any, they are the cause.
+            error: The error that ends the run.
+            session: The session of the run.
+            lost_nodes: Addresses of the run's nodes that are lost; if there are any, they are the cause.
         """
         self.goes_on = False
         # a run that is being restored may lose another node before its first step
@@ -100,5 +100,5 @@ class Restoration:
 
 
 def _is_final_death(error: RLError) -> bool:
-    """Whether a process that nothing replaces has died."""
+    """Return whether a process that nothing replaces has died."""
     return isinstance(error, WorkerDied) and (error.origin is None or error.origin.role != ROLLOUT_WORKER)

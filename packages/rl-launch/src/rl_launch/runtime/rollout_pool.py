@@ -49,11 +49,11 @@ class RolloutPool:
     shared devices with the policy offloaded, calls models, so it happens within a call, on the main thread.
 
     Args:
-        replicas: started, and on their devices.
-        residency: of devices that the replicas share with others; None if they share none.
-        stall_timeout_s: for which a replica that has work may make no progress.
+        replicas: Started, and on their devices.
+        residency: Residency of devices that the replicas share with others; None if they share none.
+        stall_timeout_s: Maximum time in seconds without progress for a replica that has work.
         weights: Sends weights to the replicas; None if they serve what they have loaded.
-        elastic: replicas that join; None if there are always the same.
+        elastic: Replicas that join; None if there are always the same.
     """
 
     def __init__(
@@ -75,10 +75,10 @@ class RolloutPool:
         self._done: deque[tuple[Ticket, RolloutGroup]] = deque()
 
     def submit(self, tasks: Sequence[RolloutTask]) -> list[Ticket]:
-        """Have groups rolled out, begun in this order as the replicas have room.
+        """Roll out groups. They start in this order as the replicas have room.
 
         Raises:
-            GeneratorError, WorkerDied: if replicas die again and again, with the cause.
+            GeneratorError, WorkerDied: If replicas die again and again, with the cause.
         """
         tickets = self._dispatch.add(tasks)
         if tickets:
@@ -89,7 +89,7 @@ class RolloutPool:
         """The next group that is finished; groups come in the order in which they end.
 
         Raises:
-            GeneratorError, WorkerDied: if replicas die again and again, with the cause.
+            GeneratorError, WorkerDied: If replicas die again and again, with the cause.
         """
         assert self._done or self._dispatch.num_groups, "every group that was submitted has been taken"
         while not self._done:
@@ -108,12 +108,12 @@ class RolloutPool:
         meanwhile run again.
 
         Args:
-            in_flight: whether completions under way are interrupted, to go on with the new weights, instead of being
+            in_flight: True if completions under way are interrupted, to go on with the new weights, instead of being
                 finished with the old ones first.
 
         Raises:
-            WeightSyncError: if the weights did not arrive, naming what is missing.
-            GeneratorError, WorkerDied: if replicas die again and again, with the cause.
+            WeightSyncError: If the weights did not arrive, naming what is missing.
+            GeneratorError, WorkerDied: If replicas die again and again, with the cause.
         """
         self._take_ended(0.0)  # a replica that dies may leave finished groups behind
         starts = {replica: replica.num_starts for replica in self._group.replicas}
@@ -171,12 +171,12 @@ class RolloutPool:
         call it.
 
         Args:
-            path: of a new file in the run's folder, which all nodes see.
-            rows: of the records.
-            advantages: of each rollout.
+            path: Path of a new file in the run's folder, which all nodes see.
+            rows: Rows of the records.
+            advantages: Advantages of each rollout.
 
         Raises:
-            WorkerDied: if the worker died, or texts were lost with a node.
+            WorkerDied: If the worker died, or texts were lost with a node.
         """
         lost = self._group.lost
         replica = next((each for each in self._group.replicas if each not in lost), None)
@@ -209,7 +209,7 @@ class RolloutPool:
         }
 
     def _sync_dispatch_with_group(self) -> None:
-        """Have groups go to the replicas of the group; those of replicas that have left it wait for another one."""
+        """Assign groups to the replicas of the group. Groups of replicas that have left wait for another replica."""
         before, after = self._dispatch.replicas, self._group.replicas
         for replica in before:
             if replica not in after:

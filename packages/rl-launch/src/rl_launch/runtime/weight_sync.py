@@ -57,8 +57,8 @@ class Canary:
     """Token rows whose logprobs the generators must agree on with the policy.
 
     Args:
-        rows: int32, fixed for the run.
-        tolerance: largest mean absolute difference of logprobs.
+        rows: Int32, fixed for the run.
+        tolerance: Largest mean absolute difference of logprobs.
     """
 
     rows: Ragged
@@ -71,7 +71,7 @@ class Canary:
         """Rows of random tokens: they involve every part of the model and contain no user's data.
 
         Args:
-            tolerance: that of the precision if unset.
+            tolerance: Tolerance; the default is the tolerance of the precision.
         """
         draws = np.random.default_rng(0).integers(0, vocabulary, (num_rows, length), dtype=np.int32)
         return cls(Ragged.from_rows(draws), tolerance or {"float32": 1e-3}.get(precision, 0.1))
@@ -87,16 +87,16 @@ class WeightSync:
     copies passed, and the canary's logprobs agree with the policy's. A version can be sent until the policy steps.
 
     Args:
-        policy: the sender.
-        kind: of transport.
-        meet: makes the address at which sender and receivers meet, or the folder that they share.
-        canary: what both sides must agree on.
-        residency: of the devices that policy and replicas share; None if they share none.
-        bucket_bytes: most bytes in flight at a time.
-        sends_changes: whether a transfer carries only what changed since the one before, to the same replicas.
-        sends_adapters: whether the adapters of the policy travel by themselves: beside the weights that they sit on
+        policy: The sender.
+        kind: Kind of transport.
+        meet: Makes the address at which sender and receivers meet, or the folder that they share.
+        canary: What both sides must agree on.
+        residency: Residency of the devices that policy and replicas share; None if they share none.
+        bucket_bytes: Most bytes in flight at a time.
+        sends_changes: True if a transfer carries only what changed since the one before, to the same replicas.
+        sends_adapters: True if the adapters of the policy travel by themselves: beside the weights that they sit on
             to replicas that do not have these yet, and alone in every later transfer.
-        timeout_s: bound of each phase.
+        timeout_s: Bound of each phase.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class WeightSync:
         return WeightUpdate(self._version, self._policy.revision)
 
     def state(self) -> Mapping[str, Any]:
-        """The version of the weights saved beside it."""
+        """Version of the weights that are saved next to it."""
         return {"version": self._version}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -232,11 +232,11 @@ class WeightSync:
         """Have the replicas take over the weights that the policy sends, watch both at once, and compare their answers.
 
         Args:
-            shared: reference to the manifest in Ray's object store.
-            sent_by: the policy's calls, as `RemoteModel.start_send` returns them.
+            shared: Reference to the manifest in Ray's object store.
+            sent_by: The policy's calls, as `RemoteModel.start_send` returns them.
 
         Raises:
-            RLError: the cause of the failure, followed by what the other side said.
+            RLError: The cause of the failure, followed by what the other side said.
         """
         sending, senders = sent_by
         if not transport.ends_meet:

@@ -1,4 +1,4 @@
-"""The saves of a run: begun between two steps, finished there or behind later ones, and restored."""
+"""The saves of a run: started between two steps, finished there or after later steps, and restored."""
 
 from __future__ import annotations
 

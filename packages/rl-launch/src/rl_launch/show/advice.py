@@ -60,8 +60,8 @@ class Advice:
     """Something to look at.
 
     Args:
-        found: what the metrics show, with the figures.
-        remedy: what to try, naming keys.
+        found: What the metrics show, with the figures.
+        remedy: What to try, naming keys.
     """
 
     found: str
@@ -74,10 +74,10 @@ def advice(
     """Findings of the rules, the most serious first.
 
     Args:
-        rows: the metrics of every step.
-        timings: seconds by phase, `step` for the whole.
-        config: of the run, as nested plain values.
-        failures: number of failed rollouts by their reason, as far as records of them are kept.
+        rows: The metrics of every step.
+        timings: Seconds by phase, `step` for the whole.
+        config: Config of the run, as nested plain values.
+        failures: Number of failed rollouts by their reason, as far as records of them are kept.
     """
     found = [each for rule in _RULES for each in rule(rows, config)]
     return [*_failed(rows, config, failures or {}), *found, *_slow(timings, config)]
@@ -149,7 +149,7 @@ def _nothing_earned(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
 
 
 def _all_equal(rows: Rows) -> bool:
-    """Whether all rewards of a run are the same."""
+    """Return whether all rewards of a run are the same."""
     means, spreads = _values("reward/mean", rows), _values("reward/std", rows)
     return bool(spreads) and not any(spreads) and len(set(means)) == 1
 

@@ -51,7 +51,7 @@ def show_comparison(comparison: RunComparison, console: Console) -> None:
 
 
 def compared_metrics(comparison: RunComparison) -> list[str]:
-    """The metrics to show, the most important first."""
+    """Return the metrics to show, most important first."""
     found = {name for group in comparison.groups for name in group.series}
     return [name for name in PLOTTED if name in found][:MOST_PLOTS]
 

@@ -62,8 +62,8 @@ class Condition:
         return f"{self.key}{self.sign}{shown(self.value)}"
 
     def holds(self, values: HasValues) -> bool:
-        """Whether it holds; an order never holds for a value that is missing or of another kind. Of several values, one
-        that is equal suffices.
+        """Return whether it holds; an order never holds for a value that is missing or of another kind. Of several
+        values, one that is equal suffices.
         """
         found = values[self.key]
         if self.sign in _ORDERS:

@@ -24,7 +24,7 @@ PLOTTED = (
     "rollout/mean_length",
     "train/grad_norm",
 )
-"""Metrics that are plotted, the most important first."""
+"""Metrics to plot, most important first."""
 
 MOST_PLOTS = 4
 
@@ -34,7 +34,7 @@ _WIDEST = 120
 
 
 def show(report: Report, console: Console) -> None:
-    """Print a report, no line wider than the console; of rollouts that were asked for, these alone."""
+    """Print a report, with no line wider than the console. If rollouts were requested, print only these."""
     width = min(console.width, _WIDEST)
     for line in _heading(report):
         console.print(line, style="bold", highlight=False, markup=False, soft_wrap=True)

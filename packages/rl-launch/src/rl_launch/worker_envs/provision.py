@@ -30,10 +30,10 @@ def provision(
     Args:
         mode: `auto` takes the driver's own environment if everything is importable there at versions that fit, and
             builds one otherwise; `shared` takes the driver's or fails; `isolated` always builds.
-        root: folder of the environments; `RL_HOME` or the user's cache folder if unset.
+        root: Folder of the environments; `RL_HOME` or the user's cache folder if unset.
 
     Raises:
-        WorkerEnvironmentError: if one cannot be built or lacks something that workers need.
+        WorkerEnvironmentError: If one cannot be built or lacks something that workers need.
     """
     wanted = list(dict.fromkeys(specs))
     lacking = {spec: missing(spec) for spec in wanted} if mode != "isolated" else {}

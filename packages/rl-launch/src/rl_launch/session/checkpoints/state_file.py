@@ -17,7 +17,7 @@ def write_state(folder: Path, name: str, state: Mapping[str, Any]) -> None:
     """Write `<name>.json` and, if it has arrays, `<name>.npz`.
 
     Raises:
-        ValueError: if a value is neither JSON nor numpy, naming it.
+        ValueError: If a value is neither JSON nor numpy, naming it.
     """
     arrays: dict[str, np.ndarray] = {}
     plain = _plain(state, name, arrays)

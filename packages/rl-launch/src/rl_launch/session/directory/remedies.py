@@ -24,10 +24,10 @@ def refusal(path: str, changes: Sequence[RuledChange], tree: Any, checkpoint: Pa
     """The message that refuses to resume a run with another config; empty if the changes are allowed.
 
     Args:
-        path: of the run directory.
-        changes: from its config to the other one.
-        tree: of the other config, as nested plain values.
-        checkpoint: the newest of the run; None if there is none.
+        path: Path of the run directory.
+        changes: Changes from its config to the other one.
+        tree: The other config as nested plain values.
+        checkpoint: The newest of the run; None if there is none.
     """
     if all(each.rule in _MAY_CHANGE for each in changes):
         return ""
@@ -58,7 +58,7 @@ def train_command(path: str, changes: Sequence[RuledChange], tree: Any, *, branc
     """The command that resumes a run, or branches from it, with these changes.
 
     Args:
-        tree: of the config after the changes, as nested plain values.
+        tree: The config after the changes, as nested plain values.
     """
     words = ["rl", "train", *(["--from"] if branches else []), path]
     keys = [key for key in _override_keys(changes) if key != ("run_dir",)]
@@ -70,9 +70,9 @@ def finished(path: str, state: RunState, checkpoint_step: int | None, config: Co
     """The message about a run that has nothing left to do; empty if it has, or if the goal has been changed.
 
     Args:
-        path: of the run directory.
-        checkpoint_step: of the newest checkpoint; None if there is none.
-        saves: whether checkpoints are saved.
+        path: Path of the run directory.
+        checkpoint_step: Step of the newest checkpoint; None if there is none.
+        saves: True if checkpoints are saved.
     """
     goals = keys_when_changed(config, WhenChanged.GOAL)
     bounds = step_bounds(config).values()

@@ -30,8 +30,8 @@ class RunDirectory:
     """A run directory, made or reopened.
 
     Args:
-        path: of the folder.
-        recording: decides which part of the config is kept.
+        path: Path of the folder.
+        recording: Decides which part of the config is kept.
     """
 
     def __init__(self, path: str | Path, recording: Recording | None = None) -> None:
@@ -92,7 +92,7 @@ class RunDirectory:
             access: Readers of a folder that does not exist yet.
 
         Raises:
-            RunDirectoryError: if the folder holds other files, is in use, holds a run with another config or other
+            RunDirectoryError: If the folder holds other files, is in use, holds a run with another config or other
                 code, or is not empty although `fresh` is set.
         """
         self._make(access)

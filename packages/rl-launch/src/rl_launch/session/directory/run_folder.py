@@ -51,12 +51,12 @@ class Description:
     """The identity of a run.
 
     Args:
-        algorithm: empty if unknown.
+        algorithm: Empty if unknown.
         model: `policy.model_name`; empty if there is none.
-        created: in ISO format with the time zone; empty if unknown.
-        versions: of this project's packages at its first start.
-        origin: of a branch, `run_dir`, `step` and `checkpoint` that it started from; empty for any other run.
-        labels: name, group, tags and notes.
+        created: Creation time in ISO format with the time zone; empty if unknown.
+        versions: Versions of this project's packages at its first start.
+        origin: For a branch, `run_dir`, `step` and `checkpoint` that it started from; empty for any other run.
+        labels: Name, group, tags and notes.
     """
 
     algorithm: str = ""
@@ -72,9 +72,9 @@ class SavedCheckpoint:
     """A checkpoint of a run.
 
     Args:
-        step: after which it was saved.
-        path: its folder; the Hugging Face files are in `hf` below it.
-        metrics: of that step.
+        step: Step after which it was saved.
+        path: Its folder; the Hugging Face files are in `hf` below it.
+        metrics: Metrics of that step.
     """
 
     step: int
@@ -86,10 +86,10 @@ class RunFolder:
     """A run directory, read only.
 
     Args:
-        path: of the folder.
+        path: Path of the folder.
 
     Raises:
-        RunDirectoryError: if the folder does not exist or holds no run.
+        RunDirectoryError: If the folder does not exist or holds no run.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -113,7 +113,7 @@ class RunFolder:
         return self.path / "logs"
 
     def description(self) -> Description:
-        """The identity of the run, from small files alone."""
+        """Return the identity of the run. Reads only small files."""
         data = _json(self.path / DESCRIPTION)
         known = {name: data[name] for name in ("algorithm", "model", "created", "versions", "origin") if name in data}
         if "algorithm" not in known:
@@ -132,7 +132,7 @@ class RunFolder:
             return {}
 
     def state(self) -> RunState:
-        """The present state of the run, which is `interrupted` if its process is gone."""
+        """Return the current state of the run, which is `interrupted` if its process is gone."""
         state = RunState.read(self.path) or self._derived_state()
         if state.status != "running":
             return state
@@ -144,11 +144,11 @@ class RunFolder:
         )
 
     def metrics(self) -> list[dict[str, Any]]:
-        """The metrics of every step, in order; each has `step`. A value that is not finite is None."""
+        """Return the metrics of every step, in order; each has `step`. Values that are not finite are None."""
         return MetricsFile(self.path / "metrics.jsonl").read()
 
     def last_metrics(self) -> dict[str, Any]:
-        """The metrics of the last step, from the end of the file alone; empty if there are none."""
+        """Return the metrics of the last step; empty if there are none. Reads only the end of the file."""
         for line in reversed(_tail(self.path / "metrics.jsonl")):
             try:
                 row = json.loads(line)
@@ -159,7 +159,7 @@ class RunFolder:
         return {}
 
     def timings(self) -> dict[str, float]:
-        """Seconds of all steps together by phase, the longest first; `step` is the whole."""
+        """Return the total seconds of all steps by phase, longest first; `step` is the whole step."""
         total: dict[str, float] = {}
         for row in self.metrics():
             for name, value in row.items():
@@ -169,7 +169,7 @@ class RunFolder:
         return dict(sorted(total.items(), key=lambda entry: -entry[1]))
 
     def rollout_steps(self, kind: rollout_store.Kind = "step") -> list[int]:
-        """Steps whose rollouts were written, in order; with `val` those after which the policy was validated."""
+        """Return the steps whose rollouts were written, in order; with `val`, the steps with a validation."""
         return rollout_store.steps_in(self.path / "rollouts", kind)
 
     def rollouts(self, step: int, kind: rollout_store.Kind = "step") -> Iterator[dict[str, Any]]:
@@ -177,7 +177,7 @@ class RunFolder:
         out.
 
         Raises:
-            RunDirectoryError: if none were written, naming the steps that have some.
+            RunDirectoryError: If none were written, naming the steps that have some.
         """
         try:
             file = rollout_store.open_step(self.path / "rollouts", step, kind)
@@ -194,11 +194,11 @@ class RunFolder:
                     continue
 
     def checkpoint_steps(self) -> list[int]:
-        """Steps of the checkpoints, in order; opens none."""
+        """Return the steps of the checkpoints, in order, without opening them."""
         return sorted(step for step, _ in _numbered(self.path / "checkpoints", _CHECKPOINT))
 
     def checkpoints(self) -> list[SavedCheckpoint]:
-        """The checkpoints that can be read, in the order of their steps."""
+        """Return the readable checkpoints, ordered by step."""
         found = []
         for step, path in sorted(_numbered(self.path / "checkpoints", _CHECKPOINT)):
             try:
@@ -218,13 +218,13 @@ class RunFolder:
         return max(ranked, key=lambda each: sign * each.metrics[key]) if ranked else saved[-1] if saved else None
 
     def changed_at(self) -> datetime:
-        """When the run last wrote something."""
+        """Return the time of the run's last write."""
         names = ("metrics.jsonl", "state.json", DESCRIPTION)
         times = [path.stat().st_mtime for name in names if (path := self.path / name).is_file()]
         return datetime.fromtimestamp(max(times)).astimezone()
 
     def _derived_state(self) -> RunState:
-        """The state of a run whose folder has no state file."""
+        """Return the state of a run without a state file."""
         config = self.config()
         section = config.get(str(config.get("algorithm")))
         bound = section.get("max_num_steps") if isinstance(section, dict) else None
@@ -283,7 +283,7 @@ def _numbered(folder: Path, name: re.Pattern[str]) -> Iterator[tuple[int, Path]]
 
 
 def _tail(path: Path) -> list[bytes]:
-    """The last lines of a file."""
+    """Return the last lines of a file."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)

@@ -19,7 +19,7 @@ def check_writable(folder: Path) -> None:
     """Refuse a folder that cannot be made or written into, or whose disk is full; leaves nothing behind.
 
     Raises:
-        RunDirectoryError: with the reason.
+        RunDirectoryError: If that is not possible; contains the reason.
     """
     existing = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     if not existing.is_dir():

@@ -83,7 +83,7 @@ class RolloutFiles:
     checkpoint, and the end of the workers that hold the texts.
 
     Args:
-        folder: the folder of the files.
+        folder: The folder of the files.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -135,7 +135,7 @@ class RolloutFiles:
         rollout_store.cut_back(self._folder, step)
 
     def _archive_before(self, step: int) -> None:
-        """Have the files of earlier steps compressed, which nothing waits for."""
+        """Compress the files of earlier steps in the background."""
         if self._archiving is not None:
             if not self._archiving.done():
                 return

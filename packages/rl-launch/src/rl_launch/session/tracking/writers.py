@@ -69,13 +69,13 @@ def open_writers(
     """The writers a config asks for, without those that cannot be started, which is reported in the log.
 
     Args:
-        run_dir: gives the run its name there, and holds local files in `logs`.
-        settings: the run's whole config, to be stored with it.
-        after: the step that the run goes on after; records of later steps are void.
+        run_dir: Gives the run its name there, and holds local files in `logs`.
+        settings: The run's whole config, to be stored with it.
+        after: The step that the run goes on after; records of later steps are void.
         labels: Name, group, tags and notes of the run.
 
     Raises:
-        ConfigError: if one needs a package that is not installed, naming the extras.
+        ConfigError: If one needs a package that is not installed, naming the extras.
     """
     check_writers(config)
     opening: list[tuple[str, Callable[[], MetricWriter]]] = []
@@ -123,8 +123,8 @@ class TensorBoardWriter:
     """TensorBoard event files.
 
     Args:
-        folder: for them.
-        after: later steps of earlier event files are hidden.
+        folder: Folder for the events.
+        after: Later steps of earlier event files are hidden.
     """
 
     def __init__(self, folder: Path, *, after: int) -> None:
