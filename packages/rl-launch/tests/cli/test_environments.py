@@ -175,16 +175,16 @@ WRONG = {
     "unknown function": (("check", "rewards.py:brif", "--prompt", "x"), "did you mean brief?"),
     "unknown module": (("check", "nowhere.to_be:found", "--prompt", "x"), "nowhere"),
     "no rows": (("run", "math"), "--data"),
-    "fields": (("run", "math", "--prompt", "x", "--fields", "3"), "give a JSON object"),
-    "setting": (("run", "rewards.py:brief", "deadline=3", "--prompt", "x"), "did you mean env.brief.deadline_s?"),
-    "row": (("run", "rewards.py:brief", "--data", "rows.jsonl", "--row", "3"), "got 3; the data has 2 rows"),
+    "fields": (("run", "math", "--prompt", "x", "--fields", "3"), "--fields: got 3"),
+    "setting": (("run", "rewards.py:brief", "deadline=3", "--prompt", "x"), "env.brief.deadline_s?"),
+    "row": (("run", "rewards.py:brief", "--data", "rows.jsonl", "--row", "3"), "--row: got 3, but the data has 2 rows"),
     "file": (("check", "math", "--data", "no.jsonl"), "no.jsonl"),
     "format": (("run", "math", "--prompt", "x", "--scripted", "rows.jsonl", "--tool-format", "foo"), "harmony"),
     "program": (("run", "math", "--prompt", "x", "--scripted", "rows.jsonl", "--program", "foo"), "multi_turn"),
     "script": (("run", "math", "--prompt", "x", "--scripted", "no.txt"), "no.txt cannot be read"),
-    "two players": (("run", "math", "--prompt", "x", "--scripted", "a", "--model", "b"), "choose one"),
+    "two players": (("run", "math", "--prompt", "x", "--scripted", "a", "--model", "b"), "--model and --scripted"),
     "no model": (("run", "math", "--prompt", "x", "policy.model_name=x"), "policy.model_name"),
-    "model": (("run", "math", "--prompt", "x", "--model", "/no/where"), "folder '/no/where' does not exist"),
+    "model": (("run", "math", "--prompt", "x", "--model", "/no/where"), 'policy.model_name (config): got "/no/where"'),
 }
 
 

@@ -66,7 +66,7 @@ def test_init_refuses_what_it_cannot_write(tmp_path, monkeypatch):
     assert "did you mean grpo-math-1b" in refusal("init", "grpo-math-1")
     assert "a recipe's file ends in .yaml" in refusal("init", "sft-tiny", "-o", "mine")
     assert "cannot be written: No such file or directory" in refusal("init", "sft-tiny", "-o", "no/mine.yaml")
-    assert "circular `defaults`" in refusal("init", "grpo-math-8b", "-o", "grpo-math-1b.yaml")
+    assert "grpo-math-1b.yaml -> grpo-math-1b.yaml" in refusal("init", "grpo-math-8b", "-o", "grpo-math-1b.yaml")
     assert not list(tmp_path.iterdir())
 
 

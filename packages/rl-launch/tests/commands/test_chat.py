@@ -74,7 +74,7 @@ def test_an_answer_that_does_not_come_leaves_the_conversation():
     said, noted = conversed(model, "1+2=", "8+8=", "9+9=", "2+3=")
     assert said == ["3", "5"]
     assert noted[0] == "(interrupted; the conversation is unchanged)"
-    assert noted[1].startswith("no answer: the prompt alone has 40 of at most 32 tokens. /reset")
+    assert noted[1].startswith("no answer: the prompt alone has 40 of at most 32 tokens. ")
     assert "cut off after 1 tokens" in noted[2]
     assert "8+8" not in model.asked[-1]
     assert "9+9" not in model.asked[-1]

@@ -88,7 +88,7 @@ def run_dir(tmp_path, model):
         ),
         (
             ["model", "out", "--to", "megatron", "policy.megatron_cfg.tensor_model_parallel_size=2"],
-            "cluster (defaults)",
+            "cluster (config)",
         ),
         (["run", "out", "sft.sede=1"], "sft.seed?"),
         (["run", "out", "--adapter"], "run trained no adapters"),
@@ -126,7 +126,7 @@ def test_damaged_and_foreign_models_are_refused_by_name(model):
     weights.write_bytes(weights.read_bytes()[:-4])
     answer = CliRunner().invoke(app, arguments)
     assert answer.exit_code == 2
-    assert "the folder 'model' is damaged: model.safetensors is truncated" in " ".join(answer.stderr.split())
+    assert "damaged: model.safetensors is truncated" in " ".join(answer.stderr.split())
     weights.rename(model / "pytorch_model.bin")
     answer = CliRunner().invoke(app, arguments)
     assert answer.exit_code == 2
@@ -316,7 +316,7 @@ def test_files_are_loaded_again_and_compared(number_run, started, tmp_path):
 def test_files_that_compute_something_else_are_not_kept(number_run, started, tmp_path):
     before = sorted(tmp_path.rglob("*"))
     started.spoiled.add(0)
-    with pytest.raises(RLError, match=r"compute other logprobs than the source: the largest difference is 0\.13"):
+    with pytest.raises(RLError, match=r"compute different logprobs than the source: the largest difference is 0\.13"):
         to_hugging_face(number_run, tmp_path / "out")
     assert sorted(tmp_path.rglob("*")) == before
     to_hugging_face(number_run, tmp_path / "unverified", verification=Verification(enabled=False))
@@ -398,6 +398,6 @@ def test_a_probe_reads_scores_of_a_model_without_a_language_head():
 def test_a_probe_refuses_what_differs(after):
     probe = Probe(Batch({"tokens": Ragged.from_rows([np.arange(3, dtype=np.int32)])}), LOGPROBS, 1e-5)
     before = np.array([-8.0, -1.0, -1.0], np.float32)
-    with pytest.raises(RLError, match="the files compute other logprobs"):
+    with pytest.raises(RLError, match="the files compute different logprobs"):
         probe.compare(before, np.array(after, np.float32), "the files")
     assert "agree" in probe.compare(before, before - np.float32([5e-5, 5e-6, 0]), "the files")

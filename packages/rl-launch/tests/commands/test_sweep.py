@@ -90,7 +90,7 @@ def test_the_folder_is_the_given_one_or_that_of_the_file_or_one_that_the_same_co
         (["sft.seed=1,"], "a value is empty"),
         (["sft.seed=1,2", "sft.seed=3"], "sft.seed is set twice"),
         (["sft.seed=1,2", "run_dir=a,b"], "give one folder"),
-        (["sft.sede=1,2"], "did you mean sft.seed"),
+        (["sft.sede=1,2"], r"sft\.sede .*sft\.seed\?"),
         (["sft.seed=1,x", "sft.max_num_steps=1,-1"], r"seed-1_max_num_steps--1: .*\nseed-x_max_num_steps-1: "),
         (["sft.seed=1,2", "sft.max_num_steps"], "an override is written key=value"),
     ],

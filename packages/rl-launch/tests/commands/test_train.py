@@ -67,7 +67,7 @@ def test_a_finished_run_says_so_before_ray_or_torch_is_imported(tmp_path):
         [sys.executable, "-c", COMMAND, "train", str(run)], capture_output=True, text=True, check=False, cwd=tmp_path
     )
     assert answer.returncode == 0, answer.stderr
-    assert f"raise sft.max_num_steps: rl train {run} sft.max_num_steps=800" in answer.stderr
+    assert f" sft.max_num_steps: rl train {run} sft.max_num_steps=800" in answer.stderr
     assert answer.stdout == f"{run}\n[]\n"
 
 

@@ -91,7 +91,7 @@ def names_without_rows(folder: Path) -> set[str]:
 
 
 def _may_hold(folder: Path) -> bool:
-    """Return whether a folder is new, empty, or the folder of a run or evaluation, perhaps with an interrupted start."""
+    """Return whether a folder is new, empty, or belongs to a run or evaluation, perhaps with an interrupted start."""
     names = names_without_rows(folder) if folder.is_dir() else set()
     return not names or bool(names & {CONFIG, *lock.FILE_NAMES})
 
