@@ -117,7 +117,7 @@ def test_a_missing_parent_is_named(tmp_path):
 def test_parents_in_a_circle_are_refused(tmp_path):
     written(tmp_path, {"defaults": "b.yaml"}, "a.yaml")
     written(tmp_path, {"defaults": "a.yaml"}, "b.yaml")
-    with pytest.raises(ConfigError, match="circle"):
+    with pytest.raises(ConfigError, match="circular `defaults`"):
         import_config(tmp_path / "a.yaml", "nemo-rl")
 
 

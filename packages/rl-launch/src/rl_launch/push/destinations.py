@@ -147,7 +147,7 @@ class HubRepository:
         return f"{hub.endpoint()}/{self.name}"
 
     def is_final(self, error: Exception) -> bool:
-        """As `Destination.is_final`."""
+        """See `Destination.is_final`."""
         status = getattr(getattr(error, "response", None), "status_code", None)
         return status in _REFUSALS or isinstance(error, ValueError)
 

@@ -20,8 +20,8 @@ _ENV = "env"
 
 
 class RunRecording(Recording):
-    """Keeps sections of the training backends, the generation engine and the environments that a run uses. Another
-    driver, which has other plugins installed, can then go on with it.
+    """Keep the sections of the training backends, the generation engine and the environments that a run uses. A driver
+    with other installed plugins can then resume it.
 
     Args:
         environments: Names of those that the run uses; None while they are not known, which keeps all.

@@ -1,4 +1,4 @@
-"""Replicas that join a run while it goes on, started in the background as the cluster has devices for them."""
+"""Replicas that join a run in progress. They are started in the background when the cluster has devices for them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RETRY_S = 30.0
 """Time between a replica that did not start and the next attempt; it doubles with each failure in a row."""
 
 MAX_RETRY_S = 1800.0
-"""Longest such time."""
+"""Maximum of this time, in seconds."""
 
 CLOSE_TIMEOUT_S = 30.0
 
@@ -99,7 +99,7 @@ class ElasticReplicas:
         self._thread.start()
 
     def replace(self, replica: Replica) -> None:
-        """Have the devices of a replica that the run has lost released, and look for another one."""
+        """Release the devices of a lost replica, and look for another one."""
         with self._changed:
             self._leaving.append(replica)
             self._num_lacking += 1
@@ -114,7 +114,7 @@ class ElasticReplicas:
         return ready
 
     def await_any(self, num_present: int) -> list[Replica]:
-        """As `take`, once there is at least one.
+        """Wait until there is at least one replica, then `take`.
 
         Args:
             num_present: Replicas that the run has, fewer than it needs.
@@ -165,13 +165,13 @@ class ElasticReplicas:
                 self._changed.notify_all()
 
     def _waits(self, seconds: float) -> bool:
-        """Wait; returns whether to go on."""
+        """Wait, and return whether to continue."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_closed, seconds)
             return not self._is_closed
 
     def _request(self) -> None:
-        """Have as many requests with the cluster as replicas are lacking."""
+        """Keep one request to the cluster open for each missing replica."""
         with self._changed:
             leaving, self._leaving = self._leaving, []
             missing = self._num_lacking - len(self._ready) - len(self._requests)

@@ -103,7 +103,7 @@ class ModelGroup:
         *,
         columns: Sequence[str],
     ) -> None:
-        """Have the ranks meet at rank 0 and build the model.
+        """Connect the ranks to rank 0 and build the model.
 
         Args:
             columns: Columns that all its passes read in addition to `tokens`.

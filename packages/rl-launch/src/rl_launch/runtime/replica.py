@@ -111,7 +111,7 @@ class Replica:
         return Origin(ROLE, self.index, self.node or "its node", phase)
 
     def write_stacks(self) -> None:
-        """Have the process write the stacks of its threads to its log, even if it answers nothing."""
+        """Write the stacks of the process's threads to its log, even if it does not respond."""
         request_stacks([self._actor])
 
     def kill(self) -> None:
@@ -121,7 +121,7 @@ class Replica:
 
 class ProgressWatch:
     """Watches the progress of a replica that has work: its engine samples tokens, or answers that it has no requests
-    (rollouts then wait for their environments, which have deadlines of their own).
+    (rollouts then wait for their environments, which have their own deadlines).
 
     Args:
         replica: Replica with groups in progress.

@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 HEALTH_TIMEOUT_S = 30.0
 TURN_TIMEOUT_S = 600.0
-"""Longest time to leave a device or to come back."""
+"""Timeout in seconds for leaving a device or returning to it."""
 
 
 class WeightSender(Protocol):
@@ -81,7 +81,7 @@ class ReplicaGroup:
 
     @property
     def is_whole(self) -> bool:
-        """True if the run goes on with the replicas that it has."""
+        """True if the run continues with the replicas that it has."""
         return not self._lost and (self._elastic is None or len(self.replicas) >= self._elastic.least)
 
     def hold(self) -> AbstractContextManager[None]:
@@ -167,12 +167,12 @@ class ReplicaGroup:
         self._lose(replica, located)
 
     def sleep(self) -> None:
-        """Have the replicas leave their devices; one that died meanwhile is replaced before it is needed."""
+        """Put the replicas to sleep, off their devices. One that died meanwhile is replaced before it is needed."""
         kept = self._on_living("sleep")
         self._has_weights = self._has_weights and all(kept)
 
     def wake(self) -> None:
-        """Have the replicas come back to their devices."""
+        """Return the replicas to their devices."""
         self._on_living("wake")
 
     def close(self) -> None:

@@ -84,7 +84,7 @@ class Replicas:
         self._nodes: dict[Replica, str] = {}
 
     def reserve(self) -> None:
-        """Take devices for replicas alone."""
+        """Allocate devices for replicas only."""
         topology = self._topology
         self._bundles = self._cluster.reserve_replicas(
             topology.num_replicas, topology.replica_resources, least=topology.fewest_replicas
@@ -106,7 +106,7 @@ class Replicas:
                 yield beside[0], environment_role(name)
 
     def begin_beside(self, places: Sequence[Place]) -> Callable[[], list[Replica]]:
-        """Begin to start replicas beside the policy's ranks, on the GPUs that Ray gave those; see `begin_alone`."""
+        """Start replicas next to the policy's ranks, on the GPUs that Ray assigned to the ranks. See `begin_alone`."""
         starts: list[Start] = []
         ranks = self._topology.devices(GENERATION).ranks
         for first in range(0, len(places), ranks):
@@ -117,8 +117,7 @@ class Replicas:
         return self._begin(starts, places[0].node)
 
     def begin_alone(self, beside: str = "", *, awaits_weights: bool) -> Callable[[], list[Replica]]:
-        """Begin to start replicas on devices of their own, and environments; the returned function waits until they are
-        ready.
+        """Start replicas on their own devices, and environments. The returned function waits until they are ready.
 
         Args:
             beside: A node of the policy, on which environments run if the nodes of replicas may be lost.
@@ -233,7 +232,7 @@ class Replicas:
         return self._cluster.start_async_worker(self._processes.on(node, GENERATION, num_gpus=num_gpus), bundle=bundle)
 
     def _shared(self, gpus: Sequence[str], node: str) -> list[Placement]:
-        """Placements of the replicas of one node, beside the policy."""
+        """Return the placements of the replicas of one node, next to the policy."""
         device, ranks = self._topology.device, self._topology.replica_ranks
         if not device.has_gpus:
             return [Placement(device.name, (), self._processes.cores(node) // ranks or 1, awaits_weights=True)]

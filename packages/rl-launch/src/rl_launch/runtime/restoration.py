@@ -16,7 +16,7 @@ MOST_DEATHS = 3
 """Deaths without a new checkpoint between them, after which the run fails: it would die there again."""
 
 ROLLOUT_WORKER = "rollout worker"
-"""Role of workers that are replaced while the run goes on; only repeated deaths end the run."""
+"""Role of workers that are replaced during the run. Only repeated deaths end the run."""
 
 
 class Session(Protocol):

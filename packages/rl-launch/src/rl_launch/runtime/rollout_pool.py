@@ -129,8 +129,8 @@ class RolloutPool:
             self._begin()
 
     def turns(self) -> dict[Ticket, tuple[SampledTurns, ...]]:
-        """Completions so far of the groups that are under way, by which a later run of them goes on. Groups without any
-        are left out, and so are those of a replica that does not answer.
+        """Return the completions so far of the groups in progress, from which a later run resumes them. Groups without
+        completions, and groups of a replica that does not respond, are left out.
         """
         replicas = self._dispatch.busy - self._group.lost
         calls = [(replica, replica.call("turns")) for replica in replicas]
@@ -167,8 +167,8 @@ class RolloutPool:
         return idle_s / total_s if total_s > 0 else None
 
     def write_rollouts(self, path: str, rows: RemoteRows, advantages: Sequence[float | None]) -> None:
-        """Have a rollout worker write the records of rollouts, so that no text comes to this process; any thread may
-        call it.
+        """Write the records of rollouts with a rollout worker, so that no strings are sent to this process. Any thread
+        can call it.
 
         Args:
             path: Path of a new file in the run's folder, which all nodes see.
@@ -192,8 +192,8 @@ class RolloutPool:
         self._group.close()
 
     def _begin(self) -> None:
-        """Begin waiting groups. If the run cannot go on without replicas that died, the others finish their groups
-        before those are replaced, all at once, and no group is begun until then.
+        """Start waiting groups. If the run cannot continue without replicas that died, the others finish their groups
+        before all dead replicas are replaced together, and no group is started until then.
         """
         self._group.retire_lost()
         self._sync_dispatch_with_group()
@@ -251,8 +251,9 @@ class RolloutPool:
         self._group.restart_budget.reset()
 
     def _pause(self, mode: PauseMode) -> None:
-        """Wait until no replica has a completion under way. That may take as long as the longest completion, so it
-        comes before a transfer, whose bound has no room for it; a replica that makes no progress meanwhile is lost.
+        """Wait until no replica has a completion in progress. This can take as long as the longest completion, so it
+        happens before a transfer, whose timeout does not include it. A replica that makes no progress meanwhile is
+        lost.
         """
         busy = self._dispatch.busy - self._group.lost
         pausing = {each.generator("pause", mode): each for each in self._group.replicas if each in busy}

@@ -80,7 +80,7 @@ class Canary:
 class WeightSync:
     """The one sequence in which weights travel: pause, make room, transfer, verify, commit, make room, canary, resume.
 
-    A replica takes a version over in one call, up to its canary if it has devices of its own. All transfers use one
+    A replica takes a version over in one call, up to its canary if it has its own devices. All transfers use one
     connection and its buffers; another one is opened after a failure, and once a replica has been started anew.
 
     A new version is served only when every receiver acknowledged every tensor's digest, the engine's own check of its
@@ -229,7 +229,7 @@ class WeightSync:
         *,
         in_flight: bool,
     ) -> list[Taken]:
-        """Have the replicas take over the weights that the policy sends, watch both at once, and compare their answers.
+        """Receive the policy's weights on the replicas, watch both sides at the same time, and compare their answers.
 
         Args:
             shared: Reference to the manifest in Ray's object store.
@@ -281,8 +281,8 @@ class WeightSync:
     def _connected(self, replicas: Sequence[Receiver]) -> Transport:
         """The transport of the last transfer if the same processes are at its ends, or another one.
 
-        Memory of one GPU is reached from that GPU alone, so there every rank of the policy sends to the engine rank
-        beside it.
+        The memory of a GPU is accessible only from that GPU, so every rank of the policy sends to the engine rank on
+        the same GPU.
         """
         receivers = _started(replicas)
         if self._transport is not None and receivers == self._receivers:

@@ -248,15 +248,15 @@ class RunSession:
         self._metrics.record(step, metrics)
 
     def record_rollouts(self, step: int, groups: Sequence[RolloutGroup], advantages: np.ndarray) -> None:
-        """Have a step's rollouts written, one line each; those beyond the advantages have null. Writes none of steps
-        that `logger.rollout_period` leaves out."""
+        """Write the rollouts of a step, one per line. Rollouts without an advantage have null. Steps that
+        `logger.rollout_period` skips are not written."""
         if not self.due(self._config.logger.rollout_period, step):
             return
         with self.phase("recording"):
             self._rollouts.append(step, groups, advantages)
 
     def record_validation(self, step: int, groups: Sequence[RolloutGroup]) -> None:
-        """Have the rollouts of a validation written, one line each, unless `logger.rollout_period` is 0."""
+        """Write the rollouts of a validation, one per line, unless `logger.rollout_period` is 0."""
         if self._config.logger.rollout_period:
             with self.phase("recording"):
                 self._rollouts.append(step, groups, np.zeros(0), "val")

@@ -71,7 +71,7 @@ class Advice:
 def advice(
     rows: Rows, timings: Mapping[str, float], config: Mapping[str, Any], failures: Mapping[str, int] | None = None
 ) -> list[Advice]:
-    """Findings of the rules, the most serious first.
+    """Return the findings of the rules, most serious first.
 
     Args:
         rows: The metrics of every step.

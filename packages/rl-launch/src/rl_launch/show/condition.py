@@ -31,9 +31,9 @@ class Condition:
     """A condition on the value of a key.
 
     Args:
-        key: Of the value.
+        key: Key of the value.
         sign: `=`, `!=`, `<`, `<=`, `>` or `>=`.
-        value: A plain value; a text may hold `*` and `?`, which stand for any text and any character.
+        value: A plain value; a string can contain `*` and `?`, which match any string and any character.
     """
 
     key: str

@@ -18,7 +18,7 @@ _LONG = frozenset({"prompt", "turns", "rewards", "row", "info", "weight_spans"})
 class RecordValues:
     """Values of a rollout's record by key.
 
-    A key is `reward`, `response` (the texts of all turns), an entry of the record (`status`, `num_sampled`,
+    A key is `reward`, `response` (the text of all turns), an entry of the record (`status`, `num_sampled`,
     `environment`), or a path into one: `rewards.format`, `row.answer`, `info.accuracy`.
     """
 
@@ -41,8 +41,8 @@ class Selection:
     """Selection of the rollouts to show.
 
     Args:
-        kind: Of those that were trained on, or those of a validation.
-        conditions: That all hold.
+        kind: Training rollouts or validation rollouts.
+        conditions: Conditions that must all hold.
         sort: Key by which they are ordered, descending if it begins with `-`; those without a value come last. Empty
             for the order of the file.
         limit: Maximum number of rollouts to show.

@@ -266,7 +266,7 @@ def report(identity: EnvIdentity, python: str) -> EnvReport:
 
 
 def clean_environment() -> dict[str, str]:
-    """This process's variables without those of its own virtual environment or uv project."""
+    """Return the variables of this process, without the variables of its virtual environment or uv project."""
     return {key: value for key, value in os.environ.items() if key not in _FOREIGN}
 
 

@@ -49,7 +49,7 @@ class WorkerEnvSpec:
         return ".".join((first.distribution, *first.extras))
 
     def covers(self, other: WorkerEnvSpec) -> bool:
-        """Return whether a worker of `other` can run here and would find no engine beside its own."""
+        """Return whether a worker of `other` can run here and would not find any engine other than its own."""
         mine = {wanted.distribution: set(wanted.extras) for wanted in self.wanted}
         return (
             self.wanted[0] == other.wanted[0]

@@ -103,7 +103,7 @@ class Checkpoints:
         """Start a save of the current state. No other save may be in progress.
 
         Args:
-            wait: Return when the models are written; otherwise they go on writing their copies.
+            wait: Return when the models are written; otherwise they continue to write their copies.
         """
         assert self._open is None, f"the save of step {self._open} is under way"
         self._open = Save(step, self._folder / f".step_{step}.saving", dict(models), dict(metrics))
@@ -174,7 +174,7 @@ class Checkpoints:
         return self._newest(())
 
     def before(self, step: int, problem: str) -> tuple[int, Path]:
-        """As `newest`, before a checkpoint that turned out to be damaged when it was loaded, with this problem.
+        """Return the newest checkpoint before one that turned out to be damaged when it was loaded, with this problem.
 
         Raises:
             RunDirectoryError: If there is none.

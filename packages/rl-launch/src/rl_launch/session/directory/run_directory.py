@@ -146,7 +146,7 @@ class RunDirectory:
         return is_run(self.path)
 
     def _contents(self) -> list[str]:
-        """Names in the folder, except those that an interrupted start leaves behind."""
+        """Return the names in the folder, except for leftovers of an interrupted start."""
         own = {*lock.FILE_NAMES, *(folder.name for folder in (self.rollouts, self.checkpoints, self.logs, self.code))}
         unfinished = {f"{CONFIG}.part", f"{DESCRIPTION}.part", *own}
         if not (self.path / DESCRIPTION).exists() and not any(self.checkpoints.glob("*")):

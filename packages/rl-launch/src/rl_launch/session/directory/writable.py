@@ -16,7 +16,7 @@ _MODES: dict[Access, int] = {"owner": 0o700, "group": 0o750, "all": 0o755}
 
 
 def check_writable(folder: Path) -> None:
-    """Refuse a folder that cannot be made or written into, or whose disk is full; leaves nothing behind.
+    """Refuse a folder that cannot be created or written, or whose disk is full. Leaves no files.
 
     Raises:
         RunDirectoryError: If that is not possible; contains the reason.

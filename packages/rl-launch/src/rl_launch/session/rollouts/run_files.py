@@ -75,7 +75,7 @@ RolloutWriter = Callable[[str, RemoteRows, Sequence[float | None]], None]
 
 
 class RolloutFiles:
-    """`rollouts/step_<n>.jsonl` and `val_<n>.jsonl`: one object per rollout, written beside the steps. See
+    """`rollouts/step_<n>.jsonl` and `val_<n>.jsonl`: one object per rollout, written in parallel with the steps. See
     `rollout_store` for the files of earlier steps.
 
     A thread has them written by the process that holds the texts, by `write_elsewhere`, or fetches and writes them
@@ -97,8 +97,8 @@ class RolloutFiles:
     def append(
         self, step: int, groups: Sequence[RolloutGroup], advantages: np.ndarray, kind: rollout_store.Kind = "step"
     ) -> None:
-        """Have rollouts written, flattened; those beyond the advantages, which trained nothing, have null. Those of a
-        validation replace what an earlier validation of the same step has left.
+        """Write rollouts, flattened. Rollouts without an advantage, which were not trained on, have null. Validation
+        rollouts replace the rollouts of an earlier validation of the same step.
 
         Waits while `MOST_STEPS` earlier ones are not written.
         """

@@ -99,7 +99,7 @@ class Progress:
         )
 
     def render(self) -> RenderableType:
-        """The live line: as much as fits, the most important first."""
+        """Return the live line: as much as fits, most important first."""
         texts = [Text(self._title, style="bold")]
         if self._max_steps:
             texts.append(Text(f"step {self._step}/{self._max_steps}"))

@@ -66,12 +66,12 @@ class MetricWriters:
 def open_writers(
     config: LoggerConfig, run_dir: Path, *, settings: Config, after: int, labels: Labels = NO_LABELS
 ) -> list[MetricWriter]:
-    """The writers a config asks for, without those that cannot be started, which is reported in the log.
+    """Return the writers that a config requests. A writer that cannot be started is reported in the log and left out.
 
     Args:
         run_dir: Gives the run its name there, and holds local files in `logs`.
         settings: The run's whole config, to be stored with it.
-        after: The step that the run goes on after; records of later steps are void.
+        after: The step from which the run resumes; records of later steps are discarded.
         labels: Name, group, tags and notes of the run.
 
     Raises:
@@ -146,7 +146,7 @@ class TensorBoardWriter:
 
 @contextmanager
 def _without(module: str) -> Iterator[None]:
-    """Have imports not find a module that is installed: one takes a second, for values that are never passed."""
+    """Hide an installed module from imports, because importing it takes a second for values that are never passed."""
     if module in sys.modules:
         yield
         return
