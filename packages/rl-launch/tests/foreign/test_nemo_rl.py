@@ -69,7 +69,7 @@ def test_features_that_are_not_offered_are_refused_together(tmp_path):
         grpo__invalid_tool_call_advantage=-5.0,
     )
     assert set(found.features) == {
-        "training an EAGLE draft model beside the policy (policy.draft)",
+        "training an EAGLE draft model with the policy (policy.draft)",
         "generation by SGLang",
         "advantages set for malformed turns (grpo.invalid_tool_call_advantage)",
     }

@@ -371,10 +371,10 @@ def _sft(config: Translation) -> None:
     for key in ("assistant_only_loss", "completion_only_loss"):
         if config.get(key) is False:
             config.refuse(key, "learning the prompt too (assistant_only_loss, completion_only_loss: false)")
-        config.follows([key], "sft.learn; the assistant's text alone is learned")
+        config.follows([key], "sft.learn; only the assistant's text is trained")
     if config.get("assistant_only_loss") is None and config.get("completion_only_loss") is None:
         config.notes.append(
-            "sft.learn: the assistant's text alone is learned; TRL learns whole conversations unless told otherwise"
+            "sft.learn: only the assistant's text is trained; TRL learns whole conversations unless told otherwise"
         )
     config.put("data.overlong", "skip")
     config.notes.append("data.overlong: skip leaves out rows that TRL cuts at max_length")
