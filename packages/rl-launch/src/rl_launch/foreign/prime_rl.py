@@ -174,7 +174,7 @@ def _environments(config: Translation) -> None:
         config.put("data.train", {"dataset_name": "OWNER/DATASET"})
         config.notes.append(
             f"data.train: its environment {', '.join(named)} is a package of verifiers, which brings its own prompts; "
-            "name a dataset, and an environment of yours in env_name"
+            "set a dataset, and your own environment in env_name"
         )
         config.follows([key], "data.train.env_name")
 

@@ -331,7 +331,7 @@ def _data(config: Translation) -> None:
     scorer = f"{Path(str(path)).name}:{name}" if path else "verl's scorer by data_source"
     config.notes.append(
         f"data.default.env_name: name what scores responses, in place of {scorer}: an environment such as math, or a "
-        "function of yours, FILE.py:NAME (docs/rewards-and-environments.md has its parameters)"
+        "function of your own, FILE.py:NAME (docs/rewards-and-environments.md has its parameters)"
     )
     config.notes.append("data: processor dapo_math reads verl's rows, `prompt` and `reward_model.ground_truth`")
     for section in ("custom_reward_function", "reward.custom_reward_function"):

@@ -118,7 +118,7 @@ class ReplicaGroup:
                 if not dead and not self._lost:
                     raise
                 version = "" if update is None else f" of version {update.version}"
-                _log.warning("weight sync%s failed: %s", version, error)
+                _log.warning("weight sync%s was interrupted: %s", version, error)
                 for replica in dead:
                     self._lose(replica, error)
 
