@@ -171,8 +171,8 @@ def test_a_check_that_fails_exits_with_1_and_says_the_remedy():
 
 
 WRONG = {
-    "unknown": (("run", "mth", "--prompt", "x"), "did you mean math?"),
-    "unknown function": (("check", "rewards.py:brif", "--prompt", "x"), "did you mean brief?"),
+    "unknown": (("run", "mth", "--prompt", "x"), "'mth'"),
+    "unknown function": (("check", "rewards.py:brif", "--prompt", "x"), " brief?"),
     "unknown module": (("check", "nowhere.to_be:found", "--prompt", "x"), "nowhere"),
     "no rows": (("run", "math"), "--data"),
     "fields": (("run", "math", "--prompt", "x", "--fields", "3"), "--fields: got 3"),

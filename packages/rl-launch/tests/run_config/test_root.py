@@ -287,7 +287,7 @@ def test_an_algorithm_in_a_file_beside_the_recipe_brings_its_sections(tmp_path):
 
 
 def test_a_wrong_name_in_the_file_of_an_algorithm_is_refused_with_the_place_and_the_nearest(tmp_path):
-    with pytest.raises(ConfigError, match=r"algorithm \(\S*run.yaml:1\): .*'PLUGING'; did you mean PLUGIN\?"):
+    with pytest.raises(ConfigError, match=r"algorithm \(\S*run.yaml:1\): .*'PLUGING'.* PLUGIN\?"):
         read_plan(recipe_of_a_file(tmp_path, "PLUGING"), ON_CPU)
 
 

@@ -72,9 +72,13 @@ def test_a_healthy_run_is_left_alone():
         (lambda step: {"reward/mean": 0.3}, "the reward is flat", "grpo.num_generations_per_prompt"),
         (lambda step: {"reward/mean": 0.9 - 0.04 * step}, "the reward falls", "policy.optimizer.kwargs.lr"),
         (lambda step: {"policy/nll": 1.0 / step**2}, "the entropy collapsed", "loss_fn.surrogate.clip_high"),
-        (lambda step: {"policy/kl": 0.05 * step}, "away from its reference", "loss_fn.kl.weight"),
+        (lambda step: {"policy/kl": 0.05 * step}, "from its reference", "loss_fn.kl.weight"),
         (lambda step: {"policy/clipped": 0.5}, "50% of the tokens are clipped", "policy.train_global_batch_size"),
-        (lambda step: {"rollout/truncated": 0.4}, "40% of the rollouts run into", "policy.generation.max_new_tokens"),
+        (
+            lambda step: {"rollout/truncated": 0.4},
+            "40% of the rollouts reach the token limit",
+            "policy.generation.max_new_tokens",
+        ),
         (lambda step: {"val/loss": 1.0 + abs(step - 4)}, "the validation loss increases", "checkpointing.metric_name"),
     ],
 )

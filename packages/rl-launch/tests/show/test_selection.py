@@ -67,7 +67,7 @@ def test_chosen_rollouts_are_shown_with_parts_system_prompt_and_row(record):
     run = record(rows(), {12: RECORDS})
     condition = Condition.parse("reward<1", "--where", "")
     text = printed(report_of(run, selection=Selection(conditions=[condition], sort="reward", limit=1)))
-    assert "2 as asked, 1 shown" in text
+    assert "2 selected, 1 shown" in text
     assert "go left" in text
     text = printed(report_of(run, selection=Selection(conditions=[Condition.parse("row.answer=right", "", "")])))
     assert "reward 0.2 (format 0.2), 9 tokens" in text
