@@ -91,6 +91,6 @@ def test_a_run_that_does_not_fit_on_what_is_left_ends_with_one_message():
     assert restoration.failed(error) is error
     restoration.judge(death("rollout worker"), AtStep(4), a_node)
     assert str(restoration.failed(error)) == (
-        f"node 10.0.0.2 was lost ({death('rollout worker')}); the run could not be restored: too few GPUs. The same "
-        "command resumes it when the cluster has the devices."
+        f"node 10.0.0.2 was lost ({death('rollout worker')}); the run could not be restored: too few GPUs. Run the "
+        "same command to resume it when the cluster has the devices."
     )
