@@ -156,6 +156,6 @@ def test_a_folder_with_one_file_and_an_index_of_others_is_refused(tmp_path):
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "model-00001-of-00001.safetensors"}}))
     [problem] = weight_file_problems(tmp_path)
-    assert "two models may lie there" in problem
+    assert "there may be two models" in problem
     index.write_text(json.dumps({"weight_map": {"a": "model.safetensors"}}))
     assert list(weight_file_problems(tmp_path)) == []

@@ -59,7 +59,7 @@ def test_what_a_checkpoint_cannot_hold_needs_a_new_run():
 
 def test_without_a_checkpoint_nothing_is_offered_to_branch_from():
     said = refusal("runs/a", *changed(loop={"rate": 0.2}), None)
-    assert "no checkpoint to branch from: choose another run_dir" in said
+    assert "no checkpoint to branch from. Choose another run_dir" in said
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ def test_a_killed_run_does_not_run(tmp_path):
     assert process.returncode == -signal.SIGKILL
     found = state(tmp_path)
     assert (found.status, found.step) == ("interrupted", 4)
-    assert "process has ended" in found.reason
+    assert "process ended" in found.reason
 
 
 def test_a_process_that_has_the_number_of_one_that_is_gone_does_not_count(tmp_path):
