@@ -180,7 +180,7 @@ def test_one_that_must_not_fail_ends_the_run_with_a_checkpoint(tmp_path, file):
 
 def test_a_metric_of_the_step_cannot_be_replaced(tmp_path, file, caplog):
     run(tmp_path / "run", [section(file, "Clash")])
-    assert "the step already has a metric train/loss already" in caplog.text
+    assert "the step already has a metric train/loss" in caplog.text
     assert counting.metrics(tmp_path / "run")[0]["train/loss"] != 0
 
 
