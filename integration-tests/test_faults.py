@@ -56,12 +56,12 @@ def test_an_sft_run_outlives_a_dead_rank_and_the_kill_of_all_it_started(num_kill
     run = Run.start(tmp_path / "run", *sft)
     run.await_step(10)
     run.kill_one("ray::WorkerHost")
-    run.await_log("starting again from checkpoint step_")
+    run.await_log("restarting from checkpoint step_")
     run = kill_and_resume(run, num_kills, (1, 29), *sft)
     assert_no_shared_memory_is_left(before)
     run.finish()
     assert figures(run.folder) == figures(whole_sft)
-    assert logs_of(run.folder).count("starting again from") == 1
+    assert logs_of(run.folder).count("restarting from") == 1
     assert_no_shared_memory_is_left(before)
 
 
@@ -120,7 +120,7 @@ def test_a_grpo_run_outlives_the_death_of_everything_it_started(generator, num_k
     assert {row["advantage"] for _, row in failed} == {0.0}
 
     log = logs_of(run.folder)
-    assert log.count("replacing it") + log.count("broke off") == 1
+    assert log.count("replacing it") + log.count("was interrupted") == 1
     assert log.count("environment tellable: the process died and was started again") == 1
     assert len(re.findall("environment process restarts .*signal SIGKILL", log)) == 1
     for _, row in failed:
@@ -138,7 +138,7 @@ def test_a_grpo_run_outlives_an_engine_that_dies_beside_its_replica(grpo, whole_
     run.finish()
     assert figures(run.folder) == figures(whole_grpo, until=4)
     log = logs_of(run.folder)
-    assert log.count("replacing it") + log.count("broke off") == 1
+    assert log.count("replacing it") + log.count("was interrupted") == 1
     assert_no_shared_memory_is_left(before)
 
 
@@ -162,7 +162,8 @@ def test_a_full_disk_ends_a_run_that_goes_on_once_there_is_room(sft, whole_sft, 
     run = Run.start(small_disk, *sft, f"checkpointing.async_save={async_save}")
     run.finish(code=1)
     _, _, report = run.output.rpartition("\nerror: ")
-    assert report.startswith(f"no space is left on a disk, most likely that of {small_disk}. Make room")
+    assert report.startswith("no space left on a disk")
+    assert f" {small_disk}. " in report
     assert "No space left on device" in report
     assert "Traceback" not in run.output
     assert [path.name for path in (small_disk / "checkpoints").iterdir()] == ["step_4"]

@@ -69,7 +69,7 @@ def test_megatron_with_generation_apart_outlives_a_node(grpo, whole_hf, cluster,
     used.kill()
     run.finish()
     assert_a_plain_run(run, whole_hf)
-    assert logs_of(run.folder).count("starting again from checkpoint step_3") == 1
+    assert logs_of(run.folder).count("restarting from checkpoint step_3") == 1
 
 
 @exhaustive
@@ -86,13 +86,13 @@ def test_every_layout_outlives_its_workers_and_a_node(layout, grpo, whole_hf, cl
     cluster.kill_one("ray::RestartingHost")
     run.await_step(4)
     cluster.kill_one("ray::WorkerHost")
-    run.await_log("starting again from checkpoint step_3")
+    run.await_log("restarting from checkpoint step_3")
     run.await_step(5)
     used = next(node for node in cluster.nodes[1:] if node.runs("ray::WorkerHost"))
     used.kill()
     run.finish()
     assert_a_plain_run(run, whole_hf)
-    assert logs_of(run.folder).count("starting again from checkpoint step_3") == 2
+    assert logs_of(run.folder).count("restarting from checkpoint step_3") == 2
 
 
 @exhaustive

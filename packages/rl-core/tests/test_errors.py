@@ -17,10 +17,11 @@ from rl_core.errors import (
     WorkerDied,
     WorkerError,
 )
+from rl_core.problems import Problem
 
 ORIGIN = Origin("policy", 3, "10.0.0.7", "train_step")
 ARGUMENTS: dict[type[RLError], tuple[Any, ...]] = {
-    ConfigProblems: ("2 problems", (("grpo.seed", "got x"), ("policy", "must be set"))),
+    ConfigProblems: ("2 problems", (Problem("grpo.seed", got="x", allowed="int"), Problem("policy", "must be set"))),
     WeightSyncError: ("2 tensors missing", ("a.weight", "b.weight")),
     WorkerError: ("torch.OutOfMemoryError", "no memory", "Traceback ...", ORIGIN),
     WorkerDied: ("killed", ORIGIN),

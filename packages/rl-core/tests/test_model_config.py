@@ -1,4 +1,5 @@
 import pytest
+from pydantic import ValidationError
 
 from rl_core.model_config import (
     LoraConfig,
@@ -10,14 +11,23 @@ from rl_core.model_config import (
 )
 
 
+def problems_of(build):
+    """Return the problems with which a config is refused."""
+    with pytest.raises(ValidationError) as refused:
+        build()
+    return [problem for error in refused.value.errors() for problem in error["ctx"]["error"].problems]
+
+
 def test_a_class_is_named_with_its_module():
     assert OptimizerConfig(name="torch.optim.SGD").name == "torch.optim.SGD"
     assert SchedulerConfig().name is None
     for wrong in ("AdamW", "torch.optim.", "torch optim.AdamW"):
-        with pytest.raises(ValueError, match=r"dotted name of a class, such as torch\.optim\.AdamW"):
-            OptimizerConfig(name=wrong)
-    with pytest.raises(ValueError, match=r"such as torch\.optim\.lr_scheduler\.LinearLR"):
-        SchedulerConfig(name="cosine")
+        (problem,) = problems_of(lambda wrong=wrong: OptimizerConfig(name=wrong))
+        assert problem.got == wrong
+        assert "torch.optim.AdamW" in problem.allowed
+    (problem,) = problems_of(lambda: SchedulerConfig(name="cosine"))
+    assert problem.got == "cosine"
+    assert "torch.optim.lr_scheduler.LinearLR" in problem.allowed
 
 
 def test_a_template_is_written_out_or_read_from_its_file(tmp_path):
@@ -42,22 +52,32 @@ LINEAR = {"name": "torch.optim.lr_scheduler.LinearLR"}
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "key", "mentions"),
     [
-        ({"dynamic_batching": {"enabled": True}}, "dynamic_batching.enabled: .* are both enabled"),
-        ({"scheduler": [LINEAR, LINEAR]}, "scheduler: 2 schedules need 1 milestones .* got 0"),
-        ({"scheduler": [LINEAR, {"milestones": [2]}]}, r"scheduler: milestones \[\[2\]\] separate schedules"),
-        ({"lora_cfg": {"enabled": True, "target_modules": ["q_proj"]}}, "lora_cfg.match_all_linear: puts an adapter"),
+        ({"dynamic_batching": {"enabled": True}}, "dynamic_batching.enabled", ["sequence_packing.enabled=false"]),
+        ({"scheduler": [LINEAR, LINEAR]}, "scheduler", ["2 schedules", "0 milestones", "1 milestones"]),
+        ({"scheduler": [LINEAR, {"milestones": [2]}]}, "scheduler", ["[[2]]", " 1"]),
+        (
+            {"lora_cfg": {"enabled": True, "target_modules": ["q_proj"]}},
+            "lora_cfg.match_all_linear",
+            ["match_all_linear=false", "target_modules"],
+        ),
         (
             {"lora_cfg": {"enabled": True, "dropout": 0.1, "target_parameters": ["experts.down_proj"]}},
-            "lora_cfg.dropout: got 0.1, but adapters of experts",
+            "lora_cfg.dropout",
+            ["dropout=0", "target_parameters"],
         ),
-        ({"lora_cfg": {"adapter": "folder"}}, "lora_cfg.adapter: no adapters train"),
+        ({"lora_cfg": {"adapter": "folder"}}, "lora_cfg.adapter", ["lora_cfg.enabled=true"]),
+        ({"hf_config_overrides": {"rope_theta": 1e6}}, "hf_config_overrides.rope_theta", ["rope_parameters: {"]),
     ],
 )
-def test_settings_that_contradict_each_other_are_named(settings, message):
-    with pytest.raises(ValueError, match=message):
-        ModelConfig(model_name="m", **settings)
+def test_settings_that_contradict_each_other_are_named(settings, key, mentions):
+    (problem,) = problems_of(lambda: ModelConfig(model_name="m", **settings))
+    assert problem.key == key
+    assert all(mention in f"{problem.reason}. {problem.remedy}" for mention in mentions), problem
+    assert problem.is_unused == (key == "lora_cfg.adapter")
+    if key == "lora_cfg.dropout":
+        assert problem.got == 0.1
 
 
 @pytest.mark.parametrize(
@@ -80,5 +100,8 @@ def test_adapters_are_scaled_by_their_rank_or_its_root():
 
 
 def test_dora_is_refused_by_name():
-    with pytest.raises(ValueError, match=r"use_dora: DoRA adapters are not supported; .* use_rslora=true"):
-        ModelConfig(model_name="m", lora_cfg={"enabled": True, "use_dora": True})
+    lora = {"enabled": True, "use_dora": True}
+    (problem,) = problems_of(lambda: ModelConfig.model_validate({"model_name": "m", "lora_cfg": lora}))
+    assert problem.key == "use_dora"
+    assert "DoRA" in problem.feature
+    assert "use_rslora=true" in problem.remedy

@@ -8,18 +8,15 @@ from rl_core.optimizer_arguments import OPTIMIZERS, UNSUPPORTED
 
 
 @pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("Muon", "is for the matrices of hidden layers only, and the optimizer is given every parameter, embeddings, "),
-        ("LBFGS", "computes the loss several times in a step, which a training step does once; choose another"),
-        ("SparseAdam", "is for sparse gradients, and gradients here are dense; choose another"),
-    ],
+    ("name", "mention"), [("Muon", "matrices of hidden layers"), ("LBFGS", "loss"), ("SparseAdam", "sparse")]
 )
-def test_an_optimizer_that_cannot_train_a_model_is_refused_with_the_reason(name, reason):
+def test_an_optimizer_that_cannot_train_a_model_is_refused_with_the_reason(name, mention):
     with pytest.raises(ValidationError) as refused:
         ModelConfig.model_validate({"model_name": "m", "optimizer": {"name": f"torch.optim.{name}", "kwargs": {}}})
-    assert f"torch.optim.{name} {reason}" in str(refused.value)
-    assert "such as torch.optim.AdamW" in str(refused.value)
+    (problem,) = refused.value.errors()[0]["ctx"]["error"].problems
+    assert (problem.key, problem.got) == ("optimizer.name", f"torch.optim.{name}")
+    assert mention in problem.reason
+    assert "torch.optim.AdamW" in problem.remedy
 
 
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))

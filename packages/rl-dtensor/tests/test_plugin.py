@@ -23,7 +23,7 @@ def problems(model_name="m", dtensor_cfg=None, device="cpu", **policy):
     cluster = SimpleNamespace(device=device)
     section = SimpleNamespace(**dict(fields), dtensor_cfg=backend)
     config = SimpleNamespace(cluster=cluster)
-    return {problem.key: problem.message for check in PLUGIN.checks for problem in check(section, config)}
+    return {problem.key: problem for check in PLUGIN.checks for problem in check(section, config)}
 
 
 def test_it_is_found_by_name_and_names_its_worker():
@@ -50,7 +50,11 @@ def test_ranks_are_counted_from_the_mesh():
     ("settings", "key", "advice"),
     [
         ({"sequence_parallel": True}, "sequence_parallel", "tensor_parallel_size=2"),
-        ({"custom_parallel_plan": {"model.layers.*.mlp.up_proj": "colwise"}}, "custom_parallel_plan", "is one"),
+        (
+            {"custom_parallel_plan": {"model.layers.*.mlp.up_proj": "colwise"}},
+            "custom_parallel_plan",
+            "tensor_parallel_size=2",
+        ),
         ({"expert_parallel_size": 2, "tensor_parallel_size": 2}, "expert_parallel_size", "experts"),
         ({"recompute_granularity": "selective"}, "recompute_granularity", "activation_checkpointing=true"),
         (
@@ -61,9 +65,9 @@ def test_ranks_are_counted_from_the_mesh():
         ({"compile": True, "tensor_parallel_size": 2}, "compile", "tensor_parallel_size=1, or compile=false"),
         ({"compile": True, "attention_backend": "flex"}, "compile", "attention_backend=auto"),
         ({"pipeline_chunks_per_rank": 2}, "pipeline_chunks_per_rank", "pipeline_chunks_per_rank=1"),
-        ({"tensor_parallel_size": 3}, "tensor_parallel_size", "4 attention heads; set it to 2"),
-        ({"tensor_parallel_size": 4}, "tensor_parallel_size", "2 key-value heads; set it to 2"),
-        ({"context_parallel_size": 3, "context_parallel_method": "ulysses"}, "context_parallel_size", "set it to 2"),
+        ({"tensor_parallel_size": 3}, "tensor_parallel_size", "4 attention heads. Set it to 2"),
+        ({"tensor_parallel_size": 4}, "tensor_parallel_size", "2 key-value heads. Set it to 2"),
+        ({"context_parallel_size": 3, "context_parallel_method": "ulysses"}, "context_parallel_size", "Set it to 2"),
         ({"expert_parallel_size": 2}, "expert_parallel_size", "no experts"),
         ({"pipeline_parallel_size": 2, "pipeline_chunks_per_rank": 2}, "pipeline_parallel_size", "at most 2"),
     ],
@@ -73,7 +77,8 @@ def test_meshes_that_cannot_be_are_refused_with_the_nearest_that_can(tmp_path, s
     config = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
     (tmp_path / "config.json").write_text(json.dumps(config))
     found = problems(str(tmp_path), settings)
-    assert advice in found[f"dtensor_cfg.{key}"]
+    assert advice in found[f"dtensor_cfg.{key}"].message
+    assert found[f"dtensor_cfg.{key}"].is_unused == (key == "recompute_granularity")
 
 
 def test_a_model_whose_config_is_not_at_hand_may_have_experts():
@@ -85,10 +90,13 @@ def test_experts_are_counted_under_the_names_that_families_give_them(tmp_path, n
     key = "dtensor_cfg.expert_parallel_size"
     (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 2, name: 6}))
     assert not problems(str(tmp_path), {"expert_parallel_size": 3})
-    assert "6 experts; set it to 3" in problems(str(tmp_path), {"expert_parallel_size": 4})[key]
+    problem = problems(str(tmp_path), {"expert_parallel_size": 4})[key]
+    assert problem.got == 4
+    assert "6 experts" in problem.reason
+    assert "3" in problem.remedy
     (tmp_path / "config.json").write_text(json.dumps({"text_config": {name: 6}}))
     assert not problems(str(tmp_path), {"expert_parallel_size": 3})
-    assert "6 experts" in problems(str(tmp_path), {"expert_parallel_size": 4})[key]
+    assert "6 experts" in problems(str(tmp_path), {"expert_parallel_size": 4})[key].reason
 
 
 @pytest.mark.parametrize(
@@ -104,7 +112,10 @@ def test_experts_are_counted_under_the_names_that_families_give_them(tmp_path, n
 def test_heads_that_flash_attention_does_not_take_are_refused(tmp_path, sizes):
     (tmp_path / "config.json").write_text(json.dumps(sizes))
     found = problems(str(tmp_path), {"attention_backend": "flash_attention_2"}, device="cuda")
-    assert "the model's have 512" in found["dtensor_cfg.attention_backend"]
+    problem = found["dtensor_cfg.attention_backend"]
+    assert problem.got == "flash_attention_2"
+    assert "256" in problem.reason
+    assert "512" in problem.reason
     assert not problems(str(tmp_path), {"attention_backend": "auto"}, device="cuda")
     halves = {name: size if name == "num_attention_heads" else size // 2 for name, size in sizes.items()}
     (tmp_path / "config.json").write_text(json.dumps(halves))
@@ -114,7 +125,10 @@ def test_heads_that_flash_attention_does_not_take_are_refused(tmp_path, sizes):
 def test_a_kernel_without_the_soft_cap_of_the_model_is_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"attn_logit_softcapping": 50.0}))
     found = problems(str(tmp_path), {"attention_backend": "sdpa"})
-    assert "no soft cap of scores, and the model has one; set it to auto" in found["dtensor_cfg.attention_backend"]
+    problem = found["dtensor_cfg.attention_backend"]
+    assert problem.got == "sdpa"
+    assert "soft cap" in problem.reason
+    assert "auto" in problem.remedy
     assert not problems(str(tmp_path), {"attention_backend": "flash_attention_2"}, device="cuda")
     (tmp_path / "config.json").write_text(json.dumps({"attn_logit_softcapping": None}))
     assert not problems(str(tmp_path), {"attention_backend": "sdpa"})
@@ -122,7 +136,9 @@ def test_a_kernel_without_the_soft_cap_of_the_model_is_refused(tmp_path):
 
 def test_layers_with_experts_are_not_compiled(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 2, "num_experts": 4}))
-    assert "set compile=false" in problems(str(tmp_path), {"compile": True})["dtensor_cfg.compile"]
+    problem = problems(str(tmp_path), {"compile": True})["dtensor_cfg.compile"]
+    assert "4 experts" in problem.reason
+    assert "compile=false" in problem.remedy
     assert not problems(str(tmp_path))
 
 
@@ -131,11 +147,12 @@ def test_attention_that_a_device_or_a_precision_cannot_run_is_refused():
     for backend in ("flash_attention_2", "flash_attention_3", "flex"):
         for device in ("cpu", "rehearsal"):
             found = problems(dtensor_cfg={"attention_backend": backend}, device=device)[key]
-            assert f"this is {device}; set it to auto, sdpa or eager" in found
+            assert (found.got, found.allowed) == (backend, "auto, sdpa, eager")
+            assert device in found.reason
         for device in ("auto", "cuda"):
             assert not problems(dtensor_cfg={"attention_backend": backend}, device=device)
     flash = {"attention_backend": "flash_attention_2"}
-    assert "precision=bfloat16" in problems(dtensor_cfg=flash, device="cuda", precision="float32")[key]
+    assert "precision=bfloat16" in problems(dtensor_cfg=flash, device="cuda", precision="float32")[key].remedy
     assert not problems(dtensor_cfg={"attention_backend": "flex"}, device="cuda", precision="float32")
     assert not problems(dtensor_cfg={"attention_backend": "eager"}, precision="float32")
 

@@ -45,49 +45,54 @@ def test_keys_that_messages_name_exist():
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("name", "reason", "remedy"),
     [
-        ("hidden_size", "cannot be set here: it follows from the model; write `policy.hf_config_overrides`"),
-        ("tensor_model_parallel_size", "cannot be set here: write `megatron_cfg.tensor_model_parallel_size`"),
-        ("params_dtype", "cannot be set here: write `policy.precision`"),
-        ("cuda_graph_impl", "rows have different lengths"),
-        ("recompute_methd", "no such field; did you mean recompute_method?"),
-        ("nothing_like_it", "Megatron's TransformerConfig has no such field"),
+        ("hidden_size", "follows from the model", "`policy.hf_config_overrides`"),
+        ("tensor_model_parallel_size", "", "`megatron_cfg.tensor_model_parallel_size`"),
+        ("params_dtype", "", "`policy.precision`"),
+        ("moe_z_loss_coeff", "padding", "`megatron_cfg.moe_aux_loss_coeff`"),
+        ("cuda_graph_impl", "rows have different lengths", None),
+        ("recompute_methd", "recompute_method?", None),
+        ("nothing_like_it", "TransformerConfig", None),
     ],
 )
-def test_fields_that_cannot_be_set_are_refused_with_the_key_or_the_nearest_names(name, message):
+def test_fields_that_cannot_be_set_are_refused_with_the_key_or_the_nearest_names(name, reason, remedy):
     with pytest.raises(ValidationError) as caught:
         MegatronConfig(megatron_kwargs={name: 1, "deterministic_mode": True})
     (problem,) = caught.value.errors()[0]["ctx"]["error"].problems
     assert problem.key == f"megatron_kwargs.{name}"
-    assert message in problem.message
+    assert reason in problem.reason
+    assert problem.remedy == (f"Set {remedy}" if remedy else "")
 
 
 def problems(device="cpu", lora=False, **settings):
     section = SimpleNamespace(lora_cfg=LoraConfig(enabled=lora), megatron_cfg=MegatronConfig(**settings))
     config = SimpleNamespace(cluster=SimpleNamespace(device=device))
     (check_kwargs,) = (check for check in PLUGIN.checks if check.__name__ == "check_kwargs")
-    return {problem.key.rpartition(".")[2]: problem.message for problem in check_kwargs(section, config)}
+    return {problem.key.rpartition(".")[2]: problem for problem in check_kwargs(section, config)}
 
 
 @pytest.mark.parametrize(
-    ("name", "settings", "message"),
+    ("name", "settings", "mention"),
     [
-        ("bias_activation_fusion", {}, "needs a GPU, and cluster.device is cpu"),
-        ("apply_rope_fusion", {}, "needs Transformer Engine and a GPU"),
+        ("bias_activation_fusion", {}, "cluster.device is cpu"),
+        ("apply_rope_fusion", {}, "Transformer Engine"),
         ("apply_rope_fusion", {"device": "cuda", "transformer_engine": False}, "transformer_engine is false"),
-        ("apply_rope_fusion", {"device": "cuda", "lora": True}, "adapters need those of megatron-core"),
-        ("fp8_margin", {"device": "cuda"}, "no effect without megatron_cfg.fp8_cfg.enabled=true"),
-        ("moe_deepep_num_sms", {"device": "cuda"}, "no effect without megatron_cfg.moe_token_dispatcher_type=flex"),
-        ("moe_router_fusion", {"device": "cuda", "moe_router_replay": True}, "moe_router_replay is true"),
+        ("apply_rope_fusion", {"device": "cuda", "lora": True}, "lora_cfg.enabled=false"),
+        ("fp8_margin", {"device": "cuda"}, "megatron_cfg.fp8_cfg.enabled=true"),
+        ("moe_deepep_num_sms", {"device": "cuda"}, "megatron_cfg.moe_token_dispatcher_type=flex"),
+        ("moe_router_fusion", {"device": "cuda", "moe_router_replay": True}, "moe_router_replay=true"),
         ("cp_comm_type", {"device": "cuda"}, "context_parallel_size above 1"),
-        ("recompute_method", {}, "no effect without megatron_cfg.activation_checkpointing=true"),
-        ("pipeline_model_parallel_layout", {}, "needs more than one pipeline rank"),
-        ("overlap_p2p_comm_warmup_flush", PP2, "no effect without megatron_cfg.virtual_pipeline"),
+        ("recompute_method", {}, "megatron_cfg.activation_checkpointing=true"),
+        ("pipeline_model_parallel_layout", {}, "megatron_cfg.pipeline_model_parallel_size=2"),
+        ("overlap_p2p_comm_warmup_flush", PP2, "megatron_cfg.virtual_pipeline_model_parallel_size"),
     ],
 )
-def test_fields_that_the_run_lacks_something_for_are_named(name, settings, message):
-    assert message in problems(megatron_kwargs={name: 1}, **settings)[name]
+def test_fields_that_the_run_lacks_something_for_are_named(name, settings, mention):
+    problem = problems(megatron_kwargs={name: 1}, **settings)[name]
+    assert mention in f"{problem.reason}. {problem.remedy}"
+    needed = {"bias_activation_fusion", "apply_rope_fusion", "moe_router_fusion", "pipeline_model_parallel_layout"}
+    assert problem.is_unused == (name not in needed)
     assert problems(megatron_kwargs={"deterministic_mode": True}, **settings) == {}
 
 

@@ -18,7 +18,7 @@ def problems(policy=None, device="cpu", **settings):
     fields = {name: getattr(model, name) for name in ModelConfig.model_fields}
     section = SimpleNamespace(**fields, megatron_cfg=MegatronConfig(**settings))
     config = SimpleNamespace(cluster=SimpleNamespace(device=device))
-    return {problem.key: problem.message for check in PLUGIN.checks for problem in check(section, config)}
+    return {problem.key: problem for check in PLUGIN.checks for problem in check(section, config)}
 
 
 def test_defaults_have_no_problems():
@@ -26,40 +26,50 @@ def test_defaults_have_no_problems():
 
 
 @pytest.mark.parametrize(
-    ("settings", "key", "message"),
+    ("settings", "key", "mention"),
     [
-        ({"sequence_parallel": True}, "sequence_parallel", "of which there is one"),
-        ({"virtual_pipeline_model_parallel_size": 2}, "virtual_pipeline_model_parallel_size", "more than one pipeline"),
-        ({"num_layers_in_first_pipeline_stage": 2}, "num_layers_in_first_pipeline_stage", "more than one pipeline"),
-        ({"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2}, "sequence_parallel", "must be true"),
+        ({"sequence_parallel": True}, "sequence_parallel", ".tensor_model_parallel_size=2"),
+        (
+            {"virtual_pipeline_model_parallel_size": 2},
+            "virtual_pipeline_model_parallel_size",
+            ".pipeline_model_parallel_size=2",
+        ),
+        (
+            {"num_layers_in_first_pipeline_stage": 2},
+            "num_layers_in_first_pipeline_stage",
+            ".pipeline_model_parallel_size=2",
+        ),
+        ({"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2}, "sequence_parallel", "true"),
         ({"expert_tensor_parallel_size": 2}, "expert_tensor_parallel_size", "expert_model_parallel_size above 1"),
-        ({"moe_aux_loss_coeff": 0.1}, "moe_aux_loss_coeff", "set both or neither"),
-        ({"recompute_granularity": "selective"}, "recompute_granularity", "no effect without"),
+        ({"moe_aux_loss_coeff": 0.1}, "moe_aux_loss_coeff", "moe_router_load_balancing_type, which is none"),
+        ({"recompute_granularity": "selective"}, "recompute_granularity", ".activation_checkpointing=true"),
         ({"fp8_cfg": {"enabled": True}}, "fp8_cfg.enabled", "cluster.device is cpu"),
         ({"transformer_engine": True}, "transformer_engine", "cluster.device is cpu"),
         ({"moe_per_layer_logging": True}, "moe_per_layer_logging", "moe_router_load_balancing_type"),
-        ({"activation_checkpointing": True, "recompute_modules": ["mlp"]}, "recompute_modules", "is full"),
+        ({"activation_checkpointing": True, "recompute_modules": ["mlp"]}, "recompute_modules", "=full"),
     ],
 )
-def test_settings_that_contradict_each_other_are_named(settings, key, message):
-    assert message in problems(**settings)[f"megatron_cfg.{key}"]
+def test_settings_that_contradict_each_other_are_named(settings, key, mention):
+    problem = problems(**settings)[f"megatron_cfg.{key}"]
+    assert mention in f"{problem.reason}. {problem.remedy}"
+    assert problem.is_unused == (key in ("recompute_granularity", "recompute_modules", "moe_per_layer_logging"))
 
 
 @pytest.mark.parametrize("device", ["cpu", "rehearsal"])
 def test_kernels_of_gpus_are_refused_where_the_cpu_computes(device):
     settings = {"fp8_cfg": {"enabled": True}, "moe_token_dispatcher_type": "flex", "expert_model_parallel_size": 2}
     found = problems(device=device, **settings)
-    assert f"cluster.device is {device}" in found["megatron_cfg.fp8_cfg.enabled"]
-    assert "DeepEP" in found["megatron_cfg.moe_token_dispatcher_type"]
+    assert f"cluster.device is {device}" in found["megatron_cfg.fp8_cfg.enabled"].reason
+    assert "DeepEP" in found["megatron_cfg.moe_token_dispatcher_type"].reason
     for other in ("cuda", "auto"):
         assert problems(device=other, **settings) == {}
     alone = problems(device="cuda", moe_token_dispatcher_type="flex")
-    assert "above 1" in alone["megatron_cfg.moe_token_dispatcher_type"]
+    assert "above 1" in alone["megatron_cfg.moe_token_dispatcher_type"].reason
 
 
 def test_8_bit_needs_its_engine():
     without = problems(device="cuda", fp8_cfg={"enabled": True}, transformer_engine=False)
-    assert "transformer_engine is false" in without["megatron_cfg.fp8_cfg.enabled"]
+    assert "transformer_engine is false" in without["megatron_cfg.fp8_cfg.enabled"].reason
 
 
 @pytest.mark.parametrize("recipe", get_args(Fp8Config.model_fields["fp8_recipe"].annotation))
@@ -69,7 +79,8 @@ def test_checks_ask_for_no_section_that_a_model_apart_from_a_run_lacks(recipe):
 
 def test_layers_of_transformer_engine_take_no_adapters():
     model = ModelConfig(model_name="model", lora_cfg=LoraConfig(enabled=True))
-    assert "adapters need" in problems(model, device="cuda", fp8_cfg={"enabled": True})["megatron_cfg.fp8_cfg.enabled"]
+    found = problems(model, device="cuda", fp8_cfg={"enabled": True})
+    assert "lora_cfg.enabled=false" in found["megatron_cfg.fp8_cfg.enabled"].remedy
     assert problems(model) == {}
 
 
@@ -95,20 +106,22 @@ def test_ranks_hold_layers_and_experts(settings, expected):
 
 
 @pytest.mark.parametrize(
-    ("settings", "key", "message"),
+    ("settings", "key", "mention"),
     [
         ({"tensor_model_parallel_size": 5}, "tensor_model_parallel_size", "num_attention_heads (12)"),
-        ({"tensor_model_parallel_size": 6}, "tensor_model_parallel_size", "6 neither divides"),
+        ({"tensor_model_parallel_size": 6}, "tensor_model_parallel_size", "num_key_value_heads (4)"),
         ({"expert_model_parallel_size": 2}, "expert_model_parallel_size", "has no experts"),
-        ({"pipeline_model_parallel_size": 5}, "pipeline_model_parallel_size", "have at most 4"),
+        ({"pipeline_model_parallel_size": 5}, "pipeline_model_parallel_size", "at most 4"),
     ],
 )
-def test_a_layout_that_does_not_divide_a_model_on_this_machine_is_named(tmp_path, settings, key, message):
+def test_a_layout_that_does_not_divide_a_model_on_this_machine_is_named(tmp_path, settings, key, mention):
     fields = {"num_attention_heads": 12, "num_key_value_heads": 4, "intermediate_size": 24, "num_hidden_layers": 4}
     (tmp_path / "config.json").write_text(json.dumps(fields))
     model = ModelConfig(model_name=str(tmp_path))
     assert problems(model) == {}
-    assert message in problems(model, **settings)[f"megatron_cfg.{key}"]
+    problem = problems(model, **settings)[f"megatron_cfg.{key}"]
+    assert problem.got == settings[key]
+    assert mention in f"{problem.reason}. {problem.remedy}"
 
 
 def test_ranks_may_share_key_value_heads(tmp_path):

@@ -30,8 +30,8 @@ class Answer:
     """The hub's answer about a name.
 
     Args:
-        reason: why there was no answer; empty if there was one.
-        is_shown: whether the hub has it and shows it to this user.
+        reason: Why there was no answer; empty if there was one.
+        is_shown: True if the hub has it and shows it to this user.
     """
 
     reason: str = ""
@@ -75,7 +75,7 @@ def cache_folder() -> Path:
 
 
 def is_cached(kind: Kind, name: str) -> bool:
-    """Whether the cache has a download of this name, complete or in part."""
+    """Return whether the cache has a complete or partial download of this name."""
     snapshots = cache_folder() / f"{kind}s--{name.replace('/', '--')}" / "snapshots"
     return snapshots.is_dir() and any(any(each.iterdir()) for each in snapshots.iterdir() if each.is_dir())
 
@@ -92,7 +92,7 @@ def downloaded(kind: Kind, name: str) -> Path | None:
 
 
 def is_offline() -> bool:
-    """Whether libraries of the hub are told to ask nobody."""
+    """Return whether the libraries of the hub are set to offline mode."""
     values = (os.environ.get("HF_HUB_OFFLINE"), os.environ.get("TRANSFORMERS_OFFLINE"))
     return next((value for value in values if value), "").upper() in {"1", "ON", "YES", "TRUE"}
 
@@ -103,7 +103,7 @@ def ask(kind: Kind, name: str) -> Answer:
     if _silent:
         return _silent[0]
     found = [Answer(reason=f"no answer within {LONGEST_S:g} s")]
-    # looking up the address has no time limit of its own
+    # looking up the address has no time limit
     asking = threading.Thread(target=lambda: found.append(_answer(kind, name)), daemon=True)
     asking.start()
     asking.join(LONGEST_S)

@@ -93,11 +93,11 @@ class SpecialTokens:
         ]
 
     def shown(self, text: str) -> str:
-        """Return a text with what its placeholders stand for."""
+        """Return a string with its placeholders replaced."""
         return self._placeholder.sub(lambda match: self._texts[match[0]], text)
 
     def after(self, text: str, num_characters: int) -> str:
-        """Return a text with placeholders without its first characters, as `shown` counts them."""
+        """Return a string with placeholders without its first characters, as `shown` counts them."""
         left = num_characters
         pieces = deque(self._pieces(text))
         while pieces and left >= len(piece := self.shown(pieces[0])):
@@ -115,7 +115,7 @@ class SpecialTokens:
         return list(self.renamed.encode(plain, add_special_tokens=False))
 
     def has_placeholders(self, text: str) -> bool:
-        """Return whether a text has placeholders."""
+        """Return whether a string has placeholders."""
         return self._placeholder.search(text) is not None
 
     def for_renamed(self, text: str, positions: Sequence[int] = ()) -> tuple[str, list[int]]:
@@ -132,7 +132,7 @@ class SpecialTokens:
 
     @cached_property
     def renamed(self) -> PreTrainedTokenizerFast:
-        """The tokenizer with other texts for its special tokens."""
+        """Return the tokenizer with other strings for its special tokens."""
         described = json.loads(self._tokenizer.backend_tokenizer.to_str())
         backend = Tokenizer.from_str(json.dumps(_renamed(described, self._replacements)))
         for text, replacement in self._replacements.items():
@@ -174,9 +174,9 @@ def warn_of_special_tokens(name: str, conversations: Iterable[tuple[str, Sequenc
             found.append((place, token))
     if found:
         _log.warning(
-            "%s: %d of %d rows have special tokens in their content, the first %s at %s. The model reads them as such, "
-            "so they may end a turn or open one of another role; set policy.tokenizer.split_special_tokens: all to "
-            "read them as text, or remove them.",
+            "%s: %d of %d rows have special tokens in their content, the first %s at %s. The model reads them as "
+            "special tokens, so they may end a turn or start a turn of another role. Set "
+            "policy.tokenizer.split_special_tokens: all to read them as text, or remove them.",
             name,
             len(found),
             num_rows,
@@ -186,13 +186,13 @@ def warn_of_special_tokens(name: str, conversations: Iterable[tuple[str, Sequenc
 
 
 def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
-    """A pattern of any of the texts, the longest first as tokenizers match them; of none if there are none."""
+    """Return a pattern of any of the strings, the longest first as tokenizers match them; of none if there are none."""
     longest_first = sorted(texts, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) if longest_first else r"(?!)")
 
 
 def _renamed(described: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """The `tokenizer.json` of a tokenizer with other texts for some tokens, which keep their ids."""
+    """Return the `tokenizer.json` of a tokenizer with other strings for some tokens, which keep their ids."""
     model = dict(described["model"])
     vocabulary = model["vocab"]
     if isinstance(vocabulary, dict):

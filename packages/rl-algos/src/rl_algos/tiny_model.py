@@ -49,17 +49,17 @@ def make_tiny_model(
     that marks the assistant's text.
 
     Args:
-        folder: made if it does not exist; files of an earlier model in it are replaced.
-        characters: the vocabulary, beside special tokens; others become `<|unknown|>`.
-        max_position_embeddings: longest row in tokens.
+        folder: Made if it does not exist; files of an earlier model in it are replaced.
+        characters: The vocabulary except special tokens; other characters become `<|unknown|>`.
+        max_position_embeddings: Longest row in tokens.
 
     Raises:
-        ValueError: if sizes do not fit one another or a character occurs twice.
+        ValueError: If sizes do not fit one another or a character occurs twice.
     """
     if hidden_size % num_heads or (hidden_size // num_heads) % 2 or num_heads % num_key_value_heads:
         raise ValueError(
             f"hidden_size {hidden_size} must be a multiple of num_heads {num_heads} with an even quotient, "
-            f"and num_heads one of num_key_value_heads {num_key_value_heads}"
+            f"and num_heads a multiple of num_key_value_heads {num_key_value_heads}"
         )
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -103,10 +103,10 @@ def make_tokenizer(characters: str = CHARACTERS, *, model_max_length: int = 1024
     """A tokenizer of single characters with `CHAT_TEMPLATE`; special tokens come first, padding is 0.
 
     Raises:
-        ValueError: if a character occurs twice, or there is none.
+        ValueError: If a character occurs twice, or there is none.
     """
     if not characters or len(set(characters)) != len(characters):
-        raise ValueError(f"characters must be different from one another, got {characters!r}")
+        raise ValueError(f"characters must be unique, got {characters!r}")
     special = [PAD, END, UNKNOWN, *(f"<|{role}|>" for role in ROLES)]
     vocabulary = {token: index for index, token in enumerate([*special, *characters])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))

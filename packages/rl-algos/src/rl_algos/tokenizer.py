@@ -34,7 +34,7 @@ def load_tokenizer(config: TokenizerConfig, model_name: str) -> PreTrainedTokeni
     """The tokenizer of a local folder or a hub name, with the configured chat template and its variables.
 
     Raises:
-        ConfigError: if the files of a fast tokenizer, the end-of-sequence token or the template's file are missing, or
+        ConfigError: If the files of a fast tokenizer, the end-of-sequence token or the template's file are missing, or
             the template does not end.
     """
     name = config.name or model_name
@@ -48,7 +48,7 @@ def load_tokenizer(config: TokenizerConfig, model_name: str) -> PreTrainedTokeni
     if tokenizer.eos_token_id is None:
         raise ConfigError(
             f"{key}: the tokenizer of {name!r} has no end-of-sequence token, so no completion would end; "
-            "set `eos_token` in its tokenizer_config.json or name another tokenizer in policy.tokenizer.name"
+            "set `eos_token` in its tokenizer_config.json, or set policy.tokenizer.name to another tokenizer"
         )
     setattr(tokenizer, _ENDS, _read_generation_ends(tokenizer, model_name))
     setattr(tokenizer, SPLIT, config.split_special_tokens)
@@ -68,7 +68,7 @@ def _check_rendering_ends(tokenizer: PreTrainedTokenizerFast) -> None:
     loops.
 
     Raises:
-        ConfigError: if it takes longer than `_RENDERING_S`, or more memory than there is.
+        ConfigError: If it takes longer than `_RENDERING_S`, or more memory than there is.
     """
     if tokenizer.chat_template is None:
         return
@@ -104,7 +104,7 @@ def _read_generation_ends(tokenizer: PreTrainedTokenizerFast, model_name: str) -
     """Read `eos_token_id` of the model's `generation_config.json`, or of its `config.json` if it has none.
 
     Raises:
-        ConfigError: if the file cannot be read, or the ids are not integers.
+        ConfigError: If the file cannot be read, or the ids are not integers.
     """
     for name in ("generation_config.json", "config.json"):
         path = _file_of(model_name, name)
@@ -156,7 +156,7 @@ def render(
         template: Chat template to use instead of the tokenizer's.
 
     Raises:
-        ConfigError: if the tokenizer has no chat template.
+        ConfigError: If the tokenizer has no chat template.
         jinja2.TemplateError: if the template refuses the messages.
     """
     require_chat_template(tokenizer)
@@ -202,7 +202,7 @@ def encode_prompt(
 
     Raises:
         ConfigError, jinja2.TemplateError: as `render`.
-        DataError: if the template leaves out a message of the system or the user.
+        DataError: If the template leaves out a message of the system or the user.
     """
     special = special_tokens(tokenizer)
     shown = special.hidden(messages) if splits_prompts(tokenizer) else messages
@@ -222,12 +222,12 @@ def check_shown(messages: Sequence[Message], text: str) -> None:
         if squeezed(content) not in shown:
             raise DataError(
                 f"the chat template does not show message {index} (from 0), whose role is {message['role']!r}: "
-                f"{content[:80]!r}; set policy.tokenizer.chat_template to one that does, or leave the message out"
+                f"{content[:80]!r}; set policy.tokenizer.chat_template to a template that does, or remove the message"
             )
 
 
 def squeezed(text: str) -> str:
-    """Return a text without white space, which chat templates trim."""
+    """Return a string without white space, which chat templates trim."""
     return "".join(text.split())
 
 
@@ -259,5 +259,5 @@ def _no_tokenizer(name: str, key: str, error: Exception) -> str:
 
 
 def _is_local(name: str) -> bool:
-    """Whether a name is a folder, or can only be one."""
+    """Return whether a name is a folder, or can only be one."""
     return Path(name).expanduser().is_dir() or name.startswith(("/", ".", "~"))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_algos.agents.processes import MARK
+from rl_algos.agents.host import MARK
 from rl_algos.rollouts.agent_config import AgentConfig
 from rl_core.plugins.user_code import FromFile
 from rl_core.rollouts.environment import StepResult

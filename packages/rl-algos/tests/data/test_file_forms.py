@@ -46,8 +46,8 @@ def test_a_file_is_read_right(tmp_path, name, content):
 @pytest.mark.parametrize(
     ("name", "content", "problem"),
     [
-        pytest.param("a.jsonl", '{"a": "x"}\n'.encode("utf-16"), "text in UTF-16.*iconv", id="UTF-16"),
-        pytest.param("a.csv", "a\nx\n".encode("utf-32"), "text in UTF-32.*iconv", id="UTF-32"),
+        pytest.param("a.jsonl", '{"a": "x"}\n'.encode("utf-16"), "UTF-16.*iconv", id="UTF-16"),
+        pytest.param("a.csv", "a\nx\n".encode("utf-32"), "UTF-32.*iconv", id="UTF-32"),
         pytest.param(
             "a.jsonl",
             b'{\n  "a": "x"\n}\n',
@@ -72,7 +72,7 @@ def test_a_file_is_read_right(tmp_path, name, content):
         pytest.param("a.jsonl", b'{"a": ' + b"[" * 100_000, "nested too deeply", id="deep lines"),
         pytest.param("a.json", b"[" * 100_000, "a.json: not a JSON array: .* nested too deeply", id="a deep array"),
         pytest.param("a.json", b'{\n"a": 1\n}\n{\n"a": 2\n}\n', "one line is one row", id="objects one after another"),
-        pytest.param("a.csv", b"a,b,a\n1,2,3\n", "line 1: the column 'a' is there twice", id="a column twice"),
+        pytest.param("a.csv", b"a,b,a\n1,2,3\n", "line 1: .*columns 'a'", id="a column twice"),
     ],
 )
 def test_a_file_of_another_form_is_refused_with_the_remedy(tmp_path, name, content, problem):

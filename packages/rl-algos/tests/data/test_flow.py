@@ -88,7 +88,7 @@ def test_data_that_has_changed_is_refused():
     one = flow(20)
     for _ in range(19):
         one.draw()
-    with pytest.raises(DataError, match="the block at row 16 has 0 items, and 3 were taken"):
+    with pytest.raises(DataError, match="the block at row 16 has 0 items, but 3 were taken"):
         flow(10).restore(one.state())
     with pytest.raises(DataError, match=r"streamed was \['a'\] and is \['b'\]"):
         FlowStream([flow(5, name="b")]).restore(FlowStream([flow(5)]).state())
@@ -161,15 +161,13 @@ def test_rows_that_cannot_be_used_are_left_out_or_end_the_run_when_they_come(tok
     streamed[20] = {"question": 3, "reply": "x"}
     streamed[25]["reply"] = "x" * 99
     data = {"train": {**KEYS, "output_key": "reply"}}
-    with pytest.raises(
-        DataError, match=r"owner/name \(train\), row 20 \(from 0\): expected text.*data\.malformed: skip"
-    ):
+    with pytest.raises(DataError, match=r"owner/name \(train\), row 20 \(from 0\): expected .*data\.malformed: skip"):
         sft(tokenizer, data, max_num_steps=9).train.take(30)
-    with pytest.raises(DataError, match=r"row 25 \(from 0\): it has \d+ tokens, more than 64; data\.overlong: skip"):
+    with pytest.raises(DataError, match=r"row 25 \(from 0\): it has \d+ tokens, more than 64; .*data\.overlong: skip"):
         sft(tokenizer, {**data, "malformed": "skip"}, max_num_steps=9).train.take(30)
     rows = sft(tokenizer, {**data, "malformed": "skip", "overlong": "skip"}, max_num_steps=9).train.take(28)
     assert len({row.id for row in rows}) == 28
-    assert sum("1 left out so far" in said for said in caplog.messages) == 2 + 1
+    assert sum("1 excluded so far" in said for said in caplog.messages) == 2 + 1
 
 
 @pytest.mark.usefixtures("streamed")
@@ -187,7 +185,7 @@ def test_prompts_come_from_a_stream(tokenizer):
     ("data", "section", "says"),
     [
         ({"train": KEYS}, {"max_num_epochs": 1}, "remove max_num_epochs"),
-        ({"train": [KEYS, {"dataset_name": "arithmetic"}]}, {"max_num_steps": 1}, "arithmetic are without it"),
+        ({"train": [KEYS, {"dataset_name": "arithmetic"}]}, {"max_num_steps": 1}, "`streaming` .*arithmetic"),
         ({"train": KEYS}, {"max_num_steps": 1, "mix_by": "tokens"}, "with sft.mix_by: rows"),
     ],
 )
@@ -198,9 +196,7 @@ def test_what_a_stream_cannot_do_is_refused(tokenizer, data, section, says):
 
 def test_trees_of_messages_cannot_be_streamed():
     config = DataConfig.model_validate({"train": {"dataset_name": "OpenAssistant/oasst1", "streaming": True}})
-    with pytest.raises(
-        DataError, match="'OpenAssistant/oasst1' cannot be streamed: an example is made of several rows"
-    ):
+    with pytest.raises(DataError, match=r"'OpenAssistant/oasst1' cannot be streamed.*`streaming`"):
         load_datasets(config, "train")
 
 
@@ -215,9 +211,9 @@ def test_proofs_are_no_prompts(tokenizer, streamed):
 @pytest.mark.parametrize(
     ("data", "says"),
     [
-        ({"train": {"data_path": "a.jsonl", "streaming": True}}, "train.streaming: belongs to a dataset given by"),
-        ({"train": {"data_path": "a"}, "validation": KEYS}, "validation.streaming: is for training"),
-        ({"train": {**KEYS, "split_validation_size": 5}}, "train.split_validation_size: the rows of a dataset with"),
+        ({"train": {"data_path": "a.jsonl", "streaming": True}}, "train.streaming: .*`dataset_name`.*a.jsonl"),
+        ({"train": {"data_path": "a"}, "validation": KEYS}, "validation.streaming: .*training"),
+        ({"train": {**KEYS, "split_validation_size": 5}}, "train.split_validation_size: .*`streaming`"),
     ],
 )
 def test_a_stream_of_something_else_is_refused(data, says):

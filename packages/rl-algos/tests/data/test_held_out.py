@@ -58,10 +58,10 @@ def test_an_installed_dataset_holds_rows_of_its_training_split_out():
 @pytest.mark.parametrize(
     ("keys", "says"),
     [
-        ({"train": {"data_path": "a", "split_validation_size": 2.5}}, "a share below 1 or a whole number of rows"),
+        ({"train": {"data_path": "a", "split_validation_size": 2.5}}, r"train\.split_validation_size: got 2\.5"),
         (
             {"train": {"data_path": "a"}, "validation": [{"data_path": "a", "split_validation_size": 2}]},
-            r"validation\[0\]\.split_validation_size: belongs to a dataset of data\.train",
+            r"validation\[0\]\.split_validation_size: got 2\.0: .*data\.train",
         ),
     ],
 )

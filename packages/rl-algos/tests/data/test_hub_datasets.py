@@ -603,7 +603,7 @@ def test_options_are_shuffled_by_their_texts_alone(tmp_path):
         ({"answer": "E"}, "a letter from A to D"),
         ({"answer": None}, "a letter from A to D"),
         ({"choices": ["a"]}, "the options must be a list"),
-        ({"question": 3}, "'question' must be a text"),
+        ({"question": 3}, "'question' must be a string"),
     ],
 )
 def test_a_malformed_question_is_refused(tmp_path, changed, says):

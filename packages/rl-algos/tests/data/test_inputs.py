@@ -48,11 +48,9 @@ def test_everything_that_cannot_be_read_is_named_by_its_key():
         "data.validation.data_path",
         "data.default.processor",
     ]
-    assert found["data.train[0].prompt_file"] == (
-        "prompt_file 'no.txt' cannot be read: No such file or directory; name a text file in UTF-8"
-    )
-    assert "did you mean gsm8k?" in found["data.train[1].processor"]
-    assert "evaluated has no rollouts.jsonl" in found["data.train[2].pass_rate.results"]
+    assert all(word in found["data.train[0].prompt_file"] for word in ("'no.txt'", "No such file", "UTF-8"))
+    assert "gsm8k?" in found["data.train[1].processor"]
+    assert all(word in found["data.train[2].pass_rate.results"] for word in ("evaluated", "rollouts.jsonl"))
 
 
 @pytest.mark.parametrize(
@@ -72,7 +70,7 @@ def test_what_can_be_read_is_no_problem(dataset):
 def test_a_prompt_file_without_a_placeholder_is_a_problem(tmp_path):
     (tmp_path / "prompt.txt").write_text("Solve it.")
     found = problems({"train": {"data_path": "rows.jsonl", "prompt_file": "prompt.txt"}})
-    assert "has no placeholder" in found["data.train.prompt_file"]
+    assert "{input}" in found["data.train.prompt_file"]
 
 
 def test_rows_are_not_read(tmp_path):
@@ -85,8 +83,8 @@ def test_tasks_are_checked_if_the_run_scores_them():
     data = {"train": {"dataset_name": "arithmetic"}}
     assert problems(data, eval=EvaluationConfig(tasks=["gsm9k"])) == {}
     found = problems(data, eval=EvaluationConfig.model_validate({"tasks": tasks, "period": 5}))
-    assert "did you mean gsm8k?" in found["eval.tasks[0]"]
-    assert "no data at 'nowhere.jsonl'" in found["eval.tasks[1].dataset.data_path"]
+    assert "gsm8k?" in found["eval.tasks[0]"]
+    assert "'nowhere.jsonl'" in found["eval.tasks[1].dataset.data_path"]
 
 
 def test_an_evaluation_reads_its_tasks_or_the_validation_data_of_its_run():

@@ -59,7 +59,7 @@ def test_a_split_chooses_files_of_a_folder(tmp_path):
     assert rows(tmp_path, "validation") == ROWS[2:]
     with pytest.raises(DataError, match="whose names start with 'test'"):
         rows(tmp_path, "test")
-    with pytest.raises(DataError, match="remove `split`"):
+    with pytest.raises(DataError, match="Remove `split`"):
         rows(tmp_path / "train-0.jsonl", "train")
 
 

@@ -37,14 +37,14 @@ LINES = {
 CHATS = {
     "no messages": ({"answer": "2"}, "no column 'messages'"),
     "a mistyped column": ({"mesages": "a"}, "did you mean mesages"),
-    "messages are a number": ({"messages": 5}, "expected text or a list of messages"),
-    "no message": ({"messages": []}, "expected text or a list of messages"),
-    "messages are null": ({"messages": None}, "expected text or a list of messages"),
+    "messages are a number": ({"messages": 5}, "a list of messages"),
+    "no message": ({"messages": []}, "a list of messages"),
+    "messages are null": ({"messages": None}, "a list of messages"),
     "a message is a text": ({"messages": ["a"]}, "a message needs a `role`"),
     "a role is missing": ({"messages": [{"content": "a"}]}, "a message needs a `role`"),
     "a role is a number": ({"messages": [{"role": 1, "content": "a"}]}, "a message needs a `role`"),
     "no content": ({"messages": [{"role": "user"}]}, "the user message has no `content`"),
-    "content is a number": ({"messages": [{"role": "user", "content": 3}]}, "`content` must be a text"),
+    "content is a number": ({"messages": [{"role": "user", "content": 3}]}, "`content` must be a string"),
     "ShareGPT": ({"messages": [{"from": "human", "value": "a"}]}, "rename `from` and `value`"),
     "info is a text": ({**CHAT, "info": "a"}, "the column 'info' must hold an object"),
 }
@@ -59,7 +59,7 @@ PAIRS = {
     "a completion without verdict": ({"prompt": "a", "completions": [{"completion": "b"}]}, "has neither a `rank`"),
     "the prompt ends with the assistant": (
         {**PAIR, "prompt": [{"role": "assistant", "content": "a"}]},
-        "ends with the assistant's message",
+        "ends with an assistant message",
     ),
 }
 
@@ -67,7 +67,7 @@ PROBLEMS = {
     "no marker": ({"question": "a", "answer": "2"}, "expected `####`"),
     "no question": ({"answer": "#### 2"}, "no column 'question'"),
     "no question and no marker": ({}, "no column 'answer'"),
-    "an answer that is a number": ({"question": "a", "answer": 2}, "'answer' must be a text, got 2"),
+    "an answer that is a number": ({"question": "a", "answer": 2}, "'answer' must be a string, got 2"),
 }
 
 
@@ -104,7 +104,7 @@ def test_a_malformed_record_is_named_or_left_out_and_counted(tmp_path, caplog, g
     assert list(dataset.examples) == ["a.jsonl:train:0", "a.jsonl:train:2"]
     assert dataset.place("a.jsonl:train:2") == f"{path}, line 4"
     [said] = caplog.messages
-    assert said.startswith("a.jsonl: 1 of 3 rows are malformed; left out")
+    assert said.startswith("a.jsonl: 1 of 3 rows are malformed")
     assert f"{path}, line 3: " in said
 
 
@@ -119,12 +119,15 @@ def parquet(tmp_path):
 
 FILES = {
     "a.parquet": (lambda tmp_path: b"PAR1 and no more", "not a Parquet file"),
-    "b.parquet": (lambda tmp_path: damaged(parquet(tmp_path)), "not a Parquet file, or a damaged one"),
+    "b.parquet": (lambda tmp_path: damaged(parquet(tmp_path)), "not a Parquet file, or damaged"),
     "c.parquet": (lambda tmp_path: b"", "not a Parquet file"),
     "d.arrow": (lambda tmp_path: b"no arrow at all", "not an Arrow file"),
     "e.jsonl.gz": (lambda tmp_path: b"no gzip", r"not a .gz file"),
-    "f.jsonl.gz": (lambda tmp_path: damaged(gzip.compress(json.dumps(CHAT).encode() * 999)), "or a damaged one"),
-    "g.jsonl.bz2": (lambda tmp_path: bz2.compress(b"a" * 999)[:20], "not a .bz2 file, or a damaged one"),
+    "f.jsonl.gz": (
+        lambda tmp_path: damaged(gzip.compress(json.dumps(CHAT).encode() * 999)),
+        "not a .gz file, or damaged",
+    ),
+    "g.jsonl.bz2": (lambda tmp_path: bz2.compress(b"a" * 999)[:20], "not a .bz2 file, or damaged"),
     "h.json": (lambda tmp_path: b'[{"a": 1},\n{"a": 2', "h.json, line 2: not a JSON array"),
     "i.jsonl": (lambda tmp_path: b"\n \n", "has no rows"),
 }

@@ -73,7 +73,7 @@ def test_a_message_has_one_form_however_it_is_written(message, read):
         pytest.param({"role": "user", "content": [{"type": "image_url"}]}, "part of type 'image_url'", id="an image"),
         pytest.param({"role": "user", "content": [{"type": "text"}]}, "part of type 'text'", id="a part without text"),
         pytest.param({"role": "user", "content": [3]}, "part of type 'int'", id="a number as part"),
-        pytest.param({"role": "user", "content": {"text": "x"}}, "`content` must be a text", id="an object"),
+        pytest.param({"role": "user", "content": {"text": "x"}}, "`content` must be a string", id="an object"),
         pytest.param({"role": "user", "content": None}, "user message has no `content`", id="null of the user"),
         pytest.param({"role": "User", "content": "x"}, "'User' is not a role; write it as 'user'", id="capitals"),
         pytest.param({"role": "assistant ", "content": "x"}, "write it as 'assistant'", id="white space in a role"),

@@ -67,7 +67,7 @@ def test_rows_are_kept_whose_rate_is_between_the_bounds(tmp_path, results, bound
     if rows:
         assert kept(tmp_path, results, **bounds) == rows
     else:
-        with pytest.raises(DataError, match=r"no row is left; change pass_rate\.above or pass_rate\.below"):
+        with pytest.raises(DataError, match=r"change pass_rate\.above or pass_rate\.below"):
             kept(tmp_path, results, **bounds)
 
 
@@ -90,16 +90,12 @@ def test_a_conversation_with_a_response_is_known_by_its_prompt(tmp_path, results
 def test_results_of_other_prompts_are_refused(tmp_path, results):
     lines = [record("b?", 1, system=[SYSTEM]), record("b?", 0, system=[SYSTEM])]
     (results / ROLLOUTS).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    with pytest.raises(
-        DataError, match="Prompts are compared as texts: evaluate this split, with the same prompt_file"
-    ):
+    with pytest.raises(DataError, match=r"Prompts .*evaluate this split, with the same prompt_file"):
         kept(tmp_path, results)
 
 
 def test_a_folder_without_results_is_refused(tmp_path):
-    with pytest.raises(
-        DataError, match=r"nothing \(pass_rate\.results\) has no rollouts\.jsonl; name the folder of an"
-    ):
+    with pytest.raises(DataError, match=r"nothing \(pass_rate\.results\) .*rollouts\.jsonl.*rl eval"):
         kept(tmp_path, tmp_path / "nothing")
 
 
@@ -116,11 +112,11 @@ def test_an_evaluation_that_broke_off_within_a_line_is_read_up_to_it(tmp_path, r
 @pytest.mark.parametrize(
     ("train", "validation", "says"),
     [
-        ({}, {"pass_rate": {"results": "r"}}, r"validation\.pass_rate: selects training rows"),
+        ({}, {"pass_rate": {"results": "r"}}, r"validation\.pass_rate: .*training"),
         (
             {"dataset_name": "a/b", "data_path": None, "streaming": True, "pass_rate": {"results": "r"}},
             {},
-            r"train\.pass_rate: needs all rows at hand",
+            r"train\.pass_rate: .*`streaming`",
         ),
     ],
 )

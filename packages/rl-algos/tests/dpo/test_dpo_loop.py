@@ -119,7 +119,7 @@ def test_a_loss_that_reads_margins_refuses_pairs_without_one(tmp_path, tokenizer
 
 
 def test_a_validation_of_a_loss_with_several_totals_says_what_it_needs(tmp_path, tokenizer):
-    with pytest.raises(ValueError, match=r"Uncounted\.totals names responses, tokens; a validation's mean"):
+    with pytest.raises(ValueError, match=r"Uncounted\.totals .*responses, tokens"):
         trained(tmp_path, tokenizer, path_of(tmp_path, "Uncounted"))
 
 

@@ -2,6 +2,7 @@ from types import SimpleNamespace
 
 import pytest
 from file_loss import path_of
+from problem_fields import MENTIONS, assert_fields
 
 from rl_algos.data.config import DataConfig
 from rl_algos.dpo import algorithm
@@ -25,7 +26,7 @@ def config(loss=None, *, data=(), batch_size=8, **dpo):
 
 
 def problems(config):
-    return {problem.key: problem.message for check in PLUGIN.checks for problem in check(config)}
+    return {problem.key: problem for check in PLUGIN.checks for problem in check(config)}
 
 
 def test_the_entry_point_leads_to_the_loop():
@@ -98,9 +99,9 @@ def test_an_unknown_loss_names_those_there_are():
     with pytest.raises(ProblemError) as raised:
         dpo_section({"loss": "simp"})
     [problem] = raised.value.problems
-    assert problem.key == "loss.name"
-    assert "did you mean simpo?" in problem.message
-    assert "or a class of yours as package.module:Class or file.py:Class" in problem.message
+    assert_fields(problem, "loss.name", {"got": "simp", "remedy": "Did you mean simpo?"})
+    assert problem.allowed.startswith(", ".join(LOSSES))
+    assert "package.module:Class or file.py:Class" in problem.allowed
 
 
 def test_the_path_of_a_class_is_a_loss_with_its_fields_as_keys(tmp_path):
@@ -115,28 +116,31 @@ def test_the_path_of_a_class_is_a_loss_with_its_fields_as_keys(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "keys", "key", "says"),
+    ("name", "keys", "key", "unused", "mentions"),
     [
-        ("Pairs", {"reference_policy_kl_penalty": 0.2}, "dpo.reference_policy_kl_penalty", "give the class a field"),
-        ("Pairs", {"sft_loss_weight": 0.2}, "dpo.sft_loss_weight", "has no effect on"),
-        ("Judged", {"cache_reference_logprobs": True}, "dpo.cache_reference_logprobs", "has no reference policy"),
-        ("Judged", {"pairing": "all"}, "dpo.pairing", "takes responses one by one"),
-        ("Strange", {}, "dpo.loss.name", "needs advantages; a batch has loss_mask, ref_logprobs, of pairs pair"),
-        ("Torn", {}, "dpo.loss.name", "needs is_chosen of pairs and verdict of single responses"),
-        ("Hot", {}, "dpo.loss.name", "is 0.5; preferences are learned at 1"),
+        ("Pairs", {"reference_policy_kl_penalty": 0.2}, "dpo.reference_policy_kl_penalty", True, ["field", "class"]),
+        ("Pairs", {"sft_loss_weight": 0.2}, "dpo.sft_loss_weight", True, [":Pairs"]),
+        ("Judged", {"cache_reference_logprobs": True}, "dpo.cache_reference_logprobs", True, ["reference policy"]),
+        ("Judged", {"pairing": "all"}, "dpo.pairing", True, ["single"]),
+        ("Strange", {}, "dpo.loss.name", False, ["advantages"]),
+        ("Torn", {}, "dpo.loss.name", False, ["is_chosen", "verdict"]),
+        ("Hot", {}, "dpo.loss.name", False, ["0.5", "temperature 1"]),
     ],
 )
-def test_settings_that_a_loss_of_a_file_does_not_read_are_refused(tmp_path, name, keys, key, says):
-    found = problems(config(path_of(tmp_path, name), **keys))
-    assert list(found) == [key]
-    assert says in found[key]
+def test_settings_that_a_loss_of_a_file_does_not_read_are_refused(tmp_path, name, keys, key, unused, mentions):
+    path = path_of(tmp_path, name)
+    (problem,) = problems(config(path, **keys)).values()
+    assert_fields(problem, key, {"is_unused": unused, MENTIONS: mentions})
+    assert unused or problem.got == path
+    if name == "Strange":
+        assert all(column in problem.allowed for column in ("loss_mask", "ref_logprobs", "pair", "verdict"))
 
 
 def test_a_loss_of_a_file_that_cannot_be_made_is_refused(tmp_path):
     chosen = config({"name": path_of(tmp_path, "Pairs"), "target": -1.0})
-    assert "target must not be negative, got -1.0" in problems(chosen)["dpo.loss"]
+    assert "target must not be negative, got -1.0" in problems(chosen)["dpo.loss"].reason
     assert not PLUGIN.models(chosen)["policy"].spec.keeps_reference
-    for name, says in (("Plain", "is not a dataclass"), ("Pear", "has no 'Pear'")):
+    for name, says in (("Plain", r":Plain .*dataclass"), ("Pear", "'Pear'")):
         with pytest.raises(ProblemError, match=says):
             dpo_section({"loss": path_of(tmp_path, name)})
     with pytest.raises(ProblemError, match="absent"):

@@ -60,11 +60,11 @@ def test_many_samples_with_different_answers_are_quick_to_count():
 
 @pytest.mark.parametrize("k", [0, 4])
 def test_a_k_beyond_the_samples_is_refused(k):
-    with pytest.raises(ValueError, match="between 1 and the number of samples, 3"):
+    with pytest.raises(ValueError, match=r"samples \(3\)"):
         pass_at_k(3, 1, k)
-    with pytest.raises(ValueError, match="between 1 and the number of samples, 3"):
+    with pytest.raises(ValueError, match=r"samples \(3\)"):
         consensus_at_k(["a"] * 3, [1.0] * 3, k)
-    with pytest.raises(ValueError, match="2 answers and 1 scores"):
+    with pytest.raises(ValueError, match="2 answers but 1 scores"):
         consensus_at_k(["a", "b"], [1.0], 1)
     with pytest.raises(ValueError, match="num_passed"):
         pass_at_k(3, 4, 1)

@@ -162,7 +162,7 @@ def test_a_larger_batch_of_dynamic_sampling_takes_fewer_rounds_and_sets_the_surp
 
 
 def test_dynamic_sampling_that_finds_nothing_says_what_to_do():
-    with pytest.raises(DataError, match=r"0 of 2 groups .* in 3 rounds; raise grpo.dynamic_sampling_max_gen_batches"):
+    with pytest.raises(DataError, match=r"0 of 2 groups .* 3 rounds.*grpo.dynamic_sampling_max_gen_batches"):
         run_loop(FakeRun(), reward=lambda *_: 1.0, use_dynamic_sampling=True, dynamic_sampling_max_gen_batches=3)
 
 

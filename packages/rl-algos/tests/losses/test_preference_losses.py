@@ -222,7 +222,7 @@ def test_equal_rewards_are_half_right():
 
 
 def test_a_pair_that_is_torn_apart_is_refused():
-    with pytest.raises(ValueError, match="1 of 4 pairs have not one chosen and one rejected"):
+    with pytest.raises(ValueError, match="1 of 4 pairs"):
         PreferenceLoss(DPO()).totals(make_batch().select(range(7)))
     both_chosen = make_batch().with_columns({"is_chosen": np.ones(8, np.uint8)})
     with pytest.raises(ValueError, match="4 of 4 pairs"):

@@ -1,10 +1,9 @@
 """What a config's sections become."""
 
-import re
 from types import SimpleNamespace
-from unittest.mock import ANY
 
 import pytest
+from problem_fields import MENTIONS, assert_fields
 
 from rl_algos.data.config import DataConfig, DatasetConfig
 from rl_algos.grpo.config import GRPOConfig
@@ -104,7 +103,7 @@ def problems(config, **sampling):
     config.policy.max_total_sequence_length = 64
     config.policy.generation = GenerationConfig(backend="none", temperature=0.7, max_new_tokens=8, **sampling)
     config.data = DataConfig(train=DatasetConfig(dataset_name="arithmetic"))
-    return [(problem.key, problem.message) for problem in check(config)]
+    return list(check(config))
 
 
 def test_a_class_of_a_file_is_the_loss_with_its_settings_and_the_temperature_of_sampling(custom):
@@ -121,8 +120,9 @@ def test_a_loss_reads_the_tokens_that_training_samples_from(custom, sampling):
         assert problems(config, **sampling) == []
         assert loss_of(config, config.grpo).reads[0].token_filter == expected
     found = problems(custom(), **sampling)
-    assert [key for key, _ in found] == [f"policy.generation.{key}" for key in sampling]
-    assert all("give the class a field `token_filter`" in message for _, message in found)
+    assert [problem.key for problem in found] == [f"policy.generation.{key}" for key in sampling]
+    assert [problem.got for problem in found] == list(sampling.values())
+    assert all("`token_filter`" in problem.remedy for problem in found)
 
 
 def test_what_the_parts_read_before_the_update_is_read():
@@ -139,41 +139,48 @@ def test_a_policy_keeps_its_reference_if_the_loss_reads_it(custom, column, keeps
 
 
 def test_what_does_not_go_with_a_loss_is_found_before_anything_starts(custom):
-    assert problems(custom("values")) == [("loss_fn.name", ANY)]
-    assert "needs values; a batch has loss_mask, advantages" in problems(custom("values"))[0][1]
-    ((key, message),) = problems(custom(beta=-1.0))
-    assert key == "loss_fn"
-    assert message.endswith("beta must not be negative, got -1.0")
+    (problem,) = problems(custom("values"))
+    assert_fields(problem, "loss_fn.name", {MENTIONS: ["values"]})
+    assert all(column in problem.allowed for column in ("loss_mask", "advantages"))
+    (problem,) = problems(custom(beta=-1.0))
+    assert problem.key == "loss_fn"
+    assert problem.reason.endswith("beta must not be negative, got -1.0")
     config = custom(beta=-1.0)
     assert columns_of(config, config.grpo) == frozenset()
-    ((key, message),) = problems(custom(kind="Fixed"))
-    assert key == "policy.generation.temperature"
-    assert "give the class a field `temperature`" in message
+    (problem,) = problems(custom(kind="Fixed"))
+    assert_fields(problem, "policy.generation.temperature", {"got": 0.7, MENTIONS: ["`temperature`"]})
 
 
 @pytest.mark.parametrize(
-    ("estimator", "grpo", "loss", "key", "says"),
+    ("estimator", "grpo", "loss", "key", "mentions"),
     [
-        ({"name": "pass_at_k", "k": 3}, {}, {}, "grpo.adv_estimator.k", "3 must be from 1 to .*, 2"),
-        ({"name": "grpo"}, {"batch_multiplier": 2.0}, {}, "grpo.batch_multiplier", "without use_dynamic_sampling"),
-        ({"name": "drgrpo"}, {"normalize_rewards": False}, {}, "grpo.normalize_rewards", "no effect .* drgrpo"),
-        ({"name": "maxrl"}, {}, {"kl": {"in_reward": True}}, "loss_fn.kl.in_reward", "no effect .* maxrl"),
+        ({"name": "grpo"}, {"batch_multiplier": 2.0}, {}, "grpo.batch_multiplier", "use_dynamic_sampling=true"),
+        ({"name": "drgrpo"}, {"normalize_rewards": False}, {}, "grpo.normalize_rewards", "drgrpo"),
+        ({"name": "maxrl"}, {}, {"kl": {"in_reward": True}}, "loss_fn.kl.in_reward", "maxrl"),
         (
             {"name": "gdpo"},
             {"reward_shaping": RewardShapingConfig(enabled=True)},
             {},
             "grpo.reward_shaping.enabled",
-            "gdpo, which reads rewards as they are",
+            "gdpo",
         ),
     ],
 )
-def test_what_an_estimator_does_not_read_is_refused(estimator, grpo, loss, key, says):
+def test_what_an_estimator_does_not_read_is_refused(estimator, grpo, loss, key, mentions):
     config = make_config(8, **loss)
     section = estimator_section(estimator["name"])(**estimator)
     config.grpo = config.grpo.model_copy(update={"adv_estimator": section, **grpo})
-    ((found, message),) = problems(config)
-    assert found == key
-    assert re.search(says, message), message
+    (problem,) = problems(config)
+    assert_fields(problem, key, {"is_unused": True, MENTIONS: [mentions]})
+
+
+def test_k_is_at_most_the_number_of_rollouts_of_a_prompt():
+    config = make_config(8)
+    section = estimator_section("pass_at_k")(name="pass_at_k", k=3)
+    config.grpo = config.grpo.model_copy(update={"adv_estimator": section})
+    (problem,) = problems(config)
+    allowed = "int from 1 to grpo.num_generations_per_prompt (2)"
+    assert_fields(problem, "grpo.adv_estimator.k", {"got": 3, "allowed": allowed})
 
 
 def test_several_passes_read_the_policy_before_the_first_and_need_a_ratio():
@@ -186,27 +193,24 @@ def test_several_passes_read_the_policy_before_the_first_and_need_a_ratio():
     assert problems(twice) == []
     assert "prev_logprobs" not in objective_of(once, once.grpo).columns
     assert "prev_logprobs" in objective_of(twice, twice.grpo).columns
-    ((key, message),) = problems(with_passes(2, surrogate=Reinforce()))
-    assert key == "grpo.num_iterations"
-    assert "2 passes need a ratio" in message
-    ((key, message),) = problems(with_passes(2, force_on_policy_ratio=True))
-    assert key == "loss_fn.force_on_policy_ratio"
-    assert message.endswith("remove it")
+    (problem,) = problems(with_passes(2, surrogate=Reinforce()))
+    assert_fields(problem, "grpo.num_iterations", {"got": 2, MENTIONS: ["reinforce", "loss_fn.surrogate"]})
+    (problem,) = problems(with_passes(2, force_on_policy_ratio=True))
+    assert_fields(problem, "loss_fn.force_on_policy_ratio", {"got": True, "remedy": "Remove this key"})
 
 
 @pytest.mark.parametrize(
-    ("grpo", "loss", "key", "says"),
+    ("grpo", "loss", "key", "mentions"),
     [
-        ({"reference_sync_period": 4}, {"kl": {"weight": 0.0}}, "reference_sync_period", "no reference"),
-        ({"reference_mixup_alpha": 0.6}, {}, "reference_mixup_alpha", "no effect without reference_sync_period"),
+        ({"reference_sync_period": 4}, {"kl": {"weight": 0.0}}, "reference_sync_period", "loss_fn.kl.weight"),
+        ({"reference_mixup_alpha": 0.6}, {}, "reference_mixup_alpha", "grpo.reference_sync_period=0"),
     ],
 )
-def test_a_reference_that_could_not_move_or_that_nothing_reads_is_refused(grpo, loss, key, says):
+def test_a_reference_that_could_not_move_or_that_nothing_reads_is_refused(grpo, loss, key, mentions):
     config = make_config(8, **loss)
     config.grpo = config.grpo.model_copy(update=grpo)
-    ((found, message),) = problems(config)
-    assert found == f"grpo.{key}"
-    assert says in message
+    (problem,) = problems(config)
+    assert_fields(problem, f"grpo.{key}", {"is_unused": True, MENTIONS: [mentions]})
 
 
 def test_a_reference_may_follow_the_policy():
@@ -217,10 +221,10 @@ def test_a_reference_may_follow_the_policy():
 
 @pytest.mark.parametrize(
     ("kind", "says"),
-    [("Half", "lacks reads, temperature, implementation, totals"), ("Plain", "is not a dataclass")],
+    [("Half", "Half .*reads, temperature, implementation, totals"), ("Plain", "Plain .*dataclass")],
 )
 def test_what_cannot_be_a_loss_is_refused(custom, kind, says):
     with pytest.raises(ValueError, match=says):
         custom(kind=kind)
-    with pytest.raises(ValueError, match=r"got 'polcy'; allowed: policy, or a class of yours"):
+    with pytest.raises(ValueError, match=r'got "polcy"; allowed: policy, or .*package\.module:Class or file\.py:Class'):
         loss_section("polcy")

@@ -1,9 +1,9 @@
 """Which settings of the policy loss go together, and what is said of those that do not."""
 
-import re
 from types import SimpleNamespace
 
 import pytest
+from problem_fields import MENTIONS, assert_fields
 
 from rl_algos.grpo.config import GRPOConfig
 from rl_algos.losses.surrogates import SURROGATES
@@ -27,91 +27,110 @@ def configured(written) -> LossConfig:
 
 
 def problems(written):
-    """Keys and messages of what a section refuses, or else of what does not go together."""
+    """Problems of what a section refuses, or else of what does not go together."""
     kind = assemble("Root", {"loss_fn": loss_fn_section(written)})
     raw = load({"loss_fn": written})
     try:
         resolve(raw, kind, checks=[lambda config: policy_loss_problems(config.loss_fn)])
     except ConfigProblems as error:
-        return [(key.removeprefix("loss_fn."), message) for key, message in error.problems]
+        return [problem.at(problem.key.removeprefix("loss_fn.")) for problem in error.problems]
     return []
 
 
 REFUSED = [
     # GSPO has one ratio per sequence
-    ({"surrogate": "gspo"}, "aggregation.name", "gspo does not go with .* token-mean"),
     (
-        {"surrogate": "gspo", "aggregation": "token-mean"},
+        {"surrogate": "gspo"},
         "aggregation.name",
-        "set loss_fn.aggregation to sequence-mean or",
+        {"got": "token-mean", "allowed": "sequence-mean, sequence-mean-token-sum", MENTIONS: ["gspo"]},
     ),
-    (GSPO | {"importance": {"level": "token"}}, "importance.level", "one ratio per sequence"),
+    ({"surrogate": "gspo", "aggregation": "token-sum"}, "aggregation.name", {"got": "token-sum"}),
+    (GSPO | {"importance": {"level": "token"}}, "importance.level", {"got": "token", "allowed": "sequence"}),
     (
         GSPO | {"importance": {"truncation": "seq-mask-tis", "high": 2.0}},
         "importance.truncation",
-        "use tis or icepop",
+        {"got": "seq-mask-tis", "allowed": "tis, icepop"},
     ),
     # CISPO
-    ({"surrogate": "cispo", "force_on_policy_ratio": True}, "force_on_policy_ratio", "use surrogate=reinforce"),
-    ({"surrogate": "cispo", "aggregation": "sequence-mean"}, "aggregation.name", "cispo does not go with"),
-    ({"surrogate": {"name": "cispo", "dual_clip": 3.0}}, "surrogate.dual_clip", "no such key"),
-    ({"surrogate": {"name": "sapo", "clip_high": 0.28}}, "surrogate.clip_high", "no such key"),
-    ({"surrogate": {"name": "dppo-tv", "threshold": 0.0}}, "surrogate.threshold", "got 0.0; allowed: float > 0"),
-    ({"surrogate": {"name": "clip-cov", "low": 6.0}}, "surrogate.low", "6.0 is above high, which is 5.0"),
-    ({"surrogate": "kl-cov", "force_on_policy_ratio": True}, "force_on_policy_ratio", "which kl-cov needs"),
+    (
+        {"surrogate": "cispo", "force_on_policy_ratio": True},
+        "force_on_policy_ratio",
+        {"got": True, MENTIONS: ["cispo", "loss_fn.surrogate=reinforce"]},
+    ),
+    (
+        {"surrogate": "cispo", "aggregation": "sequence-mean"},
+        "aggregation.name",
+        {"got": "sequence-mean", MENTIONS: ["cispo"]},
+    ),
+    ({"surrogate": {"name": "cispo", "dual_clip": 3.0}}, "surrogate.dual_clip", {MENTIONS: ["no such key"]}),
+    ({"surrogate": {"name": "sapo", "clip_high": 0.28}}, "surrogate.clip_high", {MENTIONS: ["no such key"]}),
+    (
+        {"surrogate": {"name": "dppo-tv", "threshold": 0.0}},
+        "surrogate.threshold",
+        {"got": 0.0, "allowed": "float > 0"},
+    ),
+    ({"surrogate": {"name": "clip-cov", "low": 6.0}}, "surrogate.low", {"got": 6.0, MENTIONS: ["high (5.0)"]}),
+    ({"surrogate": "kl-cov", "force_on_policy_ratio": True}, "force_on_policy_ratio", {MENTIONS: ["kl-cov"]}),
     (
         {"surrogate": "gmpo", "aggregation": "sequence-mean", "filters": {"top_entropy_share": 0.2}},
         "filters.top_entropy_share",
-        "belongs to its whole sequence",
+        {"got": 0.2, MENTIONS: ["gmpo"]},
     ),
     # aggregation
-    ({"aggregation": {"divisor": 512.0}}, "aggregation.divisor", "no effect with the aggregation token-mean"),
+    ({"aggregation": {"divisor": 512.0}}, "aggregation.divisor", {"is_unused": True, MENTIONS: ["token-mean"]}),
     # KL
-    ({"kl": {"estimator": "k1"}}, "kl.estimator", "no gradient in expectation"),
-    ({"kl": {"estimator": "k2", "unbiased": True}}, "kl.unbiased", "exact gradient by itself"),
-    ({"kl": {"weight": 0.0, "in_reward": True}}, "kl.in_reward", "no effect with weight=0"),
-    ({"kl": {"in_reward": True, "unbiased": True}}, "kl.unbiased", "penalty on rewards does not have"),
-    ({"kl": {"weight": 0.0, "target": 0.1}}, "kl.target", "set weight above 0"),
+    ({"kl": {"estimator": "k1"}}, "kl.estimator", {"got": "k1", MENTIONS: ["unbiased=true", "in_reward=true", "k3"]}),
+    ({"kl": {"estimator": "k2", "unbiased": True}}, "kl.unbiased", {"is_unused": False, MENTIONS: ["k2", "k3"]}),
+    ({"kl": {"weight": 0.0, "in_reward": True}}, "kl.in_reward", {"is_unused": True, MENTIONS: ["weight=0"]}),
+    ({"kl": {"in_reward": True, "unbiased": True}}, "kl.unbiased", {"is_unused": True, MENTIONS: ["in_reward=true"]}),
+    ({"kl": {"weight": 0.0, "target": 0.1}}, "kl.target", {"got": 0.1, MENTIONS: ["weight"]}),
     # the denominator of the ratio
-    ({"ratio_denominator": "generation", "surrogate": "reinforce"}, "ratio_denominator", "which has no ratio"),
-    (TIS | {"ratio_denominator": "generation"}, "importance", "set only one of them"),
+    (
+        {"ratio_denominator": "generation", "surrogate": "reinforce"},
+        "ratio_denominator",
+        {"is_unused": True, MENTIONS: ["reinforce"]},
+    ),
+    (TIS | {"ratio_denominator": "generation"}, "importance", {MENTIONS: ["ratio_denominator=generation"]}),
     (
         {"ratio_denominator": "generation", "force_on_policy_ratio": True},
         "force_on_policy_ratio",
-        "which it is not to generation",
+        {"got": True, MENTIONS: ["ratio_denominator=generation"]},
     ),
     # importance correction
-    ({"importance": {"low": 3.0, "high": 2.0}}, "importance.low", "no weight would be left"),
-    ({"importance": {"truncation": "icepop"}}, "importance.high", "needs an upper bound"),
+    ({"importance": {"low": 3.0, "high": 2.0}}, "importance.low", {"got": 3.0, MENTIONS: ["high (2.0)"]}),
+    ({"importance": {"truncation": "icepop"}}, "importance.high", {MENTIONS: ["icepop"]}),
     (
         {"importance": {"batch_normalize": True}, "aggregation": "token-sum"},
         "importance.batch_normalize",
-        "nothing to divide by",
+        {"is_unused": True, MENTIONS: ["token-sum"]},
     ),
     (
         {"importance": {"batch_normalize": True}, "force_on_policy_ratio": True},
         "force_on_policy_ratio",
-        "which importance.batch_normalize needs",
+        {"got": True, MENTIONS: ["importance.batch_normalize"]},
     ),
-    ({"importance": {"rejection": {}}}, "importance.rejection.high", "without a bound"),
-    ({"importance": {"rejection": {"estimator": "k3", "low": 0.1}}}, "importance.rejection.low", "never negative"),
+    ({"importance": {"rejection": {}}}, "importance.rejection.high", {"is_unused": False, MENTIONS: ["must be set"]}),
+    (
+        {"importance": {"rejection": {"estimator": "k3", "low": 0.1}}},
+        "importance.rejection.low",
+        {"got": 0.1, MENTIONS: ["k1", "k3"]},
+    ),
     (
         {"importance": {"rejection": {"estimator": "k1", "low": 0.2, "high": 0.1}}},
         "importance.rejection.low",
-        "above high",
+        {"got": 0.2, MENTIONS: ["high (0.1)"]},
     ),
     # staleness
-    ({"staleness": {"decay": 1.0}}, "staleness.decay", "allowed: float > 0 and < 1"),
+    ({"staleness": {"decay": 1.0}}, "staleness.decay", {"got": 1.0, "allowed": "float > 0 and < 1"}),
 ]
 
 
 @pytest.mark.parametrize(
-    ("written", "key", "says"), REFUSED, ids=[f"{key}-{i}" for i, (_, key, _) in enumerate(REFUSED)]
+    ("written", "key", "fields"), REFUSED, ids=[f"{key}-{i}" for i, (_, key, _) in enumerate(REFUSED)]
 )
-def test_what_contradicts_itself_or_has_no_effect_is_refused_with_the_reason(written, key, says):
-    ((found, message),) = problems(written)
-    assert found == key
-    assert re.search(says, message), message
+def test_what_contradicts_itself_or_has_no_effect_is_refused_with_the_reason(written, key, fields):
+    (problem,) = problems(written)
+    assert_fields(problem, key, fields)
 
 
 ACCEPTED = [
@@ -161,8 +180,11 @@ def test_every_surrogate_is_chosen_by_its_name_with_its_settings(name):
 def test_a_setting_of_another_surrogate_and_an_unknown_one_are_refused():
     with pytest.raises(ValueError, match="tau_positive"):
         configured({"surrogate": {"name": "clip", "tau_positive": 1.0}})
-    with pytest.raises(ProblemError, match=r"surrogate.name: got 'sappo'; did you mean sapo\?; allowed: clip, gspo"):
+    with pytest.raises(ProblemError) as refused:
         configured({"surrogate": "sappo"})
+    (problem,) = refused.value.problems
+    fields = {"got": "sappo", "allowed": ", ".join(SURROGATES), "remedy": "Did you mean sapo?"}
+    assert_fields(problem, "surrogate.name", fields)
 
 
 def ahead(loss_fn):
@@ -176,7 +198,7 @@ def ahead(loss_fn):
         loss_fn=loss_fn,
         policy=SimpleNamespace(train_global_batch_size=8, generation=GenerationConfig()),
     )
-    return [(problem.key, problem.message) for problem in loss_problems(config, config.grpo)]
+    return list(loss_problems(config, config.grpo))
 
 
 @pytest.mark.parametrize("written", [TIS, {"ratio_denominator": "generation"}])
@@ -193,14 +215,13 @@ def test_weights_by_age_need_rollouts_that_run_ahead():
         policy=SimpleNamespace(train_global_batch_size=8, generation=GenerationConfig()),
     )
     (problem,) = loss_problems(config, config.grpo)
-    assert problem.key == "loss_fn.staleness"
-    assert "grpo.async_grpo.enabled=true" in problem.message
+    assert_fields(problem, "loss_fn.staleness", {"is_unused": True, MENTIONS: ["grpo.async_grpo.enabled=true"]})
 
 
 def test_a_loss_that_does_not_correct_is_refused_for_older_rollouts():
-    ((key, message),) = ahead(configured({}))
-    assert key == "loss_fn.importance"
-    assert message.startswith("grpo.async_grpo lets rollouts be 2 steps old, for which the loss does not correct")
+    (problem,) = ahead(configured({}))
+    mentions = ["grpo.async_grpo", "2 steps", "loss_fn.importance.high=2", "loss_fn.ratio_denominator=generation"]
+    assert_fields(problem, "loss_fn.importance", {"is_unused": False, MENTIONS: mentions})
 
 
 @pytest.mark.parametrize("reads", [True, False])
@@ -209,7 +230,7 @@ def test_a_loss_of_ones_own_takes_older_rollouts_if_it_reads_their_logprobs(tmp_
     (tmp_path / "mine.py").write_text(LOSS_CLASS.format(columns=columns))
     written = {"name": f"{tmp_path}/mine.py:Mine"}
     found = ahead(loss_fn_section(written).model_validate(written))
-    assert [key for key, _ in found] == ([] if reads else ["loss_fn.name"])
+    assert [problem.key for problem in found] == ([] if reads else ["loss_fn.name"])
 
 
 @pytest.mark.parametrize("reads", [True, False])

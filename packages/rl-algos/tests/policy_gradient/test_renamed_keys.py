@@ -18,11 +18,11 @@ def test_an_old_key_is_answered_with_a_key_that_exists(key):
     root = assemble("Root", {"loss_fn": loss_fn_section(written)})
     with pytest.raises(ConfigProblems) as refused:
         resolve(load({"loss_fn": written}), root)
-    ((found, message),) = refused.value.problems
-    assert found == f"loss_fn.{key}"
-    named = re.match(r"is now ([\w.]+)", message)
+    (problem,) = refused.value.problems
+    assert problem.key == f"loss_fn.{key}"
+    named = re.search(r"loss_fn\.[\w.]+", problem.message)
     assert named is not None
-    assert named[1] in set(all_keys(root, {}))
+    assert named[0] in set(all_keys(root, {}))
 
 
 def test_a_surrogate_that_replaces_a_switch_is_one():

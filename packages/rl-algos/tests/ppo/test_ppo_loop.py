@@ -151,5 +151,5 @@ def test_validation_and_the_end_of_the_data_are_those_of_every_loop():
 
 def test_dynamic_sampling_needs_groups():
     run = FakeRun()
-    with pytest.raises(DataError, match=r"raise ppo.dynamic_sampling_max_gen_batches"):
+    with pytest.raises(DataError, match=r"ppo.dynamic_sampling_max_gen_batches"):
         run_loop(run, use_dynamic_sampling=True, dynamic_sampling_max_gen_batches=2)

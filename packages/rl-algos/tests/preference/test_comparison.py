@@ -55,7 +55,7 @@ def test_a_pair_is_a_good_and_a_bad_response():
 @pytest.mark.parametrize(
     ("ask", "says"),
     [
-        (lambda: comparisons(example(), "all"), "needs two responses, and the row has 0; give `chosen`"),
+        (lambda: comparisons(example(), "all"), "needs two responses, but the row has 0. Add `chosen`"),
         (lambda: comparisons(example(said("a", rank=0), said("b")), "all"), "the responses have no order"),
         (lambda: verdicts(example(), "label"), "the row has no responses"),
         (lambda: verdicts(example(said("a", score=1.0)), "label"), "the row has no `label`"),

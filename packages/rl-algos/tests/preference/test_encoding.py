@@ -46,5 +46,5 @@ def test_a_template_that_renders_the_prompt_anew_is_refused():
         "{% for m in messages %}<|{{ m.role }}|>{{ m.content if loop.last else '...' }}<|end|>{% endfor %}"
         "{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
-    with pytest.raises(DataError, match=r"renders the messages before message 3 in another way"):
+    with pytest.raises(DataError, match="renders the messages before message 3"):
         encode_response(with_template(rewriting), [USER, TWO, USER], [TWO])

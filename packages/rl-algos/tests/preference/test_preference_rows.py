@@ -136,7 +136,7 @@ def test_rows_without_a_preference_are_left_out_and_counted(tmp_path, tokenizer,
     with caplog.at_level(logging.WARNING):
         rows = pairs(tmp_path, tokenizer, [PAIR, tie, PAIR])
     assert [row.id for row in rows] == ["a.jsonl:train:0", "a.jsonl:train:2"]
-    assert "1 of 3 rows have no response that is better than another" in caplog.text
+    assert "1 of 3 rows are excluded" in caplog.text
     with pytest.raises(DataError, match=r"'a\.jsonl' has no pairs"):
         pairs(tmp_path, tokenizer, [tie])
 

@@ -19,7 +19,7 @@ def config(**rm):
 
 
 def problems(config):
-    return {problem.key: problem.message for check in PLUGIN.checks for problem in check(config)}
+    return {problem.key: problem for check in PLUGIN.checks for problem in check(config)}
 
 
 def test_the_entry_point_leads_to_the_loop():
@@ -43,7 +43,8 @@ def test_the_loss_is_as_configured():
     "unused", [{"margin": "scale"}, {"center_rewards_coefficient": 0.1}, {"pairing": "all"}], ids=str
 )
 def test_regression_refuses_settings_of_pairs(unused):
-    assert list(problems(config(loss="regression", **unused))) == [f"rm.{next(iter(unused))}"]
+    ((key, problem),) = problems(config(loss="regression", **unused)).items()
+    assert (key, problem.is_unused) == (f"rm.{next(iter(unused))}", True)
 
 
 @pytest.mark.parametrize(("loss", "unit"), [("bradley-terry", "num_pairs"), ("regression", "num_responses")])

@@ -234,9 +234,9 @@ def test_an_evaluation_without_a_prompt_that_fits_is_refused(file, tokenizer):
 
 
 def test_without_tasks_and_validation_data_there_is_nothing_to_score(file):
-    with pytest.raises(ConfigError, match="name tasks, such as --tasks gsm8k"):
+    with pytest.raises(ConfigError, match=r"eval.tasks: .*--tasks gsm8k"):
         evaluation_of(make_config())
-    with pytest.raises(ConfigError, match="mine is given more than once"):
+    with pytest.raises(ConfigError, match=r"eval.tasks: mine "):
         evaluation_of(make_config(tasks=[mine(file), mine(file)]))
 
 
@@ -310,7 +310,7 @@ def test_tasks_by_name():
     assert task_named("reasoning_gym/chain_sum").dataset.settings["task"] == "chain_sum"
     assert task_named("arithmetic").dataset.dataset_name == "arithmetic"
     assert task_named("someone/something").dataset.dataset_name == "someone/something"
-    with pytest.raises(ConfigError, match="no task 'gsm8'; did you mean gsm8k"):
+    with pytest.raises(ConfigError, match="'gsm8' is not a task; did you mean gsm8k"):
         task_named("gsm8")
 
 
@@ -361,7 +361,8 @@ def test_a_file_is_read_and_scored_as_the_runs_own_rows_are(file):
     ],
 )
 def test_settings_of_files_that_have_no_effect_are_refused(tasks, default, key):
-    assert [problem.key for problem in evaluation_problems(make_config(tasks=tasks, default=default))] == [key]
+    (problem,) = evaluation_problems(make_config(tasks=tasks, default=default))
+    assert (problem.key, problem.is_unused) == (key, True)
     assert not list(evaluation_problems(make_config(tasks=["gsm8k", "sums.jsonl"], default={"env_name": "math"})))
 
 
@@ -380,9 +381,9 @@ def test_rows_of_a_file_are_rolled_out_and_those_that_nothing_scores_are_refused
     with pytest.raises(DataError, match=r"line 2: no column 'messages'.*\(as eval.default.KEY=VALUE\)"):
         evaluation_of(make_config(tasks=[str(file)]))
     file.write_text('{"prompt": "1+1=", "answer": "2"}\n')
-    with pytest.raises(DataError, match=r"line 1: the row names no environment .*; set eval\.default\.env_name"):
+    with pytest.raises(DataError, match=r"line 1: .*no environment .*; set eval\.default\.env_name"):
         evaluation_of(make_config(tasks=[str(file)]))
     evaluation_of(make_config(tasks=[str(file)], default={"env_name": "math"}))
     file.write_text('{"prompt": "1+1=", "answer": NaN}\n')
-    with pytest.raises(DataError, match="line 1: its answer is nan, which no response can equal"):
+    with pytest.raises(DataError, match="line 1: its answer is nan"):
         evaluation_of(make_config(tasks=[str(file)], default={"env_name": "math"}))

@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+from problem_fields import MENTIONS, assert_fields
 
 from rl_algos.distillation.config import DistillationConfig
 from rl_algos.grpo.config import GRPOConfig
@@ -24,15 +25,15 @@ def problems(algorithm, *, colocated=APART, num_datasets=1, **generation):
     )
     data = SimpleNamespace(sections=list, validation_datasets=[], train_datasets=[None] * num_datasets)
     config = SimpleNamespace(section=algorithm, policy=policy, data=data, env=None)
-    return {problem.key: problem.message for problem in rollout_problems(config)}
+    return {problem.key: problem for problem in rollout_problems(config)}
 
 
 @pytest.mark.parametrize("kind", [GRPOConfig, PPOConfig, DistillationConfig])
 def test_rolling_out_ahead_needs_devices_of_its_own(kind):
     assert problems(kind(async_grpo=AHEAD)) == {}
-    ((key, message),) = problems(kind(async_grpo=AHEAD), colocated=ColocatedConfig()).items()
-    assert key == f"{kind.section}.async_grpo.enabled"
-    assert "policy.generation.colocated.enabled=false" in message
+    (problem,) = problems(kind(async_grpo=AHEAD), colocated=ColocatedConfig()).values()
+    fields = {"got": True, MENTIONS: ["policy.generation.colocated.enabled=false"]}
+    assert_fields(problem, f"{kind.section}.async_grpo.enabled", fields)
 
 
 def test_an_age_of_0_shares_devices_as_the_synchronous_run_does():
@@ -51,9 +52,10 @@ def test_updates_in_flight_are_accepted_ahead_of_training_and_refused_without_ef
         AsyncConfig(in_flight_weight_updates=True),
         AsyncConfig(enabled=True, max_trajectory_age_steps=0, in_flight_weight_updates=True),
     ):
-        ((key, message),) = problems(kind(async_grpo=settings)).items()
-        assert key == f"{kind.section}.async_grpo.in_flight_weight_updates"
-        assert "has no effect in a synchronous run" in message
+        (problem,) = problems(kind(async_grpo=settings)).values()
+        section = f"{kind.section}.async_grpo"
+        fields = {"is_unused": True, MENTIONS: [f"{section}.enabled=true", "max_trajectory_age_steps"]}
+        assert_fields(problem, f"{section}.in_flight_weight_updates", fields)
 
 
 def test_updates_in_flight_need_devices_of_their_own():
@@ -72,32 +74,37 @@ def test_keys_and_values_are_kept_by_engines_that_can(monkeypatch):
     config = GRPOConfig(async_grpo=KEPT)
     assert config.keeps_cache
     assert problems(config, backend="vllm") == {}
-    assert "hf computes the keys and values of an interrupted request anew" in problems(config, backend="hf")[KEY]
-    assert "lora_sync=merged" in problems(config, backend="vllm", lora_sync="adapter")[KEY]
+    refused = problems(config, backend="hf")[KEY]
+    assert_fields(refused, KEY, {"got": False, MENTIONS: ["hf", "policy.generation.backend=vllm"]})
+    refused = problems(config, backend="vllm", lora_sync="adapter")[KEY]
+    assert_fields(refused, KEY, {"is_unused": True, MENTIONS: ["lora_sync=merged"]})
 
 
 @pytest.mark.parametrize("changed", [{"in_flight_weight_updates": False}, {"max_trajectory_age_steps": 0}])
 def test_keys_and_values_are_kept_over_updates_in_flight_alone(changed):
     config = GRPOConfig(async_grpo=KEPT.model_copy(update=changed))
-    assert "has no effect" in problems(config)[KEY]
+    assert problems(config)[KEY].is_unused
     assert not config.keeps_cache
 
 
 def test_an_age_without_effect_is_refused():
     found = problems(GRPOConfig(async_grpo=AsyncConfig(max_trajectory_age_steps=2)))
-    assert found == {"grpo.async_grpo.max_trajectory_age_steps": "has no effect without grpo.async_grpo.enabled=true"}
+    (problem,) = found.values()
+    fields = {"is_unused": True, MENTIONS: ["grpo.async_grpo.enabled=true"]}
+    assert_fields(problem, "grpo.async_grpo.max_trajectory_age_steps", fields)
 
 
 @pytest.mark.parametrize("kind", [GRPOConfig, PPOConfig])
 def test_a_curriculum_needs_several_datasets(kind):
     config = kind(curriculum=CurriculumConfig(enabled=True, window=8))
     assert problems(config, num_datasets=2) == {}
-    ((key, message),) = problems(config).items()
-    assert key == f"{kind.section}.curriculum.enabled"
-    assert "chooses among training datasets, and there is one" in message
+    (problem,) = problems(config).values()
+    fields = {"got": True, MENTIONS: ["data.train", "data.train.pass_rate"]}
+    assert_fields(problem, f"{kind.section}.curriculum.enabled", fields)
 
 
 def test_keys_of_a_curriculum_without_effect_are_refused():
     found = problems(GRPOConfig(curriculum=CurriculumConfig(window=8, floor=0.5)), num_datasets=2)
     assert set(found) == {"grpo.curriculum.window", "grpo.curriculum.floor"}
-    assert found["grpo.curriculum.window"] == "has no effect without grpo.curriculum.enabled=true"
+    for key, problem in found.items():
+        assert_fields(problem, key, {"is_unused": True, MENTIONS: ["grpo.curriculum.enabled=true"]})

@@ -26,9 +26,9 @@ def config(**sampling):
 def test_an_algorithm_that_reads_logprobs_of_all_tokens_samples_from_all(sampling):
     plugin = rollout_algorithm("mine", sections={}, implementation="mine:Mine", models=lambda _: {})
     assert whole_distribution in plugin.checks
-    assert [each.key for each in whole_distribution(config(**sampling))] == [
-        f"policy.generation.{key}" for key in sampling
-    ]
+    assert {each.key: each.got for each in whole_distribution(config(**sampling))} == {
+        f"policy.generation.{key}": value for key, value in sampling.items()
+    }
 
 
 @pytest.mark.parametrize("plugin", ALGORITHMS, ids=lambda plugin: plugin.name)

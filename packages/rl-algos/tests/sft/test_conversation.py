@@ -105,7 +105,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_with_the_remedy():
 
 
 def test_a_conversation_without_the_assistant_is_refused():
-    with pytest.raises(DataError, match="no assistant message to learn from, only system, user"):
+    with pytest.raises(DataError, match=r"no assistant message .*only system, user"):
         encode_conversation(with_template(), TWO_TURNS[:2])
 
 
@@ -168,12 +168,12 @@ def test_a_message_decides_for_itself_whether_it_is_learned(name, messages, lear
 @pytest.mark.parametrize(
     ("messages", "says"),
     [
-        (flagged(True, None, None, None), r"message 0 .* its role is 'user': only what the assistant says"),
-        (flagged(None, False, None, False), "every message of the assistant is marked as not to be learned"),
-        (flagged(None, "yes", None, None), r"message 1 \(from 0\): `train` is true or false, got 'yes'"),
+        (flagged(True, None, None, None), r"message 0 .* its role is 'user'"),
+        (flagged(None, False, None, False), "no assistant message is marked"),
+        (flagged(None, "yes", None, None), r"message 1 \(from 0\): `train` must be true or false, got 'yes'"),
         pytest.param(
             flagged(None, 0.5, None, None, key="weight"),
-            r"message 1 \(from 0\): `weight` is 0 or 1, got 0.5",
+            r"message 1 \(from 0\): `weight` must be 0 or 1, got 0.5",
             id="a weight between [huggingface/trl#5761]",
         ),
         ([*TURNS[:3], {**TURNS[3], "train": True, "weight": 1}], "message 3 .* has both `train` and `weight`"),
@@ -187,7 +187,7 @@ def test_flags_that_say_nothing_clear_are_refused(messages, says):
 def test_a_block_around_several_messages_is_refused():
     once = "{% generation %}{% for m in messages %}{{ m.content }}<|end|>{% endfor %}{% endgeneration %}"
     for messages in (TURNS, TURNS[:2]):
-        with pytest.raises(DataError, match=r"cannot be told apart|covers messages before it"):
+        with pytest.raises(DataError, match=r"cannot be matched|includes messages before it"):
             encode_conversation(with_template(once), messages)
 
 

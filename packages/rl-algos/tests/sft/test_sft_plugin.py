@@ -17,7 +17,7 @@ def config(tmp_path, *overrides):
 
 
 def problems(config):
-    return {problem.key: problem.message for check in PLUGIN.checks for problem in check(config)}
+    return {problem.key: problem for check in PLUGIN.checks for problem in check(config)}
 
 
 def test_the_entry_point_leads_to_the_loop():

@@ -13,18 +13,18 @@ from rl_core.problems import Problem
 
 
 class RLError(Exception):
-    """Base of every error this project raises on purpose."""
+    """Base class of all errors that this project raises intentionally."""
 
 
 class ConfigError(RLError, ValueError):
-    """A configuration that cannot be run; its message names the key, where it was set and what is allowed."""
+    """A configuration that cannot be run; its message has the key, where it was set and what is allowed."""
 
 
 class ConfigProblems(ConfigError):
     """A configuration with problems of single keys, all of them.
 
     Args:
-        message: Names every problem, its key, where that was set and what is allowed.
+        message: Lists every problem: its key, where it was set and what is allowed.
         problems: Each problem, with its key from the root.
     """
 
@@ -37,15 +37,15 @@ class ConfigProblems(ConfigError):
 
 
 class DataError(RLError, ValueError):
-    """A dataset or a prompt that cannot be used; its message names the file, the line or row, and the remedy."""
+    """A dataset or a prompt that cannot be used; its message has the file, the line or row, and the remedy."""
 
 
 class RunDirectoryError(RLError):
-    """A run directory that is foreign, busy, changed or damaged; its message says which and what to do."""
+    """A run directory that is foreign, busy, changed or damaged; its message says which, and what to do."""
 
 
 class CheckpointDamaged(RLError):
-    """A checkpoint that cannot be loaded: its message names the file that is missing or differs."""
+    """A checkpoint that cannot be loaded; its message has the file that is missing or differs."""
 
 
 class WorkerEnvironmentError(RLError):
@@ -53,11 +53,11 @@ class WorkerEnvironmentError(RLError):
 
 
 class WeightSyncError(RLError):
-    """Weights that did not arrive whole: a tensor missing, extra, stale or corrupt, or a phase that timed out.
+    """Weights did not arrive completely: a tensor is missing, extra, stale or corrupt, or a phase timed out.
 
     Args:
-        message: what went wrong, in one line.
-        tensors: names of the tensors at fault; empty if no single one is.
+        message: What went wrong, in one line.
+        tensors: Names of the tensors at fault; empty if no single one is.
     """
 
     def __init__(self, message: str, tensors: tuple[str, ...] = ()) -> None:
@@ -69,12 +69,12 @@ class WeightSyncError(RLError):
 
 
 class GeneratorError(RLError):
-    """A generator that cannot serve: its engine died, or it has no whole weights. Its requests may run elsewhere."""
+    """A generator cannot serve: its engine died, or its weights are incomplete. Its requests may run elsewhere."""
 
 
 class RequestRefused(GeneratorError):
-    """A request that no generator of this config can serve, such as a prompt longer than its context; it costs the
-    rollout, not the run.
+    """A request that no generator of this config can serve, such as a prompt longer than its context. Only its
+    rollout fails.
     """
 
 
@@ -83,15 +83,15 @@ class EnvironmentTimeout(RLError):
 
 
 class EnvironmentFailed(RLError):
-    """An environment that hung, crashed or raised on one conversation; it costs the rollout, not the run."""
+    """An environment hung, crashed or raised on one conversation; only that rollout fails."""
 
 
 class RolloutsFailed(RLError):
-    """More rollouts failed than a run may have; its message counts the reasons."""
+    """More rollouts failed than the run allows; its message counts the reasons."""
 
 
 class CallbackFailed(RLError):
-    """A callback that raised and ends the run; its message names the hook, the step, the file and the line."""
+    """A callback that raised and ends the run; its message has the hook, the step, the file and the line."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Origin:
     """Where in the run a failure happened: the role and rank of the worker, its node, and what it was doing.
 
     Args:
-        section: dotted key of the config section of a model, to which keys in its workers' messages are relative; empty
+        section: Dotted key of the config section of a model, to which keys in its workers' messages are relative; empty
             for workers that are not a model's.
     """
 
@@ -118,10 +118,10 @@ class WorkerError(RLError):
     """A failure inside a worker, as plain text: type name, message and traceback of the error it stands for.
 
     Args:
-        kind: qualified name of the original exception class.
-        message: its text.
-        traceback: its formatted traceback.
-        origin: where it happened, once known.
+        kind: Qualified name of the original exception class.
+        message: Its text.
+        traceback: Its formatted traceback.
+        origin: Where it happened, once known.
     """
 
     def __init__(self, kind: str, message: str, traceback: str, origin: Origin | None = None) -> None:
@@ -141,7 +141,7 @@ class WorkerError(RLError):
 
 
 class PeerFailed(RLError):
-    """Another rank failed in work that all ranks do together; raised on the ranks that did not fail."""
+    """Another rank failed in a collective operation; raised on the ranks that did not fail."""
 
 
 class WorkerDied(RLError):
@@ -156,4 +156,4 @@ class WorkerDied(RLError):
 
 
 class WorkerStalled(WorkerDied):
-    """A worker that gave no answer in time, or made no progress; it is treated as dead."""
+    """A worker did not answer in time, or made no progress; it is treated as dead."""

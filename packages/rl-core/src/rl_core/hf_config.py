@@ -10,7 +10,7 @@ _SCALED = ("yarn", "deepseek_yarn", "linear")
 """Types of rotary embeddings that reach further than the config says; with `dynamic` each length has frequencies of its
 own beyond it."""
 _RELATIVE = ("bloom", "t5", "mt5")
-"""Types of models without positions of their own whose configs do not say so."""
+"""Types of models without their own positions whose configs do not say so."""
 _CLASSIFIER = "SequenceClassification"
 _OTHER_TASKS = (
     "MaskedLM",

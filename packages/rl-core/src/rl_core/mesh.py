@@ -14,8 +14,8 @@ class Coordinates:
     """One rank's place on the mesh: index and size along each axis; an axis of size 1 may be left out.
 
     Args:
-        index: axis to this rank's index on it.
-        size: axis to the number of ranks along it.
+        index: Axis to this rank's index on it.
+        size: Axis to the number of ranks along it.
     """
 
     index: Mapping[str, int]
@@ -45,5 +45,5 @@ class Coordinates:
 
     @property
     def leads(self) -> bool:
-        """Whether this rank speaks for its data-parallel shard: first on `tp` and `cp`, last on `pp`."""
+        """Return True if this rank reports for its data-parallel shard: first on `tp` and `cp`, last on `pp`."""
         return self.on("tp") == 0 and self.on("cp") == 0 and self.on("pp") == self.along("pp") - 1

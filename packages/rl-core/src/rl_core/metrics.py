@@ -18,8 +18,8 @@ CLOCKED = frozenset({"flops_per_second", "mfu"})
 """Metrics of a training step that depend on the clock: two runs of the same steps agree on all others."""
 
 OF_LAYOUT = frozenset({"packing_efficiency"})
-"""Metrics of a training step that depend on how rows are spread over ranks and microbatches, beside those of the
-clock."""
+"""Metrics of a training step that depend on how rows are spread over ranks and microbatches, in addition to
+those of the clock."""
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,10 @@ class Metric:
     """One part of a metric. Parts combine in any order and grouping to the same result.
 
     Args:
-        value: for a mean the numerator, else the part's own value.
-        weight: for a mean the denominator; not used otherwise.
-        reduction: how the parts of one update (those of ranks and microbatches) combine.
-        over_updates: how the results of several updates combine; as their parts do if not given.
+        value: For a mean the numerator, else the part's own value.
+        weight: For a mean the denominator; not used otherwise.
+        reduction: How the parts of one update (those of ranks and microbatches) combine.
+        over_updates: How the results of several updates combine; as their parts do if not given.
     """
 
     value: float

@@ -23,7 +23,7 @@ Metrics = Mapping[str, Metric]
 """Metrics of one update, combined over all ranks: sums and counts until they are recorded."""
 
 Part = Literal["parameters", "optimizer"]
-"""The parts that a resident keeps on the device, beside the activations of the moment."""
+"""The parts that a resident keeps on the device, in addition to the activations of the moment."""
 
 
 DIVERGENCES = ("forward_kl", "reverse_kl", "jensen_shannon", "other_tail", "own_tail", "other_logprob")
@@ -41,9 +41,9 @@ class HeadFiles:
     """The language-model head of a model that does not train, which another model reads from its files.
 
     Args:
-        model_name: folder or hub name.
-        precision: that the model computes in.
-        overrides: its `hf_config_overrides`, as JSON.
+        model_name: Folder or hub name.
+        precision: That the model computes in.
+        overrides: Its `hf_config_overrides`, as JSON.
     """
 
     model_name: str
@@ -67,17 +67,17 @@ class Read:
     other models; another column tells which one's the hidden state of a token is.
 
     Args:
-        name: of the result.
-        k: number of tokens of `topk`.
-        below: ids that `topk` chooses among, and that `divergences` compares one by one, are below it; 0 for all.
-        column: that has the ids of `logprobs_at`, or the hidden states of the other model.
-        token_filter: of `logprobs`, `entropy` and `collision`, those of the distribution over the tokens that it keeps
-            and the token that is there, which the generator may have drawn although it is left out here, by another
-            rounding. None keeps all.
-        heads: of the other models of `divergences`.
-        choice: column that has the number of the other model of each token, int32 `[tokens]`.
-        width: of `hidden`: narrower hidden states are followed by zeros; 0 for the model's own width.
-        beta: weight of the other model in the mixture of `divergences`.
+        name: Name of the result.
+        k: Number of tokens of `topk`.
+        below: Ids that `topk` chooses among, and that `divergences` compares one by one, are below it; 0 for all.
+        column: That has the ids of `logprobs_at`, or the hidden states of the other model.
+        token_filter: Token filter of `logprobs`, `entropy` and `collision`, those of the distribution over the tokens
+            that it keeps and the token that is there, which the generator may have drawn although it is left out here,
+            by another rounding. None keeps all.
+        heads: Heads of the other models of `divergences`.
+        choice: Column that has the number of the other model of each token, int32 `[tokens]`.
+        width: Width of `hidden`: narrower hidden states are followed by zeros; 0 for the model's own width.
+        beta: Weight of the other model in the mixture of `divergences`.
     """
 
     name: Literal[
@@ -115,10 +115,10 @@ UNDIVIDED = "undivided"
 
 
 def topk(k: int, *, below: int = 0) -> Read:
-    """The `k` most likely tokens at each position and their logprobs, in falling order.
+    """Read the top `k` tokens and their logprobs at each position, highest first.
 
     Args:
-        below: choose among the ids below it, such as those that another model knows as well; 0 for all. Logprobs are
+        below: Choose among the ids below it, such as those that another model knows as well; 0 for all. Logprobs are
             those of the whole vocabulary.
     """
     if k < 1:
@@ -129,14 +129,14 @@ def topk(k: int, *, below: int = 0) -> Read:
 
 
 def logprobs_at(column: str) -> Read:
-    """The logprobs of the ids that a column of the batch, int32 `[tokens, k]`, names at each position."""
+    """The logprobs of the ids in a column of the batch, int32 `[tokens, k]`, at each position."""
     if not column:
         raise ValueError("logprobs_at needs the name of the column that has the ids")
     return Read("logprobs_at", column=column)
 
 
 def hidden_states(width: int) -> Read:
-    """The read `hidden`, `[tokens, width]`, with zeros behind hidden states that are narrower: so those of models of
+    """The read `hidden`, `[tokens, width]`, with zeros after hidden states that are narrower: so those of models of
     several sizes fit in one column."""
     if width < 1:
         raise ValueError(f"hidden_states needs width >= 1, got {width}")
@@ -147,12 +147,12 @@ def divergences_from(heads: Sequence[HeadFiles], column: str, choice: str, *, be
     """The divergences from other models, of each token from one of them.
 
     Args:
-        heads: of the other models.
-        column: of the batch, float32 `[tokens, width]`: hidden states, of each token by its other model. Numbers beyond
-            the width of that model's head are left out.
-        choice: column of the batch, int32 `[tokens]`: number of the other model in `heads`.
-        below: number of ids that all models know.
-        beta: weight of the other model in the mixture.
+        heads: Heads of the other models.
+        column: Column of the batch, float32 `[tokens, width]`: hidden states, of each token by its other model. Numbers
+            beyond the width of that model's head are left out.
+        choice: Column of the batch, int32 `[tokens]`: number of the other model in `heads`.
+        below: Number of ids that all models know.
+        beta: Weight of the other model in the mixture.
     """
     if not heads:
         raise ValueError("divergences_from needs at least one head")
@@ -164,12 +164,12 @@ def divergences_from(heads: Sequence[HeadFiles], column: str, choice: str, *, be
 
 
 def read_columns(reads: Sequence[Read]) -> tuple[str, ...]:
-    """Columns of the batch that reads take, beside `tokens`."""
+    """Columns of the batch that reads take, in addition to `tokens`."""
     return tuple(dict.fromkeys(name for read in reads for name in (read.column, read.choice) if name))
 
 
 class Loss(Protocol):
-    """The objective of a step: a torch-free, frozen, picklable description that names its own implementation.
+    """The objective of a step: a torch-free, frozen, picklable description that has the path of its implementation.
 
     The implementation, resolved inside the worker, is a function
     `compute(loss, reads, columns) -> rl_core.torch.loss.LossSums` that sees whole rows and full-vocabulary results. It
@@ -178,7 +178,7 @@ class Loss(Protocol):
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Columns a batch must have, beside `tokens` and those that its reads take."""
+        """Columns a batch must have, in addition to `tokens` and those that its reads take."""
         ...
 
     @property
@@ -218,10 +218,11 @@ class SavedFile:
     """A file that one rank of a model wrote.
 
     Args:
-        path: relative to the folder that `save`, `export` or `export_adapter` was called with, with `/`.
-        size: in bytes.
-        sha256: of its contents, taken while they were written; None for files of an export, which nothing resumes from.
-        rank: that wrote it.
+        path: Relative to the folder that `save`, `export` or `export_adapter` was called with, with `/`.
+        size: Size in bytes.
+        sha256: SHA-256 of its contents, taken while they were written; None for files of an export, which nothing
+            resumes from.
+        rank: That wrote it.
     """
 
     path: str
@@ -242,7 +243,7 @@ class Model(Protocol):
 
     @property
     def trains(self) -> bool:
-        """Whether it has an optimizer. A checkpoint holds only models that train; the others never change."""
+        """Return whether it has an optimizer. A checkpoint holds only models that train; the others never change."""
         ...
 
     def infer(self, batch: Batch, reads: Sequence[Read], *, reference: bool = False, temperature: float = 1.0) -> Batch:
@@ -255,7 +256,7 @@ class Model(Protocol):
         reference that has moved.
 
         Raises:
-            ValueError: for a share outside (0, 1], or a model that keeps no reference.
+            ValueError: For a share outside (0, 1], or a model that keeps no reference.
         """
         ...
 
@@ -273,7 +274,7 @@ class Model(Protocol):
         not step, else 0) and whatever the loss reports.
 
         Raises:
-            RLError: if more steps in a row were skipped than the config allows.
+            RLError: If more steps in a row were skipped than the config allows.
         """
         ...
 
@@ -281,8 +282,8 @@ class Model(Protocol):
         """Write parameters, optimizer, schedule and the RNG of every rank under `path`.
 
         Args:
-            wait: return when the files are complete. Otherwise return when the state has been copied aside, so that
-                training goes on while the copy is written and digested: the files are complete once `finish_save` has
+            wait: Return when the files are complete. Otherwise return when the state has been copied aside, so that
+                training continues while the copy is written and digested: the files are complete once `finish_save` has
                 returned them. A save that is still under way is waited for first.
         """
         ...
@@ -294,7 +295,7 @@ class Model(Protocol):
         the caller checks that all of them are in the folder that it knows.
 
         Args:
-            wait: return when they are written.
+            wait: Return when they are written.
 
         Raises:
             Whatever went wrong while writing, once; no save is under way then.
@@ -305,11 +306,11 @@ class Model(Protocol):
         """Restore what `save` wrote, on any mesh.
 
         Args:
-            files: what `finish_save` returned for it. The ranks share the work of comparing them with what is there,
+            files: What `finish_save` returned for it. The ranks share the work of comparing them with what is there,
                 before anything is loaded.
 
         Raises:
-            CheckpointDamaged: naming a file that is missing or differs; the model is as it was.
+            CheckpointDamaged: Naming a file that is missing or differs; the model is as it was.
         """
         ...
 
@@ -319,21 +320,21 @@ class Model(Protocol):
         ...
 
     def export_adapter(self, path: str) -> tuple[SavedFile, ...]:
-        """Write the adapters alone, as `peft` and vLLM load them beside the model that they sit on, and the tokenizer;
+        """Write only the adapters, as `peft` and vLLM load them next to the model that they sit on, and the tokenizer;
         returns the files, none if the model has no adapters."""
         ...
 
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """How the ranks of one model find each other, and the device that each runs on.
+    """Address at which the ranks of one model meet, and the device of each.
 
     Args:
         rank, world_size: among the ranks of this model.
-        local_rank: among its ranks on the same node.
+        local_rank: Among its ranks on the same node.
         address, port: where rank 0 listens.
-        device: name of the kind of device; the rank computes on the first one that its process sees.
-        timeout_s: bound of every collective.
+        device: Name of the kind of device; the rank computes on the first one that its process sees.
+        timeout_s: Bound of every collective.
     """
 
     rank: int
@@ -355,11 +356,11 @@ class ModelSpec:
     """The purpose of a model in this run.
 
     Args:
-        role: decides the head.
-        trains: whether it has an optimizer.
-        keeps_reference: whether it keeps its initial weights, off the device, for `infer(reference=True)`; they change
-            by `update_reference` alone.
-        seed: of dropout and of newly made heads.
+        role: Decides the head.
+        trains: True if it has an optimizer.
+        keeps_reference: True if it keeps its initial weights, off the device, for `infer(reference=True)`; they change
+            only by `update_reference`.
+        seed: Seed of dropout and of newly made heads.
     """
 
     role: Role = "policy"
@@ -369,7 +370,7 @@ class ModelSpec:
 
 
 class ModelWorker(Resident, WeightSource, Protocol):
-    """One rank of a model, in a process of its own.
+    """One rank of a model, in its own process.
 
     Built as `Worker(config, backend, spec, rendezvous)` with the neutral `rl_core.model_config.ModelConfig`, the
     backend's own config and a `ModelSpec`; the constructor joins the process group, builds and loads the model. Every
@@ -391,11 +392,11 @@ class ModelWorker(Resident, WeightSource, Protocol):
         ...
 
     def evaluate(self, batch: Batch, loss: Loss) -> Mapping[str, Metric]:
-        """As `Model.evaluate`, unreduced: this rank's part of each metric (empty on ranks that do not lead)."""
+        """Same as `Model.evaluate`, unreduced: this rank's part of each metric (empty on ranks that do not lead)."""
         ...
 
     def train_step(self, batch: Batch, loss: Loss) -> Mapping[str, Metric]:
-        """As `Model.train_step`, unreduced."""
+        """Same as `Model.train_step`, unreduced."""
         ...
 
     def save(self, path: str, *, wait: bool = True) -> None:

@@ -25,42 +25,43 @@ def _dotted(example: str) -> Callable[[str | None], str | None]:
 
     def check(name: str | None) -> str | None:
         if name is not None and not _DOTTED.fullmatch(name):
-            raise ValueError(f"got {name!r}; allowed: the dotted name of a class, such as {example}")
+            raise ProblemError(Problem("", got=name, allowed=f"dotted name of a class, such as {example}"))
         return name
 
     return check
 
 
 class BackendConfig(Config):
-    """The settings of a training backend, which extends it with its own."""
+    """Base of a training backend's settings."""
 
     enabled: Annotated[bool | None, WhenChanged.NEW_RUN] = None
-    """Train with this backend. A model trains with exactly one; with none enabled, with dtensor."""
+    """Train with this backend. A model trains with exactly one backend: dtensor, if none is enabled."""
 
 
 class TokenizerConfig(Config):
     """Tokenizer and chat template of a model."""
 
     name: PathText | None = None
-    """Folder or hub name of the tokenizer; the model's own if unset."""
+    """Folder or hub name of the tokenizer; if unset, the model's own."""
     chat_template: PathText | None = None
-    """Jinja chat template, or a path to one; the tokenizer's own if unset."""
+    """Jinja chat template, or a path to one; if unset, the tokenizer's own."""
     chat_template_kwargs: dict[str, Any] = {}
     """Extra variables of the chat template."""
     tool_format: Literal["hermes", "qwen_coder", "llama", "mistral", "deepseek", "glm", "harmony"] | None = None
-    """Format in which the model writes tool calls, for environments with tools; read from the chat template if unset.
-    `hermes` is that of Qwen2.5 and Qwen3 as well, `harmony` that of gpt-oss."""
+    """Format in which the model writes tool calls, for environments with tools; if unset, it is read from the chat
+    template. `hermes` is also the format of Qwen2.5 and Qwen3, `harmony` the format of gpt-oss."""
     split_special_tokens: Literal["none", "observations", "all"] = "observations"
-    """Content in which the text of a special token, such as `<|im_end|>`, is tokenised as ordinary text, so that it
-    cannot end a turn or open one of another role: what environments and tools answer, or also (`all`) the messages of
-    datasets that are not the assistant's. Tokens that the chat template writes stay special."""
+    """Content in which the string of a special token, such as `<|im_end|>`, is tokenised as ordinary text, so that it
+    cannot end a turn or start one with another role: the answers of environments and tools (`observations`), or also
+    the messages of datasets except the assistant's (`all`). Tokens that the chat template writes stay special."""
 
     @field_validator("chat_template_kwargs")
     @classmethod
     def _are_variables(cls, value: dict[str, Any]) -> dict[str, Any]:
         for name in value:
             if not name.isidentifier():
-                raise ValueError(f"{name!r} is not a valid variable name; use letters, digits and underscores")
+                reason, remedy = f"{name!r} is not a valid variable name", "Use letters, digits and underscores"
+                raise ProblemError(Problem("", reason, remedy=remedy))
         return value
 
     def with_variables(self, template: Any) -> Any:
@@ -77,7 +78,7 @@ class TokenizerConfig(Config):
         """The configured template, read from its file if `chat_template` names one; None if it is unset.
 
         Raises:
-            ValueError: if it is neither a template nor a file that can be read.
+            ValueError: If it is neither a template nor a file that can be read.
         """
         # Jinja text has braces or line breaks, a path has neither
         if self.chat_template is None or "{" in self.chat_template or "\n" in self.chat_template:
@@ -97,8 +98,8 @@ class OptimizerConfig(Config):
     name: Annotated[str, WhenChanged.NEW_RUN] = "torch.optim.AdamW"
     """Dotted name of a torch optimizer class."""
     kwargs: dict[str, Any] = {"lr": 1e-6, "weight_decay": 0.01, "betas": [0.9, 0.999], "eps": 1e-8}
-    """Arguments of that class, such as the learning rate `lr`, whose default is that of the algorithm: ten times as
-    high for adapters (`lora_cfg.enabled`)."""
+    """Arguments of that class, such as the learning rate `lr`. The default of `lr` comes from the algorithm and is ten
+    times as high for adapters (`lora_cfg.enabled`)."""
 
     _is_dotted = field_validator("name")(_dotted("torch.optim.AdamW"))
 
@@ -111,7 +112,7 @@ class SchedulerConfig(Config):
     kwargs: dict[str, Any] = {}
     """Arguments of that class."""
     milestones: list[int] | None = None
-    """In an entry of its own: the steps at which the next schedule in the list takes over."""
+    """Steps at which the next schedule in the list takes over, in a separate entry without `name`."""
 
     _is_dotted = field_validator("name")(_dotted("torch.optim.lr_scheduler.LinearLR"))
 
@@ -122,51 +123,54 @@ class SequencePackingConfig(Config):
     enabled: bool = True
     """Put several rows into one microbatch without padding."""
     train_mb_tokens: int | None = Field(default=None, gt=0)
-    """Most tokens of a training microbatch; `train_micro_batch_size x max_total_sequence_length` if unset."""
+    """Maximum number of tokens in a training microbatch; `train_micro_batch_size x max_total_sequence_length` if
+    unset."""
     logprob_mb_tokens: int | None = Field(default=None, gt=0)
-    """Most tokens of a forward-only microbatch; `logprob_batch_size x max_total_sequence_length` if unset."""
+    """Maximum number of tokens in a forward-only microbatch; `logprob_batch_size x max_total_sequence_length` if
+    unset."""
 
 
 class DynamicBatchingConfig(Config):
     when_changed: ClassVar[WhenChanged | None] = WhenChanged.RESUME
 
     enabled: bool = False
-    """Pad rows of like length together up to a token budget."""
+    """Pad rows of similar length together up to a token budget."""
     train_mb_tokens: int | None = Field(default=None, gt=0)
-    """Most padded tokens of a training microbatch; the default is that of packing."""
+    """Maximum number of padded tokens in a training microbatch; the default is the same as for packing."""
     logprob_mb_tokens: int | None = Field(default=None, gt=0)
-    """Most padded tokens of a forward-only microbatch; the default is that of packing."""
+    """Maximum number of padded tokens in a forward-only microbatch; the default is the same as for packing."""
 
 
 class LoraConfig(Config):
-    """Low-rank adapters (LoRA, arXiv:2106.09685): the layers that get one, and their size."""
+    """Low-rank adapters (LoRA, arXiv:2106.09685): which layers get one, and their size."""
 
     when_changed: ClassVar[WhenChanged | None] = WhenChanged.NEW_RUN
 
     enabled: bool = False
-    """Train low-rank adapters on linear layers and leave the weights they sit on as they are."""
+    """Train low-rank adapters on linear layers and leave the base weights unchanged."""
     target_modules: list[str] = []
-    """Names, or ends of names, of the linear layers that get one; read if `match_all_linear` is false."""
+    """Names, or endings of names, of the linear layers that get an adapter. Used only if `match_all_linear` is
+    false."""
     target_parameters: list[str] = []
-    """Names, or ends of names, of the stacked weights of experts that get an adapter for each expert, such as
-    `experts.gate_up_proj` and `experts.down_proj`; beside the linear layers that get one. rl-dtensor only."""
+    """Names, or endings of names, of the stacked weights of experts that get an adapter for each expert, such as
+    `experts.gate_up_proj` and `experts.down_proj`, in addition to the linear layers. rl-dtensor only."""
     exclude_modules: list[str] = []
-    """Names, or ends of names, of layers and stacked weights that get none."""
+    """Names, or endings of names, of layers and stacked weights that get no adapter."""
     match_all_linear: bool = True
-    """Put one on every linear layer but the head, whatever `target_modules` says; not on routers, and on experts only
-    as `target_parameters` says."""
+    """Add an adapter to every linear layer except the head, regardless of `target_modules`. Routers get none, and
+    experts only as `target_parameters` sets."""
     dim: int = Field(default=8, gt=0)
-    """Rank of an adapter."""
+    """Rank of the adapters."""
     alpha: Annotated[float, WhenChanged.BRANCH] = Field(default=32, gt=0)
-    """An adapter's product is scaled by `alpha / dim`."""
+    """Numerator of the adapters' scale: the product of an adapter is multiplied by `alpha / dim`."""
     use_rslora: Annotated[bool, WhenChanged.BRANCH] = False
     """Scale by `alpha / sqrt(dim)` instead, so that gradients do not shrink as `dim` grows (rsLoRA,
     arXiv:2312.03732)."""
     dropout: Annotated[float, WhenChanged.BRANCH] = Field(default=0.0, ge=0, lt=1)
-    """Share of an adapter's inputs that are dropped in training."""
+    """Fraction of an adapter's inputs that are dropped in training."""
     adapter: PathText | None = None
-    """Folder with an adapter in the format of `peft` to start from, of the same layers, `dim` and scale; new adapters
-    if unset."""
+    """Folder with an adapter in the format of `peft` to start from, with the same layers, `dim` and scale; if unset,
+    new adapters."""
 
     @model_validator(mode="before")
     @classmethod
@@ -175,8 +179,10 @@ class LoraConfig(Config):
             raise ProblemError(
                 Problem(
                     "use_dora",
-                    "DoRA adapters are not supported; remove this key to train plain ones, or set use_rslora=true for "
-                    "rank-stabilised ones",
+                    "asks for DoRA adapters, which are not supported",
+                    remedy="Remove this key to train plain LoRA adapters, or set use_rslora=true for rank-stabilised "
+                    "ones",
+                    feature="DoRA adapters",
                 )
             )
         return values
@@ -191,42 +197,42 @@ class ModelConfig(Config):
     """A model: its files, tokenizer, batch sizes, precision, optimizer, adapters, and the backend that trains it."""
 
     model_name: Annotated[PathText, WhenChanged.NEW_RUN]
-    """Folder with Hugging Face files, or a hub name."""
+    """Model to load: a folder with Hugging Face files, or a hub name."""
     tokenizer: TokenizerConfig = TokenizerConfig()
     train_global_batch_size: int = Field(default=512, gt=0)
-    """Rows of one optimizer step. The default is that of the algorithm: for GRPO and distillation all rollouts of a
-    step, for PPO a quarter of them."""
+    """Number of rows in one optimizer step. The default comes from the algorithm: for GRPO and distillation all
+    rollouts of a step, for PPO a quarter of them."""
     train_micro_batch_size: Annotated[int, WhenChanged.RESUME] = Field(default=4, gt=0)
-    """Rows of one training forward pass, unless packing or dynamic batching sets a token budget."""
+    """Number of rows in one training forward pass, unless packing or dynamic batching sets a token budget."""
     logprob_batch_size: Annotated[int, WhenChanged.RESUME] = Field(default=4, gt=0)
-    """Rows of one forward-only pass, unless packing or dynamic batching sets a token budget."""
+    """Number of rows in one forward-only pass, unless packing or dynamic batching sets a token budget."""
     max_total_sequence_length: int = Field(default=2048, gt=1)
-    """Most tokens of a row: prompt, completions and observations."""
+    """Maximum number of tokens in a row: prompt, completions and observations."""
     precision: Literal["float32", "bfloat16"] = "bfloat16"
-    """Compute dtype; master weights and optimizer state are float32 either way."""
+    """Compute dtype. Master weights and optimizer state are float32 in either case."""
     max_grad_norm: float | None = Field(default=1.0, gt=0)
-    """Gradients are clipped to this norm; null does not clip."""
+    """Maximum norm of the gradients, which are clipped to it; null does not clip."""
     max_skipped_steps: Annotated[int, WhenChanged.RESUME] = Field(default=10, ge=0)
-    """Optimizer steps in a row that may be skipped because their gradient is not finite. One more ends the run; 0 ends
-    it at the first."""
+    """Maximum number of consecutive optimizer steps that may be skipped because their gradient is not finite. One more
+    ends the run; 0 ends it at the first."""
     family_check: Annotated[Literal["auto", "off"], WhenChanged.RESUME] = "auto"
-    """`auto` checks once, before a model family is trained on a mesh that the project's tests do not cover, that a tiny
-    model of it trains correctly there; `off` trains without the check."""
+    """Check of a model family before it is trained on a mesh that the project's tests do not cover: `auto` checks once
+    that a tiny model of the family trains correctly there; `off` trains without the check."""
     hf_config_overrides: Annotated[dict[str, Any], WhenChanged.NEW_RUN] = {}
-    """Fields of the Hugging Face config to replace."""
+    """Fields of the model's Hugging Face config to replace."""
     logprob_chunk_size: Annotated[int, WhenChanged.RESUME] = Field(default=1024, gt=0)
-    """Number of tokens whose logits are in memory at one time."""
+    """Number of tokens whose logits are in memory at a time."""
     worker_timeout_s: Annotated[float, WhenChanged.RESUME] = Field(default=3600.0, gt=0)
-    """Seconds that one call of the model's workers may take, such as an optimizer step, a pass over a batch or a save.
-    Past it every rank writes the stacks of its threads to its log, and the run is restored as after a death."""
+    """Timeout in seconds of one call of the model's workers, such as an optimizer step, a pass over a batch or a save.
+    After it every rank writes the stacks of its threads to its log, and the run is restored as if a worker had died."""
     optimizer: OptimizerConfig = OptimizerConfig()
     scheduler: list[SchedulerConfig] = []
-    """Learning-rate schedules in order; an empty list keeps the rate constant."""
+    """Learning-rate schedules in order; with an empty list the learning rate is constant."""
     lora_cfg: LoraConfig = LoraConfig()
     sequence_packing: SequencePackingConfig = SequencePackingConfig()
     dynamic_batching: DynamicBatchingConfig = DynamicBatchingConfig()
     env_vars: Annotated[EnvVars, WhenChanged.RESUME] = {}
-    """Environment variables of the model's workers, over those of `cluster.env_vars`."""
+    """Environment variables of the model's workers, which override those of `cluster.env_vars`."""
 
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> Self:
@@ -247,8 +253,8 @@ def _batching_problems(model: ModelConfig) -> Iterator[Problem]:
     if model.sequence_packing.enabled and model.dynamic_batching.enabled:
         yield Problem(
             "dynamic_batching.enabled",
-            "sequence_packing and dynamic_batching are both enabled; set sequence_packing.enabled=false in the same "
-            "section to pad instead",
+            "cannot be combined with sequence_packing.enabled=true",
+            remedy="Set sequence_packing.enabled=false in the same section to pad rows instead of packing them",
         )
 
 
@@ -259,26 +265,28 @@ def _override_problems(overrides: Mapping[str, Any]) -> Iterator[Problem]:
             value = overrides[name] if name == "rope_scaling" else {name: overrides[name]}
             yield Problem(
                 f"hf_config_overrides.{name}",
-                f"this is an older name; write rope_parameters: {value}, which is merged over the model's own",
+                "is an older name of a field of rope_parameters",
+                remedy=f"Write rope_parameters: {value}, which is merged with the model's own parameters",
             )
 
 
 def _adapter_problems(lora: LoraConfig) -> Iterator[Problem]:
     if lora.adapter is not None and not lora.enabled:
-        yield Problem(
-            "lora_cfg.adapter", "no adapters train that could start from it; set enabled to true, or remove it"
-        )
+        remedy = "Set lora_cfg.enabled=true, or remove this key"
+        yield Problem.unused("lora_cfg.adapter", "with lora_cfg.enabled=false", remedy=remedy)
     if lora.enabled and lora.target_modules and lora.match_all_linear:
         yield Problem(
             "lora_cfg.match_all_linear",
-            "puts an adapter on every linear layer, whatever target_modules says; set it to false, or leave "
-            "target_modules empty",
+            "adds an adapter to every linear layer, so target_modules has no effect",
+            remedy="Set match_all_linear=false, or leave target_modules empty",
         )
     if lora.enabled and lora.target_parameters and lora.dropout:
         yield Problem(
             "lora_cfg.dropout",
-            f"got {lora.dropout}, but adapters of experts (target_parameters) are added to weights, with no inputs of "
-            "their own to drop; set dropout to 0, or leave target_parameters empty",
+            "cannot be combined with adapters of experts (target_parameters), which are added to the weights and have "
+            "no inputs to drop",
+            got=lora.dropout,
+            remedy="Set dropout=0, or leave target_parameters empty",
         )
 
 
@@ -289,14 +297,15 @@ def _schedule_problems(scheduler: list[SchedulerConfig]) -> Iterator[Problem]:
     if num_schedules > 1 and num_milestones != num_schedules - 1:
         yield Problem(
             "scheduler",
-            f"{num_schedules} schedules need {num_schedules - 1} milestones in an entry of their own, "
-            f"got {num_milestones}",
+            f"has {num_schedules} schedules and {num_milestones} milestones, but needs one fewer milestone than "
+            "schedules",
+            remedy=f"Write {num_schedules - 1} milestones in a separate entry",
         )
     if num_schedules <= 1 and milestones:
         yield Problem(
             "scheduler",
-            f"milestones {milestones} separate schedules, and there are {num_schedules}; add a schedule, or remove the "
-            "milestones",
+            f"has milestones {milestones}, which separate schedules, but the number of schedules is {num_schedules}",
+            remedy="Add a schedule, or remove the milestones",
         )
 
 
@@ -304,7 +313,10 @@ def _optimizer_problems(optimizer: OptimizerConfig) -> Iterator[Problem]:
     if optimizer.name in UNSUPPORTED:
         yield Problem(
             "optimizer.name",
-            f"{optimizer.name} {UNSUPPORTED[optimizer.name]}; choose another, such as torch.optim.AdamW",
+            UNSUPPORTED[optimizer.name],
+            got=optimizer.name,
+            remedy="Choose another optimizer, such as torch.optim.AdamW",
+            feature=optimizer.name,
         )
 
 
@@ -319,9 +331,11 @@ def _argument_problems(model: ModelConfig) -> Iterator[Problem]:
     for key, name, arguments, known in chosen:
         for argument in arguments if name in known else ():
             if argument not in known[name]:
-                near = did_you_mean(argument, known[name])
-                allowed = ", ".join(sorted(known[name]))
-                yield Problem(f"{key}.kwargs.{argument}", f"{name} has no such argument{near}; allowed: {allowed}")
+                yield Problem(
+                    f"{key}.kwargs.{argument}",
+                    f"is not an argument of {name}{did_you_mean(argument, known[name])}",
+                    allowed=", ".join(sorted(known[name])),
+                )
 
 
 def local_hf_config(policy: ModelConfig) -> dict[str, Any]:
@@ -335,7 +349,8 @@ def local_hf_config(policy: ModelConfig) -> dict[str, Any]:
 
 
 def is_composite(fields: Mapping[str, Any]) -> bool:
-    """Whether a Hugging Face config is that of a model of text and images or sound, whose text has a config within."""
+    """Return whether a Hugging Face config is that of a model of text and images or sound, whose text has a config
+    within."""
     return isinstance(fields.get("text_config"), Mapping)
 
 
@@ -355,16 +370,16 @@ def num_experts_of(fields: Mapping[str, Any]) -> int:
 
 class ColocatedResources(Config):
     gpus_per_node: int | None = Field(default=None, gt=0)
-    """GPUs per node that it has for itself."""
+    """Number of GPUs per node reserved for generation."""
     num_nodes: int | None = Field(default=None, gt=0)
-    """Nodes that it has for itself; 1 if unset."""
+    """Number of nodes reserved for generation; 1 if unset."""
 
 
 class ColocatedConfig(Config):
     when_changed: ClassVar[WhenChanged | None] = WhenChanged.RESUME
 
     enabled: bool = True
-    """Share the policy's devices, taking turns; otherwise it has devices of its own."""
+    """Share the policy's devices and take turns with it; otherwise generation has its own devices."""
     resources: ColocatedResources = ColocatedResources()
 
 
@@ -372,60 +387,61 @@ class GenerationConfig(Config):
     """Generation: the engine, sampling, its replicas, and how weights reach them."""
 
     backend: str = "vllm"
-    """Generation engine, by name, such as `vllm`."""
+    """Name of the generation engine, such as `vllm`."""
     max_new_tokens: int = Field(default=512, gt=0)
-    """Most tokens sampled in one turn."""
+    """Maximum number of tokens to sample in one turn."""
     temperature: float = Field(default=1.0, gt=0)
     """Divides the logits when sampling, and in every training pass."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Share of the probability whose most likely tokens are kept (nucleus sampling). The policy's logprobs are computed
-    over the tokens that this, `top_k` and `min_p` keep, as the generator does."""
+    """Cumulative probability of the most likely tokens that are kept (nucleus sampling). The policy's logprobs are
+    computed over the tokens that `top_p`, `top_k` and `min_p` keep, as in the generator."""
     top_k: int | None = Field(default=None, gt=0)
-    """Most likely tokens kept; all if unset."""
+    """Number of most likely tokens that are kept; all if unset."""
     min_p: float = Field(default=0.0, ge=0, le=1)
-    """Smallest probability kept, as a share of that of the most likely token."""
+    """Minimum probability of the tokens that are kept, as a fraction of the probability of the most likely token."""
     stop_token_ids: list[int] = []
     """Tokens that end a completion, in addition to the end of sequence, the end of a turn in the chat template, and the
     special tokens in `eos_token_id` of the model's `generation_config.json`."""
     stop_strings: list[str] = []
-    """Texts that end a completion."""
+    """Strings that end a completion."""
     val_temperature: Annotated[float, WhenChanged.RESUME] = Field(default=0.0, ge=0)
     """Temperature in validation; 0 is greedy."""
     val_top_p: Annotated[float, WhenChanged.RESUME] = Field(default=1.0, gt=0, le=1)
-    """Nucleus mass kept in validation."""
+    """Cumulative probability of the most likely tokens that are kept in validation."""
     val_top_k: Annotated[int | None, WhenChanged.RESUME] = Field(default=None, gt=0)
-    """Most likely tokens kept in validation; all if unset."""
+    """Number of most likely tokens that are kept in validation; all if unset."""
     min_replicas: Annotated[int | None, WhenChanged.RESUME] = Field(default=None, gt=0)
-    """Fewest replicas that a run goes on with if it loses others and the cluster has no devices to replace them; below
-    that it waits for devices, for `cluster.replacement_timeout_s` at most. Unset: all that it starts with. For
-    generation with devices of its own."""
+    """Minimum number of replicas with which a run continues if it loses others and the cluster has no devices to
+    replace them. With fewer it waits for devices, up to `cluster.replacement_timeout_s`. If unset, all that the run
+    starts with. Only for generation with its own devices."""
     max_replicas: Annotated[int | None, WhenChanged.RESUME] = Field(default=None, gt=0)
-    """Most replicas: further ones are started in the background if the cluster has free devices of their size, and join
-    at the next weight update. Unset: as many as the run starts with. For generation with devices of its own."""
+    """Maximum number of replicas: further ones are started in the background if the cluster has enough free devices,
+    and join at the next weight update. If unset, as many as the run starts with. Only for generation with its own
+    devices."""
     stall_timeout_s: Annotated[float, WhenChanged.RESUME] = Field(default=600.0, gt=0)
-    """Seconds for which a replica that has work may make no progress (no token, no finished group); past it the stacks
-    of its threads are written to its log, and it is replaced."""
+    """Timeout in seconds for a replica that has work but makes no progress (no token, no finished group). After it the
+    stacks of its threads are written to its log, and it is replaced."""
     canary_tolerance: Annotated[float | None, WhenChanged.RESUME] = Field(default=None, gt=0)
-    """Largest mean difference between the engine's logprobs and the policy's, for the same tokens after a weight sync;
-    unset means 0.001 in float32 and 0.1 in bfloat16. An engine that quantises weights needs more."""
+    """Maximum mean difference between the engine's logprobs and the policy's, for the same tokens after a weight sync.
+    If unset, 0.001 in float32 and 0.1 in bfloat16. An engine that quantises weights needs more."""
     weight_sync: Annotated[WeightSyncChoice, WhenChanged.RESUME] = "auto"
-    """How weights travel to the generators. `ipc`: through memory of a GPU, or of a node, that policy and generator
+    """Transport of weights to the generators. `ipc`: through memory of a GPU, or of a node, that policy and generator
     share. `collective`: NCCL, or gloo on CPU. `disk`: through files under `weights/` in the run directory, one version
-    at a time, for generators that share only a file system with the policy. `auto`: `ipc` if memory is shared, else
-    `collective`."""
+    at a time, for generators that share only a file system with the policy. `auto`: `ipc` if memory is shared,
+    otherwise `collective`."""
     weight_sync_encoding: Annotated[WeightSyncEncoding, WhenChanged.RESUME] = "full"
-    """Values that a weight update carries over `collective` or `disk`. `full`: all. `changes`: those whose bits changed
-    since the update before, and all to a replica that joins or was restarted. In bfloat16 a step changes few of them;
-    for slow links. The first rank of the policy and every rank of the generators then keep all weights once more, in
-    host memory."""
+    """Values that a weight update sends over `collective` or `disk`. `full`: all values. `changes`: the values whose
+    bits changed since the previous update, and all values to a replica that joins or was restarted. In bfloat16 a step
+    changes few of them, which helps on slow links. This costs host memory: a full copy of the weights on the first rank
+    of the policy and on every rank of the generators."""
     lora_sync: Annotated[Literal["merged", "adapter"], WhenChanged.RESUME] = "merged"
-    """Form in which weights with low-rank adapters (`policy.lora_cfg`) travel to the generators. `merged`: all weights
-    at every step, the adapters merged into them. `adapter`: the weights once, and from then on the adapters alone,
-    which the engine (vLLM) applies itself, as the policy does; on shared GPUs the engine then keeps the weights in host
-    memory while the policy trains."""
+    """Form in which weights with low-rank adapters (`policy.lora_cfg`) are sent to the generators. `merged`: all
+    weights at every step, with the adapters merged into them. `adapter`: the weights once, and from then on only the
+    adapters, which the engine (vLLM) applies itself, as the policy does; on shared GPUs the engine then keeps the
+    weights in host memory while the policy trains."""
     colocated: ColocatedConfig = ColocatedConfig()
     env_vars: Annotated[EnvVars, WhenChanged.RESUME] = {}
-    """Environment variables of the engine's workers, over those of `cluster.env_vars`."""
+    """Environment variables of the engine's workers, which override those of `cluster.env_vars`."""
 
     @property
     def token_filter(self) -> TokenFilter | None:

@@ -29,13 +29,13 @@ OPTIMIZERS: Mapping[str, frozenset[str]] = {
         "SGD": ("lr", "momentum", "dampening", "weight_decay", "nesterov", "fused", *_SCALING),
     }.items()
 }
-"""Arguments that each class takes beside the parameters, by its dotted name."""
+"""Arguments that each class takes in addition to the parameters, by its dotted name."""
 
 UNSUPPORTED: Mapping[str, str] = {
-    "torch.optim.LBFGS": "computes the loss several times in a step, which a training step does once",
-    "torch.optim.Muon": "is for the matrices of hidden layers only, and the optimizer is given every parameter, "
-    "embeddings, heads, norms and biases included",
-    "torch.optim.SparseAdam": "is for sparse gradients, and gradients here are dense",
+    "torch.optim.LBFGS": "computes the loss several times per step, but a training step computes it once",
+    "torch.optim.Muon": "supports only the matrices of hidden layers, but the optimizer receives every parameter, "
+    "including embeddings, heads, norms and biases",
+    "torch.optim.SparseAdam": "supports only sparse gradients, but gradients here are dense",
 }
 """Optimizer classes that cannot train a model here, each with the reason."""
 
@@ -52,4 +52,4 @@ SCHEDULES: Mapping[str, frozenset[str]] = {
         "StepLR": ("step_size", "gamma"),
     }.items()
 }
-"""Arguments that each class takes beside the optimizer, by its dotted name."""
+"""Arguments that each class takes in addition to the optimizer, by its dotted name."""

@@ -17,10 +17,10 @@ from rl_core.weights import Weights
 
 
 class Checkpointable(Protocol):
-    """Loop state that a checkpoint holds beside the models: a data position, counters."""
+    """Loop state that a checkpoint holds in addition to the models: a data position, counters."""
 
     def state(self) -> Mapping[str, Any]:
-        """Plain data (JSON and numpy) that `restore` goes on from."""
+        """Plain data (JSON and numpy) that `restore` resumes from."""
         ...
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -29,7 +29,7 @@ class Checkpointable(Protocol):
 
 
 class Run(Protocol):
-    """Owns timing, logging, progress and checkpoints of one run, so that a loop has none of it.
+    """Timing, logging, progress and checkpoints of one run, so that a loop does not implement them.
 
     The usage loop::
 
@@ -60,17 +60,18 @@ class Run(Protocol):
         ...
 
     def record_rollouts(self, step: int, groups: Sequence[RolloutGroup], advantages: np.ndarray) -> None:
-        """Have a step's rollouts written, one line each, beside the steps that follow; `advantages` is `[rollouts]`, in
+        """Write a step's rollouts, one line each, during the steps that follow; `advantages` is `[rollouts]`, in
         the order of groups and within them.
         """
         ...
 
     def record_validation(self, step: int, groups: Sequence[RolloutGroup]) -> None:
-        """Have the rollouts of a validation after a step written, one line each."""
+        """Write the rollouts of a validation after a step, one line each."""
         ...
 
     def due(self, period: int, step: int, *, at_end: bool = False) -> bool:
-        """Whether something with this period (0 is never) is due after this step; `at_end` adds the last step."""
+        """Return whether something with this period (0 is never) is due after this step; `at_end` adds the last
+        step."""
         ...
 
     def stop(self, reason: str) -> None:
@@ -80,14 +81,14 @@ class Run(Protocol):
 
 @dataclass(frozen=True)
 class Components:
-    """The objects that an algorithm works with; those that it does not need are None.
+    """The objects that an algorithm uses; those that it does not need are None.
 
     Args:
-        models: by role, as the algorithm's plugin names them.
-        data: what the algorithm's `prepare` returned.
-        weights: publishes the policy's weights.
-        pool: runs rollouts.
-        evaluation: what `plan` of the algorithm's `evaluate` returned, if the run is evaluated as it trains.
+        models: Models by role, as the algorithm's plugin names them.
+        data: What the algorithm's `prepare` returned.
+        weights: Publishes the policy's weights.
+        pool: Runs rollouts.
+        evaluation: What `plan` of the algorithm's `evaluate` returned, if the run is evaluated as it trains.
     """
 
     models: Mapping[str, Model]

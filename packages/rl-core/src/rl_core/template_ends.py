@@ -1,4 +1,4 @@
-"""Tokens that a chat template writes behind a turn of the policy."""
+"""Tokens that a chat template writes after a turn of the policy."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ POLICY_MARK, OTHER_MARK = "ANCHOR_5f1d_POLICY", "ANCHOR_5f1d_OTHER"
 
 @dataclass(frozen=True)
 class TemplateEnds:
-    """What stands behind a turn.
+    """Text after a turn.
 
     Args:
-        behind: Text behind the last turn of a conversation.
+        behind: Text after the last turn of a conversation.
         last: First added token in `behind`; empty if there is none.
-        earlier: First added token behind a turn that is answered, which may open the answer; empty if there is none.
+        earlier: First added token after a turn that is answered, which may open the answer; empty if there is none.
     """
 
     behind: str = ""

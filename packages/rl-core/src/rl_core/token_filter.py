@@ -18,8 +18,8 @@ class TokenFilter:
 
     Args:
         top_k: 0 keeps all.
-        top_p: in (0, 1]; 1 keeps all.
-        min_p: in [0, 1]; 0 keeps all.
+        top_p: In (0, 1]; 1 keeps all.
+        min_p: In [0, 1]; 0 keeps all.
     """
 
     top_k: int = 0
@@ -36,5 +36,5 @@ class TokenFilter:
 
     @property
     def keeps_all(self) -> bool:
-        """Whether nothing is filtered out."""
+        """Return whether nothing is filtered out."""
         return not self.top_k and self.top_p == 1.0 and self.min_p == 0.0

@@ -13,10 +13,10 @@ TransportKind = Literal["ipc", "collective", "disk"]
 WeightSyncChoice = Literal["auto", "ipc", "collective", "disk"]
 """A kind of transport, or the one that fits the places of policy and generators."""
 WeightSyncEncoding = Literal["full", "changes"]
-"""Whether a weight update carries all weights, or only those that changed since the one before."""
+"""Values that a weight update carries: all of them, or only those that changed since the one before."""
 WeightForm = Literal["merged", "factored", "adapter"]
 """Form in which the weights of a model with low-rank adapters travel: the adapters merged into the weights, the weights
-as they are followed by the factors of the adapters, or these factors alone. Without adapters there is only `merged`."""
+as they are followed by the factors of the adapters, or only these factors. Without adapters there is only `merged`."""
 
 MIN_SECRET_BYTES = 16
 """Minimum length of a transport's secret."""
@@ -36,10 +36,10 @@ class Manifest:
     """Every tensor of one weight version, in the order they are sent.
 
     Args:
-        version: the weight version they make up.
-        tensors: the tensors to send. A tied head is sent once, under the embedding's name, and named in `tied`.
-        tied: name of each tensor that is not sent to the name of the one it equals.
-        num_factors: how many of the tensors, the last ones, are factors of low-rank adapters, which the receiver
+        version: The weight version they make up.
+        tensors: The tensors to send. A tied head is sent once, under the embedding's name, and named in `tied`.
+        tied: Name of each tensor that is not sent to the name of the one it equals.
+        num_factors: How many of the tensors, the last ones, are factors of low-rank adapters, which the receiver
             applies itself: `LAYER.lora_A.weight` `[dim, inputs]` and `LAYER.lora_B.weight` `[outputs, dim]`. If all
             are, the receiver keeps the weights that it has. 0 if adapters are merged into the weights.
     """
@@ -67,7 +67,7 @@ class Manifest:
         return sum(num_bytes(spec) for spec in self.tensors)
 
     def without_factors(self) -> Manifest:
-        """The manifest of the weights alone."""
+        """The manifest of only the weights."""
         weights = self.tensors[: len(self.tensors) - self.num_factors]
         return replace(self, tensors=weights, num_factors=0)
 
@@ -81,13 +81,13 @@ class Transport:
 
     Args:
         kind: `ipc` (shared memory, CUDA IPC), `collective` (gloo, NCCL) or `disk` (safetensors in `address`).
-        address: rendezvous `host:port` of the sender (`ipc`, `collective`), or a folder (`disk`).
-        num_receivers: receiving processes of one sender.
-        bucket_bytes: most bytes in flight at a time, a single larger tensor excepted.
-        timeout_s: bound of each phase; a time-out names rank and phase.
-        every_rank_sends: whether each rank of the policy has receivers of its own (`ipc` on CUDA: those on its GPU);
+        address: Rendezvous `host:port` of the sender (`ipc`, `collective`), or a folder (`disk`).
+        num_receivers: Receiving processes of one sender.
+        bucket_bytes: Maximum number of bytes in flight at a time, a single larger tensor excepted.
+        timeout_s: Bound of each phase; a timeout error has the rank and the phase.
+        every_rank_sends: True if each rank of the policy has receivers of its own (`ipc` on CUDA: those on its GPU);
             otherwise rank 0 sends to all.
-        sends_changes: whether only the changes since the last transfer travel, where they are smaller; both ends then
+        sends_changes: True if only the changes since the last transfer travel, where they are smaller; both ends then
             keep the weights in host memory. Not for `ipc`, whose receivers read the sender's memory.
         secret: Key by which senders and receivers prove to each other that they belong to this transport, at least 16
             bytes; random unless given. Only the processes of the run may know it.
@@ -107,19 +107,22 @@ class Transport:
 
     def __post_init__(self) -> None:
         if len(self.secret) < MIN_SECRET_BYTES:
-            raise ValueError(f"the secret of a transport has at least {MIN_SECRET_BYTES} bytes, got {len(self.secret)}")
+            raise ValueError(
+                f"the secret of a transport must have at least {MIN_SECRET_BYTES} bytes, got {len(self.secret)}"
+            )
         if self.sends_changes and self.kind == "ipc":
-            raise ValueError("changes alone are sent by collective or disk; ipc shares memory and always sends all")
+            raise ValueError("only collective and disk can send changes; ipc shares memory and always sends all values")
 
     @property
     def ends_meet(self) -> bool:
-        """Whether senders and receivers work at the same time; if not, the sender is done before receivers begin."""
+        """Return whether senders and receivers work at the same time; if not, the sender is done before receivers
+        begin."""
         return self.kind != "disk"
 
     @property
     def sends_parts(self) -> bool:
-        """Whether a receiver is sent only the parts of tensors that it keeps. The others share what the sender wrote
-        once.
+        """Return whether a receiver is sent only the parts of tensors that it keeps. The others share what the sender
+        wrote once.
         """
         return self.kind == "collective"
 
@@ -131,7 +134,7 @@ class WeightSource(Protocol):
         """Return the manifest that `send` will follow, on rank 0; None on the others.
 
         Raises:
-            ValueError: for another form than `merged` if the model has no adapters.
+            ValueError: For another form than `merged` if the model has no adapters.
         """
         ...
 
@@ -227,7 +230,7 @@ class Weights(Protocol):
         ...
 
     def state(self) -> Mapping[str, Any]:
-        """Plain data that `restore` goes on from."""
+        """Plain data that `restore` resumes from."""
         ...
 
     def restore(self, state: Mapping[str, Any]) -> None:

@@ -22,7 +22,7 @@ class ScalingConfig(Config):
     @model_validator(mode="after")
     def _ordered(self) -> "ScalingConfig":
         if self.source_min >= self.source_max:
-            raise ProblemError(Problem("source_min", f"got {self.source_min}; allowed: less than source_max"))
+            raise ProblemError(Problem("source_min", got=self.source_min, allowed="less than source_max"))
         return self
 
 

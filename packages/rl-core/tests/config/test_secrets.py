@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from pydantic import field_validator
 
-from rl_core.config import Config, EnvVars, Problem, load, resolve
-from rl_core.errors import ConfigError
+from rl_core.config import Config, EnvVars, Problem, ProblemError, load, resolve
+from rl_core.errors import ConfigError, ConfigProblems
 
 SECRET = "sk-live-12345"
 LONG = "sk-" + "x1y2" * 30
@@ -27,7 +27,7 @@ class Server(Config):
     @classmethod
     def _is_url(cls, value: str) -> str:
         if not value.startswith("http"):
-            raise ValueError(f"got {value!r}; allowed: http://...")
+            raise ProblemError(Problem("", got=value, allowed="http://..."))
         return value
 
 
@@ -101,8 +101,11 @@ def test_a_credential_is_taken_from_the_environment_and_not_written_in_the_confi
     if key is None:
         resolve(load(tree), Root)
         return
-    found = message(tree)
+    with pytest.raises(ConfigProblems) as refused:
+        resolve(load(tree), Root)
+    (problem,) = refused.value.problems
     name = key.rpartition(".")[2]
-    assert found.startswith(f"{key} (config): ")
-    assert f"write {name}: ${{oc.env:{name.upper()}}}" in found
-    assert SECRET not in found
+    assert problem.key == key
+    assert f"{name}: ${{oc.env:{name.upper()}}} " in problem.remedy
+    assert SECRET not in str(refused.value)
+    assert SECRET not in repr(problem)

@@ -18,13 +18,13 @@ ROOT = assemble("Root", {"loop": LoopConfig})
 
 def checks(config):
     if config.loop.period > config.loop.steps:
-        yield Problem("loop.period", f"{config.loop.period} is above loop.steps, {config.loop.steps}")
+        yield Problem("loop.period", f"must not exceed loop.steps ({config.loop.steps})", got=config.loop.period)
 
 
 def problems(values, hint=None):
     with pytest.raises(ConfigProblems) as refused:
         resolve(load(values), ROOT, checks=[checks], hint=hint)
-    return dict(refused.value.problems)
+    return {problem.key: problem for problem in refused.value.problems}
 
 
 def test_a_hint_explains_a_key_before_the_nearest_one():
@@ -35,8 +35,8 @@ def test_a_hint_explains_a_key_before_the_nearest_one():
         return "the words of the hint" if key == "loop.step" else ""
 
     found = problems({"loop": {"step": 3, "perod": 4}}, hint)
-    assert found["loop.step"] == "no such key: the words of the hint"
-    assert "did you mean loop.period?" in found["loop.perod"]
+    assert "the words of the hint" in found["loop.step"].reason
+    assert "loop.period" in found["loop.perod"].remedy
     assert asked == [("loop.step", 3), ("loop.perod", 4)]
 
 
@@ -55,6 +55,7 @@ def test_checks_wait_for_wrong_values():
 
 
 def test_a_refusal_has_the_origin_of_each_key():
-    error = refusal([Problem("loop.steps", "is odd"), Problem("loop.period", "is even")], load({"loop": {"steps": 3}}))
-    assert error.problems == (("loop.steps", "is odd"), ("loop.period", "is even"))
-    assert "loop.steps (config): is odd" in str(error)
+    problems = (Problem("loop.steps", "is odd", got=3), Problem("loop.period", "is even"))
+    error = refusal(problems, load({"loop": {"steps": 3}}))
+    assert error.problems == problems
+    assert "loop.steps (config): got 3: is odd" in str(error)

@@ -74,7 +74,7 @@ def test_what_is_neither_text_nor_reward_is_refused(returned):
         def step(self, response):
             return returned
 
-    with pytest.raises(UnusableAnswer, match=r"Wrong.step returned .*return a text to go on"):
+    with pytest.raises(UnusableAnswer, match=r"Wrong\.step returned .*StepResult"):
         ConversationEnvironment(Wrong, "Wrong").step([said("a")], [None])
 
 

@@ -191,7 +191,7 @@ def test_errors_and_problems_arrive() -> None:
         (StepResult(reward="1.0"), "the reward is '1.0'; return a number"),  # type: ignore[arg-type]
         (StepResult(reward=np.zeros(2)), "which is not a single number"),  # type: ignore[arg-type]
         (StepResult(observation=("text",)), "str instead of a message"),  # type: ignore[arg-type]
-        (StepResult(stop_strings="stop"), "tuple of texts"),  # type: ignore[arg-type]
+        (StepResult(stop_strings="stop"), "stop_strings must be a tuple"),  # type: ignore[arg-type]
     ],
 )
 def test_results_that_may_not_leave_the_process_are_refused_there(result: StepResult, says: str) -> None:

@@ -62,7 +62,7 @@ def test_they_are_added_to_the_reward_of_an_environment_when_it_ends(file):
     [
         ({"rewards": {"a": "{file}:wrong"}}, "has no 'wrong'"),
         ({"rewards": {"a": "right"}}, "is not a function"),
-        ({"rewards": {"a": "{file}:right"}, "reward_weights": {"b": 1.0}}, "reward_weights names b"),
+        ({"rewards": {"a": "{file}:right"}, "reward_weights": {"b": 1.0}}, "reward_weights has b,"),
     ],
 )
 def test_rewards_that_do_not_exist_are_told_before_a_run(file, section, problem):

@@ -145,7 +145,7 @@ def test_rollouts_fail_that_wait_for_an_environment_which_answers_nothing() -> N
         environment = remote(lambda method, argument: asyncio.Event().wait(), renew_s=0.01, silence_s=0.1)
         for outcome in await outcomes(environment, range(3)):
             assert isinstance(outcome, EnvironmentFailure)
-            assert "environment judge has not answered anything for 0.1 s" in outcome.reason
+            assert "environment judge has not answered for 0.1 s" in outcome.reason
         with pytest.raises(TimeoutError):
             await environment.abandon(["0"])
 

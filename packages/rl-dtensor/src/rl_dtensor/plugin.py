@@ -51,7 +51,7 @@ def check_device(section: Any, config: RunConfig) -> Iterable[Problem]:
 
 
 def kernels(config: DTensorConfig) -> tuple[Requirement, ...]:
-    """Return what the chosen attention needs beside torch, if a package index has it."""
+    """Return what the chosen attention needs in addition to torch, if a package index has it."""
     return (FLASH,) if config.attention_backend == "flash_attention_2" else ()
 
 

@@ -45,18 +45,18 @@ MESHES: Mapping[str, tuple[int, Mapping[str, Any]]] = {
     "pp2 x fsdp2": (4, PIPELINE),
     "ep2 x fsdp2": (4, {"expert_parallel_size": 2}),
 }
-"""Name of each mesh to its ranks and settings; the last is for models with experts alone."""
+"""Name of each mesh to its ranks and settings; the last is only for models with experts."""
 
 
 def cases_of(model: str, only: MeshCase | None = None) -> Iterator[FamilyCase]:
     """Every mesh, packed and padded, and with adapters, as `rl doctor model` shows it, or one case.
 
     Args:
-        model: a folder with a `config.json`, or a hub name.
-        only: the one to check; all if None.
+        model: A folder with a `config.json`, or a hub name.
+        only: The one to check; all if None.
 
     Raises:
-        ConfigError: if transformers knows no such family, or no language model of it.
+        ConfigError: If transformers knows no such family, or no language model of it.
     """
     try:
         config = AutoConfig.from_pretrained(model, trust_remote_code=False)

@@ -27,13 +27,13 @@ class DTensorWorker(TrainingWorker):
     slices of the Hugging Face files.
 
     Args:
-        config: the model; master weights are float32 if it trains.
-        backend: this backend's settings.
-        spec: its purpose. The reference are the weights at `config.model_name`, also after a `load`.
-        rendezvous: how to find the other ranks.
+        config: The model; master weights are float32 if it trains.
+        backend: This backend's settings.
+        spec: Its purpose. The reference are the weights at `config.model_name`, also after a `load`.
+        rendezvous: How to find the other ranks.
 
     Raises:
-        ValueError: if files, config, role and settings do not fit together.
+        ValueError: If files, config, role and settings do not fit together.
     """
 
     def __init__(self, config: ModelConfig, backend: DTensorConfig, spec: ModelSpec, rendezvous: Rendezvous) -> None:

@@ -87,7 +87,7 @@ def test_a_batch_without_routing_or_of_another_model_is_refused(ranks, prepared)
         np.testing.assert_allclose(free, Oracle(folder).infer(batch, [LOGPROBS])["logprobs"], atol=1e-5, rtol=1e-5)
         with pytest.raises(WorkerError, match=r"\[layers, experts per token\] \(3, 2\), the model \(4, 2\)"):
             model.infer(with_random_routing(make_batch(), 3, NUM_EXPERTS, NUM_CHOSEN), [LOGPROBS])
-        with pytest.raises(WorkerError, match="names expert 7, and the model has 4"):
+        with pytest.raises(WorkerError, match="expert 7, but the model has 4"):
             model.infer(with_random_routing(make_batch(), NUM_LAYERS, 8, NUM_CHOSEN), [LOGPROBS])
         model.infer(batch, [LOGPROBS])
 

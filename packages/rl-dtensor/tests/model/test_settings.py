@@ -44,5 +44,5 @@ def test_two_steps_are_those_of_one_process(ranks, tmp_path, settings):
 
 def test_replicas_must_divide_the_ranks(ranks, tmp_path):
     config = ModelConfig(model_name=str(write_tiny_model(tmp_path)))
-    with pytest.raises(WorkerError, match="dp_replicate_size=3 needs a multiple of 3 ranks and there are 2"):
+    with pytest.raises(WorkerError, match="dp_replicate_size=3 needs a multiple of 3 ranks, but there are 2"):
         PooledModel(ranks, FACTORY, config, ModelSpec(), 2, dp_replicate_size=3)

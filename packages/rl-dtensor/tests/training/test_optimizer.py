@@ -66,7 +66,7 @@ def test_no_schedule_is_constant():
     [
         ([LINEAR, COSINE], "2 schedules and 0 milestones"),
         ([LINEAR, SchedulerConfig(milestones=[3])], "1 schedules and 1 milestones"),
-        ([LINEAR, COSINE, LINEAR, SchedulerConfig(milestones=[5, 3])], "must rise"),
+        ([LINEAR, COSINE, LINEAR, SchedulerConfig(milestones=[5, 3])], "strictly increasing"),
         ([SchedulerConfig(name="torch.optim.lr_scheduler.StepLR")], "does not take"),
         ([SchedulerConfig(name="torch.optim.SGD")], "is not a torch LRScheduler"),
     ],

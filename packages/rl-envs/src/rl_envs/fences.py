@@ -18,7 +18,7 @@ _QUOTE = re.compile(r" {0,3}> ?")
 def fenced_blocks(text: str) -> Iterator[tuple[str, str]]:
     """Yield the language (lower case; empty if none) and the body of every fenced block, as CommonMark defines them.
 
-    A block begins with three or more backticks or tildes, perhaps behind the mark of a list or a quotation, and ends
+    A block begins with three or more backticks or tildes, perhaps after the mark of a list or a quotation, and ends
     with at least as many of the same, or at the end of the text. Its lines lose the indentation of its fence. More
     than CommonMark allows: a fence may be indented by any amount, and words may follow a closing fence after a space.
     """

@@ -345,17 +345,17 @@ def test_tests_have_three_forms() -> None:
     [
         ({"answer": "1"}, "its fields are answer"),
         ({"tests": []}, "at least one test"),
-        ({"tests": "["}, "not JSON"),
+        ({"tests": "["}, "not valid JSON"),
         ({"tests": [{"in": 1}]}, "input and output"),
         ({"tests": [{"input": 1}], "function": "f"}, "arguments and result"),
         ({"test_code": []}, "test_code"),
         ({"test_code": 5}, "test_code"),
-        ({"tests": [{"input": None, "output": "x"}]}, "both texts"),
+        ({"tests": [{"input": None, "output": "x"}]}, "both strings"),
         ({"tests": [{"arguments": {"a": 1}, "result": 1}], "function": "f"}, "the first a list"),
         ({"tests": [{"arguments": "ab", "result": 1}], "function": "f"}, "the first a list"),
         ({"tests": [{"arguments": [b"x"], "result": 1}], "function": "f"}, "plain data of JSON"),
         ({"tests": [{"arguments": [10**5000], "result": 1}], "function": "f"}, "4300 digits"),
-        ({"tests": "[" * 100_000}, "not JSON"),
+        ({"tests": "[" * 100_000}, "not valid JSON"),
     ],
 )
 def test_a_row_without_usable_tests_is_refused(info: dict[str, Any], says: str) -> None:

@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any, Generic, TypeVar, cast
 
 from rl_algos.requirement import LOSSES
-from rl_core.config import Config, Problem, ProblemError, did_you_mean
+from rl_core.config import Config, Problem, ProblemError, nearest
 from rl_core.devices import Device
 from rl_core.model import ModelSpec
 from rl_core.model_config import ColocatedConfig, GenerationConfig, ModelConfig
@@ -48,9 +48,9 @@ class Backend(Generic[C]):
     """A backend and its settings, of types that pickle into a worker's environment.
 
     Args:
-        plugin: its light half.
-        config: the settings that mean the same for every backend.
-        backend: the backend's own settings.
+        plugin: Its light half.
+        config: The settings that mean the same for every backend.
+        backend: The backend's own settings.
     """
 
     plugin: BackendPlugin
@@ -63,9 +63,9 @@ class ModelBackend(Backend[ModelConfig]):
     """The training backend of one model.
 
     Args:
-        section: dotted key of its config section.
-        spec: the model's head, and whether it trains.
-        colocated: whether it shares the policy's devices, or has its own.
+        section: Dotted key of its config section.
+        spec: The model's head, and whether it trains.
+        colocated: True if it shares the policy's devices, or has its own.
     """
 
     section: str
@@ -74,7 +74,7 @@ class ModelBackend(Backend[ModelConfig]):
 
     @property
     def replays_routing(self) -> bool:
-        """Whether its passes send tokens to the experts that the generator chose."""
+        """True if its passes send tokens to the experts that the generator chose."""
         key = self.plugin.replay_key
         return bool(key and getattr(self.backend, key))
 
@@ -84,8 +84,8 @@ class GenerationBackend(Backend[GenerationConfig]):
     """The generation engine.
 
     Args:
-        model: the model that it serves.
-        reports_routing: whether completions carry the experts that tokens were sent to.
+        model: The model that it serves.
+        reports_routing: True if completions carry the experts that tokens were sent to.
     """
 
     model: ModelConfig
@@ -97,9 +97,9 @@ class Backends:
     """The backends of a run.
 
     Args:
-        models: by role.
+        models: Models, by role.
         generation: None if nothing is generated.
-        requirements: requirements of the code that the algorithm sends to workers.
+        requirements: Requirements of the code that the algorithm sends to workers.
     """
 
     models: Mapping[str, ModelBackend]
@@ -187,7 +187,7 @@ def backends_of(algorithm: AlgorithmPlugin, config: RunConfig) -> Backends:
     """Return the backends that a resolved config chooses, with their settings.
 
     Raises:
-        ProblemError: if two training backends of a model are enabled, or none.
+        ProblemError: If two training backends of a model are enabled, or none.
     """
     needs = algorithm.models(config)
     strange = {need.section for need in needs.values()} - set(model_keys(algorithm, config))
@@ -223,10 +223,17 @@ def _model_backend(config: RunConfig, need: ModelNeed) -> ModelBackend:
 def _generation_backend(config: RunConfig, *, reports_routing: bool) -> GenerationBackend:
     generation = config.policy.generation
     if generation.backend not in names(GENERATORS):
-        known = ", ".join(names(GENERATORS))
-        near = did_you_mean(generation.backend, names(GENERATORS))
-        allowed = f"got {generation.backend!r}{near}; installed engines: {known}"
-        raise ProblemError(Problem(f"{POLICY}.generation.backend", allowed))
+        known = names(GENERATORS)
+        near = nearest(generation.backend, known)
+        raise ProblemError(
+            Problem(
+                f"{POLICY}.generation.backend",
+                "is not an installed engine",
+                got=generation.backend,
+                allowed=", ".join(known),
+                remedy=f"Did you mean {' or '.join(near)}?" if near else "",
+            )
+        )
     found: BackendPlugin = plugin(GENERATORS, generation.backend)
     return GenerationBackend(
         found,
@@ -244,13 +251,14 @@ def _enabled(key: str, section: Any) -> BackendPlugin:
     enabled = [name for name, state in states.items() if state]
     if len(enabled) > 1:
         keys = " and ".join(f"{key}.{found[name].key}.enabled" for name in enabled)
-        raise ProblemError(Problem(key, f"{keys} are both true; a model has one backend: enable only one of them"))
+        reason = f"{keys} are {'both' if len(enabled) == 2 else 'all'} true, but a model has one backend"
+        raise ProblemError(Problem(key, reason, remedy="Enable only one of them"))
     if enabled:
         return found[enabled[0]]
     if states.get(DEFAULT, False) is None:
         return found[DEFAULT]
     choices = ", ".join(f"{key}.{each.key}.enabled=true" for each in found.values())
-    raise ProblemError(Problem(key, f"no training backend is enabled; set one: {choices}"))
+    raise ProblemError(Problem(key, "no training backend is enabled", remedy=f"Set one of {choices}"))
 
 
 def _plain(section: Any, kind: type[C]) -> C:

@@ -1,4 +1,4 @@
-"""The root of a run's config, as far as rl-launch reads it."""
+"""Root of a run's config: the sections that rl-launch reads."""
 
 from __future__ import annotations
 
@@ -14,68 +14,70 @@ from rl_core.model_config import GeneratingModelConfig
 from rl_launch.session.config import CallbackConfig, CheckpointingConfig, LoggerConfig
 
 POLICY = "policy"
-"""Role of the model whose weights are published and exported, and its config section."""
+"""Role and config section of the model whose weights are published and exported."""
 
 
 class ClusterConfig(Config):
-    """Nodes, devices, environments of workers, and time limits of the start."""
+    """Nodes, devices, worker environments and startup timeouts."""
 
     when_changed: ClassVar[WhenChanged | None] = WhenChanged.RESUME
 
     num_nodes: int = Field(default=1, gt=0)
-    """Number of machines; more than one need a Ray cluster, named by RAY_ADDRESS."""
+    """Number of machines. More than one machine needs a Ray cluster, whose address is in RAY_ADDRESS."""
     gpus_per_node: int = Field(default=1, gt=0)
-    """GPUs to use on each machine."""
+    """Number of GPUs to use on each machine."""
     device: Literal["auto", "cuda", "cpu", "rehearsal"] = "auto"
-    """Device of the models; `auto` is CUDA if there are GPUs. `rehearsal` runs `num_nodes` nodes of `gpus_per_node`
-    GPUs on this machine's CPU: everything but the kernels is as on a cluster of GPUs, so use a tiny model."""
+    """Device of the models. `auto` is CUDA if there are GPUs, otherwise the CPU. `rehearsal` simulates `num_nodes`
+    nodes with `gpus_per_node` GPUs each on the CPU of this machine: everything except the kernels runs as on a GPU
+    cluster, so use a tiny model."""
     cpu_ranks_per_node: int = Field(default=1, gt=0)
-    """Ranks on each machine if the device is the CPU."""
+    """Number of ranks on each machine if the device is the CPU."""
     worker_envs: Literal["auto", "shared", "isolated"] = "auto"
-    """Environments of the workers: the driver's (`shared`), ones that are built for them (`isolated`), or the driver's
-    if it has all they need and built ones otherwise (`auto`)."""
+    """Python environments of the workers: the driver's environment (`shared`), separate environments that are built for
+    them (`isolated`), or the driver's environment if it has all required packages and separate ones otherwise (`auto`).
+    """
     autoscaling: bool = False
-    """Whether the cluster adds nodes on request; a run then waits for devices that it lacks."""
+    """True if the cluster adds nodes on request. A run then waits for missing devices."""
     placement_timeout_s: float = Field(default=300.0, gt=0)
-    """Longest wait for devices that others use, or that an autoscaling cluster adds."""
+    """Timeout in seconds for devices that are in use by others or that an autoscaling cluster adds."""
     replacement_timeout_s: float = Field(default=300.0, ge=0)
-    """After the loss of a node: longest wait for another one if the remaining devices do not suffice."""
+    """Timeout in seconds for a new node after a node is lost, if the remaining devices are not sufficient."""
     process_timeout_s: float = Field(default=300.0, gt=0)
-    """Longest wait for the first answer of a process, or of a node."""
+    """Timeout in seconds for the first response of a process or node."""
     worker_envs_timeout_s: float = Field(default=3600.0, gt=0)
-    """Longest time to build the environments of workers on nodes other than the driver's."""
+    """Timeout in seconds for building worker environments on the nodes other than the driver's node."""
     fork_server_s: float | None = Field(default=None, ge=0)
-    """How long a Python interpreter that has imported an engine stays for the next worker, which it forks in a fraction
-    of the time, and for the next check of a config, at most 120; 0: every process imports by itself. Unset: 600 on CPU;
-    on GPUs 0, until it has been tried on them."""
+    """Time in seconds for which a Python interpreter with an imported engine is kept. It forks the next worker in a
+    fraction of the import time, and serves the next check of a config for at most 120 seconds. With 0 every process
+    imports the engine itself. The default is 600 on the CPU and 0 on GPUs, where it is not tested yet."""
     start_timeout_s: float = Field(default=1800.0, gt=0)
-    """Longest time to load a model: large ones read hundreds of gigabytes."""
+    """Timeout in seconds for loading a model. Large models read hundreds of gigabytes."""
     env_vars: EnvVars = {}
-    """Environment variables of all workers on all nodes. Workers also get the driver's that begin with `NCCL_`,
-    `GLOO_`, `UCX_`, `FI_`, `HF_`, `TRANSFORMERS_`, `TOKENIZERS_`, `TORCH_`, `PYTORCH_`, `TORCHINDUCTOR_`,
-    `TORCHDYNAMO_`, `TRITON_`, `NVTE_`, `VLLM_`, `OMP_`, `GOMP_`, `MKL_`, `KMP_`, `CUDA_` or `MALLOC_`, except paths of
-    CUDA, numbers of threads and secrets (`HF_TOKEN`), which must be named here: `HF_TOKEN: ${oc.env:HF_TOKEN}`.
-    Values that are set here win."""
+    """Environment variables of all workers on all nodes. Workers also inherit the driver's variables that begin with
+    `NCCL_`, `GLOO_`, `UCX_`, `FI_`, `HF_`, `TRANSFORMERS_`, `TOKENIZERS_`, `TORCH_`, `PYTORCH_`, `TORCHINDUCTOR_`,
+    `TORCHDYNAMO_`, `TRITON_`, `NVTE_`, `VLLM_`, `OMP_`, `GOMP_`, `MKL_`, `KMP_`, `CUDA_` or `MALLOC_`, except CUDA
+    paths, thread counts and secrets (`HF_TOKEN`), which must be set here: `HF_TOKEN: ${oc.env:HF_TOKEN}`. Values that
+    are set here take precedence."""
 
 
 class EnvironmentsConfig(Config):
-    """Settings of environments, which score completions, by name."""
+    """Settings of the environments that score completions, by name."""
 
 
 class RootConfig(Config):
     algorithm: Annotated[str, WhenChanged.NEW_RUN]
-    """Name of the algorithm, such as `grpo` (`rl recipes` lists recipes with theirs), or `file.py:NAME` of one in a
-    file of yours."""
+    """Name of the algorithm, such as `grpo` (`rl recipes` lists the recipes with their algorithms), or `file.py:NAME`
+    for an algorithm in your own file."""
     run_dir: Annotated[PathText | None, WhenChanged.RESUME] = None
-    """Folder of the run, resumed if it holds one; if unset, a new folder under `runs`."""
+    """Folder of the run. If it contains a run, that run is resumed. The default is a new folder under `runs`."""
     callbacks: Annotated[list[str | CallbackConfig], WhenChanged.RESUME] = []
-    """Your classes that training calls at its start and end, after steps, evaluations and saves: `file.py:Class`,
-    or `{type: file.py:Class, settings: {...}}`."""
+    """Your callback classes, which training calls at its start and end and after steps, evaluations and saves:
+    `file.py:Class`, or `{type: file.py:Class, settings: {...}}`."""
 
 
 class RunConfig(run_config.RunConfig, Protocol):
-    """A resolved config: `RootConfig` with the sections that every config has. Those of its algorithm are the
-    algorithm's own business."""
+    """A resolved config: `RootConfig` with the sections that every config has. The sections of the algorithm are not
+    part of it."""
 
     @property
     def algorithm(self) -> str:
@@ -89,12 +91,12 @@ class RunConfig(run_config.RunConfig, Protocol):
 
     @property
     def callbacks(self) -> Sequence[str | CallbackConfig]:
-        """Classes of the user's that training calls."""
+        """Callback classes of the user."""
         ...
 
     @property
     def policy(self) -> GeneratingModelConfig:
-        """The model that trains; it has a section `generation` only if the algorithm generates."""
+        """The trained model. It has a section `generation` only if the algorithm generates."""
         ...
 
     @property
@@ -109,12 +111,12 @@ class RunConfig(run_config.RunConfig, Protocol):
 
     @property
     def logger(self) -> LoggerConfig:
-        """Where metrics go."""
+        """Destinations of metrics."""
         ...
 
     @property
     def env(self) -> Config:
-        """Settings of environments by name, if the algorithm generates."""
+        """Settings of environments, by name, if the algorithm generates."""
         ...
 
 
@@ -127,12 +129,12 @@ def section_of(config: object, key: str) -> Any:
 
 
 def with_section(config: C, key: str, section: object) -> C:
-    """Return the config with another section at a dotted key."""
+    """Return the config with the section at a dotted key replaced."""
     head, _, rest = key.partition(".")
     changed = with_section(getattr(config, head), rest, section) if rest else section
     return with_values(config, {head: changed})
 
 
 def with_values(config: C, values: Mapping[str, Any]) -> C:
-    """Return the config, or section, with other values of some of its keys."""
+    """Return the config, or section, with the values of some keys replaced."""
     return cast(C, cast(Config, config).model_copy(update=dict(values)))

@@ -171,20 +171,20 @@ def test_a_check_that_fails_exits_with_1_and_says_the_remedy():
 
 
 WRONG = {
-    "unknown": (("run", "mth", "--prompt", "x"), "did you mean math?"),
-    "unknown function": (("check", "rewards.py:brif", "--prompt", "x"), "did you mean brief?"),
+    "unknown": (("run", "mth", "--prompt", "x"), "'mth'"),
+    "unknown function": (("check", "rewards.py:brif", "--prompt", "x"), " brief?"),
     "unknown module": (("check", "nowhere.to_be:found", "--prompt", "x"), "nowhere"),
-    "no rows": (("run", "math"), "needs a row to answer"),
-    "fields": (("run", "math", "--prompt", "x", "--fields", "3"), "give a JSON object"),
-    "setting": (("run", "rewards.py:brief", "deadline=3", "--prompt", "x"), "did you mean env.brief.deadline_s?"),
-    "row": (("run", "rewards.py:brief", "--data", "rows.jsonl", "--row", "3"), "got 3; the data has 2 rows"),
+    "no rows": (("run", "math"), "--data"),
+    "fields": (("run", "math", "--prompt", "x", "--fields", "3"), "--fields: got 3"),
+    "setting": (("run", "rewards.py:brief", "deadline=3", "--prompt", "x"), "env.brief.deadline_s?"),
+    "row": (("run", "rewards.py:brief", "--data", "rows.jsonl", "--row", "3"), "--row: got 3, but the data has 2 rows"),
     "file": (("check", "math", "--data", "no.jsonl"), "no.jsonl"),
     "format": (("run", "math", "--prompt", "x", "--scripted", "rows.jsonl", "--tool-format", "foo"), "harmony"),
     "program": (("run", "math", "--prompt", "x", "--scripted", "rows.jsonl", "--program", "foo"), "multi_turn"),
     "script": (("run", "math", "--prompt", "x", "--scripted", "no.txt"), "no.txt cannot be read"),
-    "two players": (("run", "math", "--prompt", "x", "--scripted", "a", "--model", "b"), "choose one"),
-    "no model": (("run", "math", "--prompt", "x", "policy.model_name=x"), "name one with --model"),
-    "model": (("run", "math", "--prompt", "x", "--model", "/no/where"), "folder '/no/where' does not exist"),
+    "two players": (("run", "math", "--prompt", "x", "--scripted", "a", "--model", "b"), "--model and --scripted"),
+    "no model": (("run", "math", "--prompt", "x", "policy.model_name=x"), "policy.model_name"),
+    "model": (("run", "math", "--prompt", "x", "--model", "/no/where"), 'policy.model_name (config): got "/no/where"'),
 }
 
 
@@ -206,13 +206,13 @@ def test_rows_that_a_run_would_refuse_are_refused_with_their_line_and_the_keys(t
         return " ".join(answer.stderr.split())
 
     said = refusal("math", "--data", str(own))
-    assert "own.jsonl, line 1: no column 'messages'; the columns are gold, q. Name the column of the input in" in said
+    assert "own.jsonl, line 1: no column 'messages'; the columns are gold, q. Set `input_key`" in said
     assert "(as data.train.KEY=VALUE)" in said
     said = refusal("math", "--data", str(own), "data.train.input_key=q")
     assert "line 1: the environment math cannot score it" in said
-    assert "name that column in `output_key`" in said
+    assert "set `output_key` to that column" in said
     own.write_text('{"prompt": "1+1=", "answer": NaN}\n')
-    assert "line 1: its answer is nan, which no response can equal" in refusal("rewards.py:brief", "--data", str(own))
+    assert "line 1: its answer is nan" in refusal("rewards.py:brief", "--data", str(own))
 
 
 def test_rewards_that_never_differ_come_with_what_the_code_looks_for():
@@ -234,6 +234,6 @@ def test_a_config_is_checked_with_its_environment_and_data(tmp_path):
     assert answer.exit_code == 0, answer.output
     assert "up to 2 turns each" in answer.output
     both = rl("check", "guess.yaml", "--data", "rows.jsonl")
-    assert "names its data" in both.output
+    assert "--data and --prompt" in both.output
     (tmp_path / "sft.yaml").write_text("defaults: sft-arithmetic\n")
-    assert "trains without an environment" in rl("check", "sft.yaml").output
+    assert "sft.yaml does not use an environment" in rl("check", "sft.yaml").output

@@ -52,7 +52,7 @@ def test_auto_is_the_cpu_on_a_cluster_without_gpus_unless_it_may_add_some(machin
     monkeypatch.setenv("RAY_ADDRESS", machines.cluster.address)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     assert resolve_device(ClusterConfig()) == CPU
-    with pytest.raises(ConfigError, match=r"has no GPU now and may add some .* set cluster\.device to cuda or cpu"):
+    with pytest.raises(ConfigError, match=r"has no GPU now and may add some .* Set cluster\.device to cuda or cpu"):
         resolve_device(ClusterConfig(autoscaling=True))
     assert resolve_device(ClusterConfig(autoscaling=True, device="cuda")) == CUDA
     with pytest.raises(ConfigError, match=r"cluster\.device is cuda, but the cluster has no GPU"):
@@ -74,7 +74,7 @@ def test_devices_are_reserved_node_by_node_and_what_there_is_not_is_told_at_once
             [bundle.node for bundle in bundles] for bundles in reserved
         ]
         with pytest.raises(
-            PlacementError, match=r"cluster\.gpus_per_node ask for 3 x 2 GPU, 2 CPU, each on one node, but"
+            PlacementError, match=r"cluster\.gpus_per_node request 3 x 2 GPU, 2 CPU, each on one node, but"
         ):
             cluster.reserve_replicas(1, 2, least=1)
         with cluster_of(busy_s=1) as other, pytest.raises(PlacementError, match="1 of 1 were not free within 1 s"):

@@ -73,8 +73,8 @@ def test_an_answer_that_does_not_come_leaves_the_conversation():
     model = Model("3<|end|>", KeyboardInterrupt(), AnswerFailed("the prompt alone has 40 of at most 32 tokens"), "5")
     said, noted = conversed(model, "1+2=", "8+8=", "9+9=", "2+3=")
     assert said == ["3", "5"]
-    assert noted[0] == "(interrupted; the conversation is as before)"
-    assert noted[1].startswith("no answer: the prompt alone has 40 of at most 32 tokens. /reset")
+    assert noted[0] == "(interrupted; the conversation is unchanged)"
+    assert noted[1].startswith("no answer: the prompt alone has 40 of at most 32 tokens. ")
     assert "cut off after 1 tokens" in noted[2]
     assert "8+8" not in model.asked[-1]
     assert "9+9" not in model.asked[-1]
@@ -93,7 +93,7 @@ def test_what_the_template_refuses_is_told():
     tokenizer.chat_template = "{{ raise_exception('no system message here') }}"
     loop = ChatLoop(Dialogue(tokenizer, Chat(tokenizer), system="be brief"), Model(), noted.append, noted.append)
     loop.run(["1+2="])
-    assert noted == ["no answer: the chat template cannot render it: no system message here. /reset begins anew"]
+    assert noted == ["no answer: the chat template cannot render it: no system message here. Use /reset to start over"]
 
 
 @pytest.fixture

@@ -104,7 +104,7 @@ def test_runs_are_filtered(condition, expected):
 def test_all_conditions_hold_and_no_match_says_so():
     assert names("--filter", "tag=baseline", "--filter", "sft.seed=1", "--filter", "val/loss<2.6") == ["a"]
     answer = CliRunner().invoke(app, ["runs", "--filter", "tag=nobody", "--filter", "sft.seed=1"])
-    assert answer.stdout == "No run in runs meets tags=nobody and sft.seed=1.\n"
+    assert answer.stdout == "No run in runs matches tags=nobody and sft.seed=1.\n"
 
 
 @pytest.mark.usefixtures("folder")

@@ -83,7 +83,7 @@ def test_the_command_lists_as_json(folder):
 def test_a_folder_without_runs_says_so_and_one_that_is_missing_is_refused(tmp_path):
     empty = tmp_path / ("a-long-name" * 20)
     empty.mkdir()
-    assert f"{empty} holds no runs" in CliRunner().invoke(app, ["runs", str(empty)]).stdout
+    assert f"{empty} does not contain runs" in CliRunner().invoke(app, ["runs", str(empty)]).stdout
     answer = CliRunner().invoke(app, ["runs", str(tmp_path / "nowhere")])
     assert answer.exit_code == 2
     assert "is not a folder" in answer.stderr

@@ -67,7 +67,7 @@ def test_a_finished_run_says_so_before_ray_or_torch_is_imported(tmp_path):
         [sys.executable, "-c", COMMAND, "train", str(run)], capture_output=True, text=True, check=False, cwd=tmp_path
     )
     assert answer.returncode == 0, answer.stderr
-    assert f"raise sft.max_num_steps: rl train {run} sft.max_num_steps=800" in answer.stderr
+    assert f" sft.max_num_steps: rl train {run} sft.max_num_steps=800" in answer.stderr
     assert answer.stdout == f"{run}\n[]\n"
 
 
@@ -96,7 +96,7 @@ def test_a_branch_goes_on_in_its_folder_by_the_same_command(tmp_path):
 def test_adapters_on_layers_that_a_made_model_does_not_have_are_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("RL_HOME", str(tmp_path))
     adapters = "policy.lora_cfg={{enabled: true, match_all_linear: false, target_modules: [{}]}}"
-    message = r"policy\.lora_cfg\.target_modules: got q_projj, which matches no layer of .* did you mean q_proj\?"
+    message = r'policy\.lora_cfg\.target_modules: got "q_projj": .*q_proj\?'
     with pytest.raises(ConfigError, match=message):
         check_adapters_of_made_models(plan_of(adapters.format("q_projj")))
     check_adapters_of_made_models(plan_of(adapters.format("q_proj")))

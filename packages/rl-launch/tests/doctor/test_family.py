@@ -110,7 +110,7 @@ def test_what_is_off_is_exit_code_1(checked_by, folder):
     checked_by("some_backend:some")
     answer = CliRunner().invoke(app, ["doctor", "model", str(folder)])
     assert answer.exit_code == 1
-    assert answer.stdout.splitlines()[-1] == f"{folder} is off in 1 of 3 cases."
+    assert answer.stdout.splitlines()[-1] == f"{folder} differs in 1 of 3 cases."
     seen = json.loads(CliRunner().invoke(app, ["doctor", "model", str(folder), "--json"]).stdout)
     assert set(seen) == {"schema", "model", "backend", "is_right", "cases"}
     assert seen["is_right"] is False

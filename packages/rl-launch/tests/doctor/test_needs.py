@@ -37,5 +37,5 @@ def test_ranks_and_the_folder_of_runs_come_from_the_config():
 
 
 def test_a_wrong_config_is_refused():
-    with pytest.raises(ConfigError, match=r"did you mean grpo\.seed"):
+    with pytest.raises(ConfigError, match=r"grpo\.sede .* grpo\.seed\?"):
         needs_of("grpo-arithmetic", ["grpo.sede=1"], num_gpus=0)

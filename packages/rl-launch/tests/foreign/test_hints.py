@@ -1,4 +1,4 @@
-"""An unknown key that another system has is answered with what it is here, and all problems come at once."""
+"""An unknown key of another system is explained, and all problems are reported together."""
 
 import pytest
 from foreign_files import NEMO_RL, changed, written
@@ -17,26 +17,26 @@ SFT = {
 def problems(values):
     with pytest.raises(ConfigProblems) as refused:
         read_plan(values)
-    return dict(refused.value.problems)
+    return {problem.key: problem for problem in refused.value.problems}
 
 
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [
-        ("grpo__val_batch_size", 64, "not needed here (the engine batches by itself)"),
-        ("policy__offload_optimizer_for_logprob", False, "not needed here"),
-        ("checkpointing__checkpoint_dir", "x", "write run_dir"),
-        ("checkpointing__save_optimizer", True, "not needed here"),
-        ("logger__swanlab_enabled", False, "SwanLab is not offered"),
-        ("logger__num_val_samples_to_print", 3, "rl show prints them"),
-        ("policy__megatron_cfg__converter_type", "X", "not needed here"),
-        ("data__train__seed", 3, "chosen by chance"),
-        ("policy__draft", {"enabled": True, "loss_weight": 0.1}, "not offered here: training an EAGLE draft model"),
-        ("policy__draft", {"enabled": False, "loss_weight": 0.1}, "that is off; remove it"),
-        ("policy__megatron_cfg__optimizer", {"lr": 1e-6}, "write policy.optimizer"),
-        ("learning_rate", 1e-5, "a key of TRL; write policy.optimizer.kwargs.lr"),
-        ("grpo__num_train_epochs", 1, "a key of TRL; write grpo.max_num_epochs"),
-        ("grpo__num_promts_per_step", 1, "did you mean grpo.num_prompts_per_step?"),
+        ("grpo__val_batch_size", 64, "batch"),
+        ("policy__offload_optimizer_for_logprob", False, "NeMo RL"),
+        ("checkpointing__checkpoint_dir", "x", " run_dir"),
+        ("checkpointing__save_optimizer", True, "NeMo RL"),
+        ("logger__swanlab_enabled", False, "SwanLab"),
+        ("logger__num_val_samples_to_print", 3, "rl show"),
+        ("policy__megatron_cfg__converter_type", "X", "NeMo RL"),
+        ("data__train__seed", 3, "NeMo RL"),
+        ("policy__draft", {"enabled": True, "loss_weight": 0.1}, "EAGLE"),
+        ("policy__draft", {"enabled": False, "loss_weight": 0.1}, " is off"),
+        ("policy__megatron_cfg__optimizer", {"lr": 1e-6}, " policy.optimizer"),
+        ("learning_rate", 1e-5, "TRL key. Write policy.optimizer.kwargs.lr"),
+        ("grpo__num_train_epochs", 1, "TRL key. Write grpo.max_num_epochs"),
+        ("grpo__num_promts_per_step", 1, "grpo.num_prompts_per_step?"),
     ],
 )
 def test_a_foreign_key_is_answered_with_its_destination(key, value, words):
@@ -45,24 +45,26 @@ def test_a_foreign_key_is_answered_with_its_destination(key, value, words):
         "policy": {"model_name": "x/y"},
         "data": {"train": {"dataset_name": "a/b", "env_name": "math"}},
     }
-    assert words in problems(changed(values, **{key: value}))[key.replace("__", ".")]
+    assert words in problems(changed(values, **{key: value}))[key.replace("__", ".")].message
 
 
 def test_a_missing_algorithm_hides_no_other_problem():
     found = problems(changed({key: value for key, value in SFT.items() if key != "algorithm"}, policy__prescision="x"))
-    assert "the section sft belongs to algorithm: sft" in found["algorithm"]
-    assert "did you mean policy.precision?" in found["policy.prescision"]
+    assert "sft" in found["algorithm"].allowed
+    assert "algorithm: sft" in found["algorithm"].remedy
+    assert "policy.precision?" in found["policy.prescision"].remedy
 
 
 def test_unknown_keys_hide_no_contradiction():
     found = problems(changed(SFT, policy__brand_new=1, sft__val_at_start=True))
     assert set(found) == {"policy.brand_new", "sft.val_at_start"}
-    assert "nothing to validate on" in found["sft.val_at_start"]
+    assert "data.validation" in found["sft.val_at_start"].message
 
 
 def test_a_contradiction_that_a_typo_makes_is_not_reported():
     found = problems(changed(SFT, sft__val_at_start=True, data__validaton={"dataset_name": "a/b"}))
-    assert "did you mean data.validation?" in found["data.validaton"]
+    assert set(found) == {"data.validaton"}
+    assert "data.validation?" in found["data.validaton"].remedy
 
 
 def test_a_wrong_value_leaves_contradictions_for_later():

@@ -17,7 +17,7 @@ def test_a_recipe_is_printed_with_the_report_as_comments(tmp_path):
     answer = rl(written(tmp_path, NEMO_RL), "--from", "nemo-rl")
     assert answer.exit_code == 0, answer.output
     assert "# - grpo.val_batch_size" in answer.stdout
-    assert "engine batches by itself" in answer.stdout
+    assert "engine batches automatically" in answer.stdout
     assert read_plan(yaml.safe_load(answer.stdout)).config.policy.model_name == "Qwen/Qwen2.5-0.5B"
 
 
@@ -48,7 +48,7 @@ def test_the_rest_can_be_written(tmp_path):
     answer = rl(written(tmp_path, values), "--from", "nemo-rl", "-o", output, "--keep-going")
     assert answer.exit_code == 0, answer.output
     assert "Refused:" in answer.stdout
-    assert "# Refused, and left out:" in output.read_text()
+    assert "# Refused and omitted:" in output.read_text()
     assert CliRunner().invoke(app, ["config", "show", str(output)]).exit_code == 0
 
 

@@ -44,11 +44,12 @@ def test_adapters_of_stacked_experts_are_told_from_those_of_linear_layers(tmp_pa
 
 def test_settings_that_differ_from_the_adapters_are_named(tmp_path):
     lora = LoraConfig(enabled=True, dim=8, alpha=8, adapter=str(write(tmp_path)))
-    found = {problem.key: problem.message for problem in initial_adapter_problems("policy.lora_cfg", lora)}
+    found = {problem.key: problem for problem in initial_adapter_problems("policy.lora_cfg", lora)}
     assert found.keys() == {"policy.lora_cfg.dim", "policy.lora_cfg.use_rslora"}
-    assert found["policy.lora_cfg.dim"].startswith("got 8, but the adapter in ")
+    assert found["policy.lora_cfg.dim"].got == 8
+    assert found["policy.lora_cfg.dim"].remedy.endswith(" 4")
     (problem,) = initial_adapter_problems("key", LoraConfig(enabled=True, adapter=str(tmp_path / "none")))
-    assert "has no adapter_config.json" in problem.message
+    assert "adapter_config.json" in problem.reason
 
 
 @pytest.mark.parametrize(

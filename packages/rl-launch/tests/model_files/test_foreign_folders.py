@@ -7,14 +7,14 @@ from rl_launch.model_files.model_folder import MODEL_FILES, folder_problems
 
 FILES = {
     "a DeepSpeed checkpoint": "zero_to_fp32.py",
-    "a checkpoint of Megatron-LM": "latest_checkpointed_iteration.txt",
-    "a distributed checkpoint of PyTorch (torch.distributed.checkpoint)": "__0_0.distcp",
-    "a checkpoint of NeMo": "model.nemo",
+    "a Megatron-LM checkpoint": "latest_checkpointed_iteration.txt",
+    "a PyTorch distributed checkpoint (torch.distributed.checkpoint)": "__0_0.distcp",
+    "a NeMo checkpoint": "model.nemo",
     "a GGUF file of llama.cpp": "model.Q4_K_M.gguf",
     "a model in Meta's own format": "consolidated.00.pth",
     "a model in Mistral's own format": "consolidated.safetensors",
-    "a model of Flax or TensorFlow": "flax_model.msgpack",
-    "an adapter that was pickled": "adapter_model.bin",
+    "a Flax or TensorFlow model": "flax_model.msgpack",
+    "a pickled adapter": "adapter_model.bin",
     "a model with pickled weights": "pytorch_model-00001-of-00002.bin",
 }
 
@@ -25,7 +25,9 @@ def test_a_framework_is_named_with_the_way_to_hugging_face_files(kind, tmp_path)
     assert foreign_kind(tmp_path) is kind
     (tmp_path / "config.json").write_text("{}")
     (problem,) = folder_problems("policy.model_name", str(tmp_path), MODEL_FILES)
-    assert f"; it is {kind.name}; {kind.remedy}" in problem.message
+    assert problem.got == str(tmp_path)
+    assert kind.name in problem.reason
+    assert problem.remedy == kind.remedy
 
 
 def test_an_unknown_folder_is_of_no_framework(tmp_path):

@@ -49,19 +49,22 @@ def test_targets_that_name_no_layer_are_refused_with_the_nearest(folder):
     assert list(adapter_problems("key", str(folder), ["q_proj", "self_attn.q_proj", "attention.q_proj"])) == []
     assert list(adapter_problems("key", "some/model", ["nonesuch"])) == []
     (problem,) = adapter_problems("key", str(folder), ["q_prj"])
-    assert "did you mean q_proj?; it has lm_head, q_proj" in problem.message
+    assert (problem.key, problem.got, problem.allowed) == ("key", "q_prj", "lm_head, q_proj")
+    assert "q_proj?" in problem.remedy
     (problem,) = adapter_problems("key", str(folder), ["q_proj", "self_attn.v_proj"])
-    assert "got self_attn.v_proj, which matches no layer of" in problem.message
+    assert problem.got == "self_attn.v_proj"
+    assert str(folder) in problem.reason
 
 
 def test_a_run_directory_in_the_place_of_a_model_names_those_that_it_holds(tmp_path):
     (tmp_path / "checkpoints").mkdir()
     (problem,) = folder_problems("value.model_name", str(tmp_path), MODEL_FILES)
-    assert "is a run directory; it has no checkpoint with a model yet" in problem.message
+    assert (problem.key, problem.got) == ("value.model_name", str(tmp_path))
+    assert "no checkpoint" in problem.remedy
     for name in ("step_9/hf", "step_10/hf", "step_10/hf_critic"):
         model = tmp_path / "checkpoints" / name
         model.mkdir(parents=True)
         (model / "config.json").write_text("{}")
     (problem,) = folder_problems("value.model_name", str(tmp_path), MODEL_FILES)
     newest = tmp_path / "checkpoints" / "step_10"
-    assert problem.message.endswith(f"name a model of it: {newest}/hf, {newest}/hf_critic")
+    assert problem.remedy.endswith(f" {newest}/hf, {newest}/hf_critic")

@@ -60,15 +60,13 @@ def test_every_model_of_a_config_may_be_named_so(run):
 
 
 def test_a_checkpoint_that_is_not_there_is_refused_by_key(run):
-    with pytest.raises(
-        ConfigError, match=r"policy\.model_name: .*no checkpoint of step 3; it has step_2, step_4, step_6"
-    ):
+    with pytest.raises(ConfigError, match=r"policy\.model_name: .*step 3.* step_2, step_4, step_6"):
         read_raw("sft-arithmetic", ["policy.model_name=runs/sft:3"])
 
 
 def test_an_evaluation_takes_the_best(run):
     # the files themselves are not there
-    with pytest.raises(ConfigError, match=r"runs/sft/checkpoints/step_4/hf' has no config\.json"):
+    with pytest.raises(ConfigError, match=r'policy\.model_name .*got "runs/sft/checkpoints/step_4/hf".* config\.json'):
         evaluation_of("runs/sft:best", ["eval.tasks=[gsm8k]"])
-    with pytest.raises(RunDirectoryError, match="no run at runs/nothing"):
+    with pytest.raises(RunDirectoryError, match=r"runs/nothing\. "):
         evaluation_of("runs/nothing:best")

@@ -52,13 +52,13 @@ def test_a_truncated_shard_is_named_with_its_sizes(sharded):
 def test_a_missing_shard_is_named(sharded):
     (sharded / "model-2.safetensors").unlink()
     (problem,) = weight_file_problems(sharded)
-    assert "names model-2.safetensors, which is missing (1 of 2 files)" in problem
+    assert "lists model-2.safetensors, which is missing (1 of 2 files)" in problem
 
 
 def test_tensors_that_a_shard_does_not_hold_are_named(sharded):
     write_weights(sharded / "model-1.safetensors", {"a": (2, 3)})
     (problem,) = weight_file_problems(sharded)
-    assert problem.endswith("places b in model-1.safetensors, which does not hold it")
+    assert problem.endswith("places b in model-1.safetensors, which does not contain it")
 
 
 @pytest.mark.parametrize("index", ["", "{", "[]", "{}", '{"weight_map": 3}'])

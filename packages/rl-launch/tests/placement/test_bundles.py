@@ -31,9 +31,9 @@ def test_what_a_fixed_cluster_does_not_have_is_refused_at_once_by_its_keys():
     with pytest.raises(PlacementError) as refused:
         wait.check([SMALL, LARGE], 1, now=5.0)
     assert str(refused.value) == (
-        "cluster.num_nodes and cluster.gpus_per_node ask for 2 x 8 GPU, 8 CPU, each on one node, but the cluster has "
+        "cluster.num_nodes and cluster.gpus_per_node request 2 x 8 GPU, 8 CPU, each on one node, but the cluster has "
         "10.0.0.1 with 4 GPU, 64 CPU; 10.0.0.2 with 8 GPU, 64 CPU: there is room for 1 of 2 groups of 8 GPU, 8 CPU. "
-        "Lower cluster.num_nodes and cluster.gpus_per_node, or add nodes; if the cluster adds them by itself, set "
+        "Lower cluster.num_nodes and cluster.gpus_per_node, or add nodes. If the cluster adds nodes automatically, set "
         "cluster.autoscaling=true."
     )
 

@@ -226,10 +226,10 @@ def test_what_is_missing_is_refused_before_the_run(tmp_path, api, monkeypatch):
     with pytest.raises(ConfigError, match=r"checkpointing\.push_to: hf://me/model cannot be written to: 401"):
         pusher_of(config)
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
-    with pytest.raises(ConfigError, match=r"needs a token.*set HF_TOKEN, or run hf auth login"):
+    with pytest.raises(ConfigError, match=r"needs a token.*HF_TOKEN.*hf auth login"):
         pusher_of(config)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(ConfigError, match="HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set; unset it"):
+    with pytest.raises(ConfigError, match="HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE"):
         pusher_of(config)
     monkeypatch.setitem(sys.modules, "s3fs", None)
     with pytest.raises(ConfigError, match=r"s3://bucket/x needs a library that is not installed: .*install s3fs"):

@@ -64,13 +64,11 @@ def test_one_key_turns_validation_off(recipe, tmp_path):
 def test_keys_of_validation_that_are_written_where_it_is_turned_off_are_refused(tmp_path):
     off = "data: {validation: null}\n"
     (tmp_path / "mine.yaml").write_text(f"defaults: grpo-arithmetic\ngrpo: {{val_period: 3}}\n{off}")
-    with pytest.raises(
-        ConfigError, match=r"grpo\.val_period \(.*mine\.yaml:2\): got 3, but there is nothing to validate"
-    ):
+    with pytest.raises(ConfigError, match=r"grpo\.val_period \(.*mine\.yaml:2\): .*data\.validation"):
         read_plan(tmp_path / "mine.yaml")
     (tmp_path / "off.yaml").write_text(f"defaults: grpo-arithmetic\n{off}")
     (tmp_path / "over.yaml").write_text("defaults: off.yaml\ngrpo: {val_at_end: true}\n")
-    with pytest.raises(ConfigError, match=r"grpo\.val_at_end \(.*over\.yaml:2\): got true"):
+    with pytest.raises(ConfigError, match=r"grpo\.val_at_end \(.*over\.yaml:2\): .*data\.validation"):
         read_plan(tmp_path / "over.yaml")
 
 
@@ -98,25 +96,37 @@ def test_an_inherited_recipe_keeps_what_it_does_not_say():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["grpo.num_promts_per_step=4"], "did you mean grpo.num_prompts_per_step?"),
-        (["policy.generation.vllm_cfg.max_model_lenn=9"], "did you mean policy.generation.vllm_cfg.max_model_len?"),
-        (["grpo.num_samples=4"], "no such key; here it is grpo.num_generations_per_prompt: Rollouts of each prompt"),
-        (["grpo.val_batches=4"], "no such key; here it is grpo.max_val_samples"),
-        (["eval.num_generations_per_prompt=4"], "no such key; here it is eval.num_samples: Samples of each prompt"),
-        (["eval.max_val_samples=4"], "no such key; here it is eval.max_prompts"),
+        (["grpo.num_promts_per_step=4"], r"grpo.num_promts_per_step .* grpo.num_prompts_per_step\?"),
+        (
+            ["policy.generation.vllm_cfg.max_model_lenn=9"],
+            r"max_model_lenn .* policy.generation.vllm_cfg.max_model_len\?",
+        ),
+        (["grpo.num_samples=4"], "grpo.num_samples .* grpo.num_generations_per_prompt"),
+        (["grpo.val_batches=4"], "grpo.val_batches .* grpo.max_val_samples"),
+        (["eval.num_generations_per_prompt=4"], "eval.num_generations_per_prompt .* eval.num_samples"),
+        (["eval.max_val_samples=4"], "eval.max_val_samples .* eval.max_prompts"),
         (["env.math.deadline_s=-1"], r"env.math.deadline_s \(command line\): got -1"),
-        (["cluster.device=tpu"], "one of: auto, cuda, cpu"),
-        (["algorithm=grop"], "did you mean grpo"),
-        (["algorithm=null"], "grpo, .*sft"),
-        (["policy.train_global_batch_size=100"], "does not divide the 512 rollouts"),
-        (["policy.generation.backend=vlm"], "policy.generation.backend .*did you mean vllm"),
-        (["policy.generation.vllm_cfg.max_model_len=6"], "leave no room for a prompt"),
-        (["policy.dtensor_cfg.enabled=true", "policy.megatron_cfg.enabled=true"], "a model has one backend"),
-        (["policy.dtensor_cfg.enabled=false"], "no training backend is enabled"),
-        (["policy.generation.colocated.enabled=false", "cluster.cpu_ranks_per_node=1"], "no device"),
-        (["checkpointing.checkpoint_must_save_by=4h"], "DD:HH:MM:SS"),
-        (["policy.generation.colocated.resources.num_nodes=1"], "colocated generation uses the policy's devices"),
-        (["checkpointing.metric_name=val:acuracy"], "did you mean val/accuracy?"),
+        (["cluster.device=tpu"], "cluster.device .*allowed: .*auto, cuda, cpu"),
+        (["algorithm=grop"], "algorithm .*grpo"),
+        (["algorithm=null"], "algorithm .*grpo, .*sft"),
+        (["policy.train_global_batch_size=100"], "train_global_batch_size .*512"),
+        (["policy.generation.backend=vlm"], r"policy.generation.backend .*vllm\?"),
+        (["policy.generation.vllm_cfg.max_model_len=6"], "vllm_cfg.max_model_len .*6.*max_new_tokens"),
+        (
+            ["policy.dtensor_cfg.enabled=true", "policy.megatron_cfg.enabled=true"],
+            "policy .*policy.dtensor_cfg.enabled and policy.megatron_cfg.enabled",
+        ),
+        (["policy.dtensor_cfg.enabled=false"], "policy .*policy.dtensor_cfg.enabled=true"),
+        (
+            ["policy.generation.colocated.enabled=false", "cluster.cpu_ranks_per_node=1"],
+            "policy.generation.colocated.resources.gpus_per_node .*cluster.cpu_ranks_per_node=2",
+        ),
+        (["checkpointing.checkpoint_must_save_by=4h"], "checkpoint_must_save_by .*4h.*DD:HH:MM:SS"),
+        (
+            ["policy.generation.colocated.resources.num_nodes=1"],
+            "num_nodes .*got 1: .*policy.generation.colocated.enabled=false",
+        ),
+        (["checkpointing.metric_name=val:acuracy"], r"metric_name .*got \"val:acuracy\": .*val/accuracy\?"),
     ],
 )
 def test_what_cannot_run_is_refused(overrides, message):
@@ -179,15 +189,15 @@ REPLAY = "policy.dtensor_cfg.moe_router_replay=true"
         (
             "grpo-arithmetic",
             [REPLAY],
-            "dtensor_cfg.moe_router_replay .*which vllm does not report: on cpu vLLM has only",
+            "dtensor_cfg.moe_router_replay .*got true: .*vllm.*moe_router_replay=false",
         ),
-        ("grpo-arithmetic", [REPLAY, HF, {}], "replays the routing of experts, but .* has none"),
+        ("grpo-arithmetic", [REPLAY, HF, {}], "dtensor_cfg.moe_router_replay .*got true: .* has no experts"),
         (
             "grpo-arithmetic",
             ["policy.megatron_cfg.enabled=true", "policy.megatron_cfg.moe_router_replay=true", MEGATRON, {}],
-            "megatron_cfg.moe_router_replay .* has none",
+            "megatron_cfg.moe_router_replay .*got true: .* has no experts",
         ),
-        ("sft-arithmetic", [REPLAY], "this algorithm has no rollouts; remove this key"),
+        ("sft-arithmetic", [REPLAY], "dtensor_cfg.moe_router_replay .*got true: .* rollouts"),
     ],
 )
 def test_a_replay_of_routing_that_there_is_not_is_refused(recipe, overrides, message, tmp_path):
@@ -202,12 +212,12 @@ ADAPTERS = ["policy.lora_cfg.enabled=true", "policy.generation.lora_sync=adapter
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["policy.generation.lora_sync=adapter"], "lora_sync .*policy.lora_cfg, which is not enabled"),
-        ([*ADAPTERS, HF], "lora_sync .*got adapter, but generation.backend is hf: it applies no adapters"),
-        ([*ADAPTERS, "policy.lora_cfg.dim=600"], "lora_sync .*dim 512 at most, got lora_cfg.dim=600"),
+        (["policy.generation.lora_sync=adapter"], r"lora_sync .*got \"adapter\": .*policy.lora_cfg.enabled=true"),
+        ([*ADAPTERS, HF], r"lora_sync .*got \"adapter\": .*generation.backend=hf"),
+        ([*ADAPTERS, "policy.lora_cfg.dim=600"], "lora_sync .*512.*lora_cfg.dim=600"),
         (
             [*ADAPTERS, "policy.generation.weight_sync_encoding=changes", "policy.generation.weight_sync=disk"],
-            "weight_sync_encoding .*: got changes, but with lora_sync=adapter",
+            r"weight_sync_encoding .*: got \"changes\": .*lora_sync=adapter",
         ),
     ],
 )
@@ -277,7 +287,7 @@ def test_an_algorithm_in_a_file_beside_the_recipe_brings_its_sections(tmp_path):
 
 
 def test_a_wrong_name_in_the_file_of_an_algorithm_is_refused_with_the_place_and_the_nearest(tmp_path):
-    with pytest.raises(ConfigError, match=r"algorithm \(\S*run.yaml:1\): .*'PLUGING'; did you mean PLUGIN\?"):
+    with pytest.raises(ConfigError, match=r"algorithm \(\S*run.yaml:1\): .*'PLUGING'.* PLUGIN\?"):
         read_plan(recipe_of_a_file(tmp_path, "PLUGING"), ON_CPU)
 
 

@@ -117,7 +117,7 @@ def test_an_environment_that_is_not_installed_is_named(tmp_path):
     path = record(tmp_path, config(), "math")
     tree = yaml.safe_load(path.read_text())
     path.write_text(tree_to_yaml({**tree, "env": {**tree["env"], "asks_prompt": {"num_workers": 2}}}))
-    said = r"environment 'asks_prompt' is not installed, and \S*config.yaml has settings of it: install the package"
+    said = r"'asks_prompt' is not installed, .* \S*config.yaml "
     with pytest.raises(ConfigError, match=said):
         read_plan(tmp_path)
     with pytest.raises(RunDirectoryError, match=said):

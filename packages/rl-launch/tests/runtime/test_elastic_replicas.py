@@ -108,7 +108,7 @@ def test_a_replica_that_does_not_start_gives_its_devices_back_and_is_tried_again
     elastic = make_elastic(places, 1)
     assert names(elastic.await_any(1)) == ["devices 2"]
     assert places.discarded == ["devices 0", "devices 1"]
-    assert "a further replica did not start: no engine on devices 0" in caplog.text
+    assert "another replica did not start: no engine on devices 0" in caplog.text
 
 
 def test_failed_starts_are_retried_less_and_less_often_until_other_devices_may_be_granted(
@@ -130,7 +130,7 @@ def test_a_wait_for_devices_ends_with_the_keys_and_what_failed_last(make_elastic
     elastic = make_elastic(Places(), 0, timeout_s=0.1)
     with pytest.raises(PlacementError) as refused:
         elastic.await_any(0)
-    assert "policy.generation.min_replicas is 1, and 0 of the run's replicas are left" in str(refused.value)
+    assert "policy.generation.min_replicas is 1, but only 0 of the run's replicas remain" in str(refused.value)
     assert "cluster.replacement_timeout_s" in str(refused.value)
 
 

@@ -29,7 +29,7 @@ def test_a_death_in_a_step_goes_on_from_the_newest_checkpoint(caplog):
     restoration = Restoration(saves=True)
     restoration.judge(death(), AtStep(4), no_node)
     assert restoration.goes_on
-    assert caplog.messages == [f"{death()}; starting again from checkpoint step_4"]
+    assert caplog.messages == [f"{death()}; restarting from checkpoint step_4"]
 
 
 def test_a_death_before_the_first_checkpoint_begins_anew(caplog):
@@ -69,7 +69,7 @@ def test_whatever_the_loss_of_a_node_looks_like_is_gone_on_from(error, caplog):
     restoration = Restoration(saves=True)
     restoration.judge(error, AtStep(4), a_node)
     assert restoration.goes_on
-    assert caplog.messages == [f"node 10.0.0.2 is lost ({error}); starting again from checkpoint step_4"]
+    assert caplog.messages == [f"node 10.0.0.2 was lost ({error}); restarting from checkpoint step_4"]
 
 
 def test_a_node_that_is_lost_while_a_run_is_being_restored_is_gone_on_from():
@@ -91,6 +91,6 @@ def test_a_run_that_does_not_fit_on_what_is_left_ends_with_one_message():
     assert restoration.failed(error) is error
     restoration.judge(death("rollout worker"), AtStep(4), a_node)
     assert str(restoration.failed(error)) == (
-        f"node 10.0.0.2 is lost ({death('rollout worker')}); the run could not be restored: too few GPUs. The same "
-        "command resumes it when the cluster has the devices."
+        f"node 10.0.0.2 was lost ({death('rollout worker')}); the run could not be restored: too few GPUs. Run the "
+        "same command to resume it when the cluster has the devices."
     )

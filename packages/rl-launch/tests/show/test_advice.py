@@ -50,12 +50,12 @@ def test_a_healthy_run_is_left_alone():
         (lambda step: {"rollout/failed": float(step == 2)}, "1 rollouts failed", "--where status=failed"),
         (
             lambda step: {"reward/mean": 0.0, "reward/std": 0.0, "rollout/groups_without_signal": 10.0},
-            "no rollout of 16 steps has earned anything, so",
+            "no rollout of 16 steps has a reward, so",
             "rl env run",
         ),
         (
             lambda step: {"reward/mean": 1.0, "reward/std": 0.0, "rollout/groups_without_signal": 10.0},
-            "no rollout of 16 steps has earned anything but 1, so",
+            "no rollout of 16 steps has a reward other than 1, so",
             "rl env run",
         ),
         (lambda step: {"train/skipped_steps": float(step == 3)}, "1 optimizer steps were skipped", "kwargs.lr"),
@@ -72,10 +72,14 @@ def test_a_healthy_run_is_left_alone():
         (lambda step: {"reward/mean": 0.3}, "the reward is flat", "grpo.num_generations_per_prompt"),
         (lambda step: {"reward/mean": 0.9 - 0.04 * step}, "the reward falls", "policy.optimizer.kwargs.lr"),
         (lambda step: {"policy/nll": 1.0 / step**2}, "the entropy collapsed", "loss_fn.surrogate.clip_high"),
-        (lambda step: {"policy/kl": 0.05 * step}, "away from its reference", "loss_fn.kl.weight"),
+        (lambda step: {"policy/kl": 0.05 * step}, "from its reference", "loss_fn.kl.weight"),
         (lambda step: {"policy/clipped": 0.5}, "50% of the tokens are clipped", "policy.train_global_batch_size"),
-        (lambda step: {"rollout/truncated": 0.4}, "40% of the rollouts run into", "policy.generation.max_new_tokens"),
-        (lambda step: {"val/loss": 1.0 + abs(step - 4)}, "the validation loss rises", "checkpointing.metric_name"),
+        (
+            lambda step: {"rollout/truncated": 0.4},
+            "40% of the rollouts reach the token limit",
+            "policy.generation.max_new_tokens",
+        ),
+        (lambda step: {"val/loss": 1.0 + abs(step - 4)}, "the validation loss increases", "checkpointing.metric_name"),
     ],
 )
 def test_a_rule_finds_its_trouble_and_names_a_key(change, says, names):
@@ -116,7 +120,7 @@ def test_fine_tuning_does_nothing_but_train():
 def test_fine_tuning_whose_loss_does_not_move_is_told(last, is_found):
     rows = [{"step": 1, "train/loss": 4.619}, {"step": 2, "train/loss": last}]
     said = [each.found for each in advice(rows, {}, {"sft": {}})]
-    assert said == (["the loss does not move: 4.619 at first, 4.616 after 2 steps"] if is_found else [])
+    assert said == (["the loss does not decrease: 4.619 at first, 4.616 after 2 steps"] if is_found else [])
 
 
 def test_a_short_run_has_no_trends():

@@ -111,7 +111,7 @@ def test_many_keys_that_differ_have_a_line_each(make, tmp_path):
 def test_runs_without_steps_say_so(make):
     text = printed(comparison_of([make("x", lr=1, seed=1, losses=()), make("y", lr=1, seed=1, losses=())]))
     assert "2 runs with equal configs" in text
-    assert "No step is recorded yet" in text
+    assert "No steps are recorded yet" in text
 
 
 def test_curves_in_one_chart_share_its_axes_and_end_in_their_letters():
@@ -139,7 +139,7 @@ def test_the_command_compares_several_runs(runs):
     assert found["groups"][1]["metrics"]["val/loss"]["last"] == {"mean": 3.5, "std": None, "num_runs": 1}
     answer = CliRunner().invoke(app, ["show", *paths, "--step", "1"])
     assert answer.exit_code == 2
-    assert "--step shows the rollouts of one run, and 3 are given" in answer.stderr
+    assert "--step needs a single run, got 3" in answer.stderr
 
 
 def test_the_command_draws_all_runs_into_one_image(runs, tmp_path):

@@ -127,7 +127,7 @@ def test_reasons_of_failures_in_any_step_are_in_the_advice(record):
 
 
 def test_a_run_without_steps_says_so(record):
-    assert "No step is recorded yet" in printed(report_of(record([])))
+    assert "No steps are recorded yet" in printed(report_of(record([])))
 
 
 def test_a_long_text_keeps_its_beginning_and_end():
@@ -152,7 +152,7 @@ def test_the_command_prints_json(record):
 def test_the_command_refuses_what_is_not_a_run(tmp_path):
     answer = CliRunner().invoke(app, ["show", str(tmp_path / "nowhere")])
     assert answer.exit_code == 2
-    assert "is not a folder. Give a run directory" in answer.stderr
+    assert "there is no run at" in answer.stderr
 
 
 def test_the_command_writes_images(record, tmp_path):

@@ -67,7 +67,7 @@ def test_chosen_rollouts_are_shown_with_parts_system_prompt_and_row(record):
     run = record(rows(), {12: RECORDS})
     condition = Condition.parse("reward<1", "--where", "")
     text = printed(report_of(run, selection=Selection(conditions=[condition], sort="reward", limit=1)))
-    assert "2 as asked, 1 shown" in text
+    assert "2 selected, 1 shown" in text
     assert "go left" in text
     text = printed(report_of(run, selection=Selection(conditions=[Condition.parse("row.answer=right", "", "")])))
     assert "reward 0.2 (format 0.2), 9 tokens" in text
@@ -82,7 +82,7 @@ def test_rollouts_of_the_validation_are_shown(record):
     (run.path / "rollouts" / "val_10.jsonl").write_text("".join(json.dumps(each) + "\n" for each in RECORDS))
     answer = CliRunner().invoke(app, ["show", str(run.path), "--val", "--where", "status=failed"])
     assert answer.exit_code == 0, answer.output
-    assert "Rollouts of the validation after step 10: 4" in answer.output
+    assert "Validation rollouts after step 10: 4" in answer.output
     assert "failed, 1 tokens, it hung" in answer.output
     found = json.loads(CliRunner().invoke(app, ["show", str(run.path), "--val", "--sort", "-reward", "--json"]).output)
     assert [each["response"] for each in found["rollouts"]["chosen"]] == ["2", "1", "go left", "3"]

@@ -13,21 +13,23 @@ from rl_megatron.config import KEY, MegatronConfig
 from rl_megatron.families.rope import fusion_problem, rope_problem
 from rl_megatron.transformer_fields import ON_CUDA, WITH_FP8, WITH_TE
 
-EXPERTS_PROBLEM = (
-    "rl-megatron adapts linear layers alone, no experts; leave it empty, or train with dtensor_cfg in place of "
-    "megatron_cfg"
+EXPERTS_PROBLEM = Problem(
+    "lora_cfg.target_parameters",
+    "must be empty because rl-megatron adds adapters to linear layers only, not to experts",
+    remedy="Leave it empty, or train with dtensor_cfg instead of megatron_cfg",
+    feature="adapters of experts",
 )
-"""Why `lora_cfg.target_parameters` is refused."""
+"""The refusal of `lora_cfg.target_parameters`."""
 
 
 def check_layout(section: Any, config: RunConfig) -> Iterable[Problem]:
-    """Settings of the layout that do nothing, or that Megatron does not run together."""
+    """Yield the settings of the layout that have no effect, or that Megatron does not run together."""
     backend: MegatronConfig = section.megatron_cfg
     if backend.sequence_parallel and backend.tensor_model_parallel_size == 1:
         yield Problem(
             f"{KEY}.sequence_parallel",
-            f"spreads tokens over tensor-parallel ranks, of which there is one; set {KEY}.tensor_model_parallel_size, "
-            "or this to false",
+            f"needs tensor parallelism, but {KEY}.tensor_model_parallel_size is 1",
+            remedy=f"Set {KEY}.tensor_model_parallel_size=2 or more, or this key to false",
         )
     if backend.pipeline_model_parallel_size == 1:
         for name in (
@@ -36,66 +38,69 @@ def check_layout(section: Any, config: RunConfig) -> Iterable[Problem]:
             "num_layers_in_last_pipeline_stage",
         ):
             if getattr(backend, name) is not None:
-                yield Problem(
-                    f"{KEY}.{name}", f"needs more than one pipeline rank; set {KEY}.pipeline_model_parallel_size"
-                )
+                yield _without_pipeline(f"{KEY}.{name}")
     yield from _check_experts(backend)
 
 
 def check_shape(section: Any, config: RunConfig) -> Iterable[Problem]:
-    """Sizes of the layout that do not divide the model, if the model's config is on this machine."""
+    """Yield the sizes of the layout that do not divide the model, if the model's config is on this machine."""
     backend: MegatronConfig = section.megatron_cfg
     model = local_hf_config(section)
     tensor = backend.tensor_model_parallel_size
-    shared = ("num_attention_heads", "linearnum_key_heads", "intermediate_size")
+    shared = ("num_attention_heads", "linear_num_key_heads", "intermediate_size")
     experts = num_experts_of(model)
     for name, size, what, count in (
         *(("tensor_model_parallel_size", tensor, part, model.get(part)) for part in shared),
         ("expert_model_parallel_size", backend.expert_model_parallel_size, "experts", experts),
     ):
         if count and count % size:
-            yield Problem(f"{KEY}.{name}", f"{size} does not divide the model's {what} ({count}); set it to a divisor")
+            reason = f"does not divide the model's {what} ({count})"
+            yield Problem(f"{KEY}.{name}", reason, got=size, remedy="Set it to a divisor")
             return
     num_heads = num_key_heads(model)
     if num_heads and num_heads % tensor and tensor % num_heads:
-        yield Problem(f"{KEY}.tensor_model_parallel_size", f"{tensor} {key_heads_problem(num_heads)}")
+        yield key_heads_problem(tensor, num_heads)
         return
     if model and not experts and backend.expert_model_parallel_size > 1:
         yield Problem(
             f"{KEY}.expert_model_parallel_size",
-            f"is {backend.expert_model_parallel_size} and the model has no experts; set it to 1",
+            "must be 1 because this model has no experts",
+            got=backend.expert_model_parallel_size,
+            remedy="Set it to 1",
         )
     layers = model.get("num_hidden_layers", 0)
     stages = backend.pipeline_model_parallel_size * (backend.virtual_pipeline_model_parallel_size or 1)
     if layers and stages > layers and "pipeline_model_parallel_layout" not in backend.megatron_kwargs:
         yield Problem(
             f"{KEY}.pipeline_model_parallel_size",
-            f"{stages} stages (pipeline_model_parallel_size x virtual_pipeline_model_parallel_size) of {layers} layers "
-            f"leave some empty; have at most {layers}",
+            f"results in {stages} pipeline stages (pipeline_model_parallel_size x "
+            f"virtual_pipeline_model_parallel_size), but the model has only {layers} layers",
+            got=backend.pipeline_model_parallel_size,
+            remedy=f"Use at most {layers} stages",
         )
 
 
 def check_rope(section: Any, config: RunConfig) -> Iterable[Problem]:
-    """A rotary embedding that Megatron's layers do not compute, if the model's config is on this machine."""
+    """Yield a rotary embedding that Megatron's layers do not compute, if the model's config is on this machine."""
     fields = local_hf_config(section)
-    problem = rope_problem(fields)
-    if problem:
-        yield Problem("model_name", problem)
-    problem = fusion_problem(fields, section.megatron_cfg.megatron_kwargs)
-    if problem:
-        yield Problem(f"{KEY}.megatron_kwargs.apply_rope_fusion", problem)
+    if problem := rope_problem(fields):
+        yield problem.at("model_name")
+    if problem := fusion_problem(fields, section.megatron_cfg.megatron_kwargs):
+        yield problem
 
 
-def key_heads_problem(num_heads: int) -> str:
-    """The end of a message: a number of tensor-parallel ranks does not fit the model's key-value heads."""
-    return (
-        f"neither divides the model's num_key_value_heads ({num_heads}) nor is a multiple of it; set it to a divisor "
-        "or a multiple"
+def key_heads_problem(size: int, num_heads: int) -> Problem:
+    """Return the problem of a number of tensor-parallel ranks that does not fit the model's key-value heads."""
+    return Problem(
+        f"{KEY}.tensor_model_parallel_size",
+        f"neither divides the model's num_key_value_heads ({num_heads}) nor is a multiple of it",
+        got=size,
+        remedy="Set it to a divisor or a multiple",
     )
 
 
 def check_device(section: Any, config: RunConfig) -> Iterable[Problem]:
-    """Settings that no kernel of the run's device computes."""
+    """Yield the settings that no kernel of the run's device computes."""
     backend: MegatronConfig = section.megatron_cfg
     name = config.cluster.device
     if name not in DEVICES or DEVICES[name].kernels == "cuda":  # auto may still become either
@@ -103,102 +108,124 @@ def check_device(section: Any, config: RunConfig) -> Iterable[Problem]:
     if backend.fp8_cfg.enabled:
         yield Problem(
             f"{KEY}.fp8_cfg.enabled",
-            f"needs Transformer Engine and a GPU, and cluster.device is {name}; set this to false",
+            f"needs Transformer Engine and a GPU, but cluster.device is {name}",
+            remedy="Set this key to false",
         )
     elif backend.transformer_engine:
         yield Problem(
-            f"{KEY}.transformer_engine", f"needs a GPU, and cluster.device is {name}; leave it out, or set it to false"
+            f"{KEY}.transformer_engine",
+            f"needs a GPU, but cluster.device is {name}",
+            remedy="Remove this key, or set it to false",
         )
     if backend.moe_token_dispatcher_type == "flex":
         yield Problem(
             f"{KEY}.moe_token_dispatcher_type",
-            f"'flex' needs DeepEP and a GPU, and cluster.device is {name}; set alltoall",
+            f"needs DeepEP and a GPU, but cluster.device is {name}",
+            got="flex",
+            remedy="Set it to alltoall",
         )
 
 
 def check_8_bit(section: Any, config: RunConfig) -> Iterable[Problem]:
-    """Settings that 8-bit matrix products contradict."""
+    """Yield the settings that contradict 8-bit matrix products."""
     backend: MegatronConfig = section.megatron_cfg
     if not backend.fp8_cfg.enabled:
         return
     if backend.transformer_engine is False:
         yield Problem(
             f"{KEY}.fp8_cfg.enabled",
-            f"needs Transformer Engine, and {KEY}.transformer_engine is false; set one of them",
+            f"needs Transformer Engine, but {KEY}.transformer_engine is false",
+            remedy=f"Set {KEY}.transformer_engine to true, or this key to false",
         )
 
 
 def check_kwargs(section: Any, config: RunConfig) -> Iterable[Problem]:
-    """Further fields of Megatron's config that the device or the layers lack, or that do nothing."""
+    """Yield the further fields of Megatron's config that the device or the layers lack, or that have no effect."""
     backend: MegatronConfig = section.megatron_cfg
     device = config.cluster.device
     is_on_cpu = device in DEVICES and DEVICES[device].kernels != "cuda"
     for name in backend.megatron_kwargs:
-        problem = None
+        key = f"{KEY}.megatron_kwargs.{name}"
         if name in ON_CUDA and is_on_cpu:
-            problem = f"needs a GPU, and cluster.device is {device}; leave it out"
+            yield Problem(key, f"needs a GPU, but cluster.device is {device}", remedy="Remove this key")
         elif name in WITH_TE and is_on_cpu:
-            problem = f"needs Transformer Engine and a GPU, and cluster.device is {device}; leave it out"
+            reason = f"needs Transformer Engine and a GPU, but cluster.device is {device}"
+            yield Problem(key, reason, remedy="Remove this key")
         elif name in WITH_TE and backend.transformer_engine is False:
-            problem = f"needs Transformer Engine, and {KEY}.transformer_engine is false; leave one of them out"
+            yield Problem(
+                key,
+                f"needs Transformer Engine, but {KEY}.transformer_engine is false",
+                remedy=f"Remove this key or {KEY}.transformer_engine",
+            )
         elif name in WITH_TE and section.lora_cfg.enabled:
-            problem = (
-                "needs layers of Transformer Engine, and adapters need those of megatron-core; leave it out, or set "
-                "lora_cfg.enabled to false"
+            yield Problem(
+                key,
+                "needs layers of Transformer Engine, but adapters need layers of megatron-core",
+                remedy="Remove this key, or set lora_cfg.enabled=false",
             )
         elif name in WITH_FP8 and not backend.fp8_cfg.enabled:
-            problem = f"has no effect without {KEY}.fp8_cfg.enabled=true"
+            yield Problem.unused(key, f"without {KEY}.fp8_cfg.enabled=true")
         else:
-            problem = _effect_problem(name, backend)
-        if problem:
-            yield Problem(f"{KEY}.megatron_kwargs.{name}", problem)
+            yield from _effect_problems(key, name, backend)
 
 
-def _effect_problem(name: str, backend: MegatronConfig) -> str | None:
-    """Why a further field of Megatron's config does nothing or the wrong thing beside other settings; None if it does
-    what it says."""
+def _effect_problems(key: str, name: str, backend: MegatronConfig) -> Iterable[Problem]:
+    """Yield the problem of a further field of Megatron's config that has no effect, or the wrong one, with the other
+    settings."""
     if name in ("recompute_method", "recompute_num_layers"):
         if not backend.activation_checkpointing or backend.recompute_granularity != "full":
-            return f"has no effect without {KEY}.activation_checkpointing=true and {KEY}.recompute_granularity=full"
+            needed = f"{KEY}.activation_checkpointing=true and {KEY}.recompute_granularity=full"
+            yield Problem.unused(key, f"without {needed}")
     elif name in ("deallocate_pipeline_outputs", "pipeline_model_parallel_layout", "batch_p2p_sync"):
         if backend.pipeline_model_parallel_size == 1:
-            return f"needs more than one pipeline rank; set {KEY}.pipeline_model_parallel_size"
+            yield _without_pipeline(key)
     elif name == "overlap_p2p_comm_warmup_flush":
         if backend.virtual_pipeline_model_parallel_size is None:
-            return f"has no effect without {KEY}.virtual_pipeline_model_parallel_size"
+            yield Problem.unused(key, f"without {KEY}.virtual_pipeline_model_parallel_size")
     elif name in ("moe_flex_dispatcher_backend", "moe_deepep_num_sms", "moe_hybridep_num_sms"):
         if backend.moe_token_dispatcher_type != "flex":
-            return f"has no effect without {KEY}.moe_token_dispatcher_type=flex"
+            yield Problem.unused(key, f"without {KEY}.moe_token_dispatcher_type=flex")
     elif name == "moe_router_fusion":
         if backend.moe_router_replay:
-            return f"chooses experts itself, and {KEY}.moe_router_replay is true; leave one of them out"
+            yield Problem(
+                key,
+                f"cannot be combined with {KEY}.moe_router_replay=true, because the fused router chooses experts "
+                "itself",
+                remedy=f"Remove this key or {KEY}.moe_router_replay",
+            )
     elif name == "cp_comm_type" and backend.context_parallel_size == 1:
-        return f"has no effect without {KEY}.context_parallel_size above 1"
-    return None
+        yield Problem.unused(key, f"without {KEY}.context_parallel_size above 1")
+
+
+def _without_pipeline(key: str) -> Problem:
+    name = f"{KEY}.pipeline_model_parallel_size"
+    return Problem(key, f"needs pipeline parallelism, but {name} is 1", remedy=f"Set {name}=2 or more")
 
 
 def check_lora(section: Any, config: RunConfig) -> Iterable[Problem]:
-    """Adapters on layers that do not take them."""
+    """Yield the problems of adapters on layers that do not support them."""
     if section.lora_cfg.enabled and section.lora_cfg.target_parameters:
-        yield Problem("lora_cfg.target_parameters", EXPERTS_PROBLEM)
+        yield EXPERTS_PROBLEM
     if section.lora_cfg.enabled and section.megatron_cfg.fp8_cfg.enabled:
         yield Problem(
             f"{KEY}.fp8_cfg.enabled",
-            "needs layers of Transformer Engine, and adapters need those of megatron-core; set this to false, or "
-            "lora_cfg.enabled to false",
+            "needs layers of Transformer Engine, but adapters need layers of megatron-core",
+            remedy="Set this key to false, or set lora_cfg.enabled=false",
         )
 
 
 def check_recompute(section: Any, config: RunConfig) -> Iterable[Problem]:
-    """Settings of recomputation that do nothing."""
+    """Yield the settings of recomputation that have no effect."""
     backend: MegatronConfig = section.megatron_cfg
     defaults = MegatronConfig()
     for name in ("recompute_granularity", "recompute_modules"):
         is_set = getattr(backend, name) != getattr(defaults, name)
         if is_set and not backend.activation_checkpointing:
-            yield Problem(f"{KEY}.{name}", f"has no effect without {KEY}.activation_checkpointing=true")
+            yield Problem.unused(f"{KEY}.{name}", f"without {KEY}.activation_checkpointing=true")
         elif is_set and name == "recompute_modules" and backend.recompute_granularity == "full":
-            yield Problem(f"{KEY}.{name}", f"has no effect while {KEY}.recompute_granularity is full; set selective")
+            granularity = f"{KEY}.recompute_granularity"
+            remedy = f"Set {granularity}=selective, or remove this key"
+            yield Problem.unused(f"{KEY}.{name}", f"with {granularity}=full", remedy=remedy)
 
 
 def num_key_heads(model: Mapping[str, Any]) -> int:
@@ -211,34 +238,40 @@ def _check_experts(backend: MegatronConfig) -> Iterable[Problem]:
     if expert_tensor not in (None, tensor) and backend.expert_model_parallel_size == 1:
         yield Problem(
             f"{KEY}.expert_tensor_parallel_size",
-            f"{expert_tensor} with {tensor} tensor-parallel ranks needs {KEY}.expert_model_parallel_size above 1: "
-            "Megatron reduces the experts' gradients over the wrong ranks otherwise",
+            f"differs from {KEY}.tensor_model_parallel_size ({tensor}) and needs {KEY}.expert_model_parallel_size "
+            "above 1, because otherwise Megatron reduces the experts' gradients over the wrong ranks",
+            got=expert_tensor,
         )
     has_experts_over_ranks = backend.expert_model_parallel_size > 1
     if has_experts_over_ranks and tensor > 1 and not backend.sequence_parallel:
         yield Problem(
             f"{KEY}.sequence_parallel",
             f"must be true if {KEY}.expert_model_parallel_size and {KEY}.tensor_model_parallel_size are above 1",
+            got=False,
+            remedy="Set it to true",
         )
     is_balanced = backend.moe_router_load_balancing_type != "none"
     if is_balanced != (backend.moe_aux_loss_coeff > 0):
         yield Problem(
             f"{KEY}.moe_aux_loss_coeff",
-            f"{backend.moe_aux_loss_coeff} with moe_router_load_balancing_type "
-            f"{backend.moe_router_load_balancing_type!r}; set both or neither",
+            f"does not match {KEY}.moe_router_load_balancing_type, which is {backend.moe_router_load_balancing_type}",
+            got=backend.moe_aux_loss_coeff,
+            remedy="Set both keys or neither",
         )
     ranks_of_tokens = backend.expert_model_parallel_size * (expert_tensor or tensor)
     if backend.moe_token_dispatcher_type == "flex" and (ranks_of_tokens == 1 or backend.moe_router_dtype != "fp32"):
         yield Problem(
             f"{KEY}.moe_token_dispatcher_type",
-            f"'flex' needs {KEY}.expert_model_parallel_size or {KEY}.tensor_model_parallel_size above 1 and "
-            f"{KEY}.moe_router_dtype fp32; set alltoall",
+            f"needs {KEY}.expert_model_parallel_size or {KEY}.tensor_model_parallel_size above 1, and "
+            f"{KEY}.moe_router_dtype=fp32",
+            got="flex",
+            remedy="Set it to alltoall",
         )
     if backend.moe_per_layer_logging and not is_balanced:
-        yield Problem(
+        yield Problem.unused(
             f"{KEY}.moe_per_layer_logging",
-            f"reports the loss of {KEY}.moe_router_load_balancing_type, which is 'none'; choose another, or set this "
-            "to false",
+            f"with {KEY}.moe_router_load_balancing_type=none, because there is no loss to report",
+            remedy=f"Set another {KEY}.moe_router_load_balancing_type, or set this key to false",
         )
 
 

@@ -28,7 +28,7 @@ def install() -> None:
     """Answer Megatron's questions to `torch.cuda` with the CPU; once per process.
 
     Raises:
-        RuntimeError: if torch has CUDA; there is nothing to stand in for.
+        RuntimeError: If torch has CUDA; there is nothing to stand in for.
     """
     global _installed
     if torch.cuda.is_available():
@@ -102,7 +102,7 @@ def _stand_in_for_cuda() -> None:
 
 
 def _seed(seed: int) -> None:
-    """Seed the default generator alone: `torch.manual_seed` would seed CUDA's too, that is, this again."""
+    """Seed only the default generator: `torch.manual_seed` would seed CUDA's too, that is, this again."""
     torch.default_generator.manual_seed(int(seed))
 
 

@@ -71,7 +71,7 @@ def mesh_case(section: Any) -> MeshCase:
 
 
 def engine(config: MegatronConfig) -> tuple[Requirement, ...]:
-    """Return what layers on GPUs need installed, beside what the worker always needs."""
+    """Return what layers on GPUs need installed, in addition to what the worker always needs."""
     return () if config.transformer_engine is False else (TRANSFORMER_ENGINE,)
 
 

@@ -39,7 +39,7 @@ def kwargs_problems(given: Mapping[str, Any], *, has_te: bool) -> Iterator[str]:
     """Problems of `megatron_kwargs` with the types of Megatron's fields and with the installed layers.
 
     Args:
-        has_te: whether Transformer Engine is installed.
+        has_te: True if Transformer Engine is installed.
     """
     from megatron.core.transformer import TransformerConfig  # takes seconds
 
@@ -51,7 +51,7 @@ def kwargs_problems(given: Mapping[str, Any], *, has_te: bool) -> Iterator[str]:
         elif isinstance(kinds[name], type) and issubclass(kinds[name], Enum):
             names = [member.name for member in kinds[name]]
             if value not in names:
-                yield f"{key}: got {value!r}; it is one of {', '.join(names)}"
+                yield f"{key}: got {value!r}; allowed: {', '.join(names)}"
         else:
             kind = TypeAdapter(kinds[name], config=ConfigDict(arbitrary_types_allowed=True, strict=True))
             try:

@@ -67,11 +67,11 @@ def cases_of(model: str, only: MeshCase | None = None) -> Iterator[FamilyCase]:
     """Every layout, packed and padded, and with adapters, as `rl doctor model` shows it, or one case.
 
     Args:
-        model: a folder with a `config.json`, or a hub name.
-        only: the one to check; all if None.
+        model: A folder with a `config.json`, or a hub name.
+        only: The one to check; all if None.
 
     Raises:
-        ConfigError: if transformers does not know the family, or this backend has no maps of its weights.
+        ConfigError: If transformers does not know the family, or this backend has no maps of its weights.
     """
     try:
         config = AutoConfig.from_pretrained(model, trust_remote_code=False)

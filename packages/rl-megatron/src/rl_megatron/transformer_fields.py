@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from rl_core.config import did_you_mean
+from rl_core.config import Problem, did_you_mean
 
 ANYWHERE = frozenset(
     {
@@ -78,7 +78,7 @@ PASSED = ANYWHERE | ON_CUDA | WITH_TE
 """All fields that may be set."""
 
 _REASONS: Mapping[str, str] = {
-    "it follows from the model; write `policy.hf_config_overrides`": """
+    "it follows from the model; set `policy.hf_config_overrides`": """
         num_layers hidden_size num_attention_heads softmax_scale softmax_type num_query_groups ffn_hidden_size
         kv_channels hidden_dropout attention_dropout apply_residual_connection_post_layernorm layernorm_epsilon
         layernorm_zero_centered_gamma add_bias_linear add_qkv_bias gated_linear_unit activation_func glu_linear_offset
@@ -95,35 +95,35 @@ _REASONS: Mapping[str, str] = {
         hetereogenous_dist_checkpoint q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type
         rotary_base rotary_percent rotary_scaling_factor original_max_position_embeddings beta_fast beta_slow mscale
         mscale_all_dim""",
-    "write `policy.precision`": "fp16 bf16 params_dtype pipeline_dtype enable_autocast autocast_dtype",
+    "set `policy.precision`": "fp16 bf16 params_dtype pipeline_dtype enable_autocast autocast_dtype",
     "weights and hidden states stay in `policy.precision`": """
         fp32_residual_connection fp8_param fp4 fp4_recipe fp4_param fp4_quantizer_factory""",
-    "write `megatron_cfg.fp8_cfg`": "fp8 fp8_recipe fp8_quantizer_factory",
-    "write `megatron_cfg.transformer_engine`": """
+    "set `megatron_cfg.fp8_cfg`": "fp8 fp8_recipe fp8_quantizer_factory",
+    "set `megatron_cfg.transformer_engine`": """
         transformer_impl moe_grouped_gemm moe_use_legacy_grouped_gemm persist_layer_norm use_te_rng_tracker""",
-    "write `megatron_cfg.recompute_modules`": "moe_layer_recompute",
-    "write `megatron_cfg.sequence_parallel`, which shares saved activations too": "distribute_saved_activations",
-    "write `megatron_cfg.moe_token_dispatcher_type: flex`": "moe_enable_deepep",
-    "write `megatron_cfg.moe_router_replay`": "moe_enable_routing_replay",
-    "write `megatron_cfg.moe_aux_loss_coeff`; padding would count in this loss": "moe_z_loss_coeff",
-    "write `megatron_kwargs.pipeline_model_parallel_layout`": """
+    "set `megatron_cfg.recompute_modules`": "moe_layer_recompute",
+    "set `megatron_cfg.sequence_parallel`, which also shards saved activations": "distribute_saved_activations",
+    "set `megatron_cfg.moe_token_dispatcher_type: flex`": "moe_enable_deepep",
+    "set `megatron_cfg.moe_router_replay`": "moe_enable_routing_replay",
+    "padding would count in this loss; set `megatron_cfg.moe_aux_loss_coeff`": "moe_z_loss_coeff",
+    "set `megatron_kwargs.pipeline_model_parallel_layout`": """
         account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split""",
-    "write `megatron_kwargs.moe_router_padding_for_quantization`": "moe_router_padding_for_fp8",
+    "set `megatron_kwargs.moe_router_padding_for_quantization`": "moe_router_padding_for_fp8",
     "weights come from the model's files": """
         init_method output_layer_init_method init_method_std embedding_init_method embedding_init_method_std
         init_model_with_meta_device perform_initialization use_cpu_initialization""",
     "losses are computed outside Megatron": """
         calculate_per_token_loss cross_entropy_loss_fusion cross_entropy_fusion_impl defer_embedding_wgrad_compute
         wgrad_deferral_limit""",
-    "no layer for multi-token prediction is trained": "mtp_num_layers mtp_loss_scaling_factor mtp_standalone",
-    "rl-megatron's training step sets it": """
+    "layers for multi-token prediction are not trained": "mtp_num_layers mtp_loss_scaling_factor mtp_standalone",
+    "the training step of rl-megatron determines it": """
         timers finalize_model_grads_func grad_scale_func no_sync_func grad_sync_func param_sync_func
         variable_seq_lengths overlap_p2p_comm batch_p2p_comm microbatch_group_size_per_vp_stage
         _cpu_offloading_context""",
     "rl-megatron does not run the schedules that it belongs to": """
         num_microbatches_with_partial_activation_checkpoints overlap_moe_expert_parallel_comm delay_wgrad_compute
         ep_overlap_early_attn_memory_release""",
-    "rows have different lengths, and it needs batches of one shape": """
+    "it needs batches of one shape, but rows have different lengths": """
         enable_cuda_graph cuda_graph_use_single_mempool cuda_graph_retain_backward_graph cuda_graph_warmup_steps
         external_cuda_graph cuda_graph_impl cuda_graph_scope tp_comm_overlap tp_comm_bulk_wgrad tp_comm_bulk_dgrad
         tp_comm_overlap_ag tp_comm_overlap_rs tp_comm_overlap_rs_dgrad tp_comm_split_ag tp_comm_atomic_ag
@@ -132,7 +132,7 @@ _REASONS: Mapping[str, str] = {
     "rl-megatron does not create the process groups that it needs": """
         hierarchical_context_parallel_sizes hybrid_context_parallel max_seqlen_per_dp_cp_rank
         pipeline_model_parallel_comm_backend use_ring_exchange_p2p moe_extended_tp""",
-    "training has to compute the model that the generators serve, whatever else is in a batch": """
+    "training must compute the model that the generators serve, whatever else is in a batch": """
         moe_token_dropping moe_expert_capacity_factor moe_pad_expert_input_to_capacity moe_token_drop_policy
         moe_router_force_load_balancing moe_input_jitter_eps""",
     "rl-megatron's optimizer step does not clip attention logits": """
@@ -157,15 +157,18 @@ _KEYS = """
 
 OWNED: Mapping[str, str] = {
     **{name: reason for reason, names in _REASONS.items() for name in names.split()},
-    **{name: f"write `megatron_cfg.{name}`" for name in _KEYS.split()},
+    **{name: f"set `megatron_cfg.{name}`" for name in _KEYS.split()},
 }
 """Fields that may not be set, and the key that sets them or the reason."""
 
 
-def name_problem(name: str) -> str | None:
-    """Why a field may not be set; None if it may."""
+def name_problem(name: str) -> Problem | None:
+    """Return the problem of a field of `megatron_kwargs` that may not be set; None if it may."""
+    key = f"megatron_kwargs.{name}"
     if name in PASSED:
         return None
     if name in OWNED:
-        return f"cannot be set here: {OWNED[name]}"
-    return f"Megatron's TransformerConfig has no such field{did_you_mean(name, [*PASSED, *OWNED])}"
+        cause, _, setting = OWNED[name].partition("set ")
+        reason = ": ".join(filter(None, ("cannot be set here", cause.removesuffix("; "))))
+        return Problem(key, reason, remedy=setting and f"Set {setting}")
+    return Problem(key, f"is not a field of Megatron's TransformerConfig{did_you_mean(name, [*PASSED, *OWNED])}")

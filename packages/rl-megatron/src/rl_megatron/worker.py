@@ -35,13 +35,13 @@ class MegatronWorker(TrainingWorker):
     Face files. One process holds one worker at a time: Megatron keeps its groups per process.
 
     Args:
-        config: the model; the optimizer steps float32 copies whatever the compute dtype.
-        backend: this backend's settings.
-        spec: its purpose. The reference are the weights at `config.model_name`, also after a `load`.
-        rendezvous: how to find the other ranks.
+        config: The model; the optimizer steps float32 copies whatever the compute dtype.
+        backend: This backend's settings.
+        spec: Its purpose. The reference are the weights at `config.model_name`, also after a `load`.
+        rendezvous: How to find the other ranks.
 
     Raises:
-        ValueError: if files, config, role and settings do not fit together.
+        ValueError: If files, config, role and settings do not fit together.
     """
 
     def __init__(self, config: ModelConfig, backend: MegatronConfig, spec: ModelSpec, rendezvous: Rendezvous) -> None:

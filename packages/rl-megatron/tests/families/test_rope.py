@@ -136,9 +136,9 @@ def test_others_are_refused_by_the_config_alone(tmp_path, family, fields, messag
     for check, key in ((check_rope, "model_name"), (check_layers, "generation.backend")):
         (problem,) = check(section, None)
         assert problem.key == key
-        assert problem.message.startswith("rotary embedding ")
-        assert message in problem.message
-        assert "rope_parameters in hf_config_overrides" in problem.message
+        assert "rotary embedding " in problem.reason
+        assert message in problem.reason + problem.allowed
+        assert "rope_parameters in hf_config_overrides" in problem.remedy
 
 
 def test_an_override_to_another_type_is_accepted(tmp_path):

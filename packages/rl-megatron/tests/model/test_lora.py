@@ -255,5 +255,5 @@ def test_what_gets_no_adapter_is_refused_by_name(ranks, folders, model, targets,
 
 def test_adapters_on_experts_are_refused(ranks, folders):
     lora = LoraConfig(enabled=True, target_parameters=["experts.down_proj"])
-    with pytest.raises(WorkerError, match=r"lora_cfg.target_parameters: rl-megatron adapts linear layers alone"):
+    with pytest.raises(WorkerError, match=r"lora_cfg\.target_parameters: .*experts"):
         open_model(ranks, folders("qwen3_moe"), "tp1", lora)

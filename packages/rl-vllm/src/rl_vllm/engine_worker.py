@@ -64,7 +64,7 @@ class EngineWorker:
         """Plan the load of a manifest: `unknown` tensors to the reason, and `missing` ones.
 
         Args:
-            scale: factor of an adapter's product, for the factors of adapters among the tensors.
+            scale: Factor of an adapter's product, for the factors of adapters among the tensors.
         """
         return self._reported(self._begin, pickle.loads(manifest), scale)
 
@@ -72,8 +72,8 @@ class EngineWorker:
         """Receive the announced tensors; returns the digest of all of them.
 
         Args:
-            order: the transport, and the device of the engine's first rank.
-            first_rank: of the engine's receivers.
+            order: The transport, and the device of the engine's first rank.
+            first_rank: First rank of the engine's receivers.
         """
         transport, device = pickle.loads(order)
         return self._reported(self._receive, transport, device.at(self.local_rank), first_rank + self.rank)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class VllmGenerator:
-    """A `Generator` on vLLM: its engine in processes of its own or, for one rank on CPU, in a thread of this one.
+    """A `Generator` on vLLM: its engine in its own processes or, for one rank on CPU, in a thread of this one.
 
     Completions carry float32 logprobs after temperature, top-p and top-k. Only the request's stop tokens and strings
     end a completion; the model's own end of sequence counts if it is among them. Requests in flight finish or are
@@ -39,10 +39,10 @@ class VllmGenerator:
     applies those of the newest version to every request. It keeps the weights in sleep.
 
     Args:
-        config: neutral settings of generation.
-        backend: settings of vLLM.
-        model: what to load.
-        placement: device, GPUs and threads of this replica, whose ranks share a node.
+        config: Neutral settings of generation.
+        backend: Settings of vLLM.
+        model: What to load.
+        placement: Device, GPUs and threads of this replica, whose ranks share a node.
     """
 
     worker_extension = "rl_vllm.engine_worker.EngineWorker"
@@ -70,7 +70,7 @@ class VllmGenerator:
         """Load the engine.
 
         Raises:
-            GeneratorError: with the reason, if it does not come up or cannot report what is asked of it.
+            GeneratorError: With the reason, if it does not come up or cannot report what is asked of it.
         """
         if self._placement.reports_routing:
             problem = routing_problem(self._backend, self._placement.kind)
@@ -79,7 +79,7 @@ class VllmGenerator:
         if self._applies_adapters:
             problem = adapter_problem(self._backend, self._model, self._placement.kind)
             if problem:
-                raise GeneratorError(f"adapters cannot be sent by themselves: {problem}")
+                raise GeneratorError(f"adapters cannot be sent separately: {problem}")
         eager = self._backend.is_eager(self._placement.kind)
         own_process = self._backend.has_own_process(self._placement.kind)
         process_env.apply(
@@ -114,8 +114,8 @@ class VllmGenerator:
         """One completion; concurrent calls are batched by the engine.
 
         Raises:
-            RequestRefused: if the prompt leaves no room for a completion, or the engine refuses the request.
-            GeneratorError: if the engine died, or has no whole weights.
+            RequestRefused: If the prompt leaves no room for a completion, or the engine refuses the request.
+            GeneratorError: If the engine died, or has no whole weights.
         """
         num_prompt_tokens = len(request.token_ids)
         room = self._max_len - num_prompt_tokens
@@ -135,11 +135,11 @@ class VllmGenerator:
         """float32 `[tokens]`, logprobs of given tokens at temperature 1; index i belongs to token i, the first is 0.
 
         Raises:
-            RequestRefused: for more tokens than the engine was set up for.
-            GeneratorError: as `generate`.
+            RequestRefused: For more tokens than the engine was set up for.
+            GeneratorError: As `generate`.
         """
         if len(token_ids) > self._max_len:
-            raise RequestRefused(f"{len(token_ids)} tokens do not fit into {self._max_len}")
+            raise RequestRefused(f"got {len(token_ids)} tokens; max_model_len is {self._max_len}")
         scores = np.zeros(len(token_ids), dtype=np.float32)
         async with self._lifecycle.request(while_paused=True):
             if len(token_ids) > 1:
@@ -160,7 +160,7 @@ class VllmGenerator:
         Frees nothing on CPU. Returns whether the weights are kept; if not, they must be sent again.
 
         Raises:
-            GeneratorError: if the replica was placed on GPUs for itself, whose engine cannot sleep.
+            GeneratorError: If the replica was placed on GPUs for itself, whose engine cannot sleep.
         """
         await self._lifecycle.admission.hold()
         if not self._placement.kind.has_gpus:
@@ -194,9 +194,9 @@ class VllmGenerator:
         """Make ready; nothing is served from here until a `commit` succeeds.
 
         Raises:
-            WeightSyncError: naming tensors the engine does not know, or those that its parameters wait for; or if
+            WeightSyncError: Naming tensors the engine does not know, or those that its parameters wait for; or if
                 adapters are to come without weights that it does not have.
-            GeneratorError: if requests are in flight; pause first.
+            GeneratorError: If requests are in flight; pause first.
         """
         self._lifecycle.begin(manifest)
         scale = self._model.lora_cfg.scale
@@ -217,8 +217,8 @@ class VllmGenerator:
         """Receive all tensors as receivers `first_rank`, `first_rank + 1`, ...; returns their digest per engine rank.
 
         Raises:
-            WeightSyncError: naming rank and phase, or tensors.
-            GeneratorError: if the weights are asleep.
+            WeightSyncError: Naming rank and phase, or tensors.
+            GeneratorError: If the weights are asleep.
         """
         if "weights" in self._lifecycle.asleep:
             raise GeneratorError("the weights are asleep: wake them before a transfer")
@@ -230,7 +230,7 @@ class VllmGenerator:
         serve this version.
 
         Raises:
-            WeightSyncError: naming the stale tensors; nothing is served then until a transfer succeeds.
+            WeightSyncError: Naming the stale tensors; nothing is served then until a transfer succeeds.
         """
         manifest = self._lifecycle.announced(version)
         stale = await self._on_every_rank("check_received")

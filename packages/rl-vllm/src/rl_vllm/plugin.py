@@ -29,8 +29,9 @@ def _room_for_prompts(section: Any, config: RunConfig) -> Iterable[Problem]:
     if max_model_len <= generation.max_new_tokens:
         yield Problem(
             "generation.vllm_cfg.max_model_len",
-            f"{max_model_len} tokens leave no room for a prompt beside max_new_tokens={generation.max_new_tokens};"
-            " raise it, or leave it out to follow max_total_sequence_length",
+            f"leaves no room for a prompt, because max_new_tokens is {generation.max_new_tokens}",
+            got=max_model_len,
+            remedy="Increase it, or remove this key to use max_total_sequence_length",
         )
 
 
@@ -43,15 +44,18 @@ def _positions(section: Any, config: RunConfig) -> Iterable[Problem]:
     if switch is not None and (longest > switch) != ((max_model_len or longest) + 1 > switch):
         yield Problem(
             "max_total_sequence_length",
-            f"got {longest} with room for {max_model_len or longest} tokens in vLLM: one takes the short factors of "
-            f"LongRoPE and the other the long ones, which begin after {switch} tokens; set it below or above {switch}, "
-            "and leave generation.vllm_cfg.max_model_len out",
+            f"selects other factors of LongRoPE in training than in vLLM, which has room for "
+            f"{max_model_len or longest} tokens: the long factors begin after {switch} tokens",
+            got=longest,
+            remedy=f"Set it below or above {switch}, and remove generation.vllm_cfg.max_model_len",
         )
     if limit is not None and max_model_len is not None and max_model_len > limit:
         yield Problem(
             "generation.vllm_cfg.max_model_len",
-            f"got {max_model_len}, but the model has positions for {limit} tokens; lower it, or extend the positions "
-            "in hf_config_overrides (rope_parameters, max_position_embeddings)",
+            f"exceeds the model's positions, which are for {limit} tokens",
+            got=max_model_len,
+            remedy="Lower it, or extend the positions in hf_config_overrides (rope_parameters, "
+            "max_position_embeddings)",
         )
 
 
@@ -62,9 +66,9 @@ def _rotary_scales(section: Any, config: RunConfig) -> Iterable[Problem]:
         for name in _scales_read_otherwise(fields, each):
             yield Problem(
                 "hf_config_overrides.rope_parameters",
-                f"vLLM reads {name}={each[name]} of {each.get('rope_type')} rotary embeddings differently from the "
-                "policy, so it would compute other logprobs; choose generation.backend=hf, or set other "
-                "rope_parameters, which changes the model",
+                f"has {name}={each[name]} with rope_type {each.get('rope_type')}, which vLLM reads differently from "
+                "the policy, so it would compute different logprobs",
+                remedy="Set generation.backend=hf, or set other rope_parameters, which changes the model",
             )
 
 
@@ -94,7 +98,9 @@ def _heads(section: Any, config: RunConfig) -> Iterable[Problem]:
     if heads and heads % size:
         yield Problem(
             "generation.vllm_cfg.tensor_parallel_size",
-            f"{size} does not divide the model's {heads} attention heads; set it to a divisor",
+            f"does not divide the model's {heads} attention heads",
+            got=size,
+            remedy="Set it to a divisor",
         )
 
 
@@ -107,7 +113,9 @@ def _temperatures(section: Any, config: RunConfig) -> Iterable[Problem]:
         if temperature and not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
             yield Problem(
                 f"generation.{key}",
-                f"vLLM samples at temperatures from {MIN_TEMPERATURE} to {MAX_TEMPERATURE}, got {temperature}",
+                "is outside the temperatures at which vLLM samples",
+                got=temperature,
+                allowed=f"{MIN_TEMPERATURE} to {MAX_TEMPERATURE}",
             )
 
 
@@ -116,11 +124,11 @@ def routing_problem(config: VllmConfig, device: Device) -> str:
     if not device.runs_on_gpus:
         # of vLLM 0.32; its AuxOutput connector is part of that model runner
         return (
-            f"on {device.name} vLLM has only its model runner V1, and V2 alone, which needs Triton, reports routing; "
-            "choose generation.backend=hf or megatron"
+            f"on {device.name} vLLM has only model runner V1, and only V2, which needs Triton, reports routing. Set "
+            "generation.backend=hf or megatron"
         )
     if config.pipeline_parallel_size > 1:
-        return "of several pipeline ranks only the last one reports; set generation.vllm_cfg.pipeline_parallel_size=1"
+        return "only the last of several pipeline ranks reports. Set generation.vllm_cfg.pipeline_parallel_size=1"
     return ""
 
 
@@ -128,26 +136,26 @@ def adapter_problem(config: VllmConfig, model: ModelConfig, device: Device) -> s
     """Why the engine cannot apply the adapters of this model by itself; empty if it can."""
     lora = model.lora_cfg
     if lora.dim > MAX_ADAPTER_DIM:
-        return f"vLLM applies adapters of dim {MAX_ADAPTER_DIM} at most, got lora_cfg.dim={lora.dim}"
+        return f"vLLM applies adapters up to dim {MAX_ADAPTER_DIM}, but lora_cfg.dim is {lora.dim}"
     if lora.target_parameters:
         return (
-            "vLLM is sent no adapters of experts (lora_cfg.target_parameters) by themselves; set lora_sync=merged, or "
-            "empty target_parameters"
+            "vLLM does not receive adapters of experts (lora_cfg.target_parameters) separately. Set lora_sync=merged, "
+            "or leave target_parameters empty"
         )
     if config.sleep_level == 2:
-        return "the engine must keep the weights that adapters sit on, but vllm_cfg.sleep_level=2 drops them in sleep"
+        return "the engine must keep the base weights of the adapters, but vllm_cfg.sleep_level=2 drops them in sleep"
     if device.runs_on_gpus and model.precision == "float32":
-        return "on GPUs vLLM applies adapters in half precision alone; set policy.precision=bfloat16"
+        return "on GPUs vLLM applies adapters only in half precision. Set policy.precision=bfloat16"
     if "kv_lora_rank" in local_hf_config(model) and _targets(lora, FOLDED):
         return (
-            f"vLLM folds {FOLDED} into attention, which then computes without its adapter; add it to "
+            f"vLLM folds {FOLDED} into attention, which then computes without its adapter. Add {FOLDED} to "
             "lora_cfg.exclude_modules"
         )
     return ""
 
 
 def _targets(lora: LoraConfig, layer: str) -> bool:
-    """Whether layers whose names end so may get an adapter."""
+    """Return whether layers whose names end so may get an adapter."""
     ends = [target.rpartition(".")[2] for target in lora.target_modules]
     return (lora.match_all_linear or layer in ends) and layer not in lora.exclude_modules
 

@@ -21,5 +21,5 @@ def problems(section: Mapping[str, Any]) -> list[str]:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            found.append(f"generation.vllm_cfg.vllm_kwargs.{name}: vLLM's engine has no such argument{hint}")
+            found.append(f"generation.vllm_cfg.vllm_kwargs.{name}: is not an argument of vLLM's engine{hint}")
     return found

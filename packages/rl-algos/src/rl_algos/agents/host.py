@@ -1,14 +1,15 @@
 """A process that imports the file of a user's agent once, and forks a process for each rollout.
 
-It is started as `python -m rl_algos.agents.host`. Its standard input has the agent's function as a pickled `FromFile`,
-or None for commands, and then a JSON line for each rollout: its command, variables and log. It answers a line when the
-process is forked, and one when that has ended.
+It is started as `python -m rl_algos.agents.host`. Its standard input has the agent's function, pickled as a name or a
+`FromFile`, or None for commands, and then a JSON line for each rollout to play or to end. It answers a line when a
+rollout has ended with all of its processes: it adopts those whose parents have ended, so none is lost.
 """
 
 from __future__ import annotations
 
 import asyncio
 import ctypes
+import gc
 import inspect
 import json
 import os
@@ -16,12 +17,23 @@ import pickle
 import select
 import signal
 import sys
+import time
 import traceback
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+from rl_core.plugins import resolve
 
 READY = "ready"
+
+MARK = "RL_ROLLOUT"
+"""Environment variable that all processes of a rollout have; its value is that of no other rollout."""
+
 _LIBC = ctypes.CDLL(None, use_errno=True)
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_POLL_S = 0.02
 
 
 def main() -> None:
@@ -31,48 +43,146 @@ def main() -> None:
     size = int.from_bytes(_exactly(8), "big")
     try:
         agent = pickle.loads(_exactly(size))
-        function = None if agent is None else agent.load()
+        function = resolve(agent) if isinstance(agent, str) else None if agent is None else agent.load()
     except BaseException as error:  # noqa: BLE001 - whatever it is, the worker reports it
         traceback.print_exc()
-        print(json.dumps({"failure": f"{type(error).__name__}: {error}"}), file=answers)
+        _say(answers, {"failure": f"{type(error).__name__}: {error}"})
         return
-    print(json.dumps({"state": READY}), file=answers)
-    _serve(function, answers)
+    _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    gc.freeze()  # collections in the forked processes leave the pages that they share with this one alone
+    _say(answers, {"state": READY})
+    Host(function, answers).serve()
 
 
-def _serve(function: Callable[..., Any] | None, answers: Any) -> None:
-    woken, wakes = os.pipe()
-    os.set_blocking(wakes, False)
-    signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    children: dict[int, str] = {}
-    unread = b""
-    while True:
-        ready, _, _ = select.select([0, woken], [], [])
-        if woken in ready:
-            os.read(woken, 4096)
-        while children:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-            if not pid:
-                break
-            ended = {"ended": children.pop(pid), "status": os.waitstatus_to_exitcode(status)}
-            print(json.dumps(ended), file=answers)
-        if 0 not in ready:
-            continue
-        read = os.read(0, 65536)
-        if not read:
-            return
-        *lines, unread = (unread + read).split(b"\n")
-        for line in lines:
-            task = json.loads(line)
-            parent = os.getpid()
-            pid = os.fork()
-            if not pid:
+@dataclass
+class _Played:
+    """A rollout under way.
+
+    Args:
+        leader: The process that it began with, which leads its session.
+        status: How that ended; None while it runs.
+        grace_s: Seconds that its processes have to end by themselves.
+        killed_at: When those that are left are killed; None while they may run.
+    """
+
+    leader: int
+    grace_s: float
+    status: int | None = None
+    killed_at: float | None = None
+
+
+class Host:
+    """Forks a process for each rollout, and ends what is left of it.
+
+    Args:
+        function: The user's function; None if rollouts have commands.
+        answers: Where it answers.
+    """
+
+    def __init__(self, function: Callable[..., Any] | None, answers: TextIO) -> None:
+        self._function = function
+        self._answers = answers
+        self._played: dict[str, _Played] = {}
+
+    def serve(self) -> None:
+        """Serve until standard input ends."""
+        woken, wakes = os.pipe()
+        os.set_blocking(wakes, False)
+        signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        unread = b""
+        while True:
+            is_ending = any(each.killed_at is not None for each in self._played.values())
+            ready, _, _ = select.select([0, woken], [], [], _POLL_S if is_ending else None)
+            if woken in ready:
+                os.read(woken, 4096)
+            self._reap()
+            if 0 in ready:
+                read = os.read(0, 65536)
+                if not read:
+                    break
+                *lines, unread = (unread + read).split(b"\n")
+                for line in lines:
+                    self._obey(json.loads(line))
+            self._end_those_that_should()
+        for mark, played in self._played.items():
+            _signal(self._processes(mark, played), signal.SIGKILL)
+
+    def _obey(self, task: dict[str, Any]) -> None:
+        played = self._played.get(task["id"])
+        if "end" not in task:
+            parent, leader = os.getpid(), os.fork()
+            if not leader:
                 os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-                answers.close()
-                _play(function, task, parent)
-            children[pid] = task["id"]
-            print(json.dumps({"started": task["id"], "pid": pid}), file=answers)
+                self._answers.close()
+                _play(self._function, task, parent)
+            self._played[task["id"]] = _Played(leader, task["grace_s"])
+        elif played is not None:
+            self._end(task["id"], played)
+
+    def _reap(self) -> None:
+        by_leader = {played.leader: mark for mark, played in self._played.items() if played.status is None}
+        with suppress(ChildProcessError):
+            while True:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if not pid:
+                    return
+                if pid in by_leader:
+                    played = self._played[by_leader[pid]]
+                    played.status = os.waitstatus_to_exitcode(status)
+                    self._end(by_leader[pid], played)
+
+    def _end(self, mark: str, played: _Played) -> None:
+        """Ask the processes of a rollout to end."""
+        if played.killed_at is None:
+            played.killed_at = time.monotonic() + played.grace_s
+            _signal(self._processes(mark, played), signal.SIGTERM)
+
+    def _end_those_that_should(self) -> None:
+        for mark, played in [each for each in self._played.items() if each[1].killed_at is not None]:
+            left = self._processes(mark, played)
+            if left and time.monotonic() >= (played.killed_at or 0):
+                _signal(left, signal.SIGKILL)
+            elif not left and played.status is not None:
+                del self._played[mark]
+                _say(self._answers, {"ended": mark, "status": played.status})
+
+    def _processes(self, mark: str, played: _Played) -> list[int]:
+        """The processes of a rollout that run: its leader's descendants, and those that were adopted."""
+        leaders = {each.leader for each in self._played.values()}
+        found = [] if played.status is not None else [played.leader]
+        found += [pid for pid in _children(os.getpid()) if pid not in leaders and _is_of(pid, mark, played.leader)]
+        for pid in found:
+            found += _children(pid)  # the list grows as it is read, so it has theirs too
+        return [pid for pid in found if _state_and_session(pid)[0] not in ("Z", "")]
+
+
+def _children(pid: int) -> Iterator[int]:
+    with suppress(OSError):
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{task}/children", encoding="ascii") as file:
+                yield from map(int, file.read().split())
+
+
+def _is_of(pid: int, mark: str, session: int) -> bool:
+    """Whether a process is of the rollout with this mark and session, whatever parents it had."""
+    with suppress(OSError), open(f"/proc/{pid}/environ", "rb") as file:
+        return _state_and_session(pid)[1] == session or f"{MARK}={mark}".encode() in file.read().split(b"\0")
+    return False
+
+
+def _state_and_session(pid: int) -> tuple[str, int]:
+    with suppress(OSError), open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+        # after the name, which is in parentheses: state, parent, group, session
+        state, _, _, session = file.read().rpartition(")")[2].split()[:4]
+        return state, int(session)
+    return "", 0
+
+
+def _signal(pids: list[int], number: int) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, number)
 
 
 def _play(function: Callable[..., Any] | None, task: dict[str, Any], parent: int) -> None:
@@ -80,7 +190,10 @@ def _play(function: Callable[..., Any] | None, task: dict[str, Any], parent: int
     status = 1
     try:
         os.setsid()
-        _end_with(parent)
+        # it ends with the host, as that does with the worker
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         log = os.open(task["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -108,16 +221,12 @@ def _play(function: Callable[..., Any] | None, task: dict[str, Any], parent: int
         os._exit(status)
 
 
-def _end_with(parent: int) -> None:
-    """Have this process killed when its parent ends, as it does with the worker."""
-    pr_set_pdeathsig = 1
-    _LIBC.prctl(pr_set_pdeathsig, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
-
-
 async def _awaited(result: Any) -> Any:
     return await result
+
+
+def _say(answers: TextIO, said: dict[str, Any]) -> None:
+    print(json.dumps(said), file=answers)
 
 
 def _exactly(size: int) -> bytes:

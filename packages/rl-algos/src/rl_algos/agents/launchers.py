@@ -15,12 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from rl_algos.agents import host, processes
+from rl_algos.agents import host
 from rl_algos.agents.address import Address
 from rl_algos.agents.task_board import TaskBoard
 from rl_core.errors import RLError
 from rl_core.plugins.user_code import FromFile
 from rl_core.rollouts.rollout import Prompt
+
+_LAST_LINES = 3
+_LAST_BYTES = 4096
 
 
 class AgentFailed(RLError):
@@ -56,7 +59,7 @@ class Task:
         """The environment variables of the rollout."""
         address = self.address
         found = {
-            processes.MARK: mark,
+            host.MARK: mark,
             "OPENAI_BASE_URL": address.base_url,
             "OPENAI_API_KEY": address.api_key,
             "ANTHROPIC_BASE_URL": address.root_url,
@@ -87,14 +90,6 @@ class Launcher(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class _Forked:
-    """A process that the host forks: its id, and its status once it has ended."""
-
-    pid: asyncio.Future[int]
-    status: asyncio.Future[int]
-
-
 class ProcessLauncher:
     """Plays each rollout in a process of its own: a user's function, or a command.
 
@@ -109,7 +104,7 @@ class ProcessLauncher:
     """
 
     def __init__(
-        self, function: FromFile | None, command: Sequence[str], env: Mapping[str, str], grace_s: float
+        self, function: str | FromFile | None, command: Sequence[str], env: Mapping[str, str], grace_s: float
     ) -> None:
         self._function = function
         self._command = list(command)
@@ -117,7 +112,7 @@ class ProcessLauncher:
         self._grace_s = grace_s
         self._host: asyncio.subprocess.Process | None = None
         self._reader: asyncio.Task[None] | None = None
-        self._forked: dict[str, _Forked] = {}
+        self._played: dict[str, asyncio.Future[int]] = {}
 
     async def start(self) -> None:
         """Start the process that others are forked from.
@@ -146,8 +141,7 @@ class ProcessLauncher:
     async def play(self, task: Task) -> Any:
         """Play one rollout to its end; what is left of its processes is ended then, or when this is cancelled."""
         mark = uuid.uuid4().hex
-        loop = asyncio.get_running_loop()
-        forked = self._forked[mark] = _Forked(loop.create_future(), loop.create_future())
+        ended = self._played[mark] = asyncio.get_running_loop().create_future()
         with tempfile.TemporaryDirectory(prefix="rl-agent-") as scratch:
             prompt, reward = Path(scratch, "prompt.json"), Path(scratch, "reward.json")
             prompt.write_text(json.dumps(task.described, default=str), encoding="utf-8")
@@ -156,12 +150,17 @@ class ProcessLauncher:
                 "command": self._command,
                 "env": {**task.env(mark), "RL_PROMPT_FILE": str(prompt), "RL_REWARD_FILE": str(reward)},
                 "log": str(task.log),
+                "grace_s": self._grace_s,
             }
-            self._requests.write(json.dumps(asked).encode() + b"\n")
+            self._ask(asked)
             try:
-                status = await asyncio.shield(forked.status)
+                status = await asyncio.shield(ended)
+            except asyncio.CancelledError:
+                self._ask({"id": mark, "end": True})
+                await asyncio.shield(ended)
+                raise
             finally:
-                await asyncio.shield(self._end(mark, forked))
+                del self._played[mark]
             if status:
                 raise _failed(status, task.log)
             return _read_reward(reward)
@@ -183,22 +182,16 @@ class ProcessLauncher:
         assert self._host.stdin is not None
         return self._host.stdin
 
-    async def _end(self, mark: str, forked: _Forked) -> None:
-        await processes.end_all(await forked.pid, mark, self._grace_s)
-        del self._forked[mark]
+    def _ask(self, task: Mapping[str, Any]) -> None:
+        self._requests.write(json.dumps(task).encode() + b"\n")
 
     async def _read(self, answers: asyncio.StreamReader) -> None:
         """Pass on what the host says, until it ends."""
         while line := await answers.readline():
             said = json.loads(line)
-            if "started" in said:
-                self._forked[said["started"]].pid.set_result(said["pid"])
-            elif said["ended"] in self._forked:
-                self._forked[said["ended"]].status.set_result(said["status"])
-        for forked in self._forked.values():
-            for each in (forked.pid, forked.status):
-                if not each.done():
-                    each.set_exception(AgentFailed("the process that agents are forked from has ended"))
+            self._played[said["ended"]].set_result(said["status"])
+        for played in self._played.values():
+            played.set_exception(AgentFailed("the process that agents are forked from has ended"))
 
 
 class ExternalLauncher:
@@ -224,8 +217,17 @@ class ExternalLauncher:
 
 def _failed(status: int, log: Path) -> AgentFailed:
     how = f"ended with status {status}" if status > 0 else f"was ended by signal {-status}"
-    last = processes.last_lines(log)
+    last = _last_lines(log)
     return AgentFailed(f"the agent {how}{f' ({last})' if last else ''}; its output is in {log}")
+
+
+def _last_lines(log: Path) -> str:
+    """The last lines of a log in one; empty if there is none."""
+    with suppress(OSError), log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - _LAST_BYTES))
+        lines = file.read().decode(errors="replace").splitlines()
+        return " | ".join(line.strip() for line in lines[-_LAST_LINES:] if line.strip())
+    return ""
 
 
 def _read_reward(file: Path) -> Any:

@@ -28,12 +28,15 @@ class AgentProgram:
 
     Args:
         config: Settings of the agent.
-        function: The function that `config.run` names, read on the driver; None for other kinds of agents.
+        function: The function that `config.run` names, with the text of its file if it is in one; None for other kinds
+            of agents.
         max_tokens: Maximum number of tokens of a conversation.
         split: True to render every conversation anew.
     """
 
-    def __init__(self, *, config: AgentConfig, function: FromFile | None, max_tokens: int, split: bool = False) -> None:
+    def __init__(
+        self, *, config: AgentConfig, function: str | FromFile | None, max_tokens: int, split: bool = False
+    ) -> None:
         self._config = config
         self._limits = Limits(max_tokens, config.max_calls)
         self._split = split
@@ -108,7 +111,7 @@ _NO_REWARD: dict[Literal["returned", "posted", "environment"], str] = {
 }
 
 
-def _launcher(config: AgentConfig, function: FromFile | None, board: TaskBoard | None) -> Launcher:
+def _launcher(config: AgentConfig, function: str | FromFile | None, board: TaskBoard | None) -> Launcher:
     if board is not None:
         return ExternalLauncher(board)
     return ProcessLauncher(function, config.command, config.env, config.grace_s)

@@ -34,7 +34,7 @@ def load(settings: Mapping[str, Any], split: str) -> list[dict[str, Any]]:
     supervised fine-tuning alike.
 
     Raises:
-        DataError: if the split is unknown, or has fewer sums than the requested rows.
+        DataError: If the split is unknown, or has fewer sums than the requested rows.
     """
     config = ArithmeticSettings.model_validate(dict(settings))
     if split not in ("train", "validation"):
@@ -44,7 +44,7 @@ def load(settings: Mapping[str, Any], split: str) -> list[dict[str, Any]]:
     if count > len(pairs):
         raise DataError(
             f"arithmetic: {split} has {len(pairs)} different sums of operands up to {config.max_operand}, "
-            f"got num_rows: {count}; ask for fewer or raise max_operand"
+            f"got num_rows: {count}. Lower num_rows, or increase max_operand"
         )
     return [_row(int(a), int(b)) for a, b in pairs[:count]]
 

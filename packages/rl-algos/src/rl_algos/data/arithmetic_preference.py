@@ -15,7 +15,7 @@ from rl_core.plugins import DatasetPlugin, Requirement
 
 
 class ArithmeticPreferenceSettings(ArithmeticSettings):
-    """Generated sums of two numbers, each with a wrong answer beside the right one."""
+    """Generated sums of two numbers, each with a right and a wrong answer."""
 
     max_error: int = Field(default=9, ge=1)
     """Largest distance of the wrong answer from the right one."""

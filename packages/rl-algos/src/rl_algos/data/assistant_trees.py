@@ -23,7 +23,7 @@ class _Said:
     """A message of a tree.
 
     Args:
-        number: of the row that it is in.
+        number: Number of the row that it is in.
     """
 
     message: Message

@@ -81,7 +81,7 @@ def stored(
                 raise
     except OSError as error:
         raise DataError(
-            f"the cache of data in {folder()} cannot be written: {error}; set XDG_CACHE_HOME to a folder with room"
+            f"the data cache in {folder()} cannot be written: {error}; set XDG_CACHE_HOME to a folder with free space"
         ) from error
     return path
 
@@ -119,8 +119,8 @@ def _claim(path: Path) -> None:
     facts = path.stat()
     if facts.st_uid != os.geteuid():
         raise DataError(
-            f"the cache of data in {path} belongs to another user (id {facts.st_uid}); set XDG_CACHE_HOME to a folder "
-            "of yours"
+            f"the data cache in {path} belongs to another user (id {facts.st_uid}); set XDG_CACHE_HOME to your own "
+            "folder"
         )
     if stat.S_IMODE(facts.st_mode) != stat.S_IRWXU:
         path.chmod(stat.S_IRWXU)
@@ -148,7 +148,7 @@ def _evict_once(path: Path) -> None:
     try:
         num_removed = evict(MAX_BYTES, _UNUSED_S)
     except OSError as error:  # another process removes files, too
-        _log.warning("the cache of data in %s could not be tidied: %s", path, error)
+        _log.warning("could not remove old files from the data cache in %s: %s", path, error)
         return
     if num_removed:
-        _log.info("removed %d files from the cache of data in %s, unused for two weeks", num_removed, path)
+        _log.info("removed %d files that were unused for two weeks from the data cache in %s", num_removed, path)

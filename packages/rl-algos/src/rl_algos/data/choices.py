@@ -26,13 +26,13 @@ def multiple_choice(row: Mapping[str, Any], _settings: DatasetConfig) -> Example
     right one in `answer`: its number from 0, or its letter."""
     options = column(row, "choices" if "choices" in row else "options")
     if not isinstance(options, list | tuple) or not 2 <= len(options) <= len(ascii_uppercase):
-        raise DataError(f"the options must be a list of 2 to {len(ascii_uppercase)} texts, got {options!r}")
+        raise DataError(f"the options must be a list of 2 to {len(ascii_uppercase)} strings, got {options!r}")
     return question(text_column(row, "question"), options, _number(column(row, "answer"), len(options)))
 
 
 def gpqa(row: Mapping[str, Any], _settings: DatasetConfig) -> Example:
-    """`Question`, `Correct Answer` and `Incorrect Answer 1` to `3`; the order of the options follows from their texts
-    alone, so it is the same in every run (GPQA, arXiv:2311.12022)."""
+    """`Question`, `Correct Answer` and `Incorrect Answer 1` to `3`; the order of the options depends only on
+    their strings, so it is the same in every run (GPQA, arXiv:2311.12022)."""
     text = text_column(row, "Question").strip()
     options = [text_column(row, name).strip() for name in ("Correct Answer", *_GPQA_WRONG)]
     seed = int.from_bytes(blake2b("\n".join([text, *options]).encode(), digest_size=8).digest(), "big")

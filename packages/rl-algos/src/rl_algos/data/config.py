@@ -15,28 +15,28 @@ from rl_core.config import Config, PathText, Problem, ProblemError, WhenChanged
 Purpose = Literal["train", "validation"]
 
 OnFault = Literal["error", "skip"]
-"""Whether a row that cannot be used ends the run, or is left out."""
+"""What to do with a row that cannot be used: end the run, or exclude the row."""
 
 
 class PassRateConfig(Config):
     results: PathText
-    """Folder of an evaluation of the rows with several samples each, as `rl eval` makes it; prompts are compared as
-    texts."""
+    """Folder that `rl eval` wrote when it evaluated these rows, with several samples per prompt. Prompts are matched as
+    strings."""
     above: float | None = 0.0
-    """Leave out rows with this pass rate or a lower one; null keeps them."""
+    """Exclude rows with this pass rate or a lower one; null keeps them."""
     below: float | None = 1.0
-    """Leave out rows with this pass rate or a higher one; null keeps them."""
+    """Exclude rows with this pass rate or a higher one; null keeps them."""
     pass_threshold: float = 1.0
-    """Reward from which on a sample is right."""
+    """Minimum reward of a sample that passes."""
 
     @property
     def bounds(self) -> str:
-        """The rates that are kept, in words."""
+        """The pass rates that are kept, in words."""
         words = (("above", self.above), ("below", self.below))
         return " and ".join(f"{word} {bound:g}" for word, bound in words if bound is not None) or "of any value"
 
     def keeps(self, rate: float) -> bool:
-        """Whether rows with this pass rate, NaN for those that were not evaluated, are kept."""
+        """Return whether rows with this pass rate are kept; NaN is for rows that were not evaluated."""
         is_above = rate > (-math.inf if self.above is None else self.above)
         return is_above and rate < (math.inf if self.below is None else self.below)
 
@@ -45,53 +45,55 @@ class DatasetConfig(Config):
     """A dataset: where its rows are, and how each becomes a prompt or a conversation."""
 
     dataset_name: str | None = None
-    """Name of an installed dataset or of a dataset on the hub; give this or `data_path`."""
+    """Name of an installed dataset or of a dataset on the hub. Set either this or `data_path`."""
     data_path: PathText | None = None
-    """JSON Lines, Parquet, Arrow, JSON or CSV: a file, a folder or a glob pattern, local or in an object store
-    (`s3://bucket/folder`); give this or `dataset_name`."""
+    """Path of JSON Lines, Parquet, Arrow, JSON or CSV data: a file, a folder or a glob pattern, local or in an object
+    store (`s3://bucket/folder`). Set either this or `dataset_name`."""
     subset: str | None = None
     """Configuration of a hub dataset that has several."""
     split: str | None = None
-    """Split to read; by default `train` or `validation`, according to its purpose.
+    """Split to read. If unset, `train` for training data and `validation` for validation data.
 
     For a folder: the files whose names start with it; all of them if unset.
     """
     streaming: bool = False
-    """Read a training dataset of the hub as it comes, without downloading it: for one that does not fit the disk. Rows
-    are shuffled within blocks of `shuffle_buffer`, and the run is bounded by steps alone."""
+    """Stream a training dataset from the hub without downloading it, because it does not fit on the disk. Rows are
+    shuffled within blocks of `shuffle_buffer`, and only steps limit the run."""
     shuffle_buffer: int = Field(default=10_000, gt=0)
-    """Rows of a block that `streaming` shuffles; they are held in memory."""
+    """Number of rows in a block that `streaming` shuffles; they are held in memory."""
     split_validation_size: float | None = Field(default=None, gt=0)
-    """Rows of a training dataset that are held out to validate on: a share below 1, or a number of rows. They are
-    chosen by chance, the same in every run, and join `data.validation`."""
+    """Number of rows of a training dataset to hold out for validation, or their share if it is below 1. They are chosen
+    at random, the same in every run, and are added to `data.validation`."""
     pass_rate: PassRateConfig | None = None
-    """Train only on rows that a model sometimes solves, by the results of an evaluation."""
+    """Train only on rows that a model sometimes solves, according to the results of an evaluation."""
     settings: dict[str, Any] = Field(default_factory=dict)
     """Settings of an installed dataset; `rl data list NAME` shows them."""
     input_key: str | None = None
-    """Column with the input: text, or a list of messages; the column `messages` if unset, or else `prompt`."""
+    """Column with the input: a string or a list of messages. If unset, the column `messages`, or else `prompt`."""
     output_key: str | None = None
-    """Column with the answer; if unset, the column `answer` if there is one, and beside a `prompt` the column
+    """Column with the answer. If unset, the column `answer` if there is one, and next to a `prompt` the column
     `completion` or `response`."""
     columns: dict[str, str] = {}
-    """Columns of other names than a processor expects: the expected name to that of the row, such as
+    """Columns whose names differ from those that a processor expects: the expected name to the name in the row, such as
     `{chosen: preferred, rejected: other}`."""
     weight: float | None = Field(default=None, gt=0)
-    """Share of draws, relative to the other datasets; if unset for all, in proportion to their rows."""
+    """Weight of the dataset when rows are drawn, relative to the other datasets. If unset for all of them, datasets are
+    drawn in proportion to their rows."""
     env_name: str | None = None
-    """Scores completions: a function of yours (`file.py:function` or `package.module:function`), an installed
-    environment, or one of `env`; the one that the row names if unset."""
+    """Environment that scores completions: your own function (`file.py:function` or `package.module:function`), an
+    installed environment, or one of `env`. If unset, the row gives its name."""
     prompt_file: PathText | None = None
-    """Text file that the input is put into, at `{input}`; `{column}` is replaced by that column of the row."""
+    """Text file with a prompt template: `{input}` is replaced by the input, `{column}` by that column of the row."""
     system_prompt_file: PathText | None = None
-    """Text file with a system message to put first."""
+    """Text file with a system message, which becomes the first message."""
     processor: str | None = None
-    """How a row becomes a conversation: a built-in name (`math_problem`, `multiple_choice`, `gsm8k`, `squad`, ...,
-    and for preferences `preference`, `helpsteer3`, `ultrafeedback`), or a function of yours, `file.py:function` or
-    `package.module:function`, called as `function(row, settings)` and returning an `Example`.
+    """Function that converts a row to a conversation: a built-in name (`math_problem`, `multiple_choice`, `gsm8k`,
+    `squad`, ..., and for preferences `preference`, `helpsteer3`, `ultrafeedback`), or your own function as
+    `file.py:function` or `package.module:function`, which is called as `function(row, settings)` and returns an
+    `Example`.
 
-    If unset, that of the dataset if it is one that `rl data list` shows; otherwise `input_key` and `output_key` decide,
-    and in preference learning `preference`.
+    If unset, a dataset that `rl data list` shows has its own processor. Otherwise `input_key` and `output_key` are
+    used, and in preference learning `preference`.
     """
 
     @property
@@ -123,23 +125,24 @@ class DataConfig(Config):
     """Training and validation data: sources, columns, mixing, lengths."""
 
     train: DatasetConfig | list[DatasetConfig]
-    """The dataset to train on, or several that are mixed."""
+    """Dataset to train on, or a list of datasets, which are mixed."""
     validation: DatasetConfig | list[DatasetConfig] | None = None
-    """The dataset to validate on, or several."""
+    """Dataset to validate on, or a list of datasets."""
     default: DatasetDefaults = DatasetDefaults()
-    """Settings of every dataset that does not state its own."""
+    """Settings of every dataset that does not have its own."""
     max_input_seq_length: int | None = Field(default=None, gt=0)
-    """Most tokens of a prompt, or of a training conversation; `policy.max_total_sequence_length` if unset."""
+    """Maximum number of tokens of a prompt, or of a training conversation; `policy.max_total_sequence_length` if
+    unset."""
     overlong: OnFault = "error"
-    """Whether rows longer than `max_input_seq_length` end the run (`error`) or are left out (`skip`); the log counts
-    them."""
+    """What to do with rows longer than `max_input_seq_length`: `error` ends the run, `skip` excludes them and logs
+    their number."""
     malformed: OnFault = "error"
-    """Whether rows that are malformed, or lack a column, end the run (`error`) or are left out (`skip`); the log counts
-    them and names the first. A file that cannot be read at all always ends it."""
+    """What to do with rows that are malformed or lack a column: `error` ends the run, `skip` excludes them and logs
+    their number and the first one. A file that cannot be read at all always ends the run."""
     shuffle: bool = True
     """Shuffle the training rows anew in every epoch; otherwise they keep their order."""
     num_workers: Annotated[int, WhenChanged.RESUME] = Field(default=0, ge=0)
-    """Processes that render and tokenise rows; 0 uses the driver."""
+    """Number of processes that render and tokenise rows; 0 does it in the driver."""
 
     @model_validator(mode="after")
     def _one_source_each(self) -> DataConfig:
@@ -159,13 +162,13 @@ class DataConfig(Config):
 
     @property
     def validation_datasets(self) -> list[DatasetConfig]:
-        """Validation datasets with defaults filled in; those of which rows are held out from training come last, with
-        their `split_validation_size`. Empty if there are none."""
+        """Validation datasets with defaults filled in. Training datasets with held-out rows come last, with their
+        `split_validation_size`. Empty if there are none."""
         held_out = [dataset for dataset in self.train_datasets if dataset.split_validation_size is not None]
         return [*self._filled(self.validation or []), *held_out]
 
     def sections(self) -> Iterator[tuple[str, DatasetConfig | DatasetDefaults]]:
-        """Every dataset as written in the config, and the defaults, each with its key from the root."""
+        """Yield every dataset as written in the config, and the defaults, each with its key from the root."""
         for key, datasets in (("data.train", self.train), ("data.validation", self.validation)):
             if isinstance(datasets, list):
                 yield from ((f"{key}[{index}]", dataset) for index, dataset in enumerate(datasets))
@@ -193,7 +196,7 @@ class DataRoot(Protocol):
 
 
 def dataset_names(settings: Sequence[DatasetConfig], purpose: Purpose) -> list[str]:
-    """Names of datasets; if names are equal, the second and later ones are numbered, in the order of the config."""
+    """Return the names of datasets; equal names are numbered from the second one on, in the order of the config."""
     bases = [one.dataset_name or Path(one.source).name for one in settings]
     seen: Counter[tuple[str, str]] = Counter()
     chosen: list[str] = []
@@ -218,18 +221,17 @@ def _problems(key: str, datasets: DatasetConfig | list[DatasetConfig]) -> list[P
         problem for where, dataset in zip(at, several, strict=True) for problem in _dataset_problems(where, dataset)
     ]
     if not several:
-        problems.append(Problem(key, "got an empty list; name a dataset, or leave the key out"))
+        problems.append(Problem(key, "must not be empty", got=datasets, remedy="Add a dataset, or remove this key"))
     weighted = [dataset.weight is not None for dataset in several]
     if any(weighted) and not all(weighted):
         missing = ", ".join(where for where, has in zip(at, weighted, strict=True) if not has)
-        problems.append(
-            Problem(key, f"`weight` is set for some datasets and not for {missing}; set it for all or for none")
-        )
+        reason = f"sets `weight` for some datasets only; missing for {missing}"
+        problems.append(Problem(key, reason, remedy="Set it for all or for none"))
     return problems
 
 
 def _held_out_problems(data: DataConfig) -> list[Problem]:
-    """Keys of training datasets that stand in the wrong place, or contradict one another."""
+    """Return the problems of keys of training datasets that are in the wrong place, or contradict each other."""
     problems = []
     for key, dataset in data.sections():
         if not isinstance(dataset, DatasetConfig):
@@ -237,35 +239,41 @@ def _held_out_problems(data: DataConfig) -> list[Problem]:
         at, size = key.removeprefix("data."), dataset.split_validation_size
         is_validation = key.startswith("data.validation")
         if dataset.streaming and is_validation:
-            says = "is for training; give a split that fits the memory, such as test[:1000]"
-            problems.append(Problem(f"{at}.streaming", says))
-        elif dataset.pass_rate is not None and (is_validation or dataset.streaming):
-            says = (
-                "selects training rows; remove it, or a score would be that of a selection"
-                if is_validation
-                else "needs all rows at hand, and those of a dataset with `streaming` are not; remove one of the two"
-            )
-            problems.append(Problem(f"{at}.pass_rate", says))
+            remedy = "Use a split that fits into memory, such as test[:1000]"
+            problems.append(Problem(f"{at}.streaming", "is for training datasets only", got=True, remedy=remedy))
+        elif dataset.pass_rate is not None and is_validation:
+            reason = "is for training datasets only; validation would score a selection of its rows"
+            problems.append(Problem(f"{at}.pass_rate", reason, remedy="Remove this key"))
+        elif dataset.pass_rate is not None and dataset.streaming:
+            reason = "needs all rows of the dataset, but `streaming` reads them one by one"
+            problems.append(Problem(f"{at}.pass_rate", reason, remedy="Remove one of the two"))
         elif size is not None and is_validation:
-            says = "belongs to a dataset of data.train, of which rows are held out; remove it"
-            problems.append(Problem(f"{at}.split_validation_size", says))
+            reason = "is for datasets of data.train, from which rows are held out"
+            problems.append(Problem(f"{at}.split_validation_size", reason, got=size, remedy="Remove this key"))
         elif size is not None and dataset.streaming:
-            says = "the rows of a dataset with `streaming` are not known; give data.validation"
-            problems.append(Problem(f"{at}.split_validation_size", says))
+            reason = "needs all rows of the dataset, but `streaming` reads them one by one"
+            remedy = "Set data.validation instead"
+            problems.append(Problem(f"{at}.split_validation_size", reason, got=size, remedy=remedy))
         elif size is not None and size > 1 and size != int(size):
-            says = f"must be a share below 1 or a whole number of rows, got {size}"
-            problems.append(Problem(f"{at}.split_validation_size", says))
+            allowed = "a share below 1, or a whole number of rows"
+            problems.append(Problem(f"{at}.split_validation_size", got=size, allowed=allowed))
     return problems
 
 
 def _dataset_problems(key: str, dataset: DatasetConfig) -> list[Problem]:
     if (dataset.dataset_name is None) == (dataset.data_path is None):
-        got = "both" if dataset.dataset_name else "neither"
-        return [Problem(key, f"got {got} of `dataset_name` and `data_path`; give exactly one")]
+        given = "both" if dataset.dataset_name else "neither"
+        remedy = "Set exactly one of the two"
+        return [Problem(key, f"sets {given} of `dataset_name` and `data_path`", remedy=remedy)]
     if dataset.data_path is None:
         return []
     return [
-        Problem(f"{key}.{name}", f"belongs to a dataset given by `dataset_name`; {dataset.data_path!r} is a path")
+        Problem(
+            f"{key}.{name}",
+            f"is for datasets given by `dataset_name`, but data_path is {dataset.data_path}",
+            got=value,
+            remedy="Remove this key",
+        )
         for name, value in (
             ("subset", dataset.subset),
             ("settings", dataset.settings),

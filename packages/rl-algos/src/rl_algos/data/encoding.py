@@ -40,7 +40,7 @@ _CHUNK = 2048
 """Rows of a file of the cache."""
 
 _NUMBER_BYTES = 8
-"""Bytes of each number behind the rows of a file: positions of rows, their number, and a checksum."""
+"""Bytes of each number after the rows of a file: positions of rows, their number, and a checksum."""
 
 _PROGRESS_S = 10.0
 """Seconds from one line about progress to the next."""
@@ -87,7 +87,7 @@ def encode_in_memory(items: Sequence[Any], encode: Callable[[Any], T], num_worke
 def encode_on_disk(
     items: Sequence[Any], encode: Callable[[Any], T], num_workers: int, *, name: str
 ) -> Sequence[T | Failure]:
-    """As `encode_in_memory`, but the results lie in files of the cache, and are read when they are asked for.
+    """See `encode_in_memory`; here the results are in files of the cache, and are read on access.
 
     A file holds some rows, under a name that follows from their content, from `encode` with all that it holds, and from
     the code and the libraries that do it. So rows that were encoded once are not encoded again, and an interrupted run

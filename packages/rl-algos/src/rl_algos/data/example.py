@@ -18,10 +18,10 @@ class Response:
     """A response to an example's conversation, with the verdict on it.
 
     Args:
-        messages: that follow the conversation; the first is the assistant's.
-        rank: place among the responses to the conversation, lower is better; None if they are not ranked.
-        score: higher is better; None if it is not known.
-        is_desirable: whether it is a good one; None if nobody said.
+        messages: Messages that follow the conversation; the first is the assistant's.
+        rank: Place among the responses to the conversation, lower is better; None if they are not ranked.
+        score: Higher is better; None if it is not known.
+        is_desirable: True if it is a good one; None if nobody said.
     """
 
     messages: tuple[Message, ...]
@@ -35,13 +35,13 @@ class Example:
     """A row as a processor returns it.
 
     Args:
-        messages: the conversation; a training conversation may end with the assistant's message.
-        answer: the right answer; None if the row has none.
-        environment: name of the environment that scores it; empty if the row names none.
-        info: whatever else an environment needs beside the answer and the fields of the row.
-        responses: of preference data, to the conversation, which then ends before them.
-        margin: of two responses, by how much one is better; None if it is not known.
-        solution: text or messages that lead to the answer, learned in its place by supervised fine-tuning; None if
+        messages: The conversation; a training conversation may end with the assistant's message.
+        answer: The right answer; None if the row has none.
+        environment: Name of the environment that scores it; empty if the row names none.
+        info: Whatever else an environment needs in addition to the answer and the fields of the row.
+        responses: Responses to the conversation, which then ends before them; for preference data.
+        margin: How much one of two responses is better; None if it is not known.
+        solution: Text or messages that lead to the answer, learned in its place by supervised fine-tuning; None if
             there are none.
         tools: JSON schemas of the tools that the assistant may call.
         is_text: Whether the row gives the conversation as plain text, which is then its only message.
@@ -59,7 +59,7 @@ class Example:
 
     @property
     def is_unanswered(self) -> bool:
-        """Whether it has a solution, but no answer that can be compared, as a proof."""
+        """True if it has a solution but no answer that can be compared, like a proof."""
         return self.answer is None and self.solution is not None
 
     @property
@@ -69,7 +69,7 @@ class Example:
 
     @property
     def has_response(self) -> bool:
-        """Whether the conversation ends with the assistant."""
+        """True if the conversation ends with an assistant message."""
         return bool(self.messages) and self.messages[-1]["role"] == "assistant"
 
 
@@ -83,7 +83,7 @@ Processor = Callable[[Mapping[str, Any], DatasetConfig], Example]
 
 
 def column(row: Mapping[str, Any], name: str) -> Any:
-    """A row's column; raises a `DataError` that names the nearest column and all others."""
+    """Return a row's column; raises a `DataError` that lists the nearest column and all others."""
     if name not in row:
         raise DataError(_no_column(row, name))
     return row[name]
@@ -91,22 +91,22 @@ def column(row: Mapping[str, Any], name: str) -> Any:
 
 def _no_column(row: Mapping[str, Any], name: str) -> str:
     padded = next((other for other in row if other.strip() == name), None)
-    near = did_you_mean(name, row) if padded is None else f"; {padded!r} has white space around it, remove that"
+    near = did_you_mean(name, row) if padded is None else f"; {padded!r} has white space around it; remove it"
     return f"no column {name!r}{near}; the columns are {', '.join(sorted(row))}"
 
 
 def _without_input(row: Mapping[str, Any]) -> str:
     return (
-        f"{_no_column(row, 'messages')}. Name the column of the input in `input_key` and that of the answer in "
-        "`output_key`, or set `processor`"
+        f"{_no_column(row, 'messages')}. Set `input_key` to the column of the input and `output_key` to the column of "
+        "the answer, or set `processor`"
     )
 
 
 def text_column(row: Mapping[str, Any], name: str) -> str:
-    """A row's column of text; raises a `DataError` if it is missing or something else."""
+    """Return a row's string column; raises a `DataError` if it is missing or something else."""
     value = column(row, name)
     if not isinstance(value, str):
-        raise DataError(f"{name!r} must be a text, got {value!r}")
+        raise DataError(f"{name!r} must be a string, got {value!r}")
     return value
 
 

@@ -53,8 +53,8 @@ class Source:
     """Rows that are read as they come.
 
     Args:
-        open_rows: from a number of rows to skip to the rows behind them, to the end.
-        convert: from a row to an example; raises a `DataError` for a row of another form.
+        open_rows: Function from a number of rows to skip to the remaining rows.
+        convert: Function from a row to an example; raises a `DataError` for a row of another form.
     """
 
     open_rows: Callable[[int], Iterator[Mapping[str, Any]]]
@@ -66,16 +66,16 @@ class Dataset:
     """Examples of one dataset.
 
     Args:
-        name: unique among the run's datasets of the same purpose.
+        name: Unique among the run's datasets of the same purpose.
         examples: by id, `name:split:row`, in the order of the rows; `row` counts from 0. Those of a large dataset are
             made of their rows whenever they are asked for.
-        settings: as configured.
-        place_of: from the number of a row to where it is, as `rl_algos.data.files.Rows` has it.
-        named: the environments that rows name, each with the id of the first row that does; that of none is empty.
-        default_environment: scores rows that name none; empty if there is none.
-        malformed: whether a row that cannot be used ends the run, or is left out and counted.
-        source: of a dataset with `streaming`, all its rows; `examples` are then a sample.
-        unanswered: positions of the examples that have a solution and no answer that can be compared, as proofs have.
+        settings: Settings as configured.
+        place_of: Function from the number of a row to where it is, as `rl_algos.data.files.Rows` has it.
+        named: The environments that rows name, each with the id of the first row that does; that of none is empty.
+        default_environment: Scores rows that name none; empty if there is none.
+        malformed: Whether a row that cannot be used ends the run, or is left out and counted.
+        source: Source of a dataset with `streaming`, all its rows; `examples` are then a sample.
+        unanswered: Positions of the examples that have a solution and no answer that can be compared, as proofs have.
     """
 
     name: str
@@ -97,7 +97,7 @@ class Dataset:
         return self.environment_of(self.examples[row_id], row_id)
 
     def environment_of(self, example: Example, row_id: str) -> str:
-        """As `environment`, of a row whose example is at hand."""
+        """Return the environment of a row whose example is given; see `environment`."""
         return self._environment(self.settings.env_name or example.environment, row_id)
 
     def environments(self) -> dict[str, str]:
@@ -114,8 +114,8 @@ class Dataset:
         num, total = len(self.unanswered), len(self.examples)
         what = f"{self.name}: {num} of {total} rows have a solution, but no answer that can be compared"
         if num == total:
-            raise DataError(f"{what}; name the column of the answer in `output_key`, or choose another dataset")
-        _log.warning("%s; left out", what)
+            raise DataError(f"{what}; set `output_key` to the column of the answer, or choose another dataset")
+        _log.warning("%s; these rows are excluded", what)
         return self.select(np.delete(np.arange(total), self.unanswered))
 
     def within_pass_rates(self) -> Dataset:
@@ -126,7 +126,7 @@ class Dataset:
         return self.select(positions_within(self.settings.pass_rate, self.name, prompts))
 
     def select(self, positions: np.ndarray) -> Dataset:
-        """The dataset with the examples at these positions, ascending, alone."""
+        """Return the dataset with only the examples at these positions, ascending."""
         unanswered = np.flatnonzero(np.isin(positions, self.unanswered)).tolist()
         return replace(self, examples=self.examples.select(positions), unanswered=unanswered)
 
@@ -144,10 +144,10 @@ class Dataset:
         """Every example encoded, by id; in processes of their own if `num_workers` is above 0.
 
         Args:
-            encode: raises a `DataError` for an example that it refuses; picklable if there are workers or many rows.
+            encode: Raises a `DataError` for an example that it refuses; picklable if there are workers or many rows.
 
         Raises:
-            DataError: naming the row that cannot be encoded, if `malformed` is `error`, or the first if no row is left.
+            DataError: Naming the row that cannot be encoded, if `malformed` is `error`, or the first if no row is left.
         """
         examples = self.examples.values_in_order
         encoded = self.examples.with_values(
@@ -174,7 +174,7 @@ class Dataset:
         """The encoded rows of at most `limit` tokens.
 
         Raises:
-            DataError: naming the longest row, if some are longer and `overlong` is `error`, or if none is left.
+            DataError: Naming the longest row, if some are longer and `overlong` is `error`, or if none is left.
         """
         sizes = np.fromiter(lengths, dtype=np.int64, count=len(rows))
         num_over = int((sizes > limit).sum())
@@ -187,14 +187,14 @@ class Dataset:
         )
         if overlong == "error":
             raise DataError(
-                f"{what}; raise data.max_input_seq_length (and policy.max_total_sequence_length, which bounds it), "
-                "or set data.overlong: skip to leave them out"
+                f"{what}; increase data.max_input_seq_length (and policy.max_total_sequence_length, which limits it), "
+                "or set data.overlong: skip to exclude them"
             )
         if num_over == len(rows):
             raise DataError(
-                f"{what}, so that no row is left; raise data.max_input_seq_length and policy.max_total_sequence_length"
+                f"{what}, so no rows remain; increase data.max_input_seq_length and policy.max_total_sequence_length"
             )
-        _log.warning("%s; left out (data.overlong: skip)", what)
+        _log.warning("%s; they are excluded (data.overlong: skip)", what)
         return rows.select(np.flatnonzero(sizes <= limit))
 
 
@@ -224,12 +224,12 @@ def load_datasets(
     """The configured datasets for training or validation; ids are unique and depend on no row's content.
 
     Args:
-        default: processor of datasets that name none.
+        default: Processor of datasets that name none.
         check: Called for every row; None to accept all.
 
     Raises:
-        DataError: naming dataset and row, and the remedy.
-        ConfigError: if a file or a processor that a dataset names does not exist.
+        DataError: Naming dataset and row, and the remedy.
+        ConfigError: If a file or a processor that a dataset names does not exist.
     """
     settings = config.train_datasets if purpose == "train" else config.validation_datasets
     # one after another, so that the rows of only one are read while its examples are made
@@ -349,7 +349,7 @@ def _rows_for(purpose: Purpose, settings: DatasetConfig, num_rows: int) -> Seque
     if num_held_out >= num_rows:
         raise DataError(
             f"split_validation_size of the dataset {settings.source!r} holds {num_held_out} of {num_rows} rows out of "
-            "training, so that none is left; lower it"
+            "training, so none remain. Lower it"
         )
     order = permutation(num_rows, num_rows)
     chosen: list[int] = np.sort(order[:num_held_out] if purpose == "validation" else order[num_held_out:]).tolist()

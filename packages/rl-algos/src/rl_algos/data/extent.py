@@ -1,4 +1,4 @@
-"""The length of a run beside that of its data."""
+"""The length of a run compared with its data."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def tell_extent(
     that were asked for, that the user may not have meant it.
 
     Args:
-        stream: what the run draws from; nothing is told of one whose size nobody knows.
-        batch: items that a step draws.
-        unit: name of the items, such as `rows`.
-        size_key: key of the config that sets `batch`.
-        max_num_steps, max_num_epochs: the bounds of the run.
+        stream: What the run draws from; nothing is told of one whose size nobody knows.
+        batch: Items that a step draws.
+        unit: Name of the items, such as `rows`.
+        size_key: Key of the config that sets `batch`.
+        max_num_steps, max_num_epochs: The bounds of the run.
     """
     if isinstance(stream, FlowStream):
         return
@@ -42,7 +42,8 @@ def tell_extent(
     an_epoch = items / batch
     if steps == by_epochs and steps < FEW_STEPS:
         _log.warning(
-            "the run has only %s: %d %s in steps of %d (%s); lower that, or raise max_num_epochs, if these are too few",
+            "the run has only %s: %d %s in steps of %d (%s). If that is too few, lower that number or increase "
+            "max_num_epochs",
             _counted(steps, "step"),
             items,
             unit,
@@ -52,7 +53,7 @@ def tell_extent(
     elif max_num_epochs is not None and steps < an_epoch:
         _log.warning(
             "the run ends after max_num_steps, %d, which is %.2g of the %s in max_num_epochs: an epoch has %d steps "
-            "of %d %s; raise or remove max_num_steps to train on all of them",
+            "of %d %s; increase or remove max_num_steps to train on all of them",
             steps,
             steps / an_epoch,
             _counted(max_num_epochs, "epoch"),

@@ -30,9 +30,9 @@ class LeftOut:
     """Counts rows of a dataset that cannot be used.
 
     Args:
-        name: of the dataset.
-        malformed: whether such a row ends the run.
-        num_rows: rows that there are.
+        name: Name of the dataset.
+        malformed: True if such a row ends the run.
+        num_rows: Rows that there are.
     """
 
     def __init__(self, name: str, malformed: OnFault, num_rows: int) -> None:
@@ -43,7 +43,7 @@ class LeftOut:
         self.count = 0
 
     def found(self, value: Any, place: Callable[[], str]) -> bool:
-        """Whether a row's value is a failure, which is counted.
+        """Return whether a row's value is a failure, and count it.
 
         Raises:
             DataError: with the row's place, if a failure ends the run.
@@ -67,7 +67,7 @@ class LeftOut:
             )
         more = f"\n  ... and {self.count - _SHOWN} more" if self.count > _SHOWN else ""
         _log.warning(
-            "%s: %d of %d rows are malformed; left out (data.malformed: skip)\n  %s%s",
+            "%s: %d of %d rows are malformed; they are excluded (data.malformed: skip)\n  %s%s",
             self._name,
             self.count,
             self._num_rows,

@@ -38,7 +38,7 @@ class FileRows:
     """Rows of one file.
 
     Args:
-        name: of the file, as the user knows it.
+        name: Name of the file, as the user knows it.
     """
 
     def __init__(self, name: str) -> None:
@@ -136,8 +136,8 @@ class Rows(Sequence[Row]):
     """Rows of a dataset in their order, each with its place.
 
     Args:
-        rows: all of them; a row is read when it is asked for, which raises a `DataError` if it is malformed.
-        place: from the number of a row to its place, for messages: `prompts.jsonl, line 3`.
+        rows: All of them; a row is read when it is asked for, which raises a `DataError` if it is malformed.
+        place: Function from the number of a row to its place, for messages: `prompts.jsonl, line 3`.
     """
 
     rows: Sequence[Row]
@@ -210,10 +210,10 @@ def read(path: Path, name: str = "") -> FileRows:
     """The rows of a file of a known kind.
 
     Args:
-        name: for messages; the path if empty.
+        name: Name for messages; the path if empty.
 
     Raises:
-        DataError: that names the file, if it cannot be read.
+        DataError: If the file cannot be read; the message contains its name.
     """
     name = name or str(path)
     kind = kind_of(path.name)
@@ -254,7 +254,7 @@ def _unpacked(path: Path, name: str) -> Path:
                     file.write(block)
                     _check_growth(path, name, file.tell())
         except (OSError, ValueError) as error:
-            raise DataError(f"{name}: not a {path.suffix} file, or a damaged one: {error}") from None
+            raise DataError(f"{name}: not a {path.suffix} file, or damaged: {error}") from None
 
     return cache.stored(f"unpacked/{cache.digest(identity(path))}{path.with_suffix('').suffix}", write)
 
@@ -265,7 +265,7 @@ def _check_encoding(path: Path, name: str) -> None:
     encoding = next((encoding for mark, encoding in _MARKS.items() if start.startswith(mark)), None)
     if encoding:
         raise DataError(
-            f"{name}: it is text in {encoding}, and only UTF-8 is read; convert it: "
+            f"{name}: the file is encoded as {encoding}, but only UTF-8 is supported; convert it: "
             f"iconv -f {encoding} -t UTF-8 {path.name} > utf8{path.suffix}"
         )
 
@@ -276,7 +276,7 @@ def _check_growth(path: Path, name: str, num_bytes: int) -> None:
     if num_bytes > max(_UNPACKED_BYTES, _UNPACKED_TIMES * size):
         raise DataError(
             f"{name}: it has {size:,} bytes and unpacks to more than {num_bytes:,}, which looks like a damaged or "
-            "hostile file; unpack it by hand and give the result if it is right"
+            "hostile file. If it is valid, unpack it yourself and pass the result"
         )
 
 
@@ -335,7 +335,7 @@ def _check_header(reader: csv.DictReader[str], name: str) -> None:
         raise DataError(f"{name}, line 1: not CSV: {error}") from None
     twice = next((column for column in columns if columns.count(column) > 1), None)
     if twice is not None:
-        raise DataError(f"{name}, line 1: the column {twice!r} is there twice; rename one, as their values differ")
+        raise DataError(f"{name}, line 1: there are two columns {twice!r} with different values; rename one of them")
 
 
 def _checked_csv(row: Any, columns: Sequence[str]) -> Any:
@@ -370,7 +370,7 @@ def _parquet(path: Path, name: str) -> FileRows:
 
             unpacked = cache.stored(f"unpacked/{cache.digest(identity(path))}.arrow", write)
     except (pyarrow.ArrowException, OSError, MemoryError) as error:
-        raise DataError(f"{name}: not a Parquet file, or a damaged one: {error}") from None
+        raise DataError(f"{name}: not a Parquet file, or damaged: {error}") from None
     return _arrow(unpacked, name)
 
 
@@ -407,7 +407,7 @@ def _arrow(path: Path, name: str) -> FileRows:
             read = (file.get_batch(index) for index in range(file.num_record_batches))
             batches = _grown_within_bounds(read, path, name)
     except (pyarrow.ArrowException, OSError, MemoryError) as error:
-        raise DataError(f"{name}: not an Arrow file, or a damaged one: {error}") from None
+        raise DataError(f"{name}: not an Arrow file, or damaged: {error}") from None
     return ArrowRows(batches, name)
 
 

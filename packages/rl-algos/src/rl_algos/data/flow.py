@@ -18,16 +18,16 @@ T = TypeVar("T")
 class Flow(Generic[T]):
     """Items of one dataset in passes over it, shuffled within blocks.
 
-    A block holds the next items of a pass; its order follows from the seed and its place alone. So a position is the
+    A block holds the next items of a pass; its order depends only on the seed and its place. So a position is the
     row that the block begins with and the items taken of it, and a restored flow reads that block again.
 
     Args:
-        name: of the dataset.
-        open_rows: from a number of rows to skip to the rows behind them, to the end of the pass.
-        make: from the number of a row and the row to an item; None leaves the row out.
-        block: items of a block.
-        entropy: numbers that the order follows from.
-        shuffle: whether items of a block are shuffled.
+        name: Name of the dataset.
+        open_rows: Function from a number of rows to skip to the remaining rows of the pass.
+        make: Function from the number of a row and the row to an item; None leaves the row out.
+        block: Items of a block.
+        entropy: Numbers that the order follows from.
+        shuffle: True if items of a block are shuffled.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Flow(Generic[T]):
         if found < state["taken"]:
             raise DataError(
                 f"the dataset {self.name!r} has changed since the checkpoint: the block at row {state['start']} has "
-                f"{found} items, and {state['taken']} were taken; restore it, or start a fresh run"
+                f"{found} items, but {state['taken']} were taken from it. Restore the dataset, or start a new run"
             )
         self._start, self._taken = state["start"], state["taken"]
 
@@ -119,12 +119,12 @@ class FlowStream(Generic[T]):
     It is in the place of a `Stream`, whose datasets have an end that is known.
 
     Args:
-        flows: one for each dataset.
-        weights: share of draws of each; None for a single dataset.
-        max_num_epochs: must be None, as nobody knows where an epoch ends.
+        flows: One for each dataset.
+        weights: Share of draws of each; None for a single dataset.
+        max_num_epochs: Must be None, as nobody knows where an epoch ends.
 
     Raises:
-        DataError: if several flows have no weights, or an end is given.
+        DataError: If several flows have no weights, or an end is given.
     """
 
     def __init__(
@@ -132,11 +132,11 @@ class FlowStream(Generic[T]):
     ) -> None:
         if max_num_epochs is not None:
             raise DataError(
-                "a dataset with `streaming` has no known end, so epochs cannot be counted; bound the run by "
-                "max_num_steps alone, and remove max_num_epochs"
+                "max_num_epochs cannot be used with `streaming`, because the size of the dataset is not known. Set "
+                "max_num_steps, and remove max_num_epochs"
             )
         if len(flows) > 1 and weights is None:
-            raise DataError("several datasets with `streaming` need a `weight` each, as their sizes are not known")
+            raise DataError("several datasets with `streaming` need a `weight` each, because their sizes are not known")
         self._flows = tuple(flows)
         self._weights = [1.0] if weights is None else [float(each) for each in weights]
         self._shares = Shares(self._weights)
@@ -194,7 +194,7 @@ class FlowStream(Generic[T]):
             if state.get(name) != value:
                 raise DataError(
                     f"the data has changed since the checkpoint: {name} was {state.get(name)} and is {value}; "
-                    "restore the data and its settings, or start a fresh run"
+                    "restore the data and its settings, or start a new run"
                 )
         for flow, position in zip(self._flows, state["flows"], strict=True):
             flow.restore(position)

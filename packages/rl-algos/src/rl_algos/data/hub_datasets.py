@@ -1,4 +1,4 @@
-"""Datasets of the hub whose columns are known, so that their name alone is enough.
+"""Datasets of the hub whose columns are known, so that their name is enough.
 
 Names, subsets, splits and columns are those of their cards.
 """
@@ -16,12 +16,12 @@ class HubDataset:
     """Settings of a dataset, for those that the user does not give.
 
     Args:
-        doc: one line.
-        processor: of its rows; None for rows that have `messages`.
-        columns: as `DatasetConfig.columns`.
-        subset: configuration that is read.
-        splits: by purpose; the purpose itself if there is none for it.
-        environment: scores completions; empty if none of the installed ones can.
+        doc: One line.
+        processor: Processor of its rows; None for rows that have `messages`.
+        columns: See `DatasetConfig.columns`.
+        subset: Configuration that is read.
+        splits: Splits by purpose; the purpose itself if there is none for it.
+        environment: Scores completions; empty if none of the installed ones can.
     """
 
     doc: str
@@ -140,7 +140,7 @@ def with_known(settings: DatasetConfig, purpose: Purpose, *, of_preferences: boo
     names columns by `input_key` reads the rows without a processor.
 
     Args:
-        of_preferences: whether an algorithm asks that learns from preferences.
+        of_preferences: True if the algorithm learns from preferences.
     """
     known = (PREFERENCES if of_preferences else DATASETS).get(settings.dataset_name or "")
     if known is None:

@@ -33,10 +33,11 @@ def dataset_problems(key: str, section: DatasetConfig | DatasetDefaults) -> Iter
         if results is not None and not (Path(results) / ROLLOUTS).is_file():
             yield Problem(
                 f"{key}.pass_rate.results",
-                f"{results} has no {ROLLOUTS}; name the folder of an evaluation, which `rl eval ... run_dir=FOLDER` "
-                "makes",
+                f"is not the folder of an evaluation: it does not contain {ROLLOUTS}",
+                got=results,
+                remedy="Pass the folder that `rl eval ... run_dir=FOLDER` wrote",
             )
-    # each alone, so that one does not hide the others
+    # each by itself, so that one does not hide the others
     for name, check in _CHECKS.items():
         if (value := getattr(section, name)) is not None:
             # any path: only the named key is checked

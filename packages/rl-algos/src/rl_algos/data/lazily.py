@@ -37,9 +37,9 @@ class RowMapping(Mapping[str, T], Generic[T]):
     """Values by the ids of rows, `name:split:row`, in the order of the rows.
 
     Args:
-        prefix: of the ids, `name:split`.
-        numbers: of the rows, ascending.
-        values: of each row; a list, or a sequence that makes them.
+        prefix: Prefix of the ids, `name:split`.
+        numbers: Numbers of the rows, ascending.
+        values: Values of each row; a list, or a sequence that makes them.
     """
 
     def __init__(self, prefix: str, numbers: Sequence[int] | np.ndarray, values: Sequence[T]) -> None:

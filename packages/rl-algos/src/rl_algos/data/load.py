@@ -25,7 +25,7 @@ def load_rows(settings: DatasetConfig, purpose: str) -> Rows:
         purpose: `train` or `validation`; the split if the settings name none.
 
     Raises:
-        DataError: naming file and line, or the dataset, and the remedy.
+        DataError: Naming file and line, or the dataset, and the remedy.
     """
     if settings.data_path is not None:
         rows = _read_path(settings.data_path, settings.split)
@@ -58,11 +58,11 @@ def stream_rows(settings: DatasetConfig, purpose: str) -> Callable[[int], Iterat
     """A function from a number of rows to skip to the rows of a hub dataset behind them, read as they come.
 
     Raises:
-        DataError: if the dataset is not on the hub, or its hub out of reach.
+        DataError: If the dataset is not on the hub, or its hub out of reach.
     """
     if settings.dataset_name in names(DATASETS):
         raise DataError(
-            f"`streaming` is for datasets on the hub, and {settings.dataset_name!r} is installed; remove it"
+            f"`streaming` is for datasets on the hub, but {settings.dataset_name!r} is installed. Remove `streaming`"
         )
     opened = _load_hub(settings, purpose)
 
@@ -75,7 +75,8 @@ def stream_rows(settings: DatasetConfig, purpose: str) -> Callable[[int], Iterat
 def _load_plugin(settings: DatasetConfig, purpose: str) -> Sequence[Row]:
     assert settings.dataset_name is not None
     if settings.subset is not None:
-        raise DataError(f"`subset` is for datasets on the hub; {settings.dataset_name!r} is a plugin: use `settings`")
+        name = settings.dataset_name
+        raise DataError(f"`subset` is for datasets on the hub, but {name!r} is a plugin. Use `settings`")
     load = resolve(plugin(DATASETS, settings.dataset_name).load)
     try:
         rows: Sequence[Row] = load(settings.settings, settings.split or purpose)
@@ -125,8 +126,8 @@ def _load_hub(settings: DatasetConfig, purpose: str) -> Any:
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         raise DataError(
             f"the dataset {settings.dataset_name!r} (split {split!r}) cannot be loaded: "
-            f"it is not installed{near}, and the hub says: {str(error).strip()}; "
-            "check the name, `split` and `subset`, or give local files in `data_path`"
+            f"it is not installed{near}, and the hub reports: {str(error).strip()}; "
+            "check the name, `split` and `subset`, or set `data_path` to local files"
         ) from error
     return rows
 
@@ -147,7 +148,7 @@ def _read_saved(folder: Path, split: str | None) -> Sequence[Row]:
     saved = datasets.load_from_disk(str(folder))
     if not isinstance(saved, datasets.DatasetDict):
         if split is not None:
-            raise DataError(f"{folder} holds one dataset without splits, got split: {split!r}; remove `split`")
+            raise DataError(f"{folder} contains one dataset without splits, got split: {split!r}. Remove `split`")
         return saved
     if split not in saved:
         raise DataError(f"{folder} has the splits {', '.join(saved)}, got {split!r}; set `split` to one of them")
@@ -174,7 +175,7 @@ def _chosen(place: str, files: list[str], split: str | None, *, is_folder: bool)
     """The files to read, by name; of a folder those of a split, and .json and .csv only if there is nothing else, as
     such files often describe the others."""
     if split is not None and not is_folder:
-        raise DataError(f"`split` chooses among the files of a folder, and {place!r} is not one; remove `split`")
+        raise DataError(f"`split` selects files of a folder, but {place!r} is not a folder. Remove `split`")
     if is_folder:
         files = [file for file in files if split is None or file.startswith(split)]
         files = [file for file in files if kind_of(file) not in (".json", ".csv")] or files

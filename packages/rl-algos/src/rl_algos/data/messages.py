@@ -20,7 +20,7 @@ def conversation(value: Any, *, role: str = "user") -> tuple[Message, ...]:
         role: Role of plain text.
 
     Raises:
-        DataError: if it is anything else.
+        DataError: If it is anything else.
     """
     if isinstance(value, str):
         listed = _listed(value)
@@ -38,10 +38,10 @@ def as_messages(value: Any) -> tuple[Message, ...]:
     and keys without a value are left out.
 
     Raises:
-        DataError: if it is anything else.
+        DataError: If it is anything else.
     """
     if not isinstance(value, list | tuple) or not value:
-        raise DataError(f"expected text or a list of messages, got {shown(value)}")
+        raise DataError(f"expected a string or a list of messages, got {shown(value)}")
     return tuple(map(_message, value))
 
 
@@ -50,7 +50,7 @@ def as_tools(value: Any) -> tuple[Mapping[str, Any], ...]:
     text of either.
 
     Raises:
-        DataError: if it is anything else.
+        DataError: If it is anything else.
     """
     if value is None or value == "":
         return ()
@@ -101,7 +101,7 @@ def _content(content: Any, role: str) -> str | None:
     if content is None or isinstance(content, str):
         return content
     if not isinstance(content, list | tuple):
-        raise DataError(f"the {role} message's `content` must be a text, got {content!r}")
+        raise DataError(f"the {role} message's `content` must be a string, got {content!r}")
     return "".join(_part(part, role) for part in content)
 
 

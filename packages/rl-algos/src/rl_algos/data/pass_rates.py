@@ -25,10 +25,10 @@ def positions_within(settings: PassRateConfig, name: str, prompts: Iterable[Sequ
     """Positions of the prompts whose pass rate is within the bounds.
 
     Args:
-        name: of their dataset, for messages.
+        name: Name of their dataset, for messages.
 
     Raises:
-        DataError: if there are no results, or no prompt is within the bounds.
+        DataError: If there are no results, or no prompt is within the bounds.
     """
     known = pass_rates(settings)
     rates = np.array([known.get(_digest(prompt), np.nan) for prompt in prompts])
@@ -40,12 +40,12 @@ def positions_within(settings: PassRateConfig, name: str, prompts: Iterable[Sequ
     )
     if not num_known:
         raise DataError(
-            f"{what}. Prompts are compared as texts: evaluate this split, with the same prompt_file and "
+            f"{what}. Prompts are matched as strings: evaluate this split, with the same prompt_file and "
             "system_prompt_file"
         )
     if not len(kept):
-        raise DataError(f"{what}, so that no row is left; change pass_rate.above or pass_rate.below")
-    _log.info("%s; the others are left out", what)
+        raise DataError(f"{what}, so no rows remain; change pass_rate.above or pass_rate.below")
+    _log.info("%s; the others are excluded", what)
     return kept
 
 
@@ -67,7 +67,7 @@ def pass_rates(settings: PassRateConfig) -> Mapping[bytes, float]:
     say nothing.
 
     Raises:
-        DataError: if the folder has no results.
+        DataError: If the folder has no results.
     """
     counts: dict[bytes, tuple[int, int]] = {}
     for record in _records(Path(settings.results)):
@@ -76,7 +76,7 @@ def pass_rates(settings: PassRateConfig) -> Mapping[bytes, float]:
             is_right = record["rewards"].get("reward", 0.0) >= settings.pass_threshold
             counts[key] = (passed + is_right, total + 1)
     if not counts:
-        raise DataError(f"{settings.results} (pass_rate.results) has no samples; every one of them failed")
+        raise DataError(f"{settings.results} (pass_rate.results) has no samples, because all of them failed")
     return {key: passed / total for key, (passed, total) in counts.items()}
 
 
@@ -84,15 +84,15 @@ def _records(folder: Path) -> Iterator[Mapping[str, Any]]:
     path = folder / ROLLOUTS
     if not path.is_file():
         raise DataError(
-            f"{folder} (pass_rate.results) has no {ROLLOUTS}; name the folder of an evaluation, which "
-            "`rl eval ... run_dir=FOLDER` makes"
+            f"{folder} (pass_rate.results) is not the folder of an evaluation: it does not contain {ROLLOUTS}. Pass "
+            "the folder that `rl eval ... run_dir=FOLDER` wrote"
         )
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             try:
                 yield json.loads(line)
             except ValueError:
-                # that of an evaluation which was killed, or still goes on, may end within a line
+                # an evaluation that was killed, or is still running, may end within a line
                 if line.endswith(b"\n"):
                     raise DataError(f"{path}, line {number}: not a JSON object; evaluate again") from None
 

@@ -6,7 +6,7 @@ import numpy as np
 
 
 def permutation(size: int, *entropy: int) -> np.ndarray:
-    """int64 `[size]`, a permutation that follows from the entropy alone.
+    """int64 `[size]`, a permutation that depends only on the entropy.
 
     Raw bits of PCG64, which numpy keeps stable (NEP 19); `Generator.permutation` may change.
     """

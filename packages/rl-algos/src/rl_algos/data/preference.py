@@ -82,7 +82,8 @@ def _pair(row: Mapping[str, Any], settings: DatasetConfig) -> Example:
         prompt, chosen, rejected = _split(chosen, rejected)
     elif any(whole):
         raise DataError(
-            "one of `chosen` and `rejected` is a whole conversation, the other only the response; give both alike"
+            "one of `chosen` and `rejected` is a whole conversation, the other only the response. Use the same form "
+            "for both"
         )
     else:
         prompt = _required_prompt(row, settings)
@@ -99,7 +100,7 @@ def _split(chosen: Messages, rejected: Messages) -> tuple[Messages, Messages, Me
     """The common beginning of two conversations, and how each continues."""
     for name, messages in zip(_PAIR, (chosen, rejected), strict=True):
         if all(message["role"] != "assistant" for message in messages):
-            raise DataError(f"`{name}` is a conversation in which the assistant says nothing; it has no response")
+            raise DataError(f"`{name}` has no response: the conversation has no assistant message")
     most = min(len(chosen), len(rejected)) - 1
     shared = next((index for index in range(most) if chosen[index] != rejected[index]), most)
     rest = chosen[shared:], rejected[shared:]
@@ -112,7 +113,7 @@ def _split(chosen: Messages, rejected: Messages) -> tuple[Messages, Messages, Me
 
 
 def _begins_alike(row: Mapping[str, Any], settings: DatasetConfig) -> bool:
-    """Whether the prompt can only be what two strings begin with: the row has no other text."""
+    """Return whether the prompt can only be the common beginning of two strings, because the row has no other text."""
     texts = [row[name] for name in _PAIR]
     if settings.input_key or not all(is_plain_text(text) and marked_turns(text) is None for text in texts):
         return False
@@ -124,8 +125,8 @@ def _split_texts(chosen: str, rejected: str) -> tuple[Messages, Messages, Messag
     """The words that two strings begin with, as the user's message, and how each continues."""
     if chosen == rejected:
         raise DataError(
-            "no prompt: `chosen` and `rejected` are the same string, so no prompt can be told from the response; give "
-            f"it in one of the columns {', '.join(_PROMPT)}"
+            "no prompt: `chosen` and `rejected` are the same string, so the prompt in them cannot be identified. Add a "
+            f"prompt in one of the columns {', '.join(_PROMPT)}"
         )
     pairs = enumerate(zip(chosen, rejected, strict=False))
     length = next((place for place, (one, other) in pairs if one != other), min(len(chosen), len(rejected)))
@@ -134,8 +135,8 @@ def _split_texts(chosen: str, rejected: str) -> tuple[Messages, Messages, Messag
     rest = [text[len(words) :].strip() for text in (chosen, rejected)]
     if not words.strip() or not all(rest):
         raise DataError(
-            f"no prompt: give it in one of the columns {', '.join(_PROMPT)}, or name its column in `input_key`, or let "
-            "`chosen` and `rejected` begin with it; they have no word in common at their beginning"
+            f"no prompt: `chosen` and `rejected` do not begin with the same words. Add a prompt in one of the columns "
+            f"{', '.join(_PROMPT)}, set `input_key` to its column, or let both begin with it"
         )
     better, worse = (({"role": "assistant", "content": text},) for text in rest)
     return ({"role": "user", "content": words.strip()},), better, worse
@@ -156,12 +157,12 @@ def _required_prompt(row: Mapping[str, Any], settings: DatasetConfig) -> Message
     name = settings.input_key or next((name for name in _PROMPT if name in row), None)
     if name is None:
         raise DataError(
-            f"no prompt: give it in one of the columns {', '.join(_PROMPT)}, or name its column in `input_key`; the "
+            f"no prompt: add it in one of the columns {', '.join(_PROMPT)}, or set `input_key` to its column; the "
             f"columns are {', '.join(sorted(row))}"
         )
     prompt = conversation(column(row, name))
     if prompt[-1]["role"] == "assistant":
-        raise DataError(f"the prompt in `{name}` ends with the assistant's message; end it with one of the user")
+        raise DataError(f"the prompt in `{name}` ends with an assistant message; end it with a user message")
     return prompt
 
 
@@ -170,7 +171,7 @@ def _response(value: Any, name: str) -> Messages:
     messages = _said(value, name)
     if messages[0]["role"] != "assistant":
         role = messages[0]["role"]
-        raise DataError(f"`{name}` must be what the assistant says, but begins with a message of the {role}")
+        raise DataError(f"`{name}` must begin with an assistant message, but begins with a {role} message")
     return messages
 
 

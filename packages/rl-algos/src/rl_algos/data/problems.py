@@ -58,7 +58,7 @@ def dapo_math(row: Mapping[str, Any], _settings: DatasetConfig) -> Example:
 
 
 def gsm8k(row: Mapping[str, Any], _settings: DatasetConfig) -> Example:
-    """A grade-school word problem; the answer is the number behind `####` (GSM8K, arXiv:2110.14168)."""
+    """A grade-school word problem; the answer is the number after `####` (GSM8K, arXiv:2110.14168)."""
     solution = text_column(row, "answer")
     worked, marker, answer = solution.rpartition("####")
     if not marker:
@@ -91,7 +91,7 @@ def boxed(text: str) -> str | None:
 
 def _problem(row: Mapping[str, Any], answer: Any, solution: Any) -> Example:
     if solution is not None and not isinstance(solution, str):
-        raise DataError(f"the solution must be a text, got {solution!r}")
+        raise DataError(f"`solution` must be a string, got {solution!r}")
     messages = ({"role": "user", "content": text_column(row, "problem")},)
     known = _answer(answer)
     if known is None and not solution:
@@ -102,7 +102,7 @@ def _problem(row: Mapping[str, Any], answer: Any, solution: Any) -> Example:
 def _answer(value: Any) -> str | None:
     """An answer as text; None if nothing can be compared with it."""
     if isinstance(value, bool) or not isinstance(value, str | int | float | None):
-        raise DataError(f"the answer must be a text or a number, got {value!r}")
+        raise DataError(f"the answer must be a string or a number, got {value!r}")
     text = "" if value is None else str(value).strip()
     return None if text.lower() in _UNCHECKED else text
 

@@ -51,7 +51,7 @@ def check_streamable(settings: DatasetConfig) -> None:
     """Raise a `DataError` if an example of this dataset is made of several rows, which must then all be read."""
     if settings.processor in _ARRANGED:
         raise DataError(
-            f"{settings.source!r} cannot be streamed: an example is made of several rows; remove `streaming`"
+            f"{settings.source!r} cannot be streamed, because an example consists of several rows; remove `streaming`"
         )
 
 
@@ -59,7 +59,7 @@ def processor(settings: DatasetConfig, default: Processor = by_keys) -> Processo
     """The dataset's processor; `default` if its settings name none.
 
     Raises:
-        ConfigError: if the name is neither built in nor that of a function.
+        ConfigError: If the name is neither built in nor that of a function.
     """
     name = settings.processor
     if name is None:
@@ -67,8 +67,8 @@ def processor(settings: DatasetConfig, default: Processor = by_keys) -> Processo
     if ":" not in name:
         if name not in PROCESSORS:
             raise ConfigError(
-                f"data: no processor {name!r}{did_you_mean(name, PROCESSORS)}; built in are {', '.join(PROCESSORS)}, "
-                'and your own is written "package.module:function"'
+                f"data: {name!r} is not a processor{did_you_mean(name, PROCESSORS)}; allowed: {', '.join(PROCESSORS)}, "
+                "or your own function as package.module:function or file.py:function"
             )
         return PROCESSORS[name]
     try:
@@ -85,7 +85,7 @@ def _callable(found: Any, name: str) -> Processor:
         inspect.signature(found).bind({}, None)
     except TypeError as error:
         raise ConfigError(
-            f"data: processor {shown} cannot be called with a row and the settings of its dataset: {error}; write it "
+            f"data: processor {shown} cannot be called with a row and the settings of its dataset: {error}; define it "
             f"as def {getattr(found, '__name__', 'convert')}(row, settings) -> Example"
         ) from None
 

@@ -40,24 +40,24 @@ def prompt_stream(
     """The training prompts, mixed and shuffled as configured.
 
     Args:
-        datasets: as `rl_algos.data.examples.load_datasets` returns them.
-        tokenizer: as `rl_algos.tokenizer.load_tokenizer` returns it.
-        max_tokens: most tokens of a prompt, beside `config.max_input_seq_length`.
-        seed: of the order.
-        max_num_epochs: number of epochs; None for an endless stream.
+        datasets: Datasets from `rl_algos.data.examples.load_datasets`.
+        tokenizer: Tokenizer from `rl_algos.tokenizer.load_tokenizer`.
+        max_tokens: Maximum number of tokens of a prompt, in addition to `config.max_input_seq_length`.
+        seed: Seed of the order.
+        max_num_epochs: Number of epochs; None for an endless stream.
 
-        tools: that the policy may call, by environment.
+        tools: Tools that the policy may call, by environment.
 
     Raises:
-        DataError: naming dataset and row, and the remedy.
-        ConfigError: if the tokenizer has no chat template, or prompts with tools are streamed.
+        DataError: Naming dataset and row, and the remedy.
+        ConfigError: If the tokenizer has no chat template, or prompts with tools are streamed.
     """
     if any(dataset.source is not None for dataset in datasets):
         require_chat_template(tokenizer)
         if tools:
             raise ConfigError(
-                f"data.train: the environment {next(iter(tools))} has tools, and prompts with tools cannot be "
-                "streamed; turn streaming off for its dataset"
+                f"data.train: the environment {next(iter(tools))} has tools, but prompts with tools cannot be "
+                "streamed. Turn `streaming` off for its dataset"
             )
         return flow_stream(
             datasets,
@@ -106,15 +106,15 @@ class EncodePrompt:
         """Return the tokens, int32 `[tokens]`; raise a `DataError` for an example that it refuses."""
         if example.has_response:
             raise DataError(
-                "the conversation ends with the assistant, so there is nothing to sample; "
-                "end it with a message of the user"
+                "the conversation ends with an assistant message, so there is nothing to sample; "
+                "end it with a user message"
             )
         tools = tools_for(example, self.tools.get(self.environment or example.environment, ()))
         tokens = encode_prompt(self.tokenizer, example.messages, tools)
         if example.tools and np.array_equal(tokens, encode_prompt(self.tokenizer, example.messages)):
             raise DataError(
-                "the row has `tools`, which the chat template does not show; set policy.tokenizer.chat_template to one "
-                "that does, or remove the column"
+                "the row has `tools`, but the chat template does not show them; set policy.tokenizer.chat_template to "
+                "a template that does, or remove the column"
             )
         return tokens
 
@@ -123,7 +123,7 @@ def tools_for(example: Example, offered: Sequence[Mapping[str, Any]]) -> Sequenc
     """Return the tools that a prompt shows: the environment's, or the row's own if the environment has none.
 
     Raises:
-        DataError: if the row has tools that the environment does not have.
+        DataError: If the row has tools that the environment does not have.
     """
     if not offered:
         return example.tools
@@ -131,7 +131,7 @@ def tools_for(example: Example, offered: Sequence[Mapping[str, Any]]) -> Sequenc
     foreign = [name for tool in example.tools if (name := tool["function"]["name"]) not in names]
     if foreign:
         raise DataError(
-            f"the row's `tools` name {foreign[0]!r}, which the environment cannot call; it has "
+            f"the row's `tools` contain {foreign[0]!r}, which the environment cannot call; it has "
             f"{', '.join(sorted(names))}. Remove the column, or choose an environment without tools"
         )
     return offered

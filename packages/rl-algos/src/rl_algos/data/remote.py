@@ -17,10 +17,10 @@ class RemoteFile:
     """A file in an object store.
 
     Args:
-        url: as users write it.
-        name: path below the folder that was given; its own name if a file or a pattern was given.
-        path: as its file system knows it.
-        system: a file system of fsspec.
+        url: Address as users write it.
+        name: Path below the folder that was given; its own name if a file or a pattern was given.
+        path: Path in its file system.
+        system: A file system of fsspec.
     """
 
     url: str
@@ -30,7 +30,7 @@ class RemoteFile:
 
 
 def is_remote(path: str) -> bool:
-    """Whether a path is the address of an object store, as `s3://bucket/folder`, and not a local one."""
+    """Return whether a path is the address of an object store, such as `s3://bucket/folder`, and not a local path."""
     return "://" in path
 
 
@@ -38,10 +38,10 @@ def files(url: str, is_data: Callable[[str], bool]) -> tuple[list[RemoteFile], b
     """The files at the address of a file, a folder or a pattern, by their names, and whether it is that of a folder.
 
     Args:
-        is_data: whether a file of a folder holds rows, by its name.
+        is_data: True if a file of a folder holds rows, by its name.
 
     Raises:
-        DataError: if the store cannot be read, with its reason.
+        DataError: If the store cannot be read, with its reason.
     """
     # imports the libraries of stores; local files need none of them
     import fsspec

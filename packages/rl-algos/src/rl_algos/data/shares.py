@@ -10,10 +10,10 @@ import numpy as np
 
 class Shares:
     """Stride scheduling: the next draw is from the dataset whose draw is due first, where one of weight w is due every
-    `1 / w`. Its order follows from the weights alone.
+    `1 / w`. Its order depends only on the weights.
 
     Args:
-        weights: of each dataset, above 0.
+        weights: Weights of each dataset, above 0.
     """
 
     def __init__(self, weights: Sequence[float]) -> None:

@@ -1,4 +1,4 @@
-"""Encoded rows as bytes that hold data only: arrays behind a line of JSON."""
+"""Encoded rows as bytes that contain only data: a line of JSON, then arrays."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def from_bytes(content: bytes) -> Any:
     """Inverse of `to_bytes`; no content runs code.
 
     Raises:
-        ValueError: if the bytes are not an encoded row.
+        ValueError: If the bytes are not an encoded row.
     """
     end = _LENGTH_BYTES + int.from_bytes(content[:_LENGTH_BYTES], "little")
     try:

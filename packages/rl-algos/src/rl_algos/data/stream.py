@@ -17,18 +17,18 @@ T = TypeVar("T")
 class Stream(Generic[T]):
     """Draws from datasets in proportion to their weights; each item of a dataset once before any of it comes again.
 
-    The order follows from the seed, the sizes and the weights alone, and the position is one count per dataset. An
+    The order depends only on the seed, the sizes and the weights, and the position is one count per dataset. An
     epoch is as many draws as there are items; without weights it holds every item exactly once.
 
     Args:
-        datasets: each a sequence of items.
-        weights: share of draws of each dataset; its number of items if None.
-        seed: of the order.
-        shuffle: a new order for every pass over a dataset; otherwise the order of the items.
-        max_num_epochs: number of epochs; None for an endless stream.
+        datasets: Each a sequence of items.
+        weights: Share of draws of each dataset; its number of items if None.
+        seed: Seed of the order.
+        shuffle: A new order for every pass over a dataset; otherwise the order of the items.
+        max_num_epochs: Number of epochs; None for an endless stream.
 
     Raises:
-        DataError: if there is no item.
+        DataError: If there is no item.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Stream(Generic[T]):
         if not datasets or not all(len(dataset) for dataset in datasets):
             raise DataError(f"a stream needs datasets with items, got sizes {[len(dataset) for dataset in datasets]}")
         if weights is not None and (len(weights) != len(datasets) or min(weights) <= 0):
-            raise DataError(f"{len(datasets)} datasets need as many weights above 0, got {list(weights)}")
+            raise DataError(f"expected {len(datasets)} positive weights, one per dataset, got {list(weights)}")
         self._datasets = tuple(datasets)
         self._sizes = [len(dataset) for dataset in datasets]
         self._weights = [float(each) for each in (self._sizes if weights is None else weights)]
@@ -104,13 +104,13 @@ class Stream(Generic[T]):
         """Go on from a position.
 
         Raises:
-            DataError: if the data, its weights or its order differ from those when the state was saved.
+            DataError: If the data, its weights or its order differ from those when the state was saved.
         """
         for name, value in self._identity().items():
             if state[name] != value:
                 raise DataError(
                     f"the data has changed since the checkpoint: {name} was {state[name]} and is {value}; "
-                    "restore the data and its settings, or start a fresh run"
+                    "restore the data and its settings, or start a new run"
                 )
         self._shares.restore(state)
 

@@ -36,19 +36,20 @@ def flow_stream(
     """The rows of datasets with `streaming`, mixed and shuffled as configured.
 
     Args:
-        encode: raises a `DataError` for an example that it refuses.
-        make: from the dataset, the id of a row, its example and what `encode` returned to an item.
-        length: tokens of what `encode` returned.
-        limit: most tokens of an item.
-        seed: of the order.
-        needs_answer: leave out examples that have a solution and no answer.
+        encode: Raises a `DataError` for an example that it refuses.
+        make: Function from the dataset, the id of a row, its example and what `encode` returned to an item.
+        length: Tokens of what `encode` returned.
+        limit: Maximum number of tokens of an item.
+        seed: Seed of the order.
+        needs_answer: Leave out examples that have a solution and no answer.
 
     Raises:
-        DataError: if some of the datasets stream and others do not, or an end is given.
+        DataError: If some of the datasets stream and others do not, or an end is given.
     """
     at_hand = [dataset.name for dataset in datasets if dataset.source is None]
     if at_hand:
-        raise DataError(f"either all training datasets have `streaming` or none; {', '.join(at_hand)} are without it")
+        missing = ", ".join(at_hand)
+        raise DataError(f"`streaming` must be set for all training datasets or for none; missing for {missing}")
     flows = [
         Flow(
             dataset.name,
@@ -109,8 +110,8 @@ class _Make:
     def _leave_out(self, rule: str, number: int, reason: str) -> None:
         place = self._dataset.place_of(number)
         if self._rules[rule] == "error":
-            raise DataError(f"{place}: {reason}; data.{rule}: skip leaves such rows out")
+            raise DataError(f"{place}: {reason}; set data.{rule}: skip to exclude such rows")
         self._left_out[rule] += 1
         count = self._left_out[rule]
         if count & (count - 1) == 0:  # the first, and then ever fewer
-            _log.warning("%s: %s; %d left out so far (data.%s: skip)", place, reason, count, rule)
+            _log.warning("%s: %s; %d excluded so far (data.%s: skip)", place, reason, count, rule)

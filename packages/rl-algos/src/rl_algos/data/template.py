@@ -22,7 +22,7 @@ class PromptTemplate:
     `{{` and `}}` are braces, and braces around anything but a name stay as they are.
 
     Raises:
-        ConfigError: if there is no placeholder, so that all prompts would be equal.
+        ConfigError: If there is no placeholder, so that all prompts would be equal.
     """
 
     text: str
@@ -56,8 +56,8 @@ class Surround:
     """Texts that a dataset puts around each conversation.
 
     Args:
-        prompt: for the last message of the user, None to leave it as it is.
-        system: first message, None for none.
+        prompt: Template for the last user message; None to leave it as it is.
+        system: First message, None for none.
     """
 
     prompt: PromptTemplate | None
@@ -65,7 +65,7 @@ class Surround:
 
     @classmethod
     def of(cls, settings: DatasetConfig) -> Surround:
-        """The texts that the dataset's settings name; raises a `ConfigError` if a file cannot be read."""
+        """Return the strings that the dataset's settings refer to; raises a `ConfigError` if a file cannot be read."""
         return cls(
             None
             if settings.prompt_file is None
@@ -76,17 +76,21 @@ class Surround:
         )
 
     def apply(self, example: Example, row: Mapping[str, Any]) -> Example:
-        """The example with these texts; raises a `DataError` if it has no user message, or a system message already."""
+        """Return the example with these strings.
+
+        Raises:
+            DataError: If it has no user message, or already has a system message.
+        """
         messages = list(example.messages)
         if self.prompt is not None:
             users = [index for index, message in enumerate(messages) if message["role"] == "user"]
             if not users:
-                raise DataError("prompt_file needs a user message to fill in, but the conversation has none")
+                raise DataError("prompt_file needs a user message, but the conversation has none")
             last = messages[users[-1]]
             messages[users[-1]] = {**last, "content": self.prompt.fill(str(last["content"]), row)}
         if self.system is not None:
             if messages and messages[0]["role"] == "system":
-                raise DataError("the row has a system message of its own; remove it or system_prompt_file")
+                raise DataError("the row already has a system message; remove it, or remove system_prompt_file")
             messages.insert(0, {"role": "system", "content": self.system})
         return replace(example, messages=tuple(messages), is_text=example.is_text and self.system is None)
 
@@ -96,4 +100,4 @@ def _text(key: str, path: str) -> str:
         return Path(path).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"data: {key} {path!r} cannot be read: {reason}; name a text file in UTF-8") from error
+        raise ConfigError(f"data: {key} {path!r} cannot be read: {reason}; pass a text file in UTF-8") from error

@@ -1,4 +1,4 @@
-"""Distillation, from the resolved config to the objects of its own loop, or of the one that learns from given rows."""
+"""Distillation, from the resolved config to the objects of its loop, or of the loop for given rows."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def loss_of(config: TextRoot | RolloutsRoot, *, vocabulary: int) -> Distillation
     """The loss of a run.
 
     Args:
-        vocabulary: number of tokens that student and teachers share.
+        vocabulary: Number of tokens that student and teachers share.
     """
     settings: DistillationLossConfig = config.loss_fn
     divergence = Divergence(settings.kl_type, settings.mixed_kl_weight, settings.jensen_shannon_beta)

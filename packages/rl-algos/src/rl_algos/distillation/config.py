@@ -19,34 +19,34 @@ DEFAULT_K = 64
 
 
 class DistillationConfig(RolloutConfig):
-    """On-policy distillation: steps, prompts and samples of a step, what the teacher scores, validation."""
+    """On-policy distillation: steps, prompts and samples per step, what the teacher scores, validation."""
 
     section: ClassVar[str] = "distillation"
     validation_goals: ClassVar[tuple[str, ...]] = ("reward", "accuracy", "mean_length", "loss")
 
     num_generations_per_prompt: int = Field(default=1, gt=0)
-    """Rollouts of each prompt."""
+    """Number of rollouts per prompt."""
     topk_logits_k: int | None = Field(default=DEFAULT_K, gt=0)
-    """Number of the teacher's most likely tokens at which the student is compared with it; all others count as one, the
-    tail. null compares the whole vocabulary, with one teacher or several; if it is large, the teachers' hidden states
-    are sent in place of logprobs."""
+    """Number of the teacher's most likely tokens at which student and teacher are compared; all other tokens count as
+    one, the tail. null compares the whole vocabulary, with one teacher or several; if the vocabulary is large, the
+    teachers' hidden states are sent instead of logprobs."""
     cross_tokenizer: bool = False
-    """The teacher has other tokens than the student: compare the likelihoods of spans of text that both make of whole
-    tokens, in place of the teacher's most likely tokens."""
+    """Distil from a teacher whose tokenizer differs from the student's: compare the likelihoods of spans of the text
+    that consist of whole tokens in both, instead of the teacher's most likely tokens."""
     stop_at_validation_metric: Annotated[str | None, WhenChanged.GOAL] = None
-    """End the run once this validation metric reaches the threshold: `accuracy` or `mean_length` from below, or `loss`
-    from above."""
+    """Validation metric that ends the run when it reaches `stop_at_validation_threshold`: `reward`, `accuracy` or
+    `mean_length` from below, or `loss` from above."""
 
 
 class OfflineDistillationConfig(SupervisedConfig):
     """Distillation on given conversations: steps, epochs, what is learned of a row, validation."""
 
     learn: LearnedTurns = "all"
-    """Turns of the assistant that are learned: all of them, or the last one."""
+    """Assistant turns to train on: `all` of them, or only the `last` one."""
     topk_logits_k: int | None = Field(default=DEFAULT_K, gt=0)
-    """Number of the teacher's most likely tokens at which the student is compared with it; all others count as one, the
-    tail. null compares the whole vocabulary, with one teacher or several; if it is large, the teachers' hidden states
-    are sent in place of logprobs."""
+    """Number of the teacher's most likely tokens at which student and teacher are compared; all other tokens count as
+    one, the tail. null compares the whole vocabulary, with one teacher or several; if the vocabulary is large, the
+    teachers' hidden states are sent instead of logprobs."""
 
 
 class DistillationLossConfig(Config):
@@ -56,15 +56,16 @@ class DistillationLossConfig(Config):
     """Divergence of the student from the teacher: `forward` KL(teacher || student), `reverse` KL(student || teacher),
     `mixed`, the weighted sum of both, or `jensen_shannon`, generalised as in GKD."""
     mixed_kl_weight: float = Field(default=0.5, ge=0, le=1)
-    """Weight of the forward KL in `mixed`; the reverse KL has the rest."""
+    """Weight of the forward KL in `mixed`; the weight of the reverse KL is 1 minus this."""
     jensen_shannon_beta: float = Field(default=0.5, gt=0, lt=1)
     """Weight of the teacher in the mixture of `jensen_shannon`."""
     nll_weight: float = Field(default=0.0, ge=0)
-    """Weight of the negative log-likelihood of the given text itself, beside the divergence."""
+    """Weight of the negative log-likelihood of the given text, which is added to the divergence."""
     temperature: float = Field(default=1.0, gt=0)
-    """Divides the logits of student and teacher in the loss."""
+    """Temperature of the loss, by which the logits of student and teacher are divided."""
     span_tau: float = Field(default=100.0, ge=1)
-    """With `distillation.cross_tokenizer`: likelihoods of spans are compared to the power of one over this."""
+    """Temperature of span likelihoods with `distillation.cross_tokenizer`: they are raised to the power of 1 over this
+    before they are compared."""
 
 
 class TextRoot(DataRoot, Protocol):
@@ -106,8 +107,8 @@ class RolloutsRoot(RolloutRoot, Protocol):
 
 
 def teacher_sections(config: object) -> dict[str, str]:
-    """The role of each teacher of a resolved config, to the key of its section: `teacher` to `teacher`, and
-    `teacher_NAME` to `teachers.NAME`."""
+    """Return the key of the section of each teacher of a resolved config, by role: `teacher` for `teacher`, and
+    `teachers.NAME` for `teacher_NAME`."""
     known = type(cast(Config, config)).model_fields
     several = type(attrgetter("teachers")(config)).model_fields if "teachers" in known else ()
     one = {"teacher": "teacher"} if "teacher" in known else {}

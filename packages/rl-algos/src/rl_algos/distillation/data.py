@@ -26,8 +26,8 @@ class DistillationData(RolloutData):
     """Data that the driver loads for distillation on the student's own rollouts.
 
     Args:
-        vocabulary: number of tokens that student and teachers share.
-        translator: from the student's tokens to those of a teacher that has others.
+        vocabulary: Number of tokens that student and teachers share.
+        translator: Function from the student's tokens to those of a teacher that has others.
     """
 
     vocabulary: int
@@ -39,8 +39,8 @@ class TextRow:
     """A given text.
 
     Args:
-        row: its tokens, and those to learn from.
-        teacher: role of its teacher.
+        row: Its tokens, and those to learn from.
+        teacher: Role of its teacher.
     """
 
     row: TrainingRow
@@ -52,7 +52,7 @@ class TextData(SupervisedData[TextRow]):
     """Data that the driver loads for distillation on given text.
 
     Args:
-        vocabulary: number of tokens that student and teachers share.
+        vocabulary: Number of tokens that student and teachers share.
     """
 
     vocabulary: int
@@ -62,8 +62,8 @@ def prepare(config: RolloutsRoot, tokenizer: Any, datasets: Datasets) -> Distill
     """Tokenise and check the prompts; each leaves room for a whole completion, and has a teacher.
 
     Raises:
-        DataError: naming dataset and row, and the remedy.
-        ConfigError: if a teacher has other tokens than the student.
+        DataError: Naming dataset and row, and the remedy.
+        ConfigError: If a teacher has other tokens than the student.
     """
     translator = None
     if config.distillation.cross_tokenizer:
@@ -90,8 +90,8 @@ def prepare_text(config: TextRoot, tokenizer: Any, datasets: Datasets) -> TextDa
     """Tokenise and check the text; each dataset has a teacher.
 
     Raises:
-        DataError: naming dataset and row, and the remedy.
-        ConfigError: if the tokenizer has no chat template, or a teacher has other tokens than the student.
+        DataError: Naming dataset and row, and the remedy.
+        ConfigError: If the tokenizer has no chat template, or a teacher has other tokens than the student.
     """
     require_chat_template(tokenizer)
     check_k(config.distillation.topk_logits_k, len(tokenizer))
@@ -125,7 +125,7 @@ def _require_teacher(config: TextRoot | RolloutsRoot, dataset: Dataset, *names: 
         said = ", ".join(sections.values())
         meant = " or ".join(repr(name) for name in (*names, dataset.name))
         raise DataError(
-            f"the dataset {dataset.name!r} has no teacher: there are {said}. Name one in `teachers` {meant}, or add "
-            "`teacher`, which is for all rows that no other is for"
+            f"the dataset {dataset.name!r} has no teacher: there are {said}. Add one with the name {meant} to "
+            "`teachers`, or add `teacher`, which serves all other rows"
         )
     return role

@@ -27,9 +27,9 @@ def train(
     Where models run and on what backend are properties of the objects handed in.
 
     Args:
-        teachers: that score the rollouts.
-        steps: rollouts of each step, weight sync, validation and checkpoints.
-        rows_per_minibatch: rollouts of one optimizer step.
+        teachers: Teachers that score the rollouts.
+        steps: Rollouts of each step, weight sync, validation and checkpoints.
+        rows_per_minibatch: Rollouts of one optimizer step.
     """
     run = steps.run
     for step, groups, *_ in steps.take(models={"policy": policy}):

@@ -24,7 +24,7 @@ from rl_core.model import ModelSpec
 from rl_core.plugins import ModelNeed, TrainingDefaults, WrittenValues
 
 _WEIGHTS = {"mixed_kl_weight": "mixed", "jensen_shannon_beta": "jensen_shannon"}
-"""Keys of `loss_fn` to the divergence that they are for."""
+"""The divergence of `loss_fn` that each key is for."""
 
 
 def model_sections(names_in: Callable[[str], tuple[str, ...]]) -> tuple[str, ...]:
@@ -47,43 +47,58 @@ def check_rollouts(config: RolloutsRoot) -> Iterator[Problem]:
     if config.loss_fn.nll_weight:
         yield Problem(
             "loss_fn.nll_weight",
-            "is for given text: the student would learn its own rollouts; remove this key, or use "
-            f"algorithm: {OFFLINE.name}",
+            "is for training on given text; here the student would train on its own rollouts",
+            got=config.loss_fn.nll_weight,
+            remedy=f"Remove this key, or use algorithm: {OFFLINE.name}",
         )
 
 
 def check_text(config: TextRoot) -> Iterator[Problem]:
-    """Problems of distillation on given text, beside those of all learning from given rows."""
+    """Yield problems of distillation on given text, in addition to those of every algorithm with given rows."""
     yield from _loss(config.loss_fn)
     if is_changed(config.loss_fn, "span_tau"):
-        yield Problem("loss_fn.span_tau", f"has no effect with algorithm: {OFFLINE.name}; remove this key")
+        yield Problem.unused("loss_fn.span_tau", f"with algorithm: {OFFLINE.name}")
 
 
 def _cross_tokenizer(config: RolloutsRoot) -> Iterator[Problem]:
     settings, loss = config.distillation, config.loss_fn
     if not settings.cross_tokenizer:
         if is_changed(loss, "span_tau"):
-            yield Problem("loss_fn.span_tau", "has no effect without distillation.cross_tokenizer=true")
+            yield Problem.unused("loss_fn.span_tau", "without distillation.cross_tokenizer=true")
         return
     if is_changed(settings, "topk_logits_k"):
-        yield Problem("distillation.topk_logits_k", "has no effect with cross_tokenizer; remove this key")
+        yield Problem.unused("distillation.topk_logits_k", "with distillation.cross_tokenizer=true")
     if is_changed(loss, "kl_type"):
-        yield Problem("loss_fn.kl_type", "has no effect with distillation.cross_tokenizer; remove this key")
+        yield Problem.unused("loss_fn.kl_type", "with distillation.cross_tokenizer=true")
     if settings.max_rollout_turns > 1:
-        yield Problem("distillation.max_rollout_turns", "cross_tokenizer takes rollouts of one turn; set it to 1")
-    if settings.splits:
         yield Problem(
+            "distillation.max_rollout_turns",
+            "cross_tokenizer supports single-turn rollouts only",
+            got=settings.max_rollout_turns,
+            allowed="1",
+        )
+    if settings.splits:
+        yield Problem.unused(
             "distillation.rewritten_history",
-            "cross_tokenizer takes rollouts of one turn, which has no earlier turns to rewrite; remove this key",
+            "because cross_tokenizer supports single-turn rollouts only, which have no earlier turns to rewrite",
         )
     if list(teacher_sections(config)) != ["teacher"]:
-        yield Problem("distillation.cross_tokenizer", "takes one teacher, `teacher`; remove `teachers`")
+        yield Problem(
+            "distillation.cross_tokenizer",
+            "supports a single teacher only, the section `teacher`",
+            got=True,
+            remedy="Remove `teachers`",
+        )
 
 
 def _loss(loss: DistillationLossConfig) -> Iterator[Problem]:
     for key, kind in _WEIGHTS.items():
         if is_changed(loss, key) and loss.kl_type != kind:
-            yield Problem(f"loss_fn.{key}", f"has no effect with kl_type {loss.kl_type}; remove it, or use {kind}")
+            yield Problem.unused(
+                f"loss_fn.{key}",
+                f"with loss_fn.kl_type={loss.kl_type}",
+                remedy=f"Remove this key, or set loss_fn.kl_type={kind}",
+            )
 
 
 def rollout_validation_metrics(config: RolloutsRoot) -> list[str]:

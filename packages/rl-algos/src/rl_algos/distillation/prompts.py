@@ -16,8 +16,8 @@ def load(config: RolloutsRoot) -> Datasets:
     """All data of the config, before it is tokenised; a row that names no environment is not scored.
 
     Raises:
-        DataError: naming dataset and row, and the remedy.
-        ConfigError: if a file or a processor that a dataset names is not there.
+        DataError: Naming dataset and row, and the remedy.
+        ConfigError: If a file or a processor that a dataset names is not there.
     """
     loaded = load_examples(config)
     datasets = Datasets([_unscored(each) for each in loaded.train], [_unscored(each) for each in loaded.validation])

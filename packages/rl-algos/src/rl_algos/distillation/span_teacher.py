@@ -23,7 +23,7 @@ class Response(NamedTuple):
 
     Args:
         tokens: int32 `[teacher tokens]`, with the prompt by the teacher's chat template.
-        spans: of the student's sampled tokens and the teacher's whole row.
+        spans: Spans of the student's sampled tokens and the teacher's whole row.
     """
 
     tokens: np.ndarray
@@ -34,11 +34,11 @@ class Translator:
     """From the student's tokens to a teacher's.
 
     Args:
-        student, teacher: fast tokenizers; the teacher's with a chat template.
-        key: of the teacher's section, for messages.
+        student, teacher: Fast tokenizers; the teacher's with a chat template.
+        key: Key of the teacher's section, for messages.
 
     Raises:
-        ConfigError: if the bytes of a tokenizer's tokens are not known.
+        ConfigError: If the bytes of a tokenizer's tokens are not known.
     """
 
     def __init__(self, student: Any, teacher: Any, *, key: str) -> None:
@@ -53,7 +53,7 @@ class Translator:
         return encode_prompt(self._teacher, messages)
 
     def response(self, prompt: np.ndarray, sampled: Sequence[int]) -> Response:
-        """The tokens that the student sampled, behind the teacher's prompt. What has no text of its own (a character
+        """The tokens that the student sampled, after the teacher's prompt. What has no text of its own (a character
         cut in two, special tokens but that at the end) is in no span, nor what comes after it."""
         ended = bool(sampled) and sampled[-1] in self._student_ends
         said = [self._student_bytes(token) for token in (sampled[:-1] if ended else sampled)]
@@ -73,7 +73,7 @@ class Translator:
 
 
 def _end_of_turn(tokenizer: Any) -> int:
-    """The id that the chat template writes behind a turn, or that of the end of sequence."""
+    """The id that the chat template writes after a turn, or the id of the end of sequence."""
     return int(tokenizer.convert_tokens_to_ids(template_ends(tokenizer).token or tokenizer.eos_token))
 
 
@@ -81,10 +81,10 @@ class SpanTeacher:
     """A teacher with other tokens than the student.
 
     Args:
-        model: the teacher.
-        translator: of the student's tokens.
-        max_tokens: longest row that the teacher reads; responses that are longer for it teach nothing.
-        temperature: divides its logits.
+        model: The teacher.
+        translator: Translator of the student's tokens.
+        max_tokens: Maximum number of tokens of a row of the teacher; longer responses do not train.
+        temperature: Divides its logits.
     """
 
     def __init__(self, model: Model, translator: Translator, *, max_tokens: int, temperature: float) -> None:

@@ -20,8 +20,8 @@ class Span(NamedTuple):
     """Tokens of two tokenizers that stand for the same bytes.
 
     Args:
-        student: its tokens, from the first to behind the last.
-        teacher: likewise.
+        student: Its tokens, as a half-open range.
+        teacher: Likewise.
     """
 
     student: tuple[int, int]
@@ -48,10 +48,10 @@ def bytes_of(tokenizer: Any, key: str) -> BytesOf:
     """The bytes that each token of a fast tokenizer stands for.
 
     Args:
-        key: of the model whose tokenizer it is, for messages.
+        key: Key of the model whose tokenizer it is, for messages.
 
     Raises:
-        ConfigError: if its tokens cannot be told apart by bytes.
+        ConfigError: If its tokens cannot be told apart by bytes.
     """
     decoder = json.loads(tokenizer.backend_tokenizer.to_str())["decoder"] or {"type": "Fuse"}
     kinds = {step["type"] for step in decoder.get("decoders", [decoder])}
@@ -59,7 +59,7 @@ def bytes_of(tokenizer: Any, key: str) -> BytesOf:
     if to_bytes is None or (to_bytes is str.encode and kinds != {"Fuse"}):
         raise ConfigError(
             f"{key}: the bytes of this tokenizer's tokens are not known (its decoder is {', '.join(sorted(kinds))}); "
-            "distillation.cross_tokenizer takes byte-level tokenizers, and those with byte fallback"
+            "distillation.cross_tokenizer supports byte-level tokenizers, and tokenizers with byte fallback"
         )
     special = {number: str(token).encode() for number, token in tokenizer.added_tokens_decoder.items()}
 

@@ -41,8 +41,8 @@ class RolloutScorer(Protocol):
         """The rows with the columns of the loss.
 
         Args:
-            batch: as `rl_algos.rollouts.training.batch.build_batch` makes it of the groups.
-            groups: of the rollouts, in the order of the rows.
+            batch: Batch of the groups from `rl_algos.rollouts.training.batch.build_batch`.
+            groups: Groups of the rollouts, in the order of the rows.
         """
         ...
 
@@ -51,9 +51,9 @@ class Teachers:
     """The teachers of a run.
 
     Args:
-        models: by role, in the order of the heads of the loss.
-        reads: the results that the loss takes.
-        temperature: divides the logits.
+        models: Models by role, in the order of the heads of the loss.
+        reads: The results that the loss takes.
+        temperature: Divides the logits.
     """
 
     def __init__(self, models: Mapping[str, Model], reads: Sequence[Read], *, temperature: float) -> None:
@@ -62,7 +62,7 @@ class Teachers:
         self._temperature = temperature
 
     def scored(self, batch: Batch, groups: Sequence[RolloutGroup]) -> Batch:
-        """As `RolloutScorer.scored`: by the teacher of each prompt's environment or dataset."""
+        """See `RolloutScorer.scored`; the teacher of each prompt's environment or dataset scores it."""
         roles = [
             teacher_of(self._models, group.prompt.environment, group.prompt.dataset)
             for group in groups
@@ -75,7 +75,7 @@ class Teachers:
         """The rows with what their teachers read, in columns named as the loss takes them.
 
         Args:
-            roles: of each row's teacher.
+            roles: Roles of each row's teacher.
         """
         names, tokens = np.asarray(roles), batch.only([TOKENS])
         rows, parts = [], []

@@ -24,12 +24,12 @@ class DistillationValidation:
     """Compares the student with its teachers, and ends the run when a goal is reached.
 
     Args:
-        policy: the student.
-        teachers: that it is compared with.
-        loss: that is measured.
-        prompts: all validation prompts; at most `config.max_val_samples` of them are used.
-        sampling: how completions are drawn.
-        config: number of samples and generations, and the goal.
+        policy: The student.
+        teachers: Teachers that it is compared with.
+        loss: Loss that is measured.
+        prompts: All validation prompts; at most `config.max_val_samples` of them are used.
+        sampling: How completions are drawn.
+        config: Number of samples and generations, and the goal.
     """
 
     policy: Model

@@ -18,12 +18,12 @@ MOST_BYTES = 64 * 2**10
 
 
 def sends_hidden(k: int | None, vocabulary: int) -> bool:
-    """Whether the teacher's hidden states travel in place of its most likely tokens: those are all tokens of a
+    """Return whether the teacher's hidden states are sent instead of its most likely tokens: those are all tokens of a
     vocabulary too large to send.
 
     Args:
-        k: as configured; None for the whole vocabulary.
-        vocabulary: number of tokens.
+        k: Configured number of tokens; None for the whole vocabulary.
+        vocabulary: Number of tokens.
     """
     return k is None and BYTES_PER_TOKEN * vocabulary > MOST_BYTES
 
@@ -32,26 +32,26 @@ def check_k(k: int | None, vocabulary: int) -> None:
     """Refuse more of the teacher's tokens than there are, or than can travel.
 
     Args:
-        k: as configured; None for the whole vocabulary.
-        vocabulary: number of tokens.
+        k: Configured number of tokens; None for the whole vocabulary.
+        vocabulary: Number of tokens.
 
     Raises:
-        ConfigError: naming the bytes of a position.
+        ConfigError: Naming the bytes of a position.
     """
     if sends_hidden(k, vocabulary):
         return
     if k is not None and k > vocabulary:
         raise ConfigError(
-            f"distillation.topk_logits_k: got {k}, but the tokenizer has {vocabulary} tokens; set it to at most that, "
-            "or to null for all of them"
+            f"distillation.topk_logits_k: got {k}, but the tokenizer has only {vocabulary} tokens. Set it to at most "
+            f"{vocabulary}, or to null for all tokens"
         )
     size = BYTES_PER_TOKEN * (k or vocabulary)
     if size > MOST_BYTES:
         raise ConfigError(
-            f"distillation.topk_logits_k: {k} takes {size:,} bytes for each token of text (ids and logprobs), more "
-            f"than the {MOST_BYTES:,} allowed; set it to at most {MOST_BYTES // BYTES_PER_TOKEN}, such as {DEFAULT_K}: "
-            "all other tokens count together, as the tail; or to null for all tokens, of which nothing but the "
-            "teacher's hidden states travels"
+            f"distillation.topk_logits_k: {k} takes {size:,} bytes per token of text (ids and logprobs); the limit is "
+            f"{MOST_BYTES:,}. Set it to at most {MOST_BYTES // BYTES_PER_TOKEN}, such as {DEFAULT_K}, so that all "
+            "other tokens count together as the tail. Or set it to null for all tokens, which sends only the "
+            "teacher's hidden states"
         )
 
 
@@ -60,7 +60,7 @@ def check_teachers(config: TextRoot | RolloutsRoot, tokenizer: Any) -> None:
     the student's.
 
     Raises:
-        ConfigError: naming the first token that differs.
+        ConfigError: Naming the first token that differs.
     """
     own = _tokens_of(tokenizer)
     for key in teacher_sections(config).values():
@@ -72,16 +72,16 @@ def check_teachers(config: TextRoot | RolloutsRoot, tokenizer: Any) -> None:
             if theirs.get(number) != own[number]:
                 raise ConfigError(
                     f"{key}.model_name: the tokenizer of {name!r} differs from the student's: its token {number} is "
-                    f"{theirs.get(number)!r}, the student's {own[number]!r}; choose a teacher with the same tokens, or "
+                    f"{theirs.get(number)!r}, the student's {own[number]!r}. Choose a teacher with the same tokens, or "
                     "compare spans of text with algorithm: distillation and distillation.cross_tokenizer=true"
                 )
 
 
 def teacher_tokenizer(config: TextRoot | RolloutsRoot, key: str) -> Any:
-    """The tokenizer of a teacher that has tokens of its own.
+    """Return the tokenizer of a teacher that has its own tokens.
 
     Raises:
-        ConfigError: if it has no tokenizer files, no end-of-sequence token or no chat template.
+        ConfigError: If it has no tokenizer files, no end-of-sequence token or no chat template.
     """
     name = attrgetter(key)(config).model_name
     tokenizer = _tokenizer_of(name)

@@ -11,12 +11,12 @@ from rl_core.config import NamedConfig
 
 
 class PreferenceLossConfig(NamedConfig):
-    """The loss; the keys beside `name` are its settings."""
+    """The loss; the keys next to `name` are its settings."""
 
     name: str = "dpo"
-    """On pairs: `dpo`, `robust-dpo`, `ipo`, `hinge`, and without a reference policy `simpo`, `cpo`, `orpo`. On single
-    responses with a label: `kto`, which takes the two of a pair as a good one and a bad one. Or a class of your own:
-    `package.module:Class` or `file.py:Class`."""
+    """Name of the loss. On pairs: `dpo`, `robust-dpo`, `ipo`, `hinge`, and without a reference policy `simpo`, `cpo`,
+    `orpo`. On single responses with a label: `kto`, which treats the responses of a pair as a good and a bad one. Or
+    your own class: `package.module:Class` or `file.py:Class`."""
 
 
 class DPOConfig(PreferenceConfig):
@@ -24,21 +24,22 @@ class DPOConfig(PreferenceConfig):
 
     loss: PreferenceLossConfig = PreferenceLossConfig()
     reference_policy_kl_penalty: float = Field(default=0.1, gt=0)
-    """Beta: weight of the KL divergence to the reference policy, for the losses that have one. The reference is the
-    policy before the first step; with LoRA, the policy without its adapters."""
+    """Weight of the KL divergence to the reference policy (beta), for losses that use a reference policy. The reference
+    is the policy before the first step; with LoRA, it is the policy without its adapters."""
     preference_loss_weight: float | None = Field(default=None, ge=0)
-    """Weight of the preference term; 0.1 for `orpo` and 1 for all others if unset."""
+    """Weight of the preference term. If unset, 0.1 for `orpo` and 1 for all other losses."""
     preference_average_log_probs: bool = False
     """Average logprobs over the tokens of a response, so that its length does not count; otherwise they are summed.
     `simpo` and `orpo` always average."""
     sft_loss_weight: float | None = Field(default=None, ge=0)
-    """Weight of the negative log-likelihood of the chosen response; 1 for `orpo` and `cpo` and 0 for all others if
-    unset."""
+    """Weight of the negative log-likelihood of the chosen response. If unset, 1 for `orpo` and `cpo` and 0 for all
+    other losses."""
     sft_average_log_probs: bool | None = None
-    """Average that likelihood over the tokens of the response; as the preference term does if unset."""
+    """Average that log-likelihood over the tokens of the response. If unset, it is averaged if the preference term
+    is."""
     cache_reference_logprobs: bool = False
-    """Keep the reference's logprobs of a row once they are read, so that later epochs and validations do not read them
-    again; 4 bytes for each token of the data, in the driver's memory."""
+    """Cache the reference's logprobs of each row, so that later epochs and validations do not compute them again. The
+    cache takes 4 bytes of driver memory per token of the data."""
 
 
 class DPORoot(PreferenceRoot, Protocol):

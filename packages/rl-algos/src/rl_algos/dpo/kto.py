@@ -18,8 +18,8 @@ def with_reference_point(batch: Batch, policy: Model, *, max_tokens: int) -> Bat
     It is a mean over the whole batch, whatever ranks and microbatches hold of it.
 
     Args:
-        batch: with `loss_mask`.
-        max_tokens: of a row; a longer one is cut.
+        batch: Batch with `loss_mask`.
+        max_tokens: Maximum number of tokens of a row; a longer one is cut.
     """
     others = mismatched(batch, max_tokens)
     own, ref = (

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from rl_algos.dpo.config import DPOConfig, PreferenceLossConfig
-from rl_algos.losses.custom import PATH, is_path, loss_class
+from rl_algos.losses.custom import PATH, is_path, loss_class, unknown_name
 from rl_algos.losses.preference import PAIR_TERMS, KTOLoss, PairTerm, PreferenceLoss
 from rl_algos.preference.reference import REF_LOGPROBS
-from rl_core.config import Config, did_you_mean, section_of, settings_of
+from rl_core.config import Config, section_of, settings_of
 from rl_core.data.microbatch import PAIR
 from rl_core.model import Loss
 
@@ -16,21 +16,21 @@ LOSSES = (*PAIR_TERMS, KTO)
 """Names of all losses that have one."""
 
 OF_BOTH = ("loss_mask", REF_LOGPROBS)
-"""Columns that every loss may read, beside `tokens`."""
+"""Columns that every loss may read, in addition to `tokens`."""
 
 OF_PAIRS = (PAIR, "is_chosen", "margin")
-"""Columns of a loss of pairs besides."""
+"""Further columns of a loss of pairs."""
 
 OF_RESPONSES = ("verdict", "kl")
-"""Columns of a loss of single responses besides."""
+"""Further columns of a loss of single responses."""
 
 
 def loss_section(name: str | None) -> type[Config]:
     """The type of `dpo.loss`: the name of a loss and its settings.
 
     Raises:
-        ValueError: if there is no such loss, or its class is not a loss.
-        ModuleNotFoundError: if its package is not installed.
+        ValueError: If there is no such loss, or its class is not a loss.
+        ModuleNotFoundError: If its package is not installed.
     """
     if name is None:
         name = PreferenceLossConfig().name
@@ -39,9 +39,9 @@ def loss_section(name: str | None) -> type[Config]:
     if name == KTO:
         return section_of(KTOLoss, PreferenceLossConfig, derived=("beta", "implementation"))
     if name not in PAIR_TERMS:
-        raise ValueError(f"got {name!r}{did_you_mean(name, LOSSES)}; allowed: {', '.join(LOSSES)}, or {PATH}")
+        raise unknown_name(name, LOSSES, others=PATH)
     kind = PAIR_TERMS[name]
-    # the weight of the KL divergence has a key of its own
+    # the weight of the KL divergence has its own key
     return section_of(kind, PreferenceLossConfig, derived=("beta",) if kind.uses_reference else ())
 
 
@@ -49,7 +49,7 @@ def loss_of(dpo: DPOConfig) -> Loss:
     """The loss of a run.
 
     Raises:
-        ValueError: if a setting is out of its bounds.
+        ValueError: If a setting is out of its bounds.
     """
     if is_path(dpo.loss.name):
         loss: Loss = loss_class(dpo.loss.name)(**settings_of(dpo.loss))
@@ -75,10 +75,10 @@ def term_of(dpo: DPOConfig) -> PairTerm:
 
 
 def uses_reference(loss: Loss) -> bool:
-    """Whether the loss compares with the reference policy; KTO's reference point does as well."""
+    """Return whether the loss uses the reference policy; so does KTO's reference point."""
     return REF_LOGPROBS in loss.columns or "kl" in loss.columns
 
 
 def learns_from_responses(loss: Loss) -> bool:
-    """Whether the loss learns from single responses with a verdict, in place of pairs."""
+    """Return whether the loss learns from single responses with a verdict instead of pairs."""
     return any(column in OF_RESPONSES for column in loss.columns)

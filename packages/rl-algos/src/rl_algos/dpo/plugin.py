@@ -44,20 +44,22 @@ def dpo_section(written: Any) -> type[Config]:
     try:
         # what is not text is refused by the type itself
         kind = loss_section(name if isinstance(name, str) else None)
+    except ProblemError as error:
+        raise ProblemError(*(problem.at("loss.name") for problem in error.problems)) from None
     except (ValueError, ModuleNotFoundError) as error:
         raise ProblemError(Problem("loss.name", str(error))) from None
     return assemble("DPO", {"loss": kind}, base=DPOConfig)
 
 
 def check(config: DPORoot) -> Iterable[Problem]:
-    """Problems of the whole resolved config, beside those of all learning from given rows."""
+    """Yield problems of the whole resolved config, in addition to those of every algorithm with given rows."""
     yield from preference_data_problems("dpo", config.data)
     name = config.dpo.loss.name
     try:
         loss = loss_of(config.dpo)
         columns, temperature = tuple(loss.columns), loss.temperature
     except (ValueError, TypeError) as error:
-        yield Problem("dpo.loss", f"{name}: {error}")
+        yield Problem("dpo.loss", f"could not create {name}: {error}")
         return
     if is_path(name):
         yield from _custom(name, columns, temperature)
@@ -73,16 +75,19 @@ def _custom(name: str, columns: tuple[str, ...], temperature: float) -> Iterator
     of_pairs, of_responses = ([column for column in columns if column in known] for known in (OF_PAIRS, OF_RESPONSES))
     unknown = [column for column in columns if column not in (*OF_BOTH, *OF_PAIRS, *OF_RESPONSES)]
     if unknown:
-        known = f"{', '.join(OF_BOTH)}, of pairs {', '.join(OF_PAIRS)}, of single responses {', '.join(OF_RESPONSES)}"
-        yield Problem("dpo.loss.name", f"{name} needs {', '.join(unknown)}; a batch has {known}")
+        known = f"{', '.join(OF_BOTH)}, for pairs {', '.join(OF_PAIRS)}, for single responses {', '.join(OF_RESPONSES)}"
+        reason = f"needs {', '.join(unknown)}, which a batch does not have"
+        yield Problem("dpo.loss.name", reason, got=name, allowed=f"columns {known}")
     if of_pairs and of_responses:
         yield Problem(
             "dpo.loss.name",
-            f"{name} needs {', '.join(of_pairs)} of pairs and {', '.join(of_responses)} of single responses; rows are "
-            "one or the other",
+            f"needs {', '.join(of_pairs)} of pairs and {', '.join(of_responses)} of single responses, but a batch has "
+            "one kind of rows",
+            got=name,
         )
     if temperature != 1:
-        yield Problem("dpo.loss.name", f"the temperature of {name} is {temperature}; preferences are learned at 1")
+        reason = f"has temperature {temperature}, but preferences are learned at temperature 1"
+        yield Problem("dpo.loss.name", reason, got=name)
 
 
 def _unused(dpo: DPOConfig, loss: Loss) -> Iterator[Problem]:
@@ -90,37 +95,45 @@ def _unused(dpo: DPOConfig, loss: Loss) -> Iterator[Problem]:
     name = dpo.loss.name
     for key in _OF_REFERENCE:
         if not uses_reference(loss) and is_changed(dpo, key):
-            yield Problem(f"dpo.{key}", f"has no effect: {name} has no reference policy; remove this key")
+            yield Problem.unused(f"dpo.{key}", f"with the loss {name}, which does not use a reference policy")
     if uses_reference(loss) and is_path(name) and is_changed(dpo, "reference_policy_kl_penalty"):
-        yield Problem("dpo.reference_policy_kl_penalty", f"has no effect on {name}; give the class a field for it")
+        remedy = "Remove this key, and add a field for it to the class"
+        yield Problem.unused("dpo.reference_policy_kl_penalty", f"with the loss {name}", remedy=remedy)
     if name in PAIR_TERMS:
         return
     for key in _OF_PREFERENCE_LOSS:
         if is_changed(dpo, key):
             because = ", which has one term of summed logprobs" if name == KTO else ""
-            yield Problem(f"dpo.{key}", f"has no effect on {name}{because}; remove this key")
+            yield Problem.unused(f"dpo.{key}", f"with the loss {name}{because}")
 
 
 def _weights(dpo: DPOConfig, loss: Loss) -> Iterator[Problem]:
     assert isinstance(loss, PreferenceLoss)
     if not (loss.weight or loss.sft_weight):
         yield Problem(
-            "dpo.preference_loss_weight", "is 0, as is sft_loss_weight, so that nothing is learned; raise one"
+            "dpo.preference_loss_weight",
+            "must not be 0 if dpo.sft_loss_weight is 0 too, because nothing would be learned",
+            got=dpo.preference_loss_weight,
+            remedy="Increase one of the two",
         )
     if dpo.sft_average_log_probs is not None and not loss.sft_weight:
-        yield Problem(
-            "dpo.sft_average_log_probs", "has no effect while sft_loss_weight is 0; set it, or remove this key"
+        yield Problem.unused(
+            "dpo.sft_average_log_probs",
+            "with dpo.sft_loss_weight=0",
+            remedy="Remove this key, or set dpo.sft_loss_weight above 0",
         )
 
 
 def _responses(config: DPORoot, loss: Loss) -> Iterator[Problem]:
     name = config.dpo.loss.name
     if config.dpo.pairing == "all":
-        yield Problem("dpo.pairing", f"has no effect on {name}, which takes responses one by one; remove this key")
+        yield Problem.unused("dpo.pairing", f"with the loss {name}, which learns from single responses")
     if "kl" in loss.columns and config.policy.train_global_batch_size < 2:
         yield Problem(
             "policy.train_global_batch_size",
-            f"{name} estimates its reference point from responses to other prompts of the batch; set it to 2 at least",
+            f"must be at least 2, because {name} estimates its reference point from responses to other prompts of the "
+            "batch",
+            got=config.policy.train_global_batch_size,
         )
 
 

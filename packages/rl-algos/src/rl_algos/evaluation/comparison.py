@@ -21,14 +21,14 @@ class Comparison:
     """The difference between two models on the prompts that both answered.
 
     Args:
-        num_prompts: that both answered.
-        num_only_first, num_only_second: that one of them answered alone; they count for nothing.
-        first, second: mean score of each model over the common prompts.
-        difference: of the means, second less first, with a paired bootstrap interval.
+        num_prompts: Number of prompts that both answered.
+        num_only_first, num_only_second: Numbers of prompts that only one of them answered; they do not count.
+        first, second: Mean score of each model over the common prompts.
+        difference: Difference of the means, second minus first, with a paired bootstrap interval.
         p_value: of the paired permutation test: the probability of a difference at least as large, in either
             direction, if the two models were equally good on each prompt.
-        num_better, num_worse: prompts on which the second model scored more, and less.
-        confidence: of the interval; 1 less it is the level of significance.
+        num_better, num_worse: Prompts on which the second model scored more, and less.
+        confidence: Confidence level of the interval; 1 minus this is the significance level.
     """
 
     num_prompts: int
@@ -44,7 +44,7 @@ class Comparison:
 
     @property
     def is_significant(self) -> bool:
-        """Whether the difference is significant at the level `1 - confidence`."""
+        """True if the difference is significant at the level `1 - confidence`."""
         return self.p_value < 1 - self.confidence
 
 
@@ -54,12 +54,12 @@ def compare(
     """Compare two models by the mean scores of their prompts.
 
     Args:
-        first, second: mean score of each prompt, by its id.
+        first, second: Mean score of each prompt, by its id.
         confidence: of the interval.
-        seed: of the resamples; equal inputs give equal results.
+        seed: Seed of the resamples; equal inputs give equal results.
 
     Raises:
-        ValueError: if they have no prompt in common.
+        ValueError: If they have no prompt in common.
     """
     common = [prompt for prompt in first if prompt in second]
     if not common:
@@ -92,8 +92,8 @@ def permutation_p_value(
 
     Args:
         differences: `[prompts]`, of paired scores.
-        seed: of the random assignments.
-        resamples: number of random assignments.
+        seed: Seed of the random assignments.
+        resamples: Number of random assignments.
     """
     data = np.asarray(differences, dtype=np.float64)
     data = data[data != 0]

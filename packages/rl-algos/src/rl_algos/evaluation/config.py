@@ -29,65 +29,67 @@ class TaskConfig(Config):
     name: str = Field(min_length=1)
     """Name of the task in results."""
     dataset: DatasetConfig
-    """Its prompts, as `data.validation` gives them; `env_name` or the rows name the environment."""
+    """Dataset of its prompts, with the keys of `data.validation`; `env_name` or the rows select the environment."""
     num_samples: int | None = Field(default=None, gt=0)
-    """`eval.num_samples` of this task."""
+    """Number of samples per prompt of this task; `eval.num_samples` if unset."""
     max_prompts: int | None = Field(default=None, gt=0)
-    """`eval.max_prompts` of this task."""
+    """Maximum number of prompts of this task; `eval.max_prompts` if unset."""
     temperature: float | None = Field(default=None, ge=0)
-    """`eval.temperature` of this task."""
+    """Sampling temperature of this task; `eval.temperature` if unset."""
     top_p: float | None = Field(default=None, gt=0, le=1)
-    """`eval.top_p` of this task."""
+    """Nucleus sampling mass of this task; `eval.top_p` if unset."""
     top_k: int | None = Field(default=None, gt=0)
-    """`eval.top_k` of this task."""
+    """Number of most likely tokens to sample from in this task; `eval.top_k` if unset."""
     max_new_tokens: int | None = Field(default=None, gt=0)
-    """`eval.max_new_tokens` of this task."""
+    """Maximum number of tokens per turn of this task; `eval.max_new_tokens` if unset."""
 
 
 class EvaluationConfig(Config):
-    """Tasks, samples and estimates of `rl eval`, and of a run that scores the tasks while it trains."""
+    """Tasks, samples and estimates of `rl eval`, and of a run that scores tasks during training."""
 
     when_changed: ClassVar[WhenChanged | None] = WhenChanged.RESUME
     also_called: ClassVar[Mapping[str, str]] = _ALSO_CALLED
 
     tasks: list[str | TaskConfig] = []
     """Tasks to score: names (`gsm8k`, `math_500`, `reasoning_gym/TASK`, an installed dataset, or OWNER/NAME on the
-    hub), files of data (`problems.jsonl`, or `NAME=problems.jsonl`), and tasks of your own with a `dataset`. If empty,
-    the run's validation data."""
+    hub), data files (`problems.jsonl`, or `NAME=problems.jsonl`), and your own tasks with a `dataset`. If empty, the
+    run's validation data is scored."""
     default: DatasetDefaults = DatasetDefaults()
-    """Settings of tasks that are files, such as the environment that scores them; a run's own datasets give those that
-    are unset here, where they agree."""
+    """Settings of tasks that are files, such as the environment that scores them. Settings that are unset here come
+    from the run's own datasets if these agree."""
     period: int = Field(default=0, ge=0)
-    """Training: score `tasks` after every this many steps, as `rl eval` would with the weights of that step; 0 does
-    not. The results are the metrics `eval/TASK/...`."""
+    """Number of training steps between evaluations of `tasks`, each like `rl eval` with the weights of that step; 0
+    turns them off. The results are the metrics `eval/TASK/...`."""
     at_start: bool = False
-    """Training: score `tasks` before the first step."""
+    """Score `tasks` before the first training step."""
     at_end: bool = False
-    """Training: score `tasks` after the last step."""
+    """Score `tasks` after the last training step."""
     num_samples: int | None = Field(default=None, gt=0)
-    """Samples of each prompt; the run's `val_num_generations_per_prompt` if unset, or 1 without a run."""
+    """Number of samples per prompt; the run's `val_num_generations_per_prompt` if unset, or 1 without a run."""
     max_prompts: int | None = Field(default=None, gt=0)
-    """Most prompts of each task, the first ones; of a run's validation data, its `max_val_samples` if unset."""
+    """Maximum number of prompts per task, from the start of its data. If unset, all prompts of a task, and the run's
+    `max_val_samples` of its validation data."""
     temperature: float | None = Field(default=None, ge=0)
-    """Temperature; 0 is greedy. `policy.generation.val_temperature` if unset."""
+    """Sampling temperature; 0 is greedy. `policy.generation.val_temperature` if unset."""
     top_p: float | None = Field(default=None, gt=0, le=1)
-    """Nucleus mass kept; `policy.generation.val_top_p` if unset."""
+    """Nucleus sampling mass; `policy.generation.val_top_p` if unset."""
     top_k: int | None = Field(default=None, gt=0)
-    """Most likely tokens kept; `policy.generation.val_top_k` if unset."""
+    """Number of most likely tokens to sample from; `policy.generation.val_top_k` if unset."""
     max_new_tokens: int | None = Field(default=None, gt=0)
-    """Most tokens sampled in one turn; `policy.generation.max_new_tokens` if unset."""
+    """Maximum number of tokens per turn; `policy.generation.max_new_tokens` if unset."""
     max_turns: int | None = Field(default=None, gt=0)
-    """Most turns of one sample; the run's `max_rollout_turns` if unset, or 1 without a run."""
+    """Maximum number of turns per sample; the run's `max_rollout_turns` if unset, or 1 without a run."""
     k: list[int] = []
-    """Sizes of pass@k and cons@k, at most `num_samples`; if empty, the powers of two up to `num_samples`, and it."""
+    """Values of k for pass@k and cons@k, at most `num_samples`. If empty, the powers of two up to `num_samples`, and
+    `num_samples` itself."""
     pass_threshold: float = 1.0
-    """Least reward of a sample that passes, for pass@k."""
+    """Minimum reward of a sample that passes, for pass@k."""
     confidence: float = Field(default=0.95, gt=0, lt=1)
-    """Probability mass of the confidence intervals; 1 less it is the level of significance of comparisons."""
+    """Confidence level of the intervals; 1 minus this is the significance level of comparisons."""
     seed: int | None = Field(default=None, ge=0)
-    """Seed of sampling and of the intervals; the run's seed if unset, or 42 without a run."""
+    """Seed for sampling and for the intervals; the run's seed if unset, or 42 without a run."""
 
     @property
     def in_training(self) -> bool:
-        """Whether a run that trains scores the tasks."""
+        """True if a run scores the tasks during training."""
         return bool(self.period or self.at_start or self.at_end)

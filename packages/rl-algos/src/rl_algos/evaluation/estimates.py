@@ -14,11 +14,11 @@ def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
     for c of n samples that pass (arXiv:2107.03374). It is the mean over all subsets of k samples.
 
     Raises:
-        ValueError: unless `1 <= k <= num_samples` and `0 <= num_passed <= num_samples`.
+        ValueError: Unless `1 <= k <= num_samples` and `0 <= num_passed <= num_samples`.
     """
     _check_k(k, num_samples)
     if not 0 <= num_passed <= num_samples:
-        raise ValueError(f"num_passed must lie between 0 and the {num_samples} samples, got {num_passed}")
+        raise ValueError(f"num_passed must be between 0 and num_samples ({num_samples}), got {num_passed}")
     return 1.0 - comb(num_samples - num_passed, k) / comb(num_samples, k)
 
 
@@ -31,15 +31,15 @@ def consensus_at_k(answers: Sequence[str | None], scores: Sequence[float], k: in
     without votes scores 0. The score of an answer is the mean over its samples.
 
     Args:
-        answers: the extracted answer of each sample; None or empty if it has none.
-        scores: of each sample.
-        k: samples that vote.
+        answers: The extracted answer of each sample; None or empty if it has none.
+        scores: Scores of each sample.
+        k: Samples that vote.
 
     Raises:
-        ValueError: unless `1 <= k <= len(answers)` and there are as many scores as answers.
+        ValueError: Unless `1 <= k <= len(answers)` and there are as many scores as answers.
     """
     if len(answers) != len(scores):
-        raise ValueError(f"there are {len(answers)} answers and {len(scores)} scores; give one of each per sample")
+        raise ValueError(f"got {len(answers)} answers but {len(scores)} scores; pass one of each per sample")
     _check_k(k, len(answers))
     votes = Counter(answer for answer in answers if answer)
     num_silent = len(answers) - votes.total()
@@ -59,8 +59,8 @@ def _winning_share(count: int, others: Sequence[int], num_silent: int, k: int) -
     """Expected share that an answer with `count` samples has in the majority of k samples.
 
     Args:
-        others: number of samples of each other answer.
-        num_silent: number of samples without an answer.
+        others: Number of samples of each other answer.
+        num_silent: Number of samples without an answer.
     """
     share = 0.0
     for votes in range(1, min(count, k) + 1):
@@ -87,4 +87,4 @@ def _ways(votes: int, others: Sequence[int], num_silent: int, num_drawn: int) ->
 
 def _check_k(k: int, num_samples: int) -> None:
     if not 1 <= k <= num_samples:
-        raise ValueError(f"k must lie between 1 and the number of samples, {num_samples}, got {k}")
+        raise ValueError(f"k must be between 1 and the number of samples ({num_samples}), got {k}")

@@ -19,8 +19,8 @@ class Estimate:
     """A mean over prompts with its confidence interval.
 
     Args:
-        value: the mean.
-        low, high: ends of the interval.
+        value: The mean.
+        low, high: Ends of the interval.
     """
 
     value: float
@@ -38,18 +38,18 @@ def bootstrap_mean(
 
     Args:
         values: `[prompts]`, one of each prompt.
-        confidence: probability mass of the interval, between 0 and 1.
-        seed: of the resamples; equal inputs give equal intervals.
-        resamples: number of resamples.
+        confidence: Probability mass of the interval, between 0 and 1.
+        seed: Seed of the resamples; equal inputs give equal intervals.
+        resamples: Number of resamples.
 
     Raises:
-        ValueError: if there are no values, or the confidence is not between 0 and 1.
+        ValueError: If there are no values, or the confidence is not between 0 and 1.
     """
     data = np.asarray(values, dtype=np.float64)
     if not data.size:
         raise ValueError("a mean needs at least one prompt, got none")
     if not 0 < confidence < 1:
-        raise ValueError(f"confidence must lie between 0 and 1, got {confidence}")
+        raise ValueError(f"confidence must be between 0 and 1, got {confidence}")
     means = resampled_means(data, seed=seed, resamples=resamples)
     tail = (1 - confidence) / 2
     low, high = np.quantile(means, [tail, 1 - tail])

@@ -29,7 +29,7 @@ def listed(counts: Mapping[str, int]) -> str:
 
 
 def cause_of(failure: str) -> str:
-    """The reason without the values in it: failures that differ in these alone have one cause."""
+    """The reason without the values in it: failures that differ only in these have one cause."""
     return _VARIES.sub("", _reason(failure))
 
 

@@ -19,11 +19,11 @@ class SampleScore:
     """One sample of a prompt.
 
     Args:
-        reward: the environment's; 0 for a failed rollout.
+        reward: The environment's; 0 for a failed rollout.
         status: as of a rollout: `ok`, `truncated` (it ran into a limit of tokens or turns) or `failed`.
-        failure: why it failed; empty otherwise.
-        num_sampled: tokens that the model sampled.
-        answer: the answer that the environment found in the completion; None if it found or reported none.
+        failure: Why it failed; empty otherwise.
+        num_sampled: Tokens that the model sampled.
+        answer: The answer that the environment found in the completion; None if it found or reported none.
     """
 
     reward: float
@@ -38,9 +38,9 @@ class PromptScore:
     """All samples of one prompt.
 
     Args:
-        prompt_id: of the prompt.
-        dataset: name of the dataset it came from.
-        samples: in the order of their seeds.
+        prompt_id: Id of the prompt.
+        dataset: Name of the dataset it came from.
+        samples: Samples in the order of their seeds.
     """
 
     prompt_id: str
@@ -72,7 +72,7 @@ class PromptScore:
 
     @property
     def reports_answers(self) -> bool:
-        """Whether the environment reported an answer for a sample."""
+        """True if the environment reported an answer for a sample."""
         return any(sample.answer is not None for sample in self.samples)
 
     def num_passed(self, threshold: float) -> int:

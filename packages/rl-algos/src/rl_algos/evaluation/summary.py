@@ -18,10 +18,10 @@ class Scoring:
     """The estimates of an evaluation.
 
     Args:
-        k: sizes of pass@k and cons@k; those above the number of samples are left out.
-        pass_threshold: least reward of a sample that passes.
-        confidence: of the intervals.
-        seed: of the resamples of the intervals.
+        k: Sizes of pass@k and cons@k; those above the number of samples are left out.
+        pass_threshold: Least reward of a sample that passes.
+        confidence: Confidence of the intervals.
+        seed: Seed of the resamples of the intervals.
     """
 
     k: tuple[int, ...] = ()
@@ -35,14 +35,14 @@ class Summary:
     """The results of one task. Every prompt and every sample counts: a failed one scores 0.
 
     Args:
-        num_prompts: of the task.
-        num_rollouts: samples of all prompts.
-        num_failed: samples that failed: the environment raised or hung, or the engine refused the prompt.
-        num_truncated: samples that ran into a limit of tokens or turns; they are scored as far as they came.
-        mean_length: tokens sampled per sample.
+        num_prompts: Number of prompts of the task.
+        num_rollouts: Samples of all prompts.
+        num_failed: Samples that failed: the environment raised or hung, or the engine refused the prompt.
+        num_truncated: Samples that ran into a limit of tokens or turns; they are scored as far as they came.
+        mean_length: Tokens sampled per sample.
         estimates: by name: `mean`, then `pass@k` and `cons@k`. cons@k needs an environment that reports answers.
-        by_dataset: mean by the name of the dataset; empty if there is one.
-        failures: number of failed samples by reason.
+        by_dataset: Mean by the name of the dataset; empty if there is one.
+        failures: Number of failed samples by reason.
     """
 
     num_prompts: int
@@ -64,8 +64,8 @@ def summarize(scores: Sequence[PromptScore], scoring: Scoring) -> Summary:
     """The summary of a task.
 
     Args:
-        scores: of every prompt; each has equally many samples.
-        scoring: the estimates to make.
+        scores: Scores of every prompt; each has equally many samples.
+        scoring: The estimates to make.
     """
     samples = [sample for score in scores for sample in score.samples]
     statuses = [sample.status for sample in samples]

@@ -64,7 +64,7 @@ def is_file(given: str) -> bool:
 
 def of_run(data: DataConfig | None) -> dict[str, Any]:
     """Return the settings that the datasets of a run give to a file of rows: those in which its validation datasets, or
-    else its training datasets, agree. Columns and processors are those of files alone.
+    else its training datasets, agree. Columns and processors are only taken from files.
 
     Args:
         data: Data of the run; None without one.
@@ -83,7 +83,7 @@ def task_named(name: str) -> TaskConfig:
     """The task of that name: one of `TASKS`, `reasoning_gym/TASK`, an installed dataset, or a dataset of the hub.
 
     Raises:
-        ConfigError: if there is no such task; the message names the nearest and all others.
+        ConfigError: If there is no such task; the message names the nearest and all others.
     """
     if name in TASKS:
         return TaskConfig(name=name, dataset=TASKS[name])
@@ -94,9 +94,9 @@ def task_named(name: str) -> TaskConfig:
         return TaskConfig(name=name, dataset=DatasetConfig(dataset_name=name))
     known = [*TASKS, *names(DATASETS)]
     raise ConfigError(
-        f"eval.tasks: no task {name!r}{did_you_mean(name, known)}; named are {', '.join(sorted(known))}, "
-        f"{GYM}/TASK and datasets of the hub as OWNER/NAME. Data of your own is a file, such as problems.jsonl, with "
-        "eval.default.env_name=ENVIRONMENT; or a task with a name and a dataset: "
+        f"eval.tasks: {name!r} is not a task{did_you_mean(name, known)}; allowed: {', '.join(sorted(known))}, "
+        f"{GYM}/TASK and datasets of the hub as OWNER/NAME. To use your own data, pass a file, such as problems.jsonl, "
+        "with eval.default.env_name=ENVIRONMENT; or a task with a name and a dataset: "
         "eval.tasks='[{name: mine, dataset: {data_path: FILE, env_name: ENVIRONMENT}}]'"
     )
 

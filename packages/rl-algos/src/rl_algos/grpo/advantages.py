@@ -25,7 +25,7 @@ def grpo(rewards: np.ndarray, groups: np.ndarray, normalize: bool = True, *, eps
         rewards: float `[rollouts]`; NaN marks a failed rollout, which counts for nothing and gets 0.
         groups: `[rollouts]`, group id of each.
         normalize: whether to divide by the deviation.
-        eps: added to the deviation.
+        eps: Added to the deviation.
 
     Returns:
         float64 `[rollouts]`; exactly 0 for a group of one or of equal rewards.
@@ -41,7 +41,7 @@ def rloo(rewards: np.ndarray, groups: np.ndarray, normalize: bool = True, *, eps
     single outlier.
 
     Args:
-        rewards, groups, normalize, eps: as of `grpo`.
+        rewards, groups, normalize, eps: See `grpo`.
 
     Returns:
         As `grpo`.
@@ -58,7 +58,7 @@ def drgrpo(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
     loss has the aggregation `sequence-mean-token-sum` with a constant divisor besides.
 
     Args:
-        rewards, groups: as of `grpo`.
+        rewards, groups: See `grpo`.
     """
     return grpo(rewards, groups, False)
 
@@ -67,7 +67,7 @@ def grpo_batch_std(rewards: np.ndarray, groups: np.ndarray, *, eps: float = 1e-6
     """`(r - m) / (S + eps)`, S the sample standard deviation of all rewards of the step (arXiv:2508.08221).
 
     Args:
-        rewards, groups, eps: as of `grpo`.
+        rewards, groups, eps: See `grpo`.
     """
     usable = rewards[~np.isnan(rewards)]
     deviation = float(usable.std(ddof=1)) if len(usable) > 1 else 0.0
@@ -78,7 +78,7 @@ def reinforce(rewards: np.ndarray) -> np.ndarray:
     """`r`, without a baseline (REINFORCE, Williams 1992).
 
     Args:
-        rewards: as of `grpo`.
+        rewards: See `grpo`.
     """
     return np.nan_to_num(np.asarray(rewards, dtype=np.float64), nan=0.0)
 
@@ -87,7 +87,7 @@ def gpg(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
     """`(r - m) B / (B - M)` (GPG, arXiv:2504.02546), M of the step's B groups having nothing to teach.
 
     Args:
-        rewards, groups: as of `grpo`.
+        rewards, groups: See `grpo`.
     """
     num_groups, num_varied = len(np.unique(groups)), sum(1 for _ in _varied(rewards, groups))
     return _by_group(rewards, groups, lambda centred: centred * (num_groups / num_varied))
@@ -98,7 +98,7 @@ def opo(rewards: np.ndarray, groups: np.ndarray, lengths: np.ndarray) -> np.ndar
     least variance if a gradient's square grows with the length.
 
     Args:
-        rewards, groups: as of `grpo`.
+        rewards, groups: See `grpo`.
         lengths: int `[rollouts]`, sampled tokens.
     """
     advantages = np.zeros(len(rewards))
@@ -113,7 +113,7 @@ def remax(rewards: np.ndarray, baselines: np.ndarray) -> np.ndarray:
     """`r - b`, b the reward of a greedy rollout of the same prompt (ReMax, arXiv:2310.10505).
 
     Args:
-        rewards: as of `grpo`.
+        rewards: See `grpo`.
         baselines: float `[rollouts]`, b; NaN if the greedy rollout failed.
     """
     return np.nan_to_num(np.asarray(rewards, dtype=np.float64) - baselines, nan=0.0)
@@ -129,9 +129,9 @@ def pass_at_k(scores: np.ndarray, groups: np.ndarray, *, k: int, threshold: floa
 
     Args:
         scores: float `[rollouts]`, rewards as the environment gave them; NaN for failed rollouts.
-        groups: as of `grpo`.
-        k: rollouts of a subset.
-        threshold: above which a rollout is right.
+        groups: See `grpo`.
+        k: Rollouts of a subset.
+        threshold: Above which a rollout is right.
     """
     advantages = np.zeros(len(scores))
     for members in _members(scores, groups):
@@ -150,7 +150,7 @@ def maxrl(scores: np.ndarray, groups: np.ndarray) -> np.ndarray:
 
     Args:
         scores: float `[rollouts]`, rewards as the environment gave them, not negative; NaN for failed rollouts.
-        groups: as of `grpo`.
+        groups: See `grpo`.
     """
     if np.any(scores < 0):
         raise ValueError(
@@ -182,11 +182,11 @@ def optimal_token_baseline(
     those `G_t` is taken off before, which changes nothing but where all `W_t` vanish: there it is the baseline.
 
     Args:
-        rewards, groups: as of `grpo`.
+        rewards, groups: See `grpo`.
         loss_mask: `[tokens]`, 1 on sampled tokens.
         penalties: `[tokens]`, weighted KL penalty of each sampled token, 0 elsewhere; None without KL in the reward.
         squared_scores: float64 `[tokens]`, `|s|^2` of each sampled token before the update.
-        eps: added to the sums of weights.
+        eps: Added to the sums of weights.
 
     Returns:
         float64 `[tokens]`; a group of equal rewards without penalties gets exactly 0.

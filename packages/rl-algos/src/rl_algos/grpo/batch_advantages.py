@@ -27,7 +27,7 @@ def reinforce_plus_plus(
         lengths: int `[rollouts]`, sampled tokens.
         loss_mask: `[tokens]`, 1 on sampled tokens.
         penalties: `[tokens]`, weighted KL penalty of each sampled token, 0 elsewhere; None without KL in the reward.
-        eps: added to the deviation.
+        eps: Added to the deviation.
 
     Returns:
         float64 `[tokens]`, or `[rollouts]` without KL in the reward.
@@ -46,7 +46,7 @@ def reinforce_plus_plus_baseline(
     arXiv:2501.03262), mean and deviation over all sampled tokens of the step.
 
     Args:
-        rewards, lengths, eps: as of `reinforce_plus_plus`.
+        rewards, lengths, eps: See `reinforce_plus_plus`.
         groups: `[rollouts]`, group id of each.
 
     Returns:
@@ -69,11 +69,11 @@ def gdpo(
     sum are told apart.
 
     Args:
-        rewards_by_name: float `[rollouts]` by name, as the environment gave them, besides `reward`; NaN for failed
+        rewards_by_name: float `[rollouts]` by name, as the environment gave them, except `reward`; NaN for failed
             rollouts.
         groups: `[rollouts]`, group id of each.
-        weights: of the rewards by name; those without one are left out. None takes all, with the weight 1.
-        eps: added to deviations.
+        weights: Weights of the rewards by name; those without one are left out. None takes all, with the weight 1.
+        eps: Added to deviations.
 
     Returns:
         float64 `[rollouts]`.
@@ -83,8 +83,8 @@ def gdpo(
     if missing or not chosen:
         found = ", ".join(rewards_by_name) or "none"
         raise ValueError(
-            f"gdpo needs rewards by name{': no ' + ', '.join(missing) if missing else ''}; the environments gave "
-            f"{found} besides `reward`. Let the environment return a mapping, such as "
+            f"gdpo needs rewards by name{': no ' + ', '.join(missing) if missing else ''}; in addition to `reward`, "
+            f"the environments returned {found}. Return a mapping from the environment, such as "
             '{"correct": 1.0, "format": 0.5}'
         )
     named = [weight * grpo(rewards_by_name[name], groups, eps=eps) for name, weight in chosen.items()]

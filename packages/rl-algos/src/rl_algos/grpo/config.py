@@ -13,13 +13,13 @@ from rl_core.config import NamedConfig
 
 
 class EstimatorConfig(NamedConfig):
-    """How rewards become advantages; the keys beside `name` are the settings of that estimator."""
+    """How rewards become advantages; the keys next to `name` are the settings of that estimator."""
 
     name: str | None = None
-    """`grpo`, `grpo_batch_std`, `drgrpo`, `rloo`, `reinforce`, `reinforce_plus_plus`, `reinforce_plus_plus_baseline`,
-    `gpg`, `opo`, `remax`, `pass_at_k`, `maxrl`, `gdpo`, `optimal_token_baseline`, or a function of yours as
-    `package.module:function` or `file.py:function`. Unset, it is `rloo` with `use_leave_one_out_baseline` and `grpo`
-    without it."""
+    """Name of the advantage estimator: `grpo`, `grpo_batch_std`, `drgrpo`, `rloo`, `reinforce`, `reinforce_plus_plus`,
+    `reinforce_plus_plus_baseline`, `gpg`, `opo`, `remax`, `pass_at_k`, `maxrl`, `gdpo`, `optimal_token_baseline`, or
+    your own function as `package.module:function` or `file.py:function`. If unset, it is `rloo` with
+    `use_leave_one_out_baseline` and `grpo` without it."""
 
 
 class GRPOConfig(PolicyGradientConfig):
@@ -35,15 +35,15 @@ class GRPOConfig(PolicyGradientConfig):
     normalize_rewards: bool = True
     """Divide advantages by the standard deviation of their group (`grpo`, `rloo`)."""
     use_leave_one_out_baseline: bool = False
-    """Compare each reward with the mean of the others in its group instead of the mean of all."""
+    """Compare each reward with the mean of the other rewards in its group instead of the mean of all of them."""
     adv_estimator: EstimatorConfig = EstimatorConfig()
     num_iterations: int = Field(default=1, gt=0)
-    """Passes over the rollouts of a step, for more updates from the same rollouts. With more than one, each pass is
-    shuffled anew by the seed, and the ratio of the loss is to the policy before the first pass (`prev_logprobs`)."""
+    """Number of passes over the rollouts of a step. With more than one, each pass has its own order, which depends on
+    the seed, and the ratio of the loss is relative to the policy before the first pass (`prev_logprobs`)."""
 
     @property
     def passes_per_step(self) -> int:
-        """Times that a step trains on each of its rollouts."""
+        """Number of times that a step trains on each of its rollouts."""
         return self.num_iterations
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from rl_algos.grpo import advantages as by_group
 from rl_algos.grpo import batch_advantages
 from rl_algos.grpo.config import EstimatorConfig, GRPOConfig
+from rl_algos.losses.custom import unknown_name
 from rl_algos.policy_gradient.advantages import clip_advantages, loss_masks
 from rl_algos.rollouts.training.batch import Advantages
 from rl_algos.rollouts.training.rewards import lengths_of, scores_of, trained_rewards
@@ -56,9 +57,9 @@ class _Step:
     Args:
         groups, config: of the step.
         penalties: `[tokens]`, a row per rollout, what each sampled token takes from the reward; None for nothing.
-        greedy: one greedy rollout of each group's prompt; empty if the estimator reads none.
-        batch: of the rollouts, with logprobs; None if the estimator reads none.
-        by_token: whether the estimator takes the penalties off by token itself.
+        greedy: One greedy rollout of each group's prompt; empty if the estimator reads none.
+        batch: Batch of the rollouts, with logprobs; None if the estimator reads none.
+        by_token: True if the estimator takes the penalties off by token itself.
     """
 
     groups: Sequence[RolloutGroup]
@@ -116,7 +117,7 @@ INPUTS: Mapping[str, Callable[[_Step], Any]] = {
 
 - `rewards` float64 `[rollouts]`, scaled and shaped, NaN for failed rollouts;
 - `scores` float64 `[rollouts]`, rewards as the environments gave them, likewise;
-- `rewards_by_name`, the same by the name that environments give them, besides `reward`;
+- `rewards_by_name`, the same by the name that environments give them, except `reward`;
 - `baselines` float64 `[rollouts]`, the reward of a greedy rollout of the same prompt, scaled and shaped;
 - `groups` int64 `[rollouts]`, the group of each;
 - `lengths` int64 `[rollouts]`, sampled tokens;
@@ -133,32 +134,32 @@ def estimator_section(name: str | None) -> type[Config]:
     """The type of `grpo.adv_estimator`: the name of an estimator and its settings.
 
     Raises:
-        ValueError: if there is no such estimator, or it asks for an input that does not exist.
-        ModuleNotFoundError: if its package is not installed.
+        ValueError: If there is no such estimator, or it asks for an input that does not exist.
+        ModuleNotFoundError: If its package is not installed.
     """
     function = _function(name or "grpo")
     unknown = [wanted for wanted in inputs_of(function) if wanted not in INPUTS]
     if unknown:
         raise ValueError(
-            f"{name} asks for {', '.join(unknown)}; an estimator may ask for {', '.join(INPUTS)} by position, and its "
-            "own settings are keyword-only parameters (after `*`)"
+            f"{name} has the parameters {', '.join(unknown)}; positional parameters of an estimator may be "
+            f"{', '.join(INPUTS)}, and its own settings must be keyword-only (after `*`)"
         )
     return section_of(function, EstimatorConfig)
 
 
 def chosen(config: GRPOConfig) -> str:
-    """Name of the estimator in force."""
+    """Return the name of the effective estimator."""
     return config.adv_estimator.name or ("rloo" if config.use_leave_one_out_baseline else "grpo")
 
 
 def inputs_of(function: Estimator) -> list[str]:
-    """Names of what an estimator reads: its positional parameters."""
+    """Return the names of the inputs of an estimator: its positional parameters."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return [each.name for each in inspect.signature(function).parameters.values() if each.kind in kinds]
 
 
 def reads(config: GRPOConfig, name: str) -> bool:
-    """Whether the estimator in force reads this input."""
+    """Return whether the effective estimator reads this input."""
     return name in inputs_of(_function(chosen(config)))
 
 
@@ -179,11 +180,11 @@ def advantages_of(
 
     Args:
         penalties: `[tokens]`, by rows of the batch, what each sampled token takes from the reward; None for nothing.
-        greedy: one greedy rollout of each group's prompt, for an estimator that reads `baselines`.
+        greedy: One greedy rollout of each group's prompt, for an estimator that reads `baselines`.
         batch: as `build_batch` makes it, with `prev_logprobs` and `prev_collision` for one that reads `squared_scores`.
 
     Raises:
-        ValueError: if the estimator returns something else, or numbers that are not finite.
+        ValueError: If the estimator returns something else, or numbers that are not finite.
     """
     name = chosen(config)
     function = _function(name)
@@ -199,10 +200,7 @@ def _function(name: str) -> Estimator:
     if name in ESTIMATORS:
         return ESTIMATORS[name]
     if ":" not in name:
-        raise ValueError(
-            f"got {name!r}; allowed: {', '.join(ESTIMATORS)}, or a function of yours as package.module:function or "
-            "file.py:function"
-        )
+        raise unknown_name(name, ESTIMATORS, others="your own function as package.module:function or file.py:function")
     found: Estimator = resolve(name)
     if not callable(found):
         raise ValueError(f"{name} is not a function")
@@ -210,7 +208,7 @@ def _function(name: str) -> Estimator:
 
 
 def _check(advantages: Any, name: str, groups: Sequence[RolloutGroup]) -> None:
-    """Refuse what is not an advantage for each rollout or token."""
+    """Raise a `ValueError` unless there is one advantage for each rollout or token."""
     if isinstance(advantages, Ragged):
         wanted = loss_masks(groups)
         if advantages.values.ndim != 1 or not np.array_equal(advantages.offsets, wanted.offsets):
@@ -227,6 +225,6 @@ def _check(advantages: Any, name: str, groups: Sequence[RolloutGroup]) -> None:
         values = advantages
     if not np.isfinite(values).all():
         raise ValueError(
-            f"the estimator {name} returned {int((~np.isfinite(values)).sum())} values that are not finite; a failed "
-            "rollout has the reward NaN and must get 0"
+            f"the estimator {name} returned {int((~np.isfinite(values)).sum())} values that are not finite. Return 0 "
+            "for failed rollouts, whose reward is NaN"
         )

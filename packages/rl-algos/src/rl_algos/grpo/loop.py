@@ -21,9 +21,9 @@ def train(
     Whether rollouts are synchronous, where models run and on what backend are properties of the objects handed in.
 
     Args:
-        steps: rollouts of each step, weight sync, validation and checkpoints; with greedy rollouts for an estimator
+        steps: Rollouts of each step, weight sync, validation and checkpoints; with greedy rollouts for an estimator
             that compares with them.
-        rows_per_minibatch: rollouts of one optimizer step.
+        rows_per_minibatch: Rollouts of one optimizer step.
     """
     run = steps.run
     for step, groups, aside, greedy in steps.take(models={"policy": policy}, state={"objective": objective}):

@@ -25,12 +25,12 @@ def grpo_section(written: Any) -> type[Config]:
 
 
 def models(config: GRPORoot) -> dict[str, ModelNeed]:
-    """The policy alone."""
+    """Return the policy, the only model."""
     return {"policy": policy_need(config, config.grpo)}
 
 
 def check(config: GRPORoot) -> Iterable[Problem]:
-    """Problems of the whole resolved config, beside those of its rollouts."""
+    """Yield problems of the whole resolved config, in addition to those of its rollouts."""
     yield from reward_problems(config.grpo)
     yield from loss_problems(config, config.grpo)
     yield from _estimator(config)
@@ -39,35 +39,42 @@ def check(config: GRPORoot) -> Iterable[Problem]:
 def _estimator(config: GRPORoot) -> Iterator[Problem]:
     grpo = config.grpo
     if grpo.num_generations_per_prompt < 2:
-        yield Problem("grpo.num_generations_per_prompt", "a group needs at least 2 rollouts to compare")
+        yield Problem(
+            "grpo.num_generations_per_prompt",
+            "must be at least 2, because the rollouts of a prompt are compared with each other",
+            got=grpo.num_generations_per_prompt,
+        )
     if grpo.adv_estimator.name is not None and grpo.use_leave_one_out_baseline:
         yield Problem(
             "grpo.use_leave_one_out_baseline",
-            f"chooses the estimator rloo, but adv_estimator.name is {grpo.adv_estimator.name}; set one of them only",
+            f"selects the estimator rloo, but grpo.adv_estimator.name is {grpo.adv_estimator.name}",
+            got=True,
+            remedy="Set only one of the two",
         )
     loss = config.loss_fn
     if grpo.num_iterations > 1 and isinstance(loss, LossConfig) and loss.surrogate.name == "reinforce":
         yield Problem(
             "grpo.num_iterations",
-            f"{grpo.num_iterations} passes need a ratio to the policy before them, which the surrogate reinforce does "
-            "not have; set it to 1, or choose another loss_fn.surrogate",
+            "needs a ratio to the policy before the first pass, but the surrogate reinforce has no ratio",
+            got=grpo.num_iterations,
+            remedy="Set it to 1, or use another loss_fn.surrogate",
         )
     name, settings = chosen(grpo), settings_of(grpo.adv_estimator)
     if not grpo.normalize_rewards and not reads(grpo, "normalize"):
-        yield Problem("grpo.normalize_rewards", f"has no effect with the estimator {name}; remove this key")
+        yield Problem.unused("grpo.normalize_rewards", f"with the estimator {name}")
     if not reads(grpo, "rewards"):
         for section in ("reward_scaling", "reward_shaping"):
             if getattr(grpo, section).enabled:
-                yield Problem(
-                    f"grpo.{section}.enabled",
-                    f"has no effect with the estimator {name}, which reads rewards as they are",
+                yield Problem.unused(
+                    f"grpo.{section}.enabled", f"with the estimator {name}, which reads the unchanged rewards"
                 )
         if isinstance(loss, LossConfig) and loss.kl.in_reward:
-            yield Problem("loss_fn.kl.in_reward", f"has no effect with the estimator {name}; remove this key")
+            yield Problem.unused("loss_fn.kl.in_reward", f"with the estimator {name}")
     if name == "pass_at_k" and not 1 <= settings["k"] <= grpo.num_generations_per_prompt:
         yield Problem(
             "grpo.adv_estimator.k",
-            f"{settings['k']} must be from 1 to grpo.num_generations_per_prompt, {grpo.num_generations_per_prompt}",
+            got=settings["k"],
+            allowed=f"int from 1 to grpo.num_generations_per_prompt ({grpo.num_generations_per_prompt})",
         )
 
 

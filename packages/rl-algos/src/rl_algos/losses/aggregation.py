@@ -31,11 +31,11 @@ class Aggregation(NamedConfig):
     settings_follow_name: ClassVar[bool] = False
 
     name: AggregationName = "token-mean"
-    """`token-mean`, `sequence-mean`, `token-sum` or `sequence-mean-token-sum`. Sequences and tokens that a filter of
-    the loss leaves out of the sums still count in the denominators; rollouts that failed or were filtered as overlong
-    do not."""
+    """Name of the aggregation: `token-mean`, `sequence-mean`, `token-sum` or `sequence-mean-token-sum`. Sequences and
+    tokens that a filter of the loss excludes from the sums still count in the denominators; rollouts that failed or
+    were filtered as overlong do not."""
     divisor: float = Field(default=1.0, gt=0)
-    """Constant that sums over tokens are divided by, such as the length of the longest response (Dr. GRPO); only for
+    """Constant by which sums over tokens are divided, such as the maximum response length (Dr. GRPO); only for
     `token-sum` and `sequence-mean-token-sum`."""
 
     @property
@@ -46,8 +46,8 @@ class Aggregation(NamedConfig):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.divisor != 1 and not self.name.endswith("token-sum"):
-            remedy = "use token-sum or sequence-mean-token-sum, or remove it"
-            raise ProblemError(Problem("divisor", f"has no effect with the aggregation {self.name}; {remedy}"))
+            remedy = "Remove this key, or use the aggregation token-sum or sequence-mean-token-sum"
+            raise ProblemError(Problem.unused("divisor", f"with the aggregation {self.name}", remedy=remedy))
         return self
 
 

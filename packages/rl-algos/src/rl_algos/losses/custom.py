@@ -1,22 +1,37 @@
-"""Losses of a user's own, chosen by the path of their class."""
+"""Custom losses, selected by the path of their class."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from typing import Any
 
+from rl_core.config import Problem, ProblemError, nearest
 from rl_core.plugins import Requirement, requirement_of, resolve
 from rl_core.plugins.user_code import is_in_file
 
-PATH = "a class of yours as package.module:Class or file.py:Class"
+PATH = "your own class as package.module:Class or file.py:Class"
 """How messages describe such a path."""
 
 _MEMBERS = ("columns", "reads", "temperature", "implementation", "totals")
 
 
 def is_path(name: str) -> bool:
-    """Whether the name of a loss is the path of a class."""
+    """Return whether the name of a loss is the path of a class."""
     return ":" in name
+
+
+def unknown_name(name: str, known: Collection[str], *, others: str = "") -> ProblemError:
+    """Return the error of a section whose key `name` has a value that is not known.
+
+    Args:
+        known: Accepted names.
+        others: What is accepted in addition to them, in words.
+    """
+    near = nearest(name, known)
+    allowed = ", ".join([*known, *([f"or {others}"] if others else [])])
+    remedy = f"Did you mean {' or '.join(near)}?" if near else ""
+    return ProblemError(Problem("name", got=name, allowed=allowed, remedy=remedy))
 
 
 def loss_class(path: str) -> Any:
@@ -26,20 +41,20 @@ def loss_class(path: str) -> Any:
         path: `package.module:Class` or `file.py:Class`.
 
     Raises:
-        ValueError: if there is no such class, or it is not a loss.
-        ModuleNotFoundError: if its package is not installed.
+        ValueError: If there is no such class, or it is not a loss.
+        ModuleNotFoundError: If its package is not installed.
     """
     kind = resolve(path)
     if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
-        raise ValueError(f"{path} is not a dataclass, as a loss is (rl_core.Loss)")
+        raise ValueError(f"{path} is not a dataclass; a loss must be one (see rl_core.Loss)")
     fields = {field.name for field in dataclasses.fields(kind)}
     missing = [member for member in _MEMBERS if member not in fields and not hasattr(kind, member)]
     if missing:
-        raise ValueError(f"{path} lacks {', '.join(missing)}, which a loss has (rl_core.Loss)")
+        raise ValueError(f"{path} does not have {', '.join(missing)}, which every loss needs (see rl_core.Loss)")
     return kind
 
 
 def loss_requirements(name: str) -> tuple[Requirement, ...]:
-    """Packages of a loss that must be installed wherever it is sent, by the name that a config gives it: none for one
-    of this package, or of a file, which travels with its text."""
+    """Return the packages that a loss needs on every machine, from its name in a config; none for a loss of this
+    package or of a file, whose source is sent along."""
     return (requirement_of(name),) if is_path(name) and not is_in_file(name) else ()

@@ -61,9 +61,9 @@ class Divergence:
       as beta nears 1.
 
     Args:
-        name: one of these.
-        mixed_weight: of the forward KL, from 0 to 1.
-        beta: the teacher's weight in the mixture, between 0 and 1.
+        name: One of these.
+        mixed_weight: Weight of the forward KL, from 0 to 1.
+        beta: The teacher's weight in the mixture, between 0 and 1.
     """
 
     name: KLName = "forward"
@@ -75,8 +75,8 @@ class Divergence:
             raise ValueError(f"mixed_weight must be from 0 to 1, got {self.mixed_weight}")
         if not 0 < self.beta < 1:
             raise ValueError(
-                f"beta must be above 0 and below 1, got {self.beta}; the divergence is 0 at both ends: use forward or "
-                "reverse in their place"
+                f"beta must be above 0 and below 1, got {self.beta}; the divergence is 0 at both ends. Use forward or "
+                "reverse instead"
             )
 
 
@@ -92,9 +92,9 @@ class DistillationLoss:
     by its square, as some do.
 
     Args:
-        divergence: which, and its weights.
-        nll_weight: of the negative log-likelihood of the text itself.
-        temperature: divides the student's logits; that of the teacher's columns must be the same.
+        divergence: Which, and its weights.
+        nll_weight: Weight of the negative log-likelihood of the text itself.
+        temperature: Divides the student's logits; that of the teacher's columns must be the same.
     """
 
     divergence: Divergence = _FORWARD
@@ -119,16 +119,16 @@ class DistillationLoss:
 
 @dataclass(frozen=True)
 class WholeDistillationLoss:
-    """As `DistillationLoss`, over all tokens that student and teacher share, however many.
+    """A `DistillationLoss` over all tokens that student and teacher share, however many there are.
 
     Distributions of a large vocabulary are too large to travel. Teachers send their hidden states, and the student's
     ranks read the teachers' heads from their files and compute their distributions, a chunk of tokens at a time. Tokens
     that only one of student and teacher has are the tail.
 
     Args:
-        heads: of the teachers, by their numbers.
-        vocabulary: number of tokens that student and teachers share.
-        divergence, nll_weight, temperature: as of `DistillationLoss`.
+        heads: Heads of the teachers, by their numbers.
+        vocabulary: Number of tokens that student and teachers share.
+        divergence, nll_weight, temperature: See `DistillationLoss`.
     """
 
     heads: tuple[HeadFiles, ...]

@@ -11,8 +11,8 @@ class Filters(Config):
     """What the policy term leaves out; it stays in the other terms and in the counts that the loss is divided by."""
 
     off_policy_threshold: float | None = Field(default=None, gt=0)
-    """Leave out sequences with a negative advantage whose mean `generation - logp` is above this (off-policy sequence
-    masking, DeepSeek-V3.2, arXiv:2512.02556); unset, all train."""
+    """Exclude sequences with a negative advantage whose mean `generation - logp` is above this (off-policy sequence
+    masking, DeepSeek-V3.2, arXiv:2512.02556). If unset, none is excluded."""
     top_entropy_share: float | None = Field(default=None, gt=0, lt=1)
-    """Share of the step's sampled tokens to train on: those at which the policy's entropy before the update is highest
-    (arXiv:2506.01939 takes 0.2); unset, all train."""
+    """Share of the step's sampled tokens to train on: the tokens with the highest policy entropy before the update
+    (arXiv:2506.01939 uses 0.2). If unset, all of them train."""

@@ -33,42 +33,46 @@ class Rejection(CheckedConfig):
     statistic: Statistic = "mean"
     """Statistic over the sampled tokens of a sequence."""
     estimator: KLType = "k3"
-    """Estimate per token, with `d = prev - generation`: k1 `-d`, k2 `d^2 / 2`, k3 `exp(d) - d - 1`."""
+    """Estimator of the KL divergence per token, with `d = prev - generation`: k1 `-d`, k2 `d^2 / 2`, k3
+    `exp(d) - d - 1`."""
     high: float | None = None
-    """Leave sequences with a larger statistic out of the policy term; unset, it is unbounded."""
+    """Maximum of the statistic; sequences above it are excluded from the policy term. If unset, there is no maximum."""
     low: float | None = None
-    """Leave out sequences with a smaller statistic, too; only for k1, because k2 and k3 are never negative."""
+    """Minimum of the statistic; sequences below it are excluded too. If unset, there is no minimum. Only for k1,
+    because k2 and k3 are never negative."""
 
     def _problems(self) -> Iterator[Problem]:
         if self.low is None and self.high is None:
-            yield Problem("high", "must be set: without a bound no sequence is left out")
+            yield Problem("high", "must be set, because no sequence is left out without a bound")
         elif self.low is not None and self.estimator != "k1":
-            yield Problem("low", f"{self.estimator} is never negative, and small is good; remove it")
+            reason = f"is for the estimator k1 only; {self.estimator} is never negative, and small values are good"
+            yield Problem("low", reason, got=self.low, remedy="Remove this key")
         elif self.low is not None and self.high is not None and self.low > self.high:
-            yield Problem("low", f"{self.low} is above high, which is {self.high}; set it lower")
+            yield Problem("low", f"must not exceed high ({self.high})", got=self.low)
 
 
 class ImportanceCorrection(CheckedConfig):
     """Weights of the policy term, `w = exp(prev - generation)`."""
 
     truncation: Truncation = "tis"
-    """`tis` bounds the weight to [low, high] (Yao et al. 2025, "Your efficient RL framework secretly brings you
-    off-policy RL training"), `icepop` leaves out what has a weight outside the bounds (arXiv:2510.18855),
-    `seq-mask-tis` keeps weights as they are and leaves out sequences whose geometric mean weight is outside."""
+    """How weights outside [low, high] are handled: `tis` clips the weight (Yao et al. 2025, "Your efficient RL
+    framework secretly brings you off-policy RL training"), `icepop` excludes tokens or sequences with a weight outside
+    the bounds (arXiv:2510.18855), `seq-mask-tis` does not change weights and excludes sequences whose geometric mean
+    weight is outside."""
     low: float | None = Field(default=None, ge=0)
-    """Lower bound of the importance weight; unset, it is unbounded."""
+    """Lower bound of the importance weight. If unset, there is no lower bound."""
     high: float | None = Field(default=None, gt=0)
-    """Upper bound of the importance weight; unset, it is unbounded, which only `tis` allows."""
+    """Upper bound of the importance weight. If unset, there is no upper bound, which only `tis` allows."""
     level: Level | None = None
-    """`token` gives each token its own weight, `sequence` gives all tokens of a sequence the product of their weights,
-    which is exact and has more variance. Unset, it is the level of the surrogate's ratio: `sequence` for `gspo`, `gmpo`
-    and `vespo`, `token` otherwise."""
+    """Level of the weights: `token` gives each token its own weight, `sequence` gives all tokens of a sequence the
+    product of their weights, which is exact and has more variance. If unset, it is the level of the surrogate's ratio:
+    `sequence` for `gspo`, `gmpo` and `vespo`, `token` otherwise."""
     batch_normalize: bool = False
-    """Divide the policy term by the sum of the weights instead of the number of tokens or sequences
-    (self-normalised importance sampling): `sum_i sum_t w` replaces the number of tokens, `sum_i mean_t w` the number of
-    sequences, over the whole minibatch."""
+    """Divide the policy term by the sum of the weights instead of the number of tokens or sequences (self-normalised
+    importance sampling): over the whole minibatch, `sum_i sum_t w` replaces the number of tokens and `sum_i mean_t w`
+    replaces the number of sequences."""
     rejection: Rejection | None = None
-    """Sequences to leave out in addition; null leaves out none."""
+    """Sequences to exclude in addition; null excludes none."""
 
     @property
     def is_by_sequence(self) -> bool:
@@ -81,18 +85,16 @@ class ImportanceCorrection(CheckedConfig):
 
     def _problems(self) -> Iterator[Problem]:
         if self.low is not None and self.high is not None and self.low > self.high:
-            yield Problem(
-                "low", f"{self.low} is above high, which is {self.high}: no weight would be left; set it lower"
-            )
+            yield Problem("low", f"must not exceed high ({self.high}), because no weight would be kept", got=self.low)
         if self.truncation != "tis" and self.high is None:
-            yield Problem("high", f"must be set: {self.truncation} needs an upper bound")
+            yield Problem("high", f"must be set, because {self.truncation} needs an upper bound")
 
 
 def importance_weights(correction: ImportanceCorrection, batch: Batch) -> Ragged:
     """float64 `[tokens]`, the weights of `rl_algos.torch.importance`, 0 off the loss mask; a row per sequence.
 
     Args:
-        batch: with `loss_mask`, `prev_logprobs` and `generation_logprobs`.
+        batch: Batch with `loss_mask`, `prev_logprobs` and `generation_logprobs`.
     """
     mask = by_sequence(batch, batch.ragged("loss_mask"))
     sampled = mask.values > 0

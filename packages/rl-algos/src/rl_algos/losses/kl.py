@@ -24,7 +24,7 @@ class KLPenalty(CheckedConfig):
     - k2: its expected gradient is exactly the gradient of the KL divergence.
     - k3: its expected gradient is the gradient of KL(reference || policy), which agrees only near the reference.
     - with `unbiased`, the estimate is multiplied by `exp(logp - prev)`, whose gradient adds the score-function term:
-      exact for k1 and k3 (k3 has less variance), also when the policy has moved since the tokens were sampled. k2
+      exact for k1 and k3 (k3 has less variance), even if the policy has moved since the tokens were sampled. k2
       would be inexact with it, and is refused.
 
     Clamps take a token's gradient away where they bind. No gradient passes through a penalty on rewards, so every
@@ -32,32 +32,32 @@ class KLPenalty(CheckedConfig):
     """
 
     weight: float = Field(default=0.01, ge=0)
-    """Weight of the KL divergence to the reference policy; 0 keeps no reference policy. With a target, the initial
-    weight."""
+    """Weight of the KL divergence to the reference policy; with 0, no reference policy is kept. With `target`, the
+    initial weight."""
     estimator: KLType = "k3"
-    """Estimator of the KL divergence. As a term of the loss, k2 has the exact gradient and k3 one that is right only
-    near the reference; with `unbiased`, k1 and k3 have the exact one. k1 is refused without it."""
+    """Estimator of the KL divergence. As a term of the loss, k2 has the exact gradient, and the gradient of k3 is
+    correct only near the reference; with `unbiased`, k1 and k3 have the exact gradient. k1 is refused without it."""
     unbiased: bool = False
     """Multiply the estimate by `exp(logp - prev)`, so that its expected gradient is the gradient of the KL divergence
     (arXiv:2506.09477)."""
     from_generation: bool = False
-    """Multiply the estimate by `exp(logp - generation)`, for tokens that another policy than the current one sampled;
-    without gradient, or with it if `unbiased` is set, in place of `exp(logp - prev)` (DeepSeek-V3.2,
-    arXiv:2512.02556)."""
+    """Multiply the estimate by `exp(logp - generation)` to correct for tokens that were not sampled by the current
+    policy (DeepSeek-V3.2, arXiv:2512.02556). The factor has no gradient; with `unbiased`, it has one and replaces
+    `exp(logp - prev)`."""
     in_reward: bool = False
-    """Subtract the KL penalty from the rewards instead of adding it to the loss: each rollout's reward loses the sum
-    over its sampled tokens. The estimator `reinforce_plus_plus` gives each token the penalties from it on."""
+    """Subtract the KL penalty from the rewards instead of adding it to the loss: the reward of each rollout is reduced
+    by the sum over its sampled tokens. With the estimator `reinforce_plus_plus`, each token gets the sum of the
+    penalties from that token on."""
     target: float | None = Field(default=None, gt=0)
-    """Mean KL divergence per sampled token to hold by adapting the weight from step to step (arXiv:1909.08593); unset,
-    the weight is fixed."""
+    """Target mean KL divergence per sampled token; the weight is adapted at every step to reach it
+    (arXiv:1909.08593). If unset, the weight is fixed."""
     horizon: int = Field(default=10000, gt=0)
-    """Number of rollouts over which an adaptive weight changes by at most 20 % of itself."""
+    """Number of rollouts over which an adaptive weight changes by at most 20 %."""
     input_clamp: float | None = Field(default=20.0, gt=0)
-    """Bound of the absolute log-ratio that enters the estimator; null is unbounded, except that k3 takes at most
-    20."""
+    """Maximum absolute log-ratio that the estimator reads; null removes the limit, except that k3 always uses 20."""
     output_clamp: float | None = Field(default=10.0, gt=0)
-    """Bound of the absolute estimate. A token beyond it adds the bound to the loss and nothing to the gradient; null
-    is unbounded."""
+    """Maximum absolute estimate. A token above it adds the maximum to the loss and nothing to the gradient; null
+    removes the limit."""
 
     @property
     def is_in_loss(self) -> bool:
@@ -73,20 +73,25 @@ class KLPenalty(CheckedConfig):
         corrections = [key for key in ("unbiased", "from_generation") if getattr(self, key)]
         if self.weight == 0:
             for key in (*corrections, *(["in_reward"] if self.in_reward else [])):
-                yield Problem(key, "has no effect with weight=0; remove it")
+                yield Problem.unused(key, "with weight=0")
             if self.target is not None:
-                yield Problem("target", "needs an initial weight: set weight above 0")
+                yield Problem("target", "needs an initial weight", got=self.target, remedy="Set weight above 0")
         elif self.in_reward:
             for key in corrections:
-                yield Problem(key, "corrects a gradient, which a penalty on rewards does not have; remove it")
+                yield Problem.unused(
+                    key, "with in_reward=true, because it corrects a gradient and a penalty on rewards has none"
+                )
         elif self.estimator == "k1" and not self.unbiased:
             yield Problem(
                 "estimator",
-                "k1 has no gradient in expectation as a term of the loss; set unbiased=true or in_reward=true, or use "
-                "k2 or k3",
+                "has an expected gradient of zero as a term of the loss",
+                got="k1",
+                remedy="Set unbiased=true or in_reward=true, or use k2 or k3",
             )
         elif self.estimator == "k2" and self.unbiased:
             yield Problem(
                 "unbiased",
-                "k2 has the exact gradient by itself and an inexact one with this; remove it, or use k1 or k3",
+                "makes the gradient of k2 inexact; it is exact without",
+                got=True,
+                remedy="Remove this key, or use k1 or k3",
             )

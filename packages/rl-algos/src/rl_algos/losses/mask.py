@@ -13,15 +13,15 @@ def loss_mask(batch: Batch) -> Ragged:
     """uint8 `[tokens]`, the column `loss_mask`.
 
     Raises:
-        ValueError: if it is set at the first token of a row, whose logprob does not exist.
+        ValueError: If it is set at the first token of a row, whose logprob does not exist.
     """
     mask = batch.ragged(LOSS_MASK)
     filled = np.flatnonzero(mask.lengths)
     wrong = filled[mask.values[mask.offsets[:-1][filled]] != 0]
     if len(wrong):
         raise ValueError(
-            f"loss_mask is 1 at the first token of {len(wrong)} of {len(mask)} rows, the first of them row {wrong[0]}; "
-            "nothing predicts a first token: set its mask to 0"
+            f"loss_mask is 1 at the first token of {len(wrong)} of {len(mask)} rows, the first of them row {wrong[0]}. "
+            "Set it to 0, because a first token is not predicted from anything"
         )
     return mask
 

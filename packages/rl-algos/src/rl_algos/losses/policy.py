@@ -53,7 +53,7 @@ class PolicyLoss:
         aggregation: From tokens to one number.
         on_policy: The ratio is 1 with its gradient; `prev_logprobs` are the logprobs of the pass itself and not a
             column.
-        ratio_denominator: Logprobs that the ratio of the surrogate compares with. `generation` takes them in place of
+        ratio_denominator: Logprobs that the ratio of the surrogate compares with. `generation` uses them instead of
             `prev`, only in the surrogate: the behaviour policy is then the centre of the clip.
         kl: The KL term, None for none.
         importance: The correction w, None for none.
@@ -111,19 +111,19 @@ class PolicyLoss:
 
     @property
     def normalizes_weights(self) -> bool:
-        """Whether the policy term is divided by importance weights in place of a count."""
+        """True if the policy term is divided by importance weights instead of a count."""
         return self.importance is not None and self.importance.batch_normalize
 
     @property
     def _has_sequence_terms(self) -> bool:
-        """Whether the loss of a token depends on other tokens of its sequence, or on how many these are."""
+        """True if the loss of a token depends on other tokens of its sequence, or on their number."""
         of_weights = self.importance is not None and self.importance.is_by_sequence
         filters = self.filters.off_policy_threshold is not None or self.mismatch_threshold is not None
         of_surrogate = self.surrogate.level == "sequence"
         return of_surrogate or of_weights or filters or self.aggregation.denominator == "sequences"
 
     def totals(self, batch: Batch) -> Mapping[str, float]:
-        """`tokens` that train, `sequences` with at least one, and what the terms in use are divided by besides."""
+        """`tokens` that train, `sequences` with at least one, and what else the terms in use are divided by."""
         mask = by_sequence(batch, batch.ragged("loss_mask"))
         sampled = mask.sums()
         totals = {"tokens": float(sampled.sum()), "sequences": float(np.count_nonzero(sampled))}

@@ -1,9 +1,9 @@
 """Losses of preference learning, described; computed by `rl_algos.torch.preference`.
 
 Notation, for a response y to a prompt: `logp(y)` is the sum of the policy's logprobs over what the assistant says in
-it, `ref(y)` that of the reference policy, `n(y)` the number of those tokens, c the chosen and r the rejected response
-of a pair, `h = beta ((logp(c) - ref(c)) - (logp(r) - ref(r)))`, `logsigmoid` the logarithm of the logistic function.
-If logprobs are averaged, `logp(y) / n(y)` and `ref(y) / n(y)` take their place everywhere.
+it, `ref(y)` the same sum for the reference policy, `n(y)` the number of those tokens, c the chosen and r the rejected
+response of a pair, `h = beta ((logp(c) - ref(c)) - (logp(r) - ref(r)))`, and `logsigmoid` the logarithm of the logistic
+function. If logprobs are averaged, `logp(y) / n(y)` and `ref(y) / n(y)` take their place everywhere.
 
 Every term is of one pair (or one response), and the loss is a mean over the pairs of the whole batch: microbatches,
 packing and meshes change nothing.
@@ -28,10 +28,10 @@ class PairTerm:
     """Base of all terms of a pair. Settings are the fields.
 
     Args:
-        name: in configs, and of the function in `rl_algos.torch.preference`.
-        uses_reference: whether it compares with a reference policy; `beta` is then the weight of the KL divergence.
-        averages: whether logprobs are always averaged over tokens.
-        weight: of the term, beside that of `sft_weight`.
+        name: Name in configs and of the function in `rl_algos.torch.preference`.
+        uses_reference: True if it compares with a reference policy; `beta` is then the weight of the KL divergence.
+        averages: True if logprobs are always averaged over tokens.
+        weight: Weight of the term; `sft_weight` has its own.
         sft_weight: of the negative log-likelihood of the chosen response that belongs to it.
     """
 
@@ -44,7 +44,7 @@ class PairTerm:
 
     def __post_init__(self) -> None:
         if self.beta <= 0:
-            raise ValueError(f"beta must be above 0, got {self.beta}")
+            raise ValueError(f"beta must be positive, got {self.beta}")
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,9 @@ class DPO(PairTerm):
     step, and the loss is then ln 2 without the penalty.
 
     Args:
-        beta: weight of the KL divergence to the reference.
-        label_smoothing: s, the share of pairs that are taken to be labelled wrongly; below 0.5.
-        length_penalty: a.
+        beta: Weight of the KL divergence to the reference.
+        label_smoothing: S, the share of pairs that are taken to be labelled wrongly; below 0.5.
+        length_penalty: A.
     """
 
     name = "dpo"
@@ -78,8 +78,8 @@ class RobustDPO(PairTerm):
     pairs is labelled wrongly.
 
     Args:
-        beta: as of `DPO`.
-        label_smoothing: s, below 0.5.
+        beta: See `DPO`.
+        label_smoothing: S, below 0.5.
     """
 
     name = "robust-dpo"
@@ -96,7 +96,7 @@ class IPO(PairTerm):
     not drive it to infinity.
 
     Args:
-        beta: the paper's tau.
+        beta: The paper's tau.
     """
 
     name = "ipo"
@@ -107,7 +107,7 @@ class Hinge(PairTerm):
     """`max(0, 1 - h)` (SLiC, arXiv:2305.10425, on the ratios of RSO, arXiv:2309.06657).
 
     Args:
-        beta: the paper's gamma.
+        beta: The paper's gamma.
     """
 
     name = "hinge"
@@ -118,8 +118,8 @@ class SimPO(PairTerm):
     """`-logsigmoid(beta (logp(c) / n(c) - logp(r) / n(r)) - gamma)`, without a reference (SimPO, arXiv:2405.14734).
 
     Args:
-        beta: scale of the reward, which is an averaged logprob.
-        gamma: margin to reach.
+        beta: Scale of the reward, which is an averaged logprob.
+        gamma: Margin to reach.
     """
 
     name = "simpo"
@@ -135,7 +135,7 @@ class CPO(PairTerm):
     reference (CPO, arXiv:2401.08417).
 
     Args:
-        beta: scale of the reward.
+        beta: Scale of the reward.
     """
 
     name = "cpo"
@@ -150,7 +150,7 @@ class ORPO(PairTerm):
     odds.
 
     Args:
-        beta: scale of the log odds, 1 in the paper.
+        beta: Scale of the log odds, 1 in the paper.
     """
 
     name = "orpo"
@@ -170,11 +170,11 @@ class PreferenceLoss:
     """Mean over pairs of `weight term - sft_weight logp(c)`.
 
     Args:
-        term: of a pair.
-        weight: of the term.
-        average_logprobs: average logprobs over the tokens of a response.
+        term: Term of a pair.
+        weight: Weight of the term.
+        average_logprobs: Average logprobs over the tokens of a response.
         sft_weight: of the negative log-likelihood of the chosen response.
-        sft_average_logprobs: average it over the response's tokens; otherwise it is their sum.
+        sft_average_logprobs: Average it over the response's tokens; otherwise it is their sum.
     """
 
     reads: ClassVar[tuple[Read, ...]] = (LOGPROBS,)
@@ -208,8 +208,8 @@ class KTOLoss:
     The column `verdict` `[rows]` is 1 for a desirable response. At the first step the loss is half the mean weight.
 
     Args:
-        beta: weight of the KL divergence.
-        desirable_weight, undesirable_weight: w. The paper keeps the ratio of the two, each times its number of
+        beta: Weight of the KL divergence.
+        desirable_weight, undesirable_weight: W. The paper keeps the ratio of the two, each times its number of
             responses, between 1 and 4/3.
     """
 
@@ -236,13 +236,14 @@ def num_pairs(batch: Batch) -> float:
     """Pairs of a batch of whole pairs.
 
     Raises:
-        ValueError: if a pair is torn apart, or has not one chosen and one rejected response.
+        ValueError: If a pair is torn apart, or has not one chosen and one rejected response.
     """
     _, index = np.unique(batch.array(PAIR), return_inverse=True)
     chosen = batch.array("is_chosen") > 0
     is_whole = (np.bincount(index[chosen], minlength=index.max(initial=-1) + 1) == 1) & (np.bincount(index) == 2)
     if not np.all(is_whole):
-        raise ValueError(f"{np.sum(~is_whole)} of {len(is_whole)} pairs have not one chosen and one rejected response")
+        wrong = f"{np.sum(~is_whole)} of {len(is_whole)} pairs"
+        raise ValueError(f"{wrong} do not have exactly one chosen and one rejected response")
     return float(len(is_whole))
 
 

@@ -23,10 +23,10 @@ class BradleyTerryLoss:
     """Mean over pairs of `-logsigmoid(s(c) - s(r))` (Bradley-Terry; arXiv:2203.02155).
 
     Args:
-        margin: what becomes of the margin m of a pair: with `subtract` the term is `-logsigmoid(s(c) - s(r) - m)`
+        margin: What becomes of the margin m of a pair: with `subtract` the term is `-logsigmoid(s(c) - s(r) - m)`
             (Llama 2, arXiv:2307.09288), with `scale` it is `-m logsigmoid(s(c) - s(r))` (HelpSteer2-Preference,
             arXiv:2410.01257).
-        center_weight: of `(s(c) + s(r))^2`, which holds scores near 0 (arXiv:2312.09244).
+        center_weight: Weight of `(s(c) + s(r))^2`, which keeps scores near 0 (arXiv:2312.09244).
     """
 
     reads: ClassVar[tuple[Read, ...]] = (SCORES,)

@@ -32,8 +32,8 @@ class SpanLoss:
     divergence of two outcomes, this text or another: `P (log P - log Q) + (1 - P) (log (1 - P) - log (1 - Q))`.
 
     Args:
-        tau: above 1 it tells unlikely spans apart.
-        temperature: divides the student's logits; that of the teacher's column must be the same.
+        tau: Above 1 it tells unlikely spans apart.
+        temperature: Divides the student's logits; that of the teacher's column must be the same.
     """
 
     columns: ClassVar[tuple[str, ...]] = (SPANS, SPAN_LOGPROBS)

@@ -16,5 +16,5 @@ class StalenessDecay(Config):
     """
 
     decay: float = Field(gt=0, lt=1)
-    """Factor of a token's policy term for every version that the weights which sampled it are behind the weights that
+    """Factor of a token's policy term per weight version between the weights that sampled it and the weights that
     train, in addition to the importance weight."""

@@ -1,11 +1,11 @@
-"""Surrogates: the policy term of a token's loss, one per published objective, described; computed by
-`rl_algos.torch.surrogates`.
+"""Descriptions of surrogates, the policy term of a token's loss, one per published objective;
+`rl_algos.torch.surrogates` computes them.
 
-Notation, for token t of sequence i with n_i sampled tokens: `A` its advantage, `logp` its logprob under the policy,
-`prev` that before the step, `r = exp(logp - prev)` its ratio, `s = exp(mean of logp - prev over the sequence)` that of
-its sequence, `clip(x) = min(max(x, 1 - clip_low), 1 + clip_high)`, `sg` stops the gradient. Log-ratios are bounded to
-[-20, 20] before `exp`. How token terms are added up and divided is the affair of `rl_algos.losses.aggregation`; a
-paper's own choice is named with each.
+Notation, for token t of sequence i with n_i sampled tokens: `A` is its advantage, `logp` its logprob under the policy,
+`prev` its logprob before the step, `r = exp(logp - prev)` its ratio, `s = exp(mean of logp - prev over the sequence)`
+the ratio of its sequence, `clip(x) = min(max(x, 1 - clip_low), 1 + clip_high)`, and `sg` stops the gradient. Log-ratios
+are bounded to [-20, 20] before `exp`. `rl_algos.losses.aggregation` defines how token terms are added up and divided;
+each surrogate mentions the choice of its paper.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Surrogate(NamedConfig):
     - `level`: `token` if each token has its own ratio, `sequence` if the whole sequence shares one.
     - `columns`: Columns that it reads in addition to those of every policy loss; statistics of the whole step.
     - `aggregations`: Aggregations that make sense with it.
-    - `is_by_token`: True if a token's term has no gradient by other tokens, so that tokens may be left out one by one.
+    - `is_by_token`: True if a token's term has no gradient by other tokens, so that single tokens may be left out.
     """
 
     level: ClassVar[Level] = "token"
@@ -42,7 +42,8 @@ class Surrogate(NamedConfig):
     is_by_token: ClassVar[bool] = True
 
     name: SurrogateName
-    """`clip`, `gspo`, `cispo`, `reinforce`, `sapo`, `gmpo`, `dppo-tv`, `dppo-kl`, `clip-cov`, `kl-cov` or `vespo`."""
+    """Name of the surrogate: `clip`, `gspo`, `cispo`, `reinforce`, `sapo`, `gmpo`, `dppo-tv`, `dppo-kl`, `clip-cov`,
+    `kl-cov` or `vespo`."""
 
     @model_validator(mode="after")
     def _is_the_one_named(self) -> Self:
@@ -56,17 +57,18 @@ class ClippedSurrogate(Surrogate):
     """A surrogate whose ratio is clipped to [1 - clip_low, 1 + clip_high]."""
 
     clip_low: float = Field(default=0.2, ge=0, le=1)
-    """The ratio is clipped below at 1 minus this; 1 leaves the lower side open."""
+    """Lower clip range: the ratio is clipped below at 1 minus this; 1 turns the lower clip off."""
     clip_high: float = Field(default=0.2, ge=0)
-    """The ratio is clipped above at 1 plus this (clip-higher of DAPO, arXiv:2503.14476, takes 0.28)."""
+    """Upper clip range: the ratio is clipped above at 1 plus this (clip-higher of DAPO, arXiv:2503.14476, uses
+    0.28)."""
 
 
 class DualClippedSurrogate(ClippedSurrogate):
     """A clipped surrogate with a bound for tokens with a negative advantage."""
 
     dual_clip: float | None = Field(default=None, gt=1)
-    """Dual clip: bound of the loss, in units of -advantage, for tokens with a negative advantage (arXiv:1912.09729);
-    unset, it is unbounded."""
+    """Upper bound of the loss of tokens with a negative advantage, in units of -advantage (dual clip,
+    arXiv:1912.09729). If unset, there is no bound."""
 
 
 class Clip(DualClippedSurrogate):
@@ -106,7 +108,7 @@ class Reinforce(Surrogate):
 
 
 class SAPO(Surrogate):
-    """`-A (4 / tau) sigmoid(tau (r - 1))`, a soft gate in place of the clip (SAPO, arXiv:2511.20347); sequence mean."""
+    """`-A (4 / tau) sigmoid(tau (r - 1))`, a soft gate instead of the clip (SAPO, arXiv:2511.20347); sequence mean."""
 
     name: SurrogateName = "sapo"
     tau_positive: float = Field(default=1.0, gt=0)
@@ -138,7 +140,7 @@ class DPPOTV(Surrogate):
 
     name: SurrogateName = "dppo-tv"
     threshold: float = Field(default=0.2, gt=0)
-    """Total variation from which a token is left out."""
+    """Maximum total variation; tokens above it have no gradient."""
 
 
 class DPPOKL(Surrogate):
@@ -146,31 +148,31 @@ class DPPOKL(Surrogate):
 
     name: SurrogateName = "dppo-kl"
     threshold: float = Field(default=0.05, gt=0)
-    """Divergence from which a token is left out, in nats."""
+    """Maximum divergence in nats; tokens above it have no gradient."""
 
 
 class ClipCov(ClippedSurrogate):
-    """As `Clip`, without gradient at some tokens of high covariance (Clip-Cov, arXiv:2505.22617); token mean.
+    """`Clip` without gradient at some tokens of high covariance (Clip-Cov, arXiv:2505.22617); token mean.
 
     The covariance of a token is `(prev - mean prev) (A - mean A)`, means over all sampled tokens of the step. Of the
     tokens whose covariance is within [low, high], a random part, `share` of all sampled tokens, is left out. The
-    paper takes `logp` in place of `prev`, which is the same in the first update of a step.
+    paper uses `logp` instead of `prev`, which is the same in the first update of a step.
     """
 
     columns = ("high_covariance",)
 
     name: SurrogateName = "clip-cov"
     share: float = Field(default=2e-4, gt=0, le=1)
-    """Share of the sampled tokens of a step to leave out."""
+    """Share of the sampled tokens of a step to exclude."""
     low: float = 1.0
-    """Smallest covariance of a token that may be left out."""
+    """Minimum covariance of a token that may be excluded."""
     high: float = 5.0
-    """Largest covariance of a token that may be left out."""
+    """Maximum covariance of a token that may be excluded."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.low > self.high:
-            raise ProblemError(Problem("low", f"{self.low} is above high, which is {self.high}; set it lower"))
+            raise ProblemError(Problem("low", f"must not exceed high ({self.high})", got=self.low))
         return self
 
     def chosen(self, covariance: np.ndarray, random: np.random.Generator) -> np.ndarray:
@@ -193,7 +195,7 @@ class KLCov(Surrogate):
 
     name: SurrogateName = "kl-cov"
     share: float = Field(default=2e-3, gt=0, le=1)
-    """Share of the sampled tokens of a step that have the penalty, at least one token."""
+    """Share of the sampled tokens of a step that have the penalty (at least one token)."""
     weight: float = Field(default=1.0, gt=0)
     """Weight of the penalty."""
 

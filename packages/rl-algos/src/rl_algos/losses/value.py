@@ -20,7 +20,7 @@ class ValueLoss:
     it further towards the return has no gradient.
 
     Args:
-        clip: c; None takes `(V - R)^2 / 2`.
+        clip: C; None takes `(V - R)^2 / 2`.
     """
 
     reads: ClassVar[tuple[Read, ...]] = (VALUES,)

@@ -29,7 +29,7 @@ class AdaptiveWeight(Protocol):
         ...
 
     def state(self) -> Mapping[str, Any]:
-        """State that `restore` goes on from."""
+        """State that `restore` continues from."""
         ...
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -68,8 +68,8 @@ class AdaptiveKL:
 
 
 class AdaptiveEntropy:
-    """A weight that rises by a step below the target entropy and falls above it, not below 0, and which is 0 above it
-    (Skywork-OR1, arXiv:2505.22312).
+    """A weight that increases by a step below the target entropy and decreases above it, not below 0, and which is 0
+    above it (Skywork-OR1, arXiv:2505.22312).
 
     Args:
         bonus: Initial weight, target and change of the weight.

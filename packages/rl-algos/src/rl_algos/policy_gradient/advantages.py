@@ -42,7 +42,7 @@ def whitened(values: np.ndarray, counts: np.ndarray, eps: float) -> np.ndarray:
 
     Args:
         values, counts: of the same shape.
-        eps: added to the deviation.
+        eps: Added to the deviation.
     """
     counted = counts > 0
     whitened = np.zeros(len(values))

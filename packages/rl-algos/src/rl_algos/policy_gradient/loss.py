@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from rl_algos.losses.custom import PATH, is_path, loss_class
+from rl_algos.losses.custom import PATH, is_path, loss_class, unknown_name
 from rl_algos.losses.policy import PolicyLoss
 from rl_algos.losses.surrogates import SURROGATES, ClipCov, KLCov, Surrogate
 from rl_algos.policy_gradient.adaptive import AdaptiveEntropy, AdaptiveKL
@@ -21,7 +21,7 @@ from rl_algos.policy_gradient.step_statistics import (
     rollouts_of_rows,
 )
 from rl_algos.rollouts.config import PolicyGradientConfig
-from rl_core.config import Config, did_you_mean, section_of, settings_of
+from rl_core.config import Config, section_of, settings_of
 from rl_core.data.microbatch import PAIR
 from rl_core.model import Loss
 from rl_core.weights import Weights
@@ -36,13 +36,13 @@ def loss_section(name: str | None) -> type[Config]:
     """The type of `loss_fn`: the name of a loss and its settings.
 
     Raises:
-        ValueError: if there is no such loss, or its class is not a loss.
-        ModuleNotFoundError: if its package is not installed.
+        ValueError: If there is no such loss, or its class is not a loss.
+        ModuleNotFoundError: If its package is not installed.
     """
     if name in (None, LossConfig().name):
         return LossConfig
     if not is_path(str(name)):
-        raise ValueError(f"got {name!r}; allowed: {LossConfig().name}, or {PATH}")
+        raise unknown_name(str(name), [LossConfig().name], others=PATH)
     return section_of(loss_class(str(name)), CustomLossConfig, derived=_DERIVED)
 
 
@@ -50,11 +50,11 @@ def surrogate_section(name: str | None) -> type[Surrogate]:
     """The type of `loss_fn.surrogate`: the surrogate itself.
 
     Raises:
-        ValueError: if there is no such surrogate.
+        ValueError: If there is no such surrogate.
     """
     name = LossConfig().surrogate.name if name is None else name
     if name not in SURROGATES:
-        raise ValueError(f"got {name!r}{did_you_mean(name, SURROGATES)}; allowed: {', '.join(SURROGATES)}")
+        raise unknown_name(name, SURROGATES)
     return SURROGATES[name]
 
 
@@ -62,7 +62,7 @@ def loss_of(config: ObjectiveRoot, algorithm: PolicyGradientConfig) -> Loss:
     """The loss of a run.
 
     Args:
-        algorithm: section of the algorithm.
+        algorithm: Section of the algorithm.
     """
     if isinstance(config.loss_fn, LossConfig):
         return policy_loss(config, algorithm, config.loss_fn)
@@ -85,9 +85,9 @@ def objective_of(
     """The loss of a run with what is computed once a step for it.
 
     Args:
-        algorithm: section of the algorithm.
-        read_before: columns that its advantages read, of those that the policy gives before the update.
-        weights: of the policy, whose version tells the age of rollouts; None if no step is taken with the loss.
+        algorithm: Section of the algorithm.
+        read_before: Columns that its advantages read, of those that the policy gives before the update.
+        weights: Weights of the policy, whose version tells the age of rollouts; None if no step is taken with the loss.
     """
     loss, settings = loss_of(config, algorithm), config.loss_fn
     statistics: dict[str, Statistic] = {}

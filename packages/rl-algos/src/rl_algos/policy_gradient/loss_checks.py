@@ -18,38 +18,46 @@ def loss_problems(config: ObjectiveRoot, algorithm: PolicyGradientConfig) -> Ite
     """Problems of `loss_fn` in a whole config, and of the reference that it compares with.
 
     Args:
-        algorithm: section of the algorithm.
+        algorithm: Section of the algorithm.
     """
     loss = config.loss_fn
     yield from _reference(config, algorithm)
     yield from _uncorrected(config, algorithm)
     if isinstance(loss, LossConfig) and loss.staleness is not None and not algorithm.max_staleness:
-        yield _problem(
-            "staleness",
-            "has no effect in a synchronous run, in which every rollout is of the newest weights; set "
-            f"{algorithm.section}.async_grpo.enabled=true and max_trajectory_age_steps above 0, or remove this key",
+        yield Problem.unused(
+            "loss_fn.staleness",
+            "in a synchronous run, because the newest weights sample every rollout",
+            remedy=f"Remove this key, or set {algorithm.section}.async_grpo.enabled=true and max_trajectory_age_steps "
+            "above 0",
         )
     if not isinstance(loss, LossConfig):
         yield from _custom_loss_problems(config, algorithm)
         return
     if loss.force_on_policy_ratio and not has_one_update(config, algorithm):
         rows = algorithm.rollouts_per_step
-        remedy = f"set policy.train_global_batch_size to {rows}" if algorithm.passes_per_step == 1 else "remove it"
-        yield _problem("force_on_policy_ratio", f"needs one minibatch and one pass over it a step: {remedy}")
+        is_one_pass = algorithm.passes_per_step == 1
+        yield Problem(
+            "loss_fn.force_on_policy_ratio",
+            "needs one minibatch and one pass over it per step",
+            got=True,
+            remedy=f"Set policy.train_global_batch_size={rows}" if is_one_pass else "Remove this key",
+        )
     yield from policy_loss_problems(loss)
 
 
 def _reference(config: ObjectiveRoot, algorithm: PolicyGradientConfig) -> Iterator[Problem]:
     """Find moves of a reference that nothing reads, or that never take place."""
     if algorithm.reference_sync_period and "ref_logprobs" not in columns_of(config, algorithm):
-        yield Problem(
+        yield Problem.unused(
             f"{algorithm.section}.reference_sync_period",
-            "has no effect: the loss compares with no reference policy; set loss_fn.kl.weight above 0, "
-            "or remove this key",
+            "because the loss does not use a reference policy",
+            remedy="Remove this key, or set loss_fn.kl.weight above 0",
         )
     if algorithm.reference_mixup_alpha != 1 and not algorithm.reference_sync_period:
-        yield Problem(
-            f"{algorithm.section}.reference_mixup_alpha", "has no effect without reference_sync_period; set it above 0"
+        yield Problem.unused(
+            f"{algorithm.section}.reference_mixup_alpha",
+            f"with {algorithm.section}.reference_sync_period=0",
+            remedy="Remove this key, or set reference_sync_period above 0",
         )
 
 
@@ -57,19 +65,21 @@ def _uncorrected(config: ObjectiveRoot, algorithm: PolicyGradientConfig) -> Iter
     """Find a loss that takes what older weights sampled for what the policy samples."""
     if not algorithm.max_staleness:
         return
-    cause = f"{algorithm.section}.async_grpo lets rollouts be {algorithm.max_staleness} steps old"
+    cause = f"{algorithm.section}.async_grpo allows rollouts that are {algorithm.max_staleness} steps old"
+    synchronous = f"set {algorithm.section}.async_grpo.enabled=false"
     if not isinstance(config.loss_fn, LossConfig):
         if "generation_logprobs" not in columns_of(config, algorithm):
             yield Problem(
                 "loss_fn.name",
-                f"{cause}, but {config.loss_fn.name} does not read generation_logprobs and cannot correct for that; "
-                f"add the column, or set {algorithm.section}.async_grpo.enabled=false",
+                f"does not read generation_logprobs, so it cannot correct for old rollouts, but {cause}",
+                got=config.loss_fn.name,
+                remedy=f"Add the column, or {synchronous}",
             )
     elif config.loss_fn.importance is None and config.loss_fn.ratio_denominator == "prev":
-        yield _problem(
-            "importance",
-            f"{cause}, for which the loss does not correct; set loss_fn.importance.high=2, or "
-            "loss_fn.ratio_denominator=generation",
+        yield Problem(
+            "loss_fn.importance",
+            f"must be set, because {cause} and the loss does not correct for their age otherwise",
+            remedy="Set loss_fn.importance.high=2, or loss_fn.ratio_denominator=generation",
         )
 
 
@@ -79,49 +89,57 @@ def _custom_loss_problems(config: ObjectiveRoot, algorithm: PolicyGradientConfig
         loss = loss_of(config, algorithm)
         columns, temperature, reads = tuple(loss.columns), loss.temperature, loss.reads
     except (ValueError, TypeError) as error:
-        yield Problem("loss_fn", f"{name}: {error}")
+        yield Problem("loss_fn", f"could not create {name}: {error}")
         return
     unknown = [column for column in columns if column not in COLUMNS and not (algorithm.splits and column == PAIR)]
     if algorithm.splits and PAIR not in columns:
         yield Problem(
             f"{algorithm.section}.rewritten_history",
-            f"split makes several rows of a rollout, and {name} may take each for a rollout; add `{PAIR}` to its "
-            "columns, the number of each row's rollout, and count rows with the same number as one, or set this key to "
-            "`keep`",
+            f"can make several rows of one rollout, but {name} may count each row as a rollout",
+            got=algorithm.rewritten_history,
+            remedy=f"Add `{PAIR}`, the number of each row's rollout, to the columns of the loss and count rows with "
+            "the same number as one, or set this key to `keep`",
         )
     if unknown:
-        yield Problem("loss_fn.name", f"{name} needs {', '.join(unknown)}; a batch has {', '.join(COLUMNS)}")
+        yield Problem(
+            "loss_fn.name",
+            f"needs {', '.join(unknown)}, which a batch does not have",
+            got=name,
+            allowed=f"columns {', '.join(COLUMNS)}",
+        )
     if temperature != config.policy.generation.temperature:
         yield Problem(
             "policy.generation.temperature",
-            f"{config.policy.generation.temperature} is not the temperature of {name}, which is {temperature}; give "
-            "the class a field `temperature`, which is then set to it",
+            f"must be equal to the temperature of the loss {name} ({temperature})",
+            got=config.policy.generation.temperature,
+            remedy="Add a field `temperature` to the class, which is then set from this key",
         )
     if any(read.token_filter != config.policy.generation.token_filter for read in reads):
         yield from filter_problems(
             config,
-            f"{name} reads logprobs of the distribution over all tokens; give the class a field `token_filter`, which "
-            "is then set, and pass it on to its reads",
+            f"the loss {name} reads logprobs of the distribution over all tokens",
+            remedy="Add a field `token_filter` to the class, which is then set, and pass it to its reads",
         )
     if algorithm.seq_logprob_error_threshold is not None:
-        yield Problem(
-            f"{algorithm.section}.seq_logprob_error_threshold", f"has no effect with the loss {name}; remove this key"
-        )
+        yield Problem.unused(f"{algorithm.section}.seq_logprob_error_threshold", f"with the loss {name}")
 
 
 def policy_loss_problems(loss: LossConfig) -> Iterator[Problem]:
     """Problems between the sections of `loss_fn`; each section's type checks its own keys."""
     surrogate = loss.surrogate
     if loss.aggregation.name not in surrogate.aggregations:
-        yield _problem(
-            "aggregation.name",
-            f"{surrogate.name} does not go with the aggregation {loss.aggregation.name}; set loss_fn.aggregation to "
-            f"{' or '.join(surrogate.aggregations)}",
+        yield Problem(
+            "loss_fn.aggregation.name",
+            f"cannot be combined with the surrogate {surrogate.name}",
+            got=loss.aggregation.name,
+            allowed=", ".join(surrogate.aggregations),
         )
     if loss.filters.top_entropy_share is not None and not surrogate.is_by_token:
-        yield _problem(
-            "filters.top_entropy_share",
-            f"leaves out single tokens, but a term of {surrogate.name} belongs to its whole sequence; remove it",
+        yield Problem(
+            "loss_fn.filters.top_entropy_share",
+            f"leaves out single tokens, but {surrogate.name} has one term per sequence",
+            got=loss.filters.top_entropy_share,
+            remedy="Remove this key",
         )
     yield from _on_policy(loss)
     if loss.ratio_denominator == "generation":
@@ -135,41 +153,60 @@ def _on_policy(loss: LossConfig) -> Iterator[Problem]:
         return
     name = loss.surrogate.name
     if name == "cispo":
-        yield _problem("force_on_policy_ratio", "a ratio of 1 leaves CISPO nothing to clip; use surrogate=reinforce")
+        yield Problem(
+            "loss_fn.force_on_policy_ratio",
+            "makes the ratio 1, so that cispo has nothing to clip",
+            got=True,
+            remedy="Set loss_fn.surrogate=reinforce",
+        )
     elif needs_prev(loss):
         normalizes = loss.importance is not None and loss.importance.batch_normalize
         what = "importance.batch_normalize" if normalizes else name
-        yield _problem("force_on_policy_ratio", f"saves the pass for prev_logprobs, which {what} needs; remove it")
+        yield Problem(
+            "loss_fn.force_on_policy_ratio",
+            f"skips the pass that computes prev_logprobs, which {what} needs",
+            got=True,
+            remedy="Remove this key",
+        )
 
 
 def _importance(loss: LossConfig, importance: ImportanceCorrection) -> Iterator[Problem]:
     surrogate = loss.surrogate
     if importance.level == "token" and surrogate.level == "sequence":
-        yield _problem(
-            "importance.level",
-            f"{surrogate.name} has one ratio per sequence, which a weight per token does not correct; use sequence",
+        yield Problem(
+            "loss_fn.importance.level",
+            f"does not correct {surrogate.name}, which has one ratio per sequence",
+            got=importance.level,
+            allowed="sequence",
         )
     if importance.truncation == "seq-mask-tis" and importance.at_level(surrogate.level).level == "sequence":
-        yield _problem(
-            "importance.truncation",
-            "seq-mask-tis has weights by token, but the weights here are by sequence; use tis or icepop",
+        yield Problem(
+            "loss_fn.importance.truncation",
+            "needs one weight per token, but loss_fn.importance.level is sequence",
+            got=importance.truncation,
+            allowed="tis, icepop",
         )
     if importance.batch_normalize and loss.aggregation.name == "token-sum":
-        yield _problem("importance.batch_normalize", "has nothing to divide by with the aggregation token-sum")
+        yield Problem.unused(
+            "loss_fn.importance.batch_normalize",
+            "with the aggregation token-sum, because that sum is not divided by a count",
+        )
 
 
 def _around_generation(loss: LossConfig) -> Iterator[Problem]:
     if loss.surrogate.name == "reinforce":
-        yield _problem("ratio_denominator", "has no effect with the surrogate reinforce, which has no ratio; remove it")
+        yield Problem.unused("loss_fn.ratio_denominator", "with the surrogate reinforce, which has no ratio")
     if loss.importance is not None:
-        yield _problem(
-            "importance",
-            "corrects for the generator's logprobs, which the ratio does with ratio_denominator=generation; set only "
-            "one of them",
+        yield Problem(
+            "loss_fn.importance",
+            "cannot be combined with loss_fn.ratio_denominator=generation, which corrects for the generator's logprobs "
+            "too",
+            remedy="Remove one of the two",
         )
     if loss.force_on_policy_ratio:
-        yield _problem("force_on_policy_ratio", "takes the ratio as 1, which it is not to generation; remove it")
-
-
-def _problem(key: str, message: str) -> Problem:
-    return Problem(f"loss_fn.{key}", message)
+        yield Problem(
+            "loss_fn.force_on_policy_ratio",
+            "assumes a ratio of 1, which does not hold with loss_fn.ratio_denominator=generation",
+            got=True,
+            remedy="Remove this key",
+        )

@@ -25,26 +25,27 @@ class LossConfig(NamedConfig):
     renamed: ClassVar[Mapping[str, str]] = RENAMED
 
     name: Literal["policy"] = "policy"
-    """`policy`, or the class of another loss: `package.module:Class` or `file.py:Class`."""
+    """Name of the loss: `policy`, or your own class as `package.module:Class` or `file.py:Class`."""
     surrogate: Surrogate = Clip()
     """The policy term of a token: a name, or a name and the settings of that surrogate."""
     aggregation: Aggregation = Aggregation()
-    """How the losses of tokens become one number: a name, or a name and a divisor."""
+    """How the losses of tokens are reduced to one number: a name, or a name and a divisor."""
     ratio_denominator: RatioDenominator = "prev"
-    """Logprobs that the ratio compares with, around which a surrogate clips: `prev` takes the policy before the step,
-    `generation` the logprobs of the engine, whatever weights it had. `prev` with `importance` is the loss of decoupled
-    PPO (arXiv:2505.24298); with `generation` the ratio itself corrects for what older weights sampled."""
+    """Logprobs in the denominator of the ratio, around which a surrogate clips: `prev` uses the policy before the step,
+    `generation` uses the logprobs of the engine, whatever its weights. `prev` with `importance` is the loss of
+    decoupled PPO (arXiv:2505.24298); with `generation`, the ratio itself corrects for tokens that older weights
+    sampled."""
     force_on_policy_ratio: bool | None = None
-    """Take the ratio as 1 with its gradient, and save the pass that computes `prev_logprobs`: with one minibatch a step
-    they equal the logprobs of the update itself. Unset, this is done if a step has one minibatch and nothing else needs
-    `prev_logprobs`."""
+    """Set the value of the ratio to 1 (its gradient is kept), and skip the pass that computes `prev_logprobs`: with one
+    minibatch per step they equal the logprobs of the update itself. If unset, this is done if a step has one minibatch
+    and nothing else needs `prev_logprobs`."""
     kl: KLPenalty = KLPenalty()
     """KL divergence to the reference policy, as a term of the loss or a penalty on rewards."""
     importance: ImportanceCorrection | None = None
-    """Weigh the policy term by `exp(prev - generation)` logprobs, because the engine sampled from another distribution
-    than the trainer computes; `{}` takes the defaults, null turns it off."""
+    """Weight the policy term by `exp(prev - generation)` (logprobs), because the engine samples from a distribution
+    that differs from the trainer's. `{}` uses the defaults; null turns the correction off."""
     staleness: StalenessDecay | None = None
-    """Weigh the policy term of a token by the age of the weights that sampled it; null weighs all ages alike."""
+    """Weight the policy term of a token by the age of the weights that sampled it; null weights all ages equally."""
     filters: Filters = Filters()
     """Tokens and sequences that the policy term leaves out."""
     entropy_bonus: EntropyBonus = EntropyBonus()
@@ -57,4 +58,4 @@ class CustomLossConfig(NamedConfig):
     """A loss other than `policy`; the keys next to `name` are the fields of its class."""
 
     name: str
-    """`package.module:Class` or `file.py:Class`."""
+    """Path of the class: `package.module:Class` or `file.py:Class`."""

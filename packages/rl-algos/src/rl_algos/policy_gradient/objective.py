@@ -57,14 +57,14 @@ class Objective:
         objective.observe(metrics_of(updates))
 
     Args:
-        loss: what a step minimises.
-        statistics: columns of the whole step by name, for a loss that reads them.
-        read_before: columns that statistics and the estimator read, of those that `with_logprobs` adds.
+        loss: What a step minimises.
+        statistics: Columns of the whole step by name, for a loss that reads them.
+        read_before: Columns that statistics and the estimator read, of those that `with_logprobs` adds.
         weights: of the policy, whose version tells a loss with weights by age how old tokens are; then `loss` is a
             `PolicyLoss`.
         reward_kl: The KL penalty on rewards, None for none.
-        kl_weight: the weight of the KL term, or of the penalty on rewards, if it adapts; then `loss` is a `PolicyLoss`.
-        entropy_weight: the weight of the entropy bonus, if it adapts; likewise.
+        kl_weight: The weight of the KL term, or of the penalty on rewards, if it adapts; then `loss` is a `PolicyLoss`.
+        entropy_weight: The weight of the entropy bonus, if it adapts; likewise.
     """
 
     def __init__(

@@ -35,6 +35,8 @@ def chosen_type(key: str, written: Any, section: Callable[[str | None], type[Con
     try:
         # what is not text is refused by the type itself
         return section(name if isinstance(name, str) else None)
+    except ProblemError as error:
+        raise ProblemError(*(problem.at(key) for problem in error.problems)) from None
     except (ValueError, ModuleNotFoundError) as error:
         raise ProblemError(Problem(key, str(error))) from None
 
@@ -44,7 +46,7 @@ def policy_need(config: ObjectiveRoot, algorithm: PolicyGradientConfig) -> Model
     compares with it.
 
     Args:
-        algorithm: section of the algorithm.
+        algorithm: Section of the algorithm.
     """
     compares = "ref_logprobs" in columns_of(config, algorithm)
     return ModelNeed("policy", ModelSpec(keeps_reference=compares, seed=algorithm.seed))

@@ -20,9 +20,9 @@ class StepData:
     """Data of a whole step that a statistic may be computed from.
 
     Args:
-        step: number of the step.
-        groups: trained on.
-        batch: of the rollouts, with advantages and logprobs.
+        step: Number of the step.
+        groups: Trained on.
+        batch: Batch of the rollouts, with advantages and logprobs.
     """
 
     step: int
@@ -47,7 +47,7 @@ def high_covariance(surrogate: CovarianceSurrogate, seed: int) -> Statistic:
     sampled tokens of the step (arXiv:2505.22617).
 
     Args:
-        seed: of a random choice, together with the number of the step.
+        seed: Seed of a random choice, together with the number of the step.
     """
 
     def statistic(data: StepData) -> Column:

@@ -24,38 +24,38 @@ class PPOConfig(PolicyGradientConfig):
     }
 
     num_prompts_per_step: int = Field(default=512, gt=0)
-    """Prompts of one step."""
+    """Number of prompts per step."""
     num_generations_per_prompt: int = Field(default=1, gt=0)
-    """Rollouts of each prompt. One is enough: the critic is the baseline."""
+    """Number of rollouts per prompt. One is enough, because the critic is the baseline."""
     num_ppo_epochs: int = Field(default=1, gt=0)
-    """Passes over the rollouts of a step, of the critic and of the policy, each in an order of its own that follows
-    from the seed."""
+    """Number of passes of the critic and of the policy over the rollouts of a step; each pass has its own order, which
+    depends on the seed."""
     critic_warmup_steps: int = Field(default=0, ge=0)
-    """First steps in which the critic alone trains, until its values are of use to the policy."""
+    """Number of steps at the start that train only the critic, until its values are useful to the policy."""
     export_critic: Annotated[bool, WhenChanged.RESUME] = False
-    """Write the critic's Hugging Face files into each checkpoint, in `hf_critic`: to start the critic of another run
-    from (`value.model_name`), or to score responses with, as a reward model does."""
+    """Write the critic's Hugging Face files to `hf_critic` in each checkpoint. Use them to initialise the critic of
+    another run (`value.model_name`), or to score responses as a reward model does."""
     gamma: float = Field(default=1.0, gt=0, le=1)
-    """Discount of the reward by sampled token."""
+    """Discount factor of rewards per sampled token."""
     gae_lambda: float = Field(default=0.95, ge=0, le=1)
-    """Lambda of the policy's advantages: 1 takes the rewards to come as they are, 0 the values of the next states."""
+    """GAE lambda of the policy's advantages: 1 uses the future rewards, 0 uses the critic's value of the next state."""
     length_adaptive_alpha: float | None = Field(default=None, gt=0)
-    """Take `1 - 1 / (alpha length)` as lambda of the policy's advantages, for each rollout by its sampled tokens, and
-    0 if that is negative (VAPO, arXiv:2504.05118, with alpha 0.05); unset, it is `gae_lambda`."""
+    """Set the lambda of the policy's advantages to `max(0, 1 - 1 / (alpha length))`, with the length of each rollout in
+    sampled tokens (VAPO, arXiv:2504.05118, with alpha 0.05). If unset, it is `gae_lambda`."""
     critic_gae_lambda: float | None = Field(default=None, ge=0, le=1)
-    """Lambda of the returns that the critic learns, 1 in VAPO; unset, it is `gae_lambda`."""
+    """GAE lambda of the returns that the critic learns (1 in VAPO). If unset, it is `gae_lambda`."""
     bootstrap_truncated: bool = False
-    """Give rollouts that ran into a token limit or the limit of turns the critic's value of their last state for the
-    rewards that they would have earned; otherwise such a rollout ends like any other, with the reward that it got."""
+    """Add the critic's value of the last state to rollouts that reached a token limit or the limit of turns, as an
+    estimate of the rewards that would have followed. Otherwise such a rollout ends with the reward that it received."""
     normalize_advantages: bool = True
-    """Subtract the mean and divide by the standard deviation, over all sampled tokens of the step."""
+    """Normalise advantages to mean 0 and standard deviation 1 over all sampled tokens of the step."""
     value_clip: float | None = Field(default=0.2, gt=0)
-    """Clip the critic's values to this distance from those before the step, so that a step moves them no further
-    (the clipped value loss of PPO); null does not clip."""
+    """Clip the critic's values to this distance from its values before the step (the clipped value loss of PPO); null
+    does not clip."""
 
     @property
     def passes_per_step(self) -> int:
-        """Times that a step trains on each of its rollouts."""
+        """Number of times that a step trains on each of its rollouts."""
         return self.num_ppo_epochs
 
 

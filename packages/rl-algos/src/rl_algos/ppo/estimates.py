@@ -26,7 +26,7 @@ class Values:
 
     Args:
         before: float32 `[tokens]`, by rows of the batch, of the state before each token.
-        last: float `[rollouts]`, of the state after the last token of one that goes on; 0 for one that has ended.
+        last: float `[rollouts]`, of the state after the last token of one that continues; 0 for one that has ended.
     """
 
     before: Ragged
@@ -65,7 +65,7 @@ def estimates_of(
     arXiv:2504.05118). The segments of a rollout follow one another as its turns do.
 
     Args:
-        batch: of all rollouts of the groups.
+        batch: Batch of all rollouts of the groups.
         penalties: `[tokens]`, by rows of the batch, what each sampled token takes from the reward; None for nothing.
     """
     mask, before = whole_rollouts(batch.ragged(LOSS_MASK), groups), whole_rollouts(values.before, groups)

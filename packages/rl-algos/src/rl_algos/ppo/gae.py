@@ -29,8 +29,8 @@ def gae(
         values: `[tokens]`, V, the critic's value of the state before each token.
         loss_mask: `[tokens]`, 1 on sampled tokens.
         last_values: `[rows]`, V after the last sampled token: 0 for a row that has ended.
-        gamma: discount.
-        lam: lambda, of all rows or `[rows]`.
+        gamma: Discount.
+        lam: Lambda, of all rows or `[rows]`.
 
     Returns:
         float64 `[tokens]`, 0 off the mask.

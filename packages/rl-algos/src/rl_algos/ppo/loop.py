@@ -28,9 +28,9 @@ def train(
     """Train policy and critic for `config.max_num_steps` steps, or until the data or the run ends.
 
     Args:
-        objective: of the policy, GRPO's.
-        steps: rollouts of each step, weight sync, validation and checkpoints.
-        policy_rows, critic_rows: rollouts of one optimizer step of either.
+        objective: Objective of the policy, as in GRPO.
+        steps: Rollouts of each step, weight sync, validation and checkpoints.
+        policy_rows, critic_rows: Rollouts of one optimizer step of either.
     """
     run, value_loss = steps.run, ValueLoss(config.value_clip)
     models = {"policy": policy, "critic": critic}

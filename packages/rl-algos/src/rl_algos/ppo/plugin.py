@@ -25,7 +25,7 @@ def models(config: PPORoot) -> dict[str, ModelNeed]:
 
 
 def check(config: PPORoot) -> Iterable[Problem]:
-    """Problems of the whole resolved config, beside those of its rollouts."""
+    """Yield problems of the whole resolved config, in addition to those of its rollouts."""
     yield from reward_problems(config.ppo)
     yield from loss_problems(config, config.ppo)
     yield from _critic(config)
@@ -38,14 +38,16 @@ def _critic(config: PPORoot) -> Iterator[Problem]:
     if config.value.max_total_sequence_length < longest:
         yield Problem(
             "value.max_total_sequence_length",
-            f"got {config.value.max_total_sequence_length}, but the critic reads the policy's rollouts of up to "
-            f"{longest} tokens; set it to {longest}",
+            f"must be at least policy.max_total_sequence_length ({longest}), because the critic reads the policy's "
+            "rollouts",
+            got=config.value.max_total_sequence_length,
+            remedy=f"Set it to {longest}",
         )
     if config.ppo.critic_warmup_steps >= config.ppo.max_num_steps:
         yield Problem(
             "ppo.critic_warmup_steps",
-            f"got {config.ppo.critic_warmup_steps}, which leaves no step for the policy: ppo.max_num_steps is "
-            f"{config.ppo.max_num_steps}; set it lower",
+            f"must be less than ppo.max_num_steps ({config.ppo.max_num_steps}), or no step would train the policy",
+            got=config.ppo.critic_warmup_steps,
         )
 
 
@@ -53,13 +55,14 @@ def _estimates(ppo: PPOConfig) -> Iterator[Problem]:
     if ppo.use_dynamic_sampling and ppo.num_generations_per_prompt < 2:
         yield Problem(
             "ppo.use_dynamic_sampling",
-            "needs at least 2 rollouts of a prompt to compare; set ppo.num_generations_per_prompt, or remove this key",
+            "needs at least 2 rollouts per prompt to compare",
+            got=True,
+            remedy="Set ppo.num_generations_per_prompt to 2 or more, or remove this key",
         )
     is_set = ppo.gae_lambda != PPOConfig.model_fields["gae_lambda"].default
     if is_set and ppo.length_adaptive_alpha is not None and ppo.critic_gae_lambda is not None:
-        yield Problem(
-            "ppo.gae_lambda",
-            "has no effect with length_adaptive_alpha and critic_gae_lambda, which set both lambdas; remove this key",
+        yield Problem.unused(
+            "ppo.gae_lambda", "with length_adaptive_alpha and critic_gae_lambda, which set both lambdas"
         )
 
 

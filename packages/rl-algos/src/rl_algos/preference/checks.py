@@ -12,12 +12,13 @@ def preference_data_problems(key: str, data: DataConfig) -> Iterator[Problem]:
     """Settings of data that preference learning does not read.
 
     Args:
-        key: of the algorithm's section.
+        key: Key of the algorithm's section.
     """
     for section, dataset in data.sections():
         if dataset.output_key is not None:
             yield Problem(
                 f"{section}.output_key",
-                f"{key} learns from several responses, not from one answer; name their columns in `columns`, such as "
-                "{chosen: better, rejected: worse}",
+                f"is for datasets with one answer per row, but {key} learns from several responses",
+                got=dataset.output_key,
+                remedy="List their columns in `columns`, such as {chosen: better, rejected: worse}",
             )

@@ -19,7 +19,7 @@ class Comparison:
 
     Args:
         better, worse: of them.
-        margin: by how much, None if it is not known.
+        margin: How much it is better; None if it is not known.
     """
 
     better: Response
@@ -34,12 +34,12 @@ def comparisons(example: Example, pairing: Pairing) -> list[Comparison]:
         pairing: `best-worst` pairs the best with the worst; `all` pairs every two, of which one is better.
 
     Raises:
-        DataError: if there are fewer than two responses, or nothing says which is better.
+        DataError: If there are fewer than two responses, or nothing says which is better.
     """
     responses = example.responses
     if len(responses) < 2:
         raise DataError(
-            f"a comparison needs two responses, and the row has {len(responses)}; give `chosen` and `rejected`, or "
+            f"a comparison needs two responses, but the row has {len(responses)}. Add `chosen` and `rejected`, or "
             "several `completions`, or set `processor` to a function that returns Example(messages, responses=...)"
         )
     places = _places(responses)
@@ -59,11 +59,11 @@ def verdicts(example: Example, by: Verdict) -> list[tuple[Response, float]]:
     are the worse one (KTO, arXiv:2402.01306, on data of pairs).
 
     Raises:
-        DataError: if a response has no such verdict.
+        DataError: If a response has no such verdict.
     """
     if not example.responses:
         raise DataError(
-            "the row has no responses; give `completion` with a `label` or a `score`, or set `processor` to a function "
+            "the row has no responses. Add `completion` with a `label` or a `score`, or set `processor` to a function "
             "that returns Example(messages, responses=...)"
         )
     if by == "score":
@@ -84,7 +84,7 @@ def _places(responses: tuple[Response, ...]) -> list[float]:
     scores = [-response.score for response in responses if response.score is not None]
     if len(scores) == len(responses):
         return scores
-    raise DataError("the responses have no order: give each of them a `rank` (lower is better), or each a `score`")
+    raise DataError("the responses have no order. Add a `rank` (lower is better) or a `score` to each of them")
 
 
 def _margin(example: Example, better: Response, worse: Response) -> float | None:
@@ -95,5 +95,5 @@ def _margin(example: Example, better: Response, worse: Response) -> float | None
 
 def _known_score(response: Response) -> float:
     if response.score is None:
-        raise DataError("a response has no `score`, which regression learns to predict; give `completion` and `score`")
+        raise DataError("a response has no `score`, which regression learns to predict. Add `completion` and `score`")
     return response.score

@@ -14,8 +14,8 @@ class PreferenceConfig(SupervisedConfig):
     """Base of the section of an algorithm that learns from compared or judged responses."""
 
     pairing: Pairing = "best-worst"
-    """Which pairs several ranked responses to one prompt give: the best with the worst, or `all`, every two of which
-    one is better."""
+    """Pairs to form from several ranked responses to a prompt: `best-worst` pairs the best with the worst, `all` forms
+    every pair in which one response is better."""
 
 
 class PreferenceRoot(DataRoot, Protocol):

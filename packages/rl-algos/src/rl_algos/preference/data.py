@@ -48,15 +48,15 @@ def preference_data(
     """Tokenise the data of an algorithm; called on the driver before anything is started.
 
     Args:
-        section: the algorithm's own, of the config.
-        tokenizer: as `rl_algos.tokenizer.load_tokenizer` returns it.
-        datasets: as `load` returns them.
-        by: verdict on single responses; None for pairs.
-        needs_margin: refuse pairs without a margin.
+        section: The algorithm's own, of the config.
+        tokenizer: Tokenizer from `rl_algos.tokenizer.load_tokenizer`.
+        datasets: Datasets from `load`.
+        by: Verdict on single responses; None for pairs.
+        needs_margin: Refuse pairs without a margin.
 
     Raises:
-        DataError: naming dataset and row, and the remedy.
-        ConfigError: if the tokenizer has no chat template.
+        DataError: Naming dataset and row, and the remedy.
+        ConfigError: If the tokenizer has no chat template.
     """
     require_chat_template(tokenizer)
     data, policy = config.data, config.policy
@@ -109,18 +109,18 @@ def pair_rows(
     """Pairs of responses, one better than the other, of which neither is longer than `limit` tokens.
 
     Args:
-        needs_margin: refuse pairs without a margin.
+        needs_margin: Refuse pairs without a margin.
 
     Raises:
-        DataError: naming a row that has nothing to compare or is too long, or the dataset if it has no pairs.
+        DataError: Naming a row that has nothing to compare or is too long, or the dataset if it has no pairs.
     """
     warn_of_special_tokens(dataset.name, dataset.conversations(), tokenizer)
     found = _encoded(dataset, data, _EncodePairs(tokenizer, pairing, needs_margin), limit)
     ties = sum(not pairs for pairs in found.values_in_order)
     if ties == len(found):
-        raise DataError(f"the dataset {dataset.name!r} has no pairs: no row has a response that is better than another")
+        raise DataError(f"the dataset {dataset.name!r} has no pairs: the responses of every row are equally good")
     if ties:
-        what = "rows have no response that is better than another; left out"
+        what = "rows are excluded, because their responses are equally good"
         _log.warning("%s: %d of %d %s", dataset.name, ties, len(found), what)
     return found.flat(lambda row_id, number, count, pair: PairRow(_numbered(row_id, number, count), *pair))
 
@@ -129,7 +129,7 @@ def judged_rows(dataset: Dataset, data: DataConfig, tokenizer: Any, limit: int, 
     """Single responses with a verdict, none longer than `limit` tokens.
 
     Raises:
-        DataError: naming a row that has no such verdict or is too long.
+        DataError: Naming a row that has no such verdict or is too long.
     """
     warn_of_special_tokens(dataset.name, dataset.conversations(), tokenizer)
     found = _encoded(dataset, data, _EncodeJudged(tokenizer, by), limit)
@@ -148,8 +148,8 @@ class _EncodePairs:
     def _pair(self, example: Example, found: Comparison) -> tuple[EncodedResponse, EncodedResponse, float | None]:
         if self.needs_margin and found.margin is None:
             raise DataError(
-                "the pair has no margin; give a column `margin`, or the scores of both responses, or choose a loss "
-                "without margins, such as that of rm.margin=ignore"
+                "the pair has no margin. Add a column `margin` or the scores of both responses, or use a loss without "
+                "margins, such as rm.margin=ignore"
             )
         better, worse = (
             encode_response(self.tokenizer, example.messages, response.messages, example.tools)

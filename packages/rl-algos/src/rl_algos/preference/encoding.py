@@ -40,13 +40,13 @@ def encode_response(
         tools: JSON schemas of the tools that the assistant may call.
 
     Raises:
-        DataError: if the chat template renders the prompt in another way once the response follows, or the response is
+        DataError: If the chat template renders the prompt in another way once the response follows, or the response is
             empty.
         jinja2.TemplateError: if the template refuses the messages.
     """
     tokens, mask = encode_conversation(tokenizer, [*map(_not_learned, prompt), *response], tools=tools)
     if not mask.any():
-        raise DataError("the response is empty: it has no text of the assistant")
+        raise DataError("the response is empty: it contains no assistant text")
     return EncodedResponse(tokens, mask)
 
 

@@ -16,7 +16,7 @@ class ReferenceLogprobs:
     """Adds the column `ref_logprobs` to batches.
 
     Args:
-        cached: keep what was read, by row, so that later epochs and validations do not read it again. It takes 4 bytes
+        cached: Keep what was read, by row, so that later epochs and validations do not read it again. It takes 4 bytes
             for each token of the data, in the driver's memory.
     """
 

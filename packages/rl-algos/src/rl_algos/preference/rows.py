@@ -26,9 +26,9 @@ class PairRow:
     """Two responses to one prompt.
 
     Args:
-        id: unique within the run and stable across runs.
-        chosen, rejected: the better and the worse one.
-        margin: by how much, None if it is not known.
+        id: Unique within the run and stable across runs.
+        chosen, rejected: The better and the worse one.
+        margin: How much the chosen response is better; None if it is not known.
     """
 
     id: str
@@ -42,9 +42,9 @@ class JudgedRow:
     """One response and the verdict on it.
 
     Args:
-        id: unique within the run and stable across runs.
-        response: with its prompt.
-        verdict: a label, 1 for a good one and 0 for a bad one, or a score.
+        id: Unique within the run and stable across runs.
+        response: Response with its prompt.
+        verdict: A label, 1 for a good one and 0 for a bad one, or a score.
     """
 
     id: str

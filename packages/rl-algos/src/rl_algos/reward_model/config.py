@@ -11,16 +11,16 @@ from rl_algos.preference.config import PreferenceConfig, PreferenceRoot
 
 
 class RewardModelConfig(PreferenceConfig):
-    """A reward model: the policy's architecture with a head of one score in place of the language-model head."""
+    """A reward model: the policy's architecture with a scalar score head instead of the language-model head."""
 
     loss: Literal["bradley-terry", "regression"] = "bradley-terry"
-    """`bradley-terry` learns from pairs that the better response has the higher score; `regression` learns the `score`
-    that the data has for each response."""
+    """Loss of the reward model: `bradley-terry` trains on pairs, so that the better response gets the higher score;
+    `regression` trains on the `score` of each response in the data."""
     margin: MarginUse = "ignore"
-    """Use of the margin of a pair: `subtract` asks for a difference of scores above it, `scale` weighs the pair by it.
-    The data must then have a `margin`, or scores."""
+    """How to use the margin of a pair: `ignore` it, `subtract` it from the difference of scores, or `scale` the loss of
+    the pair by it. Unless it is ignored, the data must have a `margin`, or scores."""
     center_rewards_coefficient: float = Field(default=0.0, ge=0)
-    """Weight of the squared sum of the two scores of a pair, which holds scores near 0; 0.01 is usual."""
+    """Weight of the squared sum of the two scores of a pair, which keeps scores near 0; 0.01 is usual."""
 
 
 class RewardModelRoot(PreferenceRoot, Protocol):

@@ -17,7 +17,7 @@ _OF_RESPONSES = ("loss", "num_responses", "score", "target")
 
 
 def check(config: RewardModelRoot) -> Iterable[Problem]:
-    """Problems of the whole resolved config, beside those of all learning from given rows."""
+    """Yield problems of the whole resolved config, in addition to those of every algorithm with given rows."""
     yield from preference_data_problems("rm", config.data)
     yield from _regression(config.rm)
 
@@ -29,7 +29,7 @@ def _regression(rm: RewardModelConfig) -> Iterator[Problem]:
     pairs = {"margin": "ignore", "center_rewards_coefficient": 0.0, "pairing": "best-worst"}
     for key, unused in pairs.items():
         if getattr(rm, key) != unused:
-            yield Problem(f"rm.{key}", "has no effect on regression, which has no pairs; remove this key")
+            yield Problem.unused(f"rm.{key}", "with rm.loss=regression, which does not use pairs")
 
 
 def validation_metrics(config: RewardModelRoot) -> list[str]:

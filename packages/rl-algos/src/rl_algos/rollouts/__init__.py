@@ -1,3 +1,3 @@
-"""From prompts to rollouts: programs, the worker that runs them beside a replica, and the sources a loop collects
+"""From prompts to rollouts: programs, the worker that runs them next to a replica, and the sources a loop collects
 from.
 """

@@ -14,8 +14,9 @@ SCORED_BY_AGENT = "agent"
 
 class AgentConfig(Config):
     run: PathText | None = None
-    """Function that plays one rollout, as `file.py:function`. It is called as `run(base_url, api_key, prompt)` in a
-    process of its own for each rollout, may be `async`, and returns the reward: a number, or numbers by name."""
+    """Function that plays one rollout, as `file.py:function` or `package.module:function`. It is called as
+    `run(base_url, api_key, prompt)` in a process of its own for each rollout, may be `async`, and returns the reward: a
+    number, or numbers by name."""
     command: list[str] = []
     """Command that plays one rollout, such as `[python, agent.py]`, started for each. It finds the policy in
     `OPENAI_BASE_URL`, `OPENAI_API_KEY`, `ANTHROPIC_BASE_URL` and `ANTHROPIC_API_KEY`, its task in the JSON file

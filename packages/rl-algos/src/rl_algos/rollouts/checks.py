@@ -10,11 +10,10 @@ from rl_algos.evaluation.config import EvaluationConfig
 from rl_algos.evaluation.summary import powers_of_two
 from rl_algos.evaluation.tasks import is_file
 from rl_algos.rollouts.config import EvaluationRoot, PolicyGradientConfig, RolloutRoot, rollout_config
-from rl_algos.rollouts.worker.programs import program_named
+from rl_algos.rollouts.worker.programs import code_named, program_named
 from rl_core.config import Problem, is_changed, show
 from rl_core.environments.instance import problem_with
 from rl_core.plugins import GENERATORS, names, plugin
-from rl_core.plugins.user_code import FromFile
 
 WITHOUT_VALIDATION: Mapping[str, Any] = {
     "val_period": 0,
@@ -51,7 +50,7 @@ def _agent(config: RolloutRoot) -> Iterator[Problem]:
         return
     if agent.run is not None:
         try:
-            FromFile.read(agent.run)
+            code_named(agent.run)
         except ValueError as error:
             yield Problem(f"{key}.run", str(error), got=agent.run)
     for name in ("rollout_program", "max_rollout_turns"):
@@ -66,15 +65,17 @@ def evaluation_problems(config: EvaluationRoot) -> Iterator[Problem]:
     count = settings.num_samples
     for k in settings.k:
         if k < 1 or (count is not None and k > count):
-            most = "" if count is None else f" to eval.num_samples, {count}"
-            yield Problem("eval.k", f"got {k}; sizes are from 1{most}")
+            allowed = "int > 0" if count is None else f"int from 1 to eval.num_samples ({count})"
+            yield Problem("eval.k", got=k, allowed=allowed)
     temperature = settings.temperature
     if temperature is None:
         temperature = config.policy.generation.val_temperature
     if count is not None and count > 1 and temperature == 0:
         yield Problem(
             "eval.num_samples",
-            f"{count} greedy samples of a prompt are all equal; set eval.temperature above 0, such as 0.8",
+            "is of no use with greedy sampling: all samples of a prompt are equal",
+            got=count,
+            remedy="Set eval.temperature above 0, such as 0.8",
         )
 
 
@@ -82,13 +83,13 @@ def _task_defaults(settings: EvaluationConfig) -> Iterator[Problem]:
     """Settings of tasks that are files, without any, or that files do not have."""
     given = [key for key, value in settings.default if value is not None]
     if given and not any(isinstance(task, str) and is_file(task) for task in settings.tasks):
-        yield Problem(
+        yield Problem.unused(
             f"eval.default.{given[0]}",
-            "has no effect without a file among eval.tasks, such as problems.jsonl; remove it, or write it in the "
-            "`dataset` of a task",
+            "without a file among eval.tasks, such as problems.jsonl",
+            remedy="Remove this key, or set it in the `dataset` of a task",
         )
     elif settings.default.subset is not None:
-        yield Problem("eval.default.subset", "is for datasets on the hub, and files have no subset; remove this key")
+        yield Problem.unused("eval.default.subset", "on files: only datasets on the hub have subsets")
 
 
 def task_problems(config: RolloutRoot) -> Iterator[Problem]:
@@ -99,46 +100,62 @@ def task_problems(config: RolloutRoot) -> Iterator[Problem]:
     if not settings.tasks:
         yield Problem(
             "eval.tasks",
-            "is empty, but `eval` asks for an evaluation in training; name tasks, such as gsm8k. Validation data is "
-            f"scored by {rollouts.section}.val_period",
+            "must not be empty, because `eval` requests evaluation during training",
+            got=settings.tasks,
+            remedy=f"Add tasks, such as gsm8k. To score the validation data instead, use {rollouts.section}.val_period",
         )
     if settings.max_turns not in (None, rollouts.max_rollout_turns):
         yield Problem(
             "eval.max_turns",
-            f"a run that trains rolls out tasks with its {rollouts.section}.max_rollout_turns, "
-            f"{rollouts.max_rollout_turns}; remove this key",
+            f"cannot differ from {rollouts.section}.max_rollout_turns ({rollouts.max_rollout_turns}) in a run that "
+            "trains",
+            got=settings.max_turns,
+            remedy="Remove this key",
         )
     if settings.seed not in (None, rollouts.seed):
         yield Problem(
             "eval.seed",
-            f"a run that trains scores tasks with its own seed, {rollouts.seed}; remove this key",
+            f"cannot differ from {rollouts.section}.seed ({rollouts.seed}) in a run that trains",
+            got=settings.seed,
+            remedy="Remove this key",
         )
 
 
 def reward_problems(algorithm: PolicyGradientConfig) -> Iterator[Problem]:
     """Problems of every algorithm that learns from rewards."""
     if algorithm.batch_multiplier != 1 and not algorithm.use_dynamic_sampling:
-        yield Problem(f"{algorithm.section}.batch_multiplier", "has no effect without use_dynamic_sampling=true")
+        yield Problem.unused(f"{algorithm.section}.batch_multiplier", "without use_dynamic_sampling=true")
     scaling = algorithm.reward_scaling
     if scaling.enabled and scaling.source_max <= scaling.source_min:
-        yield Problem(f"{algorithm.section}.reward_scaling.source_max", "must be above source_min")
+        yield Problem(
+            f"{algorithm.section}.reward_scaling.source_max",
+            f"must be greater than source_min ({scaling.source_min})",
+            got=scaling.source_max,
+        )
 
 
-def filter_problems(config: RolloutRoot, reason: str) -> Iterator[Problem]:
-    """Problems of sampling from some tokens only, for a loss that reads the distribution over all of them.
+def filter_problems(config: RolloutRoot, reader: str, *, remedy: str) -> Iterator[Problem]:
+    """Yield problems of sampling from some tokens only, for a loss that reads the distribution over all of them.
 
     Args:
-        reason: why it does, and what to do.
+        reader: What reads that distribution, as a clause.
+        remedy: What to do, as a sentence.
     """
     generation = config.policy.generation
     for key, is_set in (("top_p", generation.top_p != 1), ("top_k", generation.top_k), ("min_p", generation.min_p)):
         if is_set:
-            yield Problem(f"policy.generation.{key}", reason)
+            yield Problem(
+                f"policy.generation.{key}",
+                f"limits sampling to some tokens, but {reader}",
+                got=getattr(generation, key),
+                remedy=remedy,
+            )
 
 
 def whole_distribution(config: RolloutRoot) -> Iterator[Problem]:
-    """Problems of sampling from some tokens only, for an algorithm that trains on the distribution over all of them."""
-    yield from filter_problems(config, "this algorithm trains on the distribution over all tokens; remove this key")
+    """Yield problems of sampling from some tokens only, for an algorithm that trains on the distribution over all."""
+    reader = "this algorithm trains on the distribution over all tokens"
+    yield from filter_problems(config, reader, remedy="Remove this key")
 
 
 def validation_metrics(config: RolloutRoot) -> list[str]:
@@ -158,17 +175,17 @@ def minibatch_problem(config: RolloutRoot, key: str, rows: int) -> Iterator[Prob
     """The problem of a number of rows per optimizer step that does not divide the rollouts of a step.
 
     Args:
-        key: of that number.
-        rows: the number.
+        key: Key of the number of rows.
+        rows: The number.
     """
     rollouts = rollout_config(config)
     if rollouts.rollouts_per_step % rows:
         yield Problem(
             key,
-            f"{rows} does not divide the {rollouts.rollouts_per_step} rollouts of a step "
+            f"must divide the {rollouts.rollouts_per_step} rollouts of a step "
             f"({rollouts.section}.num_prompts_per_step {rollouts.num_prompts_per_step} x "
-            f"{rollouts.section}.num_generations_per_prompt {rollouts.num_generations_per_prompt}); set it to a "
-            "divisor",
+            f"{rollouts.section}.num_generations_per_prompt {rollouts.num_generations_per_prompt})",
+            got=rows,
         )
 
 
@@ -177,8 +194,9 @@ def _sampling(config: RolloutRoot) -> Iterator[Problem]:
     if generation.max_new_tokens >= config.policy.max_total_sequence_length:
         yield Problem(
             "policy.generation.max_new_tokens",
-            f"{generation.max_new_tokens} leaves no room for a prompt within policy.max_total_sequence_length "
-            f"{config.policy.max_total_sequence_length}",
+            f"must be less than policy.max_total_sequence_length ({config.policy.max_total_sequence_length}), which "
+            "includes the prompt",
+            got=generation.max_new_tokens,
         )
 
 
@@ -188,41 +206,46 @@ def _ahead(config: RolloutRoot) -> Iterator[Problem]:
     section, settings = f"{rollouts.section}.async_grpo", rollouts.async_grpo
     default = type(settings).model_fields["max_trajectory_age_steps"].default
     if not settings.enabled and settings.max_trajectory_age_steps != default:
-        yield Problem(f"{section}.max_trajectory_age_steps", f"has no effect without {section}.enabled=true")
+        yield Problem.unused(f"{section}.max_trajectory_age_steps", f"without {section}.enabled=true")
     if settings.in_flight_weight_updates and not rollouts.max_staleness:
-        yield Problem(
+        yield Problem.unused(
             f"{section}.in_flight_weight_updates",
-            "has no effect in a synchronous run, in which no completion is under way when the weights change; set "
-            f"{section}.enabled=true and max_trajectory_age_steps above 0, or remove this key",
+            "in a synchronous run, because no completion is in progress when the weights change",
+            remedy=f"Remove this key, or set {section}.enabled=true and max_trajectory_age_steps above 0",
         )
-    if not settings.recompute_kv_cache_after_weight_updates and (problem := _kept_cache_problem(config)):
-        yield Problem(f"{section}.recompute_kv_cache_after_weight_updates", problem)
+    if not settings.recompute_kv_cache_after_weight_updates:
+        yield from _kept_cache(config, f"{section}.recompute_kv_cache_after_weight_updates")
     if rollouts.max_staleness and config.policy.generation.colocated.enabled:
         yield Problem(
             f"{section}.enabled",
-            "generation takes turns with the policy on the same devices, so it cannot go on while the policy trains; "
-            "give it devices of its own with policy.generation.colocated.enabled=false and "
-            f"policy.generation.colocated.resources, or set {section}.enabled=false",
+            "needs separate devices for generation, because generation on the policy's devices stops while the policy "
+            "trains",
+            got=settings.enabled,
+            remedy="Set policy.generation.colocated.enabled=false and policy.generation.colocated.resources, or set "
+            f"{section}.enabled=false",
         )
 
 
-def _kept_cache_problem(config: RolloutRoot) -> str:
-    """Why keys and values cannot be kept over a weight update; empty if they can."""
+def _kept_cache(config: RolloutRoot, key: str) -> Iterator[Problem]:
+    """Yield the reason that keys and values cannot be kept over a weight update."""
     rollouts, generation = rollout_config(config), config.policy.generation
-    if not rollouts.updates_in_flight:
-        return f"has no effect without {rollouts.section}.async_grpo.in_flight_weight_updates=true; remove this key"
-    if generation.lora_sync == "adapter":
-        return (
-            "the engine tells keys and values of one adapter from those of another, and would compute them anew; set "
-            "policy.generation.lora_sync=merged, or remove this key"
-        )
     known = generation.backend in names(GENERATORS)
-    if known and not plugin(GENERATORS, generation.backend).keeps_cache:
-        return (
-            f"{generation.backend} computes the keys and values of an interrupted request anew; set "
-            "policy.generation.backend=vllm, or remove this key"
+    if not rollouts.updates_in_flight:
+        yield Problem.unused(key, f"without {rollouts.section}.async_grpo.in_flight_weight_updates=true")
+    elif generation.lora_sync == "adapter":
+        yield Problem.unused(
+            key,
+            "with policy.generation.lora_sync=adapter, because the engine caches keys and values per adapter and would "
+            "recompute them",
+            remedy="Set policy.generation.lora_sync=merged, or remove this key",
         )
-    return ""
+    elif known and not plugin(GENERATORS, generation.backend).keeps_cache:
+        yield Problem(
+            key,
+            f"is not supported by {generation.backend}, which recomputes the keys and values of an interrupted request",
+            got=False,
+            remedy="Set policy.generation.backend=vllm, or remove this key",
+        )
 
 
 def _curriculum(config: RolloutRoot) -> Iterator[Problem]:
@@ -234,12 +257,14 @@ def _curriculum(config: RolloutRoot) -> Iterator[Problem]:
     if not settings.enabled:
         for key in ("success_reward", "window", "floor"):
             if is_changed(settings, key):
-                yield Problem(f"{section}.{key}", f"has no effect without {section}.enabled=true")
+                yield Problem.unused(f"{section}.{key}", f"without {section}.enabled=true")
     elif len(config.data.train_datasets) == 1:
         yield Problem(
             f"{section}.enabled",
-            "chooses among training datasets, and there is one; give several in data.train (such as one for each level "
-            "of difficulty), or select its rows by data.train.pass_rate",
+            "needs several training datasets to choose from, but there is 1",
+            got=settings.enabled,
+            remedy="List several in data.train (such as one per level of difficulty), or select rows with "
+            "data.train.pass_rate",
         )
 
 
@@ -247,10 +272,9 @@ def _validation(config: RolloutRoot) -> Iterator[Problem]:
     rollouts = rollout_config(config)
     metric = f"{rollouts.section}.stop_at_validation_metric"
     if (rollouts.stop_at_validation_metric is None) != (rollouts.stop_at_validation_threshold is None):
-        yield Problem(metric, "needs stop_at_validation_threshold, and the other way round")
+        yield Problem(metric, "must be set together with stop_at_validation_threshold", remedy="Set both or neither")
     if rollouts.stop_at_validation_metric not in (None, *rollouts.validation_goals):
-        allowed = " or ".join(rollouts.validation_goals)
-        yield Problem(metric, f"got {rollouts.stop_at_validation_metric!r}; use {allowed}")
+        yield Problem(metric, got=rollouts.stop_at_validation_metric, allowed=" or ".join(rollouts.validation_goals))
     if config.data.validation_datasets:
         return
     for name in ("val_period", "val_at_start", "val_at_end"):
@@ -258,6 +282,7 @@ def _validation(config: RolloutRoot) -> Iterator[Problem]:
             off = show(WITHOUT_VALIDATION[name])
             yield Problem(
                 f"{rollouts.section}.{name}",
-                f"got {show(getattr(rollouts, name))}, but there is nothing to validate on; give data.validation, or "
-                f"set this to {off}",
+                "needs validation data, and there is none",
+                got=getattr(rollouts, name),
+                remedy=f"Set data.validation, or set this to {off}",
             )

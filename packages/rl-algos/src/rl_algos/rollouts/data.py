@@ -34,11 +34,11 @@ class RolloutData:
     """Data that the driver loads before anything is started.
 
     Args:
-        train: prompts to train on.
-        validation: prompts to validate on.
-        end_of_sequence: token that ends every completion.
-        environments: those that score the prompts; None to have every prompt asked.
-        turn_ends: further tokens that end a completion, as the chat template has them.
+        train: Prompts to train on.
+        validation: Prompts to validate on.
+        end_of_sequence: Token that ends every completion.
+        environments: Those that score the prompts; None to have every prompt asked.
+        turn_ends: Further tokens that end a completion, as the chat template has them.
     """
 
     train: Stream[Prompt] | FlowStream[Prompt]
@@ -57,8 +57,8 @@ def load(config: RolloutRoot) -> Datasets:
     """All data of the config, before it is tokenised, every row with an environment that scores it.
 
     Raises:
-        DataError: naming dataset and row, and the remedy.
-        ConfigError: if a file or a processor that a dataset names is not there.
+        DataError: Naming dataset and row, and the remedy.
+        ConfigError: If a file or a processor that a dataset names is not there.
     """
     loaded = load_examples(config, check=AnswerCheck(config.env))
     datasets = Datasets([each.answered() for each in loaded.train], [each.answered() for each in loaded.validation])
@@ -101,16 +101,16 @@ class AnswerCheck:
             raise DataError(f"the environment {name} cannot score it: {error}{_mapping_remedy(info)}") from None
         answers = example.answer if isinstance(example.answer, list | tuple) else (example.answer,)
         if wrong := [each for each in answers if isinstance(each, float) and not math.isfinite(each)]:
-            raise DataError(f"its answer is {wrong[0]}, which no response can equal; write a number or text")
+            raise DataError(f"its answer is {wrong[0]}, which no response can match; use a number or a string")
 
 
 def _mapping_remedy(info: Mapping[str, Any]) -> str:
-    """How a row without an answer gets one; empty if it has one."""
+    """Return how to give a row an answer; empty if it has one."""
     if "answer" in info:
         return ""
     return (
-        ". If a column of another name holds it, name that column in `output_key` for the answer, or in `columns`, "
-        "such as {NAME: COLUMN}, for other fields"
+        ". If a column with another name contains it, set `output_key` to that column for the answer, or map it in "
+        "`columns`, such as {NAME: COLUMN}, for other fields"
     )
 
 
@@ -118,10 +118,10 @@ def check_environments(config: RolloutRoot, datasets: Datasets, *, also: Collect
     """Refuse a row that names an environment which is neither installed nor configured.
 
     Args:
-        also: names that rows may have besides.
+        also: Further names that rows may have.
 
     Raises:
-        DataError: naming the row, and the environments that there are.
+        DataError: Naming the row, and the environments that there are.
     """
     known = set(type(config.env).model_fields)
     for dataset in (*datasets.train, *datasets.validation):

@@ -39,9 +39,9 @@ class _Loaded:
     """The data of a task before it is tokenised.
 
     Args:
-        task: its settings; None for the run's validation data.
-        datasets: its rows.
-        data: settings by which they are tokenised.
+        task: Its settings; None for the run's validation data.
+        datasets: Its rows.
+        data: Settings by which they are tokenised.
     """
 
     task: TaskConfig | None
@@ -54,12 +54,12 @@ class RolloutEvaluation:
     seeds and sampling as the run's own validation.
 
     Args:
-        config: resolved root, with the section `eval`.
-        load: reads the data of the run, whose validation data is scored if no tasks are named; None without a run.
+        config: Resolved root, with the section `eval`.
+        load: Reads the data of the run, whose validation data is scored if no tasks are named; None without a run.
 
     Raises:
-        ConfigError: if there are no tasks and no validation data, or settings contradict one another.
-        DataError: naming dataset and row, and the remedy.
+        ConfigError: If there are no tasks and no validation data, or settings contradict one another.
+        DataError: Naming dataset and row, and the remedy.
     """
 
     def __init__(self, config: Any, load: Callable[[Any], Datasets] | None = None) -> None:
@@ -70,7 +70,7 @@ class RolloutEvaluation:
         tasks = [task_of(each, self._settings, of_run) for each in self._settings.tasks]
         repeated = sorted({task.name for task in tasks if [each.name for each in tasks].count(task.name) > 1})
         if repeated:
-            raise ConfigError(f"eval.tasks: {', '.join(repeated)} is given more than once; give each task its own name")
+            raise ConfigError(f"eval.tasks: {', '.join(repeated)} appears more than once; give each task its own name")
         self._loaded = [self._load_task(task) for task in tasks] if tasks else [self._load_validation()]
 
     def attempts(self) -> Mapping[str, list[Attempt]]:
@@ -82,7 +82,7 @@ class RolloutEvaluation:
         """The rollouts of the evaluation.
 
         Raises:
-            ConfigError, DataError: if the prompts cannot be tokenised, or no prompt leaves room for a completion.
+            ConfigError, DataError: If the prompts cannot be tokenised, or no prompt leaves room for a completion.
         """
         # imports transformers, which takes a second that loading need not pay
         from rl_algos.rollouts.worker.conversation_checks import check_turns
@@ -145,8 +145,8 @@ class RolloutEvaluation:
                 raise ConfigError(f"eval.tasks: {task.name}: {problem}")
             if not given and "" in dataset.named:
                 raise DataError(
-                    f"{dataset.place(dataset.named[''])}: the row names no environment to score it; set "
-                    f"{keys}.env_name to an installed environment (rl env list) or to a reward of your own "
+                    f"{dataset.place(dataset.named[''])}: the row has no environment to score it; set "
+                    f"{keys}.env_name to an installed environment (rl env list) or to your own reward function "
                     "(file.py:function)"
                 )
             for found, row_id in dataset.environments().items():
@@ -161,7 +161,7 @@ class RolloutEvaluation:
         if self._load_data is None or data is None or not data.validation_datasets:
             raise ConfigError(
                 "eval.tasks: is empty, and there is no validation data (data.validation, or split_validation_size of a "
-                "training dataset) to score instead; name tasks, such as --tasks gsm8k"
+                "training dataset) to score instead. Pass tasks, such as --tasks gsm8k"
             )
         # of the training data only what rows are held out from is read
         held_out = [dataset for dataset in data.train_datasets if dataset.split_validation_size is not None]
@@ -183,7 +183,7 @@ class RolloutEvaluation:
         if limit < 1:
             raise ConfigError(
                 f"eval: {sampling.max_new_tokens} new tokens of {name} leave no room for a prompt within "
-                f"policy.max_total_sequence_length {total}; raise it, or set eval.max_new_tokens lower"
+                f"policy.max_total_sequence_length ({total}); increase it, or lower eval.max_new_tokens"
             )
         limit = min(loaded.data.max_input_seq_length or limit, limit)
         whole = loaded.data.model_copy(update={"max_input_seq_length": None})

@@ -20,7 +20,7 @@ def training_problems(config: EvaluationRoot) -> Iterator[Problem]:
     """Keys that are for runs that train."""
     for key in ("period", "at_start", "at_end"):
         if getattr(config.eval, key):
-            yield Problem(f"eval.{key}", "is for a run that trains, and this one trains nothing; remove it")
+            yield Problem.unused(f"eval.{key}", "because this run does not train")
 
 
 PLUGIN = AlgorithmPlugin(

@@ -46,14 +46,14 @@ def rollout_algorithm(
     algorithms do.
 
     Args:
-        sections: of the config, beside `data`; the first extends `rl_algos.rollouts.config.RolloutConfig`.
-        implementation: a `rl_algos.rollouts.algorithm.RolloutAlgorithm`.
-        models, model_sections, training_defaults: as of `AlgorithmPlugin`.
-        requirements: beside rl-algos itself.
-        further: as of `AlgorithmPlugin`.
-        reads_filtered: whether its loss reads logprobs of the tokens that `top_p`, `top_k` and `min_p` of generation
+        sections: Sections of the config except `data`; the first extends `rl_algos.rollouts.config.RolloutConfig`.
+        implementation: A `rl_algos.rollouts.algorithm.RolloutAlgorithm`.
+        models, model_sections, training_defaults: See `AlgorithmPlugin`.
+        requirements: Requirements in addition to rl-algos itself.
+        further: See `AlgorithmPlugin`.
+        reads_filtered: True if its loss reads logprobs of the tokens that `top_p`, `top_k` and `min_p` of generation
             keep (`Read.token_filter`); otherwise these are refused.
-        checks: beside those of rollouts, validation and environments.
+        checks: Checks in addition to those of rollouts, validation and environments.
     """
     key = next(iter(sections), name)
     return AlgorithmPlugin(

@@ -12,10 +12,9 @@ from rl_algos.rollouts.driver.source import PacedRolloutSource
 from rl_algos.rollouts.driver.steps import RolloutSteps
 from rl_algos.rollouts.driver.task_evaluation import TaskEvaluation
 from rl_algos.rollouts.driver.validation import Validation
-from rl_algos.rollouts.worker.programs import AGENT_PROGRAM, DEFAULT_PROGRAM, PROGRAMS, program_named
+from rl_algos.rollouts.worker.programs import AGENT_PROGRAM, DEFAULT_PROGRAM, PROGRAMS, code_named, program_named
 from rl_core.model_config import GenerationConfig
 from rl_core.plugins import RolloutNeeds
-from rl_core.plugins.user_code import FromFile
 from rl_core.rollouts.generation import SamplingParams
 from rl_core.rollouts.pool import RolloutPool
 from rl_core.run import Components, Run
@@ -59,7 +58,7 @@ def program_needs(
             program=AGENT_PROGRAM,
             program_args={
                 "config": agent,
-                "function": None if agent.run is None else FromFile.read(agent.run),
+                "function": None if agent.run is None else code_named(agent.run),
                 "max_tokens": config.policy.max_total_sequence_length,
                 "split": splits,
             },
@@ -84,7 +83,7 @@ def steps_of(config: RolloutRoot, components: Components, run: Run, *, with_gree
     """The steps of the loop.
 
     Args:
-        with_greedy: whether each has a greedy rollout of every prompt besides.
+        with_greedy: True if each also has a greedy rollout of every prompt.
     """
     assert components.pool is not None, "the algorithm's plugin says that it generates"
     assert components.weights is not None, "the algorithm's plugin says that it generates"

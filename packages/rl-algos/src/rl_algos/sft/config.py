@@ -15,10 +15,10 @@ class SFTConfig(SupervisedConfig):
     """Supervised fine-tuning: steps, epochs, what is learned of a row, validation."""
 
     learn: LearnedTurns = "all"
-    """Turns of the assistant that are learned: all of them, or the last one. A message with `train: true` or
-    `train: false` decides for itself."""
+    """Assistant turns to train on: `all` of them, or only the `last` one. `train: true` or `train: false` in a message
+    takes precedence."""
     mix_by: Literal["rows", "tokens"] = "rows"
-    """Unit of the weights in `data.train`: shares of the rows that are drawn, or of the tokens under the loss."""
+    """Unit of the weights in `data.train`: they are shares of the drawn `rows`, or of the `tokens` in the loss."""
 
 
 class SFTRoot(DataRoot, Protocol):

@@ -18,7 +18,7 @@ from rl_core.errors import DataError
 from rl_core.rollouts.rollout import Message
 
 LEARNED_FLAGS = ("train", "weight")
-"""Keys by which a message says whether it is learned; the second is that of OpenAI's files."""
+"""Keys that select a message for training; OpenAI's files use the second one."""
 
 
 def encode_conversation(
@@ -33,7 +33,7 @@ def encode_conversation(
     The assistant's text is what `rl_algos.sft.turn_spans.find_turns` finds and proves.
 
     Args:
-        learn: all turns of the assistant or the last one; a message that says `train: true` or `train: false` (or
+        learn: All turns of the assistant or the last one; a message that says `train: true` or `train: false` (or
             `weight: 1` or `weight: 0`) decides for itself. Templates are not shown what it says.
         tools: JSON schemas of the tools that the assistant may call.
 
@@ -41,7 +41,7 @@ def encode_conversation(
         int32 `[tokens]` and uint8 `[tokens]`; the mask of the first token, which nothing predicts, is 0.
 
     Raises:
-        DataError: if no message of the assistant is to be learned, or if the template does not tell its turns apart.
+        DataError: If no message of the assistant is to be learned, or if the template does not tell its turns apart.
         jinja2.TemplateError: if the template refuses the messages.
     """
     learned = learned_messages(messages, learn)
@@ -71,14 +71,14 @@ def learned_messages(messages: Sequence[Message], learn: LearnedTurns) -> list[b
     """By message: whether it is learned.
 
     Raises:
-        DataError: if none is, or a flag is not one.
+        DataError: If none is, or a flag is not one.
     """
     spoken = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     if not spoken:
         roles = ", ".join(str(message["role"]) for message in messages)
         raise DataError(
-            f"the conversation has no assistant message to learn from, only {roles}; "
-            "give messages that end with one, or an output_key"
+            f"the conversation has no assistant message to train on, only {roles}; "
+            "end the messages with one, or set output_key"
         )
     by_default = set(spoken) if learn == "all" else {spoken[-1]}
     learned = []
@@ -86,14 +86,12 @@ def learned_messages(messages: Sequence[Message], learn: LearnedTurns) -> list[b
         flag = _flag(index, message)
         if flag and index not in spoken:
             raise DataError(
-                f"message {index} (from 0) is to be learned, but its role is {message['role']!r}: only what the "
-                "assistant says is learned; remove the flag"
+                f"message {index} (from 0) is marked for training, but its role is {message['role']!r} and only "
+                "assistant messages are trained on; remove the flag"
             )
         learned.append(index in by_default if flag is None else flag)
     if not any(learned):
-        raise DataError(
-            "every message of the assistant is marked as not to be learned; mark one, or leave the row out of the data"
-        )
+        raise DataError("no assistant message is marked for training; mark one, or remove the row from the data")
     return learned
 
 
@@ -104,13 +102,13 @@ def _flag(index: int, message: Message) -> bool | None:
     for key in given:
         if message[key] not in (0, 1):
             allowed = "true or false" if key == "train" else "0 or 1"
-            raise DataError(f"message {index} (from 0): `{key}` is {allowed}, got {message[key]!r}")
+            raise DataError(f"message {index} (from 0): `{key}` must be {allowed}, got {message[key]!r}")
         return bool(message[key])
     return None
 
 
 def _tokens(tokenizer: Any, text: str, starts: Sequence[int]) -> tuple[list[int], list[Span]]:
-    """Tokens of a text, with the part of the text that each stands for.
+    """Return the tokens of a string, with the part of the string that each covers.
 
     Each turn is tokenised apart from its prompt, as in generation: otherwise a token could join the end of a prompt
     and the start of a turn, or a prompt could have other tokens than the model reads when it generates.
@@ -148,7 +146,7 @@ def _added_tokens(tokenizer: Any) -> frozenset[int]:
 
 
 def _encoded(tokenizer: Any, text: str, *, inside: bool = False) -> tuple[list[int], list[Span]]:
-    """Tokens and offsets of a text, or of a text inside a longer one, which has no mark of a start."""
+    """Return tokens and offsets of a string, or of a string inside a longer one, which has no mark of a start."""
     if not inside:
         encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         return list(encoding["input_ids"]), list(encoding["offset_mapping"])

@@ -35,10 +35,10 @@ class TrainingRow:
     """A conversation to learn from.
 
     Args:
-        id: unique within the run and stable across runs.
+        id: Unique within the run and stable across runs.
         tokens: int32 `[tokens]`.
         loss_mask: uint8 `[tokens]`, 1 on what is learned.
-        dataset: name of its dataset.
+        dataset: Name of its dataset.
     """
 
     id: str
@@ -51,13 +51,13 @@ def prepare_examples(config: SFTRoot, tokenizer: Any, datasets: Datasets) -> Sup
     """Tokenise the data and check what came out; called on the driver before anything is started.
 
     Args:
-        config: root with `sft`, `data` and `policy`.
-        tokenizer: as `rl_algos.tokenizer.load_tokenizer` returns it.
-        datasets: as `rl_algos.data.examples.load_examples` returns them.
+        config: Root with `sft`, `data` and `policy`.
+        tokenizer: Tokenizer from `rl_algos.tokenizer.load_tokenizer`.
+        datasets: Datasets from `rl_algos.data.examples.load_examples`.
 
     Raises:
-        DataError: naming dataset and row, and the remedy.
-        ConfigError: if the tokenizer has no chat template.
+        DataError: Naming dataset and row, and the remedy.
+        ConfigError: If the tokenizer has no chat template.
     """
     require_chat_template(tokenizer)
     data, sft, policy = config.data, config.sft, config.policy
@@ -151,7 +151,7 @@ def training_rows(
     _warn_of_unknown(rows, dataset, tokenizer)
     if not any(row.loss_mask.any() for row in rows):
         raise DataError(
-            f"no token of the dataset {dataset.name!r} is under the loss: what the assistant says is empty in every row"
+            f"no token of the dataset {dataset.name!r} is in the loss: the assistant messages of all rows are empty"
         )
     return rows
 
@@ -163,8 +163,8 @@ def _warn_of_unknown(rows: Sequence[TrainingRow], dataset: Dataset, tokenizer: A
     found = [row.id for row in rows if (row.tokens[row.loss_mask > 0] == tokenizer.unk_token_id).any()]
     if found:
         _log.warning(
-            "%d of %d rows of the dataset %r have characters to learn that the tokenizer does not know, the first at "
-            "%s: the model learns to say %s for them. Remove them, or choose another model or tokenizer.",
+            "%d of %d rows of the dataset %r contain characters that the tokenizer does not know, the first at "
+            "%s: the model would learn to write %s instead. Remove them, or choose another model or tokenizer.",
             len(found),
             len(rows),
             dataset.name,

@@ -39,7 +39,7 @@ def render_marked(
         The text without marks, and the marked parts of it in order; empty parts are included.
 
     Raises:
-        DataError: if the marks do not survive the template, or are nested.
+        DataError: If the marks do not survive the template, or are nested.
     """
     plain = render(tokenizer, messages, add_generation_prompt=False, tools=tools)
     opens, closes = islice((mark for mark in map(chr, _PRIVATE) if mark not in plain), 2)

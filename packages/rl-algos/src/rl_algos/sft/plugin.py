@@ -17,7 +17,10 @@ def check(config: SFTRoot) -> Iterator[Problem]:
     weights = [dataset.weight for dataset in config.data.train_datasets]
     if config.sft.mix_by != "rows" and (None in weights or len(weights) == 1):
         yield Problem(
-            "sft.mix_by", "there are no weights to mix by; give each of several datasets in data.train a `weight`"
+            "sft.mix_by",
+            "needs several datasets with a `weight` each",
+            got=config.sft.mix_by,
+            remedy="Set `weight` for every dataset in data.train",
         )
 
 

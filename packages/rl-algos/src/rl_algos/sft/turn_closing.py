@@ -61,5 +61,5 @@ def ends_of(tokenizer: Any, template: str) -> TurnClosing:
 
 
 def beginning(text: str, tokens: Sequence[str]) -> str:
-    """Return the token with which a text begins; empty if it begins with none."""
+    """Return the token at the start of a string; empty if there is none."""
     return next((token for token in tokens if text.startswith(token)), "")

@@ -26,20 +26,20 @@ def check_turn(message: Message, index: int, turn: str, ends: Sequence[str]) -> 
     written = next((token for token in ends if isinstance(content, str) and token in content), None)
     if written is not None:
         raise DataError(
-            f"{place} contains {written!r}, the token that ends a turn, so the model would learn to stop there; remove "
-            "it from the data: the chat template writes the end of a turn"
+            f"{place} contains {written!r}, the token that ends a turn, so the model would learn to stop there. Remove "
+            "it from the data, because the chat template writes the end of a turn"
         )
     if content and turn.count(_THINK[1]) > max(1, str(content).count(_THINK[1])):
         raise DataError(
-            f"the chat template writes a thought of its own before the thought of {place}: {_short(turn)}; give the "
-            f"thoughts in {_THINK[0]}{_THINK[1]}, or set policy.tokenizer.chat_template to one that finds them"
+            f"the chat template writes its own thought before the thought of {place}: {_short(turn)}; write the "
+            f"thoughts in {_THINK[0]}{_THINK[1]}, or set policy.tokenizer.chat_template to a template that finds them"
         )
     shown = squeezed(turn)
     for what, part in _parts(message):
         if squeezed(part) not in shown:
             raise DataError(
                 f"the chat template leaves out {what} of {place}: {_short(part)} is not in {_short(turn)}; set "
-                f"policy.tokenizer.chat_template to one that writes it, or remove {what} from the data"
+                f"policy.tokenizer.chat_template to a template that writes it, or remove {what} from the data"
             )
 
 

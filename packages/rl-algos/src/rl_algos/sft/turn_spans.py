@@ -50,7 +50,7 @@ def find_turns(
         tools: JSON schemas of the tools that the assistant may call.
 
     Raises:
-        DataError: if the template does not tell a turn apart.
+        DataError: If the template does not tell a turn apart.
         jinja2.TemplateError: if the template refuses the messages.
     """
     conversation = _Conversation(tokenizer, messages, tools)
@@ -96,8 +96,8 @@ class _Conversation:
         text = self.render(len(self._messages))
         if text == render(self._tokenizer, self._messages, add_generation_prompt=False):
             raise DataError(
-                "the row has `tools`, which the chat template does not show; set policy.tokenizer.chat_template to one "
-                "that does, or remove the column"
+                "the row has `tools`, but the chat template does not show them; set policy.tokenizer.chat_template to "
+                "a template that does, or remove the column"
             )
 
     def render(self, count: int, *, prompts: bool = False) -> str:
@@ -122,7 +122,7 @@ class _Conversation:
         """The part of the text that a message of the assistant adds to its prompt.
 
         Raises:
-            DataError: if the template rewrites the turn once others follow, or does not keep its prompt.
+            DataError: If the template rewrites the turn once others follow, or does not keep its prompt.
         """
         turn = self.render(index + 1)
         ends = ends_of(self._tokenizer, str(self._tokenizer.get_chat_template()))
@@ -131,13 +131,13 @@ class _Conversation:
         if not text.startswith(said):
             raise DataError(
                 f"the chat template rewrites earlier turns, so the model would learn message {index} (from 0) of the "
-                f"assistant in another form than it writes; {self._remedy(index)}, or set "
-                "policy.tokenizer.chat_template to one that leaves earlier turns as they are"
+                f"assistant in a form that differs from what it writes; {self._remedy(index)}, or set "
+                "policy.tokenizer.chat_template to a template that does not change earlier turns"
             )
         return start, len(said)
 
     def end_of_open_turn(self, ends: TurnClosing) -> str:
-        """Return the token that the template writes behind the last message if another one follows (`<|user|>` for
+        """Return the token that the template writes after the last message if another one follows (`<|user|>` for
         GLM); the end of sequence if it writes none."""
         calls = self._messages[-1].get("tool_calls")
         said: Message = {"role": "assistant", "content": "x", **({"tool_calls": calls} if calls else {})}
@@ -156,8 +156,8 @@ class _Conversation:
     def _remedy(self, index: int) -> str:
         """Return the way to learn a turn that later messages change."""
         if any(message["role"] == "assistant" for message in self._messages[index + 1 :]):
-            return "learn the last turn only (sft.learn: last, or `train: false` in this message)"
-        return "remove the messages behind it, so that the row ends with what it learns"
+            return "train on the last turn only (sft.learn: last, or `train: false` in this message)"
+        return "remove the messages after it, so that the row ends with the trained message"
 
     def _start(self, turn: str, index: int) -> int:
         """Return where a turn begins after its prompt, in the rendered turn."""
@@ -171,9 +171,9 @@ class _Conversation:
         shared = _shared(prompt, shown)
         if shared < len(before) or not turn.startswith(prompt[:shared]):
             raise DataError(
-                f"the chat template renders the messages before message {index} in another way once the assistant has "
-                "answered, so its turn cannot be told from the rest; set policy.tokenizer.chat_template to one that "
-                "leaves them as they are, or that marks the turn with {% generation %}"
+                f"the chat template renders the messages before message {index} differently once the assistant has "
+                "answered, so its turn cannot be identified; set policy.tokenizer.chat_template to a template that "
+                "does not change them, or that marks the turn with {% generation %}"
             )
         return shared
 
@@ -182,9 +182,9 @@ class _Conversation:
         header = _unprompted(self._tokenizer, str(self._tokenizer.get_chat_template()))
         if header and turn.startswith(header):
             raise DataError(
-                f"the chat template writes {header!r} before message {index} (from 0), and does not with "
-                "`add_generation_prompt`, so the prompt of a model lacks it; set policy.tokenizer.chat_template to one "
-                "that ends with {% if add_generation_prompt %}{{ "
+                f"the chat template writes {header!r} before message {index} (from 0), but not with "
+                "`add_generation_prompt`, so it is missing from the prompt in generation; set "
+                "policy.tokenizer.chat_template to a template that ends with {% if add_generation_prompt %}{{ "
                 f"{header!r}"
                 " }}{% endif %}"
             )
@@ -203,7 +203,7 @@ class _Conversation:
         """The text, and the marked parts of each wanted message.
 
         Raises:
-            DataError: if a message has no marked part, or a part covers another message.
+            DataError: If a message has no marked part, or a part covers another message.
         """
         text, spans = render_marked(self._tokenizer, self._messages, self._tools)
         if not spans:  # the marks stand in a comment, or in a part of the template that is not used
@@ -213,9 +213,9 @@ class _Conversation:
         for index, several in found.items():
             if not several:
                 raise DataError(
-                    f"the chat template marks nothing of message {index} (from 0) by {{% generation %}}; set "
-                    "policy.tokenizer.chat_template to one that marks each turn of the assistant, or `train: false` "
-                    "in this message"
+                    f"the chat template does not mark any part of message {index} (from 0) with {{% generation %}}; "
+                    "set policy.tokenizer.chat_template to a template that marks each assistant turn, or set "
+                    "`train: false` in this message"
                 )
         return text, found
 
@@ -229,9 +229,9 @@ class _Conversation:
         before, after = counts[::2], counts[1::2]
         if before != [0, *after[:-1]] or after[-1] != len(spans):
             raise DataError(
-                f"the chat template marks {len(spans)} parts by {{% generation %}} for {len(speaks)} messages of the "
-                "assistant, which cannot be told apart; set policy.tokenizer.chat_template to one that marks each "
-                "message by blocks of its own"
+                f"the chat template marks {len(spans)} parts with {{% generation %}} for {len(speaks)} assistant "
+                "messages, so they cannot be matched; set policy.tokenizer.chat_template to a template that marks each "
+                "message with its own blocks"
             )
         return {index: list(spans[start:end]) for index, start, end in zip(speaks, before, after, strict=True)}
 
@@ -244,8 +244,8 @@ class _Conversation:
         before = self.render(index) if index else ""
         if text.startswith(before) and start < len(before):
             raise DataError(
-                f"the chat template's {{% generation %}} block for message {index} covers messages before it; set "
-                "policy.tokenizer.chat_template to one that marks only what the assistant says"
+                f"the chat template's {{% generation %}} block for message {index} includes messages before it; set "
+                "policy.tokenizer.chat_template to a template that marks only what the assistant says"
             )
         prompt = self._prompt(index)
         if not text.startswith(prompt):  # it may open a thought that the template leaves out of the turn

@@ -27,7 +27,7 @@ def supervised_problems(
     """Settings that have no effect, or that contradict one another.
 
     Args:
-        key: of the section.
+        key: Key of the section.
     """
     yield from _validation(key, section, data)
     yield from _environments(key, data)
@@ -40,14 +40,19 @@ def _validation(key: str, section: SupervisedConfig, data: DataConfig) -> Iterat
         return
     for name in WITHOUT_VALIDATION:
         if getattr(section, name) and is_changed(section, name):
-            yield Problem(f"{key}.{name}", "there is nothing to validate on; set data.validation, or remove this key")
+            yield Problem(
+                f"{key}.{name}",
+                "needs validation data, and there is none",
+                got=getattr(section, name),
+                remedy="Set data.validation, or remove this key",
+            )
 
 
 def _environments(key: str, data: DataConfig) -> Iterator[Problem]:
     """Environments, which score rollouts; there are none here."""
     for section, dataset in data.sections():
         if dataset.env_name is not None:
-            yield Problem(f"{section}.env_name", f"{key} learns from data and scores nothing; remove this key")
+            yield Problem.unused(f"{section}.env_name", f"because {key} trains on given data and scores nothing")
 
 
 def _lengths(data: DataConfig, policy: ModelConfig) -> Iterator[Problem]:
@@ -56,5 +61,7 @@ def _lengths(data: DataConfig, policy: ModelConfig) -> Iterator[Problem]:
     if limit is not None and limit > most:
         yield Problem(
             "data.max_input_seq_length",
-            f"got {limit}, above policy.max_total_sequence_length ({most}); lower it, or remove it to have them equal",
+            f"must not exceed policy.max_total_sequence_length ({most})",
+            got=limit,
+            remedy="Lower it, or remove it to use the same limit",
         )

@@ -21,35 +21,36 @@ class SupervisedConfig(Config):
     }
 
     max_num_epochs: Annotated[int | None, WhenChanged.GOAL] = Field(default=None, gt=0)
-    """Passes over the training data; unbounded if unset, but 1 if `max_num_steps` is unset as well."""
+    """Maximum number of passes over the training data. If unset, 1 if `max_num_steps` is unset too, otherwise
+    unlimited."""
     max_num_steps: Annotated[int | None, WhenChanged.GOAL] = Field(default=None, gt=0)
-    """Most optimizer steps; as many as the epochs have if unset."""
+    """Maximum number of optimizer steps. If unset, only `max_num_epochs` limits the run."""
     val_period: Annotated[int, WhenChanged.RESUME] = Field(default=10, ge=0)
-    """Steps from one validation to the next; 0 for none. Only if there is data to validate on."""
+    """Number of steps between validations; 0 turns them off. Without validation data there are none."""
     val_batches: Annotated[int | None, WhenChanged.RESUME] = Field(default=None, gt=0)
-    """Batches of a validation, of each dataset; all the validation data if unset."""
+    """Maximum number of batches per validation dataset; all of its data if unset."""
     val_global_batch_size: Annotated[int | None, WhenChanged.RESUME] = Field(default=None, gt=0)
-    """Rows of a validation batch; `policy.train_global_batch_size` if unset."""
+    """Number of rows per validation batch; `policy.train_global_batch_size` if unset."""
     val_at_start: Annotated[bool, WhenChanged.RESUME] = False
-    """Validate before the first step as well."""
+    """Validate before the first step too."""
     val_at_end: Annotated[bool, WhenChanged.RESUME] = False
-    """Validate after the last step as well."""
+    """Validate after the last step too."""
     stop_at_validation_loss: Annotated[float | None, WhenChanged.GOAL] = Field(default=None, gt=0)
-    """End the run once the validation loss is at or below this."""
+    """Validation loss at or below which the run ends. If unset, the run does not end early."""
     seed: int = Field(default=42, ge=0)
-    """Seed of the order of the data."""
+    """Seed for the order of the data."""
 
     @property
     def num_epochs(self) -> int | None:
-        """Epochs in force, None if steps alone bound the run."""
+        """Effective maximum number of epochs; None if only steps limit the run."""
         return 1 if self.max_num_epochs is None and self.max_num_steps is None else self.max_num_epochs
 
 
 def validation_metrics(section: SupervisedConfig, data: DataConfig, reported: Iterable[str]) -> list[str]:
-    """Names of the metrics that a validation records; none if there is no validation.
+    """Return the names of the metrics that a validation records; none if there is no validation.
 
     Args:
-        reported: metrics of each dataset, `loss` among them.
+        reported: Metrics of each dataset, including `loss`.
     """
     if not data.validation_datasets or not (section.val_period or section.val_at_start or section.val_at_end):
         return []

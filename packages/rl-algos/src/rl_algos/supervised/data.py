@@ -25,8 +25,8 @@ class SupervisedData(Generic[T]):
     """Data to train and validate on.
 
     Args:
-        train: training rows in their order.
-        validation: batches of rows by the name of their dataset; empty if there is no validation.
+        train: Training rows in their order.
+        validation: Batches of rows by the name of their dataset; empty if there is no validation.
     """
 
     train: Stream[T] | FlowStream[T]
@@ -45,9 +45,9 @@ def supervised_data(
     """The rows of all datasets, mixed as configured for training and in batches for validation.
 
     Args:
-        section: the algorithm's own.
-        rows_of: from a dataset to its rows.
-        size_of: from a row to its share when datasets are mixed by weight; None if all rows count alike.
+        section: The algorithm's own.
+        rows_of: Function from a dataset to its rows.
+        size_of: Function from a row to its share when datasets are mixed by weight; None if all rows count alike.
         flow_of: from datasets with `streaming` to their rows; None if the algorithm cannot learn from such ones.
     """
     train = _train(section, data, datasets.train, rows_of, size_of, flow_of)
@@ -73,8 +73,8 @@ def _train(
     if streamed := [dataset.name for dataset in datasets if dataset.source is not None]:
         if flow_of is None or size_of is not None:
             raise DataError(
-                f"`streaming` of {', '.join(streamed)} is for reinforcement learning, and for SFT with sft.mix_by: "
-                "rows; remove it, or set data_path to a download"
+                f"`streaming` of {', '.join(streamed)} is only for reinforcement learning, and for SFT with "
+                "sft.mix_by: rows. Remove it, or set data_path to a download"
             )
         return flow_of(datasets)
     rows = [rows_of(dataset) for dataset in datasets]

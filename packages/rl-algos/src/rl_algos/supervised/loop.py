@@ -24,11 +24,11 @@ class Objective(Generic[T]):
     """An objective: the loss of rows, and the columns that it needs.
 
     Args:
-        loss: with one total, which a validation's mean is taken over.
-        to_batch: from rows to the columns that they hold.
-        complete: adds the columns that the loss needs and only a model knows, such as logprobs of the reference; None
+        loss: Loss with one total, by which the mean of a validation is divided.
+        to_batch: Function from rows to the columns that they hold.
+        complete: Adds the columns that the loss needs and only a model knows, such as logprobs of the reference; None
             if there are none.
-        describe: metrics of the rows of a step; None if there are none.
+        describe: Metrics of the rows of a step; None if there are none.
     """
 
     loss: Loss
@@ -94,8 +94,8 @@ def _evaluated(objective: Objective[T], policy: Model, batch: Batch) -> dict[str
     totals = objective.loss.totals(batch)
     if len(totals) != 1:
         raise ValueError(
-            f"{type(objective.loss).__name__}.totals names {', '.join(totals) or 'nothing'}; a validation's mean is "
-            "taken over one total, such as the pairs or tokens of the batch"
+            f"{type(objective.loss).__name__}.totals returned {', '.join(totals) or 'nothing'}; validation needs "
+            "exactly one total to divide by, such as the pairs or tokens of the batch"
         )
     [(unit, total)] = totals.items()
     metrics = dict(policy.evaluate(batch, objective.loss))

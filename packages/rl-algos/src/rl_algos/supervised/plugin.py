@@ -28,11 +28,11 @@ def supervised_algorithm(
     """A plugin that trains a model on given rows, without rollouts.
 
     Args:
-        sections: of the config, beside `data`; the first extends `rl_algos.supervised.config.SupervisedConfig`.
-        training_defaults: of the policy, the only model that trains.
-        implementation: a `rl_algos.supervised.algorithm.SupervisedAlgorithm`.
-        models, validation_metrics, model_sections, further: as of `AlgorithmPlugin`.
-        checks: beside those of validation, environments and lengths.
+        sections: Sections of the config except `data`; the first extends `SupervisedConfig`.
+        training_defaults: Defaults of the policy, the only model that trains.
+        implementation: A `rl_algos.supervised.algorithm.SupervisedAlgorithm`.
+        models, validation_metrics, model_sections, further: See `AlgorithmPlugin`.
+        checks: Checks in addition to those of validation, environments and lengths.
     """
     key = next(iter(sections))
 

@@ -17,10 +17,10 @@ class ToolFormat:
 
     Args:
         parse: Reads a turn's text, with its special tokens except the one that ended it.
-        signs: texts that a chat template has if its model writes this format; any of them.
-        ends: special tokens that end a turn with calls, beside the template's end of a turn.
-        arguments_as_text: whether templates take the arguments of a call as JSON text.
-        reads_all: whether turns of models with this format are parsed even if there are no tools.
+        signs: Strings that a chat template contains if its model writes this format; any of them.
+        ends: Special tokens that end a turn with calls, in addition to the template's end of a turn.
+        arguments_as_text: True if templates take the arguments of a call as JSON text.
+        reads_all: True if turns of models with this format are parsed even if there are no tools.
     """
 
     parse: Parser
@@ -49,8 +49,8 @@ def format_of(chat_template: Any, name: str | None = None) -> ToolFormat:
     """The format with a name, or the one of a chat template.
 
     Args:
-        chat_template: a template, several by name, or None.
-        name: one of `FORMATS`; None to read it from the template.
+        chat_template: A template, several by name, or None.
+        name: One of `FORMATS`; None to read it from the template.
     """
     if name is not None:
         return FORMATS[name]

@@ -29,8 +29,8 @@ class Parsed:
     """A turn as a parser read it.
 
     Args:
-        content: the text without calls.
-        calls: in order; one that cannot be read has an `error`.
+        content: The text without calls.
+        calls: Calls in order; one that cannot be read has an `error`.
     """
 
     content: str
@@ -130,7 +130,7 @@ def marked_calls(text: str, mark: str, read: ReadCalls, opened: str = "") -> tup
 
 
 def at_most(calls: list[ToolCall]) -> list[ToolCall]:
-    """Return the first `MAX_CALLS` calls, and an error in place of all others."""
+    """Return the first `MAX_CALLS` calls, and an error instead of all others."""
     if len(calls) <= MAX_CALLS:
         return calls
     return [

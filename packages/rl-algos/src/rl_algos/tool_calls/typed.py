@@ -93,7 +93,7 @@ def _referred(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Any:
 
 
 def _is_choice(text: str, schema: Any) -> bool:
-    """Return whether a text is, as it stands, one of the choices of a schema."""
+    """Return whether a string is one of the choices of a schema."""
     return isinstance(schema, Mapping) and text in _choices(schema, "enum")
 
 

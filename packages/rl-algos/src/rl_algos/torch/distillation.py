@@ -1,4 +1,4 @@
-"""The computation behind `rl_algos.losses.distillation`."""
+"""The computation of `rl_algos.losses.distillation`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def compute(loss: DistillationLoss, reads: Mapping[str, Tensor], rows: Rows) -> 
     Args:
         reads: `logprobs_at` float32 `[tokens, k]` at the teacher's tokens, with gradient, and `logprobs` `[tokens]`
             likewise if the loss learns the text as well.
-        rows: columns that `loss.columns` names.
+        rows: Columns that `loss.columns` names.
     """
     mask = rows["loss_mask"] > 0
     student = reads["logprobs_at"]
@@ -52,7 +52,7 @@ def compute_whole(loss: WholeDistillationLoss, reads: Mapping[str, Tensor], rows
     Args:
         reads: `divergences` `[tokens, 6]` with gradient, and `logprobs` `[tokens]` likewise if the loss learns the text
             as well.
-        rows: columns that `loss.columns` names.
+        rows: Columns that `loss.columns` names.
     """
     mask = rows["loss_mask"] > 0
     found = torch.where(mask[:, None], reads["divergences"], 0.0)
@@ -90,7 +90,7 @@ def _sums(student: Tensor, teacher: Tensor, ids: Tensor, mask: Tensor, kind: Div
     """The sum of the divergences of all tokens, and those of the `METRICS`, without gradient.
 
     Args:
-        student, teacher: logprobs `[tokens, k]` at the ids.
+        student, teacher: Logprobs `[tokens, k]` at the ids.
         ids: `[tokens, k]`, -1 where there are fewer.
         mask: bool `[tokens]`.
     """

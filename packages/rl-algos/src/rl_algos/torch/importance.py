@@ -1,4 +1,4 @@
-"""The computation behind `rl_algos.losses.importance`: weights of the policy term, and sequences that it leaves out."""
+"""The computation of `rl_algos.losses.importance`: weights of the policy term, and sequences that it leaves out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The computation behind `rl_algos.losses.kl`."""
+"""The computation of `rl_algos.losses.kl`."""
 
 from __future__ import annotations
 

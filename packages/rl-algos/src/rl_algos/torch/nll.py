@@ -1,4 +1,4 @@
-"""The computation behind `rl_algos.losses.nll.NLLLoss`."""
+"""The computation of `rl_algos.losses.nll.NLLLoss`."""
 
 from __future__ import annotations
 

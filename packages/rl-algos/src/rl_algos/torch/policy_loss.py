@@ -1,4 +1,4 @@
-"""The computation behind `rl_algos.losses.policy.PolicyLoss`."""
+"""The computation of `rl_algos.losses.policy.PolicyLoss`."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def compute(loss: PolicyLoss, reads: Mapping[str, Tensor], rows: Rows) -> LossSu
     """Sums of the policy loss over one microbatch.
 
     Args:
-        loss: what to compute.
+        loss: What to compute.
         reads: `logprobs` float32 `[tokens]`, with gradient, and `entropy` likewise if the loss reads it.
-        rows: columns that `loss.columns` names.
+        rows: Columns that `loss.columns` names.
     """
     sampled = Sampled.of(reads["logprobs"], rows, on_policy=loss.on_policy)
     compared = sampled if loss.ratio_denominator == "prev" else sampled.around_generation()

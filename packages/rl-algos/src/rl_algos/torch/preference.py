@@ -1,4 +1,4 @@
-"""The computations behind `rl_algos.losses.preference`."""
+"""The computations of `rl_algos.losses.preference`."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Responses:
     """Logprobs of whole responses, `[rows]` or `[pairs]`.
 
     Args:
-        logprobs: of the policy, summed over a response, with gradient.
-        relative: the same less those of the reference, or as they are if there is none.
-        lengths: tokens.
+        logprobs: Logprobs of the policy, summed over a response, with gradient.
+        relative: The same less those of the reference, or as they are if there is none.
+        lengths: Tokens.
     """
 
     logprobs: Tensor
@@ -56,7 +56,7 @@ def compute_pairs(loss: PreferenceLoss, reads: Mapping[str, Tensor], rows: Rows)
 
     Args:
         reads: `logprobs` float32 `[tokens]`, with gradient.
-        rows: columns that `loss.columns` names.
+        rows: Columns that `loss.columns` names.
     """
     term, pairs = loss.term, Pairs.of(rows)
     responses = Responses.of(reads["logprobs"], rows, uses_reference=term.uses_reference)
@@ -80,7 +80,7 @@ def compute_kto(loss: KTOLoss, reads: Mapping[str, Tensor], rows: Rows) -> LossS
 
     Args:
         reads: `logprobs` float32 `[tokens]`, with gradient.
-        rows: columns that `loss.columns` names.
+        rows: Columns that `loss.columns` names.
     """
     responses = Responses.of(reads["logprobs"], rows, uses_reference=True)
     is_good = rows["verdict"] > 0.5

@@ -1,4 +1,4 @@
-"""The computations behind `rl_algos.losses.reward`."""
+"""The computations of `rl_algos.losses.reward`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def compute_pairs(loss: BradleyTerryLoss, reads: Mapping[str, Tensor], rows: Row
 
     Args:
         reads: `scores` float32 `[rows]`, with gradient.
-        rows: columns that `loss.columns` names.
+        rows: Columns that `loss.columns` names.
     """
     pairs = Pairs.of(rows)
     chosen, rejected = reads["scores"][pairs.chosen], reads["scores"][pairs.rejected]
@@ -37,7 +37,7 @@ def compute_regression(_loss: RegressionLoss, reads: Mapping[str, Tensor], rows:
 
     Args:
         reads: `scores` float32 `[rows]`, with gradient.
-        rows: columns that `loss.columns` names.
+        rows: Columns that `loss.columns` names.
     """
     scores = reads["scores"]
     metrics = {

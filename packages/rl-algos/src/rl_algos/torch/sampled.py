@@ -31,7 +31,7 @@ class Sampled:
     """Columns at the sampled tokens and 0 at all others, whatever lies there: NaN times 0 would be NaN.
 
     Args:
-        rows: of the microbatch, those of one sequence joined; row columns are not to be read from them.
+        rows: Rows of the microbatch, those of one sequence joined; row columns are not to be read from them.
         mask: bool `[tokens]`, the tokens that the policy sampled.
         logprobs: `[tokens]`, with gradient.
         prev: `[tokens]`, logprobs before the step.

@@ -1,4 +1,4 @@
-"""The computation behind `rl_algos.losses.spans`."""
+"""The computation of `rl_algos.losses.spans`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def compute(loss: SpanLoss, reads: Mapping[str, Tensor], rows: Rows) -> LossSums
 
     Args:
         reads: `logprobs` float32 `[tokens]`, with gradient.
-        rows: columns that `loss.columns` names.
+        rows: Columns that `loss.columns` names.
     """
     is_inside, is_last = rows[SPANS] > 0, rows[SPANS] == 2
     student = span_sums(reads["logprobs"], is_inside, is_last)

@@ -1,4 +1,4 @@
-"""The computations behind `rl_algos.losses.surrogates`: the policy term of each token, by the surrogate's name."""
+"""The computations of `rl_algos.losses.surrogates`: the policy term of each token, by the surrogate's name."""
 
 from __future__ import annotations
 

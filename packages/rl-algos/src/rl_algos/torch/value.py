@@ -1,4 +1,4 @@
-"""The computation behind `rl_algos.losses.value.ValueLoss`."""
+"""The computation of `rl_algos.losses.value.ValueLoss`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def compute(loss: ValueLoss, reads: Mapping[str, Tensor], rows: Rows) -> LossSum
 
     Args:
         reads: `values` float32 `[tokens]`, with gradient.
-        rows: columns that `loss.columns` names.
+        rows: Columns that `loss.columns` names.
     """
     # selected rather than multiplied: what lies off the mask may not be finite
     mask = rows["loss_mask"] > 0

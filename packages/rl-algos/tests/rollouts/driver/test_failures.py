@@ -20,7 +20,7 @@ def groups(*failures):
 def test_a_share_that_is_allowed_passes_with_a_warning(caplog):
     with caplog.at_level(logging.WARNING):
         FailureWatch(0.5).check(groups("hung", ""))
-    assert caplog.messages == ["1 of 2 rollouts failed and train nothing: 1 x hung"]
+    assert caplog.messages == ["1 of 2 rollouts failed and do not train: 1 x hung"]
     FailureWatch(0.0).check([])
 
 
@@ -60,7 +60,7 @@ def test_a_cause_is_told_of_at_once_then_when_its_failures_double_with_all_of_th
             watch.check(groups(f"raised ValueError: invalid literal: 'x{step}' (at reward.py:3)", ""))
     reason = "raised ValueError: invalid literal: 'x{}' (at reward.py:3)"
     assert caplog.messages == [
-        f"1 of 2 rollouts failed and train nothing: 1 x {reason.format(step)}{so_far}"
+        f"1 of 2 rollouts failed and do not train: 1 x {reason.format(step)}{so_far}"
         for step, so_far in [
             (0, ""),
             *(
@@ -76,7 +76,7 @@ def test_another_cause_is_told_of_at_once(caplog):
     for failure in ("raised", "raised", "raised", "hung"):
         watch.check(groups(failure, ""))
     assert caplog.messages[-1] == (
-        "1 of 2 rollouts failed and train nothing: 1 x hung. Since the start 4 of 8: 3 x raised; 1 x hung"
+        "1 of 2 rollouts failed and do not train: 1 x hung. Since the start 4 of 8: 3 x raised; 1 x hung"
     )
 
 

@@ -29,7 +29,7 @@ def test_rollouts_that_earn_nothing_are_reported_once_with_what_they_answered(sa
         assert len(said()) == (step >= PATIENCE)
         watch.observe([answered("a", "left", "left", "go right"), answered("b", "left")])
     (message,) = said()
-    assert message.startswith(f"all {4 * PATIENCE} rollouts of {PATIENCE} steps have earned nothing")
+    assert message.startswith(f"all {4 * PATIENCE} rollouts of {PATIENCE} steps have the same reward, 0,")
     assert "most often they end with 'left' (3x), 'go right' (1x)." in message
     assert "rl env run" in message
 
@@ -38,7 +38,7 @@ def test_other_equal_rewards_are_reported_with_their_value(said):
     watch = RewardWatch()
     for _ in range(PATIENCE):
         watch.observe([make_group("a", [-1.0, -1.0])])
-    assert "have earned the same, -1," in said()[0]
+    assert "the same reward, -1," in said()[0]
 
 
 @pytest.mark.parametrize("late", [[0.0, 1.0], [1.0, 1.0]])

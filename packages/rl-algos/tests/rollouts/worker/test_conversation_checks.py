@@ -61,7 +61,7 @@ def test_a_template_that_cannot_be_continued_may_be_rendered_anew():
         "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
     check(tokenizer, max_rollout_turns=2, rewritten_history="split")
-    with pytest.raises(ConfigError, match=r"policy.tokenizer.chat_template: .* behind a turn of the policy"):
+    with pytest.raises(ConfigError, match=r"policy.tokenizer.chat_template: .* after an assistant turn"):
         check(tokenizer, max_rollout_turns=2, rewritten_history="keep")
     with pytest.raises(ConfigError, match=r"policy.tokenizer.chat_template: no calls here"):
         check(tokenizer, TOOLS, "hermes", max_rollout_turns=2, rewritten_history="split")

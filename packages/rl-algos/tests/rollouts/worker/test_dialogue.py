@@ -99,5 +99,5 @@ def test_a_reply_ends_within_the_tokens_that_are_left():
     assert rollout.tokens[len(tokens) :].tolist() == turns[0].tolist()
     rollout = asyncio.run(ReplyProgram(max_tokens=1000).run(prompt, Client(chat, turns)))
     assert (rollout.status, rollout.turns[0].text) == ("ok", SAID[0])
-    with pytest.raises(ValueError, match="the prompt alone has"):
+    with pytest.raises(ValueError, match=r"the prompt has \d+ tokens"):
         asyncio.run(ReplyProgram(max_tokens=len(tokens)).run(prompt, Client(chat, turns)))

@@ -22,7 +22,7 @@ def test_programs_of_ones_own_are_named_by_module_or_file(tmp_path):
     ("name", "problem"),
     [
         ("multi_turns", "did you mean multi_turn"),
-        ("no_such.module:Agent", "the module no_such.module is not installed"),
+        ("no_such.module:Agent", "module no_such.module .*not installed"),
         ("no_such_file.py:Agent", "cannot be read"),
     ],
 )

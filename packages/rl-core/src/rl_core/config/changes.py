@@ -27,9 +27,9 @@ def changed_keys(root: type[Config], old: Any, new: Any) -> list[RuledChange]:
     """The changes between two configs, in the order of the keys. Paths are compared by what they name.
 
     Args:
-        root: type of both.
-        old: nested plain values, as `as_written` returns them.
-        new: the same.
+        root: Type of both.
+        old: Nested plain values, as `as_written` returns them.
+        new: The same.
     """
     return [
         _strictest(root, path, change, new)
@@ -42,7 +42,7 @@ def rule_of(root: type[Config], path: KeyPath, tree: Any) -> WhenChanged:
     """The rule for another value at a path: the one given closest to it, else a change needs a branch.
 
     Args:
-        tree: nested plain values, which decide among the members of a union.
+        tree: Nested plain values, which decide among the members of a union.
     """
     rule = WhenChanged.BRANCH
     for key, value in _along(root, path, tree):
@@ -61,8 +61,8 @@ def keys_when_changed(config: Config, rule: WhenChanged) -> dict[str, Any]:
 
 
 def with_absolute_paths(config: Config) -> Any:
-    """As `as_written`, with the paths of files and folders that exist made absolute: what a run keeps of its config can
-    be read from any folder."""
+    """Same as `as_written`, with the paths of files and folders that exist made absolute: what a run keeps of its
+    config can be read from any folder."""
     tree, root = as_written(config), type(config)
     return mapped(tree, lambda path, value: _absolute(value) if _names_path(root, path, tree) else value)
 
@@ -99,7 +99,7 @@ def _names_path(root: type[Config], path: KeyPath, tree: Any) -> bool:
 
 
 def _name_the_same(change: Change, *, is_path: bool) -> bool:
-    """Whether two texts name one file, or one function or class in a file."""
+    """Return whether two strings name one file, or one function or class in a file."""
     old, new = change.old, change.new
     if not (isinstance(old, str) and isinstance(new, str)):
         return False

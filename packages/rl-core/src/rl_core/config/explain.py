@@ -20,19 +20,19 @@ class Explanation:
     """A key, explained.
 
     Args:
-        key: dotted; empty for the root.
-        doc: its documentation: that of its field or of the type of its section, or else that of the mapping with free
+        key: Dotted; empty for the root.
+        doc: Its documentation: that of its field or of the type of its section, or else that of the mapping with free
             keys around it; empty if none was written.
-        type: the values that may be written, in words.
-        choices: those that the type lists, as they are written; empty if it lists none.
-        required: whether it must be set.
-        default: as plain values; None if it is required.
-        value: as plain values; that of the resolved config if there is one, otherwise the default.
-        origin: of the value.
-        children: the keys directly below, each explained without its own children.
-        when_changed: what a run may do with another value; None of a child.
-        part_of: key of the list or mapping that has the default as an entry, and is replaced as a whole if any entry
-            is set; empty for any other key.
+        type: The values that may be written, in words.
+        choices: Those that the type lists, as they are written; empty if it lists none.
+        required: True if it must be set.
+        default: As plain values; None if it is required.
+        value: As plain values; that of the resolved config if there is one, otherwise the default.
+        origin: Origin of the value.
+        children: The keys directly below, each explained without its own children.
+        when_changed: What a run may do with another value; None of a child.
+        part_of: Key of the list or mapping that has the default as an entry, and is replaced as a whole if any entry is
+            set; empty for any other key.
     """
 
     key: str
@@ -52,12 +52,12 @@ def explain(root: type[Config], key: str, config: Resolved[Any] | Values | None 
     """Explain a key of a config type.
 
     Args:
-        root: the config type.
-        key: dotted; empty for the root.
-        config: one of that type, for the present value and its origin; `Values` of one that need not be valid.
+        root: The config type.
+        key: Dotted; empty for the root.
+        config: One of that type, for the present value and its origin; `Values` of one that need not be valid.
 
     Raises:
-        ConfigError: if there is no such key, naming the nearest.
+        ConfigError: If there is no such key, naming the nearest.
     """
     path = parse_path(key) if key else ()
     values = _values(config) if isinstance(config, Resolved) else config
@@ -80,8 +80,8 @@ def explain_all(root: type[Config], config: Values | None = None) -> Iterator[Ex
     mappings that the values have.
 
     Args:
-        root: the config type.
-        config: values of that type; the defaults if None.
+        root: The config type.
+        config: Values of that type; the defaults if None.
     """
     found = Key((), root)
     yield from _explained_below(found, _explained(found, config, None), config)

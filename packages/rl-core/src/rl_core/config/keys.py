@@ -39,9 +39,9 @@ class Key:
     """One key of a config type.
 
     Args:
-        path: from the root.
-        annotation: its type.
-        field: the field behind it; None for an entry of a list or of a mapping with free keys, and for the root.
+        path: Path from the root.
+        annotation: Its type.
+        field: The field behind it; None for an entry of a list or of a mapping with free keys, and for the root.
     """
 
     path: KeyPath
@@ -75,13 +75,13 @@ class Key:
 
     @property
     def marks(self) -> list[Any]:
-        """Its annotations beside the type, such as bounds, with those of the members of a union."""
+        """Its annotations in addition to the type, such as bounds, with those of the members of a union."""
         of_members = [item for _, constraints in members(self.annotation) for item in constraints]
         return [*(self.field.metadata if self.field else ()), *of_members]
 
     @property
     def required(self) -> bool:
-        """Whether it must be set."""
+        """Return whether it must be set."""
         return self.field is not None and self.field.is_required()
 
     @property
@@ -98,7 +98,7 @@ class Key:
 
     @property
     def is_empty_at_null(self) -> bool:
-        """Whether null means its default: it takes a list or a mapping and no null, and its default is empty."""
+        """Return whether null means its default: it takes a list or a mapping and no null, and its default is empty."""
         kinds = [get_origin(kind) or kind for kind in self.kinds]
         takes_several = any(kind in (*_LISTS, *_MAPPINGS) for kind in kinds)
         return takes_several and types.NoneType not in kinds and not self.required and self.default in ([], {})
@@ -196,7 +196,7 @@ def members(annotation: Any, constraints: Sequence[Any] = ()) -> list[tuple[Any,
 
 
 def is_section(kind: Any) -> TypeGuard[type[Config]]:
-    """Whether a type is that of a section."""
+    """Return whether a type is that of a section."""
     return isinstance(kind, type) and issubclass(kind, Config)
 
 
@@ -206,7 +206,7 @@ def tuple_types(kind: Any) -> tuple[Any, ...]:
 
 
 def _is_fixed(kind: Any) -> bool:
-    """Whether the type is a tuple that states the type of each entry."""
+    """Return whether the type is a tuple that states the type of each entry."""
     return get_origin(kind) is tuple and ... not in get_args(kind)
 
 

@@ -47,9 +47,9 @@ class RawConfig:
     """The merged values that the user wrote, before a schema has read them.
 
     Args:
-        name: name of the recipe or file, for messages.
-        entry: the tree.
-        files: every file read, the ones inherited from first.
+        name: Name of the recipe or file, for messages.
+        entry: The tree.
+        files: Every file read, the ones inherited from first.
     """
 
     name: str
@@ -60,7 +60,7 @@ class RawConfig:
         """The value that the user wrote at a key, interpolated among what was written; `default` if there is none.
 
         Raises:
-            ConfigError: if an interpolation in it is wrong.
+            ConfigError: If an interpolation in it is wrong.
         """
         path = parse_path(key)
         if self.entry.get(path) is None:
@@ -98,14 +98,14 @@ def load(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = (), 
     are replaced. `file.py:Name` is relative to the folder of the file in which it is written.
 
     Args:
-        source: a recipe name, a YAML file, or plain nested values, which may have `defaults:` as well.
+        source: A recipe name, a YAML file, or plain nested values, which may have `defaults:` as well.
         overrides: `key.path=value` with the value as in YAML; text needs no quotes. `key=null` clears,
             `data.train[0].split=x` changes a list entry. `data.train.data_path=x` replaces a dataset that is given by
             `dataset_name`, with its settings, and the other way round; another `dataset_name` replaces its `settings`.
-        search: the places that hold recipes.
+        search: The places that hold recipes.
 
     Raises:
-        ConfigError: if a file does not exist or is not valid, `defaults:` form a circle, or an override cannot be read.
+        ConfigError: If a file does not exist or is not valid, `defaults:` form a circle, or an override cannot be read.
     """
     reader = _Reader(search)
     if isinstance(source, Mapping):
@@ -190,14 +190,14 @@ def _override(text: str) -> tuple[KeyPath, Entry]:
     """The path and the value of an override.
 
     Raises:
-        ConfigError: if it cannot be read.
+        ConfigError: If it cannot be read.
     """
     key, equals, value = text.partition("=")
     key = key.strip()
     if not equals:
         raise ConfigError("an override is written key=value, for example grpo.seed=1")
     if key[:1] in ("+", "~", "-"):
-        raise ConfigError(f"write key=value without {key[0]!r}: new keys need no mark, and key=null clears one")
+        raise ConfigError(f"write key=value without {key[0]!r}: new keys need no prefix, and key=null clears one")
     path = parse_path(key)
     if path == ("defaults",):
         raise ConfigError("`defaults` belongs in a file: name another recipe instead")
@@ -216,7 +216,7 @@ class _Reader:
         resolved = path.resolve()
         if resolved in chain:
             circle = " -> ".join(shown(file) for file in (*chain[chain.index(resolved) :], resolved))
-            raise ConfigError(f"`defaults` go in a circle: {circle}; take one of them out")
+            raise ConfigError(f"circular `defaults`: {circle}. Remove one")
         if path in self._merged:  # several files may inherit from the same one
             return self._merged[path]
         merged = self._merged[path] = self.over_parents(read_file(path, shown(path)), path, (*chain, resolved))
@@ -282,8 +282,8 @@ def interpolate(tree: dict[str, Any], everything: dict[str, Any]) -> tuple[dict[
     OmegaConf resolves one value at a time, so that every wrong one is reported with its own key.
 
     Args:
-        tree: plain nested values as the user wrote them.
-        everything: the same over the defaults of keys that the user did not write; interpolations may name both.
+        tree: Plain nested values as the user wrote them.
+        everything: The same over the defaults of keys that the user did not write; interpolations may name both.
 
     Returns:
         The tree, and the problems by path.
@@ -370,7 +370,7 @@ def _resolved(container: Any, path: KeyPath) -> tuple[Any, Exception | None]:
 def _message(text: str, error: Exception, known: Iterable[str]) -> str:
     said = str(error).partition("\n")[0]
     if isinstance(error, RecursionError) or "Recursive interpolation" in said:
-        return f"{text!r} leads back to itself; give one of the keys in the circle a value"
+        return f"{text!r} leads back to itself; set one of the keys in the circle to a value"
     if (match := _NOT_FOUND.search(said)) and match[1].lstrip(".") in text:
         return f"{text!r} names {match[1]}, which is not a key here{did_you_mean(match[1].lstrip('.'), known)}"
     if match := _VARIABLE.search(said):
@@ -380,10 +380,10 @@ def _message(text: str, error: Exception, known: Iterable[str]) -> str:
         )
     if "Unsupported interpolation type" in said:
         name = said.rpartition(" ")[2]
-        return f"{text!r} asks for {name!r}, which computes nothing here; write the value, or a key as ${{section.key}}"
+        return f"{text!r} asks for {name!r}, which is not available here; write the value, or a key as ${{section.key}}"
     if "MissingMandatoryValue" in said or "MissingValue" in type(error).__name__:
         return f"{text!r} names a key marked {MISSING}: set that key"
     if "oc.env" in text or text.count("${") > 1:
         # OmegaConf's words would show the value of the variable
-        return f"{text!r} cannot be resolved with the present values of what it names"
-    return f"{text!r} cannot be worked out: {said}"
+        return f"{text!r} cannot be resolved with the current values of the keys and variables in it"
+    return f"{text!r} cannot be resolved: {said}"

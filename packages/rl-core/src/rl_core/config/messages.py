@@ -1,4 +1,4 @@
-"""Messages about values that a config type refuses, and the keys that a mistyped one most likely means."""
+"""Messages about values that a config type refuses, and suggestions for mistyped keys."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rl_core.config.tree import Entry, KeyPath, format_path, parse_path
 from rl_core.problems import Problem, show
 
 Hint = Callable[[str, Any], str]
-"""Explains an unknown key, given with its value; returns nothing for one that it does not know either."""
+"""Explains an unknown key, given with its value; returns an empty string for a key that it does not know either."""
 
 _GOOD = 0.7
 _TIE = 0.04
@@ -26,12 +26,12 @@ _BOOLS = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "false
 
 
 def nearest(key: str, candidates: Iterable[str], *, most: int = 3) -> list[str]:
-    """Candidates close to a dotted key, best first: by its last name foremost, then by the whole path.
+    """Return candidates close to a dotted key, best first: mainly by its last name, then by the whole path.
 
     So a typo (`grpo.num_promts_per_step`), a wrong section (`policy.num_prompts_per_step`), a missing prefix
     (`num_prompts_per_step`) and a name cut short or with its words in another order (`policy.max_sequence_length`) are
-    all found. Candidates that are as good as the best come along, `most` in all, unless some are in the section that
-    was written (of a key without a section: at the root): then those alone.
+    all found. Candidates as good as the best are included, up to `most`. If some of them are in the section that was
+    written (for a key without a section: at the root), only those are returned.
     """
     scored = sorted(((_score(key, candidate), candidate) for candidate in set(candidates)), key=lambda s: (-s[0], s[1]))
     if not scored or scored[0][0] < _GOOD:
@@ -129,7 +129,7 @@ def _line(problem: Problem, written: Entry) -> str:
 
 
 def _path_in(values: Any, details: ErrorDetails) -> KeyPath:
-    """The location of an error without the names of union members that pydantic puts into it."""
+    """Return the location of an error without the names of union members that pydantic adds to it."""
     path: list[str | int] = []
     last = len(details["loc"]) - 1
     for position, segment in enumerate(details["loc"]):
@@ -144,7 +144,7 @@ def _path_in(values: Any, details: ErrorDetails) -> KeyPath:
 
 
 def by_another_name(root: type[Config], path: KeyPath, values: Any) -> str:
-    """The message about a name that a key of the same section has elsewhere or had before; empty for any other name."""
+    """Return the message about another or an earlier name of a key of the same section; empty for any other name."""
     *above, name = path
     section = _section_around(root, path, values)
     if section is None:
@@ -158,7 +158,7 @@ def by_another_name(root: type[Config], path: KeyPath, values: Any) -> str:
 
 
 def new_name(root: type[Config], path: KeyPath, values: Any) -> str:
-    """The key that one of an earlier version has become; empty for any other key."""
+    """Return the key that replaces a key of an earlier version; empty for any other key."""
     section = _section_around(root, path, values)
     now = section.renamed.get(str(path[-1]), "") if section is not None else ""
     key = re.match(r"[\w.]*", now)
@@ -249,7 +249,7 @@ def _ratio(a: str, b: str) -> float:
 
 
 def _words(name: str, other: str) -> float:
-    """Likeness of names by their words: the same words in any order 0.95, less if some are left out or added."""
+    """Return the similarity of names by their words: 0.95 for the same words in any order, less if some differ."""
     mine, theirs = (set(re.split(r"[_\W]+", text.lower())) - {""} for text in (name, other))
     shared = len(mine & theirs)
     if not shared or shared < min(len(mine), len(theirs)):

@@ -1,4 +1,4 @@
-"""From what the user wrote to a typed config, or to one error that lists everything wrong with it."""
+"""Resolve what the user wrote to a typed config, or raise one error that lists all its problems."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Resolved(Generic[C]):
     """A valid config and the origins of its values.
 
     Args:
-        config: the typed values.
-        raw: what the user wrote.
+        config: The typed values.
+        raw: What the user wrote.
     """
 
     config: C
@@ -50,9 +50,9 @@ class Values:
     """The values of a config that may have something wrong with it.
 
     Args:
-        tree: plain nested values, defaults included; None in place of an interpolation that cannot be resolved.
-        raw: what the user wrote.
-        references: interpolations of environment variables by key path, as they were written.
+        tree: Plain nested values, defaults included; None in place of an interpolation that cannot be resolved.
+        raw: What the user wrote.
+        references: Interpolations of environment variables by key path, as they were written.
     """
 
     tree: Any
@@ -61,11 +61,11 @@ class Values:
 
 
 def values_of(raw: RawConfig, root: type[Config]) -> Values:
-    """Every value of a config as far as it can be told, whatever else is wrong with the config.
+    """Return every value of a config that can be determined, whatever else is wrong with the config.
 
     Args:
-        raw: what `load` returned.
-        root: the config type.
+        raw: What `load` returned.
+        root: The config type.
     """
     written = raw.entry.plain()
     _, everything = _over_defaults(Key((), root), written, None)
@@ -84,24 +84,26 @@ def resolve(
     """Interpolate and validate what the user wrote, over the defaults of a config type.
 
     Args:
-        raw: what `load` returned.
-        root: the config type, mostly from `assemble`.
-        checks: run on the valid config; each yields a `Problem` per key that does not go with the rest. If unknown
-            keys and nulls are all that is wrong, they run on the config without those.
+        raw: What `load` returned.
+        root: The config type, mostly from `assemble`.
+        checks: Run on the valid config; each yields a `Problem` per key that does not go with the rest. If unknown keys
+            and nulls are all that is wrong, they run on the config without those.
         hint: Explains unknown keys that it knows, in place of the nearest ones.
 
     Raises:
-        ConfigProblems: listing every problem: key, origin, what was given, what is allowed, the nearest key.
+        ConfigProblems: Listing every problem: key, origin, what was given, what is allowed, the nearest key.
     """
     written = raw.entry.plain()
-    tree, wrong = interpolate(*_over_defaults(Key((), root), written, None))
+    tree, unresolved = interpolate(*_over_defaults(Key((), root), written, None))
+    wrong = {path: Problem(format_path(path), reason) for path, reason in unresolved.items()}
     for path, value in leaves(written).items():
         if isinstance(value, Unset):
-            wrong[path] = f"is marked {MISSING}; set it: {format_path(path)}=VALUE"
+            remedy = f"Set it: {format_path(path)}=VALUE"
+            wrong[path] = Problem(format_path(path), f"must be set, because it is marked {MISSING}", remedy=remedy)
     values = mapped(tree, lambda path, value: _read(key_at(root, path, tree), value))
     references = _environment_references(written)
     wrong |= literal_credentials(written, references)
-    faults = [Problem(format_path(path), reason) for path, reason in wrong.items()]
+    faults = list(wrong.values())
     try:
         config = root.model_validate_json(json.dumps(values))
     except ValidationError as error:
@@ -236,6 +238,6 @@ def _keys(path: KeyPath, text: str) -> list[KeyPath]:
 
 
 def _meets(key: KeyPath, paths: set[KeyPath]) -> bool:
-    """Whether a key is one of the paths, or around or below one."""
+    """Return whether a key is one of the paths, or around or below one."""
     texts = [str(segment) for segment in key]
     return any(all(one == str(other) for one, other in zip(texts, path, strict=False)) for path in paths)

@@ -36,7 +36,7 @@ class ProblemError(ValueError):
     """Raised in a section's validator to blame keys of that section rather than the section as a whole.
 
     Args:
-        problems: with keys relative to the section.
+        problems: Problems with keys relative to the section.
     """
 
     def __init__(self, *problems: Problem) -> None:
@@ -44,25 +44,26 @@ class ProblemError(ValueError):
         self.problems = problems
 
     def __str__(self) -> str:
-        return "; ".join(f"{problem.key}: {problem.message}" for problem in self.problems)
+        return "; ".join(": ".join(filter(None, (problem.key, problem.message))) for problem in self.problems)
 
 
 class WhenChanged(Enum):
-    """The rule for a run whose key has another value than the one it was started with, the freest first.
+    """When a key of a started run may change, from the least to the most restrictive.
 
     It is given for a field, as in `save_period: Annotated[int, WhenChanged.RESUME]`, or for a whole section by its
     `when_changed`; the one closest to a key holds.
     """
 
     RESUME = "may change when it is resumed"
-    GOAL = "may change when it is resumed, and lets a finished run go on"
+    GOAL = "may change when it is resumed, and lets a finished run continue"
     BRANCH = "a change needs a branch"
     NEW_RUN = "a change needs a new run"
 
 
 @dataclass(frozen=True)
 class NamesPath:
-    """Marks text that is, or may be, the path of a file or folder: two such texts are equal if they name the same."""
+    """Marks a string that is, or may be, the path of a file or folder: two such strings are equal if they refer to the
+    same path."""
 
 
 PathText = Annotated[str, NamesPath()]
@@ -70,7 +71,7 @@ PathText = Annotated[str, NamesPath()]
 
 
 class Config(BaseModel):
-    """A frozen, strictly typed group of settings; the text under a field is its documentation.
+    """A frozen, strictly typed group of settings; the docstring under a field is its documentation.
 
     Unknown keys are refused, and no value changes its type on the way in, except that a float field takes an int.
     """
@@ -79,13 +80,13 @@ class Config(BaseModel):
     """The rule of the keys below that have none of their own; None leaves it to the section around."""
 
     also_called: ClassVar[Mapping[str, str]] = {}
-    """Names that keys of this section have in other sections or other libraries, and the keys: a user who writes such a
-    name is told the key."""
+    """Names that keys of this section have in other sections or other libraries, and the keys: the error for such a
+    name shows the key."""
 
     renamed: ClassVar[Mapping[str, str]] = {}
     """Keys that this section had in earlier versions, and what to write now, relative to the section: a key
-    (`kl.weight`), a key and its value (`surrogate=gspo`), or a key and an explanation. A user who writes such a key is
-    told that."""
+    (`kl.weight`), a key and its value (`surrogate=gspo`), or a key and an explanation. The error for such a
+    key shows it."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -115,7 +116,7 @@ def plain(value: Any) -> Any:
 
 
 def is_changed(section: Config, key: str) -> bool:
-    """Whether a key of a section has another value than its default.
+    """Return whether a key of a section has another value than its default.
 
     A check that refuses keys without effect asks this, not which keys are written: the config that a run writes names
     every key, and must load back.
@@ -125,24 +126,25 @@ def is_changed(section: Config, key: str) -> bool:
 
 
 def _check_variables(variables: dict[str, str]) -> dict[str, str]:
-    problems = [Problem(name, reason) for name in variables if (reason := _refusal(name))]
+    problems = [problem for name in variables if (problem := _refusal(name))]
     if problems:
         raise ProblemError(*problems)
     return variables
 
 
-def _refusal(name: str) -> str:
+def _refusal(name: str) -> Problem | None:
     if not _VARIABLE_NAME.fullmatch(name):
-        return "not the name of an environment variable; use letters, digits and underscores"
+        remedy = "Use letters, digits and underscores"
+        return Problem(name, "is not a valid name for an environment variable", remedy=remedy)
     if name in SET_BY_THE_LAUNCHER:
-        return f"the launcher sets it: {SET_BY_THE_LAUNCHER[name]}; remove it here"
+        return Problem(name, f"is set by the launcher: {SET_BY_THE_LAUNCHER[name]}", remedy="Remove it here")
     if name.startswith("RAY_"):
-        return "Ray's own variables are read when Ray starts; set it where you start Ray, and remove it here"
-    return ""
+        return Problem(name, "is read only when Ray starts", remedy="Set it where you start Ray, and remove it here")
+    return None
 
 
 EnvVars = Annotated[dict[str, str], AfterValidator(_check_variables)]
-"""Environment variables by name, for workers; an empty text empties a variable."""
+"""Environment variables of workers by name; an empty string clears a variable."""
 
 Section = type[Config] | tuple[Any, Any]
 """A section's type, or a type and its default: a value, `...` for none, or pydantic's `Field(...)`."""
@@ -159,10 +161,10 @@ class Assembly:
     """How a type was put together, so that its values pickle although no module holds the type.
 
     Args:
-        token: names the type in every process that its values reach.
-        base: the type extended, or its assembly.
-        sections: key, type (or its assembly) and default.
-        defaults: key of the base and the default that it has in place of its own.
+        token: Names the type in every process that its values reach.
+        base: The type extended, or its assembly.
+        sections: Key, type (or its assembly) and default.
+        defaults: Key of the base and the default that it has in place of its own.
     """
 
     token: str
@@ -198,13 +200,13 @@ def assemble(
     Values of an assembled type pickle into any process that can import the parts.
 
     Args:
-        name: of the type.
-        sections: key to type, or to (type, default).
-        base: the type that it extends.
-        defaults: other defaults for keys of `base`.
+        name: Name of the type.
+        sections: Key to type, or to (type, default).
+        base: The type that it extends.
+        defaults: Other defaults for keys of `base`.
 
     Raises:
-        ValueError: if `base` has one of the keys already, unless as a section whose type this one extends.
+        ValueError: If `base` has one of the keys already, unless as a section whose type this one extends.
     """
     taken = sorted(key for key, part in sections.items() if key in base.model_fields and not _narrows(part, base, key))
     if taken:
@@ -260,7 +262,7 @@ def _field(kind: Any, default: Any) -> tuple[Any, Any]:
 
 
 def _redefined(field: FieldInfo, default: Any) -> tuple[Any, Any]:
-    """A field as it is, but for its default."""
+    """A field as it is, except its default."""
     changed = copy(field)
     changed.default, changed.default_factory = default, None
     return field.annotation, changed

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rl_core.config.keys import value_at
-from rl_core.config.tree import KeyPath, Unset, leaves, parse_path
+from rl_core.config.tree import KeyPath, Unset, format_path, leaves, parse_path
 from rl_core.problems import Problem, show
 
 _VARIABLES = "env_vars"
@@ -18,8 +18,9 @@ _SHORTEST = 4
 """Characters of the shortest value that is hidden from the messages of other keys."""
 
 
-def literal_credentials(written: Any, references: Mapping[KeyPath, str]) -> Iterator[tuple[KeyPath, str]]:
-    """Problems of credentials that the user wrote into the config itself, which is stored with the run and uploaded.
+def literal_credentials(written: Any, references: Mapping[KeyPath, str]) -> Iterator[tuple[KeyPath, Problem]]:
+    """Yield the problems with credentials that the user wrote in the config itself, which is stored with the run and
+    uploaded, by path.
 
     Args:
         written: Plain nested values as the user wrote them.
@@ -31,8 +32,14 @@ def literal_credentials(written: Any, references: Mapping[KeyPath, str]) -> Iter
         name = str(path[-1])
         if isinstance(value, Unset) or value in (None, "") or path in references or not pattern.search(name):
             continue
-        remedy = f"write {name}: ${{oc.env:{name.upper()}}} and set {name.upper()} where you start the run"
-        yield path, f"a credential must not be written in the config, which is stored with the run; {remedy}"
+        yield (
+            path,
+            Problem(
+                format_path(path),
+                "must not contain a credential, because the config is stored with the run",
+                remedy=f"Write {name}: ${{oc.env:{name.upper()}}} and set {name.upper()} where you start the run",
+            ),
+        )
 
 
 def with_references(values: Any, references: Mapping[KeyPath, str], path: KeyPath = ()) -> Any:

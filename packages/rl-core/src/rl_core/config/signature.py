@@ -16,8 +16,8 @@ class NamedConfig(Config):
     """A section that chooses a function or class by `name`; its other keys are the settings of that."""
 
     settings_follow_name: ClassVar[bool] = True
-    """True if any function or class may be named, with other keys than the type has; False if the keys are fixed and
-    `name` only has a short form."""
+    """True if `name` may be any function or class, whose keys then replace those of the type; False if the keys are
+    fixed and `name` is only the short form of the section."""
 
     @model_validator(mode="before")
     @classmethod
@@ -26,19 +26,19 @@ class NamedConfig(Config):
 
 
 def section_of(target: Callable[..., Any], base: type[Config], *, derived: Collection[str] = ()) -> type[Config]:
-    """A section with the keys of `base`, and beside them the settings of a function or dataclass.
+    """A section with the keys of `base`, and in addition to them the settings of a function or dataclass.
 
     Settings of a function are its keyword-only parameters, those of a dataclass its fields, those of another class the
     keyword-only parameters of its constructor. Their annotations are the types of the keys, their defaults those of the
     keys.
 
     Args:
-        target: the function or class.
-        base: the keys that choose it.
-        derived: settings that follow from other keys, and have none of their own.
+        target: The function or class.
+        base: The keys that choose it.
+        derived: Settings that follow from other keys, and have none of their own.
 
     Raises:
-        ValueError: if a setting has no annotation, one that cannot be resolved, or the name of a key of `base`.
+        ValueError: If a setting has no annotation, one that cannot be resolved, or the name of a key of `base`.
     """
     name = getattr(target, "__name__", str(target))
     try:

@@ -44,7 +44,7 @@ def parse_path(key: str) -> KeyPath:
     """The segments of a dotted key such as `data.train[0].split`; `[n]` addresses an entry of a list.
 
     Raises:
-        ConfigError: if a segment is empty or malformed.
+        ConfigError: If a segment is empty or malformed.
     """
     path: list[str | int] = []
     for part in key.split("."):
@@ -87,8 +87,8 @@ class Origin:
     """Place at which a value was written.
 
     Args:
-        source: a file as the user would type it, `command line`, `default`, or the name of a mapping made in code.
-        line: line in the file, from 1.
+        source: A file as the user would type it, `command line`, `default`, or the name of a mapping made in code.
+        line: Line in the file, from 1.
     """
 
     source: str
@@ -132,7 +132,7 @@ def read_scalar(text: str) -> Any:
 
 
 def natural(tree: Any) -> Any:
-    """Nested values with numbers and truth values in place of their texts."""
+    """Nested values with numbers and truth values in place of their strings."""
     return mapped(tree, lambda _, value: value.value if isinstance(value, Unquoted) else value)
 
 
@@ -141,8 +141,8 @@ class Entry:
     """A value and its origin.
 
     Args:
-        value: a `dict[str, Entry]`, a `list[Entry]` or a scalar.
-        origin: the place at which it was written; that of a mapping is the first place of its key.
+        value: A `dict[str, Entry]`, a `list[Entry]` or a scalar.
+        origin: The place at which it was written; that of a mapping is the first place of its key.
     """
 
     value: Any
@@ -160,7 +160,7 @@ class Entry:
                 return cls(value, origin)
 
     def plain(self) -> Any:
-        """The values alone, as nested dicts and lists."""
+        """Only the values, as nested dicts and lists."""
         match self.value:
             case dict():
                 return {key: entry.plain() for key, entry in self.value.items()}
@@ -186,14 +186,14 @@ class Entry:
         """This tree with one entry put at a path; mappings on the way are made, list entries must exist.
 
         Raises:
-            ConfigError: if the path leads to a list entry that does not exist.
+            ConfigError: If the path leads to a list entry that does not exist.
         """
         if not path:
             return entry
         head, *rest = path
         if isinstance(self.value, list):
             if not str(head).isdecimal() or int(head) >= len(self.value):
-                raise ConfigError(f"{format_path([head])} is not an entry of a list of {len(self.value)}")
+                raise ConfigError(f"{format_path([head])} is not a valid index: the list has {len(self.value)} entries")
             items = list(self.value)
             items[int(head)] = items[int(head)].with_entry(tuple(rest), entry)
             return Entry(items, self.origin)
@@ -257,7 +257,7 @@ class _Composer(yaml.SafeLoader):
 
 
 def _chooses_another(below: Entry, over: Entry) -> bool:
-    """Whether two mappings name different datasets, or different things, one of them by `module:name`."""
+    """Return whether two mappings name different datasets, or different things, one of them by `module:name`."""
     datasets = [
         {key: mapping.value[key].value for key in DATASET if key in mapping.value and mapping.value[key].value}
         for mapping in (over, below)
@@ -272,10 +272,10 @@ def read_file(path: Path, name: str) -> Entry:
     """The tree of a YAML file.
 
     Args:
-        name: of the file in origins and messages.
+        name: Name of the file in origins and messages.
 
     Raises:
-        ConfigError: if it cannot be read, is not YAML, has more than `MAX_VALUES` values or `MAX_DEPTH` levels, or uses
+        ConfigError: If it cannot be read, is not YAML, has more than `MAX_VALUES` values or `MAX_DEPTH` levels, or uses
             what is refused: duplicated keys, tags and merge keys.
     """
     try:
@@ -294,7 +294,7 @@ def read_value(text: str, origin: Origin) -> Entry:
     """The value of a command-line override: quoted text, a list or mapping in flow syntax, or a scalar as it stands.
 
     Raises:
-        ConfigError: if a quoted text, list or mapping is not complete YAML.
+        ConfigError: If a quoted text, list or mapping is not complete YAML.
     """
     text = text.strip()
     if text[:1] not in ("[", "{", "'", '"'):
@@ -323,7 +323,7 @@ def _compose(text: str, source: str | None) -> yaml.Node | None:
         mark = error.problem_mark or error.context_mark
         what = ", ".join(part for part in (error.context, error.problem) if part)
         if source is None:
-            raise ConfigError(f"not valid YAML: {what}; quote the value to pass it as text") from None
+            raise ConfigError(f"not valid YAML: {what}; quote the value to pass it as a string") from None
         place = Origin(source, mark.line + 1 if mark else None)
         raise ConfigError(f"{place}: not valid YAML: {what}{_remedy(error.problem or '')}") from None
     except yaml.reader.ReaderError as error:
@@ -339,7 +339,7 @@ def _remedy(problem: str) -> str:
     if r"'\t'" in problem:
         return "; indent with spaces"
     if "mapping values are not allowed" in problem:
-        return "; quote a value that holds `: `, and indent keys of a section alike"
+        return "; quote a value that contains `: `, and indent all keys of a section equally"
     return ""
 
 
@@ -347,7 +347,7 @@ class _Reader:
     """Turns composed nodes into entries and gathers what is refused.
 
     Args:
-        is_numbered: whether the nodes are a file's, so that origins have lines.
+        is_numbered: True if the nodes are a file's, so that origins have lines.
     """
 
     def __init__(self, source: str, *, is_numbered: bool) -> None:
@@ -364,7 +364,7 @@ class _Reader:
 
     def entry(self, node: yaml.Node) -> Entry:
         if any(node is parent for parent in self._open):
-            return self.refuse(node, "an alias (`*name`) inside its own anchor never ends")
+            return self.refuse(node, "an alias (`*name`) inside its own anchor is endless")
         self._num_values += 1
         if self._num_values > MAX_VALUES:
             # at once: a few lines of aliases to aliases stand for any number of values

@@ -31,10 +31,10 @@ class RemoteRows:
     """Rows picked from stores, in order; selecting and joining move no data. Columns over the same rows share one.
 
     Args:
-        stores: that hold the rows.
-        part: int64 `[rows]`, index into `stores` of each row.
-        row: int64 `[rows]`, row within that store.
-        lengths: int64 `[rows]`, tokens of each row, so that rows can be planned without being read.
+        stores: That hold the rows.
+        part: Int64 `[rows]`, index into `stores` of each row.
+        row: Int64 `[rows]`, row within that store.
+        lengths: Int64 `[rows]`, tokens of each row, so that rows can be planned without being read.
     """
 
     stores: tuple[RowStore, ...]
@@ -101,9 +101,9 @@ class RemoteColumn:
     """A column that lies elsewhere.
 
     Args:
-        rows: of the column.
-        name: of the column in their stores.
-        zeroed: bool `[rows]`, rows whose values count as zeros; None for none.
+        rows: Rows of the column.
+        name: Name of the column in their stores.
+        zeroed: Bool `[rows]`, rows whose values count as zeros; None for none.
     """
 
     rows: RemoteRows
@@ -125,7 +125,7 @@ def pick_rows(parts: Sequence[Local], part: np.ndarray, row: np.ndarray) -> Loca
     """Rows of a column that lies in several parts, at least one.
 
     Args:
-        parts: of the column.
+        parts: Parts of the column.
         part, row: int64 `[rows]`, which row of which part each is.
     """
     first = parts[0]
@@ -137,7 +137,7 @@ def pick_rows(parts: Sequence[Local], part: np.ndarray, row: np.ndarray) -> Loca
 
 
 def zero_rows(column: Local, zeroed: np.ndarray | None) -> Local:
-    """The column with zeros in the rows for which `zeroed`, bool `[rows]`, says so; None says so for none."""
+    """The column with zeros in the rows for which `zeroed`, bool `[rows]`, is true; None for none."""
     if zeroed is None or not zeroed.any():
         return column
     if isinstance(column, Ragged):
@@ -150,16 +150,16 @@ def zero_rows(column: Local, zeroed: np.ndarray | None) -> Local:
 
 
 class Batch:
-    """Columns over the same rows, each a `Ragged`, an array or a `RemoteColumn` that lies elsewhere.
+    """Columns over the same rows, each a `Ragged`, an array or a `RemoteColumn` that is stored elsewhere.
 
     Token-aligned columns share their row lengths with `tokens`. Rows that carry the same `pair` id belong together
     and stay in one microbatch. A batch is never changed: every method returns another.
 
     Args:
-        columns: name to column; all must have the same number of rows, and at least one is needed.
+        columns: Name to column; all must have the same number of rows, and at least one is needed.
 
     Raises:
-        ValueError: naming the columns whose number of rows differs.
+        ValueError: Naming the columns whose number of rows differs.
     """
 
     def __init__(self, columns: Mapping[str, Column]) -> None:
@@ -217,7 +217,7 @@ class Batch:
             raise ValueError(f"batch lacks columns {missing}; it has {sorted(self._columns)}")
 
     def only(self, names: Sequence[str]) -> Batch:
-        """The named columns alone."""
+        """Only the named columns."""
         self.require(*names)
         return Batch({name: self._columns[name] for name in names})
 
@@ -233,7 +233,7 @@ class Batch:
         return column.rows.lengths if isinstance(column, RemoteColumn) else self.ragged(TOKENS).lengths
 
     def with_zeros(self, name: str, zeroed: np.ndarray) -> Batch:
-        """The same rows with zeros in this column of those for which `zeroed`, bool `[rows]`, says so."""
+        """The same rows with zeros in this column of those for which `zeroed`, bool `[rows]`, is true."""
         self.require(name)
         column = self._columns[name]
         if isinstance(column, RemoteColumn):

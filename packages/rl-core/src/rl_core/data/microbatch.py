@@ -34,8 +34,8 @@ def shard(lengths: ArrayLike, num_shards: int, groups: ArrayLike | None = None) 
 
     Args:
         lengths: `[rows]`, tokens of each row.
-        num_shards: number of ranks.
-        groups: `[rows]`, ids; rows with the same id form one unit and stay together. A row is a unit of its own
+        num_shards: Number of ranks.
+        groups: `[rows]`, ids; rows with the same id form one unit and stay together. A row is its own unit
             without it.
 
     Returns:
@@ -74,14 +74,14 @@ def plan_microbatches(
 
     Packing: `max_tokens` bounds the sum of the lengths (best fit, longest first). Dynamic batching: with `padded`,
     `max_tokens` bounds the number of rows times the longest of them, rows of like length together. Plain: `max_rows`
-    consecutive rows. A unit (a row, or a group) larger than the budget travels alone.
+    consecutive rows. A unit (a row, or a group) larger than the budget gets its own microbatch.
 
     Args:
         lengths: `[rows]`, tokens of each row.
-        max_tokens: token budget; exactly one of `max_tokens` and `max_rows` must be given.
-        max_rows: row budget.
-        padded: whether padding counts towards `max_tokens`.
-        min_count: return at least this many; microbatches of several units are split, then empty ones follow.
+        max_tokens: Token budget; exactly one of `max_tokens` and `max_rows` must be given.
+        max_rows: Row budget.
+        padded: True if padding counts towards `max_tokens`.
+        min_count: Return at least this many; microbatches of several units are split, then empty ones follow.
         groups: `[rows]`, ids; rows with the same id stay in one microbatch.
 
     Returns:
@@ -104,9 +104,9 @@ class Batching:
     """How a model's rows become microbatches.
 
     Args:
-        packed: rows lie end to end; otherwise they are padded.
-        max_tokens: token budget of a microbatch, padding included; None if rows are counted.
-        max_rows: row budget, if there is no token budget.
+        packed: Rows lie end to end; otherwise they are padded.
+        max_tokens: Token budget of a microbatch, padding included; None if rows are counted.
+        max_rows: Row budget, if there is no token budget.
     """
 
     packed: bool
@@ -118,7 +118,7 @@ class Batching:
         """The batching that a model's config asks for, in training or in forward-only passes.
 
         Raises:
-            ValueError: if both packing and dynamic batching are enabled.
+            ValueError: If both packing and dynamic batching are enabled.
         """
         rows = config.train_micro_batch_size if training else config.logprob_batch_size
         packing, dynamic = config.sequence_packing, config.dynamic_batching

@@ -14,7 +14,7 @@ def row_index(rows: ArrayLike) -> np.ndarray:
     index = np.asarray(rows)
     if index.size and index.dtype.kind not in "iu":
         raise TypeError(
-            f"rows are selected by their numbers, got {index.dtype} values (np.flatnonzero makes numbers of a mask)"
+            f"row indices must be integers, got {index.dtype} values (np.flatnonzero turns a mask into indices)"
         )
     return index.astype(np.int64)
 
@@ -25,10 +25,10 @@ class Ragged:
 
     Args:
         values: `[total, *inner]`, the rows one after another.
-        offsets: int64 `[rows + 1]`, non-decreasing, from 0 to `total`.
+        offsets: Int64 `[rows + 1]`, non-decreasing, from 0 to `total`.
 
     Raises:
-        ValueError: if the offsets do not describe the values.
+        ValueError: If the offsets do not describe the values.
     """
 
     values: np.ndarray
@@ -40,7 +40,9 @@ class Ragged:
         if offsets.ndim != 1 or len(offsets) == 0 or offsets[0] != 0:
             raise ValueError(f"offsets must be one-dimensional and start at 0, got {offsets!r}")
         if offsets[-1] != len(self.values) or np.any(np.diff(offsets) < 0):
-            raise ValueError(f"offsets must rise from 0 to the {len(self.values)} values, got {offsets!r}")
+            raise ValueError(
+                f"offsets must increase from 0 to {len(self.values)} (the number of values), got {offsets!r}"
+            )
 
     @classmethod
     def from_rows(
@@ -49,7 +51,7 @@ class Ragged:
         """Join rows; `dtype` and `inner` give the type and inner shape if there are no rows to take them from.
 
         Raises:
-            ValueError: naming row and place, if values are of several kinds: numpy would make texts of all of them.
+            ValueError: Naming row and place, if values are of several kinds: numpy would make texts of all of them.
         """
         arrays = [
             np.asarray(row, dtype=dtype) if dtype is not None else _of_one_kind(row, i) for i, row in enumerate(rows)
@@ -63,7 +65,8 @@ class Ragged:
                 numbers = [number for number, array in enumerate(arrays) if array.size]
                 other = next(i for i, kind in enumerate(kinds) if kind != kinds[0])
                 raise ValueError(
-                    f"row {numbers[0]} holds {kinds[0]} and row {numbers[other]} {kinds[other]}; rows are of one kind"
+                    f"row {numbers[0]} holds {kinds[0]} and row {numbers[other]} {kinds[other]}; all rows must "
+                    "have the same kind"
                 )
             dtype = np.result_type(*filled)
         offsets = np.zeros(len(arrays) + 1, dtype=np.int64)
@@ -120,7 +123,7 @@ class Ragged:
         return Ragged(values, self.offsets)
 
     def equals(self, other: Ragged) -> bool:
-        """Whether rows, values and dtype agree exactly."""
+        """Return whether rows, values and dtype agree exactly."""
         return (
             self.values.dtype == other.values.dtype
             and np.array_equal(self.offsets, other.offsets)
@@ -146,7 +149,9 @@ def _of_one_kind(row: ArrayLike, number: int) -> np.ndarray:
     if array.dtype.kind == "O" or len(set(kinds)) > 1:
         place = next((i for i, kind in enumerate(kinds) if kind != kinds[0]), 0)
         found = kinds[place] if kinds else "objects"
-        raise ValueError(f"row {number} holds {found} at {place}; the values of a Ragged are all numbers or all texts")
+        raise ValueError(
+            f"row {number} holds {found} at {place}; the values of a Ragged are all numbers or all strings"
+        )
     return array
 
 

@@ -25,8 +25,8 @@ class Pick:
     """Which rows a picker takes of one family, the columns that lie in the same rows.
 
     Args:
-        names: of the columns in the stores.
-        stores: how many of the picker's stores hold the family, in order.
+        names: Names of the columns in the stores.
+        stores: How many of the picker's stores hold the family, in order.
         part, row: int64, a row per shard: which row of which of those stores each of its rows is.
     """
 
@@ -41,9 +41,9 @@ class Layout:
     """How the rows of one shard lie in the chunks that it gets, for one family.
 
     Args:
-        columns: name in the batch, to name in the stores.
+        columns: Name in the batch, to name in the stores.
         part, row: int64 `[rows]`, which row of which chunk each is.
-        zeroed: bool `[rows]` by column, rows that count as zeros.
+        zeroed: Bool `[rows]` by column, rows that count as zeros.
     """
 
     columns: Mapping[str, str]
@@ -57,8 +57,8 @@ class Shard:
     """The rows of one data-parallel rank.
 
     Args:
-        local: columns that came with it.
-        layouts: of the families that did not.
+        local: Columns that came with it.
+        layouts: Layouts of the families that did not.
     """
 
     local: Batch | None
@@ -81,9 +81,9 @@ class Plan:
     """A shuffle.
 
     Args:
-        picks: of each picker, a `Pick` per family.
-        stores: that each picker reads, family after family.
-        shards: the parts that make up each shard, in order.
+        picks: Picks of each picker, a `Pick` per family.
+        stores: That each picker reads, family after family.
+        shards: The parts that make up each shard, in order.
     """
 
     picks: tuple[tuple[Pick, ...], ...]
@@ -95,9 +95,10 @@ def plan_shuffle(batch: Batch, rows: Sequence[np.ndarray], max_pickers: int) -> 
     """Plan how the rows of each shard are brought together; fetches nothing.
 
     Args:
-        batch: columns that are local are sent as they are.
-        rows: int64, those of each shard.
-        max_pickers: most pickers; there are fewer if there are fewer stores, and none if every column is local.
+        batch: Columns that are local are sent as they are.
+        rows: Int64, those of each shard.
+        max_pickers: Maximum number of pickers; there are fewer if there are fewer stores, and none if every column is
+            local.
     """
     families = _families(batch)
     near = [name for name, column in batch.columns.items() if not isinstance(column, RemoteColumn)]

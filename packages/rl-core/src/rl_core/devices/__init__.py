@@ -24,7 +24,7 @@ def device_named(name: str) -> Device:
     """The device of this kind, at index 0.
 
     Raises:
-        ValueError: if the kind does not exist; the message lists those that do.
+        ValueError: If the kind does not exist; the message lists those that do.
     """
     if name not in DEVICES:
         raise ValueError(f"{name!r} is not a kind of device; use one of {', '.join(DEVICES)}")

@@ -19,7 +19,7 @@ class CudaDevice(Device):
     torch's allocator keeps its fixed segments. Expandable ones fragment less, but their memory is shared with another
     process by `pidfd_getfd`, which containers without elevated privileges refuse
     (https://github.com/pytorch/pytorch/issues/165685), and every rank that trains sends its weights that way. A user
-    whose replicas have devices of their own can set `PYTORCH_CUDA_ALLOC_CONF` for the workers.
+    whose replicas have their own devices can set `PYTORCH_CUDA_ALLOC_CONF` for the workers.
     """
 
     name: ClassVar[str] = "cuda"

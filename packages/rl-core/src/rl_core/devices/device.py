@@ -31,7 +31,7 @@ class Device(ABC):
     """A device as the launcher plans with it, and as the process that computes on it uses it.
 
     Args:
-        index: position among the devices that the process sees.
+        index: Position among the devices that the process sees.
     """
 
     index: int = 0
@@ -41,8 +41,8 @@ class Device(ABC):
     extras: ClassVar[Literal["cpu", "cuda"]]
     """Which of a `Requirement`'s extras bring an engine that computes on it."""
     has_gpus: ClassVar[bool]
-    """Whether Ray gives every rank a GPU for itself: replicas divide a node's GPUs, models and replicas that share GPUs
-    leave their memory to one another, and memory of one GPU is reached from that GPU alone."""
+    """True if Ray gives every rank a GPU for itself: replicas divide a node's GPUs, models and replicas that share GPUs
+    leave their memory to one another, and memory of one GPU is reached only from that GPU."""
     ranks_key: ClassVar[str]
     """Key of the number of ranks per node, for messages."""
     bucket_bytes: ClassVar[int]
@@ -50,9 +50,9 @@ class Device(ABC):
     collectives: ClassVar[Literal["gloo", "nccl"]]
     """Library of the collectives of tensors that lie on it."""
     is_logical: ClassVar[bool]
-    """Whether its nodes and GPUs exist only for Ray, on one machine; the launcher starts as many as the run needs."""
+    """True if its nodes and GPUs exist only for Ray, on one machine; the launcher starts as many as the run needs."""
     forks_workers: ClassVar[bool]
-    """Whether workers are forked from a process that has imported their engine, unless the config says otherwise."""
+    """True if workers are forked from a process that has imported their engine, unless the config says otherwise."""
     kernels: ClassVar[Literal["cpu", "cuda"]]
     """Kernels that compute on it: the type of its `torch.device`."""
 
@@ -62,7 +62,7 @@ class Device(ABC):
 
     @property
     def runs_on_gpus(self) -> bool:
-        """Whether kernels run on real GPUs, which a machine must have."""
+        """Return whether kernels run on real GPUs, which a machine must have."""
         return self.has_gpus and not self.is_logical
 
     # the launcher's half
@@ -123,7 +123,7 @@ class Device(ABC):
     @property
     @abstractmethod
     def pins_host_memory(self) -> bool:
-        """Whether copies from pinned host memory are faster."""
+        """Return whether copies from pinned host memory are faster."""
 
     @property
     @abstractmethod
@@ -136,7 +136,7 @@ class Device(ABC):
 
     @abstractmethod
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor takes memory that its tenants must leave to one another."""
+        """Return whether the tensor takes memory that its tenants must leave to one another."""
 
     @abstractmethod
     def synchronize(self) -> None:

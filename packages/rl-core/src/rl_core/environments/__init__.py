@@ -1,1 +1,1 @@
-"""Environments in processes of their own: settings, the pool, and the process that it talks to."""
+"""Environments in their own processes: settings, the pool, and the process that it talks to."""

@@ -25,17 +25,17 @@ from rl_core.plugins.user_code import FromFile, is_own
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 300.0
-"""Most seconds that importing and building an environment may take."""
+"""Maximum number of seconds that importing and building an environment may take."""
 CLOSE_TIMEOUT_S = 5.0
-"""Most seconds that closing the states may take before a process is killed."""
+"""Maximum number of seconds that closing the states may take before a process is killed."""
 END_TIMEOUT_S = 5.0
-"""Most seconds that a process whose stream has closed is waited for, and then its last output."""
+"""Maximum number of seconds that a process whose stream has closed is waited for, and then its last output."""
 STACKS_TIMEOUT_S = 2.0
-"""Most seconds that a process which hangs has to write its stacks to the log before it is killed."""
+"""Maximum number of seconds that a process which hangs has to write its stacks to the log before it is killed."""
 MAX_LINE = 2000
-"""Most characters of a line that are logged."""
+"""Maximum number of characters of a line that are logged."""
 MAX_BYTES = 2**20
-"""Most bytes of one process that are logged; the rest is read and dropped."""
+"""Maximum number of bytes of one process that are logged; the rest is read and dropped."""
 TAIL_LINES = 200
 """Lines kept to explain the end of a process, its stacks among them."""
 
@@ -76,10 +76,10 @@ class ChildSpec:
 
     Args:
         environment: `"package.module:Class"`, or a class or function in a file of the user's.
-        config: its pickled settings.
-        name: of the instance (`env.<name>`), for messages; empty if it has none.
-        env_vars: further variables of the process.
-        memory_limit_gib: most memory that it may allocate; None for no limit.
+        config: Its pickled settings.
+        name: Name of the instance (`env.<name>`), for messages; empty if it has none.
+        env_vars: Further variables of the process.
+        memory_limit_gib: Maximum memory that it may allocate; None for no limit.
     """
 
     environment: str | FromFile | RewardSum
@@ -130,8 +130,8 @@ class Child:
         """Start a process and build the environment in it.
 
         Raises:
-            WorkerError: what importing or building the environment raised there.
-            WorkerDied: if the process ended or hung before the environment was built.
+            WorkerError: What importing or building the environment raised there.
+            WorkerDied: If the process ended or hung before the environment was built.
         """
         child = await cls._open(spec)
         try:
@@ -189,8 +189,8 @@ class Child:
         """The answer to a message.
 
         Raises:
-            EnvironmentTimeout: if it does not come within the deadline.
-            WorkerDied: if the process ended, or sent something that is not an answer.
+            EnvironmentTimeout: If it does not come within the deadline.
+            WorkerDied: If the process ended, or sent something that is not an answer.
         """
         self.num_calls += 1
         try:
@@ -212,7 +212,7 @@ class Child:
             ) from None
 
     async def close(self) -> None:
-        """Have it close its states and end; kill it if that takes too long."""
+        """Ask it to close its states and end; kill it if that takes too long."""
         with contextlib.suppress(TimeoutError, ConnectionError):
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 await self._write(Close())
@@ -262,7 +262,7 @@ class Child:
     async def _answer(self, most: int) -> bytes:
         (size,) = LENGTH.unpack(await self.reader.readexactly(LENGTH.size))
         if size > most:
-            raise MalformedAnswer(f"{size} bytes; an answer has at most {most}")
+            raise MalformedAnswer(f"the environment returned {size} bytes; the limit is {most}")
         return await self.reader.readexactly(size)
 
 
@@ -270,7 +270,7 @@ class Output(asyncio.Protocol):
     """Logs each line that a process writes to its standard output or error, up to a bound.
 
     Args:
-        process: its name, which begins each line in the log.
+        process: Its name, which begins each line in the log.
     """
 
     def __init__(self, process: str) -> None:
@@ -290,7 +290,7 @@ class Output(asyncio.Protocol):
 
     @property
     def last_line(self) -> str:
-        """The last line that says something, shortened."""
+        """Return the last line that is not empty, shortened."""
         return next((line.strip()[:200] for line in reversed(self._lines) if line.strip()), "")
 
     @property
@@ -352,7 +352,7 @@ def process_variables(inherited: Mapping[str, str], settings: Mapping[str, str])
     """Return the variables that an environment's process starts with.
 
     Args:
-        inherited: variables of the process that starts it; only those on the allow-list are kept.
+        inherited: Variables of the process that starts it; only those on the allow-list are kept.
         settings: `env.<name>.env_vars`, which win over everything else.
     """
     kept = {name: value for name, value in inherited.items() if name in PASSED or name.startswith(PASSED_PREFIXES)}

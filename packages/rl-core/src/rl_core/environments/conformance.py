@@ -15,9 +15,9 @@ from rl_core.rollouts.environment import Conversation, EnvironmentFailure, Fault
 from rl_core.rollouts.rollout import Message
 
 MAX_TURNS = 4
-"""Most turns of a conversation that a check plays; each repeats the response."""
+"""Maximum number of turns of a conversation that a check plays; each repeats the response."""
 BATCH = 8
-"""Most conversations of a call in the check of batches."""
+"""Maximum number of conversations of a call in the check of batches."""
 
 Status = Literal["ok", "warned", "failed", "skipped"]
 
@@ -27,10 +27,10 @@ class Finding:
     """The outcome of one check.
 
     Args:
-        name: of the check, in a word or two.
-        said: the problem if it failed, otherwise the evidence or the reason that it was skipped.
-        status: whether it holds; `warned` if it holds and is probably not what was meant.
-        remedy: the way to mend it if it failed, or to find out.
+        name: Name of the check, in a word or two.
+        said: The problem if it failed, otherwise the evidence or the reason that it was skipped.
+        status: Result of the check; `warned` if it holds but is probably not what was meant.
+        remedy: How to fix it if it failed, or how to find out.
     """
 
     name: str
@@ -44,10 +44,10 @@ class Sample:
     """The rewards of a conversation that was played.
 
     Args:
-        attempt: its row and response.
-        rewards: by name, summed over its turns.
-        num_turns: turns played.
-        done: whether the environment ended it.
+        attempt: Its row and response.
+        rewards: Rewards by name, summed over its turns.
+        num_turns: Turns played.
+        done: True if the environment ended it.
     """
 
     attempt: Attempt
@@ -65,7 +65,7 @@ class Conformance:
 
     @property
     def holds(self) -> bool:
-        """Whether no check failed."""
+        """Return whether no check failed."""
         return all(finding.status != "failed" for finding in self.findings)
 
 
@@ -75,10 +75,10 @@ def check(
     """Play the attempts in several orders and processes, and compare the answers.
 
     Args:
-        instance: the environment.
-        attempts: rows with responses, at least one; each is played to its end, or for `MAX_TURNS` turns of the same
+        instance: The environment.
+        attempts: Rows with responses, at least one; each is played to its end, or for `MAX_TURNS` turns of the same
             response.
-        tools: schemas of its tools.
+        tools: Schemas of its tools.
     """
     return run_quietly(_check(instance, attempts, tools))
 
@@ -99,11 +99,11 @@ class _Play:
     """A conversation that is played.
 
     Args:
-        attempt: its row and response.
-        conversation: with the newest turn.
-        answers: so far.
-        failure: why it went no further, if it failed.
-        slowest_s: seconds of its longest call; those of a batch are shared.
+        attempt: Its row and response.
+        conversation: Conversation with the newest turn.
+        answers: So far.
+        failure: Why it went no further, if it failed.
+        slowest_s: Seconds of its longest call; those of a batch are shared.
     """
 
     attempt: Attempt
@@ -153,7 +153,7 @@ async def _check(
         except (WorkerError, WorkerDied) as error:
             kind = f"{error.kind}: " if isinstance(error, WorkerError) and error.kind != "ValueError" else ""
             said = error.message if isinstance(error, WorkerError) else str(error)
-            remedy = "mend its import or constructor; settings are given as KEY=VALUE"
+            remedy = "fix its import or constructor; pass settings as KEY=VALUE"
             return Conformance([Finding("start", kind + said, "failed", remedy)], [])
         findings = [Finding("start", f"built in {time.monotonic() - started:.1f} s")]
         plays: list[_Play] = []
@@ -174,11 +174,11 @@ async def _check(
 
 
 class _Process:
-    """A pool with a process of its own, to play conversations on.
+    """A pool with its own process, to play conversations on.
 
     Args:
-        hash_seed: of Python's hashes of texts, which processes of another number do not share, even if the user's
-            shell has `PYTHONHASHSEED` set.
+        hash_seed: Seed of Python's hashes of strings, which processes of another number do not share, even if the
+            user's shell has `PYTHONHASHSEED` set.
     """
 
     def __init__(self, instance: EnvironmentInstance, *, max_batch: int = 1, hash_seed: int = 1) -> None:
@@ -225,13 +225,13 @@ class _Process:
 
 _REMEDIES: Mapping[Fault, str] = {
     "signature": (
-        "name parameters as fields of the row are named, map columns with data.train.columns={PARAMETER: COLUMN}, or "
+        "name parameters after fields of the row, map columns with data.train.columns={PARAMETER: COLUMN}, or "
         "give parameters defaults"
     ),
     "raised": "return a reward for every response, such as 0.0 for one that cannot be read",
-    "process": "catch what ends the process, or raise memory_limit_gib",
-    "deadline": "make the call faster, or raise deadline_s",
-    "answer": "return finite numbers, one by one or by name",
+    "process": "catch the exception that ends the process, or increase memory_limit_gib",
+    "deadline": "make the call faster, or increase deadline_s",
+    "answer": "return finite numbers, single or by name",
 }
 
 
@@ -329,7 +329,7 @@ async def _batches(instance: EnvironmentInstance, plays: Sequence[_Play]) -> Fin
                 continue
             if instance.config.max_batch == 1:
                 return Finding("batches", f"{differs}; max_batch is 1, so rollouts never share a call", "skipped")
-            remedy = "answer each conversation from its own values alone, in the order given, or set max_batch=1"
+            remedy = "answer each conversation only from its own values, in the order given, or set max_batch=1"
             return Finding("batches", differs, "failed", remedy)
     return Finding("batches", f"answered alike in calls of up to {size}, in two orders")
 

@@ -14,7 +14,8 @@ from rl_core.rollouts.environment import Conversation, StepResult, UnusableAnswe
 
 
 def plays_one(kind: Any) -> bool:
-    """Whether a class has a method `step` that takes one conversation, rather than `conversations` and `states`."""
+    """Return whether a class has a method `step` that takes one conversation, rather than `conversations` and
+    `states`."""
     step = inspect.getattr_static(kind, "step", None)
     if not callable(step):
         return False
@@ -45,8 +46,8 @@ class ConversationEnvironment:
     A method `close` without parameters, if there is one, is called when the conversation is over.
 
     Args:
-        make: makes the object of a conversation.
-        name: of the class, for messages.
+        make: Makes the object of a conversation.
+        name: Name of the class, for messages.
     """
 
     def __init__(self, make: Callable[[], Any], name: str) -> None:
@@ -91,8 +92,8 @@ class ConversationEnvironment:
                 found = _goes_on(text, reward)
             case None | list() | tuple():
                 raise UnusableAnswer(
-                    f"{self._name}.step returned {returned!r:.80}; return a text to go on, a number to end with that "
-                    "reward, a text and a number, or a StepResult"
+                    f"{self._name}.step returned {returned!r:.80}; return a string to continue, a number to end with "
+                    "that reward, a string and a number, or a StepResult"
                 )
             case _:
                 found = StepResult(reward=returned)

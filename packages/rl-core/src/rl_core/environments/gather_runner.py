@@ -17,7 +17,7 @@ class GatherRunner:
         """The results, in order.
 
         Args:
-            calls: makes the calls; called on the loop.
+            calls: Makes the calls; called on the loop.
         """
         # a process whose environment is not async need not import it
         import asyncio

@@ -23,10 +23,10 @@ class EnvironmentInstance:
     """An environment of a run.
 
     Args:
-        name: by which data names it.
+        name: Name in the data.
         environment: `"package.module:Class"`, a class or function in a file of the user's, or several rewards.
-        config: its settings.
-        requirement: of its processes.
+        config: Its settings.
+        requirement: Requirement of its processes.
     """
 
     name: str
@@ -36,7 +36,7 @@ class EnvironmentInstance:
 
     @property
     def is_own(self) -> bool:
-        """Whether it is the user's, rather than installed under a name."""
+        """Return whether it is the user's, rather than installed under a name."""
         return ":" in (self.config.type or self.name) or bool(self.config.rewards)
 
     @property
@@ -49,11 +49,11 @@ def environment_types(written: Any, installed: Mapping[str, EnvironmentPlugin]) 
     """The types of the sections `env.<name>`: of every installed environment, and of each that has a `type`.
 
     Args:
-        written: what the user wrote under `env`, as plain values.
-        installed: environments by name.
+        written: What the user wrote under `env`, as plain values.
+        installed: Environments by name.
 
     Raises:
-        ProblemError: if no environment fits a section.
+        ProblemError: If no environment fits a section.
     """
     types: dict[str, type[Config]] = {name: found.config for name, found in installed.items()}
     problems = []
@@ -77,11 +77,11 @@ def instance_of(settings: Config, name: str) -> EnvironmentInstance:
     """The environment that a dataset names.
 
     Args:
-        settings: the section `env` of a resolved config.
-        name: one of its keys, or `file.py:function`, `package.module:function` or a class instead of the function.
+        settings: The section `env` of a resolved config.
+        name: One of its keys, or `file.py:function`, `package.module:function` or a class instead of the function.
 
     Raises:
-        ValueError: if its file cannot be read or has no such name.
+        ValueError: If its file cannot be read or has no such name.
     """
     section = getattr(settings, name) if name in type(settings).model_fields else EnvironmentConfig()
     if section.rewards:
@@ -123,7 +123,7 @@ def _named_rewards(name: str, section: EnvironmentConfig) -> Mapping[str, str]:
         names = [path.rpartition(":")[2] for path in section.rewards]
         twice = next(each for each in names if names.count(each) > 1)
         raise ValueError(
-            f"env.{name}.rewards has two functions called {twice}; name them: {{first: file.py:{twice}, ...}}"
+            f"env.{name}.rewards has two functions called {twice}; give them names: {{first: file.py:{twice}, ...}}"
         )
     return named
 
@@ -134,7 +134,7 @@ def _weights(name: str, section: EnvironmentConfig, rewards: Sequence[str]) -> M
     if isinstance(weights, Mapping):
         unknown = sorted(weights.keys() - set(rewards))
         if unknown:
-            raise ValueError(f"env.{name}.reward_weights names {', '.join(unknown)}, which `rewards` does not have")
+            raise ValueError(f"env.{name}.reward_weights has {', '.join(unknown)}, which is not in `rewards`")
         return weights
     if isinstance(section.rewards, Mapping):
         raise ValueError(f"env.{name}.reward_weights is a list, but `rewards` has names; write {{{rewards[0]}: 1.0}}")
@@ -182,7 +182,7 @@ def tools_of(instance: EnvironmentInstance) -> tuple[Mapping[str, Any], ...]:
     `rl_core.environments.tool_environment.ToolEnvironment`.
 
     Raises:
-        ValueError: if its file cannot be run here, or a tool has no schema.
+        ValueError: If its file cannot be run here, or a tool has no schema.
     """
     found_at = instance.environment
     environment = found_at.environment if isinstance(found_at, RewardSum) else found_at
@@ -208,8 +208,8 @@ def problem_with(name: str, settings: Config) -> str:
     user's file.
 
     Args:
-        name: as `instance_of` takes it.
-        settings: the section `env` of a resolved config.
+        name: As `instance_of` takes it.
+        settings: The section `env` of a resolved config.
     """
     known = sorted(type(settings).model_fields)
     if name in known:
@@ -252,11 +252,11 @@ def _problem_with_rewards(name: str, section: Any) -> str:
 
 
 def unknown_environment(name: str, known: Mapping[str, Any] | list[str]) -> str:
-    """Message for an environment that does not exist, with the way to add one."""
-    listed = f"installed are {', '.join(sorted(known))}" if known else "none is installed"
+    """Return the message for an environment that does not exist, with the way to add one."""
+    listed = f"installed: {', '.join(sorted(known))}" if known else "none is installed"
     return (
-        f"no environment {name!r} is installed{did_you_mean(name, known)}; {listed}. One of your own is a function in "
-        "a file, file.py:function"
+        f"no environment {name!r} is installed{did_you_mean(name, known)}; {listed}. Your own environment is a "
+        "function in a file: file.py:function"
     )
 
 

@@ -27,11 +27,11 @@ LENGTH = struct.Struct("!Q")
 STACKS = signal.SIGUSR1
 """Has a process write its stacks and end."""
 MAX_ANSWER_BYTES = 64 * 2**20
-"""Most bytes of one conversation's answer."""
+"""Maximum number of bytes of one conversation's answer."""
 OVERHEAD_BYTES = 2**16
-"""Most bytes of an answer beside those of its conversations."""
+"""Maximum number of bytes of an answer in addition to those of its conversations."""
 MAX_NESTING = 32
-"""Most containers around a value."""
+"""Maximum number of containers around a value."""
 MAX_INTEGER_BITS = 512
 """Largest integer; it fits a float, and JSON writes it."""
 
@@ -49,7 +49,7 @@ class Message(Protocol):
     """A request to an environment's process."""
 
     def max_answer_bytes(self) -> int:
-        """Most bytes that the answer may have."""
+        """Maximum number of bytes that the answer may have."""
         ...
 
     def read(self, data: bytes) -> Any:
@@ -62,10 +62,10 @@ class Answer:
     """One conversation's outcome.
 
     Args:
-        result: its state is None, the process keeps it.
-        has_state: whether the process keeps one for the next turn.
-        retry: a failure of the whole batched call, which this conversation may not be to blame for.
-        out_of_memory: the process reached its memory limit and is to be replaced.
+        result: Its state is None, the process keeps it.
+        has_state: True if the process keeps one for the next turn.
+        retry: A failure of the whole batched call, which this conversation may not be to blame for.
+        out_of_memory: The process reached its memory limit and is to be replaced.
     """
 
     result: StepResult | EnvironmentFailure
@@ -80,9 +80,9 @@ class Build:
 
     Args:
         environment: `"package.module:Class"`, or a class or function in a file of the user's.
-        config: its pickled settings.
-        title: its name, for messages.
-        memory: the memory limit in words, for messages.
+        config: Its pickled settings.
+        title: Its name, for messages.
+        memory: The memory limit in words, for messages.
     """
 
     environment: str | FromFile | RewardSum
@@ -120,7 +120,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Abandon:
-    """Close the states of these conversations: answered with None, or a text if closing raised."""
+    """Close the states of these conversations: answered with None, or a string if closing raised."""
 
     ids: Sequence[str]
 
@@ -130,7 +130,7 @@ class Abandon:
     def read(self, data: bytes) -> str | None:
         found = _unpack(data)
         if found is not None and not isinstance(found, str):
-            raise MalformedAnswer("expected nothing or a text")
+            raise MalformedAnswer("expected nothing or a string")
         return found
 
 
@@ -205,7 +205,7 @@ def _plain_message(message: Any) -> dict[str, Any]:
 
 def _plain_texts(texts: Any) -> tuple[str, ...]:
     if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
-        raise TypeError(f"stop_strings must be a tuple of texts, got {texts!r}")
+        raise TypeError(f"stop_strings must be a tuple of strings, got {texts!r}")
     return tuple(str.__str__(text) for text in texts)
 
 
@@ -247,7 +247,7 @@ def _plain(value: Any, where: str, depth: int = 1) -> Any:
 def _plain_key(key: Any, where: str) -> Any:
     plain = _plain(key, where)
     if not isinstance(plain, str | int | float | bool | bytes | None):
-        raise TypeError(f"{where} has a key of type {type(key).__qualname__}; keys must be texts or numbers")
+        raise TypeError(f"{where} has a key of type {type(key).__qualname__}; keys must be strings or numbers")
     return plain
 
 
@@ -260,7 +260,7 @@ def _plain_array(value: Any, where: str) -> np.ndarray:
 
 def _bounded(value: int, where: str) -> int:
     if value.bit_length() > MAX_INTEGER_BITS:
-        raise ValueError(f"{where} holds an integer of {value.bit_length()} bits; the most is {MAX_INTEGER_BITS}")
+        raise ValueError(f"{where} holds an integer of {value.bit_length()} bits; the limit is {MAX_INTEGER_BITS}")
     return value
 
 
@@ -296,11 +296,11 @@ def _read_answer(fields: Any) -> Answer:
             if not all(isinstance(message, dict) and _has_texts(message) for message in observation):
                 raise MalformedAnswer("an observation is not a message")
             if stop_strings is not None and not _has_texts(stop_strings):
-                raise MalformedAnswer("a stop string is not a text")
+                raise MalformedAnswer("a stop string is not a string")
             if max_new_tokens is not None and (isinstance(max_new_tokens, bool) or max_new_tokens < 1):
                 raise MalformedAnswer("max_new_tokens is not a number of tokens")
             if not _has_texts(info):
-                raise MalformedAnswer("info has a name that is not a text")
+                raise MalformedAnswer("every key of `info` must be a string")
             stops = None if stop_strings is None else tuple(stop_strings)
             result = StepResult(
                 reward, done, tuple(observation), stop_strings=stops, info=info, max_new_tokens=max_new_tokens
@@ -384,7 +384,7 @@ def _read_array(kind: str, shape: list[Any], values: bytes) -> np.ndarray:
         raise MalformedAnswer(f"an array of {kind[:20]!r} and shape {shape[:10]}")
     dtype = np.dtype(kind)
     if not dtype.itemsize or math.prod(shape) * dtype.itemsize != len(values):
-        raise MalformedAnswer("an array of another size than its shape says")
+        raise MalformedAnswer("an array whose size does not match its shape")
     return np.frombuffer(values, dtype).reshape(shape).copy()
 
 

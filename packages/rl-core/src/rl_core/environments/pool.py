@@ -1,4 +1,4 @@
-"""Environments in processes of their own, so that one that hangs or crashes costs a rollout and not the run."""
+"""Environments in their own processes, so that one that hangs or crashes costs a rollout and not the run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rl_core.rollouts.environment import Conversation, EnvironmentFailure, StepR
 logger = logging.getLogger(__name__)
 
 MAX_DEFAULT_WORKERS = 8
-"""Most processes of an environment whose settings name no number."""
+"""Maximum number of processes of an environment whose settings name no number."""
 LEASE_S = 600.0
 """How long a client may be silent; its process may be busy loading an engine."""
 RENEW_S = LEASE_S / 10
@@ -49,16 +49,16 @@ class EnvironmentPool:
     Args:
         environment: `"package.module:Class"` or the same in a file of the user's, built in each process with its
             settings, or a scoring function as `as_environment` takes it; imported nowhere else.
-        config: its settings, picklable.
-        num_workers: number of processes; by default one per CPU, `MAX_DEFAULT_WORKERS` at most.
-        deadline_s: most seconds of a call; the process that passes it is replaced.
-        max_batch: most conversations of a call.
-        max_concurrent: most conversations under way, in a call or with a state; None for no bound.
-        memory_limit_gib: most memory that a process may allocate; None for no limit.
-        retries: how often a failed turn of a conversation without a state is tried again.
-        env_vars: further environment variables of the processes.
-        lease_s: how long the conversations of a silent client are kept.
-        name: of the instance (`env.<name>`), for messages.
+        config: Its settings, picklable.
+        num_workers: Number of processes; by default one per CPU, `MAX_DEFAULT_WORKERS` at most.
+        deadline_s: Timeout of a call in seconds; the process that passes it is replaced.
+        max_batch: Maximum number of conversations in a call.
+        max_concurrent: Maximum number of conversations under way, in a call or with a state; None for no bound.
+        memory_limit_gib: Maximum memory that a process may allocate; None for no limit.
+        retries: How often a failed turn of a conversation without a state is tried again.
+        env_vars: Further environment variables of the processes.
+        lease_s: How long the conversations of a silent client are kept.
+        name: Name of the instance (`env.<name>`), for messages.
     """
 
     def __init__(
@@ -121,8 +121,8 @@ class EnvironmentPool:
         """Start every process and build the environment there; otherwise the first `step` does.
 
         Raises:
-            WorkerError: what importing or building the environment raised there.
-            WorkerDied: if a process ended or hung before the environment was built.
+            WorkerError: What importing or building the environment raised there.
+            WorkerDied: If a process ended or hung before the environment was built.
         """
         self._require_open()
         await asyncio.gather(*(worker.start() for worker in self._workers))
@@ -136,12 +136,12 @@ class EnvironmentPool:
         died with an earlier pool, or its lease ran out.
 
         Args:
-            conversations: each with its newest turn.
-            client: their owner. A client that makes no call (`step`, `renew`) for `lease_s` loses them; those without
-                a client are kept until they end or are abandoned.
+            conversations: Each with its newest turn.
+            client: Their owner. A client that makes no call (`step`, `renew`) for `lease_s` loses them; those without a
+                client are kept until they end or are abandoned.
 
         Raises:
-            ValueError: if a conversation is being stepped already.
+            ValueError: If a conversation is being stepped already.
             WorkerError, WorkerDied: as `start`, if an environment cannot be built.
         """
         self._require_open()
@@ -167,8 +167,8 @@ class EnvironmentPool:
     async def step_within(
         self, patience_s: float, conversations: Sequence[Conversation], client: str = ""
     ) -> list[StepResult | EnvironmentFailure | None]:
-        """As `step`, with None for each that is not answered in time: `late` has its outcome. Nothing is raised; each
-        conversation has its own failure.
+        """Same as `step`, with None for each that is not answered in time: `late` has its outcome. Nothing is raised;
+        each conversation has its own failure.
         """
         ids = [conversation.id for conversation in conversations]
         for conversation in conversations:
@@ -290,8 +290,8 @@ class Leases:
     """Tells when a client has been silent for too long; to be used from one event loop.
 
     Args:
-        lease_s: how long a lease lasts.
-        expire: called with a client whose lease ran out.
+        lease_s: How long a lease lasts.
+        expire: Called with a client whose lease ran out.
     """
 
     def __init__(self, lease_s: float, expire: Callable[[str], None]) -> None:

@@ -52,17 +52,17 @@ if TYPE_CHECKING:
     from rl_core.config import Config
 
 TRACEBACK_FRAMES = 6
-"""Most calls of a traceback that are printed, from the environment's own on."""
+"""Maximum number of calls of a traceback that are printed, from the environment's own on."""
 
 
 class EnvironmentProcess:
     """An environment and the states of its conversations.
 
     Args:
-        environment: its name, for messages.
-        built: the environment.
-        memory: the memory limit in words, for messages.
-        place: file and line of what it was built from, for messages; empty if it is not known.
+        environment: Its name, for messages.
+        built: The environment.
+        memory: The memory limit in words, for messages.
+        place: File and line of what it was built from, for messages; empty if it is not known.
     """
 
     def __init__(
@@ -200,7 +200,7 @@ def _built(target: Any, name: str, config: Config | None) -> Environment:
     """The environment of a class, a function that makes one, a function that scores, or the environment itself.
 
     Raises:
-        ValueError: if the config has settings of its own, which a function would never see.
+        ValueError: If the config has its own settings, which a function would never see.
     """
     if isinstance(target, type):
         if plays_one(target):
@@ -250,7 +250,7 @@ def _has_steps(target: Any) -> bool:
 
 
 def _makes_environment(target: Any) -> bool:
-    """Whether a function is annotated to return an environment."""
+    """Return whether a function is annotated to return an environment."""
     try:
         return _has_steps(get_type_hints(target).get("return"))
     except (NameError, TypeError):
@@ -299,7 +299,7 @@ def limit(memory_bytes: int) -> None:
     importing torch reserves 3 GiB, allocates 0.7 GiB and touches 0.5 GiB.
 
     Args:
-        memory_bytes: of each process; 0 for no limit.
+        memory_bytes: Memory limit of each process in bytes; 0 for no limit.
     """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _, most = resource.getrlimit(resource.RLIMIT_DATA)

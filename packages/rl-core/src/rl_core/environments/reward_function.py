@@ -39,11 +39,11 @@ _KEYWORDS = ("prompts", "completions", "completion_ids")
 """Parameters that `**kwargs` takes too in a function of TRL's form."""
 
 OFFERED = (*_OF_ONE, *_OF_MANY, *LOG_PARAMETERS)
-"""Names of parameters that a reward function may have beside the fields of a row of the data."""
+"""Names of parameters that a reward function may have in addition to the fields of a row of the data."""
 
 
 def as_environment(score: Callable[..., Any]) -> Environment:
-    """Make an environment of a function that scores a response.
+    """Return an environment made of a function that scores a response.
 
     A parameter is given what its name says: `response` (or `completion`), the text that the policy wrote; `prompt`, the
     text of the message that it answers; `messages`, the whole conversation; `truncated`, whether the response ran into
@@ -64,7 +64,7 @@ def as_environment(score: Callable[..., Any]) -> Environment:
     - `**kwargs` takes `prompts`, `completions`, `completion_ids`, `trainer_state`, `log_metric` and `log_extra` too.
 
     Raises:
-        ValueError: if it cannot be called by names.
+        ValueError: If it cannot be called by names.
     """
     return _RewardFunction(score)
 
@@ -73,11 +73,11 @@ class Arguments:
     """The values that a function is given by the names of its parameters.
 
     Args:
-        function: of a user; a method that is bound to its object.
-        name: of it, for messages.
+        function: Function of a user; a method that is bound to its object.
+        name: Its name, for messages.
 
     Raises:
-        ValueError: if it cannot be called by names.
+        ValueError: If it cannot be called by names.
     """
 
     def __init__(self, function: Callable[..., Any], name: str) -> None:
@@ -98,7 +98,7 @@ class Arguments:
         """The arguments for a conversation, by name.
 
         Raises:
-            MissingField: if a parameter without a default is neither offered nor a field of the row.
+            MissingField: If a parameter without a default is neither offered nor a field of the row.
         """
         row = conversation.info
         given: dict[str, Any] = {name: read(conversation) for name, read in self._given.items()}
@@ -118,7 +118,7 @@ class Arguments:
         does not have.
 
         Raises:
-            MissingField: as `of`.
+            MissingField: As `of`.
         """
         each = [self.of(conversation) for conversation in conversations]
         names = dict.fromkeys(name for arguments in each for name in arguments)
@@ -180,7 +180,7 @@ def _parameters(score: Callable[..., Any]) -> list[inspect.Parameter]:
     try:
         parameters = list(inspect.signature(score).parameters.values())
     except ValueError:
-        raise ValueError(f"the parameters of {score!r} cannot be read; call it in a function of yours") from None
+        raise ValueError(f"the parameters of {score!r} cannot be read; call it in your own function") from None
     unnamed = [each.name for each in parameters if each.kind is each.POSITIONAL_ONLY]
     if unnamed:
         raise ValueError(f"it takes {', '.join(unnamed)} by position only; remove the `/` from its parameters")
@@ -214,7 +214,7 @@ def _completion(conversation: Conversation) -> Any:
 
 
 def _whole_prompt(conversation: Conversation) -> Any:
-    """The prompt as TRL has it: messages, or a text."""
+    """The prompt as in TRL: messages, or a string."""
     messages = conversation.prompt_messages
     return messages[-1]["content"] if conversation.is_text and messages else [dict(message) for message in messages]
 

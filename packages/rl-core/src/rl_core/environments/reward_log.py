@@ -37,7 +37,7 @@ class RewardLog:
         values under one name in a call are averaged.
 
         Raises:
-            UnusableAnswer: if the value is not a number.
+            UnusableAnswer: If the value is not a number.
         """
         try:
             number = float(value)
@@ -52,7 +52,7 @@ class RewardLog:
         than numbers, strings, lists and dicts is kept as its string.
 
         Raises:
-            UnusableAnswer: if there are not as many values as responses.
+            UnusableAnswer: If there are not as many values as responses.
         """
         listed = list(values) if isinstance(values, Iterable) and not isinstance(values, str | Mapping) else []
         if len(listed) != self._num_responses:

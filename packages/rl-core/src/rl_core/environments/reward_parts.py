@@ -9,7 +9,7 @@ _THINKING = re.compile(r"\s*<think>(?:(?!</?think>).)+</think>(?:(?!</?think>).)
 
 
 def thinking_format(response: str) -> float:
-    """1 if the response is one `<think>...</think>` and an answer behind it, else 0."""
+    """1 if the response is one `<think>...</think>` and an answer after it, else 0."""
     return float(_THINKING.fullmatch(response) is not None)
 
 
@@ -20,7 +20,7 @@ def length_penalty(response: str, max_characters: int = 4000) -> float:
 
 
 def language_consistency(response: str, prompt: str) -> float:
-    """Share of the response's letters in scripts that the prompt uses as well; 1 for a response without letters.
+    """Return the fraction of the response's letters in scripts that the prompt also uses; 1 without letters.
 
     DeepSeek-R1 rewards the share of words in the target language (arXiv:2501.12948); scripts tell, say, Chinese from
     English, and not English from French.

@@ -16,9 +16,9 @@ class RewardPart:
     """A function of a sum.
 
     Args:
-        name: under which it is reported.
+        name: Under which it is reported.
         function: `"package.module:function"`, or a function in a file of the user's.
-        weight: in the sum.
+        weight: Weight in the sum.
     """
 
     name: str
@@ -31,8 +31,8 @@ class RewardSum:
     """The functions of `env.<name>.rewards`, as they are sent to processes.
 
     Args:
-        environment: whose reward they are added to; None for none.
-        parts: the functions.
+        environment: Whose reward they are added to; None for none.
+        parts: The functions.
     """
 
     environment: str | FromFile | None
@@ -43,11 +43,11 @@ class RewardSum:
 
 
 class SummedRewards:
-    """Adds functions to the reward of an environment when a rollout ends, or scores a response by them alone.
+    """Adds functions to the reward of an environment when a rollout ends, or scores a response only by them.
 
     Args:
         environment: None to end every rollout with its first turn.
-        parts: name, scoring environment and weight of each.
+        parts: Name, scoring environment and weight of each.
     """
 
     def __init__(self, environment: Environment | None, parts: Sequence[tuple[str, Environment, float]]) -> None:

@@ -13,7 +13,7 @@ from rl_core.environments.tools import MalformedCall, Tool, as_text
 from rl_core.rollouts.environment import Conversation, Environment, StepResult, ToolCall, UnusableAnswer
 
 MAX_RESULT = 20_000
-"""Most characters of a result that the policy reads."""
+"""Maximum number of characters of a result that the policy reads."""
 
 
 @dataclass
@@ -21,9 +21,9 @@ class _Play:
     """State of a conversation.
 
     Args:
-        values: the dict that tools and the reward get as `state`.
-        num_calls: calls so far.
-        num_errors: calls so far that were malformed or raised.
+        values: The dict that tools and the reward get as `state`.
+        num_calls: Calls so far.
+        num_errors: Calls so far that were malformed or raised.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -40,14 +40,14 @@ class ToolEnvironment:
         environment = ToolEnvironment(tools=[look_up], reward=score)
 
     Args:
-        tools: functions, as `rl_core.environments.tools.Tool` takes them. The calls of a turn are made in order.
-        reward: scores the last answer, as a reward function does
-            (`rl_core.environments.reward_function.as_environment`); a parameter `state` gets the
-            dict that the tools have filled.
-        start: makes the dict of a conversation from the fields of its row; an empty one by default.
+        tools: Functions, as `rl_core.environments.tools.Tool` takes them. The calls of a turn are made in order.
+        reward: Scores the last answer, as a reward function does
+            (`rl_core.environments.reward_function.as_environment`); a parameter `state` gets the dict that the tools
+            have filled.
+        start: Makes the dict of a conversation from the fields of its row; an empty one by default.
 
     Raises:
-        ValueError: if a function cannot be called by name, or two have one name.
+        ValueError: If a function cannot be called by name, or two have one name.
     """
 
     def __init__(
@@ -137,11 +137,11 @@ def _at_once(answer: Coroutine[Any, Any, StepResult]) -> StepResult:
     except StopIteration as done:
         result: StepResult = done.value
         return result
-    raise UnusableAnswer("a tool returned something to wait for; declare it with `async def`")
+    raise UnusableAnswer("a tool returned an awaitable; declare it with `async def`")
 
 
 def _calls(conversation: Conversation) -> bool:
-    """Whether the newest turn is one of calls; one that was cut off is scored."""
+    """Return whether the newest turn is one of calls; one that was cut off is scored."""
     return bool(conversation.tool_calls) and not conversation.truncated
 
 

@@ -31,10 +31,10 @@ class Tool:
     `Args:` describe the parameters. Parameters called `state` and `row` are given by the environment (`OFFERED`).
 
     Args:
-        function: with a docstring and annotated parameters; it may be `async`.
+        function: Function with a docstring and annotated parameters; it may be `async`.
 
     Raises:
-        ValueError: if it lacks them.
+        ValueError: If it lacks them.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -61,11 +61,11 @@ class Tool:
         """Call the function; an awaitable if it is `async`.
 
         Args:
-            arguments: as the policy wrote them.
-            offered: values by `OFFERED`.
+            arguments: As the policy wrote them.
+            offered: Values by `OFFERED`.
 
         Raises:
-            MalformedCall: if the arguments are not those of the tool.
+            MalformedCall: If the arguments are not those of the tool.
         """
         try:
             checked = self._arguments.model_validate(dict(arguments))
@@ -76,7 +76,7 @@ class Tool:
 
 
 def as_text(result: Any) -> str:
-    """Return a tool's result as the policy reads it: a text as it is, anything else as JSON.
+    """Return a tool's result as the policy reads it: a string unchanged, anything else as JSON.
 
     Halves of surrogate pairs, which no tokenizer takes, become question marks.
     """
@@ -88,7 +88,7 @@ def schemas(tools: Any) -> tuple[Mapping[str, Any], ...]:
     """The schemas of functions, or of schemas as they are.
 
     Raises:
-        ValueError: if it is not a list of these.
+        ValueError: If it is not a list of these.
     """
     if isinstance(tools, str | Mapping) or not isinstance(tools, list | tuple):
         raise ValueError(f"tools must be a list of functions, got {tools!r:.80}")
@@ -125,7 +125,7 @@ def _documented(function: Callable[..., Any], name: str) -> tuple[str, dict[str,
     """The description of a tool, and of each of its parameters that has one."""
     text = inspect.getdoc(function)
     if not text:
-        raise ValueError(f"the tool {name} has no docstring; the policy learns from it what the tool does")
+        raise ValueError(f"the tool {name} has no docstring; the policy learns what the tool does from its docstring")
     body, _, rest = text.partition("\nArgs:\n")
     description = " ".join(body.partition("\n\n")[0].split())
     entries: dict[str, str] = {}

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 SLOW_S = 5.0
-"""Seconds after which a line says that an environment's trial is still under way."""
+"""Seconds after which a log line reports that an environment's trial is still in progress."""
 
 _REMEDY = " A reward is a number for every response, such as 0.0 for one that it cannot read."
 
@@ -36,8 +36,8 @@ class Attempt:
     """A row of the data with a response that a policy might give.
 
     Args:
-        place: of the row, such as `prompts.jsonl, line 3`.
-        conversation: with the response as its newest turn.
+        place: Place of the row, such as `prompts.jsonl, line 3`.
+        conversation: Conversation with the response as its newest turn.
     """
 
     place: str
@@ -52,8 +52,8 @@ class Trial:
     """An environment and the attempts that it is tried on.
 
     Args:
-        instance: the environment.
-        attempts: in order; those of one row are next to one another.
+        instance: The environment.
+        attempts: Attempts in order; those of one row are next to one another.
     """
 
     instance: EnvironmentInstance
@@ -65,8 +65,8 @@ class Verdict:
     """The outcome of trials.
 
     Args:
-        problems: why environments cannot be used.
-        warnings: responses that would fail their rollout.
+        problems: Why environments cannot be used.
+        warnings: Responses that would fail their rollout.
     """
 
     problems: list[str] = field(default_factory=list)
@@ -74,7 +74,7 @@ class Verdict:
 
 
 def try_out(trials: Sequence[Trial]) -> Verdict:
-    """Build each environment in a process of its own and have it answer its attempts, as in a run.
+    """Build each environment in its own process and have it answer its attempts, as in a run.
 
     An environment is refused if it cannot be built, hangs, ends its process, returns a value that is not a reward, or
     raises on every response to a row. If it raises on some of them, there is a warning.
@@ -163,7 +163,7 @@ async def _attempt_all(pool: EnvironmentPool, trial: Trial, verdict: Verdict) ->
 def attempts_on(
     place: str, row_id: str, messages: Sequence[Any], info: Any, responses: Sequence[str] = (), *, is_text: bool = False
 ) -> list[Attempt]:
-    """A row with responses as a policy may give them: a sentence with the answer if the row has one, the answer alone,
+    """A row with responses as a policy may give them: a sentence with the answer if the row has one, only the answer,
     and nothing; then further ones.
 
     Args:

@@ -28,10 +28,10 @@ class Worker:
     """One process, the turns of conversations whose states it has, and the task that serves them.
 
     Args:
-        spec: how the process is started.
-        backlog: turns that it shares with other workers.
-        deadline_s: most seconds of a call.
-        max_batch: most conversations of a call.
+        spec: How the process is started.
+        backlog: Turns that it shares with other workers.
+        deadline_s: Timeout of a call in seconds.
+        max_batch: Maximum number of conversations in a call.
     """
 
     def __init__(self, spec: ChildSpec, backlog: Backlog, *, deadline_s: float, max_batch: int) -> None:
@@ -68,12 +68,12 @@ class Worker:
 
     @property
     def alive(self) -> bool:
-        """Whether its process runs."""
+        """Return whether its process runs."""
         return self._process is not None and self._process.returncode is None
 
     @property
     def idle(self) -> bool:
-        """Whether it has nothing to do."""
+        """Return whether it has nothing to do."""
         return self._task is None or self._task.done()
 
     async def start(self) -> Child:
@@ -94,7 +94,7 @@ class Worker:
         self.wake()
 
     def abandon(self, id: str) -> None:
-        """Close the state of a conversation that will not go on."""
+        """Close the state of a conversation that will not continue."""
         self._stateful.pop(id, None)
         self._abandoned.append(id)
         self.wake()
@@ -216,7 +216,7 @@ class Worker:
                     future.cancel()
 
     async def _give_way(self, process: Child, turn: Turn) -> None:
-        logger.info("a turn that takes long gives way to others: its process is replaced, and it runs again later")
+        logger.info("requeued a slow turn and restarted its process so that other turns can run")
         await self._end(process)
         self._backlog.add_suspect(turn)
 
@@ -276,7 +276,7 @@ class Call:
 
     @property
     def over(self) -> bool:
-        """Whether all outcomes are known, or nobody waits for them."""
+        """Return whether all outcomes are known, or nobody waits for them."""
         return self._future.done()
 
     def settle(self, index: int, outcome: StepResult | EnvironmentFailure) -> None:
@@ -302,11 +302,11 @@ class Home:
     """A conversation as the pool knows it.
 
     Args:
-        client: its owner.
-        worker: the one whose process has its state; None if it has no state.
-        busy: whether a turn of it is queued or under way.
-        abandoned: whether its client has given it up.
-        lost: why its state is gone, if it is.
+        client: Its owner.
+        worker: The one whose process has its state; None if it has no state.
+        busy: True if a turn of it is queued or under way.
+        abandoned: True if its client has given it up.
+        lost: Why its state is gone, if it is.
     """
 
     client: str
@@ -321,13 +321,13 @@ class Turn:
     """One conversation's turn on its way to a process.
 
     Args:
-        id: of the conversation.
-        payload: the conversation, pickled.
-        home: of the conversation.
+        id: Id of the conversation.
+        payload: The conversation, pickled.
+        home: Home of the conversation.
         call, index: whom the outcome is for.
-        alone: whether it is tried again, by itself, after a failure that it may not be to blame for.
-        suspected_at: when it gave way to others (`time.monotonic`); None if it has not.
-        retries: how often it may still be tried again after a failure of its own.
+        alone: True if it is tried again, by itself, after a failure that it may not be to blame for.
+        suspected_at: When it gave way to others (`time.monotonic`); None if it has not.
+        retries: How often it may still be tried again after its own failure.
     """
 
     id: str
@@ -348,10 +348,10 @@ class Backlog:
     deadline delay the others by a tenth of it at most.
 
     Args:
-        deadline_s: most seconds of a call.
-        num_workers: how many take turns from here.
-        wake: called when there is something to take.
-        room: how many conversations may begin beside those that are under way; None for no bound.
+        deadline_s: Timeout of a call in seconds.
+        num_workers: How many take turns from here.
+        wake: Called when there is something to take.
+        room: How many conversations may begin in addition to those that are under way; None for no bound.
     """
 
     def __init__(
@@ -426,7 +426,7 @@ class Backlog:
         self._running_suspects.difference_update(turns)
 
     def note_room(self) -> None:
-        """Have idle workers look again, as a conversation may have ended that others waited for."""
+        """Make idle workers poll again, because a conversation that others waited for may have ended."""
         if self._room is not None and len(self) and self._room() > 0:
             self._wake()
 

@@ -15,7 +15,7 @@ import shlex
 from collections.abc import Sequence
 
 IDLE_S = 600.0
-"""Seconds for which a server stays without a process of its own."""
+"""Seconds for which a server stays without its own process."""
 
 
 def command(python: str, modules: Sequence[str], idle_s: float = IDLE_S) -> list[str]:

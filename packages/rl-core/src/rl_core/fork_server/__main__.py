@@ -18,7 +18,7 @@ from rl_core.fork_server.request import Request, receive_answer, send_request
 
 _FORWARDED = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM)
 _IMPORT_S = 300.0
-"""Longest wait until a server that listens has imported its modules."""
+"""Timeout in seconds of the wait until a server that listens has imported its modules."""
 
 _SERVER = """\
 import sys

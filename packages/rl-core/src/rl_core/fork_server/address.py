@@ -66,7 +66,7 @@ def _counts(variable: str) -> bool:
 
 
 def _is_private(folder: Path) -> bool:
-    """Whether this user alone enters a folder, which is made if it is missing."""
+    """Return whether only this user enters a folder, which is made if it is missing."""
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
         found = folder.lstat()

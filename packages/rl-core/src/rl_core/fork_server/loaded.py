@@ -52,7 +52,7 @@ class Files:
         self._seen = {path: _state(path) for path in paths if path}
 
     def have_changed(self) -> bool:
-        """Whether an import would find other files now."""
+        """Return whether an import would find other files now."""
         return any(_state(path) != state for path, state in self._seen.items())
 
 

@@ -182,7 +182,7 @@ class Server:
                 self._address.unlink()
 
     def _is_reachable(self) -> bool:
-        """Whether the address still leads here, and not to nothing or to a server that took it over."""
+        """Return whether the address still leads here, and not to nothing or to a server that took it over."""
         return self._address.exists() and self._address.stat().st_ino == self._socket
 
 

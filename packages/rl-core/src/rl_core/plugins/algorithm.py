@@ -36,7 +36,7 @@ class AlgorithmEvaluation(Protocol):
 
 
 class Algorithm(Generic[C, L, P]):
-    """What an algorithm does in the driver's process, from the resolved config to the last step.
+    """An algorithm in the driver's process, from the resolved config to the last step.
 
     Subclass it and name the class as `AlgorithmPlugin.implementation`. A command makes one object of it, without
     arguments. `rl train` calls, in this order: `input_problems`, `load`, `attempts`, `evaluation` (if the run evaluates

@@ -1,4 +1,4 @@
-"""What a plugin says of itself: its config, its requirement and the names of what it runs."""
+"""Declarations of plugins: config, requirement and the names of what they run."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Requirement:
-    """The packages that a class needs where it runs: a distribution and, by device (`cpu`, `cuda`), its extras.
+    """Packages that a class needs in its environment: a distribution and, by device (`cpu`, `cuda`), its extras.
 
     Args:
-        distribution: as pip names it.
-        extras: device to the extras that bring the engine there.
-        imports: modules whose presence shows that the extras are installed.
+        distribution: Name for pip.
+        extras: Device to the extras that bring the engine there.
+        imports: Modules whose presence shows that the extras are installed.
     """
 
     distribution: str
@@ -74,21 +74,21 @@ def reports_routing(config: object, device: Device) -> str:
 
 def reports_no_routing(config: object, device: Device) -> str:
     """For a generator whose completions never carry the experts that tokens were sent to."""
-    return "it has no such output; choose another generation.backend"
+    return "it does not report routing. Choose another generation.backend"
 
 
 def applies_no_adapters(config: object, model: ModelConfig, device: Device) -> str:
-    """For a generator that serves whole weights alone."""
-    return "it applies no adapters; set lora_sync=merged, or choose generation.backend=vllm"
+    """For a generator that serves whole weights only."""
+    return "it does not apply adapters. Set lora_sync=merged, or choose generation.backend=vllm"
 
 
 @dataclass(frozen=True)
 class Preload:
-    """What a worker's process imports before it knows its work, so that one such import can serve many processes.
+    """Modules that a worker process imports before its work is known, so that many processes can share one import.
 
     Args:
-        modules: imported in this order. They start no thread and use no GPU; `rl_core.fork_server` has the rest.
-        variables: environment variables that they read when they are imported; those that the user set win.
+        modules: Imported in this order. They start no thread and use no GPU; `rl_core.fork_server` has the rest.
+        variables: Environment variables that they read when they are imported; those that the user set win.
     """
 
     modules: tuple[str, ...] = ()
@@ -97,21 +97,21 @@ class Preload:
 
 @dataclass(frozen=True)
 class BackendPlugin:
-    """A training backend or a generation engine: its light half.
+    """Declaration of a training backend or a generation engine, without heavy imports.
 
     Args:
-        name: as users write it.
-        key: where its config lives, in a model's section (`dtensor_cfg`) or in `policy.generation` (`vllm_cfg`).
-        config: type of that config; a training backend's extends `rl_core.model_config.BackendConfig`.
+        name: As users write it.
+        key: Where its config lives, in a model's section (`dtensor_cfg`) or in `policy.generation` (`vllm_cfg`).
+        config: Type of that config; a training backend's extends `rl_core.model_config.BackendConfig`.
         worker: `"package.module:Class"`, a `ModelWorker` or a `Generator`, imported in the worker's environment.
-        requirement: what that environment needs.
-        preload: from the backend's config and the device to what its workers import in any case; if None, the module of
-            `worker`.
-        further: from the backend's config to what else that environment needs with these settings, such as an extra
-            with a kernel that they choose.
-        ranks: from the backend's config to the number of ranks that one model (training: one data-parallel shard times
-            model parallel) or one replica (generation) needs at least; the world must be a multiple of it.
-        checks: static checks, called as `check(section, config)` before any process starts, with the section of the
+        requirement: What that environment needs.
+        preload: Function from the backend's config and the device to what its workers import in any case; if None, the
+            module of `worker`.
+        further: Function from the backend's config to what else that environment needs with these settings, such as an
+            extra with a kernel that they choose.
+        ranks: Function from the backend's config to the number of ranks that one model (training: one data-parallel
+            shard times model parallel) or one replica (generation) needs at least; the world must be a multiple of it.
+        checks: Static checks, called as `check(section, config)` before any process starts, with the section of the
             model (for an engine, of the model it serves) and the whole resolved config. Keys of their problems are
             relative to that section, whatever its role.
         preflight: `"package.module:function"`, called in the worker's environment before Ray starts, with that section
@@ -120,16 +120,16 @@ class BackendPlugin:
             folder or hub name, and with None or the one `rl_core.selfcheck.cases.MeshCase` to check; yields a
             `FamilyCase` for each mesh, layout of rows and kind of training on a tiny model of its family, on CPU, and
             raises `ConfigError` if there is no such family.
-        mesh_case: from the section of a model to the case that its mesh comes down to at a small size.
-        replay_key: boolean key of a training backend's config by which its passes send tokens to the experts that the
+        mesh_case: Function from the section of a model to the case that its mesh comes down to at a small size.
+        replay_key: Boolean key of a training backend's config by which its passes send tokens to the experts that the
             generator chose; empty if it has none. The generator then reports them.
-        routing_problem: of a generator, from its config and the device to why its completions cannot carry the experts
-            that tokens were sent to (`Placement.reports_routing`); empty if they can.
-        adapter_problem: of a generator, from its config, the model and the device to why it cannot apply the low-rank
-            adapters of the policy itself (`GenerationConfig.lora_sync`); empty if it can.
-        keeps_cache: whether a generator can go on with keys and values of a request that a weight update interrupted
+        routing_problem: For a generator: function from its config and the device to why its completions cannot
+            carry the experts that tokens were sent to (`Placement.reports_routing`); empty if they can.
+        adapter_problem: For a generator: function from its config, the model and the device to why it cannot
+            apply the low-rank adapters of the policy itself (`GenerationConfig.lora_sync`); empty if it can.
+        keeps_cache: True if a generator can continue with keys and values of a request that a weight update interrupted
             (`Placement.keeps_cache`).
-        held_families: model types (as in `config.json`) whose every mesh the backend's own tests hold; a run of another
+        held_families: Model types (as in `config.json`) whose every mesh the backend's own tests hold; a run of another
             family checks its case first.
         family_table: `"package:file"` with results of the self-check, which a run reads instead of checking again; as
             `rl_launch.doctor.family_table.FamilyTable` reads it. Empty if there are none.
@@ -194,8 +194,8 @@ class DatasetPlugin:
         load: `"package.module:function"`, called as `load(settings, split)` and returning rows (mappings) that a
             processor turns into prompts or training conversations; runs in the driver unless `requirement` names more
             than the driver has.
-        requirement: what `load` needs installed.
-        settings: type of the settings, for listings and editors; `load` reads them itself.
+        requirement: What `load` needs installed.
+        settings: Type of the settings, for listings and editors; `load` reads them itself.
         tasks: `"package.module:function"` of a dataset that chooses among tasks by its setting `task`: returns a
             `DatasetTask` for each, without importing what `load` needs, and nothing if that is not installed.
     """
@@ -212,9 +212,9 @@ class DatasetTask:
     """A task of a dataset that has several.
 
     Args:
-        name: the setting `task`.
-        doc: one line.
-        settings: keys of the setting `config`, with their types and defaults as text.
+        name: The setting `task`.
+        doc: One line.
+        settings: Keys of the setting `config`, with their types and defaults as text.
     """
 
     name: str
@@ -224,12 +224,12 @@ class DatasetTask:
 
 @dataclass(frozen=True)
 class ModelNeed:
-    """A model that an algorithm works with.
+    """A model that an algorithm needs.
 
     Args:
-        section: config section that holds it, one of `AlgorithmPlugin.model_sections`.
-        spec: its head, and whether it trains.
-        exported: whether checkpoints hold its Hugging Face files. The role `policy` is always exported.
+        section: Config section that holds it, one of `AlgorithmPlugin.model_sections`.
+        spec: Its head, and whether it trains.
+        exported: True if checkpoints hold its Hugging Face files. The role `policy` is always exported.
     """
 
     section: str
@@ -245,11 +245,11 @@ def export_suffixes(needs: Mapping[str, ModelNeed]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class TrainingDefaults:
-    """How a model trains in an algorithm, where its section of the config does not say.
+    """Training defaults of a model in an algorithm, used for keys that its config section does not set.
 
     Args:
-        lr: learning rate of `policy.optimizer.kwargs`.
-        adapter_lr: that of adapters, if `lora_cfg.enabled`.
+        lr: Learning rate of `policy.optimizer.kwargs`.
+        adapter_lr: Learning rate of adapters, if `lora_cfg.enabled`.
         rows: `train_global_batch_size`.
     """
 
@@ -265,32 +265,33 @@ def no_defaults(written: WrittenValues) -> Mapping[str, TrainingDefaults]:
 
 @dataclass(frozen=True)
 class AlgorithmPlugin:
-    """An algorithm.
+    """Declaration of an algorithm.
 
     Args:
-        sections: config sections it adds to the root, by key (`grpo`, `loss_fn`, `data`, ...): the type of each, or a
+        sections: Config sections it adds to the root, by key (`grpo`, `loss_fn`, `data`, ...): the type of each, or a
             function from what is written there, as plain values, to the type; it raises a `ProblemError` if that
             chooses what does not exist.
         implementation: `"package.module:Class"` or `"file.py:Class"`, an `Algorithm`, imported once a command needs it.
-        generates: whether it needs rollouts; the config then has `policy.generation`.
-        trains: whether it has a `run`; if not, it only evaluates.
-        evaluates: whether it has an `evaluation` by rollouts.
-        evaluates_in_training: from the resolved config to whether a run evaluates as it trains: the plan is then in its
-            `Components`, and the environments of the plan are started beside those of its rollouts.
-        validation_metrics: from the resolved config to the names of the `val/` metrics that its run records, or to
-            None if they are not known before the run, as None for all configs says.
-        without_validation: dotted keys that ask for a validation or need one, with the values that do not; a config
+        generates: True if it needs rollouts; the config then has `policy.generation`.
+        trains: True if it has a `run`; if not, it only evaluates.
+        evaluates: True if it has an `evaluation` by rollouts.
+        evaluates_in_training: Function from the resolved config to whether a run evaluates as it trains: the plan is
+            then in its `Components`, and the environments of the plan are started next to those of its rollouts.
+        validation_metrics: Function from the resolved config to the names of the `val/` metrics that its run records,
+            or to None if they are not known before the run, as None for all configs says.
+        without_validation: Dotted keys that ask for a validation or need one, with the values that do not; a config
             that inherits them and takes out `data.validation` gets these.
-        models: from the resolved config to the models that the run needs, by role. The role `policy` is the model whose
-            weights are published and exported; others are exported if their need says so.
-        model_sections: config sections that hold a model, as dotted keys from the root: `policy`, `value`,
+        models: Function from the resolved config to the models that the run needs, by role. The role `policy` is the
+            model whose weights are published and exported; others are exported if their need says so.
+        model_sections: Config sections that hold a model, as dotted keys from the root: `policy`, `value`,
             `teachers.math`. The root gets one of each. If users name some of them, a function to these keys from the
             names that are written in other sections.
-        training_defaults: from the values that the user wrote to the defaults of models that train, by the key of their
-            section; a model that is not named has those of `ModelConfig`.
-        requirements: what its losses and rollout programs need installed; the extras only where models run.
-        further: from the resolved config to further requirements, such as `requirement_of` a loss that the user names.
-        checks: static checks on the whole resolved config.
+        training_defaults: Function from the values that the user wrote to the defaults of models that train, by the key
+            of their section; a model that is not named has those of `ModelConfig`.
+        requirements: What its losses and rollout programs need installed; the extras only where models run.
+        further: Function from the resolved config to further requirements, such as `requirement_of` a loss that the
+            user names.
+        checks: Static checks on the whole resolved config.
     """
 
     name: str
@@ -316,15 +317,15 @@ class AlgorithmPlugin:
 
 @dataclass(frozen=True)
 class RolloutNeeds:
-    """The program that rollout workers of an algorithm run, and the environments that it needs.
+    """The program that an algorithm's rollout workers run, and the environments that it needs.
 
     Args:
         program: `"package.module:Class"` of a `RolloutProgram`, or a class in a file of the user's.
-        program_args: its keyword arguments.
-        environments: names of the environments that score its prompts, as `rl_core.environments.instance.instance_of`
+        program_args: Its keyword arguments.
+        environments: Names of the environments that score its prompts, as `rl_core.environments.instance.instance_of`
             takes them.
-        max_seconds: most seconds of one rollout; None for no limit.
-        keeps_cache: as `rl_core.rollouts.generation.Placement.keeps_cache`.
+        max_seconds: Timeout of one rollout in seconds; None for no limit.
+        keeps_cache: As `rl_core.rollouts.generation.Placement.keeps_cache`.
         max_steps: Number of training steps of the run; 1 if nothing is trained.
     """
 

@@ -15,7 +15,7 @@ def install_command(requirement: str) -> str:
     """A command for a shell that installs a requirement here: by pip, or by uv in an environment that has no pip.
 
     Args:
-        requirement: as pip takes it, such as `rl-envs[reasoning-gym]`.
+        requirement: As pip takes it, such as `rl-envs[reasoning-gym]`.
     """
     quoted = f"'{requirement}'" if "[" in requirement else requirement
     if find_spec("pip") is not None:

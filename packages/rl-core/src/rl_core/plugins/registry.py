@@ -39,7 +39,7 @@ def plugin(group: str, name: str) -> Any:
     """The plugin object of a group by name.
 
     Raises:
-        ConfigError: if no installed package offers it; the message names the nearest and all that are installed.
+        ConfigError: If no installed package offers it; the message names the nearest and all that are installed.
     """
     found = _entries(group).get(name)
     if found is None:
@@ -57,7 +57,7 @@ def algorithm_named(name: str) -> AlgorithmPlugin:
     plugin's.
 
     Raises:
-        ConfigError: if there is no such plugin.
+        ConfigError: If there is no such plugin.
     """
     if is_in_file(name):
         return _algorithm_in_file(name)
@@ -82,7 +82,7 @@ def implementation_of(algorithm: AlgorithmPlugin) -> Algorithm[Any, Any, Any]:
     """Import and make what an algorithm's plugin names.
 
     Raises:
-        ConfigError: if there is no such class, or it is not an `Algorithm`.
+        ConfigError: If there is no such class, or it is not an `Algorithm`.
     """
     try:
         found = resolve(algorithm.implementation)
@@ -108,11 +108,11 @@ def plugins(group: str) -> dict[str, Any]:
 
 
 def resolve(path: str) -> Any:
-    """The object named by `"package.module:Name"`, or by `"file.py:Name"` in a file of the user's own.
+    """Return the object at `"package.module:Name"`, or at `"file.py:Name"` in a user's file.
 
     Raises:
-        ValueError: if the text is not of that form, the module has no such name, or the file cannot be read or run.
-        ModuleNotFoundError: if the module, or something it imports, is not installed.
+        ValueError: If the text is not of that form, the module has no such name, or the file cannot be read or run.
+        ModuleNotFoundError: If the module, or something it imports, is not installed.
     """
     module, _, attribute = path.rpartition(":")
     if not module or not attribute:

@@ -37,8 +37,8 @@ class SourceFile:
     """A file of Python code, with its text.
 
     Args:
-        path: of the file on the driver; it need not exist here.
-        text: its contents.
+        path: Path of the file on the driver; it need not exist here.
+        text: Its contents.
     """
 
     path: str
@@ -49,7 +49,7 @@ class SourceFile:
         """The file with its present text.
 
         Raises:
-            ValueError: if it cannot be read.
+            ValueError: If it cannot be read.
         """
         path = Path(path).expanduser().absolute()
         try:
@@ -65,14 +65,14 @@ class SourceFile:
 
     @property
     def module_name(self) -> str:
-        """Name of its module, from the file and its text, so that no two texts share one in a process."""
+        """Name of its module, from the file and its text, so that no two strings share one in a process."""
         return f"user_code_{re.sub(r'[^A-Za-z0-9_]', '_', Path(self.path).stem)}_{self.sha256[:16]}"
 
     def names(self) -> dict[str, bool] | None:
         """Names that its text defines at its top, with whether each is a function; None if it may define others.
 
         Raises:
-            ValueError: if it is not valid Python.
+            ValueError: If it is not valid Python.
         """
         try:
             tree = ast.parse(self.text)
@@ -99,7 +99,7 @@ class SourceFile:
         """Its module, run once in this process.
 
         Raises:
-            ValueError: if it is not valid Python, or imports what is not installed here.
+            ValueError: If it is not valid Python, or imports what is not installed here.
         """
         known = sys.modules.get(self.module_name)
         if known is not None:
@@ -147,8 +147,8 @@ class FromFile:
     """A function or class of a file, to be loaded in another process.
 
     Args:
-        source: the file.
-        name: of the function or class in it.
+        source: The file.
+        name: Name of the function or class in it.
     """
 
     source: SourceFile
@@ -159,7 +159,7 @@ class FromFile:
         """The function or class that `file.py:Name` names, without running the file.
 
         Raises:
-            ValueError: if the file cannot be read, is not valid Python, or clearly does not define the name.
+            ValueError: If the file cannot be read, is not valid Python, or clearly does not define the name.
         """
         file, _, name = path.rpartition(":")
         source = SourceFile.read(file)
@@ -172,7 +172,7 @@ class FromFile:
 
     @property
     def is_function(self) -> bool:
-        """Whether the file's text says that it is a function."""
+        """Return whether the file's text says that it is a function."""
         return (self.source.names() or {}).get(self.name, False)
 
     def load(self) -> Any:
@@ -203,7 +203,7 @@ _FILES: dict[str, SourceFile] = {}
 
 
 def is_in_file(path: str) -> bool:
-    """Whether a name is of the form `file.py:Name`."""
+    """Return whether a name is of the form `file.py:Name`."""
     return _NAMED.fullmatch(path) is not None
 
 
@@ -225,8 +225,8 @@ def load_module(name: str) -> ModuleType:
     """The module of a file, or of an installed package.
 
     Raises:
-        ValueError: if the file cannot be read or run.
-        ModuleNotFoundError: if the module, or something it imports, is not installed.
+        ValueError: If the file cannot be read or run.
+        ModuleNotFoundError: If the module, or something it imports, is not installed.
     """
     return SourceFile.read(name).load() if name.endswith(".py") else importlib.import_module(name)
 
@@ -235,11 +235,11 @@ def implementation_name(owner: Any, path: str) -> str:
     """The full name of an object's implementation, as `rl_core.plugins.resolve` takes it.
 
     Args:
-        owner: the object, whose class may be from a file that travelled with it.
+        owner: The object, whose class may be from a file that travelled with it.
         path: `package.module:function`, or `file.py:function` for one that is in the same file as the class.
 
     Raises:
-        ValueError: if it names another file.
+        ValueError: If it names another file.
     """
     if not is_in_file(path):
         return path
@@ -254,7 +254,7 @@ def implementation_name(owner: Any, path: str) -> str:
 
 
 def is_own(file: str) -> bool:
-    """Whether a file of a traceback is neither installed nor of this package."""
+    """Return whether a file of a traceback is neither installed nor of this package."""
     return not file.startswith((_PACKAGE, *_INSTALLED, "<"))
 
 

@@ -27,7 +27,7 @@ _DEATHS: dict[type[RayError], str] = {
     ray_errors.ActorUnavailableError: "the process could not be reached",
     ray_errors.RayActorError: "the process ended",
     ray_errors.WorkerCrashedError: "the process ended",
-    ray_errors.OutOfMemoryError: "the process was ended, as its node ran out of memory",
+    ray_errors.OutOfMemoryError: "the process was killed because its node ran out of memory",
     ray_errors.NodeDiedError: "its node died",
     ray_errors.LocalRayletDiedError: "Ray ended on its node",
     ray_errors.ActorUnschedulableError: "it cannot be placed on any living node",
@@ -45,12 +45,12 @@ def gather(refs: Sequence[ray.ObjectRef], origins: Sequence[Origin], timeout_s: 
     only time out).
 
     Args:
-        refs: one call per worker.
-        origins: the worker and the work of each call, in the same order.
-        timeout_s: bound of the whole wait.
+        refs: One call per worker.
+        origins: The worker and the work of each call, in the same order.
+        timeout_s: Bound of the whole wait.
 
     Raises:
-        RLError: the worker's own; `WorkerError` if it was foreign; `WorkerDied` if the process ended; `WorkerStalled`
+        RLError: The worker's own; `WorkerError` if it was foreign; `WorkerDied` if the process ended; `WorkerStalled`
             if it did not answer in time.
     """
     origin_of = dict(zip(refs, origins, strict=True))
@@ -104,11 +104,11 @@ def settle(
     """Answers in order, and failures as they happened, of workers that work with one another.
 
     Args:
-        refs: one call per worker.
-        origins: the worker and the work of each call, in the same order.
-        timeout_s: bound of the whole wait.
-        grace_s: how long the others may take to end after the first failure, so that each side reports its own.
-        on_failure: called with the first failure, before the others are waited for.
+        refs: One call per worker.
+        origins: The worker and the work of each call, in the same order.
+        timeout_s: Bound of the whole wait.
+        grace_s: How long the others may take to end after the first failure, so that each side reports its own.
+        on_failure: Called with the first failure, before the others are waited for.
 
     Returns:
         All answers and no failure, or no answers and all failures.

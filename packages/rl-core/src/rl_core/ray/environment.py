@@ -32,10 +32,10 @@ class RemoteEnvironment:
     within `silence_s`, every rollout that waits for it fails.
 
     Args:
-        actor: an `AsyncWorkerHost` that holds an `rl_core.environments.pool.EnvironmentPool`.
-        name: of the environment, for messages.
-        renew_s: how often the lease on its conversations is renewed.
-        silence_s: how long a renewal may take.
+        actor: An `AsyncWorkerHost` that holds an `rl_core.environments.pool.EnvironmentPool`.
+        name: Name of the environment, for messages.
+        renew_s: How often the lease on its conversations is renewed.
+        silence_s: How long a renewal may take.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class RemoteEnvironment:
         return outcome
 
     async def abandon(self, conversation_ids: Sequence[str]) -> None:
-        """Free what the environment holds for conversations that will not go on."""
+        """Free what the environment holds for conversations that will not continue."""
         self._open.difference_update(conversation_ids)
         async with asyncio.timeout(self._silence_s):
             await self._actor.call.remote("abandon", list(conversation_ids))
@@ -148,7 +148,7 @@ class RemoteEnvironment:
             _log.debug("environment %s: the lease was not renewed: %s", self._name, error)
 
     def _give_up(self) -> None:
-        failure = EnvironmentFailure(f"environment {self._name} has not answered anything for {self._silence_s:g} s")
+        failure = EnvironmentFailure(f"environment {self._name} has not answered for {self._silence_s:g} s")
         _log.warning("%s; %d rollouts that wait for it fail", failure.reason, len(self._unanswered))
         for answer in list(self._unanswered):
             answer.set_result(failure)

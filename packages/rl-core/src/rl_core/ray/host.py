@@ -31,10 +31,10 @@ class Place:
     """The place of a worker's process.
 
     Args:
-        address: of its node, as others reach it.
-        port: kept free there for this process, so that ranks can meet.
+        address: Address of its node, as others reach it.
+        port: Kept free there for this process, so that ranks can meet.
         node: Ray's id of the node.
-        gpus: the GPUs that Ray gave it, as `CUDA_VISIBLE_DEVICES` lists them: indices, or UUIDs.
+        gpus: The GPUs that Ray gave it, as `CUDA_VISIBLE_DEVICES` lists them: indices, or UUIDs.
     """
 
     address: str
@@ -72,7 +72,7 @@ def hold_port() -> socket.socket:
 
 
 class WorkerHost:
-    """Hosts a worker whose methods are synchronous; health answers beside a running call."""
+    """Hosts a worker whose methods are synchronous; health answers during a running call."""
 
     def __init__(self) -> None:
         _prepare_process()
@@ -121,7 +121,7 @@ class WorkerHost:
 
     @ray.method(concurrency_group="health")
     def interrupt(self, transport: Any, reason: str) -> None:
-        """Have the worker end a send of weights that another call runs, or is about to."""
+        """Make the worker end a send of weights that another call runs, or is about to."""
         _plainly(lambda: self._worker.interrupt(transport, reason))
 
 
@@ -160,8 +160,8 @@ class RestartingHost(AsyncWorkerHost):
     """An `AsyncWorkerHost` that Ray can start again if its process dies: its worker is built by the first call.
 
     Args:
-        log: file that this process's log records go to.
-        name: of the worker, for that log.
+        log: File that this process's log records go to.
+        name: Name of the worker, for that log.
         target: `"package.module:Class"` of the worker, then its arguments.
     """
 

@@ -62,15 +62,15 @@ class RemoteModel:
     shards from one another.
 
     Args:
-        workers: one actor (`WorkerHost`) per rank, in rank order.
-        role: for messages.
-        section: dotted key of its config section, for messages.
-        nodes: name of the node of each rank, for messages.
-        hold: context in which the model has its device for itself.
-        timeout_s: bound of each call; past it every rank writes the stacks of its threads to its log.
-        logs: log of each rank, for messages.
-        trains: as `rl_core.model.Model.trains`.
-        columns: that all its passes read beside `tokens`.
+        workers: One actor (`WorkerHost`) per rank, in rank order.
+        role: Role, for messages.
+        section: Dotted key of its config section, for messages.
+        nodes: Name of the node of each rank, for messages.
+        hold: Context in which the model has its device for itself.
+        timeout_s: Bound of each call; past it every rank writes the stacks of its threads to its log.
+        logs: Log of each rank, for messages.
+        trains: As `rl_core.model.Model.trains`.
+        columns: Columns that all its passes read in addition to `tokens`.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class RemoteModel:
 
     @property
     def revision(self) -> int:
-        """Grows with every change of the weights: tells whether they are still those of an earlier moment."""
+        """Increases with every change of the weights, so you can check whether they are still the same."""
         return self._revision
 
     @property
@@ -110,7 +110,7 @@ class RemoteModel:
         return self._coordinates[0].along("dp")
 
     def infer(self, batch: Batch, reads: Sequence[Read], *, reference: bool = False, temperature: float = 1.0) -> Batch:
-        """As `rl_core.model.Model.infer`."""
+        """See `rl_core.model.Model.infer`."""
         with self._hold():
             return self.start_infer(batch, reads, reference=reference, temperature=temperature)()
 
@@ -142,44 +142,44 @@ class RemoteModel:
         return finish
 
     def evaluate(self, batch: Batch, loss: Loss) -> Metrics:
-        """As `rl_core.model.Model.evaluate`."""
+        """See `rl_core.model.Model.evaluate`."""
         with self._hold():
             return self._loss_call("evaluate", batch, loss)
 
     def train_step(self, batch: Batch, loss: Loss) -> Metrics:
-        """As `rl_core.model.Model.train_step`."""
+        """See `rl_core.model.Model.train_step`."""
         with self._hold():
             self._revision += 1
             return self._loss_call("train_step", batch, loss)
 
     def update_reference(self, share: float = 1.0) -> None:
-        """As `rl_core.model.Model.update_reference`."""
+        """See `rl_core.model.Model.update_reference`."""
         with self._hold():
             self.call_all("update_reference", share)
 
     def save(self, path: str, *, wait: bool = True) -> None:
-        """As `rl_core.model.Model.save`."""
+        """See `rl_core.model.Model.save`."""
         with self._hold():
             self.call_all("save", path, wait=wait)
 
     def finish_save(self, *, wait: bool = True) -> tuple[SavedFile, ...] | None:
-        """As `rl_core.model.Model.finish_save`; the model need not have its device, as a copy is written."""
+        """Same as `rl_core.model.Model.finish_save`; the model need not have its device, as a copy is written."""
         parts = self.call_all("finish_save", wait=wait)
         return None if None in parts else tuple(file for part in parts for file in part)
 
     def load(self, path: str, *, files: Sequence[SavedFile] = ()) -> None:
-        """As `rl_core.model.Model.load`."""
+        """See `rl_core.model.Model.load`."""
         with self._hold():
             self._revision += 1
             self.call_all("load", path, files=tuple(files))
 
     def export(self, path: str) -> tuple[SavedFile, ...]:
-        """As `rl_core.model.Model.export`."""
+        """See `rl_core.model.Model.export`."""
         with self._hold():
             return tuple(file for part in self.call_all("export", path) for file in part)
 
     def export_adapter(self, path: str) -> tuple[SavedFile, ...]:
-        """As `rl_core.model.Model.export_adapter`."""
+        """See `rl_core.model.Model.export_adapter`."""
         with self._hold():
             return tuple(file for part in self.call_all("export_adapter", path) for file in part)
 
@@ -201,7 +201,7 @@ class RemoteModel:
         """Begin sending on all ranks; each call answers with the digest of what that rank sent.
 
         Args:
-            manifest: the manifest, or a reference to it in Ray's object store.
+            manifest: The manifest, or a reference to it in Ray's object store.
         """
         # the model stays on its device until another is asked for, which the caller does when the send is over
         with self._hold():
@@ -214,7 +214,7 @@ class RemoteModel:
             worker.interrupt.remote(transport, reason)
 
     def write_stacks(self) -> str:
-        """Have every rank write the stacks of its threads to its log; returns the logs' names, for a message."""
+        """Make every rank write the stacks of its threads to its log; return the logs' names, for a message."""
         num_written = request_stacks(self._workers)
         where = f" ({self._logs[0]}, ...)" if self._logs else ""
         return f"{num_written} of {len(self._workers)} ranks wrote the stacks of their threads to their logs{where}"
@@ -224,7 +224,7 @@ class RemoteModel:
         return gather([worker.health.remote() for worker in self._workers], self._origins("health"), 30.0)
 
     def close(self) -> None:
-        """Have every rank leave its process group, then end the processes; one that is dead already only ends."""
+        """Make every rank leave its process group, then end the processes; one that is dead already only ends."""
         closing = [worker.call.remote("close") for worker in self._workers]
         try:
             gather(closing, self._origins("close"), CLOSE_TIMEOUT_S)
@@ -250,7 +250,7 @@ class RemoteModel:
         return shard(batch.lengths, self.num_shards, groups=groups)
 
     def _send(self, batch: Batch, rows: Sequence[np.ndarray]) -> list[_Sent]:
-        """Have the rows of each shard brought together, except those that were before for the same batch."""
+        """Gather the rows of each shard, except those that were before for the same batch."""
         column = batch.columns["tokens"]
         key = column.rows if isinstance(column, RemoteColumn) else None
         is_plain = tuple(batch) == self._columns

@@ -25,8 +25,8 @@ class StoredRows:
     The caller owns what a call returns, so it outlives the worker that made it, though not the node it lies on.
 
     Args:
-        ref: of the `Batch`.
-        origin: the worker that made it, for messages.
+        ref: Reference of the `Batch`.
+        origin: The worker that made it, for messages.
     """
 
     ref: ray.ObjectRef
@@ -36,7 +36,7 @@ class StoredRows:
         """Bring the columns here.
 
         Raises:
-            WorkerDied: if they were lost with a node.
+            WorkerDied: If they were lost with a node.
         """
         found: Batch = fetch(self.ref, self.origin, FETCH_TIMEOUT_S)
         return found
@@ -61,7 +61,7 @@ def stored_groups(
     Args:
         prompts, reports: of each group; all have the same columns.
         columns, records: of the rollouts of all groups, one group after the other.
-        origin: the worker that made them, for messages.
+        origin: The worker that made them, for messages.
     """
     by_group = [[length for own in report.rollouts.row_lengths for length in own] for report in reports]
     lengths = np.array([length for own in by_group for length in own], dtype=np.int64)

@@ -21,14 +21,14 @@ _MARGIN_S = 1.0
 
 
 def write_stacks_on_signal(path: str) -> None:
-    """Have this process append the stacks of all its threads to a file whenever it gets `SIGNAL`."""
+    """Make this process append the stacks of all its threads to a file whenever it gets `SIGNAL`."""
     # the handler writes to the file's descriptor, so it stays open as long as the process
     file = open(path, "a")  # noqa: SIM115
     faulthandler.register(SIGNAL, file=file, all_threads=True)
 
 
 def request_stacks(workers: Sequence[ActorHandle], timeout_s: float = 30.0) -> int:
-    """Have the processes of these actors write their stacks to their logs; returns how many could be asked.
+    """Make the processes of these actors write their stacks to their logs; return how many could be asked.
 
     A task on each actor's node sends the signal, so that a process which hangs in native code is reached as well.
     """

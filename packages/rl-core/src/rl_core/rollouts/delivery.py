@@ -17,12 +17,12 @@ class Delivery:
     """How a weight version reaches a replica.
 
     Args:
-        transport: over which it travels.
-        first_rank: of the replica's receivers; the others follow.
-        canary: int32 token rows to score with the new weights.
-        takes_turns: whether the replica sleeps while the policy has the devices: then only its weights are awake during
+        transport: Over which it travels.
+        first_rank: First rank of the replica's receivers; the others follow.
+        canary: Int32 token rows to score with the new weights.
+        takes_turns: True if the replica sleeps while the policy has the devices: then only its weights are awake during
             the transfer, and `score_canary` scores the canary once there is room for a KV cache.
-        in_flight: whether requests in flight are interrupted, to be continued with the new weights, instead of finished
+        in_flight: True if requests in flight are interrupted, to be continued with the new weights, instead of finished
             with the old ones.
     """
 
@@ -38,8 +38,8 @@ class Taken:
     """The weights that a replica has taken over.
 
     Args:
-        digests: of all weights as received, per engine rank.
-        scores: float32 `[tokens]` per row of the canary; none yet if the replica takes turns.
+        digests: Digests of all weights as received, per engine rank.
+        scores: Float32 `[tokens]` per row of the canary; none yet if the replica takes turns.
     """
 
     digests: Sequence[str]
@@ -50,8 +50,8 @@ async def take_over(generator: Generator, manifest: Manifest, delivery: Delivery
     """Pause a replica and bring it to a weight version; it stays paused.
 
     Raises:
-        WeightSyncError: naming the tensors that did not arrive, or are not used.
-        GeneratorError: if the engine died.
+        WeightSyncError: Naming the tensors that did not arrive, or are not used.
+        GeneratorError: If the engine died.
     """
     await generator.pause("interrupt" if delivery.in_flight else "finish")
     if delivery.takes_turns:

@@ -16,10 +16,10 @@ class ToolCall:
     """A call of a tool by the policy.
 
     Args:
-        name: of the tool; empty if the call says none.
-        arguments: by name.
-        id: of the call in its turn; the message with its result has it as `tool_call_id`.
-        error: the reason that the call cannot be read; empty if it can. An environment answers it as an observation.
+        name: Name of the tool; empty if the call has none.
+        arguments: Arguments by name.
+        id: Id of the call in its turn; the message with its result has it as `tool_call_id`.
+        error: The reason that the call cannot be read; empty if it can. An environment answers it as an observation.
     """
 
     name: str
@@ -46,14 +46,14 @@ class Conversation:
     """A rollout as an environment sees it.
 
     Args:
-        id: stable over the turns of one rollout; one that has a state stays with the process which keeps it.
-        messages: prompt, completions and observations so far; the last is the policy's newest turn.
-        info: of the prompt (the answer, a seed).
-        completion: text of the newest turn.
-        truncated: whether the newest turn ran into the token limit.
-        turn: number of the policy's turns before the newest.
-        tool_calls: of the newest turn, if the environment has tools.
-        completion_ids: int32 `[tokens]`, the sampled tokens of the newest turn, the stop token included. A rollout
+        id: Stable over the turns of one rollout; one that has a state stays with the process which keeps it.
+        messages: Prompt, completions and observations so far; the last is the policy's newest turn.
+        info: Info of the prompt (the answer, a seed).
+        completion: Text of the newest turn.
+        truncated: True if the newest turn ran into the token limit.
+        turn: Number of the policy's turns before the newest.
+        tool_calls: Tool calls of the newest turn, if the environment has tools.
+        completion_ids: Int32 `[tokens]`, the sampled tokens of the newest turn, the stop token included. A rollout
             worker fills them in, as it does the following fields; None elsewhere. When a reward is tried before a run,
             they are the bytes of the text.
         num_prompt_messages: Number of the first messages that are the prompt; None for all before the newest turn.
@@ -94,14 +94,15 @@ class StepResult:
     """An environment's answer to one turn.
 
     Args:
-        reward: a float, or rewards by name, of which `reward` is trained on (their sum if it is absent). No names at
+        reward: A float, or rewards by name, of which `reward` is trained on (their sum if it is absent). No names at
             all mean that the reward does not apply: the turn earns 0, and a sum of several rewards leaves it out.
-        done: whether the rollout ends here.
-        observation: messages to append before the next turn; needed unless done.
-        state: handed back at the next turn; any object, as it stays in the environment's process.
-        stop_strings: for the next turn, None to keep the configured ones.
-        max_new_tokens: most tokens of the next turn, None for as many as configured; never more than those.
-        info: reported with the rollout; numbers are averaged into metrics.
+        done: True if the rollout ends here.
+        observation: Messages to append before the next turn; needed unless done.
+        state: Handed back at the next turn; any object, as it stays in the environment's process.
+        stop_strings: Stop strings for the next turn, None to keep the configured ones.
+        max_new_tokens: Maximum number of tokens of the next turn, None for as many as configured; never more than
+            those.
+        info: Reported with the rollout; numbers are averaged into metrics.
     """
 
     reward: float | Mapping[str, float] = 0.0
@@ -131,8 +132,8 @@ class EnvironmentFailure:
     """A conversation's outcome, instead of a `StepResult`, if its environment raised, crashed or passed its deadline.
 
     Args:
-        reason: in one line, naming the environment; the rollout fails with it.
-        fault: kind of the failure.
+        reason: Reason in one line, naming the environment; the rollout fails with it.
+        fault: Kind of the failure.
     """
 
     reason: str
@@ -140,7 +141,7 @@ class EnvironmentFailure:
 
 
 class UnusableAnswer(ValueError):
-    """Raised if an environment answers in another form than it should."""
+    """Raised if an environment returns an answer in the wrong form."""
 
 
 class MissingField(UnusableAnswer):
@@ -148,7 +149,7 @@ class MissingField(UnusableAnswer):
 
 
 class Environment(Protocol):
-    """Scores and answers conversations in batches of up to `env.<name>.max_batch`; runs in processes of its own."""
+    """Scores and answers conversations in batches of up to `env.<name>.max_batch`; runs in its own processes."""
 
     def step(self, conversations: Sequence[Conversation], states: Sequence[Any]) -> list[StepResult]:
         """One result per conversation, in order; `states` are None on the first turn."""

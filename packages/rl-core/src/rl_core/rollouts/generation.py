@@ -17,16 +17,16 @@ from rl_core.weights import WeightSink
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are drawn.
+    """Settings for sampling tokens.
 
     Args:
-        max_new_tokens: most tokens sampled.
-        temperature: divides the logits; 0 is greedy.
-        top_p: nucleus mass kept, 1.0 keeps all.
-        top_k: most likely tokens kept, 0 keeps all.
-        min_p: smallest probability kept, as a share of that of the most likely token; 0.0 keeps all.
-        stop_token_ids: tokens that end a completion (and belong to it).
-        stop_strings: texts that end a completion (and belong to it).
+        max_new_tokens: Maximum number of tokens to sample.
+        temperature: Divides the logits; 0 is greedy.
+        top_p: Nucleus mass kept, 1.0 keeps all.
+        top_k: Most likely tokens kept, 0 keeps all.
+        min_p: Smallest probability kept, as a share of that of the most likely token; 0.0 keeps all.
+        stop_token_ids: Tokens that end a completion (and belong to it).
+        stop_strings: Texts that end a completion (and belong to it).
     """
 
     max_new_tokens: int
@@ -55,13 +55,13 @@ class GenerationRequest:
     """A request for one completion, or for the rest of one that was interrupted.
 
     Args:
-        token_ids: int32 `[tokens]`, the tokens to continue; never text.
-        sampling: how to draw; the token limit is that of the tokens that are still to come.
-        seed: makes the draw repeatable whatever else is in the batch. The draws of the rest of a completion depend on
+        token_ids: Int32 `[tokens]`, the tokens to continue; never text.
+        sampling: How to draw; the token limit is that of the tokens that are still to come.
+        seed: Makes the draw repeatable whatever else is in the batch. The draws of the rest of a completion depend on
             `num_sampled` too, so that no random number is used twice.
-        num_sampled: how many of `token_ids`, the last ones, were sampled for this completion before it was interrupted.
+        num_sampled: How many of `token_ids`, the last ones, were sampled for this completion before it was interrupted.
             A stop string may begin in them.
-        first_version: weight version that sampled the first of these; None if there are none. An engine that keeps keys
+        first_version: Weight version that sampled the first of these; None if there are none. An engine that keeps keys
             and values over weight updates has them from then (`Placement.keeps_cache`). `digest` leaves it out.
     """
 
@@ -145,15 +145,15 @@ class Placement:
     """The devices that a replica's engine runs on, and its part in the run.
 
     Args:
-        device: name of the kind of device.
-        gpus: its GPUs on the node, in rank order, as `CUDA_VISIBLE_DEVICES` lists them; empty means all that its
+        device: Name of the kind of device.
+        gpus: Its GPUs on the node, in rank order, as `CUDA_VISIBLE_DEVICES` lists them; empty means all that its
             process sees.
         cpu_threads: OpenMP threads per rank on CPU.
-        shares_devices: whether the replica takes turns with others on its devices, and so sleeps.
-        awaits_weights: whether weights are sent before anything is generated, so that those of the model's files need
+        shares_devices: True if the replica takes turns with others on its devices, and so sleeps.
+        awaits_weights: True if weights are sent before anything is generated, so that those of the model's files need
             not be loaded.
-        reports_routing: whether completions carry the experts that tokens were sent to.
-        keeps_cache: whether a request that a weight update interrupted goes on from the keys and values that it has, as
+        reports_routing: True if completions carry the experts that tokens were sent to.
+        keeps_cache: True if a request that a weight update interrupted resumes from the keys and values that it has, as
             far as they are still there, and not from those that the new weights compute.
     """
 
@@ -176,7 +176,7 @@ class Placement:
         Called before an engine initialises its devices.
 
         Raises:
-            ValueError: if a rank has no GPU, or a GPU no rank.
+            ValueError: If a rank has no GPU, or a GPU no rank.
         """
         self.kind.claim(self.gpus)
         if self.kind.has_gpus and len(self.kind.visible()) != num_ranks:

@@ -19,18 +19,18 @@ GENERATION_LOGPROBS = "generation_logprobs"
 ROUTED_EXPERTS = "routed_experts"
 WEIGHT_VERSIONS = "weight_versions"
 RECORD = "record"
-"""Columns of a `RolloutGroup`, beside `tokens`."""
+"""Columns of a `RolloutGroup`, in addition to `tokens`."""
 
 
 @dataclass(frozen=True)
 class RolloutReport:
-    """The part of a `Rollout` that a loop decides by: all but its tokens and texts.
+    """The part of a `Rollout` that a loop needs for decisions: everything except its tokens and strings.
 
     Args:
-        num_tokens: of all its rows, prompts included.
-        num_sampled: tokens that the policy sampled.
+        num_tokens: Number of tokens of all its rows, prompts included.
+        num_sampled: Tokens that the policy sampled.
         num_turns: completions.
-        info: the numbers that the environment reported.
+        info: The numbers that the environment reported.
 
     The others are as in `Rollout`.
     """
@@ -75,8 +75,8 @@ class RolloutReports(Sequence[RolloutReport]):
     """Reports of the rollouts of one prompt, by column: thousands come in every step, and few are looked at alone.
 
     Args:
-        prompt_id: of all of them.
-        segments: of each rollout; empty if each has one row.
+        prompt_id: Id of the prompt of all of them.
+        segments: Segments of each rollout; empty if each has one row.
 
     The others are the fields of `RolloutReport`, each with a value per rollout; a span is a version and a number of
     tokens.
@@ -151,9 +151,9 @@ class GroupReport:
     """A group apart from its columns, which may lie elsewhere.
 
     Args:
-        rollouts: in the order of their seeds.
-        columns: names of the columns that training reads, the rows in the same order.
-        records: names of those that people read.
+        rollouts: Rollouts in the order of their seeds.
+        columns: Names of the columns that training reads, the rows in the same order.
+        records: Names of the columns that people read.
     """
 
     rollouts: RolloutReports
@@ -166,9 +166,9 @@ class RolloutGroup:
     """The rollouts of one prompt, in the order of their seeds.
 
     Args:
-        prompt: of all of them.
-        rollouts: what is known of each without reading its columns.
-        columns: a row per rollout, or per segment of one that has several: `tokens` int32, `loss_mask` uint8,
+        prompt: Prompt of all of them.
+        rollouts: What is known of each without reading its columns.
+        columns: A row per rollout, or per segment of one that has several: `tokens` int32, `loss_mask` uint8,
             `generation_logprobs` float32 and `weight_versions` int32 `[tokens]` (`NOT_SAMPLED` where `loss_mask` is 0),
             `routed_experts` int16 `[tokens, layers, experts_per_token]` if the engine reports them, and `record` uint8
             `[bytes]`, a JSON object for people at the first row of each rollout.

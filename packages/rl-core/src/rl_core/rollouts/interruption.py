@@ -1,7 +1,7 @@
 """Completions that an interruption of their engine ended, continued until they are whole.
 
 A replica that is paused with `interrupt` ends its requests with the tokens that they have. Each is then requested again
-with those tokens behind its prompt, waits until the replica resumes, and goes on with the weights that it serves by
+with those tokens after its prompt, waits until the replica resumes, and continues with the weights that it serves by
 then. Keys and values are computed anew from all tokens, so every token's logprob is that of one weight version: the one
 of its span. An engine that is told to keep them (`Placement.keeps_cache`) finds them by the version of the first token.
 """
@@ -25,7 +25,7 @@ async def generate_whole(generate: Generate, request: GenerationRequest) -> Comp
 
     How it ends, and its limit, are those of a completion that was never interrupted. If the weights stay as they are,
     so are its tokens at temperature 0. At other temperatures an engine that draws by the place of a token (`hf`,
-    `megatron`) repeats the tokens for the seed alone; any engine does for the seed and the places of the interruptions.
+    `megatron`) repeats the tokens only for the seed; any engine does for the seed and the places of the interruptions.
     """
     partial = PartialCompletion(request)
     while not partial.is_whole:
@@ -37,7 +37,7 @@ class PartialCompletion:
     """The parts of a completion so far.
 
     Args:
-        request: for the whole of it.
+        request: Request for the whole of it.
     """
 
     def __init__(self, request: GenerationRequest) -> None:
@@ -51,7 +51,7 @@ class PartialCompletion:
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing is left to be sampled."""
+        """Return whether nothing is left to be sampled."""
         return bool(self._parts) and (self._parts[-1].stop_reason != "abort" or not self._num_left)
 
     @property

@@ -24,11 +24,11 @@ class RolloutTask:
     """A group to roll out.
 
     Args:
-        prompt: the prompt to start from.
-        sampling: how completions are drawn.
-        seeds: one per rollout of the group.
-        is_urgent: whether it begins before groups that wait and are not, such as those of later steps.
-        turns: completions of an earlier run of each rollout, which are not sampled again; empty if there was none. The
+        prompt: The prompt to start from.
+        sampling: How completions are drawn.
+        seeds: One per rollout of the group.
+        is_urgent: True if it begins before groups that wait and are not, such as those of later steps.
+        turns: Completions of an earlier run of each rollout, which are not sampled again; empty if there was none. The
             environment takes its steps again; once it answers otherwise, or the program asks otherwise, the requests
             differ and further turns are sampled.
     """
@@ -54,7 +54,7 @@ class RolloutPool(Protocol):
     """
 
     def submit(self, tasks: Sequence[RolloutTask]) -> list[Ticket]:
-        """Have groups rolled out, begun in this order as the replicas have room, urgent ones first; a ticket for each.
+        """Start the rollouts of groups, in this order as the replicas have room, urgent ones first; a ticket for each.
 
         Groups that are submitted together and begin on an idle replica reach its engine together and in order. More
         may be submitted while others are under way.
@@ -69,15 +69,15 @@ class RolloutPool(Protocol):
         ...
 
     def adopt(self, update: WeightUpdate, *, in_flight: bool = False) -> None:
-        """Bring every replica to this version, verified. Groups under way go on, between two of their turns or within
-        one.
+        """Bring every replica to this version, verified. Groups under way continue, between two of their turns or
+        within one.
 
         Args:
-            in_flight: whether completions under way are interrupted and go on with the new weights, instead of being
+            in_flight: True if completions under way are interrupted and continue with the new weights, instead of being
                 finished with the old ones first.
 
         Raises:
-            WeightSyncError: if the update is stale, or naming what did not arrive; nothing is served then.
+            WeightSyncError: If the update is stale, or naming what did not arrive; nothing is served then.
         """
         ...
 

@@ -16,12 +16,12 @@ from rl_core.rollouts.rollout import Completion, Message, Prompt, Rollout
 
 @dataclass(frozen=True)
 class Reply:
-    """A turn of the policy, read.
+    """A parsed turn of the policy.
 
     Args:
-        text: of the turn, without special tokens.
-        message: as a chat template takes it, tool calls apart from the text.
-        tool_calls: those of the turn.
+        text: Text of the turn, without special tokens.
+        message: As a chat template takes it, tool calls apart from the text.
+        tool_calls: Tool calls of the turn.
     """
 
     text: str
@@ -30,7 +30,7 @@ class Reply:
 
 
 class GenerationClient(Protocol):
-    """The services of a rollout program: the replica beside it, the environment of its prompt, and the tokenizer."""
+    """The services of a rollout program: the replica next to it, the environment of its prompt, and the tokenizer."""
 
     @property
     def sampling(self) -> SamplingParams:

@@ -21,8 +21,8 @@ def rollout_record(prompt: Prompt, index: int, rollout: Rollout) -> np.ndarray:
     """uint8 `[bytes]`, UTF-8 of a JSON object on one line; `index` is the rollout's place in its group.
 
     `weight_spans` count tokens from the start of the rollout; with several segments, whose numbers of tokens are then
-    in `segments`, these lie end to end. `row` is what the environment was given beside the conversation, such as the
-    right answer; values longer than `MOST_CHARACTERS` are cut.
+    in `segments`, these lie end to end. `row` is what the environment was given in addition to the conversation, such
+    as the right answer; values longer than `MOST_CHARACTERS` are cut.
     """
     described = {
         "prompt_id": prompt.id,
@@ -60,7 +60,7 @@ def write_records(path: Path, records: Iterable[tuple[np.ndarray, float | None]]
 
 
 def append_records(file: BinaryIO, records: Iterable[tuple[np.ndarray, float | None]]) -> None:
-    """As `write_records`, to a file that is open. An advantage that is not finite becomes null."""
+    """Same as `write_records`, to a file that is open. An advantage that is not finite becomes null."""
     for record, advantage in records:
         finite = advantage if advantage is not None and math.isfinite(advantage) else None
         # an object on one line, to which one entry is added
@@ -75,7 +75,7 @@ def _weight_spans(versions: np.ndarray) -> list[dict[str, int]]:
     """Runs of tokens that were sampled with one weight version: `start` and `end` in the rollout, and `version`.
 
     Args:
-        versions: int32 `[tokens]`, negative for tokens that were not sampled.
+        versions: Int32 `[tokens]`, negative for tokens that were not sampled.
     """
     starts = np.flatnonzero(np.diff(versions, prepend=-1))
     ends = np.append(starts, len(versions))[1:]

@@ -15,7 +15,7 @@ UNKNOWN_EXPERT = -1
 """In `routed_experts`: the engine did not report where it sent the token."""
 
 Message = Mapping[str, Any]
-"""A chat message: `role`, `content`, and what a chat template understands besides (tool calls, names)."""
+"""A chat message: `role`, `content`, and other fields that a chat template reads (tool calls, names)."""
 
 StopReason = Literal["stop", "length", "abort"]
 Status = Literal["ok", "truncated", "failed"]
@@ -26,13 +26,13 @@ class Prompt:
     """The start of a rollout.
 
     Args:
-        id: unique within the dataset and stable across runs, so that exactly-once can be proved.
-        messages: the conversation so far.
-        token_ids: int32 `[tokens]`, the conversation rendered by the chat template and tokenised, ready for generation.
-        environment: name of the environment that scores it.
-        info: whatever else the environment needs beside the conversation (the answer, a seed).
-        dataset: name of the dataset it came from.
-        place: of its row, as messages say it: `prompts.jsonl, line 3`.
+        id: Unique within the dataset and stable across runs, so that exactly-once can be proved.
+        messages: The conversation so far.
+        token_ids: Int32 `[tokens]`, the conversation rendered by the chat template and tokenised, ready for generation.
+        environment: Name of the environment that scores it.
+        info: Whatever else the environment needs in addition to the conversation (the answer, a seed).
+        dataset: Name of the dataset it came from.
+        place: Place of its row, as in messages: `prompts.jsonl, line 3`.
         tools: JSON schemas of the tools that the policy may call, as the chat template has rendered them.
         is_text: Whether the row gave the prompt as plain text rather than as messages.
     """
@@ -64,11 +64,11 @@ class Completion:
     """One answer of a generator.
 
     Args:
-        token_ids: int32 `[tokens]`, the sampled tokens, the stop token included.
-        logprobs: float32 `[tokens]`, processed logprobs (after temperature, top-k, top-p) of those tokens.
+        token_ids: Int32 `[tokens]`, the sampled tokens, the stop token included.
+        logprobs: Float32 `[tokens]`, processed logprobs (after temperature, top-k, top-p) of those tokens.
         stop_reason: `stop` (stop token or string), `length` (token limit), `abort` (cut off from outside).
-        spans: the weight versions, in order; their token counts add up to the tokens.
-        routed_experts: int16 `[computed, layers, experts_per_token]`, the experts that each token of the prompt and of
+        spans: The weight versions, in order; their token counts add up to the tokens.
+        routed_experts: Int16 `[computed, layers, experts_per_token]`, the experts that each token of the prompt and of
             the completion was sent to, as far as the engine computed them: the last sampled token is not fed back.
             Layers count over the whole model; those without experts hold any number. None unless
             `rl_core.rollouts.generation.Placement.reports_routing`.
@@ -95,22 +95,22 @@ class Rollout:
     """One whole trajectory.
 
     Args:
-        prompt_id: of the prompt it came from.
-        tokens: int32 `[tokens]`, prompt, completions and observations in order; sampled tokens are never re-tokenised.
+        prompt_id: Id of the prompt it came from.
+        tokens: Int32 `[tokens]`, prompt, completions and observations in order; sampled tokens are never re-tokenised.
             Those of several segments lie end to end.
-        loss_mask: uint8 `[tokens]`, 1 only on tokens the policy sampled.
-        generation_logprobs: float32 `[tokens]`, the engine's, 0 where `loss_mask` is 0.
-        spans: weight version of each run of sampled tokens, in order; together they have as many tokens as `loss_mask`
+        loss_mask: Uint8 `[tokens]`, 1 only on tokens the policy sampled.
+        generation_logprobs: Float32 `[tokens]`, the engine's, 0 where `loss_mask` is 0.
+        spans: Weight version of each run of sampled tokens, in order; together they have as many tokens as `loss_mask`
             has ones.
-        turns: texts and rewards by turn, for people to read.
-        rewards: reward by name, summed over turns; `reward` is the one trained on.
-        stop_reason: of the last completion.
+        turns: Texts and rewards by turn, for people to read.
+        rewards: Reward by name, summed over turns; `reward` is the one trained on.
+        stop_reason: Stop reason of the last completion.
         status: `failed` trains nothing and counts in no statistic; `truncated` ran into a length or turn limit.
-        failure: why it failed, empty otherwise.
-        info: what the environment reported (numbers are averaged into metrics).
-        routed_experts: int16 `[tokens, layers, experts_per_token]`, the experts that each token was sent to;
+        failure: Why it failed, empty otherwise.
+        info: What the environment reported (numbers are averaged into metrics).
+        routed_experts: Int16 `[tokens, layers, experts_per_token]`, the experts that each token was sent to;
             `UNKNOWN_EXPERT` for tokens of which the engine reported none. None if it reports none at all.
-        segments: number of tokens of each segment, if there are several. A segment begins where the engine consumed
+        segments: Number of tokens of each segment, if there are several. A segment begins where the engine consumed
             something else than all tokens before, as when the chat template rewrote earlier turns; it is a row of its
             own, which begins with what the engine consumed. Empty for a rollout of one row.
     """
@@ -166,7 +166,7 @@ class Rollout:
 
     @classmethod
     def failed(cls, prompt: Prompt, reason: str) -> Rollout:
-        """A rollout that trains nothing and says why."""
+        """Return a rollout that is not trained on, with the reason."""
         length = len(prompt.token_ids)
         return cls(
             prompt_id=prompt.id,
@@ -183,7 +183,7 @@ class Rollout:
 
 
 def has_routing(rollouts: Sequence[Rollout]) -> bool:
-    """Whether the columns of these rollouts name the experts of their tokens."""
+    """Return whether the columns of these rollouts name the experts of their tokens."""
     return any(rollout.routed_experts is not None for rollout in rollouts)
 
 

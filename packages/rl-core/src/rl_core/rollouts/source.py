@@ -33,8 +33,8 @@ class RolloutSource(Protocol):
         """The next groups, each prompt once; with weights at most the source's staleness old.
 
         Args:
-            num_groups: to return; fewer come at the end of the data.
-            num_later: groups that later steps will need, beyond which nothing is sampled ahead; None if that is not
+            num_groups: Number of groups to return; fewer come at the end of the data.
+            num_later: Groups that later steps will need, beyond which nothing is sampled ahead; None if that is not
                 known.
         """
         ...
@@ -54,7 +54,7 @@ class RolloutSource(Protocol):
     def adopt(self, update: WeightUpdate) -> None:
         """Bring the replicas to this version, verified; raises `WeightSyncError` naming what did not arrive.
 
-        The groups that were collected before count as trained, but for those that were set aside.
+        The groups that were collected before count as trained, except those that were set aside.
         """
         ...
 

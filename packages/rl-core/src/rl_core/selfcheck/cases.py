@@ -14,11 +14,11 @@ class MeshCase:
     """One way to train a model: a mesh, the layout of rows on it, and the weights that train.
 
     Args:
-        mesh: its name, `tp2 x pp2`.
-        num_ranks: its ranks.
-        settings: of the backend's config.
-        is_packed: whether rows are packed, rather than padded.
-        has_adapters: whether adapters train, rather than all weights.
+        mesh: Its name, `tp2 x pp2`.
+        num_ranks: Its ranks.
+        settings: Settings of the backend's config.
+        is_packed: True if rows are packed, rather than padded.
+        has_adapters: True if adapters train, rather than all weights.
     """
 
     mesh: str
@@ -41,14 +41,14 @@ class FamilyCase:
     """How a tiny model of a family trains on one mesh, against one process.
 
     Args:
-        mesh: name of the mesh, `tp2 x fsdp2`.
-        layout: of rows, and the weights that train: `packed, full`.
+        mesh: Name of the mesh, `tp2 x fsdp2`.
+        layout: Layout of rows, and the weights that train: `packed, full`.
         verdict: `exact` to rounding; `off` if numbers or names differ, or the case fails; `refused` if the backend
             says beforehand that it does not support the case.
-        differences: largest difference by what was compared (`loss`, `grad_norm`, `weights`, and `adapter`:
-            the weights that its exported files give).
-        names: tensors that the weight stream gets wrong.
-        reason: of a refusal or a failure, or of why differences above the tolerance are rounding.
+        differences: Largest difference by what was compared (`loss`, `grad_norm`, `weights`, and `adapter`: the weights
+            that its exported files give).
+        names: Tensors that the weight stream gets wrong.
+        reason: Reason of a refusal or a failure, or of why differences above the tolerance are rounding.
     """
 
     mesh: str

@@ -25,7 +25,7 @@ class PooledModel:
 
     Args:
         factory: `"package.module:function"`, called as `function(config, spec, rendezvous, **settings)` on every rank.
-        settings: for the factory; they pickle.
+        settings: Settings for the factory; they pickle.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class PooledModel:
         return self._pool.run(_call, [(method, args, kwargs)] * self._num_ranks)
 
     def infer(self, batch: Batch, reads: Sequence[Read], *, reference: bool = False, temperature: float = 1.0) -> Batch:
-        """As `Model.infer`; also checks that exactly the leading ranks answer."""
+        """Same as `Model.infer`; also checks that exactly the leading ranks answer."""
         rows = self._rows_per_shard(batch)
         answers = self._call_shards("infer", batch, rows, tuple(reads), reference=reference, temperature=temperature)
         parts = {}
@@ -63,49 +63,49 @@ class PooledModel:
         return joined.select(np.argsort(np.concatenate(rows)))
 
     def evaluate(self, batch: Batch, loss: Loss) -> Mapping[str, float]:
-        """As `Model.evaluate`."""
+        """See `Model.evaluate`."""
         return reduce_metrics(self._call_shards("evaluate", batch, self._rows_per_shard(batch), loss))
 
     def train_step(self, batch: Batch, loss: Loss) -> Mapping[str, float]:
-        """As `Model.train_step`."""
+        """See `Model.train_step`."""
         return reduce_metrics(self._call_shards("train_step", batch, self._rows_per_shard(batch), loss))
 
     def train_steps(self, batches: Iterable[Batch], loss: Loss) -> list[dict[str, float]]:
-        """Metrics of a step on each batch, but for those that depend on the clock or the layout."""
+        """Metrics of a step on each batch, except those that depend on the clock or the layout."""
         steps = [self.train_step(batch, loss) for batch in batches]
         return [{name: value for name, value in step.items() if name not in CLOCKED | OF_LAYOUT} for step in steps]
 
     def update_reference(self, share: float = 1.0) -> None:
-        """As `Model.update_reference`."""
+        """See `Model.update_reference`."""
         self.call("update_reference", share)
 
     def save(self, path: str, *, wait: bool = True) -> None:
-        """As `Model.save`."""
+        """See `Model.save`."""
         self.call("save", path, wait=wait)
 
     def finish_save(self, *, wait: bool = True) -> tuple[SavedFile, ...] | None:
-        """As `Model.finish_save`."""
+        """See `Model.finish_save`."""
         parts = self.call("finish_save", wait=wait)
         return None if None in parts else tuple(file for part in parts for file in part)
 
     def load(self, path: str, *, files: Sequence[SavedFile] = ()) -> None:
-        """As `Model.load`."""
+        """See `Model.load`."""
         self.call("load", path, files=tuple(files))
 
     def export(self, path: str) -> tuple[SavedFile, ...]:
-        """As `Model.export`."""
+        """See `Model.export`."""
         return tuple(file for part in self.call("export", path) for file in part)
 
     def export_adapter(self, path: str) -> tuple[SavedFile, ...]:
-        """As `Model.export_adapter`."""
+        """See `Model.export_adapter`."""
         return tuple(file for part in self.call("export_adapter", path) for file in part)
 
     def offload(self, parts: Sequence[Part] = ("parameters", "optimizer")) -> None:
-        """As `Resident.offload`, on every rank."""
+        """Same as `Resident.offload`, on every rank."""
         self.call("offload", tuple(parts))
 
     def onload(self, parts: Sequence[Part] = ("parameters", "optimizer")) -> None:
-        """As `Resident.onload`, on every rank."""
+        """Same as `Resident.onload`, on every rank."""
         self.call("onload", tuple(parts))
 
     def manifest(self, version: int, form: WeightForm = "merged") -> Manifest:
@@ -115,7 +115,7 @@ class PooledModel:
         return first
 
     def send(self, manifest: Manifest, transport: Transport) -> str:
-        """As `WeightSource.send`; the digest that every rank that sent has, if all receivers keep the same."""
+        """Same as `WeightSource.send`; the digest that every rank that sent has, if all receivers keep the same."""
         (digest,) = {digest for digests in self.call("send", manifest, transport) for digest in digests}
         return digest
 

@@ -44,8 +44,8 @@ class Rank:
     """The first argument of a function that runs in the pool.
 
     Args:
-        rendezvous: how it finds the others; the port is fresh for every run, and kept for it until the next.
-        held: what earlier functions left in this process, by name.
+        rendezvous: How it finds the others; the port is fresh for every run, and kept for it until the next.
+        held: What earlier functions left in this process, by name.
     """
 
     rendezvous: Rendezvous
@@ -75,13 +75,13 @@ class RankPool:
         """Call `function(rank, *args[i])` on rank i for all i; the results in rank order.
 
         Args:
-            function: importable, or `"package.module:function"`.
-            args: one tuple per rank, so its length is the world size; values pickle.
+            function: Importable, or `"package.module:function"`.
+            args: One tuple per rank, so its length is the world size; values pickle.
 
         Raises:
-            WorkerError: the first failure, with its rank and traceback.
-            WorkerDied: if a process ended.
-            TimeoutError: naming the ranks that did not answer.
+            WorkerError: The first failure, with its rank and traceback.
+            WorkerDied: If a process ended.
+            TimeoutError: Naming the ranks that did not answer.
         """
         world = len(args)
         if world > self.num_ranks:
@@ -155,7 +155,7 @@ class RankPool:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Have libraries of processes that start compute in one thread, unless the variable says otherwise."""
+    """Make libraries of new processes compute in one thread, unless the variable is set."""
     is_ours = "OMP_NUM_THREADS" not in os.environ
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     try:

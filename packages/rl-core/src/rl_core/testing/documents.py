@@ -63,16 +63,16 @@ class Block:
     """A fenced block.
 
     Args:
-        document: the file that holds it.
-        line: number of the opening fence.
-        language: one of `LANGUAGES`.
-        text: the lines between the fences, without the indentation of the fence.
-        file: the file that it is written to, relative to the document's working folder; empty if it names none.
-        checked: whether it is checked and not run.
-        fails: whether it must fail.
-        is_output: whether it is what the block before it prints.
-        package: whose tests run it; empty for those of the whole project.
-        over: the recipe that a fragment of YAML is laid over; empty if it names none.
+        document: The file that holds it.
+        line: Number of the opening fence.
+        language: One of `LANGUAGES`.
+        text: The lines between the fences, without the indentation of the fence.
+        file: The file that it is written to, relative to the document's working folder; empty if it names none.
+        checked: True if it is checked and not run.
+        fails: True if it must fail.
+        is_output: True if it is what the block before it prints.
+        package: Whose tests run it; empty for those of the whole project.
+        over: The recipe that a fragment of YAML is laid over; empty if it names none.
     """
 
     document: Path
@@ -125,10 +125,10 @@ class Document:
     """A Markdown file and its blocks.
 
     Args:
-        path: of the file.
-        text: all of it.
-        blocks: in order.
-        continues: the document in whose working folder this one goes on; None if it starts in an empty folder.
+        path: Path of the file.
+        text: All of it.
+        blocks: Blocks in order.
+        continues: The document in whose working folder this one continues; None if it starts in an empty folder.
     """
 
     path: Path
@@ -144,7 +144,7 @@ def documents_of(root: Path) -> list[Path]:
 
 
 def documents_for(package: str, root: Path) -> list[Document]:
-    """The documents of a checkout that have blocks which the tests of a package run, with these blocks alone."""
+    """The documents of a checkout that have blocks which the tests of a package run, only with these blocks."""
     found = []
     for document in map(read_document, documents_of(root)):
         blocks = tuple(block for block in document.blocks if block.package == package)
@@ -157,7 +157,7 @@ def read_document(path: Path) -> Document:
     """A document with its blocks.
 
     Raises:
-        DocumentError: if a fence has no language, an unknown one or an unknown word, or is not closed.
+        DocumentError: If a fence has no language, an unknown one or an unknown word, or is not closed.
     """
     text = path.read_text(encoding="utf-8")
     continues = _CONTINUES.search(text)
@@ -215,10 +215,10 @@ class Workbook:
     """Runs the blocks of a document in one folder.
 
     Args:
-        folder: the working folder, which files are written to and commands run in.
-        variables: environment variables of what runs, beside this process's own; None removes one.
-        timeout: of a block, in seconds.
-        printed: what the last block printed.
+        folder: The working folder, which files are written to and commands run in.
+        variables: Environment variables of what runs, in addition to this process's own; None removes one.
+        timeout: Timeout of a block, in seconds.
+        printed: What the last block printed.
     """
 
     folder: Path
@@ -230,7 +230,7 @@ class Workbook:
         """Run, parse or write a block; returns what it printed. Commands that are only checked are left alone.
 
         Raises:
-            DocumentError: if it fails, with its place and its output.
+            DocumentError: If it fails, with its place and its output.
         """
         if block.is_output:
             self._compare(block)
@@ -310,11 +310,11 @@ class Workbook:
 
 
 def add_to_hub(cache: Path, name: str, write: Callable[[Path], None]) -> None:
-    """Have a model in a cache of the hub (`HF_HUB_CACHE`), so that it is found under its name without a network.
+    """Put a model into a cache of the hub (`HF_HUB_CACHE`), so that it is found under its name without a network.
 
     Args:
-        name: on the hub, such as `Qwen/Qwen3-0.6B`.
-        write: writes the model's files into a folder.
+        name: On the hub, such as `Qwen/Qwen3-0.6B`.
+        write: Writes the model's files into a folder.
     """
     held = cache / f"models--{name.replace('/', '--')}"
     snapshot = held / "snapshots" / "0"

@@ -49,7 +49,7 @@ class EnvironmentSuite:
         assert first == [_visible(result) for result in _step(self.environment(), conversations)]
 
     def test_states_thread_through_turns(self) -> None:
-        """Each state goes on where its own conversation left off, apart from what else the environment does."""
+        """Each state continues where its own conversation left off, apart from what else the environment does."""
         environment, other, conversations = self.environment(), self.environment(), self.conversations()
         states = [result.state for result in _step(environment, conversations)]
         goes_on = [not result.done for result in _step(other, conversations)]

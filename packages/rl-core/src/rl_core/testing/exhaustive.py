@@ -1,4 +1,4 @@
-"""Cases of tests that take long and largely repeat what others do: they run with `--every-case` alone.
+"""Cases of tests that take long and largely repeat what others do: they run only with `--every-case`.
 
 A `conftest.py` that imports the three hooks has the option and the marker.
 """
@@ -18,8 +18,8 @@ def partly_exhaustive(cases: Iterable[Any], *, always: Collection[Any]) -> list[
     """Cases of a parametrised test, all but some of which are exhaustive.
 
     Args:
-        cases: values of its parameter, or tuples of the values of several.
-        always: the cases that run without `--every-case` too.
+        cases: Values of its parameter, or tuples of the values of several.
+        always: The cases that run without `--every-case` too.
     """
     cases = list(cases)
     assert all(each in cases for each in always), [each for each in always if each not in cases]
@@ -35,9 +35,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line(
-        "markers", "exhaustive: takes long and largely repeats others; runs with --every-case alone"
-    )
+    config.addinivalue_line("markers", "exhaustive: takes long and largely repeats others; runs only with --every-case")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -1,4 +1,4 @@
-"""Stand-ins for testing loops: no process, no engine, and results that follow from the inputs alone."""
+"""Stand-ins for testing loops: no process, no engine, and results that follow only from the inputs."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class FakeModel:
         return self._metrics(batch, loss)
 
     def train_step(self, batch: Batch, loss: Loss) -> Metrics:
-        """As `evaluate`, then one more step."""
+        """Same as `evaluate`, then one more step."""
         self.calls.append(("train_step", batch))
         metrics = self._metrics(batch, loss)
         self.num_steps += 1
@@ -144,17 +144,17 @@ class FakeWeights:
 
 @dataclass
 class FakeRun:
-    """A `Run` that keeps what a loop tells it.
+    """A `Run` that records the calls of a loop.
 
     Args:
-        folder: where checkpoints go; another `FakeRun` on the same folder resumes.
-        save_period: steps from one checkpoint to the next, 0 for none.
-        end_after: the step after which the run ends as if told to from outside, having saved.
-        metrics: what was recorded, by step.
-        phases: names of phases, in the order they began.
-        groups: rollouts recorded, by step.
-        validated: rollouts of validations recorded, by step.
-        stop_reason: what the loop gave to `stop`.
+        folder: Where checkpoints go; another `FakeRun` on the same folder resumes.
+        save_period: Steps from one checkpoint to the next, 0 for none.
+        end_after: The step after which the run ends as if told to from outside, having saved.
+        metrics: What was recorded, by step.
+        phases: Names of phases, in the order they began.
+        groups: Rollouts recorded, by step.
+        validated: Rollouts of validations recorded, by step.
+        stop_reason: What the loop gave to `stop`.
     """
 
     folder: Path | None = None
@@ -170,7 +170,7 @@ class FakeRun:
     def steps(
         self, max_steps: int, *, models: Mapping[str, Model], state: Mapping[str, Checkpointable]
     ) -> Iterator[int]:
-        """As `Run.steps`."""
+        """See `Run.steps`."""
         self._max_steps = max_steps
         return self._steps(self._restore(models, state), models, state)
 
@@ -200,7 +200,7 @@ class FakeRun:
         self.validated[step] = list(groups)
 
     def due(self, period: int, step: int, *, at_end: bool = False) -> bool:
-        """As `Run.due`."""
+        """See `Run.due`."""
         return bool(period and step % period == 0) or (at_end and step == self._max_steps)
 
     def stop(self, reason: str) -> None:
@@ -239,11 +239,11 @@ class FakeRolloutSource:
     """A `RolloutSource` that draws completions at random, the same ones for the same prompt, place and draw.
 
     Args:
-        prompts: taken in order, once.
-        reward: from a prompt and the sampled tokens int32 `[tokens]` to a reward.
-        num_generations: rollouts per prompt.
-        completion_length: tokens of a completion.
-        vocab_size: token ids are below it.
+        prompts: Taken in order, once.
+        reward: Function from a prompt and the sampled tokens int32 `[tokens]` to a reward.
+        num_generations: Rollouts per prompt.
+        completion_length: Number of tokens of a completion.
+        vocab_size: Token ids are below it.
     """
 
     def __init__(

@@ -45,7 +45,7 @@ MOST_ROUNDS = 50
 
 
 class GeneratorSuite(WeightSinkSuite):
-    """Generation equals what `transformers` computes, and each request gets its own, however they are batched.
+    """Conformance of a `Generator`: results equal those of `transformers`, however requests are batched.
 
     ::
 
@@ -61,7 +61,7 @@ class GeneratorSuite(WeightSinkSuite):
     """
 
     draws_by_place: ClassVar[bool] = False
-    """Whether the random number of a token follows from the seed and the token's place in its completion alone."""
+    """True if the random number of a token follows only from the seed and the token's place in its completion."""
 
     def test_greedy_takes_the_most_likely_token(self, bench: Bench) -> None:
         prompts = [prompt(length) for length in (1, 7, 30)]
@@ -130,7 +130,7 @@ class GeneratorSuite(WeightSinkSuite):
         assert completion.stop_reason == "stop"
 
     def _run_with_text(self, bench: Bench) -> tuple[tuple[list[int], int], str]:
-        """A completion, its seed, and a text in it that spans three tokens."""
+        """A completion, its seed, and a string in it that spans three tokens."""
         for seed in range(40):
             tokens = _one(bench, prompt(8), SamplingParams(32), seed).token_ids.tolist()
             pieces = [bench.reference.decode([token]) for token in tokens]

@@ -39,8 +39,8 @@ def loaded_by_command(command: str, *arguments: str, cwd: Path | None = None) ->
     """Top-level names of everything that a command has loaded when it ends, however it ends.
 
     Args:
-        command: its entry point, `module:function`.
-        arguments: of its command line.
+        command: Its entry point, `module:function`.
+        arguments: Arguments of its command line.
     """
     done = subprocess.run(
         [sys.executable, "-c", _CALL, command, *arguments], capture_output=True, text=True, check=False, cwd=cwd

@@ -65,7 +65,7 @@ LENGTHS = (9, 3, 17, 1, 12, 2, 7)
 
 
 def make_batch(lengths: tuple[int, ...] = LENGTHS, seed: int = 0, vocab: int = 101) -> Batch:
-    """Random rows with the columns that the losses of `rl_core.selfcheck.losses` need, but for pairs."""
+    """Random rows with the columns that the losses of `rl_core.selfcheck.losses` need, except pairs."""
     rng = np.random.default_rng(seed)
     tokens = Ragged.from_rows([rng.integers(0, vocab, length) for length in lengths], dtype=np.int32)
     mask = (rng.random(len(tokens.values)) < 0.7).astype(np.int8)
@@ -88,7 +88,7 @@ def make_candidates(rng: np.random.Generator, num_tokens: int, vocab: int) -> np
 
 
 def poison(batch: Batch) -> Batch:
-    """The batch with an infinite weight in its first row, so on one rank alone, that counts."""
+    """The batch with an infinite weight in its first row, so only on one rank, that counts."""
     weights, mask = batch.ragged("weights"), batch.ragged("loss_mask")
     values = weights.values.copy()
     values[:2] = np.inf
@@ -105,7 +105,7 @@ def make_pairs(num_pairs: int = 3) -> Batch:
 
 @contextmanager
 def held_up(pool: RankPool, num_ranks: int, function: str, gate: Path) -> Iterator[None]:
-    """Have calls of a function wait in all ranks' processes until the file `gate` exists, and raise an `OSError` with
+    """Make calls of a function wait in all ranks' processes until the file `gate` exists, and raise an `OSError` with
     its text, if it has any, in the last rank."""
     pool.run(_hold_up, [(function, str(gate))] * num_ranks)
     try:
@@ -138,7 +138,7 @@ def _let_go(rank: Rank, function: str) -> None:
 
 
 def _contents(folder: Path) -> dict[str, bytes]:
-    """Files by relative path, but for hidden ones: torch notes there where and when it wrote."""
+    """Files by relative path, except hidden ones: torch notes there where and when it wrote."""
     files = (path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("."))
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
@@ -177,7 +177,7 @@ class ModelWorkerSuite:
     @pytest.fixture(scope="session")
     @classmethod
     def untied_folder(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
-        """A tiny model of another family with a head of its own."""
+        """A tiny model of another family with its own head."""
         return cls._tiny_model(tmp_path_factory.mktemp("untied"), "llama")
 
     @pytest.mark.parametrize("layout", LAYOUTS)

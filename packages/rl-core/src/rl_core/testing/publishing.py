@@ -33,7 +33,7 @@ class PublishingSuite(ABC):
 
     @pytest.fixture
     def apart(self, ranks: RankPool) -> Iterator[None]:
-        """Have each rank's sender wait at a place of its own, and receivers ask for the rank in their thread's name."""
+        """Make each rank's sender wait at its own place, and receivers ask for the rank in their thread's name."""
         with ranks_apart(ranks):
             yield
 

@@ -20,7 +20,7 @@ from rl_core.testing.torch.weight_sender import EMBEDDING, HEAD, Fault, SenderPr
 from rl_core.weights import Manifest, Transport, TransportKind
 
 CONTEXT = 256
-"""Most tokens of a row in `model_config`."""
+"""Maximum number of tokens of a row in `model_config`."""
 
 SYNC_TIMEOUT_S = 60.0
 
@@ -36,7 +36,7 @@ def prompt(length: int, seed: int = 0) -> np.ndarray:
 
 
 class Bench:
-    """A started generator on an event loop of its own, with models to adopt and a process that sends them."""
+    """A started generator on its own event loop, with models to adopt and a process that sends them."""
 
     def __init__(self, generator: Generator, first: Path, second: Path, sender: SenderProcess) -> None:
         self.runner = asyncio.Runner()
@@ -94,7 +94,7 @@ class Bench:
 
 
 class WeightSinkSuite:
-    """Adoption of weights: whole and verified, or refused by name.
+    """Conformance of weight adoption: weights are complete and verified, or refused with their names.
 
     A subclass, in a test module, supplies `make_generator` and may state `tolerance`.
     """

@@ -13,7 +13,7 @@ from rl_core.errors import PeerFailed
 
 PATIENCE = timedelta(days=1)
 """Bound of the wait for a rank that works: rank 0 downloads a model of any size, or writes it to a slow disk, for
-longer than a collective may take. Whoever called the ranks has a bound of its own for the whole call, which ends first;
+longer than a collective may take. Whoever called the ranks has its own bound for the whole call, which ends first;
 the end of a rank's process is noticed at once."""
 
 
@@ -23,7 +23,7 @@ def on_rank0(group: dist.ProcessGroup, action: Callable[[], None]) -> None:
     Without it the others would sit in their next collective until its time-out.
 
     Args:
-        group: all ranks, on gloo; its own time-out does not bound the action.
+        group: All ranks, on gloo; its own time-out does not bound the action.
     """
     on_all_ranks(group, action if dist.get_rank(group) == 0 else _nothing)
 
@@ -32,7 +32,7 @@ def on_all_ranks(group: dist.ProcessGroup, action: Callable[[], None]) -> None:
     """Run `action` on every rank; a failure is raised on its rank, and on the others as a `PeerFailed`.
 
     Args:
-        group: all ranks, on gloo; its own time-out does not bound the action.
+        group: All ranks, on gloo; its own time-out does not bound the action.
     """
     world_size = dist.get_world_size(group)
     failed = torch.full((1,), world_size)

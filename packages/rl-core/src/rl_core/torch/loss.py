@@ -18,8 +18,8 @@ class Rows:
     """The rows of one microbatch, end to end, whole even if the backend splits sequences.
 
     Args:
-        offsets: int64 `[rows + 1]`, where each row starts and ends in the flat tokens.
-        columns: token-aligned columns `[tokens]` and row columns `[rows]`, on the compute device.
+        offsets: Int64 `[rows + 1]`, where each row starts and ends in the flat tokens.
+        columns: Token-aligned columns `[tokens]` and row columns `[rows]`, on the compute device.
     """
 
     offsets: Tensor
@@ -61,9 +61,9 @@ class MetricSum:
     """A metric's part of one microbatch.
 
     Args:
-        value: scalar; for a mean the numerator.
-        denominator: name of a total of the loss, or a scalar of this microbatch; for a mean only.
-        reduction: as in `rl_core.metrics.Metric`.
+        value: Scalar; for a mean the numerator.
+        denominator: Name of a total of the loss, or a scalar of this microbatch; for a mean only.
+        reduction: As in `rl_core.metrics.Metric`.
     """
 
     value: Tensor
@@ -76,10 +76,10 @@ class LossSums:
     """Sums over one microbatch.
 
     Args:
-        objective: name of a total (a key of `Loss.totals`) to the differentiable scalar that is divided by that total,
+        objective: Name of a total (a key of `Loss.totals`) to the differentiable scalar that is divided by that total,
             taken over all microbatches and ranks; the loss is the sum of these quotients. That under `UNDIVIDED` is
             added as it is.
-        metrics: what to report.
+        metrics: What to report.
     """
 
     objective: Mapping[str, Tensor]

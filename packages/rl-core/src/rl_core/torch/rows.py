@@ -18,7 +18,7 @@ def to_rows(batch: Batch, device: torch.device) -> Rows:
     """All columns of a local batch on the device; floating columns become float32, `tokens` int64.
 
     Raises:
-        ValueError: naming a column that is not numeric or not aligned with `tokens`, or a row without tokens.
+        ValueError: Naming a column that is not numeric or not aligned with `tokens`, or a row without tokens.
     """
     tokens = batch.ragged(TOKENS)
     if np.any(tokens.lengths == 0):
@@ -38,7 +38,7 @@ def idle_rows(device: torch.device, id_columns: Sequence[str] = ()) -> Rows:
     """A row of two tokens for a rank that takes part in a forward pass without rows of its own.
 
     Args:
-        id_columns: columns of ids that reads take; they hold none.
+        id_columns: Columns of ids that reads take; they hold none.
     """
     columns = {name: torch.full((2, 1), -1, dtype=torch.int32, device=device) for name in id_columns}
     tokens = torch.zeros(2, dtype=torch.int64, device=device)
@@ -60,10 +60,10 @@ class ModelInputs:
     """The tokens of some rows in the layout of one forward pass, and the way back from it.
 
     Args:
-        input_ids: int64 `[batch, seq]`; packed rows lie end to end in `[1, tokens]`.
-        position_ids: int64, of the same shape; they start at 0 in every row.
-        row_lengths: tokens of each row.
-        attention_mask: int64 `[batch, seq]`, 1 on tokens; None if packed.
+        input_ids: Int64 `[batch, seq]`; packed rows lie end to end in `[1, tokens]`.
+        position_ids: Int64, of the same shape; they start at 0 in every row.
+        row_lengths: Tokens of each row.
+        attention_mask: Int64 `[batch, seq]`, 1 on tokens; None if packed.
     """
 
     input_ids: Tensor

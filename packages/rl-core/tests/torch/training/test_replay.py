@@ -19,7 +19,7 @@ def test_the_column_is_taken_if_it_is_one_of_this_model():
     assert SHAPE.column_of(batch, is_needed=True, key=KEY)["routed_experts"].equals(TOKENS.like(EXPERTS))
     for shape, message in (
         (RoutingShape(2, 2, 4), r"\(3, 2\), the model \(2, 2\)"),
-        (RoutingShape(3, 2, 3), "names expert 3, and the model has 3"),
+        (RoutingShape(3, 2, 3), "expert 3, but the model has 3"),
     ):
         with pytest.raises(ValueError, match=message):
             shape.column_of(batch, is_needed=True, key=KEY)

@@ -20,8 +20,8 @@ class DecodingBatch:
     Rows are padded on the left to the longest; positions count from each row's own first token.
 
     Args:
-        kinds: of the layers of the model's cache.
-        recorder: of the experts that tokens are sent to; None if they are not reported.
+        kinds: Kinds of the layers of the model's cache.
+        recorder: Recorder of the experts that tokens are sent to; None if they are not reported.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class DecodingBatch:
         self._lengths: list[int] = []
 
     def join(self, rows: Sequence[Row], version: int) -> None:
-        """Read the prompts of these rows, sample the first token of each, and decode on with those that go on."""
+        """Read the prompts of these rows, sample the first token of each, and decode on with those that continue."""
         if not has_states(self._kinds):
             self._join(rows, version)
             return
@@ -127,7 +127,7 @@ def add_routing(recorder: RoutingRecorder | None, rows: Sequence[Row], counts: S
 
 
 def sample_next(rows: Sequence[Row], logits: Tensor, version: int) -> list[int]:
-    """Give each row its next token; indices of those that go on."""
+    """Give each row its next token; indices of those that continue."""
     sampling = [row.request.sampling for row in rows]
     tokens, logprobs = draw(logits, sampling, [row.uniform for row in rows])
     pairs = zip(rows, tokens.tolist(), logprobs.tolist(), strict=True)

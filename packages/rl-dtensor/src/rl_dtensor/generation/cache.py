@@ -108,7 +108,7 @@ class RowStates(LinearAttentionLayer):
 
 
 class RowStatesAndKeys(RowStates, RowLayer):
-    """One layer's states, and keys and values beside them."""
+    """One layer's states, and keys and values in addition to them."""
 
     def __init__(self) -> None:
         RowLayer.__init__(self)
@@ -141,7 +141,7 @@ def row_layers(config: PreTrainedConfig) -> tuple[Kind, ...]:
     """Kind of every layer of a model's cache.
 
     Raises:
-        ValueError: naming what a layer keeps, if that is something else.
+        ValueError: Naming what a layer keeps, if that is something else.
     """
     layers = DynamicCache(config=config).layers
     foreign = sorted({type(layer).__name__ for layer in layers if type(layer) not in _KINDS})
@@ -151,7 +151,8 @@ def row_layers(config: PreTrainedConfig) -> tuple[Kind, ...]:
 
 
 def has_states(kinds: Sequence[Kind]) -> bool:
-    """Whether some layers carry a state of each row, which no row may pad and several tokens may not continue."""
+    """Return whether some layers carry a state of each row, which no row may pad and several tokens may not
+    continue."""
     return any(issubclass(kind, RowStates) for kind in kinds)
 
 
@@ -159,7 +160,7 @@ class RowCache(Cache):
     """A layer for each of the model.
 
     Args:
-        kinds: of the layers, by `row_layers`.
+        kinds: Kinds of the layers, by `row_layers`.
     """
 
     layers: list[Any]  # of these kinds
@@ -179,7 +180,7 @@ class RowCache(Cache):
 
 
 def _room(states: Tensor, columns: int) -> Tensor:
-    """A copy with free columns behind, at least `columns` together."""
+    """A copy with free columns at the end, at least `columns` together."""
     rows, heads, present, size = states.shape
     grown = states.new_empty(rows, heads, max(columns, present) * 5 // 4 + _SLACK, size)
     grown[:, :, :present] = states

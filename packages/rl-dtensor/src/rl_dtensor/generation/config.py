@@ -15,8 +15,9 @@ class HFConfig(Config):
     when_changed: ClassVar[WhenChanged | None] = WhenChanged.RESUME
 
     max_batch_size: int = Field(default=64, gt=0)
-    """Most completions decoded together; further requests wait for a free row."""
+    """Maximum number of completions decoded together; further requests wait for a free row."""
     max_prefill_tokens: int = Field(default=16384, gt=0)
-    """Most tokens, padding included, of one forward pass over prompts; a single longer prompt excepted."""
+    """Maximum number of tokens, padding included, in one forward pass over prompts. A single longer prompt is an
+    exception."""
     attn_implementation: Literal["sdpa", "eager"] = "sdpa"
-    """Attention of the model; a few models have no `sdpa`."""
+    """Attention implementation of the model; a few models do not support `sdpa`."""

@@ -28,10 +28,10 @@ class HFDecoder:
     """A `Decoder` on one device; rows join and leave between steps.
 
     Args:
-        module: in its precision, without dropout.
-        kinds: of the layers of its cache; None if it is decoded without one.
-        chunk_size: tokens whose logits exist at one time when given ones are scored.
-        recorder: of the experts that tokens are sent to; None if they are not reported.
+        module: Module in its precision, without dropout.
+        kinds: Kinds of the layers of its cache; None if it is decoded without one.
+        chunk_size: Tokens whose logits exist at one time when given ones are scored.
+        recorder: Recorder of the experts that tokens are sent to; None if they are not reported.
     """
 
     def __init__(

@@ -42,7 +42,7 @@ def load_model(model: ModelConfig, attn_implementation: str, device: torch.devic
     """The causal language model `model.model_name` in its precision, without dropout.
 
     Raises:
-        ConfigError: for a field in `hf_config_overrides` that the model does not have, attention that
+        ConfigError: For a field in `hf_config_overrides` that the model does not have, attention that
             `attn_implementation` does not compute, or weights that are missing.
     """
     config = hf_config(model)
@@ -80,7 +80,7 @@ def load_model(model: ModelConfig, attn_implementation: str, device: torch.devic
 
 @torch.no_grad()
 def _keep_float32(hf: PreTrainedModel, folder: Path) -> None:
-    """Have a model compute in float32 with what a trained model of these files computes with in float32; `transformers`
+    """Make a model compute in float32 with what a trained model of these files computes with in float32; `transformers`
     keeps only what the family's class names."""
     try:
         catalog, files = Catalog.of(hf, lambda name: 0), WeightFiles.of(folder)
@@ -98,7 +98,7 @@ def _keep_float32(hf: PreTrainedModel, folder: Path) -> None:
 
 
 def _has_sdpa(config: PreTrainedConfig) -> bool:
-    """Whether the family's code takes `sdpa`; true of code that comes with the model, which says so itself."""
+    """Return whether the family's code takes `sdpa`; true of code that comes with the model, which says so itself."""
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return True
     family: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
@@ -111,10 +111,10 @@ def cache_layers(hf: PreTrainedModel, name: str) -> tuple[Kind, ...] | None:
 
     A model is decoded without a cache, and a warning says why, if its layers keep something else than a `RowCache`
     holds, if its code refuses such a cache, or if it does not compute the same token by token as in one pass.
-    Of models without states, logprobs are compared in float32 alone: in bfloat16 rounding may choose other experts.
+    Of models without states, logprobs are compared only in float32: in bfloat16 rounding may choose other experts.
 
     Raises:
-        ConfigError: if the model's code fails in a plain pass, or if a token's logprobs change with the tokens behind
+        ConfigError: If the model's code fails in a plain pass, or if a token's logprobs change with the tokens after
             it: no way of decoding agrees with one pass.
     """
     vocab_size = cast("nn.Embedding", hf.get_input_embeddings()).num_embeddings
@@ -147,7 +147,7 @@ def cache_layers(hf: PreTrainedModel, name: str) -> tuple[Kind, ...] | None:
 
 
 def _row_layers(config: PreTrainedConfig) -> tuple[Kind, ...]:
-    """As `row_layers`; also raises `ValueError` for layers of types that a `RowCache` is not known to serve."""
+    """Same as `row_layers`; also raises `ValueError` for layers of types that a `RowCache` is not known to serve."""
     foreign = sorted(set(config.to_dict().get("layer_types") or ()) - _LAYER_TYPES)
     if foreign:
         raise ValueError(f"its layers are {', '.join(foreign)}, and a cache serves {', '.join(sorted(_LAYER_TYPES))}")
@@ -159,7 +159,7 @@ def _cache_problem(hf: PreTrainedModel, kinds: Sequence[Kind], tokens: Tensor, w
 
     Args:
         tokens: `[1, tokens]`.
-        whole: their logits in one pass.
+        whole: Their logits in one pass.
     """
     cache, parts = RowCache(kinds), []
     try:

@@ -17,10 +17,10 @@ class WeightAdoption:
     """One weight version on its way into a model, whose tensors are overwritten in place.
 
     Args:
-        names: of its tensors in its files, which may hold parts of them; None if they are those of the model.
+        names: Names of its tensors in its files, which may hold parts of them; None if they are those of the model.
 
     Raises:
-        WeightSyncError: naming tensors that the model does not have, that the manifest leaves out, of another shape, or
+        WeightSyncError: Naming tensors that the model does not have, that the manifest leaves out, of another shape, or
             sent apart though the model has them tied.
     """
 
@@ -59,7 +59,7 @@ class WeightAdoption:
         """Check that every tensor the model computes with is the one that arrived.
 
         Raises:
-            WeightSyncError: naming those that are not, under every name a module reads them by.
+            WeightSyncError: Naming those that are not, under every name a module reads them by.
         """
         current = self._tensors()
         # a source that never arrived has no digest, which no tensor equals

@@ -17,11 +17,11 @@ from rl_dtensor.model.replay import RoutingRecorder
 class WholeRowBatch:
     """A continuous batch of a model that no cache of rows serves, with the methods of a `DecodingBatch`.
 
-    A pass takes rows of one length alone, so that none is padded. A completion of n tokens takes n passes.
+    A pass takes only rows of one length, so that none is padded. A completion of n tokens takes n passes.
 
     Args:
-        most_tokens: of one pass; a single longer row excepted.
-        recorder: of the experts that tokens are sent to; None if they are not reported.
+        most_tokens: Maximum number of tokens in one pass; a single longer row excepted.
+        recorder: Recorder of the experts that tokens are sent to; None if they are not reported.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class WholeRowBatch:
         self.rows: list[Row] = []
 
     def join(self, rows: Sequence[Row], version: int) -> None:
-        """Read the prompts of these rows, sample the first token of each, and decode on with those that go on."""
+        """Read the prompts of these rows, sample the first token of each, and decode on with those that continue."""
         self.rows += self._extend(rows, version)
 
     def step(self, version: int) -> None:
@@ -57,7 +57,7 @@ class WholeRowBatch:
 
     @torch.inference_mode()
     def _extend(self, rows: Sequence[Row], version: int) -> list[Row]:
-        """Sample one token for each of these rows; those that go on."""
+        """Sample one token for each of these rows; those that continue."""
         going_on: list[Row] = []
         for together in self._passes(rows):
             tokens = torch.tensor([_tokens(row) for row in together])

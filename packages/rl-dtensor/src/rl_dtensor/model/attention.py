@@ -65,19 +65,19 @@ def row_attention(
     Args:
         query: `[batch, heads, tokens, head_dim]`; `key` and `value` may have fewer heads.
         attention_mask: None; the rows' bounds replace it.
-        layout: the rows, and which of their tokens this rank has.
-        attend: what computes it once all keys that a query sees are here.
-        sliding_window: tokens that each token sees, itself included; all before it if None.
-        softcap: bounds the scores; see `Softmax`.
-        s_aux: sinks, `[heads]`; see `Softmax`.
-        chunk_size: tokens of each chunk of a row, outside of which no token sees any; the whole row if None.
-        query_scale: factors of the queries; 1 if None.
+        layout: The rows, and which of their tokens this rank has.
+        attend: What computes it once all keys that a query sees are here.
+        sliding_window: Tokens that each token sees, itself included; all before it if None.
+        softcap: Bounds the scores; see `Softmax`.
+        s_aux: Sinks, `[heads]`; see `Softmax`.
+        chunk_size: Tokens of each chunk of a row, outside of which no token sees any; the whole row if None.
+        query_scale: Factors of the queries; 1 if None.
 
     Returns:
         `[batch, tokens, heads, head_dim]`.
 
     Raises:
-        RowsUnknown: if the model did not pass on the layout and the kernel that its forward pass was given, or passes
+        RowsUnknown: If the model did not pass on the layout and the kernel that its forward pass was given, or passes
             on more than is computed with here.
     """
     if layout is None or attend is None:
@@ -132,13 +132,13 @@ def _to_tokens(x: Tensor, context: Context) -> Tensor:
 
 
 def tell_chunks(hf: PreTrainedModel, layers: Sequence[nn.Module]) -> None:
-    """Have layers of chunked attention say how long chunks are; their code says it by a mask alone, which rows replace.
+    """Make layers of chunked attention report the chunk length; their code has it only in a mask, which rows replace.
 
     Args:
-        layers: the repeated ones, in their order.
+        layers: The repeated ones, in their order.
 
     Raises:
-        RowsUnknown: if the config does not say how long they are.
+        RowsUnknown: If the config does not say how long they are.
     """
     config = hf.config.get_text_config()
     kinds = setting(config, "layer_types") or []
@@ -169,7 +169,7 @@ def rows_problem(hf: PreTrainedModel, backend: AttentionBackend = "auto") -> str
     model that cannot be computed on `meta` as far as its first attention does not show that.
 
     Raises:
-        ValueError: if the backend cannot compute that attention.
+        ValueError: If the backend cannot compute that attention.
     """
     if "position_ids" not in inspect.signature(body_of(hf).forward).parameters:
         return "its forward pass takes no position_ids"
@@ -225,14 +225,14 @@ def attention_for(
     """The attention implementation to ask `transformers` for.
 
     Args:
-        packed: whether rows lie end to end.
-        split: whether rows are split over ranks, by context or sequence parallelism.
-        supports_sdpa: whether torch's scaled dot-product attention can be the model's own (`_supports_sdpa` of its
+        packed: True if rows lie end to end.
+        split: True if rows are split over ranks, by context or sequence parallelism.
+        supports_sdpa: True if torch's scaled dot-product attention can be the model's own (`_supports_sdpa` of its
             class).
-        rows_problem: why its attention cannot be told where rows start and end; empty if it can.
+        rows_problem: Why its attention cannot be told where rows start and end; empty if it can.
 
     Raises:
-        ValueError: if rows of this model cannot be packed or split without one seeing another, or without changing
+        ValueError: If rows of this model cannot be packed or split without one seeing another, or without changing
         its attention, or the backend cannot compute it.
     """
     settings = config.get_text_config().to_dict()

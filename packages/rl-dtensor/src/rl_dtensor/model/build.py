@@ -63,7 +63,7 @@ def build_model(
     (`rl_dtensor.model.precision`).
 
     Raises:
-        ValueError: if the files, the config, the mesh and the role do not fit together.
+        ValueError: If the files, the config, the mesh and the role do not fit together.
     """
     hf_config = read_hf_config(folder, config.hf_config_overrides)
     problems = (
@@ -72,7 +72,7 @@ def build_model(
         *kernel_problems(backend, _fields(hf_config)),
     )
     for problem in problems:
-        raise ValueError(f"{problem.key} {problem.message}")
+        raise ValueError(f"{problem.key}: {problem.message}")
     initial = InitialFactors.of(config.lora_cfg, spec.seed)
     files = WeightFiles.of(folder)
     builder = _Builder(config, backend, spec, hf_config, files, is_packed, mesh)
@@ -98,7 +98,7 @@ class _Builder:
         """All chunks of this rank, sharded and without weights.
 
         Args:
-            initial: that its adapters will start from.
+            initial: That its adapters will start from.
         """
         sizes, backend = self.mesh.sizes, self.backend
         whole = self._on_meta()
@@ -107,7 +107,7 @@ class _Builder:
         if sizes.ep > 1 and not expert_modules(whole):
             raise ValueError(
                 f"dtensor_cfg.expert_parallel_size is {sizes.ep} and {whole.config.model_type} models have no "
-                "stacked experts, which alone can be split over ranks; set it to 1"
+                "stacked experts, and only stacked experts can be split over ranks; set it to 1"
             )
         num_stages = sizes.pp * backend.pipeline_chunks_per_rank
         stages = Stages.of(whole, num_stages) if num_stages > 1 else None
@@ -343,7 +343,7 @@ def _on_meta(
     except KeyError as error:
         if error.args != (ROWS,):
             raise
-        problem = "its code has a table of attentions of its own"
+        problem = "its code has its own table of attention implementations"
     else:
         problem = rows_problem(hf, backend)
         if not problem:

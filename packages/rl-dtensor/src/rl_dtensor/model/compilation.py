@@ -9,19 +9,19 @@ import torch
 from torch import nn
 
 MOST_VARIANTS = 64
-"""Most variants of the code of one kind of layer: with and without gradients and dropout, for each kind of attention in
-it."""
+"""Maximum number of variants of the code of one kind of layer: with and without gradients and dropout, for each kind of
+attention in it."""
 
 
 def compile_layers(layers: Sequence[nn.Module]) -> None:
-    """Have the layers of a model compute by compiled code, made when they first run; to be called before they are
+    """Make the layers of a model run compiled code, made when they first run; to be called before they are
     sharded, so that gathering stays outside of it.
 
     Lengths are symbols in the compiled code: it is not made again for rows of other lengths. Attention between rows'
     bounds, which are numbers that change with every microbatch, runs as it is.
 
     Raises:
-        ValueError: if nothing can be compiled on this machine.
+        ValueError: If nothing can be compiled on this machine.
     """
     problem = compiler_problem()
     if problem:

@@ -29,10 +29,10 @@ class Softmax:
     """How an attention layer turns scores into weights.
 
     Args:
-        scaling: of the products; `head_dim ** -0.5` if None.
-        dropout: share of the weights that are dropped.
-        window: tokens that each token sees, itself included; all before it if None.
-        softcap: bounds the scores: `softcap * tanh(score / softcap)`; not bounded if None.
+        scaling: Scaling of the products; `head_dim ** -0.5` if None.
+        dropout: Share of the weights that are dropped.
+        window: Tokens that each token sees, itself included; all before it if None.
+        softcap: Bounds the scores: `softcap * tanh(score / softcap)`; not bounded if None.
         sinks: `[heads]`, a score per query head that takes part in the softmax and has no value; none if None.
     """
 
@@ -44,7 +44,7 @@ class Softmax:
 
     @property
     def is_plain(self) -> bool:
-        """Whether scores are the scaled products and nothing else."""
+        """Return whether scores are the scaled products and nothing else."""
         return self.softcap is None and self.sinks is None
 
     @property
@@ -64,7 +64,7 @@ def kernel_of(backend: AttentionBackend) -> Attend:
     """The attention of a backend, which raises a ValueError if it cannot compute a layer's softmax.
 
     Raises:
-        ValueError: if its package is not installed.
+        ValueError: If its package is not installed.
     """
     attend = _kernel(backend)
 
@@ -79,12 +79,12 @@ def check_softmax(backend: AttentionBackend, softmax: Softmax) -> None:
     """Refuse a layer's softmax that a backend cannot compute.
 
     Raises:
-        ValueError: naming what it lacks.
+        ValueError: Naming what it lacks.
     """
     if softmax.sinks is not None and (problem := without_sinks(backend)):
-        raise ValueError(f"dtensor_cfg.attention_backend {problem}")
+        raise ValueError(f"{problem.key}: {problem.message}")
     if softmax.softcap is not None and (problem := without_softcap(backend)):
-        raise ValueError(f"dtensor_cfg.attention_backend {problem}")
+        raise ValueError(f"{problem.key}: {problem.message}")
 
 
 def _kernel(backend: AttentionBackend) -> Attend:
@@ -167,7 +167,7 @@ def varlen(attend: Callable[..., Any] = varlen_attn) -> Attend:
     """All segments in one flash attention of torch; without dropout, in half precision on CUDA.
 
     Args:
-        attend: computes it, with the signature of `torch.nn.attention.varlen.varlen_attn`.
+        attend: Computes it, with the signature of `torch.nn.attention.varlen.varlen_attn`.
     """
 
     def attend_all(query: Tensor, key: Tensor, value: Tensor, segments: Segments, softmax: Softmax) -> Tensor:

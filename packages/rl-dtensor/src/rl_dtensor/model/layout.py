@@ -43,7 +43,7 @@ class Alignment:
     """Constraints that the layout of a forward pass must meet.
 
     Args:
-        multiple: of the sequence's length.
+        multiple: The length of the sequence is a multiple of this.
         context: None if this rank holds whole rows.
     """
 
@@ -56,8 +56,8 @@ class Segment:
     """Consecutive queries, and the keys of their row up to the last of them.
 
     Args:
-        query: start and end among this rank's tokens.
-        key: start and end in the whole sequence.
+        query: Start and end among this rank's tokens.
+        key: Start and end in the whole sequence.
     """
 
     query: tuple[int, int]
@@ -70,11 +70,11 @@ class Segments:
     Everything but `seen_keys` and `chunked` is computed when it is built, once per microbatch for all layers.
 
     Attributes:
-        lengths: queries and keys of each segment.
-        longest: most queries and most keys of a segment.
-        query_ends: int32 `[segments + 1]`, where queries start and end.
-        key_ends: int32 `[segments + 1]`, where keys start and end, those of all segments one after another.
-        keys: int64 indices of those keys in the sequence; None if they are the sequence.
+        lengths: Queries and keys of each segment.
+        longest: Maximum number of queries, and of keys, in a segment.
+        query_ends: Int32 `[segments + 1]`, where queries start and end.
+        key_ends: Int32 `[segments + 1]`, where keys start and end, those of all segments one after another.
+        keys: Int64 indices of those keys in the sequence; None if they are the sequence.
     """
 
     def __init__(self, items: Sequence[Segment], device: torch.device) -> None:
@@ -126,20 +126,20 @@ class Layout:
     its tensors, so that all this would be computed again by every layer, twice under checkpointing.
 
     Args:
-        rows: the rows, whole.
-        input_ids: int64 `[batch, seq]`, of this rank.
-        position_ids: int64, of the same shape; they start at 0 in every row.
-        places: int64 `[batch * seq]`, the index among the rows' tokens of each position; -1 for padding.
-        attention_mask: int64 `[batch, seq]`, 1 on tokens; None if packed.
-        bounds: start and end of each row in the whole sequence; the whole sequence if padded, as the end of a row
+        rows: The rows, whole.
+        input_ids: Int64 `[batch, seq]`, of this rank.
+        position_ids: Int64, of the same shape; they start at 0 in every row.
+        places: Int64 `[batch * seq]`, the index among the rows' tokens of each position; -1 for padding.
+        attention_mask: Int64 `[batch, seq]`, 1 on tokens; None if packed.
+        bounds: Start and end of each row in the whole sequence; the whole sequence if padded, as the end of a row
             cannot be seen from within it.
-        length: of the whole sequence.
-        context: the ranks that share the tokens of each row; None if this rank holds whole rows.
+        length: Length of the whole sequence.
+        context: The ranks that share the tokens of each row; None if this rank holds whole rows.
 
     Attributes:
-        segments: what this rank's queries attend to; with the `ulysses` method, its heads of the queries of all ranks.
-        rank_places: int64 `[length]`, the place in the sequence of each token in the order of context-parallel ranks.
-        key_places: int64 `[length]`, the place in the order of context-parallel ranks of each token of the sequence.
+        segments: What this rank's queries attend to; with the `ulysses` method, its heads of the queries of all ranks.
+        rank_places: Int64 `[length]`, the place in the sequence of each token in the order of context-parallel ranks.
+        key_places: Int64 `[length]`, the place in the order of context-parallel ranks of each token of the sequence.
     """
 
     def __init__(

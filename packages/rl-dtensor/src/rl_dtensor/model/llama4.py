@@ -20,7 +20,7 @@ from rl_core.hf_config import HFConfig
 
 
 def patch_llama4(hf: PreTrainedModel) -> None:
-    """Have a model on `meta` compute the same by rows and chosen experts; nothing changes in other families."""
+    """Make a model on `meta` compute the same by rows and chosen experts; nothing changes in other families."""
     for module in hf.modules():
         if isinstance(module, Llama4TextMoe):
             _send_to_chosen(module, hf.config.get_text_config())

@@ -15,7 +15,7 @@ def rebuild_buffers(hf: PreTrainedModel) -> None:
     """Fill the buffers that no checkpoint holds (rotary frequencies): building on `meta` leaves them without values.
 
     Raises:
-        ValueError: naming a buffer that the model's own initialisation leaves unfilled.
+        ValueError: Naming a buffer that the model's own initialisation leaves unfilled.
     """
     transient = dict(hf.named_non_persistent_buffers())
     # a model may fill buffers of its parts

@@ -50,7 +50,7 @@ class Adapter:
     Args:
         down: `[dim, inputs]`.
         up: `[outputs, dim]`.
-        is_transposed: whether the weight is `[inputs, outputs]`.
+        is_transposed: True if the weight is `[inputs, outputs]`.
     """
 
     down: Tensor
@@ -69,7 +69,7 @@ def add_adapters(hf: PreTrainedModel, config: LoraConfig) -> None:
     """Put adapters on linear layers and stacked experts of a model and freeze everything else but a score head.
 
     Raises:
-        ValueError: if the config names no layer of the model, or something of it that gets no adapter.
+        ValueError: If the config names no layer of the model, or something of it that gets no adapter.
     """
     _check_targets(hf, config)
     stacks = {name: module for name, module in stacked_weights(hf).items() if is_adapted_stack(name, config)}
@@ -100,10 +100,10 @@ def _adapt_linear(hf: PreTrainedModel, targets: list[str], config: LoraConfig) -
 
 
 def _adapt_stacks(module: nn.Module, names: list[str], config: LoraConfig) -> None:
-    """Have stacked experts compute with adapters.
+    """Make stacked experts compute with adapters.
 
     Args:
-        names: of the module's parameters that get them.
+        names: Names of the module's parameters that get them.
     """
     is_transposed = _is_transposed(module)
     for name in names:
@@ -170,7 +170,7 @@ def stacked_weights(hf: PreTrainedModel) -> dict[str, Any]:
 
 
 def _is_transposed(module: Any) -> bool:
-    """Whether weights of stacked experts are `[experts, inputs, outputs]`, as peft tells."""
+    """Return whether weights of stacked experts are `[experts, inputs, outputs]`, as peft tells."""
     return bool(getattr(module, "is_transposed", False))
 
 

@@ -40,9 +40,8 @@ class HeadShard:
     """The part of the head that this rank has, if it has one.
 
     Args:
-        vocab: this rank's part of the vocabulary; None if it has the whole head.
-        tokens_are_split: whether tokens are; the gradient by the hidden states is then summed when they are
-            scattered.
+        vocab: This rank's part of the vocabulary; None if it has the whole head.
+        tokens_are_split: True if tokens are; the gradient by the hidden states is then summed when they are scattered.
     """
 
     vocab: VocabShard | None
@@ -55,14 +54,14 @@ class ReadingModel(nn.Module):
     Its forward is the FSDP root's, so the head's weight is gathered while the reads are computed.
 
     Args:
-        hf: the model; its names are those of the checkpoint.
-        role: decides how the head is read.
-        attend: its attention, if that is told of rows.
-        chunk_size: tokens whose logits exist at one time.
-        alignment: what a forward pass must fit.
-        is_packed: rows lie end to end instead of being padded.
-        is_last: whether it has the last layers and the head.
-        replay: of the generator's routing; None if its routers choose.
+        hf: The model; its names are those of the checkpoint.
+        role: Decides how the head is read.
+        attend: Its attention, if that is told of rows.
+        chunk_size: Tokens whose logits exist at one time.
+        alignment: What a forward pass must fit.
+        is_packed: Rows lie end to end instead of being padded.
+        is_last: True if it has the last layers and the head.
+        replay: Replay of the generator's routing; None if its routers choose.
     """
 
     def __init__(
@@ -105,7 +104,7 @@ class ReadingModel(nn.Module):
         `[rows]`, or a check of the head, by `logit_error`.
 
         Args:
-            entered: hidden states from the stage before; None in the first.
+            entered: Hidden states from the stage before; None in the first.
         """
         self.give_routing(layout)
         hidden = self._hidden(layout, entered)
@@ -185,11 +184,11 @@ class ShardedModel:
     """This rank's part of a model: one run of layers, or several that a pipeline interleaves.
 
     Args:
-        chunks: in the order of their stages.
-        stages_here: which stage each is.
-        num_stages: of all pipeline ranks.
-        compute: dtype of hidden states.
-        shape: of the whole model.
+        chunks: Chunks in the order of their stages.
+        stages_here: Which stage each is.
+        num_stages: Number of stages of all pipeline ranks.
+        compute: Dtype of hidden states.
+        shape: Shape of the whole model.
         replicated: Parameters of this rank that train and that every rank of its stage has whole, in float32; None if
             no stage has any.
         asks_for_dropout: Whether the user set the model's dropout, which is then active under every loss.
@@ -273,7 +272,7 @@ class ShardedModel:
     def reshard_all(self) -> None:
         """Free every gathered parameter.
 
-        FSDP keeps the root's gathered after a forward pass without a backward, and would go on computing with them
+        FSDP keeps the root's gathered after a forward pass without a backward, and would continue computing with them
         after the shards have changed.
         """
         for chunk in self.chunks:

@@ -26,9 +26,9 @@ class Piece:
     """A tensor as the files have it.
 
     Args:
-        name: in the files.
-        region: of the parameter.
-        shape: of the tensor.
+        name: Name in the files.
+        region: Region of the parameter.
+        shape: Shape of the tensor.
     """
 
     name: str
@@ -40,7 +40,7 @@ class FileNames:
     """Maps a model's parameters to the tensors of its files, as `transformers` converts them.
 
     Raises:
-        ValueError: if the family's files hold anything but parameters, experts one by one, gate and up apart, and apart
+        ValueError: If the family's files hold anything but parameters, experts one by one, gate and up apart, and apart
             the convolutions of what several projections give.
     """
 

@@ -31,8 +31,8 @@ class Kept:
     """Names of parameters and persistent buffers that stay float32.
 
     Args:
-        stored: those that are held, saved and sent in float32.
-        computed: those of them that the model also computes with in float32. The others are cast for each pass, as
+        stored: Those that are held, saved and sent in float32.
+        computed: Those of them that the model also computes with in float32. The others are cast for each pass, as
             `transformers` casts them.
     """
 
@@ -152,8 +152,8 @@ def _taken(tiny: PreTrainedModel, before: list[str], kinds: list[str]) -> list[s
 
 
 def _runs(tiny: PreTrainedModel, kinds: list[str]) -> bool:
-    """Whether a tiny model computes with tensors of these kinds in float32 and of no others, and hands on its own
-    dtype."""
+    """Return whether a tiny model computes with tensors of these kinds in float32 and of no others, and hands on its
+    own dtype."""
     dtype = tiny.config.dtype
     for name, tensor in _plain_tensors(tiny).items():
         if tensor.is_floating_point():

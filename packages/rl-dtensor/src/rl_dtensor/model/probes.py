@@ -18,7 +18,7 @@ MAX_LOGIT_ERROR = 0.05
 """Relative; rounding in half precision stays below a fifth of it."""
 
 MAX_PACKING_ERROR = 0.15
-"""Relative; in half precision tokens may also go to other experts behind another row."""
+"""Relative; in half precision tokens may also go to other experts after another row."""
 
 
 def check_logits(model: ShardedModel, mesh: Mesh) -> None:

@@ -31,7 +31,7 @@ KEPT_NAMESPACES = ("torch_attn", "flash_attn", "flash_attn_3")
 
 
 def checkpoint_activations(hf: PreTrainedModel, granularity: Granularity) -> None:
-    """Have each layer of a model keep only its input and, if selective, the results of matrix products and
+    """Make each layer of a model keep only its input and, if selective, the results of matrix products and
     attention."""
     options: dict[str, Any] = {"use_reentrant": False}
     if granularity == "selective":

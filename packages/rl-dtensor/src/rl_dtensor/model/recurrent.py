@@ -29,17 +29,17 @@ def recurrent_mixers(hf: PreTrainedModel, layers: Sequence[nn.Module]) -> list[n
     those that can be given the state to start from.
 
     Args:
-        layers: the repeated ones, in their order.
+        layers: The repeated ones, in their order.
 
     Raises:
-        RowsUnknown: if a layer of such a kind has none.
+        RowsUnknown: If a layer of such a kind has none.
     """
     kinds = hf.config.get_text_config().to_dict().get("layer_types") or [""] * len(layers)
     mixers = []
     for layer, kind in zip(layers, kinds, strict=True):
         found = list(_mixers_of(layer, is_recurrent=kind in RECURRENT_LAYERS))
         if kind in RECURRENT_LAYERS and not found:
-            raise RowsUnknown(f"no module of {type(layer).__name__} is told of more than hidden states")
+            raise RowsUnknown(f"no module of {type(layer).__name__} receives anything besides hidden states")
         mixers += found
     return mixers
 
@@ -55,14 +55,14 @@ def _mixers_of(layer: nn.Module, *, is_recurrent: bool) -> Iterator[nn.Module]:
 
 
 def run_rows_alone(hf: PreTrainedModel, layers: Sequence[nn.Module]) -> None:
-    """Have every token mixer that carries a state see each row by itself.
+    """Make every token mixer that carries a state see each row by itself.
 
     Args:
-        hf: a whole model on `meta`, whose layers will be called with the layout of rows.
-        layers: the repeated ones.
+        hf: A whole model on `meta`, whose layers will be called with the layout of rows.
+        layers: The repeated ones.
 
     Raises:
-        RowsUnknown: if not all of them can be told.
+        RowsUnknown: If not all of them can be told.
     """
     mixers = {id(mixer) for mixer in recurrent_mixers(hf, layers)}
     for layer in layers:

@@ -34,11 +34,11 @@ class Replay:
     """The routers of some layers, and the generator's routing for them.
 
     Args:
-        hf: a whole model.
-        token_part: which of how many equal parts of each row's tokens routers see (sequence parallelism).
+        hf: A whole model.
+        token_part: Which of how many equal parts of each row's tokens routers see (sequence parallelism).
 
     Raises:
-        ValueError: if it has no routers, or not of a known kind.
+        ValueError: If it has no routers, or not of a known kind.
     """
 
     def __init__(self, hf: PreTrainedModel, token_part: tuple[int, int] = (0, 1)) -> None:
@@ -54,7 +54,7 @@ class Replay:
         that is only read.
 
         Raises:
-            ValueError: if a batch for a loss does not have it, or it is of another model.
+            ValueError: If a batch for a loss does not have it, or it is of another model.
         """
         return self._shape.column_of(batch, is_needed=for_loss, key="dtensor_cfg.moe_router_replay")
 
@@ -79,7 +79,7 @@ class RoutingRecorder:
     """The experts that the routers of a whole model chose in its last forward pass.
 
     Raises:
-        ValueError: if the model has no routers, or not of a known kind.
+        ValueError: If the model has no routers, or not of a known kind.
     """
 
     def __init__(self, hf: PreTrainedModel) -> None:
@@ -107,7 +107,7 @@ def routing_shape(hf: PreTrainedModel) -> RoutingShape:
     """Routing of one token in a model.
 
     Raises:
-        ValueError: if the model has no experts, or its config does not say how many of them a token is sent to.
+        ValueError: If the model has no experts, or its config does not say how many of them a token is sent to.
     """
     config = hf.config.get_text_config()
     fields = config.to_dict()
@@ -128,7 +128,7 @@ def routers_of(hf: PreTrainedModel) -> Sequence[tuple[int, nn.Module]]:
     """The routers of a whole model and the numbers of their layers, by what `transformers` records as their output.
 
     Raises:
-        ValueError: if it records none.
+        ValueError: If it records none.
     """
     found = [
         (next(int(part) for part in name.split(".") if part.isdecimal()), module)
@@ -155,10 +155,10 @@ def _is_recorded(recorder: OutputRecorder, name: str, module: nn.Module) -> bool
 
 
 def intercept(router: Any, shape: RoutingShape, choose: Choose, kind: str) -> None:
-    """Have a router send tokens to the experts that `choose` returns, weighed by its own scores of them.
+    """Make a router send tokens to the experts that `choose` returns, weighed by its own scores of them.
 
     Args:
-        kind: of the model, for messages.
+        kind: Kind of the model, for messages.
 
     The router raises a `ValueError` if it does not choose experts by one top-k over all of them.
     """

@@ -26,7 +26,7 @@ def fix_frequencies(hf: PreTrainedModel, longest_row: int) -> None:
         longest_row: Maximum number of tokens of a row.
 
     Raises:
-        ValueError: for rows whose frequencies would depend on their length.
+        ValueError: For rows whose frequencies would depend on their length.
     """
     for module in hf.modules():
         for kind, prefix, layer_type in _kinds(module):
@@ -34,7 +34,7 @@ def fix_frequencies(hf: PreTrainedModel, longest_row: int) -> None:
                 _fill_long(module, prefix, layer_type, longest_row)
             elif longest_row > cast("int", module.original_max_seq_len):
                 raise ValueError(
-                    f"rows of up to {longest_row} tokens have frequencies of their own each with rope_type dynamic, "
+                    f"rows of up to {longest_row} tokens each have their own frequencies with rope_type dynamic, "
                     f"beyond {module.original_max_seq_len} tokens; lower policy.max_total_sequence_length to that, or "
                     "set rope_parameters in hf_config_overrides to another type, such as yarn"
                 )

@@ -1,4 +1,4 @@
-"""Which settings a device can run."""
+"""Checks of settings that depend on the device or on the size of the model's heads."""
 
 from __future__ import annotations
 
@@ -17,19 +17,22 @@ HEAD_DIMS = ("head_dim", "global_head_dim", "v_head_dim")
 """Fields of a Hugging Face config that size heads."""
 
 
-def without_softcap(backend: AttentionBackend) -> str:
-    """Why a backend cannot bound scores, and the remedy; empty if it can."""
-    if backend != "sdpa":
-        return ""
-    return "is sdpa, which has no soft cap of scores, and the model has one; set it to auto or eager, or on GPUs flex"
+def without_softcap(backend: AttentionBackend) -> Problem | None:
+    """Return the problem of a backend that cannot bound attention scores; None if it can."""
+    return _without("soft cap of attention scores", backend) if backend == "sdpa" else None
 
 
-def without_sinks(backend: AttentionBackend) -> str:
-    """Why a backend cannot add sinks to the softmax, and the remedy; empty if it can."""
-    if backend in ("auto", "eager", "flex"):
-        return ""
-    return (
-        f"is {backend}, which has no attention sinks, and the model has some; set it to auto or eager, or on GPUs flex"
+def without_sinks(backend: AttentionBackend) -> Problem | None:
+    """Return the problem of a backend that cannot add sinks to the softmax; None if it can."""
+    return None if backend in ("auto", "eager", "flex") else _without("attention sinks", backend)
+
+
+def _without(needed: str, backend: AttentionBackend) -> Problem:
+    return Problem(
+        f"{SECTION}.attention_backend",
+        f"does not support the {needed} of this model",
+        got=backend,
+        remedy="Set it to auto or eager, or to flex on GPUs",
     )
 
 
@@ -37,18 +40,19 @@ def kernel_problems(backend: DTensorConfig, model: Mapping[str, Any]) -> Iterato
     """An attention backend whose kernels do not take heads of this model's size, or its soft cap.
 
     Args:
-        model: fields of its Hugging Face config; those that are missing are not checked.
+        model: Fields of its Hugging Face config; those that are missing are not checked.
     """
     largest = _largest_head(model)
     if backend.attention_backend in ("flash_attention_2", "flash_attention_3") and largest > MOST_FLASH_DIM:
         yield Problem(
             f"{SECTION}.attention_backend",
-            f"{backend.attention_backend} takes heads of at most {MOST_FLASH_DIM} and the model's have {largest}; set "
-            "it to auto or sdpa",
+            f"supports head dimensions up to {MOST_FLASH_DIM}, but this model uses {largest}",
+            got=backend.attention_backend,
+            remedy="Set it to auto or sdpa",
         )
     capped = text_fields(model).get("attn_logit_softcapping") is not None
     if capped and (problem := without_softcap(backend.attention_backend)):
-        yield Problem(f"{SECTION}.attention_backend", problem)
+        yield problem
 
 
 def _largest_head(model: Mapping[str, Any]) -> int:
@@ -77,11 +81,14 @@ def device_problems(backend: DTensorConfig, *, precision: str, device: Device | 
     ):
         yield Problem(
             f"{SECTION}.attention_backend",
-            f"{attention} runs on GPUs and this is {device.name}; set it to auto, sdpa or eager",
+            f"needs GPUs, but the device is {device.name}",
+            got=attention,
+            allowed="auto, sdpa, eager",
         )
     if precision == "float32" and attention in ("flash_attention_2", "flash_attention_3"):
         yield Problem(
             f"{SECTION}.attention_backend",
-            f"{attention} computes in half precision and precision is float32; set precision=bfloat16, "
-            "or this to auto, sdpa or flex",
+            "needs half precision, but precision is float32",
+            got=attention,
+            remedy="Set precision=bfloat16, or set this key to auto, sdpa or flex",
         )

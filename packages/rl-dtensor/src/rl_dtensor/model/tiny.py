@@ -68,10 +68,10 @@ UNSET = ("head_dim", "num_key_value_heads", "num_experts_per_tok", "n_routed_exp
 """Fields that may have no value by default; not every family's code does without one."""
 
 LAYER_COUNTS = ("num_hidden_layers", "num_blocks", "num_layers", "depth")
-"""Names of the number of layers of a part beside the text."""
+"""Names of the number of layers of a part next to the text."""
 
 LONGEST_PERIOD = 8
-"""Most layers of the tiny model."""
+"""Maximum number of layers of the tiny model."""
 
 MOST_PARAMETERS = 30_000_000
 """Of the tiny model, which one process also trains in float64."""
@@ -81,10 +81,10 @@ def shrink(config: PreTrainedConfig, sizes: Mapping[str, Any] = SMALL) -> PreTra
     """The family's config at a tiny size, without dropout, with one layer of each kind and two at least.
 
     Args:
-        sizes: as `SMALL`.
+        sizes: As `SMALL`.
 
     Raises:
-        ConfigError: if the family's own code refuses a config of such sizes.
+        ConfigError: If the family's own code refuses a config of such sizes.
     """
     text = config.get_text_config()
     fields = text.to_dict()
@@ -98,7 +98,7 @@ def shrink(config: PreTrainedConfig, sizes: Mapping[str, Any] = SMALL) -> PreTra
     heads, kv_heads = called["num_attention_heads"], called["num_key_value_heads"]
     if kv_heads in small and fields[kv_heads] in (fields.get(heads), None):
         small[kv_heads] = sizes["num_attention_heads"]
-    if fields.get(called["num_experts_per_tok"]) == 1:  # some code is for one expert alone (Llama 4 in vLLM)
+    if fields.get(called["num_experts_per_tok"]) == 1:  # some code supports only one expert (Llama 4 in vLLM)
         small[called["num_experts_per_tok"]] = 1
     if "qk_rope_head_dim" in small and fields.get("head_dim") == fields["qk_rope_head_dim"]:
         small["head_dim"] = small["qk_rope_head_dim"]
@@ -118,7 +118,7 @@ def shrink(config: PreTrainedConfig, sizes: Mapping[str, Any] = SMALL) -> PreTra
 
 
 def _shrunk_part(fields: Mapping[str, Any], sizes: Mapping[str, Any]) -> dict[str, Any]:
-    """The config of a part beside the text (images, sound), with one layer; what is as wide as it is stays so."""
+    """The config of a part next to the text (images, sound), with one layer; what is as wide as it is stays so."""
     width = fields.get("hidden_size")
     small = {name: sizes[name] for name, value in fields.items() if name in sizes and isinstance(value, int)}
     as_wide = {name: sizes["hidden_size"] for name, value in fields.items() if width and value == width}
@@ -130,7 +130,7 @@ def _shorter(fields: Mapping[str, Any], num_layers: str, sizes: Mapping[str, Any
     """Number of layers, and what is said layer by layer, for one layer of each kind and two at least.
 
     Args:
-        num_layers: name of that number.
+        num_layers: Name of that number.
     """
     count = fields.get(num_layers) or 0
     stated = {name: value for name, value in fields.items() if isinstance(value, list) and len(value) == count}

@@ -21,7 +21,7 @@ from rl_dtensor.parallel.mesh import Mesh
 
 SCORE = "score.weight"
 SHOWN = 8
-"""Most names that an error spells out."""
+"""Maximum number of names that an error spells out."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ class Catalog:
     """Everything that the model's files hold.
 
     Args:
-        entries: in the model's order, a shared parameter once.
-        tied: each further name of a shared parameter to its first.
+        entries: Entries in the model's order, a shared parameter once.
+        tied: Each further name of a shared parameter to its first.
     """
 
     entries: tuple[Entry, ...]
@@ -97,10 +97,10 @@ class PlacedAdapter:
     """An adapter of the whole model.
 
     Args:
-        weight: name of the weight that it sits on.
-        down: shape of its first factor.
-        up: shape of its second factor.
-        stage: the pipeline stage that holds it.
+        weight: Name of the weight that it sits on.
+        down: Shape of its first factor.
+        up: Shape of its second factor.
+        stage: The pipeline stage that holds it.
     """
 
     weight: str
@@ -119,8 +119,8 @@ class Weights:
     """This rank's part of the weights of a model.
 
     Args:
-        catalog: of the whole model.
-        chunks: the parts of it that this rank holds, sharded.
+        catalog: Catalog of the whole model.
+        chunks: The parts of it that this rank holds, sharded.
     """
 
     def __init__(self, catalog: Catalog, chunks: Sequence[PreTrainedModel], mesh: Mesh) -> None:
@@ -147,11 +147,11 @@ class Weights:
         """Fill this rank's parts from the files.
 
         Args:
-            new: names that the files need not have; those they lack are left alone.
-            foreign: names that the files may have beside the model's own.
+            new: Names that the files need not have; those they lack are left alone.
+            foreign: Names that the files may have in addition to the model's own.
 
         Raises:
-            ValueError: naming weights that are missing, unexpected, or of another shape.
+            ValueError: Naming weights that are missing, unexpected, or of another shape.
         """
         stored = files.names
         sources = {entry.name: self.catalog.sources(entry, stored) for entry in self.catalog.entries}
@@ -197,7 +197,7 @@ class Weights:
         time and reach all ranks, whatever is asked for.
 
         Args:
-            merges_adapters: whether adapters are added to the weights that they sit on.
+            merges_adapters: True if adapters are added to the weights that they sit on.
         """
         for entry in self.catalog.entries:
             tensor = self._whole(entry, getattr(torch, entry.dtype_in(dtype)), merges_adapters=merges_adapters)
@@ -248,7 +248,7 @@ class Weights:
         """A tensor that the ranks of one pipeline stage have, on the ranks of every stage.
 
         Args:
-            tensor: whole; None on the ranks of other stages.
+            tensor: Whole; None on the ranks of other stages.
         """
         if tensor is None:
             gathered = torch.empty(shape, dtype=dtype, device=self._mesh.device)
@@ -292,7 +292,7 @@ def read_into(opened: OpenWeights, piece: Piece, target: Tensor) -> None:
     """Read what a rank holds of a piece into its part of the parameter.
 
     Raises:
-        ValueError: if the tensor in the files has another shape, or does not hold the values of a weight.
+        ValueError: If the tensor in the files has another shape, or does not hold the values of a weight.
     """
     _check_stored(opened, piece, is_weight=target.is_floating_point())
     part = local(target)

@@ -26,7 +26,7 @@ def gather(x: Tensor, dim: int, group: dist.ProcessGroup, *, sums_grad: bool = T
     """All ranks' tensors joined along a dim.
 
     Args:
-        sums_grad: whether ranks have different gradients, to be summed; otherwise all have the same one.
+        sums_grad: True if ranks have different gradients, to be summed; otherwise all have the same one.
     """
     out: Tensor = _Gather.apply(x, dim, group, sums_grad)
     return out
@@ -48,8 +48,8 @@ def exchange(x: Tensor, sent: Sequence[int], received: Sequence[int], group: dis
     """Consecutive rows to each rank of the group, and theirs for this one in the order of ranks.
 
     Args:
-        sent: rows for each rank.
-        received: rows from each rank.
+        sent: Rows for each rank.
+        received: Rows from each rank.
     """
     out: Tensor = _Exchange.apply(x, tuple(sent), tuple(received), group)
     return out

@@ -35,15 +35,15 @@ def check_stacked(module: nn.Module, kind: str) -> None:
     """Refuse experts that cannot be split over ranks, which send tokens by what the router says of each.
 
     Args:
-        kind: the model's, for messages.
+        kind: The model's, for messages.
 
     Raises:
-        ValueError: if the experts are not called with what the router says, or not stacked by expert.
+        ValueError: If the experts are not called with what the router says, or not stacked by expert.
     """
     if not takes_choices(module):
         called = ", ".join(_arguments(module))
         raise ValueError(
-            f"experts of {kind} models are called with {called} alone instead of hidden states, ids of experts and "
+            f"experts of {kind} models are called only with {called} instead of hidden states, ids of experts and "
             f"weights, so they cannot be split over ranks; {WHOLE_EXPERTS}"
         )
     counts = {parameter.shape[0] for parameter in module._parameters.values() if parameter is not None}
@@ -52,7 +52,7 @@ def check_stacked(module: nn.Module, kind: str) -> None:
 
 
 def takes_choices(module: nn.Module) -> bool:
-    """Whether stacked experts are called with hidden states, ids of experts and their weights."""
+    """Return whether stacked experts are called with hidden states, ids of experts and their weights."""
     return len(_arguments(module)) == NUM_ARGUMENTS
 
 
@@ -62,7 +62,7 @@ def _arguments(module: nn.Module) -> list[str]:
 
 
 def mask_foreign_experts(module: Any, rank: int, size: int) -> None:
-    """Have stacked experts, split over the ranks that see the same tokens, add up this rank's alone."""
+    """Make stacked experts, split over the ranks that see the same tokens, add up only this rank's."""
     own = module.num_experts // size
     module.num_experts = own
     module._is_expert_parallel = True  # an id of `num_experts` then stands for an expert elsewhere
@@ -78,7 +78,7 @@ def mask_foreign_experts(module: Any, rank: int, size: int) -> None:
 
 
 def dispatch_tokens(module: Any, group: dist.ProcessGroup) -> None:
-    """Have stacked experts, split over ranks that see different tokens, send each token to the ranks of its experts.
+    """Make stacked experts, split over ranks that see different tokens, send each token to the ranks of its experts.
 
     Tokens go out sorted by expert, one copy per choice, and their results come back to be weighted and summed.
     """
@@ -115,7 +115,7 @@ def split_experts(hf: PreTrainedModel, mesh: DeviceMesh) -> list[nn.Module]:
     rest's are: they are scaled down by the difference.
 
     Raises:
-        ValueError: if a module's experts cannot be split.
+        ValueError: If a module's experts cannot be split.
     """
     modules = expert_modules(hf)
     for module in modules:

@@ -28,12 +28,12 @@ def shard_model(
     """Shard each layer, then what remains in the root, over the mesh.
 
     Computes in `compute`, reduces gradients in float32; FSDP averages over the ranks, so a step scales its loss by
-    their number (a divide factor of its own is easily set on too few modules, and gloo cannot scale).
+    their number (its own divide factor is easily set on too few modules, and gloo cannot scale).
 
     Args:
-        layers: gathered and freed one after another.
-        wide: small heads that compute in float32 whatever the rest does.
-        experts: modules that are split over expert-parallel ranks, and sharded over what ranks those leave.
+        layers: Gathered and freed one after another.
+        wide: Small heads that compute in float32 whatever the rest does.
+        experts: Modules that are split over expert-parallel ranks, and sharded over what ranks those leave.
         replicated: Parameters that every rank keeps whole in their own dtype; their gradients are left to
             `average_replicated`.
     """

@@ -19,12 +19,12 @@ Parameters = Mapping[str, Tensor | None]
 def localize(
     module: nn.Module, placements: Mapping[str, Placement], grad_scale: float = 1.0, reader: nn.Module | None = None
 ) -> None:
-    """Have a module compute on the local parts of its own DTensor parameters.
+    """Make a module compute on the local parts of its own DTensor parameters.
 
     Args:
-        placements: parameter name to the placement of the gradient that its computation gives.
-        grad_scale: multiplies gradients.
-        reader: the module around it that may read its parameters without calling it.
+        placements: Parameter name to the placement of the gradient that its computation gives.
+        grad_scale: Multiplies gradients.
+        reader: The module around it that may read its parameters without calling it.
     """
 
     def local_parts(held: Parameters) -> Parameters:
@@ -39,11 +39,11 @@ def localize(
 def compute_on(
     module: nn.Module, replaced: Callable[[Parameters], Parameters], reader: nn.Module | None = None
 ) -> None:
-    """Have a module compute on other tensors in the place of its own parameters.
+    """Make a module compute on other tensors in place of its own parameters.
 
     Args:
-        replaced: from the parameters to these tensors; called in each forward pass.
-        reader: the module in whose forward pass they are in their place; the module itself if None.
+        replaced: Function from the parameters to these tensors; called in each forward pass.
+        reader: The module in whose forward pass they are in their place; the module itself if None.
     """
     reader = reader or module
     original = reader.forward

@@ -27,14 +27,14 @@ class Mesh:
     """The place of this rank among the ranks of its model.
 
     Args:
-        sizes: ranks along each axis.
-        kind: the device that it computes on.
-        control: all ranks, on gloo: scalars that decide what every rank does next.
+        sizes: Ranks along each axis.
+        kind: The device that it computes on.
+        control: All ranks, on gloo: scalars that decide what every rank does next.
         axes: `(pp, dp, cp, tp)`, whose groups compute and count together.
         dense: `(pp, dp_replicate, fsdp, tp)`, over which parameters are split; `fsdp` is `dp_shard x cp`.
         experts: `(pp, dp_replicate, efsdp, ep)`, over which experts are split; None without expert parallelism.
-        ends: the first and the last rank of this rank's pipeline; None if it is neither.
-        edges: direction and sending pipeline rank, to the group of it and the receiver; of this rank's pipeline.
+        ends: The first and the last rank of this rank's pipeline; None if it is neither.
+        edges: Direction and sending pipeline rank, to the group of it and the receiver; of this rank's pipeline.
     """
 
     rank: int
@@ -53,10 +53,10 @@ class Mesh:
         """Meet the other ranks; collective. If that fails, this process is in no group afterwards.
 
         Raises:
-            ValueError: if settings do not go together, or the world is not a multiple of what they need.
+            ValueError: If settings do not go together, or the world is not a multiple of what they need.
         """
         for problem in combination_problems(config):
-            raise ValueError(f"{problem.key} {problem.message}")
+            raise ValueError(f"{problem.key}: {problem.message}")
         sizes = AxisSizes.of(config, rendezvous.world_size)
         join_process_group(rendezvous)
         try:
@@ -102,7 +102,7 @@ class Mesh:
         return self.axes.get_local_rank(axis)
 
     def group(self, axis: str) -> dist.ProcessGroup:
-        """The ranks that differ from this one on `pp`, `dp`, `cp` or `tp` alone.
+        """Return the ranks that differ from this one only on `axis`, one of `pp`, `dp`, `cp` and `tp`.
 
         Parameters are split over the group of `tp` too: NCCL holds buffers for each group that is used.
         """

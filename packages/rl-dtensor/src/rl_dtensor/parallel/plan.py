@@ -14,7 +14,7 @@ itself, which may be `colwise` (the sinks of attention, one per head):
   something in them: every rank computes them for all tokens.
 - `replicated`: a module inside a block that every rank has whole (the norms of queries and keys).
 - `experts`: a module of stacked experts, split by expert. Every rank passes all tokens through its own; the router and
-  shared experts beside it are outside.
+  shared experts next to it are outside.
 - `embedding`, `head`: split by vocabulary.
 
 Every rank has the modules that a plan does not name whole.
@@ -92,7 +92,7 @@ NAMED: Sequence[tuple[tuple[str, ...], str]] = (
     (("q_proj", "k_proj", "v_proj"), "o_proj"),
     (("gate_proj", "up_proj"), "down_proj"),
 )
-"""Names of linear layers whose outputs are split, and of the one beside them whose inputs are, in families without a
+"""Names of linear layers whose outputs are split, and of the one next to them whose inputs are, in families without a
 plan."""
 
 STYLES_OF_TRANSFORMERS: Mapping[str, Style] = {
@@ -117,10 +117,10 @@ def plan_of(hf: PreTrainedModel, custom: Mapping[str, Style] | None, layers: Seq
     the model's own, or what the names of its layers say.
 
     Args:
-        layers: the repeated ones.
+        layers: The repeated ones.
 
     Raises:
-        ValueError: if there is no plan, or if it names what the model lacks or a split that is not supported here.
+        ValueError: If there is no plan, or if it names what the model lacks or a split that is not supported here.
     """
     patterns = _with_vocabulary(hf, custom if custom is not None else _layers_plan(hf, layers))
     modules = {name.replace(".base_layer", ""): module for name, module in hf.named_modules()}
@@ -137,12 +137,13 @@ def plan_of(hf: PreTrainedModel, custom: Mapping[str, Style] | None, layers: Seq
         if style != "colwise" and not modules.keys() >= set(names):
             raise ValueError(
                 f"the plan of {hf.config.model_type} models splits the parameter {pattern} as {style!r}; parameters "
-                "can be colwise alone; set dtensor_cfg.custom_parallel_plan, or tensor_parallel_size=1"
+                "can only be colwise; set dtensor_cfg.custom_parallel_plan, or tensor_parallel_size=1"
             )
         plan.update(dict.fromkeys(names, style))
     if not {"colwise", "colwise_gather_output"} & set(plan.values()):
         raise ValueError(
-            f"the plan of {hf.config.model_type} models splits no linear layer; see dtensor_cfg.custom_parallel_plan"
+            f"the plan of {hf.config.model_type} models does not shard any linear layer. Set "
+            "dtensor_cfg.custom_parallel_plan"
         )
     mixers = {id(mixer) for layer in layers for mixer in _mixers_of(layer)}
     for name, module in modules.items():

@@ -19,7 +19,7 @@ class AxisSizes:
     """Ranks along each axis of a mesh; ranks count fastest along `tp`, then `cp`, `dp_shard`, `dp_replicate`, `pp`.
 
     Args:
-        ep: ranks that share the experts; they fold into `dp_shard x cp`.
+        ep: Ranks that share the experts; they fold into `dp_shard x cp`.
     """
 
     pp: int
@@ -34,14 +34,14 @@ class AxisSizes:
         """All ranks that the other axes leave shard the parameters.
 
         Raises:
-            ValueError: if the world is not a multiple of what the config asks for.
+            ValueError: If the world is not a multiple of what the config asks for.
         """
         needed = num_ranks(config)
         if world % needed:
             nearest = max(needed, world // needed * needed)
             raise ValueError(
-                f"{_product(config)} needs a multiple of {needed} ranks and there are {world}; "
-                f"use {nearest}, or lower one of them"
+                f"{_product(config)} needs a multiple of {needed} ranks, but there are {world}. "
+                f"Use {nearest}, or lower one of the sizes"
             )
         outer = config.pipeline_parallel_size * config.dp_replicate_size
         inner = config.context_parallel_size * config.tensor_parallel_size
@@ -76,29 +76,35 @@ def combination_problems(config: DTensorConfig) -> Iterator[Problem]:
     if config.sequence_parallel and config.tensor_parallel_size == 1:
         yield Problem(
             f"{SECTION}.sequence_parallel",
-            "shares tokens over tensor-parallel ranks and there is one; set tensor_parallel_size=2 or more, "
-            "or sequence_parallel=false",
+            "needs tensor parallelism, but tensor_parallel_size is 1",
+            remedy="Set tensor_parallel_size=2 or more, or sequence_parallel=false",
         )
     if config.custom_parallel_plan is not None and config.tensor_parallel_size == 1:
         yield Problem(
             f"{SECTION}.custom_parallel_plan",
-            "splits modules over tensor-parallel ranks and there is one; set tensor_parallel_size=2 or more",
+            "needs tensor parallelism, but tensor_parallel_size is 1",
+            remedy="Set tensor_parallel_size=2 or more",
         )
     if config.expert_parallel_size > 1 and config.tensor_parallel_size > 1:
         yield Problem(
             f"{SECTION}.expert_parallel_size",
-            "tensor parallelism splits the experts over its ranks already; set expert_parallel_size=1",
+            f"must be 1 with tensor_parallel_size={config.tensor_parallel_size}, because tensor parallelism already "
+            "shards the experts",
+            got=config.expert_parallel_size,
+            remedy="Set expert_parallel_size=1",
         )
     if config.recompute_granularity != "full" and not config.activation_checkpointing:
-        yield Problem(
+        yield Problem.unused(
             f"{SECTION}.recompute_granularity",
-            "says what activation_checkpointing computes again, and that is off; set activation_checkpointing=true",
+            "with activation_checkpointing=false",
+            remedy="Set activation_checkpointing=true, or remove this key",
         )
     if config.compile and config.activation_checkpointing and config.recompute_granularity == "selective":
         yield Problem(
             f"{SECTION}.compile",
-            "fuses the operations among which recompute_granularity=selective chooses; set recompute_granularity=full, "
-            "or compile=false",
+            "cannot be combined with recompute_granularity=selective, because compiling fuses the operations that it "
+            "selects from",
+            remedy="Set recompute_granularity=full, or compile=false",
         )
     axes = {
         "tensor_parallel_size": config.tensor_parallel_size,
@@ -110,19 +116,21 @@ def combination_problems(config: DTensorConfig) -> Iterator[Problem]:
         if config.compile and size > 1:
             yield Problem(
                 f"{SECTION}.compile",
-                f"goes with data parallelism alone, and {name} is {size}; set {name}=1, or compile=false",
+                f"supports data parallelism only, but {name} is {size}",
+                remedy=f"Set {name}=1, or compile=false",
             )
     if config.compile and config.attention_backend == "flex":
         yield Problem(
             f"{SECTION}.compile",
-            "compiles layers around attention, and flex is compiled for itself; set attention_backend=auto, or "
-            "compile=false",
+            "cannot be combined with attention_backend=flex, which is compiled separately",
+            remedy="Set attention_backend=auto, or compile=false",
         )
     if config.pipeline_chunks_per_rank > 1 and config.pipeline_parallel_size == 1:
         yield Problem(
             f"{SECTION}.pipeline_chunks_per_rank",
-            "interleaves the layers of pipeline ranks and there is one; set pipeline_parallel_size=2 or more, "
-            "or pipeline_chunks_per_rank=1",
+            "needs pipeline parallelism, but pipeline_parallel_size is 1",
+            got=config.pipeline_chunks_per_rank,
+            remedy="Set pipeline_parallel_size=2 or more, or pipeline_chunks_per_rank=1",
         )
 
 
@@ -130,7 +138,7 @@ def shape_problems(config: DTensorConfig, model: Mapping[str, Any]) -> Iterator[
     """Settings that do not go with a model.
 
     Args:
-        model: fields of its Hugging Face config; those that are missing are not checked, so nothing is of a model whose
+        model: Fields of its Hugging Face config; those that are missing are not checked, so nothing is of a model whose
             config is not at hand.
     """
     model = text_fields(model)
@@ -148,17 +156,25 @@ def shape_problems(config: DTensorConfig, model: Mapping[str, Any]) -> Iterator[
         elif own_kv % cp and cp % own_kv:
             yield Problem(
                 f"{SECTION}.context_parallel_size",
-                f"{cp} neither divides nor is a multiple of the {own_kv} key-value heads of a rank; "
-                f"set it to {_nearest(own_kv, cp)}, or context_parallel_method=all_gather",
+                f"neither divides the {own_kv} key-value heads of a rank nor is a multiple of them",
+                got=cp,
+                remedy=f"Set it to {_nearest(own_kv, cp)}, or set context_parallel_method=all_gather",
             )
     experts = num_experts_of(model)
     if experts and config.compile:
         yield Problem(
-            f"{SECTION}.compile", "compiles layers without experts, and the model has some; set compile=false"
+            f"{SECTION}.compile",
+            f"does not support layers with experts, and this model has {experts} experts",
+            remedy="Set compile=false",
         )
     ep = config.expert_parallel_size
     if ep > 1 and model and not any("expert" in name for name in model):
-        yield Problem(f"{SECTION}.expert_parallel_size", f"is {ep} and the model has no experts; set it to 1")
+        yield Problem(
+            f"{SECTION}.expert_parallel_size",
+            "must be 1 because this model has no experts",
+            got=ep,
+            remedy="Set it to 1",
+        )
     elif experts and experts % ep:
         yield _indivisible("expert_parallel_size", ep, experts, "experts")
     elif experts and experts % tp:
@@ -168,20 +184,25 @@ def shape_problems(config: DTensorConfig, model: Mapping[str, Any]) -> Iterator[
     if layers and stages > layers:
         yield Problem(
             f"{SECTION}.pipeline_parallel_size",
-            f"{stages} stages (pipeline_parallel_size x pipeline_chunks_per_rank) of {layers} layers leave some empty; "
-            f"have at most {layers}",
+            f"results in {stages} pipeline stages (pipeline_parallel_size x pipeline_chunks_per_rank), but the model "
+            f"has only {layers} layers",
+            got=config.pipeline_parallel_size,
+            remedy=f"Use at most {layers} stages",
         )
 
 
 def text_fields(model: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Fields of the language model in a Hugging Face config, which may hold those of other models beside it."""
+    """Fields of the language model in a Hugging Face config, which may hold those of other models next to it."""
     text = model.get("text_config")
     return {**model, **text} if isinstance(text, Mapping) else model
 
 
 def _indivisible(key: str, size: int, count: int, what: str) -> Problem:
     return Problem(
-        f"{SECTION}.{key}", f"{size} does not divide the model's {count} {what}; set it to {_nearest(count, size)}"
+        f"{SECTION}.{key}",
+        f"does not divide the model's {count} {what}",
+        got=size,
+        remedy=f"Set it to {_nearest(count, size)}",
     )
 
 

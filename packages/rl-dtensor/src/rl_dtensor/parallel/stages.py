@@ -17,7 +17,7 @@ class Absent(nn.Module):
     """In the place of a module that another pipeline rank has: what comes in goes out.
 
     Args:
-        replaced: of which it has the words and numbers: some models read of what kind a layer is.
+        replaced: Layer whose strings and numbers it has: some models read the kind of a layer.
     """
 
     def __init__(self, replaced: nn.Module) -> None:
@@ -35,10 +35,10 @@ class Stages:
     """Which stage of a pipeline has which part of a model.
 
     Args:
-        layers: name of the list of layers.
+        layers: Name of the list of layers.
         embedding, final_norm: names of the modules before and after it.
-        num_layers: layers of the whole model.
-        count: stages; with several chunks per rank more than there are ranks.
+        num_layers: Layers of the whole model.
+        count: Stages; with several chunks per rank more than there are ranks.
     """
 
     layers: str
@@ -49,10 +49,10 @@ class Stages:
 
     @classmethod
     def of(cls, hf: PreTrainedModel, count: int) -> Stages:
-        """Read off a whole model on `meta`; with a count of 1 for the names alone, by which tokens are split.
+        """Read off a whole model on `meta`; with a count of 1 only for the names, by which tokens are split.
 
         Raises:
-            ValueError: if the model is more than an embedding, a list of layers and a norm, and cannot be cut.
+            ValueError: If the model is more than an embedding, a list of layers and a norm, and cannot be cut.
         """
         base, prefix = body_of(hf), f"{body_name(hf)}."
         lists = [name for name, child in base.named_children() if isinstance(child, nn.ModuleList)]
@@ -103,10 +103,10 @@ class Stages:
         """Pass hidden states through a stage without its own modules; all stages answer alike.
 
         Args:
-            rows: what the model's forward pass is told of the rows.
+            rows: What the model's forward pass is told of the rows.
 
         Raises:
-            ValueError: if they change, as the model does something between its modules that a stage would repeat, or if
+            ValueError: If they change, as the model does something between its modules that a stage would repeat, or if
                 it expects more of a layer than hidden states.
         """
         layers = hf.get_submodule(self.layers)

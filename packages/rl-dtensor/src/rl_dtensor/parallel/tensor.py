@@ -41,11 +41,11 @@ def split_tensors(
     """Split a model on `meta` over the ranks of a mesh of one axis.
 
     Args:
-        plan: name of a module or a parameter to style; those that this model lacks are passed over.
-        layers: the repeated ones, which may read parameters of their parts without calling these.
-        sequence_parallel: whether tokens are split between blocks.
-        final_norm: name of the module whose output is made whole for the head; None if another rank has the head.
-        has_split_head: whether the head is split, so that ranks have different gradients by its input.
+        plan: Name of a module or a parameter to style; those that this model lacks are passed over.
+        layers: The repeated ones, which may read parameters of their parts without calling these.
+        sequence_parallel: True if tokens are split between blocks.
+        final_norm: Name of the module whose output is made whole for the head; None if another rank has the head.
+        has_split_head: True if the head is split, so that ranks have different gradients by its input.
     """
     splitter = _Splitter(hf, plan, mesh, layers, sequence_parallel)
     splitter.split_parameters()
@@ -120,7 +120,7 @@ class _Splitter:
         return self._own_parameters(plain, module)
 
     def _own_parameters(self, plain: str, module: nn.Module) -> None:
-        """Every rank has the module's parameters whole, but for those that the plan names."""
+        """Every rank has the module's parameters whole, except those that the plan names."""
         split = {name for name in module._parameters if f"{plain}.{name}" in self._plan}
         whole = self._placement_of(plain)
         names = self._distribute(

@@ -101,7 +101,7 @@ def _like(parameter: Tensor, part: Tensor) -> Tensor:
 
 
 def _is_tied_copy(model: ShardedModel, parameter: nn.Parameter) -> bool:
-    """Whether it is a tied head on another rank than the embedding."""
+    """Return whether it is a tied head on another rank than the embedding."""
     if model.num_stages == 1 or not model.weights.tied or not model.chunks[-1].is_last:
         return False
     head = model.hf.get_output_embeddings()

@@ -26,7 +26,7 @@ def build_sharded_optimizer(config: OptimizerConfig, groups: Sequence[Sequence[n
         groups: Parameters that the optimizer steps together, all with the same settings.
 
     Raises:
-        ValueError: also if the optimizer's fused step has no implementation for them.
+        ValueError: Also if the optimizer's fused step has no implementation for them.
     """
     if config.name in FUSED and not WAYS_TO_STEP & set(config.kwargs) and _are_sharded(groups[0]):
         config = config.model_copy(update={"kwargs": {**config.kwargs, "fused": True}})
@@ -40,5 +40,5 @@ def build_sharded_optimizer(config: OptimizerConfig, groups: Sequence[Sequence[n
 
 
 def _are_sharded(parameters: Sequence[nn.Parameter]) -> bool:
-    """Whether all are DTensors, over whatever meshes: experts are sharded over one of their own."""
+    """Return whether all are DTensors, over whatever meshes: experts are sharded over one of their own."""
     return all(isinstance(parameter, DTensor) for parameter in parameters)

@@ -1,4 +1,4 @@
-"""Microbatches through the stages of a pipeline; one stage is a pipeline of its own."""
+"""Microbatches through the stages of a pipeline; one stage is its own pipeline."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def run_pipeline(model: ShardedModel, run: Pass, *, mesh: Mesh, backward: bool) 
     """Pass all microbatches through all pipeline ranks; on the last, what `on_reads` returned for each, in order.
 
     Args:
-        backward: whether to run backwards too.
+        backward: True to run backwards too.
     """
     work = _Run(model, run, mesh, backward)
     order = one_forward_one_backward if backward else forward_only

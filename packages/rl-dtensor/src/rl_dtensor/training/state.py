@@ -63,7 +63,7 @@ class TrainingState:
         read_tensors(path, self._model_state(), group=self._mesh.control)
 
     def layers(self) -> dict[str, Any]:
-        """Return nothing: layers keep nothing beside parameters and buffers."""
+        """Return nothing: layers keep nothing except parameters and buffers."""
         return {}
 
     def restore_layers(self, state: Mapping[str, Any]) -> None:
@@ -104,7 +104,7 @@ class TrainingState:
         return state
 
     def _counts_on_device(self) -> bool:
-        """Whether the optimizer wants its step counts on the device of the parameters."""
+        """Return whether the optimizer wants its step counts on the device of the parameters."""
         assert self._optimizer is not None
         settings = self._optimizer.defaults
         return bool(settings.get("fused") or settings.get("capturable"))
@@ -117,7 +117,7 @@ class TrainingState:
 
 
 def _host_copies(tensors: dict[str, Any]) -> dict[str, Any]:
-    """The same in host memory, so that training may go on; of a sharded tensor this rank's shard."""
+    """The same in host memory, so that training may continue; of a sharded tensor this rank's shard."""
     stager = DefaultStager(
         StagingOptions(
             use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False

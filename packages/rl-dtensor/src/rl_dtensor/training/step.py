@@ -26,7 +26,7 @@ class DTensorModel:
     """The `rl_core.torch.training.backend.RankModel` of a sharded model.
 
     Args:
-        sharded: this rank's part.
+        sharded: This rank's part.
     """
 
     def __init__(self, sharded: ShardedModel, mesh: Mesh) -> None:
@@ -80,7 +80,7 @@ class DTensorModel:
         return {}
 
     def discard(self) -> None:
-        """Do nothing: a backward pass changes gradients alone."""
+        """Do nothing: a backward pass changes only gradients."""
 
     def trained_parts(self) -> list[Tensor]:
         """This rank's shards."""
@@ -94,7 +94,7 @@ class ShardedOptimizer:
     """The `rl_core.torch.training.backend.RankOptimizer` over a sharded model's parameters.
 
     Args:
-        inner: steps this rank's shards.
+        inner: Steps this rank's shards.
     """
 
     def __init__(self, inner: Optimizer, model: ShardedModel, mesh: Mesh) -> None:

@@ -18,7 +18,7 @@ def load(settings: Mapping[str, Any], split: str) -> list[dict[str, Any]]:
     Demonstrations are conversations that end with the assistant.
 
     Raises:
-        DataError: if the split is unknown.
+        DataError: If the split is unknown.
     """
     config = CalculationsSettings.model_validate(dict(settings))
     if split not in ("train", "validation"):

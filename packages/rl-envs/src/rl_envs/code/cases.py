@@ -23,9 +23,9 @@ class Calls:
     """Calls of a function, or of the method of a class `Solution`.
 
     Args:
-        function: its name.
-        arguments: of each call.
-        results: of each call, those that are right.
+        function: Its name.
+        arguments: Arguments of each call.
+        results: Results of each call, those that are right.
     """
 
     function: str
@@ -51,13 +51,13 @@ def read_tests(info: Mapping[str, Any], most: int | None) -> Tests:
     - `test_code`: Python text, or a list of such texts.
 
     Raises:
-        UnusableAnswer: if it has neither, or one of another form.
+        UnusableAnswer: If it has neither, or one of another form.
     """
     if "test_code" in info:
         given = info["test_code"]
         texts = tuple(given) if isinstance(given, list | tuple) else (given,)
         if not texts or not all(isinstance(text, str) and text.strip() for text in texts):
-            raise UnusableAnswer(f"`test_code` must be Python text or a list of it, got {given!r:.80}")
+            raise UnusableAnswer(f"`test_code` must be a string of Python code or a list of strings, got {given!r:.80}")
         return Assertions(texts[:most])
     if "tests" not in info:
         fields = ", ".join(sorted(map(str, info))) or "none"
@@ -69,7 +69,9 @@ def read_tests(info: Mapping[str, Any], most: int | None) -> Tests:
             return Calls(str(function), tuple(given for given, _ in calls), tuple(results for _, results in calls))
         return InputOutput(tuple((_text(test["input"]), _text(test["output"])) for test in tests))
     except (KeyError, TypeError):
-        wanted = "arguments and result, the first a list," if info.get("function") else "input and output, both texts,"
+        wanted = (
+            "arguments and result, the first a list," if info.get("function") else "input and output, both strings,"
+        )
         raise UnusableAnswer(f"each of `tests` must be an object with {wanted} got {_shown(tests)}") from None
 
 
@@ -103,7 +105,7 @@ def _list(tests: Any) -> list[Any]:
         try:
             tests = json.loads(tests, parse_int=whole_number)
         except (ValueError, RecursionError) as error:
-            raise UnusableAnswer(f"`tests` is text that is not JSON: {error}") from None
+            raise UnusableAnswer(f"`tests` is a string that is not valid JSON: {error}") from None
     if not isinstance(tests, list | tuple) or not tests:
         raise UnusableAnswer(f"`tests` must be a list with at least one test, got {_shown(tests)}")
     return list(tests)

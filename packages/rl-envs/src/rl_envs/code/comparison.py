@@ -15,8 +15,8 @@ _NOT_FINITE = {"nan": "nan", "inf": "inf", "infinity": "inf"}
 
 
 def same_text(output: str, expected: str, tolerance: float) -> bool:
-    """Whether two outputs agree line by line, without regard to space at the end of lines and of the text; or, where
-    they differ, word by word as numbers.
+    """Return whether two outputs agree line by line, without regard to space at the end of lines and of the text; or,
+    where they differ, word by word as numbers.
     """
     lines, others = _lines(output), _lines(expected)
     if lines == others:
@@ -27,7 +27,7 @@ def same_text(output: str, expected: str, tolerance: float) -> bool:
 
 
 def same_value(value: Any, expected: Any, tolerance: float) -> bool:
-    """Whether two values from JSON are equal; floats may differ by the tolerance, and NaN equals NaN."""
+    """Return whether two values from JSON are equal; floats may differ by the tolerance, and NaN equals NaN."""
     if isinstance(value, bool) or isinstance(expected, bool):
         return value is expected
     if isinstance(expected, float) or isinstance(value, float):

@@ -17,15 +17,16 @@ class CodeConfig(EnvironmentConfig):
     """Run the last block of Python in a response in a sandbox, and score it by the tests of its row."""
 
     sandbox: SandboxConfig = SandboxConfig()
-    """Where and within which limits programs run."""
+    """Sandbox in which programs run, and its limits."""
     reward: Literal["all", "share"] = "all"
-    """`all` is 1 if every test passes, and the tests end at the first that fails; `share` is the share that pass."""
+    """Reward of a response: `all` is 1 if every test passes, and the tests end at the first that fails; `share` is the
+    fraction that pass."""
     max_tests: int | None = Field(default=None, ge=1)
-    """Most tests of a row that are run, the first ones; all if unset."""
+    """Maximum number of tests of a row to run, taken from the first; all if unset."""
     tolerance: float = Field(default=1e-6, ge=0, allow_inf_nan=False)
-    """Relative or absolute difference that a number with a decimal point may have."""
+    """Relative or absolute difference that is allowed in a number with a decimal point."""
     deadline_s: Annotated[float, WhenChanged.RESUME] = Field(default=300.0, gt=0)
-    """Most seconds of a call, which runs all tests of a response one after the other."""
+    """Timeout in seconds of a call, which runs all tests of a response one after the other."""
 
 
 class CodeProblemsSettings(Config):
@@ -34,7 +35,7 @@ class CodeProblemsSettings(Config):
     path: PathText
     """A `.jsonl` or `.jsonl.gz` file with one problem per line."""
     format: Format
-    """Dataset whose columns the lines have: `livecodebench` (code_generation_lite), `apps`, `taco`, `eurus`
-    (Eurus-2-RL-Data, its rows of code), `humanevalplus` or `mbppplus`."""
+    """Dataset whose columns the lines have: `livecodebench` (code_generation_lite), `apps`, `taco`, `eurus` (the code
+    rows of Eurus-2-RL-Data), `humanevalplus` or `mbppplus`."""
     max_rows: int | None = Field(default=None, gt=0)
-    """Most rows of the file that are read; all if unset."""
+    """Maximum number of rows to read from the file; all if unset."""

@@ -18,7 +18,7 @@ def load(settings: Mapping[str, Any], split: str) -> list[dict[str, Any]]:
     """Rows with `messages`, `info` (the tests) and `environment`; the file is all of the split.
 
     Raises:
-        DataError: if the file cannot be read, naming the line.
+        DataError: If the file cannot be read, naming the line.
     """
     config = CodeProblemsSettings.model_validate(dict(settings))
     path = Path(config.path)

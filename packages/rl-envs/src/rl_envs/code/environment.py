@@ -13,14 +13,14 @@ from rl_envs.code.grading import Verdict, grade
 from rl_envs.sandbox.sandbox import open_sandbox
 
 SHOWN = 300
-"""Most characters of a problem that are reported."""
+"""Maximum number of characters of a problem that are reported."""
 
 
 class CodeEnvironment:
     """Scores a single turn by the tests of its row; `read_tests` describes their forms.
 
     Raises:
-        SandboxUnavailable: if the machine does not offer the sandbox that the settings ask for.
+        SandboxUnavailable: If the machine does not offer the sandbox that the settings ask for.
     """
 
     def __init__(self, config: CodeConfig) -> None:

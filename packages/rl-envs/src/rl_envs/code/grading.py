@@ -18,7 +18,7 @@ class Verdict:
 
     Args:
         num_passed, num_tests: tests that pass, and all.
-        problem: the first that fails, and how; empty if none does.
+        problem: The first that fails, and how; empty if none does.
     """
 
     num_passed: int
@@ -32,9 +32,9 @@ def grade(
     """Run a program's tests.
 
     Args:
-        solution: text of the program.
-        runner: where it runs.
-        stop_early: whether to leave out the tests after the first that fails.
+        solution: Text of the program.
+        runner: Where it runs.
+        stop_early: True to leave out the tests after the first that fails.
     """
     num_passed, problem = 0, ""
     match tests:

@@ -1,6 +1,6 @@
 """Programs that call a response's program in the sandbox, and report to the environment.
 
-What is right stays outside: of calls, the harness reports the results. Assertions run beside the program, which could
+What is right stays outside: of calls, the harness reports the results. Assertions run next to the program, which could
 tamper with them; a program that merely ends early has not passed.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 from rl_envs.sandbox.program import Outcome, Program
 
 SOLUTION = "solution.py"
-"""Name of the response's program beside the harness."""
+"""Name of the response's program next to the harness."""
 _MAX_DIGITS = 100_000
 """Longest whole number of a report."""
 
@@ -87,7 +87,7 @@ def calls(solution: str, function: str, arguments: Sequence[Sequence[Any]]) -> t
 
 
 def assertions(solution: str, texts: Sequence[str]) -> tuple[Program, str]:
-    """A program that runs tests behind the solution, and the mark of its reports."""
+    """A program that runs tests after the solution, and the mark of its reports."""
     return _program(solution, _ASSERTIONS, {"texts": list(texts)})
 
 

@@ -30,7 +30,7 @@ def row_of(row: Row, kind: Format) -> dict[str, Any]:
     """A row as the environment `code` takes it, with `messages`, `info` and `environment`.
 
     Raises:
-        DataError: if the row lacks a column, or one has another form.
+        DataError: If the row lacks a column, or one has another form.
     """
     try:
         return {**_READERS[kind](row), "environment": "code"}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Self
 
 MOVES = {"up": (1, 0), "down": (-1, 0), "left": (0, 1), "right": (0, -1)}
-"""Directions in which a tile moves, with the place of that tile beside the gap: rows below, columns to the right."""
+"""Directions in which a tile moves, with the place of that tile next to the gap: rows below, columns to the right."""
 
 
 @dataclass(frozen=True)
@@ -15,8 +15,8 @@ class Board:
     """Tiles row by row, 0 for the gap.
 
     Args:
-        tiles: a permutation of 0 to rows times columns minus 1.
-        columns: tiles in a row.
+        tiles: A permutation of 0 to rows times columns minus 1.
+        columns: Tiles in a row.
     """
 
     tiles: tuple[int, ...]
@@ -32,7 +32,7 @@ class Board:
         """A board from lists of numbers.
 
         Raises:
-            ValueError: if they are not the numbers of a board.
+            ValueError: If they are not the numbers of a board.
         """
         tiles = tuple(tile for row in rows for tile in row)
         if len({len(row) for row in rows}) != 1 or sorted(tiles) != list(range(len(tiles))) or len(tiles) < 4:
@@ -41,7 +41,7 @@ class Board:
 
     @property
     def is_solved(self) -> bool:
-        """Whether the tiles are in order, with the gap at the end."""
+        """Return whether the tiles are in order, with the gap at the end."""
         return self.tiles == (*range(1, len(self.tiles)), 0)
 
     @property

@@ -9,46 +9,46 @@ from rl_core.environments.config import EnvironmentConfig
 
 
 class SlidingPuzzleConfig(EnvironmentConfig):
-    """Slide tiles into the gap until they are in order, one move a turn."""
+    """Slide tiles into the gap until they are in order, one move per turn."""
 
     max_moves: int = Field(default=20, ge=1)
-    """Most moves of a game; grpo.max_rollout_turns must allow as many."""
+    """Maximum number of moves in a game; grpo.max_rollout_turns must allow as many."""
     solved_reward: float = Field(default=1.0, allow_inf_nan=False)
     """Reward for a solved puzzle, at the move that solves it."""
     invalid_reward: float = Field(default=0.0, le=0, allow_inf_nan=False)
-    """Reward for a turn without a possible move, which counts as a move and leaves the tiles as they are."""
+    """Reward for a turn without a valid move, which counts as a move and leaves the tiles unchanged."""
 
 
 class SlidingPuzzleSettings(Config):
     """Generated puzzles, each some random moves away from the solved one."""
 
     rows: int = Field(default=2, ge=2, le=5)
-    """Rows of the board."""
+    """Number of rows of the board."""
     columns: int = Field(default=2, ge=2, le=5)
-    """Columns of the board."""
+    """Number of columns of the board."""
     min_moves: int = Field(default=1, ge=1)
-    """Fewest random moves from the solved board; none undoes the one before it."""
+    """Minimum number of random moves from the solved board; none undoes the one before it."""
     max_moves: int = Field(default=4, ge=1, le=1000)
-    """Most random moves."""
+    """Maximum number of random moves from the solved board."""
     size: int = Field(default=1000, gt=0, le=10**6)
-    """Rows of the split. Small boards have few starts, which then repeat."""
+    """Number of rows in the split. Small boards have few starts, which then repeat."""
     seed: int = Field(default=0, ge=0)
     """Seed of the boards."""
     instructions: bool = True
-    """Explain the game in each prompt. Without, a prompt is the board alone, which is enough for a policy that has
+    """Explain the game in each prompt. Otherwise a prompt is only the board, which is enough for a policy that has
     learned the game from `demonstrations`."""
     demonstrations: bool = False
-    """Play random possible moves in each row, until it is solved or `max_moves` are made. Supervised fine-tuning on
-    these teaches the rules and leaves it to reinforcement learning to choose well."""
+    """Play random valid moves in each row, until it is solved or `max_moves` are made. Supervised fine-tuning on these
+    rows teaches the rules and leaves choosing good moves to reinforcement learning."""
 
 
 class GuessNumberConfig(EnvironmentConfig):
     """Guess a number; each wrong guess is answered with higher or lower."""
 
     max_guesses: int = Field(default=8, ge=1)
-    """Most guesses of a game; grpo.max_rollout_turns must allow as many."""
+    """Maximum number of guesses in a game; grpo.max_rollout_turns must allow as many."""
     discount: float = Field(default=1.0, gt=0, le=1)
-    """Factor of the reward for each guess before the right one."""
+    """Factor by which the reward is multiplied for each guess before the right one."""
 
 
 class GuessNumberSettings(Config):
@@ -59,6 +59,6 @@ class GuessNumberSettings(Config):
     high: int = 100
     """Largest number."""
     size: int = Field(default=1000, gt=0, le=10**6)
-    """Rows of the split."""
+    """Number of rows in the split."""
     seed: int = Field(default=0, ge=0)
     """Seed of the numbers."""

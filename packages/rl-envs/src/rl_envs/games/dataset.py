@@ -18,8 +18,8 @@ def sliding_puzzles(settings: Mapping[str, Any], split: str) -> list[dict[str, A
     Demonstrations are conversations that end with the assistant.
 
     Raises:
-        DataError: if the split is unknown.
-        ConfigError: if the settings contradict one another.
+        DataError: If the split is unknown.
+        ConfigError: If the settings contradict one another.
     """
     config = SlidingPuzzleSettings.model_validate(dict(settings))
     if config.min_moves > config.max_moves:
@@ -31,8 +31,8 @@ def numbers(settings: Mapping[str, Any], split: str) -> list[dict[str, Any]]:
     """Rows with `messages`, `answer` and `environment`; the splits draw with different seeds.
 
     Raises:
-        DataError: if the split is unknown.
-        ConfigError: if the settings contradict one another.
+        DataError: If the split is unknown.
+        ConfigError: If the settings contradict one another.
     """
     config = GuessNumberSettings.model_validate(dict(settings))
     if config.low >= config.high:

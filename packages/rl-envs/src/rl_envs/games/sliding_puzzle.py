@@ -19,8 +19,8 @@ class Position:
     """A game under way.
 
     Args:
-        board: its tiles.
-        num_moves: turns so far.
+        board: Its tiles.
+        num_moves: Turns so far.
     """
 
     board: Board

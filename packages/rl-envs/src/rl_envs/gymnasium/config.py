@@ -13,30 +13,32 @@ Shown = Literal["rendering", "observation"]
 
 
 class GymnasiumConfig(EnvironmentConfig):
-    """Play a gymnasium environment, one action a turn. A turn's reward is the reward of its action."""
+    """Play a gymnasium environment, one action per turn. A turn's reward is the reward of its action."""
 
     invalid_reward: float = Field(default=0.0, le=0, allow_inf_nan=False)
-    """Reward for a turn without a possible action, which leaves the game as it is."""
+    """Reward for a turn without a valid action, which leaves the game unchanged."""
     solved_return: float = Field(default=1.0, allow_inf_nan=False)
-    """Sum of the game's own rewards from which on a game that has ended counts as solved, for `accuracy`."""
+    """Minimum sum of the game's own rewards with which a game that has ended counts as solved, for `accuracy`."""
 
 
 class GymnasiumSettings(Config):
-    """Starts of a gymnasium environment whose actions are numbers (`Discrete`) or texts (`Text`)."""
+    """Starts of a gymnasium environment whose actions are numbers (`Discrete`) or strings (`Text`)."""
 
     id: str
-    """Id of the environment, such as `FrozenLake-v1`, or `package.module:Id` of one that this module registers."""
+    """Id of the environment, such as `FrozenLake-v1`, or `package.module:Id` for an environment that this module
+    registers."""
     config: dict[str, Any] = {}
     """Keyword arguments of `gymnasium.make`, such as `is_slippery: false`. `max_episode_steps` limits the actions of a
     game; grpo.max_rollout_turns must allow as many."""
     actions: list[str] = []
-    """Words for the actions of a `Discrete` space, in order; their numbers if empty."""
+    """Words for the actions of a `Discrete` space, in order; if empty, the numbers of the actions."""
     instructions: str = ""
     """Text before the first observation that explains the game."""
     show: Shown | None = None
-    """What the policy sees of the game: its `ansi` rendering, in which a place with a coloured background stands in
-    brackets and other colours are lost, or its observation as text. The rendering if it has one, unless set."""
+    """Form in which the policy sees the game: its `ansi` rendering, in which a cell with a coloured background is shown
+    in brackets and other colours are lost, or its observation as a string. If unset, the rendering if the game has
+    one."""
     size: int = Field(default=1000, gt=0, le=10**6)
-    """Rows of the split."""
+    """Number of rows in the split."""
     seed: int = Field(default=0, ge=0)
     """Seed of the starts."""

@@ -16,8 +16,8 @@ def load(settings: Mapping[str, Any], split: str) -> list[dict[str, Any]]:
     """Rows with `messages`, `info` and `environment`, each with the seed of a start; the splits draw different seeds.
 
     Raises:
-        ConfigError: if the environment does not exist, cannot be played in text, or gymnasium is not installed.
-        DataError: if the split is unknown.
+        ConfigError: If the environment does not exist, cannot be played in text, or gymnasium is not installed.
+        DataError: If the split is unknown.
     """
     config = GymnasiumSettings.model_validate(dict(settings))
     if split not in ("train", "validation"):

@@ -21,11 +21,11 @@ class Game:
     """A game under way.
 
     Args:
-        environment: reset to the start.
-        actions: words for the actions of a `Discrete` space, in order; its numbers if empty.
-        shown: what `text` is.
-        text: of the state as the policy sees it.
-        total: rewards of the game's own so far.
+        environment: Reset to the start.
+        actions: Words for the actions of a `Discrete` space, in order; its numbers if empty.
+        shown: What `text` is.
+        text: Text of the state as the policy sees it.
+        total: Rewards of the game's own so far.
     """
 
     environment: gymnasium.Env[Any, Any]
@@ -41,10 +41,10 @@ class Game:
         """The game at the start that follows from a seed.
 
         Args:
-            show: the rendering if the game has one and this is None.
+            show: The rendering if the game has one and this is None.
 
         Raises:
-            ValueError: if gymnasium has no such environment, or it cannot be played in text.
+            ValueError: If gymnasium has no such environment, or it cannot be played in text.
         """
         try:
             shown = show or _shown_by(gymnasium.make(id, disable_env_checker=True, **config))

@@ -65,7 +65,7 @@ def _typed(name: str, key: str, value: Any, kind: str) -> Any:
         return value
     if kind == "list[str]" and isinstance(value, list | tuple) and value and all(_is_word(word) for word in value):
         return list(value)
-    wanted = {"int": "a whole number", "str": "text that is not empty", "list[str]": "a list of texts"}[kind]
+    wanted = {"int": "a whole number", "str": "a string that is not empty", "list[str]": "a list of texts"}[kind]
     wanted = f"one of {', '.join(RELATIONS)}" if is_relation else wanted
     raise ValueError(f"{key!r} of instruction {name!r} must be {wanted}, got {value!r:.80}")
 

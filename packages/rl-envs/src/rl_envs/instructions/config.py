@@ -11,4 +11,4 @@ class InstructionsConfig(EnvironmentConfig):
     """Check a response against the row's instructions, `instruction_id_list` and `kwargs` as in IFEval."""
 
     reward: Literal["all", "share"] = "all"
-    """`all` is 1 if every instruction is followed; `share` is the share that is."""
+    """Reward of a response: `all` is 1 if every instruction is followed; `share` is the fraction that is followed."""

@@ -32,7 +32,7 @@ def read_pattern(info: Mapping[str, Any], *, ignore_case: bool = False) -> re.Pa
     """
     pattern = _required(info, "pattern")
     if not isinstance(pattern, str):
-        raise ValueError(f"the row's `pattern` must be a regular expression as text, got {pattern!r:.80}")
+        raise ValueError(f"the row's `pattern` must be a regular expression as a string, got {pattern!r:.80}")
     try:
         return re.compile(pattern, re.DOTALL | (re.IGNORECASE if ignore_case else re.NOFLAG))
     except (re.error, RecursionError, OverflowError) as error:
@@ -70,7 +70,7 @@ def _required(info: Mapping[str, Any], name: str, *, is_value: bool = False) -> 
 
 def _text(answer: Any) -> str:
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
-        raise ValueError(f"an answer must be text or a number, got {answer!r:.80}")
+        raise ValueError(f"an answer must be a string or a number, got {answer!r:.80}")
     if isinstance(answer, float) and not math.isfinite(answer):
         raise ValueError(f"an answer must be a finite number, got {answer!r}")
     text = f"{Decimal(answer):f}" if isinstance(answer, int) else str(answer)  # `str` refuses more than 4,300 digits

@@ -15,14 +15,14 @@ class MathConfig(EnvironmentConfig):
     """Compare the answer in a completion with the known one: a number, an expression, or an option of a choice."""
 
     answer_format: AnswerFormat = "auto"
-    """The place of the answer, and the comparison: `boxed` is the last `\\boxed{}`; `plain` follows the last
-    "answer is", "Answer:", "Final:" or `####`, or is the last line; `auto` is boxed if there is a box and plain
-    otherwise, and a letter if the known answer is one; `numeric` is as auto, numbers only, compared exactly; `choice`
-    is the letter of an option; `dapo` follows the last "Answer:" near the end, and must equal the known answer as text
-    once both are normalised, as DAPO's verifier has it."""
+    r"""Place of the answer, and the comparison. `boxed` is the last `\boxed{}`; `plain` follows the last "answer is",
+    "Answer:", "Final:" or `####`, or is the last line; `auto` is boxed if there is a box and plain otherwise, and a
+    letter if the known answer is one; `numeric` is auto for numbers only, compared exactly; `choice` is the
+    letter of an option; `dapo` follows the last "Answer:" near the end, and must equal the known answer as a string
+    after both are normalised, as in DAPO's verifier."""
     correct_reward: float = Field(default=1.0, allow_inf_nan=False)
     """Reward for a right answer."""
     wrong_reward: float = Field(default=0.0, allow_inf_nan=False)
     """Reward for a wrong or missing answer."""
     format_reward: float = Field(default=0.0, allow_inf_nan=False)
-    """Added if an answer is found in the requested format (`auto`: in a box), right or wrong."""
+    """Reward added if an answer is found in the requested format (`auto`: in a box), right or wrong."""

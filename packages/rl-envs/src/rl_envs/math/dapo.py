@@ -1,4 +1,4 @@
-"""The verifier of DAPO (arXiv:2503.14476): the text behind the last `Answer:`, normalised as for Minerva
+"""The verifier of DAPO (arXiv:2503.14476): the text after the last `Answer:`, normalised as for Minerva
 (arXiv:2206.14858, appendix D.1), must equal the normalised answer.
 """
 
@@ -34,7 +34,7 @@ _WRAPPERS = tuple(re.compile(rf"\\{name}\{{(.*?)\}}") for name in ("text", "text
 
 
 def answer_in(response: str) -> str | None:
-    """The text behind the last `Answer:` on its line; None if there is none near the end."""
+    """The text after the last `Answer:` on its line; None if there is none near the end."""
     found = _ANSWER.findall(response[-LAST:])
     return found[-1].strip() if found else None
 

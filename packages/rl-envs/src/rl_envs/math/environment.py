@@ -12,7 +12,7 @@ from rl_envs.math.known_answer import known_answers
 from rl_envs.math.verdict import judge_in_time
 
 SHOWN = 200
-"""Most characters of an extracted answer that are reported."""
+"""Maximum number of characters of an extracted answer that are reported."""
 
 
 class MathEnvironment:

@@ -100,7 +100,7 @@ class _Reader:
                 return value
 
     def _multiplies(self, kind: str) -> bool:
-        """Whether what follows is multiplied without a sign: a bracket, or anything after a bracket."""
+        """Return whether what follows is multiplied without a sign: a bracket, or anything after a bracket."""
         if kind == "open" and self._tokens[self._at][1] == "(":
             return True
         return kind in ("open", "frac", "binom") and self._tokens[self._at - 1][0] == "close"

@@ -37,8 +37,8 @@ class Found:
     """An answer as the completion gives it.
 
     Args:
-        text: without box, dollar signs and full stop.
-        in_box: whether it stood in a box.
+        text: Without box, dollar signs and full stop.
+        in_box: True if it stood in a box.
     """
 
     text: str
@@ -111,7 +111,7 @@ def _after_marker(completion: str) -> str | None:
 
 
 def _without_reason(text: str) -> str:
-    """An answer without what explains it behind it, unless that may correct it."""
+    """An answer without the explanation after it, unless that may correct it."""
     reason = _REASON.search(text)
     is_plain = reason is not None and reason.start() > 0 and _CORRECTION.search(text, reason.start()) is None
     return text[: reason.start()] if reason is not None and is_plain else text
@@ -138,6 +138,6 @@ def _tidy(text: str) -> str:
 
 
 def _number_in(text: str | None, index: int) -> str | None:
-    """The first or last number in a text."""
+    """Return the first or last number in a string."""
     numbers = _NUMBER.findall(_SPACE_COMMAND.sub("", text)) if text else []
     return numbers[index].strip() if numbers else None

@@ -297,12 +297,12 @@ def _split(text: str, separators: tuple[str, ...]) -> list[str]:
 
 
 def _is_grouping(text: str, position: int) -> bool:
-    """Whether a comma groups the digits of a number in braces, as `1{,}000` does."""
+    """Return whether a comma groups the digits of a number in braces, as `1{,}000` does."""
     return text[position - 1 : position] == "{" and text[position + 1 : position + 2] == "}"
 
 
 def _closes(text: str) -> bool:
-    """Whether the bracket that a string begins with is closed at its end."""
+    """Return whether the bracket that a string begins with is closed at its end."""
     depth = 0
     for index, character in enumerate(text):
         depth += (character in "([{") - (character in ")]}")

@@ -29,7 +29,7 @@ def known_answers(info: Mapping[str, Any], answer_format: AnswerFormat) -> Known
     """Read `info["answer"]`: text, a number, or a list of these; a box around it is removed.
 
     Raises:
-        ValueError: if there is none, or it does not fit the format.
+        ValueError: If there is none, or it does not fit the format.
     """
     if "answer" not in info:
         raise ValueError(f"the math environment needs an answer in the prompt's info, which has {sorted(info)}")
@@ -49,7 +49,7 @@ def known_answers(info: Mapping[str, Any], answer_format: AnswerFormat) -> Known
 
 def _text(answer: Any) -> str:
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
-        raise ValueError(f"an answer must be text or a number, got {answer!r}")
+        raise ValueError(f"an answer must be a string or a number, got {answer!r}")
     is_nan = isinstance(answer, str) and answer.strip().lower() == "nan"  # as CSV files have it
     if is_nan or (isinstance(answer, float) and not math.isfinite(answer)):
         raise ValueError(f"an answer must be a finite number, got {answer!r}")

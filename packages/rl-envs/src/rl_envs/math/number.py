@@ -10,7 +10,7 @@ from fractions import Fraction
 from rl_envs.math.unit import read_unit, unwrapped
 
 MAX_EXPONENT = 5000
-"""Largest power of ten, or power of an integer, that is written out; a text beyond it is not read as a number."""
+"""Largest power of ten, or power of an integer, that is written out; a longer string is not read as a number."""
 MAX_DIGITS = 100_000
 """Longest text that is read as a number."""
 
@@ -38,9 +38,9 @@ class Number:
     """An exact number.
 
     Args:
-        value: its value; for a percentage, the number before the sign.
-        percent: whether a percent sign follows.
-        unit: the unit, as `read_unit` returns it; empty if there is none.
+        value: Its value; for a percentage, the number before the sign.
+        percent: True if a percent sign follows.
+        unit: The unit, as `read_unit` returns it; empty if there is none.
     """
 
     value: Fraction
@@ -48,7 +48,8 @@ class Number:
     unit: str = ""
 
     def equals(self, other: Number) -> bool:
-        """Whether both are the same number; a percentage equals its value (50% and 0.5) and its number (50% and 50).
+        """Return whether both are the same number; a percentage equals its value (50% and 0.5) and its number (50% and
+        50).
 
         Units must agree if both have one.
         """
@@ -63,7 +64,7 @@ class Number:
 
 
 def read_number(text: str) -> Number | None:
-    """Read a text as a number: integer of any size, decimal, fraction, power, mixed number or percentage, with units.
+    """Read a string as a number: integer of any size, decimal, fraction, power, mixed number or percentage, with units.
 
     None if it is anything else, an expression included.
     """

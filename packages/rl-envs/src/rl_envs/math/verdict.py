@@ -164,7 +164,7 @@ def _is_written(form: Form) -> bool:
 
 
 def _is_long(form: Number | Exact) -> bool:
-    """Whether a value is too long to be written out."""
+    """Return whether a value is too long to be written out."""
     return max(form.value.numerator.bit_length(), form.value.denominator.bit_length()) > MAX_BITS
 
 

@@ -13,4 +13,4 @@ class MultipleChoiceConfig(EnvironmentConfig):
     num_choices: int = Field(default=26, ge=2, le=26)
     """Number of options; a letter beyond them is not an answer."""
     format_reward: float = Field(default=0.0, allow_inf_nan=False)
-    """Added if the response chooses an option, right or wrong."""
+    """Reward added if the response chooses an option, right or wrong."""

@@ -19,7 +19,7 @@ class ReasoningGymConfig(EnvironmentConfig):
     """Score an answer by the scorer of its reasoning-gym task."""
 
     format_reward: float = Field(default=0.0, allow_inf_nan=False)
-    """Added if an answer is found in the format that the dataset asks for, right or wrong."""
+    """Reward added if an answer is found in the format that the dataset asks for, right or wrong."""
 
 
 class ReasoningGymSettings(Config):
@@ -30,10 +30,10 @@ class ReasoningGymSettings(Config):
     config: dict[str, Any] = {}
     """Settings of that task; `rl data list reasoning_gym TASK` lists them."""
     size: int = Field(default=1000, gt=0, le=10**7)
-    """Rows of the split."""
+    """Number of rows in the split."""
     seed: int = Field(default=0, ge=0, lt=MAX_SEED)
     """Seed of the generated questions."""
     validation_fraction: float = Field(default=0.1, gt=0, lt=1)
-    """Share of all possible questions that are reserved for validation; must be equal for both splits."""
+    """Fraction of all possible questions that are reserved for validation; must be equal for both splits."""
     answer_format: AnswerFormat = "tag"
-    """Format that the prompt asks for: the answer in `<answer></answer>`, in `\\boxed{}`, or alone."""
+    r"""Format that the prompt asks for: the answer in `<answer></answer>`, in `\boxed{}`, or without markup."""

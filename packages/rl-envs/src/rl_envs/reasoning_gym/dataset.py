@@ -22,8 +22,8 @@ def load(settings: Mapping[str, Any], split: str) -> list[dict[str, Any]]:
     other setting can make them overlap, and they draw from ranges of seeds that do not touch.
 
     Raises:
-        ConfigError: if the task or its settings are unknown, or reasoning-gym is not installed.
-        DataError: if the split is unknown, or the task has too few questions.
+        ConfigError: If the task or its settings are unknown, or reasoning-gym is not installed.
+        DataError: If the split is unknown, or the task has too few questions.
     """
     config = ReasoningGymSettings.model_validate(dict(settings))
     if split not in ("train", "validation"):

@@ -16,7 +16,7 @@ from rl_envs.reasoning_gym.config import AnswerFormat, ReasoningGymConfig
 
 _TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 SHOWN = 200
-"""Most characters of an extracted answer that are reported."""
+"""Maximum number of characters of an extracted answer that are reported."""
 
 
 class ReasoningGymEnvironment:

@@ -1,4 +1,4 @@
-"""Generation of rows, in a process of its own; imports reasoning-gym."""
+"""Generation of rows, in its own process; imports reasoning-gym."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def rows(settings: ReasoningGymSettings, split: str) -> list[dict[str, Any]]:
 
 
 def is_for_validation(question: str, fraction: float) -> bool:
-    """Whether a question belongs to validation, by a digest of its text alone."""
+    """Return whether a question belongs to validation, only by a digest of its text."""
     digest = blake2b(question.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") < fraction * 2**64
 

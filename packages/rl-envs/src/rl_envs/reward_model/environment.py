@@ -51,7 +51,7 @@ class RewardModelEnvironment:
         if field not in conversation.info:
             fields = ", ".join(sorted(map(str, conversation.info))) or "none"
             raise UnusableAnswer(
-                f"`compare_with` names the field {field!r}, which the row lacks; its fields are {fields}"
+                f"`compare_with` is {field!r}, which is not a field of the row; its fields are {fields}"
             )
         return (*conversation.messages[:-1], {"role": "assistant", "content": str(conversation.info[field])})
 

@@ -20,11 +20,11 @@ class Scorer:
     """A sequence classifier with one label.
 
     Args:
-        name: folder or hub name.
+        name: Folder or hub name.
         device: `cpu` or `cuda`.
-        precision: dtype of the model.
-        max_length: most tokens of a conversation, of which the last ones are scored; None for as many as the model has
-            positions.
+        precision: Dtype of the model.
+        max_length: Maximum number of tokens of a conversation, of which the last ones are scored; None for as many as
+            the model has positions.
 
     Raises:
         ValueError: If the model has no safetensors or no head of one score, or the process sees no GPU for it.
@@ -34,7 +34,7 @@ class Scorer:
         kind = device_named(device)
         if kind.runs_on_gpus and not kind.visible():
             raise ValueError(
-                f"its device is {device}, but its processes see no GPU; name one that no model of the run uses in "
+                f"its device is {device}, but its processes see no GPU; choose one that no model of the run uses in "
                 'env_vars: {CUDA_VISIBLE_DEVICES: "7"}, or set device: cpu'
             )
         self._device = kind.torch_device
@@ -42,7 +42,7 @@ class Scorer:
         self._tokenizer: Any = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         if self._tokenizer.chat_template is None:
             raise ValueError(
-                f"the tokenizer of {name!r} has no chat template, by which its conversations were rendered"
+                f"the tokenizer of {name!r} has no chat template, with which its conversations were rendered"
             )
         self._special = {str(token) for token in self._tokenizer.added_tokens_decoder.values() if token.special}
         self._max_length = max_length or self._model.config.get_text_config().max_position_embeddings

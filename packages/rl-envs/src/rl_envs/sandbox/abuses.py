@@ -73,10 +73,10 @@ class Abuse:
     """A program that tries to leave its sandbox, or to take more than its share.
 
     Args:
-        name: the way, in words.
-        source: the program, after a prelude that offers `breach`, `must_fail`, `call` and `bait`.
-        limits: to run it with.
-        endings: how it may end if it is contained; it must have come to its end if that is `exit`.
+        name: The way, in words.
+        source: The program, after a prelude that offers `breach`, `must_fail`, `call` and `bait`.
+        limits: Limits to run it with.
+        endings: How it may end if it is contained; it must have come to its end if that is `exit`.
         exit_code: Exit code with which it ends itself; None if it comes to the end of its source.
     """
 

@@ -9,27 +9,28 @@ from rl_envs.sandbox.program import Isolation, Limits
 
 
 class SandboxConfig(Config):
-    """Where and within which limits programs run."""
+    """Sandbox in which programs run, and its limits."""
 
     isolation: Isolation = "namespaces"
-    """The level of isolation, which a machine must offer or the environment does not start. `namespaces`: a root, a
-    network and processes of its own for each program, system calls filtered. `landlock`, for machines where namespaces
-    are refused, such as many containers: the machine's files, network and processes are denied by rules, and programs
+    """Level of isolation, which a machine must support or the environment does not start. `namespaces`: each program
+    has its own root, network and processes, and system calls are filtered. `landlock`, for machines that refuse
+    namespaces, such as many containers: rules deny access to the machine's files, network and processes, and programs
     cannot start processes. `limits` contains accidents only: programs have the files and the network of this user."""
     url: str | None = None
-    """Address of a sandbox server (`POST /run_code` as SandboxFusion has it); programs run there and not here."""
+    """Address of a sandbox server (`POST /run_code`, as in SandboxFusion). Programs run there instead of on this
+    machine."""
     cpu_s: float = Field(default=Limits.cpu_s, gt=0)
-    """Most seconds of CPU of a program, rounded up to whole seconds."""
+    """CPU time limit of a program in seconds, rounded up to whole seconds."""
     wall_s: float = Field(default=Limits.wall_s, gt=0)
-    """Most seconds until a program is killed."""
+    """Time limit of a program in seconds, after which it is killed."""
     memory_mib: int = Field(default=Limits.memory_mib, ge=64)
-    """Most memory of a program with all its processes."""
+    """Memory limit in MiB of a program with all its processes."""
     scratch_mib: int = Field(default=Limits.scratch_mib, ge=1)
-    """Size of a program's scratch folder, the only files that it can write."""
+    """Size in MiB of a program's scratch folder, the only files that it can write."""
     processes: int = Field(default=Limits.processes, ge=1, le=4096)
-    """Most processes and threads of a program."""
+    """Maximum number of processes and threads of a program."""
     output_kib: int = Field(default=Limits.output_kib, ge=1, le=2**17)
-    """Most output of a program on stdout, and on stderr; it is killed when it writes more."""
+    """Output limit in KiB of a program on stdout, and on stderr. The program is killed when it writes more."""
     python_path: list[PathText] = []
     """Folders with packages that programs may import besides Python's own library."""
 

@@ -15,7 +15,7 @@ from rl_envs.sandbox.program import Isolation, Limits
 FIRST_UID = 1_000_000_000
 """Programs that root starts run under user ids from here on, each under one of its own."""
 MAX_SLOTS = 256
-"""Most programs of one sandbox at one time."""
+"""Maximum number of programs of one sandbox at one time."""
 
 _STACK_BYTES = 64 * 2**20
 
@@ -25,10 +25,10 @@ class Confinement:
     """How programs of one sandbox are confined.
 
     Args:
-        isolation: the level.
-        user_namespace: whether the namespaces belong to a user without privileges.
-        first_uid: user id of the program in the first slot; None if programs keep that of the sandbox.
-        readable: paths that programs may read.
+        isolation: The level.
+        user_namespace: True if the namespaces belong to a user without privileges.
+        first_uid: User id of the program in the first slot; None if programs keep that of the sandbox.
+        readable: Paths that programs may read.
     """
 
     isolation: Isolation
@@ -38,7 +38,7 @@ class Confinement:
 
     @property
     def may_fork(self) -> bool:
-        """Whether programs may start processes: only if their number is limited and none outlives its program.
+        """Return whether programs may start processes: only if their number is limited and none outlives its program.
 
         The number is not limited for the machine's root, whose programs keep its user id in a user namespace.
         """
@@ -55,8 +55,8 @@ def first_user_id(owner: int, mapped: Sequence[tuple[int, int]]) -> int:
     """First of `MAX_SLOTS` user ids that no other sandbox of this machine has.
 
     Args:
-        owner: process id of the sandbox.
-        mapped: ranges of ids that exist here, each its first and their number; a container may have few.
+        owner: Process id of the sandbox.
+        mapped: Ranges of ids that exist here, each its first and their number; a container may have few.
     """
     wanted = FIRST_UID + owner * MAX_SLOTS
     if any(first <= wanted and wanted + MAX_SLOTS <= first + count for first, count in mapped):

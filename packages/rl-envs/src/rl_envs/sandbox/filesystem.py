@@ -1,4 +1,4 @@
-"""The files that a program sees: Python's library, a few devices and a scratch folder of its own."""
+"""The files that a program sees: Python's library, a few devices and its own scratch folder."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rl_envs.sandbox.processes import ProcessTable
 from rl_envs.sandbox.syscalls import MS_BIND, MS_NODEV, MS_NOEXEC, MS_NOSUID, MS_PRIVATE, MS_RDONLY, MS_REC
 
 SCRATCH = "/scratch"
-"""A program's current folder, if it has a root of its own."""
+"""A program's current folder, if it has its own root."""
 
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 """Devices that programs may use."""
@@ -41,7 +41,7 @@ def enter_namespaces(flags: int) -> None:
 
 
 def map_user(table: ProcessTable, uid: int, gid: int) -> None:
-    """Have this process's user and group exist in the user namespace that it has just entered."""
+    """Create this process's user and group in the user namespace that it has just entered."""
     table.write("self/setgroups", "deny")
     table.write("self/uid_map", f"{uid} {uid} 1")
     table.write("self/gid_map", f"{gid} {gid} 1")

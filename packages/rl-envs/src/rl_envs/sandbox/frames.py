@@ -10,7 +10,7 @@ from typing import Any
 
 _LENGTH = struct.Struct("!I")
 MAX_FRAME = 2**28
-"""Most bytes of a message."""
+"""Maximum number of bytes of a message."""
 
 
 MAX_HEADER = 2**20

@@ -62,9 +62,9 @@ def run(source: str, *, path: Sequence[str], folder: str) -> NoReturn:
     """Run a program as `__main__` and end this process as Python would.
 
     Args:
-        source: text of the program.
-        path: folders that it may import from.
-        folder: its scratch folder.
+        source: Text of the program.
+        path: Folders that it may import from.
+        folder: Its scratch folder.
     """
     _forget_sandbox()
     sys.path[:] = [*path, folder]

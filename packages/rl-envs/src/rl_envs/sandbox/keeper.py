@@ -44,9 +44,9 @@ class Site:
     """The place in which keepers start programs.
 
     Args:
-        confinement: of the programs.
-        table: the processes of the machine.
-        python_path: folders that programs import from.
+        confinement: Confinement of the programs.
+        table: The processes of the machine.
+        python_path: Folders that programs import from.
     """
 
     confinement: Confinement
@@ -73,7 +73,7 @@ class Output:
 
     @property
     def overflows(self) -> bool:
-        """Whether there is more than the limit."""
+        """Return whether there is more than the limit."""
         return len(self.data) > self.limit
 
 
@@ -267,7 +267,7 @@ def _be_program(
 
 @contextlib.contextmanager
 def _scratch(confinement: Confinement, table: ProcessTable, limits: Limits, uid: int) -> Iterator[str]:
-    """The scratch folder of one program: a filesystem of its own, or a folder that is removed."""
+    """The scratch folder of one program: its own filesystem, or a folder that is removed."""
     if confinement.isolation == "namespaces":
         _enter_program_namespaces(confinement, table)
         mount_scratch(limits.scratch_mib, uid, uid)

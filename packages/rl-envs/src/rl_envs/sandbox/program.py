@@ -18,13 +18,13 @@ class Limits:
     """Limits of one program, set before its first line runs.
 
     Args:
-        cpu_s: most seconds of CPU of each of its processes, rounded up to whole seconds.
-        wall_s: most seconds until it is killed.
-        memory_mib: most address space of each process, and most memory of all of them together.
-        scratch_mib: size of its scratch folder.
-        processes: most processes and threads at one time.
-        open_files: most descriptors of each process.
-        output_kib: most output on stdout, and on stderr; it is killed when it writes more.
+        cpu_s: Maximum number of seconds of CPU of each of its processes, rounded up to whole seconds.
+        wall_s: Maximum number of seconds until it is killed.
+        memory_mib: Maximum address space of each process, and most memory of all of them together.
+        scratch_mib: Size of its scratch folder.
+        processes: Maximum number of processes and threads at one time.
+        open_files: Maximum number of descriptors of each process.
+        output_kib: Maximum output on stdout, and on stderr; it is killed when it writes more.
     """
 
     cpu_s: float = 10.0
@@ -41,10 +41,10 @@ class Program:
     """A Python program.
 
     Args:
-        source: text of the program, run as `__main__`.
-        stdin: all that it can read.
-        files: contents of files in its scratch folder, its current one, by name; names have no slashes.
-        interactive: whether more is written to its stdin, and its output passed on, while it runs.
+        source: Text of the program, run as `__main__`.
+        stdin: All that it can read.
+        files: Contents of files in its scratch folder, its current one, by name; names have no slashes.
+        interactive: True if more is written to its stdin, and its output passed on, while it runs.
     """
 
     source: str
@@ -63,11 +63,11 @@ class Outcome:
     """A program's end and its output.
 
     Args:
-        ending: why it ended.
+        ending: Why it ended.
         exit_code: 0 to 255 if it ended by itself; None otherwise.
-        signal: number of the signal that ended it; None otherwise.
+        signal: Number of the signal that ended it; None otherwise.
         stdout, stderr: its output, cut at the limit.
-        seconds: from the request to the end.
+        seconds: Seconds from the request to the end.
     """
 
     ending: Ending
@@ -79,12 +79,12 @@ class Outcome:
 
     @property
     def ok(self) -> bool:
-        """Whether it ended by itself with exit code 0."""
+        """Return whether it ended by itself with exit code 0."""
         return self.ending == "exit" and self.exit_code == 0
 
     @property
     def out_of_memory(self) -> bool:
-        """Whether it was killed for its memory, or Python could not allocate more."""
+        """Return whether it was killed for its memory, or Python could not allocate more."""
         return self.ending == "memory" or self.last_words.startswith("MemoryError")
 
     @property

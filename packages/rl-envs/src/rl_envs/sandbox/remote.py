@@ -20,7 +20,7 @@ from rl_envs.sandbox.program import Ending, Limits, Outcome, Program
 GRACE_S = 30.0
 """Seconds beyond a program's own limit within which the server must answer."""
 MAX_ANSWER = 2**28
-"""Most bytes of an answer."""
+"""Maximum number of bytes of an answer."""
 
 
 class RemoteSandboxFailed(RLError):
@@ -28,11 +28,11 @@ class RemoteSandboxFailed(RLError):
 
 
 class RemoteSandbox:
-    """Runs programs on a server; its isolation is the server's affair.
+    """Runs programs on a server, which is responsible for their isolation.
 
     Args:
-        url: address of the server, such as `http://sandboxes:8080`.
-        limits: of programs that come without their own. The server is told of time and memory.
+        url: Address of the server, such as `http://sandboxes:8080`.
+        limits: Limits of programs that come without their own. The server is told of time and memory.
     """
 
     def __init__(self, url: str, *, limits: Limits | None = None) -> None:
@@ -45,7 +45,7 @@ class RemoteSandbox:
         """Run a program to its end.
 
         Raises:
-            RemoteSandboxFailed: if the server could not run it.
+            RemoteSandboxFailed: If the server could not run it.
         """
         limits = limits or self.limits
         started = time.monotonic()
@@ -81,7 +81,7 @@ def read_answer(answer: Any, limits: Limits, seconds: float) -> Outcome:
     """A server's answer as an outcome.
 
     Raises:
-        RemoteSandboxFailed: if the server could not run the program, or the answer has another form.
+        RemoteSandboxFailed: If the server could not run the program, or the answer has another form.
     """
     try:
         status, result = answer["status"], answer.get("run_result")

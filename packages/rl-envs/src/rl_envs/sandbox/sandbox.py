@@ -23,9 +23,9 @@ from rl_envs.sandbox.remote import RemoteSandbox
 GRACE_S = 60.0
 """Seconds beyond a program's own limit after which its keeper counts as hanging."""
 START_TIMEOUT_S = 120.0
-"""Most seconds until a zygote is ready."""
+"""Maximum number of seconds until a zygote is ready."""
 END_TIMEOUT_S = 10.0
-"""Most seconds that a zygote whose socket is closed is waited for."""
+"""Maximum number of seconds that a zygote whose socket is closed is waited for."""
 
 
 class SandboxUnavailable(RLError):
@@ -33,7 +33,7 @@ class SandboxUnavailable(RLError):
 
 
 class SandboxFailed(RLError):
-    """Raised if a program could not be run, through no fault of its own."""
+    """Raised if a program could not be run for a reason outside the program."""
 
 
 class Runner(Protocol):
@@ -49,11 +49,11 @@ class Runner(Protocol):
 
 
 def open_sandbox(config: SandboxConfig) -> Runner:
-    """The sandbox of these settings, ready to run programs.
+    """Return the sandbox with these settings, ready to run programs.
 
     Raises:
-        SandboxUnavailable: if the machine does not offer the isolation.
-        SandboxFailed: if a server of sandboxes does not answer.
+        SandboxUnavailable: If the machine does not offer the isolation.
+        SandboxFailed: If a server of sandboxes does not answer.
     """
     if config.url is not None:
         return RemoteSandbox(config.url, limits=config.limits)
@@ -73,17 +73,17 @@ def machine_problem(config: SandboxConfig) -> str:
 
 
 class Sandbox:
-    """Runs programs on this machine, each in a process of its own that is forked from a clean Python.
+    """Runs programs on this machine, each in its own process that is forked from a clean Python.
 
     Threads may share one. A program never sees this process: not its memory, its descriptors or its variables.
 
     Args:
-        isolation: the level, which is verified from inside before the first program.
-        limits: of programs that come without their own.
-        python_path: folders with packages that programs may import.
+        isolation: The level, which is verified from inside before the first program.
+        limits: Limits of programs that come without their own.
+        python_path: Folders with packages that programs may import.
 
     Raises:
-        SandboxUnavailable: if the machine does not offer the level.
+        SandboxUnavailable: If the machine does not offer the level.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Sandbox:
         """Run a program to its end, within its limits.
 
         Raises:
-            SandboxFailed: if it could not be run.
+            SandboxFailed: If it could not be run.
         """
         limits = limits or self.limits
         with self.connect() as connection:
@@ -172,7 +172,7 @@ class Sandbox:
             header, _ = frames.read(near)
         except (ConnectionError, TimeoutError):
             self.close()
-            raise SandboxFailed("the sandbox's first process ended before it was ready; its stderr says why") from None
+            raise SandboxFailed("the sandbox's first process ended before it was ready; see its stderr") from None
         if header["problem"]:
             self.close()
             raise SandboxUnavailable(_unavailable(self.isolation, header["problem"]))
@@ -204,7 +204,7 @@ def outcome_of(header: dict[str, Any], parts: list[bytes]) -> Outcome:
     """A keeper's answer as an outcome.
 
     Raises:
-        SandboxFailed: if it could not run the program.
+        SandboxFailed: If it could not run the program.
     """
     if problem := header.get("problem"):
         raise SandboxFailed(f"the sandbox could not run a program: {problem}")

@@ -149,7 +149,7 @@ def apply(*, may_fork: bool, has_namespaces: bool) -> None:
     """Filter the calls of this process and of all that it starts, for good; needs `no_new_privs`. See `filter_of`.
 
     Raises:
-        OSError: if the kernel has no filters, or the machine is not known here.
+        OSError: If the kernel has no filters, or the machine is not known here.
     """
     machine = syscalls.machine()
     if machine not in syscalls.MACHINES:

@@ -28,7 +28,7 @@ class SandboxServer(ThreadingHTTPServer):
     """Serves one sandbox on a port of this machine.
 
     Args:
-        sandbox: runs the programs; its limits are the most that a request may ask for.
+        sandbox: Runs the programs; its limits are the most that a request may ask for.
         port: 0 for any that is free.
     """
 

@@ -45,8 +45,8 @@ class Session:
     """A running interpreter; its memory and its CPU count for all calls together.
 
     Args:
-        sandbox: where it runs.
-        limits: of the session; those of the sandbox if unset. `wall_s` is for all calls together.
+        sandbox: Where it runs.
+        limits: Limits of the session; those of the sandbox if unset. `wall_s` is for all calls together.
     """
 
     def __init__(self, sandbox: Sandbox, limits: Limits | None = None) -> None:

@@ -96,7 +96,7 @@ def prctl(option: int, value: int = 0, third: int = 0) -> None:
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends; `setresuid` undoes it."""
+    """Make the kernel kill this process when its parent ends; `setresuid` undoes it."""
     prctl(_PR_SET_PDEATHSIG, 9)
 
 

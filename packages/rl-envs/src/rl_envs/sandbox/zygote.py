@@ -1,6 +1,6 @@
 """The zygote: a small, clean Python process that is forked for each program, so that none waits for an interpreter.
 
-It runs on the standard library alone, has one thread, no environment variables and no descriptors but its own.
+It runs only on the standard library, has one thread, no environment variables and no descriptors but its own.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _confinement(isolation: Isolation, readable: tuple[str, ...], table: Process
     """Enter the namespaces that the level wants, and say how programs are confined in them.
 
     Raises:
-        OSError: if the machine does not offer the level.
+        OSError: If the machine does not offer the level.
     """
     is_root = os.getuid() == 0
     first = first_user_id(os.getpid(), mapped_ids()) if is_root else None

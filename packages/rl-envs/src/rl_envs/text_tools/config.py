@@ -21,25 +21,25 @@ class TextToolsConfig(EnvironmentConfig):
     """
 
     tools: list[ToolName] = ["calculator"]
-    """Tools that may be called: `calculator`; `python`, a session in a sandbox whose variables live as long as the
+    """Tools that may be called: `calculator`; `python`, a session in a sandbox whose variables last for the whole
     conversation; `search` in `corpus`."""
     call_format: Literal["tags", "model"] = "tags"
-    """How calls are written: `tags` in the text, one call a turn, which the prompts must explain; or `model`, in the
-    format of the model, whose chat template then shows the tools."""
+    """Format of calls: `tags` in the text, one call per turn, which the prompts must explain; or `model`, the model's
+    own format, whose chat template then shows the tools."""
     max_calls: int = Field(default=4, ge=1)
-    """Most calls of a conversation; grpo.max_rollout_turns must allow one turn more."""
+    """Maximum number of calls in a conversation; grpo.max_rollout_turns must allow one more turn."""
     answer_format: AnswerFormat = "auto"
-    """The place of the final answer, as in the environment `math`."""
+    """Place of the final answer, as in the environment `math`."""
     max_output: int = Field(default=2000, ge=1)
-    """Most characters of a tool's output; the middle of a longer one is left out."""
+    """Maximum number of characters in a tool's output; the middle of longer output is left out."""
     sandbox: SandboxConfig = SandboxConfig()
-    """Where and within which limits Python runs; `wall_s` is for one call."""
+    """Sandbox in which Python runs, and its limits; `wall_s` applies to one call."""
     corpus: PathText | None = None
-    """A JSON Lines file with the documents of `search`: objects with `text`, and perhaps `title`."""
+    """JSON Lines file with the documents of `search`: objects with `text` and an optional `title`."""
     num_results: int = Field(default=3, ge=1)
-    """Most documents that a search finds."""
+    """Maximum number of documents that a search returns."""
     deadline_s: Annotated[float, WhenChanged.RESUME] = Field(default=120.0, gt=0)
-    """Most seconds of a call of the environment."""
+    """Timeout in seconds of a call of the environment."""
 
     @model_validator(mode="after")
     def _has_a_corpus(self) -> Self:

@@ -12,14 +12,14 @@ from rl_core.errors import DataError
 
 _WORD = re.compile(r"\w+")
 MAX_WORDS = 32
-"""Most words of a query that count."""
+"""Maximum number of words of a query that count."""
 
 
 class Corpus:
     """Documents of a JSON Lines file, each with a `text` and perhaps a `title`, indexed in memory.
 
     Raises:
-        DataError: if the file cannot be read, naming the line.
+        DataError: If the file cannot be read, naming the line.
     """
 
     def __init__(self, path: str | Path) -> None:

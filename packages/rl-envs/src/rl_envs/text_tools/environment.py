@@ -20,7 +20,7 @@ from rl_envs.text_tools.corpus import Corpus
 from rl_envs.text_tools.schemas import DESCRIBED
 
 _LIFETIME_S = 3600.0
-"""Most seconds of a Python session; those of a call are in the settings."""
+"""Maximum number of seconds of a Python session; those of a call are in the settings."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class Progress:
     """A conversation under way.
 
     Args:
-        num_calls: calls so far.
-        session: its Python; None before the first call.
+        num_calls: Calls so far.
+        session: Its Python; None before the first call.
     """
 
     num_calls: int = 0
@@ -42,8 +42,8 @@ class TextToolsEnvironment:
     Of calls by tags, only the first of a turn counts, and none that the token limit cut off.
 
     Raises:
-        SandboxUnavailable: if Python is a tool and the machine does not offer its sandbox.
-        DataError: if the corpus cannot be read.
+        SandboxUnavailable: If Python is a tool and the machine does not offer its sandbox.
+        DataError: If the corpus cannot be read.
     """
 
     def __init__(self, config: TextToolsConfig) -> None:

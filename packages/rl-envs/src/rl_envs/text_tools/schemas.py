@@ -14,9 +14,9 @@ class Described:
     """A tool for the policy.
 
     Args:
-        doc: what it does.
-        parameter: name of its text.
-        parameter_doc: what that text is.
+        doc: What it does.
+        parameter: Name of its text.
+        parameter_doc: What that text is.
     """
 
     doc: str

@@ -41,12 +41,12 @@ class TrainResult:
     """A run that has ended. A notebook displays its outcome in a few lines.
 
     Args:
-        run_dir: its folder, which `rl show` reads and another call resumes.
-        metrics: of every step, as `metrics.jsonl` has them.
+        run_dir: Its folder, which `rl show` reads and another call resumes.
+        metrics: Metrics of every step, as `metrics.jsonl` has them.
         best_checkpoint: Hugging Face files of the checkpoint with the best `checkpointing.metric_name`, of the newest
             one if that is not set; None if none was saved.
-        adapter: adapters of that checkpoint in the format of `peft`; None if it has none.
-        finished: whether the run made all its steps or met its goal; a signal or a time limit may have ended it before.
+        adapter: Adapters of that checkpoint in the format of `peft`; None if it has none.
+        finished: True if the run made all its steps or met its goal; a signal or a time limit may have ended it before.
     """
 
     run_dir: Path
@@ -95,19 +95,19 @@ def train(
     A script that calls it does so below `if __name__ == "__main__":`, as workers run the files of its functions.
 
     Args:
-        config: a recipe's name, a YAML file, a run directory to resume, or a mapping with the contents of such a file,
+        config: A recipe's name, a YAML file, a run directory to resume, or a mapping with the contents of such a file,
             in which functions and classes may stand for their names, and rows for files.
-        overrides: keys to set, `run_dir` among them; a folder that holds a run of the same config is resumed. The value
+        overrides: Keys to set, `run_dir` among them; a folder that holds a run of the same config is resumed. The value
             of `data.train` or `data.validation` may be rows: a `datasets.Dataset`, a list of dicts, or a generator of
             dicts or a function that returns one. They are written once into the run's folder, under a name with a
             digest of them, so that a call with the same rows resumes the run.
-        fresh: refuse to resume an earlier run.
+        fresh: Refuse to resume an earlier run.
         branch_from: `RUN[:STEP]`, a run (and its step) whose checkpoint a new run starts from.
-        verbose: log more.
+        verbose: Log more.
 
     Raises:
-        ConfigError, DataError, RunDirectoryError, WorkerEnvironmentError: before anything is started.
-        RLError: if the run fails.
+        ConfigError, DataError, RunDirectoryError, WorkerEnvironmentError: Before anything is started.
+        RLError: If the run fails.
     """
     show_logs(verbose=verbose)
     values = _Values.of(config, overrides)
@@ -130,14 +130,14 @@ def evaluate(
     """Score a model on tasks, or on the validation data of a run or recipe, and return the result.
 
     Args:
-        config: a model's folder or hub name, a run directory, `RUN:STEP` or a checkpoint, the folder of an evaluation
+        config: A model's folder or hub name, a run directory, `RUN:STEP` or a checkpoint, the folder of an evaluation
             to go on with, or as `train` takes it.
-        overrides: keys to set, as `train` takes them; results, rollouts and logs are written into `run_dir`. An
+        overrides: Keys to set, as `train` takes them; results, rollouts and logs are written into `run_dir`. An
             evaluation that was ended there continues. `data.validation` and the `dataset` of a task in `eval.tasks` may
             be rows.
-        tasks: names of tasks, such as `gsm8k` or `reasoning_gym/chain_sum`; those of the config, or its validation
+        tasks: Names of tasks, such as `gsm8k` or `reasoning_gym/chain_sum`; those of the config, or its validation
             data, if empty.
-        verbose: log more.
+        verbose: Log more.
 
     Raises:
         As `train`; also `ConfigError` if the algorithm has no evaluation by rollouts, and `RolloutsFailed` if every
@@ -161,10 +161,10 @@ def compare(first: str | Path | EvaluationResult, second: str | Path | Evaluatio
     """Compare two evaluations by task, on the prompts that they share.
 
     Args:
-        first, second: results, or folders of evaluations.
+        first, second: Results, or folders of evaluations.
 
     Raises:
-        ConfigError: if one is not the result of an evaluation, or they share no task or no prompt.
+        ConfigError: If one is not the result of an evaluation, or they share no task or no prompt.
     """
     return compare_results(
         *(each if isinstance(each, EvaluationResult) else EvaluationResult.read(each) for each in (first, second))

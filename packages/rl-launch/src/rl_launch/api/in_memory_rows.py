@@ -77,7 +77,7 @@ def _parts(key: Any) -> KeyPath:
 
 
 def _is_dataset(path: KeyPath) -> bool:
-    """Whether the section of a dataset stands at a key."""
+    """Return whether the section of a dataset stands at a key."""
     match path:
         case ("data", "train" | "validation") | ("data", "train" | "validation", int()):
             return True
@@ -88,7 +88,7 @@ def _is_dataset(path: KeyPath) -> bool:
 
 
 def _is_rows(value: Any, path: KeyPath) -> bool:
-    """Whether a value in place of a dataset's section is its rows."""
+    """Return whether a value in place of a dataset's section is its rows."""
     if value is None or isinstance(value, str | bytes | Path):
         return False
     if isinstance(value, Mapping):
@@ -129,7 +129,8 @@ def _file(value: Any, path: KeyPath) -> RowFile:
 
 
 def _of_datasets(value: Any, *names: str) -> bool:
-    """Whether a value is an object of one of these classes of the library `datasets`, which need not be imported."""
+    """Return whether a value is an object of one of these classes of the library `datasets`, which need not be
+    imported."""
     library = sys.modules.get("datasets")
     return library is not None and isinstance(value, tuple(getattr(library, name) for name in names))
 

@@ -30,7 +30,7 @@ def with_names(config: Any, path: tuple[str | int, ...] = ()) -> Any:
     get that file, and run it.
 
     Raises:
-        ConfigError: if one has no name by which a worker could find it, or a value cannot be part of a config; the
+        ConfigError: If one has no name by which a worker could find it, or a value cannot be part of a config; the
             message names the key and the remedy.
     """
     match config:
@@ -81,7 +81,8 @@ def _name(target: Any, key: str, *, is_dotted: bool) -> str:
 
 
 def _is_installed(module: Any) -> bool:
-    """Whether a module is of an installed package or of Python itself, so that workers can import it by its name."""
+    """Return whether a module is of an installed package or of Python itself, so that workers can import it by its
+    name."""
     file = getattr(module, "__file__", None)
     if file is None:
         return module.__name__ != "__main__"

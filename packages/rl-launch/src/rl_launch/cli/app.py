@@ -1,4 +1,4 @@
-"""The commands of `rl`; each imports its modules when it runs, so that help answers at once."""
+"""The commands of `rl`. Each command imports its modules when it runs, so that help is fast."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from rl_launch.recipes import recipe_names
 
 app = typer.Typer(
     name="rl",
-    epilog=f"Recipes: {', '.join(recipe_names())}. rl recipes describes them, rl init RECIPE copies one.",
+    epilog=f"Recipes: {', '.join(recipe_names())}. Use rl recipes to describe them and rl init RECIPE to copy one.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -33,9 +33,13 @@ app = typer.Typer(
 app.add_typer(config_commands.app, name="config", help="Inspect configs without running them.")
 catalog_commands.environments.command("run")(environment_commands.run)
 catalog_commands.environments.command("check")(environment_commands.check)
-app.add_typer(catalog_commands.environments, name="env", help="Environments, which score completions.")
+app.add_typer(
+    catalog_commands.environments, name="env", help="List, run and check environments, which score completions."
+)
 catalog_commands.data.command("show")(data_commands.show)
-app.add_typer(catalog_commands.data, name="data", help="Datasets, which provide prompts and conversations.")
+app.add_typer(
+    catalog_commands.data, name="data", help="List and show datasets, which provide prompts and conversations."
+)
 app.command("recipes")(catalog_commands.recipes)
 app.command("init")(catalog_commands.init)
 app.add_typer(doctor_commands.app, name="doctor", help="Check this machine: rl doctor [RECIPE] [KEY=VALUE]...")
@@ -48,7 +52,7 @@ Overrides = Annotated[
         autocompletion=complete_override,
     ),
 ]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log more.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Print more log messages.")]
 
 
 def _show_versions(asked: bool) -> None:
@@ -75,7 +79,7 @@ def train(
         str,
         typer.Argument(
             metavar="RECIPE|FILE.yaml|RUN",
-            help="A recipe's name, a YAML file, or a run directory to resume. Optional with --from.",
+            help="Name of a recipe, a YAML file, or a run directory to resume. Optional with --from.",
             autocompletion=complete_recipe,
         ),
     ] = "",
@@ -85,13 +89,13 @@ def train(
         typer.Option(
             "--from",
             metavar="RUN[:STEP]",
-            help="Branch from a checkpoint of another run (default: its newest).",
+            help="Branch from a checkpoint of another run (default: its newest one).",
         ),
     ] = "",
-    fresh: Annotated[bool, typer.Option("--fresh", help="Refuse to resume a run that is in run_dir.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Fail if run_dir already contains a run.")] = False,
     verbose: Verbose = False,
 ) -> None:
-    """Train by a recipe. A run_dir that holds a run of the same config is resumed.
+    """Train a model with a recipe. If run_dir contains a run with the same config, that run is resumed.
 
     With --from, a new run starts from the weights, optimizer state, step and data position of another run's checkpoint.
     """
@@ -129,12 +133,12 @@ def push(
     url: Annotated[
         str, typer.Argument(metavar="URL", help="hf://OWNER/NAME, s3://BUCKET/FOLDER, gs://... or file:///FOLDER.")
     ],
-    adapter: Annotated[bool, typer.Option("--adapter", help="Push the adapters by themselves.")] = False,
+    adapter: Annotated[bool, typer.Option("--adapter", help="Push only the adapters.")] = False,
     public: Annotated[bool, typer.Option("--public", help="Make a new repository on the hub public.")] = False,
 ) -> None:
     """Push the Hugging Face files of a checkpoint, with a model card, to the Hugging Face hub or a store.
 
-    A run pushes its checkpoints by itself with checkpointing.push_to.
+    To push checkpoints during a run, set checkpointing.push_to.
     """
     with reported():
         from rl_launch.commands.push import push as run
@@ -150,7 +154,7 @@ def convert(
         str,
         typer.Argument(
             metavar="SOURCE",
-            help="A checkpoint, a run (for its newest one), an adapter, or a model; also one with pytorch_model.bin.",
+            help="A checkpoint, a run (its newest checkpoint), an adapter, or a model, including pytorch_model.bin.",
         ),
     ],
     target: Annotated[Path, typer.Argument(metavar="TARGET", help="A new folder.")],
@@ -161,25 +165,27 @@ def convert(
     to: Annotated[
         str | None,
         typer.Option(
-            "--to", metavar="BACKEND|hf", help="Make a checkpoint for this training backend; hf: Hugging Face files."
+            "--to",
+            metavar="BACKEND|hf",
+            help="Write a checkpoint for this training backend, or Hugging Face files (hf).",
         ),
     ] = None,
     adapter: Annotated[
-        bool, typer.Option("--adapter", help="Write the adapters alone, or with --to keep them apart.")
+        bool, typer.Option("--adapter", help="Write only the adapters, or with --to keep them separate.")
     ] = False,
     verify: Annotated[
         bool,
-        typer.Option("--verify/--no-verify", help="Load the result again and compare its logprobs with the source's."),
+        typer.Option("--verify/--no-verify", help="Load the result and compare its logprobs with the source."),
     ] = True,
     verify_with: Annotated[
         str | None,
-        typer.Option("--verify-with", metavar="BACKEND", help="Read the Hugging Face files with this backend for it."),
+        typer.Option("--verify-with", metavar="BACKEND", help="Verify the Hugging Face files with this backend."),
     ] = None,
 ) -> None:
     """Convert between checkpoints of training backends, adapters and Hugging Face files, and verify the result.
 
     Writes Hugging Face files, or with --to a checkpoint of a training backend. Weights in pytorch_model.bin become
-    safetensors, without running code of the pickle.
+    safetensors, without running code from the pickle.
     """
     with reported():
         from rl_core.errors import ConfigError
@@ -187,7 +193,7 @@ def convert(
         from rl_launch.session import show_logs
 
         if verify_with is not None and not verify:
-            raise ConfigError("--verify-with names a backend that verifies, and --no-verify says not to; choose one")
+            raise ConfigError("--verify-with and --no-verify cannot be combined")
         show_logs()
         how = Verification(verify, verify_with)
         if to is None or to == HUGGING_FACE:
@@ -202,7 +208,7 @@ def convert(
 def quickstart(
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[run_dir=DIR] [cluster.KEY=VALUE]...")] = None,
 ) -> None:
-    """Make a tiny model, teach it sums by SFT and GRPO, and show what it learnt: a few minutes on any machine."""
+    """Train a tiny model on sums with SFT and GRPO, and show what it learned. Takes a few minutes on any machine."""
     with reported() as failure:
         from rl_core.errors import ConfigError
         from rl_launch.session import show_logs
@@ -215,7 +221,7 @@ def quickstart(
             elif key.startswith("cluster.") and value:
                 cluster.append(override)
             else:
-                raise ConfigError(f"got {override!r}; rl quickstart takes run_dir=DIR and keys of cluster")
+                raise ConfigError(f"got {override!r}; allowed: run_dir=DIR and cluster.KEY=VALUE")
         show_logs()
         failure.run_dir = run_dir
 

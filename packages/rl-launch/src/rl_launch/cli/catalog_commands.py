@@ -26,7 +26,7 @@ def recipes(
         list[str] | None,
         typer.Argument(
             metavar="[NAME|WORD]...",
-            help="A recipe to print, or words to list those that mention them all.",
+            help="A recipe to print, or words to search for; recipes with all words are listed.",
             autocompletion=complete_recipe,
         ),
     ] = None,
@@ -48,10 +48,15 @@ def init(
     ],
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", metavar="FILE.yaml", help="The file to write (default: RECIPE.yaml here)."),
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE.yaml",
+            help="The file to write (default: RECIPE.yaml in the current folder).",
+        ),
     ] = None,
 ) -> None:
-    """Write a recipe into a new file to change and train."""
+    """Copy a recipe to a new file that you can edit and train."""
     with reported():
         from rl_launch.commands.recipe_files import write_recipe
 
@@ -63,18 +68,20 @@ def init(
         )
 
 
-All = Annotated[bool, typer.Option("--all", help="Show the settings of all.")]
+All = Annotated[bool, typer.Option("--all", help="Show the settings of all entries.")]
 
 
 @environments.command("list")
 def list_environments(
     name: Annotated[
         str | None,
-        typer.Argument(metavar="[NAME]", help="Show this one with its settings.", autocompletion=complete_environment),
+        typer.Argument(
+            metavar="[NAME]", help="Show only this environment, with its settings.", autocompletion=complete_environment
+        ),
     ] = None,
     everything: All = False,
 ) -> None:
-    """List the installed environments; with a name or --all their settings, which a config sets under `env.NAME`."""
+    """List the installed environments. With a name or --all, show their settings, which are set under `env.NAME`."""
     with reported():
         from rl_core.plugins.install_command import install_command
         from rl_launch.commands.catalog import chosen, shared_settings
@@ -103,7 +110,9 @@ def list_datasets(
     name: Annotated[
         str | None,
         typer.Argument(
-            metavar="[NAME]", help="Show this one with its settings and tasks.", autocompletion=complete_dataset
+            metavar="[NAME]",
+            help="Show only this dataset, with its settings and tasks.",
+            autocompletion=complete_dataset,
         ),
     ] = None,
     task: Annotated[
@@ -112,10 +121,10 @@ def list_datasets(
     ] = None,
     everything: All = False,
 ) -> None:
-    """List the installed datasets, and those on the hub whose name alone is enough (`data.train.dataset_name:
-    OWNER/NAME`); with a name or --all their settings, which a config sets under `data.train.settings`.
+    """List the installed datasets, and hub datasets that need only a name (`data.train.dataset_name: OWNER/NAME`). With
+    a name or --all, show their settings, which are set under `data.train.settings`.
 
-    Files (`data.train.data_path`) and other datasets on the hub have their columns named by keys of `data.train`.
+    For files (`data.train.data_path`) and other hub datasets, set their columns with keys of `data.train`.
     """
     with reported():
         from rl_core.plugins.install_command import install_command
@@ -149,5 +158,5 @@ def list_datasets(
 
 
 def _line(each: Choice) -> str:
-    """An environment or dataset in one line."""
+    """Return an environment or dataset as one line."""
     return f"(not installed) {each.doc}" if each.missing else each.doc

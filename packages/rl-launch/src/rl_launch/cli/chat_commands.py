@@ -18,7 +18,7 @@ def chat(
         str,
         typer.Argument(
             metavar="RUN|MODEL",
-            help="A run (for its newest checkpoint), RUN:STEP, RUN:best, a checkpoint, a model's folder or hub name.",
+            help="A run (its newest checkpoint), RUN:STEP, RUN:best, a checkpoint, a model folder or a hub name.",
             autocompletion=complete_recipe,
         ),
     ],
@@ -32,28 +32,32 @@ def chat(
     ] = None,
     system: Annotated[
         str | None,
-        typer.Option("--system", metavar="TEXT", help="System message (default: that of the run's training data)."),
+        typer.Option("--system", metavar="TEXT", help="System message (default: the one of the run's training data)."),
     ] = None,
     temperature: Annotated[
         float | None,
-        typer.Option("--temperature", min=0, help="0 is greedy (default: policy.generation.val_temperature)."),
+        typer.Option(
+            "--temperature",
+            min=0,
+            help="Sampling temperature; 0 is greedy (default: policy.generation.val_temperature).",
+        ),
     ] = None,
     max_new_tokens: Annotated[
         int | None,
         typer.Option(
-            "--max-new-tokens", min=1, help="Maximum tokens of an answer (default: policy.generation.max_new_tokens)."
+            "--max-new-tokens", min=1, help="Maximum number of tokens (default: policy.generation.max_new_tokens)."
         ),
     ] = None,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Sampling seed.")] = 0,
     once: Annotated[
-        str | None, typer.Option("--once", metavar="TEXT", help="Ask this, print the answer, and end.")
+        str | None, typer.Option("--once", metavar="TEXT", help="Send this message, print the answer, and exit.")
     ] = None,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log more.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Print more log messages.")] = False,
 ) -> None:
-    """Talk to a model, with the generator and the chat template of its rollouts.
+    """Chat with a model, with the generator and the chat template of its rollouts.
 
-    /reset forgets the conversation, /raw shows its tokens as text, /system TEXT replaces the system message, /help
-    lists the commands. Ctrl-C drops an answer, Ctrl-D ends.
+    /reset clears the conversation, /raw shows its tokens as text, /system TEXT replaces the system message, /help lists
+    the commands. Ctrl-C discards an answer, Ctrl-D exits.
     """
     with reported():
         from rl_launch.session import show_logs
@@ -87,7 +91,7 @@ def chat(
 
 
 def _lines() -> Iterator[str]:
-    """Yield lines that are typed, until Ctrl-D or Ctrl-C, or those of a pipe."""
+    """Yield lines from the keyboard until Ctrl-D or Ctrl-C, or lines from a pipe."""
     if not sys.stdin.isatty():
         yield from sys.stdin
         return

@@ -18,7 +18,7 @@ Source = Annotated[
     str,
     typer.Argument(
         metavar="RECIPE|FILE.yaml",
-        help="A recipe's name, a YAML file, or a run directory.",
+        help="Name of a recipe, a YAML file, or a run directory.",
         autocompletion=complete_recipe,
     ),
 ]
@@ -33,10 +33,10 @@ def show(
     recipe: Source,
     overrides: Overrides = None,
     changed: Annotated[
-        bool, typer.Option("--changed", help="Print only the keys whose values differ from their defaults.")
+        bool, typer.Option("--changed", help="Print only keys that differ from their defaults.")
     ] = False,
 ) -> None:
-    """Print the whole config of a run, defaults included, as YAML."""
+    """Print the whole config of a run as YAML, including defaults."""
     with reported():
         from rl_core.config import changed_to_yaml, to_yaml
         from rl_launch.run_config.reading import read_plan
@@ -58,13 +58,13 @@ def explain(
     ] = None,
     searches: Annotated[
         bool,
-        typer.Option("--search", "-s", help="Search for keys that have all these words in name or description."),
+        typer.Option("--search", "-s", help="Search for keys with all these words in their name or description."),
     ] = False,
 ) -> None:
-    """Explain a key: its meaning, allowed values and default; for a recipe, also its value and where that was set.
+    """Explain a key: its meaning, allowed values and default. With a recipe, also its value and where it was set.
 
-    A name that is not a key is searched for among the names and descriptions of all keys, and a key of NeMo RL, TRL,
-    verl, OpenRLHF or prime-rl is answered with what it is here.
+    If the name is not a key, the names and descriptions of all keys are searched. For a key of NeMo RL, TRL, verl,
+    OpenRLHF or prime-rl, the matching key of this project is shown.
     """
     with reported():
         from rl_core.errors import ConfigError
@@ -119,19 +119,19 @@ def import_foreign(
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the recipe to this file.")
     ] = None,
     keep_going: Annotated[
-        bool, typer.Option("--keep-going", help="Leave out what is not offered, and write the rest.")
+        bool, typer.Option("--keep-going", help="Omit unsupported features and write the rest.")
     ] = False,
     algorithm: Annotated[
-        str, typer.Option("--algorithm", metavar="NAME", help="The algorithm, if the file does not say it.")
+        str, typer.Option("--algorithm", metavar="NAME", help="The algorithm, if the file does not contain it.")
     ] = "",
     gpus: Annotated[
-        int | None, typer.Option("--gpus", metavar="N", min=1, help="Number of GPUs, if the file does not say it.")
+        int | None, typer.Option("--gpus", metavar="N", min=1, help="Number of GPUs, if the file does not contain it.")
     ] = None,
 ) -> None:
-    """Make a recipe of the config of another system, and report what became of each of its keys.
+    """Import the config of another system as a recipe, and report the result for each of its keys.
 
-    Without --output the recipe is printed, with the report as comments. A config that asks for something that is not
-    offered is refused, with all that is missing, unless --keep-going is given.
+    Without --output the recipe is printed, with the report as comments. A config with unsupported features is refused
+    with a list of all of them, unless you pass --keep-going.
     """
     with reported():
         from rl_launch.commands.import_config import import_recipe
@@ -154,9 +154,9 @@ def schema(
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the schema to this file.")
     ] = None,
 ) -> None:
-    """Print a JSON Schema of recipes (draft 2020-12), by which editors complete and check YAML.
+    """Print a JSON Schema of recipes (draft 2020-12), which editors use to complete and check YAML.
 
-    An editor with the YAML language server uses the schema that the first line of a recipe names:
+    An editor with the YAML language server uses the schema in the first line of a recipe:
     `# yaml-language-server: $schema=recipe.schema.json`, relative to the recipe.
     """
     with reported():
@@ -176,7 +176,7 @@ def diff(
     second: Annotated[str, typer.Argument(metavar="RECIPE|FILE.yaml", autocompletion=complete_recipe)],
     overrides: Overrides = None,
 ) -> None:
-    """Print the keys in which two configs differ; overrides apply to the second."""
+    """Print the keys in which two configs differ. Overrides apply to the second config."""
     with reported():
         from rl_core.config import diff as changes
         from rl_launch.run_config.reading import read_plan

@@ -17,7 +17,7 @@ def show(
         str,
         typer.Argument(
             metavar="FILE|DATASET|RECIPE|FILE.yaml|RUN",
-            help="Data (JSON Lines, Parquet, ..., or the name of a dataset), or a config whose data is shown.",
+            help="Data (JSON Lines, Parquet, ..., or the name of a dataset), or a config with data.",
             autocompletion=complete_rows,
         ),
     ],
@@ -37,23 +37,23 @@ def show(
         typer.Option(
             "--algorithm",
             metavar="NAME",
-            help="Read a data file as this algorithm does (default: by its columns).",
+            help="Read a data file as this algorithm does (default: inferred from its columns).",
             autocompletion=complete_algorithm,
         ),
     ] = "",
     rows: Annotated[int, typer.Option("--rows", metavar="N", min=0, help="Show the first N rows.")] = 3,
-    row: Annotated[int | None, typer.Option("--row", metavar="N", min=1, help="Show the Nth row only.")] = None,
+    row: Annotated[int | None, typer.Option("--row", metavar="N", min=1, help="Show only the Nth row.")] = None,
     over: Annotated[
         int | None, typer.Option("--over", metavar="N", min=1, help="Count over the first N rows (default: 1000).")
     ] = None,
     validation: Annotated[bool, typer.Option("--validation", help="Show the validation data.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Show what rows of data become: the text as the model reads it, with special tokens; what of it is learned
-    (green, or between « and » without colours); and the fields that a reward is given.
+    """Show how rows of data are read: the text of the model with special tokens, the parts that are learned (green, or
+    between « and » without colours), and the fields that rewards receive.
 
-    Rows that are too long or refused are shown with the reason. A line counts tokens, and such rows, over the first
-    rows of each dataset. No run is started.
+    Rows that are too long or refused are shown with the reason. A summary line counts tokens and such rows over the
+    first rows of each dataset. No run is started.
 
     With --json: {"schema": 1, "algorithm", "model", "limit", "datasets": [{"name", "num_rows", "rows": [{"number",
     "place", "texts": [{"title", "num_tokens", "num_learned", "too_long", "spans": [{"text", "learned"}, ...]}, ...],

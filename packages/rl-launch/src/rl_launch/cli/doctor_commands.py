@@ -37,7 +37,7 @@ def machine(
         str,
         typer.Argument(
             metavar="RECIPE|FILE.yaml",
-            help="The recipe to check (default: the smallest GRPO).",
+            help="The recipe to check (default: the smallest GRPO recipe).",
             autocompletion=complete_recipe,
         ),
     ] = "grpo-arithmetic",
@@ -47,7 +47,7 @@ def machine(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Check whether a recipe can run on this machine; exit with 1 if it cannot. `rl doctor RECIPE` does the same.
+    """Check whether a recipe can run on this machine. The exit code is 1 if it cannot. `rl doctor RECIPE` is the same.
 
     With --json: {"schema": 1, "recipe", "device": "cpu"|"cuda"|"rehearsal", "can_run": bool, "checks": [{"name",
     "status": "ok"|"warning"|"missing", "found", "remedy"}, ...]}.
@@ -74,14 +74,13 @@ def machine(
 @app.command()
 def model(
     name: Annotated[
-        str, typer.Argument(metavar="DIR|NAME", help="A folder with a model's config.json, or a name on the hub.")
+        str, typer.Argument(metavar="DIR|NAME", help="A folder with the config.json of a model, or a hub name.")
     ],
     backend: Annotated[str, typer.Option("--backend", help="The training backend to check.")] = "dtensor",
     as_json: Json = False,
 ) -> None:
-    """Train a tiny model of the family on every mesh and compare it with one process; exit with 1 if a mesh is off.
-
-    Takes minutes.
+    """Train a tiny model of the family on every mesh and compare it with a single process. The exit code is 1 if a mesh
+    differs. Takes several minutes.
 
     With --json: {"schema": 1, "model", "backend", "is_right": bool, "cases": [{"mesh", "layout", "verdict":
     "exact"|"off"|"refused", "differences": {NAME: NUMBER|null}, "names": [TENSOR, ...], "reason"}, ...]}.
@@ -105,7 +104,7 @@ def model(
             console.print(f"{name} trains correctly on every supported mesh.", highlight=False, soft_wrap=True)
         else:
             num_off = sum(case.verdict == "off" for case in found)
-            console.print(f"{name} is off in {num_off} of {len(found)} cases.", highlight=False, soft_wrap=True)
+            console.print(f"{name} differs in {num_off} of {len(found)} cases.", highlight=False, soft_wrap=True)
         if not report["is_right"]:
             raise typer.Exit(1)
 
@@ -115,8 +114,8 @@ def run(
     folder: Annotated[str, typer.Argument(metavar="DIR", help="A run directory.")],
     as_json: Json = False,
 ) -> None:
-    """Prove from a run directory that every prompt was trained once, dropped for a reason, or is pending; exit with 1
-    if something contradicts that.
+    """Verify from a run directory that every prompt was trained once, dropped for a reason, or is pending. The exit
+    code is 1 if there are contradictions.
 
     With --json: {"schema": 1, "run", "holds": bool, "step", "num_drawn", "num_trained", "dropped": {REASON: NUMBER},
     "num_pending", "num_compared", "contradictions": [SENTENCE, ...], "gaps": [SENTENCE, ...]}.

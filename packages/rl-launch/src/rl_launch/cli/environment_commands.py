@@ -16,14 +16,15 @@ Name = Annotated[
     str,
     typer.Argument(
         metavar="NAME|FILE.yaml",
-        help="An installed environment, file.py:NAME or package.module:NAME; or a config, for its own and its data.",
+        help="An installed environment, file.py:NAME, package.module:NAME, or a config with an environment and data.",
         autocompletion=complete_environment,
     ),
 ]
 Settings = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[KEY=VALUE]...", help="Its settings, and keys of data.train such as data.train.split=test."
+        metavar="[KEY=VALUE]...",
+        help="Settings of the environment, and keys of data.train such as data.train.split=test.",
     ),
 ]
 Data = Annotated[
@@ -35,7 +36,7 @@ Data = Annotated[
         autocompletion=complete_dataset,
     ),
 ]
-Prompt = Annotated[str, typer.Option("--prompt", metavar="TEXT", help="A single row instead: the text of its prompt.")]
+Prompt = Annotated[str, typer.Option("--prompt", metavar="TEXT", help="Use a single row with this prompt instead.")]
 Fields = Annotated[
     str, typer.Option("--fields", metavar="JSON", help="""Fields of that row, such as '{"answer": "42"}'.""")
 ]
@@ -48,10 +49,10 @@ def run(
     data: Data = "",
     prompt: Prompt = "",
     fields: Fields = "",
-    row: Annotated[int, typer.Option("--row", metavar="N", min=1, help="Take the Nth row.")] = 1,
+    row: Annotated[int, typer.Option("--row", metavar="N", min=1, help="Use the Nth row.")] = 1,
     scripted: Annotated[
         Path | None,
-        typer.Option("--scripted", metavar="FILE", help="Completions, each ended by a line with a single dot."),
+        typer.Option("--scripted", metavar="FILE", help="Completions, each followed by a line with a single dot."),
     ] = None,
     model: Annotated[
         str,
@@ -59,17 +60,17 @@ def run(
             "--model", metavar="MODEL", help="Sample from a model; keys such as policy.generation.temperature=0.5."
         ),
     ] = "",
-    max_turns: Annotated[int, typer.Option("--max-turns", min=1, help="Most turns.")] = 20,
+    max_turns: Annotated[int, typer.Option("--max-turns", min=1, help="Maximum number of turns.")] = 20,
     program: Annotated[str, typer.Option("--program", help="The rollout program.")] = "multi_turn",
     tool_format: Annotated[
         str | None, typer.Option("--tool-format", metavar="FORMAT", help="Format of tool calls, such as llama.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Talk to an environment: write the policy's completions, and see its observations and rewards.
+    """Try an environment: type the completions of the policy, and see the observations and rewards.
 
-    A completion may have several lines; a line with a single dot ends it. Tool calls are written as Hermes models do:
-    <tool_call>{"name": ..., "arguments": {...}}</tool_call>, or in the --tool-format. The exit code is 1 if the
+    A completion can have several lines. A line with a single dot ends it. Write tool calls in the format of Hermes
+    models, <tool_call>{"name": ..., "arguments": {...}}</tool_call>, or in the --tool-format. The exit code is 1 if the
     rollout fails.
 
     With --json: the record of the rollout, as in rollouts/step_N.jsonl of a run.
@@ -80,14 +81,14 @@ def run(
         from rl_launch.session import show_logs
 
         if model and scripted is not None:
-            raise ConfigError("--model and --scripted both say who writes the completions; choose one")
+            raise ConfigError("--model and --scripted cannot be combined")
         of_model = [each for each in settings or () if each.startswith(("policy.", "cluster."))]
         if of_model and not model:
-            raise ConfigError(f"{of_model[0]} is a key of a model; name one with --model")
+            raise ConfigError(f"{of_model[0]} is the key of a model. Pass the model with --model")
         others = [each for each in settings or () if each not in of_model]
         given = environment_of(name, others, GivenData(data, prompt, fields))
         if row > len(given.rows):
-            raise ConfigError(f"--row: got {row}; the data has {len(given.rows)} rows")
+            raise ConfigError(f"--row: got {row}, but the data has {len(given.rows)} rows")
         show_logs()
 
         # imports transformers, which takes a second
@@ -101,7 +102,7 @@ def run(
         else:
             player = typed_player(course)
             if sys.stdin.isatty():
-                output.write("(end a completion with a line that holds a single dot)\n")
+                output.write("(end a completion with a line that contains a single dot)\n")
         record = play(given, given.rows[row - 1], player, output)
         if as_json:
             sys.stdout.write(json.dumps(record, indent=2) + "\n")
@@ -117,16 +118,17 @@ def check(
     fields: Fields = "",
     responses: Annotated[
         list[str] | None,
-        typer.Option("--response", metavar="TEXT", help="Try this response on every row too. May be repeated."),
+        typer.Option("--response", metavar="TEXT", help="Also try this response on every row. May be repeated."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check that an environment behaves as rollouts need it to, on its first rows: a line each, with the remedy.
+    """Check on the first rows that an environment works in rollouts. Prints one line per check, with the remedy.
 
-    It starts, finds the fields that it asks for, answers every response within its deadline with finite rewards, gives
-    the same answers again, in another order, beside other conversations and in batches, and answers malformed calls of
-    its tools. The responses are a row's answer in common forms, nothing, and those of --response; a warning says if all
-    of them earn the same. Ten sample rewards are shown. The exit code is 1 if a check fails.
+    The environment must start, find the fields that it requests, return finite rewards for every response within its
+    deadline, and handle malformed tool calls. It must return the same results when the calls are repeated, reordered,
+    batched, or mixed with other conversations. The responses are the answer of a row in common forms, an empty string,
+    and the --response values. A warning is printed if all of them get the same reward. Ten sample rewards are shown.
+    The exit code is 1 if a check fails.
 
     With --json: {"schema": 1, "holds", "checks": [{"name", "status": "ok"|"warned"|"failed"|"skipped", "said",
     "remedy"}, ...], "samples": [{"place", "response", "rewards", "num_turns", "done"}, ...]}.

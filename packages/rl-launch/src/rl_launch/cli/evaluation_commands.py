@@ -25,8 +25,8 @@ def evaluate(
         str,
         typer.Argument(
             metavar="MODEL|RUN[:STEP]|RECIPE|FILE.yaml",
-            help="A Hugging Face folder or hub name, a run (its newest checkpoint), a recipe, or an evaluation to go "
-            "on with.",
+            help="A Hugging Face folder or hub name, a run (its newest checkpoint), a recipe, or an evaluation to "
+            "resume.",
             autocompletion=complete_recipe,
         ),
     ],
@@ -52,14 +52,14 @@ def evaluate(
         Path | None, typer.Option("--against", metavar="RESULT", help="Compare with an earlier evaluation.")
     ] = None,
     as_json: AsJson = False,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log more.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Print more log messages.")] = False,
 ) -> None:
     """Score a model on tasks, or on a run's validation data, without training it.
 
-    The results are in run_dir (default: a new folder below runs): eval.json, rollouts.jsonl and logs. An evaluation
-    that was ended continues with rl eval DIR. All keys of eval: rl config explain RECIPE eval.
+    The results are written to run_dir (default: a new folder below runs): eval.json, rollouts.jsonl and logs. To resume
+    an interrupted evaluation, use rl eval DIR. For all keys of eval, use rl config explain RECIPE eval.
 
-    Rows of a file are scored by the environment that they name, that of the run, or eval.default.env_name:
+    Rows of a file are scored by the environment in the row, the environment of the run, or eval.default.env_name:
     rl eval MODEL --tasks problems.jsonl eval.default.env_name=math eval.num_samples=4 eval.temperature=0.8
 
     With --json: {"schema": 1, "mean_reward", "num_prompts", "num_rollouts", "num_failed", "path", "tasks": {TASK:
@@ -97,7 +97,7 @@ def evaluate(
 
 
 def compare(first: Result, second: Result, as_json: AsJson = False) -> None:
-    """Compare two evaluations on the prompts that they share: difference, interval and significance by task.
+    """Compare two evaluations on their common prompts: difference, interval and significance by task.
 
     With --json: {"schema": 1, "tasks": {TASK: {"num_prompts", "first", "second", "difference": {"value", "low",
     "high"}, "p_value", "is_significant", "num_better", "num_worse", "num_only_first", "num_only_second",

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _WIDEST, _NARROWEST = 100, 16
 _MOST_FOUND, _MOST_ALSO, _MOST_OTHERS = 20, 6, 12
-"""Maximum number of keys that a search shows: with their meaning, of the same meaning, and by name alone."""
+"""Maximum number of keys that a search shows: with their meaning, of the same meaning, and by name only."""
 
 
 def explained(each: Explained) -> str:
@@ -75,8 +75,8 @@ def choice(each: Choice, command: str, install: str) -> str:
     """An environment or dataset with its settings.
 
     Args:
-        command: the command that lists its tasks.
-        install: the command that installs the missing package.
+        command: The command that lists its tasks.
+        install: The command that installs the missing package.
     """
     lines = [each.name, *_wrapped(each.doc, "  ")]
     if each.missing:

@@ -22,14 +22,14 @@ _READER_IS_GONE = 128 + signal.SIGPIPE
 
 @dataclass
 class Failure:
-    """The place for a traceback; none before there is a run directory."""
+    """Folder for a traceback; None before the run directory is known."""
 
     run_dir: Path | None = None
 
 
 @contextmanager
 def reported() -> Iterator[Failure]:
-    """Turn an error into a message and an exit code: 2 for an error that the user can mend, 1 for a run that failed."""
+    """Turn an error into a message and an exit code: 2 for an error that the user can fix, 1 for a failed run."""
     failure = Failure()
     try:
         yield failure
@@ -46,24 +46,24 @@ def reported() -> Iterator[Failure]:
 
 
 def explained(error: Exception, run_dir: Path | None) -> str:
-    """The message for an error; a traceback that may be needed is left in the run's logs.
+    """Return the message for an error. If a traceback can be useful, it is written to the logs of the run.
 
     Args:
-        error: It ended the command, or one of its runs.
+        error: Error that ended the command or one of its runs.
         run_dir: Folder of the run; None if there is none.
     """
     if _is_users(error):
         return str(error)
     if _is_full_disk(error):
         return (
-            f"no space is left on a disk, most likely that of {run_dir or Path.cwd()}. Make room and run the same "
-            f"command again: it goes on from the newest checkpoint.\n{describe(error)}"
+            f"no space left on a disk, most likely the disk of {run_dir or Path.cwd()}. Free some space and run the "
+            f"same command again to resume from the newest checkpoint.\n{describe(error)}"
         )
     return "\n".join([describe(error), *_traceback_left(error, run_dir)])
 
 
 def _is_users(error: Exception) -> bool:
-    """Return whether the user can mend an error without a traceback."""
+    """Return whether the user can fix an error without a traceback."""
     from rl_core.errors import ConfigError, DataError, RunDirectoryError, WorkerEnvironmentError
 
     return isinstance(error, ConfigError | DataError | RunDirectoryError | WorkerEnvironmentError)
@@ -71,7 +71,7 @@ def _is_users(error: Exception) -> bool:
 
 @contextmanager
 def quiet_without_reader() -> Iterator[None]:
-    """End the process without a traceback if nobody reads its output any more, as in `rl env list | head`."""
+    """Exit without a traceback if the reader of the output is gone, as in `rl env list | head`."""
     try:
         yield
     except SystemExit as ending:
@@ -81,7 +81,7 @@ def quiet_without_reader() -> Iterator[None]:
 
 
 def _is_output_lost() -> bool:
-    """Return whether buffered output cannot be written; the rest of it is then dropped."""
+    """Return whether buffered output cannot be written. The rest of the output is then dropped."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:
@@ -94,7 +94,7 @@ def _is_output_lost() -> bool:
 
 
 def _is_reader_gone() -> bool:
-    """Return whether standard output is a pipe that nobody reads; a broken pipe to a worker is a failure."""
+    """Return whether standard output is a pipe without a reader. A broken pipe to a worker is a failure instead."""
     try:
         output = sys.stdout.fileno()
     except (OSError, ValueError):
@@ -110,7 +110,7 @@ def _is_full_disk(error: BaseException) -> bool:
 
 
 def describe(error: BaseException) -> str:
-    """The error as text, after the worker in which it occurred, if there is one."""
+    """Return the error as a string, preceded by its worker if there is one."""
     from rl_core.errors import RLError
 
     text = str(error) if isinstance(error, RLError) else f"{type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""`rl runs`, `rl label`, `rl show` and `rl sweep`: commands that take or make several runs."""
+"""`rl runs`, `rl label`, `rl show` and `rl sweep`: commands for several runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 def runs(
-    folder: Annotated[Path, typer.Argument(metavar="[DIR]", help="A folder that holds runs.")] = Path("runs"),
+    folder: Annotated[Path, typer.Argument(metavar="[DIR]", help="A folder with runs.")] = Path("runs"),
     keys: Annotated[
         str,
         typer.Option(
@@ -41,16 +41,16 @@ def runs(
         typer.Option(
             "--filter",
             metavar="KEY=VALUE",
-            help="List runs for which this holds: state=finished, tag=NAME, sft.seed<3, name=ablation-*. May be "
+            help="List runs that match a condition: state=finished, tag=NAME, sft.seed<3, name=ablation-*. May be "
             "repeated.",
         ),
     ] = None,
     is_reversed: Annotated[bool, typer.Option("--reverse", help="Reverse the order.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """List runs: state, step, best metric, age, and the command that continues each; or the values of keys.
+    """List runs: state, step, best metric, age, and the command that resumes each of them, or the values of keys.
 
-    A metric is sorted with its best value first; val/loss is its last value, val/loss:best its best.
+    A metric is sorted with its best value first. val/loss is the last value, val/loss:best the best one.
 
     With --json: {"schema": 1, "runs": [{"path", "algorithm", "model", "status":
     "running"|"finished"|"interrupted"|"failed", "reason", "step", "max_steps", "best": {"metric", "value",
@@ -77,7 +77,7 @@ def runs(
 
 
 def label(
-    paths: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories; rl runs lists them.")],
+    paths: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories. Use rl runs to list them.")],
     name: Annotated[str | None, typer.Option("--name", help="Name in trackers; '' removes it.")] = None,
     group: Annotated[str | None, typer.Option("--group", help="Group of the runs; '' removes it.")] = None,
     tags: Annotated[list[str] | None, typer.Option("--tag", metavar="TAG", help="Add a tag. May be repeated.")] = None,
@@ -86,7 +86,7 @@ def label(
     ] = None,
     notes: Annotated[str | None, typer.Option("--notes", help="Replace the notes; '' removes them.")] = None,
 ) -> None:
-    """Show or change the labels of runs. The config stays as it is; trackers are given them when a run is resumed."""
+    """Show or change the labels of runs. The config does not change. Trackers are updated when a run is resumed."""
     with reported():
         from dataclasses import replace
 
@@ -109,40 +109,48 @@ def label(
 
 def show(
     paths: Annotated[
-        list[Path], typer.Argument(metavar="RUN...", help="A run directory, or several to compare; rl runs lists them.")
+        list[Path],
+        typer.Argument(metavar="RUN...", help="A run directory, or several to compare. Use rl runs to list them."),
     ],
     step: Annotated[
         int | None,
-        typer.Option("--step", metavar="N", help="Show the rollouts of this step, and metrics up to it. One run only."),
+        typer.Option(
+            "--step", metavar="N", help="Show the rollouts of this step, and metrics up to it. For a single run only."
+        ),
     ] = None,
-    of_validation: Annotated[bool, typer.Option("--val", help="Show rollouts of the validation.")] = False,
+    of_validation: Annotated[bool, typer.Option("--val", help="Show validation rollouts.")] = False,
     conditions: Annotated[
         list[str] | None,
         typer.Option(
             "--where",
             metavar="KEY=VALUE",
-            help="Show rollouts for which this holds: reward=0, format>0, response=*tea*. May be repeated.",
+            help="Show rollouts that match a condition: reward=0, format>0, response=*tea*. May be repeated.",
         ),
     ] = None,
     sort: Annotated[
-        str, typer.Option("--sort", metavar="KEY", help="Order them: num_sampled, -reward (descending).")
+        str,
+        typer.Option(
+            "--sort", metavar="KEY", help="Sort rollouts by a key: num_sampled, or -reward for descending order."
+        ),
     ] = "",
-    limit: Annotated[int, typer.Option("--limit", min=1, help="Most rollouts that --where and --sort show.")] = 10,
+    limit: Annotated[
+        int, typer.Option("--limit", min=1, help="Maximum number of rollouts for --where and --sort.")
+    ] = 10,
     as_json: AsJson = False,
     png: Annotated[
-        Path | None, typer.Option("--png", metavar="DIR", help="Write plots of all metrics into this folder as well.")
+        Path | None, typer.Option("--png", metavar="DIR", help="Also write plots of all metrics to this folder.")
     ] = None,
 ) -> None:
-    """Show a run: plots and a table of metrics, time by phase, samples of rollouts, and what to look at next. Show
-    several: the keys in which they differ, their curves in one plot, and their last and best values; runs that differ
-    only in seeds are one line, with mean and standard deviation. With --val, --where or --sort: rollouts alone, of the
-    newest step unless --step names one.
+    """Show a run: plots and a table of metrics, time by phase, samples of rollouts, and advice. For several runs, show
+    the keys in which they differ, their curves in one plot, and their last and best values. Runs that differ only in
+    seeds are one line, with mean and standard deviation. With --val, --where or --sort, show only rollouts, of the
+    newest step or of --step.
 
     With --json: {"schema": 1, "path", "description", "state", "summaries": [{"name", "first", "best", "best_step",
     "last", "last_step"}, ...], "timings": {PHASE: SECONDS}, "rollouts": {"step", "num_rollouts", "best", "worst",
-    "failures": {REASON: COUNT}}|null, "advice": [{"found", "remedy"}, ...]}. Of several: {"schema": 1, "keys": [KEY,
-    ...], "seeds": [KEY, ...], "groups": [{"name", "values": {KEY: VALUE}, "runs": [PATH, ...], "metrics": {METRIC:
-    {"last": {"mean", "std", "num_runs"}, "best": {...}|null}}}, ...]}.
+    "failures": {REASON: COUNT}}|null, "advice": [{"found", "remedy"}, ...]}. For several runs: {"schema": 1, "keys":
+    [KEY, ...], "seeds": [KEY, ...], "groups": [{"name", "values": {KEY: VALUE}, "runs": [PATH, ...], "metrics":
+    {METRIC: {"last": {"mean", "std", "num_runs"}, "best": {...}|null}}}, ...]}.
     """
     with reported():
         from rl_core.errors import ConfigError
@@ -161,7 +169,7 @@ def show(
         if len(found) == 1:
             _show_one(found[0], step, asked, png, as_json=as_json)
         elif asked is not None:
-            raise ConfigError(f"rollouts are shown of one run, and {len(found)} are given; give one")
+            raise ConfigError(f"--val, --where and --sort need a single run, got {len(found)} runs")
         else:
             _show_several(found, step, png, as_json=as_json)
 
@@ -171,7 +179,7 @@ def sweep(
         str,
         typer.Argument(
             metavar="RECIPE|FILE.yaml|RUN",
-            help="A recipe's name, a YAML file, or a run directory for its config.",
+            help="Name of a recipe, a YAML file, or a run directory whose config is used.",
             autocompletion=complete_recipe,
         ),
     ],
@@ -179,17 +187,17 @@ def sweep(
         list[str] | None,
         typer.Argument(
             metavar="KEY=A,B... [run_dir=FOLDER]",
-            help="Keys and their values; a value that holds a comma is quoted or in brackets, as in YAML.",
+            help="Keys and their values. Quote a value that contains a comma, or put it in brackets, as in YAML.",
             autocompletion=complete_override,
         ),
     ] = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log more.")] = False,
 ) -> None:
-    """Train once for every combination of values, one run after another in one Ray, and list the results.
+    """Train once for every combination of values, one run after another on the same Ray cluster, and list the results.
 
-    Each run is in a folder of FOLDER (default: runs/RECIPE-sweep) and is exactly what rl train makes of the same keys.
-    The same command goes on: finished runs are skipped, interrupted ones resumed. After a run that fails, the others
-    are made, and the exit code is 1.
+    Each run has its own folder in FOLDER (default: runs/RECIPE-sweep) and is identical to rl train with the same keys.
+    Run the same command again to resume: finished runs are skipped and interrupted ones are resumed. If a run fails,
+    the others are still trained, and the exit code is 1.
     """
     with reported():
         from rich.console import Console
@@ -235,7 +243,7 @@ def _show_several(runs: list[RunFolder], step: int | None, png: Path | None, *, 
     from rl_launch.show.images import Line
 
     if step is not None:
-        raise ConfigError(f"--step shows the rollouts of one run, and {len(runs)} are given; give one")
+        raise ConfigError(f"--step needs a single run, got {len(runs)} runs")
     comparison = comparison_of(runs)
     if as_json:
         _print_json(comparison.as_json())

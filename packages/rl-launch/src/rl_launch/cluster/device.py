@@ -19,7 +19,7 @@ def resolve_device(cluster: Any) -> Device:
     Ray cluster, on any of its nodes.
 
     Raises:
-        ConfigError: if it is `auto` on a cluster that has no GPU now and may add some.
+        ConfigError: If it is `auto` on a cluster that has no GPU now and may add some.
     """
     if cluster.device != AUTO:
         return device_named(cluster.device)
@@ -74,7 +74,7 @@ def _device_of_cluster(*, autoscaling: bool) -> Device:
         return CUDA
     if autoscaling:
         raise ConfigError(
-            "cluster.device is auto, but the cluster that RAY_ADDRESS names has no GPU now and may add some "
-            "(cluster.autoscaling is true); set cluster.device to cuda or cpu"
+            "cluster.device is auto, but the cluster at RAY_ADDRESS has no GPU now and may add some "
+            "(cluster.autoscaling is true). Set cluster.device to cuda or cpu"
         )
     return CPU

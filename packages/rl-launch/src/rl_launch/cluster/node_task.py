@@ -37,9 +37,9 @@ class NodeFacts:
     """Facts that a node reports about itself.
 
     Args:
-        cores: cores that a process may use.
-        interface: the network interface that holds the node's address; empty if it was not found.
-        variables: those of `INTERFACE_VARIABLES` that are set for the node's Ray.
+        cores: Cores that a process may use.
+        interface: The network interface that holds the node's address; empty if it was not found.
+        variables: Those of `INTERFACE_VARIABLES` that are set for the node's Ray.
     """
 
     cores: int
@@ -52,8 +52,8 @@ class Sight:
     """The driver's folders as a node sees them.
 
     Args:
-        problem: why the shared folder differs from the driver's; empty if it does not.
-        listings: for each requested folder, a digest of its names and sizes; empty if it does not exist.
+        problem: Why the shared folder differs from the driver's; empty if it does not.
+        listings: Digest of the names and sizes in each requested folder; empty if the folder does not exist.
     """
 
     problem: str
@@ -64,7 +64,7 @@ def facts_of_this_node(address: str) -> NodeFacts:
     """Facts of the node that this runs on.
 
     Args:
-        address: of the node, as others reach it.
+        address: Address of the node, as others reach it.
     """
     variables = {name: os.environ[name] for name in INTERFACE_VARIABLES if os.environ.get(name)}
     return NodeFacts(usable_cores(), interface_of(address), variables)
@@ -100,11 +100,11 @@ def meet(folder: str, token: str, name: str, folders: Sequence[str], patience_s:
     """Read the driver's file in a folder, and write an answer there.
 
     Args:
-        folder: with a file `driver` that holds the token.
-        token: of this start.
-        name: of the file to answer with.
-        folders: to list.
-        patience_s: how long a shared file system may take to show the driver's file.
+        folder: Folder with a file `driver` that holds the token.
+        token: Token of this start.
+        name: Name of the file to answer with.
+        folders: Folders to list.
+        patience_s: How long a shared file system may take to show the driver's file.
     """
     end = time.monotonic() + patience_s
     written = Path(folder) / "driver"
@@ -132,7 +132,7 @@ def all_differences(asked: Sequence[tuple[EnvIdentity, str, EnvReport]]) -> list
     """Reasons that interpreters of this node cannot replace the driver's; empty for one that can.
 
     Args:
-        asked: for each environment, what must be equal, its interpreter, and the report of the driver's.
+        asked: Required equality, interpreter and report of the driver's environment, for each environment.
     """
     return [_differences(*each) for each in asked]
 

@@ -50,9 +50,9 @@ class PreparedNode:
     """A node on which workers may be started.
 
     Args:
-        address: as others reach it.
-        facts: of its machine.
-        interpreters: interpreter by role, on this node.
+        address: As others reach it.
+        facts: Facts about its machine.
+        interpreters: Interpreter by role, on this node.
     """
 
     address: str
@@ -73,11 +73,11 @@ class Nodes:
     """Nodes of a run, prepared before workers are placed on them.
 
     Args:
-        envs: environments of the driver's node, which every other node gets too.
-        folder: the driver's, in which workers of every node write: the run's.
-        model_folders: folders that models are loaded from, by the key that names them.
-        answer_timeout_s: bound of a node's first answer.
-        build_timeout_s: bound of building a node's environments.
+        envs: Environments of the driver's node, which every other node gets too.
+        folder: The driver's, in which workers of every node write: the run's.
+        model_folders: Folders that models are loaded from, by the key that names them.
+        answer_timeout_s: Bound of a node's first answer.
+        build_timeout_s: Bound of building a node's environments.
     """
 
     def __init__(
@@ -106,12 +106,12 @@ class Nodes:
         """Prove that workers of these roles can start on these nodes, and give each node the environments it lacks.
 
         Args:
-            roles: of the workers, by Ray's id of the node they are placed on.
+            roles: Roles of the workers, by Ray's id of the node they are placed on.
 
         Raises:
             ConfigError: naming the nodes that do not have a folder that must be shared.
             WorkerEnvironmentError: naming the nodes that have no environment for their workers, and the remedy.
-            WorkerDied: if a node is lost before it answers.
+            WorkerDied: If a node is lost before it answers.
         """
         wanted = {node: set(found) for node, found in roles.items()}
         addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
@@ -199,8 +199,8 @@ class Nodes:
         if problems:
             raise ConfigError(
                 f"{key}: {folder} is not the same on all nodes: {_by_reason(problems, addresses)}. Put it on a shared "
-                "file system or copy it to the same path on every node, or give a hub name. (A model that is made on "
-                "the driver's machine is kept under RL_HOME, which may be a shared folder.)"
+                "file system or copy it to the same path on every node, or pass a hub name. (A model that is created "
+                "on the driver's machine is stored under RL_HOME, which can be a shared folder.)"
             )
 
     def _provide(self, roles: Mapping[str, set[str]]) -> None:
@@ -261,7 +261,7 @@ class Nodes:
                 f"node {addresses[node]}, environment {spec.name}: {text}" for (node, spec), text in failed.items()
             ]
             raise WorkerEnvironmentError(
-                "\n".join(lines) + "\nCheck the node's network and disk (RL_HOME there names the folder of its "
+                "\n".join(lines) + "\nCheck the node's network and disk (RL_HOME on the node is the folder of its "
                 "environments), or put the driver's environment on a file system that all nodes share and set "
                 "cluster.worker_envs=shared."
             )

@@ -37,7 +37,7 @@ def is_host_and_port(address: str) -> bool:
 
 
 def is_answered(address: str, *, timeout_s: float) -> bool:
-    """Whether something listens at `host:port`."""
+    """Return whether something listens at `host:port`."""
     host, _, port = address.rpartition(":")
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s):

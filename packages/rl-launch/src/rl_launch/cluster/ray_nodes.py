@@ -29,7 +29,7 @@ MOST_NODES = 32
 LEAST_OBJECT_STORE_BYTES = 80 * 2**20
 
 CLOSE_TIMEOUT_S = 60.0
-"""Most seconds that nodes have to end before they are killed."""
+"""Maximum time in seconds for nodes to stop before they are killed."""
 
 _OF_HEAD = {
     "include_dashboard": False,
@@ -51,16 +51,16 @@ _started: set[str] = set()
 class RayNodes:
     """Ray nodes on this machine, which end with this object and with the process that made it.
 
-    Their keeper (`node_keeper`) and they are in a session of their own: a signal to the driver's process group
+    Their keeper (`node_keeper`) and they are in their own session: a signal to the driver's process group
     (`timeout`, Slurm, Ctrl-C in a terminal) reaches only the driver, which ends Ray when it has saved. If the driver
     dies, its keeper ends, and the kernel ends Ray's processes with the keeper.
 
     Args:
-        nodes: settings of each, as `ray.cluster_utils.Cluster.add_node` takes them; the first is the head.
+        nodes: Settings of each, as `ray.cluster_utils.Cluster.add_node` takes them; the first is the head.
 
     Raises:
-        ConfigError: if Ray cannot start with its folder where it is.
-        RLError: if a node does not start.
+        ConfigError: If Ray cannot start with its folder where it is.
+        RLError: If a node does not start.
     """
 
     def __init__(self, nodes: Sequence[Mapping[str, Any]]) -> None:
@@ -119,10 +119,10 @@ def one_node(num_cpus: int) -> list[dict[str, Any]]:
 
 
 def logical_nodes(num_nodes: int, gpus_per_node: int) -> list[dict[str, Any]]:
-    """Settings of nodes that each have an address and a number of logical GPUs of their own.
+    """Return the settings of nodes that each have their own address and number of logical GPUs.
 
     Raises:
-        ConfigError: if there are more nodes than one machine can hold.
+        ConfigError: If there are more nodes than one machine can hold.
     """
     if num_nodes > MOST_NODES:
         raise ConfigError(
@@ -142,7 +142,7 @@ def logical_nodes(num_nodes: int, gpus_per_node: int) -> list[dict[str, Any]]:
 
 
 def is_on_this_machine_alone() -> bool:
-    """Whether this process started the Ray that it is connected to, which then has no other node."""
+    """Return whether this process started the Ray that it is connected to, which then has no other node."""
     return ray.get_runtime_context().gcs_address in _started
 
 

@@ -29,11 +29,11 @@ def connect(address: str, *, is_own: bool) -> None:
     """Connect this process to the Ray cluster at an address.
 
     Args:
-        is_own: whether this process started the cluster; otherwise RAY_ADDRESS names it.
+        is_own: True if this process started the cluster; otherwise RAY_ADDRESS names it.
 
     Raises:
-        ConfigError: if no cluster answers at RAY_ADDRESS, or it requires a token that is not at hand.
-        RLError: if the cluster that this process started does not answer, or Ray fails in another way.
+        ConfigError: If no cluster answers at RAY_ADDRESS, or it requires a token that is not at hand.
+        RLError: If the cluster that this process started does not answer, or Ray fails in another way.
     """
     if not is_own:
         check_ray_address()
@@ -87,11 +87,11 @@ def retried(start: Callable[[], T], clean_up: Callable[[], object]) -> T:
     """Start something of Ray's, up to `START_ATTEMPTS` times.
 
     Args:
-        start: starts it.
-        clean_up: removes the remains of a failed attempt.
+        start: Starts it.
+        clean_up: Removes the remains of a failed attempt.
 
     Raises:
-        RLError: if no attempt succeeds, with the last reason; errors of this project at once.
+        RLError: If no attempt succeeds, with the last reason; errors of this project at once.
     """
     for attempt in range(1, START_ATTEMPTS + 1):
         try:

@@ -37,7 +37,7 @@ _PROBE_TIMEOUT_S = 60.0
 def secure_new_cluster() -> None:
     """Turn on token authentication for a cluster that this process will start, as `ray.init` does.
 
-    A token that does not exist is created readable by this user alone: Ray would leave its mode to the umask.
+    A token that does not exist is created readable only by this user: Ray would leave its mode to the umask.
     RAY_AUTH_MODE, RAY_AUTH_TOKEN and RAY_AUTH_TOKEN_PATH are respected.
     """
     enable_token_auth_by_default()
@@ -91,7 +91,7 @@ def create_token_file(path: Path) -> None:
 
 
 def protect_token_file() -> None:
-    """Make Ray's own token file readable by this user alone, and warn about any that others can still read."""
+    """Make Ray's own token file readable only by this user, and warn about files that others can still read."""
     path = default_token_file()
     if token_file() == path and path.is_file() and path.stat().st_uid == os.geteuid():
         for each, excess in ((path, stat.S_IRWXG | stat.S_IRWXO), (path.parent, stat.S_IWGRP | stat.S_IWOTH)):

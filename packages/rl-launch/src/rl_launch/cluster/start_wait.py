@@ -25,8 +25,8 @@ class Bound:
     """The bound of a wait.
 
     Args:
-        timeout_s: longest wait.
-        key: the key that sets it.
+        timeout_s: Timeout in seconds.
+        key: The key that sets it.
     """
 
     timeout_s: float
@@ -37,13 +37,13 @@ def gather_start(refs: Sequence[ray.ObjectRef], origins: Sequence[Origin], bound
     """Return answers in order, or raise the first failure; logs from time to time which workers have not answered.
 
     Args:
-        refs: one call per worker.
-        origins: the workers, in the same order.
-        bound: of the whole wait.
-        awaited: name of the start, for the log.
+        refs: One call per worker.
+        origins: The workers, in the same order.
+        bound: Bound of the whole wait.
+        awaited: Name of the start, for the log.
 
     Raises:
-        RLError: as `rl_core.ray.calls.gather`; after the bound, with its key.
+        RLError: As `rl_core.ray.calls.gather`; after the bound, with its key.
     """
     begun = time.monotonic()
     while True:

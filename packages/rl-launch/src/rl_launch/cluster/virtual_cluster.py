@@ -57,8 +57,8 @@ class Bundle:
     """A device for one rank: a slot of a placement group.
 
     Args:
-        group: the placement group.
-        index: position in the group.
+        group: The placement group.
+        index: Position in the group.
         node: Ray's id of the node that it was placed on.
     """
 
@@ -72,8 +72,8 @@ class WorkerProcess:
     """The settings of an actor's process.
 
     Args:
-        python: what starts it, for a shell: the executable of its environment, or what stands in for that.
-        variables: environment variables.
+        python: What starts it, for a shell: the executable of its environment, or what stands in for that.
+        variables: Environment variables.
         node: Ray's id of the node that has this executable.
         num_gpus: GPUs it takes from its bundle.
     """
@@ -88,10 +88,10 @@ class VirtualCluster:
     """Ray as this run sees it: some nodes with some devices each.
 
     Args:
-        device: the kind of device. The nodes of a logical one are started here, unless RAY_ADDRESS names a cluster.
-        num_nodes: nodes to use.
-        ranks_per_node: devices (GPUs, or CPU ranks) to use on each.
-        timeouts: how long to wait for them.
+        device: The kind of device. The nodes of a logical one are started here, unless RAY_ADDRESS names a cluster.
+        num_nodes: Nodes to use.
+        ranks_per_node: Devices (GPUs, or CPU ranks) to use on each.
+        timeouts: How long to wait for them.
     """
 
     def __init__(
@@ -127,9 +127,9 @@ class VirtualCluster:
         """The cluster that a `cluster` section describes.
 
         Args:
-            config: the section.
-            device: the kind of device.
-            after_a_loss: whether the run lost a worker or a node and goes on: another node may come in its place.
+            config: The section.
+            device: The kind of device.
+            after_a_loss: True if the run lost a worker or a node and goes on: another node may come in its place.
         """
         absent_s = config.placement_timeout_s if config.autoscaling else 0.0
         if after_a_loss:
@@ -153,7 +153,7 @@ class VirtualCluster:
         """Bundles by node, each node's on one machine.
 
         Raises:
-            PlacementError: if the cluster does not have them, or not in time.
+            PlacementError: If the cluster does not have them, or not in time.
         """
         return self._reserve([[self.device.bundle(1)] * ranks_per_node] * num_nodes)
 
@@ -172,7 +172,7 @@ class VirtualCluster:
         return Bundle(group, 0, "")
 
     def is_placed(self, bundle: Bundle) -> bool:
-        """Whether a requested bundle is on a living node."""
+        """Return whether a requested bundle is on a living node."""
         return _is_placed(bundle.group) and _placed(bundle.group).get(bundle.index, "") in _living()
 
     def release(self, bundles: Sequence[Sequence[Bundle]]) -> None:
@@ -183,7 +183,7 @@ class VirtualCluster:
         """Ray's id of the node that a bundle is on now: Ray moves it if its node is lost.
 
         Raises:
-            WorkerDied: if no living node has its devices free.
+            WorkerDied: If no living node has its devices free.
         """
         end = time.monotonic() + REPLACEMENT_S
         alive = _living()

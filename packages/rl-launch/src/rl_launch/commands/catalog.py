@@ -26,9 +26,9 @@ class Recipe:
     """A recipe that comes with this package.
 
     Args:
-        name: as `rl train` takes it.
-        algorithm: that it trains with.
-        summary: the comment at the top of its file.
+        name: As `rl train` takes it.
+        algorithm: Algorithm that it trains with.
+        summary: The comment at the top of its file.
     """
 
     name: str
@@ -41,11 +41,11 @@ class Choice:
     """An installed environment or dataset.
 
     Args:
-        name: as configs write it.
-        doc: one line.
-        settings: an explanation of each.
-        missing: the requirement to install before a run can use it, as pip takes it; empty if it is installed.
-        tasks: of a dataset that chooses among several.
+        name: As configs write it.
+        doc: One line.
+        settings: An explanation of each.
+        missing: The requirement to install before a run can use it, as pip takes it; empty if it is installed.
+        tasks: Tasks of a dataset that chooses among several.
     """
 
     name: str
@@ -123,7 +123,7 @@ def chosen(choices: Mapping[str, Any], name: str, kind: str) -> Any:
     """One of several by name.
 
     Raises:
-        ConfigError: if there is none of that name; the message names the nearest and the allowed ones.
+        ConfigError: If there is none of that name; the message names the nearest and the allowed ones.
     """
     if name not in choices:
         known = ", ".join(nearest(name, choices, most=8) or choices) if len(choices) > 20 else ", ".join(choices)

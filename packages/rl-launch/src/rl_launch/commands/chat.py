@@ -112,7 +112,7 @@ def chat_plan(source: str, overrides: Sequence[str]) -> RunPlan:
         plan = evaluation_of(source, [f"{_BACKEND}={_installed_generator(plan)}", *overrides]).plan
     config, found = plan.config, plan.backends.generation
     if found is None:
-        raise ConfigError(f"algorithm: {plan.plugin.name} generates nothing; name a run or a model")
+        raise ConfigError(f"algorithm: {plan.plugin.name} does not generate. Pass a run or a model")
     one = {"colocated": ColocatedConfig(), "min_replicas": None, "max_replicas": None}
     config = with_section(config, POLICY, _with(config.policy, "generation", one))
     ranks = found.plugin.ranks(found.backend)
@@ -135,7 +135,7 @@ def system_prompt_of(source: str) -> str:
     datasets = [each for each in (train if isinstance(train, list) else [train]) if isinstance(each, Mapping)]
     files = {each.get("system_prompt_file") or default.get("system_prompt_file") for each in datasets}
     if any(each.get("prompt_file") or default.get("prompt_file") for each in datasets):
-        _log.info("the run put its prompts into a prompt_file, which the chat does not do")
+        _log.info("the run inserted its prompts into a prompt_file, which the chat does not do")
     [file] = files if len(files) == 1 else [None]
     if file is None:
         return ""

@@ -17,7 +17,7 @@ from rl_launch.commands.chat import AnswerFailed
 
 COMMANDS = {
     "/reset": "forget the conversation",
-    "/system": "TEXT: replace the system message, and forget the conversation; without TEXT, show it",
+    "/system": "TEXT: replace the system message and clear the conversation; without TEXT, show it",
     "/raw": "show the conversation as the model reads it, with special tokens",
     "/help": "list the commands",
     "/quit": "end (or Ctrl-D)",
@@ -70,9 +70,9 @@ class ChatLoop:
             try:
                 self.ask(text.removeprefix("/") if text.startswith("//") else text)
             except KeyboardInterrupt:
-                self.note("(interrupted; the conversation is as before)")
+                self.note("(interrupted; the conversation is unchanged)")
             except AnswerFailed as error:
-                self.note(f"no answer: {error}. /reset begins anew")
+                self.note(f"no answer: {error}. Use /reset to start over")
 
     def ask(self, text: str) -> None:
         """Ask, and show the answer.
@@ -89,14 +89,14 @@ class ChatLoop:
         text = self.dialogue.answer(sampled).text
         self.say(text)
         if not text and not is_cut:
-            self.note("(the model ended its turn without text; /raw shows the tokens)")
+            self.note("(the model ended its turn without text; use /raw to show the tokens)")
         if is_cut and self.max_tokens is not None and self.dialogue.num_tokens >= self.max_tokens:
             self.note(
                 f"(cut off: the conversation has the {self.max_tokens} tokens that policy.max_total_sequence_length "
-                "allows; /reset begins anew)"
+                "allows; use /reset to start over)"
             )
         elif is_cut:
-            self.note(f"(cut off after {len(sampled)} tokens; --max-new-tokens allows more)")
+            self.note(f"(cut off after {len(sampled)} tokens; increase --max-new-tokens to allow more)")
 
     def _command(self, text: str) -> None:
         name, _, argument = text.partition(" ")
@@ -107,7 +107,7 @@ class ChatLoop:
             case "/system" if argument:
                 self.dialogue.system = argument.strip()
                 self.dialogue.reset()
-                self.note("(the system message is replaced, and the conversation is empty)")
+                self.note("(the system message was replaced, and the conversation is empty)")
             case "/system":
                 self.note(self.dialogue.system or "(no system message)")
             case "/raw":

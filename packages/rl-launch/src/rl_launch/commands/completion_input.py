@@ -15,7 +15,7 @@ class CompletionInput:
     """Completions from a descriptor: a terminal, a pipe or a file. Each has any number of lines.
 
     Args:
-        descriptor: open for reading.
+        descriptor: Open for reading.
     """
 
     def __init__(self, descriptor: int) -> None:

@@ -26,9 +26,9 @@ class Probe:
     """Rows of random tokens, and what a model computes for them.
 
     Args:
-        batch: the rows.
-        read: logprobs, or scores of a model without a language-model head.
-        tolerance: largest difference, relative to values above 1.
+        batch: The rows.
+        read: Logprobs, or scores of a model without a language-model head.
+        tolerance: Largest difference, relative to values above 1.
     """
 
     batch: Batch
@@ -40,10 +40,10 @@ class Probe:
         """Rows that involve every part of a model.
 
         Args:
-            hf_config: fields of its Hugging Face config.
-            role: of the model.
-            precision: that it computes in.
-            max_length: most tokens of a row that it is configured for.
+            hf_config: Fields of its Hugging Face config.
+            role: Role of the model.
+            precision: Precision of its computation.
+            max_length: Maximum number of tokens of a row in its config.
         """
         text = {**hf_config, **(hf_config.get("text_config") or {})}
         length = min(_LENGTH, max_length, int(text.get("max_position_embeddings") or _LENGTH))
@@ -60,17 +60,20 @@ class Probe:
         """Compare the results before a conversion with those of the files that it wrote; a sentence for the log.
 
         Args:
-            subject: the files, for the message.
+            subject: The files, for the message.
 
         Raises:
-            RLError: if they differ.
+            RLError: If they differ.
         """
         scale = np.maximum(1.0, np.abs(before))
         difference = float(np.max(np.abs(before - after) / scale)) if before.shape == after.shape else math.inf
         if not difference <= self.tolerance:
             raise RLError(
-                f"{subject} compute other {self.read.name} than the source: the largest difference is {difference:.2g} "
-                f"and {self.tolerance:g} is allowed. The conversion is wrong, so nothing was kept. Check that the "
-                "source is whole and of the architecture that its config names; --no-verify skips this comparison"
+                f"{subject} compute different {self.read.name} than the source: the largest difference is "
+                f"{difference:.2g}, but only {self.tolerance:g} is allowed. The conversion is wrong, so nothing was "
+                "kept. "
+                "Check that the source is complete and has the architecture of its config. Use --no-verify to skip "
+                "this "
+                "comparison"
             )
         return f"{self.read.name} of {subject} agree with the source's to {difference:.1e}"

@@ -32,8 +32,8 @@ class Source:
     """A model that can be built.
 
     Args:
-        plan: of a run or of a single model; its `policy` is the model.
-        checkpoint: loaded into it once it is built; None for the weights at `policy.model_name`.
+        plan: Plan of a run or of a single model; its `policy` is the model.
+        checkpoint: Loaded into it once it is built; None for the weights at `policy.model_name`.
     """
 
     plan: RunPlan
@@ -69,12 +69,12 @@ class Source:
 
 
 def is_adapter(folder: Path) -> bool:
-    """Whether a folder holds an adapter in the format of `peft`."""
+    """Return whether a folder holds an adapter in the format of `peft`."""
     return (folder / ADAPTER_CONFIG).is_file()
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether a folder is a checkpoint or a run directory, whole or not."""
+    """Return whether a folder is a checkpoint or a run directory, whole or not."""
     return (folder / POLICY).is_dir() or (folder / "checkpoints").is_dir()
 
 
@@ -82,8 +82,8 @@ def checkpoint_source(folder: Path, overrides: Sequence[str]) -> Source:
     """A checkpoint, or the newest one of a run directory.
 
     Raises:
-        ConfigError: if there is none.
-        RunDirectoryError: if it is damaged.
+        ConfigError: If there is none.
+        RunDirectoryError: If it is damaged.
     """
     checkpoint = checkpoint_of(folder)
     source = Source(read_model_plan(_config_file(checkpoint), overrides), checkpoint)
@@ -96,11 +96,11 @@ def adapter_source(folder: Path, overrides: Sequence[str], *, backend: str | Non
     """An adapter on the model that it sits on.
 
     Args:
-        backend: that builds it; by default the one that the overrides enable.
+        backend: Backend that builds it; by default the one that the overrides enable.
     """
     found = AdapterFolder.read(folder)
     if not found.base and not any(each.startswith("policy.model_name=") for each in overrides):
-        raise ConfigError(f"{folder} does not name the model that it sits on; add policy.model_name=MODEL")
+        raise ConfigError(f"{folder} does not contain the name of its base model. Add policy.model_name=MODEL")
     values = {"model_name": found.base, "precision": _precision(found.base), "lora_cfg": found.settings()}
     return _single({**values, **_enabling(backend)}, overrides, backend)
 
@@ -109,11 +109,11 @@ def model_source(name: str, overrides: Sequence[str], *, backend: str) -> Source
     """A folder with Hugging Face files, or a name on the hub.
 
     Args:
-        backend: that builds it.
+        backend: Backend that builds it.
     """
     folder = Path(name).expanduser()
     if folder.is_dir() and (folder.parent / FILE_NAME).is_file() and not (folder / MODEL_FILES[0][0][0]).is_file():
-        raise ConfigError(f"{name} is a part of the checkpoint {folder.parent}; name that folder")
+        raise ConfigError(f"{name} is a part of the checkpoint {folder.parent}. Pass that folder")
     problems = [problem.message for problem in folder_problems("SOURCE", name, MODEL_FILES)]
     if problems:
         raise ConfigError("\n".join(problems))
@@ -134,10 +134,10 @@ def recast_source(source: Source, overrides: Sequence[str], *, backend: str) -> 
     """The model of a checkpoint on another backend, not yet with its weights.
 
     Args:
-        overrides: keys of its own, and of `cluster`.
+        overrides: Keys of its own, and of `cluster`.
 
     Raises:
-        ConfigError: if the model has no language-model head, which the config of a single model cannot say.
+        ConfigError: If the model has no language-model head, which the config of a single model cannot say.
     """
     if source.role in HEADLESS_ROLES:
         raise ConfigError(
@@ -159,8 +159,8 @@ def checkpoint_of(source: Path) -> Path:
     """The checkpoint that a source names.
 
     Raises:
-        ConfigError: if there is none; the message lists the kinds of sources.
-        RunDirectoryError: if a run directory has no complete checkpoint.
+        ConfigError: If there is none; the message lists the kinds of sources.
+        RunDirectoryError: If a run directory has no complete checkpoint.
     """
     if not source.is_dir():
         raise ConfigError(_not_there(str(source)))
@@ -169,16 +169,17 @@ def checkpoint_of(source: Path) -> Path:
     if (source / "checkpoints").is_dir():
         return newest_checkpoint(source)
     if (source.absolute().parent / FILE_NAME).is_file():
-        raise ConfigError(f"{source} is a part of the checkpoint {source.absolute().parent}; name that folder")
+        raise ConfigError(f"{source} is a part of the checkpoint {source.absolute().parent}. Pass that folder")
     if (source / MODEL_FILES[0][0][0]).is_file() and any((source / name).is_file() for name in MODEL_FILES[1][0]):
         raise ConfigError(
-            f"{source} holds Hugging Face files; name the backend to convert them for, such as --to dtensor"
+            f"{source} contains Hugging Face files. Pass the backend to convert them for, such as --to dtensor"
         )
     held = ", ".join(sorted(entry.name for entry in source.iterdir())[:8]) or "nothing"
     if foreign := foreign_kind(source):
-        raise ConfigError(f"{source} (it holds {held}) is not a source: {foreign}")
+        raise ConfigError(f"{source} (it contains {held}) is not a valid SOURCE: {foreign}")
     raise ConfigError(
-        f"{source} holds {held}, which is neither a checkpoint (with a folder {POLICY}), nor a run directory (with a "
+        f"{source} contains {held}, which is neither a checkpoint (with a folder {POLICY}), nor a run directory "
+        "(with a "
         "folder checkpoints), nor a model's folder (with config.json and safetensors), "
         f"nor an adapter (with {ADAPTER_CONFIG})"
     )
@@ -190,7 +191,7 @@ def _single(
     """A single model.
 
     Args:
-        backend: that must be the one enabled; any if None.
+        backend: Backend that must be enabled; any backend if None.
     """
     sections = {POLICY: dict(values)} if cluster is None else {POLICY: dict(values), "cluster": dict(cluster)}
     source = Source(read_model_plan(sections, overrides))
@@ -216,17 +217,17 @@ def _not_there(source: str) -> str:
 
 
 def _config_file(checkpoint: Path) -> Path:
-    """The config of a checkpoint: beside it if it stands alone, else its run's."""
+    """Return the config of a checkpoint: next to it, or otherwise the config of its run."""
     places = [checkpoint / CONFIG, checkpoint.absolute().parent.parent / CONFIG]
     found = next((place for place in places if place.is_file()), None)
     if found is None:
-        raise ConfigError(f"neither {places[0]} nor {places[1]} exists; put the run's {CONFIG} in one of these places")
+        raise ConfigError(f"neither {places[0]} nor {places[1]} exists. Copy the {CONFIG} of the run to one of them")
     return found
 
 
 def _damage(checkpoint: Path) -> str:
     if not (checkpoint / FILE_NAME).is_file():
-        return f"it has no {FILE_NAME}, which is written last, so it was not finished"
+        return f"it has no {FILE_NAME}, which is written last, so it is incomplete"
     try:
         manifest = Manifest.read(checkpoint)
     except ValueError as error:

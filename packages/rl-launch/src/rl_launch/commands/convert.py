@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from rl_core.ray.model import RemoteModel
 
 Start = Callable[[Source], AbstractContextManager["RemoteModel"]]
-"""Builds a source's model in processes of its own, which end with the context."""
+"""Build the model of a source in separate processes, which end with the context."""
 
 HUGGING_FACE = "hf"
 """In place of a training backend: the format that is the default."""
@@ -58,8 +58,8 @@ class Verification:
     """How a conversion proves itself.
 
     Args:
-        enabled: load what was written into other processes, and compare what the models compute.
-        backend: training backend that loads the Hugging Face files for it, so that both backends must read the same
+        enabled: Load what was written into other processes, and compare what the models compute.
+        backend: Training backend that loads the Hugging Face files for it, so that both backends must read the same
             files alike; the one that converts if None.
     """
 
@@ -85,17 +85,17 @@ def to_hugging_face(
     would export, bit for bit.
 
     Args:
-        source: a checkpoint (`checkpoints/step_<n>` of a run, or one that `to_checkpoint` wrote), a run directory for
+        source: A checkpoint (`checkpoints/step_<n>` of a run, or one that `to_checkpoint` wrote), a run directory for
             its newest one, the folder of an adapter, or a folder with pickled weights (`pytorch_model.bin`), which are
             written as they are.
-        target: a new folder.
-        overrides: keys of the config to set, such as the parallel sizes of the mesh to read it on.
-        adapter: write the adapters alone, in the format of `peft`; otherwise they are merged into the weights.
-        verification: how the files are compared with the source.
+        target: A new folder.
+        overrides: Keys of the config to set, such as the parallel sizes of the mesh to read it on.
+        adapter: Write the adapters alone, in the format of `peft`; otherwise they are merged into the weights.
+        verification: How the files are compared with the source.
 
     Raises:
-        ConfigError, RunDirectoryError, WorkerEnvironmentError: before anything is started.
-        RLError: if it fails, or the files compute something else; nothing is left at `target` then.
+        ConfigError, RunDirectoryError, WorkerEnvironmentError: Before anything is started.
+        RLError: If it fails, or the files compute something else; nothing is left at `target` then.
     """
     _check_target(target)
     if is_pickled(source):
@@ -103,7 +103,7 @@ def to_hugging_face(
         return
     if is_adapter(source):
         if adapter:
-            raise ConfigError(f"--adapter: {source} is an adapter already; leave --adapter out to merge it")
+            raise ConfigError(f"--adapter: {source} is already an adapter. Omit --adapter to merge it")
         found = adapter_source(source, overrides)
     else:
         found = checkpoint_source(source, overrides)
@@ -112,7 +112,7 @@ def to_hugging_face(
     with _Conversion.of(target, verification, found) as conversion, _made(target) as folder:
         conversion.write_files(found, folder, adapter=adapter)
         if adapter and found.role in HEADLESS_ROLES:
-            _log.info("the adapters are not compared: those with a %s's head are not read here", found.role)
+            _log.info("the adapters are not verified, because adapters with a %s head cannot be read here", found.role)
         elif verification.enabled:
             conversion.check_files(_at(folder, found, adapter=adapter), f"the files in {target}")
 
@@ -129,14 +129,14 @@ def to_checkpoint(
     """Write a model as a checkpoint of a training backend, with the config to read it by.
 
     Args:
-        source: a folder with Hugging Face files, a hub name, the folder of an adapter, a checkpoint of any backend, or
+        source: A folder with Hugging Face files, a hub name, the folder of an adapter, a checkpoint of any backend, or
             a run directory for its newest one.
-        target: a new folder.
-        backend: name of a training backend.
-        overrides: keys of `policy` and `cluster` to set. `policy.precision` follows the model's files. Keys of another
+        target: A new folder.
+        backend: Name of a training backend.
+        overrides: Keys of `policy` and `cluster` to set. `policy.precision` follows the model's files. Keys of another
             backend, which a checkpoint is of, are those of the mesh to read it on.
-        adapter: keep the adapters apart from the weights; otherwise they are merged into them.
-        verification: how the checkpoint is compared with the source.
+        adapter: Keep the adapters apart from the weights; otherwise they are merged into them.
+        verification: How the checkpoint is compared with the source.
 
     Raises:
         As `to_hugging_face`.
@@ -153,7 +153,7 @@ def to_checkpoint(
             _check_adapted(found, folder)
         _through_files(found, other, target, adapter=adapter, verification=verification)
     elif adapter:
-        raise ConfigError("--adapter keeps the adapters of a checkpoint or of an adapter apart; a model has none")
+        raise ConfigError("--adapter needs a checkpoint or an adapter; SOURCE is a model")
     else:
         found = model_source(source, overrides, backend=backend)
         with _Conversion.of(target, verification, found) as conversion, _made(target) as made:
@@ -169,8 +169,8 @@ def _from_pickled(
     if adapter or verification.backend is not None:
         option = "--adapter" if adapter else "--verify-with"
         raise ConfigError(
-            f"{option}: {source} has pickled weights, which are written as safetensors with the same values, compared "
-            f"bit by bit; leave {option} out"
+            f"{option}: {source} has pickled weights, which are converted to safetensors and compared bit by bit. "
+            f"Omit {option}"
         )
     with _made(target) as folder:
         write_safetensors(source, folder, overrides)
@@ -208,8 +208,8 @@ class _Conversion:
     """Models that are started one after another on one cluster, of which the first says what all must compute.
 
     Args:
-        start: builds models.
-        verification: whether and how they are compared.
+        start: Builds models.
+        verification: True if and how they are compared.
     """
 
     def __init__(self, start: Start, verification: Verification) -> None:
@@ -224,14 +224,14 @@ class _Conversion:
         """A cluster for the models of these sources, and of the backend that verifies.
 
         Raises:
-            ConfigError, WorkerEnvironmentError: if one of them cannot be started.
+            ConfigError, WorkerEnvironmentError: If one of them cannot be started.
         """
         readers = () if verification.backend is None else (sources[-1].on_backend(verification.backend),)
         with _cluster(target, (*sources, *readers)) as start:
             yield cls(start, verification)
 
     def write_files(self, source: Source, folder: Path, *, adapter: bool) -> None:
-        """Write a model as Hugging Face files, or its adapters alone."""
+        """Write a model, or only its adapters, as Hugging Face files."""
         with self._started(source) as model:
             _log.info("writing Hugging Face files")
             if adapter:
@@ -243,7 +243,7 @@ class _Conversion:
         """Write a model as a checkpoint, and the config to read it by; returns the checkpoint as a source.
 
         Args:
-            as_source: has the config to write; the source's own if None.
+            as_source: Has the config to write; the source's own if None.
         """
         stated = as_source or source
         with self._started(source) as model:
@@ -264,7 +264,7 @@ class _Conversion:
         """Compare what a source computes with the first model.
 
         Raises:
-            RLError: if it computes something else.
+            RLError: If it computes something else.
         """
         if self._verification.enabled:
             assert self._probe is not None, "nothing was written before"
@@ -296,14 +296,14 @@ def _at(folder: Path, source: Source, *, adapter: bool) -> Source:
 
 def _check_target(target: Path) -> None:
     if target.exists() or target.is_symlink():
-        raise ConfigError(f"{target} exists already; choose another TARGET")
+        raise ConfigError(f"{target} already exists. Choose another TARGET")
 
 
 def _check_adapted(found: Source, source: Path) -> None:
     if not found.policy.lora_cfg.enabled:
         raise ConfigError(
-            f"--adapter: {source} trained no adapters (policy.lora_cfg.enabled is false); leave --adapter out to write "
-            "the whole model"
+            f"--adapter: {source} trained no adapters (policy.lora_cfg.enabled is false). Omit --adapter to write the "
+            "whole model"
         )
 
 
@@ -313,7 +313,7 @@ def _cluster(target: Path, sources: Sequence[Source]) -> Iterator[Start]:
     target, a shared folder.
 
     Raises:
-        ConfigError, WorkerEnvironmentError: if one of them cannot be started; nothing is started then.
+        ConfigError, WorkerEnvironmentError: If one of them cannot be started; nothing is started then.
     """
     cluster_config = sources[0].plan.config.cluster
     check_devices(cluster_config)
@@ -364,7 +364,7 @@ def _alone(source: Source) -> RunPlan:
 
 @contextmanager
 def _folder_beside(target: Path, purpose: str) -> Iterator[Path]:
-    """A folder beside the target that is removed at the end."""
+    """Yield a folder next to the target that is removed at the end."""
     beside = target.absolute().parent
     beside.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.{purpose}-", dir=beside) as folder:

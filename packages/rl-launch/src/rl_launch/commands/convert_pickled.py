@@ -54,7 +54,7 @@ def write_safetensors(source: Path, target: Path, overrides: Sequence[str] = ())
         RLError: If the conversion does not finish.
     """
     if not (source / "config.json").is_file():
-        raise ConfigError(f"{source} has no config.json, so it is not a whole model; put the model's config.json there")
+        raise ConfigError(f"{source} has no config.json, so it is not a whole model; Add the model's config.json")
     found = installed(POLICIES)
     chosen: BackendPlugin = plugin(POLICIES, _BACKEND if _BACKEND in found else next(iter(found), _BACKEND))
     # the environment of trainers on this machine, which runs share
@@ -67,7 +67,7 @@ def write_safetensors(source: Path, target: Path, overrides: Sequence[str] = ())
     size = answer["num_bytes"] / 1e9
     _log.info("%d tensors in %d files, %.2f GB, equal bit by bit", answer["num_tensors"], answer["num_files"], size)
     if answer["shared"]:
-        _log.info("written in full although they shared memory: %s", ", ".join(answer["shared"][:8]))
+        _log.info("written as separate tensors although they shared memory: %s", ", ".join(answer["shared"][:8]))
 
 
 def _answer(python: str, source: Path, target: Path) -> dict[str, Any]:

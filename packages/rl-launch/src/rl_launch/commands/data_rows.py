@@ -121,13 +121,13 @@ def given_rows(
     """
     is_run = names_config(source)
     if is_run and algorithm:
-        raise ConfigError(f"--algorithm is for a file of data; {source} says its own algorithm")
+        raise ConfigError(f"--algorithm is for data files; {source} has its own algorithm")
     changes = [*overrides, *([f"policy.model_name={model}"] if model else [])]
     config: Any = read_plan(source, changes).config if is_run else _config_of(source, changes, model, algorithm)
     _check_shown(config.algorithm)
     purpose: Purpose = "validation" if validation else "train"
     if validation and not config.data.validation_datasets:
-        raise ConfigError("--validation: the config has no validation data; set data.validation, or leave the flag out")
+        raise ConfigError("--validation: the config has no validation data. Set data.validation, or omit the flag")
     reader: RowReader = implementation_of(algorithm_named(config.algorithm)).row_reader(config)
     datasets = open_datasets(config.data, purpose, reader.processor, sample=MOST_READ)
     selecting = {each.name: each.settings.pass_rate for each in datasets if purpose == "train"}
@@ -211,7 +211,7 @@ def _refusal(given: GivenRows, dataset: OpenDataset, example: Example) -> Refusa
 
 
 def _config_of(source: str, overrides: Sequence[str], model: str, algorithm: str) -> Any:
-    """The config of a run on the data alone; what else a run needs has its defaults, which are not checked."""
+    """Return the config of a run with this data. All other keys have their defaults and are not checked."""
     values: dict[str, Any] = {"data": {"train": {_kind(source): source}}}
     if not algorithm:
         of_data = load(values, [each for each in overrides if each.startswith("data.")])
@@ -233,14 +233,15 @@ def _check_shown(algorithm: str) -> None:
     plugin = algorithm_named(algorithm)
     if type(implementation_of(plugin)).row_reader is Algorithm.row_reader:
         raise ConfigError(
-            f"algorithm: rows of {plugin.name} cannot be shown, as it defines no `row_reader`; name another algorithm"
+            f"algorithm: rows of {plugin.name} cannot be shown, because it defines no `row_reader`. Use another "
+            "algorithm"
         )
 
 
 def _unreadable(algorithm: str) -> ConfigError:
     name = algorithm_named(algorithm).name
     return ConfigError(
-        f"algorithm: rows of {name} cannot be shown, as it defines no `row_reader`; name another algorithm"
+        f"algorithm: rows of {name} cannot be shown, because it defines no `row_reader`. Use another algorithm"
     )
 
 
@@ -257,7 +258,7 @@ def _kind(source: str) -> str:
         return "dataset_name"
     near = did_you_mean(source, [*recipe_names(), *known])
     raise ConfigError(
-        f"{source!r} is not a file, a recipe or a dataset{near}; rl data list and rl recipes list the names"
+        f"{source!r} is not a file, a recipe or a dataset{near}; use rl data list and rl recipes to list the names"
     )
 
 

@@ -10,9 +10,9 @@ from rl_launch.commands.environment_source import GivenEnvironment
 from rl_launch.commands.response_texts import SoughtText
 
 MOST_ATTEMPTS = 25
-"""Most conversations that each pass of the check plays: five rows with five responses."""
+"""Maximum number of conversations in each pass of the check: five rows with five responses."""
 MOST_SAMPLES = 10
-"""Most conversations whose rewards are shown."""
+"""Maximum number of conversations whose rewards are shown."""
 
 _MARKS = {"ok": "ok  ", "warned": "warn", "failed": "FAIL", "skipped": "-   "}
 

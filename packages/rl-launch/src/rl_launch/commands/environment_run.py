@@ -39,7 +39,7 @@ from rl_launch.worker_envs.driver import missing
 from rl_launch.worker_envs.spec import worker_env
 
 MAX_BYTES = 2**20
-"""Most bytes of a conversation whose completions are written."""
+"""Maximum number of bytes of a conversation whose completions are typed."""
 TURNS_KEY = "--max-turns"
 
 
@@ -48,10 +48,10 @@ class Player:
     """Who plays the policy's part.
 
     Args:
-        spec: of the rollout worker.
-        tokenizer: that the worker loads.
-        sampling: of every completion.
-        held: what is closed when the rollout is over.
+        spec: Spec of the rollout worker.
+        tokenizer: Tokenizer that the worker loads.
+        sampling: Sampling parameters of every completion.
+        held: What is closed when the rollout is over.
     """
 
     spec: RolloutWorkerSpec
@@ -65,9 +65,10 @@ class Course:
     """The course of the rollout.
 
     Args:
-        program: as `rollout_program` names it.
-        max_turns: most turns.
-        tool_format: of calls; by default that of the chat template, and Hermes' for written completions.
+        program: As `rollout_program` names it.
+        max_turns: Maximum number of turns.
+        tool_format: Format of calls; the default is the format of the chat template, or the Hermes format for written
+            completions.
     """
 
     program: str = "multi_turn"
@@ -84,7 +85,7 @@ def scripted_player(path: Path, course: Course) -> Player:
     """A player whose completions are in a file.
 
     Raises:
-        ConfigError: if it cannot be read.
+        ConfigError: If it cannot be read.
     """
     held = ExitStack()
     try:
@@ -114,11 +115,11 @@ def model_player(model: str, overrides: Sequence[str], course: Course, given: Gi
     """A player that samples from a model, in this process.
 
     Args:
-        model: a folder, or a name of the hub.
-        overrides: keys of `policy` and `cluster`.
+        model: A folder, or a name of the hub.
+        overrides: Keys of `policy` and `cluster`.
 
     Raises:
-        ConfigError: if the model or a key does not exist, or what the generator needs is not installed here.
+        ConfigError: If the model or a key does not exist, or what the generator needs is not installed here.
     """
     values: dict[str, Any] = {"model_name": model, "generation": {"backend": "hf"}}
     if course.tool_format is not None:
@@ -159,15 +160,15 @@ def play(given: GivenEnvironment, row: GivenRow, player: Player, output: TextIO,
     """Play one rollout, as a run would, and show it as it goes.
 
     Args:
-        player: is closed afterwards.
-        output: for the conversation.
-        seed: of the sampling.
+        player: Is closed afterwards.
+        output: Stream to which the conversation is written.
+        seed: Sampling seed.
 
     Returns:
         The record of the rollout, as `rollouts/step_<n>.jsonl` has it.
 
     Raises:
-        WorkerError, WorkerDied: if the environment cannot be built.
+        WorkerError, WorkerDied: If the environment cannot be built.
     """
 
     def show(text: str) -> None:
@@ -208,8 +209,8 @@ class ShownEnvironment:
     """The client of an environment, which shows every turn and its answer.
 
     Args:
-        pool: of the environment.
-        show: is given lines.
+        pool: Pool of the environment.
+        show: Is given lines.
     """
 
     def __init__(self, pool: EnvironmentPool, show: Callable[[str], None]) -> None:
@@ -217,7 +218,7 @@ class ShownEnvironment:
         self._show = show
 
     async def step(self, conversation: Conversation) -> StepResult | EnvironmentFailure:
-        """As `rl_algos.rollouts.worker.worker.EnvironmentClient`."""
+        """See `rl_algos.rollouts.worker.worker.EnvironmentClient`."""
         self._show(_turn(conversation))
         [outcome] = await self._pool.step([conversation])
         if isinstance(outcome, StepResult):
@@ -225,7 +226,7 @@ class ShownEnvironment:
         return outcome
 
     async def abandon(self, conversation_ids: Sequence[str]) -> None:
-        """As `rl_algos.rollouts.worker.worker.EnvironmentClient`."""
+        """See `rl_algos.rollouts.worker.worker.EnvironmentClient`."""
         await self._pool.abandon(conversation_ids)
 
 
@@ -280,7 +281,7 @@ def _answer(result: StepResult) -> str:
     if result.stop_strings:
         lines.append(f"stop strings of the next turn: {', '.join(map(repr, result.stop_strings))}")
     if result.max_new_tokens is not None:
-        lines.append(f"most tokens of the next turn: {result.max_new_tokens}")
+        lines.append(f"maximum number of tokens of the next turn: {result.max_new_tokens}")
     return "\n".join(lines) + "\n"
 
 

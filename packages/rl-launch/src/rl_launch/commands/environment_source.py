@@ -30,7 +30,7 @@ from rl_launch.worker_envs.driver import missing
 from rl_launch.worker_envs.spec import worker_env
 
 MOST_ROWS = 100
-"""Most rows that are taken from the data."""
+"""Maximum number of rows that are read from the data."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,10 @@ class GivenRow:
     """A row of data.
 
     Args:
-        id: of the row.
-        place: of the row, such as `prompts.jsonl, line 3`.
-        messages: of its prompt.
-        fields: of the row, which the environment may ask for.
+        id: Id of the row.
+        place: Place of the row, such as `prompts.jsonl, line 3`.
+        messages: Messages of its prompt.
+        fields: Fields of the row, which the environment can request.
         is_text: Whether the row gives the prompt as plain text.
     """
 
@@ -62,9 +62,9 @@ class GivenEnvironment:
     """An environment as the user named it.
 
     Args:
-        instance: the environment with its settings.
-        tools: schemas of its tools.
-        rows: at least one.
+        instance: The environment with its settings.
+        tools: Schemas of its tools.
+        rows: Rows of the data; at least one.
     """
 
     instance: EnvironmentInstance
@@ -77,8 +77,8 @@ class GivenData:
     """The rows that the user named; those of the installed dataset of the environment's name by default.
 
     Args:
-        source: a file, or an installed dataset; empty for neither.
-        prompt: text of a single row; empty for none.
+        source: A file, or an installed dataset; empty for neither.
+        prompt: Text of a single row; empty for none.
         fields: JSON object with the fields of that row.
     """
 
@@ -91,15 +91,15 @@ def environment_of(name: str, overrides: Sequence[str], data: GivenData) -> Give
     """The environment of a name, which can be used here.
 
     Args:
-        name: an installed environment, `file.py:NAME` or `package.module:NAME`; or a recipe, a YAML file or a run
+        name: An installed environment, `file.py:NAME` or `package.module:NAME`; or a recipe, a YAML file or a run
             directory, for the environment and the training data of that config.
         overrides: `KEY=VALUE` of its settings, and `data.train.KEY=VALUE` of the dataset that the rows are from; of a
             config, its own keys.
-        data: the rows; none of a config.
+        data: The rows; none of a config.
 
     Raises:
-        ConfigError: if the environment or a setting does not exist, or cannot be used here.
-        DataError: if the rows cannot be read.
+        ConfigError: If the environment or a setting does not exist, or cannot be used here.
+        DataError: If the rows cannot be read.
     """
     if name not in installed(ENVIRONMENTS) and names_config(name):
         return _of_config(name, overrides, data)
@@ -128,14 +128,14 @@ def _given(config: Any, key: str, rows: Sequence[GivenRow]) -> GivenEnvironment:
 def _of_config(source: str, overrides: Sequence[str], data: GivenData) -> GivenEnvironment:
     """The environment of a config's training data, with its rows."""
     if data.source or data.prompt:
-        raise ConfigError(f"{source} names its data; leave out --data and --prompt, or name the environment alone")
+        raise ConfigError(f"{source} contains its data. Omit --data and --prompt, or pass only the environment")
     config: Any = read_plan(source, overrides).config
     names = list(dict.fromkeys(each.env_name for each in config.data.train_datasets if each.env_name))
     if not hasattr(config, "env") or not names:
-        raise ConfigError(f"{source} trains without an environment")
+        raise ConfigError(f"{source} does not use an environment")
     if len(names) > 1:
         raise ConfigError(
-            f"{source} has several environments: {', '.join(names)}; name one of them, with its data in --data"
+            f"{source} has several environments: {', '.join(names)}. Pass one of them, with its data in --data"
         )
     return _given(config, names[0], _rows(config))
 
@@ -185,14 +185,14 @@ def _rows(config: Any) -> list[GivenRow]:
 def _row(name: str, data: GivenData) -> GivenRow:
     if not data.prompt:
         raise ConfigError(
-            f"{name} needs a row to answer: give a file with --data, or a text with --prompt and the fields that it "
-            """asks for with --fields '{"answer": "42"}'"""
+            f"{name} needs a row. Pass a file with --data, or a string with --prompt and the fields that it "
+            """requests with --fields '{"answer": "42"}'"""
         )
     try:
         fields = json.loads(data.fields or "{}")
     except ValueError as error:
-        raise ConfigError(f'--fields: {error}; give a JSON object, such as \'{{"answer": "42"}}\'') from None
+        raise ConfigError(f'--fields: {error}. Pass a JSON object, such as \'{{"answer": "42"}}\'') from None
     if not isinstance(fields, dict):
-        raise ConfigError(f'--fields: got {data.fields}; give a JSON object, such as \'{{"answer": "42"}}\'')
+        raise ConfigError(f'--fields: got {data.fields}; allowed: a JSON object, such as \'{{"answer": "42"}}\'')
     messages = ({"role": "user", "content": data.prompt},)
     return GivenRow("prompt:0", "the prompt", messages, {"prompt": data.prompt, **fields}, is_text=True)

@@ -40,20 +40,20 @@ def evaluate(plan: RunPlan, *, folder: str | Path) -> EvaluationResult:
     one is only summarised again. Samples that fail score 0 and are counted.
 
     Args:
-        plan: of a run, or of an evaluation.
-        folder: for the results, rollouts and logs.
+        plan: Plan of a run, or of an evaluation.
+        folder: Folder for the results, rollouts and logs.
 
     Raises:
-        ConfigError: if the algorithm does not evaluate by rollouts, or this machine does not have the devices or
+        ConfigError: If the algorithm does not evaluate by rollouts, or this machine does not have the devices or
             nodes, before anything is loaded.
-        RunDirectoryError: if the folder holds anything else, or an evaluation of something else.
-        RolloutsFailed: if every sample failed.
+        RunDirectoryError: If the folder holds anything else, or an evaluation of something else.
+        RolloutsFailed: If every sample failed.
     """
     config = plan.config
     if not plan.plugin.evaluates:
         raise ConfigError(
-            f"algorithm: {plan.plugin.name} has no evaluation by rollouts; give a run or a model and name tasks, such "
-            "as --tasks gsm8k, or use a config of another algorithm"
+            f"algorithm: {plan.plugin.name} does not support evaluation by rollouts. Pass a run or a model with tasks, "
+            "such as --tasks gsm8k, or use a config of another algorithm"
         )
     place = EvaluationFolder(folder, config.logger.run_dir_access)
     place.check()
@@ -88,10 +88,10 @@ def roll_out(plan: EvaluationPlan, pool: RolloutPool, place: EvaluationFolder, d
     """Roll out all groups that are not done, and keep each as it ends.
 
     Args:
-        pool: serves the model.
-        place: of the results, open.
-        done: scores of the groups that were finished before.
-        console: for the progress.
+        pool: Serves the model.
+        place: Open folder of the results.
+        done: Scores of the groups that were finished before.
+        console: Console for the progress.
     """
     waiting = [(task.name, group) for task in plan.tasks for group in _waiting(task, done)]
     names = dict(zip(pool.submit([group for _, group in waiting]), [name for name, _ in waiting], strict=True))
@@ -109,7 +109,7 @@ def roll_out(plan: EvaluationPlan, pool: RolloutPool, place: EvaluationFolder, d
 def _roll_out(
     plan: RunPlan, rollouts: EvaluationPlan, place: EvaluationFolder, done: Done, untried: list[Trial]
 ) -> Mapping[tuple[str, str], PromptScore]:
-    """As `roll_out`, with the processes that it needs."""
+    """Run `roll_out` with the processes that it needs."""
     # Ray takes a second to import, which checks that fail should not wait for
     from rl_launch.cluster.virtual_cluster import VirtualCluster
     from rl_launch.runtime.runtime import Runtime, provision_workers
@@ -137,7 +137,7 @@ def _result(place: EvaluationFolder, model: str, plan: EvaluationPlan, done: Don
     """The result of all groups.
 
     Raises:
-        RolloutsFailed: if every sample failed; the next evaluation in the folder then begins anew.
+        RolloutsFailed: If every sample failed; the next evaluation in the folder then begins anew.
     """
     tasks, prompts = {}, {}
     for task in plan.tasks:
@@ -148,8 +148,8 @@ def _result(place: EvaluationFolder, model: str, plan: EvaluationPlan, done: Don
         if summary.num_failed == summary.num_rollouts and task.groups:
             aside = place.set_aside()
             raise RolloutsFailed(
-                f"all {summary.num_rollouts} samples of {task.name} failed: {listed(summary.failures)}. They are in "
-                f"{aside}; the same command begins anew"
+                f"all {summary.num_rollouts} samples of {task.name} failed: {listed(summary.failures)}. They were "
+                f"moved to {aside}. Run the same command to start over"
             )
         prompts[task.name] = tuple(
             ScoredPrompt(prompt.id, prompt_digest(prompt), tuple(sample.reward for sample in score.samples))

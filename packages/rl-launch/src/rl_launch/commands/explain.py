@@ -40,9 +40,9 @@ class Explained:
     """A key as some configs have it.
 
     Args:
-        explanation: of the key.
-        condition: the choices under which this holds, as text; empty if it always does.
-        child_conditions: the same of each of the explanation's children; empty if all hold whenever this does.
+        explanation: Explanation of the key.
+        condition: The choices under which this holds, as text; empty if it always does.
+        child_conditions: The same of each of the explanation's children; empty if all hold whenever this does.
     """
 
     explanation: Explanation
@@ -51,7 +51,7 @@ class Explained:
 
 
 def names_config(text: str) -> bool:
-    """Whether a text names a recipe, a YAML file or a run directory, rather than a key."""
+    """Return whether a string is a recipe, a YAML file or a run directory, rather than a key."""
     path = Path(text).expanduser()
     is_file = path.suffix in (".yaml", ".yml") or (path / "config.yaml").is_file()
     return is_file or text in recipe_names()
@@ -61,7 +61,7 @@ def explain_anywhere(key: str) -> list[Explained]:
     """A key of any config, from the schemas of all installed algorithms.
 
     Raises:
-        ConfigError: if no algorithm has such a key, naming the nearest.
+        ConfigError: If no algorithm has such a key, naming the nearest.
     """
     if settings := _SETTINGS.fullmatch(key):
         plugins = installed(DATASETS)
@@ -153,15 +153,15 @@ def explain_in(source: str, key: str, overrides: Sequence[str] = ()) -> tuple[li
     """A key of one config, with its value and origin.
 
     Args:
-        source: a recipe, a YAML file or a run directory.
-        key: dotted; empty for the root.
-        overrides: keys to set.
+        source: A recipe, a YAML file or a run directory.
+        key: Dotted; empty for the root.
+        overrides: Keys to set.
 
     Returns:
         The key explained, and the problems of the config as text, which do not prevent the explanation.
 
     Raises:
-        ConfigError: if the config cannot be read, or has no such key.
+        ConfigError: If the config cannot be read, or has no such key.
     """
     raw = read_raw(source, overrides)
     settings = _SETTINGS.fullmatch(key)
@@ -189,7 +189,7 @@ def _of_datasets(
     """A setting as datasets have it, or all settings of each.
 
     Raises:
-        ConfigError: if none has it.
+        ConfigError: If none has it.
     """
     refusals = []
     for name, plugin in plugins.items():

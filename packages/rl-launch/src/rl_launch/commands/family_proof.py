@@ -40,13 +40,13 @@ def prove_family(section: Any, key: str, plugin: BackendPlugin, python: str) -> 
     """Check that a model's family trains correctly on its mesh, unless tests or an earlier check cover it.
 
     Args:
-        section: the model's section of a resolved config, with a folder or a hub name.
-        key: dotted key of that section.
-        plugin: of the training backend.
-        python: interpreter of the trainer's environment.
+        section: The model's section of a resolved config, with a folder or a hub name.
+        key: Dotted key of that section.
+        plugin: Plugin of the training backend.
+        python: Interpreter of the trainer's environment.
 
     Raises:
-        ConfigError: if the family is off on this mesh, or cannot be checked.
+        ConfigError: If the family is off on this mesh, or cannot be checked.
     """
     if not plugin.selfcheck or plugin.mesh_case is None:
         return
@@ -67,7 +67,7 @@ def prove_family(section: Any, key: str, plugin: BackendPlugin, python: str) -> 
         raise ConfigError(
             f"a tiny model of the family {family} does not train correctly with the {plugin.name} backend on this "
             f"mesh: {' '.join(described(found).split())}. Choose another mesh or backend (rl doctor model {model} "
-            f"--backend {plugin.name} tries all of them), or set {switch}=off to train all the same"
+            f"--backend {plugin.name} tries all of them), or set {switch}=off to train anyway"
         )
 
 
@@ -100,7 +100,9 @@ def _proof(path: Path, plugin: BackendPlugin, model: str, case: MeshCase, python
         kept = json.loads(path.read_text(encoding="utf-8"))
         return FamilyCase(**{**kept, "names": tuple(kept["names"])})
     started = time.monotonic()
-    _log.info("the project's tests do not cover this model's family on %s: checking a tiny model of it once", case)
+    _log.info(
+        "the project's tests do not cover this model's family on %s: checking a tiny model of this family once", case
+    )
     try:
         (found,) = cases(python, plugin.selfcheck, model, case)
     except ConfigError as error:

@@ -22,9 +22,9 @@ class FoundKey:
     """A key that a search found.
 
     Args:
-        explanation: of the key, without children.
-        condition: the choices under which it exists, as text; empty if it always does.
-        also: further keys of the same name and meaning, such as those of another model.
+        explanation: Explanation of the key, without children.
+        condition: The choices under which it exists, as text; empty if it always does.
+        also: Further keys of the same name and meaning, such as those of another model.
     """
 
     explanation: Explanation
@@ -41,9 +41,9 @@ class Search:
     """The result of a search.
 
     Args:
-        best: the keys that fit best: by their whole last name, or else by all words in it, or else by all words in it
+        best: The keys that fit best: by their whole last name, or else by all words in it, or else by all words in it
             and the description, or else in the whole key and the description.
-        others: further keys that fit less well.
+        others: Further keys that fit less well.
     """
 
     best: tuple[FoundKey, ...]
@@ -54,13 +54,13 @@ def search(text: str, source: str = "", overrides: Sequence[str] = ()) -> Search
     """Search for keys.
 
     Args:
-        text: words, or a name such as `learning_rate`; matched regardless of case and plural.
-        source: a recipe, a YAML file or a run directory whose keys are searched, with their values; if empty, the keys
+        text: Words, or a name such as `learning_rate`; matched regardless of case and plural.
+        source: A recipe, a YAML file or a run directory whose keys are searched, with their values; if empty, the keys
             of all installed algorithms.
-        overrides: keys to set in it.
+        overrides: Keys to set in it.
 
     Raises:
-        ConfigError: if the config cannot be read.
+        ConfigError: If the config cannot be read.
     """
     words = _words(text)
     if not words:

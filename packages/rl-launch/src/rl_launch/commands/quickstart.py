@@ -34,9 +34,9 @@ class Quickstart:
     """The stages of a quickstart, each timed, in one folder.
 
     Args:
-        folder: where everything is written.
-        console: shows the stages.
-        cluster: overrides of the `cluster` section.
+        folder: Where everything is written.
+        console: Shows the stages.
+        cluster: Overrides of the `cluster` section.
     """
 
     def __init__(self, folder: Path, console: Console, cluster: Sequence[str]) -> None:
@@ -49,7 +49,7 @@ class Quickstart:
 
     @property
     def is_finished(self) -> bool:
-        """Whether an earlier quickstart in this folder has completed all stages."""
+        """True if an earlier quickstart in this folder has completed all stages."""
         runs = [self._folder / name for name in ("sft", "grpo")]
         is_measured = self.accuracy.keys() >= {label for label, _ in _MEASURED}
         return is_measured and all(is_run(path) and RunFolder(path).state().status == "finished" for path in runs)
@@ -75,7 +75,8 @@ class Quickstart:
         return folder
 
     def prepare_workers(self, model: Path) -> None:
-        """Build the environment of the first stages, and begin to build that of vLLM, which the last one waits for."""
+        """Build the environment of the first stages, and start building the vLLM environment, which the last stage
+        needs."""
         from rl_launch.runtime.role_envs import role_specs
         from rl_launch.worker_envs import provision
 
@@ -134,7 +135,7 @@ class Quickstart:
 
     def show(self) -> None:
         """Show the table, and name the next command."""
-        table = Table(title="Held-out sums answered right (greedy)")
+        table = Table(title="Accuracy on held-out sums (greedy)")
         table.add_column("model")
         table.add_column("accuracy", justify="right")
         for name, label in _MEASURED:
@@ -143,7 +144,7 @@ class Quickstart:
         self._console.print(table)
         self._console.print(f"Model, in Hugging Face format:  {self.model}", soft_wrap=True)
         self._console.print(f"Runs, metrics and rollouts:     {self._folder}/sft  {self._folder}/grpo", soft_wrap=True)
-        self._console.print(f"These figures:                  {self._summary}", soft_wrap=True)
+        self._console.print(f"These results:                  {self._summary}", soft_wrap=True)
         self._console.print(f"It took {self.seconds['total']:.0f} s. Next, change something and train again:")
         self._console.print(
             f"  rl train grpo-arithmetic policy.model_name={self.model} grpo.normalize_rewards=false",
@@ -166,9 +167,9 @@ def run(folder: Path, cluster: Sequence[str] = (), console: Console | None = Non
     """Run all stages that have not been completed; nothing is started if all have.
 
     Args:
-        folder: where everything is written.
-        cluster: overrides of the `cluster` section, such as `cluster.device=rehearsal`.
-        console: shows the stages.
+        folder: Where everything is written.
+        cluster: Overrides of the `cluster` section, such as `cluster.device=rehearsal`.
+        console: Shows the stages.
     """
     started = time.monotonic()
     folder = folder.absolute()
@@ -194,7 +195,7 @@ def run(folder: Path, cluster: Sequence[str] = (), console: Console | None = Non
             stages.write_summary()
         with stages.stage("sft", "3/4  Supervised fine-tuning on generated sums, FSDP2 on two ranks"):
             model = stages.fine_tune(model)
-        with stages.stage("grpo", "4/4  GRPO: vLLM samples, the sums are checked, FSDP2 learns"):
+        with stages.stage("grpo", "4/4  GRPO: sample with vLLM, check the sums, train with FSDP2"):
             stages.reinforce(model)
     stages.seconds["total"] = round(time.monotonic() - started, 1)
     stages.write_summary()

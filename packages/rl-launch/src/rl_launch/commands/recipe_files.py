@@ -16,12 +16,12 @@ def recipe_text(name: str) -> str:
     """Return the YAML of a recipe, as its file has it.
 
     Raises:
-        ConfigError: if there is no such recipe, naming the nearest.
+        ConfigError: If there is no such recipe, naming the nearest.
     """
     if name not in recipe_names():
         raise ConfigError(
-            f"there is no recipe {name!r}{did_you_mean(name, recipe_names())}; rl recipes lists them, and "
-            f"rl recipes WORD those that mention a word"
+            f"there is no recipe {name!r}{did_you_mean(name, recipe_names())}; use rl recipes to list all "
+            "recipes, and rl recipes WORD to search for a word"
         )
     return (RECIPES / f"{name}.yaml").read_text(encoding="utf-8")
 
@@ -30,7 +30,7 @@ def recipes_with(words: Sequence[str]) -> list[Recipe]:
     """Return the recipes that have all words in name, algorithm or summary, regardless of case.
 
     Raises:
-        ConfigError: if there are none.
+        ConfigError: If there are none.
     """
     wanted = [word.lower() for word in words]
     found = [
@@ -41,7 +41,7 @@ def recipes_with(words: Sequence[str]) -> list[Recipe]:
     if not found:
         text = " ".join(words)
         near = did_you_mean(text, recipe_names())
-        raise ConfigError(f"no recipe mentions {text!r}{near}; rl recipes lists all of them")
+        raise ConfigError(f"no recipe mentions {text!r}{near}; use rl recipes to list all of them")
     return found
 
 
@@ -49,7 +49,7 @@ def write_recipe(name: str, output: Path) -> None:
     """Write a copy of a recipe for a user to change.
 
     Raises:
-        ConfigError: if there is no such recipe, or the file cannot be written, exists, or would inherit from itself.
+        ConfigError: If there is no such recipe, or the file cannot be written, exists, or would inherit from itself.
     """
     text = recipe_text(name)
     if output.suffix not in (".yaml", ".yml"):
@@ -58,7 +58,7 @@ def write_recipe(name: str, output: Path) -> None:
         with output.open("x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:
-        raise ConfigError(f"{output} exists already; name another file: rl init {name} --output FILE.yaml") from None
+        raise ConfigError(f"{output} already exists. Choose another file: rl init {name} --output FILE.yaml") from None
     except OSError as error:
         raise ConfigError(f"{output} cannot be written: {error.strerror}") from None
     try:
@@ -66,4 +66,4 @@ def write_recipe(name: str, output: Path) -> None:
     except ConfigError as error:
         # a recipe that is inherited from is looked for beside the file first
         output.unlink()
-        raise ConfigError(f"{output} cannot be a copy of {name}: {error}; name another file with --output") from None
+        raise ConfigError(f"{output} cannot be a copy of {name}: {error}. Choose another file with --output") from None

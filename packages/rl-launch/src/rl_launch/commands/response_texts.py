@@ -9,7 +9,7 @@ from operator import itemgetter
 from pathlib import Path
 
 _MOST = 8
-"""Most places that are named."""
+"""Maximum number of places that are listed."""
 _OF_RE = frozenset({"compile", "finditer", "findall", "fullmatch", "match", "search", "split", "sub"})
 _OF_TEXT = frozenset(
     {"endswith", "find", "index", "partition", "removeprefix", "removesuffix", "rpartition", "split", "startswith"}
@@ -35,8 +35,8 @@ class SoughtText:
 
 
 def sought_texts(name: str) -> list[SoughtText]:
-    """Regular expressions and constant texts that an environment's code compares with something, in the order of the
-    file; empty for one that is not in a file, or whose file cannot be read.
+    """Return the regular expressions and constant strings that an environment's code compares with something, in the
+    order of the file; empty for one that is not in a file, or whose file cannot be read.
 
     Args:
         name: `file.py:NAME`.

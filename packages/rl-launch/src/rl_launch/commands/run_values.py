@@ -38,7 +38,7 @@ class RunValues:
         return value_at(self.config, parse_path(key))
 
     def has(self, key: str) -> bool:
-        """Whether the run has a key, which may be null."""
+        """Return whether the run has a key, which may be null."""
         if key in FIELDS or self[key] is not None:
             return True
         *around, last = parse_path(key)
@@ -70,11 +70,11 @@ FIELDS: dict[str, Callable[[RunValues], Any]] = {
     "tags": lambda values: list(values.run.description().labels.tags),
     "notes": lambda values: values.run.description().labels.notes,
 }
-"""Keys beside those of the config and the metrics."""
+"""Keys in addition to the keys of the config and the metrics."""
 
 
 def is_metric(key: str) -> bool:
-    """Whether a key names a metric; keys of a config are joined by dots."""
+    """Return whether a key names a metric; keys of a config are joined by dots."""
     return "/" in key
 
 

@@ -33,15 +33,15 @@ class ListedRun:
     """A run as `rl runs` lists it.
 
     Args:
-        path: of its folder, as the user would type it.
+        path: Path of its folder, as the user would type it.
         status: `running`, `finished`, `interrupted` or `failed`.
-        reason: why it ended.
-        step: the last complete step.
+        reason: Why it ended.
+        step: The last complete step.
         max_steps: 0 if unknown.
-        changed: time of the last write, in ISO format.
-        go_on: the command that continues it; empty while it runs.
-        labels: name, group, tags and notes.
-        values: of the keys that were asked for; None for one that it does not have.
+        changed: Time of the last write, in ISO format.
+        go_on: The command that continues it; empty while it runs.
+        labels: Name, group, tags and notes.
+        values: Values of the requested keys; None for a missing key.
     """
 
     path: str
@@ -80,11 +80,11 @@ def list_runs(folder: Path, listing: Listing = Listing()) -> list[ListedRun]:
     """The runs in a folder. Reads small files and the ends of others, and all metrics if one is asked for.
 
     Raises:
-        RunDirectoryError: if the folder does not exist.
-        ConfigError: if no run has a key that is asked for.
+        RunDirectoryError: If the folder does not exist.
+        ConfigError: If no run has a key that is asked for.
     """
     if not folder.is_dir():
-        raise RunDirectoryError(f"{folder} is not a folder. Give a folder that holds runs: rl runs DIR.")
+        raise RunDirectoryError(f"{folder} is not a folder. Pass a folder with runs: rl runs DIR.")
     return listed(find_runs(folder), listing)
 
 
@@ -92,7 +92,7 @@ def listed(runs: Iterable[RunFolder], listing: Listing = Listing()) -> list[List
     """The runs that meet the conditions of a listing, in its order.
 
     Raises:
-        ConfigError: if no run has a key that is asked for.
+        ConfigError: If no run has a key that is asked for.
     """
     found = [RunValues(run) for run in runs]
     check_keys(found, listing.keys, "--keys")
@@ -116,9 +116,9 @@ def show(
 ) -> None:
     """Print a table, and the commands that continue unfinished runs."""
     if not runs:
-        text = f"{folder} holds no runs. rl train RECIPE starts one under runs/."
+        text = f"{folder} does not contain runs. To start one under runs/, use rl train RECIPE."
         if listing.conditions:
-            text = f"No run in {folder} meets {' and '.join(map(str, listing.conditions))}."
+            text = f"No run in {folder} matches {' and '.join(map(str, listing.conditions))}."
         console.print(text, highlight=False, markup=False, soft_wrap=True)
         return
     console.print(_table_of_values(runs, folder, now) if listing.keys else _table(runs, folder, now))

@@ -22,12 +22,12 @@ EDITOR_HINT = "# yaml-language-server: $schema="
 """Begins the line of a YAML file that names its schema for editors."""
 
 _INHERITS = {
-    "description": "A recipe or file, or a list of them, whose keys this file takes over and may change.",
+    "description": "A recipe or file, or a list of them, whose keys this file inherits and can override.",
     "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
 }
 
 _IN_FILE = {"type": "string", "pattern": r"\.py:[A-Za-z_]"}
-"""An algorithm of the user's own, whose sections are known to it alone."""
+"""An algorithm in a file of the user, which is the only one that knows its sections."""
 
 
 def recipe_schema(of: str | None = None) -> dict[str, Any]:
@@ -36,10 +36,10 @@ def recipe_schema(of: str | None = None) -> dict[str, Any]:
     A file that inherits by `defaults` need not set the required keys.
 
     Args:
-        of: an algorithm's name, or a recipe or file for the schema of its algorithm; all algorithms if not given.
+        of: An algorithm's name, or a recipe or file for the schema of its algorithm; all algorithms if not given.
 
     Raises:
-        ConfigError: if there is no such algorithm or recipe.
+        ConfigError: If there is no such algorithm or recipe.
     """
     schema = JsonSchema()
     algorithms = _algorithms(of)
@@ -74,7 +74,7 @@ def write_schema(schema: dict[str, Any], path: Path) -> str:
     """Write a schema to a file; returns the line by which YAML files in the same folder name it for editors.
 
     Raises:
-        ConfigError: if the file cannot be written.
+        ConfigError: If the file cannot be written.
     """
     try:
         path.write_text(schema_text(schema))
@@ -90,8 +90,9 @@ def _algorithms(of: str | None) -> list[str]:
         of = str(read_raw(of).select("algorithm"))
     if is_in_file(of):
         raise ConfigError(
-            f"{of} is an algorithm in a file, and a schema is made of installed ones. Leave it out for the schema of "
-            "all of them, or make a package of it with an entry point of rl.algorithms"
+            f"{of} is an algorithm in a file, but a schema needs installed algorithms. Omit it for the schema of all "
+            "of "
+            "them, or turn it into a package with an rl.algorithms entry point"
         )
     return [plugin(ALGORITHMS, of).name]
 

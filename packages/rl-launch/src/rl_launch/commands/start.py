@@ -22,10 +22,10 @@ class GivenRun:
     """A run as the user asked for it.
 
     Args:
-        plan: of the run.
-        run_dir: the folder of the run, which may hold it already.
-        name: shown with the progress.
-        branch_point: the run and step that it starts from.
+        plan: Plan of the run.
+        run_dir: The folder of the run, which may hold it already.
+        name: Shown with the progress.
+        branch_point: The run and step that it starts from.
     """
 
     plan: RunPlan
@@ -38,14 +38,14 @@ def run_of(recipe: str | Mapping[str, Any], overrides: Sequence[str] = (), start
     """The run that the user asks for.
 
     Args:
-        recipe: a recipe's name, a YAML file, the directory of a run to resume, or nested values as in such a file.
+        recipe: A recipe's name, a YAML file, the directory of a run to resume, or nested values as in such a file.
             Empty with `start`: the config of the run that is branched from.
-        overrides: keys to set.
+        overrides: Keys to set.
         start: `RUN[:STEP]` to branch from; empty for none.
 
     Raises:
-        ConfigError: listing every problem of the config.
-        RunDirectoryError: if there is no such run to branch from.
+        ConfigError: If the config has problems; lists all of them.
+        RunDirectoryError: If there is no such run to branch from.
     """
     point = BranchPoint.parse(start) if start else None
     if isinstance(recipe, Mapping) and recipe:
@@ -65,12 +65,12 @@ def recipe_name(recipe: str) -> str:
     """Name of a recipe's runs: the recipe's name, or the file's without its ending.
 
     Raises:
-        ConfigError: if it is missing, or an override is given instead.
+        ConfigError: If it is missing, or an override is given instead.
     """
     if not recipe:
         raise ConfigError("rl train needs a recipe, a YAML file or a run directory: rl train RECIPE [KEY=VALUE]...")
     if "=" in recipe:
-        raise ConfigError(f"got {recipe!r} instead of a recipe; write rl train RECIPE {recipe}")
+        raise ConfigError(f"got {recipe!r} instead of a recipe. Write rl train RECIPE {recipe}")
     return Path(recipe).stem
 
 

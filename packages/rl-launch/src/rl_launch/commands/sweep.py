@@ -88,13 +88,13 @@ def sweep_of(recipe: str, overrides: Sequence[str]) -> Sweep:
     swept = [place for place, choice in enumerate(choices) if len(choice.texts) > 1]
     if not swept:
         raise ConfigError(
-            f"no key has several values; write KEY=A,B for those to sweep, such as rl sweep {recipe} sft.seed=1,2. "
-            "rl train makes one run"
+            f"no key has several values. Write KEY=A,B for the keys to sweep, such as rl sweep {recipe} sft.seed=1,2. "
+            "For a single run, use rl train"
         )
     keys = [choice.key for choice in choices]
     twice = [keys[place] for place in swept if keys.count(keys[place]) > 1]
     if twice:
-        raise ConfigError(f"{twice[0]} is given twice; give all its values at once: {twice[0]}=A,B")
+        raise ConfigError(f"{twice[0]} is set twice. Set all its values at once: {twice[0]}=A,B")
     combined = list(itertools.product(*(choice.texts for choice in choices)))
     settings = [[choice.override(text) for choice, text in zip(choices, each, strict=True)] for each in combined]
     folder = _folder(recipe, name, overrides, settings[0])
@@ -110,8 +110,8 @@ def sweep_of(recipe: str, overrides: Sequence[str]) -> Sweep:
     places = [place for run in runs if (place := run.plan.config.checkpointing.push_to) is not None]
     if len(set(places)) < len(places):
         raise ConfigError(
-            f"checkpointing.push_to: several runs of the sweep would push to {places[0]}, each over the others; remove "
-            "it, and push the run that you choose by rl push RUN URL"
+            f"checkpointing.push_to: several runs of the sweep would push to {places[0]}, and overwrite each other. "
+            "Remove the key, and push one run with rl push RUN URL"
         )
     return Sweep(folder, tuple(keys[place] for place in swept), tuple(runs))
 
@@ -244,7 +244,7 @@ def _choice(override: str) -> _Choice:
         return _Choice(key, (override,), is_override=False)
     texts = split_values(text)
     if len(texts) > 1 and ("" in texts or len(set(texts)) < len(texts)):
-        problem = "a value is empty" if "" in texts else "a value is there twice"
+        problem = "a value is empty" if "" in texts else "a value is duplicated"
         raise ConfigError(f"{override!r}: {problem}; a value that holds a comma is quoted: {key}='\"A,B\"'")
     return _Choice(key.strip(), tuple(texts))
 

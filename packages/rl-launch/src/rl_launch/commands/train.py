@@ -53,8 +53,8 @@ class Outcome:
     """The end of a run.
 
     Args:
-        metrics: of its last step.
-        stop_signal: the signal that ended it, saved, before its last step; None if none did.
+        metrics: Metrics of its last step.
+        stop_signal: The signal that ended it, saved, before its last step; None if none did.
     """
 
     metrics: Mapping[str, float]
@@ -64,11 +64,11 @@ class Outcome:
         """If a signal ended the run, end this process as the signal would have: later stages need a finished run.
 
         Raises:
-            SystemExit: with 128 and the number of the signal.
+            SystemExit: With exit code 128 plus the number of the signal.
         """
         if self.stop_signal is not None:
             _log.warning(
-                "%s ended the run before its last step; the same command goes on from there", self.stop_signal.name
+                "%s ended the run before its last step. Run the same command again to resume", self.stop_signal.name
             )
             raise SystemExit(128 + self.stop_signal)
 
@@ -82,20 +82,20 @@ def train(
     All checks that need no worker run before any process starts, the fastest first.
 
     Args:
-        plan: of the run.
-        run_dir: made, or resumed.
-        title: shown with the progress.
-        fresh: refuse to go on with an earlier run.
-        branch_point: the run and step that a new run starts from.
+        plan: Plan of the run.
+        run_dir: Made, or resumed.
+        title: Shown with the progress.
+        fresh: Refuse to go on with an earlier run.
+        branch_point: The run and step that a new run starts from.
 
     Raises:
-        ConfigError, DataError, RunDirectoryError, WorkerEnvironmentError: before anything is started.
-        RLError: if the run fails, with role, rank, node and phase.
+        ConfigError, DataError, RunDirectoryError, WorkerEnvironmentError: Before anything is started.
+        RLError: If the run fails, with role, rank, node and phase.
     """
     started = time.monotonic()
     config, plugin = plan.config, plan.plugin
     if not plugin.trains:
-        raise ConfigError(f"algorithm: {plugin.name} trains nothing; run this config with rl eval")
+        raise ConfigError(f"algorithm: {plugin.name} does not train. Run this config with rl eval")
     branch = check_run_dir(run_dir, plan, fresh=fresh, branch_point=branch_point)
     metrics = finished_metrics(run_dir, plan) if branch is None else None
     if metrics is not None:
@@ -191,8 +191,8 @@ def check_run_dir(
     empty, or holds an interrupted start is left as it is: it becomes a run after all other checks.
 
     Raises:
-        RunDirectoryError: as `RunDirectory.open`, and if a branch is to begin in the folder of another run.
-        ConfigError: if a branch changes keys that it cannot change.
+        RunDirectoryError: As `RunDirectory.open`, and if a branch is to begin in the folder of another run.
+        ConfigError: If a branch changes keys that it cannot change.
     """
     path = Path(run_dir).expanduser().absolute()
     recording = RunRecording(recorded_environments(path / CONFIG) if is_run(path) else None)

@@ -27,7 +27,7 @@ _LEAST_SHARED = 1 / 32
 def inputs(machine: Machine, needs: Needs) -> Iterator[Finding]:
     """Models and data that the recipe reads."""
     if not needs.unreadable:
-        yield Finding("inputs", "ok", "models, datasets and files that the recipe names can be read")
+        yield Finding("inputs", "ok", "all models, datasets and files of the recipe can be read")
     for problem in needs.unreadable:
         yield Finding(problem.key, "missing", problem.message)
 
@@ -91,14 +91,14 @@ def _cluster(machine: Machine, needs: Needs, version: str, address: str) -> Find
             "ray",
             "missing",
             f"{version}; RAY_ADDRESS is {address}, and nothing answers there",
-            "Start that cluster, or unset RAY_ADDRESS so that runs start a Ray of their own.",
+            "Start that cluster, or unset RAY_ADDRESS so that runs start their own Ray.",
         )
     if processes:
         return Finding(
             "ray",
             "warning",
-            f"{version}; another Ray is running here (process {', '.join(map(str, processes))}) and takes memory",
-            "A run starts a Ray of its own; set RAY_ADDRESS=auto to use the other one instead, or end it: ray stop.",
+            f"{version}; another Ray is running here (process {', '.join(map(str, processes))}) and uses memory",
+            "A run starts its own Ray. Set RAY_ADDRESS=auto to use the other one instead, or stop it: ray stop.",
         )
     return Finding("ray", "ok", f"{version}; no other Ray is running here")
 
@@ -111,7 +111,7 @@ def uv(machine: Machine, needs: Needs) -> Iterator[Finding]:
         return
     found = machine.availability(needs.workers.values(), needs.worker_envs).values()
     is_needed = any(offer.status == "unavailable" for offer in found)
-    text = "not installed" if is_needed else "not installed; this recipe needs no environment that is still to be built"
+    text = "not installed" if is_needed else "not installed, but all environments of this recipe exist"
     yield Finding("uv", "missing" if is_needed else "warning", text, "Install it: pip install uv.")
 
 
@@ -137,10 +137,10 @@ def _described(offer: Availability) -> str:
 
 
 def _obtain(needs: Needs, engine: str) -> str:
-    install = f"install it beside the driver: {install_command(engine)}"
+    install = f"install it in the driver's environment: {install_command(engine)}"
     if needs.worker_envs == "shared":
         return f"Set cluster.worker_envs=auto to have it built, or {install}."
-    return f"Mend the problem that is named (uv builds environments), or {install}."
+    return f"Fix this problem (uv builds environments), or {install}."
 
 
 def torch(machine: Machine, needs: Needs) -> Iterator[Finding]:
@@ -155,7 +155,7 @@ def torch(machine: Machine, needs: Needs) -> Iterator[Finding]:
         kind = {None: "not installed yet", "": "without CUDA"}.get(build.cuda, f"CUDA {build.cuda}")
         text, name = f"{build.version}, {kind}", f"torch of {role}"
         if needs.device.runs_on_gpus and build.cuda == "":
-            remedy = "Install a build for CUDA beside the driver, or set cluster.worker_envs=isolated."
+            remedy = "Install a build for CUDA in the driver's environment, or set cluster.worker_envs=isolated."
             yield Finding(name, "missing", f"{text}; the recipe runs on GPUs", remedy)
         elif build.cuda and driver and driver.cuda and _major(driver.cuda) < _major(build.cuda):
             remedy = f"Update the NVIDIA driver to one for CUDA {_major(build.cuda)}."
@@ -189,7 +189,7 @@ def _driven(usable: int, machine: Machine) -> Finding:
     try:
         driver = machine.gpu_driver
     except OSError as error:
-        return Finding("gpus", "missing", str(error), "Install or reload the NVIDIA driver, until nvidia-smi answers.")
+        return Finding("gpus", "missing", str(error), "Install or reload the NVIDIA driver, until nvidia-smi works.")
     if driver is None:
         found = f"{usable} available; their memory and driver are unknown without nvidia-smi"
         return Finding("gpus", "warning", found, "Make nvidia-smi, which comes with the driver, available here.")

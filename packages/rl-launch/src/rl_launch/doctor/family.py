@@ -43,13 +43,13 @@ def check_model(model: str, backend: str) -> Iterator[FamilyCase]:
     """The cases of a model's family, each as soon as it is done.
 
     Args:
-        model: a folder with a `config.json`, or a hub name.
-        backend: name of a training backend.
+        model: A folder with a `config.json`, or a hub name.
+        backend: Name of a training backend.
 
     Raises:
-        ConfigError: if there is no such folder, family or backend, or the backend has no self-check.
-        WorkerEnvironmentError: if the backend's environment is unavailable.
-        RLError: if the check itself does not run.
+        ConfigError: If there is no such folder, family or backend, or the backend has no self-check.
+        WorkerEnvironmentError: If the backend's environment is unavailable.
+        RLError: If the check itself does not run.
     """
     problems = [problem.message for problem in folder_problems("model", model, _CONFIG_FILE)]
     if problems:
@@ -69,14 +69,14 @@ def cases(python: str, check: str, model: str, only: MeshCase | None = None) -> 
     """Run a self-check in a worker's environment, on the CPU, and yield its cases.
 
     Args:
-        python: interpreter of that environment.
+        python: Interpreter of that environment.
         check: `"package.module:function"`.
-        model: as the check takes it.
-        only: the one case to check; all of them if None.
+        model: As the check takes it.
+        only: The one case to check; all of them if None.
 
     Raises:
-        ConfigError: if the check refuses the model.
-        RLError: if the check does not finish.
+        ConfigError: If the check refuses the model.
+        RLError: If the check does not finish.
     """
     with tempfile.TemporaryFile("w+") as complaints:
         process = subprocess.Popen(

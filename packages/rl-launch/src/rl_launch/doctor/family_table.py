@@ -34,8 +34,8 @@ class FamilyTable:
     """Results of a training backend's self-check for tiny models of families.
 
     Args:
-        versions: of the packages that decide them.
-        families: model type to `kind`, as `kind_of` gives it for the model that was checked, and `cases`, each of them
+        versions: Versions of the packages that decide them.
+        families: Model type to `kind`, as `kind_of` gives it for the model that was checked, and `cases`, each of them
             the fields of a `MeshCase` with `verdict` and `reason`.
     """
 
@@ -57,9 +57,9 @@ class FamilyTable:
         """The result for a model of the same kind on the same mesh with the same versions; None if there is none.
 
         Args:
-            fields: of the model's Hugging Face config.
-            config: the backend's, which knows what settings are by default.
-            installed: version of each package in the trainer's environment.
+            fields: Fields of the model's Hugging Face config.
+            config: The backend's, which knows what settings are by default.
+            installed: Version of each package in the trainer's environment.
         """
         family = self.families.get(str(fields.get("model_type")))
         if family is None or not self._are_versions(installed) or not _is_of_kind(fields, family["kind"]):
@@ -76,7 +76,7 @@ class FamilyTable:
 
 
 def _is_of_kind(fields: Mapping[str, Any], kind: Mapping[str, Any]) -> bool:
-    """Whether a config is of a kind; fields that it leaves out are as they are by default, and so in the kind."""
+    """Return whether a config is of a kind. Missing fields have their defaults, in the kind as well."""
     asked = kind_of(fields)
     types = asked.pop("layer_types")
     return (not types or types == kind["layer_types"]) and all(

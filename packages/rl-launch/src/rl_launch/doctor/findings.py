@@ -20,10 +20,10 @@ class Finding:
     """Result of one check.
 
     Args:
-        name: name of the thing that was checked.
+        name: Name of the thing that was checked.
         status: `ok`; `warning` if the recipe runs all the same; `missing` if it does not.
-        found: the result, in words.
-        remedy: what to do, in one sentence; empty if nothing needs to be done.
+        found: The result, in words.
+        remedy: What to do, in one sentence; empty if nothing needs to be done.
     """
 
     name: str
@@ -37,8 +37,8 @@ class Check:
     """A check.
 
     Args:
-        name: name of the finding that reports a failure of the check itself.
-        look: from a machine and the needs of a recipe to findings.
+        name: Name of the finding that reports a failure of the check itself.
+        look: Function from a machine and the needs of a recipe to findings.
     """
 
     name: str
@@ -50,9 +50,9 @@ class Report:
     """Report on whether a machine can run a recipe.
 
     Args:
-        recipe: name of the recipe.
-        device: name of the device that it would run on here.
-        findings: in the order of the checks.
+        recipe: Name of the recipe.
+        device: Name of the device that it would run on here.
+        findings: Findings in the order of the checks.
     """
 
     recipe: str
@@ -61,7 +61,7 @@ class Report:
 
     @property
     def can_run(self) -> bool:
-        """Whether nothing is missing."""
+        """True if nothing is missing."""
         return not self.missing
 
     @property
@@ -95,6 +95,6 @@ def _findings(check: Check, machine: Machine, needs: Needs) -> list[Finding]:
                 check.name,
                 "warning",
                 f"could not be checked: {type(error).__name__}: {error}",
-                "Try the recipe: it may run all the same.",
+                "Try the recipe. It may still run.",
             )
         ]

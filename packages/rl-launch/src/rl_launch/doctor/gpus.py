@@ -15,9 +15,9 @@ class Gpu:
     """A GPU as its driver sees it.
 
     Args:
-        name: name of the product.
-        memory_bytes: memory of the device; None if the driver does not report it.
-        used_bytes: memory in use; None likewise.
+        name: Name of the product.
+        memory_bytes: Memory of the device; None if the driver does not report it.
+        used_bytes: Memory in use; None likewise.
     """
 
     name: str
@@ -30,9 +30,9 @@ class GpuDriver:
     """NVIDIA's driver.
 
     Args:
-        version: of the driver.
-        cuda: newest CUDA version it runs, `13.0`.
-        gpus: every GPU of the machine.
+        version: Version of the driver.
+        cuda: Newest CUDA version it runs, `13.0`.
+        gpus: Every GPU of the machine.
     """
 
     version: str
@@ -44,7 +44,7 @@ def ask_driver() -> GpuDriver | None:
     """Return the report of nvidia-smi; None if it is not installed.
 
     Raises:
-        OSError: if it fails, with its message.
+        OSError: If it fails, with its message.
     """
     program = shutil.which("nvidia-smi")
     if program is None:
@@ -74,6 +74,6 @@ def read_log(text: str) -> GpuDriver:
 
 
 def _bytes(text: str) -> int | None:
-    """Bytes of a text such as `143771 MiB`; None for `N/A`."""
+    """Return the number of bytes for a string such as `143771 MiB`; None for `N/A`."""
     number, _, unit = text.partition(" ")
     return int(number) * 2**20 if number.isdigit() and unit == "MiB" else None

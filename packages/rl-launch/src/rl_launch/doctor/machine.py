@@ -35,8 +35,8 @@ class Tool:
     """An installed program.
 
     Args:
-        path: of its executable.
-        version: as the program prints it.
+        path: Path of its executable.
+        version: As the program prints it.
     """
 
     path: str
@@ -48,9 +48,9 @@ class Space:
     """Room in a folder, or in the one that it would be made in.
 
     Args:
-        folder: the folder.
-        total_bytes, free_bytes: of its file system; free for this user.
-        is_writable: whether this user may write there.
+        folder: The folder.
+        total_bytes, free_bytes: Size of its file system, and free space for this user.
+        is_writable: True if this user may write there.
     """
 
     folder: Path
@@ -94,7 +94,7 @@ class Machine:
         return os.environ.get("RAY_ADDRESS", "")
 
     def answers(self, address: str) -> bool:
-        """Whether something listens at `host:port`."""
+        """Return whether something listens at `host:port`."""
         return is_answered(address, timeout_s=1.0)
 
     @property
@@ -180,7 +180,7 @@ class Machine:
 
     @property
     def open_files(self) -> tuple[int, int]:
-        """Most files that a process may open, and the bound to which it may raise that."""
+        """Return the maximum number of files that a process can open, and the limit to which it can increase that."""
         soft, hard = (
             sys.maxsize if limit == resource.RLIM_INFINITY else limit
             for limit in resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -21,15 +21,15 @@ class Needs:
     """Needs of a recipe.
 
     Args:
-        recipe: its name.
-        device: what it runs on.
-        num_nodes: machines.
+        recipe: Its name.
+        device: What it runs on.
+        num_nodes: Machines.
         ranks_per_node: GPUs of each, or ranks on the CPU.
         worker_envs: `cluster.worker_envs`.
-        workers: environments of its workers by role.
-        runs: folder of its runs.
-        unreadable: problems of the models, files, folders and names that it reads.
-        environments: environments that score its completions, as far as the config names them.
+        workers: Environments of its workers by role.
+        runs: Folder of its runs.
+        unreadable: Problems of the models, files, folders and names that it reads.
+        environments: Environments that score its completions, as far as the config names them.
     """
 
     recipe: str
@@ -47,12 +47,12 @@ def needs_of(recipe: str, overrides: Sequence[str], *, num_gpus: int) -> Needs:
     """Return the needs of a recipe on a machine with this many GPUs.
 
     Args:
-        recipe: its name, a YAML file, or a run directory.
+        recipe: Its name, a YAML file, or a run directory.
         overrides: `key=value`.
-        num_gpus: decides the device if `cluster.device` is `auto`; asking another cluster would start Ray.
+        num_gpus: Decides the device if `cluster.device` is `auto`; asking another cluster would start Ray.
 
     Raises:
-        ConfigError: if the config is wrong.
+        ConfigError: If the config is wrong.
     """
     plan = read_plan(recipe, overrides)
     config = plan.config

@@ -1,4 +1,4 @@
-"""The folder of an evaluation: finished groups are appended, so that one that was killed goes on."""
+"""The folder of an evaluation: finished groups are appended, so that an interrupted evaluation can resume."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class EvaluationFolder:
         """Refuse a folder that cannot be written, or that holds anything else than an evaluation.
 
         Raises:
-            RunDirectoryError: with the reason.
+            RunDirectoryError: If that is not possible; contains the reason.
         """
         check_writable(self.path)
         if self.path.is_dir() and not is_evaluation(self.path):
@@ -76,12 +76,12 @@ class EvaluationFolder:
         """Take the folder; returns the scores of the groups that an earlier evaluation has finished in it.
 
         Args:
-            identity: digests of what is measured, by a name.
-            config: resolved root.
-            num_samples: samples of each prompt, by the task's name.
+            identity: Digests of what is measured, by a name.
+            config: Resolved root.
+            num_samples: Samples of each prompt, by the task's name.
 
         Raises:
-            RunDirectoryError: if another process has it, or it holds an evaluation of something else.
+            RunDirectoryError: If another process has it, or it holds an evaluation of something else.
         """
         self.check()
         make_folder(self.path, self._access)
@@ -159,10 +159,10 @@ class EvaluationFolder:
                 done[record["task"], record["prompt_id"]] = PromptScore.of_records(group)
                 group, size = [], position
         if done:
-            _log.info("%d prompts have been evaluated here before", len(done))
+            _log.info("%d prompts are already evaluated in this folder", len(done))
         return done, size
 
 
 def is_evaluation(path: Path) -> bool:
-    """Whether a folder holds an evaluation."""
+    """Return whether a folder holds an evaluation."""
     return (path / PLAN).is_file() and (path / CONFIG).is_file()

@@ -1,4 +1,4 @@
-"""Digests of what an evaluation measures: rollouts of one are never mixed with those of another."""
+"""Digests of the inputs of an evaluation, so that rollouts of different evaluations are never mixed."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def identity_of(config: RunConfig, plan: EvaluationPlan) -> dict[str, str]:
     """A digest of each part of an evaluation that its rollouts depend on, by a name for messages.
 
     Args:
-        config: resolved root, with the folder of the model in `policy.model_name`.
-        plan: of the evaluation.
+        config: Resolved root, with the folder of the model in `policy.model_name`.
+        plan: Plan of the evaluation.
     """
     policy = config.policy
     return {

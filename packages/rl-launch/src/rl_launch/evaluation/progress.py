@@ -21,10 +21,10 @@ class EvaluationProgress:
     """Shows how many prompts are done, their mean reward and the time that is left.
 
     Args:
-        total: number of prompts.
-        done: prompts that were done before, with the sum of their mean rewards.
-        console: shows the bar, if it is a terminal.
-        clock: seconds.
+        total: Number of prompts.
+        done: Prompts that were done before, with the sum of their mean rewards.
+        console: Shows the bar, if it is a terminal.
+        clock: Returns the time in seconds.
     """
 
     def __init__(

@@ -22,9 +22,9 @@ class ScoredPrompt:
     """The rewards of one prompt.
 
     Args:
-        id: of the prompt.
-        digest: of its messages: two results share a prompt if both agree.
-        rewards: of its samples; a failed one earns 0.
+        id: Id of the prompt.
+        digest: Digest of its messages: two results share a prompt if both agree.
+        rewards: Rewards of its samples; a failed one earns 0.
     """
 
     id: str
@@ -37,11 +37,11 @@ class EvaluationResult:
     """The result of an evaluation. A notebook displays its estimates.
 
     Args:
-        path: its folder, with `eval.json` and `rollouts.jsonl`.
-        model: folder or hub name of the model.
-        tasks: summary of each task by its name; `validation` is the run's validation data.
-        prompts: rewards of every prompt, by task.
-        confidence: of the intervals.
+        path: Its folder, with `eval.json` and `rollouts.jsonl`.
+        model: Folder or hub name of the model.
+        tasks: Summary of each task by its name; `validation` is the run's validation data.
+        prompts: Rewards of every prompt, by task.
+        confidence: Confidence level of the intervals.
     """
 
     path: Path
@@ -81,7 +81,7 @@ class EvaluationResult:
         """The result in the folder of an evaluation, or in its `eval.json`.
 
         Raises:
-            ConfigError: if there is none.
+            ConfigError: If there is none.
         """
         given = Path(path).expanduser()
         file = given / RESULT if given.is_dir() else given
@@ -112,7 +112,7 @@ def compare_results(first: EvaluationResult, second: EvaluationResult) -> dict[s
     """The comparison of two results by task, on the prompts that they share. The confidence is that of the first.
 
     Raises:
-        ConfigError: if they have no task, or no prompt of a task, in common.
+        ConfigError: If they have no task, or no prompt of a task, in common.
     """
     common = [name for name in first.tasks if name in second.tasks]
     if not common:

@@ -39,8 +39,8 @@ class GivenEvaluation:
     """An evaluation as the user asked for it.
 
     Args:
-        plan: of the evaluation, or of the run that is evaluated.
-        folder: for its results, which may hold a part of them already.
+        plan: Plan of the evaluation, or of the run that is evaluated.
+        folder: Folder for its results, which can already contain some of them.
     """
 
     plan: RunPlan
@@ -50,17 +50,17 @@ class GivenEvaluation:
 def evaluation_of(
     source: str | Mapping[str, Any], overrides: Sequence[str] = (), tasks: Sequence[str] = ()
 ) -> GivenEvaluation:
-    """The evaluation that the user asks for.
+    """Return the evaluation that the user requested.
 
     Args:
-        source: a model's folder or hub name, a run directory, `RUN:STEP`, `RUN:best` or a checkpoint, the folder of an
-            evaluation to go on with, a recipe's name, a YAML file, or nested values as in such a file.
-        overrides: keys to set.
-        tasks: names of tasks; those of the source if empty.
+        source: A model's folder or hub name, a run directory, `RUN:STEP`, `RUN:best` or a checkpoint, the folder of an
+            evaluation to resume, a recipe's name, a YAML file, or nested values as in such a file.
+        overrides: Keys to set.
+        tasks: Names of tasks; the tasks of the source if empty.
 
     Raises:
-        ConfigError: listing every problem of the config.
-        RunDirectoryError: if there is no such run, or it has no such checkpoint.
+        ConfigError: If the config has problems; lists all of them.
+        RunDirectoryError: If there is no such run, or it has no such checkpoint.
     """
     if tasks:
         overrides = [f"eval.tasks={json.dumps(list(tasks))}", *overrides]
@@ -74,7 +74,7 @@ def evaluation_of(
         return GivenEvaluation(read_plan(path / "config.yaml", overrides), path)
     run, which = parts_of(source)
     if problem := absent_run(source):
-        raise RunDirectoryError(problem)
+        raise RunDirectoryError(problem.message)
     if is_run(Path(run).expanduser()):
         plan, name = _of_run(RunFolder(run), which, overrides)
     elif is_model(source):
@@ -85,7 +85,7 @@ def evaluation_of(
 
 
 def is_model(source: str) -> bool:
-    """Whether a text names a model: a folder with Hugging Face files, a hub name, or a model that is made here."""
+    """Return whether a string is a model: a folder with Hugging Face files, a hub name, or a built-in tiny model."""
     path = Path(source).expanduser()
     if path.is_dir():
         return (path / "config.json").is_file()

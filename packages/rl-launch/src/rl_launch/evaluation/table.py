@@ -38,8 +38,8 @@ def show_result(result: EvaluationResult, console: Console) -> None:
             console.print(f"{task}: failed samples score 0: {listed(summary.failures)}", soft_wrap=True, markup=False)
         if summary.num_truncated > _LEAST_TRUNCATED_SHARE * summary.num_rollouts:
             console.print(
-                f"{task}: {summary.num_truncated} of {summary.num_rollouts} samples were cut off by a limit of tokens "
-                "or turns; raise eval.max_new_tokens and policy.max_total_sequence_length, or eval.max_turns",
+                f"{task}: {summary.num_truncated} of {summary.num_rollouts} samples were cut off by a token or turn "
+                "limit. Increase eval.max_new_tokens and policy.max_total_sequence_length, or eval.max_turns",
                 soft_wrap=True,
             )
     console.print(f"Results and rollouts: {result.path}", soft_wrap=True)

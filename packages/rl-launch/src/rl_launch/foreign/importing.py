@@ -1,4 +1,4 @@
-"""A recipe from the config of another system, with an answer to each of its keys."""
+"""Import the config of another system as a recipe, with an answer to each of its keys."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Imported:
         source: The file.
         recipe: Nested plain values.
         answers: One for each key of the file, in its order.
-        notes: What the user has to know besides.
+        notes: Further remarks for the user.
     """
 
     system: str
@@ -48,7 +48,7 @@ class Imported:
 
     @property
     def features(self) -> dict[str, list[str]]:
-        """The features that are not offered, each with the keys that ask for it."""
+        """Unsupported features, each with the keys that request it."""
         found: dict[str, list[str]] = {}
         for answer in self.answers:
             if answer.kind is Kind.REFUSED:
@@ -56,22 +56,22 @@ class Imported:
         return found
 
     def of(self, kind: Kind) -> Iterator[Answer]:
-        """The answers of one kind."""
+        """Return the answers of one kind."""
         return (answer for answer in self.answers if answer.kind is kind)
 
     def count(self) -> Counter[Kind]:
-        """Number of keys by kind."""
+        """Return the number of keys by kind."""
         return Counter(answer.kind for answer in self.answers)
 
 
 def import_config(path: Path, system: str, *, algorithm: str = "", gpus: int | None = None) -> Imported:
-    """Make a recipe of the config of another system.
+    """Import the config of another system as a recipe.
 
     Args:
-        path: The file; files that it inherits from lie beside it.
+        path: The file. Files that it inherits from are next to it.
         system: One of `SYSTEMS`.
-        algorithm: Name of the algorithm, if the file does not say it.
-        gpus: Number of GPUs, if the file does not say it.
+        algorithm: Name of the algorithm, if the file does not contain it.
+        gpus: Number of GPUs, if the file does not contain it.
 
     Raises:
         ConfigError: If the file cannot be read, or its algorithm is not known.
@@ -81,11 +81,11 @@ def import_config(path: Path, system: str, *, algorithm: str = "", gpus: int | N
         raise ConfigError(f"--from: got {system!r}{near}; allowed: {', '.join(SYSTEMS)}")
     config = _TRANSLATORS[system](path, algorithm, gpus)
     if config.written("policy.model_name") is None:
-        config.notes.append("policy.model_name: the file does not name the model; put your own in the recipe")
+        config.notes.append("policy.model_name: the file does not contain a model. Set it in the recipe")
         config.put("policy.model_name", "OWNER/MODEL")
     _make_valid(config)
     if unset := _unset_variables(config.recipe):
-        config.notes.append(f"set the environment variables that the recipe names: {', '.join(unset)}")
+        config.notes.append(f"set the environment variables that the recipe uses: {', '.join(unset)}")
     if any(answer.kind is Kind.REFUSED for answer in config.answers):
         found = _problems(config.recipe)
         config.notes += [f"{problem.key}: without the refused keys, {problem.message}" for problem in found]
@@ -104,7 +104,7 @@ def _of_trl(path: Path, algorithm: str, gpus: int | None) -> Translation:
         script = read_script(path)
         config = _started(script.values, "trl", algorithm or script.algorithm, path)
         config.notes += [
-            f"{key}: the script computes it (line {line}); set it in the recipe" for key, line in script.unread.items()
+            f"{key}: the script computes it (line {line}). Set it in the recipe" for key, line in script.unread.items()
         ]
     else:
         values = interpolated(read(path), str(path))
@@ -141,7 +141,8 @@ _TRANSLATORS: Mapping[str, Callable[[Path, str, int | None], Translation]] = {
     "openrlhf": _of_openrlhf,
     "prime-rl": _of_prime_rl,
 }
-"""By system: makes a recipe of a file, given the algorithm and the number of GPUs if the file does not say them."""
+"""Functions that translate a file, by system. They take the algorithm and the number of GPUs in case the file does not
+contain them."""
 
 
 @cache
@@ -152,7 +153,7 @@ def _root(algorithm: str) -> type[Config]:
 def _started(values: dict[str, Any], system: str, algorithm: str, path: Path) -> Translation:
     if not algorithm:
         raise ConfigError(
-            f"{path}: its keys do not say the algorithm; give it by --algorithm, such as --algorithm grpo"
+            f"{path}: the algorithm cannot be inferred from its keys. Pass it, for example with --algorithm grpo"
         )
     root = _root(algorithm)
 
@@ -168,7 +169,7 @@ def _started(values: dict[str, Any], system: str, algorithm: str, path: Path) ->
 
 
 def _make_valid(config: Translation) -> None:
-    """Take settings out that have no effect here, and refuse what the recipe is not valid with."""
+    """Remove settings that have no effect here, and refuse the keys that make the recipe invalid."""
     for _ in range(_ROUNDS):
         problems = _problems(config.recipe)
         unused = [problem for problem in problems if problem.is_unused and _is_written(config, problem.key)]
@@ -190,14 +191,14 @@ _VARIABLE = re.compile(r"\$\{oc\.env:(\w+)\}")
 
 
 def _unset_variables(recipe: Any) -> list[str]:
-    """Environment variables that the recipe needs and this machine does not have."""
+    """Return the environment variables that the recipe needs and that are not set on this machine."""
     texts = [value for value in leaves(recipe).values() if isinstance(value, str)]
     named = dict.fromkeys(name for text in texts for name in _VARIABLE.findall(text))
     return [name for name in named if name not in os.environ]
 
 
 def _on_another_machine(recipe: Any) -> Any:
-    """The recipe with the names of unset variables in the place of their values, to be checked without them."""
+    """Return the recipe with unset variables replaced by their names, so that it can be checked without them."""
     unset = _unset_variables(recipe)
 
     def stand_in(_: KeyPath, value: Any) -> Any:
@@ -219,7 +220,7 @@ def _problems(recipe: dict[str, Any]) -> list[Problem]:
 
 
 def _refuse(config: Translation, problems: list[Problem]) -> None:
-    """Refuse the keys from which problems of the recipe stem."""
+    """Refuse the keys that cause problems of the recipe."""
     refused = [answer.key for answer in config.answers if answer.kind is Kind.REFUSED]
     for problem in problems:
         key, message = problem.key, problem.message
@@ -248,11 +249,11 @@ _ORDER = (
     *("algorithm", "policy", "value", "teacher", "grpo", "ppo", "distillation", "sft", "dpo", "rm", "eval", "loss_fn"),
     *("data", "env", "checkpointing", "logger", "cluster", "run_dir"),
 )
-"""Sections as recipes have them."""
+"""Order of the sections in recipes."""
 
 
 def _tidy(recipe: dict[str, Any]) -> dict[str, Any]:
-    """The recipe in the usual order of sections, without values that are the default."""
+    """Return the recipe in the usual order of sections, without default values."""
     ordered = {name: recipe[name] for name in (*_ORDER, *recipe) if name in recipe}
     try:
         whole = read_plan(_on_another_machine(ordered)).root

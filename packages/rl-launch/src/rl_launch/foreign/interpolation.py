@@ -1,4 +1,4 @@
-"""Interpolations of OmegaConf in configs of other systems, computed: keys, arithmetic and defaults."""
+"""Compute OmegaConf interpolations in configs of other systems: keys, arithmetic and defaults."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ _ARITHMETIC: dict[str, Callable[..., Any]] = {
     "min": min,
     "eval": lambda value: value,
 }
-"""Resolvers that recipes compute with."""
+"""Resolvers that recipes use."""
 
 
 class _Problem(Exception):
-    """An interpolation that cannot be computed, and why."""
+    """An interpolation that cannot be computed, and the reason."""
 
 
 def interpolated(values: dict[str, Any], name: str) -> dict[str, Any]:
-    """The values with every interpolation computed, except those of environment variables, which stay as they are:
-    they belong to the machine, not to the recipe.
+    """Return the values with every interpolation computed. Interpolations of environment variables are kept, because
+    they belong to the machine and not to the recipe.
 
     Args:
         values: Nested plain values.
         name: Name of the file, for messages.
 
     Raises:
-        ConfigError: Listing every interpolation that cannot be computed.
+        ConfigError: If interpolations cannot be computed; lists all of them.
     """
     tree = _Tree(values)
     problems: list[str] = []
@@ -71,13 +71,13 @@ def interpolated(values: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 class _Tree:
-    """The values that interpolations name."""
+    """The values that interpolations refer to."""
 
     def __init__(self, values: dict[str, Any]) -> None:
         self._values = values
 
     def computed(self, text: str, path: tuple[str | int, ...], under_way: tuple[str, ...]) -> Any:
-        """The value of a text: of one interpolation its value, and otherwise a text with their values in it."""
+        """Return the value of a string: of a single interpolation, or the string with all interpolations replaced."""
         parts = list(_parts(text))
         values = [self._part(part, path, under_way) if is_inner else part for part, is_inner in parts]
         return values[0] if len(values) == 1 else "".join(map(_shown, values))
@@ -97,11 +97,11 @@ class _Tree:
             except _Problem:
                 return values[1] if len(values) > 1 else None
         if name not in _ARITHMETIC:
-            raise _Problem(f"asks for {name!r}, which is not known; write the value")
+            raise _Problem(f"uses the unknown resolver {name!r}. Write the value instead")
         try:
             return _ARITHMETIC[name](*values)
         except (TypeError, ArithmeticError):
-            raise _Problem(f"cannot be computed from {', '.join(map(repr, values))}; write the value") from None
+            raise _Problem(f"cannot be computed from {', '.join(map(repr, values))}. Write the value instead") from None
 
     def _argument(self, text: str, path: tuple[str | int, ...], under_way: tuple[str, ...]) -> Any:
         return self.computed(text, path, under_way) if "${" in text else scalar(text.strip("'\""))
@@ -112,10 +112,10 @@ class _Tree:
         target = (*base, *(int(each) if each.isdecimal() else each for each in _SEGMENT.findall(key)))
         name = ".".join(map(str, target))
         if name in under_way:
-            raise _Problem("leads back to itself")
+            raise _Problem("is circular")
         value = self._at(target)
         if value is _MISSING:
-            raise _Problem(f"names {name}, which is not in the file")
+            raise _Problem(f"refers to {name}, which is not in the file")
         return self._whole(value, target, (*under_way, name))
 
     def _whole(self, value: Any, path: tuple[str | int, ...], under_way: tuple[str, ...]) -> Any:
@@ -145,7 +145,7 @@ class _Tree:
 
 
 def _parts(text: str) -> Iterator[tuple[str, bool]]:
-    """The parts of a text, and whether each is the inside of an interpolation."""
+    """Yield the parts of a string, each with True if it is the inside of an interpolation."""
     plain, place = "", 0
     while place < len(text):
         if text.startswith("${", place) and not text.startswith("\\", place - 1 if place else 0):
@@ -162,7 +162,7 @@ def _parts(text: str) -> Iterator[tuple[str, bool]]:
 
 
 def _end(text: str, start: int) -> int:
-    """The place of the brace that closes the interpolation which starts here."""
+    """Return the index of the closing brace of the interpolation that starts at `start`."""
     depth = 0
     for place in range(start, len(text)):
         if text[place] == "{":

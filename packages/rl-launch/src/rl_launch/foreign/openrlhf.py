@@ -99,11 +99,13 @@ def _optimizer(config: Translation) -> None:
             rate, warmup=warmup, decay=decay, end=_UNKNOWN_LENGTH, last=_UNKNOWN_LENGTH, end_rate=share * rate
         )
         config.put(f"{model}.scheduler", schedule)
-        config.notes.append(f"{model}.scheduler: its {_UNKNOWN_LENGTH} steps are a guess; put the steps of your data")
+        config.notes.append(
+            f"{model}.scheduler: its {_UNKNOWN_LENGTH} steps are a guess. Set the number of steps of your data"
+        )
     config.follows(["lr_scheduler", "lr_warmup_ratio"], "policy.scheduler")
     config.follows(["adam_betas", "l2"], "policy.optimizer.kwargs")
     config.put("policy.dtensor_cfg.cpu_offload", False)
-    config.unneeded("adam_offload", "models free devices for one another by themselves")
+    config.unneeded("adam_offload", "models free devices for each other automatically")
     config.unneeded("bf16", "policy.precision is bfloat16")
 
 
@@ -138,20 +140,20 @@ def _data(config: Translation) -> None:
         config.follows([key], f"data.{purpose}")
     if config.written("data.train") is None:
         config.put("data.train", {"dataset_name": "OWNER/DATASET"})
-        config.notes.append("data.train.dataset_name: the flags name no data; put your own")
+        config.notes.append("data.train.dataset_name: the flags do not contain data. Set your own")
     config.follows(["dataset_probs", "prompt_data_probs"], "data.train.weight")
     config.follows(["dataset_split", "prompt_split", "eval_split"], "data.train.split and data.validation.split")
     if config.get("max_samples"):
         config.notes.append(f"data.train.split: --max_samples {config.get('max_samples')} is written train[:N]")
     config.follows(["max_samples"], "data.train.split")
     if config.get("input_template"):
-        config.refuse("input_template", "a template in a flag: write it to a file, data.default.prompt_file")
+        config.refuse("input_template", "a template in a flag. Write it to a file, data.default.prompt_file")
     for key, name in (("chosen_key", "chosen"), ("rejected_key", "rejected"), ("prompt_key", "prompt")):
         if config.get(key):
             config.put(f"data.default.columns.{name}", config.get(key))
         config.follows([key], f"data.default.columns: {name}")
     config.put("data.overlong", "skip")
-    config.notes.append("data.overlong: skip leaves out rows that are too long")
+    config.notes.append("data.overlong: skip omits rows that are too long")
 
 
 def _dataset(name: str, split: Any) -> dict[str, Any]:
@@ -234,15 +236,18 @@ def _rewards(config: Translation) -> None:
         )
     elif remote:
         config.refuse(
-            "remote_rm_url", "a reward server by its address: call it from a function, env_name: FILE.py:NAME"
+            "remote_rm_url", "a reward server by its address. Call it from a function, env_name: FILE.py:NAME"
         )
     elif model:
         config.put("data.default.env_name", "reward_model")
         config.put("env.reward_model.model", model)
     elif config.get("agent_func_path"):
-        config.refuse("agent_func_path", "an agent of OpenRLHF: write it as an environment, env_name: FILE.py:NAME")
+        config.refuse("agent_func_path", "an OpenRLHF agent. Write it as an environment, env_name: FILE.py:NAME")
     else:
-        config.notes.append("data.default.env_name: the flags name no reward; name what scores responses")
+        config.notes.append(
+            "data.default.env_name: the flags do not contain a reward. Set the function or environment that scores "
+            "responses"
+        )
     config.follows(["remote_rm_url", "reward_pretrain", "agent_func_path"], "data.default.env_name")
 
 
@@ -265,14 +270,14 @@ def _supervised(config: Translation) -> None:
         config.follows(["ipo", "label_smoothing"], "dpo.loss")
         reference = config.get("ref_pretrain")
         if reference not in (None, config.get("pretrain")):
-            config.refuse("ref_pretrain", "another reference model than the initial policy")
+            config.refuse("ref_pretrain", "a reference model other than the initial policy")
         config.unneeded("ref_pretrain", "the reference is the initial policy")
     if loop == "rm":
         if config.get("loss", "sigmoid") != "sigmoid":
             config.refuse("loss", f"the reward model's loss {config.get('loss')}")
         config.follows(["loss"], "rm.loss: bradley-terry")
     if loop == "sft" and config.get("pretrain_mode"):
-        config.refuse("pretrain_mode", "learning whole texts (pretrain_mode)")
+        config.refuse("pretrain_mode", "training on whole texts (pretrain_mode)")
     if not config.get("packing_samples"):
         config.put("policy.sequence_packing.enabled", False)
 
@@ -288,7 +293,7 @@ def _rest(config: Translation) -> None:
     config.follows(["eval_steps"], f"{loop}.val_period")
     if config.get("save_steps", -1) < 0:
         config.put("checkpointing.save_period", 0)
-        config.follows(["save_steps"], "checkpointing.save_period: 0, which saves at the end")
+        config.follows(["save_steps"], "checkpointing.save_period: 0, which saves at the end only")
     config.put("logger.wandb_enabled", bool(config.get("use_wandb")))
     config.follows(["use_wandb"], "logger.wandb_enabled; the key belongs in WANDB_API_KEY")
     config.unneeded("save_hf_ckpt", "every checkpoint has Hugging Face files in hf/")

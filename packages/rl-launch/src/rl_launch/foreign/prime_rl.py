@@ -99,7 +99,7 @@ def _optimizer(config: Translation) -> None:
     warmup = config.get(f"{at}.warmup_steps", 0 if style == "constant" else 10)
     least, decayed = config.get(f"{at}.min_lr", 0.0), config.get(f"{at}.decay_steps")
     if style == "linear" and decayed and warmup + decayed < steps:
-        config.refuse(f"{at}.decay_steps", "a rate that is constant between warmup and decay")
+        config.refuse(f"{at}.decay_steps", "a constant learning rate between warmup and decay")
     schedule = warmup_and_decay(rate, warmup=warmup, decay=style, end=steps, last=steps, end_rate=least)
     config.put("policy.scheduler", schedule)
     for name in ("type", "warmup_steps", "decay_steps", "min_lr"):
@@ -110,7 +110,7 @@ def _rollouts(config: Translation) -> None:
     group = _first(config, "orchestrator.group_size", "orchestrator.rollouts_per_example", default=8)
     batch = config.get("orchestrator.batch_size", 128)
     if batch % group:
-        config.refuse("orchestrator.batch_size", f"a batch of {batch} that groups of {group} do not divide")
+        config.refuse("orchestrator.batch_size", f"a batch of {batch} that is not a multiple of groups of {group}")
     config.put("grpo.num_generations_per_prompt", group)
     config.put("grpo.num_prompts_per_step", max(1, batch // group))
     config.put("policy.train_global_batch_size", batch)
@@ -174,7 +174,7 @@ def _environments(config: Translation) -> None:
         config.put("data.train", {"dataset_name": "OWNER/DATASET"})
         config.notes.append(
             f"data.train: its environment {', '.join(named)} is a package of verifiers, which brings its own prompts; "
-            "name a dataset, and an environment of yours in env_name"
+            "set a dataset, and your own environment in env_name"
         )
         config.follows([key], "data.train.env_name")
 
@@ -186,7 +186,7 @@ def _data(config: Translation) -> None:
     made: list[dict[str, Any]] = [{"dataset_name": name} for name in names if name]
     if not made:
         made = [{"dataset_name": "OWNER/DATASET"}]
-        config.notes.append("data.train.dataset_name: the file names no data; put your own")
+        config.notes.append("data.train.dataset_name: the file does not contain data. Set your own")
     for key, name in (("data.splits", "split"), ("data.subsets", "subset")):
         for each, value in zip(made, config.get(key) or [], strict=False):
             each[name] = value

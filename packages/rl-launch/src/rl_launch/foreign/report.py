@@ -12,7 +12,7 @@ from rl_launch.foreign_keys.table import Kind
 
 _WIDTH = 118
 _COUNTED = {
-    Kind.SAME: "taken as they are",
+    Kind.SAME: "unchanged",
     Kind.RENAMED: "renamed",
     Kind.FOLLOWS: "worked out",
     Kind.NOT_NEEDED: "not needed",
@@ -25,7 +25,7 @@ def recipe_text(imported: Imported) -> str:
     lines = [f"Imported from {imported.system}: {imported.source}", *_checks(imported)]
     refused = _grouped(imported.of(Kind.REFUSED))
     if refused:
-        lines += ["Refused, and left out:", *refused]
+        lines += ["Refused and omitted:", *refused]
     unneeded = _grouped(imported.of(Kind.NOT_NEEDED))
     if unneeded:
         lines += ["Not taken over:", *unneeded]

@@ -111,7 +111,7 @@ class MegatronSchedule:
         if self.style not in ("constant", "linear", "cosine"):
             return "lr_decay_style", f"the learning-rate schedule {self.style}"
         if self.changes_decay:
-            return "end_weight_decay", "weight decay that changes while training"
+            return "end_weight_decay", "weight decay that changes during training"
         return None
 
     def torch_schedules(self, last: int) -> list[dict[str, Any]]:

@@ -62,7 +62,7 @@ def read_flags(path: Path) -> dict[str, Any]:
             earlier = found[name]
             found[name] = scalar(word) if earlier is True else [*_several(earlier), scalar(word)]
     if not found:
-        raise ConfigError(f"{path}: there are no flags (--name value) in it")
+        raise ConfigError(f"{path}: the file contains no flags (--name value)")
     return found
 
 
@@ -88,7 +88,7 @@ def read_overrides(path: Path, bases: Mapping[str, dict[str, Any]]) -> dict[str,
                 at = at.setdefault(name, {})
             at[last] = _value(value)
     if not found:
-        raise ConfigError(f"{path}: there are no `section.key=value` words in it")
+        raise ConfigError(f"{path}: the file contains no `section.key=value` arguments")
     return found
 
 
@@ -101,7 +101,7 @@ def _value(text: str) -> Any:
 
 def _merged(path: Path, chain: tuple[Path, ...], bases: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     if path.resolve() in chain:
-        raise ConfigError(f"{path}: `defaults` go in a circle; take one of them out")
+        raise ConfigError(f"{path}: circular `defaults`. Remove one of them")
     own = _values(path)
     parents = own.pop("defaults", None)
     merged: dict[str, Any] = {}
@@ -159,7 +159,7 @@ def _values(path: Path) -> dict[str, Any]:
     except (yaml.YAMLError, tomllib.TOMLDecodeError, json.JSONDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
     if not isinstance(values, dict):
-        raise ConfigError(f"{path}: must hold `key: value` lines")
+        raise ConfigError(f"{path}: must contain `key: value` lines")
     return values
 
 

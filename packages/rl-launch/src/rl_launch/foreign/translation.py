@@ -1,4 +1,4 @@
-"""A recipe as it is made from the config of another system, and the answer to each of its keys."""
+"""A recipe that is built from the config of another system, and the answer to each of its keys."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ _OFF = "its section is off ({section}.enabled is false)"
 _EMPTY = "not known here, and empty or off"
 _UNKNOWN = "{system} keys that are not known here"
 _ALWAYS = ("colocated",)
-"""Sections that count also if they are not enabled."""
+"""Sections that matter even if they are not enabled."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What became of one key.
+    """The answer to one key.
 
     Args:
         key: Dotted key of the other system.
         value: Its value.
         kind: The answer.
-        text: The key here, the reason or the feature.
+        text: The new key, the reason or the feature.
     """
 
     key: str
@@ -36,12 +36,12 @@ class Answer:
 
 
 class Translation:
-    """The values of one foreign config, and the recipe made of them so far.
+    """The values of one foreign config, and the recipe that is built from them.
 
     Args:
-        values: Nested plain values, interpolations computed.
+        values: Nested plain values with interpolations computed.
         table: The keys of the system.
-        key_here: Returns the key of this project with a dotted name, None if there is none.
+        key_here: Returns the key of this project for a dotted name; None if it does not exist.
     """
 
     def __init__(self, values: dict[str, Any], table: Table, key_here: Callable[[str], Key | None]) -> None:
@@ -56,27 +56,27 @@ class Translation:
 
     @property
     def answers(self) -> list[Answer]:
-        """The answers so far, in the order of the keys."""
+        """Answers so far, in the order of the keys."""
         order = {key: place for place, key in enumerate(self._keys)}
         return sorted(self._answers.values(), key=lambda answer: order.get(answer.key, len(order)))
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value at a key of the other system; the default if there is none or it is null."""
+        """Return the value of a key of the other system; the default if it is missing or null."""
         found: Any = self.values
         for name in key.split("."):
             found = found.get(name) if isinstance(found, dict) else None
         return default if found is None else found
 
     def has(self, key: str) -> bool:
-        """Whether a key, or one below it, was given."""
+        """Return whether a key, or one below it, was given."""
         return any(known == key or known.startswith(f"{key}.") for known in self._keys)
 
     def is_known(self, key: str) -> bool:
-        """Whether the table has a key, or it exists here under the same name."""
+        """Return whether the table has a key, or the key exists in this project under the same name."""
         return self.table.rule(key) is not None or self._key_here(key) is not None
 
     def keys(self, section: str = "") -> list[str]:
-        """The keys in a section that have no answer."""
+        """Return the keys of a section that have no answer."""
         return [
             key
             for key in self._keys
@@ -84,7 +84,7 @@ class Translation:
         ]
 
     def put(self, key: str, value: Any) -> None:
-        """Set a key of the recipe, over what it has there."""
+        """Set a key of the recipe, replacing its value."""
         *sections, last = key.split(".")
         at = self.recipe
         for name in sections:
@@ -97,14 +97,14 @@ class Translation:
             self.put(key, value)
 
     def written(self, key: str) -> Any:
-        """The value of a key of the recipe; None if it has none."""
+        """Return the value of a key of the recipe; None if it is not set."""
         found: Any = self.recipe
         for name in key.split("."):
             found = found.get(name) if isinstance(found, dict) else None
         return found
 
     def remove(self, key: str) -> None:
-        """Take a key out of the recipe."""
+        """Remove a key from the recipe."""
         *sections, last = key.split(".")
         at = self.recipe
         for name in sections:
@@ -112,7 +112,7 @@ class Translation:
         at.pop(last, None)
 
     def answer(self, key: str, kind: Kind, text: str) -> None:
-        """Answer a key, or all that are below it and have no answer."""
+        """Answer a key, or all keys below it that have no answer."""
         for each in self.keys(key):
             self._answers[each] = Answer(each, self._keys[each], kind, text)
 
@@ -121,26 +121,26 @@ class Translation:
         self._answers[key] = Answer(key, self._keys.get(key), kind, text)
 
     def follows(self, keys: Iterable[str], text: str) -> None:
-        """Answer keys whose values went into the recipe in another form."""
+        """Answer keys whose values are in the recipe in another form."""
         for key in keys:
             self.answer(key, Kind.FOLLOWS, text)
 
     def unneeded(self, key: str, reason: str) -> None:
-        """Answer a key that has nothing to say here."""
+        """Answer a key that is not needed."""
         self.answer(key, Kind.NOT_NEEDED, reason)
 
     def refuse(self, key: str, feature: str) -> None:
-        """Answer a key that asks for a feature which is not offered."""
+        """Answer a key that requests an unsupported feature."""
         self.answer(key, Kind.REFUSED, feature)
 
     def rename(self, key: str, here: str) -> None:
-        """Take a value over under another key."""
+        """Copy a value to another key."""
         if key in self.keys(key):
             self.put(here, self.table.value(key, self._keys[key]))
             self.answer(key, Kind.SAME if key == here else Kind.RENAMED, here)
 
     def finish(self) -> None:
-        """Answer every key that has no answer by the table, or else by the keys that exist here."""
+        """Answer all remaining keys, by the table or by the keys that exist in this project."""
         self._answer_sections_that_are_off()
         for key in self.keys():
             self._answer_by_table(key)
@@ -174,7 +174,7 @@ class Translation:
     def _take(self, key: str, here: str, value: Any) -> None:
         found = self._key_here(here)
         if value is None and (found is None or NoneType not in found.kinds):
-            self.unneeded(key, f"null; the default of {here} holds")
+            self.unneeded(key, f"null; the default of {here} is used")
         else:
             self.rename(key, here)
 

@@ -65,7 +65,9 @@ def translate(config: Translation, gpus: int | None) -> None:
     config.put("algorithm", config.algorithm)
     config.put("cluster", {"device": "cuda", "gpus_per_node": gpus or 1})
     if gpus is None:
-        config.notes.append("cluster.gpus_per_node: 1, as the file does not say it; import with --gpus N for others")
+        config.notes.append(
+            "cluster.gpus_per_node: 1, because the file does not contain it. Import with --gpus N for other values"
+        )
     _model(config)
     _optimizer(config)
     _batches(config, gpus or 1)
@@ -78,7 +80,7 @@ def translate(config: Translation, gpus: int | None) -> None:
 
 
 def _weighs_responses(config: Translation) -> bool:
-    """Whether the file is of a KTOTrainer, which has a loss of its own."""
+    """Return whether the file is of a KTOTrainer, which has a loss of its own."""
     return any(key in config.values for key in _KTO_WEIGHTS)
 
 
@@ -107,7 +109,7 @@ def _model(config: Translation) -> None:
     attention = config.get("attn_implementation")
     if attention in ("sdpa", "eager", "flash_attention_2", "flash_attention_3"):
         config.put("policy.dtensor_cfg.attention_backend", attention)
-    config.follows(["attn_implementation"], "policy.dtensor_cfg.attention_backend; kernels of the hub are not loaded")
+    config.follows(["attn_implementation"], "policy.dtensor_cfg.attention_backend; kernels from the hub are not loaded")
     targets = config.get("lora_target_modules")
     if config.get("use_peft"):
         config.put("policy.lora_cfg", {"enabled": True, "dim": 16, "alpha": 32, "dropout": 0.05})
@@ -181,11 +183,11 @@ def _data(config: Translation) -> None:
     name = config.get("dataset_name")
     datasets = config.get("datasets")
     if name is None and datasets is None:
-        config.notes.append("data.train.dataset_name: the script names the dataset; put your own in the recipe")
+        config.notes.append("data.train.dataset_name: the dataset is in the script. Set it in the recipe")
         name = "OWNER/DATASET"
     if datasets is not None:
         for key in config.keys("datasets"):
-            config.refuse(key, "a mixture written as `datasets`; list them in data.train")
+            config.refuse(key, "a mixture in `datasets`. List the datasets in data.train")
     if name is None:
         return
     local = any(str(name).startswith(each) for each in ("/", "./", "~")) or str(name).endswith((".json", ".jsonl"))
@@ -241,7 +243,8 @@ def _schedule(config: Translation) -> None:
         warmup = max(1, round(config.get("warmup_ratio") * length))
     if steps <= 0 and (decay != "constant" or config.get("warmup_ratio")):
         config.notes.append(
-            f"policy.scheduler: its {length} steps are a guess, as the file counts epochs; put the steps of your data"
+            f"policy.scheduler: its {length} steps are a guess, because the file counts epochs. "
+            "Set the number of steps of your data"
         )
     rate = config.get("learning_rate")
     updates = 1
@@ -368,10 +371,10 @@ def _sft(config: Translation) -> None:
     for key in ("assistant_only_loss", "completion_only_loss"):
         if config.get(key) is False:
             config.refuse(key, "learning the prompt too (assistant_only_loss, completion_only_loss: false)")
-        config.follows([key], "sft.learn; the assistant's text alone is learned")
+        config.follows([key], "sft.learn; only the assistant's text is trained")
     if config.get("assistant_only_loss") is None and config.get("completion_only_loss") is None:
         config.notes.append(
-            "sft.learn: the assistant's text alone is learned; TRL learns whole conversations unless told otherwise"
+            "sft.learn: only the assistant's text is trained; TRL learns whole conversations unless told otherwise"
         )
     config.put("data.overlong", "skip")
     config.notes.append("data.overlong: skip leaves out rows that TRL cuts at max_length")

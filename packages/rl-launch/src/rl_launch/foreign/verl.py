@@ -95,7 +95,7 @@ def _estimator(config: Translation) -> None:
         config.put("ppo.value_clip", config.get("critic.cliprange_value", 0.5))
         config.put("ppo.num_generations_per_prompt", config.get(f"{_ROLLOUT}.n", 1))
         config.follows([f"{_ROLLOUT}.n"], "ppo.num_generations_per_prompt")
-        config.unneeded("algorithm.norm_adv_by_std_in_grpo", "advantages are those of GAE")
+        config.unneeded("algorithm.norm_adv_by_std_in_grpo", "advantages are GAE advantages")
 
 
 def _lengths(config: Translation) -> None:
@@ -111,7 +111,7 @@ def _lengths(config: Translation) -> None:
     config.follows([f"{_ROLLOUT}.max_model_len"], "policy.max_total_sequence_length")
     skips = config.get("data.filter_overlong_prompts") or config.get("data.truncation", "error") != "error"
     config.put("data.overlong", "skip" if skips else "error")
-    config.follows(["data.filter_overlong_prompts", "data.truncation"], "data.overlong; prompts are never cut")
+    config.follows(["data.filter_overlong_prompts", "data.truncation"], "data.overlong; prompts are never truncated")
 
 
 def _batches(config: Translation) -> None:
@@ -185,7 +185,9 @@ def _optimizer(config: Translation, model: str, section: str) -> None:
         schedule = warmup_and_decay(rate, warmup=warmup, decay=_DECAYS[style], end=steps, last=steps, end_rate=least)
         config.put(f"{model}.scheduler", schedule)
         if style != "constant" and not config.get("trainer.total_training_steps"):
-            config.notes.append(f"{model}.scheduler: its {steps} steps are a guess; put the steps of your data")
+            config.notes.append(
+                f"{model}.scheduler: its {steps} steps are a guess. Set the number of steps of your data"
+            )
     for name in ("lr", "weight_decay", "betas"):
         config.follows([f"{at}.{name}"], f"{model}.optimizer.kwargs")
     for name in (
@@ -211,7 +213,7 @@ def _model(config: Translation) -> None:
         config.refuse(f"{_ACTOR}.strategy", f"training by {strategy}")
     config.follows([f"{_ACTOR}.strategy"], "policy.dtensor_cfg, or policy.megatron_cfg")
     config.put("policy.dtensor_cfg.cpu_offload", bool(config.get(f"{_ACTOR}.fsdp_config.offload_policy")))
-    config.unneeded(f"{_ACTOR}.fsdp_config.param_offload", "models free devices for one another by themselves")
+    config.unneeded(f"{_ACTOR}.fsdp_config.param_offload", "models free devices for each other automatically")
     rank = config.get(f"{_MODEL}.lora_rank", 0)
     if rank:
         config.put("policy.lora_cfg", {"enabled": True, "dim": rank, "alpha": config.get(f"{_MODEL}.lora_alpha", 16)})
@@ -262,7 +264,7 @@ def _loss(config: Translation) -> None:
 def _kl(config: Translation) -> None:
     in_loss, in_reward = config.get(f"{_ACTOR}.use_kl_loss"), config.get("algorithm.use_kl_in_reward")
     if in_loss and in_reward:
-        config.refuse("algorithm.use_kl_in_reward", "KL in the loss and in the reward at once")
+        config.refuse("algorithm.use_kl_in_reward", "KL in the loss and in the reward at the same time")
     elif in_loss:
         config.put("loss_fn.kl.weight", config.get(f"{_ACTOR}.kl_loss_coef", 0.001))
         kind = str(config.get(f"{_ACTOR}.kl_loss_type", "low_var_kl"))
@@ -323,13 +325,13 @@ def _data(config: Translation) -> None:
     config.follows(["data.prompt_key"], "data.default.columns: prompt")
     if config.written("data.train") is None:
         config.put("data.train", {"data_path": "train.parquet", "processor": "dapo_math"})
-        config.notes.append("data.train.data_path: the file names no data; put your own")
+        config.notes.append("data.train.data_path: the file does not contain data. Set your own")
     path = config.get("custom_reward_function.path", config.get("reward.custom_reward_function.path"))
     name = config.get("custom_reward_function.name", "compute_score")
     scorer = f"{Path(str(path)).name}:{name}" if path else "verl's scorer by data_source"
     config.notes.append(
         f"data.default.env_name: name what scores responses, in place of {scorer}: an environment such as math, or a "
-        "function of yours, FILE.py:NAME (docs/rewards-and-environments.md has its parameters)"
+        "function of your own, FILE.py:NAME (docs/rewards-and-environments.md has its parameters)"
     )
     config.notes.append("data: processor dapo_math reads verl's rows, `prompt` and `reward_model.ground_truth`")
     for section in ("custom_reward_function", "reward.custom_reward_function"):

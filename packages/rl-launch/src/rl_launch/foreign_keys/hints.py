@@ -1,4 +1,4 @@
-"""What an unknown key of a recipe is if another system has it."""
+"""Explanations of unknown keys of a recipe that exist in another system."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections import Counter
 from typing import Any
 
 _ENOUGH = 3
-"""Keys of one system from which on a file is taken for a config of that system."""
+"""Minimum number of keys of one system for a file to count as a config of that system."""
 
 _REMARK = "note: "
 _NAMED = 3
 
 
 class ForeignHints:
-    """Explains unknown keys that another system has, for one config.
+    """Explain the unknown keys of one config that exist in another system.
 
     Args:
         algorithm: Name of the algorithm's section.
@@ -24,11 +24,11 @@ class ForeignHints:
         self._found: Counter[str] = Counter()
 
     def __call__(self, key: str, value: Any) -> str:
-        """What a key is here; empty if no other system has it.
+        """Return the explanation of a key; empty if no other system has it.
 
         Args:
             key: Dotted key.
-            value: Its value; of a section, the keys below it are explained too.
+            value: Its value. For a section, the keys below it are explained too.
         """
         # the tables are read only for a config with an unknown key
         from rl_launch.foreign_keys.table import SYSTEMS, table
@@ -40,7 +40,7 @@ class ForeignHints:
         return ""
 
     def remarks(self, source: str) -> list[str]:
-        """The command that takes a whole file over, if this one is most likely a config of another system.
+        """Return the command that imports the whole file, if the file is most likely a config of another system.
 
         Args:
             source: Name of the file.
@@ -48,15 +48,15 @@ class ForeignHints:
         from rl_launch.foreign_keys.table import SYSTEMS
 
         return [
-            f"{_REMARK}{count} of these keys are of {SYSTEMS[system]}; `rl config import {source} --from {system}` "
-            "makes a recipe of the whole file"
+            f"{_REMARK}{count} of these keys are {SYSTEMS[system]} keys. To import the whole file, run "
+            f"`rl config import {source} --from {system}`"
             for system, count in self._found.most_common(1)
             if count >= _ENOUGH
         ]
 
     @staticmethod
     def remarks_in(message: str) -> list[str]:
-        """The remarks at the end of an error's message."""
+        """Return the remarks at the end of an error message."""
         return [line for line in message.splitlines() if line.startswith(_REMARK)]
 
     def _explained(self, table: Any, key: str, value: Any) -> str:
@@ -89,7 +89,7 @@ class ForeignHints:
 
 
 def _are_all_off(table: Any, key: str, value: Any) -> bool:
-    """Return whether a section asks for nothing: it is not enabled, or all its keys are off."""
+    """Return whether a section requests nothing: it is not enabled, or all its keys are off."""
     from rl_launch.foreign_keys.flat import flattened
 
     if not isinstance(value, dict):

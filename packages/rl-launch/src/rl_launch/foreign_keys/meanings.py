@@ -15,11 +15,11 @@ _MOST = 4
 
 @dataclass(frozen=True)
 class Meaning:
-    """A key of another system, and what it is here.
+    """A key of another system, and its explanation.
 
     Args:
-        text: Sentence about it, such as `learning_rate is a key of TRL; write policy.optimizer.kwargs.lr`.
-        key: Key that it is here; empty if it is not exactly one.
+        text: Sentence about it, such as `learning_rate is a TRL key. Write policy.optimizer.kwargs.lr`.
+        key: The matching key of this project; empty unless there is exactly one.
     """
 
     text: str
@@ -27,8 +27,8 @@ class Meaning:
 
 
 def meanings(name: str, algorithm: str = "") -> list[Meaning]:
-    """Return what a key is here by the tables of other systems, one for each different answer; none if no system has
-    it.
+    """Return the explanations of a key by the tables of other systems, one for each different answer; empty if no
+    system has the key.
 
     Args:
         name: Dotted key, or its last name.
@@ -54,7 +54,7 @@ def _meaning(key: str, systems: list[str], rule: Rule, algorithm: str) -> Meanin
 
 
 def _rules(known: Table, name: str) -> Iterator[tuple[str, Rule]]:
-    """The rules of a system for a key, or for the keys that end in a name."""
+    """Yield the rules of a system for a key, or for the keys that end in a name."""
     if (rule := known.rule(name)) is not None:
         yield name, rule
     elif "." not in name:

@@ -1,4 +1,4 @@
-"""What each key of another system is here, as data in `tables/`."""
+"""The answer to each key of another system, as data in `tables/`."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ SYSTEMS = {
     "openrlhf": "OpenRLHF",
     "prime-rl": "prime-rl",
 }
-"""Systems with a table, by the name that `--from` takes."""
+"""Systems with a table, by their name for `--from`."""
 
 ALGORITHM = "{algorithm}"
-"""Stands for the section of the algorithm in a key of this system."""
+"""Placeholder for the section of the algorithm in a key of this project."""
 
 _TABLES = Path(__file__).parent / "tables"
 _MODELS = ("value", "teacher")
@@ -34,20 +34,20 @@ class Kind(Enum):
 
     SAME = "taken as it is"
     RENAMED = "renamed"
-    FOLLOWS = "worked out from this and other keys"
+    FOLLOWS = "computed from this and other keys"
     NOT_NEEDED = "not needed"
     REFUSED = "refused"
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What one key is here.
+    """The answer to one key.
 
     Args:
         pattern: The key, with `*` for one name or a part of it and `**` for any number of names.
         kind: The answer.
-        text: The key here if renamed, what it becomes if it is worked out, the reason if it is not needed, or the
-            feature that is not offered.
+        text: The new key if it is renamed, what it becomes if it is computed, the reason if it is not needed, or the
+            feature that is not supported.
     """
 
     pattern: str
@@ -55,7 +55,7 @@ class Rule:
     text: str
 
     def answer(self, key: str, algorithm: str) -> str:
-        """The text for a key that matches; the sections of models and of the algorithm are put in.
+        """Return the text for a key that matches, with the sections of models and of the algorithm filled in.
 
         Args:
             key: The key of the other system.
@@ -70,24 +70,25 @@ class Rule:
         return text
 
     def in_words(self, system: str, key: str, algorithm: str, *, is_off: bool = False) -> str:
-        """The answer as a message gives it.
+        """Return the answer as a noun phrase for a message, such as `a TRL key. Write sft.max_num_epochs`.
 
         Args:
             system: Name of the other system.
             key: Its key.
             algorithm: Name of the section of the algorithm.
-            is_off: Whether the key has a value that asks for nothing.
+            is_off: True if the value of the key requests nothing.
         """
         text = self.answer(key, algorithm)
+        noun = f"{_article(system)} {system} key"
         match self.kind:
             case Kind.NOT_NEEDED:
-                return f"a key of {system} that is not needed here ({text}); remove it"
+                return f"{noun} that is not needed here ({text}). Remove it"
             case Kind.REFUSED if is_off:
-                return f"a key of {system} that is off; remove it"
+                return f"{noun} that is off. Remove it"
             case Kind.REFUSED:
-                return f"a key of {system}, for what is not offered here: {text}; remove it"
+                return f"{noun} for an unsupported feature: {text}. Remove it"
             case _:
-                return f"a key of {system}; write {text}"
+                return f"{noun}. Write {text}"
 
 
 @dataclass(frozen=True)
@@ -97,10 +98,10 @@ class Table:
     Args:
         name: Name of the system.
         rules: One per key.
-        values: Values of keys that are called otherwise here, by key.
-        off: Values besides the empty ones at which a refused key changes nothing, by key.
+        values: Values that have another name here, by key.
+        off: Values, in addition to empty ones, with which a refused key changes nothing, by key.
         defaults: Defaults of the system that matter, by algorithm.
-        is_flat: Whether its keys are names without sections, which are recognised in any section.
+        is_flat: True if its keys are names without sections, which are recognised in any section.
     """
 
     name: str
@@ -120,7 +121,7 @@ class Table:
         return sorted(patterns, key=lambda rule: (_ANY_DEPTH in rule.pattern, -len(rule.pattern)))
 
     def rule(self, key: str) -> Rule | None:
-        """The rule for a key; None if the key is not known."""
+        """Return the rule for a key; None if the key is not known."""
         for name in _names(key):
             found = self._exact.get(name) or next(
                 (rule for rule in self._patterns if _matches(name.split("."), rule.pattern.split("."))), None
@@ -130,18 +131,18 @@ class Table:
         return None
 
     def value(self, key: str, value: Any) -> Any:
-        """The value as it is called here."""
+        """Return the name of a value in this project."""
         known = self.values.get(key, {})
         return known.get(value, value) if isinstance(value, str | bool | int | float | None) else value
 
     def is_off(self, key: str, value: Any) -> bool:
-        """Whether a refused key changes nothing with this value."""
+        """Return whether a refused key changes nothing with this value."""
         return value in (None, False, 0, "", [], {}, "None") or value in self.off.get(key, [])
 
 
 @cache
 def table(system: str) -> Table:
-    """The table of a system.
+    """Return the table of a system.
 
     Args:
         system: One of `SYSTEMS`.
@@ -167,8 +168,12 @@ def _rules(data: Mapping[str, Any]) -> Iterator[Rule]:
             yield from (Rule(key, kind, text) for key in keys)
 
 
+def _article(name: str) -> str:
+    return "an" if name[:1] in "AEIOU" else "a"
+
+
 def _names(key: str) -> tuple[str, ...]:
-    """The key, and the key of `policy` that stands for it in the section of another model."""
+    """Return the key, and for a key in the section of another model also the matching key of `policy`."""
     model, _, rest = key.partition(".")
     return (key, f"policy.{rest}") if model in _MODELS and rest else (key,)
 

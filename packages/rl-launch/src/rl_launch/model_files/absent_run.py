@@ -1,36 +1,28 @@
-"""Paths that name a run, or a part of one, that does not exist."""
+"""Paths of runs, or of parts of runs, that do not exist."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from rl_algos import hub
-from rl_core.config import did_you_mean
+from rl_core.config import Problem
 from rl_launch.model_files.run_models import parts_of
-from rl_launch.session.directory.run_folder import is_run
-
-RUNS = "runs"
-"""Folder in which runs are made by default."""
+from rl_launch.session.directory.run_folder import RUNS, no_run, runs_in
 
 
-def absent_run(name: str) -> str:
-    """Return the problem of a path that names a run which does not exist, with the command that lists those that do;
-    empty if it names something else.
+def absent_run(name: str) -> Problem | None:
+    """Return the problem of a path of a run that does not exist, with the command that lists the existing ones; None if
+    it is the path of something else.
 
-    A path below `runs` names a run, unless a model of the hub of that name was downloaded, and so does one in a folder
-    with other runs.
+    A path below `runs` is the path of a run unless a hub model of this name was downloaded. So is a path in a folder
+    that contains other runs.
     """
     run = run_of_path(name)
     if run.exists() or len(run.parts) < 2 or run.suffix in (".yaml", ".yml"):
-        return ""
-    folder, is_default = run.parent, run.parts[0] == RUNS
+        return None
     if not run.is_absolute() and hub.is_cached("model", name):
-        return ""
-    others = sorted(str(each) for each in folder.iterdir() if is_run(each)) if folder.is_dir() else []
-    if not others and not is_default:
-        return ""
-    near = did_you_mean(str(run), others)
-    return f"no run at {run}{near}; `rl runs{'' if is_default else f' {folder}'}` lists them"
+        return None
+    return no_run(run) if run.parts[0] == RUNS or runs_in(run.parent) else None
 
 
 def run_of_path(name: str) -> Path:

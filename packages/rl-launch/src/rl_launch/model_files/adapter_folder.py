@@ -26,9 +26,9 @@ class AdapterFolder:
     """A folder with an adapter.
 
     Args:
-        base: the model that it sits on, as the folder names it.
-        layers: names of the linear layers that it adapts.
-        parameters: names, or ends of names, of the stacked weights of experts that it adapts.
+        base: The model that it sits on, as the folder names it.
+        layers: Names of the linear layers that it adapts.
+        parameters: Names, or ends of names, of the stacked weights of experts that it adapts.
     """
 
     path: Path
@@ -44,14 +44,16 @@ class AdapterFolder:
         """Read the config, and the names in the header of the file with the factors.
 
         Raises:
-            ConfigError: if the folder holds no adapter, or one of a kind that is not supported.
+            ConfigError: If the folder holds no adapter, or one of a kind that is not supported.
         """
         try:
             said: dict[str, Any] = json.loads((path / ADAPTER_CONFIG).read_text(encoding="utf-8"))
             kind = str(said.get("peft_type") or _LORA)
             dim, alpha = (int(said["r"]), float(said["lora_alpha"])) if kind == _LORA else (0, 0.0)
         except FileNotFoundError:
-            raise ConfigError(f"{path} has no {ADAPTER_CONFIG}; name a folder that peft or a run has saved") from None
+            raise ConfigError(
+                f"{path} has no {ADAPTER_CONFIG}; pass a folder that was saved by peft or by a run"
+            ) from None
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise ConfigError(f"{path / ADAPTER_CONFIG} is not the config of a low-rank adapter: {error!r}") from None
         if kind != _LORA:
@@ -69,7 +71,9 @@ class AdapterFolder:
         if not layers:
             raise ConfigError(f"{path} has no factors of layers in {ADAPTER_WEIGHTS}; save the adapter again")
         if heads := [layer for layer in layers if layer.rpartition(".")[2] in _HEADS]:
-            raise ConfigError(f"{path} adapts the head ({heads[0]}), which gets no adapter here; merge it with peft")
+            raise ConfigError(
+                f"{path} adapts the head ({heads[0]}), which cannot have an adapter here; merge it with peft"
+            )
         parameters = tuple(said.get("target_parameters") or ())
         linear = tuple(layer for layer in layers if not _is_of_parameters(layer, parameters))
         base = str(said.get("base_model_name_or_path") or "")
@@ -143,7 +147,7 @@ def _other_tensors(folder: Path) -> list[str]:
 
 
 def _is_of_parameters(layer: str, parameters: Sequence[str]) -> bool:
-    """Whether factors under this name are those of a module's parameters, around which peft puts a wrapper each."""
+    """Return whether factors with this name belong to parameters of a module, each of which peft wraps."""
     module = "." + layer.replace(_WRAPPED, "")
     return any(module.endswith("." + parameter.rpartition(".")[0]) for parameter in parameters)
 
@@ -156,7 +160,7 @@ def _check_weights(folder: Path) -> None:
     """
     if not (folder / ADAPTER_WEIGHTS).is_file():
         advice = foreign_kind(folder) or "save the adapter again"
-        raise ConfigError(f"{folder} has no {ADAPTER_WEIGHTS}; {advice}")
+        raise ConfigError(f"{folder} does not contain {ADAPTER_WEIGHTS}; {advice}")
     try:
         Header.checked(folder / ADAPTER_WEIGHTS)
     except ValueError as error:
@@ -164,10 +168,10 @@ def _check_weights(folder: Path) -> None:
 
 
 def initial_adapter_problems(key: str, config: LoraConfig) -> Iterator[Problem]:
-    """Settings that do not agree with the adapter that a model starts from.
+    """Yield the problems of settings that differ from the adapter that a model starts from.
 
     Args:
-        key: of the `lora_cfg`.
+        key: Key of the `lora_cfg` section.
     """
     if not config.enabled or config.adapter is None:
         return
@@ -180,5 +184,5 @@ def initial_adapter_problems(key: str, config: LoraConfig) -> Iterator[Problem]:
         ours, theirs = getattr(config, name), getattr(found, name)
         if ours != theirs:
             yield Problem(
-                f"{key}.{name}", f"got {ours}, but the adapter in {config.adapter} has {theirs}; set it to that"
+                f"{key}.{name}", f"differs from the adapter in {config.adapter}", got=ours, remedy=f"Set it to {theirs}"
             )

@@ -1,4 +1,4 @@
-"""Folders of other frameworks' checkpoints, recognised by the files that they write."""
+"""Checkpoint folders of other frameworks, recognised by their files."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class ForeignKind:
-    """A kind of checkpoint that is not read here.
+    """A kind of checkpoint that cannot be read.
 
     Args:
-        name: with its article.
-        patterns: globs; a folder that has a match of one holds such a checkpoint.
-        remedy: how to get Hugging Face files from it.
+        name: Name with an article.
+        patterns: Globs. A folder that matches one of them contains such a checkpoint.
+        remedy: How to get Hugging Face files from it, as a sentence without the full stop.
     """
 
     name: str
@@ -21,53 +21,53 @@ class ForeignKind:
     remedy: str
 
     def __str__(self) -> str:
-        return f"it is {self.name}; {self.remedy}"
+        return f"it is {self.name}. {self.remedy}"
 
 
 FOREIGN_KINDS = (
     ForeignKind(
         "a DeepSpeed checkpoint",
         ("zero_to_fp32.py", "global_step*/*_optim_states.pt", "*_optim_states.pt", "global_step*/mp_rank_*"),
-        "run its zero_to_fp32.py with --safe_serialization, and save the model's config.json beside the result",
+        "Run its zero_to_fp32.py with --safe_serialization, and save the model's config.json next to the result",
     ),
     ForeignKind(
-        "a checkpoint of Megatron-LM",
+        "a Megatron-LM checkpoint",
         ("latest_checkpointed_iteration.txt", "iter_*", "mp_rank_*/model_optim_rng.pt", "common.pt"),
-        "convert it with Megatron Bridge, or with tools/checkpoint of the Megatron-LM that wrote it",
+        "Convert it with Megatron Bridge, or with tools/checkpoint of the Megatron-LM that wrote it",
     ),
     ForeignKind(
-        "a distributed checkpoint of PyTorch (torch.distributed.checkpoint)",
+        "a PyTorch distributed checkpoint (torch.distributed.checkpoint)",
         (".metadata", "*.distcp"),
-        "export it with the program that wrote it",
+        "Export it with the program that wrote it",
     ),
     ForeignKind(
-        "a checkpoint of NeMo", ("model_config.yaml", "*.nemo", "weights/*.distcp"), "export it with NeMo's export_ckpt"
+        "a NeMo checkpoint", ("model_config.yaml", "*.nemo", "weights/*.distcp"), "Export it with NeMo's export_ckpt"
     ),
-    ForeignKind("a GGUF file of llama.cpp", ("*.gguf",), "get the model that it was quantised from"),
+    ForeignKind("a GGUF file of llama.cpp", ("*.gguf",), "Use the model that it was quantised from"),
     ForeignKind(
         "a model in Meta's own format",
         ("consolidated.*.pth",),
-        "convert it with convert_llama_weights_to_hf.py of transformers",
+        "Convert it with convert_llama_weights_to_hf.py of transformers",
     ),
     ForeignKind(
         "a model in Mistral's own format",
         ("consolidated*.safetensors", "params.json"),
-        "get the Hugging Face files of the same model",
+        "Use the Hugging Face files of the same model",
     ),
     ForeignKind(
-        "a model of Flax or TensorFlow",
+        "a Flax or TensorFlow model",
         ("flax_model*.msgpack", "tf_model*.h5", "model.ckpt*"),
-        "load it with from_flax=True or from_tf=True of transformers 4 and save it with `save_pretrained`",
+        "Load it with from_flax=True or from_tf=True of transformers 4 and save it with `save_pretrained`",
     ),
     ForeignKind(
-        "an adapter that was pickled",
+        "a pickled adapter",
         ("adapter_model.bin",),
-        "load it with peft and save it with safe_serialization=True",
+        "Load it with peft and save it with safe_serialization=True",
     ),
     ForeignKind(
         "a model with pickled weights",
         ("pytorch_model*.bin", "pytorch_model*.bin.index.json"),
-        "`rl convert FOLDER NEW_FOLDER` writes safetensors of it; it runs no code of the pickle",
+        "Run `rl convert FOLDER NEW_FOLDER`, which writes safetensors files without running code from the pickle",
     ),
 )
 
@@ -77,5 +77,5 @@ PICKLED = FOREIGN_KINDS[-1]
 
 
 def foreign_kind(folder: Path) -> ForeignKind | None:
-    """The framework whose checkpoint a folder holds; None if it is not known."""
+    """Return the framework whose checkpoint a folder contains; None if it is not known."""
     return next((kind for kind in FOREIGN_KINDS if any(any(folder.glob(each)) for each in kind.patterns)), None)

@@ -31,7 +31,7 @@ def model_folders(models: Mapping[str, ModelConfig]) -> dict[str, str]:
     """Folders of this machine that models or tokenizers are loaded from, by key.
 
     Args:
-        models: by the key of their section.
+        models: Models, by the key of their section.
     """
     named = {f"{key}.model_name": model.model_name for key, model in models.items()}
     named |= {f"{key}.tokenizer.name": model.tokenizer.name or "" for key, model in models.items()}

@@ -1,4 +1,4 @@
-"""Checks of a model's folder, without the libraries that load it."""
+"""Checks of a model folder without the libraries that load it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_algos import hub
-from rl_core.config import Problem, did_you_mean
+from rl_core.config import Problem, nearest
 from rl_core.errors import ConfigError
 from rl_core.model_config import language_fields
 from rl_launch.model_files.absent_run import absent_run, run_of_path
@@ -21,16 +21,16 @@ Needed = tuple[tuple[str, ...], str]
 """Alternative files, one of which must exist, and the remedy if none does."""
 
 MODEL_FILES: Sequence[Needed] = (
-    (("config.json",), "save the model there with `save_pretrained`"),
+    (("config.json",), "Save the model there with `save_pretrained`"),
     (
         (SINGLE, INDEX),
-        "save the model there with `save_pretrained`, which writes safetensors",
+        "Save the model there with `save_pretrained`, which writes safetensors",
     ),
 )
 
 TOKENIZER_FILES: Needed = (
     ("tokenizer.json",),
-    "save a fast tokenizer there with `save_pretrained`, or name another one in policy.tokenizer.name",
+    "Save a fast tokenizer there with `save_pretrained`, or set policy.tokenizer.name to another one",
 )
 
 
@@ -39,40 +39,44 @@ _HUB_NAME = re.compile(r"[\w.-]+(?:/[\w.-]+)?")
 
 
 def folder_problems(key: str, name: str, needed: Sequence[Needed]) -> Iterator[Problem]:
-    """Files that a folder lacks, and those that are damaged; none if the name is one on the hub.
+    """Yield the problems of files that are missing from a folder or damaged; none if the name is a hub name.
 
     Args:
-        key: that names the folder.
-        name: a folder or a hub name.
-        needed: what the folder must hold.
+        key: Key of the config whose value is the name.
+        name: A folder or a hub name.
+        needed: Files that the folder must contain.
     """
     folder = Path(name).expanduser()
     if not folder.is_dir():
         if problem := absent_run(name):
-            yield Problem(key, problem)
+            yield problem.at(key)
         elif is_run(run := run_of_path(name)):
-            yield Problem(key, f"folder {name!r} does not exist; {_exported(run)}")
+            yield Problem(key, "this folder does not exist", got=name, remedy=_exported(run))
         elif name.startswith(("/", ".", "~")) or not _HUB_NAME.fullmatch(name):
-            yield Problem(key, f"folder {name!r} does not exist; give one with Hugging Face files, or a hub name")
+            remedy = "Pass a folder with Hugging Face files, or a hub name"
+            yield Problem(key, "this folder does not exist", got=name, remedy=remedy)
         return
     held = sorted(entry.name for entry in folder.iterdir())
     if "checkpoints" in held and "config.json" not in held:
-        yield Problem(key, f"{name!r} is a run directory; {_exported(folder)}")
+        yield Problem(key, "this is a run directory, not a model", got=name, remedy=_exported(folder))
         return
     for files, remedy in needed:
         if not set(files) & set(held):
-            advice = foreign_kind(folder) or remedy
-            yield Problem(key, f"the folder {name!r} has no {' or '.join(files)} (it holds {_listed(held)}); {advice}")
+            kind = foreign_kind(folder)
+            reason = f"this folder does not contain {' or '.join(files)}, only {_listed(held)}"
+            if kind is not None:
+                reason = f"{reason}; it is {kind.name}"
+            yield Problem(key, reason, got=name, remedy=remedy if kind is None else kind.remedy)
         elif SINGLE in files:
             for damage in weight_file_problems(folder):
-                yield Problem(key, f"the folder {name!r} is damaged: {damage}")
+                yield Problem(key, f"this folder is damaged: {damage}", got=name)
     if any("config.json" in files for files, _ in needed) and "config.json" in held:
         yield from _unreadable(key, folder / "config.json")
 
 
 def hf_config_fields(name: str) -> dict[str, Any]:
-    """Fields of a language model's Hugging Face config, from its folder or from the hub."""
-    # the driver has transformers for tokenizers, which takes a second to import; its classes of configs import torch
+    """Return the fields of a language model's Hugging Face config, from its folder or from the hub."""
+    # the driver has transformers for tokenizers, which takes a second to import; its config classes import torch
     from transformers.utils import cached_file
 
     path = cached_file(str(Path(name).expanduser()) if Path(name).expanduser().is_dir() else name, "config.json")
@@ -81,8 +85,8 @@ def hf_config_fields(name: str) -> dict[str, Any]:
 
 
 def layer_names(name: str) -> list[str]:
-    """Names of the layers with a matrix in the safetensors files of a local folder, from their headers alone; empty if
-    none can be read.
+    """Return the names of the layers with a matrix in the safetensors files of a local folder. Only the headers of the
+    files are read; empty if that fails.
     """
     found: set[str] = set()
     for file in sorted(Path(name).expanduser().glob("*.safetensors")):
@@ -99,29 +103,30 @@ def layer_names(name: str) -> list[str]:
 
 
 def adapter_problems(key: str, name: str, targets: Sequence[str]) -> Iterator[Problem]:
-    """Targets of adapters that no layer of the model can match: none ends as they do.
+    """Yield the problem of adapter targets that no layer of the model can match, because no layer name ends in them.
 
     Args:
-        key: that names the targets.
-        name: of the model; nothing is said of one that is not in a local folder.
-        targets: names of layers, or ends of names.
+        key: Key of the targets.
+        name: Name of the model; only models in a local folder are checked.
+        targets: Layer names, or ends of layer names.
     """
     ends = sorted({layer.rpartition(".")[2] for layer in layer_names(name)})
     # a layer may have another name before its last dot than its weights have in files
     wrong = [target for target in targets if target.rpartition(".")[2] not in ends]
     if ends and wrong:
-        near = did_you_mean(wrong[0], ends)
-        yield Problem(key, f"got {', '.join(wrong)}, which matches no layer of {name}{near}; it has {_listed(ends)}")
+        near = nearest(wrong[0], ends)
+        remedy = f"Did you mean {' or '.join(near)}?" if near else ""
+        yield Problem(key, f"matches no layer of {name}", got=", ".join(wrong), allowed=_listed(ends), remedy=remedy)
 
 
 def check_models(names: Mapping[str, str]) -> None:
     """Refuse models that are neither on this machine nor available from the hub, before anything is loaded.
 
     Args:
-        names: folders or hub names by the key that names them.
+        names: Folders or hub names by config key.
 
     Raises:
-        ConfigError: listing every one.
+        ConfigError: If a model is missing; lists all of them.
     """
     problems = [f"{problem.key}: {problem.message}" for problem in absent_models(names)]
     if problems:
@@ -132,21 +137,23 @@ def absent_models(names: Mapping[str, str]) -> Iterator[Problem]:
     """Yield a problem for each model that is neither on this machine nor available from the hub.
 
     Args:
-        names: Folders or hub names by the key that names them.
+        names: Folders or hub names by config key.
     """
     for key, name in names.items():
         found = list(folder_problems(key, name, ()))
         if not found and not Path(name).expanduser().is_dir() and (problem := hub.problem("model", name)):
-            found = [Problem(key, f"{name!r} is {problem}")]
+            found = [Problem(key, f"is {problem}", got=name)]
         yield from found
 
 
 def _exported(run_dir: Path) -> str:
-    """The models that a run directory holds, in words."""
+    """Return the remedy for a path into a run directory: the models that it contains."""
     found = [path.parent for path in run_dir.glob("checkpoints/step_*/hf*/config.json")]
     newest = max((int(path.parent.name.removeprefix("step_")) for path in found), default=None)
     of_newest = sorted(str(path) for path in found if path.parent.name == f"step_{newest}")
-    return f"name a model of it: {_listed(of_newest)}" if of_newest else "it has no checkpoint with a model yet"
+    if not of_newest:
+        return "The run has no checkpoint with a model yet"
+    return f"Pass a model of the run: {_listed(of_newest)}"
 
 
 def _listed(names: Sequence[str], most: int = 8) -> str:
@@ -157,8 +164,8 @@ def _listed(names: Sequence[str], most: int = 8) -> str:
 def _unreadable(key: str, path: Path) -> Iterator[Problem]:
     try:
         is_object = isinstance(json.loads(path.read_text(encoding="utf-8")), dict)
-        reason = "" if is_object else "it does not hold a JSON object"
+        reason = "" if is_object else "it is not a JSON object"
     except (OSError, ValueError) as error:
         reason = str(error)
     if reason:
-        yield Problem(key, f"{path} is not a valid Hugging Face config: {reason}; save the model again")
+        yield Problem(key, f"{path} is not a valid Hugging Face config: {reason}", remedy="Save the model again")

@@ -22,8 +22,8 @@ class Header:
     """The header of a safetensors file.
 
     Args:
-        shapes: of the tensors, by name.
-        num_bytes: that the whole file must have.
+        shapes: Shapes of the tensors, by name.
+        num_bytes: Number of bytes that the whole file must have.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -34,7 +34,7 @@ class Header:
         """Read the header alone.
 
         Raises:
-            ValueError: if the file does not start with one; the message begins with the file's name.
+            ValueError: If the file does not start with one; the message begins with the file's name.
         """
         try:
             with path.open("rb") as file:
@@ -92,12 +92,12 @@ def _index_problems(folder: Path) -> Iterator[str]:
     files = sorted({str(file) for file in file_of.values()})
     if (folder / SINGLE).is_file() and SINGLE not in files:
         yield (
-            f"it has both {SINGLE} and {INDEX}, which does not name that file, so two models may lie there; remove the "
-            "one that is out of date"
+            f"it has both {SINGLE} and {INDEX}, which does not list that file, so there may be two models. Remove the "
+            "outdated one"
         )
     missing = [file for file in files if not (folder / file).is_file()]
     if missing:
-        yield f"{INDEX} names {_few(missing)}, which {_is(missing)} missing ({len(missing)} of {len(files)} files)"
+        yield f"{INDEX} lists {_few(missing)}, which {_is(missing)} missing ({len(missing)} of {len(files)} files)"
     for file in files:
         if file in missing:
             continue
@@ -108,7 +108,8 @@ def _index_problems(folder: Path) -> Iterator[str]:
             continue
         absent = sorted(name for name, place in file_of.items() if place == file and name not in held)
         if absent:
-            yield f"{INDEX} places {_few(absent)} in {file}, which does not hold {'it' if len(absent) == 1 else 'them'}"
+            which = "it" if len(absent) == 1 else "them"
+            yield f"{INDEX} places {_few(absent)} in {file}, which does not contain {which}"
 
 
 def _file_problems(path: Path) -> Iterator[str]:

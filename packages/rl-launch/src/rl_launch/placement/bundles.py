@@ -27,8 +27,8 @@ class NodeResources:
     """A living node and all its resources, free or not.
 
     Args:
-        address: address of the node.
-        total: its resources.
+        address: Address of the node.
+        total: Its resources.
     """
 
     address: str
@@ -71,9 +71,9 @@ class Wait:
     """The wait for groups of bundles; the log says what is missing, and an error ends it in time.
 
     Args:
-        groups: resources of each group; one group lies on one node.
+        groups: Resources of each group; one group lies on one node.
         timeouts: How long to wait.
-        keys: the keys that ask for these devices, for messages.
+        keys: The keys that ask for these devices, for messages.
     """
 
     def __init__(self, groups: Sequence[Resources], timeouts: PlacementTimeouts, *, keys: str) -> None:
@@ -88,12 +88,12 @@ class Wait:
         """Log from time to time which devices are missing.
 
         Args:
-            nodes: the living nodes.
-            num_placed: groups that are placed.
-            now: seconds of a clock that does not go back.
+            nodes: The living nodes.
+            num_placed: Groups that are placed.
+            now: Seconds of a clock that does not go back.
 
         Raises:
-            PlacementError: if the cluster does not have the devices, or if the time is over.
+            PlacementError: If the cluster does not have the devices, or if the time is over.
         """
         reason = lacking(self._groups, nodes)
         if self._since is None or bool(reason) != bool(self._reason):
@@ -111,7 +111,7 @@ class Wait:
                 waited,
                 num_placed,
                 len(self._groups),
-                reason or "others use them",
+                reason or "in use by others",
                 _listed(nodes),
             )
 
@@ -119,20 +119,20 @@ class Wait:
         waited = f" after {self._timeouts.absent_s:.0f} s" if self._timeouts.absent_s else ""
         return (
             f"{self._asked()}, but the cluster has {_listed(nodes)}{waited}: {self._reason}. "
-            f"Lower {self._keys}, or add nodes; if the cluster adds them by itself, set cluster.autoscaling=true."
+            f"Lower {self._keys}, or add nodes. If the cluster adds nodes automatically, set cluster.autoscaling=true."
         )
 
     def _busy(self, nodes: Sequence[NodeResources], num_placed: int) -> str:
         return (
             f"{self._asked()}, but {len(self._groups) - num_placed} of {len(self._groups)} were not free within "
             f"{self._timeouts.busy_s:.0f} s (cluster.placement_timeout_s); the cluster has {_listed(nodes)}. "
-            "Wait until other runs have ended, or ask for fewer."
+            "Wait until other runs have ended, or request fewer."
         )
 
     def _asked(self) -> str:
         counts = Counter(_key(group) for group in self._groups)
         wanted = " and ".join(f"{count} x {described(dict(group))}" for group, count in counts.items())
-        return f"{self._keys} ask for {wanted}, each on one node"
+        return f"{self._keys} request {wanted}, each on one node"
 
 
 def described(resources: Resources) -> str:

@@ -12,8 +12,8 @@ class Tenant:
     """Something that can leave a device and come back complete.
 
     Args:
-        leave: frees the device.
-        enter: takes it again.
+        leave: Frees the device.
+        enter: Takes it again.
     """
 
     leave: Callable[[], None]

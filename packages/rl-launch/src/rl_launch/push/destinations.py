@@ -121,17 +121,17 @@ class HubRepository:
 
         if hub.is_offline():
             raise ConfigError(
-                f"{self.url} needs the network, and HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set; unset it"
+                f"{self.url} needs the network, but HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set. Unset it"
             )
         if get_token() is None:
-            raise ConfigError(f"{self.url} needs a token that may write there: set HF_TOKEN, or run hf auth login")
+            raise ConfigError(f"{self.url} needs a token with write access. Set HF_TOKEN, or run hf auth login")
         try:
             self._api().create_repo(self.name, private=self._private, exist_ok=True)
         except HfHubHTTPError as error:
             if self.is_final(error):
                 raise ConfigError(
-                    f"{self.url} cannot be written to: {_first_line(error)}. Check the name, and that the token may "
-                    "write to it"
+                    f"{self.url} cannot be written to: {_first_line(error)}. Check the name, and whether the token has "
+                    "write access"
                 ) from None
             raise ConfigError(f"{self.url}: {hub.endpoint()} does not answer: {_first_line(error)}") from None
         except OSError as error:
@@ -147,7 +147,7 @@ class HubRepository:
         return f"{hub.endpoint()}/{self.name}"
 
     def is_final(self, error: Exception) -> bool:
-        """As `Destination.is_final`."""
+        """See `Destination.is_final`."""
         status = getattr(getattr(error, "response", None), "status_code", None)
         return status in _REFUSALS or isinstance(error, ValueError)
 

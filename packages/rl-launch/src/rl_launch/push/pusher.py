@@ -63,7 +63,7 @@ class Pusher:
         self._uploads = _Uploads(self._destination, self._attempts_after_s)
 
     def saved(self, step: int, checkpoint: Path) -> None:
-        """Have a checkpoint pushed if it is one to push."""
+        """Schedule a checkpoint for the push if it is one to push."""
         assert self._run is not None
         match self._config.push_checkpoints:
             case "every":

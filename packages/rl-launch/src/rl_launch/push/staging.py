@@ -1,4 +1,4 @@
-"""The files of one push: those of a checkpoint, with a model card."""
+"""The files of one push: the files of a checkpoint, with a model card."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must hold between the sections of a config before any process starts."""
+"""Checks of the sections of a config against each other, before any process starts."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from rl_core.config import (
     ProblemError,
     RawConfig,
     Resolved,
-    did_you_mean,
     is_changed,
+    nearest,
 )
 from rl_core.devices import Device
 from rl_core.errors import ConfigError
@@ -63,7 +63,8 @@ def _folder_checks(plan: RunPlan) -> Iterator[Problem]:
             yield from adapter_problems(f"{key}.lora_cfg.target_modules", section.model_name, lora.target_modules)
         yield from initial_adapter_problems(f"{key}.lora_cfg", lora)
         if "tokenizer" in section.model_fields_set and section.tokenizer != tokenizer:
-            yield Problem(f"{key}.tokenizer", "differs from policy.tokenizer, which makes all tokens; remove this key")
+            reason = "differs from policy.tokenizer, which produces all tokens"
+            yield Problem(f"{key}.tokenizer", reason, remedy="Remove this key")
     if tokenizer.name is not None and tokenizer.name not in MADE_HERE:
         yield from folder_problems("policy.tokenizer.name", tokenizer.name, (TOKENIZER_FILES,))
     try:
@@ -97,10 +98,14 @@ def _checkpointing_checks(plan: RunPlan) -> Iterator[Problem]:
         return
     recorded = list(known)
     if not any(fnmatchcase(key, name) for name in recorded):
-        said = f"validation records {', '.join(recorded)}" if recorded else "this run does not validate"
+        near = nearest(key, recorded)
+        meant = f"Did you mean {' or '.join(near)}? " if near else ""
         yield Problem(
             "checkpointing.metric_name",
-            f"nothing records {key!r}{did_you_mean(key, recorded)}; {said}; null keeps the newest checkpoints",
+            "is not a metric of the validation" if recorded else "needs validation, but this run does not validate",
+            got=plan.config.checkpointing.metric_name,
+            allowed=", ".join(recorded),
+            remedy=f"{meant}Use null to keep the newest checkpoints",
         )
 
 
@@ -109,29 +114,36 @@ def _push_checks(plan: RunPlan) -> Iterator[Problem]:
     if checkpointing.push_to is None:
         for key in ("push_checkpoints", "push_adapter", "push_private"):
             if is_changed(checkpointing, key):
-                yield Problem(
-                    f"checkpointing.{key}", "has no effect without checkpointing.push_to; set that, or remove it"
-                )
+                remedy = "Set checkpointing.push_to, or remove this key"
+                yield Problem.unused(f"checkpointing.{key}", "without checkpointing.push_to", remedy=remedy)
         return
     if not checkpointing.enabled:
         yield Problem(
-            "checkpointing.push_to", "pushes checkpoints, but checkpointing.enabled is false; remove one of them"
+            "checkpointing.push_to",
+            "pushes checkpoints, but checkpointing.enabled is false",
+            got=checkpointing.push_to,
+            remedy="Remove one of the two",
         )
     if checkpointing.push_checkpoints == "best" and checkpointing.metric_name is None:
         yield Problem(
             "checkpointing.push_checkpoints",
-            "got best, but checkpointing.metric_name, which ranks checkpoints, is not set; set it (val:loss)",
+            "needs checkpointing.metric_name to rank checkpoints, but it is not set",
+            got="best",
+            remedy="Set checkpointing.metric_name, for example to val:loss",
         )
     if checkpointing.push_adapter and not plan.config.policy.lora_cfg.enabled:
         yield Problem(
-            "checkpointing.push_adapter", "pushes adapters, but policy.lora_cfg.enabled is false; remove this key"
+            "checkpointing.push_adapter",
+            "pushes adapters, but policy.lora_cfg.enabled is false",
+            got=True,
+            remedy="Remove this key",
         )
 
 
 def _callback_checks(plan: RunPlan) -> Iterator[Problem]:
     yield from callback_problems(plan.config)
     if plan.config.callbacks and not plan.plugin.trains:
-        yield Problem("callbacks", f"training calls them, and {plan.plugin.name} trains nothing; remove this key")
+        yield Problem.unused("callbacks", f"with algorithm: {plan.plugin.name}, because only training calls them")
 
 
 def _backend_checks(plan: RunPlan) -> Iterable[Problem]:
@@ -148,18 +160,17 @@ def _backend_checks(plan: RunPlan) -> Iterable[Problem]:
 
 
 def _replay_checks(plan: RunPlan) -> Iterator[Problem]:
-    """Find replay of a routing that does not exist or is not reported."""
+    """Yield the problems of replaying a routing that does not exist or is not reported."""
     config, backends = plan.config, plan.backends
     for model in backends.models.values():
         if model.replays_routing:
-            problem = _replay_problem(model, backends.generation, config.cluster)
-            if problem:
-                key = f"{model.section}.{model.plugin.key}.{model.plugin.replay_key}"
-                yield Problem(key, f"{problem}; or set {model.plugin.replay_key}=false")
+            key = f"{model.section}.{model.plugin.key}.{model.plugin.replay_key}"
+            if problem := _replay_problem(key, model, backends.generation, config.cluster):
+                yield problem
 
 
 def _lora_sync_checks(plan: RunPlan) -> Iterator[Problem]:
-    """Find adapters that are to be sent by themselves, and do not exist or that the generator does not apply."""
+    """Yield the problems of sending adapters only, if there are none or the generator does not apply them."""
     config, generation = plan.config, plan.backends.generation
     if generation is None or generation.config.lora_sync != "adapter":
         return
@@ -167,38 +178,47 @@ def _lora_sync_checks(plan: RunPlan) -> Iterator[Problem]:
     if generation.config.weight_sync_encoding == "changes":
         yield Problem(
             f"{POLICY}.generation.weight_sync_encoding",
-            "got changes, but with lora_sync=adapter the adapters alone travel, which change as a whole; set it to "
-            "full, or lora_sync=merged",
+            "saves nothing with lora_sync=adapter, because only adapters are sent and all of their values change",
+            got="changes",
+            remedy="Set it to full, or set lora_sync=merged",
         )
     if not generation.model.lora_cfg.enabled:
         yield Problem(
             key,
-            "adapter sends the adapters of policy.lora_cfg, which is not enabled; set policy.lora_cfg.enabled=true, or "
-            "lora_sync=merged",
+            "sends the adapters of policy.lora_cfg, but LoRA is disabled",
+            got="adapter",
+            remedy="Set policy.lora_cfg.enabled=true, or lora_sync=merged",
         )
     elif config.cluster.device != AUTO or not os.environ.get("RAY_ADDRESS"):
         # on another machine's cluster the generator checks it when it starts
         device = resolve_device(config.cluster)
         problem = generation.plugin.adapter_problem(generation.backend, generation.model, device)
         if problem:
-            yield Problem(key, f"got adapter, but generation.backend is {generation.plugin.name}: {problem}")
+            reason = f"is not supported by generation.backend={generation.plugin.name} here: {problem}"
+            yield Problem(key, reason, got="adapter")
 
 
-def _replay_problem(model: ModelBackend, generation: GenerationBackend | None, cluster: ClusterConfig) -> str:
-    """Why a model cannot replay the generator's routing; empty if it can, as far as is known here."""
+def _replay_problem(
+    key: str, model: ModelBackend, generation: GenerationBackend | None, cluster: ClusterConfig
+) -> Problem | None:
+    """Return the reason why a model cannot replay the generator's routing; None if no reason is known here."""
     fields = local_hf_config(model.config)
     if fields and not num_experts_of(fields):
-        return f"replays the routing of experts, but {model.config.model_name} has none; choose a mixture of experts"
+        reason = f"replays the routing of experts, but {model.config.model_name} has no experts"
+        return Problem(key, reason, got=True, remedy="Choose a mixture-of-experts model, or remove this key")
     if model.section != POLICY:
-        return "replays the policy's routing, which differs from this model's; remove this key"
+        reason = "replays the routing of the policy, which does not apply to this model"
+        return Problem(key, reason, got=True, remedy="Remove this key")
     if generation is None:
-        return "replays the routing of rollouts, but this algorithm has no rollouts; remove this key"
+        reason = "replays the routing of rollouts, but this algorithm has no rollouts"
+        return Problem(key, reason, got=True, remedy="Remove this key")
     if cluster.device == AUTO and os.environ.get("RAY_ADDRESS"):
-        return ""  # the generator checks it when it starts
+        return None  # the generator checks it when it starts
     problem = generation.plugin.routing_problem(generation.backend, resolve_device(cluster))
     if not problem:
-        return ""
-    return f"needs the experts that the generator chose, which {generation.plugin.name} does not report: {problem}"
+        return None
+    reason = f"needs the experts that the generator chose, but {generation.plugin.name} does not report them: {problem}"
+    return Problem(key, reason, got=True, remedy=f"Otherwise set {model.plugin.replay_key}=false")
 
 
 def _topology_checks(plan: RunPlan) -> Iterator[Problem]:
@@ -207,7 +227,7 @@ def _topology_checks(plan: RunPlan) -> Iterator[Problem]:
 
 
 def model_checks(plan: RunPlan) -> Iterator[Problem]:
-    """Checks of the policy alone."""
+    """Yield the problems of the policy only."""
     config, policy = plan.config, plan.backends.models[POLICY]
     if config.policy.model_name not in MADE_HERE:
         yield from folder_problems("policy.model_name", config.policy.model_name, MODEL_FILES)
@@ -221,7 +241,7 @@ def check_placement(plan: RunPlan, device: Device) -> None:
     """Refuse parallel sizes that do not divide the devices of the `cluster` section, once the kind of device is known.
 
     Raises:
-        ConfigError: listing every problem.
+        ConfigError: If there are problems; lists all of them.
     """
     problems = list(_problems_of(topology_of(plan.config.cluster, plan.backends, device)))
     if problems:
@@ -229,7 +249,7 @@ def check_placement(plan: RunPlan, device: Device) -> None:
 
 
 def topology_of(cluster: ClusterConfig, backends: Backends, device: Device) -> Topology:
-    """The devices of a `cluster` section as a run distributes them."""
+    """Return the devices of a `cluster` section as a run distributes them."""
     return backends.topology(cluster.num_nodes, device.ranks_per_node(cluster), device)
 
 
@@ -261,16 +281,16 @@ BACKEND_CHECKS: tuple[Check, ...] = (
     _lora_sync_checks,
     _topology_checks,
 )
-"""Those that need to know which backends it chooses."""
+"""Checks that need to know the backends of the run."""
 
 
 class PlanChecks:
-    """Plans a config that is being read, and checks the plan.
+    """Plan a config that is being read, and check the plan.
 
     Args:
-        raw: what the user wrote.
-        checks: run on a plan even if its backends cannot be told.
-        backend_checks: run on a plan with backends.
+        raw: Values that the user wrote.
+        checks: Checks that run even if the backends of the plan are not known.
+        backend_checks: Checks that run on a plan with backends.
     """
 
     def __init__(

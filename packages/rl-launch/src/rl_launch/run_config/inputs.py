@@ -1,4 +1,4 @@
-"""Models, data and other files that a run reads, checked together before anything starts."""
+"""Check the models, data and other files of a run together, before anything starts."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from rl_launch.run_config.plan import RunPlan
 
 
 def input_problems(plan: RunPlan, *, is_evaluation: bool = False) -> Iterator[Problem]:
-    """Yield what a run, or its evaluation, cannot read: models, datasets, files and folders. The hub is asked for each
-    name once.
+    """Yield the problems of inputs that a run, or its evaluation, cannot read: models, datasets, files and folders. The
+    hub is asked once for each name.
 
     Args:
         plan: The run.
-        is_evaluation: Whether the data of an evaluation is read, not that of training.
+        is_evaluation: True to check the data of the evaluation instead of the training data.
     """
     yield from absent_models(model_names(plan))
     problems = plan.algorithm.evaluation_problems if is_evaluation else plan.algorithm.input_problems
@@ -28,7 +28,7 @@ def check_inputs(plan: RunPlan, *, is_evaluation: bool = False) -> None:
     """Refuse a run, or its evaluation, that cannot read its models or its data.
 
     Raises:
-        ConfigError: listing every problem.
+        ConfigError: If there are problems; lists all of them.
     """
     lines = [f"{problem.key}: {problem.message}" for problem in input_problems(plan, is_evaluation=is_evaluation)]
     if len(lines) == 1:
@@ -38,7 +38,8 @@ def check_inputs(plan: RunPlan, *, is_evaluation: bool = False) -> None:
 
 
 def model_names(plan: RunPlan) -> dict[str, str]:
-    """Folders and hub names that a run loads models and tokenizers from, by key; without those that are made here."""
+    """Return the folders and hub names of the models and tokenizers of a run, by key, without models that are made
+    locally."""
     names = {f"{key}.model_name": plan.section(key).model_name for key in plan.model_sections}
     tokenizer = plan.config.policy.tokenizer.name
     if tokenizer is not None:

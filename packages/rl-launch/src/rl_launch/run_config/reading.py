@@ -1,4 +1,4 @@
-"""Configs read into plans: from recipes, YAML files, run directories and values made in Python."""
+"""Read configs into plans, from recipes, YAML files, run directories and Python values."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from rl_launch.session.directory.run_folder import is_run
 
 
 def read_plan(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> RunPlan:
-    """Read the config of a run, from a recipe, a YAML file, a run directory or nested values, with overrides,
-    check everything that needs no engine, and plan the run.
+    """Read the config of a run from a recipe, a YAML file, a run directory or nested values, apply overrides, run all
+    checks that do not need an engine, and plan the run.
 
     Raises:
-        ConfigError: listing every problem.
+        ConfigError: If there are problems; lists all of them.
     """
     raw = read_raw(source, overrides)
     if raw.select("algorithm") is None and (guess := _guessed_algorithm(raw)):
@@ -61,17 +61,19 @@ def _read(raw: RawConfig, source: str | Path | Mapping[str, Any]) -> RunPlan:
 
 
 def _guessed_algorithm(raw: RawConfig) -> str:
-    """The installed algorithm whose own section the user wrote; empty if there is not exactly one."""
+    """Return the installed algorithm whose section the user wrote; empty unless there is exactly one."""
     written = raw.plain()
     found = [name for name in names(ALGORITHMS) if name in written]
     return found[0] if len(found) == 1 else ""
 
 
 def _without_algorithm(raw: RawConfig, guess: str) -> ConfigProblems:
-    """The error about a config that does not name its algorithm, with its other problems as they would be with the
-    algorithm that its sections belong to."""
+    """Return the error of a config without an algorithm. Its other problems are found with the algorithm of its
+    sections."""
     known = ", ".join(names(ALGORITHMS))
-    missing = Problem("algorithm", "must be set", allowed=known, remedy=f"The section {guess} belongs to {guess}")
+    missing = Problem(
+        "algorithm", "must be set", allowed=known, remedy=f"The section {guess} suggests algorithm: {guess}"
+    )
     others: tuple[Problem, ...] = ()
     remarks: list[str] = []
     try:
@@ -85,14 +87,14 @@ def _without_algorithm(raw: RawConfig, guess: str) -> ConfigProblems:
 
 
 def read_model_plan(source: Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> RunPlan:
-    """Read the config of a run, or of a single model, of which only the policy will be started: the settings of
-    generation need not fit the devices.
+    """Read the config of a run, or of a single model, to start the policy only. The settings of generation do not have
+    to match the devices.
 
     Args:
-        source: the YAML file of a resolved config, or plain values of `policy` and `cluster`.
+        source: YAML file of a resolved config, or plain values of `policy` and `cluster`.
 
     Raises:
-        ConfigError: listing every problem.
+        ConfigError: If there are problems; lists all of them.
     """
     raw = load(source, overrides)
     sections: dict[str, Any] = {"policy": policy_type(generates=False), "cluster": ClusterConfig}
@@ -102,13 +104,13 @@ def read_model_plan(source: Path | Mapping[str, Any], overrides: Sequence[str] =
 
 
 def read_raw(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> RawConfig:
-    """The values that the user wrote, before a schema has read them; without keys of a validation that a later layer
-    turns off by `data.validation: null`.
+    """Return the values that the user wrote, before they are validated. Keys of a validation that a later layer turns
+    off with `data.validation: null` are left out.
     """
     found: str | Path | Mapping[str, Any] = source
     if not isinstance(source, Mapping):
         if problem := absent_run(str(source)):
-            raise ConfigError(problem)
+            raise ConfigError(problem.message)
         folder = Path(source).expanduser()
         written = folder / "config.yaml"
         found = written if folder.is_dir() and written.is_file() else source
@@ -123,7 +125,7 @@ def check_environments(raw: RawConfig) -> None:
     """Refuse the config of a run that uses an environment which is not installed.
 
     Raises:
-        ConfigError: naming it.
+        ConfigError: If an environment is missing; contains its name.
     """
     known = names(ENVIRONMENTS)
     sections = raw.select("env") or {}
@@ -133,6 +135,6 @@ def check_environments(raw: RawConfig) -> None:
         listed = ", ".join(map(repr, missing))
         verb = "is" if len(missing) == 1 else "are"
         raise ConfigError(
-            f"environment {listed} {verb} not installed, and {raw.name} has settings of it: install the package that "
+            f"environment {listed} {verb} not installed, but {raw.name} has settings for it. Install the package that "
             f"the run was started with (installed environments: {', '.join(known) or 'none'})"
         )

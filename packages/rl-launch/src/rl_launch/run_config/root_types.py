@@ -1,4 +1,4 @@
-"""The strict type of a whole config, assembled from the sections of the installed packages."""
+"""Assemble the strict type of a whole config from the sections of the installed packages."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Any
 
 from rl_core.config import (
     Config,
+    Problem,
     ProblemError,
     RawConfig,
     assemble,
-    did_you_mean,
+    nearest,
     refusal,
 )
 from rl_core.environments.instance import environment_types
@@ -40,15 +41,16 @@ from rl_launch.session.config import CheckpointingConfig, LoggerConfig
 
 
 def type_of(raw: RawConfig) -> type[RootConfig]:
-    """The root type for the `algorithm` of a config."""
+    """Return the root type for the `algorithm` of a config."""
     return root_type(algorithm_of(raw), raw)
 
 
 def root_type(algorithm: AlgorithmPlugin, raw: RawConfig) -> type[RootConfig]:
-    """The root of a run: the algorithm's sections, those of installed backends and environments, and the runtime's.
+    """Return the root type of a run: sections of the algorithm, of installed backends and environments, and of the
+    runtime.
 
     Raises:
-        ConfigError: if a section chooses something that does not exist.
+        ConfigError: If a section selects something that does not exist.
     """
     own = {key: _section(key, kind, raw) for key, kind in algorithm.sections.items()}
     sections: dict[str, Any] = {
@@ -64,10 +66,10 @@ def root_type(algorithm: AlgorithmPlugin, raw: RawConfig) -> type[RootConfig]:
 
 
 def environments_type(raw: RawConfig) -> type[Config]:
-    """The section `env`: the installed environments, and those that the user wrote.
+    """Return the type of the section `env`: the installed environments, and the environments that the user added.
 
     Raises:
-        ConfigError: if one has a type that does not exist.
+        ConfigError: If an environment has a type that does not exist.
     """
     return _section("env", _environments_type, raw)
 
@@ -87,33 +89,34 @@ def _environments_type(written: Any) -> type[Config]:
 
 
 def algorithm_of(raw: RawConfig) -> AlgorithmPlugin:
-    """Return the plugin that a config names as its algorithm.
+    """Return the plugin for the algorithm of a config.
 
     Raises:
-        ConfigError: if it names none, or one that does not exist.
+        ConfigError: If the algorithm is not set or does not exist.
     """
-    name = raw.select("algorithm")
+    name, known = raw.select("algorithm"), names(ALGORITHMS)
+    allowed = ", ".join(known)
     if name is None:
-        known = ", ".join(names(ALGORITHMS))
-        raise ConfigError(f"algorithm ({raw.name}): must be set; installed algorithms: {known}")
+        raise refusal([Problem("algorithm", "must be set", allowed=allowed)], raw)
     if isinstance(name, str) and is_in_file(name):
         try:
             return algorithm_named(name)
         except ConfigError as error:
-            raise ConfigError(f"algorithm ({raw.origin('algorithm')}): {error}") from None
-    if not isinstance(name, str) or name not in names(ALGORITHMS):
-        known, near = ", ".join(names(ALGORITHMS)), did_you_mean(str(name), names(ALGORITHMS))
-        place = raw.origin("algorithm")
-        raise ConfigError(f"algorithm ({place}): got {name!r}{near}; installed algorithms: {known}")
+            raise refusal([Problem("algorithm", str(error))], raw) from None
+    if not isinstance(name, str) or name not in known:
+        near = nearest(str(name), known)
+        remedy = f"Did you mean {' or '.join(near)}?" if near else ""
+        reason = "is not an installed algorithm"
+        raise refusal([Problem("algorithm", reason, got=name, allowed=allowed, remedy=remedy)], raw)
     return algorithm_named(name)
 
 
 def _model_types(algorithm: AlgorithmPlugin, raw: RawConfig) -> dict[str, type[Config]]:
-    """Types of the sections that hold models, by dotted key."""
+    """Return the types of the sections of models, by dotted key."""
 
     def names_in(key: str) -> tuple[str, ...]:
         written = raw.select(key)
-        # a name with a dot is not a key; the type of the section refuses it
+        # a name with a dot is not a key and is refused by the type of the section
         return tuple(name for name in written if "." not in str(name)) if isinstance(written, Mapping) else ()
 
     others = assemble("Model", {**_backend_types(POLICIES), "colocated": ColocatedConfig}, base=ModelConfig)
@@ -126,7 +129,7 @@ def _model_types(algorithm: AlgorithmPlugin, raw: RawConfig) -> dict[str, type[C
 
 
 def _value_written(raw: RawConfig, key: str) -> Any:
-    """The value that the user wrote at a key; None if there is none, or if it is wrong, which is reported later."""
+    """Return the value that the user wrote at a key; None if there is none or it is wrong, which is reported later."""
     try:
         return raw.select(key)
     except ConfigError:
@@ -134,15 +137,15 @@ def _value_written(raw: RawConfig, key: str) -> Any:
 
 
 def _trained_by_default(model: type[Config], rows: int, lr: float) -> type[Config]:
-    """The type of a section of a model, with other defaults of what it trains with."""
+    """Return the type of a model's section with other training defaults."""
     arguments = {**OptimizerConfig().kwargs, "lr": lr}
     optimizer = assemble("Optimizer", {}, base=OptimizerConfig, defaults={"kwargs": arguments})
     return assemble(model.__name__, {"optimizer": optimizer}, base=model, defaults={"train_global_batch_size": rows})
 
 
 def policy_type(*, generates: bool) -> type[Config]:
-    """Return the type of the section of the policy: with the settings of every installed backend, and of every engine
-    if it generates."""
+    """Return the type of the policy's section, with the settings of all installed backends, and of all engines if the
+    algorithm generates."""
     sections: dict[str, Any] = _backend_types(POLICIES)
     if generates:
         sections["generation"] = assemble("Generation", _backend_types(GENERATORS), base=GenerationConfig)
@@ -154,7 +157,7 @@ def _backend_types(group: str) -> dict[str, type[Config]]:
 
 
 def _nested(types: Mapping[str, type[Config]], around: Mapping[str, type[Config]]) -> dict[str, type[Config]]:
-    """Types by dotted key as sections within sections, those of `around` among them."""
+    """Return types by dotted key as nested sections, including the sections of `around`."""
     nested = {key: kind for key, kind in types.items() if "." not in key}
     for head in dict.fromkeys(key.partition(".")[0] for key in types if "." in key):
         below = {key.partition(".")[2]: kind for key, kind in types.items() if key.startswith(f"{head}.")}

@@ -20,11 +20,11 @@ _ENV = "env"
 
 
 class RunRecording(Recording):
-    """Keeps sections of the training backends, the generation engine and the environments that a run uses. Another
-    driver, which has other plugins installed, can then go on with it.
+    """Keep the sections of the training backends, the generation engine and the environments that a run uses. A driver
+    with other installed plugins can then resume it.
 
     Args:
-        environments: names of those that the run uses; None while they are not known, which keeps all.
+        environments: Names of those that the run uses; None while they are not known, which keeps all.
     """
 
     def __init__(self, environments: Collection[str] | None = None) -> None:
@@ -44,7 +44,7 @@ class RunRecording(Recording):
         """The config in the file, of the type that it asks for itself.
 
         Raises:
-            ConfigError: if it uses a plugin that is not installed, or does not fit.
+            ConfigError: If it uses a plugin that is not installed, or does not fit.
         """
         raw = load(path)
         check_environments(raw)

@@ -10,8 +10,8 @@ from rl_core.rollouts.pool import RolloutTask, Ticket
 from rl_launch.runtime.replica import FinishedCall, Replica
 
 MOST_ROLLOUTS = 1024
-"""Most rollouts under way on one replica of several. An engine decodes about as many at a time; groups that wait here
-instead of in its queue can go to the first replica that is free."""
+"""Maximum number of rollouts in progress on one of several replicas. An engine decodes about as many at a time; groups
+that wait here instead of in its queue can go to the first replica that is free."""
 
 
 class Dispatch:
@@ -21,7 +21,7 @@ class Dispatch:
     engine's batches do not depend on timing.
 
     Args:
-        replicas: in order.
+        replicas: Replicas in order.
     """
 
     def __init__(self, replicas: Sequence[Replica]) -> None:
@@ -44,13 +44,13 @@ class Dispatch:
         return {replica for replica, tickets in self._under_way.items() if tickets}
 
     def add_replica(self, replica: Replica) -> None:
-        """Have groups go to one more replica."""
+        """Add a replica for groups."""
         self._replicas.append(replica)
         self._load[replica] = 0
         self._under_way[replica] = set()
 
     def remove_replica(self, replica: Replica) -> None:
-        """Have no group go to a replica any more, and return those that it has to the queue."""
+        """Remove a replica and return its groups to the queue."""
         self.give_up(replica)
         self._replicas.remove(replica)
         del self._load[replica], self._under_way[replica]
@@ -65,7 +65,7 @@ class Dispatch:
         return len(self._under_way[replica])
 
     def add(self, tasks: Sequence[RolloutTask]) -> list[Ticket]:
-        """Have groups wait behind those that wait already; urgent ones behind urgent ones."""
+        """Queue groups after the waiting ones; urgent groups after urgent ones."""
         numbered = {Ticket(next(self._tickets)): task for task in tasks}
         self._tasks |= numbered
         self._wait(numbered)

@@ -1,4 +1,4 @@
-"""Replicas that join a run while it goes on, started in the background as the cluster has devices for them."""
+"""Replicas that join a run in progress. They are started in the background when the cluster has devices for them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RETRY_S = 30.0
 """Time between a replica that did not start and the next attempt; it doubles with each failure in a row."""
 
 MAX_RETRY_S = 1800.0
-"""Longest such time."""
+"""Maximum of this time, in seconds."""
 
 CLOSE_TIMEOUT_S = 30.0
 
@@ -38,7 +38,7 @@ class ReplicaPlaces(Protocol):
         ...
 
     def is_granted(self, devices: Bundle) -> bool:
-        """Whether the cluster has these devices free for the replica."""
+        """Return whether the cluster has these devices free for the replica."""
         ...
 
     def begin_on(self, devices: Bundle) -> tuple[Replica, Callable[[], None]]:
@@ -59,11 +59,11 @@ class ElasticReplicas:
     those that are granted, and tries again if one does not start; the replicas wait here until the run takes them.
 
     Args:
-        places: of replicas; from `begin` on, the thread alone uses them.
-        least: replicas that the run needs.
-        most: replicas that the run uses.
+        places: Places of replicas; after `begin` only the thread uses them.
+        least: Replicas that the run needs.
+        most: Replicas that the run uses.
         timeout_s: Timeout in seconds of the wait for a replica that the run needs while none is being started.
-        clock: seconds.
+        clock: Returns the time in seconds.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class ElasticReplicas:
         self._thread.start()
 
     def replace(self, replica: Replica) -> None:
-        """Have the devices of a replica that the run has lost released, and look for another one."""
+        """Release the devices of a lost replica, and look for another one."""
         with self._changed:
             self._leaving.append(replica)
             self._num_lacking += 1
@@ -114,13 +114,13 @@ class ElasticReplicas:
         return ready
 
     def await_any(self, num_present: int) -> list[Replica]:
-        """As `take`, once there is at least one.
+        """Wait until there is at least one replica, then `take`.
 
         Args:
-            num_present: replicas that the run has, fewer than it needs.
+            num_present: Replicas that the run has, fewer than it needs.
 
         Raises:
-            PlacementError: after `timeout_s` in which none was being started.
+            PlacementError: If no replica was being started for `timeout_s`.
         """
         idle_since = self._clock()
         reported = -math.inf
@@ -133,10 +133,10 @@ class ElasticReplicas:
             if now - reported >= REPORT_S:
                 reported = now
                 _log.warning(
-                    "%d of at least %d replicas are left (policy.generation.min_replicas): waiting for %s",
+                    "%d replicas remain, but at least %d are required (policy.generation.min_replicas): waiting for %s",
                     num_present,
                     self.least,
-                    "another one that starts" if self._starting else f"devices, for {self._timeout_s:.0f} s at most",
+                    "a replica that is starting" if self._starting else f"devices, for at most {self._timeout_s:.0f} s",
                 )
             with self._changed:
                 self._changed.wait(POLL_S)
@@ -165,13 +165,13 @@ class ElasticReplicas:
                 self._changed.notify_all()
 
     def _waits(self, seconds: float) -> bool:
-        """Wait; returns whether to go on."""
+        """Wait, and return whether to continue."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_closed, seconds)
             return not self._is_closed
 
     def _request(self) -> None:
-        """Have as many requests with the cluster as replicas are lacking."""
+        """Keep one request to the cluster open for each missing replica."""
         with self._changed:
             leaving, self._leaving = self._leaving, []
             missing = self._num_lacking - len(self._ready) - len(self._requests)
@@ -213,13 +213,13 @@ class ElasticReplicas:
             retry_s = min(MAX_RETRY_S, RETRY_S * 2 ** (self._num_failures - 1))
             self._retry_at = self._clock() + retry_s
             self._last_failure = " ".join(str(failures[0]).split())
-            _log.warning("a further replica did not start: %s; trying again in %.0f s", self._last_failure, retry_s)
+            _log.warning("another replica did not start: %s; retrying in %.0f s", self._last_failure, retry_s)
 
     def _timed_out(self, num_present: int) -> str:
-        why = f"; the last one that was tried did not start: {self._last_failure}" if self._last_failure else ""
+        why = f"; the last attempt to start one failed: {self._last_failure}" if self._last_failure else ""
         return (
-            f"policy.generation.min_replicas is {self.least}, and {num_present} of the run's replicas are left; the "
-            f"cluster had no devices for another one within {self._timeout_s:.0f} s "
-            f"(cluster.replacement_timeout_s){why}. The same command resumes the run when the cluster has the devices, "
-            "or at once with a lower min_replicas."
+            f"policy.generation.min_replicas is {self.least}, but only {num_present} of the run's replicas remain, and "
+            f"the cluster had no devices for another one within {self._timeout_s:.0f} s "
+            f"(cluster.replacement_timeout_s){why}. Run the same command to resume when the cluster has the devices, "
+            "or immediately with a lower min_replicas."
         )

@@ -31,9 +31,9 @@ def trials_of(plan: RunPlan, loaded: Any, evaluation: AlgorithmEvaluation | None
     """Every environment that the data names, or that of the evaluation, with attempts on its first rows.
 
     Args:
-        plan: of the run.
-        loaded: the data that its algorithm loaded.
-        evaluation: the evaluation of the run, if it evaluates as it trains.
+        plan: Plan of the run.
+        loaded: The data that its algorithm loaded.
+        evaluation: The evaluation of the run, if it evaluates as it trains.
     """
     attempts = dict(plan.algorithm.attempts(plan.config, loaded))
     for name, each in evaluation.attempts().items() if evaluation is not None else ():
@@ -62,12 +62,12 @@ def try_in(interpreters: Mapping[str, str], trials: Sequence[Trial]) -> None:
     """Try environments in the environments that their processes have.
 
     Args:
-        interpreters: by role.
-        trials: the environments.
+        interpreters: Interpreters, by role.
+        trials: The environments.
 
     Raises:
-        ConfigError: as `try_here`.
-        WorkerEnvironmentError: if the trial itself does not run.
+        ConfigError: As `try_here`.
+        WorkerEnvironmentError: If the trial itself does not run.
     """
     for trial in trials:
         python = interpreters[environment_role(trial.instance.name)]

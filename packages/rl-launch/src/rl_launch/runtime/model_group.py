@@ -25,8 +25,8 @@ class StartTimeouts:
     """Bounds of starting workers.
 
     Args:
-        process_s: an empty process.
-        model_s: building and loading a model.
+        process_s: An empty process.
+        model_s: Building and loading a model.
     """
 
     process_s: float
@@ -49,16 +49,16 @@ class ModelGroup:
     Placing and building are two steps so that other workers can start beside the ranks while these load.
 
     Args:
-        cluster: where the ranks run.
-        nodes: a bundle per rank, by node.
-        process: how a rank's process is made on a node, by Ray's id of the node.
-        role: for messages.
-        section: dotted key of the model's config section, for messages.
-        logs: folder for the ranks' logs.
-        timeouts: of starting.
+        cluster: Where the ranks run.
+        nodes: A bundle per rank, by node.
+        process: How a rank's process is made on a node, by Ray's id of the node.
+        role: Role of the model, for messages.
+        section: Dotted key of the model's config section, for messages.
+        logs: Folder for the ranks' logs.
+        timeouts: Startup timeouts.
 
     Raises:
-        RLError: if a process does not start, with role and rank.
+        RLError: If a process does not start, with role and rank.
     """
 
     def __init__(
@@ -103,10 +103,10 @@ class ModelGroup:
         *,
         columns: Sequence[str],
     ) -> None:
-        """Have the ranks meet at rank 0 and build the model.
+        """Connect the ranks to rank 0 and build the model.
 
         Args:
-            columns: that all its passes read beside `tokens`.
+            columns: Columns that all its passes read in addition to `tokens`.
         """
         self._columns = tuple(columns)
         self._timeout_s = config.worker_timeout_s

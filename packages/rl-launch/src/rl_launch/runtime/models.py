@@ -31,14 +31,14 @@ class Models:
         by_role = models.finish()
 
     Args:
-        backends: by role.
-        topology: devices of the run.
-        cluster: started.
-        processes: of their workers.
-        residency: of the shared devices.
-        logs: folder of their logs.
-        timeouts: of starting.
-        stack: closes the models and gives their devices back.
+        backends: Backends, by role.
+        topology: Devices of the run.
+        cluster: The started cluster.
+        processes: Processes of their workers.
+        residency: Residency of the shared devices.
+        logs: Folder of their logs.
+        timeouts: Startup timeouts.
+        stack: Closes the models and gives their devices back.
     """
 
     def __init__(

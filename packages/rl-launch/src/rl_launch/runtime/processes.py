@@ -47,11 +47,11 @@ class Processes:
     """Processes of workers, on nodes that are prepared for them.
 
     Args:
-        cluster: started.
-        nodes: of the run.
-        env_vars: environment variables for workers of every role.
-        env_vars_by_role: environment variables for those of one role.
-        preloads: what workers of one role import in any case.
+        cluster: The started cluster.
+        nodes: Nodes of the run.
+        env_vars: Environment variables for workers of every role.
+        env_vars_by_role: Environment variables for those of one role.
+        preloads: What workers of one role import in any case.
         fork_server_s: `cluster.fork_server_s`.
     """
 

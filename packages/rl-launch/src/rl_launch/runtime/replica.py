@@ -28,9 +28,9 @@ class FinishedCall:
     """The results of a call for the groups that finish next, all there at once.
 
     Args:
-        reports: number and `GroupReport` of each.
-        columns: a `Batch` of the columns that training reads, of all of them.
-        records: a `Batch` of those that people read.
+        reports: Number and `GroupReport` of each.
+        columns: A `Batch` of the columns that training reads, of all of them.
+        records: A `Batch` of those that people read.
     """
 
     reports: ray.ObjectRef
@@ -42,12 +42,12 @@ class Replica:
     """One rollout worker with its replica, in a process that can be replaced.
 
     Args:
-        start: makes the empty host.
-        spec: the worker that it hosts.
-        environments: clients by environment name.
-        index: number of the replica, for messages.
-        logs: folder of its log.
-        timeouts: of starting.
+        start: Makes the empty host.
+        spec: The worker that it hosts.
+        environments: Clients by environment name.
+        index: Number of the replica, for messages.
+        logs: Folder of its log.
+        timeouts: Startup timeouts.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Replica:
         return Origin(ROLE, self.index, self.node or "its node", phase)
 
     def write_stacks(self) -> None:
-        """Have the process write the stacks of its threads to its log, even if it answers nothing."""
+        """Write the stacks of the process's threads to its log, even if it does not respond."""
         request_stacks([self._actor])
 
     def kill(self) -> None:
@@ -121,13 +121,13 @@ class Replica:
 
 class ProgressWatch:
     """Watches the progress of a replica that has work: its engine samples tokens, or answers that it has no requests
-    (rollouts then wait for their environments, which have deadlines of their own).
+    (rollouts then wait for their environments, which have their own deadlines).
 
     Args:
-        replica: with groups under way.
-        timeout_s: for which it may make no progress.
-        period_s: between two checks.
-        clock: seconds.
+        replica: Replica with groups in progress.
+        timeout_s: Maximum time without progress, in seconds.
+        period_s: Seconds between two checks.
+        clock: Returns the time in seconds.
     """
 
     def __init__(
@@ -149,8 +149,8 @@ class ProgressWatch:
         """Ask for the replica's health, or read the answer; never waits. Time between distant checks does not count.
 
         Raises:
-            WorkerStalled: after `timeout_s` without progress.
-            RLError: if the engine or the process died.
+            WorkerStalled: If there is no progress for `timeout_s`.
+            RLError: If the engine or the process died.
         """
         now = self._clock()
         away = now - self._checked_at - self._period_s

@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 HEALTH_TIMEOUT_S = 30.0
 TURN_TIMEOUT_S = 600.0
-"""Longest time to leave a device or to come back."""
+"""Timeout in seconds for leaving a device or returning to it."""
 
 
 class WeightSender(Protocol):
@@ -46,10 +46,10 @@ class ReplicaGroup:
     `retire_lost` has taken it out of the group.
 
     Args:
-        replicas: started, and on their devices.
-        residency: of devices that the replicas share with others; None if they share none.
+        replicas: Started, and on their devices.
+        residency: Residency of devices that the replicas share with others; None if they share none.
         weights: Sends weights to the replicas; None if they serve what they have loaded.
-        elastic: replicas that join; None if there are always the same.
+        elastic: Replicas that join; None if there are always the same.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class ReplicaGroup:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the run goes on with the replicas that it has."""
+        """True if the run continues with the replicas that it has."""
         return not self._lost and (self._elastic is None or len(self.replicas) >= self._elastic.least)
 
     def hold(self) -> AbstractContextManager[None]:
@@ -118,7 +118,7 @@ class ReplicaGroup:
                 if not dead and not self._lost:
                     raise
                 version = "" if update is None else f" of version {update.version}"
-                _log.warning("weight sync%s broke off: %s", version, error)
+                _log.warning("weight sync%s was interrupted: %s", version, error)
                 for replica in dead:
                     self._lose(replica, error)
 
@@ -126,8 +126,8 @@ class ReplicaGroup:
         """Replace lost replicas, and send the weights again if some replica has none.
 
         Raises:
-            GeneratorError, WorkerDied: with the cause, if replicas have died too often.
-            PlacementError: if the cluster has no devices for replicas that the run needs.
+            GeneratorError, WorkerDied: If replicas have died too often; contains the cause.
+            PlacementError: If the cluster has no devices for replicas that the run needs.
         """
         if not self.is_whole or not self._has_weights:
             self.adopt(self._update)
@@ -136,7 +136,7 @@ class ReplicaGroup:
         """Take lost replicas out of the group if others may join it later.
 
         Raises:
-            GeneratorError, WorkerDied: with the cause, if replicas have died too often.
+            GeneratorError, WorkerDied: If replicas have died too often; contains the cause.
         """
         if self._elastic is None or not self._lost:
             return
@@ -145,16 +145,16 @@ class ReplicaGroup:
             self.replicas.remove(replica)
             self._elastic.replace(replica)
         self._lost = {}
-        _log.warning("replicas left until others join: %d", len(self.replicas))
+        _log.warning("%d replicas remain; replacements will join when devices are free", len(self.replicas))
 
     def fail(self, replica: Replica, error: RLError, *, num_groups: int) -> None:
         """Lose a replica one of whose calls failed, unless that is known already.
 
         Args:
-            num_groups: that it had under way, for the message.
+            num_groups: Number of unfinished groups, for the message.
 
         Raises:
-            GeneratorError: if the replica is healthy and refused the call: it would refuse again.
+            GeneratorError: If the replica is healthy and refused the call: it would refuse again.
         """
         if replica in self._lost:
             return
@@ -167,12 +167,12 @@ class ReplicaGroup:
         self._lose(replica, located)
 
     def sleep(self) -> None:
-        """Have the replicas leave their devices; one that died meanwhile is replaced before it is needed."""
+        """Put the replicas to sleep, off their devices. One that died meanwhile is replaced before it is needed."""
         kept = self._on_living("sleep")
         self._has_weights = self._has_weights and all(kept)
 
     def wake(self) -> None:
-        """Have the replicas come back to their devices."""
+        """Return the replicas to their devices."""
         self._on_living("wake")
 
     def close(self) -> None:
@@ -255,7 +255,7 @@ def _located(error: RLError, replica: Replica, phase: str) -> RLError:
 
 
 def _is_at(error: RLError, replica: Replica) -> bool:
-    """Whether the error names this replica's process."""
+    """Return whether the error names this replica's process."""
     if not isinstance(error, WorkerDied) or error.origin is None:
         return False
     return (error.origin.role, error.origin.rank) == (ROLE, replica.index)

@@ -43,15 +43,15 @@ class Replicas:
     """All rollout workers of a run with their replicas, and the environments that they call.
 
     Args:
-        backend: of generation.
-        needs: the needs of the rollout workers.
-        environments: settings of environments by name: the section `env`.
-        topology: devices of the run.
-        cluster: started.
-        processes: of the workers.
-        logs: folder of their logs.
-        timeouts: of starting.
-        stack: closes the environments and gives devices back.
+        backend: Backend of generation.
+        needs: The needs of the rollout workers.
+        environments: Settings of environments by name: the section `env`.
+        topology: Devices of the run.
+        cluster: The started cluster.
+        processes: Processes of the workers.
+        logs: Folder of their logs.
+        timeouts: Startup timeouts.
+        stack: Closes the environments and gives devices back.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Replicas:
         self._nodes: dict[Replica, str] = {}
 
     def reserve(self) -> None:
-        """Take devices for replicas alone."""
+        """Allocate devices for replicas only."""
         topology = self._topology
         self._bundles = self._cluster.reserve_replicas(
             topology.num_replicas, topology.replica_resources, least=topology.fewest_replicas
@@ -95,7 +95,7 @@ class Replicas:
         """Ray's id of a node, and the role of a worker on it.
 
         Args:
-            beside: nodes of the policy: of the devices that replicas share if they have none of their own, and of the
+            beside: Nodes of the policy: of the devices that replicas share if they have none of their own, and of the
                 environments if the nodes of replicas may be lost.
         """
         for node in [bundle.node for bundle in self._bundles] or beside:
@@ -106,7 +106,7 @@ class Replicas:
                 yield beside[0], environment_role(name)
 
     def begin_beside(self, places: Sequence[Place]) -> Callable[[], list[Replica]]:
-        """Begin to start replicas beside the policy's ranks, on the GPUs that Ray gave those; see `begin_alone`."""
+        """Start replicas next to the policy's ranks, on the GPUs that Ray assigned to the ranks. See `begin_alone`."""
         starts: list[Start] = []
         ranks = self._topology.devices(GENERATION).ranks
         for first in range(0, len(places), ranks):
@@ -117,12 +117,11 @@ class Replicas:
         return self._begin(starts, places[0].node)
 
     def begin_alone(self, beside: str = "", *, awaits_weights: bool) -> Callable[[], list[Replica]]:
-        """Begin to start replicas on devices of their own, and environments; the returned function waits until they are
-        ready.
+        """Start replicas on their own devices, and environments. The returned function waits until they are ready.
 
         Args:
-            beside: a node of the policy, on which environments run if the nodes of replicas may be lost.
-            awaits_weights: whether a policy will send them weights before they generate.
+            beside: A node of the policy, on which environments run if the nodes of replicas may be lost.
+            awaits_weights: True if a policy will send them weights before they generate.
         """
         starts = [self._start_alone(bundle, bundle.node, awaits_weights=awaits_weights) for bundle in self._bundles]
         finish = self._begin(starts, beside if self._topology.is_elastic else self._bundles[0].node)
@@ -142,7 +141,7 @@ class Replicas:
         return bundle
 
     def is_granted(self, devices: Bundle) -> bool:
-        """Whether the cluster has placed requested devices."""
+        """Return whether the cluster has placed requested devices."""
         return self._cluster.is_placed(devices)
 
     def begin_on(self, devices: Bundle) -> tuple[Replica, Callable[[], None]]:
@@ -150,7 +149,7 @@ class Replicas:
         waits until it is ready.
 
         Raises:
-            RLError: if its node cannot be prepared.
+            RLError: If its node cannot be prepared.
         """
         node = self._cluster.node_of(devices)
         self._processes.prepare((node, role) for role in self._roles)
@@ -234,7 +233,7 @@ class Replicas:
         return self._cluster.start_async_worker(self._processes.on(node, GENERATION, num_gpus=num_gpus), bundle=bundle)
 
     def _shared(self, gpus: Sequence[str], node: str) -> list[Placement]:
-        """Placements of the replicas of one node, beside the policy."""
+        """Return the placements of the replicas of one node, next to the policy."""
         device, ranks = self._topology.device, self._topology.replica_ranks
         if not device.has_gpus:
             return [Placement(device.name, (), self._processes.cores(node) // ranks or 1, awaits_weights=True)]

@@ -25,7 +25,7 @@ class RestartBudget:
         """Count a death, or several at once.
 
         Raises:
-            RLError: the error, if an engine has died twice in this way before it finished anything, if a process does
+            RLError: The error, if an engine has died twice in this way before it finished anything, if a process does
                 not start at all, or after too many deaths in a row.
         """
         self._in_a_row += 1

@@ -16,7 +16,7 @@ MOST_DEATHS = 3
 """Deaths without a new checkpoint between them, after which the run fails: it would die there again."""
 
 ROLLOUT_WORKER = "rollout worker"
-"""Role of workers that are replaced while the run goes on; only repeated deaths end the run."""
+"""Role of workers that are replaced during the run. Only repeated deaths end the run."""
 
 
 class Session(Protocol):
@@ -29,7 +29,7 @@ class Session(Protocol):
 
     @property
     def has_begun(self) -> bool:
-        """Whether steps could be made."""
+        """True if steps could be made."""
         ...
 
 
@@ -37,7 +37,7 @@ class Restoration:
     """Decides whether a run is started again.
 
     Args:
-        saves: whether the run saves checkpoints; without them there is nothing to go on from.
+        saves: True if the run saves checkpoints; without them there is nothing to resume from.
     """
 
     def __init__(self, *, saves: bool) -> None:
@@ -49,7 +49,7 @@ class Restoration:
 
     @property
     def follows_a_loss(self) -> bool:
-        """Whether the run has been started again."""
+        """True if the run has been started again."""
         return bool(self._cause)
 
     @contextmanager
@@ -66,9 +66,9 @@ class Restoration:
         at the same step; the log says so.
 
         Args:
-            error: the error that ends the run.
-            session: the session of the run.
-            lost_nodes: addresses of the run's nodes that are lost; if there are any, they are the cause.
+            error: The error that ends the run.
+            session: The session of the run.
+            lost_nodes: Addresses of the run's nodes that are lost; if there are any, they are the cause.
         """
         self.goes_on = False
         # a run that is being restored may lose another node before its first step
@@ -82,21 +82,23 @@ class Restoration:
         self._saved = session.saved
         self.goes_on = self._num_deaths < MOST_DEATHS
         if self.goes_on:
-            where = f"checkpoint step_{session.saved}" if session.saved else "the beginning, as nothing was saved yet"
+            where = (
+                f"checkpoint step_{session.saved}" if session.saved else "the beginning, because nothing was saved yet"
+            )
             text = " ".join(str(error).split())
-            self._cause = f"node {', '.join(lost)} is lost ({text})" if lost else text
-            _log.warning("%s; starting again from %s", self._cause, where)
+            self._cause = f"node {', '.join(lost)} was lost ({text})" if lost else text
+            _log.warning("%s; restarting from %s", self._cause, where)
 
     def failed(self, error: PlacementError) -> RLError:
         """The error of a run that cannot be placed; after a loss it names the loss first."""
         if not self.follows_a_loss:
             return error
         return RLError(
-            f"{self._cause}; the run could not be restored: {error} The same command resumes it when the cluster has "
-            "the devices."
+            f"{self._cause}; the run could not be restored: {error} Run the same command to resume it when the "
+            "cluster has the devices."
         )
 
 
 def _is_final_death(error: RLError) -> bool:
-    """Whether a process that nothing replaces has died."""
+    """Return whether a process that nothing replaces has died."""
     return isinstance(error, WorkerDied) and (error.origin is None or error.origin.role != ROLLOUT_WORKER)

@@ -18,9 +18,9 @@ def role_specs(
     """Specs of a run's workers by role: each model's, `generation`, and `env.<name>` for each environment.
 
     Args:
-        backends: of the models and of generation.
-        environments: those that score its prompts.
-        device: decides which extras bring their engines.
+        backends: Backends of the models and of generation.
+        environments: Those that score its prompts.
+        device: Decides which extras bring their engines.
     """
     specs = {role: _engine_env(model, device, backends.requirements) for role, model in backends.models.items()}
     if backends.generation is not None:

@@ -49,11 +49,11 @@ class RolloutPool:
     shared devices with the policy offloaded, calls models, so it happens within a call, on the main thread.
 
     Args:
-        replicas: started, and on their devices.
-        residency: of devices that the replicas share with others; None if they share none.
-        stall_timeout_s: for which a replica that has work may make no progress.
+        replicas: Started, and on their devices.
+        residency: Residency of devices that the replicas share with others; None if they share none.
+        stall_timeout_s: Maximum time in seconds without progress for a replica that has work.
         weights: Sends weights to the replicas; None if they serve what they have loaded.
-        elastic: replicas that join; None if there are always the same.
+        elastic: Replicas that join; None if there are always the same.
     """
 
     def __init__(
@@ -75,10 +75,10 @@ class RolloutPool:
         self._done: deque[tuple[Ticket, RolloutGroup]] = deque()
 
     def submit(self, tasks: Sequence[RolloutTask]) -> list[Ticket]:
-        """Have groups rolled out, begun in this order as the replicas have room.
+        """Roll out groups. They start in this order as the replicas have room.
 
         Raises:
-            GeneratorError, WorkerDied: if replicas die again and again, with the cause.
+            GeneratorError, WorkerDied: If replicas die again and again, with the cause.
         """
         tickets = self._dispatch.add(tasks)
         if tickets:
@@ -89,7 +89,7 @@ class RolloutPool:
         """The next group that is finished; groups come in the order in which they end.
 
         Raises:
-            GeneratorError, WorkerDied: if replicas die again and again, with the cause.
+            GeneratorError, WorkerDied: If replicas die again and again, with the cause.
         """
         assert self._done or self._dispatch.num_groups, "every group that was submitted has been taken"
         while not self._done:
@@ -108,12 +108,12 @@ class RolloutPool:
         meanwhile run again.
 
         Args:
-            in_flight: whether completions under way are interrupted, to go on with the new weights, instead of being
+            in_flight: True if completions under way are interrupted, to go on with the new weights, instead of being
                 finished with the old ones first.
 
         Raises:
-            WeightSyncError: if the weights did not arrive, naming what is missing.
-            GeneratorError, WorkerDied: if replicas die again and again, with the cause.
+            WeightSyncError: If the weights did not arrive, naming what is missing.
+            GeneratorError, WorkerDied: If replicas die again and again, with the cause.
         """
         self._take_ended(0.0)  # a replica that dies may leave finished groups behind
         starts = {replica: replica.num_starts for replica in self._group.replicas}
@@ -129,8 +129,8 @@ class RolloutPool:
             self._begin()
 
     def turns(self) -> dict[Ticket, tuple[SampledTurns, ...]]:
-        """Completions so far of the groups that are under way, by which a later run of them goes on. Groups without any
-        are left out, and so are those of a replica that does not answer.
+        """Return the completions so far of the groups in progress, from which a later run resumes them. Groups without
+        completions, and groups of a replica that does not respond, are left out.
         """
         replicas = self._dispatch.busy - self._group.lost
         calls = [(replica, replica.call("turns")) for replica in replicas]
@@ -167,16 +167,16 @@ class RolloutPool:
         return idle_s / total_s if total_s > 0 else None
 
     def write_rollouts(self, path: str, rows: RemoteRows, advantages: Sequence[float | None]) -> None:
-        """Have a rollout worker write the records of rollouts, so that no text comes to this process; any thread may
-        call it.
+        """Write the records of rollouts with a rollout worker, so that no strings are sent to this process. Any thread
+        can call it.
 
         Args:
-            path: of a new file in the run's folder, which all nodes see.
-            rows: of the records.
-            advantages: of each rollout.
+            path: Path of a new file in the run's folder, which all nodes see.
+            rows: Rows of the records.
+            advantages: Advantages of each rollout.
 
         Raises:
-            WorkerDied: if the worker died, or texts were lost with a node.
+            WorkerDied: If the worker died, or texts were lost with a node.
         """
         lost = self._group.lost
         replica = next((each for each in self._group.replicas if each not in lost), None)
@@ -192,8 +192,8 @@ class RolloutPool:
         self._group.close()
 
     def _begin(self) -> None:
-        """Begin waiting groups. If the run cannot go on without replicas that died, the others finish their groups
-        before those are replaced, all at once, and no group is begun until then.
+        """Start waiting groups. If the run cannot continue without replicas that died, the others finish their groups
+        before all dead replicas are replaced together, and no group is started until then.
         """
         self._group.retire_lost()
         self._sync_dispatch_with_group()
@@ -209,7 +209,7 @@ class RolloutPool:
         }
 
     def _sync_dispatch_with_group(self) -> None:
-        """Have groups go to the replicas of the group; those of replicas that have left it wait for another one."""
+        """Assign groups to the replicas of the group. Groups of replicas that have left wait for another replica."""
         before, after = self._dispatch.replicas, self._group.replicas
         for replica in before:
             if replica not in after:
@@ -251,8 +251,9 @@ class RolloutPool:
         self._group.restart_budget.reset()
 
     def _pause(self, mode: PauseMode) -> None:
-        """Wait until no replica has a completion under way. That may take as long as the longest completion, so it
-        comes before a transfer, whose bound has no room for it; a replica that makes no progress meanwhile is lost.
+        """Wait until no replica has a completion in progress. This can take as long as the longest completion, so it
+        happens before a transfer, whose timeout does not include it. A replica that makes no progress meanwhile is
+        lost.
         """
         busy = self._dispatch.busy - self._group.lost
         pausing = {each.generator("pause", mode): each for each in self._group.replicas if each in busy}

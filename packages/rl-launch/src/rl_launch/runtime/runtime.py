@@ -45,7 +45,7 @@ def provision_workers(plan: RunPlan, needs: RolloutNeeds | None, device: Device)
     """Environments on this node for every kind of worker the run has.
 
     Raises:
-        WorkerEnvironmentError: if one is unavailable.
+        WorkerEnvironmentError: If one is unavailable.
     """
     environments = [instance_of(plan.config.env, name) for name in needs.environments] if needs else ()
     wanted = role_specs(plan.backends, environments, device)
@@ -57,7 +57,7 @@ def check_engines(plan: RunPlan, envs: DriverEnvs, device: Device) -> None:
     started.
 
     Raises:
-        ConfigError: listing every problem.
+        ConfigError: If there are problems; lists all of them.
     """
     backends = plan.backends
     chosen = [(role, model.section, model.plugin) for role, model in backends.models.items()]
@@ -110,10 +110,10 @@ class Runtime:
     """Starts the processes of a run on a cluster, and ends all of them.
 
     Args:
-        plan: of the run; every model and engine of its backends is started.
-        envs: environments of the workers on the driver's node.
-        cluster: started.
-        logs: folder for the workers' logs.
+        plan: Plan of the run; every model and engine of its backends is started.
+        envs: Environments of the workers on the driver's node.
+        cluster: The started cluster.
+        logs: Folder for the workers' logs.
     """
 
     def __init__(self, plan: RunPlan, envs: DriverEnvs, cluster: VirtualCluster, logs: Path) -> None:
@@ -162,9 +162,9 @@ class Runtime:
         """Start everything the algorithm needs.
 
         Args:
-            data: the result of its `prepare`.
-            needs: the needs of its rollout workers; None if it does not generate.
-            vocabulary: number of tokens the canary may draw from.
+            data: The result of its `prepare`.
+            needs: The needs of its rollout workers; None if it does not generate.
+            vocabulary: Number of tokens the canary may draw from.
         """
         if needs is None:
             return Components(models=self.models(), data=data)
@@ -193,7 +193,7 @@ class Runtime:
         return models.finish()
 
     def evaluation_pool(self, needs: RolloutNeeds) -> RolloutPool:
-        """Replicas alone, serving the weights at `policy.model_name`."""
+        """Start only replicas, which serve the weights at `policy.model_name`."""
         replicas = self._new_replicas(needs)
         replicas.reserve()
         self._processes.prepare(replicas.roles(()))

@@ -57,8 +57,8 @@ class Canary:
     """Token rows whose logprobs the generators must agree on with the policy.
 
     Args:
-        rows: int32, fixed for the run.
-        tolerance: largest mean absolute difference of logprobs.
+        rows: Int32, fixed for the run.
+        tolerance: Largest mean absolute difference of logprobs.
     """
 
     rows: Ragged
@@ -71,7 +71,7 @@ class Canary:
         """Rows of random tokens: they involve every part of the model and contain no user's data.
 
         Args:
-            tolerance: that of the precision if unset.
+            tolerance: Tolerance; the default is the tolerance of the precision.
         """
         draws = np.random.default_rng(0).integers(0, vocabulary, (num_rows, length), dtype=np.int32)
         return cls(Ragged.from_rows(draws), tolerance or {"float32": 1e-3}.get(precision, 0.1))
@@ -80,23 +80,23 @@ class Canary:
 class WeightSync:
     """The one sequence in which weights travel: pause, make room, transfer, verify, commit, make room, canary, resume.
 
-    A replica takes a version over in one call, up to its canary if it has devices of its own. All transfers use one
+    A replica takes a version over in one call, up to its canary if it has its own devices. All transfers use one
     connection and its buffers; another one is opened after a failure, and once a replica has been started anew.
 
     A new version is served only when every receiver acknowledged every tensor's digest, the engine's own check of its
     copies passed, and the canary's logprobs agree with the policy's. A version can be sent until the policy steps.
 
     Args:
-        policy: the sender.
-        kind: of transport.
-        meet: makes the address at which sender and receivers meet, or the folder that they share.
-        canary: what both sides must agree on.
-        residency: of the devices that policy and replicas share; None if they share none.
-        bucket_bytes: most bytes in flight at a time.
-        sends_changes: whether a transfer carries only what changed since the one before, to the same replicas.
-        sends_adapters: whether the adapters of the policy travel by themselves: beside the weights that they sit on
+        policy: The sender.
+        kind: Kind of transport.
+        meet: Makes the address at which sender and receivers meet, or the folder that they share.
+        canary: What both sides must agree on.
+        residency: Residency of the devices that policy and replicas share; None if they share none.
+        bucket_bytes: Most bytes in flight at a time.
+        sends_changes: True if a transfer carries only what changed since the one before, to the same replicas.
+        sends_adapters: True if the adapters of the policy travel by themselves: beside the weights that they sit on
             to replicas that do not have these yet, and alone in every later transfer.
-        timeout_s: bound of each phase.
+        timeout_s: Bound of each phase.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class WeightSync:
         return WeightUpdate(self._version, self._policy.revision)
 
     def state(self) -> Mapping[str, Any]:
-        """The version of the weights saved beside it."""
+        """Version of the weights that are saved next to it."""
         return {"version": self._version}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -161,7 +161,7 @@ class WeightSync:
         if (update.version, update.revision) != (self._version, self._policy.revision):
             raise WeightSyncError(
                 f"weight version {update.version} is stale: the policy has stepped, loaded a checkpoint or published "
-                "again since; publish its present weights and adopt that version"
+                "again since then. Publish the current weights and adopt that version"
             )
         for attempt in range(1, ATTEMPTS + 1):
             try:
@@ -170,7 +170,7 @@ class WeightSync:
             except WeightSyncError as error:
                 if attempt == ATTEMPTS:
                     raise
-                _log.warning("%s; sending version %d again", error, update.version)
+                _log.warning("%s; resending version %d", error, update.version)
 
     def _transfer(self, update: WeightUpdate, replicas: Sequence[Receiver], *, in_flight: bool) -> None:
         with self._residency.hold(POLICY) if self._residency else nullcontext():
@@ -229,14 +229,14 @@ class WeightSync:
         *,
         in_flight: bool,
     ) -> list[Taken]:
-        """Have the replicas take over the weights that the policy sends, watch both at once, and compare their answers.
+        """Receive the policy's weights on the replicas, watch both sides at the same time, and compare their answers.
 
         Args:
-            shared: reference to the manifest in Ray's object store.
-            sent_by: the policy's calls, as `RemoteModel.start_send` returns them.
+            shared: Reference to the manifest in Ray's object store.
+            sent_by: The policy's calls, as `RemoteModel.start_send` returns them.
 
         Raises:
-            RLError: the cause of the failure, followed by what the other side said.
+            RLError: The cause of the failure, followed by what the other side said.
         """
         sending, senders = sent_by
         if not transport.ends_meet:
@@ -281,8 +281,8 @@ class WeightSync:
     def _connected(self, replicas: Sequence[Receiver]) -> Transport:
         """The transport of the last transfer if the same processes are at its ends, or another one.
 
-        Memory of one GPU is reached from that GPU alone, so there every rank of the policy sends to the engine rank
-        beside it.
+        The memory of a GPU is accessible only from that GPU, so every rank of the policy sends to the engine rank on
+        the same GPU.
         """
         receivers = _started(replicas)
         if self._transport is not None and receivers == self._receivers:
@@ -313,8 +313,9 @@ class WeightSync:
                     raise WeightSyncError(
                         f"{replica.origin('weight sync canary')}: logprobs with weight version {update.version} differ "
                         f"from the policy's by {difference:.3g} on average, more than {self._canary.tolerance:g}; "
-                        "the engine does not compute the same as the policy. If it quantises weights or caches, raise "
-                        "policy.generation.canary_tolerance"
+                        "the engine does not compute the same results as the policy. If it quantises weights or "
+                        "caches, "
+                        "increase policy.generation.canary_tolerance"
                     )
 
     def _all(self, replicas: Sequence[Receiver], method: str, *args: Any) -> list[Any]:

@@ -7,63 +7,66 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from rl_core.config import Config, WhenChanged
+from rl_core.config import Config, Problem, ProblemError, WhenChanged
 
 _DESTINATION = re.compile(r"hf://[\w.-]+/[\w.-]+|(?!hf:)[a-z][a-z0-9+.-]*://\S+")
 _DURATION = re.compile(r"(\d+):([01]?\d|2[0-3]):([0-5]?\d):([0-5]?\d)")
 
 Access = Literal["owner", "group", "all"]
-"""Readers of a run directory."""
+"""Users who can read a run directory."""
 
 
 class CheckpointingConfig(Config):
-    """When to save, and which checkpoints to keep."""
+    """When to save checkpoints, and which ones to keep."""
 
     when_changed: ClassVar[WhenChanged | None] = WhenChanged.RESUME
 
     enabled: bool = True
-    """Save checkpoints; without them a run cannot be resumed."""
+    """Save checkpoints. Without checkpoints a run cannot be resumed."""
     save_period: int = Field(default=10, ge=0)
-    """Save after every this many steps; 0 saves at the end only."""
+    """Number of steps between checkpoints. With 0 a checkpoint is saved at the end only."""
     async_save: bool = False
-    """Write checkpoints while training goes on: a step waits only until the Hugging Face files are written and the
-    state has been copied to host memory, which must have room for it. A checkpoint counts once it is whole, at the end
-    of a later step."""
+    """Write checkpoints while training continues. A step waits only until the Hugging Face files are written and the
+    state is copied to host memory, which must have room for it. A checkpoint becomes valid when it is complete, at the
+    end of a later step."""
     keep_top_k: int | None = Field(default=3, gt=0)
-    """Number of checkpoints to keep: the newest and the best by `metric_name`, or the newest ones; null keeps all."""
+    """Number of checkpoints to keep: the newest and the best by `metric_name`, or the newest ones without a metric.
+    Null keeps all checkpoints."""
     metric_name: str | None = None
-    """Metric that ranks checkpoints, such as `val:accuracy`; one without a value at its step ranks last."""
+    """Metric that ranks checkpoints, such as `val:accuracy`. A checkpoint of a step without a value ranks last."""
     higher_is_better: bool = True
-    """Whether a higher value of the metric is better."""
+    """True if a higher value of the metric is better."""
     checkpoint_must_save_by: str | None = None
-    """Save and end in time before this much has passed since the start, as DD:HH:MM:SS: the limit of a batch queue."""
+    """Time limit since the start as DD:HH:MM:SS, for example the limit of a batch queue. The run saves a checkpoint and
+    ends before the limit."""
     push_to: str | None = None
-    """Push Hugging Face files of checkpoints, with a model card: to `hf://OWNER/NAME` on the Hugging Face hub (with the
-    token of HF_TOKEN or `hf auth login`), or to a folder of a store (`s3://BUCKET/FOLDER`, `gs://...`,
-    `file:///FOLDER`). Training does not wait for it, and a failure never ends the run."""
+    """Destination to which Hugging Face files of checkpoints are pushed, with a model card: `hf://OWNER/NAME` on the
+    Hugging Face hub (with the token of HF_TOKEN or `hf auth login`), or a folder in a store (`s3://BUCKET/FOLDER`,
+    `gs://...`, `file:///FOLDER`). Training does not wait for the push, and a failed push never ends the run."""
     push_checkpoints: Literal["last", "best", "every"] = "last"
-    """Checkpoints to push: the `last` one when the run has finished, the `best` one by `metric_name` whenever there is
-    another, or `every` one. On the hub each is a commit; a store has the folder `step_<n>` for each with `every`."""
+    """Checkpoints to push: the `last` one when the run has finished, the `best` one by `metric_name` whenever it
+    changes, or `every` one. On the hub each push is a commit. In a store, `every` creates a folder `step_<n>` for each.
+    """
     push_adapter: bool = False
-    """Push adapters by themselves, in the format of `peft`; otherwise the whole model, with adapters merged."""
+    """Push only the adapters, in the format of `peft`. Otherwise the whole model is pushed, with adapters merged."""
     push_private: bool = True
-    """Visibility of a repository that is made on the hub; one that exists keeps its own."""
+    """True if a new repository on the hub is private. An existing repository keeps its visibility."""
 
     @field_validator("checkpoint_must_save_by")
     @classmethod
     def _is_duration(cls, value: str | None) -> str | None:
         if value is not None and not _DURATION.fullmatch(value):
-            raise ValueError(f"got {value!r}; allowed: DD:HH:MM:SS, such as 00:03:45:00")
+            raise ProblemError(Problem("", got=value, allowed="DD:HH:MM:SS, such as 00:03:45:00"))
         return value
 
     @field_validator("push_to")
     @classmethod
     def _is_destination(cls, value: str | None) -> str | None:
         if value is not None and not _DESTINATION.fullmatch(value):
-            raise ValueError(
-                f"got {value!r}; allowed: hf://OWNER/NAME for the Hugging Face hub, s3://BUCKET/FOLDER, gs://... or "
-                "abfs://..., or file:///FOLDER"
+            allowed = (
+                "hf://OWNER/NAME for the Hugging Face hub, s3://BUCKET/FOLDER, gs://..., abfs://..., file:///FOLDER"
             )
+            raise ProblemError(Problem("", got=value, allowed=allowed))
         return value
 
     @property
@@ -77,24 +80,24 @@ class CheckpointingConfig(Config):
 
     @property
     def metric_key(self) -> str | None:
-        """`metric_name` as `metrics.jsonl` spells it: `val/accuracy`."""
+        """`metric_name` as it is spelled in `metrics.jsonl`: `val/accuracy`."""
         return self.metric_name.replace(":", "/", 1) if self.metric_name else None
 
 
 class CallbackConfig(Config):
-    """A class whose hooks the run calls during training."""
+    """A class with hooks that the run calls during training."""
 
     type: str
-    """`file.py:Class` or `package.module:Class`, a class that extends `rl_core.Callback`."""
+    """Subclass of `rl_core.Callback`, as `file.py:Class` or `package.module:Class`."""
     on_error: Literal["warn", "stop"] = "warn"
-    """If a hook raises: `warn` reports it with file and line and turns the callback off; `stop` ends the run after the
-    step, with a checkpoint and exit code 1."""
+    """Action if a hook raises an exception. `warn` reports it with file and line and turns the callback off. `stop`
+    ends the run after the step, with a checkpoint and exit code 1."""
     settings: dict[str, Any] = {}
-    """Settings: fields of the class if it is a dataclass, otherwise keyword-only parameters of its constructor."""
+    """Settings of the class: its fields if it is a dataclass, otherwise keyword-only parameters of its constructor."""
 
     @classmethod
     def of(cls, written: str | CallbackConfig) -> CallbackConfig:
-        """Return the section for an entry of `callbacks`, which may be the `type` only."""
+        """Return the section for an entry of `callbacks`, which can be only the `type`."""
         return cls(type=written) if isinstance(written, str) else written
 
 
@@ -102,61 +105,61 @@ class WandbConfig(Config):
     project: str = "rl"
     """Project of the run."""
     entity: str | None = None
-    """User or team that the project belongs to; the default entity of the account if unset."""
+    """User or team that owns the project. The default is the default entity of your account."""
     name: str | None = None
-    """Name of the run; `logger.name` if unset. Its group, tags and notes are those of `logger`."""
+    """Name of the run. The default is `logger.name`. Group, tags and notes are taken from `logger`."""
     mode: Literal["online", "offline"] | None = None
-    """`offline` writes into the run's `logs/wandb` for `wandb sync` to upload later; `WANDB_MODE` or `online` if
-    unset."""
+    """Mode of the client. `offline` writes to `logs/wandb` of the run, for a later upload by `wandb sync`. The default
+    is `WANDB_MODE`, or else `online`."""
 
 
 class MLflowConfig(Config):
     experiment_name: str = "rl"
     """Experiment of the run."""
     run_name: str | None = None
-    """Name of the run; `logger.name` if unset."""
+    """Name of the run. The default is `logger.name`."""
     tracking_uri: str | None = None
-    """Server (`http://...`) or database (`sqlite:////FOLDER/mlflow.db`); `MLFLOW_TRACKING_URI` if unset, or else a file
-    `mlflow.db` in the current folder."""
+    """Server (`http://...`) or database (`sqlite:////FOLDER/mlflow.db`). The default is `MLFLOW_TRACKING_URI`, or else
+    the file `mlflow.db` in the current folder."""
 
 
 class TrackioConfig(Config):
     project: str = "rl"
     """Project of the run."""
     name: str | None = None
-    """Name of the run, to which a suffix is added that makes it unique; `logger.name` if unset."""
+    """Name of the run. A suffix is added to make it unique. The default is `logger.name`."""
     space_id: str | None = None
-    """Space on the Hugging Face hub to log to, such as `me/runs`; on this machine if unset."""
+    """Space on the Hugging Face hub to log to, such as `me/runs`. By default metrics stay on this machine."""
 
 
 class LoggerConfig(Config):
-    """Records of a run: TensorBoard, Weights & Biases, MLflow, rollouts, and who may read them."""
+    """Records of a run: TensorBoard, Weights & Biases, MLflow and rollouts, and the access to them."""
 
     when_changed: ClassVar[WhenChanged | None] = WhenChanged.RESUME
 
     name: str | None = None
-    """Name of the run in trackers; the name of its folder if unset. `rl label` changes name, group, tags and notes
-    later."""
+    """Name of the run in trackers. The default is the name of its folder. Use `rl label` to change the name, group,
+    tags and notes later."""
     group: str | None = None
-    """Group of the run: runs that belong together, such as those of an ablation. `rl runs --filter group=NAME` lists
-    them."""
+    """Group of the run, for runs that belong together, such as the runs of an ablation. `rl runs --filter group=NAME`
+    lists them."""
     tags: list[Annotated[str, Field(min_length=1)]] = []
-    """Tags of the run; `rl runs --filter tag=NAME` lists the runs that have one."""
+    """Tags of the run. `rl runs --filter tag=NAME` lists the runs with a tag."""
     notes: str | None = None
-    """Notes on the run, for people."""
+    """Notes on the run, as free text."""
     rollout_period: int = Field(default=1, ge=0)
-    """Write the rollouts of every this many steps into the run directory; 0 writes none."""
+    """Write the rollouts of every N-th step to the run directory. With 0 no rollouts are written."""
     run_dir_access: Access = "owner"
-    """Access to a run directory that the run makes: `owner` lets nobody else in (mode 0700), `group` also lets the
-    group of the folder read it (0750), `all` everybody on the machine (0755). An existing folder keeps its mode."""
+    """Read access to a new run directory: `owner` for you only (mode 0700), `group` also for the group of the folder
+    (0750), `all` for everybody on the machine (0755). An existing folder keeps its mode."""
     tensorboard_enabled: bool = True
-    """Write TensorBoard events into `logs/tensorboard`."""
+    """Write TensorBoard events to `logs/tensorboard`."""
     wandb_enabled: bool = False
-    """Send metrics to Weights & Biases; needs rl-launch[wandb]."""
+    """Send metrics to Weights & Biases. Requires rl-launch[wandb]."""
     mlflow_enabled: bool = False
-    """Send metrics to MLflow; needs rl-launch[mlflow]."""
+    """Send metrics to MLflow. Requires rl-launch[mlflow]."""
     trackio_enabled: bool = False
-    """Send metrics to trackio; needs rl-launch[trackio]."""
+    """Send metrics to trackio. Requires rl-launch[trackio]."""
     wandb: WandbConfig = WandbConfig()
     mlflow: MLflowConfig = MLflowConfig()
     trackio: TrackioConfig = TrackioConfig()

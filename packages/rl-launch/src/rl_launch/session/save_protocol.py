@@ -1,4 +1,4 @@
-"""The saves of a run: begun between two steps, finished there or behind later ones, and restored."""
+"""The saves of a run: started between two steps, finished there or after later steps, and restored."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class SaveProtocol:
         else:
             with self._clock.phase("restoring"):
                 step = self._restore_newest(step, path)
-            _logger.info("going on after step %d", step)
+            _logger.info("resuming after step %d", step)
         self.saved = step
         return step
 
@@ -170,5 +170,5 @@ class SaveProtocol:
             self._checkpoints.restore(branch.checkpoint, models=self._models, state=state)
         except CheckpointDamaged as error:
             raise RunDirectoryError(f"cannot branch: {error}. Branch from another step.") from None
-        data = "" if branch.keeps_position else "; its data or seed differs, so it starts at the beginning of the data"
+        data = "" if branch.keeps_position else "; the data or seed differs, so it starts at the beginning of the data"
         _logger.info("branching from %s at step %d%s", branch.run_dir, branch.step, data)

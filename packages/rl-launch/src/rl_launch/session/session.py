@@ -70,15 +70,15 @@ class RunSession:
     complete step if that has not been saved.
 
     Args:
-        run_dir: made, or reopened if it holds a run of the same config.
-        config: the resolved root, a `rl_core.config.Config` with `checkpointing` and `logger`.
-        title: shown with the progress.
-        fresh: refuse to resume an earlier run.
-        since: start of the run's time limit, by `time.monotonic`; now if not given.
-        console: shows the progress.
-        recording: decides which part of the config the run directory keeps.
-        branch: the start of a new run that is a branch of another.
-        exports: as of `Checkpoints`; the policy's if not given.
+        run_dir: Made, or reopened if it holds a run of the same config.
+        config: The resolved root, a `rl_core.config.Config` with `checkpointing` and `logger`.
+        title: Shown with the progress.
+        fresh: Refuse to resume an earlier run.
+        since: Start of the run's time limit, by `time.monotonic`; now if not given.
+        console: Shows the progress.
+        recording: Decides which part of the config the run directory keeps.
+        branch: The start of a new run that is a branch of another.
+        exports: As of `Checkpoints`; the policy's if not given.
         callbacks: User code that is called during the run.
         pusher: Pushes checkpoints; none are pushed without it.
     """
@@ -125,7 +125,7 @@ class RunSession:
             stack.callback(self.directory.close)
             if resumes and not config.checkpointing.enabled and not self._metrics.is_empty:
                 raise RunDirectoryError(
-                    f"{self.directory.path} holds a run that saved no checkpoints, so it cannot be resumed. "
+                    f"{self.directory.path} contains a run without checkpoints, so it cannot be resumed. "
                     "Choose another run_dir."
                 )
             stack.enter_context(logged_to(self.directory.logs / "driver.log"))
@@ -212,7 +212,7 @@ class RunSession:
 
     @property
     def has_begun(self) -> bool:
-        """Whether everything was started and restored, so that steps could be made."""
+        """True if everything was started and restored, so that steps could be made."""
         return self._has_begun
 
     def steps(
@@ -222,7 +222,7 @@ class RunSession:
         if it is due. Models that do not train are neither saved nor restored.
 
         Raises:
-            RunDirectoryError: if the checkpoint lacks one of the models or states.
+            RunDirectoryError: If the checkpoint lacks one of the models or states.
         """
         self._max_steps = max_steps
         self._status.expect(max_steps)
@@ -248,25 +248,25 @@ class RunSession:
         self._metrics.record(step, metrics)
 
     def record_rollouts(self, step: int, groups: Sequence[RolloutGroup], advantages: np.ndarray) -> None:
-        """Have a step's rollouts written, one line each; those beyond the advantages have null. Writes none of steps
-        that `logger.rollout_period` leaves out."""
+        """Write the rollouts of a step, one per line. Rollouts without an advantage have null. Steps that
+        `logger.rollout_period` skips are not written."""
         if not self.due(self._config.logger.rollout_period, step):
             return
         with self.phase("recording"):
             self._rollouts.append(step, groups, advantages)
 
     def record_validation(self, step: int, groups: Sequence[RolloutGroup]) -> None:
-        """Have the rollouts of a validation written, one line each, unless `logger.rollout_period` is 0."""
+        """Write the rollouts of a validation, one per line, unless `logger.rollout_period` is 0."""
         if self._config.logger.rollout_period:
             with self.phase("recording"):
                 self._rollouts.append(step, groups, np.zeros(0), "val")
 
     def write_rollouts_by(self, writer: RolloutWriter) -> None:
-        """Have rollouts written by another process that shares the run's folder; it must live as long as the models."""
+        """Write rollouts with another process that shares the run's folder. It must live as long as the models."""
         self._rollouts.write_elsewhere = writer
 
     def due(self, period: int, step: int, *, at_end: bool = False) -> bool:
-        """Whether something with this period is due after this step.
+        """Return whether something with this period is due after this step.
 
         A last step that a signal or a time limit decided does not count as the end: there is time for saving only.
         """

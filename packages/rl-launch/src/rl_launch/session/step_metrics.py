@@ -64,7 +64,7 @@ class StepMetrics:
         """Remove the lines of later steps; returns the others.
 
         Args:
-            step: The last complete step; 0 removes all lines, also that of a validation before the first step.
+            step: The last complete step; 0 removes all lines, including a validation before the first step.
         """
         self._file.cut_back(step or -1)
         history = self._file.read()
@@ -74,7 +74,7 @@ class StepMetrics:
         return history
 
     def record(self, step: int, metrics: Mapping[str, float | Metric]) -> None:
-        """Merge metrics into those of a step."""
+        """Merge metrics into the metrics of a step."""
         self._pending.setdefault(step, {}).update(results(metrics))
 
     def recorded(self, step: int) -> Mapping[str, float]:

@@ -15,7 +15,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class StopRequest:
-    """Whether a signal, a time limit or the loop has asked to end after the step in progress.
+    """True if a signal, a time limit or the loop has asked to end after the step in progress.
 
     A second signal ends the process at once.
 
@@ -25,8 +25,8 @@ class StopRequest:
         unwound_by: The signal that ended the run at once, if one did: the second, or one without a step to finish.
 
     Args:
-        limit_s: seconds by which everything must be saved, None for no limit.
-        since: start of that time, by `time.monotonic`; now if not given.
+        limit_s: Seconds by which everything must be saved, None for no limit.
+        since: Start of that time, by `time.monotonic`; now if not given.
     """
 
     def __init__(self, limit_s: float | None = None, since: float | None = None) -> None:
@@ -44,7 +44,7 @@ class StopRequest:
         """Take over SIGTERM and SIGINT; only the main thread can.
 
         Args:
-            gracefully: a signal asks for the end after the step; otherwise, with no step to finish, it unwinds at once.
+            gracefully: A signal asks for the end after the step; otherwise, with no step to finish, it unwinds at once.
         """
         self._is_graceful = gracefully
         if threading.current_thread() is threading.main_thread():
@@ -71,14 +71,14 @@ class StopRequest:
         if self.unwound_by is None:
             return self.reason or type(error).__name__
         if self.signal is not None:
-            return f"{self.reason}, then {self.unwound_by.name} ended it at once"
+            return f"{self.reason}, then {self.unwound_by.name} ended it immediately"
         return f"{self.unwound_by.name} {'as it ended' if has_begun else 'while it started'}"
 
     def after_step(self, seconds: float, *, saves: bool = False) -> None:
         """Ask for the end if another step and the save after it may not fit into the time that is left.
 
         Args:
-            saves: whether an earlier save is still under way, which that one waits for.
+            saves: True if an earlier save is still under way, which that one waits for.
         """
         self._longest_step_s = max(self._longest_step_s, seconds)
         if self._limit_s is None:
@@ -101,4 +101,4 @@ class StopRequest:
             raise SystemExit(128 + number)
         self.signal = signal.Signals(number)
         self.ask(name)
-        _logger.warning("%s: the run ends after this step; a second signal ends it at once", name)
+        _logger.warning("%s: the run ends after this step; a second signal ends it immediately", name)

@@ -29,7 +29,7 @@ LARGE_KL = 0.1
 """Mean KL divergence from the reference policy, in nats per token, beyond which the policy has moved far."""
 
 TRUNCATED = 0.1
-"""Share of rollouts that run into the token limit."""
+"""Share of rollouts that reach the token limit."""
 
 FAILED = 0.05
 """Share of rollouts that fail."""
@@ -60,8 +60,8 @@ class Advice:
     """Something to look at.
 
     Args:
-        found: what the metrics show, with the figures.
-        remedy: what to try, naming keys.
+        found: What the metrics show, with the figures.
+        remedy: What to try, naming keys.
     """
 
     found: str
@@ -71,13 +71,13 @@ class Advice:
 def advice(
     rows: Rows, timings: Mapping[str, float], config: Mapping[str, Any], failures: Mapping[str, int] | None = None
 ) -> list[Advice]:
-    """Findings of the rules, the most serious first.
+    """Return the findings of the rules, most serious first.
 
     Args:
-        rows: the metrics of every step.
-        timings: seconds by phase, `step` for the whole.
-        config: of the run, as nested plain values.
-        failures: number of failed rollouts by their reason, as far as records of them are kept.
+        rows: The metrics of every step.
+        timings: Seconds by phase, `step` for the whole.
+        config: Config of the run, as nested plain values.
+        failures: Number of failed rollouts by their reason, as far as records of them are kept.
     """
     found = [each for rule in _RULES for each in rule(rows, config)]
     return [*_failed(rows, config, failures or {}), *found, *_slow(timings, config)]
@@ -139,17 +139,17 @@ def _nothing_earned(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
     if not _all_equal(rows):
         return
     reward = _values("reward/mean", rows)[0]
-    earned = "has earned anything" if reward == 0 else f"has earned anything but {reward:.4g}"
+    earned = "has a reward" if reward == 0 else f"has a reward other than {reward:.4g}"
     yield Advice(
         f"no rollout of {len(_values('reward/mean', rows))} steps {earned}, so nothing is learned",
-        "read what was answered in the samples: does the environment read it? rl env check RUN tells what its code "
-        "looks for, and rl env run scores an answer by hand. If it reads them, warm the policy up by SFT, or choose "
+        "read the responses in the samples. Can the environment parse them? rl env check RUN shows what its code "
+        "looks for, and rl env run scores a response that you type. If it can, warm up the policy with SFT, or choose "
         "easier prompts",
     )
 
 
 def _all_equal(rows: Rows) -> bool:
-    """Whether all rewards of a run are the same."""
+    """Return whether all rewards of a run are the same."""
     means, spreads = _values("reward/mean", rows), _values("reward/std", rows)
     return bool(spreads) and not any(spreads) and len(set(means)) == 1
 
@@ -195,7 +195,7 @@ def _unmoved(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
     first, last = fmean(losses[:quarter]), fmean(losses[-quarter:])
     if abs(first - last) < UNMOVED_LOSS * abs(first):
         yield Advice(
-            f"the loss does not move: {first:.4g} at first, {last:.4g} after {len(losses)} steps",
+            f"the loss does not decrease: {first:.4g} at first, {last:.4g} after {len(losses)} steps",
             "take more steps (a smaller policy.train_global_batch_size, or more epochs), or raise "
             "policy.optimizer.kwargs.lr: from scratch and with adapters 1e-4 and more are usual, for fine-tuning 1e-5",
         )
@@ -216,7 +216,7 @@ def _kl(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
     first = _first_quarter("policy/kl", rows)
     if values and fmean(values) > LARGE_KL and fmean(values) > fmean(first):
         yield Advice(
-            f"the policy moves away from its reference: policy/kl grew from {fmean(first):.2g} to {fmean(values):.2g}",
+            f"the policy drifts from its reference: policy/kl grew from {fmean(first):.2g} to {fmean(values):.2g}",
             "raise loss_fn.kl.weight, or lower policy.optimizer.kwargs.lr",
         )
 
@@ -225,7 +225,7 @@ def _clipped(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
     values = _last_quarter("policy/clipped", rows)
     if values and fmean(values) > CLIPPED:
         yield Advice(
-            f"{fmean(values):.0%} of the tokens are clipped, so they teach nothing",
+            f"{fmean(values):.0%} of the tokens are clipped, so they do not contribute to the loss",
             "take fewer updates per step (a larger policy.train_global_batch_size), or lower "
             "policy.optimizer.kwargs.lr",
         )
@@ -236,7 +236,7 @@ def _truncated(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
     if values and fmean(values) > TRUNCATED:
         limit, section = _at(config, "policy.generation.max_new_tokens"), _section(config)
         yield Advice(
-            f"{fmean(values):.0%} of the rollouts run into the token limit",
+            f"{fmean(values):.0%} of the rollouts reach the token limit",
             f"raise policy.generation.max_new_tokens{f' (it is {limit})' if limit else ''}, leave such rollouts out "
             f"with {section}.overlong_filtering=true, or reward shorter ones with "
             f"{section}.reward_shaping.enabled=true",
@@ -250,7 +250,7 @@ def _overfit(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
     step, least = min(seen, key=lambda each: each[1])
     if seen[-1][1] > (1 + OVERFIT) * least and step < seen[-1][0]:
         yield Advice(
-            f"the validation loss rises: {least:.4g} at step {step}, {seen[-1][1]:.4g} at step {seen[-1][0]}",
+            f"the validation loss increases: {least:.4g} at step {step}, {seen[-1][1]:.4g} at step {seen[-1][0]}",
             "keep the best checkpoint (checkpointing.metric_name=val:loss with checkpointing.higher_is_better=false), "
             "and end earlier: sft.max_num_steps or sft.stop_at_validation_loss",
         )
@@ -286,7 +286,7 @@ def _slow(timings: Mapping[str, float], config: Mapping[str, Any]) -> Iterator[A
         "weight_sync": f"take more prompts per step ({_section(config)}.num_prompts_per_step): a sync takes as long "
         "for any number",
         "validation": "validate less often or on fewer prompts: the keys val_period and max_val_samples",
-        "data": "tokenise in processes beside the run: data.num_workers",
+        "data": "tokenise in separate processes: data.num_workers",
     }
     if _at(config, f"{_section(config)}.async_grpo.enabled"):
         # the phase is then a wait, of which metrics say more

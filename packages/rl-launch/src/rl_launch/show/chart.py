@@ -21,10 +21,10 @@ def chart(title: str, points: Points, *, width: int, height: int = 7) -> list[st
     """Values over steps, with the range of both on the axes.
 
     Args:
-        title: the first line.
-        points: at least one.
-        width: characters of a line.
-        height: lines of the plot itself.
+        title: The first line.
+        points: Points of the curve; at least one.
+        width: Characters of a line.
+        height: Lines of the plot itself.
 
     Returns:
         `height + 2` lines of `width` characters.

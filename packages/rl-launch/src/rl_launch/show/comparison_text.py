@@ -37,7 +37,7 @@ def show_comparison(comparison: RunComparison, console: Console) -> None:
         console.print(_keys(comparison), width=width)
     metrics = compared_metrics(comparison)
     if not metrics:
-        console.print("\nNo step is recorded yet; rl runs shows the state of each run.", highlight=False)
+        console.print("\nNo steps are recorded yet. Use rl runs to show the state of each run.", highlight=False)
         return
     console.print()
     for line in _charts(comparison, [name for name in metrics if _is_curve(comparison, name)], width):
@@ -51,7 +51,7 @@ def show_comparison(comparison: RunComparison, console: Console) -> None:
 
 
 def compared_metrics(comparison: RunComparison) -> list[str]:
-    """The metrics to show, the most important first."""
+    """Return the metrics to show, most important first."""
     found = {name for group in comparison.groups for name in group.series}
     return [name for name in PLOTTED if name in found][:MOST_PLOTS]
 

@@ -31,9 +31,9 @@ class Condition:
     """A condition on the value of a key.
 
     Args:
-        key: Of the value.
+        key: Key of the value.
         sign: `=`, `!=`, `<`, `<=`, `>` or `>=`.
-        value: A plain value; a text may hold `*` and `?`, which stand for any text and any character.
+        value: A plain value; a string can contain `*` and `?`, which match any string and any character.
     """
 
     key: str
@@ -62,8 +62,8 @@ class Condition:
         return f"{self.key}{self.sign}{shown(self.value)}"
 
     def holds(self, values: HasValues) -> bool:
-        """Whether it holds; an order never holds for a value that is missing or of another kind. Of several values, one
-        that is equal suffices.
+        """Return whether it holds; an order never holds for a value that is missing or of another kind. Of several
+        values, one that is equal suffices.
         """
         found = values[self.key]
         if self.sign in _ORDERS:

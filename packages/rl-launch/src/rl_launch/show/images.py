@@ -18,7 +18,7 @@ def check_matplotlib() -> None:
     """Refuse to draw without matplotlib.
 
     Raises:
-        ConfigError: with the command that installs it.
+        ConfigError: If it is not installed; contains the command that installs it.
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError(f"--png needs matplotlib, which is not installed: {install_advice('rl-launch[plot]')}")
@@ -44,7 +44,7 @@ def write_images(lines: Sequence[Line], folder: Path) -> list[Path]:
 
     Args:
         lines: Drawn over one another.
-        folder: made if it does not exist.
+        folder: Made if it does not exist.
 
     Returns:
         The files written.

@@ -49,12 +49,12 @@ class Summary:
     """A metric over the steps of a run.
 
     Args:
-        name: as `metrics.jsonl` spells it.
-        first: the first value.
+        name: As `metrics.jsonl` spells it.
+        first: The first value.
         best: None for a metric of which neither end is better.
-        best_step: of the best value.
-        last: the last value.
-        last_step: that recorded it.
+        best_step: Step of the best value.
+        last: The last value.
+        last_step: Step that recorded it.
     """
 
     name: str
@@ -71,13 +71,13 @@ class Sample:
 
     Args:
         reward: None if it failed.
-        prompt: text of the prompt's last message.
-        response: text of all turns.
-        why: the reason of a failure, or how the rollout ended.
-        num_tokens: number of sampled tokens.
-        parts: further rewards by name.
-        system: text of the system prompt; empty if there is none.
-        row: fields of the row that the environment was given, such as the right answer.
+        prompt: Text of the prompt's last message.
+        response: Text of all turns.
+        why: The reason of a failure, or how the rollout ended.
+        num_tokens: Number of sampled tokens.
+        parts: Further rewards by name.
+        system: Text of the system prompt; empty if there is none.
+        row: Fields of the row that the environment was given, such as the right answer.
     """
 
     reward: float | None
@@ -95,14 +95,14 @@ class Rollouts:
     """The rollouts of a step.
 
     Args:
-        step: that trained on them, or after which the policy was validated.
-        num_rollouts: in all.
-        best: rollouts with the highest rewards, each of another prompt if there are several.
-        worst: rollouts with the lowest.
-        failures: reasons of failed ones, the most frequent first, each with its count.
+        step: Step that trained on them, or after which the policy was validated.
+        num_rollouts: Total number of rollouts.
+        best: Rollouts with the highest rewards, each of another prompt if there are several.
+        worst: Rollouts with the lowest.
+        failures: Reasons of failed ones, the most frequent first, each with its count.
         kind: `val` for those of a validation.
-        chosen: those that were asked for, in place of `best` and `worst`; None if none were.
-        num_chosen: how many there are, of which the first are in `chosen`.
+        chosen: Those that were asked for, in place of `best` and `worst`; None if none were.
+        num_chosen: How many there are, of which the first are in `chosen`.
     """
 
     step: int
@@ -116,7 +116,7 @@ class Rollouts:
 
     @property
     def were_asked_for(self) -> bool:
-        """Whether the user asked for rollouts rather than for the run."""
+        """True if the user asked for rollouts rather than for the run."""
         return self.chosen is not None or self.kind == "val"
 
 
@@ -125,10 +125,10 @@ class Report:
     """A run summed up.
 
     Args:
-        series: values of each metric over steps, without those that are not finite.
-        timings: seconds of all steps by phase, `step` for the whole.
+        series: Values of each metric over steps, without those that are not finite.
+        timings: Seconds of all steps by phase, `step` for the whole.
         rollouts: None if the run generates nothing.
-        exports: folders of the newest checkpoint that other libraries load, by name.
+        exports: Folders of the newest checkpoint that other libraries load, by name.
     """
 
     path: str
@@ -152,12 +152,12 @@ def report_of(run: RunFolder, step: int | None = None, selection: Selection | No
     """Summarise a run.
 
     Args:
-        run: the run, finished or in progress.
-        step: the step whose rollouts are shown, and up to which metrics are taken; the last one if not given.
-        selection: the rollouts that are shown; None for the best and the worst that were trained on.
+        run: The run, finished or in progress.
+        step: The step whose rollouts are shown, and up to which metrics are taken; the last one if not given.
+        selection: The rollouts that are shown; None for the best and the worst that were trained on.
 
     Raises:
-        RunDirectoryError: if nothing was recorded of that step, or rollouts are asked for and there are none.
+        RunDirectoryError: If nothing was recorded of that step, or rollouts are asked for and there are none.
     """
     rows = run.metrics()
     steps = [row["step"] for row in rows]
@@ -197,7 +197,7 @@ def summaries_of(rows: Sequence[Mapping[str, Any]]) -> list[Summary]:
 
 
 def higher_is_better(name: str) -> bool | None:
-    """Whether a higher value of a metric is better; None if neither is."""
+    """Return whether a higher value of a metric is better; None if neither is."""
     if name in _NEITHER:
         return None
     if name.startswith(_HIGHER_IS_BETTER) or (name.startswith("val/") and name.endswith(("/accuracy", "/reward"))):

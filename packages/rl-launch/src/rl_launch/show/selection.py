@@ -18,7 +18,7 @@ _LONG = frozenset({"prompt", "turns", "rewards", "row", "info", "weight_spans"})
 class RecordValues:
     """Values of a rollout's record by key.
 
-    A key is `reward`, `response` (the texts of all turns), an entry of the record (`status`, `num_sampled`,
+    A key is `reward`, `response` (the text of all turns), an entry of the record (`status`, `num_sampled`,
     `environment`), or a path into one: `rewards.format`, `row.answer`, `info.accuracy`.
     """
 
@@ -38,14 +38,14 @@ class RecordValues:
 
 @dataclass(frozen=True)
 class Selection:
-    """What rollouts are shown.
+    """Selection of the rollouts to show.
 
     Args:
-        kind: Of those that were trained on, or those of a validation.
-        conditions: That all hold.
+        kind: Training rollouts or validation rollouts.
+        conditions: Conditions that must all hold.
         sort: Key by which they are ordered, descending if it begins with `-`; those without a value come last. Empty
             for the order of the file.
-        limit: Most that are shown.
+        limit: Maximum number of rollouts to show.
     """
 
     kind: Kind = "step"
@@ -55,14 +55,14 @@ class Selection:
 
     @property
     def is_a_choice(self) -> bool:
-        """Whether single rollouts are asked for, in place of the best and the worst."""
+        """True if single rollouts are asked for, in place of the best and the worst."""
         return bool(self.conditions or self.sort)
 
     def of(self, records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         """All records that are asked for, in order.
 
         Raises:
-            ConfigError: if no record has a key.
+            ConfigError: If no record has a key.
         """
         holding = [replace(each, key=_known(each.key, records, "--where")) for each in self.conditions]
         found = [record for record in records if all(each.holds(RecordValues(record)) for each in holding)]
@@ -109,7 +109,7 @@ def reward_of(record: Mapping[str, Any]) -> float:
 
 
 def response_of(record: Mapping[str, Any]) -> str:
-    """The texts of all turns."""
+    """Return the text of all turns."""
     return "\n".join(str(turn.get("text", "")) for turn in record.get("turns", ()))
 
 

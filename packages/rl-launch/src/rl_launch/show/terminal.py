@@ -24,7 +24,7 @@ PLOTTED = (
     "rollout/mean_length",
     "train/grad_norm",
 )
-"""Metrics that are plotted, the most important first."""
+"""Metrics to plot, most important first."""
 
 MOST_PLOTS = 4
 
@@ -34,7 +34,7 @@ _WIDEST = 120
 
 
 def show(report: Report, console: Console) -> None:
-    """Print a report, no line wider than the console; of rollouts that were asked for, these alone."""
+    """Print a report, with no line wider than the console. If rollouts were requested, print only these."""
     width = min(console.width, _WIDEST)
     for line in _heading(report):
         console.print(line, style="bold", highlight=False, markup=False, soft_wrap=True)
@@ -42,7 +42,7 @@ def show(report: Report, console: Console) -> None:
         _show_rollouts(report.rollouts, console, width)
         return
     if not report.series:
-        console.print("No step is recorded yet; logs/driver.log shows the progress of the run.", highlight=False)
+        console.print("No steps are recorded yet. See logs/driver.log for the progress of the run.", highlight=False)
         return
     console.print()
     for line in _charts(report, width):
@@ -60,7 +60,7 @@ def show(report: Report, console: Console) -> None:
         console.print(_indented(Text(f"{each.found}."), 2), width=width)
         console.print(_indented(Text(f"{each.remedy}.", style="dim"), 6), width=width)
     if not report.advice:
-        console.print("  Nothing stands out.")
+        console.print("  No problems found.")
 
 
 def plotted(report: Report) -> list[str]:
@@ -118,10 +118,10 @@ def _times(report: Report) -> Table:
 
 
 def _show_rollouts(rollouts: Rollouts, console: Console, width: int) -> None:
-    what = "Rollouts of the validation after step" if rollouts.kind == "val" else "Rollouts of step"
+    what = "Validation rollouts after step" if rollouts.kind == "val" else "Rollouts of step"
     console.print(f"\n{what} {rollouts.step}: {rollouts.num_rollouts}", style="bold", highlight=False)
     if rollouts.chosen is not None:
-        console.print(f"  {rollouts.num_chosen} as asked, {len(rollouts.chosen)} shown", highlight=False)
+        console.print(f"  {rollouts.num_chosen} selected, {len(rollouts.chosen)} shown", highlight=False)
         titled = [("", sample) for sample in rollouts.chosen]
     else:
         titled = [("highest ", sample) for sample in rollouts.best] + [("lowest ", sample) for sample in rollouts.worst]

@@ -30,7 +30,7 @@ class TorchBuild:
     """A build of torch.
 
     Args:
-        version: installed, or pinned if it is to be built.
+        version: Installed, or pinned if it is to be built.
         cuda: CUDA version it was built for, empty for a build without CUDA; None if it is not installed yet.
     """
 
@@ -43,10 +43,10 @@ class Availability:
     """Source of a worker's environment, and the versions it would have.
 
     Args:
-        status: the driver's own environment, one built earlier, one still to be built, or unavailable.
-        packages: requirements of the worker's engine, versions by name: installed, or pinned if it is to be built.
-        torch: the build that the worker would import; None if there is none.
-        problem: why it is unavailable.
+        status: The driver's own environment, one built earlier, one still to be built, or unavailable.
+        packages: Requirements of the worker's engine, versions by name: installed, or pinned if it is to be built.
+        torch: The build that the worker would import; None if there is none.
+        problem: Why it is unavailable.
     """
 
     status: Status
@@ -92,7 +92,7 @@ def _installed(spec: WorkerEnvSpec, status: Status, path: list[str]) -> Availabi
 
 
 def _engine(spec: WorkerEnvSpec) -> list[str]:
-    """Requirements of the distribution that names the environment, beside the others of the spec."""
+    """Requirements of the distribution that names the environment, next to the others of the spec."""
     first, own = spec.wanted[0], {wanted.distribution for wanted in spec.wanted}
     requirements = [Requirement(text) for text in importlib.metadata.requires(first.distribution) or ()]
     return sorted({normalised(each.name) for each in requirements if applies(each, first.extras)} - own)

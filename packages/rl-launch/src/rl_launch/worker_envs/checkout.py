@@ -17,7 +17,7 @@ class Checkout:
     """A uv workspace with its lock.
 
     Args:
-        root: of the workspace.
+        root: Root of the workspace.
     """
 
     root: Path
@@ -36,7 +36,7 @@ class Checkout:
         return self.root / "uv.lock"
 
     def has(self, wanted: tuple[Wanted, ...]) -> bool:
-        """Whether all of these are members."""
+        """Return whether all of these are members."""
         return all(each.distribution in self.members for each in wanted)
 
 

@@ -23,7 +23,7 @@ def missing(spec: WorkerEnvSpec) -> list[str]:
 
 
 def _unmet(wanted: Wanted, seen: set[Wanted]) -> Iterator[str]:
-    """Requirements that are missing or have another version, those of required extras included."""
+    """Return requirements that are missing or have another version, including required extras."""
     if wanted in seen:
         return
     seen.add(wanted)
@@ -55,7 +55,7 @@ def _check(requirement: Requirement, asker: str, seen: set[Wanted]) -> Iterator[
 
 
 def applies(requirement: Requirement, extras: tuple[str, ...]) -> bool:
-    """Whether a distribution that is installed with these extras has this requirement on this machine."""
+    """Return whether a distribution that is installed with these extras has this requirement on this machine."""
     if requirement.marker is None:
         return True
     return any(requirement.marker.evaluate({"extra": extra}) for extra in (*extras, ""))

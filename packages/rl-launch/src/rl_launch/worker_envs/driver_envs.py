@@ -15,8 +15,8 @@ class DriverEnvs:
 
     Args:
         mode: `cluster.worker_envs`.
-        specs: by role: `policy`, `generation`, `env.<name>`.
-        interpreters: interpreter by role.
+        specs: Specs, by role: `policy`, `generation`, `env.<name>`.
+        interpreters: Interpreter by role.
     """
 
     mode: Mode

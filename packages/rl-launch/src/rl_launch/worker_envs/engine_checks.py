@@ -48,16 +48,16 @@ def engine_problems(
     model and environment, in this process or a later one.
 
     Args:
-        python: interpreter of the worker's environment.
+        python: Interpreter of the worker's environment.
         check: `"package.module:function"`.
-        section: the model's section.
-        variables: environment variables of the worker that differ from the driver's; by default those of every worker
+        section: The model's section.
+        variables: Environment variables of the worker that differ from the driver's; by default those of every worker
             with this interpreter.
-        imports: modules to import before the check, in a fork server that the run's workers and later runs share.
-        fork_server_s: seconds for which that server may stay; 0 uses none.
+        imports: Modules to import before the check, in a fork server that the run's workers and later runs share.
+        fork_server_s: Seconds for which that server may stay; 0 uses none.
 
     Raises:
-        WorkerEnvironmentError: if the check itself fails.
+        WorkerEnvironmentError: If the check itself fails.
     """
     if variables is None:
         variables = {**worker_variables(python), **forwarded_variables()}

@@ -108,16 +108,16 @@ class EnvPlan:
     """How to build one environment.
 
     Args:
-        name: for folders and logs.
-        digest: digest of everything that decides the contents of the environment.
-        commands: argument lists; `{uv}`, `{env}`, `{python}` (base interpreter), `{env_python}` and `{files}` are
+        name: Name for folders and logs.
+        digest: Digest of everything that decides the contents of the environment.
+        commands: Argument lists; `{uv}`, `{env}`, `{python}` (base interpreter), `{env_python}` and `{files}` are
             filled in.
-        files: contents by relative path, written where `{files}` points to.
-        variables: environment variables of the commands; `{env}` is filled in.
-        cwd: working folder of the commands; if empty, a neutral folder, so that no project's settings leak in.
-        python: minor version, `3.11`.
-        ray: the driver's version.
-        imports: modules that must be importable.
+        files: Contents by relative path, written where `{files}` points to.
+        variables: Environment variables of the commands; `{env}` is filled in.
+        cwd: Working folder of the commands; if empty, a neutral folder, so that no project's settings leak in.
+        python: Minor version, `3.11`.
+        ray: The driver's version.
+        imports: Modules that must be importable.
     """
 
     name: str
@@ -141,9 +141,9 @@ class BuiltEnv:
     """An environment that passed its preflight.
 
     Args:
-        python: its interpreter.
-        seconds: time to build it.
-        cached: whether it had been built before.
+        python: Its interpreter.
+        seconds: Time to build it.
+        cached: True if it had been built before.
     """
 
     python: str
@@ -156,9 +156,9 @@ class EnvIdentity:
     """The parts of an environment that must equal the driver's so that it can replace it.
 
     Args:
-        modules: modules that must exist; only ray is imported.
-        distributions: distributions whose versions must be equal.
-        packages: packages of this project whose sources must be equal.
+        modules: Modules that must exist; only ray is imported.
+        distributions: Distributions whose versions must be equal.
+        packages: Packages of this project whose sources must be equal.
     """
 
     modules: tuple[str, ...]
@@ -171,10 +171,10 @@ class EnvReport:
     """The contents of an environment, as reported by its own interpreter.
 
     Args:
-        python: minor version.
-        missing: missing modules, in words.
-        versions: by distribution; `none` for one that is not installed.
-        sources: digest by package.
+        python: Minor version.
+        missing: Missing modules, in words.
+        versions: Versions by distribution; `none` for one that is not installed.
+        sources: Digest by package.
     """
 
     python: str
@@ -208,7 +208,7 @@ def build(plan: EnvPlan, root: str | None = None) -> BuiltEnv:
     """Build the environment unless it is complete; two processes that need the same one wait for one another.
 
     Raises:
-        EnvBuildError: with the last lines of the failed command.
+        EnvBuildError: If a command fails; contains its last lines.
     """
     started = time.monotonic()
     base = Path(root) if root else default_root()
@@ -256,7 +256,7 @@ def report(identity: EnvIdentity, python: str) -> EnvReport:
     """Ask an interpreter about its environment; of the heavy packages it imports only ray.
 
     Raises:
-        EnvBuildError: if it does not start.
+        EnvBuildError: If it does not start.
     """
     asked = json.dumps(
         {"modules": identity.modules, "distributions": identity.distributions, "packages": identity.packages}
@@ -266,7 +266,7 @@ def report(identity: EnvIdentity, python: str) -> EnvReport:
 
 
 def clean_environment() -> dict[str, str]:
-    """This process's variables without those of its own virtual environment or uv project."""
+    """Return the variables of this process, without the variables of its virtual environment or uv project."""
     return {key: value for key, value in os.environ.items() if key not in _FOREIGN}
 
 
@@ -274,7 +274,7 @@ def find_uv() -> str:
     """The uv executable: of the installed package, or on the PATH.
 
     Raises:
-        EnvBuildError: if there is none.
+        EnvBuildError: If there is none.
     """
     try:
         import uv
@@ -290,7 +290,7 @@ def base_python(minor: str) -> str:
     """The interpreter that environments are made from: the one this process's own environment was made from.
 
     Raises:
-        EnvBuildError: if this process runs another minor version.
+        EnvBuildError: If this process runs another minor version.
     """
     here = "{}.{}".format(*sys.version_info[:2])
     if here != minor:

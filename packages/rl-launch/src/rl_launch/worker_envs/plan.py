@@ -16,10 +16,10 @@ from rl_launch.worker_envs.spec import Wanted, WorkerEnvSpec
 from rl_launch.worker_envs.wheel import Wheel, installed_wheel, is_from_index
 
 COMPILED = ("flash-attn", "transformer-engine-torch")
-"""Packages that indexes have only as sources, compiled against the torch beside which they are installed."""
+"""Packages that indexes provide only as sources. They are compiled against the installed torch."""
 
 BUILD_TOOLS = ("setuptools", "wheel", "ninja", "packaging", "psutil", "pybind11")
-"""Packages needed to compile them, beside the machine's own compilers."""
+"""Packages needed to compile them, in addition to the compilers of the machine."""
 
 
 def local_plan(spec: WorkerEnvSpec) -> EnvPlan:
@@ -34,7 +34,7 @@ def portable_plan(spec: WorkerEnvSpec) -> EnvPlan:
     """A plan for any node: pinned versions from package indexes, and wheels of the driver's code.
 
     Raises:
-        WorkerEnvironmentError: if a distribution is not installed in the driver's environment.
+        WorkerEnvironmentError: If a distribution is not installed in the driver's environment.
     """
     checkout = find_checkout()
     ours = tuple(each for each in spec.wanted if _is_ours(each, checkout))
@@ -67,7 +67,7 @@ def portable_plan(spec: WorkerEnvSpec) -> EnvPlan:
 
 
 def _split(pins: str) -> tuple[str, str]:
-    """Requirement lines to install first, and those of packages that are compiled against them."""
+    """Return the requirement lines to install first, and the lines of packages that are compiled against them."""
     compiled = {line for name, lines in by_name(pins).items() if name in COMPILED for line in lines}
     lines = pins.splitlines(keepends=True)
     return (
@@ -131,7 +131,7 @@ def _shipped(wanted: tuple[Wanted, ...]) -> str:
     if pins is None:
         lacking = next(w for w in wanted if any(shipped_export(w.distribution, extra) is None for extra in w.extras))
         raise WorkerEnvironmentError(
-            f"rl-launch {importlib.metadata.version('rl-launch')} knows no tested versions for {lacking}"
+            f"rl-launch {importlib.metadata.version('rl-launch')} has no tested versions for {lacking}"
         )
     return pins
 

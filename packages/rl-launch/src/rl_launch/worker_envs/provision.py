@@ -30,10 +30,10 @@ def provision(
     Args:
         mode: `auto` takes the driver's own environment if everything is importable there at versions that fit, and
             builds one otherwise; `shared` takes the driver's or fails; `isolated` always builds.
-        root: folder of the environments; `RL_HOME` or the user's cache folder if unset.
+        root: Folder of the environments; `RL_HOME` or the user's cache folder if unset.
 
     Raises:
-        WorkerEnvironmentError: if one cannot be built or lacks something that workers need.
+        WorkerEnvironmentError: If one cannot be built or lacks something that workers need.
     """
     wanted = list(dict.fromkeys(specs))
     lacking = {spec: missing(spec) for spec in wanted} if mode != "isolated" else {}
@@ -80,8 +80,8 @@ def _build(plan: EnvPlan, root: str | None) -> BuiltEnv:
     except EnvBuildError as error:
         raise WorkerEnvironmentError(
             f"environment {plan.name} failed after {time.monotonic() - started:.0f} s: {error}\n"
-            "Check the network and the disk, then start again; or install what is missing beside the driver and use "
-            "cluster.worker_envs=shared."
+            "Check the network and the disk and start again, or install the missing packages in the driver's "
+            "environment and use cluster.worker_envs=shared."
         ) from None
     except OSError as error:
         raise WorkerEnvironmentError(
@@ -97,8 +97,8 @@ def _unshared(lacking: dict[WorkerEnvSpec, list[str]]) -> str:
     installs = sorted({str(wanted) for spec in lacking for wanted in spec.wanted})
     return "\n".join(
         [
-            "cluster.worker_envs is `shared`, but the driver's environment lacks what workers need:",
+            "cluster.worker_envs is `shared`, but the driver's environment lacks packages that workers need:",
             *(f"  {line}" for line in lines),
-            f"Install it ({' '.join(installs)} into {sys.prefix}), or use cluster.worker_envs=auto.",
+            f"Install them ({' '.join(installs)} into {sys.prefix}), or use cluster.worker_envs=auto.",
         ]
     )

@@ -19,8 +19,8 @@ class Wanted:
     """A distribution with its extras.
 
     Args:
-        distribution: normalised name.
-        extras: sorted.
+        distribution: Normalised name.
+        extras: Sorted.
     """
 
     distribution: str
@@ -35,8 +35,8 @@ class WorkerEnvSpec:
     """An environment in which a worker runs.
 
     Args:
-        wanted: distributions, the one that names the environment first; each once.
-        imports: modules that must be importable there, sorted.
+        wanted: Distributions, the one that names the environment first; each once.
+        imports: Modules that must be importable there, sorted.
     """
 
     wanted: tuple[Wanted, ...]
@@ -49,7 +49,7 @@ class WorkerEnvSpec:
         return ".".join((first.distribution, *first.extras))
 
     def covers(self, other: WorkerEnvSpec) -> bool:
-        """Whether a worker of `other` can run here and would find no engine beside its own."""
+        """Return whether a worker of `other` can run here and would not find any engine other than its own."""
         mine = {wanted.distribution: set(wanted.extras) for wanted in self.wanted}
         return (
             self.wanted[0] == other.wanted[0]
@@ -63,9 +63,9 @@ def worker_env(requirement: Requirement, extras_for: str, *, also: Iterable[Requ
     """The environment of a worker: its own requirement, ray and the worker hosts, and the code that is sent to it.
 
     Args:
-        requirement: requirement of the worker class.
+        requirement: Requirement of the worker class.
         extras_for: `Device.extras` of the run's device.
-        also: requirements of the code that is sent to it: losses, rollout programs.
+        also: Requirements of the code that is sent to it: losses, rollout programs.
     """
     extras: dict[str, set[str]] = {}
     imports: set[str] = set()

@@ -50,7 +50,7 @@ def worker_variables(python: str) -> dict[str, str]:
     Ray can empty a variable but not remove it.
 
     Args:
-        python: the worker's interpreter, as `provision` returned it.
+        python: The worker's interpreter, as `provision` returned it.
     """
     variables = {name: "" for name in _LEAKING if os.environ.get(name)}
     if python != sys.executable:
@@ -102,7 +102,7 @@ def worker_process_environment(python: str) -> dict[str, str]:
 
 
 def _is_compiled() -> bool:
-    """Whether the libraries of the driver's environment have their bytecode."""
+    """Return whether the libraries of the driver's environment have their bytecode."""
     spec = importlib.util.find_spec("numpy")
     assert spec is not None
     assert spec.origin is not None

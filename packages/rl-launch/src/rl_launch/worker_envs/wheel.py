@@ -28,8 +28,8 @@ class Wheel:
     """A wheel in memory.
 
     Args:
-        file_name: as an installer expects it.
-        content: contents of the file; equal for equal code.
+        file_name: As an installer expects it.
+        content: Contents of the file; equal for equal code.
     """
 
     file_name: str
@@ -42,7 +42,7 @@ def installed_wheel(distribution: str) -> Wheel:
     Built from its source folder if it is editable, else assembled from its files.
 
     Raises:
-        WorkerEnvironmentError: if its files are not recorded, or it is built for one platform.
+        WorkerEnvironmentError: If its files are not recorded, or it is built for one platform.
     """
     found = importlib.metadata.distribution(distribution)
     folder = source_folder(found)
@@ -58,7 +58,7 @@ def source_folder(distribution: importlib.metadata.Distribution) -> Path | None:
 
 
 def is_from_index(distribution: importlib.metadata.Distribution) -> bool:
-    """Whether it was installed by name from an index, rather than from a folder, a file or an address."""
+    """Return whether it was installed by name from an index, rather than from a folder, a file or an address."""
     return not _direct_url(distribution)
 
 

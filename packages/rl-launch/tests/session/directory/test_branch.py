@@ -139,11 +139,11 @@ def test_a_start_is_relative_to_the_current_folder(origin, monkeypatch):
 def test_what_cannot_be_branched_from_is_refused(tmp_path, origin):
     with pytest.raises(RunDirectoryError, match="has no checkpoint of step 3; it has step_2, step_4, step_6"):
         branch(f"{origin}:3", config(20))
-    with pytest.raises(RunDirectoryError, match="nowhere is not a folder"):
+    with pytest.raises(RunDirectoryError, match=f" {tmp_path}/nowhere"):
         branch(tmp_path / "nowhere", config(20))
     with pytest.raises(ConfigError, match=r"cannot change .*\n  needs a new run  loop.depth: 2 -> 3\n.*\n.*step_6/hf"):
         branch(origin, config(20, depth=3))
-    with pytest.raises(ConfigError, match=r"loop.max_num_steps: got 6, but the branch starts at step 6 .*=12"):
+    with pytest.raises(ConfigError, match=r"loop.max_num_steps: got 6, .* step 6 .*=12"):
         branch(origin, config())
 
 

@@ -40,10 +40,10 @@ def test_what_may_change_is_not_refused():
 
 def test_a_refusal_lists_every_difference_and_the_command_for_each_way_on():
     assert refusal("runs/a", *changed(period=7, loop={"rate": 0.2}), CHECKPOINT).splitlines() == [
-        "runs/a holds a run with another config:",
+        "runs/a contains a run with another config:",
         "  needs a branch  loop.rate: 0.1 -> 0.2",
         "  may change      period: 5 -> 7",
-        "To go on with the run as it was:",
+        "To resume the run with its config:",
         "  rl train runs/a period=7",
         "To branch from step_20 with the new values, optimizer state included:",
         "  rl train --from runs/a period=7 loop.rate=0.2",
@@ -59,7 +59,7 @@ def test_what_a_checkpoint_cannot_hold_needs_a_new_run():
 
 def test_without_a_checkpoint_nothing_is_offered_to_branch_from():
     said = refusal("runs/a", *changed(loop={"rate": 0.2}), None)
-    assert "no checkpoint to branch from: choose another run_dir" in said
+    assert "no checkpoint to branch from. Choose another run_dir" in said
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,8 @@ def ended(reason="", *, step=10, max_steps=10, **goals):
 
 def test_a_run_that_made_its_steps_is_finished_until_they_are_raised():
     assert finished("runs/a", ended(), 10, config(), saves=True) == (
-        "runs/a: finished at step 10 of 10. To go on, raise loop.max_num_steps: rl train runs/a loop.max_num_steps=20"
+        "runs/a: finished at step 10 of 10. To continue, increase loop.max_num_steps: rl train runs/a "
+        "loop.max_num_steps=20"
     )
     assert finished("runs/a", ended(), 10, config(max_num_steps=20), saves=True) == ""
 
@@ -100,7 +101,7 @@ def test_a_run_that_met_its_goal_is_finished_until_the_goal_changes():
     state = ended("loss is 0.1, the goal was 0.2", step=4, stop_at_loss=0.2)
     said = finished("runs/a", state, 4, config(stop_at_loss=0.2), saves=True)
     assert said.startswith(
-        "runs/a: finished at step 4 of 10 (loss is 0.1, the goal was 0.2). To go on, change loop.stop"
+        "runs/a: finished at step 4 of 10 (loss is 0.1, the goal was 0.2). To continue, change loop.stop"
     )
     assert finished("runs/a", state, 4, config(stop_at_loss=0.01), saves=True) == ""
 
@@ -119,13 +120,13 @@ def test_a_finished_run_whose_last_checkpoint_is_gone_goes_on_from_the_one_befor
 def test_a_run_that_its_epochs_ended_is_told_to_raise_those():
     state = ended(step=7, max_steps=7, max_num_epochs=1)
     said = finished("runs/a", state, 7, config(max_num_epochs=1), saves=True)
-    assert said.endswith("raise loop.max_num_epochs: rl train runs/a loop.max_num_epochs=2")
+    assert said.endswith("increase loop.max_num_epochs: rl train runs/a loop.max_num_epochs=2")
 
 
 def test_a_run_whose_steps_nothing_bounds_is_told_to_set_them():
     state = ended(step=7, max_steps=7, max_num_steps=None)
     said = finished("runs/a", state, 7, config(max_num_steps=None), saves=True)
-    assert said.endswith("raise loop.max_num_steps: rl train runs/a loop.max_num_steps=14")
+    assert said.endswith("increase loop.max_num_steps: rl train runs/a loop.max_num_steps=14")
 
 
 def test_a_run_that_has_not_finished_goes_on_as_it_is():

@@ -54,7 +54,7 @@ def test_a_run_that_a_second_signal_ended_names_both(tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         counting.run(tmp_path, counting.config(), at_step=twice)
-    assert state(tmp_path).reason == "SIGTERM, then SIGINT ended it at once"
+    assert state(tmp_path).reason == "SIGTERM, then SIGINT ended it immediately"
 
 
 def test_a_run_that_failed_says_why_and_runs_on_when_it_is_resumed(tmp_path):
@@ -87,7 +87,7 @@ def test_a_killed_run_does_not_run(tmp_path):
     assert process.returncode == -signal.SIGKILL
     found = state(tmp_path)
     assert (found.status, found.step) == ("interrupted", 4)
-    assert "process has ended" in found.reason
+    assert "process ended" in found.reason
 
 
 def test_a_process_that_has_the_number_of_one_that_is_gone_does_not_count(tmp_path):
@@ -133,7 +133,7 @@ def test_what_a_run_holds_is_read_as_it_was_written(tmp_path):
     times = run.timings()
     assert list(times) == ["step", "training"]
     assert times["training"] == pytest.approx(sum(row["time/training"] for row in run.metrics()))
-    with pytest.raises(RunDirectoryError, match="no rollouts of step 3; it has those of steps 2 to 2"):
+    with pytest.raises(RunDirectoryError, match=r"no rollouts of step 3; .* 2 to 2"):
         list(run.rollouts(3))
 
 
@@ -182,7 +182,7 @@ def test_a_state_that_cannot_be_read_is_none(tmp_path, broken):
 def test_a_folder_that_is_not_a_run_is_refused(tmp_path):
     with pytest.raises(RunDirectoryError, match="not a run directory"):
         RunFolder(tmp_path)
-    with pytest.raises(RunDirectoryError, match="not a folder"):
+    with pytest.raises(RunDirectoryError, match=f" {tmp_path}/nowhere"):
         RunFolder(tmp_path / "nowhere")
 
 

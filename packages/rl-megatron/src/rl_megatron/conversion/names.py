@@ -26,9 +26,9 @@ def held_weights(chunks: Sequence[Any], config: TransformerConfig, expert_rank: 
     """Parameters and persistent buffers of this rank by their global local-layer names.
 
     Args:
-        chunks: this rank's virtual stages, each a `megatron.core.models.gpt.GPTModel`.
-        config: of the model.
-        expert_rank: among the ranks that share the experts; each holds consecutive ones.
+        chunks: This rank's virtual stages, each a `megatron.core.models.gpt.GPTModel`.
+        config: Config of the model.
+        expert_rank: Among the ranks that share the experts; each holds consecutive ones.
     """
     first_expert = 0
     if config.num_moe_experts is not None:
@@ -47,8 +47,8 @@ def global_name(name: str, layer_numbers: list[int], first_expert: int) -> str:
     """The name over the whole model.
 
     Args:
-        layer_numbers: of this rank's layers, from 0.
-        first_expert: number of this rank's first expert.
+        layer_numbers: Layer numbers of this rank's layers, from 0.
+        first_expert: Number of this rank's first expert.
     """
     name = LAYER.sub(lambda found: f"decoder.layers.{layer_numbers[int(found[1])]}.", name)
     name = GROUPED_EXPERT.sub(lambda found: f".experts.local_experts.{found[2]}.{found[1]}.weight", name)

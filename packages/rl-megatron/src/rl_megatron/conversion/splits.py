@@ -15,7 +15,7 @@ Reader = Callable[[int, tuple[slice, ...]], Tensor]
 
 
 class Split(Protocol):
-    """Both directions of one parameter; `part` then `join` over all ranks gives back what was read, bit for bit."""
+    """Split and join of one parameter; `part` and then `join` over all ranks restores it bit for bit."""
 
     def part(self, read: Reader, rank: int, size: int) -> Tensor:
         """Return the part that rank `rank` of `size` holds; reads only the slices that it needs."""
@@ -26,11 +26,12 @@ class Split(Protocol):
         ...
 
     def divides(self, size: int) -> bool:
-        """Whether the parameter can be spread over `size` ranks."""
+        """Return whether the parameter can be spread over `size` ranks."""
         ...
 
     def is_even(self, size: int) -> bool:
-        """Whether each of `size` ranks holds of every Hugging Face tensor what `Chunks` of it alone would give."""
+        """Return whether each of `size` ranks holds of every Hugging Face tensor what `Chunks` of it alone would
+        give."""
         ...
 
     def slices(self, part: Tensor) -> tuple[Tensor, ...]:
@@ -49,28 +50,28 @@ class Whole:
     """Every rank holds all of it."""
 
     def part(self, read: Reader, rank: int, size: int) -> Tensor:
-        """As `Split.part`."""
+        """See `Split.part`."""
         return read(0, ())
 
     def join(self, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """As `Split.join`."""
+        """See `Split.join`."""
         return (parts[0],)
 
     def divides(self, size: int) -> bool:
-        """As `Split.divides`."""
+        """See `Split.divides`."""
         return True
 
     def is_even(self, size: int) -> bool:
-        """As `Split.is_even`."""
+        """See `Split.is_even`."""
         return size == 1
 
     def slices(self, part: Tensor) -> tuple[Tensor, ...]:
-        """As `Split.slices`."""
+        """See `Split.slices`."""
         return (part,)
 
     @property
     def dim(self) -> int | None:
-        """As `Split.dim`."""
+        """See `Split.dim`."""
         return None
 
 
@@ -79,7 +80,7 @@ class Chunks:
     """Equal chunks along a dim.
 
     Args:
-        length: of that dim.
+        length: Length of that dim.
         dim: 0 for column-parallel matrices, whose outputs are spread, 1 for row-parallel ones.
     """
 
@@ -87,74 +88,74 @@ class Chunks:
     dim: int = 0
 
     def part(self, read: Reader, rank: int, size: int) -> Tensor:
-        """As `Split.part`."""
+        """See `Split.part`."""
         chunk = slice(rank * self.length // size, (rank + 1) * self.length // size)
         return read(0, (slice(None),) * self.dim + (chunk,))
 
     def join(self, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """As `Split.join`."""
+        """See `Split.join`."""
         return (torch.cat(list(parts), self.dim),)
 
     def divides(self, size: int) -> bool:
-        """As `Split.divides`."""
+        """See `Split.divides`."""
         return self.length % size == 0
 
     def is_even(self, size: int) -> bool:
-        """As `Split.is_even`."""
+        """See `Split.is_even`."""
         return True
 
     def slices(self, part: Tensor) -> tuple[Tensor, ...]:
-        """As `Split.slices`."""
+        """See `Split.slices`."""
         return (part,)
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Rows of an embedding or a head, padded with zeros at the end so that all ranks hold as many."""
+    """Rows of an embedding or a head, padded with zeros at the end so that all ranks hold the same number."""
 
     num_rows: int
 
     def part(self, read: Reader, rank: int, size: int) -> Tensor:
-        """As `Split.part`."""
+        """See `Split.part`."""
         count = padded_vocab(self.num_rows, size) // size
         start = min(rank * count, self.num_rows)
         rows = read(0, (slice(start, min(start + count, self.num_rows)),))
         return torch.cat([rows, rows.new_zeros((count - len(rows), *rows.shape[1:]))])
 
     def join(self, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """As `Split.join`."""
+        """See `Split.join`."""
         return (torch.cat(list(parts))[: self.num_rows],)
 
     def divides(self, size: int) -> bool:
-        """As `Split.divides`."""
+        """See `Split.divides`."""
         return True
 
     def is_even(self, size: int) -> bool:
-        """As `Split.is_even`."""
+        """See `Split.is_even`."""
         return True
 
     def slices(self, part: Tensor) -> tuple[Tensor, ...]:
-        """As `Split.slices`."""
+        """See `Split.slices`."""
         return (part,)
 
     @property
     def dim(self) -> int | None:
-        """As `Split.dim`."""
+        """See `Split.dim`."""
         return 0
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Blocks of rows, of each of which every rank holds an equal chunk, one below the other.
+    """Blocks of rows; every rank holds an equal chunk of each block, in order.
 
     Args:
-        heights: rows of each block, for every tensor that the parameter is made of.
+        heights: Rows of each block, for every tensor that the parameter is made of.
     """
 
     heights: tuple[tuple[int, ...], ...]
 
     def part(self, read: Reader, rank: int, size: int) -> Tensor:
-        """As `Split.part`."""
+        """See `Split.part`."""
         chunks = []
         for index, heights in enumerate(self.heights):
             for end, height in zip(accumulate(heights), heights, strict=True):
@@ -163,26 +164,26 @@ class Blocks:
         return torch.cat(chunks)
 
     def join(self, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """As `Split.join`."""
+        """See `Split.join`."""
         blocks = (torch.cat(chunks) for chunks in zip(*map(self.slices, parts), strict=True))
         return tuple(torch.cat(list(islice(blocks, len(heights)))) for heights in self.heights)
 
     def divides(self, size: int) -> bool:
-        """As `Split.divides`."""
+        """See `Split.divides`."""
         return all(height % size == 0 for height in self._all)
 
     def is_even(self, size: int) -> bool:
-        """As `Split.is_even`."""
+        """See `Split.is_even`."""
         return size == 1 or all(len(heights) == 1 for heights in self.heights)
 
     def slices(self, part: Tensor) -> tuple[Tensor, ...]:
-        """As `Split.slices`."""
+        """See `Split.slices`."""
         size = sum(self._all) // len(part)
         return part.split([height // size for height in self._all])
 
     @property
     def dim(self) -> int | None:
-        """As `Split.dim`."""
+        """See `Split.dim`."""
         return 0
 
     @property
@@ -194,7 +195,7 @@ def gate_up(width: int) -> Blocks:
     """The gate's and the up projection's rows, one below the other on each rank.
 
     Args:
-        width: rows of each.
+        width: Rows of each.
     """
     return Blocks(((width,), (width,)))
 
@@ -207,10 +208,10 @@ class QueryKeyValue:
     queries, and Megatron gathers the outputs.
 
     Args:
-        num_heads: of queries.
-        num_groups: of keys and values.
-        head_dim: rows of each.
-        has_gates: whether each query is followed by a gate of its head's output; those of a group follow its queries
+        num_heads: Number of heads of queries.
+        num_groups: Number of groups of keys and values.
+        head_dim: Rows of each.
+        has_gates: True if each query is followed by a gate of its head's output; those of a group follow its queries
             here.
     """
 
@@ -220,7 +221,7 @@ class QueryKeyValue:
     has_gates: bool = False
 
     def part(self, read: Reader, rank: int, size: int) -> Tensor:
-        """As `Split.part`."""
+        """See `Split.part`."""
         if size > self.num_groups:
             return self._part_of_group(read, rank, size // self.num_groups)
         count = self.num_groups // size
@@ -233,7 +234,7 @@ class QueryKeyValue:
         return torch.cat(parts, 1).flatten(0, 1)
 
     def join(self, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """As `Split.join`."""
+        """See `Split.join`."""
         grouped = torch.cat(list(parts)).unflatten(0, (self.num_groups, sum(self._rows)))
         queries, keys, values = grouped.split(self._rows, 1)
         if self.has_gates:
@@ -241,22 +242,22 @@ class QueryKeyValue:
         return tuple(rows.flatten(0, 1).contiguous() for rows in (queries, keys, values))
 
     def divides(self, size: int) -> bool:
-        """As `Split.divides`."""
+        """See `Split.divides`."""
         if size > self.num_groups:
             return size % self.num_groups == 0 and sum(self._rows) % (size // self.num_groups) == 0
         return self.num_groups % size == 0
 
     def is_even(self, size: int) -> bool:
-        """As `Split.is_even`."""
+        """See `Split.is_even`."""
         return size <= self.num_groups
 
     def slices(self, part: Tensor) -> tuple[Tensor, ...]:
-        """As `Split.slices`."""
+        """See `Split.slices`."""
         return (part,)
 
     @property
     def dim(self) -> int | None:
-        """As `Split.dim`."""
+        """See `Split.dim`."""
         return 0
 
     @property

@@ -22,14 +22,14 @@ class WeightMap:
 
     Args:
         target: Megatron's name with the local layers, layers and experts numbered over the whole model.
-        sources: the Hugging Face tensors, in the order that `split` numbers them.
-        split: how it is made of them, and spread.
-        over: the ranks it is spread over: `tp`, or `etp` for experts.
-        copy_of: target of the map whose weights it repeats (a tied head on a pipeline rank of its own); a copy is
+        sources: The Hugging Face tensors, in the order that `split` numbers them.
+        split: How it is made of them, and spread.
+        over: The ranks it is spread over: `tp`, or `etp` for experts.
+        copy_of: Target of the map whose weights it repeats (a tied head on its own pipeline rank); a copy is
             loaded, and never sent, exported or saved.
-        dtype: in which the family keeps the parameter, and its tensors in exports and on the wire, whatever the rest of
-            the model has; None if it has the model's. Tensors may also stay float32 because the files or `transformers`
-            have them so (`rl_megatron.model.precision`).
+        dtype: Dtype in which the family keeps the parameter, and its tensors in exports and on the wire, whatever the
+            rest of the model has; None if it has the model's. Tensors may also stay float32 because the files or
+            `transformers` have them so (`rl_megatron.model.precision`).
     """
 
     target: str

@@ -41,7 +41,7 @@ def family_of(config: PreTrainedConfig) -> Family:
     """The family of a model.
 
     Raises:
-        ValueError: if there is none, naming those there are and how another is added.
+        ValueError: If there is none, naming those there are and how another is added.
     """
     if config.model_type in BUILT_IN:
         return BUILT_IN[config.model_type]

@@ -88,9 +88,9 @@ def attention_maps(
     """Grouped-query attention.
 
     Args:
-        has_bias: whether queries, keys and values have biases.
-        has_norms: whether the heads of queries and keys are normed.
-        has_gates: whether the heads' outputs have gates, which are rows of the queries' matrix.
+        has_bias: True if queries, keys and values have biases.
+        has_norms: True if the heads of queries and keys are normed.
+        has_gates: True if the heads' outputs have gates, which are rows of the queries' matrix.
     """
     dim, hidden = head_dim(config), config.hidden_size
     ours, theirs = f"decoder.layers.{layer}.self_attention", f"model.layers.{layer}.self_attn"
@@ -123,7 +123,7 @@ def mlp_maps(hidden: int, width: int, ours: str, theirs: str) -> list[WeightMap]
     """A gated MLP.
 
     Args:
-        width: of its middle.
+        width: Width of its middle.
         ours, theirs: the prefixes of the names.
     """
     gate_and_up = tuple(HFTensor(f"{theirs}.{name}_proj.weight", (width, hidden)) for name in ("gate", "up"))

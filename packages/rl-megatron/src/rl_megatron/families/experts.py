@@ -27,9 +27,9 @@ def expert_maps(
     """One expert.
 
     Args:
-        width: of its middle.
-        theirs: prefix of its names in files.
-        names: of the `gate`, `up` and `down` projections there.
+        width: Width of its middle.
+        theirs: Prefix of its names in files.
+        names: Names of the `gate`, `up` and `down` projections there.
     """
     ours = f"decoder.layers.{layer}.mlp.experts.local_experts.{expert}"
     gate_and_up = tuple(HFTensor(f"{theirs}.{names[name]}.weight", (width, hidden)) for name in ("gate", "up"))
@@ -88,7 +88,7 @@ def qwen_maps(config: HFConfig, mixer_maps: Callable[[Any, int], list[WeightMap]
     """A model with layers of experts without shared ones.
 
     Args:
-        mixer_maps: of a layer's attention, from the config and the number of the layer.
+        mixer_maps: Mixer maps of a layer's attention, from the config and the number of the layer.
     """
     maps = [embedding_map(config)]
     for layer in range(config.num_hidden_layers):

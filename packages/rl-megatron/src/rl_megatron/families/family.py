@@ -16,10 +16,10 @@ class Family:
     """The settings and weight maps by which Megatron builds and loads a family.
 
     Args:
-        settings: from the Hugging Face config to fields of Megatron's `TransformerConfig` (of `MLATransformerConfig`
-            if `multi_latent_attention` is among them).
-        weights: from the Hugging Face config to the maps of all weights of the whole model but for its head.
-        rotary_dim: from the Hugging Face config to the dims of a head that rotary embedding turns.
+        settings: Function from the Hugging Face config to fields of Megatron's `TransformerConfig` (of
+            `MLATransformerConfig` if `multi_latent_attention` is among them).
+        weights: Function from the Hugging Face config to the maps of all weights of the whole model but for its head.
+        rotary_dim: Function from the Hugging Face config to the dims of a head that rotary embedding turns.
     """
 
     settings: Callable[[PreTrainedConfig], Mapping[str, Any]]

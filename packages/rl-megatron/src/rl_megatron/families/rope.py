@@ -1,14 +1,15 @@
-"""Types of rotary embeddings that rl-megatron computes as transformers does, from the fields of a config alone."""
+"""Types of rotary embeddings that rl-megatron computes as transformers does, only from the fields of a config."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+from rl_core.config import Problem
 from rl_core.hf_config import rope_parameters
 
 TYPES = ("default", "linear", "llama3", "yarn")
-"""Types whose frequencies depend on the config alone, not on the length of rows."""
+"""Types whose frequencies depend only on the config, not on the length of rows."""
 
 LATENT_TYPES = ("default", "yarn")
 """Types of multi-head latent attention, which makes its own rotary embedding."""
@@ -17,8 +18,8 @@ WHOLE_FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", 
 """Model types that rotate whole heads, whatever `partial_rotary_factor` is."""
 
 
-def rope_problem(fields: Mapping[str, Any]) -> str | None:
-    """Return why rl-megatron does not compute the rotary embedding of a model; None if it does.
+def rope_problem(fields: Mapping[str, Any]) -> Problem | None:
+    """Return the problem of a model whose rotary embedding rl-megatron does not compute; None if it does.
 
     Args:
         fields: The language model's Hugging Face config, in the names of transformers 5 or in older ones.
@@ -39,19 +40,24 @@ def rope_problem(fields: Mapping[str, Any]) -> str | None:
         found, known = f"of type {kind!r} with partial_rotary_factor", "whole heads of this type of model"
     else:
         return None
-    return (
-        f"rotary embedding {found} is not supported by rl-megatron; it supports {known}. Set rope_parameters in "
-        "hf_config_overrides, or choose another backend: dtensor_cfg for training, vllm for generation"
+    return Problem(
+        "",
+        f"has a rotary embedding {found}, which rl-megatron does not support",
+        allowed=known,
+        remedy="Set rope_parameters in hf_config_overrides, or choose another backend: dtensor_cfg for training, vllm "
+        "for generation",
     )
 
 
-def fusion_problem(fields: Mapping[str, Any], megatron_kwargs: Mapping[str, Any]) -> str | None:
-    """Return why `megatron_kwargs.apply_rope_fusion` does not fit a model; None if it does."""
+def fusion_problem(fields: Mapping[str, Any], megatron_kwargs: Mapping[str, Any]) -> Problem | None:
+    """Return the problem of `megatron_kwargs.apply_rope_fusion` with a model that it does not fit; None if it does."""
     is_scaled = _type_of(rope_parameters(fields)) == "yarn" and not fields.get("kv_lora_rank")
     if not is_scaled or not megatron_kwargs.get("apply_rope_fusion"):
         return None
-    return (
-        "does not scale the cosines and sines of packed rows, as a rotary embedding of type 'yarn' does; leave it out"
+    return Problem(
+        "megatron_cfg.megatron_kwargs.apply_rope_fusion",
+        "does not scale the cosines and sines of packed rows, which a rotary embedding of type 'yarn' needs",
+        remedy="Remove this key",
     )
 
 

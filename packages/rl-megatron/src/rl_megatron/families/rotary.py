@@ -90,7 +90,7 @@ def check_rope(config: HFConfig) -> None:
     """
     problem = rope_problem(config.to_dict())
     if problem:
-        raise ValueError(problem)
+        raise ValueError(f"model_name: {problem.message}")
 
 
 def _mscale(attention_factor: float, factor: float, all_dim: float) -> float:

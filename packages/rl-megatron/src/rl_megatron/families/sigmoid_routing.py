@@ -18,7 +18,7 @@ def sigmoid_settings(config: HFConfig) -> dict[str, Any]:
     """Fields of Megatron's config for the experts.
 
     Raises:
-        ValueError: for a routing that Megatron computes otherwise than transformers.
+        ValueError: For a routing that Megatron computes otherwise than transformers.
     """
     return {
         "num_moe_experts": config.n_routed_experts,

@@ -27,7 +27,7 @@ class StaticBatch:
     decoded already.
 
     Args:
-        recorder: of the experts that tokens are sent to; None if they are not reported.
+        recorder: Recorder of the experts that tokens are sent to; None if they are not reported.
     """
 
     def __init__(

@@ -15,8 +15,9 @@ class MegatronGenerationConfig(Config):
     when_changed: ClassVar[WhenChanged | None] = WhenChanged.RESUME
 
     tensor_model_parallel_size: int = Field(default=1, gt=0)
-    """Ranks that share each layer's matrices; a replica has one."""
+    """Number of ranks that share the matrices of each layer; a replica has one."""
     max_batch_size: int = Field(default=64, gt=0)
-    """Most completions decoded together, from first to last: further requests wait until all of them have ended."""
+    """Maximum number of completions decoded together, from first to last. Further requests wait until all of them have
+    ended."""
     max_prefill_tokens: int = Field(default=16384, gt=0)
-    """Most tokens of one forward pass over prompts; a single longer prompt excepted."""
+    """Maximum number of tokens in one forward pass over prompts. A single longer prompt is an exception."""

@@ -34,12 +34,12 @@ class MegatronDecoder:
     """A `Decoder` on one device.
 
     Args:
-        config: of the generator.
-        model: what is generated with.
-        reports_routing: whether completions carry the experts that tokens were sent to.
+        config: Config of the generator.
+        model: What is generated with.
+        reports_routing: True if completions carry the experts that tokens were sent to.
 
     Raises:
-        ValueError: if the model's files and config do not fit together, its family has no weight mapping, or it has no
+        ValueError: If the model's files and config do not fit together, its family has no weight mapping, or it has no
             experts to report.
     """
 

@@ -22,7 +22,7 @@ from rl_megatron.generation.decoder import MegatronDecoder
 
 class MegatronGenerator(LocalGenerator[MegatronDecoder]):
     """`rl_core.Generator` on a model of megatron-core, batched statically. One process holds one,
-    and no model worker beside it: Megatron keeps its process groups per process.
+    and no model worker next to it: Megatron keeps its process groups per process.
     """
 
     def __init__(

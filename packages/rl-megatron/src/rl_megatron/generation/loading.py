@@ -30,7 +30,7 @@ def load_model(config: ModelConfig, mesh: Mesh) -> tuple[ReadingModel, Weights]:
     with them merged in.
 
     Raises:
-        ValueError: if the files, the config and the family do not fit together, or the cache does not hold the state of
+        ValueError: If the files, the config and the family do not fit together, or the cache does not hold the state of
             the model's layers.
     """
     folder = model_folder(config.model_name)
@@ -41,7 +41,7 @@ def load_model(config: ModelConfig, mesh: Mesh) -> tuple[ReadingModel, Weights]:
     backend = MegatronConfig(transformer_engine=False)
     model = build_model(plain, backend, spec, folder=folder, is_packed=False, mesh=mesh)
     if model.config.linear_attention_freq is not None:
-        raise ValueError(LINEAR_PROBLEM)
+        raise ValueError(f"{LINEAR_PROBLEM.key}: {LINEAR_PROBLEM.message}")
     weights = Weights(model, WeightFiles.of(folder), mesh)
     weights.load(InitialFactors(spec.seed))
     model.train(False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from rl_core.config import Problem
@@ -12,10 +13,14 @@ from rl_core.run_config import RunConfig
 from rl_megatron.families.rope import rope_problem
 from rl_megatron.generation.config import MegatronGenerationConfig
 
-LINEAR_PROBLEM = (
-    "the megatron generator does not decode models with linear attention: its cache holds keys and values, no state "
-    "of such layers; set generation.backend=vllm"
+LINEAR_PROBLEM = Problem(
+    "generation.backend",
+    "does not decode models with linear attention, because its cache holds keys and values but not the state of such "
+    "layers",
+    got="megatron",
+    remedy="Set generation.backend=vllm",
 )
+"""The refusal of a model with linear attention."""
 
 
 def ranks(backend: MegatronGenerationConfig) -> int:
@@ -25,23 +30,25 @@ def ranks(backend: MegatronGenerationConfig) -> int:
 
 
 def check_size(section: Any, config: RunConfig) -> Iterable[Problem]:
-    """Replicas of several ranks, which this generator does not have."""
+    """Yield the problem of a replica with several ranks, which this generator does not support."""
     size = section.generation.megatron_cfg.tensor_model_parallel_size
     if size > 1:
         yield Problem(
             "generation.megatron_cfg.tensor_model_parallel_size",
-            f"got {size}; a replica of the megatron generator is one rank: set it to 1, or generation.backend=vllm",
+            "must be 1 because a replica of the megatron generator is one rank",
+            got=size,
+            remedy="Set it to 1, or set generation.backend=vllm",
         )
 
 
 def check_layers(section: Any, config: RunConfig) -> Iterable[Problem]:
-    """Layers that cannot be decoded, if the model's config is on this machine."""
+    """Yield the problems of layers that cannot be decoded, if the model's config is on this machine."""
     fields = local_hf_config(section)
     if fields.get("linear_num_key_heads"):
-        yield Problem("generation.backend", LINEAR_PROBLEM)
-    problem = rope_problem(fields)
-    if problem:
-        yield Problem("generation.backend", problem)
+        yield LINEAR_PROBLEM
+    if problem := rope_problem(fields):
+        reason = problem.reason.removeprefix("has ")
+        yield replace(problem, key="generation.backend", reason=f"cannot decode {reason}", got="megatron")
 
 
 PLUGIN = BackendPlugin(

@@ -19,7 +19,7 @@ class WeightAdoption:
     A parameter made of several Hugging Face tensors is written once all of them are there.
 
     Raises:
-        WeightSyncError: naming tensors that the model does not have, that the manifest leaves out, of another shape, or
+        WeightSyncError: Naming tensors that the model does not have, that the manifest leaves out, of another shape, or
             that only one of the two has tied.
     """
 
@@ -67,7 +67,7 @@ class WeightAdoption:
         """Check that every parameter is made of what arrived, and that the head is the one that the model reads.
 
         Raises:
-            WeightSyncError: naming the Hugging Face tensors that are not.
+            WeightSyncError: Naming the Hugging Face tensors that are not.
         """
         stale = [name for entry in self._maps for name, found in self._computed(entry) if self._is_stale(name, found)]
         head = self._model.head_parameter()

@@ -26,11 +26,11 @@ def transformer_config(
     """Return the config from which Megatron builds the model.
 
     Args:
-        dtype: of parameters and of what travels between pipeline ranks.
-        has_te: whether the layers are Transformer Engine's.
+        dtype: Dtype of parameters and of what travels between pipeline ranks.
+        has_te: True if the layers are Transformer Engine's.
 
     Raises:
-        ValueError: if the model does not fit the family, or the layout does not fit the model.
+        ValueError: If the model does not fit the family, or the layout does not fit the model.
     """
     family = dict(family_of(hf).settings(hf))
     if "moe_layer_freq" in family and not any(family["moe_layer_freq"]):
@@ -71,7 +71,7 @@ def _scale_rotary(config: TransformerConfig, hf: PreTrainedConfig) -> None:
     """Set what Megatron's attention scales the rotary embedding by; it looks for attributes that are not fields."""
     problem = fusion_problem(hf.to_dict(), {"apply_rope_fusion": config.apply_rope_fusion})
     if problem:
-        raise ValueError(f"megatron_cfg.megatron_kwargs.apply_rope_fusion {problem}")
+        raise ValueError(f"{problem.key}: {problem.message}")
     check_rope(hf)
     vars(config).update(scaling_fields(hf))
 
@@ -135,7 +135,7 @@ def _recompute(backend: MegatronConfig, has_te: bool) -> dict[str, Any]:
     if missing:
         raise ValueError(
             f"megatron_cfg.recompute_modules {missing} needs Transformer Engine, which is not installed or not used "
-            "on cpu; take them out, or install rl-megatron[te]"
+            "on cpu; remove them, or install rl-megatron[te]"
         )
     return {"recompute_granularity": "selective", "recompute_modules": list(backend.recompute_modules)}
 
@@ -197,7 +197,8 @@ def _check_layout(hf: Any, family: Mapping[str, Any], backend: MegatronConfig) -
             )
     num_heads = 0 if family.get("multi_latent_attention") else hf.num_key_value_heads
     if num_heads and num_heads % tensor and tensor % num_heads:
-        raise ValueError(f"megatron_cfg.tensor_model_parallel_size={tensor} {key_heads_problem(num_heads)}")
+        problem = key_heads_problem(tensor, num_heads)
+        raise ValueError(f"{problem.key}: {problem.message}")
     num_experts = family.get("num_moe_experts")
     if num_experts is None and expert > 1:
         raise ValueError(
@@ -212,7 +213,7 @@ def _check_layout(hf: Any, family: Mapping[str, Any], backend: MegatronConfig) -
     if num_experts is not None and tensor > 1 and not backend.sequence_parallel:
         raise ValueError(
             f"megatron_cfg.tensor_model_parallel_size={tensor} of a mixture of experts needs sequence_parallel=true: "
-            "each tensor-parallel rank then routes tokens of its own"
+            "each tensor-parallel rank then routes its own tokens"
         )
     has_biases = family.get("moe_router_enable_expert_bias", False)
     if backend.moe_router_bias_update_rate and not has_biases:

@@ -153,7 +153,7 @@ class GatedAttention(SelfAttention):
         output_gate: bool = False,
         split_qkv: bool = True,
     ) -> Any:
-        """As Megatron's method, with the gates `[seq, batch, heads, dim]` of the returned queries alone."""
+        """As Megatron's method, with the gates `[seq, batch, heads, dim]` only of the returned queries."""
         found = super().get_query_key_value_tensors(hidden_states, key_value_states, output_gate, split_qkv)
         if not output_gate or self.config.num_query_groups >= self.world_size:
             return found
@@ -167,7 +167,7 @@ def gather_rows(tensor: Tensor, lengths: tuple[int, ...], group: dist.ProcessGro
 
     Args:
         tensor: `[batch, heads, tokens, dim]` of this rank.
-        lengths: of this rank's part of each row.
+        lengths: Lengths of this rank's part of each row.
     """
     parts: Tensor = _AllGather.apply(tensor, group)
     rows = []

@@ -25,9 +25,9 @@ def balancing_loss(
 
     Args:
         scores: `[tokens, experts]`, normalised.
-        routing_map: bool `[tokens, experts]`, the `topk` of each token.
-        segments: int64 `[tokens]`, from 1; 0 for tokens that do not count.
-        group: ranks that have the other tokens of the same segments; None if this rank has all.
+        routing_map: Bool `[tokens, experts]`, the `topk` of each token.
+        segments: Int64 `[tokens]`, from 1; 0 for tokens that do not count.
+        group: Ranks that have the other tokens of the same segments; None if this rank has all.
     """
     num_experts = scores.shape[1]
     zeros = scores.new_zeros(num_segments + 1, num_experts)

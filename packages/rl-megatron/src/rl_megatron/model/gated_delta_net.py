@@ -25,7 +25,7 @@ from rl_megatron.model.attention import gather_rows
 class GatedDeltaNet(nn.Module):
     """A token mixer that carries a state along each row, its heads spread over the tensor-parallel ranks.
 
-    megatron-core 0.16.1's own runs on the kernels of flash-linear-attention alone, and supports neither packed rows nor
+    megatron-core 0.16.1's own runs only on the kernels of flash-linear-attention, and supports neither packed rows nor
     context parallelism. Here each context-parallel rank mixes whole rows and keeps its own tokens: the state at a token
     follows from all tokens before it.
     """

@@ -20,7 +20,7 @@ from rl_megatron.model.shared_experts import SharedExperts
 
 
 def has_transformer_engine() -> bool:
-    """Whether Transformer Engine is installed."""
+    """Return whether Transformer Engine is installed."""
     return importlib.util.find_spec("transformer_engine") is not None
 
 

@@ -19,8 +19,8 @@ class Alignment:
 
     Args:
         context_size, context_rank: among the ranks that share the tokens of each row.
-        sequence_size: ranks that share the tokens between layers (sequence parallelism).
-        multiple: number of which each rank's tokens must be a multiple, for its matrix products.
+        sequence_size: Ranks that share the tokens between layers (sequence parallelism).
+        multiple: Number of which each rank's tokens must be a multiple, for its matrix products.
     """
 
     context_size: int = 1
@@ -44,9 +44,9 @@ class Layout:
     """This rank's tokens of some rows.
 
     Args:
-        input_ids: int64 `[batch, seq]`; packed rows lie end to end in `[1, tokens]`.
-        position_ids: int64, of the same shape.
-        places: int64 `[batch * seq]`, the index among the rows' tokens of each position, -1 for padding.
+        input_ids: Int64 `[batch, seq]`; packed rows lie end to end in `[1, tokens]`.
+        position_ids: Int64, of the same shape.
+        places: Int64 `[batch * seq]`, the index among the rows' tokens of each position, -1 for padding.
         packing: Megatron's description of packed rows; None if padded.
     """
 

@@ -41,7 +41,7 @@ def add_adapters(model: ReadingModel, config: LoraConfig) -> None:
     """Put adapters on linear layers of a model without weights and freeze everything else but a score head.
 
     Raises:
-        ValueError: if the config names no linear layer of the model, or experts and routers, which get none.
+        ValueError: If the config names no linear layer of the model, or experts and routers, which get none.
     """
     maps = family_of(model.hf).weights(model.hf)
     _check_targets(maps, model.hf.model_type, config)
@@ -66,8 +66,8 @@ def adapter_maps(maps: Sequence[WeightMap], config: LoraConfig, size: int) -> di
     """The adapters of a whole model by the name of the weight that each sits on.
 
     Args:
-        maps: of the model's weights.
-        size: number of tensor-parallel ranks.
+        maps: Maps of the model's weights.
+        size: Number of tensor-parallel ranks.
     """
     return {
         source.name: _adapter_map(entry, source, config, size)
@@ -95,9 +95,9 @@ class Adapters(nn.Module):
     of an adapted weight's rows (more ranks than key-value heads), each has all of `up` and uses its own rows.
 
     Args:
-        entry: of the layer's weight.
-        adapters: those of the model.
-        dropout: share of the inputs that is dropped in training, for each adapter anew.
+        entry: Entry of the layer's weight.
+        adapters: Those of the model.
+        dropout: Share of the inputs that is dropped in training, for each adapter anew.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ def _with_adapters(layer: Any, inputs: tuple[Any, ...], output: tuple[Tensor, An
 
 
 def _require_grad(_: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
-    """Have the embedding's output require a gradient: recomputed layers pass no gradient to their adapters if none of
+    """Make the embedding's output require a gradient: recomputed layers pass no gradient to their adapters if none of
     their inputs requires one."""
     return output.requires_grad_() if torch.is_grad_enabled() else output
 
@@ -230,7 +230,7 @@ def _local_shape(entry: WeightMap, size: int) -> tuple[int, int]:
 
 
 def _is_linear(entry: WeightMap) -> bool:
-    """Whether it is the matrix of a linear layer, neither a router or gate nor an expert."""
+    """Return whether it is the matrix of a linear layer, neither a router or gate nor an expert."""
     is_matrix = len(entry.sources[0].shape) == 2 and entry.target.endswith(WEIGHT)
     return is_matrix and not isinstance(entry.split, Vocabulary) and not _is_of_experts(entry)
 
@@ -241,7 +241,7 @@ def _is_of_experts(entry: WeightMap) -> bool:
 
 def _check_targets(maps: Sequence[WeightMap], kind: str, config: LoraConfig) -> None:
     if config.target_parameters:
-        raise ValueError(f"lora_cfg.target_parameters: {EXPERTS_PROBLEM}")
+        raise ValueError(f"{EXPERTS_PROBLEM.key}: {EXPERTS_PROBLEM.message}")
     linear = [source.name for entry in maps if _is_linear(entry) for source in entry.sources]
     experts = [source.name for entry in maps if _is_of_experts(entry) for source in entry.sources]
     for ending in () if config.match_all_linear else config.target_modules:

@@ -19,8 +19,8 @@ class WholeProjection(nn.Module):
     of the shared rotary key, of which each rank knows the part of its own heads.
 
     Args:
-        num_shared: last outputs that all heads use directly, and whose gradient is summed here if no
-            sequence-parallel gather does it.
+        num_shared: Last outputs that all heads use directly, and whose gradient is summed here if no sequence-parallel
+            gather does it.
     """
 
     def __init__(self, config: TransformerConfig, in_features: int, out_features: int, *, num_shared: int = 0) -> None:

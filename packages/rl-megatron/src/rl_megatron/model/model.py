@@ -77,15 +77,15 @@ class ReadingModel:
     """This rank's part of a model.
 
     Args:
-        chunks: its virtual stages in order, one without them.
+        chunks: Its virtual stages in order, one without them.
         config: Megatron's.
         hf: Hugging Face's.
-        has_te: whether the layers are Transformer Engine's.
-        chunk_size: tokens whose logits exist at one time.
-        is_packed: whether rows lie end to end instead of being padded.
-        adapters: by the name of the weight that each sits on, over the whole model.
-        routing: the routers of a mixture of experts.
-        replay: of the generator's routing; None if it is not replayed.
+        has_te: True if the layers are Transformer Engine's.
+        chunk_size: Tokens whose logits exist at one time.
+        is_packed: True if rows lie end to end instead of being padded.
+        adapters: Adapters by the name of the weight that each sits on, over the whole model.
+        routing: The routers of a mixture of experts.
+        replay: Replay of the generator's routing; None if it is not replayed.
         asks_for_dropout: Whether the user set the model's dropout, which is then active under every loss.
     """
 
@@ -112,7 +112,7 @@ class ReadingModel:
 
     @property
     def is_headless(self) -> bool:
-        """Whether it has a head of one output."""
+        """Return whether it has a head of one output."""
         return self.role in HEADLESS_ROLES
 
     def train(self, mode: bool, *, compares: bool = False) -> None:
@@ -205,7 +205,7 @@ def build_model(
     """Build this rank's part without weights.
 
     Raises:
-        ValueError: if the files, the config, the layout and the role do not fit together.
+        ValueError: If the files, the config, the layout and the role do not fit together.
     """
     hf = read_hf_config(folder, config.hf_config_overrides)
     if hf.tie_word_embeddings and spec.role not in HEADLESS_ROLES:
@@ -280,7 +280,7 @@ def forget_embeddings() -> None:
 
 
 def forget_tokens(chunks: Sequence[nn.Module]) -> None:
-    """Have dispatchers of tokens to experts drop the tensors of their last pass. Through them a model holds that pass's
+    """Make dispatchers of tokens to experts drop the tensors of their last pass. Through them a model holds that pass's
     graph, whose hooks hold the model with its process groups: a cycle that garbage collection does not see.
     """
     for chunk in chunks:

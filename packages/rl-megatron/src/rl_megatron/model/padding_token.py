@@ -13,8 +13,8 @@ def freeze_padding_token(embedding: nn.Module, pad_token_id: int, *, is_scattere
     """Let no gradient reach an embedding from positions that look up the padding token (`padding_idx`).
 
     Args:
-        embedding: the word embedding of the first pipeline rank.
-        is_scattered: whether its output is spread over the tensor-parallel ranks by sequence parallelism.
+        embedding: The word embedding of the first pipeline rank.
+        is_scattered: True if its output is spread over the tensor-parallel ranks by sequence parallelism.
     """
 
     def detach(_: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:

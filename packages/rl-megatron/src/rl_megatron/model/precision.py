@@ -69,7 +69,7 @@ def hold_in_float32(
         config: Megatron's config, with the dtype of activations.
 
     Raises:
-        ValueError: Naming a parameter that a fused kernel of the config takes in the model's dtype alone.
+        ValueError: Naming a parameter that a fused kernel of the config takes only in the model's dtype.
     """
     for entry in entries:
         if entry.target in held:

@@ -25,7 +25,7 @@ class RoutedLayer:
     """Stands in for Megatron's `RouterReplay` on one router, and sends tokens to given experts.
 
     Args:
-        layer: its number in the whole model, from 0.
+        layer: Its number in the whole model, from 0.
     """
 
     def __init__(self, layer: int) -> None:
@@ -49,7 +49,7 @@ class Replay:
     """The routers of this rank, by chunk, and the generator's routing for them.
 
     Args:
-        chunks: of the model, in order.
+        chunks: Chunks of the model, in order.
         config: Megatron's.
     """
 
@@ -67,7 +67,7 @@ class Replay:
         that is only read.
 
         Raises:
-            ValueError: if a batch for a loss does not have it, or it is of another model.
+            ValueError: If a batch for a loss does not have it, or it is of another model.
         """
         return self._shape.column_of(batch, is_needed=for_loss, key="megatron_cfg.moe_router_replay")
 
@@ -105,11 +105,11 @@ class RoutingRecorder:
     """The experts that the routers of a whole model chose in its last forward pass.
 
     Args:
-        chunk: all layers of the model.
+        chunk: All layers of the model.
         config: Megatron's.
 
     Raises:
-        ValueError: if the model has no routers.
+        ValueError: If the model has no routers.
     """
 
     def __init__(self, chunk: nn.Module, config: TransformerConfig) -> None:
@@ -117,7 +117,7 @@ class RoutingRecorder:
         for router in routers_of(chunk):
             router.router_replay = self._layers[router.layer_number - 1] = RecordedLayer()
         if not self._layers:
-            raise ValueError("the model has no experts, so that there is no routing to report")
+            raise ValueError("the model has no experts, so there is no routing to report")
         self._shape = (config.num_layers, config.moe_router_topk)
 
     def take(self, num_rows: int) -> np.ndarray:

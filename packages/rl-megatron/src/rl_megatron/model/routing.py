@@ -1,4 +1,4 @@
-"""Routers that balance experts by a batch's own tokens alone."""
+"""Routers that balance experts only by a batch's own tokens."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class PerMicrobatch(Generic[T]):
 
 
 def is_router_recomputed(config: TransformerConfig) -> bool:
-    """Whether routers run again in the backward pass."""
+    """Return whether routers run again in the backward pass."""
     return config.recompute_granularity == "full" or (
         config.recompute_granularity == "selective" and "moe" in config.recompute_modules
     )
@@ -67,8 +67,8 @@ class TokenRows:
     """To which row each token of a router belongs.
 
     Args:
-        numbers: int64 `[tokens]`, of the row from 1; 0 for padding, and for rows that only keep other ranks company.
-        num_rows: of the microbatch.
+        numbers: Int64 `[tokens]`, of the row from 1; 0 for padding, and for rows that only keep other ranks company.
+        num_rows: Number of rows of the microbatch.
     """
 
     numbers: Tensor
@@ -79,7 +79,7 @@ class RowRouter(TopKRouter):
     """Megatron's router; padding enters neither its balancing loss nor the counts that move its expert biases.
 
     megatron-core 0.16.1 takes a padding mask, but fails on it if there are expert biases, divides by zero if all is
-    padding, and knows rows of equal length alone.
+    padding, and supports only rows of equal length.
     """
 
     def __init__(self, *args: object, **kwargs: object) -> None:
@@ -159,7 +159,7 @@ class Routing:
     """The routers of this rank, by chunk.
 
     Args:
-        chunks: of the model, in order.
+        chunks: Chunks of the model, in order.
         config: Megatron's.
     """
 
@@ -177,7 +177,7 @@ class Routing:
         """Tell the routers of a chunk the rows of the microbatch that passes next; needed in training.
 
         Args:
-            is_own: whether the rows are the rank's own; others only let it join in a pass of other ranks.
+            is_own: True if the rows are the rank's own; others only let it join in a pass of other ranks.
         """
         ends = rows.offsets[1:].contiguous()
         numbers = torch.bucketize(layout.places, ends, right=True) + 1

@@ -26,10 +26,10 @@ class Mesh:
     """The place of this rank among the ranks of its model. Megatron keeps the groups themselves, one set per process.
 
     Args:
-        kind: the device that it computes on.
-        control: all ranks, on gloo: scalars that decide what every rank does next.
-        data: the ranks that hold the same part of the model and other rows, on gloo.
-        layout: sizes that say which part of the model each rank holds, all ranks among them.
+        kind: The device that it computes on.
+        control: All ranks, on gloo: scalars that decide what every rank does next.
+        data: The ranks that hold the same part of the model and other rows, on gloo.
+        layout: Sizes that say which part of the model each rank holds, all ranks among them.
     """
 
     rank: int
@@ -44,7 +44,7 @@ class Mesh:
         """Meet the other ranks; collective. If that fails, this process is in no group afterwards.
 
         Raises:
-            ValueError: if the world is not a multiple of the ranks that one model needs.
+            ValueError: If the world is not a multiple of the ranks that one model needs.
         """
         join_process_group(rendezvous)
         timeout = timedelta(seconds=rendezvous.timeout_s)

@@ -20,8 +20,8 @@ def balance_metrics(
     collective. Empty if there is no such loss.
 
     Args:
-        num_tokens: of this rank's shard.
-        by_layer: whether to add `load_balancing_loss_layer_<n>` for each layer with experts.
+        num_tokens: Number of tokens of this rank's shard.
+        by_layer: True to add `load_balancing_loss_layer_<n>` for each layer with experts.
     """
     if config.moe_router_load_balancing_type == "none":
         return {}

@@ -1,4 +1,4 @@
-"""State that layers keep beside their parameters: the scaling history of Transformer Engine's 8-bit recipes."""
+"""State that layers keep in addition to their parameters: the scaling history of Transformer Engine's 8-bit recipes."""
 
 from __future__ import annotations
 

@@ -22,8 +22,8 @@ class Holding:
     """One rank's share of a parameter.
 
     Args:
-        share: its index among the shares.
-        shape: of that share.
+        share: Its index among the shares.
+        shape: Shape of that share.
     """
 
     share: int
@@ -54,9 +54,9 @@ class Gathering:
     for experts the expert-, expert-tensor- and pipeline-parallel ones. So nothing travels between copies.
 
     Args:
-        held: this rank's parameters by target.
-        holdings: which share of each of them it has.
-        mesh: all ranks; building one is collective over them.
+        held: This rank's parameters by target.
+        holdings: Which share of each of them it has.
+        mesh: All ranks; building one is collective over them.
     """
 
     def __init__(self, held: Mapping[str, Tensor], holdings: Mapping[str, Holding], mesh: Mesh) -> None:
@@ -85,7 +85,7 @@ class Gathering:
         ranks and not on that of parameters.
 
         Args:
-            everywhere: whether every rank needs them; otherwise rank 0 alone gets them, and None stands elsewhere.
+            everywhere: True if every rank needs them; otherwise only rank 0 gets them, and None stands elsewhere.
         """
         parts: list[dict[int, Tensor]] = [{} for _ in wanted]
         for over in ("tp", "etp"):

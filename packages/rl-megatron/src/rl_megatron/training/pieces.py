@@ -17,7 +17,7 @@ def rectangles(start: int, stop: int, shape: Sequence[int]) -> Iterator[tuple[tu
     """The rectangles, in order, that elements `start` to `stop` of a row-major tensor make up.
 
     A run that begins and ends anywhere is part of a row, whole rows, and part of a row, in each dim: at most
-    `2 * len(shape) - 1` rectangles, and each is a run of its own.
+    `2 * len(shape) - 1` rectangles, and each is its own run.
 
     Returns:
         Offsets and sizes of each.
@@ -53,7 +53,7 @@ class Pieces:
     It is written and read through the planners below, by the methods that torch's planners call.
 
     Args:
-        size: of the whole tensor.
+        size: Size of the whole tensor.
     """
 
     def __init__(self, size: Sequence[int]) -> None:

@@ -37,7 +37,7 @@ class ModelResidency(Residency):
 
 
 def forget_8_bit_copies(chunks: Sequence[nn.Module]) -> None:
-    """Have layers of Transformer Engine let go of the 8-bit copies of weights that they keep between microbatches; a
+    """Make layers of Transformer Engine release the 8-bit copies of weights that they keep between microbatches; a
     first microbatch makes them anew."""
     for chunk in chunks:
         for module in chunk.modules():

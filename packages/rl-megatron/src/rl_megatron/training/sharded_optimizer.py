@@ -18,11 +18,11 @@ class Shard:
     """The run of a parameter's elements that this rank steps.
 
     Args:
-        parameter: of the model.
+        parameter: Parameter of the model.
         start, stop: bounds of the run in the flattened parameter.
-        main: float32 `[stop - start]`, which the optimizer steps; the parameter's own memory if that is float32.
+        main: Float32 `[stop - start]`, which the optimizer steps; the parameter's own memory if that is float32.
         grad: `[stop - start]`, summed over the ranks; float32, or the parameter's dtype if they are reduced in that.
-        group: the ranks that hold the other runs.
+        group: The ranks that hold the other runs.
     """
 
     parameter: nn.Parameter
@@ -36,13 +36,13 @@ class Shard:
 class ShardedOptimizer:
     """Steps the runs of Megatron's gradient buffers that belong to this rank, then gathers the parameters.
 
-    Megatron's own distributed optimizer does the same for Adam alone, and its checkpoints lose the step count of
+    Megatron's own distributed optimizer does the same only for Adam, and its checkpoints lose the step count of
     torch's Adam; this one takes any optimizer that treats elements one by one.
 
     Args:
-        chunks: wrapped with `use_distributed_optimizer`, so that gradients are reduced and scattered.
-        build: from parameters to a torch optimizer.
-        is_counted: whether a parameter's elements on this rank count in the norm of all gradients.
+        chunks: Wrapped with `use_distributed_optimizer`, so that gradients are reduced and scattered.
+        build: Function from parameters to a torch optimizer.
+        is_counted: True if a parameter's elements on this rank count in the norm of all gradients.
     """
 
     def __init__(
@@ -123,13 +123,13 @@ class ShardedOptimizer:
                 shard.main.copy_(own)
 
     def state_tensors(self) -> list[Tensor]:
-        """Tensors that the optimizer keeps beside the parameters."""
+        """Tensors that the optimizer keeps in addition to the parameters."""
         states = [value for state in self.inner.state.values() for value in state.values() if isinstance(value, Tensor)]
         copies = [shard.main for shard in self.shards if shard.parameter.dtype != torch.float32]
         return [*states, *copies]
 
     def grad_buffers(self) -> list[Tensor]:
-        """The gradient buffers, whose contents matter within a step alone."""
+        """The gradient buffers, whose contents matter only within a step."""
         return [
             buffer.grad_data for chunk in self._chunks for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]
         ]

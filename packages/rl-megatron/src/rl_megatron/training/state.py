@@ -48,7 +48,7 @@ class TrainingState:
         """Tensors that this rank writes; collective.
 
         Args:
-            copies: whether no tensor shares its memory with the model or the optimizer, so that both may change.
+            copies: True if no tensor shares its memory with the model or the optimizer, so that both may change.
         """
         self._dtypes = self._state_dtypes()
         return self._tensors(self._dtypes, copies=copies)
@@ -105,8 +105,8 @@ class TrainingState:
         """Read parameters and optimizer state; collective.
 
         Args:
-            path: of the model's checkpoint.
-            description: as `description` returned.
+            path: Path of the model's checkpoint.
+            description: As `description` returned.
         """
         self.restore_weights(path)
         if self._optimizer is None:
@@ -142,8 +142,8 @@ class TrainingState:
         """Add what a run of a parameter's elements is of the tensors that it is kept as.
 
         Args:
-            shape: of the parameter on this rank.
-            start: of the run, in the flattened parameter.
+            shape: Shape of the parameter on this rank.
+            start: Start of the run, in the flattened parameter.
             run: `[elements]`.
         """
         for part in self._parts(entry, shape):
@@ -172,7 +172,7 @@ class TrainingState:
             yield Part(index, int(piece.storage_offset()), tuple(local), tuple(size), tuple(offsets))
 
     def _writes(self, entry: WeightMap, parameter: nn.Parameter) -> bool:
-        """Whether this rank's group is the first of those that hold the same share of a parameter."""
+        """Return whether this rank's group is the first of those that hold the same share of a parameter."""
         assert self._optimizer is not None
         if entry.copy_of is not None:
             return False
@@ -231,11 +231,11 @@ class Part:
     """The place of a tensor of the whole model in a parameter of this rank.
 
     Args:
-        index: among the tensors that the parameter is kept as.
-        start: of its elements in the flattened parameter.
-        shape: of what this rank has of it.
-        size: of the whole tensor.
-        offsets: of what this rank has, in the whole tensor.
+        index: Among the tensors that the parameter is kept as.
+        start: Start of its elements in the flattened parameter.
+        shape: Shape of what this rank has of it.
+        size: Size of the whole tensor.
+        offsets: Offsets of what this rank has, in the whole tensor.
     """
 
     index: int

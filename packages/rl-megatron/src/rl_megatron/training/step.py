@@ -33,10 +33,10 @@ class MegatronModel:
     """The `rl_core.torch.training.backend.RankModel` of this rank's chunks.
 
     Args:
-        reading: this rank's part of the model.
-        chunks: the same, wrapped to reduce gradients; empty if it does not train.
-        shape: of the whole model; None if the operations of steps are not counted.
-        reports_layers: whether a loss that balances experts is reported for each layer too.
+        reading: This rank's part of the model.
+        chunks: The same, wrapped to reduce gradients; empty if it does not train.
+        shape: Shape of the whole model; None if the operations of steps are not counted.
+        reports_layers: True if a loss that balances experts is reported for each layer too.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class MegatronModel:
         """Name of the `transformers` class of this family and role.
 
         Raises:
-            ValueError: if there is none.
+            ValueError: If there is none.
         """
         kind = type(self.reading.hf)
         classes = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING if self.reading.is_headless else MODEL_FOR_CAUSAL_LM_MAPPING
@@ -127,8 +127,8 @@ def _run(
     """Pass all microbatches through all pipeline ranks; what `on_reads` returned for each, on the last one.
 
     Args:
-        chunks: to run backwards too.
-        scale: divides gradients of losses that Megatron adds on its own.
+        chunks: Chunks to run backwards too.
+        scale: Divides gradients of losses that Megatron adds on its own.
     """
 
     def forward(iterator: Iterator[Microbatch], chunk: Any) -> tuple[Tensor, Callable[..., Any]]:

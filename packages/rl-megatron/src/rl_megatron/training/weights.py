@@ -29,7 +29,7 @@ SCORE = "score.weight"
 BUCKET_BYTES = 64 * 2**20
 """Default size of the weights that `stream` brings together at one time."""
 SHOWN = 8
-"""Most names that an error spells out."""
+"""Maximum number of names that an error spells out."""
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,11 @@ class Weights:
     """The maps of a model's weights, what this rank holds of them, and who holds the rest.
 
     Args:
-        model: as built; the tensors keep their identity. Those that stay float32 become so.
-        files: that hold the weights.
+        model: As built; the tensors keep their identity. Those that stay float32 become so.
+        files: That hold the weights.
 
     Raises:
-        ValueError: if the family's maps and the model do not agree, or the layout does not divide a weight.
+        ValueError: If the family's maps and the model do not agree, or the layout does not divide a weight.
     """
 
     def __init__(self, model: ReadingModel, files: WeightFiles, mesh: Mesh) -> None:
@@ -94,7 +94,7 @@ class Weights:
 
     @property
     def num_holders(self) -> int:
-        """Rank 0 alone."""
+        """Only rank 0."""
         return 1
 
     def specs(self, dtype: str) -> list[TensorSpec]:
@@ -115,11 +115,11 @@ class Weights:
         }
 
     def load(self, initial: InitialFactors) -> None:
-        """Fill this rank's parameters, reading its slices alone; a head that the files lack is made by `new_head`, and
+        """Fill this rank's parameters, reading only its slices; a head that the files lack is made by `new_head`, and
         adapters start as those of peft.
 
         Raises:
-            ValueError: naming weights that are missing, unexpected, or of another shape.
+            ValueError: Naming weights that are missing, unexpected, or of another shape.
         """
         self._check_names()
         with self._files.open() as opened, torch.no_grad():
@@ -146,10 +146,10 @@ class Weights:
         """Parameter by parameter its tensors by Hugging Face name, in the order of `specs`; collective.
 
         Args:
-            everywhere: whether every rank gets them whole; otherwise rank 0 does, and others get None.
-            bucket_bytes: of the parameters that are brought together at one time, the last of them excepted. No rank
-                holds more beside its own.
-            merges_adapters: whether adapters are added to the weights that they sit on.
+            everywhere: True if every rank gets them whole; otherwise rank 0 does, and others get None.
+            bucket_bytes: Number of bytes of the parameters that are gathered at one time, the last of them
+                excepted. No rank holds more in addition to its own.
+            merges_adapters: True if adapters are added to the weights that they sit on.
         """
         adapters = self._model.adapters if merges_adapters else {}
         bucket: list[WeightMap] = []
@@ -170,7 +170,7 @@ class Weights:
         """The factors of every adapter, and a score head; collective.
 
         Args:
-            everywhere: whether every rank gets them whole; otherwise rank 0 does, and others get None.
+            everywhere: True if every rank gets them whole; otherwise rank 0 does, and others get None.
         """
         wanted = self._adapter_maps
         for bucket in buckets(self.adapter_specs(dtype), BUCKET_BYTES):
@@ -184,7 +184,7 @@ class Weights:
         return self._place.of(entry)
 
     def leads(self, entry: WeightMap) -> bool:
-        """Whether this is the first rank that holds its share of a parameter that is not a copy."""
+        """Return whether this is the first rank that holds its share of a parameter that is not a copy."""
         return entry.copy_of is None and self.leader(entry) == self._mesh.rank
 
     def leader(self, entry: WeightMap) -> int:
@@ -193,8 +193,8 @@ class Weights:
         return self._gathering.first_holder(entry.target, share)
 
     def is_counted(self, parameter: nn.Parameter) -> bool:
-        """Whether no other rank of the same data-parallel index holds the same elements, so that they count once in a
-        norm. (Megatron marks split parameters only if it initialises them.)"""
+        """Return whether no other rank of the same data-parallel index holds the same elements, so that they count once
+        in a norm. (Megatron marks split parameters only if it initialises them.)"""
         return self._counted[parameter]
 
     @property
@@ -268,7 +268,7 @@ class Weights:
         foreign = sorted(set(self.held) - known)
         if foreign:
             raise ValueError(
-                f"the weight mapping of {self._model.hf.model_type} models knows no Hugging Face name of "
+                f"the weight mapping of {self._model.hf.model_type} models has no Hugging Face name for "
                 f"{_shown(foreign)}"
             )
         for entry in self._own_maps:

@@ -9,14 +9,14 @@ from contextlib import asynccontextmanager, suppress
 from rl_core.errors import GeneratorError
 
 INTERRUPT_AGAIN_S = 0.05
-"""Longest wait for requests to end before the engine is asked again to end them."""
+"""Timeout in seconds of the wait for requests to end before the engine is asked again to end them."""
 
 
 class Admission:
     """Admits requests, keeps them waiting (paused, asleep) or refuses them (no weights fit to serve).
 
     Args:
-        refusal: why no request is admitted yet.
+        refusal: Why no request is admitted yet.
     """
 
     def __init__(self, refusal: str) -> None:
@@ -38,7 +38,7 @@ class Admission:
         Waits first while admission is paused or held; with `while_paused` only while it is held.
 
         Raises:
-            GeneratorError: if requests are refused.
+            GeneratorError: If requests are refused.
         """
         if not (self._open.is_set() or (while_paused and not self._held)):
             self.num_waiting += 1
@@ -62,7 +62,7 @@ class Admission:
         """Admit nothing until `resume`, and wait for the requests in flight.
 
         Args:
-            interrupt: ends the requests that the engine has; called until none is in flight, as some may be on their
+            interrupt: Ends the requests that the engine has; called until none is in flight, as some may be on their
                 way into the engine. None lets them finish.
         """
         self._paused = True

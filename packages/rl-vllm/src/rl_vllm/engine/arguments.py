@@ -44,7 +44,7 @@ class AsSent:
     and read it if it is None.
 
     Args:
-        fields: name to value; those of a nested config are a mapping of their own.
+        fields: Name to value; those of a nested config form a separate mapping.
     """
 
     fields: Mapping[str, Any]
@@ -160,19 +160,19 @@ def adapted_layers(model: ModelConfig) -> list[str]:
 
 
 def _starts_empty(backend: VllmConfig, placement: Placement) -> bool:
-    """Whether the weights that are sent are all that the engine needs, so that it can start with random ones. Scales of
-    weights or caches that the engine quantises come from the model's files alone.
+    """Return whether the weights that are sent are all that the engine needs, so that it can start with random ones.
+    Scales of weights or caches that the engine quantises come only from the model's files.
     """
     quantises = backend.kv_cache_dtype != "auto" or any("quantization" in name for name in backend.vllm_kwargs)
     return placement.awaits_weights and not quantises
 
 
 def _attention_of_generation(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Whether the temperature of attention follows the length of rows (Llama 4), which vLLM takes from the generation
-    config, and sets by the longest row that it may serve if that is silent.
+    """Return whether the temperature of attention follows the length of rows (Llama 4), which vLLM takes from the
+    generation config, and sets by the longest row that it may serve if that is silent.
 
     Args:
-        fields: of the language model's Hugging Face config.
+        fields: Fields of the language model's Hugging Face config.
     """
     is_llama_4 = fields.get("model_type") == "llama4_text"
     return {"attn_temperature_tuning": bool(fields.get("attn_temperature_tuning", True))} if is_llama_4 else {}
@@ -185,7 +185,7 @@ def _window_of_policy(model: ModelConfig, fields: Mapping[str, Any]) -> dict[str
     transformers it counts as one of them.
 
     Args:
-        fields: of the language model's Hugging Face config.
+        fields: Fields of the language model's Hugging Face config.
     """
     if fields.get("model_type") not in WIDENED_WINDOWS:
         return {}
@@ -206,11 +206,11 @@ def _latent_attention_on_cpu(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _has_states(fields: Mapping[str, Any]) -> bool:
-    """Whether vLLM keeps a state of each sequence for layers of this model, as for Mamba and linear attention, beside
-    or instead of keys and values.
+    """Return whether vLLM keeps a state of each sequence for layers of this model, as for Mamba and linear attention,
+    in addition to or instead of keys and values.
 
     Args:
-        fields: of the language model's Hugging Face config.
+        fields: Fields of the language model's Hugging Face config.
     """
     # the config within that of a composite model does not say
     names = fields.get("architectures") or [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(fields.get("model_type", ""))]
@@ -222,7 +222,7 @@ def sampling_params(request: GenerationRequest, *, max_tokens: int) -> VllmSampl
     """Return the parameters of one request: the sampled tokens' own logprobs, all at the end.
 
     Raises:
-        RequestRefused: for a temperature that vLLM does not sample at.
+        RequestRefused: For a temperature that vLLM does not sample at.
     """
     sampling = request.sampling
     if sampling.temperature and not MIN_TEMPERATURE <= sampling.temperature <= MAX_TEMPERATURE:

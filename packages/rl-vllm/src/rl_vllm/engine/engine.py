@@ -25,10 +25,10 @@ class Engine(ABC):
     """An engine that has been started; all methods are called on one event loop.
 
     Args:
-        processor: vLLM's, which the tokens of every step pass through.
+        processor: VLLM's, which the tokens of every step pass through.
 
     Attributes:
-        adapter: that requests are computed with; set by `use_adapter`.
+        adapter: That requests are computed with; set by `use_adapter`.
     """
 
     def __init__(self, processor: OutputProcessor) -> None:
@@ -50,7 +50,7 @@ class Engine(ABC):
         return self._num_sampled
 
     def use_adapter(self, version: int | None) -> None:
-        """Have later requests computed with the adapters that were received with a weight version, or with none."""
+        """Compute later requests with the adapters that were received with a weight version, or with none."""
         # nothing is read from the path: the worker extension has handed the adapters to every rank
         name = f"version-{version}"
         self.adapter = None if version is None else LoRARequest(name, version, lora_path=name)
@@ -59,7 +59,7 @@ class Engine(ABC):
         """vLLM's `CompletionOutput` of one request; concurrent ones are decoded together.
 
         Args:
-            salt: keys and values in the prefix cache are used by requests of the same one alone.
+            salt: Keys and values in the prefix cache are used only by requests with the same salt.
         """
         params = sampling_params(request, max_tokens=max_tokens)
         return (await self.run(tokens_prompt(request.token_ids, salt), params)).outputs[0]
@@ -87,7 +87,7 @@ class Engine(ABC):
     @property
     @abstractmethod
     def caches_prefixes(self) -> bool:
-        """Whether the engine has a prefix cache."""
+        """Return whether the engine has a prefix cache."""
 
     @abstractmethod
     async def run(self, prompt: Mapping[str, Any], params: VllmSamplingParams) -> Any:
@@ -96,7 +96,7 @@ class Engine(ABC):
 
     @abstractmethod
     async def interrupt(self) -> None:
-        """End the requests that the engine generates for, with what they have. Those that score go on, and so may
+        """End the requests that the engine generates for, with what they have. Those that score continue, and so may
         requests that are still on their way into the engine.
         """
 
@@ -131,7 +131,7 @@ def tokens_prompt(token_ids: np.ndarray, salt: str | None) -> dict[str, Any]:
 
 
 def generates(params: VllmSamplingParams) -> bool:
-    """Whether a request is for tokens, not for the logprobs of its prompt."""
+    """Return whether a request is for tokens, not for the logprobs of its prompt."""
     return params.prompt_logprobs is None
 
 

@@ -14,7 +14,7 @@ from multiprocessing.process import BaseProcess
 from threading import Lock, Thread
 
 NUM_LINES = 2000
-"""Most lines that are kept."""
+"""Maximum number of lines that are kept."""
 
 _PREFIX = re.compile(
     r"^(?:\((?P<process>[^()]+ pid=\d+)\) )?"

@@ -137,8 +137,7 @@ class Lifecycle:
         self._enter(Refusing(_not_whole(manifest), has_weights=keeps_weights))
         if manifest.form == "adapter" and not keeps_weights:
             raise WeightSyncError(
-                f"weight version {manifest.version} has adapters alone, and the engine does not have the weights that "
-                "they sit on"
+                f"weight version {manifest.version} contains adapters only, but the engine has no base weights yet"
             )
 
     def receive(self, manifest: Manifest) -> None:
@@ -191,4 +190,4 @@ class Lifecycle:
 
 
 def _not_whole(manifest: Manifest) -> str:
-    return f"weight version {manifest.version} has not been taken over whole"
+    return f"weight version {manifest.version} has not been loaded completely"

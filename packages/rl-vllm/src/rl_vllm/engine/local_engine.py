@@ -33,7 +33,7 @@ class Request:
 
 
 class LocalEngine(Engine):
-    """vLLM's engine without processes of its own: it is there in half the time, and nothing travels to it."""
+    """vLLM's engine without its own processes: it is there in half the time, and nothing travels to it."""
 
     def __init__(self, thread: StepThread[SteppedEngine], engine: SteppedEngine) -> None:
         super().__init__(engine.vllm.output_processor)
@@ -46,7 +46,7 @@ class LocalEngine(Engine):
         """Start the engine on so many OpenMP threads.
 
         Raises:
-            GeneratorError: with the engine's reason, if it does not come up.
+            GeneratorError: With the engine's reason, if it does not come up.
         """
         loaded: list[SteppedEngine] = []
 
@@ -114,7 +114,7 @@ class LocalEngine(Engine):
 
 
 class SteppedEngine:
-    """The engine and the requests it has; touched in the engine's thread alone."""
+    """The engine and the requests it has; touched only in the engine's thread."""
 
     def __init__(self, vllm: LLMEngine) -> None:
         self.vllm = vllm
@@ -124,7 +124,7 @@ class SteppedEngine:
 
     @property
     def busy(self) -> bool:
-        """Whether requests are under way."""
+        """Return whether requests are under way."""
         return bool(self._requests)
 
     def admit(self, requests: Sequence[Request]) -> None:

@@ -1,4 +1,4 @@
-"""vLLM's engine in processes of its own."""
+"""vLLM's engine in its own processes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class ProcessEngine(Engine):
         """Start the engine with its processes.
 
         Raises:
-            GeneratorError: with the engine's reason, if it does not come up.
+            GeneratorError: With the engine's reason, if it does not come up.
         """
         others = set(multiprocessing.active_children())
         output = EngineOutput()
@@ -107,7 +107,7 @@ class ProcessEngine(Engine):
 
     @asynccontextmanager
     async def _failures(self) -> AsyncIterator[None]:
-        """As `failures`; a dead engine's with the cause that its processes wrote."""
+        """Same as `failures`; a dead engine's with the cause that its processes wrote."""
         try:
             with failures():
                 yield
@@ -121,7 +121,7 @@ class ProcessEngine(Engine):
 
     def _find_cause(self) -> str:
         cause = self._output.cause(LAST_WORDS_S)
-        return cause or ends_of(self._roots) or "its processes gave no cause"
+        return cause or ends_of(self._roots) or "its processes reported no cause"
 
     async def end(self) -> None:
         await asyncio.to_thread(self._engine.shutdown, SHUTDOWN_S)

@@ -65,7 +65,7 @@ def apply(
 
 
 def bytecode_folder(environ: Mapping[str, str]) -> Path | None:
-    """Folder in which to keep bytecode, if vLLM came without and none can be written beside it; otherwise None.
+    """Folder in which to keep bytecode, if vLLM came without and none can be written next to it; otherwise None.
 
     Importing vLLM takes twice as long without bytecode.
     """

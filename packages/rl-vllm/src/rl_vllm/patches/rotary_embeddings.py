@@ -1,4 +1,4 @@
-"""Rotary embeddings of vLLM on CPU, for queries and keys that have their heads in a dimension of their own.
+"""Rotary embeddings of vLLM on CPU, for queries and keys that have their heads in their own dimension.
 
 - Fault: the kernel takes the heads of `[tokens, heads, head_dim]` for tokens and rotates each by the position of
   another token, without a message. Models with latent attention (DeepSeek-V3) and LFM2 pass three dimensions.

@@ -23,8 +23,8 @@ class EngineFactor:
     """A factor as the engine knows it.
 
     Args:
-        layer: the engine's name of the layer, before layers are fused.
-        is_down: whether it is the first of the two, `[dim, inputs]`.
+        layer: The engine's name of the layer, before layers are fused.
+        is_down: True if it is the first of the two, `[dim, inputs]`.
     """
 
     layer: str
@@ -35,9 +35,9 @@ class AdapterReceiver:
     """Takes in the factors of one manifest and has this rank's layers apply them, in the place of those before.
 
     Args:
-        manager: of the adapters on this rank's model.
-        manifest: announces the factors.
-        scale: factor of an adapter's product.
+        manager: Manager of the adapters on this rank's model.
+        manifest: Announces the factors.
+        scale: Factor of an adapter's product.
     """
 
     def __init__(self, manager: LoRAModelManager, manifest: Manifest, scale: float) -> None:
@@ -56,14 +56,14 @@ class AdapterReceiver:
         """Keep a factor that arrived; its memory may be reused on return.
 
         Raises:
-            WeightSyncError: if it was not announced.
+            WeightSyncError: If it was not announced.
         """
         if name not in self._announced:
             raise WeightSyncError(f"{name} arrived, which is not a factor of an adapter", (name,))
         self._factors[self._announced[name]] = tensor.to("cpu", self._manager.lora_config.lora_dtype, copy=True)
 
     def apply(self) -> None:
-        """Have the layers apply the adapters from now on, to requests that name this version."""
+        """Make the layers apply the adapters from now on, to requests that name this version."""
         layers = dict.fromkeys(factor.layer for factor in self._factors)
         loras = {layer: self._layer_weights(layer) for layer in layers}
         # before the others are added: there is one place on the device
@@ -75,7 +75,7 @@ class AdapterReceiver:
         """Names of the factors that the layers do not apply.
 
         Raises:
-            WeightSyncError: if none have arrived.
+            WeightSyncError: If none have arrived.
         """
         if self._version not in self._manager.lora_index_to_id:
             raise WeightSyncError(f"the adapters of weight version {self._version} were announced but never received")
@@ -140,7 +140,7 @@ class AdapterReceiver:
 
 
 def _holds(slot: Tensor, part: Tensor | None) -> bool:
-    """Whether a place on the device, padded with zeros, holds these values."""
+    """Return whether a place on the device, padded with zeros, holds these values."""
     if part is None:
         return not slot.any()
     rows, columns = part.shape

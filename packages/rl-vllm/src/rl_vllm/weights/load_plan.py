@@ -46,9 +46,9 @@ class Piece:
 
     Args:
         name: Hugging Face name of the tensor it belongs to.
-        source: name it is sent under, which differs for a tied tensor.
-        read: what is read of it.
-        write: what is written of the engine's parameter.
+        source: Name it is sent under, which differs for a tied tensor.
+        read: What is read of it.
+        write: What is written of the engine's parameter.
     """
 
     name: str
@@ -62,8 +62,8 @@ class Filling:
     """One value that loading writes everywhere in a part of a parameter, such as the padding of a vocabulary.
 
     Args:
-        write: what is written of the engine's parameter.
-        value: written there.
+        write: What is written of the engine's parameter.
+        value: Written there.
     """
 
     write: Region
@@ -77,13 +77,13 @@ class LoadPlan:
     Buffers that checkpoints fill (`layer_scalar` of Gemma 4) count as parameters.
 
     Args:
-        pieces: engine parameter to the copies that fill it.
-        fillings: engine parameter to the values that are written into the rest of it.
-        aliases: engine parameters that are another one under a second name (a tied head), to the first name.
-        opaque: engine parameters whose loader computes more than copies.
-        unfed: tied names that the engine has no parameter of (a model of vLLM whose head is its embedding); their
-            tensor is loaded under its own name alone.
-        unknown: tensors that no loader of this rank took, to the reason.
+        pieces: Engine parameter to the copies that fill it.
+        fillings: Engine parameter to the values that are written into the rest of it.
+        aliases: Engine parameters that are another one under a second name (a tied head), to the first name.
+        opaque: Engine parameters whose loader computes more than copies.
+        unfed: Tied names that the engine has no parameter of (a model of vLLM whose head is its embedding); their
+            tensor is loaded only under its own name.
+        unknown: Tensors that no loader of this rank took, to the reason.
         missing: Hugging Face names of tensors that parameters of this rank need and the manifest does not have.
     """
 
@@ -116,7 +116,7 @@ def fed_names(manifest: Manifest) -> dict[str, list[str]]:
 
 
 def plan_load(model: nn.Module, manifest: Manifest) -> LoadPlan:
-    """Dry-run the model's loaders over a manifest; the model is left as it was, but for a bias of its head that only
+    """Dry-run the model's loaders over a manifest; the model is left as it was, except a bias of its head that only
     the manifest has."""
     keep_head_bias(model, manifest)
     aliases = _aliases(model)

@@ -29,9 +29,9 @@ class PlannedLayer:
     """A layer of which every parameter is known to be filled, and every buffer that a checkpoint has.
 
     Args:
-        module: of the engine's model.
-        num_pieces: copies that fill all its parameters.
-        fillings: attribute to the constant parts of a parameter.
+        module: Module of the engine's model.
+        num_pieces: Copies that fill all its parameters.
+        fillings: Attribute to the constant parts of a parameter.
     """
 
     module: nn.Module
@@ -40,7 +40,7 @@ class PlannedLayer:
 
     @property
     def is_processed(self) -> bool:
-        """Whether a method makes the tensors that the layer computes with of those that were loaded."""
+        """Return whether a method makes the tensors that the layer computes with of those that were loaded."""
         return isinstance(self.module, LinearBase | VocabParallelEmbedding)
 
 
@@ -57,9 +57,9 @@ class PlannedLoad:
     """The load of every layer of a model, by plan.
 
     Args:
-        destinations: name that a tensor is sent under, to its copies.
-        attention: layers that derive something of the others' weights once these are loaded.
-        dtype: of activations.
+        destinations: Name that a tensor is sent under, to its copies.
+        attention: Layers that derive something of the others' weights once these are loaded.
+        dtype: Dtype of activations.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class _OpenLayer:
 
     @property
     def is_full(self) -> bool:
-        """Whether every copy has been made."""
+        """Return whether every copy has been made."""
         return not self._num_left
 
     def copy(self, destination: Destination, tensor: Tensor) -> None:
@@ -142,7 +142,7 @@ class _OpenLayer:
         self._num_left -= 1
 
     def process(self) -> None:
-        """Have the layer compute with what was copied."""
+        """Make the layer compute with what was copied."""
         module = self._layer.module
         if isinstance(module, LinearBase | VocabParallelEmbedding):
             try:
@@ -167,14 +167,14 @@ class _OpenLayer:
 
 
 def is_plain(layer: nn.Module) -> bool:
-    """Whether a layer computes with its weights as they are, or with a copy that is packed but not quantised."""
+    """Return whether a layer computes with its weights as they are, or with a copy that is packed but not quantised."""
     if isinstance(layer, LinearBase | VocabParallelEmbedding):
         return isinstance(layer.quant_method, UnquantizedLinearMethod | UnquantizedEmbeddingMethod)
     return all(parameter.ndim == 1 for parameter in layer.parameters(recurse=False))
 
 
 def _own_tensors(path: str, module: nn.Module, plan: LoadPlan) -> list[str]:
-    """Parameters of a layer as a checkpoint fills them, but for those that it shares with an earlier layer, and buffers
+    """Parameters of a layer as a checkpoint fills them, except those that it shares with an earlier layer, and buffers
     that it fills."""
     recorded = get_layerwise_info(module).restore_metadata[0]
     parameters, buffers = get_layer_params_buffers(module)
@@ -183,7 +183,7 @@ def _own_tensors(path: str, module: nn.Module, plan: LoadPlan) -> list[str]:
 
 
 def _is_filled(path: str, module: nn.Module, name: str, plan: LoadPlan) -> bool:
-    """Whether copies and constants fill a tensor, in the place where the layer then has it."""
+    """Return whether copies and constants fill a tensor, in the place where the layer then has it."""
     full = _full(path, name)
     if full in plan.opaque or full not in plan.pieces or not _can_keep_buffers(path, module, plan):
         return False
@@ -202,7 +202,7 @@ def _is_filled(path: str, module: nn.Module, name: str, plan: LoadPlan) -> bool:
 
 
 def _can_keep_buffers(path: str, module: nn.Module, plan: LoadPlan) -> bool:
-    """Whether a layer has no buffers but those that are filled where they lie."""
+    """Return whether a layer has no buffers but those that are filled where they lie."""
     buffers = get_layer_params_buffers(module)[1]
     is_processed = isinstance(module, LinearBase | VocabParallelEmbedding)
     return not buffers or (not is_processed and all(_full(path, name) in plan.pieces for name in buffers))

@@ -25,9 +25,9 @@ class WeightProbe:
     Layers that quantise, and stacked expert weights, whose layout the kernels choose, are left to the coverage check.
 
     Args:
-        model: this rank's part of the engine's model.
-        plan: of the load into it.
-        version: chooses the columns.
+        model: This rank's part of the engine's model.
+        plan: Plan of the load into it.
+        version: Chooses the columns.
     """
 
     def __init__(self, model: nn.Module, plan: LoadPlan, version: int) -> None:

@@ -23,14 +23,14 @@ class WeightReceiver:
     """Takes in and checks the weights of one manifest.
 
     Args:
-        model: this rank's part of the engine's model.
-        model_config: vLLM's.
-        manifest: of weights alone, without factors of adapters.
-        plan: of the load into this rank's model.
-        planned: that load, if the plan is all it takes.
+        model: This rank's part of the engine's model.
+        model_config: VLLM's.
+        manifest: Manifest of only the weights, without factors of adapters.
+        plan: Plan of the load into this rank's model.
+        planned: That load, if the plan is all it takes.
 
     Attributes:
-        parts: of the tensors, that this rank keeps.
+        parts: Parts of the tensors, that this rank keeps.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class WeightReceiver:
                     finalize_layerwise_reload(self._model, self._model_config)
 
     def repack_tied(self) -> None:
-        """Pack tied heads again: some loaders skip them, and on CPU they compute with a packed copy of their own."""
+        """Pack tied heads again: some loaders skip them, and on CPU they compute with their own packed copy."""
         owner: dict[int, nn.Module] = {}
         for layer in self._model.modules():
             if isinstance(layer, VocabParallelEmbedding) and owner.setdefault(id(layer.weight), layer) is not layer:

@@ -24,10 +24,10 @@ def collect_groups(
     empty or short when the data ends.
 
     Args:
-        num_later: groups that later steps train on; None if that is not known.
+        num_later: Groups that later steps train on; None if that is not known.
 
     Raises:
-        DataError: if `dynamic_sampling_max_gen_batches` rounds did not find enough groups whose rewards differ.
+        DataError: If `dynamic_sampling_max_gen_batches` rounds did not find enough groups whose rewards differ.
     """
     if not (isinstance(config, PolicyGradientConfig) and config.use_dynamic_sampling):
         return rollouts.collect(config.num_prompts_per_step, num_later=num_later), []
@@ -47,8 +47,8 @@ def collect_groups(
             return kept, aside
     raise DataError(
         f"dynamic sampling found {len(kept)} of {config.num_prompts_per_step} groups with differing rewards in "
-        f"{config.dynamic_sampling_max_gen_batches} rounds; raise "
-        f"{config.section}.dynamic_sampling_max_gen_batches or choose prompts the policy sometimes solves"
+        f"{config.dynamic_sampling_max_gen_batches} rounds. Increase "
+        f"{config.section}.dynamic_sampling_max_gen_batches, or choose prompts that the policy sometimes solves"
     )
 
 

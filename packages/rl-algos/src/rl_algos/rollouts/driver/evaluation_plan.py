@@ -16,10 +16,10 @@ class EvaluationTask:
     """Prompts that are scored together.
 
     Args:
-        name: unique in the evaluation.
-        groups: the rollouts of each prompt.
-        refused: prompts that leave no room for a completion, each with the reason; they score 0.
-        num_samples: samples of each prompt.
+        name: Unique in the evaluation.
+        groups: The rollouts of each prompt.
+        refused: Prompts that leave no room for a completion, each with the reason; they score 0.
+        num_samples: Samples of each prompt.
     """
 
     name: str
@@ -33,9 +33,9 @@ class EvaluationPlan:
     """Everything that an evaluation rolls out, and how it is scored.
 
     Args:
-        tasks: in order.
-        needs: of the rollout workers.
-        scoring: the estimates to make.
+        tasks: Tasks in order.
+        needs: Requirements of the rollout workers.
+        scoring: The estimates to make.
     """
 
     tasks: Sequence[EvaluationTask]

@@ -25,9 +25,9 @@ class FailureWatch:
     report counts all failures since the start.
 
     Args:
-        max_failed_share: largest share of the rollouts of one call. If all of them failed there is nothing to train
+        max_failed_share: Largest share of the rollouts of one call. If all of them failed there is nothing to train
             on, and the run ends whatever the share.
-        section: config section of that share, named in messages.
+        section: Config section of that share, named in messages.
     """
 
     def __init__(self, max_failed_share: float, *, section: str = "") -> None:
@@ -41,7 +41,7 @@ class FailureWatch:
         """Warn of failures among groups that were rolled out together.
 
         Raises:
-            RolloutsFailed: if too many of their rollouts failed, counting the reasons, with a row as an example.
+            RolloutsFailed: If too many of their rollouts failed, counting the reasons, with a row as an example.
         """
         self._num_calls += 1
         num_rollouts = sum(len(group.rollouts) for group in groups)
@@ -66,7 +66,7 @@ class FailureWatch:
             known = self._causes.setdefault(cause, _Cause(examples[cause][1].failure))
             known.count += count
         if any(self._causes[cause].is_news(self._num_calls) for cause in counts):
-            _log.warning("%s and train nothing: %s%s", share, reasons, self._so_far(len(failed)))
+            _log.warning("%s and do not train: %s%s", share, reasons, self._so_far(len(failed)))
             for cause in counts:
                 self._causes[cause].tell(self._num_calls)
 

@@ -53,7 +53,7 @@ class Ledger:
         """Note that pending draws were trained.
 
         Args:
-            version: weights that the step led to, from 1.
+            version: Weights that the step led to, from 1.
         """
         self._leave(draws, version, _TRAINED)
 
@@ -61,7 +61,7 @@ class Ledger:
         """Note that pending draws train nothing, and why.
 
         Args:
-            version: weights that the step led to for which the draw was made, from 1.
+            version: Weights that the step led to for which the draw was made, from 1.
         """
         assert reason, "a draw is dropped for a reason"
         if reason not in self._reason_texts:
@@ -93,11 +93,11 @@ class Ledger:
         return self._digests[index]
 
     def is_of(self, index: int, prompt_id: str) -> bool:
-        """Whether a draw may be of this prompt; of another one it is not, but for one in 2^32."""
+        """Return whether a draw may be of this prompt; for another prompt this is wrong with probability 2^-32."""
         return self._digests[index] == digest(prompt_id)
 
     def state(self) -> Mapping[str, Any]:
-        """Plain data that `restore` goes on from."""
+        """Plain data that `restore` continues from."""
         return {
             "versions": np.array(self._versions, dtype=np.int32),
             "reasons": np.array(self._reasons, dtype=np.uint8),
@@ -109,7 +109,7 @@ class Ledger:
         """Go on from a saved state.
 
         Raises:
-            ValueError: if it is not the state of a ledger, naming what is wrong.
+            ValueError: If it is not the state of a ledger, naming what is wrong.
         """
         versions, reasons, digests = (np.asarray(state[name]) for name in ("versions", "reasons", "digests"))
         texts = [str(text) for text in state["reason_texts"]]

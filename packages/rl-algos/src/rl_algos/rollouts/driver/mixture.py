@@ -33,9 +33,9 @@ class Mixture:
     over so many; a dataset without a group yet counts fully.
 
     Args:
-        stream: of the prompts.
-        names: of its datasets, as prompts have them.
-        curriculum: by which weights change; None for those that are configured.
+        stream: Stream of the prompts.
+        names: Names of its datasets, as prompts have them.
+        curriculum: Curriculum by which weights change; None for those that are configured.
     """
 
     def __init__(self, stream: Weighed, names: Sequence[str], curriculum: CurriculumConfig | None) -> None:
@@ -46,7 +46,7 @@ class Mixture:
 
     @property
     def has_curriculum(self) -> bool:
-        """Whether weights change, and there is a state to save."""
+        """True if weights change, so that there is a state to save."""
         return self._curriculum is not None
 
     def learn(self, groups: Sequence[RolloutGroup]) -> Mapping[str, float]:

@@ -48,21 +48,21 @@ class RewardWatch:
             _log.warning("%s", self._text(scored))
 
     def _text(self, groups: Sequence[RolloutGroup]) -> str:
-        earned = "nothing" if self._reward == 0 else f"the same, {self._reward:.4g}"
         said = (
-            f"all {self._num_rollouts} rollouts of {PATIENCE} steps have earned {earned}, so the policy learns nothing"
+            f"all {self._num_rollouts} rollouts of {PATIENCE} steps have the same reward, {self._reward:.4g}, so the "
+            "policy learns nothing"
         )
         common = ", ".join(f"{text!r} ({count}x)" for text, count in commonest(groups[:_MOST_GROUPS]))
         shown = f"; most often they end with {common}" if common else ""
         names = ", ".join(sorted({group.prompt.environment for group in groups}))
         return (
-            f"{said}{shown}. Does the environment {names} read such responses? `rl env check` tells what its code "
-            "looks for, `rl env run` scores one by hand, and `rl show` has more of them"
+            f"{said}{shown}. Check that the environment {names} can read such responses: `rl env check` shows what its "
+            "code looks for, `rl env run` scores a response that you type, and `rl show` lists more of them"
         )
 
 
 def commonest(groups: Iterable[RolloutGroup], number: int = _MOST_RESPONSES) -> list[tuple[str, int]]:
-    """The texts with which most rollouts end, shortened, each with how often; none if their texts are lost."""
+    """Return the most frequent last turns of rollouts, shortened, with their counts; none if the records are lost."""
     found: Counter[str] = Counter()
     try:
         for group in groups:

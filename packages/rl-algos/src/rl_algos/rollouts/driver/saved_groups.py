@@ -24,7 +24,7 @@ def group_from(state: Mapping[str, Any], prompt: Prompt) -> RolloutGroup:
     """The group of a prompt whose plain data this is.
 
     Raises:
-        ValueError: if it is a group of another prompt.
+        ValueError: If it is a group of another prompt.
     """
     rollouts = RolloutReports(**state["rollouts"])
     if rollouts.prompt_id != prompt.id:

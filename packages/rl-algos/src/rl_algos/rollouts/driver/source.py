@@ -68,18 +68,18 @@ class PacedRolloutSource:
     turns that they had finished.
 
     Args:
-        pool: runs the rollouts.
-        prompts: the prompts to roll out.
-        sampling: how completions are drawn.
-        num_generations: rollouts per prompt.
+        pool: Runs the rollouts.
+        prompts: The prompts to roll out.
+        sampling: How completions are drawn.
+        num_generations: Rollouts per prompt.
         seed: of sampling; a rollout's seed follows from it, from the number of prompts drawn before, and its place in
             the group.
-        max_staleness: versions between the begin of a group and its training.
-        prompts_per_step: groups that a step trains on; read above staleness 0 only.
-        in_flight: whether new weights interrupt the completions under way, which then go on with them.
-        max_failed_share: share of failed rollouts of one call above which they are refused, as they are if all failed.
-        section: config section of that share, named in messages.
-        clock: seconds.
+        max_staleness: Maximum number of weight versions between the start of a group and its training.
+        prompts_per_step: Groups that a step trains on; read above staleness 0 only.
+        in_flight: True if new weights interrupt in-flight completions, which then continue with them.
+        max_failed_share: Share of failed rollouts of one call above which they are refused, as they are if all failed.
+        section: Config section of that share, named in messages.
+        clock: Seconds.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class PacedRolloutSource:
         """The next groups, in the order in which their prompts were drawn; fewer at the end of the data.
 
         Raises:
-            RolloutsFailed: if too many of their rollouts failed.
+            RolloutsFailed: If too many of their rollouts failed.
         """
         asked_at = self._clock()
         self._begin(num_groups + min(self._num_ahead, self._num_ahead if num_later is None else num_later))
@@ -210,7 +210,7 @@ class PacedRolloutSource:
         """Go on from a saved state.
 
         Raises:
-            DataError: if the prompts are not those of the state, or end before them.
+            DataError: If the prompts are not those of the state, or end before them.
         """
         self._ledger = Ledger()
         self._ledger.restore(state["ledger"])
@@ -255,7 +255,7 @@ class PacedRolloutSource:
             self._under_way[ticket] = draw
 
     def _discard_old(self) -> None:
-        """Have finished groups and turns sampled again that are older than the bound, as those of a checkpoint are if
+        """Sample finished groups and turns again that are older than the bound, as those of a checkpoint are if
         the bound was lowered since.
         """
         for draw in self._in(DrawState.RESTORED, DrawState.FINISHED):
@@ -309,15 +309,15 @@ class PacedRolloutSource:
         if len(prompts) < drawing.count:
             raise DataError(
                 f"the data ends after {drawing.first + len(prompts)} prompts, but the checkpoint has drawn "
-                f"{self._ledger.num_drawn}; raise max_num_epochs, or start a fresh run"
+                f"{self._ledger.num_drawn}. Increase max_num_epochs, or start a new run"
             )
         return dict(zip(_range(drawing), prompts, strict=True))
 
     def _check_prompt(self, draw: Draw) -> None:
         if not self._ledger.is_of(draw.number, draw.prompt.id):
             raise DataError(
-                f"the data has changed since the checkpoint: draw {draw.number} was another prompt than {draw.prompt}; "
-                "restore the data and its settings, or start a fresh run"
+                f"the data has changed since the checkpoint: draw {draw.number} was not the prompt {draw.prompt}; "
+                "restore the data and its settings, or start a new run"
             )
 
 

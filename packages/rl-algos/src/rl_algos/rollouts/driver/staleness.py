@@ -13,8 +13,8 @@ def staleness_metrics(groups: Sequence[RolloutGroup], version: int, *, max_stale
     """Ages of the sampled tokens, in weight versions; none if no token was sampled.
 
     Args:
-        version: of the weights that train on the groups.
-        max_staleness: bound of the ages; each age up to it has a share of its own.
+        version: Version of the weights that train on the groups.
+        max_staleness: Bound of the ages; each age up to it has its own share.
     """
     by_rollout = [spans for group in groups for spans in group.rollouts.spans if spans]
     if not by_rollout:

@@ -24,10 +24,10 @@ class Step(NamedTuple):
     """The rollouts of one step.
 
     Args:
-        number: of the step, counted from 1.
-        groups: to train on.
-        aside: rolled out and not trained on (dynamic sampling).
-        greedy: one greedy rollout of the prompt of each of `groups`; empty if the loop asked for none.
+        number: Number of the step, counted from 1.
+        groups: Groups to train on.
+        aside: Rolled out and not trained on (dynamic sampling).
+        greedy: One greedy rollout of the prompt of each of `groups`; empty if the loop asked for none.
     """
 
     number: int
@@ -52,14 +52,14 @@ class RolloutSteps:
             run.record(step, training_metrics(updates))
 
     Args:
-        config: section of the algorithm.
-        rollouts: what groups are collected from.
-        weights: of the policy.
-        validation: of the policy.
-        run: owns steps, timing and checkpoints.
-        greedy: how a greedy rollout of each prompt is drawn; None for none.
-        evaluation: of the tasks that the run scores beside its validation data; None for none.
-        mixture: of the datasets that the prompts come from; None for one.
+        config: Section of the algorithm.
+        rollouts: What groups are collected from.
+        weights: Weights of the policy.
+        validation: Validation of the policy.
+        run: Owns steps, timing and checkpoints.
+        greedy: How a greedy rollout of each prompt is drawn; None for none.
+        evaluation: Evaluation of the tasks that the run scores in addition to its validation data; None for none.
+        mixture: Mixture of the datasets that the prompts come from; None for one.
     """
 
     config: RolloutConfig
@@ -75,8 +75,8 @@ class RolloutSteps:
         """Steps still to do, until `config.max_num_steps`, or until the data or the run ends.
 
         Args:
-            models: that train, by role.
-            state: of the loop, beside the rollouts' and the weights' own.
+            models: Models that train, by role.
+            state: Further state of the loop, in addition to the rollouts and the weights.
         """
         config, run = self.config, self.run
         held: dict[str, Checkpointable] = {"rollouts": self.rollouts, "weights": self.weights, **(state or {})}

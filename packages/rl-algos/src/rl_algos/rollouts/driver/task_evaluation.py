@@ -18,7 +18,7 @@ class TaskEvaluation:
 
     Args:
         plan: of the tasks. Its seeds are those of the run, so that the run's source of rollouts gives the same ones.
-        settings: how often.
+        settings: How often.
     """
 
     def __init__(self, plan: EvaluationPlan, settings: EvaluationConfig) -> None:
@@ -26,7 +26,7 @@ class TaskEvaluation:
         self._settings = settings
 
     def is_due(self, run: Run, step: int) -> bool:
-        """Whether the tasks are to be scored after this step; step 0 is the begin of the run."""
+        """Return whether the tasks are scored after this step; step 0 is the start of the run."""
         if step == 0:
             return self._settings.at_start
         return run.due(self._settings.period, step, at_end=self._settings.at_end)

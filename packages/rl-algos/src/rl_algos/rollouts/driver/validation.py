@@ -1,4 +1,4 @@
-"""Validation of the policy on prompts of its own."""
+"""Validation of the policy on separate prompts."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class Validation:
     """Scores the policy on validation prompts and ends the run when a goal is reached.
 
     Args:
-        prompts: all validation prompts; at most `config.max_val_samples` of them are used.
-        sampling: how validation completions are drawn.
-        config: number of samples and generations, and the goal.
+        prompts: All validation prompts; at most `config.max_val_samples` of them are used.
+        sampling: How validation completions are drawn.
+        config: Number of samples and generations, and the goal.
     """
 
     def __init__(self, prompts: Sequence[Prompt], sampling: SamplingParams, config: RolloutConfig) -> None:
@@ -65,11 +65,11 @@ def goal_value(metrics: Mapping[str, float], name: str, config: RolloutConfig) -
     """The metric that ends the run at a goal.
 
     Raises:
-        ConfigError: if the validation has not recorded it.
+        ConfigError: If the validation has not recorded it.
     """
     if f"val/{name}" not in metrics:
         raise ConfigError(
-            f"{config.section}.stop_at_validation_metric: validation has not recorded val/{name}; it records "
+            f"{config.section}.stop_at_validation_metric: validation did not record val/{name}; it records "
             f"{', '.join(metrics)}"
         )
     return metrics[f"val/{name}"]

@@ -27,7 +27,7 @@ def build_batch(groups: Sequence[RolloutGroup], config: RolloutConfig) -> Batch:
     columns stay where they are.
 
     Raises:
-        ConfigError: if rollouts have several segments, and the config does not say so.
+        ConfigError: If rollouts have several segments, and the config does not say so.
     """
     parts = with_routing([group.columns for group in groups])
     shared = set.intersection(*(set(part) for part in parts)) - {RECORD}
@@ -78,7 +78,7 @@ def passes(batch: Batch, num_rollouts: int, *, count: int, seed: Sequence[int]) 
 
 
 def shuffled_minibatches(batch: Batch, num_rollouts: int, *, passes: int, seed: Sequence[int]) -> Iterator[Batch]:
-    """The minibatches of several passes over the batch, each in an order of its own that follows from the seed."""
+    """The minibatches of several passes over the batch, each in its own order, which depends on the seed."""
     rows = rows_by_rollout(batch)
     for number in range(passes):
         order = np.random.default_rng((*seed, number)).permutation(len(rows))

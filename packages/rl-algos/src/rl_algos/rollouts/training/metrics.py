@@ -19,7 +19,7 @@ def training_metrics(updates: Sequence[Metrics], *, prefix: str = "train") -> di
     """Metrics of a step's optimizer updates, each combined as it says itself; none without updates.
 
     Args:
-        prefix: of names that have none.
+        prefix: Prefix for names without one.
     """
     if not updates:
         return {}
@@ -31,8 +31,8 @@ def signal_metrics(groups: Sequence[RolloutGroup], aside: Sequence[RolloutGroup]
     """The number of groups whose rewards are all equal, for an algorithm that compares the rollouts of a group.
 
     Args:
-        groups: trained on.
-        aside: rolled out and not trained on.
+        groups: Trained on.
+        aside: Rolled out and not trained on.
     """
     return {"rollout/groups_without_signal": float(sum(not varies(group) for group in aside) + _num_alike(groups))}
 
@@ -41,7 +41,7 @@ def rollout_metrics(groups: Sequence[RolloutGroup], advantages: Advantages | Non
     """Rewards, lengths and endings of the rollouts trained on.
 
     Args:
-        advantages: of `groups`; None if there are none.
+        advantages: Advantages of `groups`; None if there are none.
     """
     statuses = [status for group in groups for status in group.rollouts.status]
     usable = np.array([status != "failed" for status in statuses])

@@ -53,7 +53,7 @@ def trained_rewards(groups: Sequence[RolloutGroup], config: PolicyGradientConfig
 
 
 def varies(group: RolloutGroup) -> bool:
-    """Whether the group's rewards differ, so that it has something to teach."""
+    """Return whether the group's rewards differ, so that training on it changes the policy."""
     rewards = group.rewards()
     rewards = rewards[~np.isnan(rewards)]
     return len(rewards) > 1 and bool(np.any(rewards != rewards[0]))
@@ -100,7 +100,7 @@ def overlong_share(
 
     Args:
         num_sampled: `[rollouts]`, sampled tokens of each.
-        shaping: limit and buffer.
+        shaping: Limit and buffer.
         limits: `[rollouts]`, the limit of each; None for the one of `shaping`.
     """
     start = (shaping.max_response_length if limits is None else limits) - shaping.overlong_buffer_length
@@ -125,14 +125,15 @@ def repeated_share(tokens: np.ndarray, size: int) -> float:
 
 
 def is_malformed_thinking(text: str) -> bool:
-    """Whether a turn's thoughts are not closed exactly once, behind at most one `<think>` (it may be in the prompt)."""
+    """Return whether a turn's thoughts are not closed exactly once after at most one `<think>`, which may be in the
+    prompt."""
     if text.count("</think>") != 1 or text.count("<think>") > 1:
         return True
     return "<think>" in text and text.index("<think>") > text.index("</think>")
 
 
 def has_invalid_tool_call(text: str) -> bool:
-    """Whether a turn has a `<tool_call>` that is not closed, or whose content is not a JSON object with a text `name`
+    """Return whether a turn has a `<tool_call>` that is not closed, or is not a JSON object with a string `name`
     and, if any, an object `arguments`."""
     return any(closed != "</tool_call>" or not _is_call(content) for content, closed in _TOOL_CALL.findall(text))
 

@@ -19,7 +19,7 @@ class UnknownRouting:
 
     Args:
         lengths: int64 `[rows]`, tokens of each row.
-        shape: layers and experts per token.
+        shape: Layers and experts per token.
     """
 
     lengths: np.ndarray
@@ -35,7 +35,7 @@ def with_routing(batches: Sequence[Batch]) -> list[Batch]:
     """The same columns, and in all of them `routed_experts` if one has it, marked as unknown if it was not reported.
 
     Args:
-        batches: columns of groups of rollouts, with `tokens`.
+        batches: Columns of groups of rollouts, with `tokens`.
     """
     known = next((batch for batch in batches if ROUTED_EXPERTS in batch), None)
     if known is None or all(ROUTED_EXPERTS in batch for batch in batches):

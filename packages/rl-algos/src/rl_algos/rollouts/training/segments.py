@@ -21,10 +21,10 @@ def rollout_numbers(groups: Sequence[RolloutGroup]) -> np.ndarray:
 
 
 def whole_rollouts(column: Ragged, groups: Sequence[RolloutGroup]) -> Ragged:
-    """A token-aligned column with a row per rollout, its segments end to end, in place of one per segment.
+    """A token-aligned column with a row per rollout, its segments end to end, instead of a row per segment.
 
     Args:
-        groups: whose rollouts the column is of, in order.
+        groups: Groups of the rollouts of the column, in order.
     """
     return column.joined(_num_rows(groups)) if any(group.rollouts.segments for group in groups) else column
 

@@ -1,1 +1,1 @@
-"""What makes a rollout beside a generator: conversations, chat templates and programs."""
+"""The parts of a rollout other than the generator: conversations, chat templates and programs."""

@@ -27,8 +27,8 @@ class Chat:
     """Reads the turns of a policy, and renders the answers to them.
 
     Args:
-        tokenizer: with a chat template.
-        tool_format: name of the format of tool calls; None to read it from the template.
+        tokenizer: Tokenizer with a chat template.
+        tool_format: Name of the format of tool calls; None to read it from the template.
     """
 
     def __init__(self, tokenizer: Any, tool_format: str | None = None) -> None:
@@ -50,7 +50,7 @@ class Chat:
 
         Args:
             token_ids: int32 `[tokens]`, sampled.
-            tools: that the policy may call.
+            tools: Tools that the policy may call.
         """
         text = self._tokenizer.decode(self._said(token_ids), skip_special_tokens=True)
         if not tools and not self.tool_format.reads_all:
@@ -81,7 +81,7 @@ class Chat:
     def rendered(
         self, messages: Sequence[Message], so_far: np.ndarray, tools: Sequence[Mapping[str, Any]] = ()
     ) -> np.ndarray:
-        """As `rl_core.rollouts.program.GenerationClient.rendered`, with the tools that the policy may call."""
+        """See `rl_core.rollouts.program.GenerationClient.rendered`; includes the tools that the policy may call."""
         special = special_tokens(self._tokenizer)
         told = self._with_plain_content([self._with_arguments(message) for message in messages])
         text = render(self._tokenizer, told, add_generation_prompt=True, tools=tools)

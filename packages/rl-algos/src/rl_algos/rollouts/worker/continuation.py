@@ -22,14 +22,14 @@ class Continuation:
     """Renders the text that the chat template puts between a turn of the policy and its next one.
 
     A short conversation is rendered twice: with marks instead of the texts, which shows where the end of the policy's
-    turn is, and with the real answer, of which everything behind that place is taken. So it does not matter how the
+    turn is, and with the real answer, of which everything after that place is taken. So it does not matter how the
     template would write the policy's turn: its tokens stay as they were sampled, thoughts and tool calls included.
     Special tokens in the content of an answer are tokenised as text unless the tokenizer's settings say otherwise.
 
     Args:
-        tokenizer: with a chat template.
-        ends: of its turns.
-        arguments_as_text: whether the template takes the arguments of a tool call as JSON text.
+        tokenizer: Tokenizer with a chat template.
+        ends: Ends of turns in the chat template.
+        arguments_as_text: True if the template takes the arguments of a tool call as JSON text.
     """
 
     def __init__(self, tokenizer: Any, ends: TurnEnds, *, arguments_as_text: bool = False) -> None:
@@ -39,18 +39,18 @@ class Continuation:
         self._seam = lru_cache(_KINDS)(self._find_seam)
 
     def tokens(self, turn: Message, observation: Sequence[Message], sampled: np.ndarray) -> np.ndarray:
-        """The tokens to append behind a sampled turn.
+        """Return the tokens to append after a sampled turn.
 
         Args:
-            turn: the policy's message.
-            observation: the answer to it.
+            turn: The policy's message.
+            observation: The answer to it.
             sampled: int32 `[tokens]`, the turn as sampled; a missing end of turn is supplied.
 
         Returns:
             int32 `[tokens]`.
 
         Raises:
-            ValueError: if the template does not render the observation behind the turn.
+            ValueError: If the template does not render the observation after the turn.
         """
         calls = [call.get("id", "") for call in turn.get("tool_calls", ())]
         kinds = [{key: value for key, value in message.items() if key != "content"} for message in observation]
@@ -60,14 +60,14 @@ class Continuation:
         text = self._render([*self._opening(calls), *told])
         if not text.startswith(before):
             raise ValueError(
-                "the chat template renders a turn of the policy in another way if the answer to it has another text, "
-                "so that no continuation exists; set policy.tokenizer.chat_template to one that does not"
+                "the chat template renders an assistant turn differently depending on the next message, so a rollout "
+                "cannot be continued; set policy.tokenizer.chat_template to a template that does not"
             )
         missing = "" if self._has_ended(sampled, end) else end
         return np.asarray(special.encode(missing + text[len(before) :]), dtype=np.int32)
 
     def _has_ended(self, sampled: np.ndarray, end: str) -> bool:
-        """Whether the sampled turn ends so that the text behind `end` can follow."""
+        """Return whether the sampled turn ends such that the text after `end` can follow."""
         if not end:
             return True
         last = int(sampled[-1]) if len(sampled) else None
@@ -89,8 +89,8 @@ class Continuation:
         if begin < 0 or other < begin:
             roles = ", ".join(str(each.get("role")) for each in kinds)
             raise ValueError(
-                f"the chat template does not render an observation ({roles}) behind a turn of the policy, so a "
-                "multi-turn rollout cannot be continued; set policy.tokenizer.chat_template to one that does"
+                f"the chat template does not render an observation ({roles}) after an assistant turn, so a multi-turn "
+                "rollout cannot be continued; set policy.tokenizer.chat_template to a template that does"
             )
         between = text[begin:other]
         found = [(between.rfind(mark) + len(mark), mark) for mark in self._ends.marks if mark in between]
@@ -99,8 +99,8 @@ class Continuation:
             return text[: begin + length], end
         if calls:
             raise ValueError(
-                "the chat template writes no special token behind a tool call, so its end cannot be found; set "
-                "policy.tokenizer.chat_template to one that does"
+                "the chat template does not write a special token after a tool call, so the end of the call cannot be "
+                "found; set policy.tokenizer.chat_template to a template that does"
             )
         return text[: begin + len(POLICY_MARK)], ""
 
@@ -122,8 +122,8 @@ class Continuation:
 
 
 def rewrites_history(tokenizer: Any, ends: TurnEnds) -> bool:
-    """Whether the template renders an earlier turn in another way than the engine saw it: in two renderings of a turn,
-    as the last one and as an earlier one, or behind the text at which the policy begins.
+    """Return whether the template renders an earlier turn differently from what the engine saw: in two renderings,
+    as the last one and as an earlier one, or after the text at which the policy begins.
     """
     thinks = "</think>" in str(tokenizer.chat_template)
     return any(
@@ -139,6 +139,6 @@ def _rewrites(tokenizer: Any, ends: TurnEnds, text: str) -> bool:
     asked, said = {"role": "user", "content": "A question."}, {"role": "assistant", "content": text}
     as_last, as_earlier = render(asked, said), render(asked, said, {"role": "user", "content": "Another."})
     cut = max((as_last.rfind(mark) for mark in ends.marks), default=-1)
-    # of the last turn without the tokens behind it, which may differ
+    # of the last turn without the tokens after it, which may differ
     turn = as_last[:cut] if cut > as_last.rfind("An answer.") else as_last.rstrip()
     return not (as_earlier.startswith(turn) and turn.startswith(render(asked, begins=True)))

@@ -30,13 +30,13 @@ def check_conversations(
     """Render short conversations as rollouts of several turns, and of tools, do.
 
     Args:
-        tools: by environment; empty if none has any.
+        tools: Tools by environment; empty if none has any.
 
     Returns:
         The tokens that end a turn.
 
     Raises:
-        ConfigError: naming the key to change.
+        ConfigError: Naming the key to change.
     """
     settings = rollout_config(config)
     turns, program = settings.max_rollout_turns, settings.rollout_program
@@ -47,9 +47,9 @@ def check_conversations(
     is_rendered = turns > 1 and program == DEFAULT_PROGRAM and settings.agent is None
     if is_rendered and settings.rewritten_history is None and rewrites_history(tokenizer, ends):
         raise ConfigError(
-            f"{settings.section}.rewritten_history: the chat template renders earlier turns in another way than "
-            "the policy writes them (such as without their thoughts). Set this key to `keep` to go on from the "
-            "tokens as they were sampled, to `split` to train on what the template renders for each turn, or "
+            f"{settings.section}.rewritten_history: the chat template renders earlier turns differently from how "
+            "the policy writes them (such as without their thoughts). Set this key to `keep` to continue from the "
+            "tokens as they were sampled, or to `split` to train on what the template renders for each turn, or set "
             "policy.tokenizer.chat_template to a template that only appends"
         )
     return ends
@@ -65,13 +65,13 @@ def check_turns(
     turns_key: str,
     splits: bool,
 ) -> TurnEnds:
-    """As `check_conversations`, of a model that does not train on what it says, so that its template may rewrite
+    """See `check_conversations`; for a model that does not train on what it says, so that its template may rewrite
     earlier turns.
 
     Args:
-        policy: its section.
+        policy: Its section.
         program, max_turns, splits: of the rollouts.
-        turns_key: key of `max_turns`, for messages.
+        turns_key: Key of `max_turns`, for messages.
     """
     require_chat_template(tokenizer)
     chat = Chat(tokenizer, policy.tokenizer.tool_format)
@@ -88,7 +88,7 @@ def _warn_of_plain_end(ends: TurnEnds, tokenizer: Any, stop_strings: Sequence[st
     if ends.plain and not any(stop in ends.plain for stop in stop_strings):
         _log.warning(
             "the chat template ends a turn with %r, which is not a token of the tokenizer, so a turn ends only at %s. "
-            "Set policy.generation.stop_strings: [%r], or name a tokenizer that has the token in policy.tokenizer.name",
+            "Set policy.generation.stop_strings: [%r], or set policy.tokenizer.name to a tokenizer that has the token",
             ends.plain,
             tokenizer.eos_token,
             ends.plain,
@@ -101,12 +101,12 @@ def _check_tools(
     name, schemas = next(iter(tools.items()))
     if max_turns < 2:
         raise ConfigError(
-            f"{turns_key}: the environment {name} has tools, whose results the policy reads in a later turn; "
+            f"{turns_key}: the environment {name} has tools, and the policy reads their results in a later turn; "
             "set this key to 2 or more"
         )
     if chat.tool_format is PLAIN:
         raise ConfigError(
-            f"policy.tokenizer.tool_format: the environment {name} has tools, and the chat template does not tell how "
+            f"policy.tokenizer.tool_format: the environment {name} has tools, but the chat template does not show how "
             f"the model writes calls; set this key to one of {', '.join(FORMATS)}"
         )
     plain = render(tokenizer, [_ASKED], add_generation_prompt=True)

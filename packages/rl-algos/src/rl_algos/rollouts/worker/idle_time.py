@@ -10,7 +10,7 @@ class IdleTime:
     """Seconds without work since the first work, measured from one look to the next.
 
     Args:
-        clock: seconds.
+        clock: Seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

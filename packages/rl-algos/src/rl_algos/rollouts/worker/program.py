@@ -19,9 +19,9 @@ class MultiTurnProgram:
     """Generate, step the environment, append its observation; until it is done or a limit is reached.
 
     Args:
-        max_turns: most completions.
-        max_tokens: most tokens of the whole rollout, or of each segment of one that is split.
-        split: render the whole conversation for every turn, and begin a segment where the chat template rewrites
+        max_turns: Maximum number of completions.
+        max_tokens: Maximum number of tokens of the whole rollout, or of each segment of one that is split.
+        split: Render the whole conversation for every turn, and begin a segment where the chat template rewrites
             earlier turns; otherwise go on from the tokens as they are.
     """
 
@@ -63,7 +63,7 @@ class MultiTurnProgram:
     def _within(self, sampling: SamplingParams, transcript: Transcript) -> SamplingParams:
         room = self._max_tokens - len(transcript.tokens)
         if room < 1:
-            raise ValueError(f"the prompt alone has {len(transcript.tokens)} of at most {self._max_tokens} tokens")
+            raise ValueError(f"the prompt has {len(transcript.tokens)} tokens; a rollout may have {self._max_tokens}")
         return sampling if sampling.max_new_tokens <= room else dataclasses.replace(sampling, max_new_tokens=room)
 
     def _following(
@@ -77,11 +77,11 @@ class MultiTurnProgram:
         """int32 `[tokens]` that the engine consumes for the next turn.
 
         Args:
-            so_far: all tokens of the last request and its completion.
-            messages: the conversation with the newest turn and the observation of it.
+            so_far: All tokens of the last request and its completion.
+            messages: The conversation with the newest turn and the observation of it.
         """
         if not result.observation:
-            raise ValueError("the environment gave no observation, so there is nothing that the policy could answer")
+            raise ValueError("the environment returned no observation, so there is nothing for the policy to answer")
         if self._split:
             return client.rendered(messages, so_far)
         turn = messages[-len(result.observation) - 1]

@@ -20,23 +20,34 @@ def program_named(name: str) -> str | FromFile:
     """A rollout program by name, as `file.py:Class` or as `package.module:Class`; nothing is imported.
 
     Raises:
-        ValueError: if no program has that name, or its file does not define it.
+        ValueError: If no program has that name, or its file does not define it.
     """
-    if is_in_file(name):
-        return FromFile.read(name)
     if ":" not in name:
         if name in PROGRAMS:
             return PROGRAMS[name]
         raise ValueError(
-            f"no rollout program {name!r}{did_you_mean(name, PROGRAMS)}; use {', '.join(PROGRAMS)}, file.py:Class or "
-            "package.module:Class"
+            f"{name!r} is not a rollout program{did_you_mean(name, PROGRAMS)}; allowed: {', '.join(PROGRAMS)}, "
+            "file.py:Class or package.module:Class"
         )
-    module = name.partition(":")[0]
+    return code_named(name)
+
+
+def code_named(name: str) -> str | FromFile:
+    """Return a user's function or class, named as `file.py:Name` or as `package.module:Name`; nothing is imported.
+
+    Raises:
+        ValueError: If the file does not define it, or the module is not installed.
+    """
+    if is_in_file(name):
+        return FromFile.read(name)
+    module, colon, _ = name.partition(":")
+    if not colon:
+        raise ValueError(f"{name!r} does not name a function; write file.py:function or package.module:function")
     # a package is imported to look for a module in it, which may itself not be installed
     try:
         found = importlib.util.find_spec(module)
     except ModuleNotFoundError:
         found = None
     if found is None:
-        raise ValueError(f"{name}: the module {module} is not installed; a class in a file is written file.py:Class")
+        raise ValueError(f"the module {module} of {name!r} is not installed. To name code in a file: file.py:NAME")
     return name

@@ -31,7 +31,7 @@ class ReplyProgram:
         """
         room = self._max_tokens - len(prompt.token_ids)
         if room < 1:
-            raise ValueError(f"the prompt alone has {len(prompt.token_ids)} of at most {self._max_tokens} tokens")
+            raise ValueError(f"the prompt has {len(prompt.token_ids)} tokens; a rollout may have {self._max_tokens}")
         sampling = dataclasses.replace(client.sampling, max_new_tokens=min(room, client.sampling.max_new_tokens))
         transcript = Transcript(prompt)
         completion = await client.generate(prompt.token_ids, sampling)

@@ -12,14 +12,14 @@ from rl_core.template_ends import template_ends
 
 @dataclass(frozen=True)
 class TurnEnds:
-    """Tokens that end a turn of the policy, or stand behind one.
+    """Tokens that end a turn of the policy, or follow one.
 
     Args:
-        sampled: ids that end a completion; the end of sequence comes first.
-        marks: by text, the ids of those and of a token that the template writes behind an earlier turn instead, such
+        sampled: Ids that end a completion; the end of sequence comes first.
+        marks: by text, the ids of those and of a token that the template writes after an earlier turn instead, such
             as `<|end|>` of gpt-oss, which ends a last turn with `<|return|>`.
-        open_next: whether these tokens begin the next message, as `<|user|>` of GLM does, rather than end the turn.
-        plain: Text that the template writes behind a turn if no token stands there, such as the marks of ChatML in a
+        open_next: True if these tokens begin the next message, as `<|user|>` of GLM does, rather than end the turn.
+        plain: Text that the template writes after a turn if there is no token, such as the marks of ChatML in a
             tokenizer that does not have them; empty if a token ends the turn.
     """
 
@@ -30,12 +30,12 @@ class TurnEnds:
 
 
 def find_turn_ends(tokenizer: Any, further: Sequence[str] = ()) -> TurnEnds:
-    """Find the ends of a turn: the end of sequence, the first added token behind the policy's text, and the special
+    """Find the ends of a turn: the end of sequence, the first added token after the policy's text, and the special
     tokens that the model's generation config lists.
 
     Args:
-        tokenizer: with or without a chat template.
-        further: texts of tokens at which a turn may end as well, such as those behind a tool call.
+        tokenizer: Tokenizer with or without a chat template.
+        further: Strings of tokens that may also end a turn, such as those after a tool call.
     """
     added = {str(token): index for index, token in tokenizer.added_tokens_decoder.items()}
     written = template_ends(tokenizer)

@@ -1,4 +1,4 @@
-"""The process that runs rollouts beside a replica."""
+"""The process that runs rollouts next to a replica."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ class RolloutWorkerSpec:
 
     Args:
         generator: `"package.module:Class"` of the generator.
-        generator_args: its arguments.
+        generator_args: Its arguments.
         program: `"package.module:Class"` of the rollout program, or a class in a file of the user's.
-        program_args: its keyword arguments.
-        tokenizer, model_name: settings of the tokenizer, and the model that has it by default.
-        max_seconds: most seconds of one rollout; None for no limit.
+        program_args: Its keyword arguments.
+        tokenizer, model_name: Settings of the tokenizer, and the model that has it by default.
+        max_seconds: Timeout of a rollout in seconds; None for no limit.
         max_steps: Number of training steps of the run, which rewards may ask for; 1 outside training.
         logs: Folder of the run's logs.
     """
@@ -83,8 +83,8 @@ class RolloutWorker:
     """Holds one replica and runs rollouts on it, so that no turn of a rollout passes through the driver.
 
     Args:
-        spec: the parts to build.
-        environments: clients by environment name.
+        spec: The parts to build.
+        environments: Clients by environment name.
     """
 
     def __init__(self, spec: RolloutWorkerSpec, environments: Mapping[str, EnvironmentClient]) -> None:
@@ -110,7 +110,7 @@ class RolloutWorker:
         return self._generator.num_ranks
 
     async def begin(self, tasks: Sequence[tuple[int, RolloutTask]]) -> None:
-        """Begin groups, each under a number of its own; `finished` answers with them.
+        """Start groups, each with its own number; `finished` answers with them.
 
         Their first requests reach the engine together and in order, so that its batches do not depend on timing.
         """
@@ -133,7 +133,7 @@ class RolloutWorker:
             Number and report of each, then the columns and the records of all their rollouts, in the same order.
 
         Raises:
-            GeneratorError: if the engine died; all groups that have not been taken may run again elsewhere.
+            GeneratorError: If the engine died; all groups that have not been taken may run again elsewhere.
         """
         await self._any_finished.wait()
         taken = [self._take()]
@@ -160,11 +160,11 @@ class RolloutWorker:
         return await getattr(self._generator, method)(*args)
 
     async def take_over(self, manifest: Manifest, delivery: Delivery) -> Taken:
-        """As `rl_core.rollouts.delivery.take_over`."""
+        """See `rl_core.rollouts.delivery.take_over`."""
         return await take_over(self._generator, manifest, delivery)
 
     async def score_canary(self, canary: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
-        """As `rl_core.rollouts.delivery.score_canary`."""
+        """See `rl_core.rollouts.delivery.score_canary`."""
         return await score_canary(self._generator, canary)
 
     async def write_rollouts(
@@ -173,9 +173,9 @@ class RolloutWorker:
         """Write a new file of rollouts while this process does other work.
 
         Args:
-            path: of the file, in a folder shared with the driver.
+            path: Path of the file, in a folder shared with the driver.
             part, row: int64 `[rollouts]`, which record of which store each rollout's is.
-            advantages: of each rollout.
+            advantages: Advantages of each rollout.
         """
         records = [store.ragged(RECORD) for store in stores]
         places = zip(part.tolist(), row.tolist(), strict=True)
@@ -229,7 +229,7 @@ class RolloutWorker:
 
 
 def _has_columns_of(rollouts: Sequence[Rollout], task: asyncio.Task[Group]) -> bool:
-    """Whether a group that ended did not fail, and has the columns of another."""
+    """Return whether a group that ended did not fail, and has the columns of another."""
     return task.exception() is None and has_routing(task.result()[1]) == has_routing(rollouts)
 
 
@@ -243,7 +243,7 @@ class _Client:
     """The client that one rollout gets.
 
     Args:
-        turns: completions by the digests of their requests, which are not sampled again; those that are sampled are
+        turns: Completions by the digests of their requests, which are not sampled again; those that are sampled are
             added.
     """
 
@@ -322,13 +322,14 @@ class _Client:
         return [self.shown(token_ids[place : place + 1]) for place in range(len(token_ids))]
 
     async def release(self) -> None:
-        """Free conversations that the environment did not end; a failure to do so is logged and harms no rollout."""
+        """Release conversations that the environment did not end; a failure is logged and does not affect rollouts."""
         if not self._open or self._environment is None:
             return
         try:
             await self._environment.abandon(sorted(self._open))
         except Exception as error:  # noqa: BLE001 - the rollout has ended either way
-            _log.warning("an environment did not free %s: %s: %s", sorted(self._open), type(error).__name__, error)
+            left = sorted(self._open)
+            _log.warning("environment did not release conversations %s: %s: %s", left, type(error).__name__, error)
 
     def _trainer_state(self) -> TrainerState:
         """Progress of the training as the newest completion tells it: every step publishes the next weight version, and

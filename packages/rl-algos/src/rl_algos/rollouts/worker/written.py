@@ -37,8 +37,8 @@ class WrittenGenerator:
     first of the stop strings. Their logprobs are 0.
 
     Args:
-        write: gives the next completion; None if there are no more.
-        tokenizer: of the rollout, with `CHAT_TEMPLATE` or another.
+        write: Gives the next completion; None if there are no more.
+        tokenizer: Tokenizer of the rollout, with `CHAT_TEMPLATE` or another.
     """
 
     def __init__(self, write: Callable[[], Awaitable[str | None]], tokenizer: Any) -> None:

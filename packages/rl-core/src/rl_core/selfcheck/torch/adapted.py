@@ -27,7 +27,7 @@ class AdaptedExperts(nn.Module):
     """Adapters of a stacked weight, one for each expert, as a parametrization of it.
 
     Args:
-        name: of the weight, which seeds the adapters.
+        name: Name of the weight, which seeds the adapters.
         weight: `[experts, outputs, inputs]`, or `[experts, inputs, outputs]` if transposed.
     """
 
@@ -49,7 +49,7 @@ class AdaptedLinear(nn.Module):
     """A linear layer with an adapter.
 
     Args:
-        name: of the layer, which seeds the adapter.
+        name: Name of the layer, which seeds the adapter.
     """
 
     def __init__(self, base: nn.Module, name: str, config: LoraConfig) -> None:
@@ -108,7 +108,7 @@ def merge_files(model: nn.Module, folder: Path) -> None:
     """Add the adapters in a folder of the format of `peft` to the weights of a model that they sit on.
 
     Raises:
-        ValueError: if the folder names other layers than it holds factors of, or layers that the model does not have.
+        ValueError: If the folder names other layers than it holds factors of, or layers that the model does not have.
     """
     config = json.loads((folder / "adapter_config.json").read_text())
     scale = config["lora_alpha"] / (math.sqrt(config["r"]) if config["use_rslora"] else config["r"])
@@ -152,7 +152,7 @@ def _wrapped_parameters(model: nn.Module, targets: Sequence[str]) -> dict[str, T
     as `[experts, outputs, inputs]`.
 
     Args:
-        targets: names of the parameters, whole.
+        targets: Names of the parameters, whole.
     """
     wrapped: dict[str, Tensor] = {}
     for name, module in model.named_modules():

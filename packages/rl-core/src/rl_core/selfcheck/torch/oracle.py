@@ -102,7 +102,7 @@ class Oracle:
 
 
 def _kept_only(logits: Tensor, tokens: Tensor, token_filter: TokenFilter) -> Tensor:
-    """Logits `[n, vocab]` with those of tokens that a filter leaves out, but for `tokens` `[n]`, so low that their
+    """Logits `[n, vocab]` with those of tokens that a filter leaves out, except `tokens` `[n]`, so low that their
     probability is 0; written as the definition."""
     is_kept = torch.zeros_like(logits, dtype=torch.bool)
     for place, row in enumerate(logits.detach()):
@@ -118,7 +118,7 @@ def _kept_only(logits: Tensor, tokens: Tensor, token_filter: TokenFilter) -> Ten
 
 
 def _with_ties(row: Tensor, falling: Tensor, num: int) -> Tensor:
-    """The first ids of logits in falling order, and those whose logits equal the last one's."""
+    """The first ids of logits in descending order, and those whose logits equal the last one's."""
     return falling[row[falling] >= row[falling[min(num, len(falling)) - 1]]]
 
 

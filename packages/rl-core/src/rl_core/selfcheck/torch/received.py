@@ -36,7 +36,7 @@ def sent_by_every_rank(bucket_bytes: int = 4096, timeout_s: float = 60) -> Trans
 
 @contextmanager
 def ranks_apart(pool: RankPool) -> Iterator[None]:
-    """Have the sender of each rank in a pool wait where only `receiving_threads` of its rank look, as senders on GPUs
+    """Make the sender of each rank in a pool wait where only `receiving_threads` of its rank look, as senders on GPUs
     do."""
     meeting_place = ipc._meeting_place
 

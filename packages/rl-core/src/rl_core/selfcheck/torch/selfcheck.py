@@ -53,7 +53,7 @@ class Expected:
 
     Args:
         steps: `loss` and `grad_norm` of each step.
-        weights: by name in the files, adapters merged, after the last step.
+        weights: Weights by name in the files, adapters merged, after the last step.
     """
 
     steps: tuple[Mapping[str, float], ...]
@@ -66,9 +66,9 @@ class SelfCheck:
 
     Args:
         build: `"package.module:function"`, a factory of workers for `PooledModel`.
-        weights_of: the weights that a model sends or exports, by name in the files.
-        first_token: smallest token id of the batches.
-        lora: adapters of the cases that have some.
+        weights_of: The weights that a model sends or exports, by name in the files.
+        first_token: Smallest token id of the batches.
+        lora: Adapters of the cases that have some.
     """
 
     build: str
@@ -80,8 +80,8 @@ class SelfCheck:
         """Train a tiny model in each way; the failure of one case leaves the others to be tried.
 
         Args:
-            pool: of as many ranks as the largest mesh has.
-            folder: of the model.
+            pool: Pool of as many ranks as the largest mesh has.
+            folder: Folder of the model.
         """
         kinds = sorted({case.has_adapters for case in cases})
         expected = {has_adapters: self._expect_or_why(folder, has_adapters=has_adapters) for has_adapters in kinds}
@@ -126,7 +126,7 @@ class SelfCheck:
         return FamilyCase(case.mesh, case.layout, "exact" if is_exact else "off", differences, inexact, reason)
 
     def rounding(self, folder: Path, expected: Expected, *, has_adapters: bool) -> dict[str, float]:
-        """Largest differences in one process that float32 alone makes, by what is compared: with the weights of the
+        """Largest differences in one process that come only from float32, by what is compared: with the weights of the
         files, and with weights that are moved by at most their last bit."""
         found = []
         for seed in range(ROUNDING_RUNS):
@@ -138,7 +138,7 @@ class SelfCheck:
         """Train in one process.
 
         Args:
-            float32_seed: train in float32, with weights that are moved by their last bit unless it is 0.
+            float32_seed: Train in float32, with weights that are moved by their last bit unless it is 0.
         """
         oracle = Oracle(folder)
         if float32_seed is not None:
@@ -228,8 +228,8 @@ def _farthest(weights: Mapping[str, Tensor], expected: Expected) -> float:
 
 
 def _are_within(differences: Mapping[str, float], limits: Mapping[str, float]) -> bool:
-    """Whether all differences are at most their limits, or the tolerance if it is larger; one that is not a number is
-    not."""
+    """Return whether all differences are at most their limits, or the tolerance if it is larger; one that is not a
+    number is not."""
     return all(value <= max(TOLERANCE, limits.get(name, 0.0)) for name, value in differences.items())
 
 
@@ -258,5 +258,5 @@ def _largest(found: Sequence[Mapping[str, float]], wanted: Sequence[Mapping[str,
 
 
 def _maximum(values: Iterable[float]) -> float:
-    """As `max`, and not a number if a value is not one."""
+    """Same as `max`, and not a number if a value is not one."""
     return float(np.max(list(values)))

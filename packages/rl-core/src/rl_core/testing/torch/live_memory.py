@@ -21,8 +21,8 @@ class LiveMemory(TorchDispatchMode):
         assert memory.peak < bound
 
     Attributes:
-        peak: most bytes at one time.
-        largest: bytes of the largest tensor.
+        peak: Maximum number of bytes at one time.
+        largest: Bytes of the largest tensor.
     """
 
     def __init__(self) -> None:

@@ -42,7 +42,7 @@ SCORE = "score.weight"
 
 
 class PlainWorker(TrainingWorker):
-    """A `ModelWorker` that is data parallel alone, and pads rows whatever the config says."""
+    """A `ModelWorker` that is data parallel only, and pads rows regardless of the config."""
 
     def __init__(self, config: ModelConfig, backend: object, spec: ModelSpec, rendezvous: Rendezvous) -> None:
         mesh = PlainMesh.join(rendezvous)
@@ -53,7 +53,7 @@ def build_parts(config: ModelConfig, spec: ModelSpec, mesh: PlainMesh, folder: P
     """Load the model on every rank; collective.
 
     Raises:
-        ValueError: if adapters are asked for.
+        ValueError: If adapters are asked for.
     """
     if config.lora_cfg.enabled:
         raise ValueError("this backend has no adapters; set policy.lora_cfg.enabled=false")
@@ -133,8 +133,8 @@ class PlainModel:
     """Passes of a whole model.
 
     Args:
-        compute: dtype of matrix products.
-        chunk_size: tokens whose logits exist at one time.
+        compute: Dtype of matrix products.
+        chunk_size: Tokens whose logits exist at one time.
     """
 
     multiple = 1
@@ -177,7 +177,7 @@ class PlainModel:
         return {}
 
     def discard(self) -> None:
-        """Do nothing: a backward pass changes gradients alone."""
+        """Do nothing: a backward pass changes only gradients."""
 
     def trained_parts(self) -> list[Tensor]:
         """All parameters."""

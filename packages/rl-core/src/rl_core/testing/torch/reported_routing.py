@@ -85,7 +85,7 @@ class ReportedRoutingSuite(ABC):
         """Those of all requests, which are of different lengths.
 
         Args:
-            in_parts: have them end after every four tokens, as interruptions would, and go on.
+            in_parts: True to end them after every four tokens, as interruptions would, and continue.
         """
 
         async def run() -> Sequence[Completion]:

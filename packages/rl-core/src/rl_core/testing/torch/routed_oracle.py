@@ -73,7 +73,7 @@ class RoutedOracle(Oracle):
 
     Args:
         folder: Hugging Face files.
-        batch: with `routed_experts` of every row that it is asked for; rows differ.
+        batch: Batch with `routed_experts` of every row that it is asked for; rows differ.
     """
 
     def __init__(self, folder: Path, batch: Batch) -> None:

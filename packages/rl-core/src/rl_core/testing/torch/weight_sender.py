@@ -33,9 +33,9 @@ class Fault:
     """A fault of the sender.
 
     Args:
-        corrupt: name of a tensor that arrives other than it was.
-        die_at: name of a tensor at which the process ends without a word.
-        omit: name of a tensor that it leaves out.
+        corrupt: Name of a tensor that arrives other than it was.
+        die_at: Name of a tensor at which the process ends without a word.
+        omit: Name of a tensor that it leaves out.
     """
 
     corrupt: str = ""
@@ -67,8 +67,8 @@ class Corrupting:
     """A `SenderLink` on which a tensor changes after its digest was taken.
 
     Args:
-        link: that carries the buckets.
-        name: of the tensor.
+        link: That carries the buckets.
+        name: Name of the tensor.
     """
 
     def __init__(self, link: SenderLink, name: str) -> None:
@@ -106,8 +106,8 @@ class SenderProcess:
     torch, and only the server imports it.
 
     Args:
-        device: the policy rank's.
-        gpus: those it sees.
+        device: The policy rank's.
+        gpus: Those it sees.
     """
 
     def __init__(self, device: Device = CPU, gpus: tuple[str, ...] = ()) -> None:

@@ -36,7 +36,7 @@ class BlockScaledWeight:
         """A part of it in float32.
 
         Raises:
-            ValueError: if the scales are not those of blocks of 128 by 128.
+            ValueError: If the scales are not those of blocks of 128 by 128.
         """
         expected = tuple(-(-extent // BLOCK) for extent in self.shape)
         if self.scales.shape != expected:

@@ -42,7 +42,7 @@ def read_language_config(source: Path | str, overrides: Mapping[str, Any]) -> An
     """Return the config of the language model in a folder, or of a hub name, with overrides.
 
     Raises:
-        ValueError: naming overrides that are not fields of this config.
+        ValueError: Naming overrides that are not fields of this config.
     """
     from transformers import AutoConfig
 

@@ -62,9 +62,9 @@ def copy_side_files(target: Path, *, source: Path, tokenizer: Path, settings: To
     files, and the chat template as it is configured.
 
     Args:
-        source: folder of the model that the generation config is copied from.
-        tokenizer: folder of the tokenizer.
-        settings: of the tokenizer.
+        source: Folder of the model that the generation config is copied from.
+        tokenizer: Folder of the tokenizer.
+        settings: Settings of the tokenizer.
     """
     _copy_files((GENERATION_CONFIG,), source, target)
     copy_tokenizer(target, tokenizer=tokenizer, settings=settings)
@@ -74,8 +74,8 @@ def copy_tokenizer(target: Path, *, tokenizer: Path, settings: TokenizerConfig) 
     """Copy the tokenizer's files into a folder, with the chat template as it is configured.
 
     Args:
-        tokenizer: folder of the tokenizer.
-        settings: of the tokenizer.
+        tokenizer: Folder of the tokenizer.
+        settings: Settings of the tokenizer.
     """
     _copy_files(TOKENIZER_FILES, tokenizer, target)
     if (tokenizer / TEMPLATES).is_dir():
@@ -118,7 +118,7 @@ def read_hf_config(folder: Path, overrides: Mapping[str, Any]) -> Any:
     It does not say how weights are quantised on disk: they are dequantised when they are read, and exported so.
 
     Raises:
-        ValueError: naming overrides that are not fields of this config.
+        ValueError: Naming overrides that are not fields of this config.
     """
     config = read_language_config(folder, overrides)
     vars(config).pop("quantization_config", None)
@@ -130,9 +130,9 @@ class Quantisation:
     """How the files name the two tensors that a weight is computed from: after the weight, and these.
 
     Args:
-        values: ends the name of its values.
-        scales: ends the name of their scales.
-        weight: from both to the weight.
+        values: Ends the name of its values.
+        scales: Ends the name of their scales.
+        weight: Function from both to the weight.
     """
 
     values: str
@@ -156,9 +156,9 @@ class WeightFiles:
     it.
 
     Args:
-        folder: that holds them.
-        file_of: name of each tensor to the file that holds it.
-        stored_as: name of each tensor to another one that it has in that file.
+        folder: That holds them.
+        file_of: Name of each tensor to the file that holds it.
+        stored_as: Name of each tensor to another one that it has in that file.
     """
 
     folder: Path
@@ -170,7 +170,7 @@ class WeightFiles:
         """Reads the index, or the names in the single file.
 
         Raises:
-            ValueError: if the folder has no safetensors.
+            ValueError: If the folder has no safetensors.
         """
         file_of = _files_of_tensors(folder)
         if not _is_composite(folder):
@@ -238,7 +238,7 @@ def two_models(folder: Path) -> str:
 
 
 def _is_composite(folder: Path) -> bool:
-    """Whether the config is of a model of more than text; a folder of weights alone has none."""
+    """Return whether the config is of a model of more than text; a folder with only weights has none."""
     path = folder / CONFIG
     return path.is_file() and is_composite(json.loads(path.read_text(encoding="utf-8")))
 
@@ -248,7 +248,7 @@ class OpenWeights:
     """Weights in open files.
 
     Args:
-        weights: by name.
+        weights: Weights by name.
     """
 
     weights: Mapping[str, StoredWeight]
@@ -273,6 +273,6 @@ class OpenWeights:
         """A part of a weight, and little more than that is read; a quantised one is dequantised.
 
         Raises:
-            ValueError: if it is quantised in another way than its name says.
+            ValueError: If it is quantised in another way than its name says.
         """
         return self.weights[name].read(slices)

@@ -25,8 +25,8 @@ class MXFP4Weight:
     transposed: the model has `[experts, inputs, outputs]`.
 
     Args:
-        blocks: uint8 `[experts, outputs, inputs / 32, 16]`.
-        scales: uint8 `[experts, outputs, inputs / 32]`, exponents of 2 with a bias of 127.
+        blocks: Uint8 `[experts, outputs, inputs / 32, 16]`.
+        scales: Uint8 `[experts, outputs, inputs / 32]`, exponents of 2 with a bias of 127.
     """
 
     blocks: StoredTensor
@@ -39,7 +39,7 @@ class MXFP4Weight:
         """Of the matrices as the model has them.
 
         Raises:
-            ValueError: if values and scales are not groups of 32.
+            ValueError: If values and scales are not groups of 32.
         """
         blocks, scales = self.blocks.shape, self.scales.shape
         if len(blocks) != 4 or blocks[3] != GROUP // 2 or scales != blocks[:3]:
@@ -54,7 +54,7 @@ class MXFP4Weight:
         """A part of them in bfloat16, which holds every value exactly.
 
         Raises:
-            ValueError: as `shape`.
+            ValueError: As `shape`.
         """
         (first, last), (start, stop), (top, bottom) = bounds_of(slices, self.shape)
         part = (slice(first, last), slice(top, bottom), slice(start // GROUP, -(-stop // GROUP)))

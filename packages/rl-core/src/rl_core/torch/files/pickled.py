@@ -105,10 +105,10 @@ def _pickled_files(folder: Path) -> dict[str, frozenset[str] | None]:
         raise ValueError(f"{PICKLED_INDEX} is not a valid index of weights: {error!r}") from None
     outside = [file for file in names if Path(file).name != file]
     if outside:
-        raise ValueError(f"{PICKLED_INDEX} names {outside[0]!r}, which is not a file of the folder")
+        raise ValueError(f"{PICKLED_INDEX} lists {outside[0]!r}, which is not a file of the folder")
     missing = sorted(file for file in names if not (folder / file).is_file())
     if missing:
-        raise ValueError(f"{PICKLED_INDEX} names {_few(missing)}, which the folder does not have")
+        raise ValueError(f"{PICKLED_INDEX} lists {_few(missing)}, which the folder does not have")
     return {file: frozenset(names[file]) for file in sorted(names)}
 
 
@@ -129,7 +129,7 @@ def _load(path: Path) -> dict[str, Tensor]:
         _, is_refused, rest = said.partition(_REFUSED)
         if not is_refused:
             detail = said.partition("WeightsUnpickler error: ")[2] or said
-            raise ValueError(f"{path.name} is damaged, or not a file of `torch.save`: {detail[:200]}") from None
+            raise ValueError(f"{path.name} is damaged, or was not written by `torch.save`: {detail[:200]}") from None
         raise ValueError(
             f"{path.name} holds more than tensors ({rest.partition(' ')[0]}), which can run code when read, so it was "
             "not read. If you trust it, load the model with transformers and save it with `save_pretrained`"

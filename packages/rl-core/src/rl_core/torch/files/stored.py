@@ -38,8 +38,8 @@ class StoredTensor:
     """One tensor of a file.
 
     Args:
-        file: open, of `safetensors`.
-        name: of the tensor.
+        file: Open, of `safetensors`.
+        name: Name of the tensor.
     """
 
     file: Any

@@ -31,11 +31,11 @@ def refuse_tensors(manifest: Manifest, names: Iterable[str], problem: str) -> No
     """Refuse the manifest's weight version if there are any names.
 
     Args:
-        names: tensors at fault; often none.
-        problem: of all of them, as the message says it before their names.
+        names: Tensors at fault; often none.
+        problem: Problem of all of them, as the message says it before their names.
 
     Raises:
-        WeightSyncError: naming them in alphabetical order.
+        WeightSyncError: Naming them in alphabetical order.
     """
     found = sorted(names)
     if found:
@@ -81,7 +81,7 @@ class Decoder(Protocol):
         """Make ready for these weights.
 
         Raises:
-            WeightSyncError: naming tensors that do not fit the model.
+            WeightSyncError: Naming tensors that do not fit the model.
         """
         ...
 

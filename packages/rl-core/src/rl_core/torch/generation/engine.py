@@ -17,10 +17,10 @@ Result = TypeVar("Result")
 
 
 class Engine(Generic[Model]):
-    """Decodes rows in a thread of its own; everything that touches the model runs there, between two steps.
+    """Decodes rows in its own thread; everything that touches the model runs there, between two steps.
 
     Args:
-        load: makes the model, in the thread.
+        load: Makes the model, in the thread.
         num_threads: OpenMP threads of the thread.
     """
 
@@ -34,7 +34,7 @@ class Engine(Generic[Model]):
 
     @property
     def model(self) -> Model:
-        """The model, once loaded; touched in the engine's thread alone."""
+        """The model, once loaded; touched only in the engine's thread."""
         return self._model
 
     @property
@@ -53,7 +53,7 @@ class Engine(Generic[Model]):
         return len(self._waiting)
 
     def start(self) -> None:
-        """Begin to load; `loaded` says when it is done."""
+        """Begin to load; `loaded` is set when it is done."""
         self._thread.start()
 
     def submit(self, rows: Sequence[Row]) -> None:
@@ -70,7 +70,7 @@ class Engine(Generic[Model]):
 
     @property
     def busy(self) -> bool:
-        """Whether rows wait or are under way."""
+        """Return whether rows wait or are under way."""
         return bool(self._model.rows or self._waiting)
 
     def step(self) -> None:

@@ -32,10 +32,10 @@ class LocalGenerator(Generic[Model]):
     ends it if the request lists it.
 
     Args:
-        load: makes the model, in the engine's thread.
-        load_tokenizer: from a folder or hub name; called if a request has stop strings.
-        model: what is generated with.
-        placement: the device and the engine's threads.
+        load: Makes the model, in the engine's thread.
+        load_tokenizer: Function that loads it from a folder or hub name; called if a request has stop strings.
+        model: What is generated with.
+        placement: The device and the engine's threads.
     """
 
     def __init__(
@@ -76,8 +76,8 @@ class LocalGenerator(Generic[Model]):
         """One completion, decoded together with those of concurrent calls.
 
         Raises:
-            GeneratorError: if the engine is dead, asleep or has no whole weights.
-            RequestRefused: if the prompt is empty, has tokens outside the vocabulary or leaves no room for a token.
+            GeneratorError: If the engine is dead, asleep or has no whole weights.
+            RequestRefused: If the prompt is empty, has tokens outside the vocabulary or leaves no room for a token.
         """
         while not self._serving.is_set():  # a pause may follow before one that was woken goes on
             await self._serving.wait()
@@ -202,10 +202,12 @@ class LocalGenerator(Generic[Model]):
         if not len(token_ids):
             raise RequestRefused("a request needs at least one token")
         if token_ids.min() < 0 or token_ids.max() >= self._vocab_size:
-            raise RequestRefused(f"token ids of a request lie between 0 and {self._vocab_size - 1}")
+            raise RequestRefused(f"token ids of a request must be between 0 and {self._vocab_size - 1}")
         limit = self._model_config.max_total_sequence_length
         if len(token_ids) > limit:
-            raise RequestRefused(f"{len(token_ids)} tokens; max_total_sequence_length is {limit}")
+            raise RequestRefused(
+                f"the request has {len(token_ids)} tokens, more than max_total_sequence_length ({limit})"
+            )
 
     def _row(self, request: GenerationRequest) -> Row:
         self._check_tokens(request.token_ids)

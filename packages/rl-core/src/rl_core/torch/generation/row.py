@@ -16,7 +16,7 @@ class Row:
     """A request, the tokens sampled for it, and the future of its completion.
 
     Args:
-        limit: most tokens sampled, by the request and by the context.
+        limit: Maximum number of tokens sampled, by the request and by the context.
         stop_text: None if the request has no stop strings.
     """
 

@@ -24,7 +24,7 @@ def draw(logits: Tensor, sampling: Sequence[SamplingParams], uniform: Sequence[f
 
     Args:
         logits: `[rows, vocab]`.
-        uniform: per row, the number in [0, 1) that picks from the cumulative distribution.
+        uniform: Per row, the number in [0, 1) that picks from the cumulative distribution.
 
     Returns:
         int64 `[rows]` and float32 `[rows]`.

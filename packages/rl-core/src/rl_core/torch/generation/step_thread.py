@@ -19,7 +19,7 @@ class Stepped(Protocol):
 
     @property
     def busy(self) -> bool:
-        """Whether there is work for another step."""
+        """Return whether there is work for another step."""
         ...
 
     def step(self) -> None:
@@ -38,7 +38,7 @@ class Stepped(Protocol):
 _log = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 20.0
-"""Longest wait of `close` for a step under way."""
+"""Timeout in seconds of the wait of `close` for a step under way."""
 
 Work = TypeVar("Work", bound=Stepped)
 Result = TypeVar("Result")
@@ -48,7 +48,7 @@ class StepThread(Generic[Work]):
     """Steps for as long as there is work; everything that touches it runs in this thread too, between two steps.
 
     Args:
-        load: makes what is stepped, in the thread.
+        load: Makes what is stepped, in the thread.
         num_threads: OpenMP threads of the thread.
     """
 
@@ -62,14 +62,14 @@ class StepThread(Generic[Work]):
         self.failure: str | None = None
 
     def start(self) -> None:
-        """Begin to load; `loaded` says when it is done."""
+        """Begin to load; `loaded` is set when it is done."""
         self._thread.start()
 
     def post(self, function: Callable[[], None]) -> None:
         """Run a function, which raises nothing, between two steps.
 
         Raises:
-            GeneratorError: if the engine is not loaded, or the thread has ended.
+            GeneratorError: If the engine is not loaded, or the thread has ended.
         """
         if not self.loaded.done():
             raise GeneratorError("the engine is not loaded yet")

@@ -36,7 +36,7 @@ class StopText:
         self._keep = max(map(len, stop_strings)) - 1
 
     def append(self, token: int) -> bool:
-        """Whether a stop string is complete with this token."""
+        """Return whether a stop string is complete with this token."""
         self._tokens.append(token)
         known = self._decode(self._tokens[self._start : self._read])
         text = self._decode(self._tokens[self._start :])

@@ -28,7 +28,7 @@ class Other(NamedTuple):
 
     Args:
         hidden: `[n, its hidden size]`, its hidden states, which need no gradient.
-        head: its head; with a `VocabShard`, its rows for this rank's ids.
+        head: Its head; with a `VocabShard`, its rows for this rank's ids.
     """
 
     hidden: Tensor
@@ -60,15 +60,15 @@ def divergences(
 
     Args:
         hidden: `[n, hidden]`.
-        head: this rank's rows of it if there is a `shard`.
-        targets: int64 `[n]`.
-        below: number of ids that both know.
-        beta: weight of the other in the mixture.
-        temperature: divides the logits of both.
-        sums_hidden_grad: as in `vocab_parallel_reads`.
+        head: This rank's rows of it if there is a `shard`.
+        targets: Int64 `[n]`.
+        below: Number of ids that both know.
+        beta: Weight of the other in the mixture.
+        temperature: Divides the logits of both.
+        sums_hidden_grad: As in `vocab_parallel_reads`.
 
     Raises:
-        ValueError: if one of them has fewer ids.
+        ValueError: If one of them has fewer ids.
     """
     weight = head.weight if shard is None else shard.trim(head.weight)
     bias = head.bias if head.bias is None or shard is None else shard.trim(head.bias)

@@ -20,7 +20,7 @@ def read_head(files: HeadFiles, start: int = 0, stop: int | None = None) -> Head
     """Rows `start` to `stop` of a model's head, on the CPU, in the model's precision. They are kept for the next call.
 
     Raises:
-        ValueError: if the files have no such tensor.
+        ValueError: If the files have no such tensor.
     """
     folder = model_folder(files.model_name)
     config = read_hf_config(folder, json.loads(files.overrides))

@@ -27,7 +27,7 @@ class Vocabulary(Protocol):
         ...
 
     def largest(self, logits: Tensor, k: int) -> Tensor:
-        """`[n, k]`, the largest logits of the whole vocabulary in falling order; collective."""
+        """`[n, k]`, the largest logits of the whole vocabulary in descending order; collective."""
         ...
 
     def summed(self, values: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ class WholeVocabulary:
     size: int
 
     def largest(self, logits: Tensor, k: int) -> Tensor:
-        """As `Vocabulary.largest`."""
+        """See `Vocabulary.largest`."""
         return logits.topk(k).values
 
     def summed(self, values: Tensor) -> Tensor:
@@ -73,13 +73,13 @@ def lowest_kept(logits: Tensor, token_filter: TokenFilter, vocabulary: Vocabular
 
 
 def leave_out_(logits: Tensor, lowest: Tensor, columns: Tensor, is_here: Tensor | None = None) -> Tensor:
-    """Give the logits below the lowest that is kept a probability of 0, but for one of each row that stays; in place.
+    """Give the logits below the lowest that is kept a probability of 0, except one of each row that stays; in place.
 
     Args:
         logits: `[n, columns]`.
         lowest: `[n, 1]`.
-        columns: int64 `[n, 1]`, of the token that was sampled: the engine that drew it may have rounded otherwise.
-        is_here: bool `[n, 1]`, whether this rank has the column; None if it has all.
+        columns: Int64 `[n, 1]`, of the token that was sampled: the engine that drew it may have rounded otherwise.
+        is_here: Bool `[n, 1]`, whether this rank has the column; None if it has all.
     """
     if not logits.shape[1]:
         return logits

@@ -52,7 +52,7 @@ class Head:
     Args:
         weight: `[vocab, hidden]`.
         bias: `[vocab]`.
-        transform: from products to logits.
+        transform: Function from products to logits.
     """
 
     weight: Tensor
@@ -98,16 +98,16 @@ def head_reads(
 
     Args:
         hidden: `[n, hidden]`.
-        head: its weight has the dtype of the hidden states.
-        targets: int64 `[n]`, the token whose logprob is wanted.
-        temperature: divides the logits.
-        entropy: whether to return it, in nats.
-        collision: whether to return it.
-        token_filter: limits the distribution at each position to the tokens that it keeps and the target; not with `k`
+        head: Its weight has the dtype of the hidden states.
+        targets: Int64 `[n]`, the token whose logprob is wanted.
+        temperature: Divides the logits.
+        entropy: True to return it, in nats.
+        collision: True to return it.
+        token_filter: Limits the distribution at each position to the tokens that it keeps and the target; not with `k`
             or `ids`. Gradients take the tokens that are kept as given.
-        k: number of most likely tokens to return, in falling order.
-        below: ids that these are chosen among are below it; 0 for all.
-        ids: int64 `[n, m]`, tokens whose logprobs are wanted too; -1 stands for none, and its logprob is 0.
+        k: Number of most likely tokens to return, in descending order.
+        below: Ids that these are chosen among are below it; 0 for all.
+        ids: Int64 `[n, m]`, tokens whose logprobs are wanted too; -1 stands for none, and its logprob is 0.
     """
     if temperature <= 0:
         raise ValueError(f"temperature must be positive, got {temperature}")
@@ -122,7 +122,7 @@ def head_reads(
 
 
 def check_filter(token_filter: TokenFilter | None, k: int, ids: Tensor | None) -> None:
-    """Raise a `ValueError` for reads of single tokens beside a filter, which may leave them out."""
+    """Raise a `ValueError` for reads of single tokens together with a filter, which may leave them out."""
     if token_filter is not None and (k or ids is not None):
         raise ValueError("the most likely tokens and logprobs at given ids are read of all tokens, without a filter")
 
@@ -178,7 +178,7 @@ class HeadPass:
             by_columns: `[n, 1 + k + m]`, gradients by their logprobs, 0 if the column is not the token's.
             by_targets: `[n]`, the sum of gradients by all logprobs.
             lowest: `[n, 1]`, the smallest logit over the temperature that the filter keeps; empty without a filter.
-            is_here: bool `[n, 1 + k + m]`, whether this rank has the columns; None if it has all.
+            is_here: Bool `[n, 1 + k + m]`, whether this rank has the columns; None if it has all.
         """
         used = logits if self.transform.softcap is None else logits.clone()  # a cap's gradient needs them unchanged
         used = self.cooled_(used)
@@ -221,7 +221,7 @@ class HeadGradients:
         hidden: `[n, hidden]`, in the dtype of the hidden states.
         weight: `[vocab, hidden]`, float32 or wider.
         bias: `[vocab]`, likewise.
-        inputs: hidden states, weight and bias of the forward pass.
+        inputs: Hidden states, weight and bias of the forward pass.
     """
 
     hidden: Tensor | None
@@ -234,7 +234,7 @@ class HeadGradients:
         """No gradient yet.
 
         Args:
-            needed: whether those by hidden states, weight and bias are; further entries are not read.
+            needed: True if those by hidden states, weight and bias are; further entries are not read.
         """
         wide = wide_dtype(hidden.dtype)
         return cls(

@@ -42,17 +42,19 @@ def check_reads(role: Role, reads: Sequence[Read]) -> None:
     if unknown:
         raise ValueError(f"a {role} cannot read {', '.join(unknown)}; it has {', '.join(READS_OF_ROLE[role])}")
     if len({(read.k, read.below) for read in reads if read.name == "topk"}) > 1:
-        raise ValueError("one pass reads one topk; ask for the largest k")
+        raise ValueError("a pass can read only one topk; request the largest k")
     if len({read.column for read in reads if read.name == "logprobs_at"}) > 1:
-        raise ValueError("one pass reads logprobs_at of one column; put all ids in one, `[tokens, k]`")
+        raise ValueError("a pass can read logprobs_at of only one column; put all ids in one column, `[tokens, k]`")
     if sum(read.name == "divergences" for read in reads) > 1:
-        raise ValueError("one pass reads the divergences once; name the heads of all other models in one read")
+        raise ValueError("a pass can read the divergences only once; list the heads of all other models in one read")
     if any(read.token_filter is not None for read in reads):
         whole = [read.name for read in reads if read.name not in FILTERED_READS]
         if whole:
-            raise ValueError(f"{', '.join(whole)} cannot be read beside reads with a filter; take two passes")
+            raise ValueError(
+                f"{', '.join(whole)} cannot be read together with reads that have a filter; use two passes"
+            )
         if len({read.token_filter for read in reads}) > 1:
-            raise ValueError("all reads of a pass have the same filter; take a pass for each")
+            raise ValueError("all reads of a pass must have the same filter; use one pass per filter")
 
 
 def language_reads(
@@ -64,7 +66,7 @@ def language_reads(
         hidden: `[tokens, hidden]`, after the model's last norm.
 
     Raises:
-        ValueError: for ids that are not in the vocabulary, or not `[tokens, k]`.
+        ValueError: For ids that are not in the vocabulary, or not `[tokens, k]`.
     """
     follows = following(rows.offsets)
     found = position_reads(
@@ -90,12 +92,12 @@ def position_reads(
 
     Args:
         hidden: `[n, hidden]`, that the tokens follow on.
-        head: this rank's rows of it if there is a `shard`.
-        places: int64 `[n]`, indices of the tokens.
-        sums_hidden_grad: as in `vocab_parallel_reads`.
+        head: This rank's rows of it if there is a `shard`.
+        places: Int64 `[n]`, indices of the tokens.
+        sums_hidden_grad: As in `vocab_parallel_reads`.
 
     Raises:
-        ValueError: for ids that are not in the vocabulary, or not `[tokens, k]`.
+        ValueError: For ids that are not in the vocabulary, or not `[tokens, k]`.
     """
     targets = rows[TOKENS][places]
     columns: dict[str, Tensor] = {}
@@ -152,7 +154,7 @@ def _divergences(
     ranks have the same tokens.
 
     Args:
-        others: hidden states `[n, width]` of the other models, and the number of each token's, int `[n]`.
+        others: Hidden states `[n, width]` of the other models, and the number of each token's, int `[n]`.
     """
     states, numbers = others
     found, rows = [], []
@@ -195,7 +197,7 @@ def _other_head(files: HeadFiles, head: Head, shard: VocabShard | None) -> Head:
 
 
 class ReadOptions(TypedDict):
-    """Reads of a pass over a head beside logprobs, as arguments of `head_reads` and `vocab_parallel_reads`."""
+    """Reads of a pass over a head in addition to logprobs, as arguments of `head_reads` and `vocab_parallel_reads`."""
 
     entropy: bool
     collision: bool
@@ -209,10 +211,10 @@ def read_options(rows: Rows, places: Tensor, reads: Sequence[Read], *, vocab_siz
     """Results that reads ask for at some tokens.
 
     Args:
-        places: int64 `[n]`, indices of the tokens.
+        places: Int64 `[n]`, indices of the tokens.
 
     Raises:
-        ValueError: for ids that are not in the vocabulary, or not `[tokens, k]`.
+        ValueError: For ids that are not in the vocabulary, or not `[tokens, k]`.
     """
     ids = None
     for name in read_columns([read for read in reads if read.name == "logprobs_at"]):

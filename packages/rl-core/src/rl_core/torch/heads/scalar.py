@@ -25,7 +25,7 @@ def scalar_reads(outputs: Tensor, rows: Rows, reads: Sequence[Read]) -> Mapping[
 def new_head(role: Role, shape: Sequence[int], *, std: float, seed: int) -> Tensor:
     """Weights `[1, hidden]` of a head that the model's files do not have, the same whatever the number of ranks.
 
-    That of a critic is zero, so that its first values are 0 and the first advantages those of the rewards alone; that
+    That of a critic is zero, so that its first values are 0 and the first advantages only those of the rewards; that
     of a reward model, which could not tell two responses apart with zeros, is drawn from N(0, std).
     """
     if role == "critic":

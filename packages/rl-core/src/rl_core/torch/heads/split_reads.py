@@ -38,11 +38,11 @@ def split_language_reads(
 
     Args:
         hidden: `[positions, hidden]`, after the model's last norm.
-        places: int64 `[positions]`, the index among the rows' tokens of each position; -1 for padding.
-        head: the whole head, or this rank's rows of it if there is a `shard`.
-        shard: the place of this rank's rows in the head; None if it has the whole head.
-        group: the ranks that hold all positions between them, each token once; None if this one does.
-        sums_hidden_grad: as in `vocab_parallel_reads`.
+        places: Int64 `[positions]`, the index among the rows' tokens of each position; -1 for padding.
+        head: The whole head, or this rank's rows of it if there is a `shard`.
+        shard: The place of this rank's rows in the head; None if it has the whole head.
+        group: The ranks that hold all positions between them, each token once; None if this one does.
+        sums_hidden_grad: As in `vocab_parallel_reads`.
 
     Returns:
         Columns of whole rows, the same on all ranks of both groups. The loss must be computed alike on each.
@@ -74,7 +74,7 @@ def join_tokens(values: Tensor, places: Tensor, num_tokens: int, group: dist.Pro
 
     Args:
         values: `[positions, *inner]`.
-        places: int64 `[positions]`; positions at -1 are left out.
+        places: Int64 `[positions]`; positions at -1 are left out.
     """
     kept = (places >= 0).nonzero()[:, 0]
     spread = values.new_zeros((num_tokens, *values.shape[1:])).index_copy(0, places[kept], values[kept])

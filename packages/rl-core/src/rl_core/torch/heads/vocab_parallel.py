@@ -21,9 +21,9 @@ class VocabShard:
     """The rows of a head that one rank holds.
 
     Args:
-        start: token id of the first of them.
-        vocab_size: tokens of the whole head; rows that stand for ids beyond it are padding and do not count.
-        group: the ranks that hold the whole head between them.
+        start: Token id of the first of them.
+        vocab_size: Tokens of the whole head; rows that stand for ids beyond it are padding and do not count.
+        group: The ranks that hold the whole head between them.
     """
 
     start: int
@@ -60,10 +60,10 @@ def vocab_parallel_reads(
 
     Args:
         hidden: `[n, hidden]`, the same on every rank of the group.
-        head: weight `[vocab / ranks, hidden]` and bias of this rank.
-        targets: int64 `[n]`, token ids of the whole vocabulary.
-        ids: int64 `[n, m]`, likewise, or -1.
-        sums_hidden_grad: whether the gradient by the hidden states is summed over the group here; otherwise it is this
+        head: Weight `[vocab / ranks, hidden]` and bias of this rank.
+        targets: Int64 `[n]`, token ids of the whole vocabulary.
+        ids: Int64 `[n, m]`, likewise, or -1.
+        sums_hidden_grad: True if the gradient by the hidden states is summed over the group here; otherwise it is this
             rank's part of that sum, for a caller that sums it itself (a reduce-scatter under sequence parallelism).
 
     Returns:
@@ -237,7 +237,7 @@ def _logits_at(logits: Tensor, ids: Tensor, options: _Options) -> Tensor:
 
 
 def _topk(logits: Tensor, options: _Options) -> tuple[Tensor, Tensor]:
-    """The largest logits `[n, k]` of the whole vocabulary in falling order, and their ids."""
+    """The largest logits `[n, k]` of the whole vocabulary in descending order, and their ids."""
     group, k = options.shard.group, options.head.k
     values = logits.new_full((len(logits), k), -torch.inf)
     ids = torch.zeros((len(logits), k), dtype=torch.int64, device=logits.device)

@@ -21,15 +21,15 @@ class HalfStateAdamW(Optimizer):
 
     It computes in float32. What a step adds to an average is often less than bfloat16 can add (a thousandth of the
     second moment, which is resolved to a two-hundredth), so averages are rounded up or down at random, in proportion:
-    right in the mean. The noise follows from step and parameter alone, so ranks with the same part of a parameter keep
+    right in the mean. The noise depends only on step and parameter, so ranks with the same part of a parameter keep
     the same averages, and a resumed run repeats itself bit for bit.
 
     Args:
-        params: parameters, or groups of them; DTensors too.
+        params: Parameters, or groups of them; DTensors too.
         lr, betas, eps, weight_decay: as of `torch.optim.AdamW`.
 
     Raises:
-        ValueError: if one of these is out of range.
+        ValueError: If one of these is out of range.
     """
 
     def __init__(

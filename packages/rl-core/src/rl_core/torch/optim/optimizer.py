@@ -23,7 +23,7 @@ def build_optimizer(
     """The optimizer over the parameters, or over groups of them as torch takes them.
 
     Raises:
-        ValueError: if the name is not an optimizer class, or the class does not take these arguments.
+        ValueError: If the name is not an optimizer class, or the class does not take these arguments.
     """
     optimizer_class = _class_of(config.name, Optimizer, "optimizer.name")
     return _built(optimizer_class, config.name, "optimizer", config.kwargs, list(parameters))
@@ -33,7 +33,7 @@ def build_schedule(configs: Sequence[SchedulerConfig], optimizer: Optimizer) -> 
     """The schedules one after another, each taking over at the next milestone; None if there are none.
 
     Raises:
-        ValueError: if a name is not a schedule, its arguments do not fit, or the milestones do not go with the
+        ValueError: If a name is not a schedule, its arguments do not fit, or the milestones do not go with the
         schedules.
     """
     named = [config for config in configs if config.name is not None]
@@ -41,10 +41,10 @@ def build_schedule(configs: Sequence[SchedulerConfig], optimizer: Optimizer) -> 
     if len(milestones) != max(len(named) - 1, 0):
         raise ValueError(
             f"scheduler has {len(named)} schedules and {len(milestones)} milestones; "
-            "give one fewer milestone than schedules, in an entry of their own"
+            "give one fewer milestone than schedules, in a separate entry"
         )
     if milestones != sorted(milestones):
-        raise ValueError(f"scheduler milestones must rise, got {milestones}")
+        raise ValueError(f"scheduler milestones must be strictly increasing, got {milestones}")
     schedules = [_schedule(config, optimizer) for config in named]
     if len(schedules) <= 1:
         return schedules[0] if schedules else None

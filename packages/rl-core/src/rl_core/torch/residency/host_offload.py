@@ -17,9 +17,9 @@ class HostOffload:
     Emptying the storage rather than moving the tensors keeps every alias valid: buffers' views, the optimizer's keys.
 
     Args:
-        tensors: tensors to offload; those on one storage are offloaded once.
-        device: what they lie on.
-        keeps: whether the bytes come back; otherwise zeros do.
+        tensors: Tensors to offload; those on one storage are offloaded once.
+        device: What they lie on.
+        keeps: True if the bytes come back; otherwise zeros do.
     """
 
     def __init__(self, tensors: Iterable[Tensor], device: Device, *, keeps: bool = True) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 SLAB_BYTES = 1 << 28
-"""Most bytes of one allocation; a power of two."""
+"""Maximum number of bytes of one allocation; a power of two."""
 
 SMALLEST_BYTES = 1 << 20
 """Rests below this are one allocation."""
@@ -23,8 +23,8 @@ class HostSlabs:
     leave the device again.
 
     Args:
-        num_bytes: of all tensors.
-        is_pinned: whether the memory is page-locked, for copies to and from a device.
+        num_bytes: Number of bytes of all tensors.
+        is_pinned: True if the memory is page-locked, for copies to and from a device.
     """
 
     def __init__(self, num_bytes: int, *, is_pinned: bool) -> None:

@@ -68,10 +68,10 @@ class AdapterConfig:
     """Contents of `adapter_config.json`.
 
     Args:
-        base: the model that the adapters sit on.
-        targets: ends of the names of the layers that have one.
-        stacks: names of the weights of stacked experts that have one for each.
-        scores: whether the model has a score head in the place of its language-model head.
+        base: The model that the adapters sit on.
+        targets: Ends of the names of the layers that have one.
+        stacks: Names of the weights of stacked experts that have one for each.
+        scores: True if the model has a score head in the place of its language-model head.
     """
 
     base: str

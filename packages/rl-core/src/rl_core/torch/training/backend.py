@@ -113,7 +113,7 @@ class Microbatch(NamedTuple):
     """Rows of one forward pass.
 
     Args:
-        rows: on the device.
+        rows: On the device.
         is_own: False for a row that only lets the rank join in a pass of others.
     """
 
@@ -133,10 +133,10 @@ class Pass:
     """Microbatches on their way through the model.
 
     Args:
-        reads: to compute of each.
-        temperature: divides logits.
-        on_reads: returns what is kept of a microbatch or, in a backward pass, its share of the loss, a scalar.
-        num_tokens: of this rank's rows, in all microbatches.
+        reads: Reads to compute of each.
+        temperature: Divides logits.
+        on_reads: Returns what is kept of a microbatch or, in a backward pass, its share of the loss, a scalar.
+        num_tokens: Number of tokens of this rank's rows, in all microbatches.
         compares: Whether the results are compared with logprobs of another pass, so that the model's own dropout would
             move their ratio away from 1.
     """
@@ -154,7 +154,7 @@ class RankModel(Protocol):
 
     @property
     def multiple(self) -> int:
-        """Number of which the microbatches of a pass must be a multiple."""
+        """The number of microbatches in a pass must be a multiple of this."""
         ...
 
     @property
@@ -172,18 +172,18 @@ class RankModel(Protocol):
         """Name of the `transformers` class that loads an export.
 
         Raises:
-            ValueError: if `transformers` has none for this family and role.
+            ValueError: If `transformers` has none for this family and role.
         """
         ...
 
     def extra_columns(self, batch: Batch, *, for_loss: bool) -> Mapping[str, Ragged]:
-        """Columns, beside tokens and those of the loss, that passes take from a batch; often none.
+        """Columns, in addition to tokens and those of the loss, that passes take from a batch; often none.
 
         Args:
-            for_loss: whether the pass is of a loss. One that only reads does without columns that the batch lacks.
+            for_loss: True if the pass is of a loss. One that only reads does without columns that the batch lacks.
 
         Raises:
-            ValueError: if the batch lacks one that a loss needs.
+            ValueError: If the batch lacks one that a loss needs.
         """
         ...
 
@@ -198,7 +198,7 @@ class RankModel(Protocol):
         ...
 
     def discard(self) -> None:
-        """Undo what the last backward pass changed beside gradients, as its step is skipped."""
+        """Undo what the last backward pass changed in addition to gradients, as its step is skipped."""
         ...
 
     def trained_parts(self) -> list[Tensor]:
@@ -234,9 +234,9 @@ class RankWeights(Protocol):
         None.
 
         Args:
-            everywhere: whether every rank gets them whole.
-            bucket_bytes: about how many bytes are brought together at one time.
-            merges_adapters: whether adapters are added to the weights that they sit on.
+            everywhere: True if every rank gets them whole.
+            bucket_bytes: About how many bytes are brought together at one time.
+            merges_adapters: True if adapters are added to the weights that they sit on.
         """
         ...
 
@@ -249,14 +249,14 @@ class RankWeights(Protocol):
         collective. Each is whole on rank 0, and whole or None elsewhere.
 
         Args:
-            dtype: of the tensors; float32 if not given.
-            everywhere: whether every rank gets them whole.
+            dtype: Dtype of the tensors; float32 if not given.
+            everywhere: True if every rank gets them whole.
         """
         ...
 
 
 class RankOptimizer(Protocol):
-    """A torch optimizer over this rank's part of what trains."""
+    """A torch optimizer over this rank's part of the trainable parameters."""
 
     @property
     def inner(self) -> Optimizer:
@@ -287,12 +287,12 @@ class RankState(Protocol):
         """Tensors that this rank writes, by names that do not depend on the mesh; collective.
 
         Args:
-            copies: whether the values share no memory with the model or the optimizer, so that both may change.
+            copies: True if the values share no memory with the model or the optimizer, so that both may change.
         """
         ...
 
     def description(self) -> dict[str, Any]:
-        """Everything that `restore` needs beside tensors, as plain data and small tensors; collective, after
+        """Everything that `restore` needs in addition to tensors, as plain data and small tensors; collective, after
         `tensors`."""
         ...
 
@@ -311,7 +311,7 @@ class RankState(Protocol):
         ...
 
     def layers(self) -> dict[str, Any]:
-        """State of this rank's layers that exists on this layout alone; often empty."""
+        """State of this rank's layers that exists only on this layout; often empty."""
         ...
 
     def restore_layers(self, state: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints that are written while training goes on."""
+"""Checkpoints that are written while training continues."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 class BackgroundSave:
     """This rank's part of a checkpoint that a thread writes, one checkpoint at a time.
 
-    The threads of the ranks talk over a process group of their own, so that what they say never mixes with the
+    The threads of the ranks talk over their own process group, so that what they say never mixes with the
     collectives of training.
     """
 
@@ -38,7 +38,7 @@ class BackgroundSave:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """All ranks, on gloo, for writing alone; made by the first use, which is collective."""
+        """All ranks, on gloo, only for writing; made by the first use, which is collective."""
         if self._group is None:
             self._group = dist.new_group(backend="gloo", timeout=WRITE_TIMEOUT)
         return self._group
@@ -47,9 +47,9 @@ class BackgroundSave:
         """Write a checkpoint, the one before it being finished.
 
         Args:
-            path: for messages.
-            write: returns the files it has written.
-            wait: write at once, in the calling thread.
+            path: Path, for messages.
+            write: Returns the files it has written.
+            wait: Write at once, in the calling thread.
         """
         self._files = ()
         if wait:
@@ -64,7 +64,7 @@ class BackgroundSave:
         collective.
 
         Raises:
-            RLError: if it could not be written, once.
+            RLError: If it could not be written, once.
         """
         if self._writing is None:
             return self._files
@@ -85,11 +85,11 @@ class BackgroundSave:
 
 @contextmanager
 def plain_errors(path: Path, done: Literal["written", "read"]) -> Iterator[None]:
-    """Raise one line that says why a checkpoint was not written or read. torch's own error is not an `Exception` and
-    would end threads and actors.
+    """Raise one line with the reason why a checkpoint was not written or read. torch's own error is not an `Exception`
+    and would end threads and actors.
 
     Raises:
-        RLError: for an `OSError`, and for errors of torch's distributed checkpoint.
+        RLError: For an `OSError`, and for errors of torch's distributed checkpoint.
     """
     try:
         yield

@@ -33,12 +33,12 @@ class Checkpoint:
     `trainer.pt` (`Hyperparameters`, and what the backend says of its state), `rng_<rank>.pt` (generators, and what
     layers keep) and, if the reference has moved, `reference/shards/` (its weights). Each rank writes what it holds,
     tensor by tensor. On the layout that it was saved on, a run resumes bit for bit; one with other hyperparameters than
-    those of the checkpoint goes on with its own. A model with adapters saves those alone, not the weights that they sit
-    on.
+    those of the checkpoint continues with its own. A model with adapters saves only the adapters, not the weights
+    that they sit on.
 
     Args:
         optimizer: None if the model does not train.
-        seed: of the generators of a run that resumes on another layout.
+        seed: Seed of the generators of a run that resumes on another layout.
         reference: None if the model keeps none.
     """
 
@@ -62,7 +62,7 @@ class Checkpoint:
         """Write under `path`, or copy what is to be written aside and write it in the background; collective.
 
         Raises:
-            RLError: if a rank's files cannot be written, also those of an earlier save.
+            RLError: If a rank's files cannot be written, also those of an earlier save.
         """
         self.finish_save()
         aside = self._reference_weights()
@@ -91,7 +91,7 @@ class Checkpoint:
         part in no collective.
 
         Raises:
-            RLError: if a rank's files could not be written, once.
+            RLError: If a rank's files could not be written, once.
         """
         return self._background.finish(wait=wait)
 
@@ -103,8 +103,8 @@ class Checkpoint:
         """Restore what `save` wrote; collective.
 
         Raises:
-            ValueError: if there is no checkpoint at `path`, or it has the initial reference and the model another.
-            RLError: if a save that was under way has failed.
+            ValueError: If there is no checkpoint at `path`, or it has the initial reference and the model another.
+            RLError: If a save that was under way has failed.
         """
         self.finish_save()
         if not (path / TRAINER).is_file():

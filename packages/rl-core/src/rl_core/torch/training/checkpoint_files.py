@@ -42,16 +42,16 @@ def write_checkpoint(
     """Write this rank's tensors into its shard, tensor by tensor, and its small files; collective.
 
     Args:
-        path: of the model's checkpoint; its folders exist.
-        tensors: by name, as `planner` takes them.
-        files: contents by name.
-        group: all ranks, on gloo.
+        path: Path of the model's checkpoint; its folders exist.
+        tensors: Tensors by name, as `planner` takes them.
+        files: Contents by name.
+        group: All ranks, on gloo.
 
     Returns:
         The files that this rank wrote, digested as their bytes went by. They are on the disk.
 
     Raises:
-        RLError: on every rank, if one of them cannot write.
+        RLError: On every rank, if one of them cannot write.
     """
     rank = dist.get_rank()
     writer = DigestingWriter(path / SHARDS)
@@ -69,11 +69,11 @@ def read_tensors(
     """Fill tensors in place from the shards of a checkpoint, whatever ranks wrote them; collective.
 
     Args:
-        path: of the model's checkpoint.
-        group: all ranks, on gloo.
+        path: Path of the model's checkpoint.
+        group: All ranks, on gloo.
 
     Raises:
-        RLError: on every rank, if one of them cannot read.
+        RLError: On every rank, if one of them cannot read.
     """
     with warnings.catch_warnings(), plain_errors(path, "read"):
         # the ranks of a pipeline read tensors of other names
@@ -85,11 +85,11 @@ def verify_files(folder: Path, files: Sequence[SavedFile], group: dist.ProcessGr
     """Compare files with what was written; each is read by one of the ranks, so that together they read them once.
 
     Args:
-        folder: that the files' paths are relative to.
-        group: all ranks, on a backend for CPU tensors.
+        folder: That the files' paths are relative to.
+        group: All ranks, on a backend for CPU tensors.
 
     Raises:
-        CheckpointDamaged: on every rank, naming the first file that is missing or differs.
+        CheckpointDamaged: On every rank, naming the first file that is missing or differs.
     """
     if not files:
         return
@@ -102,7 +102,7 @@ def verify_files(folder: Path, files: Sequence[SavedFile], group: dist.ProcessGr
 
 
 def exported_files(folder: Path, group: dist.ProcessGroup) -> tuple[SavedFile, ...]:
-    """The files of an export, which this rank alone sees or leads the others in telling; collective.
+    """The files of an export, which only this rank sees or leads the others in telling; collective.
 
     Rank 0 tells of all it sees; another rank tells of what rank 0 does not see, as the folder is not shared. They have
     no digest: nothing resumes from them.

@@ -21,7 +21,7 @@ from rl_core.torch.training.backend import RankMesh, RankModel, RankWeights
 from rl_core.weights import TensorSpec, buckets, num_bytes
 
 FILE_BYTES = 2 * 2**30
-"""Most bytes of one safetensors file, and of the tensors that a writing rank gathers at a time."""
+"""Maximum number of bytes of one safetensors file, and of the tensors that a writing rank gathers at a time."""
 
 
 _WIDE = ("F32", "F64")
@@ -36,8 +36,8 @@ def export_dtype(folder: Path, precision: str) -> str:
     does not say.
 
     Args:
-        folder: of the model's source.
-        precision: what the model computes in.
+        folder: Folder of the model's source.
+        precision: What the model computes in.
     """
     if precision == "float32":
         return precision
@@ -67,10 +67,10 @@ def write_hf_config(model: RankModel, path: Path, *, role: Role, dtype: str, tok
 
     Args:
         tokenizer: Folder of the tokenizer. A model with a scalar head gets its padding token, by which `transformers`
-            finds the last token of a padded row; not one that also ends rows, behind which it would find another.
+            finds the last token of a padded row; not one that also ends rows, after which it would find another.
 
     Raises:
-        ValueError: if `transformers` has no class for this family and role.
+        ValueError: If `transformers` has no class for this family and role.
     """
     path.mkdir(parents=True, exist_ok=True)
     config = type(model.hf_config).from_dict(model.hf_config.to_dict())

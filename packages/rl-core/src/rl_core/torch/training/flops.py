@@ -55,10 +55,10 @@ class AttentionShape:
     """A layer's attention.
 
     Args:
-        num_heads: of queries.
+        num_heads: Number of heads of queries.
         key_dim, value_dim: of a head.
-        window: tokens that each token sees, itself included; all before it if None.
-        chunk: tokens of each chunk of a row, outside of which no token sees any; the whole row if None.
+        window: Tokens that each token sees, itself included; all before it if None.
+        chunk: Tokens of each chunk of a row, outside of which no token sees any; the whole row if None.
     """
 
     num_heads: int
@@ -84,7 +84,7 @@ def attention_shapes(config: HFConfig) -> tuple[AttentionShape, ...]:
     """The attention of every layer of softmax attention; what linear attention adds to its matrices is little.
 
     Args:
-        config: a language model's `transformers` config.
+        config: A language model's `transformers` config.
     """
     num_heads = setting(config, "num_attention_heads")
     if not num_heads:
@@ -122,9 +122,9 @@ class ModelShape:
     """The numbers that a model's operations follow from.
 
     Args:
-        matrices: entries of all matrices that a token is multiplied with, those of its experts among them.
-        trained: those of them that train.
-        attention: of each layer that has softmax attention.
+        matrices: Entries of all matrices that a token is multiplied with, those of its experts among them.
+        trained: Those of them that train.
+        attention: Attention of each layer that has softmax attention.
     """
 
     matrices: int
@@ -155,7 +155,7 @@ def speed_metrics(flops: float, seconds: float, peak: float | None) -> dict[str,
     is known, `mfu`: the share of it that was used.
 
     Args:
-        peak: operations per second of the ranks that share the shard, together.
+        peak: Operations per second of the ranks that share the shard, together.
     """
     rate = flops / seconds
     metrics = {

@@ -16,12 +16,12 @@ from rl_core.torch.optim.optimizer import WAYS_TO_STEP
 class Hyperparameters:
     """The settings of an optimizer's parameter groups, and the position of its schedule.
 
-    A run with the settings of the checkpoint goes on exactly as it was. A run with others, such as a branch with a
+    A run with the settings of the checkpoint continues exactly as it was. A run with others, such as a branch with a
     lower learning rate, takes its own, and its schedule is brought to the step that the checkpoint was saved at.
 
     Args:
-        optimizer: just built, before its first step.
-        schedule: just built over it; None for constant settings.
+        optimizer: Just built, before its first step.
+        schedule: Just built over it; None for constant settings.
     """
 
     def __init__(self, optimizer: Optimizer, schedule: LRScheduler | None) -> None:

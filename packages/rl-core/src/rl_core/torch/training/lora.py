@@ -25,18 +25,18 @@ ADAPTER_PREFIX = "base_model.model."
 
 
 def is_adapted(layer: str, config: LoraConfig) -> bool:
-    """Whether a linear layer of this name gets an adapter."""
+    """Return whether a linear layer of this name gets an adapter."""
     is_target = config.match_all_linear or ends_with(layer, config.target_modules)
     return is_target and not ends_with(layer, config.exclude_modules)
 
 
 def ends_with(layer: str, endings: Sequence[str]) -> bool:
-    """Whether a layer's name is one of these, or ends with one after a dot."""
+    """Return whether a layer's name is one of these, or ends with one after a dot."""
     return any(f".{layer}".endswith(f".{ending}") for ending in endings)
 
 
 def is_adapted_stack(weight: str, config: LoraConfig) -> bool:
-    """Whether a weight of stacked experts of this name gets an adapter for each of them."""
+    """Return whether a weight of stacked experts of this name gets an adapter for each of them."""
     return ends_with(weight, config.target_parameters) and not ends_with(weight, config.exclude_modules)
 
 
@@ -47,7 +47,7 @@ def peft_layers(weights: Iterable[str]) -> dict[str, str]:
     outermost, and names a factor by its wrapper.
 
     Args:
-        weights: in the model's order; stacked ones are those that do not end in `.weight`.
+        weights: Weights in the model's order; stacked ones are those that do not end in `.weight`.
     """
     layers: dict[str, str] = {}
     stacks: dict[str, list[str]] = {}
@@ -84,7 +84,7 @@ def initial_down(weight: str, shape: Sequence[int], seed: int) -> Tensor:
     draws it and the same on any mesh; its other factor starts from zero.
 
     Args:
-        weight: name of the weight, which seeds it.
+        weight: Name of the weight, which seeds it.
     """
     generator = torch.Generator().manual_seed(seed + zlib.crc32(weight.encode()))
     bound = 1.0 / math.sqrt(shape[-1])
@@ -96,9 +96,9 @@ class InitialFactors:
     """The factors that the adapters of a model start from: new ones, or those of an adapter in the format of peft.
 
     Args:
-        seed: of new ones.
-        given: by name; empty for new ones.
-        folder: that they were read from.
+        seed: Seed of new ones.
+        given: Given by name; empty for new ones.
+        folder: That they were read from.
     """
 
     seed: int
@@ -110,13 +110,15 @@ class InitialFactors:
         """As configured.
 
         Raises:
-            ValueError: if there is no adapter in the folder, or it is scaled differently.
+            ValueError: If there is no adapter in the folder, or it is scaled differently.
         """
         if not config.enabled or config.adapter is None:
             return cls(seed)
         folder = Path(config.adapter).expanduser()
         if not (folder / ADAPTER_WEIGHTS).is_file():
-            raise ValueError(f"lora_cfg.adapter: {str(folder)!r} has no {ADAPTER_WEIGHTS}; name an adapter's folder")
+            raise ValueError(
+                f"lora_cfg.adapter: {str(folder)!r} has no {ADAPTER_WEIGHTS}; give the folder of an adapter"
+            )
         factors = load_file(folder / ADAPTER_WEIGHTS)
         given = {name.removeprefix(ADAPTER_PREFIX): factor.float() for name, factor in factors.items()}
         return cls(seed, given, str(folder))
@@ -125,10 +127,10 @@ class InitialFactors:
         """Refuse factors of layers that get no adapter.
 
         Args:
-            weights: names of all weights of the model that get one, in its order.
+            weights: Names of all weights of the model that get one, in its order.
 
         Raises:
-            ValueError: naming the layers.
+            ValueError: Naming the layers.
         """
         layers = set(peft_layers(weights).values())
         others = sorted({name for name in self.given if name.removesuffix(LORA_A).removesuffix(LORA_B) not in layers})
@@ -145,12 +147,12 @@ class InitialFactors:
         with a first dim of experts.
 
         Args:
-            down: shape of the first factor.
-            up: shape of the second factor.
-            layer: of the weight in `peft_layers`, which a stacked one needs.
+            down: Shape of the first factor.
+            up: Shape of the second factor.
+            layer: Layer of the weight in `peft_layers`, which a stacked one needs.
 
         Raises:
-            ValueError: if the folder has none of these shapes.
+            ValueError: If the folder has none of these shapes.
         """
         if not self.given:
             return initial_down(weight, down, self.seed), torch.zeros(tuple(up))
@@ -174,7 +176,7 @@ def nothing_adapted(config: LoraConfig, kind: str) -> ValueError:
     """The error for a config that leaves a model without adapters.
 
     Args:
-        kind: of the model.
+        kind: Kind of the model.
     """
     return ValueError(
         f"lora_cfg: target_modules {config.target_modules} without exclude_modules {config.exclude_modules} "

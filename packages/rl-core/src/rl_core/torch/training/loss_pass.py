@@ -34,12 +34,12 @@ class LossPass:
         metrics = loss_pass.metrics()
 
     Args:
-        loss: what to compute.
-        batch: this rank's shard; it may have no rows.
-        group: the data-parallel group, on a backend that reduces CPU tensors; the totals are summed over it.
+        loss: What to compute.
+        batch: This rank's shard; it may have no rows.
+        group: The data-parallel group, on a backend that reduces CPU tensors; the totals are summed over it.
 
     Raises:
-        ValueError: if the batch lacks a column that the loss or one of its reads names.
+        ValueError: If the batch lacks a column that the loss or one of its reads names.
     """
 
     def __init__(self, loss: Loss, batch: Batch, group: dist.ProcessGroup | None) -> None:

@@ -21,13 +21,13 @@ def manifest_of(weights: RankWeights, version: int, dtype: str, form: WeightForm
     """Every tensor of a form by name in the compute dtype; a tied head is named, not sent. Collective.
 
     Raises:
-        ValueError: if there are no adapters whose factors could be sent.
+        ValueError: If there are no adapters whose factors could be sent.
     """
     if form == "merged":
         return Manifest(version, tuple(weights.specs(dtype)), weights.tied)
     factors = tuple(weights.adapter_specs(dtype))
     if not factors:
-        raise ValueError("this model has no adapters, whose factors could be sent apart from its weights")
+        raise ValueError("cannot send adapters: the model has none")
     if form == "adapter":
         return Manifest(version, factors, num_factors=len(factors))
     return Manifest(version, (*weights.specs(dtype), *factors), weights.tied, len(factors))
@@ -62,13 +62,13 @@ def send_weights(
     Returns the digest of all that each group of receivers got on ranks that send, nothing elsewhere.
 
     Args:
-        end: this rank's, used again by the next transfer.
-        stream: whole tensors in the manifest's order, parameter by parameter; as many items on every rank, with None
+        end: This rank's, used again by the next transfer.
+        stream: Whole tensors in the manifest's order, parameter by parameter; as many items on every rank, with None
             allowed on ranks that do not send. Advancing it may be collective.
 
     Raises:
-        WeightSyncError: if this rank's receivers do not come, or time runs out.
-        PeerFailed: if another rank's failed.
+        WeightSyncError: If this rank's receivers do not come, or time runs out.
+        PeerFailed: If another rank's failed.
     """
     sends = transport.every_rank_sends or mesh.rank == 0
     digests: Sequence[str] = ()

@@ -14,10 +14,10 @@ from rl_core.torch.residency.host_slabs import HostSlabs, bytes_of
 class Reference:
     """A copy in host memory of the tensors that a rank trains, exchanged with the model's while the reference is read.
 
-    With adapters it is a copy of the adapters alone.
+    With adapters it is a copy of only the adapters.
 
     Args:
-        parts: this rank's part of every tensor that trains, the same ones at each call; first called before the first
+        parts: This rank's part of every tensor that trains, the same ones at each call; first called before the first
             step.
     """
 
@@ -32,7 +32,7 @@ class Reference:
 
     @property
     def has_moved(self) -> bool:
-        """Whether these are no longer the initial weights, so that a checkpoint has to hold them."""
+        """Return whether these are no longer the initial weights, so that a checkpoint has to hold them."""
         return self._has_moved
 
     @torch.no_grad()

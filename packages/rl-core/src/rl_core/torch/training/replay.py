@@ -25,9 +25,9 @@ class RoutingShape:
     """Routing of one token in a whole model.
 
     Args:
-        num_layers: those without experts included.
-        num_chosen: experts per token.
-        num_experts: of a layer.
+        num_layers: Those without experts included.
+        num_chosen: Experts per token.
+        num_experts: Number of experts of a layer.
     """
 
     num_layers: int
@@ -38,11 +38,11 @@ class RoutingShape:
         """The column of a batch that says where its tokens were sent, by name.
 
         Args:
-            is_needed: whether there must be one; otherwise routers choose for a batch without it.
-            key: that turns replay on, for messages.
+            is_needed: True if there must be one; otherwise routers choose for a batch without it.
+            key: That turns replay on, for messages.
 
         Raises:
-            ValueError: if it is missing though needed, or of another model.
+            ValueError: If it is missing though needed, or of another model.
         """
         if ROUTED_EXPERTS not in batch and not is_needed:
             return {}
@@ -57,7 +57,8 @@ class RoutingShape:
             raise ValueError(f"{ROUTED_EXPERTS} has [layers, experts per token] {found}, the model {expected}")
         if column.values.size and column.values.max() >= self.num_experts:
             raise ValueError(
-                f"{ROUTED_EXPERTS} names expert {column.values.max()}, and the model has {self.num_experts} per layer"
+                f"{ROUTED_EXPERTS} contains expert {column.values.max()}, but the model has {self.num_experts} per "
+                "layer"
             )
         return {ROUTED_EXPERTS: column}
 
@@ -66,7 +67,7 @@ class RoutingShape:
         for padding, and for rows without the column, which only let the rank join in.
 
         Args:
-            places: int64 `[positions]`, index among the tokens of the rows; -1 for padding.
+            places: Int64 `[positions]`, index among the tokens of the rows; -1 for padding.
         """
         shape = (self.num_layers, self.num_chosen)
         if ROUTED_EXPERTS not in rows:
@@ -79,7 +80,7 @@ def chosen_experts(own: Tensor, given: Tensor) -> Tensor:
     """int64 `[tokens, experts per token]`: the given experts, and the router's own for tokens of which none are given.
 
     Args:
-        own: int64 `[tokens, experts per token]`, the router's choice.
-        given: of the same shape; `UNKNOWN_EXPERT` for tokens that the router chooses for.
+        own: Int64 `[tokens, experts per token]`, the router's choice.
+        given: Experts of the same shape; `UNKNOWN_EXPERT` for tokens that the router chooses for.
     """
     return torch.where((given < 0).any(-1, keepdim=True), own, given.to(own.dtype))

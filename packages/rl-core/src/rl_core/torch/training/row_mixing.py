@@ -15,10 +15,10 @@ def mix_each_row(mix: Callable[[Tensor], Tensor], tokens: Tensor, lengths: Seque
     the rows are.
 
     Args:
-        mix: from `[rows, longest, inputs]` to `[rows, longest, outputs]`. Rows are padded on the right, which no token
-            of them may see.
+        mix: Function from `[rows, longest, inputs]` to `[rows, longest, outputs]`. Rows are padded on the right, which
+            no token of them may see.
         tokens: `[tokens, inputs]`.
-        lengths: of the rows, in their order.
+        lengths: Lengths of the rows, in their order.
 
     Returns:
         `[tokens, outputs]`.

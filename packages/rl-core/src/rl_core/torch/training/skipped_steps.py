@@ -27,7 +27,7 @@ class SkippedSteps:
         metrics = {"skipped_steps": Metric(float(not steps), reduction="max"), ...}
 
     Args:
-        limit: steps in a row that may be skipped (`ModelConfig.max_skipped_steps`).
+        limit: Steps in a row that may be skipped (`ModelConfig.max_skipped_steps`).
     """
 
     def __init__(self, limit: int) -> None:
@@ -38,7 +38,7 @@ class SkippedSteps:
         """Return whether to step with a gradient of this norm, the same on every rank.
 
         Raises:
-            RLError: if it is not finite and neither were the `limit` gradients before it.
+            RLError: If it is not finite and neither were the `limit` gradients before it.
         """
         if math.isfinite(grad_norm):
             self._in_a_row = 0
@@ -48,7 +48,7 @@ class SkippedSteps:
             raise RLError(
                 f"the gradient norm is {grad_norm} in {self._in_a_row} training steps in a row; the weights were not "
                 f"changed by them. max_skipped_steps={self._limit} in the model's config section allows {self._limit}. "
-                "Lower the learning rate, or look at the loss of the last steps"
+                "Lower the learning rate, or check the loss of the last steps"
             )
         _log.warning("the gradient norm is %s; the optimizer step is skipped (%d in a row)", grad_norm, self._in_a_row)
         return False

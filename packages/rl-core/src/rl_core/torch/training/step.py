@@ -87,7 +87,7 @@ def run_train_step(
     The optimizer step is skipped if the gradient is not finite; the schedule advances nonetheless.
 
     Raises:
-        RLError: if more steps in a row were skipped than `skipped` allows; nothing is stepped then.
+        RLError: If more steps in a row were skipped than `skipped` allows; nothing is stepped then.
     """
     loss_pass = LossPass(loss, batch, mesh.data)
 
@@ -140,8 +140,8 @@ def plan_together(
     """Microbatches of this rank's shard, as many as on every other rank of the group (some may be empty).
 
     Args:
-        group: on a backend that reduces CPU tensors.
-        multiple: what their number is rounded up to.
+        group: On a backend that reduces CPU tensors.
+        multiple: What their number is rounded up to.
     """
     count = torch.tensor(len(batching.plan(batch)))
     dist.all_reduce(count, op=dist.ReduceOp.MAX, group=group)
@@ -159,10 +159,10 @@ def in_row_order(
     """Columns of the reads, put together from those of microbatches, in the order of the batch's rows.
 
     Args:
-        parts: columns of each microbatch, in the order of the plan; empty microbatches left out.
-        batch: with the tokens of the rows, and the ids that reads take.
-        plan: rows of each microbatch.
-        hidden_size: of the model's hidden states.
+        parts: Columns of each microbatch, in the order of the plan; empty microbatches left out.
+        batch: Batch with the tokens of the rows, and the ids that reads take.
+        plan: Rows of each microbatch.
+        hidden_size: Hidden size of the model's hidden states.
     """
     order = np.concatenate([*plan, np.zeros(0, dtype=np.int64)]).astype(np.int64)
     back = np.argsort(order)

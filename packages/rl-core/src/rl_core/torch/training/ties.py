@@ -63,7 +63,7 @@ def untie_apart(
 
 
 def _differ(opened: OpenWeights, first: str, second: str, rank: int, size: int) -> bool:
-    """Whether two weights differ in a rank's share of their rows, or in shape."""
+    """Return whether two weights differ in a rank's share of their rows, or in shape."""
     shape = opened.shape(first)
     if shape != opened.shape(second):
         return True

@@ -42,14 +42,14 @@ class TrainingWorker:
     """An `rl_core.ModelWorker` on the parts that a backend builds (`rl_core.torch.TrainingParts`).
 
     Args:
-        config: the model.
-        spec: its purpose. The reference are the weights at `config.model_name`, also after a `load`, unless it has been
+        config: The model.
+        spec: Its purpose. The reference are the weights at `config.model_name`, also after a `load`, unless it has been
             updated.
-        mesh: joined; it is left if building fails, and by `close`.
-        build: from the folder of the model's files to its parts; collective.
+        mesh: Joined; it is left if building fails, and by `close`.
+        build: Function from the folder of the model's files to its parts; collective.
 
     Raises:
-        ValueError: if files, config, role and settings do not fit together.
+        ValueError: If files, config, role and settings do not fit together.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class TrainingWorker:
         """Results for this rank's shard, on ranks that lead it.
 
         Raises:
-            ValueError: for a read that the role's head cannot answer, or a reference that was not kept.
+            ValueError: For a read that the role's head cannot answer, or a reference that was not kept.
         """
         check_reads(self._spec.role, reads)
         self._residency.require("parameters")
@@ -105,10 +105,10 @@ class TrainingWorker:
         """Move the reference towards the model's weights by this share of the difference.
 
         Raises:
-            ValueError: for a share outside (0, 1], or a reference that was not kept.
+            ValueError: For a share outside (0, 1], or a reference that was not kept.
         """
         if not 0 < share <= 1:
-            raise ValueError(f"the reference moves by a share in (0, 1] of its difference to the model, got {share}")
+            raise ValueError(f"the update share of the reference must be in (0, 1], got {share}")
         self._residency.require("parameters")
         self._kept_reference().update(share)
 
@@ -157,7 +157,7 @@ class TrainingWorker:
         """Restore what `save` wrote, on any number of ranks and any mesh.
 
         Raises:
-            CheckpointDamaged: on every rank, naming the first of the files that is missing or differs.
+            CheckpointDamaged: On every rank, naming the first of the files that is missing or differs.
         """
         self._residency.require("parameters", "optimizer")
         verify_files(Path(path), files, self._mesh.control)
@@ -187,7 +187,7 @@ class TrainingWorker:
         """All weights in the compute dtype, by Hugging Face name; on rank 0, which speaks for all.
 
         Raises:
-            ValueError: for another form than `merged` if the model has no adapters.
+            ValueError: For another form than `merged` if the model has no adapters.
         """
         manifest = manifest_of(self._weights, version, self._config.precision, form)
         return manifest if self._mesh.rank == 0 else None
@@ -259,8 +259,8 @@ class TrainingWorker:
         """Refuse a loss that this model cannot compute, or not now.
 
         Raises:
-            ValueError: for a read that the role's head cannot answer, or a step of a model without an optimizer.
-            RuntimeError: naming parts that are offloaded.
+            ValueError: For a read that the role's head cannot answer, or a step of a model without an optimizer.
+            RuntimeError: Naming parts that are offloaded.
         """
         check_reads(self._spec.role, loss.reads)
         self._residency.require(*(("parameters", "optimizer") if trains else ("parameters",)))

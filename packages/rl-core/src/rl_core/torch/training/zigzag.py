@@ -14,7 +14,7 @@ def zigzag_slices(length: int, size: int, rank: int) -> tuple[tuple[int, int], t
     """Start and end of the two slices of a rank.
 
     Raises:
-        ValueError: if the row cannot be cut into equal slices.
+        ValueError: If the row cannot be cut into equal slices.
     """
     if length % (2 * size):
         raise ValueError(f"{length} tokens cannot be cut into {2 * size} equal slices")

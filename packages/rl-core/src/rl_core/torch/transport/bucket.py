@@ -27,7 +27,7 @@ class Slot:
     """The place of one tensor in its bucket, or of parts of it.
 
     Args:
-        parts: one behind the other; None if the tensor is there whole.
+        parts: One after the other; None if the tensor is there whole.
     """
 
     spec: TensorSpec
@@ -93,9 +93,9 @@ class Layout:
     """The buckets of one transfer.
 
     Args:
-        buckets: in the order in which they travel.
-        fingerprint: tells two manifests apart in a handshake, their versions included, and the parts that travel.
-        parts: what travels of each tensor.
+        buckets: Buckets in the order in which they travel.
+        fingerprint: Tells two manifests apart in a handshake, their versions included, and the parts that travel.
+        parts: What travels of each tensor.
     """
 
     buckets: tuple[Bucket, ...]
@@ -108,7 +108,7 @@ class Layout:
         return max([1, *(bucket.num_bytes for bucket in self.buckets)])
 
     def keeping(self, parts: Parts) -> Layout:
-        """The same buckets with these parts of their tensors alone."""
+        """The same buckets with only these parts of their tensors."""
         if not parts:
             return self
         buckets = [_bucket(each.index, [slot.spec for slot in each.slots], parts) for each in self.buckets]

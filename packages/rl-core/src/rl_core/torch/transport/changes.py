@@ -141,10 +141,10 @@ def pack(whole: torch.Tensor, before: torch.Tensor, lane: int, base: int) -> tor
     """Changes of a bucket.
 
     Args:
-        whole: uint8, the bucket's bytes.
-        before: those before.
-        lane: bytes of one value: 2, 4 or 8.
-        base: number of the version before.
+        whole: Uint8, the bucket's bytes.
+        before: Those before.
+        lane: Bytes of one value: 2, 4 or 8.
+        base: Number of the version before.
 
     Returns:
         uint8: the base, the number of changed values in each block, the values, and each one's position in its block;

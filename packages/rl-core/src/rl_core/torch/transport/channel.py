@@ -21,8 +21,8 @@ class Channel:
     """A connected socket that carries JSON messages, each in bounded time.
 
     Args:
-        peer: who is at the other end, as errors name it.
-        timeout_s: bound of one send or receive.
+        peer: Who is at the other end, as errors name it.
+        timeout_s: Bound of one send or receive.
     """
 
     def __init__(self, connection: socket.socket, peer: str, timeout_s: float) -> None:

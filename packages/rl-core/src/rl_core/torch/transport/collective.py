@@ -1,4 +1,4 @@
-"""Transport over process groups of its own: gloo on CPU, NCCL on GPUs.
+"""Transport over its own process groups: gloo on CPU, NCCL on GPUs.
 
 Receivers that keep the same parts of all tensors are in one group with the sender, which broadcasts these parts there.
 """
@@ -47,7 +47,7 @@ _LAST_WORDS_S = 20.0
 
 
 class _Broadcasts:
-    """Broadcasts from rank 0 in a group of its own, each watched until it is over, the peers are gone or time is up."""
+    """Broadcasts from rank 0 in its own group, each watched until it is over, the peers are gone or time is up."""
 
     def __init__(
         self,
@@ -166,7 +166,7 @@ class CollectiveSenderLink:
     """Rank 0 of a group.
 
     Args:
-        channels: to the receivers, by their ranks among all receivers.
+        channels: Channels to the receivers, by their ranks among all receivers.
     """
 
     def __init__(self, channels: Mapping[int, Channel], transport: Transport, device: Device) -> None:
@@ -229,8 +229,8 @@ class CollectiveReceiverLink:
     """A rank of a group from 1 on; receives the next bucket while the present one is read, if it knows the size.
 
     Args:
-        rank: among all receivers.
-        parts: that it keeps; receivers of the same ones are in its group.
+        rank: Among all receivers.
+        parts: That it keeps; receivers of the same ones are in its group.
     """
 
     def __init__(self, transport: Transport, rank: int, device: Device, parts: Parts) -> None:

@@ -24,7 +24,7 @@ def interrupt(transport: Transport, reason: str) -> None:
 
 @contextmanager
 def interruptible(transport: Transport) -> Iterator[None]:
-    """Have the deadlines that this thread makes inside the context heed `interrupt` of this transfer."""
+    """Make the deadlines that this thread creates inside the context react to `interrupt` of this transfer."""
     before = getattr(_transfer, "address", None)
     _transfer.address = transport.address
     try:
@@ -38,8 +38,8 @@ class Deadline:
     """A point in time by which a phase must be over.
 
     Args:
-        seconds: from now.
-        phase: the work and who does it, as the error says it.
+        seconds: Seconds from now.
+        phase: The work and who does it, as the error says it.
     """
 
     def __init__(self, seconds: float, phase: str) -> None:
@@ -62,9 +62,9 @@ class Deadline:
         return min(self.remaining(), SLICE_S)
 
     def is_over(self) -> bool:
-        """Whether there is no time left."""
+        """Return whether there is no time left."""
         return self._end <= time.monotonic()
 
     def expired(self) -> WeightSyncError:
-        """The error that says what took too long."""
+        """Return the error that shows what took too long."""
         return WeightSyncError(f"weight transfer timed out after {self._seconds:g} s: {self.phase}")

@@ -23,7 +23,7 @@ def digest(tensor: Tensor) -> str:
     an adversary.
 
     Args:
-        tensor: of any dtype and shape; the shape and dtype themselves are not part of the digest, the number of
+        tensor: Tensor of any dtype and shape; the shape and dtype themselves are not part of the digest, the number of
             bytes is.
     """
     (found,) = read_digests([begin_digest(tensor)])
@@ -35,8 +35,8 @@ class PendingDigest:
     """A digest that the tensor's device is computing.
 
     Args:
-        num_bytes: of the tensor.
-        total: the mixed sum; int64 on the device, or a number if it was taken on the host.
+        num_bytes: Number of bytes of the tensor.
+        total: The mixed sum; int64 on the device, or a number if it was taken on the host.
     """
 
     num_bytes: int
@@ -44,7 +44,7 @@ class PendingDigest:
 
 
 def begin_digest(tensor: Tensor) -> PendingDigest:
-    """Have the tensor's device compute its digest, without waiting; the tensor may be changed afterwards in the same
+    """Compute the digest on the tensor's device, without waiting; the tensor may be changed afterwards in the same
     stream.
     """
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
@@ -70,7 +70,7 @@ def read_digests(pending: Sequence[PendingDigest]) -> list[str]:
 
 
 def _mixed_sum(lanes: Tensor, start: int) -> Tensor | int:
-    """The sum of the mixed lanes at positions `start`, `start + 1`, ..., but for multiples of 2^64."""
+    """The sum of the mixed lanes at positions `start`, `start + 1`, ..., except multiples of 2^64."""
     if lanes.device.type == "cpu":
         # not `numpy()`, after which torch would not release the memory
         return _host_sum(np.from_dlpack(lanes), start)

@@ -31,7 +31,7 @@ ANSWER_BYTES = _PROOF_BYTES
 
 
 class HandshakeError(Exception):
-    """Raised if a peer sent something else than its part, or does not have the secret; the message says which."""
+    """Raised if a peer sent something else than its part, or does not have the secret; the message shows which."""
 
 
 class SenderHandshake:

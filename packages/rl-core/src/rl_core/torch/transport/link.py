@@ -33,7 +33,7 @@ class SenderLink(Protocol):
         """Wait until every receiver has every bucket with these digests.
 
         Raises:
-            WeightSyncError: naming the tensors of buckets that arrived otherwise.
+            WeightSyncError: Naming the tensors of buckets that arrived otherwise.
         """
         ...
 
@@ -65,7 +65,7 @@ class ReceiverLink(Protocol):
         """Compare what arrived with what was sent.
 
         Raises:
-            WeightSyncError: naming the tensors of buckets that arrived otherwise.
+            WeightSyncError: Naming the tensors of buckets that arrived otherwise.
         """
         ...
 

@@ -21,7 +21,7 @@ def confirm(channels: Mapping[int, Channel], layout: Layout, digests: Sequence[s
     """The sender's part: tell every receiver the root digest, and wait until each has agreed.
 
     Raises:
-        WeightSyncError: naming receiver and tensors, if something arrived otherwise.
+        WeightSyncError: Naming receiver and tensors, if something arrived otherwise.
     """
     for channel in channels.values():
         channel.send({"root": root_digest(digests)}, PHASE)
@@ -36,7 +36,7 @@ def verify(channel: Channel, layout: Layout, digests: Sequence[str], rank: int) 
     """A receiver's part: agree with the sender's root digest, or find the buckets that differ.
 
     Raises:
-        WeightSyncError: naming the tensors of those buckets.
+        WeightSyncError: Naming the tensors of those buckets.
     """
     phase = f"receiver rank {rank}, {PHASE}"
     if channel.receive(phase)["root"] == root_digest(digests):
@@ -47,7 +47,7 @@ def verify(channel: Channel, layout: Layout, digests: Sequence[str], rank: int) 
 
 
 def compare(layout: Layout, sent: Sequence[str], received: Sequence[str], receiver: str) -> None:
-    """Raise a `WeightSyncError` that names every tensor of the buckets whose digests differ."""
+    """Raise a `WeightSyncError` that lists every tensor of the buckets whose digests differ."""
     pairs = zip(layout.buckets, sent, received, strict=True)
     names = tuple(slot.spec.name for bucket, ours, theirs in pairs if ours != theirs for slot in bucket.slots)
     if names:

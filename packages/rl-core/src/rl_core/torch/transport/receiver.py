@@ -31,8 +31,8 @@ class Receiver:
     number, or -1.
 
     Args:
-        layout: of the manifest.
-        link: over which the buckets arrive.
+        layout: Layout of the manifest.
+        link: Over which the buckets arrive.
     """
 
     def __init__(self, layout: Layout, link: ReceiverLink) -> None:
@@ -45,7 +45,7 @@ class Receiver:
         """Each tensor once.
 
         Raises:
-            WeightSyncError: on a time-out, if the sender is gone, or naming the tensors of buckets that arrived broken.
+            WeightSyncError: On a time-out, if the sender is gone, or naming the tensors of buckets that arrived broken.
         """
         pending: list[PendingDigest] = []
         for bucket in self._layout.buckets:
@@ -81,7 +81,7 @@ class ReceivingEnd:
     It is opened by the first transfer, replaced by one with another transport, and closed by a transfer that fails.
 
     Args:
-        device: at which the tensors arrive; if every rank sends, the sender is the one on the same device.
+        device: At which the tensors arrive; if every rank sends, the sender is the one on the same device.
     """
 
     def __init__(self, device: Device) -> None:
@@ -96,11 +96,11 @@ class ReceivingEnd:
         """Meet the sender, unless it is connected already, then receive.
 
         Args:
-            rank: of this receiver, 1-based.
-            parts: that it keeps; a transport over which tensors travel apart brings it no others.
+            rank: Rank of this receiver, 1-based.
+            parts: That it keeps; a transport over which tensors travel apart brings it no others.
 
         Raises:
-            WeightSyncError: if no sender comes within `transport.timeout_s`, or it sends other tensors.
+            WeightSyncError: If no sender comes within `transport.timeout_s`, or it sends other tensors.
         """
         parts = (parts or {}) if transport.sends_parts else {}
         layout = lay_out(manifest, transport.bucket_bytes).keeping(parts)
@@ -134,7 +134,7 @@ class ReceivingEnd:
 def open_receiver(
     manifest: Manifest, transport: Transport, rank: int, device: Device, parts: Parts | None = None
 ) -> Iterator[Receiver]:
-    """One transfer as a receiver over a connection of its own; see `ReceivingEnd.transfer`."""
+    """One transfer as a receiver over its own connection; see `ReceivingEnd.transfer`."""
     with closing(ReceivingEnd(device)) as end, end.transfer(manifest, transport, rank, parts) as receiver:
         yield receiver
 

@@ -195,10 +195,10 @@ def await_ready(channels: Mapping[int, Channel], layout: Layout, parts: Parts | 
     """Wait until every receiver is ready for this transfer; returns the layout with the parts that they keep.
 
     Args:
-        parts: that they kept the last time, and still do unless one of them says otherwise.
+        parts: That they kept the last time, and still do unless one of them says otherwise.
 
     Raises:
-        WeightSyncError: naming a receiver that is ready for another one.
+        WeightSyncError: Naming a receiver that is ready for another one.
     """
     said = {rank: channel.receive("the beginning of a transfer") for rank, channel in channels.items()}
     kept = [message["parts"] for message in said.values() if "parts" in message]
@@ -213,7 +213,7 @@ def say_ready(channel: Channel, layout: Layout, *, with_parts: bool = False) -> 
     """Tell the sender for which transfer this receiver is ready.
 
     Args:
-        with_parts: whether to tell which parts it keeps, for itself and those that keep the same.
+        with_parts: True to tell which parts it keeps, for itself and those that keep the same.
     """
     parts = {"parts": encoded(layout.parts)} if with_parts else {}
     channel.send({"ready": layout.fingerprint, **parts}, "the beginning of a transfer")
@@ -295,7 +295,7 @@ def abort_all(channels: Iterable[Channel], reason: str) -> None:
 
 
 def _same_user(connection: socket.socket) -> bool:
-    """Whether a local peer runs as this user; abstract sockets have no permissions of their own."""
+    """Return whether a local peer runs as this user; abstract sockets have no permissions."""
     if connection.family != socket.AF_UNIX:
         return True
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)

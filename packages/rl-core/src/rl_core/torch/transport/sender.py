@@ -25,12 +25,12 @@ class Sender:
     """Takes the tensors of a manifest in its order and sees them to every receiver.
 
     Args:
-        manifest: what will be put.
-        layout: of the manifest.
-        links: over which the buckets travel: one for each group of receivers that keep the same parts.
+        manifest: What will be put.
+        layout: Layout of the manifest.
+        links: Over which the buckets travel: one for each group of receivers that keep the same parts.
 
     Attributes:
-        num_bytes_sent: bytes that were sent so far, to each group once.
+        num_bytes_sent: Bytes that were sent so far, to each group once.
     """
 
     def __init__(self, manifest: Manifest, layout: Layout, links: Sequence[SenderLink]) -> None:
@@ -51,7 +51,7 @@ class Sender:
         """Send this tensor next; its memory may be reused on return.
 
         Raises:
-            WeightSyncError: if the manifest has another tensor, shape or dtype here, a receiver is gone or expects
+            WeightSyncError: If the manifest has another tensor, shape or dtype here, a receiver is gone or expects
                 other tensors, or time ran out.
         """
         bucket, slot = self._expect(name, tensor)
@@ -66,11 +66,11 @@ class Sender:
         """Wait until every receiver has everything as it was sent; returns the digest of all that each group got.
 
         Raises:
-            WeightSyncError: naming tensors that were never put, or those of buckets that arrived broken.
+            WeightSyncError: Naming tensors that were never put, or those of buckets that arrived broken.
         """
         missing = tuple(spec.name for spec in self._manifest.tensors[self._num_put :])
         if missing:
-            raise WeightSyncError(f"the sender left out {', '.join(missing)}", missing)
+            raise WeightSyncError(f"the sender omitted {', '.join(missing)}", missing)
         self._begin()
         digests = [stream.finish() for stream in self._streams]
         self.finished = True
@@ -99,7 +99,7 @@ class _Stream:
     """Fills the buckets of one link, with the parts that its receivers keep.
 
     Args:
-        layout: with the parts that its receivers keep.
+        layout: Layout with the parts that its receivers keep.
     """
 
     def __init__(self, link: SenderLink, layout: Layout) -> None:
@@ -132,7 +132,7 @@ class SendingEnd:
     It is opened by the first transfer, replaced by one with another transport, and closed by a transfer that fails.
 
     Args:
-        device: that holds the buckets; on a GPU they travel by CUDA IPC or NCCL.
+        device: That holds the buckets; on a GPU they travel by CUDA IPC or NCCL.
     """
 
     def __init__(self, device: Device) -> None:
@@ -146,7 +146,7 @@ class SendingEnd:
         `put` is so while they make ready.
 
         Raises:
-            WeightSyncError: if receivers do not come within `transport.timeout_s`.
+            WeightSyncError: If receivers do not come within `transport.timeout_s`.
         """
         layout = lay_out(manifest, transport.bucket_bytes)
         with interruptible(transport):
@@ -178,7 +178,7 @@ class SendingEnd:
 
 @contextmanager
 def open_sender(manifest: Manifest, transport: Transport, device: Device) -> Iterator[Sender]:
-    """One transfer as the sender over a connection of its own; see `SendingEnd.transfer`."""
+    """One transfer as the sender over its own connection; see `SendingEnd.transfer`."""
     with closing(SendingEnd(device)) as end, end.transfer(manifest, transport) as sender:
         yield sender
 

@@ -26,11 +26,11 @@ class SharedBuffers(Protocol):
 
     @property
     def need_release(self) -> bool:
-        """Whether the memory is freed only after every receiver has let it go."""
+        """Return whether the memory is freed only after every receiver has let it go."""
         ...
 
     def fits(self, count: int, capacity: int) -> bool:
-        """Whether there are as many, each as large."""
+        """Return whether there are as many, each as large."""
         ...
 
     def offer(self, channel: Channel) -> None:
@@ -105,7 +105,7 @@ def map_offered(offer: Mapping[str, Any], channel: Channel, device: Device) -> l
     """Map the buffers of `SharedBuffers.offer` into this process.
 
     Raises:
-        WeightSyncError: if they lie on another kind of device.
+        WeightSyncError: If they lie on another kind of device.
     """
     opens_handles = device.torch_device.index is not None
     if ("handles" in offer) != opens_handles:

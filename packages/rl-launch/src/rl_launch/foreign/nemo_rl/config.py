@@ -57,7 +57,7 @@ def _off_policy_distillation(config: Translation) -> None:
         for section in ("teachers", "teacher", "token_aligner", "distillation"):
             config.refuse(section, "distillation of logits across tokenizers from given text (teachers, xtoken)")
     if config.get("on_policy_distillation.enabled"):
-        config.refuse("on_policy_distillation", "distillation on policy inside GRPO (on_policy_distillation)")
+        config.refuse("on_policy_distillation", "on-policy distillation inside GRPO (on_policy_distillation)")
 
 
 def _trackers(config: Translation) -> None:

@@ -143,11 +143,11 @@ def _dataset(config: Translation, purpose: str, given: dict[str, Any], repeats: 
         for key in config.keys(at):
             config.refuse(key, f"the dataset {name}")
     elif "gym" in lower:
-        config.refuse(f"{at}.dataset_name", "environments of NeMo Gym (env.nemo_gym)")
+        config.refuse(f"{at}.dataset_name", "NeMo Gym environments (env.nemo_gym)")
     elif path is not None:
         made["data_path"] = path
         _answer(config, f"{at}.data_path", Kind.SAME, f"{at}.data_path")
-        config.unneeded(f"{at}.dataset_name", "the file is named by data_path")
+        config.unneeded(f"{at}.dataset_name", "the file is data_path")
     elif lower in _KNOWN:
         known = _KNOWN[lower]
         made = {"dataset_name": known.hub, **known.settings}
@@ -192,7 +192,7 @@ def _setting(
         made[key] = value
         _answer(config, at, Kind.SAME, at)
     elif key == "seed":
-        _answer(config, at, Kind.NOT_NEEDED, "held-out rows are chosen by chance, the same in every run")
+        _answer(config, at, Kind.NOT_NEEDED, "held-out rows are random, but the same in every run")
     elif key == "env_name":
         _environment(config, at, value, made)
     elif key == "processor":
@@ -204,7 +204,7 @@ def _setting(
         made.setdefault("columns", {})[_COLUMNS[key]] = value
         _answer(config, at, Kind.FOLLOWS, at.replace(key, "columns"))
     elif key == "download_dir":
-        _answer(config, at, Kind.NOT_NEEDED, "datasets lie in the cache of Hugging Face")
+        _answer(config, at, Kind.NOT_NEEDED, "datasets are in the Hugging Face cache")
     elif value in (False, [], {}):
         _answer(config, at, Kind.NOT_NEEDED, "off")
     else:
@@ -218,7 +218,7 @@ def _answer(config: Translation, key: str, kind: Kind, text: str) -> None:
 
 
 def _visual() -> str:
-    return "models of images, video or sound"
+    return "image, video or audio models"
 
 
 def _environment(config: Translation, at: str, value: str, made: dict[str, Any]) -> None:
@@ -239,7 +239,7 @@ def _environment(config: Translation, at: str, value: str, made: dict[str, Any])
 
 def _processor(config: Translation, at: str, value: str, made: dict[str, Any]) -> None:
     if value in _BUILT_IN_PROCESSORS:
-        _answer(config, at, Kind.NOT_NEEDED, "rows of known datasets, and columns that are named, need none")
+        _answer(config, at, Kind.NOT_NEEDED, "rows of known datasets and configured columns need none")
     elif value.startswith("vlm"):
         config.refuse(at if config.has(at) else "data.train", _visual())
     elif ":" in value:
@@ -285,7 +285,7 @@ def _defaults(config: Translation) -> None:
                     f"{at}: copy {value} beside the recipe, write {{input}} in it for {{}}, and correct its path"
                 )
             elif key == "system_prompt_file":
-                config.notes.append(f"{at}: copy {value} beside the recipe, and correct its path")
+                config.notes.append(f"{at}: copy {value} next to the recipe, and correct its path")
         elif key == "env_name":
             _environment(config, at, value, made)
         elif key == "processor":
@@ -306,7 +306,7 @@ def _defaults(config: Translation) -> None:
 def _lengths(config: Translation) -> None:
     total, limit = config.get("policy.max_total_sequence_length"), config.get("data.max_input_seq_length")
     if total and limit and limit >= total:
-        config.unneeded("data.max_input_seq_length", "it is policy.max_total_sequence_length, the default")
+        config.unneeded("data.max_input_seq_length", "the default is policy.max_total_sequence_length")
     # NeMo RL cuts rows that are too long, or leaves them out of the loss; here they end the run unless they are skipped
     config.put("data.overlong", "skip")
     config.notes.append("data.overlong: skip leaves out rows that are too long, which NeMo RL masks or cuts")

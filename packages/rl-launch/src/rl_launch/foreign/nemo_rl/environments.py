@@ -24,7 +24,7 @@ def translate_environments(config: Translation) -> None:
     for name in config.get("env") or {}:
         section = f"env.{name}"
         if name == "nemo_gym":
-            config.refuse(section, "environments of NeMo Gym (env.nemo_gym)")
+            config.refuse(section, "NeMo Gym environments (env.nemo_gym)")
         elif name not in names:
             for key in config.keys(section):
                 config.unneeded(key, "no dataset uses this environment")
@@ -54,7 +54,7 @@ def _sliding_puzzle(config: Translation) -> None:
         config.get(f"{section}.cfg.game_config.shuffle_moves"),
     )
     if size not in (3, None):
-        config.refuse(f"{section}.cfg.game_config.size", f"sliding puzzles of {size} x {size} fields")
+        config.refuse(f"{section}.cfg.game_config.size", f"sliding puzzles of {size} x {size} tiles")
     settings = {"max_moves": moves} if moves else {}
     if not isinstance(config.written("data.train"), dict) or not config.written("data.train"):
         for purpose, number in (("train", 10000), ("validation", 256)):
@@ -62,7 +62,7 @@ def _sliding_puzzle(config: Translation) -> None:
     config.put("env.sliding_puzzle.max_moves", config.get(f"{section}.cfg.max_moves", 20))
     for key in config.keys(section):
         config.follows([key], "env.sliding_puzzle, and data.train.dataset_name: sliding_puzzle")
-    config.unneeded("data.add_system_prompt", "the dataset makes the prompts")
+    config.unneeded("data.add_system_prompt", "the dataset creates the prompts")
 
 
 def _reward_model(config: Translation) -> None:
@@ -76,4 +76,4 @@ def _reward_model(config: Translation) -> None:
             config.rename(f"{section}.{name}", f"{section}.{here}")
     for key in config.keys(section):
         config.unneeded(key, "a reward model runs in the processes of its environment (env.reward_model.device)")
-    config.notes.append(f"{section}.device: cpu is the default; name a GPU of its own for a large reward model")
+    config.notes.append(f"{section}.device: cpu is the default. Set a separate GPU for a large reward model")

@@ -46,9 +46,9 @@ def translate_evaluation(config: Translation) -> None:
     _sampling(config)
     _task(config)
     for key in config.keys("generation.colocated"):
-        config.unneeded(key, "nothing is trained that generation shares devices with")
+        config.unneeded(key, "an evaluation has no trained model to share devices with")
     for key in config.keys("env"):
-        config.unneeded(key, "the task says what scores it")
+        config.unneeded(key, "the environment is set by the task")
 
 
 def _model(config: Translation) -> None:
@@ -56,12 +56,12 @@ def _model(config: Translation) -> None:
     config.rename("generation.model_name", "policy.model_name")
     name = config.get("tokenizer.name")
     if name in (None, model):
-        config.unneeded("tokenizer.name", "it is the model's own")
+        config.unneeded("tokenizer.name", "the default is the model's own")
     else:
         config.rename("tokenizer.name", "policy.tokenizer.name")
     template = config.get("tokenizer.chat_template")
     if template in (None, "default"):
-        config.unneeded("tokenizer.chat_template", "it is the tokenizer's own")
+        config.unneeded("tokenizer.chat_template", "the default is the tokenizer's own")
     else:
         config.rename("tokenizer.chat_template", "policy.tokenizer.chat_template")
     if config.get("tokenizer.chat_template_kwargs"):
@@ -78,7 +78,7 @@ def _model(config: Translation) -> None:
     config.rename("generation.vllm_cfg.precision", "policy.precision")
     for key in ("expert_parallel_size", "async_engine", "skip_tokenizer_init", "use_deep_gemm"):
         if config.get(f"generation.vllm_cfg.{key}", 1) in (1, True, False):
-            config.unneeded(f"generation.vllm_cfg.{key}", "the engine chooses it")
+            config.unneeded(f"generation.vllm_cfg.{key}", "the engine selects it")
     for key, here in (
         ("max_num_seqs", "policy.generation.vllm_cfg.max_num_seqs"),
         ("max_num_batched_tokens", "policy.generation.vllm_cfg.max_num_batched_tokens"),
@@ -136,16 +136,16 @@ def _task(config: Translation) -> None:
         config.follows(["data.dataset_name", "data.data_path"], f"eval.tasks: {task}")
         for key in prompt:
             config.follows([f"data.{key}"], f"eval.tasks: {key} of the dataset")
-            config.notes.append(f"data.{key}: copy the file beside the recipe, with {{input}} in it for {{}}")
+            config.notes.append(f"data.{key}: copy the file next to the recipe, with {{input}} in it for {{}}")
     if config.get("data.repeat", 1) != 1:
         config.put("eval.num_samples", config.get("data.repeat") * config.get("eval.num_tests_per_prompt", 1))
         config.follows(["data.repeat"], "eval.num_samples")
     config.unneeded("data.repeat", "1")
     for key in ("split", "processor", "env_name", "subset"):
-        config.unneeded(f"data.{key}", "the task says it")
+        config.unneeded(f"data.{key}", "it is set by the task")
     for key in ("prompt_file", "system_prompt_file"):
         config.unneeded(f"data.{key}", "unset")
-    config.unneeded("data.max_input_seq_length", "no prompt is cut")
+    config.unneeded("data.max_input_seq_length", "prompts are not truncated")
 
 
 def _with_prompt(task: str, prompt: dict[str, Any]) -> dict[str, Any]:

@@ -23,9 +23,7 @@ def translate_asynchrony(config: Translation) -> None:
     lead = "max_lookahead_versions" if sampler == "in_order" else "max_staleness_versions"
     age = config.get(f"async_rl.sampler.{lead}", 0)
     if sampler not in ("windowed", "in_order"):
-        config.refuse(
-            "async_rl.sampler.name", f"training on the groups that are ready first (async_rl.sampler {sampler})"
-        )
+        config.refuse("async_rl.sampler.name", f"training on the groups that finish first (async_rl.sampler {sampler})")
     elif age:
         config.put(f"{section}.enabled", True)
         config.put(f"{section}.max_trajectory_age_steps", age)
@@ -74,7 +72,7 @@ def translate_generation(config: Translation) -> None:
         for key in config.keys(f"{section}.colocated.resources"):
             config.unneeded(key, "generation shares the policy's devices")
     elif config.get(f"{section}.colocated.resources.num_nodes") and config.get("cluster.num_nodes", 1) == 1:
-        config.unneeded(f"{section}.colocated.resources.num_nodes", "there is one node")
+        config.unneeded(f"{section}.colocated.resources.num_nodes", "there is only one node")
     for key in config.keys(section):
         if (key.startswith(f"{section}.val_top_k") or key.endswith(".top_k")) and config.get(key, 0) == -1:
             config.unneeded(key, "-1 samples from all tokens, which is the default")
@@ -115,7 +113,7 @@ def _vllm(config: Translation, section: str) -> None:
         config.refuse(f"{engine}.precision", f"generation in {precision} beside training in {policy}")
     experts = config.get(f"{engine}.expert_parallel_size", 1)
     if experts == 1:
-        config.unneeded(f"{engine}.expert_parallel_size", "experts are not spread over ranks")
+        config.unneeded(f"{engine}.expert_parallel_size", "experts are not sharded over ranks")
     else:
         config.put(f"{further}.enable_expert_parallel", True)
         text = f"{further}.enable_expert_parallel, over the tensor-parallel ranks of a replica"

@@ -36,27 +36,27 @@ def translate_megatron(config: Translation, model: str) -> None:
         name, value = key.rpartition(".")[2], config.get(key)
         here = f"{section}.megatron_kwargs.{name}"
         if value in (None, False, []) or (adapts and name in _OF_TRANSFORMER_ENGINE):
-            reason = "adapters have no such kernel" if adapts and value else "off"
+            reason = "adapters do not have this kernel" if adapts and value else "off"
             config.unneeded(key, reason)
         else:
             config.put(here, value)
             config.answer(key, Kind.RENAMED, here)
     _experts(config, section)
     if config.get(f"{section}.sequence_parallel") and config.get(f"{section}.tensor_model_parallel_size", 1) == 1:
-        config.unneeded(f"{section}.sequence_parallel", "there is one tensor-parallel rank")
+        config.unneeded(f"{section}.sequence_parallel", "there is only one tensor-parallel rank")
     if not config.get(f"{section}.activation_checkpointing") or not config.get(f"{section}.recompute_modules"):
         config.unneeded(f"{section}.recompute_modules", "core_attn, the default")
     if not config.get(f"{section}.activation_checkpointing"):
-        config.unneeded(f"{section}.recompute_granularity", "nothing is computed again")
+        config.unneeded(f"{section}.recompute_granularity", "nothing is recomputed")
     elif config.get(f"{section}.recompute_granularity", "full") == "full":
-        config.unneeded(f"{section}.recompute_modules", "whole layers are computed again")
+        config.unneeded(f"{section}.recompute_modules", "whole layers are recomputed")
 
 
 def _experts(config: Translation, section: str) -> None:
     experts = config.get(f"{section}.expert_model_parallel_size", 1)
     tensor = config.get(f"{section}.tensor_model_parallel_size", 1)
     if experts == 1:
-        config.unneeded(f"{section}.expert_tensor_parallel_size", "experts are not spread over ranks")
+        config.unneeded(f"{section}.expert_tensor_parallel_size", "experts are not sharded over ranks")
     if experts > 1 and tensor > 1 and not config.get(f"{section}.sequence_parallel"):
         config.put(f"{section}.sequence_parallel", True)
         text = f"{section}.sequence_parallel: true, without which Megatron does not spread experts over such ranks"
@@ -79,7 +79,7 @@ def _experts(config: Translation, section: str) -> None:
     _balancing(config, section, experts)
     rate = f"{section}.moe_router_bias_update_rate"
     if config.get(rate) and experts == 1:
-        config.unneeded(rate, "routers of a model without experts have no biases")
+        config.unneeded(rate, "a model without experts has no router biases")
     elif config.get(rate):
         config.notes.append(
             f"{rate}: remove it if the routers of the model have no biases, as those of DeepSeek-V3 have"
@@ -103,7 +103,7 @@ def _balancing(config: Translation, section: str, experts: int) -> None:
     elif config.get(f"{section}.freeze_moe_router"):
         config.unneeded(key, "the routers are frozen")
     elif experts == 1:
-        config.unneeded(key, "a model without experts has no such loss")
+        config.unneeded(key, "a model without experts does not have this loss")
         config.notes.append(
             f"{key}: if the model has experts, set it, and {section}.moe_aux_loss_coeff to the model's own weight"
         )

@@ -32,7 +32,7 @@ def translate_model(config: Translation, model: str) -> None:
     backend = backend or "dtensor_cfg"
     if backend == "megatron_cfg":
         config.put(f"{model}.megatron_cfg.enabled", True)
-    config.follows([f"{model}.{name}.enabled" for name in _BACKENDS], f"{model}.{backend}, the backend that is chosen")
+    config.follows([f"{model}.{name}.enabled" for name in _BACKENDS], f"{model}.{backend}, the selected backend")
     for key in config.keys(f"{model}.{other}"):
         config.unneeded(key, f"{model} trains with {backend}")
     for key in config.keys(f"{model}.{backend}.env_vars"):
@@ -52,7 +52,7 @@ def translate_model(config: Translation, model: str) -> None:
 
 
 def _teacher(config: Translation) -> None:
-    reason = "the teacher is not trained and generates nothing"
+    reason = "the teacher is not trained and does not generate"
     for name in (
         "generation",
         "optimizer",
@@ -80,12 +80,12 @@ def _tokenizer(config: Translation, model: str) -> None:
     name, template = config.get(f"{section}.name"), f"{section}.chat_template"
     if model != "policy":
         if config.get(f"{model}.megatron_cfg") is not None and name not in (None, own):
-            config.refuse(f"{section}.name", f"another tokenizer of {model} than that of its model")
+            config.refuse(f"{section}.name", f"a tokenizer of {model} that differs from the tokenizer of its model")
         for key in config.keys(section):
-            config.unneeded(key, "policy.tokenizer makes all tokens")
+            config.unneeded(key, "policy.tokenizer produces all tokens")
         return
     if name == own:
-        config.unneeded(f"{section}.name", "it is the model's own")
+        config.unneeded(f"{section}.name", "the default is the model's own")
     if template not in config.keys(section):
         return
     text = config.get(template)
@@ -93,7 +93,7 @@ def _tokenizer(config: Translation, model: str) -> None:
         config.put(template, "{% for message in messages %}{{ message['content'] }}{% endfor %}")
         config.follows([template], f"{template}: the plain text of all messages")
     elif text == "default" or text in (f"{own}/chat_template.jinja", f"{name}/chat_template.jinja"):
-        config.unneeded(template, "it is the tokenizer's own")
+        config.unneeded(template, "the default is the tokenizer's own")
 
 
 def _adapters(config: Translation, model: str, backend: str) -> None:
@@ -112,11 +112,13 @@ def _adapters(config: Translation, model: str, backend: str) -> None:
     for name, given in (("target_modules", targets), ("exclude_modules", left_out)):
         if any("*" in each.strip("*") for each in given):
             config.refuse(f"{section}.{name}", "patterns with * inside the name of an adapted layer")
-        config.follows([f"{section}.{name}"], f"{here}.{name}, by the names of Hugging Face")
+        config.follows([f"{section}.{name}"], f"{here}.{name}, with Hugging Face names")
     position = config.get(f"{section}.dropout_position", "pre")
     if config.get(f"{section}.dropout", 0) and position != "pre":
-        config.refuse(f"{section}.dropout_position", "dropout behind an adapter (dropout_position: post)")
-    config.unneeded(f"{section}.dropout_position", "there is no dropout, or it is before the adapter as here")
+        config.refuse(f"{section}.dropout_position", "dropout after an adapter (dropout_position: post)")
+    config.unneeded(
+        f"{section}.dropout_position", "there is no dropout, or it is before the adapter, as in this project"
+    )
 
 
 def _layers(names: list[str]) -> list[str]:
@@ -149,7 +151,7 @@ def _dtensor(config: Translation, model: str) -> None:
         config.put(f"{section}.attention_backend", attention)
         config.follows([f"{section}.automodel_kwargs.attn_implementation"], f"{section}.attention_backend")
     if config.get(f"{section}.sequence_parallel") and config.get(f"{section}.tensor_parallel_size", 1) == 1:
-        config.unneeded(f"{section}.sequence_parallel", "there is one tensor-parallel rank")
+        config.unneeded(f"{section}.sequence_parallel", "there is only one tensor-parallel rank")
     if config.get(f"{section}.expert_parallel_size", 1) > 1 and config.get(f"{section}.tensor_parallel_size", 1) > 1:
         config.refuse(f"{section}.expert_parallel_size", "expert with tensor parallelism on dtensor_cfg")
     if config.get(f"{section}.custom_parallel_plan"):

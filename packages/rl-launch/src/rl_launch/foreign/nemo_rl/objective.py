@@ -23,20 +23,22 @@ def translate_loop(config: Translation) -> None:
             config.unneeded("dpo.sft_average_log_probs", "it follows dpo.preference_average_log_probs")
     for name in ("max_num_steps", "max_num_epochs", "val_batches", "max_val_samples"):
         if config.get(f"{loop}.{name}") == -1:
-            config.unneeded(f"{loop}.{name}", "-1 is no limit, as here if unset")
+            config.unneeded(f"{loop}.{name}", "-1 means no limit, which is the default")
             if name == "max_num_steps" and loop in ROLLOUTS:
                 config.put(f"{loop}.{name}", 1_000_000)
     period = config.get(f"{loop}.val_period")
     if period is not None and period <= 0:
         config.put(f"{loop}.val_period", 0)
-        config.follows([f"{loop}.val_period"], f"{loop}.val_period: 0, which does not validate")
+        config.follows([f"{loop}.val_period"], f"{loop}.val_period: 0, which turns validation off")
     if loop == "ppo":
         _critic(config)
     if loop not in ROLLOUTS:
         return
     section = f"{loop}.async_grpo"
     if not config.get(f"{section}.in_flight_weight_updates"):
-        config.unneeded(f"{section}.recompute_kv_cache_after_weight_updates", "no completion is under way at an update")
+        config.unneeded(
+            f"{section}.recompute_kv_cache_after_weight_updates", "no completions are in progress during an update"
+        )
     _estimator(config)
     shaping = config.get(f"{loop}.reward_shaping.enabled")
     if not shaping:
@@ -130,7 +132,7 @@ def translate_loss(config: Translation) -> None:
         for name in ("use_on_policy_kl_approximation", "use_kl_in_reward"):
             config.unneeded(f"loss_fn.{name}", "loss_fn.reference_policy_kl_penalty is 0")
     if config.get("loss_fn.force_on_policy_ratio") is False:
-        config.unneeded("loss_fn.force_on_policy_ratio", "unset spares a pass if it gives the same, and else does not")
+        config.unneeded("loss_fn.force_on_policy_ratio", "unset skips a pass if the result is the same")
     outside = "loss_fn.zero_outside_topk"
     if config.algorithm == "distillation" and config.has(outside) and not config.get(outside):
         config.notes.append(

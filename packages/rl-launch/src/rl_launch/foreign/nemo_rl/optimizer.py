@@ -19,21 +19,21 @@ def translate_optimizer(config: Translation, model: str, backend: str) -> None:
         backend: Key of the section of the backend that trains it.
     """
     if f"{model}.optimizer" in config.keys(f"{model}.optimizer"):
-        config.unneeded(f"{model}.optimizer", "null; Megatron's optimizer holds")
+        config.unneeded(f"{model}.optimizer", "null; the optimizer of Megatron is used")
     if f"{model}.scheduler" in config.keys(f"{model}.scheduler") and config.get(f"{model}.scheduler") is None:
-        config.unneeded(f"{model}.scheduler", "null; the rate is constant")
+        config.unneeded(f"{model}.scheduler", "null; the learning rate is constant")
     if model == "teacher":
         return
     updates = _updates_per_step(config, model)
     if backend == "megatron_cfg":
         for name in ("optimizer", "scheduler"):
             for key in config.keys(f"{model}.{name}"):
-                config.unneeded(key, f"{model} trains with megatron_cfg, whose own {name} holds")
+                config.unneeded(key, f"{model} trains with megatron_cfg, whose {name} is used")
         _megatron_optimizer(config, model, updates)
         return
     if config.get(f"{model}.max_grad_norm") == 0:
         config.put(f"{model}.max_grad_norm", None)
-        config.follows([f"{model}.max_grad_norm"], f"{model}.max_grad_norm: null, which does not clip")
+        config.follows([f"{model}.max_grad_norm"], f"{model}.max_grad_norm: null, which turns clipping off")
     name = config.get(f"{model}.optimizer.name", "torch.optim.AdamW")
     if not name.startswith("torch.optim."):
         config.refuse(f"{model}.optimizer.name", f"the optimizer {name}")

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from rl_core.callback import HOOKS, Callback
-from rl_core.config import Config, Problem, did_you_mean, section_of, settings_of
+from rl_core.config import Config, Problem, did_you_mean, nearest, section_of, settings_of
 from rl_core.plugins import resolve
 from rl_core.plugins.user_code import FromFile, is_in_file
 from rl_launch.session.config import CallbackConfig
@@ -76,10 +76,10 @@ def callback_class(name: str) -> type[Callback]:
         ModuleNotFoundError: If its package is not installed.
     """
     if is_in_file(name):
-        FromFile.read(name)  # says what the file defines in the place of a wrong name
+        FromFile.read(name)  # its error lists what the file defines if the name is wrong
     kind = resolve(name)
     if not (isinstance(kind, type) and issubclass(kind, Callback)):
-        raise ValueError(f"{name} is not a class that extends rl_core.Callback; write class {_last(name)}(Callback)")
+        raise ValueError(f"{name} is not a subclass of rl_core.Callback. Write class {_last(name)}(Callback)")
     unknown = [each for each in dir(kind) if each.startswith("on_") and each not in HOOKS and _is_method(kind, each)]
     if unknown:
         raise ValueError(
@@ -87,7 +87,7 @@ def callback_class(name: str) -> type[Callback]:
             f"{', '.join(HOOKS)}"
         )
     if not _overridden(kind):
-        raise ValueError(f"{name} overrides no hook, so it would do nothing; hooks: {', '.join(HOOKS)}")
+        raise ValueError(f"{name} does not override a hook, so it would have no effect; hooks: {', '.join(HOOKS)}")
     for hook in _overridden(kind):
         _check_signature(kind, hook)
     return kind
@@ -104,13 +104,13 @@ def _overridden(kind: type[Callback]) -> list[str]:
 def _check_signature(kind: type[Callback], hook: str) -> None:
     written, wanted = getattr(kind, hook), list(inspect.signature(getattr(Callback, hook)).parameters)
     if inspect.iscoroutinefunction(written):
-        raise ValueError(f"{kind.__name__}.{hook} is async, but a run calls plain methods; remove `async`")
+        raise ValueError(f"{kind.__name__}.{hook} is async, but callbacks must be plain methods. Remove `async`")
     try:
         inspect.signature(written).bind(*wanted)
     except TypeError:
         raise ValueError(
-            f"{kind.__name__}.{hook}{inspect.signature(written)} does not take what a run gives it; write "
-            f"def {hook}({', '.join(wanted)})"
+            f"{kind.__name__}.{hook}{inspect.signature(written)} cannot be called with the arguments of a run. "
+            f"Write def {hook}({', '.join(wanted)})"
         ) from None
 
 
@@ -120,7 +120,7 @@ def _settings_type(kind: type[Callback]) -> type[Config]:
         positional = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
         if positional:
             raise ValueError(
-                f"{kind.__name__} takes {', '.join(positional)} by position; make its settings keyword-only parameters "
+                f"{kind.__name__} takes {', '.join(positional)} by position. Make its settings keyword-only parameters "
                 "with types, as in def __init__(self, *, patience: int = 3)"
             )
     return section_of(kind, _NoKeys)
@@ -135,16 +135,19 @@ def _settings_problems(kind: type[Callback], section: CallbackConfig) -> Iterato
             key = ".".join(map(str, each["loc"]))
             if each["type"] == "extra_forbidden":
                 known = list(settings.model_fields)
-                said = f"its settings are {', '.join(known)}" if known else "it has no settings"
-                yield Problem(key, f"is not a setting of {kind.__name__}{did_you_mean(key, known)}; {said}")
+                near = nearest(key, known)
+                remedy = f"Did you mean {' or '.join(near)}?" if near else "" if known else "Remove this key"
+                reason = f"is not a setting of {kind.__name__}{'' if known else ', which has none'}"
+                yield Problem(key, reason, allowed=", ".join(known), remedy=remedy)
+            elif each["type"] == "missing":
+                yield Problem(key, "must be set")
             else:
-                message = "must be set" if each["type"] == "missing" else f"got {each['input']!r}; {each['msg']}"
-                yield Problem(key, message)
+                yield Problem(key, each["msg"][:1].lower() + each["msg"][1:], got=each["input"])
     except ValueError as error:
         yield Problem("", str(error))
     else:
         if inspect.isabstract(kind):
-            yield Problem("", f"{kind.__name__} has abstract methods, so it cannot be made")
+            yield Problem("", f"{kind.__name__} has abstract methods, so no instance of it can be created")
 
 
 def _last(name: str) -> str:

@@ -117,10 +117,10 @@ def _checked(returned: Any, known: Mapping[str, float]) -> dict[str, float]:
         TypeError, ValueError: If they are not metrics, or the step has one of the names.
     """
     if not isinstance(returned, Mapping):
-        raise TypeError(f"a hook returns metrics by name, or None; got {type(returned).__name__}")
+        raise TypeError(f"a hook must return metrics by name, or None; got {type(returned).__name__}")
     for name, value in returned.items():
         if not isinstance(name, str) or not isinstance(value, numbers.Real):
-            raise TypeError(f"a metric is a number by name; got {name!r}: {value!r}")
+            raise TypeError(f"a metric must be a number with a name; got {name!r}: {value!r}")
         if name in known:
-            raise ValueError(f"the step has a metric {name} already; choose another name")
+            raise ValueError(f"the step already has a metric {name}. Choose another name")
     return {name: float(value) for name, value in returned.items()}

@@ -44,11 +44,11 @@ class Save:
     """A save under way.
 
     Args:
-        step: the step whose state is saved.
-        folder: the folder that it is written into.
-        models: the models that write.
-        metrics: of the step.
-        exported: files of the exports, by folder.
+        step: The step whose state is saved.
+        folder: The folder that it is written into.
+        models: The models that write.
+        metrics: Metrics of the step.
+        exported: Files of the exports, by folder.
     """
 
     step: int
@@ -62,9 +62,9 @@ class Checkpoints:
     """The folder `checkpoints` of a run directory.
 
     Args:
-        folder: the folder.
-        config: how many to keep, and which.
-        exports: roles of the models whose Hugging Face files are saved, and the suffixes of their folders.
+        folder: The folder.
+        config: How many to keep, and which.
+        exports: Roles of the models whose Hugging Face files are saved, and the suffixes of their folders.
     """
 
     def __init__(self, folder: Path, config: CheckpointingConfig, *, exports: Mapping[str, str] = _OF_POLICY) -> None:
@@ -100,10 +100,10 @@ class Checkpoints:
         metrics: Mapping[str, float],
         wait: bool = False,
     ) -> None:
-        """Begin a save of the present state; none may be under way.
+        """Start a save of the current state. No other save may be in progress.
 
         Args:
-            wait: return when the models are written; otherwise they go on writing their copies.
+            wait: Return when the models are written; otherwise they continue to write their copies.
         """
         assert self._open is None, f"the save of step {self._open} is under way"
         self._open = Save(step, self._folder / f".step_{step}.saving", dict(models), dict(metrics))
@@ -115,7 +115,7 @@ class Checkpoints:
         """The checkpoint of the save under way, once it is complete; None before that, or if there is none.
 
         Args:
-            wait: return when the models are written.
+            wait: Return when the models are written.
 
         Raises:
             The error that occurred while writing; nothing is left of that save then.
@@ -149,13 +149,13 @@ class Checkpoints:
         """Load models and loop state from a checkpoint; the models' ranks compare the contents of what they read.
 
         Raises:
-            RunDirectoryError: if it lacks one of them.
+            RunDirectoryError: If it lacks one of them.
             CheckpointDamaged: naming a file whose contents are not those that were saved.
         """
         wanted = [*(path / name for name in models), *(path / _STATE / f"{name}.json" for name in state)]
         lacking = [each.relative_to(path).as_posix() for each in wanted if not each.exists()]
         if lacking:
-            raise RunDirectoryError(f"{path} has no {', '.join(lacking)}: it was saved by a run of another kind")
+            raise RunDirectoryError(f"{path} has no {', '.join(lacking)}: it was saved by a different kind of run")
         manifest = Manifest.read(path)
         manifest.verify(path, _STATE)
         for name, model in models.items():
@@ -169,15 +169,15 @@ class Checkpoints:
         Names and sizes of files are compared; their contents when they are loaded.
 
         Raises:
-            RunDirectoryError: if all checkpoints are damaged.
+            RunDirectoryError: If all checkpoints are damaged.
         """
         return self._newest(())
 
     def before(self, step: int, problem: str) -> tuple[int, Path]:
-        """As `newest`, before a checkpoint that turned out to be damaged when it was loaded, with this problem.
+        """Return the newest checkpoint before one that turned out to be damaged when it was loaded, with this problem.
 
         Raises:
-            RunDirectoryError: if there is none.
+            RunDirectoryError: If there is none.
         """
         earlier = self._newest([f"checkpoint step_{step} is damaged: {problem}"], before=step)
         assert earlier is not None
@@ -241,7 +241,7 @@ class Checkpoints:
         """Remove everything of a save that fails, after other models' writes have ended.
 
         Raises:
-            OSError: if the disk was full, whatever the message of the library that wrote tensors.
+            OSError: If the disk was full, whatever the message of the library that wrote tensors.
         """
         try:
             yield
@@ -295,7 +295,7 @@ def newest_checkpoint(run_dir: str | Path) -> Path:
     """The newest complete checkpoint of a run directory; its Hugging Face files are in `hf`.
 
     Raises:
-        RunDirectoryError: if there is none.
+        RunDirectoryError: If there is none.
     """
     found = Checkpoints(Path(run_dir).expanduser() / "checkpoints", CheckpointingConfig()).newest()
     if found is None:
@@ -307,7 +307,7 @@ def checkpoint_at(run_dir: str | Path, step: int) -> Path:
     """The checkpoint of a run directory at a step.
 
     Raises:
-        RunDirectoryError: if there is none, naming those there are, or it is damaged.
+        RunDirectoryError: If there is none, naming those there are, or it is damaged.
     """
     path = Path(run_dir).expanduser() / "checkpoints" / f"step_{step}"
     if not path.is_dir():

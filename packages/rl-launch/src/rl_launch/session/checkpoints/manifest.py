@@ -20,9 +20,9 @@ class Manifest:
     """Contents of a checkpoint.
 
     Args:
-        step: after which it was saved.
-        metrics: of that step.
-        files: by relative path, size in bytes and SHA-256; None for a file that was not digested.
+        step: Step after which it was saved.
+        metrics: Metrics of that step.
+        files: Files by relative path, size in bytes and SHA-256; None for a file that was not digested.
     """
 
     step: int
@@ -43,8 +43,8 @@ class Manifest:
         read.
 
         Args:
-            written: by subfolder, the files that the ranks say they wrote.
-            own: relative paths of files that this process wrote, or folders of such; small.
+            written: Files that the ranks report as written, by subfolder.
+            own: Relative paths of files that this process wrote, or folders of such; small.
 
         Raises:
             RunDirectoryError: naming a file that a rank wrote and that is missing or incomplete, and the rank.
@@ -74,7 +74,7 @@ class Manifest:
         """The manifest of a checkpoint.
 
         Raises:
-            ValueError: if there is none, or it cannot be read.
+            ValueError: If there is none, or it cannot be read.
         """
         try:
             data = json.loads((folder / FILE_NAME).read_text())

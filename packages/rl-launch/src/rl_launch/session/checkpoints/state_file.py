@@ -17,7 +17,7 @@ def write_state(folder: Path, name: str, state: Mapping[str, Any]) -> None:
     """Write `<name>.json` and, if it has arrays, `<name>.npz`.
 
     Raises:
-        ValueError: if a value is neither JSON nor numpy, naming it.
+        ValueError: If a value is neither JSON nor numpy, naming it.
     """
     arrays: dict[str, np.ndarray] = {}
     plain = _plain(state, name, arrays)
@@ -46,19 +46,21 @@ def _plain(value: Any, where: str, arrays: dict[str, np.ndarray]) -> Any:
         case Mapping():
             odd = [key for key in value if not isinstance(key, str) or key in (_ARRAY, _TUPLE)]
             if odd:
-                raise ValueError(f"{where} has the key {odd[0]!r}; a checkpoint holds mappings with text keys")
+                raise ValueError(f"{where} has the key {odd[0]!r}; keys in a checkpoint must be strings")
             return {key: _plain(item, f"{where}.{key}", arrays) for key, item in value.items()}
         case tuple():
             return {_TUPLE: [_plain(item, f"{where}[{i}]", arrays) for i, item in enumerate(value)]}
         case list():
             return [_plain(item, f"{where}[{i}]", arrays) for i, item in enumerate(value)]
         case _:
-            raise ValueError(f"{where} is a {type(value).__name__}; a checkpoint holds JSON values and numpy arrays")
+            raise ValueError(
+                f"{where} is a {type(value).__name__}; a checkpoint can contain only JSON values and numpy arrays"
+            )
 
 
 def _stored(array: np.ndarray, where: str, arrays: dict[str, np.ndarray]) -> dict[str, str]:
     if array.dtype.hasobject:
-        raise ValueError(f"{where} is an array of objects; a checkpoint holds arrays of numbers and text")
+        raise ValueError(f"{where} is an array of objects; a checkpoint can contain only arrays of numbers and strings")
     name = f"array_{len(arrays)}"
     arrays[name] = array
     return {_ARRAY: name}

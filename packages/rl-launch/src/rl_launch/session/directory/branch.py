@@ -1,6 +1,6 @@
 """Branches: runs that start from a checkpoint of another run.
 
-A branch has the weights and optimizer state of that checkpoint, and goes on counting its steps, so that schedules and
+A branch has the weights and optimizer state of that checkpoint, and continues its step count, so that schedules and
 the length of a run mean the same in both. It draws the prompts that would have come next, unless its data or its seed
 differ: then it starts at the beginning of its data. Learning rates, schedules and all else follow from its own config.
 """
@@ -30,11 +30,11 @@ class Branch:
     """The start of a branch.
 
     Args:
-        run_dir: absolute folder of the run that it branches from.
-        step: the last step that it shares with that run.
-        checkpoint: absolute folder of the checkpoint of that step.
-        changed: keys whose values differ from that run's, each with both values.
-        keeps_position: whether the data goes on after that step; otherwise it starts at the beginning.
+        run_dir: Absolute folder of the run that it branches from.
+        step: The last step that it shares with that run.
+        checkpoint: Absolute folder of the checkpoint of that step.
+        changed: Keys whose values differ from that run's, each with both values.
+        keeps_position: True if the data continues after that step; otherwise it starts at the beginning.
     """
 
     run_dir: Path
@@ -72,8 +72,8 @@ class Branch:
         """
         if not self.checkpoint.is_dir():
             raise RunDirectoryError(
-                f"{self.checkpoint}, from which this run branches, no longer exists, and the run has not saved a "
-                "checkpoint of its own. Branch from another step, into another run_dir."
+                f"{self.checkpoint}, from which this run branches, no longer exists, and the run has not saved its "
+                "own checkpoint yet. Branch from another step, into another run_dir."
             )
 
 
@@ -82,7 +82,7 @@ class BranchPoint:
     """The run and step to branch from, given as `RUN`, `RUN:STEP` or a checkpoint's folder.
 
     Args:
-        run: the run to branch from.
+        run: The run to branch from.
         step: None for the newest checkpoint.
     """
 
@@ -91,10 +91,10 @@ class BranchPoint:
 
     @classmethod
     def parse(cls, text: str) -> BranchPoint:
-        """The branch point that a text names.
+        """Parse a branch point.
 
         Raises:
-            RunDirectoryError: if there is no such run.
+            RunDirectoryError: If there is no such run.
         """
         path = Path(text).expanduser()
         match = _CHECKPOINT.fullmatch(str(path.absolute()))
@@ -106,15 +106,15 @@ class BranchPoint:
         return str(self.run.path) if self.step is None else f"{self.run.path} at step {self.step}"
 
     def is_of(self, branch: Branch) -> bool:
-        """Whether a run that was started as this branch may be resumed by the same command."""
+        """Return whether a run that was started as this branch may be resumed by the same command."""
         return _same(self.run.path, branch.run_dir) and self.step in (None, branch.step)
 
     def branch(self, config: Config, recording: Recording) -> Branch:
         """The start of a branch with this config.
 
         Raises:
-            RunDirectoryError: if there is no complete checkpoint.
-            ConfigError: listing the keys that cannot change in a branch.
+            RunDirectoryError: If there is no complete checkpoint.
+            ConfigError: Listing the keys that cannot change in a branch.
         """
         path = self.run.path
         checkpoint = newest_checkpoint(path) if self.step is None else checkpoint_at(path, self.step)
@@ -127,7 +127,7 @@ class BranchPoint:
                     [
                         f"a branch of {path} cannot change these keys, because its checkpoint would not fit:",
                         *described(for_new_run),
-                        "Put them back, or start a new run from the weights alone: leave --from out and give",
+                        "Restore them, or start a new run from the weights only: omit --from and set",
                         f"  policy.model_name={checkpoint / 'hf'}",
                     ]
                 )
@@ -135,8 +135,8 @@ class BranchPoint:
         for key, bound in step_bounds(config).items():
             if bound <= step:
                 raise ConfigError(
-                    f"{key}: got {bound}, but the branch starts at step {step} of {path} and goes on counting; "
-                    f"set it higher, such as {key}={2 * step}"
+                    f"{key}: got {bound}, but the branch continues from step {step} of {path}, so it must be greater "
+                    f"than {step}. Set, for example, {key}={2 * step}"
                 )
         return Branch(
             run_dir=path.absolute(),
@@ -148,7 +148,7 @@ class BranchPoint:
 
 
 def _changes_data(changes: Sequence[RuledChange]) -> bool:
-    """Whether other rows come next."""
+    """Return whether other rows come next."""
     keys = [each.change.key for each in changes if each.rule is WhenChanged.BRANCH]
     return any(key.partition(".")[0].partition("[")[0] == "data" or key.endswith(".seed") for key in keys)
 

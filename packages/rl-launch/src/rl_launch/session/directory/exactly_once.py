@@ -1,4 +1,4 @@
-"""Proof, from a run directory alone, that no prompt was lost or trained twice."""
+"""Verify from a run directory that no prompt was lost or trained twice."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class Proof:
     """The account of every prompt that a run drew up to its newest checkpoint.
 
     Args:
-        step: of that checkpoint.
-        num_drawn: prompts drawn; trained, dropped and pending ones add up to them.
-        num_trained: prompts of which a step trained on the rollouts.
-        dropped: prompts that trained nothing, by the reason.
-        num_pending: prompts drawn ahead that a later step trains on, or a resumed run.
-        num_compared: steps whose written rollouts were compared with the ledger.
-        contradictions: sentences, each on something that should not be; none if every prompt was trained once, dropped
+        step: Step of that checkpoint.
+        num_drawn: Prompts drawn; trained, dropped and pending ones add up to them.
+        num_trained: Prompts of which a step trained on the rollouts.
+        dropped: Prompts that trained nothing, by the reason.
+        num_pending: Prompts drawn ahead that a later step trains on, or a resumed run.
+        num_compared: Steps whose written rollouts were compared with the ledger.
+        contradictions: Sentences, each on something that should not be; none if every prompt was trained once, dropped
             for a reason, or is pending.
-        gaps: sentences on what could not be compared, as the run has not kept it.
+        gaps: Sentences on what could not be compared, as the run has not kept it.
     """
 
     step: int
@@ -42,7 +42,7 @@ class Proof:
 
     @property
     def holds(self) -> bool:
-        """Whether nothing contradicts it."""
+        """True if nothing contradicts it."""
         return not self.contradictions
 
     def as_json(self, path: str) -> dict[str, Any]:
@@ -58,7 +58,7 @@ def prove(run: RunFolder) -> Proof:
     often as the ledger has it.
 
     Raises:
-        RunDirectoryError: if no checkpoint has a ledger.
+        RunDirectoryError: If no checkpoint has a ledger.
     """
     checkpoint, ledger = _newest_ledger(run)
     steps = {row["weight_version"]: row["step"] for row in run.metrics() if row.get("weight_version") is not None}

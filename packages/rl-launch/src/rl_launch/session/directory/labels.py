@@ -39,7 +39,7 @@ class Labels:
         return cls(**texts, tags=tuple(map(str, values.get("tags") or ())))
 
     def updated(self, values: Mapping[str, Any], changed: Iterable[str]) -> Self:
-        """These labels with the changed ones taken from other values.
+        """Return these labels with changed ones replaced by other values.
 
         Args:
             values: As of `read`.
@@ -58,7 +58,8 @@ NO_LABELS = Labels()
 
 
 def write_labels(path: Path, labels: Labels) -> None:
-    """Replace the labels in a `run.json`, and keep its time of modification: the age of a run is that of its last step.
+    """Replace the labels in a `run.json`, and keep its modification time, because the age of a run is the age of its
+    last step.
 
     Raises:
         RunDirectoryError: If the file cannot be read or written.

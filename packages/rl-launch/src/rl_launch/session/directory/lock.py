@@ -47,7 +47,7 @@ class DirectoryLock:
         """Take the lock; one left by a process that has died is taken over.
 
         Raises:
-            RunDirectoryError: if another process has it, naming process and host.
+            RunDirectoryError: If another process has it, naming process and host.
         """
         file = self._path.open("a+")
         try:

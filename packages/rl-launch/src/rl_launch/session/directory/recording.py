@@ -15,7 +15,7 @@ class Recording(Protocol):
         """The part of a config that a run uses.
 
         Args:
-            tree: the config as nested plain values.
+            tree: The config as nested plain values.
         """
         ...
 
@@ -23,10 +23,10 @@ class Recording(Protocol):
         """The typed config in a `config.yaml`.
 
         Args:
-            like: the config of the run that resumes.
+            like: The config of the run that resumes.
 
         Raises:
-            ConfigError: if it does not fit what is installed.
+            ConfigError: If it does not fit what is installed.
         """
         ...
 
@@ -52,7 +52,7 @@ def changes_since(path: Path, config: Config, recording: Recording) -> list[Rule
     """The keys in which a config differs from the one that a run directory keeps.
 
     Raises:
-        ConfigError: if that one does not fit what is installed.
+        ConfigError: If that one does not fit what is installed.
     """
     earlier = recording.read(path, config)
     return changed_keys(type(config), kept(earlier, recording), kept(config, recording))

@@ -24,19 +24,19 @@ def refusal(path: str, changes: Sequence[RuledChange], tree: Any, checkpoint: Pa
     """The message that refuses to resume a run with another config; empty if the changes are allowed.
 
     Args:
-        path: of the run directory.
-        changes: from its config to the other one.
-        tree: of the other config, as nested plain values.
-        checkpoint: the newest of the run; None if there is none.
+        path: Path of the run directory.
+        changes: Changes from its config to the other one.
+        tree: The other config as nested plain values.
+        checkpoint: The newest of the run; None if there is none.
     """
     if all(each.rule in _MAY_CHANGE for each in changes):
         return ""
-    lines = [f"{path} holds a run with another config:", *described(changes)]
+    lines = [f"{path} contains a run with another config:", *described(changes)]
     allowed = [each for each in changes if each.rule in _MAY_CHANGE]
-    lines.append(f"To go on with the run as it was:\n  {train_command(path, allowed, tree)}")
+    lines.append(f"To resume the run with its config:\n  {train_command(path, allowed, tree)}")
     for_new_run = [each for each in changes if each.rule is WhenChanged.NEW_RUN]
     if checkpoint is None:
-        lines.append("It has no checkpoint to branch from: choose another run_dir for the new config.")
+        lines.append("It has no checkpoint to branch from. Choose another run_dir for the new config.")
     elif for_new_run:
         model = shlex.quote(f"policy.model_name={checkpoint / 'hf'}")
         lines.append(f"To start a new run from its weights, give the same command with another run_dir and\n  {model}")
@@ -58,7 +58,7 @@ def train_command(path: str, changes: Sequence[RuledChange], tree: Any, *, branc
     """The command that resumes a run, or branches from it, with these changes.
 
     Args:
-        tree: of the config after the changes, as nested plain values.
+        tree: The config after the changes, as nested plain values.
     """
     words = ["rl", "train", *(["--from"] if branches else []), path]
     keys = [key for key in _override_keys(changes) if key != ("run_dir",)]
@@ -70,9 +70,9 @@ def finished(path: str, state: RunState, checkpoint_step: int | None, config: Co
     """The message about a run that has nothing left to do; empty if it has, or if the goal has been changed.
 
     Args:
-        path: of the run directory.
-        checkpoint_step: of the newest checkpoint; None if there is none.
-        saves: whether checkpoints are saved.
+        path: Path of the run directory.
+        checkpoint_step: Step of the newest checkpoint; None if there is none.
+        saves: True if checkpoints are saved.
     """
     goals = keys_when_changed(config, WhenChanged.GOAL)
     bounds = step_bounds(config).values()
@@ -84,7 +84,7 @@ def finished(path: str, state: RunState, checkpoint_step: int | None, config: Co
     of = state.max_steps if is_done else min(bounds)
     done = RunState("finished", step, of, reason, goals)
     keys = " or ".join(_bounding(done))
-    change = f"To go on, {'change' if reason else 'raise'} {keys}: {command_to_go_on(path, done)}" if keys else ""
+    change = f"To continue, {'change' if reason else 'increase'} {keys}: {command_to_go_on(path, done)}" if keys else ""
     return f"{path}: finished at step {step} of {of}{f' ({reason})' if reason else ''}. {change}".rstrip()
 
 

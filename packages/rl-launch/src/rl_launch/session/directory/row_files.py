@@ -60,7 +60,7 @@ def kept(files: Sequence[RowFile], folder: Path, access: Access) -> Iterator[Non
         access: Readers of the folder if it does not exist yet.
 
     Raises:
-        RunDirectoryError: if the folder cannot be written.
+        RunDirectoryError: If the folder cannot be written.
     """
     if not files or not _may_hold(folder):
         yield
@@ -91,7 +91,7 @@ def names_without_rows(folder: Path) -> set[str]:
 
 
 def _may_hold(folder: Path) -> bool:
-    """Whether a folder is new, empty, or that of a run or an evaluation, whose start may have been interrupted."""
+    """Return whether a folder is new, empty, or belongs to a run or evaluation, perhaps with an interrupted start."""
     names = names_without_rows(folder) if folder.is_dir() else set()
     return not names or bool(names & {CONFIG, *lock.FILE_NAMES})
 

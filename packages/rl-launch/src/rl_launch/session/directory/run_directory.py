@@ -30,8 +30,8 @@ class RunDirectory:
     """A run directory, made or reopened.
 
     Args:
-        path: of the folder.
-        recording: decides which part of the config is kept.
+        path: Path of the folder.
+        recording: Decides which part of the config is kept.
     """
 
     def __init__(self, path: str | Path, recording: Recording | None = None) -> None:
@@ -92,7 +92,7 @@ class RunDirectory:
             access: Readers of a folder that does not exist yet.
 
         Raises:
-            RunDirectoryError: if the folder holds other files, is in use, holds a run with another config or other
+            RunDirectoryError: If the folder holds other files, is in use, holds a run with another config or other
                 code, or is not empty although `fresh` is set.
         """
         self._make(access)
@@ -146,7 +146,7 @@ class RunDirectory:
         return is_run(self.path)
 
     def _contents(self) -> list[str]:
-        """Names in the folder, except those that an interrupted start leaves behind."""
+        """Return the names in the folder, except for leftovers of an interrupted start."""
         own = {*lock.FILE_NAMES, *(folder.name for folder in (self.rollouts, self.checkpoints, self.logs, self.code))}
         unfinished = {f"{CONFIG}.part", f"{DESCRIPTION}.part", *own}
         if not (self.path / DESCRIPTION).exists() and not any(self.checkpoints.glob("*")):
@@ -169,7 +169,7 @@ class RunDirectory:
             changes = changes_since(self.config, config, self._recording)
         except ConfigError as error:
             raise RunDirectoryError(
-                f"{self.config} does not fit what is installed, so the run cannot be resumed: {error}\n"
+                f"{self.config} is not valid with the installed packages, so the run cannot be resumed: {error}\n"
                 "Choose another run_dir."
             ) from None
         steps = RunFolder(self.path).checkpoint_steps()
@@ -187,7 +187,7 @@ class RunDirectory:
                     [
                         f"{self.path} holds a run that was started with other code:",
                         *(f"  {line}" for line in changed),
-                        "Copy these back to resume it, or choose another run_dir. To branch with the present code:",
+                        "Copy these back to resume it, or choose another run_dir. To branch with the current code:",
                         f"  {train_command(str(self.path), (), {}, branches=True)}",
                     ]
                 )

@@ -26,7 +26,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from rl_core.config import load
+from rl_core.config import Problem, load, nearest
 from rl_core.errors import ConfigError, RunDirectoryError
 from rl_launch.session.checkpoints.manifest import Manifest
 from rl_launch.session.directory import lock
@@ -42,18 +42,21 @@ _CHECKPOINT = re.compile(r"step_(\d+)")
 _TAIL_BYTES = 2**16
 _DEEPEST = 3
 
+RUNS = "runs"
+"""Folder in which runs are made by default."""
+
 
 @dataclass(frozen=True)
 class Description:
     """The identity of a run.
 
     Args:
-        algorithm: empty if unknown.
+        algorithm: Empty if unknown.
         model: `policy.model_name`; empty if there is none.
-        created: in ISO format with the time zone; empty if unknown.
-        versions: of this project's packages at its first start.
-        origin: of a branch, `run_dir`, `step` and `checkpoint` that it started from; empty for any other run.
-        labels: name, group, tags and notes.
+        created: Creation time in ISO format with the time zone; empty if unknown.
+        versions: Versions of this project's packages at its first start.
+        origin: For a branch, `run_dir`, `step` and `checkpoint` that it started from; empty for any other run.
+        labels: Name, group, tags and notes.
     """
 
     algorithm: str = ""
@@ -69,9 +72,9 @@ class SavedCheckpoint:
     """A checkpoint of a run.
 
     Args:
-        step: after which it was saved.
-        path: its folder; the Hugging Face files are in `hf` below it.
-        metrics: of that step.
+        step: Step after which it was saved.
+        path: Its folder; the Hugging Face files are in `hf` below it.
+        metrics: Metrics of that step.
     """
 
     step: int
@@ -83,24 +86,25 @@ class RunFolder:
     """A run directory, read only.
 
     Args:
-        path: of the folder.
+        path: Path of the folder.
 
     Raises:
-        RunDirectoryError: if the folder does not exist or holds no run.
+        RunDirectoryError: If the folder does not exist or holds no run.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path).expanduser()
-        if not self.path.is_dir():
-            raise RunDirectoryError(f"{path} is not a folder. Give a run directory; `rl runs` lists them.")
+        if not self.path.exists():
+            raise RunDirectoryError(f"{no_run(Path(path)).message}.")
         if not is_run(self.path):
             if (self.path / "eval.json").is_file():
                 raise RunDirectoryError(
-                    f"{path} holds an evaluation: its results are in eval.json and its rollouts, one a line, in "
-                    "rollouts.jsonl; `rl compare` compares two"
+                    f"{path} is the folder of an evaluation, not of a run. Its results are in eval.json and its "
+                    "rollouts, one per line, in rollouts.jsonl. To compare two evaluations, use `rl compare`."
                 )
             raise RunDirectoryError(
-                f"{path} is not a run directory (it has no {DESCRIPTION} and {CONFIG}). `rl runs` lists them."
+                f"{path} is not a run directory, because it does not contain {DESCRIPTION} and {CONFIG}. Run `rl runs` "
+                "to list the runs."
             )
 
     @property
@@ -109,7 +113,7 @@ class RunFolder:
         return self.path / "logs"
 
     def description(self) -> Description:
-        """The identity of the run, from small files alone."""
+        """Return the identity of the run. Reads only small files."""
         data = _json(self.path / DESCRIPTION)
         known = {name: data[name] for name in ("algorithm", "model", "created", "versions", "origin") if name in data}
         if "algorithm" not in known:
@@ -128,21 +132,23 @@ class RunFolder:
             return {}
 
     def state(self) -> RunState:
-        """The present state of the run, which is `interrupted` if its process is gone."""
+        """Return the current state of the run, which is `interrupted` if its process is gone."""
         state = RunState.read(self.path) or self._derived_state()
         if state.status != "running":
             return state
         step = max(state.step, int(self.last_metrics().get("step", 0)))
         if lock.holder(self.path) is not None:
             return replace(state, step=step)
-        return replace(state, status="interrupted", step=step, reason="its process has ended (killed, or machine lost)")
+        return replace(
+            state, status="interrupted", step=step, reason="its process ended (killed, or the machine was lost)"
+        )
 
     def metrics(self) -> list[dict[str, Any]]:
-        """The metrics of every step, in order; each has `step`. A value that is not finite is None."""
+        """Return the metrics of every step, in order; each has `step`. Values that are not finite are None."""
         return MetricsFile(self.path / "metrics.jsonl").read()
 
     def last_metrics(self) -> dict[str, Any]:
-        """The metrics of the last step, from the end of the file alone; empty if there are none."""
+        """Return the metrics of the last step; empty if there are none. Reads only the end of the file."""
         for line in reversed(_tail(self.path / "metrics.jsonl")):
             try:
                 row = json.loads(line)
@@ -153,7 +159,7 @@ class RunFolder:
         return {}
 
     def timings(self) -> dict[str, float]:
-        """Seconds of all steps together by phase, the longest first; `step` is the whole."""
+        """Return the total seconds of all steps by phase, longest first; `step` is the whole step."""
         total: dict[str, float] = {}
         for row in self.metrics():
             for name, value in row.items():
@@ -163,7 +169,7 @@ class RunFolder:
         return dict(sorted(total.items(), key=lambda entry: -entry[1]))
 
     def rollout_steps(self, kind: rollout_store.Kind = "step") -> list[int]:
-        """Steps whose rollouts were written, in order; with `val` those after which the policy was validated."""
+        """Return the steps whose rollouts were written, in order; with `val`, the steps with a validation."""
         return rollout_store.steps_in(self.path / "rollouts", kind)
 
     def rollouts(self, step: int, kind: rollout_store.Kind = "step") -> Iterator[dict[str, Any]]:
@@ -171,14 +177,14 @@ class RunFolder:
         out.
 
         Raises:
-            RunDirectoryError: if none were written, naming the steps that have some.
+            RunDirectoryError: If none were written, naming the steps that have some.
         """
         try:
             file = rollout_store.open_step(self.path / "rollouts", step, kind)
         except FileNotFoundError:
             steps = self.rollout_steps(kind)
             what = "validation rollouts" if kind == "val" else "rollouts"
-            known = f"it has those of steps {steps[0]} to {steps[-1]}" if steps else "it has none"
+            known = f"it has rollouts of steps {steps[0]} to {steps[-1]}" if steps else "it has none"
             raise RunDirectoryError(f"{self.path} has no {what} of step {step}; {known}.") from None
         with file:
             for line in file:
@@ -188,11 +194,11 @@ class RunFolder:
                     continue
 
     def checkpoint_steps(self) -> list[int]:
-        """Steps of the checkpoints, in order; opens none."""
+        """Return the steps of the checkpoints, in order, without opening them."""
         return sorted(step for step, _ in _numbered(self.path / "checkpoints", _CHECKPOINT))
 
     def checkpoints(self) -> list[SavedCheckpoint]:
-        """The checkpoints that can be read, in the order of their steps."""
+        """Return the readable checkpoints, ordered by step."""
         found = []
         for step, path in sorted(_numbered(self.path / "checkpoints", _CHECKPOINT)):
             try:
@@ -212,13 +218,13 @@ class RunFolder:
         return max(ranked, key=lambda each: sign * each.metrics[key]) if ranked else saved[-1] if saved else None
 
     def changed_at(self) -> datetime:
-        """When the run last wrote something."""
+        """Return the time of the run's last write."""
         names = ("metrics.jsonl", "state.json", DESCRIPTION)
         times = [path.stat().st_mtime for name in names if (path := self.path / name).is_file()]
         return datetime.fromtimestamp(max(times)).astimezone()
 
     def _derived_state(self) -> RunState:
-        """The state of a run whose folder has no state file."""
+        """Return the state of a run without a state file."""
         config = self.config()
         section = config.get(str(config.get("algorithm")))
         bound = section.get("max_num_steps") if isinstance(section, dict) else None
@@ -230,8 +236,23 @@ class RunFolder:
         return RunState("finished" if max_steps and step >= max_steps else "interrupted", step, max_steps)
 
 
+def no_run(path: Path) -> Problem:
+    """Return the problem of the path of a run that does not exist, with similar runs in the same folder."""
+    folder = path.expanduser().parent
+    near = nearest(str(path), map(str, runs_in(folder)))
+    is_default = path.parts[:1] == (RUNS,) or not folder.is_dir() or folder == Path()
+    listed = f"Run `rl runs{'' if is_default else f' {folder}'}` to list the runs"
+    meant = f"Did you mean {' or '.join(near)}? " if near else ""
+    return Problem("", f"there is no run at {path}", remedy=f"{meant}{listed}")
+
+
+def runs_in(folder: Path) -> list[Path]:
+    """Return the runs directly in a folder, sorted; empty if the folder does not exist."""
+    return sorted(filter(is_run, folder.iterdir())) if folder.is_dir() else []
+
+
 def is_run(path: Path) -> bool:
-    """Whether a folder holds a run."""
+    """Return whether a folder is a run directory."""
     return (path / DESCRIPTION).is_file() and (path / CONFIG).is_file()
 
 
@@ -262,7 +283,7 @@ def _numbered(folder: Path, name: re.Pattern[str]) -> Iterator[tuple[int, Path]]
 
 
 def _tail(path: Path) -> list[bytes]:
-    """The last lines of a file."""
+    """Return the last lines of a file."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)

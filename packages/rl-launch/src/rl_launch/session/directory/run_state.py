@@ -24,9 +24,9 @@ class Best:
     """The best value of a metric.
 
     Args:
-        metric: as `metrics.jsonl` spells it.
-        value: finite.
-        step: that recorded it.
+        metric: As `metrics.jsonl` spells it.
+        value: Finite.
+        step: Step that recorded it.
     """
 
     metric: str
@@ -41,12 +41,12 @@ class RunState:
     Args:
         status: `running`; `finished` if all steps are made or the goal is met; `interrupted` if it was told to end or
             its process has ended, `failed` if an error ended it. The same command resumes the last two.
-        step: the last complete step.
-        max_steps: of the run; 0 before they are known.
-        reason: why it ended; empty if all steps are made.
-        goals: keys that say when the run is finished, with their values.
+        step: The last complete step.
+        max_steps: Maximum number of steps of the run; 0 before it is known.
+        reason: Why it ended; empty if all steps are made.
+        goals: Keys that say when the run is finished, with their values.
         best: None before anything was recorded.
-        at: when this was written, in ISO format with the time zone.
+        at: When this was written, in ISO format with the time zone.
     """
 
     status: Status
@@ -77,8 +77,8 @@ class BestSoFar:
     """The best value of the metric that ranks checkpoints, or else of the first headline that the run records.
 
     Args:
-        metric: that ranks checkpoints; None if none was chosen.
-        higher_is_better: of that metric.
+        metric: Metric that ranks checkpoints; None if none was chosen.
+        higher_is_better: True if a higher value of that metric is better.
     """
 
     def __init__(self, metric: str | None, *, higher_is_better: bool = True) -> None:

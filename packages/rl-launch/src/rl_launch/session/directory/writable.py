@@ -16,10 +16,10 @@ _MODES: dict[Access, int] = {"owner": 0o700, "group": 0o750, "all": 0o755}
 
 
 def check_writable(folder: Path) -> None:
-    """Refuse a folder that cannot be made or written into, or whose disk is full; leaves nothing behind.
+    """Refuse a folder that cannot be created or written, or whose disk is full. Leaves no files.
 
     Raises:
-        RunDirectoryError: with the reason.
+        RunDirectoryError: If that is not possible; contains the reason.
     """
     existing = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     if not existing.is_dir():
@@ -50,5 +50,5 @@ def make_folder(folder: Path, access: Access) -> None:
 
 def _full(folder: Path, free: int) -> RunDirectoryError:
     return RunDirectoryError(
-        f"the disk of {folder} is full: {free / 2**20:.1f} MiB are free. Make room, or choose another run_dir."
+        f"the disk of {folder} is full: {free / 2**20:.1f} MiB are free. Free some space, or choose another run_dir."
     )

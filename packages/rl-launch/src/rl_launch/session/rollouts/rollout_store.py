@@ -22,10 +22,10 @@ from rl_launch.session.checkpoints.manifest import sync_folder
 
 STEPS_PER_ARCHIVE = 100
 NUM_RECENT = 100
-"""Steps whose rollouts stay in files of their own, at least."""
+"""Minimum number of recent steps whose rollouts are kept in separate files."""
 
 Kind = Literal["step", "val"]
-"""Rollouts that were trained on, and those of a validation."""
+"""Rollouts of training steps, and rollouts of validations."""
 
 _FILE = re.compile(r"(step|val)_(\d+)\.jsonl")
 _ARCHIVE = re.compile(r"steps_(\d+)-(\d+)\.zip")
@@ -65,7 +65,7 @@ def open_step(folder: Path, step: int, kind: Kind = "step") -> IO[bytes]:
     """The lines of a step.
 
     Raises:
-        FileNotFoundError: if it has no rollouts.
+        FileNotFoundError: If it has no rollouts.
     """
     path = file_of(folder, step, kind)
     with suppress(FileNotFoundError):

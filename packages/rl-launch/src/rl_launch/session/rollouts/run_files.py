@@ -75,7 +75,7 @@ RolloutWriter = Callable[[str, RemoteRows, Sequence[float | None]], None]
 
 
 class RolloutFiles:
-    """`rollouts/step_<n>.jsonl` and `val_<n>.jsonl`: one object per rollout, written beside the steps. See
+    """`rollouts/step_<n>.jsonl` and `val_<n>.jsonl`: one object per rollout, written in parallel with the steps. See
     `rollout_store` for the files of earlier steps.
 
     A thread has them written by the process that holds the texts, by `write_elsewhere`, or fetches and writes them
@@ -83,7 +83,7 @@ class RolloutFiles:
     checkpoint, and the end of the workers that hold the texts.
 
     Args:
-        folder: the folder of the files.
+        folder: The folder of the files.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -97,8 +97,8 @@ class RolloutFiles:
     def append(
         self, step: int, groups: Sequence[RolloutGroup], advantages: np.ndarray, kind: rollout_store.Kind = "step"
     ) -> None:
-        """Have rollouts written, flattened; those beyond the advantages, which trained nothing, have null. Those of a
-        validation replace what an earlier validation of the same step has left.
+        """Write rollouts, flattened. Rollouts without an advantage, which were not trained on, have null. Validation
+        rollouts replace the rollouts of an earlier validation of the same step.
 
         Waits while `MOST_STEPS` earlier ones are not written.
         """
@@ -135,7 +135,7 @@ class RolloutFiles:
         rollout_store.cut_back(self._folder, step)
 
     def _archive_before(self, step: int) -> None:
-        """Have the files of earlier steps compressed, which nothing waits for."""
+        """Compress the files of earlier steps in the background."""
         if self._archiving is not None:
             if not self._archiving.done():
                 return
@@ -166,7 +166,7 @@ class RolloutFiles:
                 try:
                     records = columns.ragged(RECORD)
                 except WorkerDied as error:
-                    _log.warning("step %d: the texts of prompt %s are lost: %s", step, prompt_id, error)
+                    _log.warning("step %d: the messages of prompt %s are lost: %s", step, prompt_id, error)
                     continue
                 append_records(file, zip(records, own, strict=True))
             file.flush()
@@ -182,7 +182,7 @@ class RolloutFiles:
         try:
             self.write_elsewhere(str(aside.absolute()), RemoteRows.concat(remote), advantages)
         except RLError as error:
-            _log.warning("%s: writing it here, as a rollout worker did not: %s", path.name, error)
+            _log.warning("%s: written by the driver, because a rollout worker failed: %s", path.name, error)
             aside.unlink(missing_ok=True)
             return False
         aside.rename(path)

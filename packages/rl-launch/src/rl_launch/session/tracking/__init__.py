@@ -1,1 +1,1 @@
-"""What a run reports while it goes on: progress, logs and metrics."""
+"""Reports of a run in progress: progress, logs and metrics."""

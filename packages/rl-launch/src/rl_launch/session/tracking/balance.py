@@ -17,14 +17,14 @@ def imbalance(trainer: float, generators: float, *, section: str = "") -> tuple[
     """Return who waits, with the figures, and what to change; None if neither waits for long.
 
     Args:
-        trainer, generators: shares of the time without work, `idle/trainer` and `idle/generators`.
-        section: of the config that has `async_grpo`, as a prefix of keys.
+        trainer, generators: Shares of the time without work, `idle/trainer` and `idle/generators`.
+        section: Section of the config that has `async_grpo`, as a prefix of keys.
     """
     ahead = f"{section}.async_grpo" if section else "async_grpo"
     resources = "policy.generation.colocated.resources.gpus_per_node"
     training_waits = f"training waits for rollouts {trainer:.0%} of the time"
     rollouts = (
-        f"have more prompts run ahead ({ahead}.max_trajectory_age_steps), or bound the longest rollout "
+        f"let more prompts run ahead ({ahead}.max_trajectory_age_steps), or bound the longest rollout "
         "(policy.generation.max_new_tokens)"
     )
     if trainer > IDLE and generators > IDLE:

@@ -37,9 +37,9 @@ class Progress:
     """Shows steps, phases and the metrics people watch.
 
     Args:
-        title: of the run.
-        console: shows the live line, if it is a terminal.
-        clock: seconds, for the times that are shown.
+        title: Title of the run.
+        console: Shows the live line, if it is a terminal.
+        clock: Seconds, for the times that are shown.
     """
 
     def __init__(self, title: str, console: Console, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -99,7 +99,7 @@ class Progress:
         )
 
     def render(self) -> RenderableType:
-        """The live line: as much as fits, the most important first."""
+        """Return the live line: as much as fits, most important first."""
         texts = [Text(self._title, style="bold")]
         if self._max_steps:
             texts.append(Text(f"step {self._step}/{self._max_steps}"))
@@ -124,7 +124,7 @@ class Progress:
         return cells
 
     def _is_told(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """Whether a step gets a line: quick ones share one a second, in a pipe as in the log."""
+        """Return whether a step gets a line: quick ones share one a second, in a pipe as in the log."""
         is_due = self._told_at is None or self._clock() - self._told_at >= SECONDS_PER_LINE
         return is_due or step == self._max_steps or any(key.startswith("val/") for key in metrics)
 

@@ -57,7 +57,7 @@ class WandbWriter:
 
 
 def mlflow_name(metric: str) -> str:
-    """The name of a metric with `_` in the place of characters that MLflow refuses, such as that of `pass@4`."""
+    """Return the name of a metric with `_` in place of characters that MLflow refuses, as in `pass@4`."""
     return re.sub(r"[^/\w.\- :]", "_", metric)
 
 

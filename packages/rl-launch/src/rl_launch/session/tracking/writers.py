@@ -66,16 +66,16 @@ class MetricWriters:
 def open_writers(
     config: LoggerConfig, run_dir: Path, *, settings: Config, after: int, labels: Labels = NO_LABELS
 ) -> list[MetricWriter]:
-    """The writers a config asks for, without those that cannot be started, which is reported in the log.
+    """Return the writers that a config requests. A writer that cannot be started is reported in the log and left out.
 
     Args:
-        run_dir: gives the run its name there, and holds local files in `logs`.
-        settings: the run's whole config, to be stored with it.
-        after: the step that the run goes on after; records of later steps are void.
+        run_dir: Gives the run its name there, and holds local files in `logs`.
+        settings: The run's whole config, to be stored with it.
+        after: The step from which the run resumes; records of later steps are discarded.
         labels: Name, group, tags and notes of the run.
 
     Raises:
-        ConfigError: if one needs a package that is not installed, naming the extras.
+        ConfigError: If one needs a package that is not installed, naming the extras.
     """
     check_writers(config)
     opening: list[tuple[str, Callable[[], MetricWriter]]] = []
@@ -123,8 +123,8 @@ class TensorBoardWriter:
     """TensorBoard event files.
 
     Args:
-        folder: for them.
-        after: later steps of earlier event files are hidden.
+        folder: Folder for the events.
+        after: Later steps of earlier event files are hidden.
     """
 
     def __init__(self, folder: Path, *, after: int) -> None:
@@ -146,7 +146,7 @@ class TensorBoardWriter:
 
 @contextmanager
 def _without(module: str) -> Iterator[None]:
-    """Have imports not find a module that is installed: one takes a second, for values that are never passed."""
+    """Hide an installed module from imports, because importing it takes a second for values that are never passed."""
     if module in sys.modules:
         yield
         return
