@@ -61,7 +61,7 @@ def test_a_dropped_call_without_logprobs_is_not_the_answer_to_one_with_them():
     asyncio.run(main())
 
 
-def test_calls_that_differ_in_what_the_policy_does_not_see_are_draws_of_their_own():
+def test_calls_that_differ_in_what_the_policy_does_not_see_are_different_draws():
     async def main():
         session = session_of(draws())
         calls = [CALL, Call(messages=(USER,), reads_calls=False), Call(messages=(USER,), num_choices=2), CALL]

@@ -127,7 +127,7 @@ def test_thoughts_are_apart_from_the_text_in_every_dialect():
     asyncio.run(main())
 
 
-def test_equal_calls_are_draws_of_their_own_and_choices_too():
+def test_equal_calls_are_different_draws_and_choices_too():
     async def main():
         async with served(ScriptedClient(lambda before, draw: f"Draw {draw}.{END}")) as to:
             create = to.openai.chat.completions.create

@@ -11,7 +11,7 @@ from rl_algos.agents.fields import Fields, check_conversation, function_tools, t
 from rl_core.rollouts.rollout import Message
 
 _ROLES = ("user", "assistant", "system")
-# Claude Code opens its instructions with a block that is another one in each call, so that no branch would continue
+# Claude Code opens its instructions with a block that differs in each call, so no call would continue a branch
 _OF_ONE_CALL = "x-anthropic-billing-header"
 _THOUGHTS = ("thinking", "redacted_thinking")
 _ERRORS = {
@@ -37,7 +37,7 @@ class Messages:
         messages = tuple(each for index, one in enumerate(given) for each in _turn(one, f"messages[{index}]"))
         check_conversation(messages)
         if messages[-1]["role"] == "assistant":
-            raise fields.refused("messages", "must end with a message of the user; turns of the policy are not begun")
+            raise fields.refused("messages", "must end with a message of the user; the policy writes its whole turn")
         instructions = _instructions(fields.raw("system"))
         system = ({"role": "system", "content": instructions},) if instructions else ()
         reads_calls, forced = fields.tool_choice()
@@ -68,7 +68,7 @@ class Messages:
         }
 
     def events(self, call: Call, answer: Answer) -> Iterator[Event]:
-        """Yield the events of a streamed answer: its begin, each block with one delta, and its end."""
+        """Yield the events of a streamed answer: its start, each block with one delta, and its end."""
         whole = self.answer(call, answer)
         usage = {**whole["usage"], "output_tokens": 0}
         begun = {**whole, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
@@ -123,7 +123,7 @@ def _without_effect(fields: Fields) -> Iterator[str]:
 
 
 def _turn(given: Any, at: str) -> Iterator[Message]:
-    """Yield the messages of one turn: results of tools are messages of their own, in order."""
+    """Yield the messages of one turn: each result of a tool is its own message, in order."""
     fields = Fields(given, at)
     role = fields.required("role", str)
     if role not in _ROLES:

@@ -81,7 +81,7 @@ class Responses:
         }
 
     def events(self, call: Call, answer: Answer) -> Iterator[Event]:
-        """Yield the events of a streamed answer: its begin, each item of its output, and its end."""
+        """Yield the events of a streamed answer: its start, each item of its output, and its end."""
         numbers = count()
 
         def event(kind: str, **data: Any) -> Event:
@@ -133,7 +133,7 @@ def _tools(given: Sequence[Any]) -> tuple[Mapping[str, Any], ...]:
 
 
 def _messages(items: Sequence[Any]) -> tuple[Message, ...]:
-    """The messages of a list of items: a turn of the policy is a message, the calls behind it, or both."""
+    """The messages of a list of items: a turn of the policy is a message, the calls after it, or both."""
     messages: list[dict[str, Any]] = []
     for index, item in enumerate(items):
         at = f"input[{index}]"
@@ -208,7 +208,7 @@ def _logprobs(choice: Choice) -> list[dict[str, Any]]:
 
 
 def _item_events(event: Callable[..., Event], index: int, item: Mapping[str, Any]) -> Iterator[Event]:
-    """Yield the events of one item of the output: its begin, what it says as one delta, and its end."""
+    """Yield the events of one item of the output: its start, its text as one delta, and its end."""
     begun = {**item, "status": "in_progress"}
     at = {"output_index": index, "item_id": item["id"]}
     if item["type"] == "function_call":
