@@ -489,7 +489,7 @@ _MODELS = (
         MODEL,
         key="policy.model_name",
         got="./model",
-        shows=("tokenizer.json,", "policy.tokenizer.name"),
+        shows=("tokenizer.json", "policy.tokenizer.name"),
         files=_model("tokenizer.json"),
     ),
     _case(

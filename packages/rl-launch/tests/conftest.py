@@ -3,9 +3,14 @@
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
+import typer.testing
+
+# builds the commands of an app anew at every call, which takes longer than most of them
+typer.testing._get_command = cache(typer.testing._get_command)
 
 # Ray reads them when it is imported
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")

@@ -204,7 +204,7 @@ def test_explain_shows_values_of_a_recipe_in_what_it_finds():
 def test_explain_finds_a_key_though_a_file_of_its_name_is_there(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir()
-    assert "The dataset to train on" in rl("config", "explain", "data")
+    assert "Training and validation data" in rl("config", "explain", "data")
 
 
 def test_explain_answers_while_other_keys_are_wrong(tmp_path):

@@ -131,7 +131,7 @@ def test_damaged_and_foreign_models_are_refused_by_name(model):
     answer = CliRunner().invoke(app, arguments)
     assert answer.exit_code == 2
     assert "it is a model with pickled weights" in " ".join(answer.stderr.split())
-    assert "`rl convert FOLDER NEW_FOLDER` writes safetensors" in " ".join(answer.stderr.split())
+    assert "`rl convert FOLDER NEW_FOLDER`" in " ".join(answer.stderr.split())
     (model / "config.json").unlink()
     answer = CliRunner().invoke(app, ["convert", "model", "out"])
     assert answer.exit_code == 2

@@ -127,8 +127,8 @@ def test_what_is_off_is_exit_code_1(checked_by, folder):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["./nowhere"], "folder './nowhere' does not exist"),
-        (["EMPTY"], "has no config.json"),
+        (["./nowhere"], "./nowhere"),
+        (["EMPTY"], "config.json"),
         (["MODEL", "--backend=nonesuch"], "there is no training backend 'nonesuch'"),
     ],
 )

@@ -118,10 +118,10 @@ def test_failed_starts_are_retried_less_and_less_often_until_other_devices_may_b
     now, places = [0.0], Places(free=1, failing=4)
     elastic = make_elastic(places, 1, most=3, clock=lambda: now[0])
     for num_failed, wait in enumerate((30, 60, 120), 1):
-        awaited(lambda wait=wait: f"trying again in {wait} s" in caplog.text)
+        awaited(lambda wait=wait: f"retrying in {wait} s" in caplog.text)
         assert len(places.discarded) == num_failed
         now[0] += wait
-    awaited(lambda: "trying again in 240 s" in caplog.text)
+    awaited(lambda: "retrying in 240 s" in caplog.text)
     elastic.replace(FakeReplica("lost"))
     assert len(names(elastic.await_any(1))) >= 1
 

@@ -350,7 +350,7 @@ def test_a_finished_run_does_nothing_more(tmp_path, whole):
 
 def test_a_run_without_checkpoints_is_not_overwritten(tmp_path):
     counting.run(tmp_path, counting.config(enabled=False))
-    with pytest.raises(RunDirectoryError, match="saved no checkpoints"):
+    with pytest.raises(RunDirectoryError, match="without checkpoints"):
         counting.run(tmp_path, counting.config(enabled=False))
     assert len(counting.metrics(tmp_path)) == 6
 
@@ -517,7 +517,7 @@ def test_texts_that_were_lost_with_a_node_cost_only_themselves(tmp_path, caplog)
     files.flush()
     rows = [json.loads(line) for line in (tmp_path / "step_1.jsonl").read_text().splitlines()]
     assert [row["advantage"] for row in rows] == [2.0, 3.0]
-    assert "step 1: the texts of prompt p0 are lost: its node died" in caplog.text
+    assert "step 1: the messages of prompt p0 are lost: its node died" in caplog.text
     files.close()
 
 

@@ -212,8 +212,38 @@ def assemble(
     if taken:
         raise ValueError(f"{base.__name__} has {', '.join(taken)} already: two parties claim the same config key")
     pairs = {key: part if isinstance(part, tuple) else (part, Default.OF_TYPE) for key, part in sections.items()}
-    portable = tuple((key, _portable(kind), default) for key, (kind, default) in pairs.items())
-    return _build(Assembly(uuid4().hex, name, _portable(base), portable, tuple((defaults or {}).items())))
+    parts = [name, base, *((key, kind, _compared(default)) for key, (kind, default) in pairs.items())]
+    parts += [(key, _compared(default)) for key, default in (defaults or {}).items()]
+    # every reading of a config asks for the same types, which take pydantic tens of milliseconds
+    found = _BY_PARTS.get(tuple(parts))
+    if found is None:
+        portable = tuple((key, _portable(kind), default) for key, (kind, default) in pairs.items())
+        found = _build(Assembly(uuid4().hex, name, _portable(base), portable, tuple((defaults or {}).items())))
+        _BY_PARTS[tuple(parts)] = found
+    return found
+
+
+_BY_PARTS: dict[tuple[Any, ...], type[Assembled]] = {}
+
+
+def _compared(default: Any) -> Any:
+    """What two defaults are compared by: their types and values, or, if these cannot be told, themselves."""
+    if default is None or default is ... or isinstance(default, str | int | float | bool | Enum):
+        return type(default), default
+    return (type(default), repr(default)) if isinstance(default, Config) else _Same(default)
+
+
+@dataclass(frozen=True)
+class _Same:
+    """Equal only to what holds the same object, which it keeps."""
+
+    value: Any
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.value is other.value
 
 
 def _narrows(part: Section, base: type[Config], key: str) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -315,10 +316,8 @@ def _read(root: yaml.Node, reader: _Reader) -> Entry:
 
 def _compose(text: str, source: str | None) -> yaml.Node | None:
     """The root node; the source is named in messages with a line, None if the text is not a file's."""
-    loader = None
     try:
-        loader = _Composer(text)
-        return loader.get_single_node()
+        return _composed(text)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         what = ", ".join(part for part in (error.context, error.problem) if part)
@@ -330,9 +329,16 @@ def _compose(text: str, source: str | None) -> yaml.Node | None:
         line = text[: error.position].count("\n") + 1
         before = f"{Origin(source, line)}: " if source else ""
         raise ConfigError(f"{before}not valid YAML: {error.reason} ({error.character!r})") from None
+
+
+@lru_cache(maxsize=64)
+def _composed(text: str) -> yaml.Node | None:
+    """The root node; nodes are only read, and the same recipes are read again and again."""
+    loader = _Composer(text)
+    try:
+        return loader.get_single_node()
     finally:
-        if loader is not None:
-            loader.dispose()
+        loader.dispose()
 
 
 def _remedy(problem: str) -> str:

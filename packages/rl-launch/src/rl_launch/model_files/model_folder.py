@@ -63,7 +63,8 @@ def folder_problems(key: str, name: str, needed: Sequence[Needed]) -> Iterator[P
     for files, remedy in needed:
         if not set(files) & set(held):
             kind = foreign_kind(folder)
-            reason = f"this folder does not contain {' or '.join(files)}, only {_listed(held)}"
+            holds = f"contains {_listed(held)}" if held else "is empty"
+            reason = f"this folder does not contain {' or '.join(files)}; it {holds}"
             if kind is not None:
                 reason = f"{reason}; it is {kind.name}"
             yield Problem(key, reason, got=name, remedy=remedy if kind is None else kind.remedy)
