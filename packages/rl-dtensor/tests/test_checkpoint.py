@@ -8,6 +8,7 @@ from rl_core.model_config import LoraConfig, ModelConfig
 from rl_core.selfcheck.losses import TokenLoss
 from rl_core.selfcheck.pooled_model import PooledModel
 from rl_core.selfcheck.torch.tiny_model import write_tiny_model
+from rl_core.testing.exhaustive import partly_exhaustive
 from rl_core.testing.model_worker import ADAMW, WARM_UP, make_batch
 from rl_dtensor.selfcheck import MESHES
 
@@ -45,7 +46,7 @@ def saved(ranks, tmp_path_factory):
     return folder, checkpoints, losses
 
 
-@pytest.mark.parametrize("resumed", SAVED)
+@pytest.mark.parametrize("resumed", partly_exhaustive(SAVED, always=("tp2 x fsdp2", "pp2 x fsdp2")))
 def test_a_run_resumes_on_every_other_mesh_with_the_same_losses(ranks, saved, resumed):
     folder, checkpoints, losses = saved
     with open_model(ranks, folder, resumed) as model:

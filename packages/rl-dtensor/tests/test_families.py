@@ -11,6 +11,7 @@ from rl_core.selfcheck.pooled_model import PooledModel
 from rl_core.selfcheck.torch.oracle import Oracle
 from rl_core.selfcheck.torch.selfcheck import LENGTHS, case_on
 from rl_core.selfcheck.torch.tiny_model import SIZES, write_tiny_model
+from rl_core.testing.exhaustive import partly_exhaustive
 from rl_core.testing.model_worker import SGD, make_batch
 from rl_dtensor.model.attention import RowsUnknown, tell_chunks
 from rl_dtensor.selfcheck import CHECK, MESHES, write_tiny
@@ -77,7 +78,7 @@ def test_families_of_other_shapes_train_and_stream_as_one_process(ranks, tmp_pat
     assert outcome.verdict == "exact", outcome
 
 
-@pytest.mark.parametrize("mesh", ["tp2", "tp2+sp"])
+@pytest.mark.parametrize("mesh", partly_exhaustive(["tp2", "tp2+sp"], always=["tp2+sp"]))
 @pytest.mark.parametrize(
     "family",
     [
@@ -95,7 +96,9 @@ def test_experts_beside_shared_ones_are_split(ranks, tmp_path, family, mesh):
     assert outcome.verdict == "exact", outcome
 
 
-@pytest.mark.parametrize("mesh", ["tp2+sp", "cp2", "cp2 ulysses", "pp2", "ep2 x fsdp2"])
+@pytest.mark.parametrize(
+    "mesh", partly_exhaustive(["tp2+sp", "cp2", "cp2 ulysses", "pp2", "ep2 x fsdp2"], always=["tp2+sp", "cp2", "pp2"])
+)
 def test_llama_4_is_the_same_packed_and_split(ranks, tmp_path, mesh):
     """Attention in chunks, temperatures by place, and experts that are called with all tokens."""
     config = AutoConfig.for_model("llama4_text")
@@ -207,7 +210,7 @@ def test_weights_that_a_layer_reads_and_features_that_count_together_are_whole_o
     assert "tokens cannot be split between its layers; set sequence_parallel=false" in refused.reason
 
 
-@pytest.mark.parametrize("family", ["olmo2", "phi3", "glm4", "cohere"])
+@pytest.mark.parametrize("family", partly_exhaustive(["olmo2", "phi3", "glm4", "cohere"], always=["olmo2", "glm4"]))
 def test_plans_of_transformers_hold_on_tensor_parallel_meshes(ranks, tmp_path, family):
     folder = write_tiny(AutoConfig.for_model(family), tmp_path)
     ways = (("tp2", False), ("tp2+sp", False), ("tp2+sp", True))

@@ -18,6 +18,7 @@ from rl_core.model import LOGPROBS, SCORES, ModelSpec
 from rl_core.model_config import LoraConfig, ModelConfig, OptimizerConfig
 from rl_core.selfcheck.losses import TokenLoss
 from rl_core.selfcheck.pooled_model import PooledModel
+from rl_core.testing.exhaustive import exhaustive
 from rl_core.torch.files.model_files import WeightFiles
 from rl_dtensor.generation.loading import load_model
 from rl_dtensor.model.precision import computed_in_float32, kept_by_family, kept_by_files, widen
@@ -224,10 +225,12 @@ ROUTER = (r"gate\.weight$", r"e_score_correction_bias$")
     ("family", "patterns", "num_ranks", "settings"),
     [
         pytest.param("deepseek_v3", [r"e_score_correction_bias$"], 2, {}, id="buffers [sgl-project/sglang#31213]"),
-        pytest.param("ernie4_5_moe", ROUTER, 2, {}, id="parameters, and rotary embeddings in float32"),
+        pytest.param(
+            *("ernie4_5_moe", ROUTER, 2, {}), id="parameters, and rotary embeddings in float32", marks=exhaustive
+        ),
         pytest.param("ernie4_5_moe", ROUTER, 2, {"pipeline_parallel_size": 2}, id="pipeline"),
         pytest.param("ernie4_5_moe", ROUTER, 2, {"lora": True, "cpu_offload": True}, id="frozen below adapters"),
-        pytest.param("ernie4_5_moe", ROUTER, 2, {"spec": ModelSpec(trains=False)}, id="frozen"),
+        pytest.param(*("ernie4_5_moe", ROUTER, 2, {"spec": ModelSpec(trains=False)}), id="frozen", marks=exhaustive),
     ],
 )
 def test_a_model_computes_sends_and_saves_in_bfloat16_as_transformers(
