@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any, Generic, TypeVar, cast
 
 from rl_algos.requirement import LOSSES
-from rl_core.config import Config, Problem, ProblemError, nearest
+from rl_core.config import Config, Problem, ProblemError, nearest_as_remedy
 from rl_core.devices import Device
 from rl_core.model import ModelSpec
 from rl_core.model_config import ColocatedConfig, GenerationConfig, ModelConfig
@@ -224,14 +224,13 @@ def _generation_backend(config: RunConfig, *, reports_routing: bool) -> Generati
     generation = config.policy.generation
     if generation.backend not in names(GENERATORS):
         known = names(GENERATORS)
-        near = nearest(generation.backend, known)
         raise ProblemError(
             Problem(
                 f"{POLICY}.generation.backend",
                 "is not an installed engine",
                 got=generation.backend,
                 allowed=", ".join(known),
-                remedy=f"Did you mean {' or '.join(near)}?" if near else "",
+                remedy=nearest_as_remedy(generation.backend, known),
             )
         )
     found: BackendPlugin = plugin(GENERATORS, generation.backend)

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Collection
 from typing import Any
 
-from rl_core.config import Problem, ProblemError, nearest
+from rl_core.config import Problem, ProblemError, nearest_as_remedy
 from rl_core.plugins import Requirement, requirement_of, resolve
 from rl_core.plugins.user_code import is_in_file
 
@@ -28,9 +28,8 @@ def unknown_name(name: str, known: Collection[str], *, others: str = "") -> Prob
         known: Accepted names.
         others: What is accepted in addition to them, in words.
     """
-    near = nearest(name, known)
     allowed = ", ".join([*known, *([f"or {others}"] if others else [])])
-    remedy = f"Did you mean {' or '.join(near)}?" if near else ""
+    remedy = nearest_as_remedy(name, known)
     return ProblemError(Problem("name", got=name, allowed=allowed, remedy=remedy))
 
 

@@ -24,7 +24,7 @@ from rl_core.config.explain import Explanation, explain, explain_all
 from rl_core.config.json_schema import JsonSchema
 from rl_core.config.keys import all_keys
 from rl_core.config.load import RawConfig, load
-from rl_core.config.messages import Hint, by_another_name, did_you_mean, nearest
+from rl_core.config.messages import Hint, by_another_name, did_you_mean, nearest, nearest_as_remedy
 from rl_core.config.resolve import Resolved, Values, refusal, resolve, values_of
 from rl_core.config.schema import (
     Config,
@@ -74,6 +74,7 @@ __all__ = [
     "keys_when_changed",
     "load",
     "nearest",
+    "nearest_as_remedy",
     "plain",
     "refusal",
     "resolve",

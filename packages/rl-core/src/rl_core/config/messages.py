@@ -44,11 +44,12 @@ def nearest(key: str, candidates: Iterable[str], *, most: int = 3) -> list[str]:
 
 def did_you_mean(key: str, candidates: Iterable[str]) -> str:
     """Return `; did you mean X?`, or nothing if no candidate is close."""
-    meant = _meant(key, candidates)
+    meant = nearest_as_remedy(key, candidates)
     return f"; d{meant[1:]}" if meant else ""
 
 
-def _meant(key: str, candidates: Iterable[str]) -> str:
+def nearest_as_remedy(key: str, candidates: Iterable[str]) -> str:
+    """Return `Did you mean X?`, or nothing if no candidate is close."""
     near = nearest(key, candidates)
     return f"Did you mean {' or '.join(near)}?" if near else ""
 
@@ -180,7 +181,7 @@ def _unknown(path: KeyPath, keys: list[str], values: Any, hint: Hint | None) -> 
     if hint is not None and (explained := hint(key, inside)):
         return Problem(key, f"no such key: {explained}")
     names = [key, *(f"{key}.{name}" for name in inside)] if isinstance(inside, dict) else [key]
-    if near := next((found for name in names if (found := _meant(name, keys))), ""):
+    if near := next((found for name in names if (found := nearest_as_remedy(name, keys))), ""):
         return Problem(key, "no such key", remedy=near)
     section = format_path(path[:-1])
     prefix = f"{section}." if section else ""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rl_core.model_json import MalformedJson
+from rl_core.model_json import MalformedJson, read_model_json
 from rl_core.rollouts.environment import Conversation, StepResult, UnusableAnswer
+from rl_envs.fences import fenced_blocks
 from rl_envs.match.config import MatchConfig
 from rl_envs.match.expected import known_json, known_schema, known_texts, read_pattern
 from rl_envs.match.json_schema import same_json, satisfies
-from rl_envs.match.json_value import json_in
 from rl_envs.time_limit import within
 
 SHOWN = 200
@@ -79,3 +79,14 @@ def _is_json(text: str, holds: Callable[[Any], bool]) -> bool:
     except MalformedJson:
         return False
     return holds(value)
+
+
+def json_in(response: str) -> Any:
+    """Return the value of the last fenced block of JSON or without a language, or else of the whole response.
+
+    Raises:
+        MalformedJson: If it is not JSON within the bounds of `read_model_json`: NaN, a key twice in an object and deep
+            nesting are not.
+    """
+    blocks = [body for language, body in fenced_blocks(response) if language in ("json", "")]
+    return read_model_json((blocks[-1] if blocks else response).strip().removeprefix("\ufeff"))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_algos import hub
-from rl_core.config import Problem, nearest
+from rl_core.config import Problem, nearest_as_remedy
 from rl_core.errors import ConfigError
 from rl_core.model_config import language_fields
 from rl_launch.model_files.absent_run import absent_run, run_of_path
@@ -115,8 +115,7 @@ def adapter_problems(key: str, name: str, targets: Sequence[str]) -> Iterator[Pr
     # a layer may have another name before its last dot than its weights have in files
     wrong = [target for target in targets if target.rpartition(".")[2] not in ends]
     if ends and wrong:
-        near = nearest(wrong[0], ends)
-        remedy = f"Did you mean {' or '.join(near)}?" if near else ""
+        remedy = nearest_as_remedy(wrong[0], ends)
         yield Problem(key, f"matches no layer of {name}", got=", ".join(wrong), allowed=_listed(ends), remedy=remedy)
 
 

@@ -15,7 +15,7 @@ from rl_core.config import (
     RawConfig,
     Resolved,
     is_changed,
-    nearest,
+    nearest_as_remedy,
 )
 from rl_core.devices import Device
 from rl_core.errors import ConfigError
@@ -98,14 +98,13 @@ def _checkpointing_checks(plan: RunPlan) -> Iterator[Problem]:
         return
     recorded = list(known)
     if not any(fnmatchcase(key, name) for name in recorded):
-        near = nearest(key, recorded)
-        meant = f"Did you mean {' or '.join(near)}? " if near else ""
+        meant = nearest_as_remedy(key, recorded)
         yield Problem(
             "checkpointing.metric_name",
             "is not a metric of the validation" if recorded else "needs validation, but this run does not validate",
             got=plan.config.checkpointing.metric_name,
             allowed=", ".join(recorded),
-            remedy=f"{meant}Use null to keep the newest checkpoints",
+            remedy=f"{meant} Use null to keep the newest checkpoints".strip(),
         )
 
 

@@ -12,7 +12,7 @@ from rl_core.config import (
     ProblemError,
     RawConfig,
     assemble,
-    nearest,
+    nearest_as_remedy,
     refusal,
 )
 from rl_core.environments.instance import environment_types
@@ -104,8 +104,7 @@ def algorithm_of(raw: RawConfig) -> AlgorithmPlugin:
         except ConfigError as error:
             raise refusal([Problem("algorithm", str(error))], raw) from None
     if not isinstance(name, str) or name not in known:
-        near = nearest(str(name), known)
-        remedy = f"Did you mean {' or '.join(near)}?" if near else ""
+        remedy = nearest_as_remedy(str(name), known)
         reason = "is not an installed algorithm"
         raise refusal([Problem("algorithm", reason, got=name, allowed=allowed, remedy=remedy)], raw)
     return algorithm_named(name)

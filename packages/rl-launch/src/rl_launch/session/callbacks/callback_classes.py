@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from rl_core.callback import HOOKS, Callback
-from rl_core.config import Config, Problem, did_you_mean, nearest, section_of, settings_of
+from rl_core.config import Config, Problem, did_you_mean, nearest_as_remedy, section_of, settings_of
 from rl_core.plugins import resolve
 from rl_core.plugins.user_code import FromFile, is_in_file
 from rl_launch.session.config import CallbackConfig
@@ -135,8 +135,7 @@ def _settings_problems(kind: type[Callback], section: CallbackConfig) -> Iterato
             key = ".".join(map(str, each["loc"]))
             if each["type"] == "extra_forbidden":
                 known = list(settings.model_fields)
-                near = nearest(key, known)
-                remedy = f"Did you mean {' or '.join(near)}?" if near else "" if known else "Remove this key"
+                remedy = nearest_as_remedy(key, known) if known else "Remove this key"
                 reason = f"is not a setting of {kind.__name__}{'' if known else ', which has none'}"
                 yield Problem(key, reason, allowed=", ".join(known), remedy=remedy)
             elif each["type"] == "missing":

@@ -26,7 +26,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from rl_core.config import Problem, load, nearest
+from rl_core.config import Problem, load, nearest_as_remedy
 from rl_core.errors import ConfigError, RunDirectoryError
 from rl_launch.session.checkpoints.manifest import Manifest
 from rl_launch.session.directory import lock
@@ -239,11 +239,10 @@ class RunFolder:
 def no_run(path: Path) -> Problem:
     """Return the problem of the path of a run that does not exist, with similar runs in the same folder."""
     folder = path.expanduser().parent
-    near = nearest(str(path), map(str, runs_in(folder)))
     is_default = path.parts[:1] == (RUNS,) or not folder.is_dir() or folder == Path()
     listed = f"Run `rl runs{'' if is_default else f' {folder}'}` to list the runs"
-    meant = f"Did you mean {' or '.join(near)}? " if near else ""
-    return Problem("", f"there is no run at {path}", remedy=f"{meant}{listed}")
+    meant = nearest_as_remedy(str(path), map(str, runs_in(folder)))
+    return Problem("", f"there is no run at {path}", remedy=f"{meant} {listed}".strip())
 
 
 def runs_in(folder: Path) -> list[Path]:
