@@ -6,12 +6,18 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from rl_algos.agents.host import MARK
+from rl_algos.grpo.config import GRPOConfig
 from rl_algos.rollouts.agent_config import AgentConfig
+from rl_algos.rollouts.training.batch import build_batch
+from rl_algos.rollouts.training.segments import ROLLOUT
 from rl_core.plugins.user_code import FromFile
 from rl_core.rollouts.environment import StepResult
+from rl_core.rollouts.group import RolloutGroup
+from rl_core.rollouts.rollout import Prompt
 
 CLIENT = """
 import json, os, urllib.request
@@ -208,3 +214,29 @@ asyncio.run(main())
             await asyncio.sleep(0.05)
 
     asyncio.run(killed())
+
+
+PROMPT = Prompt("p0", ({"role": "user", "content": "2+3"},), np.zeros(1, np.int32), "agent")
+THREADS = (
+    CLIENT
+    + """
+def run(base_url, api_key, prompt):
+    first = chat(base_url, api_key, prompt["messages"])
+    chat(base_url, api_key, [*prompt["messages"], first, {"role": "user", "content": "a"}])
+    chat(base_url, api_key, [*prompt["messages"], first, {"role": "user", "content": "b"}])
+    chat(base_url, api_key, [{"role": "user", "content": "sum up"}])
+    return 1.0
+"""
+)
+
+
+def test_branches_and_threads_are_rows_of_one_rollout(make_worker, play, tmp_path):
+    worker = make_worker(AgentConfig(run="my_agent.py:run"), function=function(tmp_path, THREADS))
+    (rollouts, _) = asyncio.run(play(worker, seeds=(1, 2)))
+    for rollout in rollouts:
+        assert len(rollout.segments) == 3
+        assert rollout.num_sampled == 8  # the first turn is in two branches, and trained on in one
+    config = GRPOConfig(agent=AgentConfig(run="my_agent.py:run"))
+    batch = build_batch([RolloutGroup.of(PROMPT, rollouts)], config)
+    assert batch.array(ROLLOUT).tolist() == [0, 0, 0, 1, 1, 1]
+    assert int(batch.ragged("loss_mask").values.sum()) == 16

@@ -175,6 +175,10 @@ class AgentSession:
         Raises:
             ValueError: If the agent has not called the policy.
         """
+        for draw in (draw for draws in self._draws.values() for draw in draws if draw.is_abandoned):
+            if draw.answer.done() and not draw.answer.cancelled() and draw.answer.exception() is None:
+                for node in self._answered.pop(draw.answer.result().id, ()):
+                    self._tree.drop(node)
         if not self._answered:
             raise ValueError("the agent ended without a completion of the policy, so there is nothing to train on")
         return self._tree.rollout(self._prompt, self._rewards, is_truncated=self._is_truncated)

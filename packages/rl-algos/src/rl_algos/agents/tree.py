@@ -16,7 +16,7 @@ from rl_core.rollouts.environment import StepResult
 from rl_core.rollouts.rollout import Completion, Message, Prompt, Rollout
 
 
-@dataclass
+@dataclass(eq=False)
 class Node:
     """One completion, behind all that its branch had before.
 
@@ -100,8 +100,15 @@ class CallTree:
         if call.text is not None:
             return
         *_, digest = _digests([*call.messages, node.message], call.tools)
-        # of equal conversations the newest is continued: an agent that drew again keeps what it drew last
-        self._by_conversation[digest] = node
+        # of equal conversations one is continued, whichever of several calls at once was answered first
+        same = self._by_conversation.setdefault(digest, node)
+        self._by_conversation[digest] = min(same, node, key=lambda each: each.key)
+
+    def drop(self, node: Node) -> None:
+        """Forget a completion that nobody has received."""
+        siblings = self._roots if node.parent is None else node.parent.children
+        if not node.children and node in siblings:
+            siblings.remove(node)
 
     def rollout(self, prompt: Prompt, rewards: Mapping[str, float], *, is_truncated: bool) -> Rollout:
         """Return the rollout of all branches, each a segment.

@@ -77,7 +77,11 @@ def _cross_tokenizer(config: RolloutsRoot) -> Iterator[Problem]:
             got=settings.max_rollout_turns,
             allowed="1",
         )
-    if settings.splits:
+    if settings.agent is not None:
+        yield Problem(
+            "distillation.agent", "cannot be combined with cross_tokenizer, which supports single-turn rollouts only"
+        )
+    elif settings.renders_anew:
         yield Problem.unused(
             "distillation.rewritten_history",
             "because cross_tokenizer supports single-turn rollouts only, which have no earlier turns to rewrite",

@@ -12,6 +12,7 @@ from rl_algos.rollouts.checks import filter_problems
 from rl_algos.rollouts.config import PolicyGradientConfig
 from rl_core.config import Problem
 from rl_core.data.microbatch import PAIR
+from rl_core.problems import NOT_GIVEN
 
 
 def loss_problems(config: ObjectiveRoot, algorithm: PolicyGradientConfig) -> Iterator[Problem]:
@@ -93,12 +94,14 @@ def _custom_loss_problems(config: ObjectiveRoot, algorithm: PolicyGradientConfig
         return
     unknown = [column for column in columns if column not in COLUMNS and not (algorithm.splits and column == PAIR)]
     if algorithm.splits and PAIR not in columns:
+        counted = f"Add `{PAIR}`, the number of each row's rollout, to the columns of the loss and count rows with the "
+        counted += "same number as one"
+        is_agent = algorithm.agent is not None
         yield Problem(
-            f"{algorithm.section}.rewritten_history",
+            f"{algorithm.section}.{'agent' if is_agent else 'rewritten_history'}",
             f"can make several rows of one rollout, but {name} may count each row as a rollout",
-            got=algorithm.rewritten_history,
-            remedy=f"Add `{PAIR}`, the number of each row's rollout, to the columns of the loss and count rows with "
-            "the same number as one, or set this key to `keep`",
+            got=NOT_GIVEN if is_agent else algorithm.rewritten_history,
+            remedy=counted if is_agent else f"{counted}, or set this key to `keep`",
         )
     if unknown:
         yield Problem(

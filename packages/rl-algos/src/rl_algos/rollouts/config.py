@@ -139,9 +139,19 @@ class RolloutConfig(Config):
         return math.prod(counts)
 
     @property
-    def splits(self) -> bool:
-        """True if a rollout may be several rows of a batch, its segments."""
+    def turn_limit(self) -> int:
+        """Maximum number of completions of a rollout."""
+        return self.max_rollout_turns if self.agent is None else self.agent.max_calls
+
+    @property
+    def renders_anew(self) -> bool:
+        """Whether the chat template renders the whole conversation for every turn."""
         return self.rewritten_history == "split"
+
+    @property
+    def splits(self) -> bool:
+        """Whether a rollout may be several rows of a batch, its segments."""
+        return self.renders_anew or self.agent is not None
 
     @property
     def max_staleness(self) -> int:

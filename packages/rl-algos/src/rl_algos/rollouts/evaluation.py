@@ -89,7 +89,7 @@ class RolloutEvaluation:
 
         turns, key = self._max_turns
         program = self._of_run.rollout_program if self._of_run else DEFAULT_PROGRAM
-        splits = self._of_run is not None and self._of_run.splits
+        splits = self._of_run is not None and self._of_run.renders_anew
         environments = frozenset(
             name for loaded in self._loaded for dataset in loaded.datasets for name in dataset.environments()
         )

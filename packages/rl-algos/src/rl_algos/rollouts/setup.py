@@ -28,7 +28,7 @@ def needs(config: RolloutRoot, data: RolloutData) -> RolloutNeeds:
         _environments(data) if data.environments is None else data.environments,
         program=settings.rollout_program,
         max_turns=settings.max_rollout_turns,
-        splits=settings.splits,
+        splits=settings.renders_anew,
         max_seconds=settings.max_rollout_seconds,
         agent=settings.agent,
     )

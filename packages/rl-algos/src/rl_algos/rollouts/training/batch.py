@@ -41,7 +41,7 @@ def build_batch(groups: Sequence[RolloutGroup], config: RolloutConfig) -> Batch:
             "segments; set this key to `split`, so that these count as one rollout"
         )
     if config.overlong_filtering:
-        batch = batch.with_zeros(LOSS_MASK, to_rows(batch, are_cut(groups, config.max_rollout_turns)))
+        batch = batch.with_zeros(LOSS_MASK, to_rows(batch, are_cut(groups, config.turn_limit)))
     return batch
 
 

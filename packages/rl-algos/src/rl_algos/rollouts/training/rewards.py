@@ -35,7 +35,7 @@ def trained_rewards(groups: Sequence[RolloutGroup], config: PolicyGradientConfig
     if not shaping.enabled:
         return rewards
     if shaping.stop_properly_penalty_coef is not None:
-        cut = are_cut(groups, config.max_rollout_turns)
+        cut = are_cut(groups, config.turn_limit)
         rewards = np.where(cut, rewards * shaping.stop_properly_penalty_coef, rewards)
     rewards = rewards - shaping.overlong_buffer_penalty * overlong_share(
         lengths_of(groups), shaping, limits=response_limits(groups, shaping)

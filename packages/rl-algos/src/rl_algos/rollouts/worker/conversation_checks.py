@@ -42,7 +42,7 @@ def check_conversations(
     turns, program = settings.max_rollout_turns, settings.rollout_program
     key = f"{settings.section}.max_rollout_turns"
     ends = check_turns(
-        config.policy, tokenizer, tools, program=program, max_turns=turns, turns_key=key, splits=settings.splits
+        config.policy, tokenizer, tools, program=program, max_turns=turns, turns_key=key, splits=settings.renders_anew
     )
     is_rendered = turns > 1 and program == DEFAULT_PROGRAM and settings.agent is None
     if is_rendered and settings.rewritten_history is None and rewrites_history(tokenizer, ends):
