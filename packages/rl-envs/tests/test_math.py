@@ -223,7 +223,7 @@ def test_rewards_are_those_of_the_config() -> None:
     [
         ("", "auto", "empty"),
         ([], "auto", "empty list"),
-        (None, "auto", "text or a number"),
+        (None, "auto", "string or a number"),
         ("12", "choice", "letter"),
         ("x", "numeric", "number"),
     ],

@@ -14,8 +14,8 @@ NAN = float("nan")
     [
         pytest.param("math", {}, {"answer": NAN}, "finite", id="NaN"),
         pytest.param("math", {}, {"answer": ""}, "empty", id="an empty answer [huggingface/open-r1#503]"),
-        pytest.param("math", {}, {"answer": None}, "text or a number", id="null [gensyn-ai/rl-swarm#163]"),
-        pytest.param("math", {}, {"answer": True}, "text or a number", id="a truth value"),
+        pytest.param("math", {}, {"answer": None}, "string or a number", id="null [gensyn-ai/rl-swarm#163]"),
+        pytest.param("math", {}, {"answer": True}, "string or a number", id="a truth value"),
         pytest.param("math", {}, {"answer": []}, "empty list", id="no answers"),
         pytest.param("math", {}, {}, "needs an answer", id="no field"),
         pytest.param(
