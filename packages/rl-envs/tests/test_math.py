@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+import time
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
@@ -20,6 +21,7 @@ from rl_envs.math.config import MathConfig
 from rl_envs.math.environment import MathEnvironment
 from rl_envs.math.extraction import last_box
 from rl_envs.math.number import read_number
+from rl_envs.time_limit import outside_of_limit, within
 
 
 def said(completion: str, answer: Any = "7", name: str = "0") -> Conversation:
@@ -287,6 +289,7 @@ def test_a_box_gives_back_what_is_in_it(text: str) -> None:
 def test_numbers_need_no_sympy() -> None:
     code = r"""
 import sys
+import time
 from test_math import accuracy
 assert accuracy("\\boxed{12}", "12") and not accuracy("14", "15") and not accuracy("no idea", "15")
 assert accuracy("(B)", "B")
@@ -315,3 +318,24 @@ def test_an_answer_that_would_hang_sympy_is_wrong_and_costs_no_other() -> None:
             await pool.close()
 
     asyncio.run(run())
+
+
+def test_an_import_is_neither_counted_nor_cut_off_by_the_limit(tmp_path, monkeypatch):
+    slow = "import time\nwhile time.process_time() < {end}:\n    pass\nvalue = 7\n"
+    (tmp_path / "slow_to_import.py").write_text(slow.format(end=time.process_time() + 0.5))
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def compute():
+        with outside_of_limit():
+            import slow_to_import
+        return slow_to_import.value
+
+    assert within(0.2, compute) == 7
+
+    def spin():
+        with outside_of_limit():
+            pass
+        while True:
+            pass
+
+    assert within(0.2, spin) is None

@@ -26,7 +26,7 @@ from rl_envs.math.form import (
     squeezed,
 )
 from rl_envs.math.number import Number, read_number
-from rl_envs.time_limit import CPU_S, within
+from rl_envs.time_limit import CPU_S, outside_of_limit, within
 
 MAX_BITS = 4096
 """Largest value that is compared with an expression."""
@@ -81,10 +81,14 @@ def _same(mine: Form, theirs: Form) -> bool | None:
         return False
     if any(isinstance(each, Number | Exact) and _is_long(each) for each in (mine, theirs)):
         return None
-    # sympy takes a second to import, which numbers need not pay
-    from rl_envs.math.symbolic import are_equal
+    return _are_equal(_text(mine), _text(theirs))
 
-    return are_equal(_text(mine), _text(theirs))
+
+def _are_equal(mine: str, theirs: str) -> bool | None:
+    # sympy takes a second to import, which numbers need not pay
+    with outside_of_limit():
+        from rl_envs.math.symbolic import are_equal
+    return are_equal(mine, theirs)
 
 
 def _same_equation(mine: Form, theirs: Form) -> bool | None:
@@ -94,11 +98,9 @@ def _same_equation(mine: Form, theirs: Form) -> bool | None:
             return _same(mine.right, theirs.right)
         if is_variable(mine.left) and is_variable(theirs.left):
             return False
-        from rl_envs.math.symbolic import are_equal
-
         if not all(_is_written(each.right) for each in (mine, theirs)):
             return None
-        return are_equal(*(f"{each.left}={_text(each.right)}" for each in (mine, theirs)))
+        return _are_equal(*(f"{each.left}={_text(each.right)}" for each in (mine, theirs)))
     equation, value = (mine, theirs) if isinstance(mine, Equation) else (theirs, mine)
     assert isinstance(equation, Equation)
     same = _same(equation.right, value)
