@@ -156,7 +156,7 @@ def test_scores_of_half_precision_are_capped_in_single():
 def test_a_kernel_that_cannot_compute_the_scores_is_refused(monkeypatch, backend, softcap, has_sinks, lacks):
     for package in ("flash_attn", "flash_attn_interface"):
         monkeypatch.setitem(sys.modules, package, FlashAttention)
-    with pytest.raises(ValueError, match=f"attention_backend is {backend}, which has no.*{lacks}.*auto or eager"):
+    with pytest.raises(ValueError, match=f"attention_backend.*{backend}.*{lacks}.*auto or eager"):
         attended(random_tensors(has_sinks=has_sinks), backend, None, softcap)
 
 
