@@ -39,6 +39,7 @@ def kwargs_problems(given: Mapping[str, Any], *, has_te: bool) -> Iterator[str]:
     """Problems of `megatron_kwargs` with the types of Megatron's fields and with the installed layers.
 
     Args:
+        given: Values by the name of Megatron's field.
         has_te: True if Transformer Engine is installed.
     """
     from megatron.core.transformer import TransformerConfig  # takes seconds

@@ -158,8 +158,10 @@ def _cache_problem(hf: PreTrainedModel, kinds: Sequence[Kind], tokens: Tensor, w
     """Why a cache does not serve a model; empty if it does.
 
     Args:
-        tokens: `[1, tokens]`.
-        whole: Their logits in one pass.
+        hf: Model to probe.
+        kinds: Type of the cache layer of each layer of the model.
+        tokens: Probe row, `[1, tokens]`.
+        whole: Logits of the probe row in one pass.
     """
     cache, parts = RowCache(kinds), []
     try:

@@ -63,15 +63,21 @@ def row_attention(
     Padding on the right needs no mask: no token of the row comes after it.
 
     Args:
-        query: `[batch, heads, tokens, head_dim]`; `key` and `value` may have fewer heads.
+        module: Attention layer that calls the function; it must be causal.
+        query: `[batch, heads, tokens, head_dim]`.
+        key: Same layout as `query`; may have fewer heads.
+        value: Same layout as `key`.
         attention_mask: None; the rows' bounds replace it.
         layout: The rows, and which of their tokens this rank has.
-        attend: What computes it once all keys that a query sees are here.
+        attend: Kernel that computes attention once all keys that a query sees are here.
+        scaling: Scaling of the products; `head_dim ** -0.5` if None.
+        dropout: Share of the attention weights that is dropped.
         sliding_window: Tokens that each token sees, itself included; all before it if None.
         softcap: Bounds the scores; see `Softmax`.
         s_aux: Sinks, `[heads]`; see `Softmax`.
         chunk_size: Tokens of each chunk of a row, outside of which no token sees any; the whole row if None.
         query_scale: Factors of the queries; 1 if None.
+        **others: Other arguments that the model passes; all that are not None must be in `INERT`.
 
     Returns:
         `[batch, tokens, heads, head_dim]`.
@@ -135,7 +141,8 @@ def tell_chunks(hf: PreTrainedModel, layers: Sequence[nn.Module]) -> None:
     """Make layers of chunked attention report the chunk length; their code has it only in a mask, which rows replace.
 
     Args:
-        layers: The repeated ones, in their order.
+        hf: Model, whose config has the kind of each layer and the chunk length.
+        layers: Repeated layers of the model, in order.
 
     Raises:
         RowsUnknown: If the config does not say how long they are.
@@ -225,6 +232,8 @@ def attention_for(
     """The attention implementation to ask `transformers` for.
 
     Args:
+        config: Hugging Face config of the model.
+        backend: Value of `dtensor_cfg.attention_backend`.
         packed: True if rows lie end to end.
         split: True if rows are split over ranks, by context or sequence parallelism.
         supports_sdpa: True if torch's scaled dot-product attention can be the model's own (`_supports_sdpa` of its

@@ -103,7 +103,9 @@ def _adapt_stacks(module: nn.Module, names: list[str], config: LoraConfig) -> No
     """Make stacked experts compute with adapters.
 
     Args:
-        names: Names of the module's parameters that get them.
+        module: Module with the stacked experts of a layer, changed in place.
+        names: Names of the module's parameters that get adapters.
+        config: Rank and scale of the adapters.
     """
     is_transposed = _is_transposed(module)
     for name in names:

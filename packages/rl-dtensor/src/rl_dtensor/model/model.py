@@ -104,7 +104,11 @@ class ReadingModel(nn.Module):
         `[rows]`, or a check of the head, by `logit_error`.
 
         Args:
-            entered: Hidden states from the stage before; None in the first.
+            layout: Rows of the microbatch, and which of their tokens this rank has.
+            entered: Hidden states from the previous stage; None in the first.
+            reads: Reads that the last stage computes.
+            temperature: Divides the logits.
+            checks_logits: True to check the head instead of computing reads.
         """
         self.give_routing(layout)
         hidden = self._hidden(layout, entered)
@@ -260,7 +264,8 @@ class ShardedModel:
         """Put dropout on or off.
 
         Args:
-            compares: Whether results are compared with logprobs of another pass: the model's own dropout is then off
+            mode: True for training, which turns dropout on.
+            compares: True if results are compared with logprobs of another pass: the model's own dropout is then off
                 unless the user asked for it; dropout of adapters is always asked for.
         """
         for chunk in self.chunks:

@@ -49,6 +49,8 @@ class Kept:
         Args:
             hf: The whole model, built in the compute dtype, without adapters.
             catalog: Its weights by their names in the files.
+            files: Files of the model, whose dtypes are compared.
+            compute: Dtype in which the model computes.
         """
         if compute == torch.float32:
             return cls()
@@ -63,7 +65,8 @@ def kept_by_family(hf: PreTrainedModel, compute: torch.dtype) -> set[str]:
     class names, and those that the code makes in float32.
 
     Args:
-        hf: Built in the compute dtype.
+        hf: Model, built in the compute dtype.
+        compute: Dtype in which the model computes.
     """
     plan = hf._get_dtype_plan(compute)
     pattern = build_glob_alternation(list(plan))[0] if plan else None
@@ -90,9 +93,11 @@ def computed_in_float32(
     a tiny model of it show. Experts, which are split over ranks, never are.
 
     Args:
+        config: Hugging Face config of the model.
         by_family: Tensors that the family keeps. They are taken to compute so if no tiny model can be made, or none
             that has them.
         by_files: Tensors that only files keep.
+        compute: Dtype in which the rest of the model computes.
     """
     if not by_family and not by_files:
         return set()
@@ -114,6 +119,7 @@ def widen(hf: PreTrainedModel, names: Set[str] | None = None) -> None:
     """Make parameters and persistent buffers of a model float32.
 
     Args:
+        hf: Model, changed in place.
         names: The ones to widen; all of lower precision if None. Buffers that no file holds keep the dtype that the
             family's code made them in.
     """

@@ -29,7 +29,8 @@ def recurrent_mixers(hf: PreTrainedModel, layers: Sequence[nn.Module]) -> list[n
     those that can be given the state to start from.
 
     Args:
-        layers: The repeated ones, in their order.
+        hf: Model, whose config has the kind of each layer.
+        layers: Repeated layers of the model, in order.
 
     Raises:
         RowsUnknown: If a layer of such a kind has none.
@@ -121,7 +122,9 @@ def mix_rows(mix: Mix, hidden: Tensor, layout: Layout) -> Tensor:
     tokens before it. The gradient by the hidden states is summed over the ranks, as each has that by its own results.
 
     Args:
+        mix: Function that mixes the tokens of whole rows.
         hidden: `[batch, tokens, hidden]`, of this rank.
+        layout: Bounds of the rows, and the ranks that share their tokens.
     """
     context = layout.context
     if context is None:

@@ -158,6 +158,9 @@ def intercept(router: Any, shape: RoutingShape, choose: Choose, kind: str) -> No
     """Make a router send tokens to the experts that `choose` returns, weighed by its own scores of them.
 
     Args:
+        router: Router module, whose forward pass is replaced.
+        shape: Number of experts of a layer, and of experts per token.
+        choose: Function from the experts that the router chose to the experts that tokens are sent to.
         kind: Kind of the model, for messages.
 
     The router raises a `ValueError` if it does not choose experts by one top-k over all of them.

@@ -23,6 +23,7 @@ def fix_frequencies(hf: PreTrainedModel, longest_row: int) -> None:
     buffers have values.
 
     Args:
+        hf: Model, whose rotary embeddings are changed in place.
         longest_row: Maximum number of tokens of a row.
 
     Raises:

@@ -40,7 +40,8 @@ def kernel_problems(backend: DTensorConfig, model: Mapping[str, Any]) -> Iterato
     """An attention backend whose kernels do not take heads of this model's size, or its soft cap.
 
     Args:
-        model: Fields of its Hugging Face config; those that are missing are not checked.
+        backend: Settings of the backend.
+        model: Fields of the model's Hugging Face config; missing fields are not checked.
     """
     largest = _largest_head(model)
     if backend.attention_backend in ("flash_attention_2", "flash_attention_3") and largest > MOST_FLASH_DIM:
@@ -71,7 +72,9 @@ def device_problems(backend: DTensorConfig, *, precision: str, device: Device | 
     """Settings that this device or compute dtype cannot run.
 
     Args:
-        device: None if it is not known yet.
+        backend: Settings of the backend.
+        precision: Name of the compute dtype, such as `bfloat16`.
+        device: Device of the workers; None if it is not known yet.
     """
     attention = backend.attention_backend
     if (

@@ -81,7 +81,8 @@ def shrink(config: PreTrainedConfig, sizes: Mapping[str, Any] = SMALL) -> PreTra
     """The family's config at a tiny size, without dropout, with one layer of each kind and two at least.
 
     Args:
-        sizes: As `SMALL`.
+        config: Hugging Face config of the model.
+        sizes: Sizes by field, as in `SMALL`.
 
     Raises:
         ConfigError: If the family's own code refuses a config of such sizes.
@@ -130,7 +131,9 @@ def _shorter(fields: Mapping[str, Any], num_layers: str, sizes: Mapping[str, Any
     """Number of layers, and what is said layer by layer, for one layer of each kind and two at least.
 
     Args:
-        num_layers: Name of that number.
+        fields: Fields of the whole model's config.
+        num_layers: Name of the field with the number of layers.
+        sizes: Sizes by field, as in `SMALL`.
     """
     count = fields.get(num_layers) or 0
     stated = {name: value for name, value in fields.items() if isinstance(value, list) and len(value) == count}

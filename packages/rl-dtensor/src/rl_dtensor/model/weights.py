@@ -147,6 +147,7 @@ class Weights:
         """Fill this rank's parts from the files.
 
         Args:
+            files: Files with the weights of the whole model.
             new: Names that the files need not have; those they lack are left alone.
             foreign: Names that the files may have in addition to the model's own.
 
@@ -197,6 +198,9 @@ class Weights:
         time and reach all ranks, whatever is asked for.
 
         Args:
+            dtype: Name of the dtype of floating tensors, such as `bfloat16`, except those that are kept in float32.
+            everywhere: Not used: every rank gets whole tensors.
+            bucket_bytes: Not used: tensors are gathered one at a time.
             merges_adapters: True if adapters are added to the weights that they sit on.
         """
         for entry in self.catalog.entries:
@@ -248,7 +252,10 @@ class Weights:
         """A tensor that the ranks of one pipeline stage have, on the ranks of every stage.
 
         Args:
-            tensor: Whole; None on the ranks of other stages.
+            tensor: Whole tensor; None on the ranks of other stages.
+            shape: Shape of the whole tensor.
+            dtype: Dtype of the tensor.
+            stage: Pipeline rank that has the tensor.
         """
         if tensor is None:
             gathered = torch.empty(shape, dtype=dtype, device=self._mesh.device)

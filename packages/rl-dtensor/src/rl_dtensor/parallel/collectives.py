@@ -26,6 +26,9 @@ def gather(x: Tensor, dim: int, group: dist.ProcessGroup, *, sums_grad: bool = T
     """All ranks' tensors joined along a dim.
 
     Args:
+        x: Tensor of this rank, of the same shape on all ranks.
+        dim: Dim along which tensors are joined, in the order of ranks.
+        group: Ranks that take part.
         sums_grad: True if ranks have different gradients, to be summed; otherwise all have the same one.
     """
     out: Tensor = _Gather.apply(x, dim, group, sums_grad)
@@ -48,8 +51,10 @@ def exchange(x: Tensor, sent: Sequence[int], received: Sequence[int], group: dis
     """Consecutive rows to each rank of the group, and theirs for this one in the order of ranks.
 
     Args:
-        sent: Rows for each rank.
-        received: Rows from each rank.
+        x: `[rows, ...]`, in the order of the ranks that receive them.
+        sent: Number of rows for each rank.
+        received: Number of rows from each rank.
+        group: Ranks that take part.
     """
     out: Tensor = _Exchange.apply(x, tuple(sent), tuple(received), group)
     return out

@@ -35,7 +35,8 @@ def check_stacked(module: nn.Module, kind: str) -> None:
     """Refuse experts that cannot be split over ranks, which send tokens by what the router says of each.
 
     Args:
-        kind: The model's, for messages.
+        module: Module with the experts of a layer.
+        kind: Kind of the model, for messages.
 
     Raises:
         ValueError: If the experts are not called with what the router says, or not stacked by expert.

@@ -31,11 +31,15 @@ def shard_model(
     their number (its own divide factor is easily set on too few modules, and gloo cannot scale).
 
     Args:
-        layers: Gathered and freed one after another.
+        root: Whole module to shard, changed in place.
+        layers: Layers that are gathered and freed one after another.
         wide: Small heads that compute in float32 whatever the rest does.
         experts: Modules that are split over expert-parallel ranks, and sharded over what ranks those leave.
         replicated: Parameters that every rank keeps whole in their own dtype; their gradients are left to
             `average_replicated`.
+        mesh: Mesh of the run.
+        compute: Dtype in which the model computes.
+        cpu_offload: True to keep parameters, gradients and optimizer state in host memory.
     """
     offload = CPUOffloadPolicy(pin_memory=mesh.kind.pins_host_memory) if cpu_offload else OffloadPolicy()
     # what a layer is told besides hidden states may be float32 on purpose, such as rotary embeddings

@@ -22,6 +22,7 @@ def localize(
     """Make a module compute on the local parts of its own DTensor parameters.
 
     Args:
+        module: Module with DTensor parameters, changed in place.
         placements: Parameter name to the placement of the gradient that its computation gives.
         grad_scale: Multiplies gradients.
         reader: The module around it that may read its parameters without calling it.
@@ -42,6 +43,7 @@ def compute_on(
     """Make a module compute on other tensors in place of its own parameters.
 
     Args:
+        module: Module whose parameters are replaced during the pass.
         replaced: Function from the parameters to these tensors; called in each forward pass.
         reader: The module in whose forward pass they are in their place; the module itself if None.
     """

@@ -117,7 +117,10 @@ def plan_of(hf: PreTrainedModel, custom: Mapping[str, Style] | None, layers: Seq
     the model's own, or what the names of its layers say.
 
     Args:
-        layers: The repeated ones.
+        hf: Whole model.
+        custom: Patterns of module and parameter names to style, from `dtensor_cfg.custom_parallel_plan`; None if not
+            set.
+        layers: Repeated layers of the model.
 
     Raises:
         ValueError: If there is no plan, or if it names what the model lacks or a split that is not supported here.

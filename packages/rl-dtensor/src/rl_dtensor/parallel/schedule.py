@@ -29,7 +29,10 @@ def one_forward_one_backward(rank: int, size: int, num_chunks: int, num_microbat
     See Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM" (2021).
 
     Args:
-        num_microbatches: A multiple of `size` if there are several chunks.
+        rank: Pipeline rank, from 0.
+        size: Number of pipeline ranks.
+        num_chunks: Number of model chunks per rank.
+        num_microbatches: Number of microbatches; a multiple of `size` if there are several chunks.
     """
     total = num_microbatches * num_chunks
     ahead = size - rank - 1 if num_chunks == 1 else 2 * (size - rank - 1) + (num_chunks - 1) * size

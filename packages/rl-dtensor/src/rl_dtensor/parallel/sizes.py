@@ -138,8 +138,9 @@ def shape_problems(config: DTensorConfig, model: Mapping[str, Any]) -> Iterator[
     """Settings that do not go with a model.
 
     Args:
-        model: Fields of its Hugging Face config; those that are missing are not checked, so nothing is of a model whose
-            config is not at hand.
+        config: Settings of the backend.
+        model: Fields of the model's Hugging Face config; missing fields are not checked, so that there are no problems
+            if the config is not available.
     """
     model = text_fields(model)
     heads = _number(model, "num_attention_heads")

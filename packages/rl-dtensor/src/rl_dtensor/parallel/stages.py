@@ -103,7 +103,10 @@ class Stages:
         """Pass hidden states through a stage without its own modules; all stages answer alike.
 
         Args:
-            rows: What the model's forward pass is told of the rows.
+            hf: Model cut to this stage; its modules are restored afterwards.
+            rows: Arguments of the model's forward pass that describe the rows.
+            num_tokens: Number of tokens to pass, as many as `rows` describes.
+            device: Device of the hidden states.
 
         Raises:
             ValueError: If they change, as the model does something between its modules that a stage would repeat, or if

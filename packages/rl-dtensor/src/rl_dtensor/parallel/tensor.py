@@ -41,7 +41,9 @@ def split_tensors(
     """Split a model on `meta` over the ranks of a mesh of one axis.
 
     Args:
+        hf: Model on `meta`, changed in place.
         plan: Name of a module or a parameter to style; those that this model lacks are passed over.
+        mesh: Mesh of the tensor-parallel ranks.
         layers: The repeated ones, which may read parameters of their parts without calling these.
         sequence_parallel: True if tokens are split between blocks.
         final_norm: Name of the module whose output is made whole for the head; None if another rank has the head.

@@ -23,6 +23,7 @@ def build_sharded_optimizer(config: OptimizerConfig, groups: Sequence[Sequence[n
     fused if the optimizer has a fused one for them and the config does not choose.
 
     Args:
+        config: Name and arguments of the optimizer.
         groups: Parameters that the optimizer steps together, all with the same settings.
 
     Raises:

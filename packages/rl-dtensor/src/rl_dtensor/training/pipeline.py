@@ -20,7 +20,10 @@ def run_pipeline(model: ShardedModel, run: Pass, *, mesh: Mesh, backward: bool) 
     """Pass all microbatches through all pipeline ranks; on the last, what `on_reads` returned for each, in order.
 
     Args:
-        backward: True to run backwards too.
+        model: This rank's chunks of the model.
+        run: Microbatches, and what to compute from each.
+        mesh: Mesh, whose `pp` axis is the pipeline.
+        backward: True to run backward passes too.
     """
     work = _Run(model, run, mesh, backward)
     order = one_forward_one_backward if backward else forward_only

@@ -161,7 +161,8 @@ def compare(first: str | Path | EvaluationResult, second: str | Path | Evaluatio
     """Compare two evaluations by task, on the prompts that they share.
 
     Args:
-        first, second: Results, or folders of evaluations.
+        first: Result of an evaluation, or its folder.
+        second: Result to compare with the first, or its folder.
 
     Raises:
         ConfigError: If one is not the result of an evaluation, or they share no task or no prompt.

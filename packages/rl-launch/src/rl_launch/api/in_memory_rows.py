@@ -34,7 +34,8 @@ def without_rows(value: Any, path: KeyPath) -> tuple[Any, list[RowFile]]:
     yields dicts. Those of a `datasets.Dataset` are stored as Arrow, with their types, and others as JSON Lines.
 
     Args:
-        path: The key of the value.
+        value: Value of a key, or a whole config.
+        path: Key of the value; empty for a whole config.
 
     Raises:
         ConfigError: naming key, row and column of a value that cannot be stored.

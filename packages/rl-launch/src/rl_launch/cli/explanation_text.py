@@ -75,6 +75,7 @@ def choice(each: Choice, command: str, install: str) -> str:
     """An environment or dataset with its settings.
 
     Args:
+        each: Environment or dataset to describe.
         command: The command that lists its tasks.
         install: The command that installs the missing package.
     """

@@ -29,6 +29,7 @@ def connect(address: str, *, is_own: bool) -> None:
     """Connect this process to the Ray cluster at an address.
 
     Args:
+        address: Address of the cluster, such as `10.0.0.1:6379`.
         is_own: True if this process started the cluster; otherwise RAY_ADDRESS names it.
 
     Raises:

@@ -60,6 +60,8 @@ class Probe:
         """Compare the results before a conversion with those of the files that it wrote; a sentence for the log.
 
         Args:
+            before: Results of the source, `[tokens]` or `[rows]`.
+            after: Results of the written files.
             subject: The files, for the message.
 
         Raises:

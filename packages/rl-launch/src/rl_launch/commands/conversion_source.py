@@ -96,6 +96,8 @@ def adapter_source(folder: Path, overrides: Sequence[str], *, backend: str | Non
     """An adapter on the model that it sits on.
 
     Args:
+        folder: Folder of the adapter.
+        overrides: Keys to set, as `key=value`; they can replace the base model that the adapter names.
         backend: Backend that builds it; by default the one that the overrides enable.
     """
     found = AdapterFolder.read(folder)
@@ -109,6 +111,8 @@ def model_source(name: str, overrides: Sequence[str], *, backend: str) -> Source
     """A folder with Hugging Face files, or a name on the hub.
 
     Args:
+        name: Path of the folder, or name on the hub.
+        overrides: Keys to set, as `key=value`.
         backend: Backend that builds it.
     """
     folder = Path(name).expanduser()
@@ -134,7 +138,9 @@ def recast_source(source: Source, overrides: Sequence[str], *, backend: str) -> 
     """The model of a checkpoint on another backend, not yet with its weights.
 
     Args:
-        overrides: Keys of its own, and of `cluster`.
+        source: Checkpoint, whose config gives the model.
+        overrides: Keys of the model and of `cluster` to set, as `key=value`.
+        backend: Backend that builds the model.
 
     Raises:
         ConfigError: If the model has no language-model head, which the config of a single model cannot say.
@@ -191,7 +197,10 @@ def _single(
     """A single model.
 
     Args:
+        values: Values of the model's section.
+        overrides: Keys to set, as `key=value`.
         backend: Backend that must be enabled; any backend if None.
+        cluster: Values of the `cluster` section; its defaults if None.
     """
     sections = {POLICY: dict(values)} if cluster is None else {POLICY: dict(values), "cluster": dict(cluster)}
     source = Source(read_model_plan(sections, overrides))

@@ -243,7 +243,9 @@ class _Conversion:
         """Write a model as a checkpoint, and the config to read it by; returns the checkpoint as a source.
 
         Args:
-            as_source: Has the config to write; the source's own if None.
+            source: Model to write.
+            folder: Existing folder to write to.
+            as_source: Source with the config to write; `source` if None.
         """
         stated = as_source or source
         with self._started(source) as model:

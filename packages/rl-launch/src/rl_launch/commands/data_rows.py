@@ -139,6 +139,8 @@ def shown_row(given: GivenRows, dataset: OpenDataset, number: int) -> ShownRow:
     """Read a row of a dataset.
 
     Args:
+        given: How rows are read: reader, tokenizer and pass rates.
+        dataset: Dataset with the row.
         number: Number of the row, from 1.
     """
     position = dataset.numbers[number - 1]
@@ -176,6 +178,8 @@ def counts(given: GivenRows, dataset: OpenDataset, most: int = MOST_READ) -> Cou
     """Count lengths and refusals over the first rows of a dataset.
 
     Args:
+        given: How rows are read: reader, tokenizer and pass rates.
+        dataset: Dataset to count.
         most: Maximum number of rows to count.
     """
     lengths: list[int] = []

@@ -28,7 +28,8 @@ def as_text(found: Conformance, sought: Sequence[SoughtText] = ()) -> str:
     """A line for every check, with the remedy below one that failed, and sample rewards.
 
     Args:
-        sought: Texts that the code of the environment looks for, told if the rewards are warned of.
+        found: Findings of the checks, and sample rewards.
+        sought: Strings that the code of the environment looks for, shown if the check of rewards gives a warning.
     """
     lines = []
     for finding in found.findings:

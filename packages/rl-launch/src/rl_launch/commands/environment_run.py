@@ -117,6 +117,8 @@ def model_player(model: str, overrides: Sequence[str], course: Course, given: Gi
     Args:
         model: A folder, or a name of the hub.
         overrides: Keys of `policy` and `cluster`.
+        course: Program, limit of turns and tool format of the rollout.
+        given: Environment, whose tools the model can call.
 
     Raises:
         ConfigError: If the model or a key does not exist, or what the generator needs is not installed here.
@@ -160,7 +162,9 @@ def play(given: GivenEnvironment, row: GivenRow, player: Player, output: TextIO,
     """Play one rollout, as a run would, and show it as it goes.
 
     Args:
-        player: Is closed afterwards.
+        given: Environment of the rollout.
+        row: Row that gives the prompt.
+        player: Source of completions; it is closed afterwards.
         output: Stream to which the conversation is written.
         seed: Sampling seed.
 

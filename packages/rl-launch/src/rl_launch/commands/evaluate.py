@@ -88,6 +88,7 @@ def roll_out(plan: EvaluationPlan, pool: RolloutPool, place: EvaluationFolder, d
     """Roll out all groups that are not done, and keep each as it ends.
 
     Args:
+        plan: Tasks of the evaluation, with their groups.
         pool: Serves the model.
         place: Open folder of the results.
         done: Scores of the groups that were finished before.

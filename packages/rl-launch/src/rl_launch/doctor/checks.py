@@ -255,7 +255,11 @@ def _room(name: str, space: Space, *, least: float, ample: float, remedy: str) -
     """A finding on free space.
 
     Args:
-        least, ample: GiB below which a run fails, and from which on there is enough.
+        name: Name of the check.
+        space: Free space to judge.
+        least: Free GiB below which a run fails.
+        ample: Free GiB below which the finding is a warning.
+        remedy: Remedy to show if there is too little.
     """
     free = f"{_size(space.free_bytes)} of {_size(space.total_bytes)} free at {space.folder}"
     if not space.is_writable:

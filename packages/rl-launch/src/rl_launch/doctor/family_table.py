@@ -58,7 +58,8 @@ class FamilyTable:
 
         Args:
             fields: Fields of the model's Hugging Face config.
-            config: The backend's, which knows what settings are by default.
+            case: Mesh, layout of rows and weights that train.
+            config: Config type of the backend, which has the defaults of the settings.
             installed: Version of each package in the trainer's environment.
         """
         family = self.families.get(str(fields.get("model_type")))

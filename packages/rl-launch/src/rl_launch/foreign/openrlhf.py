@@ -43,6 +43,7 @@ def translate(config: Translation, gpus: int | None) -> None:
     """Answer the flags that need more than a table, then the others.
 
     Args:
+        config: Translation that holds the flags and receives the answers.
         gpus: Number of GPUs of a node; None if only the flags say it.
     """
     with_defaults(config)

@@ -30,6 +30,7 @@ def translate(config: Translation, gpus: int | None) -> None:
     """Answer the keys that need more than a table, then the others.
 
     Args:
+        config: Translation that holds the foreign values and receives the answers.
         gpus: Number of GPUs that train; None if only the file says it.
     """
     config.put("algorithm", config.algorithm)

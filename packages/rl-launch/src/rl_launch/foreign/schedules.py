@@ -18,6 +18,7 @@ def scaled(schedules: Sequence[Mapping[str, Any]], factor: int) -> list[dict[str
     """Schedules whose counts of steps are multiplied.
 
     Args:
+        schedules: Entries of a `scheduler` section; not changed.
         factor: Optimizer steps here for each step that the schedules count.
     """
     found = [copy.deepcopy(dict(each)) for each in schedules]

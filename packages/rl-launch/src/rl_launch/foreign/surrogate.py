@@ -12,6 +12,7 @@ def put_surrogate(config: Translation, name: str, keys: dict[str, str], **settin
     """Write a surrogate with its settings in place of what the recipe has there, and answer the keys of the settings.
 
     Args:
+        config: Translation that receives the surrogate and the answers.
         name: Name of the surrogate here.
         keys: Setting of a surrogate by the key of the other system. Keys of settings that this surrogate does not have
             are answered as not needed; keys of settings that are not given here are left to the table.

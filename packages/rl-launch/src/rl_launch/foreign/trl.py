@@ -57,6 +57,7 @@ def translate(config: Translation, gpus: int | None) -> None:
     """Answer the fields that need more than a table, then the others.
 
     Args:
+        config: Translation that holds the fields and receives the answers.
         gpus: Number of GPUs; None if it is not known.
     """
     if _weighs_responses(config):

@@ -172,6 +172,7 @@ def initial_adapter_problems(key: str, config: LoraConfig) -> Iterator[Problem]:
 
     Args:
         key: Key of the `lora_cfg` section.
+        config: Adapter settings of the model, with the folder of the initial adapter.
     """
     if not config.enabled or config.adapter is None:
         return

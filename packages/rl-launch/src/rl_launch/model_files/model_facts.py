@@ -33,6 +33,7 @@ def model_problems(
 
     Args:
         key: Key of the model's section.
+        model: Section of the model.
         longest_row: Maximum number of tokens in a row.
         has_scalar_head: True if the run reads one number per token, as from a reward model.
         is_trained_from: True if a training backend reads the model. A generator can read model types and quantised

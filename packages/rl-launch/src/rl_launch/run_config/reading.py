@@ -92,6 +92,7 @@ def read_model_plan(source: Path | Mapping[str, Any], overrides: Sequence[str] =
 
     Args:
         source: YAML file of a resolved config, or plain values of `policy` and `cluster`.
+        overrides: Keys to set, as `key=value`.
 
     Raises:
         ConfigError: If there are problems; lists all of them.

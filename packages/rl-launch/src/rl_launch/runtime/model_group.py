@@ -106,6 +106,10 @@ class ModelGroup:
         """Connect the ranks to rank 0 and build the model.
 
         Args:
+            plugin: Backend that builds the model.
+            config: Section of the model.
+            backend: Settings of the backend.
+            spec: Head of the model, and whether it trains.
             columns: Columns that all its passes read in addition to `tokens`.
         """
         self._columns = tuple(columns)

@@ -17,7 +17,8 @@ def server_stay_s(chosen: float | None, device: Device) -> float:
     """Seconds for which a fork server of workers stays without work; 0 for none.
 
     Args:
-        chosen: `cluster.fork_server_s`.
+        chosen: Value of `cluster.fork_server_s`; None for the default of the device.
+        device: Device of the workers.
     """
     default_s = IDLE_S if device.forks_workers else 0.0
     return default_s if chosen is None else chosen

@@ -151,6 +151,8 @@ class ReplicaGroup:
         """Lose a replica one of whose calls failed, unless that is known already.
 
         Args:
+            replica: Replica whose call failed.
+            error: Error that the call raised.
             num_groups: Number of unfinished groups, for the message.
 
         Raises:

@@ -108,6 +108,7 @@ class RolloutPool:
         meanwhile run again.
 
         Args:
+            update: Published weights to bring to the replicas.
             in_flight: True if completions under way are interrupted, to go on with the new weights, instead of being
                 finished with the old ones first.
 

@@ -71,7 +71,11 @@ class Canary:
         """Rows of random tokens: they involve every part of the model and contain no user's data.
 
         Args:
-            tolerance: Tolerance; the default is the tolerance of the precision.
+            vocabulary: Number of token ids to draw from.
+            precision: Precision of the policy, which decides the default tolerance.
+            tolerance: Maximum mean difference of logprobs; the default is the tolerance of the precision.
+            num_rows: Number of rows.
+            length: Number of tokens of each row.
         """
         draws = np.random.default_rng(0).integers(0, vocabulary, (num_rows, length), dtype=np.int32)
         return cls(Ragged.from_rows(draws), tolerance or {"float32": 1e-3}.get(precision, 0.1))
@@ -232,8 +236,12 @@ class WeightSync:
         """Receive the policy's weights on the replicas, watch both sides at the same time, and compare their answers.
 
         Args:
+            manifest: Tensors of this version, in the order they are sent.
             shared: Reference to the manifest in Ray's object store.
             sent_by: The policy's calls, as `RemoteModel.start_send` returns them.
+            transport: How the weights travel.
+            replicas: Replicas that receive the weights.
+            in_flight: True to interrupt requests, which then continue with the new weights.
 
         Raises:
             RLError: The cause of the failure, followed by what the other side said.

@@ -116,7 +116,9 @@ class SaveProtocol:
         """Begin to save the present state, which is that after a step; no save may be under way.
 
         Args:
-            wait: Return when the models are written; otherwise they continue to write their copies.
+            step: Step after which the state is saved.
+            metrics: Metrics of the step.
+            wait: True to return when the models are written; otherwise they continue to write their copies.
         """
         self._times = _SaveTimes()
         with self._clock.showing("saving"):

@@ -78,6 +78,7 @@ class StopRequest:
         """Ask for the end if another step and the save after it may not fit into the time that is left.
 
         Args:
+            seconds: Duration of the completed step.
             saves: True if an earlier save is still under way, which that one waits for.
         """
         self._longest_step_s = max(self._longest_step_s, seconds)

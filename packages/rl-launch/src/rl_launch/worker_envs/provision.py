@@ -28,6 +28,7 @@ def provision(
     Environments are built at the same time, once per node; a log line reports each.
 
     Args:
+        specs: Environments that workers need; duplicates are built once.
         mode: `auto` takes the driver's own environment if everything is importable there at versions that fit, and
             builds one otherwise; `shared` takes the driver's or fails; `isolated` always builds.
         root: Folder of the environments; `RL_HOME` or the user's cache folder if unset.

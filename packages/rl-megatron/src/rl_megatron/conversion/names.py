@@ -47,7 +47,8 @@ def global_name(name: str, layer_numbers: list[int], first_expert: int) -> str:
     """The name over the whole model.
 
     Args:
-        layer_numbers: Layer numbers of this rank's layers, from 0.
+        name: Name of a parameter or buffer in a chunk of this rank.
+        layer_numbers: Numbers of the chunk's layers in the whole model, from 0.
         first_expert: Number of this rank's first expert.
     """
     name = LAYER.sub(lambda found: f"decoder.layers.{layer_numbers[int(found[1])]}.", name)

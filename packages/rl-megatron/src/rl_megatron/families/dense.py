@@ -88,6 +88,8 @@ def attention_maps(
     """Grouped-query attention.
 
     Args:
+        config: Hugging Face config of the model.
+        layer: Number of the layer, from 0.
         has_bias: True if queries, keys and values have biases.
         has_norms: True if the heads of queries and keys are normed.
         has_gates: True if the heads' outputs have gates, which are rows of the queries' matrix.
@@ -123,8 +125,10 @@ def mlp_maps(hidden: int, width: int, ours: str, theirs: str) -> list[WeightMap]
     """A gated MLP.
 
     Args:
-        width: Width of its middle.
-        ours, theirs: the prefixes of the names.
+        hidden: Size of hidden states.
+        width: Size of the intermediate states.
+        ours: Prefix of the names in Megatron.
+        theirs: Prefix of the names in files.
     """
     gate_and_up = tuple(HFTensor(f"{theirs}.{name}_proj.weight", (width, hidden)) for name in ("gate", "up"))
     down = HFTensor(f"{theirs}.down_proj.weight", (hidden, width))

@@ -27,7 +27,10 @@ def expert_maps(
     """One expert.
 
     Args:
-        width: Width of its middle.
+        hidden: Size of hidden states.
+        width: Size of the intermediate states.
+        layer: Number of the layer, from 0.
+        expert: Number of the expert in the whole layer, from 0.
         theirs: Prefix of its names in files.
         names: Names of the `gate`, `up` and `down` projections there.
     """
@@ -88,7 +91,8 @@ def qwen_maps(config: HFConfig, mixer_maps: Callable[[Any, int], list[WeightMap]
     """A model with layers of experts without shared ones.
 
     Args:
-        mixer_maps: Mixer maps of a layer's attention, from the config and the number of the layer.
+        config: Hugging Face config of the model.
+        mixer_maps: Function from the config and the number of a layer to the maps of its attention.
     """
     maps = [embedding_map(config)]
     for layer in range(config.num_hidden_layers):

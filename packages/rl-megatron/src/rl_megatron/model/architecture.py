@@ -26,7 +26,10 @@ def transformer_config(
     """Return the config from which Megatron builds the model.
 
     Args:
+        hf: Hugging Face config of the model.
+        backend: Settings of the backend.
         dtype: Dtype of parameters and of what travels between pipeline ranks.
+        is_cuda: True if the model runs on GPUs.
         has_te: True if the layers are Transformer Engine's.
 
     Raises:

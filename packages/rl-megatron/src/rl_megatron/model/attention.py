@@ -57,9 +57,12 @@ class RowAttention(nn.Module):
         """Attention of the rows.
 
         Args:
-            query: `[tokens, heads, dim]` if packed, else `[seq, batch, heads, dim]`; keys and values may have fewer
-                heads, values another dim. Sequences are this rank's part. On one context-parallel rank there may be
-                more keys than queries, which are then the last ones: a cache holds the earlier keys.
+            query: `[tokens, heads, dim]` if packed, else `[seq, batch, heads, dim]`; this rank's part of the sequences.
+            key: Same layout as `query`; may have fewer heads. On one context-parallel rank there may be more keys than
+                queries, which are then the last ones: a cache holds the earlier keys.
+            value: Same layout as `key`; may have another dim.
+            attention_mask: Not used: the boundaries of the rows replace it.
+            packed_seq_params: Boundaries of packed rows; None if rows are padded.
 
         Returns:
             `[tokens, heads * dim]` or `[seq, batch, heads * dim]`.
@@ -168,6 +171,7 @@ def gather_rows(tensor: Tensor, lengths: tuple[int, ...], group: dist.ProcessGro
     Args:
         tensor: `[batch, heads, tokens, dim]` of this rank.
         lengths: Lengths of this rank's part of each row.
+        group: Context-parallel ranks.
     """
     parts: Tensor = _AllGather.apply(tensor, group)
     rows = []

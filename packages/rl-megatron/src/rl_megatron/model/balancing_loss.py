@@ -27,6 +27,8 @@ def balancing_loss(
         scores: `[tokens, experts]`, normalised.
         routing_map: Bool `[tokens, experts]`, the `topk` of each token.
         segments: Int64 `[tokens]`, from 1; 0 for tokens that do not count.
+        num_segments: Number of segments.
+        topk: Number of experts per token.
         group: Ranks that have the other tokens of the same segments; None if this rank has all.
     """
     num_experts = scores.shape[1]

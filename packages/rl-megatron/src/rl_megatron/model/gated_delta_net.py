@@ -73,6 +73,9 @@ class GatedDeltaNet(nn.Module):
 
         Args:
             hidden: `[seq, batch, hidden]`, `[tokens, 1, hidden]` if packed; this rank's part of it.
+            attention_mask: Not used: the boundaries of the rows replace it.
+            packed_seq_params: Boundaries of packed rows; None if rows are padded.
+            inference_context: Must be None, because no state is kept between calls.
 
         Returns:
             The same shape, and no bias.

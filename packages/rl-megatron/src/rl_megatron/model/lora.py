@@ -67,6 +67,7 @@ def adapter_maps(maps: Sequence[WeightMap], config: LoraConfig, size: int) -> di
 
     Args:
         maps: Maps of the model's weights.
+        config: Adapter settings, which select the adapted layers.
         size: Number of tensor-parallel ranks.
     """
     return {

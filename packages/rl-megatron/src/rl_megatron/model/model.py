@@ -119,7 +119,8 @@ class ReadingModel:
         """Turn dropout on or off.
 
         Args:
-            compares: Whether results are compared with logprobs of another pass: the model's own dropout is then off
+            mode: True for training, which turns dropout on.
+            compares: True if results are compared with logprobs of another pass: the model's own dropout is then off
                 unless the user asked for it; dropout of adapters is always asked for.
         """
         drops = not compares or self.asks_for_dropout
@@ -146,6 +147,10 @@ class ReadingModel:
 
         Args:
             hidden: `[seq, batch, hidden]`, the last chunk's output.
+            layout: This rank's tokens of the rows.
+            rows: Rows of the microbatch.
+            reads: Reads to compute.
+            temperature: Divides the logits.
         """
         whole = self._gathered(hidden)
         if whole.requires_grad:
@@ -294,8 +299,10 @@ def _set_dropout(chunk: nn.Module, *, hidden: float, attention: float) -> None:
     """Set the shares that a chunk's layers drop in training, and leave those of adapters as they are.
 
     Args:
-        hidden: Of hidden states.
-        attention: Of the weights of attention; its modules, like Transformer Engine's, have it as `attention_dropout`.
+        chunk: Chunk of the model, changed in place.
+        hidden: Share of hidden states to drop.
+        attention: Share of attention weights to drop; the modules of attention, like Transformer Engine's, have it as
+            `attention_dropout`.
     """
     for name, module in chunk.named_modules():
         if isinstance(module, TransformerLayer):

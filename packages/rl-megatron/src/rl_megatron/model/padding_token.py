@@ -14,6 +14,7 @@ def freeze_padding_token(embedding: nn.Module, pad_token_id: int, *, is_scattere
 
     Args:
         embedding: The word embedding of the first pipeline rank.
+        pad_token_id: Token id at whose positions no gradient passes.
         is_scattered: True if its output is spread over the tensor-parallel ranks by sequence parallelism.
     """
 

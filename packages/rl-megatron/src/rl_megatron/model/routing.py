@@ -177,6 +177,9 @@ class Routing:
         """Tell the routers of a chunk the rows of the microbatch that passes next; needed in training.
 
         Args:
+            chunk: Chunk that the microbatch passes next.
+            rows: Rows of the microbatch.
+            layout: This rank's tokens of the rows.
             is_own: True if the rows are the rank's own; others only let it join in a pass of other ranks.
         """
         ends = rows.offsets[1:].contiguous()

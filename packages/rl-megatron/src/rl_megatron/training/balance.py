@@ -20,6 +20,8 @@ def balance_metrics(
     collective. Empty if there is no such loss.
 
     Args:
+        routing: Routers of this rank, with the losses of the pass.
+        config: Megatron's config of the whole model.
         num_tokens: Number of tokens of this rank's shard.
         by_layer: True to add `load_balancing_loss_layer_<n>` for each layer with experts.
     """

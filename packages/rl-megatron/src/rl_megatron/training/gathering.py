@@ -85,6 +85,7 @@ class Gathering:
         ranks and not on that of parameters.
 
         Args:
+            wanted: Parameters to gather, each with the dtype of its tensors.
             everywhere: True if every rank needs them; otherwise only rank 0 gets them, and None stands elsewhere.
         """
         parts: list[dict[int, Tensor]] = [{} for _ in wanted]

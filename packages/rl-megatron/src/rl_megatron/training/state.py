@@ -142,6 +142,9 @@ class TrainingState:
         """Add what a run of a parameter's elements is of the tensors that it is kept as.
 
         Args:
+            found: Pieces by the name of the tensor; the run's pieces are added.
+            key: Prefix of the names: `MODEL`, `MAIN` or a key of the optimizer's state.
+            entry: Weight map of the parameter.
             shape: Shape of the parameter on this rank.
             start: Start of the run, in the flattened parameter.
             run: `[elements]`.

@@ -127,6 +127,8 @@ def _run(
     """Pass all microbatches through all pipeline ranks; what `on_reads` returned for each, on the last one.
 
     Args:
+        model: This rank's part of the model.
+        run: Microbatches, and what to compute from each.
         chunks: Chunks to run backwards too.
         scale: Divides gradients of losses that Megatron adds on its own.
     """

@@ -146,6 +146,7 @@ class Weights:
         """Parameter by parameter its tensors by Hugging Face name, in the order of `specs`; collective.
 
         Args:
+            dtype: Name of the dtype of floating tensors, such as `bfloat16`.
             everywhere: True if every rank gets them whole; otherwise rank 0 does, and others get None.
             bucket_bytes: Number of bytes of the parameters that are gathered at one time, the last of them
                 excepted. No rank holds more in addition to its own.
@@ -170,6 +171,7 @@ class Weights:
         """The factors of every adapter, and a score head; collective.
 
         Args:
+            dtype: Name of the dtype of the tensors.
             everywhere: True if every rank gets them whole; otherwise rank 0 does, and others get None.
         """
         wanted = self._adapter_maps

@@ -24,6 +24,7 @@ def translate_megatron(config: Translation, model: str) -> None:
     """Answer the keys of `megatron_cfg` of a model that Megatron trains.
 
     Args:
+        config: Translation that holds the foreign values and receives the answers.
         model: Key of the model's section.
     """
     section = f"{model}.megatron_cfg"

@@ -23,7 +23,8 @@ def translate_model(config: Translation, model: str) -> None:
     """Answer the keys of a model.
 
     Args:
-        model: Key of its section.
+        config: Translation that holds the foreign values and receives the answers.
+        model: Key of the model's section.
     """
     if model == "teacher":
         _teacher(config)

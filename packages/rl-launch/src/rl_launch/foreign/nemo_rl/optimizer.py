@@ -15,6 +15,7 @@ def translate_optimizer(config: Translation, model: str, backend: str) -> None:
     """Answer the keys of a model's optimizer and schedule.
 
     Args:
+        config: Translation that holds the foreign values and receives the answers.
         model: Key of the model's section.
         backend: Key of the section of the backend that trains it.
     """

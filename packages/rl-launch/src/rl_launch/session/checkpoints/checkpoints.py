@@ -103,7 +103,11 @@ class Checkpoints:
         """Start a save of the current state. No other save may be in progress.
 
         Args:
-            wait: Return when the models are written; otherwise they continue to write their copies.
+            step: Step after which the state is saved.
+            models: Models to save, by the name of their subfolder.
+            state: Further state of the loop, by name.
+            metrics: Metrics of the step.
+            wait: True to return when the models are written; otherwise they continue to write their copies.
         """
         assert self._open is None, f"the save of step {self._open} is under way"
         self._open = Save(step, self._folder / f".step_{step}.saving", dict(models), dict(metrics))

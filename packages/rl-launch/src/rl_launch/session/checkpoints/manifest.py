@@ -43,6 +43,9 @@ class Manifest:
         read.
 
         Args:
+            folder: Folder of the checkpoint.
+            step: Step after which it was saved.
+            metrics: Metrics of that step.
             written: Files that the ranks report as written, by subfolder.
             own: Relative paths of files that this process wrote, or folders of such; small.
 

@@ -15,7 +15,8 @@ class Recording(Protocol):
         """The part of a config that a run uses.
 
         Args:
-            tree: The config as nested plain values.
+            config: Typed config of the run.
+            tree: The same config as nested plain values.
         """
         ...
 
@@ -23,6 +24,7 @@ class Recording(Protocol):
         """The typed config in a `config.yaml`.
 
         Args:
+            path: Path of the `config.yaml`.
             like: The config of the run that resumes.
 
         Raises:

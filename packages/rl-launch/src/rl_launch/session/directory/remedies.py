@@ -58,7 +58,10 @@ def train_command(path: str, changes: Sequence[RuledChange], tree: Any, *, branc
     """The command that resumes a run, or branches from it, with these changes.
 
     Args:
+        path: Path of the run directory.
+        changes: Changes to give as overrides, except `run_dir`.
         tree: The config after the changes, as nested plain values.
+        branches: True to branch from the run instead of resuming it.
     """
     words = ["rl", "train", *(["--from"] if branches else []), path]
     keys = [key for key in _override_keys(changes) if key != ("run_dir",)]
@@ -71,7 +74,9 @@ def finished(path: str, state: RunState, checkpoint_step: int | None, config: Co
 
     Args:
         path: Path of the run directory.
+        state: Recorded state of the run.
         checkpoint_step: Step of the newest checkpoint; None if there is none.
+        config: Config to resume the run with.
         saves: True if checkpoints are saved.
     """
     goals = keys_when_changed(config, WhenChanged.GOAL)

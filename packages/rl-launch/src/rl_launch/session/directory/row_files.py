@@ -56,6 +56,7 @@ def kept(files: Sequence[RowFile], folder: Path, access: Access) -> Iterator[Non
     the folder does not name are removed.
 
     Args:
+        files: Files of rows that the config names.
         folder: Folder of the run or the evaluation.
         access: Readers of the folder if it does not exist yet.
 

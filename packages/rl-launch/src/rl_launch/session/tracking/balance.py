@@ -17,7 +17,8 @@ def imbalance(trainer: float, generators: float, *, section: str = "") -> tuple[
     """Return who waits, with the figures, and what to change; None if neither waits for long.
 
     Args:
-        trainer, generators: Shares of the time without work, `idle/trainer` and `idle/generators`.
+        trainer: Share of the time in which training waits for rollouts, `idle/trainer`.
+        generators: Share of the time in which generators have no rollouts, `idle/generators`.
         section: Section of the config that has `async_grpo`, as a prefix of keys.
     """
     ahead = f"{section}.async_grpo" if section else "async_grpo"

@@ -69,6 +69,7 @@ def open_writers(
     """Return the writers that a config requests. A writer that cannot be started is reported in the log and left out.
 
     Args:
+        config: The `logger` section, which enables writers.
         run_dir: Gives the run its name there, and holds local files in `logs`.
         settings: The run's whole config, to be stored with it.
         after: The step from which the run resumes; records of later steps are discarded.
