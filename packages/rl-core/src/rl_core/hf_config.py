@@ -111,7 +111,8 @@ def other_task(fields: Mapping[str, Any], *, has_scalar_head: bool) -> str:
     otherwise, and for names that do not say.
 
     Args:
-        has_scalar_head: Whether the run reads one number for each token; a classifier has a head for it.
+        fields: Fields of the Hugging Face config.
+        has_scalar_head: True if the run reads one number for each token; a classifier has a head for it.
     """
     named = fields.get("architectures")
     architecture = str(named[0]) if isinstance(named, list) and named else ""

@@ -118,6 +118,7 @@ def topk(k: int, *, below: int = 0) -> Read:
     """Read the top `k` tokens and their logprobs at each position, highest first.
 
     Args:
+        k: Number of tokens per position, at least 1.
         below: Choose among the ids below it, such as those that another model knows as well; 0 for all. Logprobs are
             those of the whole vocabulary.
     """
@@ -282,6 +283,7 @@ class Model(Protocol):
         """Write parameters, optimizer, schedule and the RNG of every rank under `path`.
 
         Args:
+            path: Folder of the checkpoint.
             wait: Return when the files are complete. Otherwise return when the state has been copied aside, so that
                 training continues while the copy is written and digested: the files are complete once `finish_save` has
                 returned them. A save that is still under way is waited for first.
@@ -306,6 +308,7 @@ class Model(Protocol):
         """Restore what `save` wrote, on any mesh.
 
         Args:
+            path: Folder that `save` was called with.
             files: What `finish_save` returned for it. The ranks share the work of comparing them with what is there,
                 before anything is loaded.
 

@@ -50,7 +50,9 @@ class Problem:
         """Return the problem of a key that has no effect.
 
         Args:
+            key: Path of the key, such as `loss_fn.span_tau`.
             condition: When it has none, such as `with loss_fn.kl.weight=0`.
+            remedy: Advice that follows the problem in the message.
         """
         return cls(key, f"has no effect {condition}", remedy=remedy, is_unused=True)
 

@@ -64,6 +64,7 @@ class EngineWorker:
         """Plan the load of a manifest: `unknown` tensors to the reason, and `missing` ones.
 
         Args:
+            manifest: Pickled `Manifest` of the tensors to receive.
             scale: Factor of an adapter's product, for the factors of adapters among the tensors.
         """
         return self._reported(self._begin, pickle.loads(manifest), scale)

@@ -42,6 +42,8 @@ def rule_of(root: type[Config], path: KeyPath, tree: Any) -> WhenChanged:
     """The rule for another value at a path: the one given closest to it, else a change needs a branch.
 
     Args:
+        root: Type of the whole config.
+        path: Path of the key from the root.
         tree: Nested plain values, which decide among the members of a union.
     """
     rule = WhenChanged.BRANCH

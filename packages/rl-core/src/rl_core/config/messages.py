@@ -60,6 +60,9 @@ def problems_in(
     """Yield a problem per key that pydantic refuses in `values`, with keys from the root.
 
     Args:
+        error: Error of validating `values`.
+        root: Type of the whole config.
+        values: Nested plain values that were validated, from the root.
         shown: The same values as messages may show them.
         hint: Explains unknown keys that it knows.
     """

@@ -273,6 +273,7 @@ def read_file(path: Path, name: str) -> Entry:
     """The tree of a YAML file.
 
     Args:
+        path: Path of the YAML file.
         name: Name of the file in origins and messages.
 
     Raises:

@@ -126,7 +126,8 @@ def pick_rows(parts: Sequence[Local], part: np.ndarray, row: np.ndarray) -> Loca
 
     Args:
         parts: Parts of the column.
-        part, row: int64 `[rows]`, which row of which part each is.
+        part: int64 `[rows]`, index of the part that each row is in.
+        row: int64 `[rows]`, index of each row within its part.
     """
     first = parts[0]
     if isinstance(first, Ragged):

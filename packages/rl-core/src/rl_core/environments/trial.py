@@ -167,7 +167,12 @@ def attempts_on(
     and nothing; then further ones.
 
     Args:
-        is_text: Whether the row gives the prompt as plain text.
+        place: Place of the row, such as `prompts.jsonl, line 3`.
+        row_id: ID of the row; its conversations are numbered `ROW_ID/0`, `ROW_ID/1` and so on.
+        messages: Messages of the prompt.
+        info: Fields of the row; the answer is read from `answer` and is 4 without this field.
+        responses: Further responses to try.
+        is_text: True if the row gives the prompt as plain text.
     """
     answer = str(info.get("answer", 4))
     return [

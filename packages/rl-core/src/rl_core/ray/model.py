@@ -202,6 +202,7 @@ class RemoteModel:
 
         Args:
             manifest: The manifest, or a reference to it in Ray's object store.
+            transport: Transfer settings, the same on senders and receivers.
         """
         # the model stays on its device until another is asked for, which the caller does when the send is over
         with self._hold():

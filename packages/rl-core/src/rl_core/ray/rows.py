@@ -59,8 +59,10 @@ def stored_groups(
     """Groups of which only the reports are here.
 
     Args:
-        prompts, reports: of each group; all have the same columns.
-        columns, records: of the rollouts of all groups, one group after the other.
+        prompts: Prompt of each group.
+        reports: Report of each group; all have the same columns.
+        columns: Reference to the columns of the rollouts of all groups, one group after the other.
+        records: Reference to the records of these rollouts, in the same order.
         origin: The worker that made them, for messages.
     """
     by_group = [[length for own in report.rollouts.row_lengths for length in own] for report in reports]

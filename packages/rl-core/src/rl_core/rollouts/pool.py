@@ -73,6 +73,7 @@ class RolloutPool(Protocol):
         within one.
 
         Args:
+            update: Published version that the replicas load.
             in_flight: True if completions under way are interrupted and continue with the new weights, instead of being
                 finished with the old ones first.
 

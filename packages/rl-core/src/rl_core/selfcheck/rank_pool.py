@@ -77,6 +77,7 @@ class RankPool:
         Args:
             function: Importable, or `"package.module:function"`.
             args: One tuple per rank, so its length is the world size; values pickle.
+            timeout_s: Timeout of the whole call in seconds, and of each collective in it.
 
         Raises:
             WorkerError: The first failure, with its rank and traceback.

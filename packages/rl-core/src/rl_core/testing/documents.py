@@ -313,7 +313,8 @@ def add_to_hub(cache: Path, name: str, write: Callable[[Path], None]) -> None:
     """Put a model into a cache of the hub (`HF_HUB_CACHE`), so that it is found under its name without a network.
 
     Args:
-        name: On the hub, such as `Qwen/Qwen3-0.6B`.
+        cache: Folder of the cache.
+        name: Name on the hub, such as `Qwen/Qwen3-0.6B`.
         write: Writes the model's files into a folder.
     """
     held = cache / f"models--{name.replace('/', '--')}"

@@ -41,6 +41,7 @@ def loaded_by_command(command: str, *arguments: str, cwd: Path | None = None) ->
     Args:
         command: Its entry point, `module:function`.
         arguments: Arguments of its command line.
+        cwd: Working directory of the command; the current one if None.
     """
     done = subprocess.run(
         [sys.executable, "-c", _CALL, command, *arguments], capture_output=True, text=True, check=False, cwd=cwd

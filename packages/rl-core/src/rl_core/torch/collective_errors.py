@@ -24,6 +24,7 @@ def on_rank0(group: dist.ProcessGroup, action: Callable[[], None]) -> None:
 
     Args:
         group: All ranks, on gloo; its own time-out does not bound the action.
+        action: Called on rank 0 only.
     """
     on_all_ranks(group, action if dist.get_rank(group) == 0 else _nothing)
 
@@ -33,6 +34,7 @@ def on_all_ranks(group: dist.ProcessGroup, action: Callable[[], None]) -> None:
 
     Args:
         group: All ranks, on gloo; its own time-out does not bound the action.
+        action: Called once on each rank.
     """
     world_size = dist.get_world_size(group)
     failed = torch.full((1,), world_size)

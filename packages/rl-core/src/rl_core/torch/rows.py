@@ -38,6 +38,7 @@ def idle_rows(device: torch.device, id_columns: Sequence[str] = ()) -> Rows:
     """A row of two tokens for a rank that takes part in a forward pass without rows of its own.
 
     Args:
+        device: Device of the columns.
         id_columns: Columns of ids that reads take; they hold none.
     """
     columns = {name: torch.full((2, 1), -1, dtype=torch.int32, device=device) for name in id_columns}

@@ -33,7 +33,10 @@ def grade(
 
     Args:
         solution: Text of the program.
+        tests: Tests by output, by calls or by assertions.
         runner: Where it runs.
+        limits: Limits of each run of the program.
+        tolerance: Relative and absolute tolerance of floats in outputs and results; not used by assertions.
         stop_early: True to leave out the tests after the first that fails.
     """
     num_passed, problem = 0, ""

@@ -41,6 +41,10 @@ class Game:
         """The game at the start that follows from a seed.
 
         Args:
+            id: ID of the environment in gymnasium, such as `FrozenLake-v1`.
+            config: Keyword arguments of `gymnasium.make`.
+            seed: Seed of the environment's `reset`.
+            actions: Words for the actions of a `Discrete` space, in order; its numbers if empty.
             show: The rendering if the game has one and this is None.
 
         Raises:

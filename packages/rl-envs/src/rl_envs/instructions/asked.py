@@ -31,8 +31,10 @@ def is_followed(name: str, response: str, arguments: Mapping[str, Any]) -> bool:
     """Return whether a response follows an instruction; an empty one follows none.
 
     Args:
-        name: As in IFEval, such as `punctuation:no_comma`.
-        arguments: Its keyword arguments; those that are None are left out, as columnar files fill them in.
+        name: Name of the instruction in IFEval, such as `punctuation:no_comma`.
+        response: Response to check.
+        arguments: Keyword arguments of the instruction; those that are None are left out, as columnar files fill them
+            in.
 
     Raises:
         ValueError: If there is no such check, or it takes other arguments.

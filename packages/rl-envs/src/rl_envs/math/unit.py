@@ -49,7 +49,8 @@ def read_unit(text: str, *, is_marked: bool = True) -> str | None:
     """Return a unit in one form, such as `m s^-2` for `m/s^2` and for `meters per second^2`; None if it is not a unit.
 
     Args:
-        is_marked: Whether it is set as text; otherwise one letter must be the symbol of a unit.
+        text: Unit as a response writes it.
+        is_marked: True if it is set as text; otherwise one letter must be the symbol of a unit.
     """
     text = unwrapped(text)
     if not text or len(text) > MAX_LENGTH:

@@ -185,6 +185,7 @@ def _window_of_policy(model: ModelConfig, fields: Mapping[str, Any]) -> dict[str
     transformers it counts as one of them.
 
     Args:
+        model: Config of the policy's model.
         fields: Fields of the language model's Hugging Face config.
     """
     if fields.get("model_type") not in WIDENED_WINDOWS:

@@ -59,6 +59,8 @@ class Engine(ABC):
         """vLLM's `CompletionOutput` of one request; concurrent ones are decoded together.
 
         Args:
+            request: Prompt tokens and sampling parameters.
+            max_tokens: Maximum number of new tokens, used instead of the request's `max_new_tokens`.
             salt: Keys and values in the prefix cache are used only by requests with the same salt.
         """
         params = sampling_params(request, max_tokens=max_tokens)

@@ -152,7 +152,8 @@ def _wrapped_parameters(model: nn.Module, targets: Sequence[str]) -> dict[str, T
     as `[experts, outputs, inputs]`.
 
     Args:
-        targets: Names of the parameters, whole.
+        model: Model without the wrappers.
+        targets: Full names of the parameters.
     """
     wrapped: dict[str, Tensor] = {}
     for name, module in model.named_modules():

@@ -82,6 +82,7 @@ class SelfCheck:
         Args:
             pool: Pool of as many ranks as the largest mesh has.
             folder: Folder of the model.
+            cases: Mesh, layout and trained weights of each run.
         """
         kinds = sorted({case.has_adapters for case in cases})
         expected = {has_adapters: self._expect_or_why(folder, has_adapters=has_adapters) for has_adapters in kinds}
@@ -138,6 +139,8 @@ class SelfCheck:
         """Train in one process.
 
         Args:
+            folder: Folder of the model.
+            has_adapters: True if adapters train, rather than all weights.
             float32_seed: Train in float32, with weights that are moved by their last bit unless it is 0.
         """
         oracle = Oracle(folder)

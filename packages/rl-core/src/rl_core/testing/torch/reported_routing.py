@@ -85,6 +85,8 @@ class ReportedRoutingSuite(ABC):
         """Those of all requests, which are of different lengths.
 
         Args:
+            folder: Folder of the model.
+            precision: Dtype that the generator computes in.
             in_parts: True to end them after every four tokens, as interruptions would, and continue.
         """
 

@@ -62,6 +62,7 @@ def copy_side_files(target: Path, *, source: Path, tokenizer: Path, settings: To
     files, and the chat template as it is configured.
 
     Args:
+        target: Existing folder that receives the files.
         source: Folder of the model that the generation config is copied from.
         tokenizer: Folder of the tokenizer.
         settings: Settings of the tokenizer.
@@ -74,6 +75,7 @@ def copy_tokenizer(target: Path, *, tokenizer: Path, settings: TokenizerConfig) 
     """Copy the tokenizer's files into a folder, with the chat template as it is configured.
 
     Args:
+        target: Existing folder that receives the files.
         tokenizer: Folder of the tokenizer.
         settings: Settings of the tokenizer.
     """

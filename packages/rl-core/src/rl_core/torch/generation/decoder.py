@@ -31,6 +31,7 @@ def refuse_tensors(manifest: Manifest, names: Iterable[str], problem: str) -> No
     """Refuse the manifest's weight version if there are any names.
 
     Args:
+        manifest: Manifest whose version the message shows.
         names: Tensors at fault; often none.
         problem: Problem of all of them, as the message says it before their names.
 

@@ -24,6 +24,7 @@ def draw(logits: Tensor, sampling: Sequence[SamplingParams], uniform: Sequence[f
 
     Args:
         logits: `[rows, vocab]`.
+        sampling: Sampling parameters of each row.
         uniform: Per row, the number in [0, 1) that picks from the cumulative distribution.
 
     Returns:

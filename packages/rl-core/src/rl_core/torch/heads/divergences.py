@@ -62,9 +62,12 @@ def divergences(
         hidden: `[n, hidden]`.
         head: This rank's rows of it if there is a `shard`.
         targets: Int64 `[n]`.
+        other: Hidden states and head of the model to compare with.
         below: Number of ids that both know.
         beta: Weight of the other in the mixture.
         temperature: Divides the logits of both.
+        chunk_size: Number of positions whose logits exist at one time.
+        shard: Place of this rank's rows in the head; None if it has the whole head.
         sums_hidden_grad: As in `vocab_parallel_reads`.
 
     Raises:
@@ -125,7 +128,9 @@ class _Options:
         """The result `[n, 6]`, and the masses of the tails `[n, 2]`, the other one first.
 
         Args:
-            p, q: logprobs `[n, columns]` of the other and of this head.
+            p: Logprobs `[n, columns]` of the other head.
+            q: Logprobs `[n, columns]` of this head.
+            targets: Int64 `[n]`, token ids of the whole vocabulary.
         """
         p_here, q_here = p[:, : self.num_shared], q[:, : self.num_shared]
         tails = torch.stack([each[:, self.num_shared :].exp().sum(1) for each in (p, q)], 1)

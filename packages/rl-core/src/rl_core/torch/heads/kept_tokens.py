@@ -59,6 +59,8 @@ def lowest_kept(logits: Tensor, token_filter: TokenFilter, vocabulary: Vocabular
 
     Args:
         logits: `[n, columns]`, over the temperature.
+        token_filter: Top-k, top-p and min-p limits.
+        vocabulary: The vocabulary of the columns, which reduces over the ranks that share it.
     """
     largest = vocabulary.largest(logits, 1)
     lowest = torch.full_like(largest, -torch.inf)

@@ -108,6 +108,7 @@ def head_reads(
         k: Number of most likely tokens to return, in descending order.
         below: Ids that these are chosen among are below it; 0 for all.
         ids: Int64 `[n, m]`, tokens whose logprobs are wanted too; -1 stands for none, and its logprob is 0.
+        chunk_size: Number of positions whose logits exist at one time.
     """
     if temperature <= 0:
         raise ValueError(f"temperature must be positive, got {temperature}")
@@ -171,9 +172,12 @@ class HeadPass:
         d C / d z = 2 p (p - C).
 
         Args:
+            logits: `[n, vocab]`, before the temperature; may be used up.
             log_sum: `[n]`, of the exponentials of the logits over the temperature.
-            entropy, by_entropy: `[n]`, or empty; the latter is the gradient by it.
-            collision, by_collision: likewise.
+            entropy: `[n]`, in nats; empty if it is not read.
+            by_entropy: `[n]`, gradient of the loss by the entropy; empty if it is not read.
+            collision: `[n]`, the sum of squared probabilities; empty if it is not read.
+            by_collision: `[n]`, gradient of the loss by the collision; empty if it is not read.
             columns: `[n, 1 + k + m]`, of the target, the top-k tokens and the given ids.
             by_columns: `[n, 1 + k + m]`, gradients by their logprobs, 0 if the column is not the token's.
             by_targets: `[n]`, the sum of gradients by all logprobs.
@@ -234,7 +238,11 @@ class HeadGradients:
         """No gradient yet.
 
         Args:
-            needed: True if those by hidden states, weight and bias are; further entries are not read.
+            hidden: Hidden states `[n, hidden]` of the forward pass.
+            weight: Weight `[vocab, hidden]` of the head.
+            bias: Bias `[vocab]` of the head, if it has one.
+            needed: True for each of hidden states, weight and bias whose gradient is needed; further entries are not
+                read.
         """
         wide = wide_dtype(hidden.dtype)
         return cls(

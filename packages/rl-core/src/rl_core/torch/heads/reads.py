@@ -64,6 +64,11 @@ def language_reads(
 
     Args:
         hidden: `[tokens, hidden]`, after the model's last norm.
+        rows: Rows of the pass, with the columns that the reads take.
+        head: The whole head.
+        reads: Reads of the head; each adds its columns to the result.
+        temperature: Divides the logits.
+        chunk_size: Number of positions whose logits exist at one time.
 
     Raises:
         ValueError: For ids that are not in the vocabulary, or not `[tokens, k]`.
@@ -93,7 +98,12 @@ def position_reads(
     Args:
         hidden: `[n, hidden]`, that the tokens follow on.
         head: This rank's rows of it if there is a `shard`.
+        rows: Rows of the pass, with the columns that the reads take.
         places: Int64 `[n]`, indices of the tokens.
+        reads: Reads of the head; each adds its columns to the result.
+        temperature: Divides the logits.
+        chunk_size: Number of positions whose logits exist at one time.
+        shard: Place of this rank's rows in the head; None if it has the whole head.
         sums_hidden_grad: As in `vocab_parallel_reads`.
 
     Raises:
@@ -154,7 +164,15 @@ def _divergences(
     ranks have the same tokens.
 
     Args:
+        hidden: `[n, hidden]`, that the tokens follow on.
+        head: This rank's rows of it if there is a `shard`.
+        targets: Int64 `[n]`, the tokens.
         others: Hidden states `[n, width]` of the other models, and the number of each token's, int `[n]`.
+        read: Read with the heads of the other models, the ids to compare and the mixture's weight.
+        temperature: Divides the logits of both models.
+        chunk_size: Number of positions whose logits exist at one time.
+        shard: Place of this rank's rows in the head; None if it has the whole head.
+        sums_hidden_grad: As in `vocab_parallel_reads`.
     """
     states, numbers = others
     found, rows = [], []
@@ -211,7 +229,10 @@ def read_options(rows: Rows, places: Tensor, reads: Sequence[Read], *, vocab_siz
     """Results that reads ask for at some tokens.
 
     Args:
+        rows: Rows of the pass, with the columns that the reads take.
         places: Int64 `[n]`, indices of the tokens.
+        reads: Reads of a language-model head, except for `hidden` and `divergences`.
+        vocab_size: Number of tokens of the whole head, which ids must be below.
 
     Raises:
         ValueError: For ids that are not in the vocabulary, or not `[tokens, k]`.

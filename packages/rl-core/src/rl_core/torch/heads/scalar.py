@@ -17,6 +17,8 @@ def scalar_reads(outputs: Tensor, rows: Rows, reads: Sequence[Read]) -> Mapping[
 
     Args:
         outputs: `[tokens]`, of the head.
+        rows: Rows that the tokens belong to.
+        reads: Reads named `values` or `scores`.
     """
     columns = {"values": value_reads, "scores": score_reads}
     return {read.name: columns[read.name](outputs, rows)[read.name] for read in reads}

@@ -39,8 +39,12 @@ def split_language_reads(
     Args:
         hidden: `[positions, hidden]`, after the model's last norm.
         places: Int64 `[positions]`, the index among the rows' tokens of each position; -1 for padding.
+        rows: Whole rows, the same on all ranks of both groups, with the columns that the reads take.
         head: The whole head, or this rank's rows of it if there is a `shard`.
-        shard: The place of this rank's rows in the head; None if it has the whole head.
+        reads: Reads of the head; each adds its columns to the result.
+        temperature: Divides the logits.
+        chunk_size: Number of positions whose logits exist at one time.
+        shard: Place of this rank's rows in the head; None if it has the whole head.
         group: The ranks that hold all positions between them, each token once; None if this one does.
         sums_hidden_grad: As in `vocab_parallel_reads`.
 
@@ -75,6 +79,8 @@ def join_tokens(values: Tensor, places: Tensor, num_tokens: int, group: dist.Pro
     Args:
         values: `[positions, *inner]`.
         places: Int64 `[positions]`; positions at -1 are left out.
+        num_tokens: Number of tokens of all rows.
+        group: The ranks that hold all positions between them, each token once; None if this one does.
     """
     kept = (places >= 0).nonzero()[:, 0]
     spread = values.new_zeros((num_tokens, *values.shape[1:])).index_copy(0, places[kept], values[kept])

@@ -62,7 +62,15 @@ def vocab_parallel_reads(
         hidden: `[n, hidden]`, the same on every rank of the group.
         head: Weight `[vocab / ranks, hidden]` and bias of this rank.
         targets: Int64 `[n]`, token ids of the whole vocabulary.
-        ids: Int64 `[n, m]`, likewise, or -1.
+        shard: Place of this rank's rows in the head.
+        temperature: Divides the logits.
+        entropy: True to return the entropy, in nats.
+        collision: True to return the sum of squared probabilities.
+        token_filter: As in `head_reads`.
+        k: Number of most likely tokens to return, in descending order.
+        below: Ids that these are chosen among are below it; 0 for all.
+        ids: Int64 `[n, m]`, token ids whose logprobs are wanted too; -1 stands for none.
+        chunk_size: Number of positions whose logits exist at one time.
         sums_hidden_grad: True if the gradient by the hidden states is summed over the group here; otherwise it is this
             rank's part of that sum, for a caller that sums it itself (a reduce-scatter under sequence parallelism).
 
@@ -181,6 +189,8 @@ def _statistics_(logits: Tensor, targets: Tensor, options: _Options) -> _Statist
 
     Args:
         logits: `[n, rows]` of this rank; used up.
+        targets: Int64 `[n]`, token ids of the whole vocabulary.
+        options: Shard of the head, and the statistics that are read.
     """
     group, num_rows = options.shard.group, logits.shape[1]
     largest = logits.new_full((len(logits),), -torch.inf) if num_rows == 0 else logits.amax(1)

@@ -180,6 +180,7 @@ class RankModel(Protocol):
         """Columns, in addition to tokens and those of the loss, that passes take from a batch; often none.
 
         Args:
+            batch: Batch that the passes are computed on.
             for_loss: True if the pass is of a loss. One that only reads does without columns that the batch lacks.
 
         Raises:
@@ -234,6 +235,7 @@ class RankWeights(Protocol):
         None.
 
         Args:
+            dtype: Dtype of the floating-point tensors, such as `bfloat16`.
             everywhere: True if every rank gets them whole.
             bucket_bytes: About how many bytes are brought together at one time.
             merges_adapters: True if adapters are added to the weights that they sit on.

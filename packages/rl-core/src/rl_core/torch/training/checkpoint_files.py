@@ -46,6 +46,7 @@ def write_checkpoint(
         tensors: Tensors by name, as `planner` takes them.
         files: Contents by name.
         group: All ranks, on gloo.
+        planner: Planner of the save; the default of `torch.distributed.checkpoint` if None.
 
     Returns:
         The files that this rank wrote, digested as their bytes went by. They are on the disk.
@@ -70,7 +71,9 @@ def read_tensors(
 
     Args:
         path: Path of the model's checkpoint.
+        tensors: Tensors to fill, by name, as `planner` takes them.
         group: All ranks, on gloo.
+        planner: Planner of the load; the default of `torch.distributed.checkpoint` if None.
 
     Raises:
         RLError: On every rank, if one of them cannot read.
@@ -86,6 +89,7 @@ def verify_files(folder: Path, files: Sequence[SavedFile], group: dist.ProcessGr
 
     Args:
         folder: That the files' paths are relative to.
+        files: Files with the size and digest that they were written with.
         group: All ranks, on a backend for CPU tensors.
 
     Raises:

@@ -66,6 +66,10 @@ def write_hf_config(model: RankModel, path: Path, *, role: Role, dtype: str, tok
     """Write the config by which `transformers` loads an export.
 
     Args:
+        model: Model that is exported.
+        path: Folder of the export; created if it does not exist.
+        role: Role of the model, which decides its head.
+        dtype: Dtype of the exported weights, such as `bfloat16`.
         tokenizer: Folder of the tokenizer. A model with a scalar head gets its padding token, by which `transformers`
             finds the last token of a padded row; not one that also ends rows, after which it would find another.
 

@@ -155,6 +155,8 @@ def speed_metrics(flops: float, seconds: float, peak: float | None) -> dict[str,
     is known, `mfu`: the share of it that was used.
 
     Args:
+        flops: Operations of this shard in the step.
+        seconds: Duration of the step.
         peak: Operations per second of the ranks that share the shard, together.
     """
     rate = flops / seconds

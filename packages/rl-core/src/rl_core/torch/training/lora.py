@@ -84,7 +84,9 @@ def initial_down(weight: str, shape: Sequence[int], seed: int) -> Tensor:
     draws it and the same on any mesh; its other factor starts from zero.
 
     Args:
-        weight: Name of the weight, which seeds it.
+        weight: Name of the weight, which is combined with the seed.
+        shape: Shape of the factor.
+        seed: Seed of all adapters of a model.
     """
     generator = torch.Generator().manual_seed(seed + zlib.crc32(weight.encode()))
     bound = 1.0 / math.sqrt(shape[-1])
@@ -147,6 +149,7 @@ class InitialFactors:
         with a first dim of experts.
 
         Args:
+            weight: Name of the weight, such as `model.layers.0.mlp.up_proj.weight`.
             down: Shape of the first factor.
             up: Shape of the second factor.
             layer: Layer of the weight in `peft_layers`, which a stacked one needs.
@@ -176,7 +179,8 @@ def nothing_adapted(config: LoraConfig, kind: str) -> ValueError:
     """The error for a config that leaves a model without adapters.
 
     Args:
-        kind: Kind of the model.
+        config: Config whose targets match no layer.
+        kind: Kind of the model as the message shows it, such as `a qwen3 model`.
     """
     return ValueError(
         f"lora_cfg: target_modules {config.target_modules} without exclude_modules {config.exclude_modules} "

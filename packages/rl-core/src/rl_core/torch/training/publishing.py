@@ -65,6 +65,9 @@ def send_weights(
         end: This rank's, used again by the next transfer.
         stream: Whole tensors in the manifest's order, parameter by parameter; as many items on every rank, with None
             allowed on ranks that do not send. Advancing it may be collective.
+        manifest: Tensors of the weight version that is sent.
+        transport: Transfer settings, the same on senders and receivers.
+        mesh: Mesh of the model's ranks.
 
     Raises:
         WeightSyncError: If this rank's receivers do not come, or time runs out.

@@ -38,6 +38,7 @@ class RoutingShape:
         """The column of a batch that says where its tokens were sent, by name.
 
         Args:
+            batch: Batch that the pass is computed on.
             is_needed: True if there must be one; otherwise routers choose for a batch without it.
             key: That turns replay on, for messages.
 
@@ -67,6 +68,7 @@ class RoutingShape:
         for padding, and for rows without the column, which only let the rank join in.
 
         Args:
+            rows: Rows of the pass.
             places: Int64 `[positions]`, index among the tokens of the rows; -1 for padding.
         """
         shape = (self.num_layers, self.num_chosen)

@@ -140,6 +140,8 @@ def plan_together(
     """Microbatches of this rank's shard, as many as on every other rank of the group (some may be empty).
 
     Args:
+        batch: This rank's shard.
+        batching: Layout of the rows, and the budget of a microbatch.
         group: On a backend that reduces CPU tensors.
         multiple: What their number is rounded up to.
     """
@@ -159,6 +161,7 @@ def in_row_order(
     """Columns of the reads, put together from those of microbatches, in the order of the batch's rows.
 
     Args:
+        reads: Reads whose columns the parts hold.
         parts: Columns of each microbatch, in the order of the plan; empty microbatches left out.
         batch: Batch with the tokens of the rows, and the ids that reads take.
         plan: Rows of each microbatch.

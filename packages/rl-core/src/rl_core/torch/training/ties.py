@@ -25,7 +25,9 @@ def untie_apart(
     it ties, as `transformers` does when it loads them; collective.
 
     Args:
+        config: Config of the model; changed in place.
         pairs: The names of tied tensors in the files.
+        files: Weight files that the model is loaded from.
         group: All ranks, each of which compares its share of the rows.
 
     Returns:

@@ -96,6 +96,8 @@ class ReceivingEnd:
         """Meet the sender, unless it is connected already, then receive.
 
         Args:
+            manifest: Manifest of the transfer, equal to the sender's.
+            transport: Transfer settings, the same on senders and receivers.
             rank: Rank of this receiver, 1-based.
             parts: That it keeps; a transport over which tensors travel apart brings it no others.
 

@@ -195,6 +195,8 @@ def await_ready(channels: Mapping[int, Channel], layout: Layout, parts: Parts | 
     """Wait until every receiver is ready for this transfer; returns the layout with the parts that they keep.
 
     Args:
+        channels: Connections to the receivers, by rank.
+        layout: Buckets of the transfer with all tensors whole.
         parts: That they kept the last time, and still do unless one of them says otherwise.
 
     Raises:
@@ -213,6 +215,8 @@ def say_ready(channel: Channel, layout: Layout, *, with_parts: bool = False) -> 
     """Tell the sender for which transfer this receiver is ready.
 
     Args:
+        channel: Connection to the sender.
+        layout: Buckets that this receiver expects.
         with_parts: True to tell which parts it keeps, for itself and those that keep the same.
     """
     parts = {"parts": encoded(layout.parts)} if with_parts else {}
