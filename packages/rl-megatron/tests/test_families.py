@@ -137,7 +137,7 @@ def test_routing_that_megatron_computes_otherwise_is_refused(ranks, tmp_path, fi
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_other_rotary_embeddings_are_refused(ranks, tmp_path, family):
     rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
-    with pytest.raises(WorkerError, match="rotary embedding of type 'dynamic' is not supported"):
+    with pytest.raises(WorkerError, match="rotary embedding of type 'dynamic'"):
         open_model(ranks, write_family(tmp_path, family, rope_parameters=rope), "tp1")
 
 
