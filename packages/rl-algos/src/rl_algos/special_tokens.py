@@ -163,6 +163,7 @@ def warn_of_special_tokens(name: str, conversations: Iterable[tuple[str, Sequenc
     Args:
         name: Name of the dataset.
         conversations: Place and messages of each row.
+        tokenizer: Tokenizer of the model.
     """
     if splits_prompts(tokenizer):
         return

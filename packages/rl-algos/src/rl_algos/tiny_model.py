@@ -50,8 +50,13 @@ def make_tiny_model(
 
     Args:
         folder: Made if it does not exist; files of an earlier model in it are replaced.
+        seed: Seed of the weights.
         characters: The vocabulary except special tokens; other characters become `<|unknown|>`.
-        max_position_embeddings: Longest row in tokens.
+        hidden_size: Width of the model; a multiple of `num_heads`, with an even quotient.
+        num_layers: Number of transformer layers.
+        num_heads: Number of query heads; a multiple of `num_key_value_heads`.
+        num_key_value_heads: Number of key and value heads.
+        max_position_embeddings: Maximum number of tokens of a row.
 
     Raises:
         ValueError: If sizes do not fit one another or a character occurs twice.

@@ -152,6 +152,9 @@ def render(
     """The conversation as the text that the model reads.
 
     Args:
+        tokenizer: Tokenizer with a chat template.
+        messages: Messages of the conversation.
+        add_generation_prompt: True to end with the tokens that start a turn of the assistant.
         tools: JSON schemas of the tools that the policy may call.
         template: Chat template to use instead of the tokenizer's.
 

@@ -106,7 +106,8 @@ class AgentEndpoint:
         """Serve a rollout until the end of the context; then its key is refused and its calls are cancelled.
 
         Args:
-            takes_rewards: Whether the holder of `Address.reward_key` may post rewards.
+            session: Session that answers the calls of the rollout.
+            takes_rewards: True if the holder of `Address.reward_key` may post rewards.
         """
         rollout = secrets.token_hex(8)
         address = Address(

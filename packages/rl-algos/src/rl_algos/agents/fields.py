@@ -104,6 +104,7 @@ class Fields:
         """Refuse a field that asks for something that is not offered.
 
         Args:
+            name: Key of the field in the body.
             allowed: Values that ask for nothing.
             remedy: What to do instead.
         """
@@ -159,7 +160,10 @@ def tool_call(call_id: str, name: str, arguments: Any, at: str) -> dict[str, Any
     """Return a call of a tool as chat templates take it.
 
     Args:
+        call_id: Id of the call; empty if the client gave none.
+        name: Name of the tool.
         arguments: An object, or the JSON text of one; text that is not JSON stays text.
+        at: Place of the arguments in the request, for error messages.
     """
     if isinstance(arguments, str):
         try:

@@ -78,6 +78,7 @@ class AgentSession:
         """Answer a call.
 
         Args:
+            call: Call of the agent, which may continue an earlier answer by its id.
             is_retry: True if the client says that it has made the call before.
 
         Raises:

@@ -114,8 +114,9 @@ class CallTree:
         """Return the rollout of all branches, each a segment.
 
         Args:
+            prompt: Prompt of the rollout.
             rewards: Rewards of the rollout, in addition to those of its completions.
-            is_truncated: Whether it ran into a limit; it also did if a branch ends with a completion that did.
+            is_truncated: True if it ran into a limit; it also did if a branch ends with a completion that did.
         """
         leaves = [node for node in self.nodes if not node.children]
         transcript = Transcript(prompt, leaves[0].path[0].context)

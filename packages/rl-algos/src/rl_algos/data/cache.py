@@ -58,6 +58,8 @@ def stored(
     """The file of that name in the cache. If it cannot be used, `write` makes it; a file that exists is complete.
 
     Args:
+        name: Path of the file, relative to the folder of the cache.
+        write: Function that writes the content to an open file.
         is_intact: Return whether a file's content can be used; a file that cannot be read cannot.
 
     Raises:

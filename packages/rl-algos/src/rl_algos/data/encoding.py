@@ -75,7 +75,9 @@ def encode_in_memory(items: Sequence[Any], encode: Callable[[Any], T], num_worke
     """Every item encoded, in their order; in processes if `num_workers` is above 0.
 
     Args:
+        items: Items to encode; picklable if there are workers.
         encode: Picklable if there are workers; raises a `DataError` for an item that it refuses.
+        num_workers: Number of processes; 0 to encode in this process.
     """
     attempt = Attempt(encode)
     if not num_workers:
@@ -92,9 +94,7 @@ def encode_on_disk(
     A file holds some rows, under a name that follows from their content, from `encode` with all that it holds, and from
     the code and the libraries that do it. So rows that were encoded once are not encoded again, and an interrupted run
     continues where it was. Files hold data and no code (`rl_algos.data.stored_rows`), and a damaged one is made again.
-
-    Args:
-        name: Name of the dataset, for the log.
+    The progress is logged with `name`, the name of the dataset.
     """
     attempt = Attempt(encode)
     work = pickle.dumps(attempt)

@@ -145,6 +145,7 @@ class Dataset:
 
         Args:
             encode: Raises a `DataError` for an example that it refuses; picklable if there are workers or many rows.
+            num_workers: Number of processes; 0 to encode in this process.
 
         Raises:
             DataError: Naming the row that cannot be encoded, if `malformed` is `error`, or the first if no row is left.
@@ -224,6 +225,8 @@ def load_datasets(
     """The configured datasets for training or validation; ids are unique and depend on no row's content.
 
     Args:
+        config: Config section `data`.
+        purpose: `train` or `validation`, which is also the split of datasets that name none.
         default: Processor of datasets that name none.
         check: Called for every row; None to accept all.
 
@@ -272,6 +275,8 @@ def open_datasets(
     """Open the configured datasets for training or validation without converting their rows.
 
     Args:
+        config: Config section `data`.
+        purpose: `train` or `validation`, which is also the split of datasets that name none.
         default: Processor of datasets that name none.
         check: Called for every row that is converted; None to accept all.
         sample: Number of rows to read of a dataset with `streaming`.

@@ -32,7 +32,8 @@ def tell_extent(
         batch: Items that a step draws.
         unit: Name of the items, such as `rows`.
         size_key: Key of the config that sets `batch`.
-        max_num_steps, max_num_epochs: The bounds of the run.
+        max_num_steps: Maximum number of steps of the run; None for no limit.
+        max_num_epochs: Maximum number of epochs of the run; None for no limit.
     """
     if isinstance(stream, FlowStream):
         return

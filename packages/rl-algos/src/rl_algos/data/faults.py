@@ -20,6 +20,7 @@ def with_section(message: str, section: str) -> str:
     """Return a message about a row with the section whose keys it names; as it is if it names none.
 
     Args:
+        message: Message with the names of keys in backticks.
         section: Section of the dataset, such as `data.train`.
     """
     names_keys = any(f"`{key}`" in message for key in ("input_key", "output_key", "columns"))

@@ -210,6 +210,7 @@ def read(path: Path, name: str = "") -> FileRows:
     """The rows of a file of a known kind.
 
     Args:
+        path: Path of the file; its extensions give the format and the compression.
         name: Name for messages; the path if empty.
 
     Raises:

@@ -140,6 +140,8 @@ def with_known(settings: DatasetConfig, purpose: Purpose, *, of_preferences: boo
     names columns by `input_key` reads the rows without a processor.
 
     Args:
+        settings: Settings of the dataset as the user wrote them.
+        purpose: Purpose of the dataset, which selects the known split.
         of_preferences: True if the algorithm learns from preferences.
     """
     known = (PREFERENCES if of_preferences else DATASETS).get(settings.dataset_name or "")

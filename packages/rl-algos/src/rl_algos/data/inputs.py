@@ -25,6 +25,7 @@ def dataset_problems(key: str, section: DatasetConfig | DatasetDefaults) -> Iter
 
     Args:
         key: Key of the section.
+        section: Settings of one dataset, or the defaults of all.
     """
     if isinstance(section, DatasetConfig):
         if problem := source_problem(section):

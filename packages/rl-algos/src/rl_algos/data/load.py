@@ -22,6 +22,7 @@ def load_rows(settings: DatasetConfig, purpose: str) -> Rows:
     """All rows of a dataset, in their order.
 
     Args:
+        settings: Settings of the dataset: its path or name, and its split.
         purpose: `train` or `validation`; the split if the settings name none.
 
     Raises:

@@ -17,6 +17,7 @@ def conversation(value: Any, *, role: str = "user") -> tuple[Message, ...]:
     """Read a conversation: a list of messages, the same as JSON text, or one message as plain text.
 
     Args:
+        value: Value of a column: list of messages, single message, or string.
         role: Role of plain text.
 
     Raises:

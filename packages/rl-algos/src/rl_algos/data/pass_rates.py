@@ -25,7 +25,9 @@ def positions_within(settings: PassRateConfig, name: str, prompts: Iterable[Sequ
     """Positions of the prompts whose pass rate is within the bounds.
 
     Args:
+        settings: Bounds of the pass rate, and the folder of an evaluation with the results.
         name: Name of their dataset, for messages.
+        prompts: Messages of each prompt.
 
     Raises:
         DataError: If there are no results, or no prompt is within the bounds.
@@ -53,7 +55,9 @@ def reason_to_leave_out(settings: PassRateConfig, known: Mapping[bytes, float], 
     """Return why a prompt is left out of training by its pass rate; empty if it is kept.
 
     Args:
+        settings: Bounds of the pass rate.
         known: Pass rates as `pass_rates` returns them.
+        prompt: Messages of the prompt.
     """
     rate = known.get(_digest(prompt), np.nan)
     if settings.keeps(rate):

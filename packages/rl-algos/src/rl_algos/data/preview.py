@@ -79,6 +79,7 @@ class RowReader:
 
         Args:
             tokenizer: Tokenizer as `rl_algos.tokenizer.load_tokenizer` returns it.
+            example: Example as the processor of its dataset returned it.
             settings: Settings of the example's dataset.
         """
         try:
@@ -92,6 +93,7 @@ class RowReader:
         """Return why an example cannot be used, whatever the tokenizer; None if it can.
 
         Args:
+            example: Example as the processor of its dataset returned it.
             settings: Settings of the example's dataset.
         """
         try:
@@ -109,6 +111,7 @@ def spans(tokenizer: Any, text: Text) -> Iterator[tuple[str, bool]]:
 
     Args:
         tokenizer: Tokenizer that made the tokens.
+        text: Tokens of the string and the mask of the loss.
     """
     bounds = np.flatnonzero(np.diff(text.learned.astype(np.int8), prepend=-1))
     # a part alone may be decoded in another way than within the string, such as without a space before it

@@ -41,11 +41,11 @@ def prompt_stream(
 
     Args:
         datasets: Datasets from `rl_algos.data.examples.load_datasets`.
+        config: Config section `data`.
         tokenizer: Tokenizer from `rl_algos.tokenizer.load_tokenizer`.
         max_tokens: Maximum number of tokens of a prompt, in addition to `config.max_input_seq_length`.
         seed: Seed of the order.
         max_num_epochs: Number of epochs; None for an endless stream.
-
         tools: Tools that the policy may call, by environment.
 
     Raises:

@@ -38,6 +38,7 @@ def files(url: str, is_data: Callable[[str], bool]) -> tuple[list[RemoteFile], b
     """The files at the address of a file, a folder or a pattern, by their names, and whether it is that of a folder.
 
     Args:
+        url: Address that `fsspec` can open, such as `s3://bucket/folder` or `s3://bucket/*.jsonl`.
         is_data: True if a file of a folder holds rows, by its name.
 
     Raises:

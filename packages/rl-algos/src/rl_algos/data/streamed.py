@@ -36,12 +36,16 @@ def flow_stream(
     """The rows of datasets with `streaming`, mixed and shuffled as configured.
 
     Args:
+        datasets: Datasets to mix, all with `streaming`.
+        config: Config section `data`.
         encode: Raises a `DataError` for an example that it refuses.
         make: Function from the dataset, the id of a row, its example and what `encode` returned to an item.
         length: Tokens of what `encode` returned.
         limit: Maximum number of tokens of an item.
         seed: Seed of the order.
-        needs_answer: Leave out examples that have a solution and no answer.
+        weights: Weight of each dataset in the mixture; None for a single dataset.
+        max_num_epochs: Must be None, because the size of a streamed dataset is not known.
+        needs_answer: True to leave out examples that have a solution and no answer.
 
     Raises:
         DataError: If some of the datasets stream and others do not, or an end is given.

@@ -85,6 +85,7 @@ def loss_of(config: TextRoot | RolloutsRoot, *, vocabulary: int) -> Distillation
     """The loss of a run.
 
     Args:
+        config: Resolved config of the run.
         vocabulary: Number of tokens that student and teachers share.
     """
     settings: DistillationLossConfig = config.loss_fn

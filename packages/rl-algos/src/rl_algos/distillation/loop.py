@@ -27,6 +27,9 @@ def train(
     Where models run and on what backend are properties of the objects handed in.
 
     Args:
+        config: Config section of the algorithm.
+        loss: Loss of the student.
+        policy: Student, the model to train.
         teachers: Teachers that score the rollouts.
         steps: Rollouts of each step, weight sync, validation and checkpoints.
         rows_per_minibatch: Rollouts of one optimizer step.

@@ -48,6 +48,7 @@ def bytes_of(tokenizer: Any, key: str) -> BytesOf:
     """The bytes that each token of a fast tokenizer stands for.
 
     Args:
+        tokenizer: Fast tokenizer, byte-level or with byte fallback.
         key: Key of the model whose tokenizer it is, for messages.
 
     Raises:

@@ -75,6 +75,7 @@ class Teachers:
         """The rows with what their teachers read, in columns named as the loss takes them.
 
         Args:
+            batch: Batch with the tokens of all rows.
             roles: Roles of each row's teacher.
         """
         names, tokens = np.asarray(roles), batch.only([TOKENS])

@@ -19,6 +19,7 @@ def with_reference_point(batch: Batch, policy: Model, *, max_tokens: int) -> Bat
 
     Args:
         batch: Batch with `loss_mask`.
+        policy: Policy, which must keep its reference.
         max_tokens: Maximum number of tokens of a row; a longer one is cut.
     """
     others = mismatched(batch, max_tokens)

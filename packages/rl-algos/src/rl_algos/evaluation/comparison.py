@@ -54,8 +54,9 @@ def compare(
     """Compare two models by the mean scores of their prompts.
 
     Args:
-        first, second: Mean score of each prompt, by its id.
-        confidence: of the interval.
+        first: Mean score of each prompt for the first model, by prompt id.
+        second: Mean score of each prompt for the second model, by prompt id.
+        confidence: Confidence level of the interval.
         seed: Seed of the resamples; equal inputs give equal results.
 
     Raises:

@@ -59,8 +59,10 @@ def _winning_share(count: int, others: Sequence[int], num_silent: int, k: int) -
     """Expected share that an answer with `count` samples has in the majority of k samples.
 
     Args:
+        count: Number of samples with the answer.
         others: Number of samples of each other answer.
         num_silent: Number of samples without an answer.
+        k: Number of samples that vote, drawn from all samples without replacement.
     """
     share = 0.0
     for votes in range(1, min(count, k) + 1):

@@ -61,6 +61,8 @@ def resampled_means(values: np.ndarray, *, seed: int, resamples: int) -> np.ndar
 
     Args:
         values: float64 `[prompts]`.
+        seed: Seed of the draws.
+        resamples: Number of means.
     """
     generator = np.random.default_rng(seed)
     rows = max(1, _CHUNK_VALUES // len(values))

@@ -38,13 +38,7 @@ def rloo(rewards: np.ndarray, groups: np.ndarray, normalize: bool = True, *, eps
 
     In the terms of `grpo`, the advantage is `(r - m) n / (n - 1)`, which is r minus the mean of the other n - 1;
     `normalize` divides it by `s + eps`. The deviation is that of the whole group: the others' alone would be 0 beside a
-    single outlier.
-
-    Args:
-        rewards, groups, normalize, eps: See `grpo`.
-
-    Returns:
-        As `grpo`.
+    single outlier. For the arguments and the result, see `grpo`.
     """
 
     def advantage(centred: np.ndarray) -> np.ndarray:
@@ -55,10 +49,7 @@ def rloo(rewards: np.ndarray, groups: np.ndarray, normalize: bool = True, *, eps
 
 def drgrpo(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
     """`r - m` (Dr. GRPO, arXiv:2503.20783): no group weighs more for having rewards that differ little. The paper's
-    loss has the aggregation `sequence-mean-token-sum` with a constant divisor besides.
-
-    Args:
-        rewards, groups: See `grpo`.
+    loss has the aggregation `sequence-mean-token-sum` with a constant divisor besides. For the arguments, see `grpo`.
     """
     return grpo(rewards, groups, False)
 
@@ -66,8 +57,7 @@ def drgrpo(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
 def grpo_batch_std(rewards: np.ndarray, groups: np.ndarray, *, eps: float = 1e-6) -> np.ndarray:
     """`(r - m) / (S + eps)`, S the sample standard deviation of all rewards of the step (arXiv:2508.08221).
 
-    Args:
-        rewards, groups, eps: See `grpo`.
+    For the arguments, see `grpo`.
     """
     usable = rewards[~np.isnan(rewards)]
     deviation = float(usable.std(ddof=1)) if len(usable) > 1 else 0.0
@@ -86,8 +76,7 @@ def reinforce(rewards: np.ndarray) -> np.ndarray:
 def gpg(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
     """`(r - m) B / (B - M)` (GPG, arXiv:2504.02546), M of the step's B groups having nothing to teach.
 
-    Args:
-        rewards, groups: See `grpo`.
+    For the arguments, see `grpo`.
     """
     num_groups, num_varied = len(np.unique(groups)), sum(1 for _ in _varied(rewards, groups))
     return _by_group(rewards, groups, lambda centred: centred * (num_groups / num_varied))
@@ -98,7 +87,8 @@ def opo(rewards: np.ndarray, groups: np.ndarray, lengths: np.ndarray) -> np.ndar
     least variance if a gradient's square grows with the length.
 
     Args:
-        rewards, groups: See `grpo`.
+        rewards: See `grpo`.
+        groups: See `grpo`.
         lengths: int `[rollouts]`, sampled tokens.
     """
     advantages = np.zeros(len(rewards))
@@ -182,7 +172,8 @@ def optimal_token_baseline(
     those `G_t` is taken off before, which changes nothing but where all `W_t` vanish: there it is the baseline.
 
     Args:
-        rewards, groups: See `grpo`.
+        rewards: See `grpo`.
+        groups: See `grpo`.
         loss_mask: `[tokens]`, 1 on sampled tokens.
         penalties: `[tokens]`, weighted KL penalty of each sampled token, 0 elsewhere; None without KL in the reward.
         squared_scores: float64 `[tokens]`, `|s|^2` of each sampled token before the update.

@@ -46,8 +46,10 @@ def reinforce_plus_plus_baseline(
     arXiv:2501.03262), mean and deviation over all sampled tokens of the step.
 
     Args:
-        rewards, lengths, eps: See `reinforce_plus_plus`.
+        rewards: float `[rollouts]`; NaN marks a failed rollout, which counts for nothing and gets 0.
         groups: `[rollouts]`, group id of each.
+        lengths: int `[rollouts]`, number of sampled tokens.
+        eps: Added to the deviation.
 
     Returns:
         float64 `[rollouts]`.

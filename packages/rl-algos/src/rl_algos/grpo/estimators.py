@@ -179,9 +179,12 @@ def advantages_of(
     """Advantages of all rollouts, in the order of groups and of rollouts within them.
 
     Args:
+        groups: Groups of the step, one per prompt.
+        config: Config section of the algorithm, with its estimator and the bounds of advantages.
         penalties: `[tokens]`, by rows of the batch, what each sampled token takes from the reward; None for nothing.
         greedy: One greedy rollout of each group's prompt, for an estimator that reads `baselines`.
-        batch: as `build_batch` makes it, with `prev_logprobs` and `prev_collision` for one that reads `squared_scores`.
+        batch: Batch from `build_batch`, with `prev_logprobs` and `prev_collision` for an estimator that reads
+            `squared_scores`.
 
     Raises:
         ValueError: If the estimator returns something else, or numbers that are not finite.

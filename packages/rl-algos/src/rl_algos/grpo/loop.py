@@ -21,6 +21,9 @@ def train(
     Whether rollouts are synchronous, where models run and on what backend are properties of the objects handed in.
 
     Args:
+        config: Config section of the algorithm.
+        objective: Loss of the policy, with what is computed for it once a step.
+        policy: Policy to train.
         steps: Rollouts of each step, weight sync, validation and checkpoints; with greedy rollouts for an estimator
             that compares with them.
         rows_per_minibatch: Rollouts of one optimizer step.

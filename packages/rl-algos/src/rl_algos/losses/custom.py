@@ -25,6 +25,7 @@ def unknown_name(name: str, known: Collection[str], *, others: str = "") -> Prob
     """Return the error of a section whose key `name` has a value that is not known.
 
     Args:
+        name: Value that is not known.
         known: Accepted names.
         others: What is accepted in addition to them, in words.
     """

@@ -94,6 +94,7 @@ def importance_weights(correction: ImportanceCorrection, batch: Batch) -> Ragged
     """float64 `[tokens]`, the weights of `rl_algos.torch.importance`, 0 off the loss mask; a row per sequence.
 
     Args:
+        correction: Truncation, bounds and level of the weights, and the sequences to reject.
         batch: Batch with `loss_mask`, `prev_logprobs` and `generation_logprobs`.
     """
     mask = by_sequence(batch, batch.ragged("loss_mask"))

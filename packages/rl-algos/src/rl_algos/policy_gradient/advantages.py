@@ -41,7 +41,8 @@ def whitened(values: np.ndarray, counts: np.ndarray, eps: float) -> np.ndarray:
     values are equal.
 
     Args:
-        values, counts: of the same shape.
+        values: float `[n]`.
+        counts: `[n]`, number of times that each value counts; not negative.
         eps: Added to the deviation.
     """
     counted = counts > 0

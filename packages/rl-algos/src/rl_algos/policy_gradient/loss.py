@@ -62,7 +62,8 @@ def loss_of(config: ObjectiveRoot, algorithm: PolicyGradientConfig) -> Loss:
     """The loss of a run.
 
     Args:
-        algorithm: Section of the algorithm.
+        config: Resolved config of the run.
+        algorithm: Config section of the algorithm.
     """
     if isinstance(config.loss_fn, LossConfig):
         return policy_loss(config, algorithm, config.loss_fn)
@@ -85,7 +86,8 @@ def objective_of(
     """The loss of a run with what is computed once a step for it.
 
     Args:
-        algorithm: Section of the algorithm.
+        config: Resolved config of the run.
+        algorithm: Config section of the algorithm.
         read_before: Columns that its advantages read, of those that the policy gives before the update.
         weights: Weights of the policy, whose version tells the age of rollouts; None if no step is taken with the loss.
     """

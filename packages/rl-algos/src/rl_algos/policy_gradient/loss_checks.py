@@ -19,7 +19,8 @@ def loss_problems(config: ObjectiveRoot, algorithm: PolicyGradientConfig) -> Ite
     """Problems of `loss_fn` in a whole config, and of the reference that it compares with.
 
     Args:
-        algorithm: Section of the algorithm.
+        config: Resolved config of the run.
+        algorithm: Config section of the algorithm.
     """
     loss = config.loss_fn
     yield from _reference(config, algorithm)

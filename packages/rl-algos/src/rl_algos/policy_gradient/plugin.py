@@ -46,7 +46,8 @@ def policy_need(config: ObjectiveRoot, algorithm: PolicyGradientConfig) -> Model
     compares with it.
 
     Args:
-        algorithm: Section of the algorithm.
+        config: Resolved config of the run.
+        algorithm: Config section of the algorithm.
     """
     compares = "ref_logprobs" in columns_of(config, algorithm)
     return ModelNeed("policy", ModelSpec(keeps_reference=compares, seed=algorithm.seed))

@@ -47,6 +47,7 @@ def high_covariance(surrogate: CovarianceSurrogate, seed: int) -> Statistic:
     sampled tokens of the step (arXiv:2505.22617).
 
     Args:
+        surrogate: Surrogate that chooses tokens by covariance: Clip-Cov or KL-Cov.
         seed: Seed of a random choice, together with the number of the step.
     """
 

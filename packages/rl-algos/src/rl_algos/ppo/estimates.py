@@ -66,6 +66,9 @@ def estimates_of(
 
     Args:
         batch: Batch of all rollouts of the groups.
+        groups: Groups of the step, in the order of the batch.
+        values: Values of the critic before the step.
+        config: Config section of the algorithm, with `gamma` and the lambdas.
         penalties: `[tokens]`, by rows of the batch, what each sampled token takes from the reward; None for nothing.
     """
     mask, before = whole_rollouts(batch.ragged(LOSS_MASK), groups), whole_rollouts(values.before, groups)

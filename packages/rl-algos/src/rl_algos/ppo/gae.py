@@ -70,6 +70,7 @@ def length_adaptive_lambda(lengths: np.ndarray, alpha: float) -> np.ndarray:
 
     Args:
         lengths: int `[rows]`, sampled tokens.
+        alpha: Approximate share of a row's tokens that the weights add up to; above 0.
     """
     lam: np.ndarray = np.maximum(0.0, 1 - 1 / (alpha * np.maximum(lengths, 1)))
     return lam
@@ -82,8 +83,9 @@ def _discounted_sums(terms: np.ndarray, row: np.ndarray, factors: np.ndarray) ->
     a million terms takes twenty passes over the array.
 
     Args:
-        row: int `[terms]`, of each, rising.
-        factors: `[rows]`.
+        terms: `[terms]`, the terms of all rows, end to end.
+        row: int `[terms]`, row of each term, ascending.
+        factors: `[rows]`, discount factor of each row.
     """
     sums = terms.copy()
     ends = np.searchsorted(row, row, side="right")

@@ -28,9 +28,13 @@ def train(
     """Train policy and critic for `config.max_num_steps` steps, or until the data or the run ends.
 
     Args:
+        config: Config section of the algorithm.
         objective: Objective of the policy, as in GRPO.
+        policy: Policy to train.
+        critic: Critic to train, which predicts the return from the state before each token.
         steps: Rollouts of each step, weight sync, validation and checkpoints.
-        policy_rows, critic_rows: Rollouts of one optimizer step of either.
+        policy_rows: Rollouts of one optimizer step of the policy.
+        critic_rows: Rollouts of one optimizer step of the critic.
     """
     run, value_loss = steps.run, ValueLoss(config.value_clip)
     models = {"policy": policy, "critic": critic}

@@ -13,6 +13,7 @@ def preference_data_problems(key: str, data: DataConfig) -> Iterator[Problem]:
 
     Args:
         key: Key of the algorithm's section.
+        data: Config section `data`.
     """
     for section, dataset in data.sections():
         if dataset.output_key is not None:

@@ -31,6 +31,7 @@ def comparisons(example: Example, pairing: Pairing) -> list[Comparison]:
     """The responses paired, a better one with a worse one; none if all are equally good.
 
     Args:
+        example: Example whose responses all have a rank or all have a score.
         pairing: `best-worst` pairs the best with the worst; `all` pairs every two, of which one is better.
 
     Raises:

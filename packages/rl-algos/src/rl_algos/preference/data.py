@@ -48,11 +48,12 @@ def preference_data(
     """Tokenise the data of an algorithm; called on the driver before anything is started.
 
     Args:
-        section: The algorithm's own, of the config.
+        config: Resolved config of the run.
+        section: Config section of the algorithm.
         tokenizer: Tokenizer from `rl_algos.tokenizer.load_tokenizer`.
         datasets: Datasets from `load`.
         by: Verdict on single responses; None for pairs.
-        needs_margin: Refuse pairs without a margin.
+        needs_margin: True to refuse pairs without a margin.
 
     Raises:
         DataError: Naming dataset and row, and the remedy.
@@ -109,7 +110,12 @@ def pair_rows(
     """Pairs of responses, one better than the other, of which neither is longer than `limit` tokens.
 
     Args:
-        needs_margin: Refuse pairs without a margin.
+        dataset: Dataset whose examples have several responses.
+        data: Config section `data`.
+        tokenizer: Tokenizer from `rl_algos.tokenizer.load_tokenizer`.
+        limit: Maximum number of tokens of a prompt with its response.
+        pairing: See `rl_algos.preference.comparison.comparisons`.
+        needs_margin: True to refuse pairs without a margin.
 
     Raises:
         DataError: Naming a row that has nothing to compare or is too long, or the dataset if it has no pairs.

@@ -37,6 +37,9 @@ def encode_response(
     """Tokens of prompt and response, with a mask of the response.
 
     Args:
+        tokenizer: Tokenizer with a chat template.
+        prompt: Messages before the response, none of which is learned.
+        response: Messages of the response, of which the assistant's text is learned.
         tools: JSON schemas of the tools that the assistant may call.
 
     Raises:

@@ -138,6 +138,7 @@ def filter_problems(config: RolloutRoot, reader: str, *, remedy: str) -> Iterato
     """Yield problems of sampling from some tokens only, for a loss that reads the distribution over all of them.
 
     Args:
+        config: Resolved config of the run.
         reader: What reads that distribution, as a clause.
         remedy: What to do, as a sentence.
     """
@@ -175,8 +176,9 @@ def minibatch_problem(config: RolloutRoot, key: str, rows: int) -> Iterator[Prob
     """The problem of a number of rows per optimizer step that does not divide the rollouts of a step.
 
     Args:
+        config: Resolved config of the run.
         key: Key of the number of rows.
-        rows: The number.
+        rows: Number of rows per optimizer step.
     """
     rollouts = rollout_config(config)
     if rollouts.rollouts_per_step % rows:

@@ -118,6 +118,8 @@ def check_environments(config: RolloutRoot, datasets: Datasets, *, also: Collect
     """Refuse a row that names an environment which is neither installed nor configured.
 
     Args:
+        config: Resolved config of the run, with the configured environments.
+        datasets: Datasets for training and validation.
         also: Further names that rows may have.
 
     Raises:
@@ -216,8 +218,9 @@ def prompt_reader(config: RolloutRoot, check: RowCheck | None = None, *, needs_e
     """How prompts for rollouts are read.
 
     Args:
+        config: Resolved config of the run.
         check: Raises a `DataError` for an example that cannot be used.
-        needs_environment: Whether every prompt is scored.
+        needs_environment: True if every prompt is scored.
     """
     known = sorted(type(config.env).model_fields)
     total, new = config.policy.max_total_sequence_length, config.policy.generation.max_new_tokens

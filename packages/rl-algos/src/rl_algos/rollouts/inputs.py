@@ -37,6 +37,7 @@ def task_problems(settings: EvaluationConfig, data: DataConfig | None) -> Iterat
     """Yield what is wrong with the names of all tasks, and with the files and folders of their data.
 
     Args:
+        settings: Config section `eval`.
         data: Data of the run; None without one.
     """
     for place, given in enumerate(settings.tasks):

@@ -46,9 +46,12 @@ def rollout_algorithm(
     algorithms do.
 
     Args:
+        name: Name of the algorithm.
         sections: Sections of the config except `data`; the first extends `rl_algos.rollouts.config.RolloutConfig`.
         implementation: A `rl_algos.rollouts.algorithm.RolloutAlgorithm`.
-        models, model_sections, training_defaults: See `AlgorithmPlugin`.
+        models: See `AlgorithmPlugin`.
+        training_defaults: See `AlgorithmPlugin`.
+        model_sections: See `AlgorithmPlugin`.
         requirements: Requirements in addition to rl-algos itself.
         further: See `AlgorithmPlugin`.
         reads_filtered: True if its loss reads logprobs of the tokens that `top_p`, `top_k` and `min_p` of generation

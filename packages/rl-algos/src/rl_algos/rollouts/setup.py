@@ -48,10 +48,14 @@ def program_needs(
     """A rollout program over these environments.
 
     Args:
-        program, max_turns, splits, max_seconds: as `rollout_program`, `max_rollout_turns`, `splits` and
-            `max_rollout_seconds` of `rl_algos.rollouts.config.RolloutConfig`; a program of one's own makes its segments
+        config: Resolved config of the run.
+        environments: Names of the environments that score the prompts.
+        program: Name or path of the program, as in `RolloutConfig.rollout_program`.
+        max_turns: Maximum number of turns of a rollout.
+        splits: True if every turn is rendered anew and may start a segment; the user's own program makes its segments
             itself.
-        agent: Plays the rollouts in place of the program.
+        max_seconds: Timeout of a rollout in seconds; None for no limit.
+        agent: Config of the agent that plays the rollouts instead of the program; None without an agent.
     """
     if agent is not None:
         return RolloutNeeds(
@@ -83,6 +87,9 @@ def steps_of(config: RolloutRoot, components: Components, run: Run, *, with_gree
     """The steps of the loop.
 
     Args:
+        config: Resolved config of the run.
+        components: Objects of the run, with its rollout pool and weights.
+        run: Run that records the steps.
         with_greedy: True if each also has a greedy rollout of every prompt.
     """
     assert components.pool is not None, "the algorithm's plugin says that it generates"

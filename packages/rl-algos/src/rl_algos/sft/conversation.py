@@ -33,6 +33,8 @@ def encode_conversation(
     The assistant's text is what `rl_algos.sft.turn_spans.find_turns` finds and proves.
 
     Args:
+        tokenizer: Tokenizer with a chat template.
+        messages: Messages of the conversation, with at least one of the assistant.
         learn: All turns of the assistant or the last one; a message that says `train: true` or `train: false` (or
             `weight: 1` or `weight: 0`) decides for itself. Templates are not shown what it says.
         tools: JSON schemas of the tools that the assistant may call.

@@ -17,8 +17,9 @@ def check_turn(message: Message, index: int, turn: str, ends: Sequence[str]) -> 
     """Raise a `DataError` if a learned turn lacks a part of its message, or the message ends its turn itself.
 
     Args:
-        index: Of the message in its conversation, for messages.
-        turn: What is learned, with the token that ends it.
+        message: Message that the turn was rendered from.
+        index: Index of the message in its conversation, for error messages.
+        turn: Rendered text to learn, with the token that ends it.
         ends: Tokens at which the policy stops.
     """
     place = f"message {index} (from 0) of the assistant"

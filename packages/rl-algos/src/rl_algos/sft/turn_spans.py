@@ -45,8 +45,9 @@ def find_turns(
     one token that ends a turn.
 
     Args:
-        messages: Without the flags that say what is learned.
-        learned: By message.
+        tokenizer: Fast tokenizer with a chat template.
+        messages: Messages without the flags that select what is learned.
+        learned: True for each message to learn.
         tools: JSON schemas of the tools that the assistant may call.
 
     Raises:

@@ -27,7 +27,10 @@ def supervised_problems(
     """Settings that have no effect, or that contradict one another.
 
     Args:
-        key: Key of the section.
+        key: Key of the algorithm's section.
+        section: Config section of the algorithm.
+        data: Config section `data`.
+        policy: Config section of the model.
     """
     yield from _validation(key, section, data)
     yield from _environments(key, data)

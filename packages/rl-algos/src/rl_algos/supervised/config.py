@@ -50,6 +50,8 @@ def validation_metrics(section: SupervisedConfig, data: DataConfig, reported: It
     """Return the names of the metrics that a validation records; none if there is no validation.
 
     Args:
+        section: Config section of the algorithm, with its times of validation.
+        data: Config section `data`.
         reported: Metrics of each dataset, including `loss`.
     """
     if not data.validation_datasets or not (section.val_period or section.val_at_start or section.val_at_end):

@@ -45,10 +45,14 @@ def supervised_data(
     """The rows of all datasets, mixed as configured for training and in batches for validation.
 
     Args:
-        section: The algorithm's own.
+        section: Config section of the algorithm.
+        data: Config section `data`.
+        policy: Config section of the model, with its batch sizes.
+        datasets: Datasets for training and validation.
         rows_of: Function from a dataset to its rows.
         size_of: Function from a row to its share when datasets are mixed by weight; None if all rows count alike.
-        flow_of: from datasets with `streaming` to their rows; None if the algorithm cannot learn from such ones.
+        flow_of: Function from datasets with `streaming` to a stream of their rows; None if the algorithm cannot learn
+            from such datasets.
     """
     train = _train(section, data, datasets.train, rows_of, size_of, flow_of)
     tell_extent(

@@ -28,10 +28,14 @@ def supervised_algorithm(
     """A plugin that trains a model on given rows, without rollouts.
 
     Args:
+        name: Name of the algorithm.
         sections: Sections of the config except `data`; the first extends `SupervisedConfig`.
-        training_defaults: Defaults of the policy, the only model that trains.
         implementation: A `rl_algos.supervised.algorithm.SupervisedAlgorithm`.
-        models, validation_metrics, model_sections, further: See `AlgorithmPlugin`.
+        models: See `AlgorithmPlugin`.
+        validation_metrics: See `AlgorithmPlugin`.
+        training_defaults: Defaults of the policy, the only model that trains.
+        model_sections: See `AlgorithmPlugin`.
+        further: See `AlgorithmPlugin`.
         checks: Checks in addition to those of validation, environments and lengths.
     """
     key = next(iter(sections))

@@ -45,8 +45,11 @@ def _call(text: str, name: str, begin: int | None, end: int, schemas: Schemas) -
     """The call to a recipient, and the position after it.
 
     Args:
+        text: Whole turn of the policy, special tokens included.
+        name: Name of the tool.
         begin: Position of the body, None without one.
         end: Position after the header.
+        schemas: Schemas of the parameters of the tools, by tool.
     """
     if begin is None:
         return malformed("it has no <|message|>", name), end

@@ -35,6 +35,7 @@ def compute(loss: DistillationLoss, reads: Mapping[str, Tensor], rows: Rows) -> 
     """Sums of the distillation loss over one microbatch.
 
     Args:
+        loss: Loss with its divergence and weights.
         reads: `logprobs_at` float32 `[tokens, k]` at the teacher's tokens, with gradient, and `logprobs` `[tokens]`
             likewise if the loss learns the text as well.
         rows: Columns that `loss.columns` names.
@@ -50,6 +51,7 @@ def compute_whole(loss: WholeDistillationLoss, reads: Mapping[str, Tensor], rows
     """Sums of the distillation loss over whole vocabularies over one microbatch.
 
     Args:
+        loss: Loss with its divergence and weights.
         reads: `divergences` `[tokens, 6]` with gradient, and `logprobs` `[tokens]` likewise if the loss learns the text
             as well.
         rows: Columns that `loss.columns` names.
@@ -90,9 +92,11 @@ def _sums(student: Tensor, teacher: Tensor, ids: Tensor, mask: Tensor, kind: Div
     """The sum of the divergences of all tokens, and those of the `METRICS`, without gradient.
 
     Args:
-        student, teacher: Logprobs `[tokens, k]` at the ids.
+        student: Logprobs `[tokens, k]` of the student at the ids.
+        teacher: Logprobs `[tokens, k]` of the teacher at the ids.
         ids: `[tokens, k]`, -1 where there are fewer.
         mask: bool `[tokens]`.
+        kind: Divergence to sum.
     """
     counts = mask[:, None] & (ids >= 0)
     q = log_masses(student, counts)
@@ -139,7 +143,8 @@ def log_masses(logprobs: Tensor, counts: Tensor) -> Tensor:
     """`[tokens, k + 1]`: logs of the masses of k tokens, and of the tail that holds all others.
 
     Args:
-        logprobs: `[tokens, k]`; anything at all if `counts`, bool `[tokens, k]`, is False.
+        logprobs: `[tokens, k]`; any value at tokens that do not count.
+        counts: bool `[tokens, k]`, True at tokens that count.
     """
     kept = torch.where(counts, logprobs, NOTHING).clamp(min=NOTHING)
     # a sum that rounds to 1 or above it leaves the least tail, which has no gradient

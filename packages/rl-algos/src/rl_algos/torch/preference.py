@@ -55,6 +55,7 @@ def compute_pairs(loss: PreferenceLoss, reads: Mapping[str, Tensor], rows: Rows)
     """Sums of a `PreferenceLoss` over one microbatch of whole pairs.
 
     Args:
+        loss: Loss with its term and weights.
         reads: `logprobs` float32 `[tokens]`, with gradient.
         rows: Columns that `loss.columns` names.
     """
@@ -79,6 +80,7 @@ def compute_kto(loss: KTOLoss, reads: Mapping[str, Tensor], rows: Rows) -> LossS
     """Sums of a `KTOLoss` over one microbatch.
 
     Args:
+        loss: Loss with its beta and weights.
         reads: `logprobs` float32 `[tokens]`, with gradient.
         rows: Columns that `loss.columns` names.
     """

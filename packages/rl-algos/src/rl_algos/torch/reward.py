@@ -16,6 +16,7 @@ def compute_pairs(loss: BradleyTerryLoss, reads: Mapping[str, Tensor], rows: Row
     """Sums of a `BradleyTerryLoss` over one microbatch of whole pairs.
 
     Args:
+        loss: Loss with its use of margins and its centering weight.
         reads: `scores` float32 `[rows]`, with gradient.
         rows: Columns that `loss.columns` names.
     """

@@ -19,6 +19,7 @@ def compute(loss: SpanLoss, reads: Mapping[str, Tensor], rows: Rows) -> LossSums
     """Sums of the span loss over one microbatch.
 
     Args:
+        loss: Loss with its temperature `tau`.
         reads: `logprobs` float32 `[tokens]`, with gradient.
         rows: Columns that `loss.columns` names.
     """

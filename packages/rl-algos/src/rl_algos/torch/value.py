@@ -15,6 +15,7 @@ def compute(loss: ValueLoss, reads: Mapping[str, Tensor], rows: Rows) -> LossSum
     """Sums of the value loss over one microbatch.
 
     Args:
+        loss: Loss with its clip range.
         reads: `values` float32 `[tokens]`, with gradient.
         rows: Columns that `loss.columns` names.
     """

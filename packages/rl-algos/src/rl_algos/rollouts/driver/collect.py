@@ -24,6 +24,8 @@ def collect_groups(
     empty or short when the data ends.
 
     Args:
+        rollouts: Source of the rollouts.
+        config: Config section of the algorithm, with the size of a step and the settings of dynamic sampling.
         num_later: Groups that later steps train on; None if that is not known.
 
     Raises:

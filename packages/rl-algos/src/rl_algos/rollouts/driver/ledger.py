@@ -53,6 +53,7 @@ class Ledger:
         """Note that pending draws were trained.
 
         Args:
+            draws: Numbers of the draws.
             version: Weights that the step led to, from 1.
         """
         self._leave(draws, version, _TRAINED)
@@ -61,7 +62,9 @@ class Ledger:
         """Note that pending draws train nothing, and why.
 
         Args:
+            draws: Numbers of the draws.
             version: Weights that the step led to for which the draw was made, from 1.
+            reason: Reason why they are dropped; not empty.
         """
         assert reason, "a draw is dropped for a reason"
         if reason not in self._reason_texts:

@@ -13,6 +13,7 @@ def staleness_metrics(groups: Sequence[RolloutGroup], version: int, *, max_stale
     """Ages of the sampled tokens, in weight versions; none if no token was sampled.
 
     Args:
+        groups: Groups trained on.
         version: Version of the weights that train on the groups.
         max_staleness: Bound of the ages; each age up to it has its own share.
     """

@@ -19,6 +19,7 @@ def training_metrics(updates: Sequence[Metrics], *, prefix: str = "train") -> di
     """Metrics of a step's optimizer updates, each combined as it says itself; none without updates.
 
     Args:
+        updates: Metrics of each optimizer update of the step.
         prefix: Prefix for names without one.
     """
     if not updates:
@@ -41,6 +42,7 @@ def rollout_metrics(groups: Sequence[RolloutGroup], advantages: Advantages | Non
     """Rewards, lengths and endings of the rollouts trained on.
 
     Args:
+        groups: Groups trained on.
         advantages: Advantages of `groups`; None if there are none.
     """
     statuses = [status for group in groups for status in group.rollouts.status]

@@ -113,6 +113,7 @@ def repeated_share(tokens: np.ndarray, size: int) -> float:
 
     Args:
         tokens: int32 `[tokens]`, sampled.
+        size: Number of tokens of a run.
     """
     num_runs = len(tokens) - size + 1
     if num_runs < 2:

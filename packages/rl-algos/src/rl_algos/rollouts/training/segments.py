@@ -24,6 +24,7 @@ def whole_rollouts(column: Ragged, groups: Sequence[RolloutGroup]) -> Ragged:
     """A token-aligned column with a row per rollout, its segments end to end, instead of a row per segment.
 
     Args:
+        column: `[tokens]`, by rows of the batch.
         groups: Groups of the rollouts of the column, in order.
     """
     return column.joined(_num_rows(groups)) if any(group.rollouts.segments for group in groups) else column

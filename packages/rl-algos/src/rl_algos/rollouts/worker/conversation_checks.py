@@ -30,6 +30,8 @@ def check_conversations(
     """Render short conversations as rollouts of several turns, and of tools, do.
 
     Args:
+        config: Resolved config of the run.
+        tokenizer: Tokenizer of the policy.
         tools: Tools by environment; empty if none has any.
 
     Returns:
@@ -69,9 +71,13 @@ def check_turns(
     earlier turns.
 
     Args:
-        policy: Its section.
-        program, max_turns, splits: of the rollouts.
+        policy: Config section of the model.
+        tokenizer: Tokenizer of the model.
+        tools: Tools by environment; empty if none has any.
+        program: Name or path of the rollout program, as in `RolloutConfig.rollout_program`.
+        max_turns: Maximum number of turns of a rollout.
         turns_key: Key of `max_turns`, for messages.
+        splits: True if the chat template renders the whole conversation for every turn.
     """
     require_chat_template(tokenizer)
     chat = Chat(tokenizer, policy.tokenizer.tool_format)

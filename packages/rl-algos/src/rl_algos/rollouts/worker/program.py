@@ -77,8 +77,11 @@ class MultiTurnProgram:
         """int32 `[tokens]` that the engine consumes for the next turn.
 
         Args:
+            client: Client of the engine, which renders and tokenises messages.
             so_far: All tokens of the last request and its completion.
             messages: The conversation with the newest turn and the observation of it.
+            result: Answer of the environment to the newest turn.
+            completion: Completion that the newest turn was read from.
         """
         if not result.observation:
             raise ValueError("the environment returned no observation, so there is nothing for the policy to answer")

@@ -174,8 +174,10 @@ class RolloutWorker:
 
         Args:
             path: Path of the file, in a folder shared with the driver.
-            part, row: int64 `[rollouts]`, which record of which store each rollout's is.
+            part: int64 `[rollouts]`, index of the store with the record of each rollout.
+            row: int64 `[rollouts]`, row of the record in that store.
             advantages: Advantages of each rollout.
+            *stores: Batches with the records of rollouts, each record the bytes of a line of JSON.
         """
         records = [store.ragged(RECORD) for store in stores]
         places = zip(part.tolist(), row.tolist(), strict=True)
