@@ -289,9 +289,7 @@ REPORTING = Placement("cpu", reports_routing=True)
 
 def test_routing_that_the_cpu_build_does_not_report_is_refused_at_the_start(tmp_path: Path) -> None:
     generator = make_generator(tmp_path, REPORTING)
-    with pytest.raises(
-        GeneratorError, match="routing of experts is not reported: on cpu vLLM has only model runner"
-    ):
+    with pytest.raises(GeneratorError, match="routing of experts is not reported: on cpu vLLM has only model runner"):
         asyncio.run(generator.start())
 
 

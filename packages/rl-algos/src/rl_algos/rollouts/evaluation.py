@@ -89,13 +89,19 @@ class RolloutEvaluation:
 
         turns, key = self._max_turns
         program = self._of_run.rollout_program if self._of_run else DEFAULT_PROGRAM
-        splits = self._of_run is not None and self._of_run.renders_anew
+        renders_anew = self._of_run is not None and self._of_run.renders_anew
         environments = frozenset(
             name for loaded in self._loaded for dataset in loaded.datasets for name in dataset.environments()
         )
         tools = tools_by_environment(self._config, environments)
         ends = check_turns(
-            self._config.policy, tokenizer, tools, program=program, max_turns=turns, turns_key=key, splits=splits
+            self._config.policy,
+            tokenizer,
+            tools,
+            program=program,
+            max_turns=turns,
+            turns_key=key,
+            renders_anew=renders_anew,
         )
         tasks = [self._planned(loaded, tokenizer, tools, ends.sampled) for loaded in self._loaded]
         prompts = [group.prompt for task in tasks for group in task.groups]
@@ -108,7 +114,7 @@ class RolloutEvaluation:
             environments,
             program=program,
             max_turns=turns,
-            splits=splits,
+            renders_anew=renders_anew,
             max_seconds=seconds,
             agent=self._of_run.agent if self._of_run else None,
         )

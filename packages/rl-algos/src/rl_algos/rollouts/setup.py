@@ -28,7 +28,7 @@ def needs(config: RolloutRoot, data: RolloutData) -> RolloutNeeds:
         _environments(data) if data.environments is None else data.environments,
         program=settings.rollout_program,
         max_turns=settings.max_rollout_turns,
-        splits=settings.renders_anew,
+        renders_anew=settings.renders_anew,
         max_seconds=settings.max_rollout_seconds,
         agent=settings.agent,
     )
@@ -41,7 +41,7 @@ def program_needs(
     *,
     program: str,
     max_turns: int,
-    splits: bool,
+    renders_anew: bool,
     max_seconds: float | None,
     agent: AgentConfig | None = None,
 ) -> RolloutNeeds:
@@ -52,8 +52,8 @@ def program_needs(
         environments: Names of the environments that score the prompts.
         program: Name or path of the program, as in `RolloutConfig.rollout_program`.
         max_turns: Maximum number of turns of a rollout.
-        splits: True if every turn is rendered anew and may start a segment; the user's own program makes its segments
-            itself.
+        renders_anew: True if every turn is rendered anew and may start a segment; the user's own program makes its
+            segments itself.
         max_seconds: Timeout of a rollout in seconds; None for no limit.
         agent: Config of the agent that plays the rollouts instead of the program; None without an agent.
     """
@@ -64,7 +64,7 @@ def program_needs(
                 "config": agent,
                 "function": None if agent.run is None else code_named(agent.run),
                 "max_tokens": config.policy.max_total_sequence_length,
-                "split": splits,
+                "split": renders_anew,
             },
             max_seconds=max_seconds,
             environments=environments - {SCORED_BY_AGENT},
@@ -73,7 +73,7 @@ def program_needs(
     found = program_named(program)
     return RolloutNeeds(
         program=found,
-        program_args={**args, "split": True} if splits and found == PROGRAMS[DEFAULT_PROGRAM] else args,
+        program_args={**args, "split": True} if renders_anew and found == PROGRAMS[DEFAULT_PROGRAM] else args,
         max_seconds=max_seconds,
         environments=environments,
     )

@@ -194,7 +194,7 @@ def serving(plan: RunPlan, sampling: Sampling, *, num_turns: int, seed: int = 0)
     tokenizer = load_tokenizer(policy.tokenizer, policy.model_name)
     check_tokenizer(tokenizer, policy)
     ends = check_turns(
-        policy, tokenizer, {}, program=DEFAULT_PROGRAM, max_turns=num_turns, turns_key="policy", splits=True
+        policy, tokenizer, {}, program=DEFAULT_PROGRAM, max_turns=num_turns, turns_key="policy", renders_anew=True
     )
     longest = policy.max_total_sequence_length
     drawn = validation_sampling(policy.generation, ends.sampled)

@@ -145,7 +145,7 @@ def model_player(model: str, overrides: Sequence[str], course: Course, given: Gi
         program=course.program,
         max_turns=course.max_turns,
         turns_key=TURNS_KEY,
-        splits=False,
+        renders_anew=False,
     )
     spec = RolloutWorkerSpec(
         backend.plugin.worker,

@@ -44,7 +44,13 @@ def check_conversations(
     turns, program = settings.max_rollout_turns, settings.rollout_program
     key = f"{settings.section}.max_rollout_turns"
     ends = check_turns(
-        config.policy, tokenizer, tools, program=program, max_turns=turns, turns_key=key, splits=settings.renders_anew
+        config.policy,
+        tokenizer,
+        tools,
+        program=program,
+        max_turns=turns,
+        turns_key=key,
+        renders_anew=settings.renders_anew,
     )
     is_rendered = turns > 1 and program == DEFAULT_PROGRAM and settings.agent is None
     if is_rendered and settings.rewritten_history is None and rewrites_history(tokenizer, ends):
@@ -65,7 +71,7 @@ def check_turns(
     program: str,
     max_turns: int,
     turns_key: str,
-    splits: bool,
+    renders_anew: bool,
 ) -> TurnEnds:
     """See `check_conversations`; for a model that does not train on what it says, so that its template may rewrite
     earlier turns.
@@ -77,7 +83,7 @@ def check_turns(
         program: Name or path of the rollout program, as in `RolloutConfig.rollout_program`.
         max_turns: Maximum number of turns of a rollout.
         turns_key: Key of `max_turns`, for messages.
-        splits: True if the chat template renders the whole conversation for every turn.
+        renders_anew: True if the chat template renders the whole conversation for every turn.
     """
     require_chat_template(tokenizer)
     chat = Chat(tokenizer, policy.tokenizer.tool_format)
@@ -85,7 +91,7 @@ def check_turns(
     if tools:
         _check_tools(chat, tokenizer, max_turns, turns_key, tools)
     if max_turns > 1 and program == DEFAULT_PROGRAM:
-        _check_continuation(chat, with_tools=bool(tools), splits=splits)
+        _check_continuation(chat, with_tools=bool(tools), renders_anew=renders_anew)
     return chat.ends
 
 
@@ -120,7 +126,7 @@ def _check_tools(
         _log.warning("the chat template does not show the tools of %s; the prompts must describe them", name)
 
 
-def _check_continuation(chat: Chat, *, with_tools: bool, splits: bool) -> None:
+def _check_continuation(chat: Chat, *, with_tools: bool, renders_anew: bool) -> None:
     said: Message = {"role": "assistant", "content": "An answer."}
     seams: list[tuple[Message, Message]] = [(said, _ASKED)]
     if with_tools:
@@ -130,7 +136,7 @@ def _check_continuation(chat: Chat, *, with_tools: bool, splits: bool) -> None:
     nothing = np.zeros(0, dtype=np.int32)
     for turn, observation in seams:
         try:
-            if splits:
+            if renders_anew:
                 chat.rendered([_ASKED, turn, observation], nothing)
             else:
                 chat.continuation(turn, [observation], nothing)
