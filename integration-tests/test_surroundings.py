@@ -114,7 +114,7 @@ def test_a_worker_environment_that_cannot_be_built_ends_the_command_with_one_mes
     _, _, message = result.output.partition("\nerror: ")
     assert message.startswith("environment rl-dtensor.worker failed after ")
     assert "Failed to fetch" in message
-    assert "Check the network and the disk, then start again" in message.splitlines()[-1]
+    assert "Check the network and the disk" in message.splitlines()[-1]
     assert "Traceback" not in result.output
     assert not (tmp_path / "run").exists()
     assert [path for path in (tmp_path / "home" / "envs").iterdir() if path.is_dir()] == []
