@@ -408,7 +408,11 @@ def test_reading_takes_linear_time(piece: str) -> None:
         stated_letter((piece * size)[:size])
         return time.process_time() - begin
 
-    assert seconds(64_000) < 16 * max(seconds(8_000), 0.01)
+    def least(size: int) -> float:
+        # whatever else the machine does only adds to it
+        return min(seconds(size) for _ in range(3))
+
+    assert least(64_000) < 16 * max(least(8_000), 0.01)
 
 
 @pytest.mark.parametrize(
