@@ -1,11 +1,13 @@
 """Agents as functions and as commands: started for each rollout, recorded, and ended with all that they started."""
 
 import asyncio
+import json
 import os
 import sys
 import time
 from pathlib import Path
 
+import aiohttp
 import numpy as np
 import pytest
 
@@ -240,3 +242,45 @@ def test_branches_and_threads_are_rows_of_one_rollout(make_worker, play, tmp_pat
     batch = build_batch([RolloutGroup.of(PROMPT, rollouts)], config)
     assert batch.array(ROLLOUT).tolist() == [0, 0, 0, 1, 1, 1]
     assert int(batch.ragged("loss_mask").values.sum()) == 16
+
+
+@pytest.mark.parametrize("reward", ["posted", "environment"])
+def test_an_agent_elsewhere_takes_a_rollout_and_ends_it(make_worker, play, tmp_path, reward):
+    class Judge:
+        async def step(self, conversation):
+            return StepResult(reward=0.5)
+
+        async def abandon(self, ids):
+            pass
+
+    async def post(session, url, key, body):
+        async with session.post(url, json=body, headers={"Authorization": f"Bearer {key}"}) as response:
+            return response.status, await response.json()
+
+    async def agent():
+        while not (files := list(Path(tmp_path, "agents").glob("*.json"))) or not files[0].read_text():
+            await asyncio.sleep(0.01)
+        served = json.loads(files[0].read_text())
+        async with aiohttp.ClientSession() as session:
+            refused, _ = await post(session, f"{served['url']}/rollouts", "wrong", {})
+            _, taken = await post(session, f"{served['url']}/rollouts", served["key"], {"wait_s": 30})
+            key, base = taken["api_key"], taken["base_url"]
+            await post(session, f"{base}/chat/completions", key, {"messages": taken["prompt"]["messages"]})
+            own, _ = await post(session, f"{base}/reward", key, {"reward": 9.0})
+            if reward == "posted":
+                assert (await post(session, f"{base}/reward", taken["reward_key"], {"reward": 0.5}))[0] == 200
+            assert (await post(session, f"{base}/end", key, {}))[0] == 200
+        return refused, own
+
+    async def both():
+        worker = make_worker(AgentConfig(external=True, reward=reward), environments={"agent": Judge()}, max_seconds=60)
+        return await asyncio.gather(play(worker), agent())
+
+    ([rollout], _), statuses = asyncio.run(both())
+    assert (rollout.status, rollout.reward) == ("ok", 0.5), rollout.failure
+    assert statuses == (401, 401 if reward == "posted" else 403)  # an agent does not reward itself
+
+
+def test_an_address_that_nobody_can_call_is_refused():
+    with pytest.raises(ValueError, match="host"):
+        AgentConfig(external=True, reward="posted", host="0.0.0.0")

@@ -9,6 +9,7 @@ from rl_algos.distillation.config import DistillationConfig
 from rl_algos.grpo.config import GRPOConfig
 from rl_algos.ppo.config import PPOConfig
 from rl_algos.rollouts import checks
+from rl_algos.rollouts.agent_config import AgentConfig
 from rl_algos.rollouts.checks import rollout_problems
 from rl_algos.rollouts.config import AsyncConfig, CurriculumConfig
 from rl_core.model_config import ColocatedConfig, GenerationConfig
@@ -108,3 +109,13 @@ def test_keys_of_a_curriculum_without_effect_are_refused():
     assert set(found) == {"grpo.curriculum.window", "grpo.curriculum.floor"}
     for key, problem in found.items():
         assert_fields(problem, key, {"is_unused": True, MENTIONS: ["grpo.curriculum.enabled=true"]})
+
+
+def test_keys_that_an_agent_leaves_without_effect_are_refused():
+    agent = AgentConfig(external=True, reward="posted", env={"A": "b"}, grace_s=1.0)
+    assert set(problems(GRPOConfig(agent=agent, max_rollout_turns=3))) == {
+        "grpo.agent.env",
+        "grpo.agent.grace_s",
+        "grpo.max_rollout_turns",
+    }
+    assert set(problems(GRPOConfig(agent=AgentConfig(run="nowhere.py:run")))) == {"grpo.agent.run"}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Address:
-    """What an agent is given to call the policy with.
+    """URL and keys of one rollout.
 
     Args:
         rollout: Identifies the rollout at its server.

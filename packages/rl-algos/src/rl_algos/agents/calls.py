@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from rl_core.rollouts.environment import ToolCall
@@ -162,16 +162,3 @@ class Limits:
 
     max_tokens: int
     max_calls: int = 256
-
-
-@dataclass(frozen=True)
-class PostedRewards:
-    """Rewards that an agent, or whoever judges it, posted.
-
-    Args:
-        of_rollout: Rewards of the whole rollout by name.
-        of_calls: Rewards by name of single calls, by the ids of their answers.
-    """
-
-    of_rollout: Mapping[str, float] = field(default_factory=dict)
-    of_calls: Mapping[str, Mapping[str, float]] = field(default_factory=dict)

@@ -80,6 +80,7 @@ class AgentEndpoint:
         app.router.add_post(f"{at}/reward", self._handler(openai, self._reward))
         if self._board is not None:
             app.router.add_post("/rollouts", self._handler(openai, self._take))
+            app.router.add_post(f"{at}/end", self._handler(openai, self._end))
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
         await self._runner.setup()
         site = web.TCPSite(self._runner, self._host, 0)
@@ -147,7 +148,7 @@ class AgentEndpoint:
         try:
             ip_address(name.strip("[]"))
         except ValueError:
-            if name != "localhost":
+            if name not in ("localhost", self._host):
                 raise CallRefused(f"the host {name!r} is not served", status=403, code="forbidden_host") from None
 
     def _session(self, request: web.Request, *, posts_rewards: bool = False) -> AgentSession:
@@ -193,10 +194,13 @@ class AgentEndpoint:
         call, choice = body.get("call", ""), body.get("choice", 0)
         if not isinstance(call, str) or not isinstance(choice, int):
             raise CallRefused("`call` must be the id of an answer, and `choice` an integer", param="call")
-        if "reward" in body:
-            session.add_rewards(rewards_of(body["reward"]), call, choice)
-        if body.get("done") and self._board is not None:
-            self._board.end(request.match_info["rollout"])
+        session.add_rewards(rewards_of(body.get("reward")), call, choice)
+        return web.json_response({})
+
+    async def _end(self, request: web.Request, _: Dialect) -> web.StreamResponse:
+        assert self._board is not None
+        self._session(request)
+        self._board.end(request.match_info["rollout"])
         return web.json_response({})
 
     async def _take(self, request: web.Request, _: Dialect) -> web.StreamResponse:

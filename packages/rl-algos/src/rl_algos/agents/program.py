@@ -44,7 +44,6 @@ class AgentProgram:
         self._endpoint = AgentEndpoint(config.host, self._board)
         self._launcher = _launcher(config, function, self._board)
         self._logs = Path()
-        self._num_rollouts = 0
         self._told: set[str] = set()
 
     async def start(self, logs: Path) -> None:
@@ -91,7 +90,6 @@ class AgentProgram:
         return session.rollout()
 
     def _task(self, prompt: Prompt, address: Address) -> Task:
-        self._num_rollouts += 1
         name = re.sub(r"[^\w.-]", "_", prompt.id)[-80:]
         return Task(prompt, address, self._logs / f"{name}-{address.rollout}.log")
 

@@ -108,7 +108,7 @@ class AgentSession:
             if draw in draws:  # several requests may wait for one draw
                 draws.remove(draw)
             raise
-        self._is_last(call, answer)
+        self._note_last(call, answer)
         return answer
 
     def num_tokens(self, call: Call) -> int:
@@ -309,7 +309,7 @@ class AgentSession:
             )
         self._num_sampled_calls += num_completions
 
-    def _is_last(self, call: Call, answer: Answer) -> None:
+    def _note_last(self, call: Call, answer: Answer) -> None:
         nodes = self._answered.get(answer.id)
         if call.is_stored:
             self._stored[answer.id] = (

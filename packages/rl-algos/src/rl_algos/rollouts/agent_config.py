@@ -23,8 +23,8 @@ class AgentConfig(Config):
     `RL_PROMPT_FILE`, and writes its reward, a number or numbers by name, as JSON to `RL_REWARD_FILE`."""
     external: bool = False
     """Let agents that run elsewhere take rollouts: `POST /rollouts` answers with a prompt, a URL and keys, and
-    `POST /rollouts/ID/v1/reward` with `done` ends the rollout. The address is in the log and in `agents.json` of the
-    run directory."""
+    `POST /rollouts/ID/v1/end` ends the rollout. The log shows the address; the key is in a file in `logs/agents` of the
+    run directory. A rollout waits for an agent, and for its end, as long as `max_rollout_seconds` allows."""
     reward: Literal["returned", "posted", "environment"] = "returned"
     """Where rewards come from. `returned`: the function's result, or the command's reward file. `posted`: only
     `POST /rollouts/ID/v1/reward` with the key in `RL_REWARD_KEY`, for rewards of single calls or of a judge's.
@@ -54,6 +54,15 @@ class AgentConfig(Config):
                     "an agent that runs elsewhere returns nothing",
                     got=self.reward,
                     allowed="posted, environment",
+                )
+            )
+        if self.host in ("0.0.0.0", "::"):
+            raise ProblemError(
+                Problem(
+                    "host",
+                    "is not an address that agents can call",
+                    got=self.host,
+                    remedy="Set one of the node's own addresses",
                 )
             )
         return self

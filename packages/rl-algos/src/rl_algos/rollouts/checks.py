@@ -53,6 +53,9 @@ def _agent(config: RolloutRoot) -> Iterator[Problem]:
             code_named(agent.run)
         except ValueError as error:
             yield Problem(f"{key}.run", str(error), got=agent.run)
+    for name in ("env", "grace_s"):
+        if agent.external and is_changed(agent, name):
+            yield Problem.unused(f"{key}.{name}", f"with {key}.external=true")
     for name in ("rollout_program", "max_rollout_turns"):
         if is_changed(settings, name):
             yield Problem.unused(f"{settings.section}.{name}", f"with {key}", remedy=f"Remove it, or {key}")

@@ -13,7 +13,7 @@ from rl_algos.agents.fields import MAX_CHOICES, Fields
 
 
 class Completions:
-    """The dialect of `client.completions.create`: a text that is continued as it is."""
+    """The dialect of `client.completions.create`: a string that is continued as it is."""
 
     def read(self, body: Mapping[str, Any]) -> Call:
         """Return the call that a request asks for."""
