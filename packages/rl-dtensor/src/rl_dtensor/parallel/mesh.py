@@ -10,6 +10,9 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor._collective_utils import MeshTopoInfo
+from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_redistribute_planner_cache
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from rl_core.devices import Device
 from rl_core.mesh import Coordinates
@@ -147,8 +150,18 @@ class Mesh:
         self.kind.set_rng_state(state)
 
     def leave(self) -> None:
-        """Leave the groups."""
+        """Leave the groups, and free their threads and connections."""
         dist.destroy_process_group()
+        _forget_meshes()
+
+
+def _forget_meshes() -> None:
+    """Clear what DTensor has cached by mesh. Its caches keep every mesh of the process, and with it its groups, of which
+    each has a thread that polls all the time, although they were destroyed."""
+    _clear_sharding_prop_cache()
+    clear_redistribute_planner_cache()
+    _gen_transform_infos.cache_clear()
+    MeshTopoInfo.build_from_mesh.cache_clear()
 
 
 def _device_mesh(rendezvous: Rendezvous, sizes: Mapping[str, int]) -> DeviceMesh:
