@@ -5,7 +5,7 @@ import pytest
 
 from rl_algos.rollouts.worker import worker as worker_module
 from rl_algos.rollouts.worker.worker import RolloutWorker, RolloutWorkerSpec
-from rl_algos.tiny_model import END, make_tokenizer
+from rl_algos.tiny_model import make_tokenizer
 from rl_core.model_config import TokenizerConfig
 from rl_core.rollouts.generation import SamplingParams
 from rl_core.rollouts.pool import RolloutTask
@@ -17,8 +17,8 @@ class Scripted:
 
     num_ranks = 1
 
-    def __init__(self, reply):
-        self.reply, self.tokenizer, self.requests = reply, make_tokenizer(), []
+    def __init__(self, reply, tokenizer):
+        self.reply, self.tokenizer, self.requests, self.completions = reply, tokenizer, [], []
 
     async def start(self):
         pass
@@ -29,10 +29,13 @@ class Scripted:
     async def generate(self, request):
         self.requests.append(request)
         prompt = self.tokenizer.decode(request.token_ids.tolist(), skip_special_tokens=False)
-        text = self.reply(prompt, request.seed) + END
+        text = self.reply(prompt, request.seed) + self.tokenizer.eos_token
+        ends = [text.index(stop) + len(stop) for stop in request.sampling.stop_strings if stop in text]
+        text = text[: min(ends, default=None)]
         tokens = np.array(self.tokenizer.encode(text, add_special_tokens=False), np.int32)
         logprobs = -np.arange(1, len(tokens) + 1, dtype=np.float32) / 8
-        return Completion(tokens, logprobs, "stop", (WeightSpan(3, len(tokens)),))
+        self.completions.append(Completion(tokens, logprobs, "stop", (WeightSpan(3, len(tokens)),)))
+        return self.completions[-1]
 
 
 def prompt(text="2+3", number=0):
@@ -44,15 +47,17 @@ def prompt(text="2+3", number=0):
 def make_worker(monkeypatch, tmp_path):
     """A rollout worker whose program is an agent, over a scripted generator."""
     real = worker_module.resolve
-    monkeypatch.setattr(worker_module, "load_tokenizer", lambda config, name: make_tokenizer())
     monkeypatch.setattr(worker_module, "resolve", lambda path: Scripted if path == "scripted" else real(path))
 
     def make(config, reply=lambda prompt, seed: "5", *, function=None, environments=None, **settings):
+        tokenizer = settings.pop("chat", None) or make_tokenizer()
+        max_tokens = settings.pop("max_tokens", 512)
+        monkeypatch.setattr(worker_module, "load_tokenizer", lambda config, name: tokenizer)
         spec = RolloutWorkerSpec(
             generator="scripted",
-            generator_args=(reply,),
+            generator_args=(reply, tokenizer),
             program="rl_algos.agents.program:AgentProgram",
-            program_args={"config": config, "function": function, "max_tokens": 512},
+            program_args={"config": config, "function": function, "max_tokens": max_tokens},
             tokenizer=TokenizerConfig(),
             model_name="none",
             logs=str(tmp_path),
@@ -67,10 +72,10 @@ def make_worker(monkeypatch, tmp_path):
 def play():
     """Rollouts of a prompt by a worker, in the order of their seeds."""
 
-    async def rollouts(worker, seeds=(1,), turns=(), asked=None):
+    async def rollouts(worker, seeds=(1,), turns=(), asked=None, max_new_tokens=32):
         await worker.start()
         try:
-            task = RolloutTask(asked or prompt(), SamplingParams(max_new_tokens=32), tuple(seeds), turns=turns)
+            task = RolloutTask(asked or prompt(), SamplingParams(max_new_tokens), tuple(seeds), turns=turns)
             await worker.begin([(0, task)])
             await worker._any_finished.wait()
             sampled = await worker.turns()

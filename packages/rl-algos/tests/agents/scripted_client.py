@@ -15,7 +15,7 @@ from rl_algos.agents.session import AgentSession
 from rl_algos.rollouts.worker.chat import Chat
 from rl_core.rollouts.generation import SamplingParams
 from rl_core.rollouts.program import Reply
-from rl_core.rollouts.rollout import Completion, Message, Prompt, WeightSpan
+from rl_core.rollouts.rollout import Completion, Message, Prompt, Rollout, WeightSpan
 
 END = "<|im_end|>"
 PROMPT = Prompt("p0", ({"role": "user", "content": "?"},), np.array([1, 2, 3], np.int32), "agent", {}, "sums")
@@ -112,23 +112,30 @@ def session_of(client: ScriptedClient, *, max_tokens: int = 4000, max_calls: int
 
 def check_recorded(session: AgentSession, client: ScriptedClient, num_segments: int = 1) -> None:
     """Check that a rollout trains on each sampled token once, as it was sampled, behind what the policy saw."""
-    rollout = session.rollout()
+    asked = [(seen, completion) for (seen, _, _), completion in zip(client.requests, client.completions, strict=True)]
+    check_trained(session.rollout(), asked, num_segments)
+
+
+def check_trained(rollout: Rollout, asked: Sequence[tuple[np.ndarray, Completion]], num_segments: int = 1) -> None:
+    """Check that a rollout trains on each sampled token once, as it was sampled, behind what the policy saw.
+
+    Args:
+        rollout: The rollout.
+        asked: What the policy saw at each call, int32 `[tokens]`, and what it sampled.
+        num_segments: Number of rows that the rollout is to have.
+    """
     segments = rollout.segments or (len(rollout.tokens),)
     assert len(segments) == num_segments
     ends = np.cumsum(segments)
     found: list[tuple[int, ...]] = []
     for begin, end in zip([0, *ends[:-1]], ends, strict=True):
         tokens, mask = rollout.tokens[begin:end], rollout.loss_mask[begin:end]
-        for (seen, _, _), completion in zip(client.requests, client.completions, strict=True):
+        for seen, completion in asked:
             till = len(seen) + len(completion.token_ids)
             whole = np.concatenate([seen, completion.token_ids])
             if np.array_equal(tokens[:till], whole) and mask[len(seen) : till].all():
                 logprobs = rollout.generation_logprobs[begin + len(seen) : begin + till]
                 assert np.array_equal(logprobs, completion.logprobs)
                 found.append((len(seen), *whole.tolist()))
-    asked = [
-        (len(seen), *seen.tolist(), *completion.token_ids.tolist())
-        for (seen, _, _), completion in zip(client.requests, client.completions, strict=True)
-    ]
-    assert set(found) == set(asked)
-    assert int(rollout.loss_mask.sum()) == sum(len(each.token_ids) for each in client.completions)
+    assert set(found) == {(len(seen), *seen.tolist(), *drawn.token_ids.tolist()) for seen, drawn in asked}
+    assert int(rollout.loss_mask.sum()) == sum(len(drawn.token_ids) for _, drawn in asked)
