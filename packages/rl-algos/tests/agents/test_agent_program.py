@@ -11,7 +11,9 @@ import aiohttp
 import numpy as np
 import pytest
 
+from rl_algos.agents.address import Address
 from rl_algos.agents.host import MARK
+from rl_algos.agents.task_board import LeaseExpired, TaskBoard
 from rl_algos.grpo.config import GRPOConfig
 from rl_algos.rollouts.agent_config import AgentConfig
 from rl_algos.rollouts.training.batch import build_batch
@@ -279,6 +281,138 @@ def test_an_agent_elsewhere_takes_a_rollout_and_ends_it(make_worker, play, tmp_p
     ([rollout], _), statuses = asyncio.run(both())
     assert (rollout.status, rollout.reward) == ("ok", 0.5), rollout.failure
     assert statuses == (401, 401 if reward == "posted" else 403)  # an agent does not reward itself
+
+
+class Elsewhere:
+    """An agent that runs elsewhere.
+
+    Args:
+        folder: Folder of the run's logs.
+    """
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    async def __aenter__(self):
+        self.http = aiohttp.ClientSession()
+        while not (files := list(Path(self.folder, "agents").glob("*.json"))) or not files[0].read_text():
+            await asyncio.sleep(0.01)
+        self.board = json.loads(files[0].read_text())
+        return self
+
+    async def __aexit__(self, *_):
+        await self.http.close()
+
+    async def post(self, url, key, body=None, **headers):
+        headers = {"Authorization": f"Bearer {key}", **headers}
+        async with self.http.post(url, json=body or {}, headers=headers) as response:
+            return response.status, await response.json()
+
+    async def take(self, wait_s=30, **headers):
+        return await self.post(f"{self.board['url']}/rollouts", self.board["key"], {"wait_s": wait_s}, **headers)
+
+    async def chat(self, taken, *messages):
+        asked = {"messages": [*taken["prompt"]["messages"], *messages]}
+        return await self.post(f"{taken['base_url']}/chat/completions", taken["api_key"], asked)
+
+    async def finish(self, taken, reward=1.0):
+        await self.post(f"{taken['base_url']}/reward", taken["reward_key"], {"reward": reward})
+        return await self.post(f"{taken['base_url']}/end", taken["api_key"])
+
+
+EXTERNAL = {"external": True, "reward": "posted"}
+AGAIN = {"role": "user", "content": "sure?"}
+
+
+def test_a_rollout_whose_agent_died_goes_to_the_next_one_from_its_beginning(make_worker, play, tmp_path):
+    async def agents():
+        async with Elsewhere(tmp_path) as agent:
+            _, first = await agent.take()
+            _, said = await agent.chat(first)
+            await agent.post(f"{first['base_url']}/reward", first["reward_key"], {"reward": 9.0})
+            taken = worker._program._board._taken
+            taken[first["id"]].expiry._run()  # as it is after lease_s
+            _, second = await agent.take()
+            assert second["prompt"] == first["prompt"]
+            late, body = await agent.chat(first)
+            assert (late, body["error"]["code"]) == (410, "rollout_ended")
+            _, again = await agent.chat(second)
+            assert (again["id"], again["choices"]) == (said["id"], said["choices"])
+            await agent.chat(second, again["choices"][0]["message"], AGAIN)
+            await agent.finish(second)
+
+    async def both():
+        return await asyncio.gather(play(worker), agents())
+
+    worker = make_worker(AgentConfig(**EXTERNAL), max_seconds=60)
+    ([rollout], _), _ = asyncio.run(both())
+    assert (rollout.status, rollout.reward) == ("ok", 1.0), rollout.failure
+    assert len(worker._generator.requests) == 2  # the first call is not sampled again
+    assert [turn.text for turn in rollout.turns] == ["5", "5"]
+    assert rollout.segments == ()
+
+
+def test_a_lease_does_not_expire_while_a_call_is_answered_or_it_is_renewed(make_worker, play, tmp_path):
+    async def agent():
+        async with Elsewhere(tmp_path) as agent:
+            _, taken = await agent.take()
+            board = worker._program._board
+            assert (await agent.chat(taken))[0] == 200
+            [offer] = board._taken.values()
+            with board.calling(taken["id"]):
+                assert offer.expiry is None
+                await agent.post(f"{taken['base_url']}/renew", taken["api_key"])
+                assert offer.expiry is None  # another call is still answered
+            before = offer.expiry.when()
+            await agent.post(f"{taken['base_url']}/renew", "wrong")
+            assert offer.expiry.when() == before
+            assert (await agent.post(f"{taken['base_url']}/renew", taken["api_key"]))[0] == 200
+            assert offer.expiry.when() > before
+            await agent.finish(taken)
+
+    async def both():
+        return await asyncio.gather(play(worker), agent())
+
+    worker = make_worker(AgentConfig(**EXTERNAL), max_seconds=60)
+    ([rollout], _), _ = asyncio.run(both())
+    assert rollout.reward == 1.0, rollout.failure
+
+
+def test_a_lease_expires_after_its_time_without_a_call():
+    async def main():
+        board = TaskBoard(lease_s=0.01)
+        playing = asyncio.create_task(board.play({}, Address("r", "http://x", "k")))
+        assert (await board.take(30))["lease_s"] == 0.01
+        with pytest.raises(LeaseExpired, match=r"not called for 0\.01 s"):
+            await playing
+
+    asyncio.run(main())
+
+
+def test_a_request_for_a_rollout_that_is_repeated_gets_the_same_one(make_worker, play, tmp_path):
+    async def agent():
+        async with Elsewhere(tmp_path) as agent:
+            key = {"Idempotency-Key": "a"}
+            (_, one), (_, same) = await asyncio.gather(agent.take(**key), agent.take(**key))
+            assert one == same
+            _, other = await agent.take(**{"Idempotency-Key": "b"})
+            assert other["id"] != one["id"]
+            for taken in (one, other):
+                await agent.chat(taken)
+                await agent.finish(taken)
+            assert (await agent.take(wait_s=0.01, **key))[1]["error"]["code"] == "no_rollout"
+
+    async def both():
+        worker = make_worker(AgentConfig(**EXTERNAL), max_seconds=60)
+        return await asyncio.gather(play(worker, seeds=(1, 2)), agent())
+
+    (rollouts, _), _ = asyncio.run(both())
+    assert [rollout.reward for rollout in rollouts] == [1.0, 1.0]
+
+
+def test_a_lease_of_an_agent_that_the_run_starts_is_refused():
+    with pytest.raises(ValueError, match=r"lease_s.*external: true"):
+        AgentConfig(run="agent.py:run", lease_s=5)
 
 
 def test_an_address_that_nobody_can_call_is_refused():

@@ -13,7 +13,7 @@ from rl_algos.agents.calls import CallRefused, Limits
 from rl_algos.agents.endpoint import AgentEndpoint, rewards_of
 from rl_algos.agents.launchers import AgentFailed, ExternalLauncher, Launcher, ProcessLauncher, Task
 from rl_algos.agents.session import AgentSession
-from rl_algos.agents.task_board import TaskBoard
+from rl_algos.agents.task_board import LeaseExpired, TaskBoard
 from rl_algos.rollouts.agent_config import AgentConfig
 from rl_core.plugins.user_code import FromFile
 from rl_core.rollouts.environment import Conversation
@@ -40,7 +40,7 @@ class AgentProgram:
         self._config = config
         self._limits = Limits(max_tokens, config.max_calls)
         self._split = split
-        self._board = TaskBoard() if config.external else None
+        self._board = TaskBoard(config.lease_s) if config.external else None
         self._endpoint = AgentEndpoint(config.host, self._board)
         self._launcher = _launcher(config, function, self._board)
         self._logs = Path()
@@ -69,11 +69,18 @@ class AgentProgram:
         await self._endpoint.close()
 
     async def run(self, prompt: Prompt, client: GenerationClient) -> Rollout:
-        """Play one rollout.
+        """Play one rollout; from its beginning, if an agent elsewhere has taken it and does not call any more.
 
         Raises:
             AgentFailed: If the agent fails, or there is no reward.
         """
+        while True:
+            try:
+                return await self._played(prompt, client)
+            except LeaseExpired as error:
+                _log.warning("%s; the next agent gets it", error)
+
+    async def _played(self, prompt: Prompt, client: GenerationClient) -> Rollout:
         session = AgentSession(prompt, client, self._limits, splits=self._split)
         async with self._endpoint.opened(session, takes_rewards=self._config.reward == "posted") as address:
             returned = await self._launcher.play(self._task(prompt, address))

@@ -11,6 +11,8 @@ from rl_core.config import Config, EnvVars, PathText, Problem, ProblemError, Whe
 SCORED_BY_AGENT = "agent"
 """Name of the environment of prompts whose rewards come from an agent; there is no such environment."""
 
+_LEASE_S = 300.0
+
 
 class AgentConfig(Config):
     run: PathText | None = None
@@ -25,6 +27,10 @@ class AgentConfig(Config):
     """Let agents that run elsewhere take rollouts: `POST /rollouts` answers with a prompt, a URL and keys, and
     `POST /rollouts/ID/v1/end` ends the rollout. The log shows the address; the key is in a file in `logs/agents` of the
     run directory. A rollout waits for an agent, and for its end, as long as `max_rollout_seconds` allows."""
+    lease_s: Annotated[float, WhenChanged.RESUME] = Field(default=_LEASE_S, gt=0)
+    """Seconds without a call after which an external agent loses the rollout that it took: the next agent that asks
+    gets it, from its beginning. Any request with one of the rollout's keys begins the time anew, such as
+    `POST /rollouts/ID/v1/renew` while the agent does other work. The time does not run while a call is answered."""
     reward: Literal["returned", "posted", "environment"] = "returned"
     """Where rewards come from. `returned`: the function's result, or the command's reward file. `posted`: only
     `POST /rollouts/ID/v1/reward` with the key in `RL_REWARD_KEY`, for rewards of single calls or of a judge's.
@@ -54,6 +60,16 @@ class AgentConfig(Config):
                     "an agent that runs elsewhere returns nothing",
                     got=self.reward,
                     allowed="posted, environment",
+                )
+            )
+        if self.lease_s != _LEASE_S and not self.external:
+            raise ProblemError(
+                Problem(
+                    "lease_s",
+                    "has no effect on an agent that the run starts",
+                    got=self.lease_s,
+                    is_unused=True,
+                    remedy="Remove it, or set external: true; max_rollout_seconds limits the time of a rollout",
                 )
             )
         if self.host in ("0.0.0.0", "::"):
