@@ -105,9 +105,11 @@ def says(*texts: str) -> Callable[[str, int], str]:
     return lambda before, draw: next(left) + END
 
 
-def session_of(client: ScriptedClient, *, max_tokens: int = 4000, max_calls: int = 256) -> AgentSession:
+def session_of(
+    client: ScriptedClient, *, max_tokens: int = 4000, max_calls: int = 256, splits: bool = False
+) -> AgentSession:
     """The session of a rollout of the client."""
-    return AgentSession(PROMPT, client, Limits(max_tokens, max_calls))
+    return AgentSession(PROMPT, client, Limits(max_tokens, max_calls), splits=splits)
 
 
 def check_recorded(session: AgentSession, client: ScriptedClient, num_segments: int = 1) -> None:

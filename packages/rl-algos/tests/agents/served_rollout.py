@@ -36,11 +36,11 @@ class Served:
 
 
 @asynccontextmanager
-async def served(policy: ScriptedClient, *, takes_rewards: bool = False, **limits: int) -> AsyncIterator[Served]:
+async def served(policy: ScriptedClient, *, takes_rewards: bool = False, **settings: int) -> AsyncIterator[Served]:
     """Serve a rollout of the policy."""
     endpoint = AgentEndpoint()
     await endpoint.start()
-    session = session_of(policy, **limits)
+    session = session_of(policy, **settings)
     try:
         async with endpoint.opened(session, takes_rewards=takes_rewards) as address, clients_of(address) as clients:
             yield Served(session, policy, address, *clients)

@@ -90,7 +90,7 @@ def test_blocks_are_messages_and_each_result_is_one():
             ],
         },
         {"role": "tool", "content": "3", "tool_call_id": "2"},
-        {"role": "tool", "content": "4", "tool_call_id": "1"},
+        {"role": "tool", "content": "Error: 4", "tool_call_id": "1"},
         {"role": "tool", "content": "", "tool_call_id": "0"},
         {"role": "user", "content": "d"},
     )

@@ -7,7 +7,7 @@ import json
 import logging
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import Any
@@ -36,6 +36,9 @@ _WAIT_S = 60.0
 
 _RETRIES = "x-stainless-retry-count"
 """Header in which the clients of OpenAI and Anthropic count how often they have sent a request before."""
+
+_KEY = "Idempotency-Key"
+"""Header that identifies a request over all tries of it, for clients that set one."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -81,6 +84,7 @@ class AgentEndpoint:
         if self._board is not None:
             app.router.add_post("/rollouts", self._handler(openai, self._take))
             app.router.add_post(f"{at}/end", self._handler(openai, self._end))
+            app.router.add_post(f"{at}/renew", self._handler(openai, self._renew))
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
         await self._runner.setup()
         site = web.TCPSite(self._runner, self._host, 0)
@@ -159,12 +163,19 @@ class AgentEndpoint:
         if not key:
             raise CallRefused("rewards cannot be posted for this rollout", status=403, code="rewards_not_taken")
         _check_key(request, key)
+        if self._board is not None:
+            self._board.renew(found.address.rollout)
         return found.session
 
     async def _calls(self, request: web.Request, dialect: Dialect) -> web.StreamResponse:
         session = self._session(request)
+        with nullcontext() if self._board is None else self._board.calling(request.match_info["rollout"]):
+            return await self._answered(request, dialect, session)
+
+    async def _answered(self, request: web.Request, dialect: Dialect, session: AgentSession) -> web.StreamResponse:
         call = dialect.read(await _body(request))
-        answer = await session.answer(call, is_retry=request.headers.get(_RETRIES, "0") not in ("", "0"))
+        is_retry = request.headers.get(_RETRIES, "0") not in ("", "0")
+        answer = await session.answer(call, is_retry=is_retry, key=request.headers.get(_KEY, ""))
         try:
             if call.is_streamed:
                 response = await _stream(request, dialect.events(call, answer))
@@ -203,6 +214,10 @@ class AgentEndpoint:
         self._board.end(request.match_info["rollout"])
         return web.json_response({})
 
+    async def _renew(self, request: web.Request, _: Dialect) -> web.StreamResponse:
+        self._session(request)
+        return web.json_response({})
+
     async def _take(self, request: web.Request, _: Dialect) -> web.StreamResponse:
         assert self._board is not None
         _check_key(request, self._board_key)
@@ -210,7 +225,7 @@ class AgentEndpoint:
         wait_s = body.get("wait_s", _WAIT_S)
         if not isinstance(wait_s, int | float) or not 0 <= wait_s <= _WAIT_S:
             raise CallRefused(f"wait_s must be from 0 to {_WAIT_S:g}, got {wait_s!r}", param="wait_s")
-        return web.json_response(await self._board.take(float(wait_s)))
+        return web.json_response(await self._board.take(float(wait_s), request.headers.get(_KEY, "")))
 
 
 def _check_key(request: web.Request, key: str) -> None:

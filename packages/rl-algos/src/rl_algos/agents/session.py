@@ -26,9 +26,18 @@ from rl_core.rollouts.rollout import Completion, Message, Prompt, Rollout
 
 @dataclass
 class _Draw:
-    """The answer to one of several equal calls."""
+    """The answer to one of several equal calls.
+
+    Args:
+        number: Number of the call among them.
+        key: Key by which the client identifies the call; empty if it gave none.
+        answer: The answer.
+        is_delivered: True if it was sent.
+        is_abandoned: True if the client hung up before.
+    """
 
     number: int
+    key: str
     answer: asyncio.Task[Answer]
     is_delivered: bool = False
     is_abandoned: bool = False
@@ -40,7 +49,7 @@ class AgentSession:
     Equal calls are told apart by their number: the seed of a completion follows from the rollout's seed, the tokens
     before it and the number of earlier equal calls, so calls that run in parallel are drawn in the same way whichever
     comes first, and a rollout that is repeated after a crash finds the completions that it had. A call that is repeated
-    because its answer did not arrive gets that answer.
+    because its answer did not arrive gets that answer; if it may be the answer to another equal call, it is drawn anew.
 
     Args:
         prompt: The prompt of the rollout.
@@ -61,7 +70,8 @@ class AgentSession:
         self._answered: dict[str, list[Node]] = {}
         self._stored: dict[str, tuple[Message, ...]] = {}
         self._draws: dict[str, list[_Draw]] = defaultdict(list)
-        self._num_drawn: Counter[tuple[bytes, SamplingParams]] = Counter()
+        self._num_failed: Counter[str] = Counter()
+        self._drawn: dict[tuple[bytes, SamplingParams], set[int]] = defaultdict(set)
         self._rewards: dict[str, float] = {}
         self._num_sampled_calls = 0
         self._is_truncated = False
@@ -74,12 +84,13 @@ class AgentSession:
         """The prompt of the rollout."""
         return self._prompt
 
-    async def answer(self, call: Call, *, is_retry: bool = False) -> Answer:
+    async def answer(self, call: Call, *, is_retry: bool = False, key: str = "") -> Answer:
         """Answer a call.
 
         Args:
             call: Call of the agent, which may continue an earlier answer by its id.
             is_retry: True if the client says that it has made the call before.
+            key: Key that is equal for all tries of a call and for no other; empty if the client gives none.
 
         Raises:
             CallRefused: If it cannot be served.
@@ -87,13 +98,12 @@ class AgentSession:
         self._check_open()
         call = self._whole(call)
         self.ignored.update(call.ignored)
-        draws = self._draws[_digest_of(call)]
-        draw = next((each for each in draws if each.is_abandoned), None)
-        if draw is None and is_retry and draws:
-            draw = next((each for each in draws if not each.is_delivered), draws[-1])
+        digest = _digest_of(call)
+        draws = self._draws[digest]
+        draw = self._repeated(digest, is_retry, key)
         if draw is None:
-            number = max((each.number for each in draws), default=-1) + 1
-            draw = _Draw(number, asyncio.create_task(self._answer(call, number)))
+            number = _first_free({each.number for each in draws})
+            draw = _Draw(number, key, asyncio.create_task(self._answer(call, number)))
             draws.append(draw)
         draw.is_abandoned = False
         try:
@@ -107,9 +117,28 @@ class AgentSession:
         except Exception:
             if draw in draws:  # several requests may wait for one draw
                 draws.remove(draw)
+                self._num_failed[digest] += 1
             raise
         self._note_last(call, answer)
         return answer
+
+    def _repeated(self, digest: str, is_retry: bool, key: str) -> _Draw | None:
+        """The draw that a call repeats; None if it is the first try, or may be one that was never drawn."""
+        draws = [draw for draw in self._draws[digest] if draw.key == key]
+        if key:
+            return next(iter(draws), None)
+        abandoned = next((draw for draw in draws if draw.is_abandoned), None)
+        if abandoned is not None or not is_retry:
+            return abandoned
+        if self._num_failed[digest]:
+            self._num_failed[digest] -= 1
+            return None
+        # a client that still waits for its answer does not try again, and one that has continued it has received it
+        lost = [draw for draw in draws if draw.is_delivered and not self._is_continued(draw)]
+        return lost[0] if len(lost) == 1 else None
+
+    def _is_continued(self, draw: _Draw) -> bool:
+        return any(node.observation is not None for node in self._answered.get(draw.answer.result().id, ()))
 
     def num_tokens(self, call: Call) -> int:
         """Return the number of tokens before the completion of a call.
@@ -214,13 +243,7 @@ class AgentSession:
             choice = Choice("", "", (), "length", _NOTHING)
             return Answer(answer_id, int(time.time()), (choice,) * call.num_choices, len(tokens), kept)
         self._count(call.num_choices)
-        # calls that differ only in what the policy does not see ask for the same draws
-        equal = (tokens.tobytes(), sampling)
-        first = self._num_drawn[equal]
-        self._num_drawn[equal] += call.num_choices
-        completions = await asyncio.gather(
-            *[self._client.generate(tokens, sampling, draw=first + number) for number in range(call.num_choices)]
-        )
+        completions = await self._sampled(tokens, sampling, call.num_choices)
         choices, nodes = [], []
         for number, completion in enumerate(completions):
             choice, message = self._read(call, completion, f"{answer_id}/{number}")
@@ -241,6 +264,20 @@ class AgentSession:
             parent.observation = tuple(said[num_known:])
         self._answered[answer_id] = nodes
         return Answer(answer_id, int(time.time()), tuple(choices), len(tokens), kept)
+
+    async def _sampled(self, tokens: np.ndarray, sampling: SamplingParams, num_choices: int) -> list[Completion]:
+        """Completions of the first draws that no equal call has; those of a call that fails are free again."""
+        # calls that differ only in what the policy does not see ask for the same draws
+        drawn = self._drawn[tokens.tobytes(), sampling]
+        own: list[int] = []
+        for _ in range(num_choices):
+            own.append(_first_free(drawn))
+            drawn.add(own[-1])
+        try:
+            return await asyncio.gather(*[self._client.generate(tokens, sampling, draw=draw) for draw in own])
+        except BaseException:
+            drawn.difference_update(own)
+            raise
 
     def _continued(self, call: Call) -> tuple[Node | None, int]:
         """The branch that a call continues, and how many of its messages, or characters of its text, the branch has."""
@@ -374,6 +411,11 @@ def _split_thoughts(text: str) -> tuple[str, str]:
         if not closed and text.lstrip().startswith(begin):
             return text.lstrip().removeprefix(begin).strip(), ""
     return "", text
+
+
+def _first_free(taken: set[int]) -> int:
+    """The smallest number from 0 that is not taken."""
+    return next(number for number in range(len(taken) + 1) if number not in taken)
 
 
 def _ended() -> CallRefused:

@@ -164,6 +164,9 @@ def _results_and_text(role: str, blocks: Sequence[Any], at: str) -> Iterator[Mes
             yield {"role": role, "content": "".join(texts)}
             texts = []
         said = text_of_parts(fields.raw("content"), f"{place}.content")
+        # chat templates have no place for the flag
+        if fields.get("is_error", bool, False) and not said.lower().startswith("error"):
+            said = f"Error: {said}" if said else "Error"
         yield {"role": "tool", "content": said, "tool_call_id": fields.required("tool_use_id", str)}
     if texts or not blocks:
         yield {"role": role, "content": "".join(texts)}
