@@ -95,11 +95,12 @@ MOST_RANKS = 3
 WARM_UP = ("sft.stop_at_validation_loss=0.8",)
 """Leaves more to learn from rewards than the recipe does."""
 
+UNCHOSEN = "checkpointing.metric_name=null"
 GENERATION = (
     "policy.generation.backend=hf",  # starts sooner than vLLM, and is as quick for such completions
     "policy.generation.hf_cfg.max_batch_size=256",
     "checkpointing.save_period=100",  # at the end alone
-    "checkpointing.metric_name=null",
+    UNCHOSEN,
 )
 SEVERAL_REWARDS = f"{Path(__file__).with_name('several_rewards.py')}:score"
 
@@ -113,7 +114,7 @@ def on_policy(recipe: str, *settings: str, section: str = "grpo") -> Case:
 
 def in_environment(recipe: str, *settings: str) -> Case:
     """A recipe of an environment, from the model that its own warm-up makes: reward on held-out rows, with vLLM."""
-    validates = ("grpo.val_at_start=true", "grpo.val_at_end=true", "checkpointing.metric_name=null")
+    validates = ("grpo.val_at_start=true", "grpo.val_at_end=true", UNCHOSEN)
     return Case(recipe, "grpo", (Measure("val/accuracy", rises_by(0.3)),), (*validates, *settings), warm_key="")
 
 
@@ -173,6 +174,14 @@ CASES = {
     # sampled: the warmed-up model calls in about half of its answers, and most of its greedy ones may call already
     "tools": in_environment("grpo-tools-tiny", "policy.generation.val_temperature=1"),
     "code": in_environment("grpo-code-tiny"),
+    # as it is for a user: mean reward of the first step and of the last
+    "agent": Case(
+        "grpo-agent-tiny",
+        "grpo",
+        (Measure("reward/mean", rises_by(0.3)),),
+        ("grpo.val_period=0", UNCHOSEN),
+        warm_key="",
+    ),
     "ppo": on_policy("ppo-tiny", section="ppo"),
     "dpo": Case(
         "dpo-tiny",

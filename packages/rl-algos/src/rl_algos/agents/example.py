@@ -1,15 +1,21 @@
-"""An agent that is sent back once if its answer is wrong, for the recipe `grpo-agent-tiny`."""
+"""An agent that computes products for the policy, for the recipe `grpo-agent-tiny`."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 import aiohttp
 
+MAX_CALLS = 1
+"""Maximum number of products that the agent computes in one rollout."""
+
+_CALL = re.compile(r"<calculator>(\d+)\*(\d+)</calculator>")
+
 
 async def run(base_url: str, api_key: str, prompt: Mapping[str, Any]) -> Mapping[str, float]:
-    """Ask for the answer, and once more if it is wrong.
+    """Ask for the answer, and compute a product if the policy asks for one first.
 
     Args:
         base_url: Where the policy is, as OpenAI's clients take it.
@@ -17,17 +23,19 @@ async def run(base_url: str, api_key: str, prompt: Mapping[str, Any]) -> Mapping
         prompt: Row of the data: `messages` and `info`.
 
     Returns:
-        `reward`: 1 for a right answer, half of that for one at the second try. `accuracy`: 1 if the first was right.
+        `reward`: 1 for the right answer, otherwise 0. `calls`: Number of products that were computed.
     """
-    headers = {"Authorization": f"Bearer {api_key}"}
     messages = list(prompt["messages"])
-    answer = str(prompt["info"]["answer"])
-    async with aiohttp.ClientSession(headers=headers) as session:
-        for attempt in (0, 1):
+    num_calls = 0
+    async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {api_key}"}) as session:
+        while True:
             async with session.post(f"{base_url}/chat/completions", json={"messages": messages}) as response:
                 response.raise_for_status()
                 said = (await response.json())["choices"][0]["message"]
-            if said["content"].strip() == answer:
-                return {"reward": 1.0 - attempt / 2, "accuracy": 1.0 - attempt}
-            messages += [said, {"role": "user", "content": "no"}]
-    return {"reward": 0.0, "accuracy": 0.0}
+            call = _CALL.fullmatch(said["content"].strip())
+            if call is None or num_calls == MAX_CALLS:
+                is_right = said["content"].strip() == str(prompt["info"]["answer"])
+                return {"reward": float(is_right), "calls": float(num_calls)}
+            num_calls += 1
+            result = f"<result>\n{int(call[1]) * int(call[2])}\n</result>"
+            messages += [said, {"role": "user", "content": result}]
