@@ -1,6 +1,8 @@
 """Recipes of tools, programs and a game, and the warm-ups that start them: their rows fit their models and limits."""
 
 import re
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -70,6 +72,18 @@ def test_the_policy_of_grpo_tools_is_shown_python():
     [tool] = tools_of(instance_of(config.env, "text_tools"))
     assert tool["function"]["name"] == "python"
     assert config.env.text_tools.max_calls < config.grpo.max_rollout_turns
+
+
+def test_the_agent_of_grpo_agent_is_scored_by_the_environment_and_has_calls_for_all_of_its_turns():
+    config = read_plan("grpo-agent").config
+    agent = config.grpo.agent
+    assert agent.needs_environment
+    assert {each.env_name for each in config.data.train_datasets} == {"math"}
+    module, _, name = agent.run.partition(":")
+    found = find_spec(module)
+    assert f"async def {name}(" in Path(found.origin).read_text()
+    [turns] = re.findall(r"MAX_TURNS = (\d+)", Path(found.origin).read_text())
+    assert int(turns) <= agent.max_calls
 
 
 def test_turns_allow_every_move_of_the_tiny_puzzles():
