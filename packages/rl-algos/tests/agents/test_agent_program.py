@@ -11,6 +11,7 @@ import aiohttp
 import numpy as np
 import pytest
 
+from conftest import prompt
 from rl_algos.agents.address import Address
 from rl_algos.agents.host import MARK
 from rl_algos.agents.task_board import LeaseExpired, TaskBoard
@@ -19,8 +20,10 @@ from rl_algos.rollouts.agent_config import AgentConfig
 from rl_algos.rollouts.training.batch import build_batch
 from rl_algos.rollouts.training.segments import ROLLOUT
 from rl_core.plugins.user_code import FromFile
-from rl_core.rollouts.environment import StepResult
+from rl_core.rollouts.environment import EnvironmentFailure, StepResult
+from rl_core.rollouts.generation import SamplingParams
 from rl_core.rollouts.group import RolloutGroup
+from rl_core.rollouts.pool import RolloutTask
 from rl_core.rollouts.rollout import Prompt
 
 CLIENT = """
@@ -150,6 +153,67 @@ def run(base_url, api_key, prompt):
     assert time.monotonic() - begun < 60
 
 
+def test_rollouts_whose_agents_or_their_host_were_killed_begin_again(make_worker, play, tmp_path):
+    """The first rollout kills itself once, the second the host with all agents, the third fails however often."""
+    agent = function(
+        tmp_path,
+        TWO_TURNS.replace(
+            "    messages +=",
+            f"""
+    import signal, subprocess, sys, time
+    from pathlib import Path
+    number = int(prompt["messages"][0]["content"][0])
+    if number == 0 or not (done := Path({str(tmp_path)!r}, f"killed-{{number}}")).exists():
+        if number:
+            done.touch()
+        if number == 2:
+            subprocess.Popen([sys.executable, "-c", "import time; time.sleep(99)"], start_new_session=True)
+        os.kill(os.getppid() if number == 2 else os.getpid(), signal.SIGKILL)
+        time.sleep(99)
+    messages +=""",
+            1,
+        ),
+    )
+    worker = make_worker(AgentConfig(run="my_agent.py:run"), function=agent)
+
+    async def rollouts():
+        await worker.start()
+        try:
+            tasks = [RolloutTask(prompt(f"{number}+3", number), SamplingParams(32), (1,)) for number in range(3)]
+            await worker.begin(list(enumerate(tasks)))
+            found = {}
+            while len(found) < 3:
+                await worker._any_finished.wait()
+                number, (_, [found[number]]) = worker._take()
+            return found
+        finally:
+            await worker.close()
+
+    found = asyncio.run(rollouts())
+    assert found[0].status == "failed"
+    assert "AgentLost" in found[0].failure
+    for number in (1, 2):
+        assert (found[number].status, found[number].reward) == ("ok", 1.0), found[number].failure
+        assert [turn.text for turn in found[number].turns] == ["5", "5"]
+    assert marked() == []
+
+
+def test_a_conversation_is_scored_again_if_its_environment_was_killed(make_worker, play, tmp_path):
+    class Judge:
+        answers = iter([EnvironmentFailure("its process ended: signal SIGKILL"), StepResult(reward=0.5)])
+
+        async def step(self, conversation):
+            return next(self.answers)
+
+        async def abandon(self, ids):
+            pass
+
+    config = AgentConfig(run="my_agent.py:run", reward="environment")
+    worker = make_worker(config, function=function(tmp_path, TWO_TURNS), environments={"agent": Judge()})
+    ([rollout], _) = asyncio.run(play(worker))
+    assert rollout.reward == 0.5, rollout.failure
+
+
 def test_what_a_command_leaves_running_ends_with_its_rollout(make_worker, play, tmp_path):
     script = Path(tmp_path, "agent.sh")
     script.write_text(f"setsid {sys.executable} -c 'import time; time.sleep(99)' &\nexit 0\n")
@@ -192,6 +256,7 @@ import asyncio, sys
 from pathlib import Path
 from rl_algos.agents.address import Address
 from rl_algos.agents.launchers import ProcessLauncher, Task
+from rl_core.rollouts.pool import RolloutTask
 from rl_core.rollouts.rollout import Prompt
 
 async def main():

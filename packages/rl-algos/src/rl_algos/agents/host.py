@@ -19,7 +19,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TextIO
@@ -155,6 +155,19 @@ class Host:
         for pid in found:
             found += _children(pid)  # the list grows as it is read, so it has theirs too
         return [pid for pid in found if _state_and_session(pid)[0] not in ("Z", "")]
+
+
+def kill_all(marks: Collection[str]) -> None:
+    """Kill the processes of rollouts whose host was killed.
+
+    Args:
+        marks: Values of `MARK` of the rollouts.
+    """
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError), open(f"/proc/{name}/environ", "rb") as file:
+            found = [each for each in file.read().split(b"\0") if each.startswith(f"{MARK}=".encode())]
+            if any(each.decode(errors="replace").partition("=")[2] in marks for each in found):
+                _signal([int(name)], signal.SIGKILL)
 
 
 def _children(pid: int) -> Iterator[int]:

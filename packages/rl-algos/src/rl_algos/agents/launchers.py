@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import pickle
+import signal
 import sys
 import tempfile
 import uuid
@@ -28,6 +29,10 @@ _LAST_BYTES = 4096
 
 class AgentFailed(RLError):
     """An agent that raised, or ended with another status than 0; its message has the last lines of its log."""
+
+
+class AgentLost(AgentFailed):
+    """An agent that was killed from outside, or whose host was; another try may succeed."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +87,7 @@ class Launcher(Protocol):
 
         Raises:
             AgentFailed: If the agent fails.
+            AgentLost: If it was killed from outside.
         """
         ...
 
@@ -94,7 +100,7 @@ class ProcessLauncher:
     """Plays each rollout in a process of its own: a user's function, or a command.
 
     The processes are forked from one that has imported the function's file, is small and has one thread, unlike the
-    process of an engine. They are ended if it is killed.
+    process of an engine. They are ended if it is killed, and the next rollout starts another.
 
     Args:
         function: The function; None for a command.
@@ -113,6 +119,7 @@ class ProcessLauncher:
         self._host: asyncio.subprocess.Process | None = None
         self._reader: asyncio.Task[None] | None = None
         self._played: dict[str, asyncio.Future[int]] = {}
+        self._starting = asyncio.Lock()
 
     async def start(self) -> None:
         """Start the process that others are forked from.
@@ -140,6 +147,9 @@ class ProcessLauncher:
 
     async def play(self, task: Task) -> Any:
         """Play one rollout to its end; what is left of its processes is ended then, or when this is cancelled."""
+        async with self._starting:
+            if self._reader is None or self._reader.done():
+                await self.start()
         mark = uuid.uuid4().hex
         ended = self._played[mark] = asyncio.get_running_loop().create_future()
         with tempfile.TemporaryDirectory(prefix="rl-agent-") as scratch:
@@ -157,10 +167,11 @@ class ProcessLauncher:
                 status = await asyncio.shield(ended)
             except asyncio.CancelledError:
                 self._ask({"id": mark, "end": True})
-                await asyncio.shield(ended)
+                with suppress(AgentLost):
+                    await asyncio.shield(ended)
                 raise
             finally:
-                del self._played[mark]
+                self._played.pop(mark, None)
             if status:
                 raise _failed(status, task.log)
             return _read_reward(reward)
@@ -190,8 +201,11 @@ class ProcessLauncher:
         while line := await answers.readline():
             said = json.loads(line)
             self._played[said["ended"]].set_result(said["status"])
-        for played in self._played.values():
-            played.set_exception(AgentFailed("the process that agents are forked from has ended"))
+        lost, self._played = self._played, {}
+        await asyncio.to_thread(host.kill_all, set(lost))
+        for played in lost.values():
+            if not played.done():
+                played.set_exception(AgentLost("the process that agents are forked from was killed"))
 
 
 class ExternalLauncher:
@@ -218,7 +232,8 @@ class ExternalLauncher:
 def _failed(status: int, log: Path) -> AgentFailed:
     how = f"ended with status {status}" if status > 0 else f"was ended by signal {-status}"
     last = _last_lines(log)
-    return AgentFailed(f"the agent {how}{f' ({last})' if last else ''}; its output is in {log}")
+    kind = AgentLost if status == -signal.SIGKILL else AgentFailed
+    return kind(f"the agent {how}{f' ({last})' if last else ''}; its output is in {log}")
 
 
 def _last_lines(log: Path) -> str:

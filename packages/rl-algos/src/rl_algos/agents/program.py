@@ -11,16 +11,20 @@ from typing import Any, Literal
 from rl_algos.agents.address import Address
 from rl_algos.agents.calls import CallRefused, Limits
 from rl_algos.agents.endpoint import AgentEndpoint, rewards_of
-from rl_algos.agents.launchers import AgentFailed, ExternalLauncher, Launcher, ProcessLauncher, Task
+from rl_algos.agents.launchers import AgentFailed, AgentLost, ExternalLauncher, Launcher, ProcessLauncher, Task
 from rl_algos.agents.session import AgentSession
 from rl_algos.agents.task_board import LeaseExpired, TaskBoard
 from rl_algos.rollouts.agent_config import AgentConfig
+from rl_core.errors import EnvironmentFailed
 from rl_core.plugins.user_code import FromFile
 from rl_core.rollouts.environment import Conversation
 from rl_core.rollouts.program import GenerationClient
 from rl_core.rollouts.rollout import Prompt, Rollout
 
 _log = logging.getLogger(__name__)
+
+MAX_RESTARTS = 2
+"""Maximum number of times that a rollout begins again because its agent was killed from outside."""
 
 
 class AgentProgram:
@@ -69,16 +73,22 @@ class AgentProgram:
         await self._endpoint.close()
 
     async def run(self, prompt: Prompt, client: GenerationClient) -> Rollout:
-        """Play one rollout; from its beginning, if an agent elsewhere has taken it and does not call any more.
+        """Play one rollout; from its beginning, if its agent was killed or, elsewhere, does not call any more.
 
         Raises:
-            AgentFailed: If the agent fails, or there is no reward.
+            AgentFailed: If the agent fails, there is no reward, or it was killed `MAX_RESTARTS` times and once more.
         """
+        num_restarts = 0
         while True:
             try:
                 return await self._played(prompt, client)
             except LeaseExpired as error:
                 _log.warning("%s; the next agent gets it", error)
+            except AgentLost as error:
+                num_restarts += 1
+                if num_restarts > MAX_RESTARTS:
+                    raise
+                _log.warning("rollout of %s begins again: %s", prompt, error)
 
     async def _played(self, prompt: Prompt, client: GenerationClient) -> Rollout:
         session = AgentSession(prompt, client, self._limits, splits=self._split)
@@ -129,4 +139,9 @@ async def _scored(session: AgentSession, client: GenerationClient) -> Any:
         raise AgentFailed("the agent ended without a completion of the policy, so there is nothing to score")
     text = str(messages[-1].get("content") or "")
     scored = Conversation(session.id, messages, session.prompt.info, text, num_prompt_messages=len(messages) - 1)
-    return (await client.step(scored)).rewards()
+    try:
+        return (await client.step(scored)).rewards()
+    except EnvironmentFailed as error:
+        # its process may have been killed; the conversation is complete, so that another can score it
+        _log.warning("rollout of %s is scored again: %s", session.prompt, error)
+        return (await client.step(scored)).rewards()
