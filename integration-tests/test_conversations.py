@@ -40,6 +40,53 @@ class Talk:
 '''
 
 
+AGENT = """
+import asyncio
+
+import aiohttp
+
+
+async def run(base_url, api_key, prompt):
+    async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {api_key}"}) as session:
+
+        async def ask(*more):
+            body = {"messages": [*prompt["messages"], *more]}
+            async with session.post(f"{base_url}/chat/completions", json=body) as response:
+                response.raise_for_status()
+                return (await response.json())["choices"][0]["message"]
+
+        first, again = await ask(), {"role": "user", "content": "12+7="}
+        pair = await asyncio.gather(ask(first, again), ask(first, again))
+        other = await ask({"role": "user", "content": "20+5="})
+        return sum(character in "13579" for said in (first, *pair, other) for character in said["content"]) / 8
+"""
+
+
+@exhaustive
+def test_the_logprobs_of_agents_with_parallel_calls_are_those_of_the_engine(driver, warm_model, tmp_path):
+    (tmp_path / "agent.py").write_text(AGENT)
+    driver.train(
+        tmp_path / "run",
+        "grpo-agent-tiny",
+        f"policy.model_name={warm_model}",
+        f"grpo.agent.run={tmp_path / 'agent.py'}:run",
+        "data.validation=null",
+        "grpo.num_prompts_per_step=8",
+        "grpo.max_num_steps=3",
+        "grpo.val_period=0",
+        "checkpointing.enabled=false",
+        "checkpointing.metric_name=null",
+        "cluster.cpu_ranks_per_node=1",
+    )
+    for line in steps_of(tmp_path / "run"):
+        assert line["rollout/failed"] == 0
+        assert line["train/grad_norm"] > 0
+        assert line["mismatch/max"] < 1e-3
+    rollouts = [row for rows in rollouts_of(tmp_path / "run").values() for row in rows]
+    assert len(rollouts) == 3 * 64
+    assert {len(row["turns"]) for row in rollouts} == {4}  # the first turn is in two branches, and there once
+
+
 @exhaustive
 def test_the_logprobs_of_a_thousand_conversations_are_those_of_the_engine(driver, warm_model, tmp_path):
     (tmp_path / "talk.py").write_text(ENVIRONMENT)
