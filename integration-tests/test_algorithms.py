@@ -164,7 +164,8 @@ IN_ENVIRONMENTS = ("grpo-multi-env-tiny", "grpo-sliding-puzzle-tiny", "grpo-tool
 
 TINY_GRPO = [name for name in recipe_names() if name.endswith("-tiny") and read_raw(name).select("algorithm") == "grpo"]
 VARIANTS = [name for name in TINY_GRPO if name not in (*IN_ENVIRONMENTS, "grpo-agent-tiny")]
-"""Recipes of losses and estimators (`test_conversations` has that of an agent), whose values the tests of rl-algos compare with closed forms."""
+"""Recipes of losses and estimators, whose values the tests of rl-algos compare with closed forms; `test_conversations`
+has the recipe of an agent."""
 
 KILLED = ("ppo", "dpo", "kto", "rm", "distillation", "offline distillation")
 """Families whose models are not those of the runs that `test_faults` kills."""
