@@ -170,6 +170,9 @@ def plain_result(result: StepResult) -> StepResult:
         stop_strings=None if result.stop_strings is None else _plain_texts(result.stop_strings),
         max_new_tokens=None if result.max_new_tokens is None else _plain_limit(result.max_new_tokens),
         info={str(key): _plain(value, f"info[{key!r}]") for key, value in dict(result.info).items()},
+        agent=_plain_name(result.agent),
+        next_agent=_plain_name(result.next_agent),
+        agent_rewards={_plain_name(name): _plain_reward(reward) for name, reward in result.agent_rewards.items()},
     )
     size = len(_pack(_fields(Answer(plain))))
     if size > MAX_ANSWER_BYTES:
@@ -181,6 +184,12 @@ def _plain_reward(reward: float | Mapping[str, float]) -> float | dict[str, floa
     named = reward if isinstance(reward, Mapping) else {"reward": reward}
     plain = {str(name): _plain_number(str(name), value) for name, value in named.items()}
     return plain if isinstance(reward, Mapping) else plain["reward"]
+
+
+def _plain_name(name: Any) -> str:
+    if not isinstance(name, str):
+        raise TypeError(f"the name of an agent must be a string, got {name!r:.80}")
+    return str.__str__(name)
 
 
 def _plain_number(name: str, value: Any) -> float:
@@ -272,7 +281,8 @@ def _fields(answer: Answer) -> list[Any]:
         case result:
             stop_strings = None if result.stop_strings is None else list(result.stop_strings)
             turn = [list(result.observation), stop_strings, result.max_new_tokens]
-            return [[result.reward, result.done, *turn, result.info], *flags]
+            agents = [result.agent, result.next_agent, dict(result.agent_rewards)]
+            return [[result.reward, result.done, *turn, result.info, *agents], *flags]
 
 
 def _read_answer(fields: Any) -> Answer:
@@ -287,12 +297,19 @@ def _read_answer(fields: Any) -> Answer:
                 None | list() as stop_strings,
                 None | int() as max_new_tokens,
                 dict(info),
+                str(agent),
+                str(next_agent),
+                dict(agent_rewards),
             ],
             bool(has_state),
             bool(retry),
             bool(out_of_memory),
         ]:
             _check_reward(reward)
+            for of_agent in agent_rewards.values():
+                _check_reward(of_agent)
+            if not _has_texts(agent_rewards):
+                raise MalformedAnswer("the name of an agent is not a string")
             if not all(isinstance(message, dict) and _has_texts(message) for message in observation):
                 raise MalformedAnswer("an observation is not a message")
             if stop_strings is not None and not _has_texts(stop_strings):
@@ -303,7 +320,15 @@ def _read_answer(fields: Any) -> Answer:
                 raise MalformedAnswer("every key of `info` must be a string")
             stops = None if stop_strings is None else tuple(stop_strings)
             result = StepResult(
-                reward, done, tuple(observation), stop_strings=stops, info=info, max_new_tokens=max_new_tokens
+                reward,
+                done,
+                tuple(observation),
+                stop_strings=stops,
+                info=info,
+                max_new_tokens=max_new_tokens,
+                agent=agent,
+                next_agent=next_agent,
+                agent_rewards=agent_rewards,
             )
             return Answer(result, has_state, retry, out_of_memory)
     raise MalformedAnswer("an answer has unexpected fields")

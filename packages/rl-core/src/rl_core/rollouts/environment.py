@@ -59,6 +59,8 @@ class Conversation:
         num_prompt_messages: Number of the first messages that are the prompt; None for all before the newest turn.
         is_text: Whether the row gave the prompt as plain text, which became the one message of the prompt.
         trainer_state: Progress of the training when the newest turn was sampled.
+        agent: Name of the agent that took the newest turn, if the play has several; `messages` are what it has seen.
+            Empty for the only one.
     """
 
     id: str
@@ -72,6 +74,7 @@ class Conversation:
     num_prompt_messages: int | None = None
     is_text: bool = False
     trainer_state: TrainerState = TrainerState()
+    agent: str = ""
 
     @property
     def prompt_messages(self) -> tuple[Message, ...]:
@@ -103,6 +106,13 @@ class StepResult:
         max_new_tokens: Maximum number of tokens of the next turn, None for as many as configured; never more than
             those.
         info: Reported with the rollout; numbers are averaged into metrics.
+        agent: Name of the agent that took this turn, if the play has several; needed at the first turn, later ones follow
+            from `next_agent`. Empty for the only one.
+        next_agent: Name of the agent that takes the next turn, such as the other player of a game: `observation` is
+            added to what this agent has seen, and is all of it before its first turn. Empty for the agent that took
+            this one.
+        agent_rewards: Rewards of other agents by their names, each a float or rewards by name; `reward` is that of the
+            agent that took this turn. Those of an agent without a turn yet are dropped, as it has nothing to train on.
     """
 
     reward: float | Mapping[str, float] = 0.0
@@ -112,6 +122,9 @@ class StepResult:
     stop_strings: tuple[str, ...] | None = None
     info: Mapping[str, Any] = field(default_factory=dict)
     max_new_tokens: int | None = None
+    agent: str = ""
+    next_agent: str = ""
+    agent_rewards: Mapping[str, float | Mapping[str, float]] = field(default_factory=dict)
 
     def rewards(self) -> dict[str, float]:
         """Rewards by name, `reward` always among them."""

@@ -46,6 +46,9 @@ class RolloutReport:
     failure: str = ""
     info: Mapping[str, float] = field(default_factory=dict)
     segments: tuple[int, ...] = ()
+    agent: str = ""
+    peers: str = ""
+    play: int | None = None
 
     @classmethod
     def of(cls, rollout: Rollout) -> RolloutReport:
@@ -62,6 +65,9 @@ class RolloutReport:
             failure=rollout.failure,
             info={name: value for name, value in rollout.info.items() if isinstance(value, int | float)},
             segments=rollout.segments,
+            agent=rollout.agent,
+            peers=rollout.peers,
+            play=rollout.play,
         )
 
     @property
@@ -77,6 +83,9 @@ class RolloutReports(Sequence[RolloutReport]):
     Args:
         prompt_id: Id of the prompt of all of them.
         segments: Segments of each rollout; empty if each has one row.
+        agent: Agent of each rollout; empty if none is named.
+        peers: Peers of each rollout; empty if none are named.
+        play: Play of each rollout, ascending; empty if each is a play of its own.
 
     The others are the fields of `RolloutReport`, each with a value per rollout; a span is a version and a number of
     tokens.
@@ -93,11 +102,15 @@ class RolloutReports(Sequence[RolloutReport]):
     failure: tuple[str, ...]
     info: tuple[Mapping[str, float], ...]
     segments: tuple[tuple[int, ...], ...] = ()
+    agent: tuple[str, ...] = ()
+    peers: tuple[str, ...] = ()
+    play: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, prompt_id: str, rollouts: Sequence[Rollout]) -> RolloutReports:
         """The reports of the rollouts of a prompt."""
         reports = [RolloutReport.of(rollout) for rollout in rollouts]
+        assert len({report.play is None for report in reports}) < 2, "a group numbers the plays of all rollouts or none"
         return cls(
             prompt_id,
             tuple(report.num_tokens for report in reports),
@@ -110,6 +123,9 @@ class RolloutReports(Sequence[RolloutReport]):
             tuple(report.failure for report in reports),
             tuple(report.info for report in reports),
             tuple(report.segments for report in reports) if any(report.segments for report in reports) else (),
+            tuple(report.agent for report in reports) if any(report.agent for report in reports) else (),
+            tuple(report.peers for report in reports) if any(report.peers for report in reports) else (),
+            tuple(report.play for report in reports if report.play is not None),
         )
 
     @property
@@ -118,6 +134,21 @@ class RolloutReports(Sequence[RolloutReport]):
         if not self.segments:
             return tuple((length,) for length in self.num_tokens)
         return tuple(own or (length,) for own, length in zip(self.segments, self.num_tokens, strict=True))
+
+    @property
+    def agents(self) -> tuple[str, ...]:
+        """Of each rollout, the agent; empty names if none is named."""
+        return self.agent or ("",) * len(self)
+
+    @property
+    def plays(self) -> tuple[int, ...]:
+        """Of each rollout, the number of its play in the group, ascending."""
+        return self.play or tuple(range(len(self)))
+
+    @property
+    def compared(self) -> tuple[tuple[str, str], ...]:
+        """Of each rollout, agent and peers: rollouts of the group that are equal in both are compared."""
+        return tuple(zip(self.agents, self.peers or ("",) * len(self), strict=True))
 
     def __len__(self) -> int:
         return len(self.num_tokens)
@@ -143,6 +174,9 @@ class RolloutReports(Sequence[RolloutReport]):
             self.failure[index],
             self.info[index],
             self.segments[index] if self.segments else (),
+            self.agent[index] if self.agent else "",
+            self.peers[index] if self.peers else "",
+            self.play[index] if self.play else None,
         )
 
 
@@ -151,7 +185,7 @@ class GroupReport:
     """A group apart from its columns, which may lie elsewhere.
 
     Args:
-        rollouts: Rollouts in the order of their seeds.
+        rollouts: Rollouts in the order of their seeds; those of one play next to one another.
         columns: Names of the columns that training reads, the rows in the same order.
         records: Names of the columns that people read.
     """
@@ -163,7 +197,7 @@ class GroupReport:
 
 @dataclass(frozen=True)
 class RolloutGroup:
-    """The rollouts of one prompt, in the order of their seeds.
+    """The rollouts of one prompt, in the order of their seeds; those of one play next to one another.
 
     Args:
         prompt: Prompt of all of them.
@@ -192,6 +226,11 @@ class RolloutGroup:
             return records
         num_rows = [len(lengths) for lengths in self.rollouts.row_lengths]
         return records.select(np.cumsum(num_rows) - num_rows)
+
+    @property
+    def num_plays(self) -> int:
+        """Number of plays: runs of the rollout program."""
+        return len(set(self.rollouts.plays))
 
     def rewards(self) -> np.ndarray:
         """float64 `[rollouts]`, the rewards trained on; NaN for failed rollouts."""

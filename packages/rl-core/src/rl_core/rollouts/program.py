@@ -91,12 +91,15 @@ class GenerationClient(Protocol):
 
 
 class RolloutProgram(Protocol):
-    """The course of one rollout. The default is the multi-turn loop over an environment; an agent is another
-    program.
-    """
+    """The course of one play. The default is the multi-turn loop over an environment; an agent is another program."""
 
-    async def run(self, prompt: Prompt, client: GenerationClient) -> Rollout:
-        """Play one rollout; an exception makes it a failed one."""
+    async def run(self, prompt: Prompt, client: GenerationClient) -> Rollout | Sequence[Rollout]:
+        """Play once; an exception makes the play one failed rollout.
+
+        Returns:
+            The rollout of the policy, or several: one per agent or per sub-task, each with its `Rollout.agent` and
+            `Rollout.peers`.
+        """
         ...
 
 

@@ -113,6 +113,11 @@ class Rollout:
         segments: Number of tokens of each segment, if there are several. A segment begins where the engine consumed
             something else than all tokens before, as when the chat template rewrote earlier turns; it is a row of its
             own, which begins with what the engine consumed. Empty for a rollout of one row.
+        agent: Name of the agent whose trajectory it is, if a play has several; empty for the only one.
+        peers: Name of the rollouts that it is compared with: those of the same prompt, agent and peers. Empty if these
+            are all rollouts of its agent.
+        play: Number of the play in its group, if plays have several rollouts (one per agent or per sub-task); a rollout
+            worker fills it in. None if every rollout is a play of its own.
     """
 
     prompt_id: str
@@ -128,6 +133,9 @@ class Rollout:
     info: Mapping[str, Any] = field(default_factory=dict)
     routed_experts: np.ndarray | None = None
     segments: tuple[int, ...] = ()
+    agent: str = ""
+    peers: str = ""
+    play: int | None = None
 
     def __post_init__(self) -> None:
         if self.segments and sum(self.segments) != len(self.tokens):

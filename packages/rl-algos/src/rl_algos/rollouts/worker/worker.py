@@ -38,7 +38,7 @@ MOST_TOGETHER = 16
 """Most groups whose columns are joined in one answer, as a node that needs one of their rows fetches all of them."""
 
 Group = tuple[Prompt, Sequence[Rollout]]
-"""A prompt and its rollouts, in the order of their seeds."""
+"""A prompt and its rollouts, in the order of their seeds; those of one play next to one another."""
 
 
 class EnvironmentClient(Protocol):
@@ -208,13 +208,13 @@ class RolloutWorker:
         del self._turns[number]
         return number, task.result()
 
-    async def _whole_group(self, prompt: Prompt, rollouts: Sequence[asyncio.Task[Rollout]]) -> Group:
-        return prompt, await asyncio.gather(*rollouts)
+    async def _whole_group(self, prompt: Prompt, plays: Sequence[asyncio.Task[Sequence[Rollout]]]) -> Group:
+        return prompt, _numbered(await asyncio.gather(*plays))
 
-    async def _run_one(self, prompt: Prompt, client: _Client) -> Rollout:
+    async def _run_one(self, prompt: Prompt, client: _Client) -> Sequence[Rollout]:
         try:
             async with asyncio.timeout(self._max_seconds) as limit:
-                return await self._program.run(prompt, client)
+                return _rollouts_of(await self._program.run(prompt, client))
         except TimeoutError as error:
             return _failed(prompt, self._overdue() if limit.expired() else error)
         except RequestRefused as error:
@@ -235,10 +235,24 @@ def _has_columns_of(rollouts: Sequence[Rollout], task: asyncio.Task[Group]) -> b
     return task.exception() is None and has_routing(task.result()[1]) == has_routing(rollouts)
 
 
-def _failed(prompt: Prompt, error: Exception) -> Rollout:
+def _rollouts_of(played: Rollout | Sequence[Rollout]) -> Sequence[Rollout]:
+    rollouts = (played,) if isinstance(played, Rollout) else tuple(played)
+    if not rollouts:
+        raise ValueError("the rollout program returned no rollout; return one for every agent that is trained")
+    return rollouts
+
+
+def _numbered(plays: Sequence[Sequence[Rollout]]) -> list[Rollout]:
+    """The rollouts of all plays in order, with the number of their play if some play has several."""
+    if all(len(play) == 1 for play in plays):
+        return [rollout for (rollout,) in plays]
+    return [dataclasses.replace(rollout, play=number) for number, play in enumerate(plays) for rollout in play]
+
+
+def _failed(prompt: Prompt, error: Exception) -> Sequence[Rollout]:
     reason = f"{type(error).__name__}: {error}"
     _log.warning("rollout of %s failed: %s", prompt, reason)
-    return Rollout.failed(prompt, reason)
+    return (Rollout.failed(prompt, reason),)
 
 
 class _Client:
@@ -291,7 +305,11 @@ class _Client:
             dataclasses.replace(
                 conversation,
                 completion_ids=sampled if conversation.completion_ids is None else conversation.completion_ids,
-                num_prompt_messages=len(self._prompt.messages),
+                num_prompt_messages=(
+                    len(self._prompt.messages)
+                    if conversation.num_prompt_messages is None
+                    else conversation.num_prompt_messages
+                ),
                 is_text=self._prompt.is_text,
                 trainer_state=self._trainer_state(),
             )
