@@ -48,3 +48,16 @@ def make_split_rollout(prompt: Prompt, reward: float, *turns: tuple[int, ...], s
 def make_group(id: str, rewards: list[float]) -> RolloutGroup:
     prompt = make_prompt(id)
     return RolloutGroup.of(prompt, tuple(make_rollout(prompt, reward) for reward in rewards))
+
+
+def make_plays(id: str, *plays: list[tuple[str, str, float]]) -> RolloutGroup:
+    """A group of plays of several rollouts, each an agent, its peers and its reward."""
+    prompt = make_prompt(id)
+    return RolloutGroup.of(
+        prompt,
+        [
+            dataclasses.replace(make_rollout(prompt, reward), agent=agent, peers=peers, play=number)
+            for number, play in enumerate(plays)
+            for agent, peers, reward in play
+        ],
+    )

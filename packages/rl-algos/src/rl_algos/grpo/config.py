@@ -9,7 +9,7 @@ from pydantic import Field
 
 from rl_algos.policy_gradient.config import ObjectiveRoot
 from rl_algos.rollouts.config import PolicyGradientConfig
-from rl_core.config import NamedConfig
+from rl_core.config import Config, NamedConfig
 
 
 class EstimatorConfig(NamedConfig):
@@ -20,6 +20,21 @@ class EstimatorConfig(NamedConfig):
     `reinforce_plus_plus_baseline`, `gpg`, `opo`, `remax`, `pass_at_k`, `maxrl`, `gdpo`, `optimal_token_baseline`, or
     your own function as `package.module:function` or `file.py:function`. If unset, it is `rloo` with
     `use_leave_one_out_baseline` and `grpo` without it."""
+
+
+class TrainedAgentConfig(Config):
+    """How the rollouts of one agent train, in plays of several."""
+
+    train: bool = True
+    """Train on the rollouts of this agent. Otherwise they are only recorded, as those of an opponent."""
+    weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    """Factor of this agent's advantages, applied after they are clipped."""
+    adv_estimator: EstimatorConfig = EstimatorConfig()
+    """Advantage estimator of this agent; `grpo.adv_estimator` if it has no name."""
+
+
+class TrainedAgentsConfig(Config):
+    """Settings of agents by their names, which the environment or the rollout program gives."""
 
 
 class GRPOConfig(PolicyGradientConfig):
@@ -37,6 +52,10 @@ class GRPOConfig(PolicyGradientConfig):
     use_leave_one_out_baseline: bool = False
     """Compare each reward with the mean of the other rewards in its group instead of the mean of all of them."""
     adv_estimator: EstimatorConfig = EstimatorConfig()
+    agents: TrainedAgentsConfig = TrainedAgentsConfig()
+    """Settings of single agents by name, if plays have several (players of a game, proposer and solver): `train`,
+    `weight` and `adv_estimator`. Each agent's rollouts are compared with one another only, whether it is listed here or
+    not."""
     num_iterations: int = Field(default=1, gt=0)
     """Number of passes over the rollouts of a step. With more than one, each pass has its own order, which depends on
     the seed, and the ratio of the loss is relative to the policy before the first pass (`prev_logprobs`)."""
@@ -45,6 +64,11 @@ class GRPOConfig(PolicyGradientConfig):
     def passes_per_step(self) -> int:
         """Number of times that a step trains on each of its rollouts."""
         return self.num_iterations
+
+
+def trained_agents(config: GRPOConfig) -> dict[str, TrainedAgentConfig]:
+    """Return the settings of agents by name."""
+    return dict(config.agents)
 
 
 class GRPORoot(ObjectiveRoot, Protocol):

@@ -11,7 +11,7 @@ import numpy as np
 
 from rl_algos.grpo import advantages as by_group
 from rl_algos.grpo import batch_advantages
-from rl_algos.grpo.config import EstimatorConfig, GRPOConfig
+from rl_algos.grpo.config import EstimatorConfig, GRPOConfig, trained_agents
 from rl_algos.losses.custom import unknown_name
 from rl_algos.policy_gradient.advantages import clip_advantages, loss_masks
 from rl_algos.rollouts.training.batch import Advantages
@@ -56,6 +56,7 @@ class _Step:
 
     Args:
         groups, config: of the step.
+        rows: int64, ascending: the rollouts that are given to the estimator, those of one agent.
         penalties: `[tokens]`, a row per rollout, what each sampled token takes from the reward; None for nothing.
         greedy: One greedy rollout of each group's prompt; empty if the estimator reads none.
         batch: Batch of the rollouts, with logprobs; None if the estimator reads none.
@@ -64,6 +65,7 @@ class _Step:
 
     groups: Sequence[RolloutGroup]
     config: GRPOConfig
+    rows: np.ndarray
     penalties: Ragged | None
     greedy: Sequence[RolloutGroup]
     batch: Batch | None
@@ -71,55 +73,70 @@ class _Step:
 
     @property
     def rewards(self) -> np.ndarray:
-        shaped = trained_rewards(self.groups, self.config)
-        return shaped if self.penalties is None or self.by_token else shaped - self.penalties.sums()
+        shaped = trained_rewards(self.groups, self.config)[self.rows]
+        return shaped if self.penalties is None or self.by_token else shaped - self.penalties.sums()[self.rows]
 
     @property
     def rewards_by_name(self) -> dict[str, np.ndarray]:
         failed = np.array([status == "failed" for group in self.groups for status in group.rollouts.status])
-        rewards = [each for group in self.groups for each in group.rollouts.rewards]
+        all_rewards = [each for group in self.groups for each in group.rollouts.rewards]
+        rewards = [all_rewards[row] for row in self.rows]
         names = sorted(set().union(*rewards) - {"reward"})
-        return {name: np.where(failed, np.nan, [each.get(name, 0.0) for each in rewards]) for name in names}
+        return {name: np.where(failed[self.rows], np.nan, [each.get(name, 0.0) for each in rewards]) for name in names}
 
     @property
-    def group_of_rollout(self) -> np.ndarray:
-        return np.repeat(np.arange(len(self.groups)), [len(group.rollouts) for group in self.groups])
+    def compared(self) -> np.ndarray:
+        keys = [(place, *key) for place, group in enumerate(self.groups) for key in group.rollouts.compared]
+        numbers: dict[tuple[int, str, str], int] = {}
+        return np.array([numbers.setdefault(keys[row], len(numbers)) for row in self.rows], dtype=np.int64)
 
     @property
     def baselines(self) -> np.ndarray:
-        return trained_rewards(self.greedy, self.config)[self.group_of_rollout]
+        if any(len(group.rollouts) > 1 for group in self.greedy):
+            raise ValueError(
+                "the estimator compares with one greedy rollout of each prompt, but a play has several rollouts here; "
+                "choose another grpo.adv_estimator, such as grpo"
+            )
+        of_prompts = trained_rewards(self.greedy, self.config)
+        return np.repeat(of_prompts, [len(group.rollouts) for group in self.groups])[self.rows]
+
+    @property
+    def masks(self) -> Ragged:
+        return loss_masks(self.groups).select(self.rows)
 
     @property
     def squared_scores(self) -> Ragged:
         assert self.batch is not None, "an estimator that reads squared scores is handed the batch"
-        mask = loss_masks(self.groups)
+        mask = loss_masks(self.groups)  # by the rows of the batch, of which tokens are chosen
         is_sampled = mask.values > 0
         prev, collision = (self.batch.ragged(name).values for name in ("prev_logprobs", "prev_collision"))
         squared = np.zeros(len(is_sampled))
         own = np.exp(prev[is_sampled].astype(np.float64))
         squared[is_sampled] = np.maximum(1 - 2 * own + collision[is_sampled], 0.0)
-        return mask.like(squared)
+        return mask.like(squared).select(self.rows)
 
 
 INPUTS: Mapping[str, Callable[[_Step], Any]] = {
     "rewards": lambda step: step.rewards,
-    "scores": lambda step: scores_of(step.groups),
+    "scores": lambda step: scores_of(step.groups)[step.rows],
     "rewards_by_name": lambda step: step.rewards_by_name,
     "baselines": lambda step: step.baselines,
-    "groups": lambda step: step.group_of_rollout,
-    "lengths": lambda step: lengths_of(step.groups),
-    "loss_mask": lambda step: loss_masks(step.groups),
-    "penalties": lambda step: step.penalties,
+    "groups": lambda step: step.compared,
+    "lengths": lambda step: lengths_of(step.groups)[step.rows],
+    "loss_mask": lambda step: step.masks,
+    "penalties": lambda step: None if step.penalties is None else step.penalties.select(step.rows),
     "squared_scores": lambda step: step.squared_scores,
     "normalize": lambda step: step.config.normalize_rewards,
 }
-"""Inputs that an estimator may read, by the name of its parameter:
+"""Inputs that an estimator may read, by the name of its parameter. If plays have several agents, an estimator is given
+the rollouts of one agent at a time:
 
 - `rewards` float64 `[rollouts]`, scaled and shaped, NaN for failed rollouts;
 - `scores` float64 `[rollouts]`, rewards as the environments gave them, likewise;
 - `rewards_by_name`, the same by the name that environments give them, except `reward`;
 - `baselines` float64 `[rollouts]`, the reward of a greedy rollout of the same prompt, scaled and shaped;
-- `groups` int64 `[rollouts]`, the group of each;
+- `groups` int64 `[rollouts]`, the group of each: the rollouts that it is compared with, those of the same prompt and,
+  if they are named, peers;
 - `lengths` int64 `[rollouts]`, sampled tokens;
 - `loss_mask` uint8 `[tokens]` (a `Ragged` with a row per rollout), 1 on sampled tokens;
 - `penalties` float64 `[tokens]` (a `Ragged`), with KL in the reward what each sampled token takes from it, None
@@ -147,9 +164,24 @@ def estimator_section(name: str | None) -> type[Config]:
     return section_of(function, EstimatorConfig)
 
 
-def chosen(config: GRPOConfig) -> str:
-    """Return the name of the effective estimator."""
+def chosen(config: GRPOConfig, agent: str = "") -> str:
+    """Return the name of the effective estimator of an agent, or of rollouts whose agent has none of its own."""
+    own = _own(config, agent)
+    if own is not None:
+        return own.name or ""
     return config.adv_estimator.name or ("rloo" if config.use_leave_one_out_baseline else "grpo")
+
+
+def estimators_in_use(config: GRPOConfig) -> dict[str, str]:
+    """Return the names of the effective estimators by the agent that has it, the default by the empty name."""
+    own = [agent for agent, settings in trained_agents(config).items() if settings.adv_estimator.name]
+    return {agent: chosen(config, agent) for agent in ("", *own)}
+
+
+def _own(config: GRPOConfig, agent: str) -> EstimatorConfig | None:
+    """The estimator that an agent has for itself."""
+    settings = trained_agents(config).get(agent)
+    return settings.adv_estimator if settings is not None and settings.adv_estimator.name else None
 
 
 def inputs_of(function: Estimator) -> list[str]:
@@ -159,12 +191,12 @@ def inputs_of(function: Estimator) -> list[str]:
 
 
 def reads(config: GRPOConfig, name: str) -> bool:
-    """Return whether the effective estimator reads this input."""
-    return name in inputs_of(_function(chosen(config)))
+    """Return whether an effective estimator reads this input."""
+    return any(name in inputs_of(_function(estimator)) for estimator in estimators_in_use(config).values())
 
 
 def columns_before(config: GRPOConfig) -> frozenset[str]:
-    """Columns that the estimator in force reads, of those that the policy gives before the update."""
+    """Columns that the estimators in force read, of those that the policy gives before the update."""
     return frozenset(("prev_logprobs", "prev_collision")) if reads(config, "squared_scores") else frozenset()
 
 
@@ -178,6 +210,9 @@ def advantages_of(
 ) -> Advantages:
     """Advantages of all rollouts, in the order of groups and of rollouts within them.
 
+    If plays have several agents, each agent's rollouts are given to its estimator by themselves, and its advantages are
+    multiplied by its weight after they are clipped.
+
     Args:
         groups: Groups of the step, one per prompt.
         config: Config section of the algorithm, with its estimator and the bounds of advantages.
@@ -189,14 +224,47 @@ def advantages_of(
     Raises:
         ValueError: If the estimator returns something else, or numbers that are not finite.
     """
-    name = chosen(config)
-    function = _function(name)
-    wanted = inputs_of(function)
     penalties = None if penalties is None else whole_rollouts(penalties, groups)
-    step = _Step(groups, config, penalties, greedy, batch, by_token="penalties" in wanted)
-    advantages = function(*[INPUTS[name](step) for name in wanted], **settings_of(config.adv_estimator))
-    _check(advantages, name, groups)
-    return clip_advantages(advantages, config.advantage_clip_low, config.advantage_clip_high)
+    agents = np.array([agent for group in groups for agent in group.rollouts.agents], dtype=object)
+    scores, parts = scores_of(groups), []
+    for agent in dict.fromkeys(agents.tolist()):
+        rows = np.flatnonzero(agents == agent)
+        settings = trained_agents(config).get(agent)
+        is_trained = settings is None or settings.train
+        # a play that failed has no agent
+        if not is_trained or (len(rows) < len(agents) and np.isnan(scores[rows]).all()):
+            parts.append((rows, np.zeros(len(rows))))
+            continue
+        name, own = chosen(config, agent), _own(config, agent)
+        function = _function(name)
+        wanted = inputs_of(function)
+        step = _Step(groups, config, rows, penalties, greedy, batch, by_token="penalties" in wanted)
+        found = function(*[INPUTS[name](step) for name in wanted], **settings_of(own or config.adv_estimator))
+        _check(found, name, step)
+        clipped = clip_advantages(found, config.advantage_clip_low, config.advantage_clip_high)
+        parts.append((rows, clipped if settings is None else _times(clipped, settings.weight)))
+    return parts[0][1] if len(parts) == 1 else _joined(parts, groups)
+
+
+def _times(advantages: Advantages, weight: float) -> Advantages:
+    return advantages.like(weight * advantages.values) if isinstance(advantages, Ragged) else weight * advantages
+
+
+def _joined(parts: Sequence[tuple[np.ndarray, Advantages]], groups: Sequence[RolloutGroup]) -> Advantages:
+    """The advantages of all rollouts from those of some of them each; by token if some are by token."""
+    if not any(isinstance(advantages, Ragged) for _, advantages in parts):
+        whole = np.zeros(sum(len(rows) for rows, _ in parts))
+        for rows, advantages in parts:
+            whole[rows] = advantages
+        return whole
+    mask = loss_masks(groups)
+    rollout_of_token = np.repeat(np.arange(len(mask)), mask.lengths)
+    values = np.zeros(len(rollout_of_token))
+    for rows, advantages in parts:
+        by_token = isinstance(advantages, Ragged)
+        own = advantages.values if by_token else np.repeat(advantages, mask.lengths[rows])
+        values[np.isin(rollout_of_token, rows)] = own
+    return mask.like(values)
 
 
 def _function(name: str) -> Estimator:
@@ -210,15 +278,15 @@ def _function(name: str) -> Estimator:
     return found
 
 
-def _check(advantages: Any, name: str, groups: Sequence[RolloutGroup]) -> None:
+def _check(advantages: Any, name: str, step: _Step) -> None:
     """Raise a `ValueError` unless there is one advantage for each rollout or token."""
     if isinstance(advantages, Ragged):
-        wanted = loss_masks(groups)
+        wanted = step.masks
         if advantages.values.ndim != 1 or not np.array_equal(advantages.offsets, wanted.offsets):
             raise ValueError(f"the estimator {name} must return a value at every token of `loss_mask`")
         values = advantages.values
     else:
-        num_rollouts = sum(len(group.rollouts) for group in groups)
+        num_rollouts = len(step.rows)
         if not isinstance(advantages, np.ndarray) or advantages.shape != (num_rollouts,):
             got = f"shape {advantages.shape}" if isinstance(advantages, np.ndarray) else type(advantages).__name__
             raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rl_algos.grpo.agents import AgentWatch, trained_batch
 from rl_algos.grpo.config import GRPOConfig
 from rl_algos.grpo.estimators import advantages_of
 from rl_algos.policy_gradient.advantages import by_rollout
@@ -26,11 +27,12 @@ def train(
         policy: Policy to train.
         steps: Rollouts of each step, weight sync, validation and checkpoints; with greedy rollouts for an estimator
             that compares with them.
-        rows_per_minibatch: Rollouts of one optimizer step.
+        rows_per_minibatch: Plays of one optimizer step: rollouts, where all that a play returned count as one.
     """
-    run = steps.run
+    run, watch = steps.run, AgentWatch(config)
     for step, groups, aside, greedy in steps.take(models={"policy": policy}, state={"objective": objective}):
-        batch = build_batch(groups, config)
+        watch.observe(groups)
+        batch = trained_batch(build_batch(groups, config), groups, config)
         with run.phase("logprobs"):
             batch = with_logprobs(batch, policy, objective)
         penalties = objective.penalties(batch)

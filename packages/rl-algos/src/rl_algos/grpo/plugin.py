@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from rl_algos.grpo.config import GRPOConfig, GRPORoot
+from rl_algos.grpo.config import (
+    GRPOConfig,
+    GRPORoot,
+    TrainedAgentConfig,
+    TrainedAgentsConfig,
+    trained_agents,
+)
 from rl_algos.grpo.estimators import chosen, estimator_section, reads
 from rl_algos.losses.custom import loss_requirements
 from rl_algos.policy_gradient.loss_checks import loss_problems
@@ -13,15 +19,37 @@ from rl_algos.policy_gradient.loss_config import LossConfig
 from rl_algos.policy_gradient.plugin import chosen_type, loss_fn_section, policy_need
 from rl_algos.rollouts.checks import reward_problems
 from rl_algos.rollouts.plugin import rollout_algorithm
-from rl_core.config import Config, Problem, assemble, settings_of
+from rl_core.config import Config, Problem, ProblemError, assemble, is_changed, settings_of
 from rl_core.plugins import ModelNeed, TrainingDefaults, WrittenValues
 
 
 def grpo_section(written: Any) -> type[Config]:
-    """The type of `grpo`, with the settings of the estimator that is written there."""
+    """The type of `grpo`, with the settings of the estimators and the agents that are written there."""
     estimator = written.get("adv_estimator") if isinstance(written, Mapping) else None
     kind = chosen_type("adv_estimator.name", estimator, estimator_section)
-    return assemble("GRPO", {"adv_estimator": kind}, base=GRPOConfig)
+    agents = written.get("agents") if isinstance(written, Mapping) else None
+    return assemble("GRPO", {"adv_estimator": kind, "agents": _agents_section(agents)}, base=GRPOConfig)
+
+
+def _agents_section(written: Any) -> type[Config]:
+    """The type of `grpo.agents`: a section for each agent that is written there."""
+    if not isinstance(written, Mapping):
+        return TrainedAgentsConfig
+    kinds: dict[str, type[Config]] = {}
+    for agent, settings in written.items():
+        if not isinstance(agent, str) or not agent.isidentifier():
+            raise ProblemError(
+                Problem(
+                    "agents",
+                    "has a key that cannot be the name of an agent",
+                    got=agent,
+                    allowed="letters, digits and underscores, not a digit first",
+                )
+            )
+        estimator = settings.get("adv_estimator") if isinstance(settings, Mapping) else None
+        kind = chosen_type(f"agents.{agent}.adv_estimator.name", estimator, estimator_section)
+        kinds[agent] = assemble("TrainedAgent", {"adv_estimator": kind}, base=TrainedAgentConfig)
+    return assemble("TrainedAgents", kinds, base=TrainedAgentsConfig)
 
 
 def models(config: GRPORoot) -> dict[str, ModelNeed]:
@@ -34,6 +62,21 @@ def check(config: GRPORoot) -> Iterable[Problem]:
     yield from reward_problems(config.grpo)
     yield from loss_problems(config, config.grpo)
     yield from _estimator(config)
+    yield from _agents(config)
+
+
+def _agents(config: GRPORoot) -> Iterator[Problem]:
+    """Yield settings of agents that have no effect."""
+    for agent, settings in trained_agents(config.grpo).items():
+        key = f"grpo.agents.{agent}"
+        for name in ("weight", "adv_estimator"):
+            if not settings.train and is_changed(settings, name):
+                yield Problem.unused(f"{key}.{name}", f"with {key}.train=false")
+        if settings.train and settings.adv_estimator.name is None and is_changed(settings, "adv_estimator"):
+            yield Problem.unused(f"{key}.adv_estimator", "without a name", remedy=f"Set {key}.adv_estimator.name")
+    agents = trained_agents(config.grpo)
+    if agents and config.grpo.agent is not None:
+        yield Problem.unused("grpo.agents", "with grpo.agent, whose rollouts have one agent")
 
 
 def _estimator(config: GRPORoot) -> Iterator[Problem]:

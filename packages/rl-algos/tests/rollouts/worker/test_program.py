@@ -205,3 +205,58 @@ def test_routing_of_a_segment_is_that_of_its_own_passes():
     turns = [routed(said(4), [10, 11, 12]), routed(said(5), [20, 21])]
     rollout = play(ScriptedClient(turns, [observed("forget"), StepResult()]), split=True)
     assert rollout.routed_experts[:, 0, 0].tolist() == [10, 11, 12, -1, 20, 21, -1]
+
+
+def shown(following, text, **kwargs):
+    """The turn of another agent is next, which sees a text."""
+    return StepResult(
+        **{"done": False, "next_agent": following, "observation": ({"role": "user", "content": text},), **kwargs}
+    )
+
+
+def test_players_see_their_own_conversations_and_have_rollouts_of_their_own():
+    client = ScriptedClient(
+        [said(4), said(5), said(6)],
+        [
+            shown("second", "your turn", agent="first", reward=0.5),
+            shown("first", "again", agent_rewards={"first": 0.25}),
+            StepResult(reward=1.0, agent_rewards={"second": {"reward": -1.0, "lost": 1.0}}),
+        ],
+    )
+    first, second = play(client)
+    assert client.contexts == [[1, 2, 3], [61], [1, 2, 3, 4, 51]]
+    assert [(each.agent, each.turn, len(each.messages)) for each in client.seen] == [
+        ("", 0, 2),
+        ("second", 1, 2),
+        ("first", 2, 4),
+    ]
+    assert len({each.id for each in client.seen}) == 1
+    assert (first.agent, first.tokens.tolist(), dict(first.rewards)) == ("first", [1, 2, 3, 4, 51, 6], {"reward": 1.75})
+    assert (second.agent, second.tokens.tolist()) == ("second", [61, 5])
+    assert dict(second.rewards) == {"reward": -1.0, "lost": 1.0}
+    assert [turn.observation for turn in first.turns] == [({"role": "user", "content": "again"},), None]
+
+
+def test_the_limit_of_turns_is_that_of_each_player_and_cuts_the_one_who_would_go_on():
+    client = ScriptedClient([said(4), said(5)], [shown("second", "go", agent="first"), shown("first", "go")])
+    first, second = play(client, max_turns=1)
+    assert (first.status, second.status) == ("truncated", "ok")
+
+
+def test_a_turn_that_is_cut_off_ends_the_play_of_all():
+    client = ScriptedClient(
+        [said(4), said(5, reason="length")], [shown("second", "go", agent="first"), shown("first", "go")]
+    )
+    first, second = play(client)
+    assert (first.status, second.status) == ("ok", "truncated")
+
+
+def test_a_reward_for_a_player_without_a_turn_is_dropped():
+    rollout = play(ScriptedClient([said(4)], [StepResult(agent="first", agent_rewards={"second": -1.0})]))
+    assert rollout.agent == "first"
+
+
+def test_an_answer_to_a_turn_that_another_agent_took_is_refused():
+    client = ScriptedClient([said(4), said(5)], [shown("second", "go", agent="first"), StepResult(agent="first")])
+    with pytest.raises(ValueError, match="'second' took it"):
+        play(client)

@@ -106,8 +106,8 @@ class StepResult:
         max_new_tokens: Maximum number of tokens of the next turn, None for as many as configured; never more than
             those.
         info: Reported with the rollout; numbers are averaged into metrics.
-        agent: Name of the agent that took this turn, if the play has several; needed at the first turn, later ones follow
-            from `next_agent`. Empty for the only one.
+        agent: Name of the agent that took this turn, if the play has several. The first answer gives it, later ones may
+            leave it out. Empty for the only one.
         next_agent: Name of the agent that takes the next turn, such as the other player of a game: `observation` is
             added to what this agent has seen, and is all of it before its first turn. Empty for the agent that took
             this one.

@@ -44,7 +44,8 @@ class FailureWatch:
             RolloutsFailed: If too many of their rollouts failed, counting the reasons, with a row as an example.
         """
         self._num_calls += 1
-        num_rollouts = sum(len(group.rollouts) for group in groups)
+        # a play of several rollouts fails as one
+        num_rollouts = sum(group.num_plays for group in groups)
         self._num_rollouts += num_rollouts
         with_failures = [group for group in groups if "failed" in group.rollouts.status]
         rollouts = [(group.prompt, rollout) for group in with_failures for rollout in group.rollouts]

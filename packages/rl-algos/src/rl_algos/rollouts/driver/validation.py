@@ -11,6 +11,7 @@ from rl_algos.evaluation.estimates import pass_at_k
 from rl_algos.evaluation.scores import PromptScore
 from rl_algos.evaluation.summary import mean_length, means, means_by_dataset, powers_of_two
 from rl_algos.rollouts.config import RolloutConfig
+from rl_algos.rollouts.training.metrics import agent_metrics
 from rl_core.errors import ConfigError
 from rl_core.rollouts.generation import SamplingParams
 from rl_core.rollouts.group import RolloutGroup
@@ -81,18 +82,21 @@ def validation_metrics(evaluation: Evaluation) -> dict[str, float]:
     - `val/reward`, the mean over all samples, and `val/reward/<part>` of each reward by name; 0 for a failed sample.
     - `val/accuracy` over the samples of environments that report one, and by dataset if there are several; likewise
       `val/<dataset>/reward`.
-    - With several samples of a prompt `val/reward_std`, their deviation within a prompt, and `val/pass@k`.
+    - `val/agent/<name>/reward` and the like of each agent, if plays have several.
+    - With several samples of a prompt, each a rollout of one agent, `val/reward_std`, their deviation within a prompt,
+      and `val/pass@k`.
     """
     scores = [PromptScore.of_group(group) for group in evaluation.groups]
     found = {
         "val/reward": float(means(scores).mean()),
         **_parts(evaluation.groups),
         "val/mean_length": mean_length(scores),
+        **agent_metrics(evaluation.groups, prefix="val/"),
     }
     found |= {f"val/{name}/reward": mean for name, mean in means_by_dataset(scores).items()}
     found |= _accuracies(evaluation.groups)
     num_samples = min(len(score.samples) for score in scores)
-    if num_samples > 1:
+    if num_samples > 1 and not any(group.rollouts.agent or group.rollouts.play for group in evaluation.groups):
         rewards = [np.std([sample.reward for sample in score.samples]) for score in scores]
         found["val/reward_std"] = float(np.mean(rewards))
         passed = [(len(score.samples), score.num_passed(PASSES)) for score in scores]

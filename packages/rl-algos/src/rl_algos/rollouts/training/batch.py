@@ -9,7 +9,15 @@ import numpy as np
 from rl_algos.rollouts.config import RolloutConfig
 from rl_algos.rollouts.training.rewards import are_cut
 from rl_algos.rollouts.training.routing import with_routing
-from rl_algos.rollouts.training.segments import ROLLOUT, rollout_numbers, rows_by_rollout, to_rows, token_rows
+from rl_algos.rollouts.training.segments import (
+    PLAY,
+    ROLLOUT,
+    play_numbers,
+    rollout_numbers,
+    rows_by_play,
+    to_rows,
+    token_rows,
+)
 from rl_core.data.batch import Batch, Column
 from rl_core.data.ragged import Ragged
 from rl_core.errors import ConfigError
@@ -21,7 +29,7 @@ Advantages = np.ndarray | Ragged
 
 def build_batch(groups: Sequence[RolloutGroup], config: RolloutConfig) -> Batch:
     """One row per rollout, or per segment if the config splits rollouts, with the column `rollout`: `tokens`,
-    `loss_mask` and `generation_logprobs` by token.
+    `loss_mask` and `generation_logprobs` by token. If plays have several rollouts, there is the column `play`.
 
     Rollouts that train nothing (failed; cut off, with overlong filtering) have an empty loss mask. The token-aligned
     columns stay where they are.
@@ -40,6 +48,8 @@ def build_batch(groups: Sequence[RolloutGroup], config: RolloutConfig) -> Batch:
             f"{config.section}.rewritten_history: the program {config.rollout_program} returned rollouts of several "
             "segments; set this key to `split`, so that these count as one rollout"
         )
+    if any(group.rollouts.play for group in groups):
+        batch = batch.with_columns({PLAY: play_numbers(groups)})
     if config.overlong_filtering:
         batch = batch.with_zeros(LOSS_MASK, to_rows(batch, are_cut(groups, config.turn_limit)))
     return batch
@@ -54,32 +64,36 @@ def with_advantages(batch: Batch, advantages: Advantages) -> Batch:
     return batch.with_columns({"advantages": single})
 
 
-def minibatches(batch: Batch, num_rollouts: int) -> Iterator[Batch]:
-    """Consecutive parts of so many rollouts, one optimizer step each; the last may be smaller."""
-    rows = rows_by_rollout(batch)
-    for start in range(0, len(rows), num_rollouts):
-        end = min(start + num_rollouts, len(rows))
+def minibatches(batch: Batch, num_plays: int) -> Iterator[Batch]:
+    """Consecutive parts of so many plays, one optimizer step each; the last may be smaller.
+
+    A play is one rollout, or all rollouts that a rollout program returned together. A step then makes the same number
+    of updates however many rollouts its plays have.
+    """
+    rows = rows_by_play(batch)
+    for start in range(0, len(rows), num_plays):
+        end = min(start + num_plays, len(rows))
         yield batch.select(rows.values[rows.offsets[start] : rows.offsets[end]])
 
 
-def passes(batch: Batch, num_rollouts: int, *, count: int, seed: Sequence[int]) -> Iterator[Batch]:
-    """Yield the minibatches of one or several passes over the batch. A single pass keeps the order of the rollouts; of
+def passes(batch: Batch, num_plays: int, *, count: int, seed: Sequence[int]) -> Iterator[Batch]:
+    """Yield the minibatches of one or several passes over the batch. A single pass keeps the order of the plays; of
     several, each is shuffled anew by the seed.
 
     Args:
         batch: Rows of all rollouts of a step.
-        num_rollouts: Rollouts of a minibatch.
+        num_plays: Plays of a minibatch, as in `minibatches`.
         count: Number of passes.
         seed: Seed of the orders.
     """
     if count == 1:
-        return minibatches(batch, num_rollouts)
-    return shuffled_minibatches(batch, num_rollouts, passes=count, seed=seed)
+        return minibatches(batch, num_plays)
+    return shuffled_minibatches(batch, num_plays, passes=count, seed=seed)
 
 
-def shuffled_minibatches(batch: Batch, num_rollouts: int, *, passes: int, seed: Sequence[int]) -> Iterator[Batch]:
+def shuffled_minibatches(batch: Batch, num_plays: int, *, passes: int, seed: Sequence[int]) -> Iterator[Batch]:
     """The minibatches of several passes over the batch, each in its own order, which depends on the seed."""
-    rows = rows_by_rollout(batch)
+    rows = rows_by_play(batch)
     for number in range(passes):
         order = np.random.default_rng((*seed, number)).permutation(len(rows))
-        yield from minibatches(batch.select(rows.select(order).values), num_rollouts)
+        yield from minibatches(batch.select(rows.select(order).values), num_plays)

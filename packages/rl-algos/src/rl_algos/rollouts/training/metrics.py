@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import compress
 
@@ -72,11 +73,45 @@ def rollout_metrics(groups: Sequence[RolloutGroup], advantages: Advantages | Non
         metrics["rollout/segments"] = float(num_rows.mean())
     named = [rewards for group in groups for rewards in group.rollouts.rewards]
     reported = [info for group in groups for info in group.rollouts.info]
-    return metrics | _named_rewards(compress(named, usable)) | _reported(compress(reported, usable))
+    return {
+        **metrics,
+        **_named_rewards(compress(named, usable)),
+        **_reported(compress(reported, usable)),
+        **agent_metrics(groups),
+    }
+
+
+def agent_metrics(groups: Sequence[RolloutGroup], *, prefix: str = "") -> dict[str, float]:
+    """Number of rollouts, mean reward and mean length of each agent, of rollouts that did not fail; none if no agent is
+    named.
+
+    Args:
+        groups: Groups of the rollouts.
+        prefix: Prefix of the names.
+    """
+    rewards, lengths = defaultdict[str, list[float]](list), defaultdict[str, list[int]](list)
+    for group in groups:
+        rollouts = group.rollouts
+        rows = zip(rollouts.agent, rollouts.status, group.rewards().tolist(), rollouts.num_sampled, strict=False)
+        for agent, status, reward, length in rows:
+            if agent and status != "failed":
+                rewards[agent].append(reward)
+                lengths[agent].append(length)
+    found: dict[str, float] = {}
+    for agent in sorted(rewards):
+        found[f"{prefix}agent/{agent}/rollouts"] = float(len(rewards[agent]))
+        found[f"{prefix}agent/{agent}/reward"] = float(np.mean(rewards[agent]))
+        found[f"{prefix}agent/{agent}/length"] = float(np.mean(lengths[agent]))
+    return found
 
 
 def _num_alike(groups: Sequence[RolloutGroup]) -> int:
-    """Groups whose rewards are all equal; those without rewards do not count."""
+    """Groups whose rewards are all equal among those that are compared; those without rewards do not count."""
+    several = [group for group in groups if group.rollouts.agent or group.rollouts.peers]
+    if several:
+        alone = [group for group in groups if not (group.rollouts.agent or group.rollouts.peers)]
+        usable = sum(not varies(group) and not np.isnan(group.rewards()).all() for group in several)
+        return usable + (_num_alike(alone) if alone else 0)
     rewards = [group.rewards() for group in groups]
     starts = np.cumsum([0] + [len(each) for each in rewards])[:-1]
     joined = np.concatenate(rewards)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -53,10 +53,19 @@ def trained_rewards(groups: Sequence[RolloutGroup], config: PolicyGradientConfig
 
 
 def varies(group: RolloutGroup) -> bool:
-    """Return whether the group's rewards differ, so that training on it changes the policy."""
+    """Return whether the rewards of rollouts that are compared differ, so that training on the group changes the
+    policy."""
     rewards = group.rewards()
-    rewards = rewards[~np.isnan(rewards)]
-    return len(rewards) > 1 and bool(np.any(rewards != rewards[0]))
+    is_usable = ~np.isnan(rewards)
+    return any(np.ptp(rewards[own & is_usable]) > 0 for own in compared(group) if (own & is_usable).any())
+
+
+def compared(group: RolloutGroup) -> Iterator[np.ndarray]:
+    """Yield bool `[rollouts]` for each set of rollouts that are compared with one another: those of one agent and one
+    name of peers, which are all of them if a play has one agent."""
+    keys = group.rollouts.compared
+    for key in dict.fromkeys(keys):
+        yield np.array([each == key for each in keys])
 
 
 def scale_rewards(rewards: np.ndarray, scaling: RewardScalingConfig) -> np.ndarray:
@@ -78,17 +87,18 @@ def response_limits(groups: Sequence[RolloutGroup], shaping: RewardShapingConfig
 
 
 def length_rewards(group: RolloutGroup) -> np.ndarray:
-    """float64 `[rollouts]`, the length reward within a group (Kimi k1.5, arXiv:2501.12599): `w = 0.5 - (n - shortest) /
-    (longest - shortest)` of the n sampled tokens for a reward above 0, else `min(w, 0)`; 0 if all lengths are equal.
-    Failed rollouts count for nothing.
+    """float64 `[rollouts]`, the length reward (Kimi k1.5, arXiv:2501.12599) within a group, or the part of it that is
+    compared: `w = 0.5 - (n - shortest) / (longest - shortest)` of the n sampled tokens for a reward above 0, else
+    `min(w, 0)`; 0 if all lengths are equal. Failed rollouts count for nothing.
     """
     rewards, lengths = group.rewards(), np.array(group.rollouts.num_sampled, dtype=np.float64)
-    usable = ~np.isnan(rewards)
     found = np.zeros(len(rewards))
-    if not usable.any() or np.ptp(lengths[usable]) == 0:
-        return found
-    w = 0.5 - (lengths[usable] - lengths[usable].min()) / np.ptp(lengths[usable])
-    found[usable] = np.where(rewards[usable] > 0, w, np.minimum(w, 0.0))
+    for own in compared(group):
+        usable = own & ~np.isnan(rewards)
+        if not usable.any() or np.ptp(lengths[usable]) == 0:
+            continue
+        w = 0.5 - (lengths[usable] - lengths[usable].min()) / np.ptp(lengths[usable])
+        found[usable] = np.where(rewards[usable] > 0, w, np.minimum(w, 0.0))
     return found
 
 

@@ -1,4 +1,4 @@
-"""Rollouts of several segments: from rows of a batch to rollouts, and back."""
+"""Rollouts of several segments, and plays of several rollouts: from rows of a batch to these, and back."""
 
 from __future__ import annotations
 
@@ -14,10 +14,20 @@ ROLLOUT = "rollout"
 """Column of a batch whose rows are segments, int64: the number of each row's rollout, rising from 0. The rows of a
 rollout lie side by side."""
 
+PLAY = "play"
+"""Column of a batch of which some plays have several rollouts, int64: the number of each row's play, rising from 0."""
+
 
 def rollout_numbers(groups: Sequence[RolloutGroup]) -> np.ndarray:
     """int64 `[rows]`, the column `rollout` of the rollouts of these groups."""
     return np.repeat(np.arange(sum(len(group.rollouts) for group in groups)), _num_rows(groups))
+
+
+def play_numbers(groups: Sequence[RolloutGroup]) -> np.ndarray:
+    """int64 `[rows]`, the column `play` of the rollouts of these groups."""
+    plays = [(number, play) for number, group in enumerate(groups) for play in group.rollouts.plays]
+    is_first = [number == 0 or plays[number] != plays[number - 1] for number in range(len(plays))]
+    return np.repeat(np.cumsum(is_first) - 1, _num_rows(groups))
 
 
 def whole_rollouts(column: Ragged, groups: Sequence[RolloutGroup]) -> Ragged:
@@ -44,10 +54,20 @@ def token_rows(batch: Batch, column: Ragged) -> Ragged:
 
 def rows_by_rollout(batch: Batch) -> Ragged:
     """int64, the rows of each rollout of a batch."""
+    return _rows_by(batch, ROLLOUT)
+
+
+def rows_by_play(batch: Batch) -> Ragged:
+    """int64, the rows of each play of a batch."""
+    return _rows_by(batch, PLAY if PLAY in batch else ROLLOUT)
+
+
+def _rows_by(batch: Batch, column: str) -> Ragged:
+    """The rows of each value of a column of ascending numbers; every row by itself without the column."""
     rows = np.arange(len(batch))
-    if ROLLOUT not in batch:
+    if column not in batch:
         return Ragged(rows, np.arange(len(batch) + 1))
-    is_first = np.diff(batch.array(ROLLOUT), prepend=-1) != 0
+    is_first = np.diff(batch.array(column), prepend=-1) != 0
     return Ragged(rows, np.append(np.flatnonzero(is_first), len(batch)))
 
 

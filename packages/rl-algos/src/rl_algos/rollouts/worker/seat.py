@@ -179,7 +179,8 @@ class Seat:
 
     def _end_turn(self, observation: Sequence[Message] | None) -> None:
         """Record the newest turn, with the observation that follows it; None at the end."""
-        assert self._earned is not None and self._reply is not None
+        assert self._earned is not None
+        assert self._reply is not None
         result = dataclasses.replace(self._earned, observation=tuple(observation or ()))
         self._transcript.add_result(self._reply.text, result, ends=observation is None)
         configured = self._client.sampling
