@@ -1,4 +1,4 @@
-"""The games `sliding_puzzle` and `guess_number`, and their datasets."""
+"""The games and their datasets."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from rl_core.errors import ConfigError, DataError
 from rl_core.rollouts.environment import Conversation, StepResult, UnusableAnswer
 from rl_core.testing.environment import EnvironmentSuite
 from rl_envs.games.board import MOVES, Board
-from rl_envs.games.config import GuessNumberConfig, SlidingPuzzleConfig
-from rl_envs.games.dataset import numbers, sliding_puzzles
+from rl_envs.games.config import GuessNumberConfig, NimConfig, ProposedSumsConfig, SlidingPuzzleConfig
+from rl_envs.games.dataset import numbers, piles, proposed_sums, sliding_puzzles
 from rl_envs.games.guess_number import GuessNumber
+from rl_envs.games.nim import Nim
+from rl_envs.games.proposed_sums import ProposedSums
 from rl_envs.games.sliding_puzzle import SlidingPuzzle
 
 
@@ -171,3 +173,96 @@ def test_prompts_without_instructions_are_the_boards_alone() -> None:
     assert [row["messages"][0]["content"] for row in bare] == [str(Board.read(row["info"]["board"])) for row in bare]
     for long, short in zip(explained, bare, strict=True):
         assert long["messages"][0]["content"].endswith("\n" + short["messages"][0]["content"])
+
+
+class TestNimConformance(EnvironmentSuite):
+    def environment(self) -> Nim:
+        return Nim(NimConfig())
+
+    def conversations(self) -> list[Conversation]:
+        info = {"pile": 2, "max_take": 3}
+        return [_turn(text, info, text) for text in ("1", "2", "nothing")]
+
+
+class TestProposedSumsConformance(EnvironmentSuite):
+    def environment(self) -> ProposedSums:
+        return ProposedSums(ProposedSumsConfig())
+
+    def conversations(self) -> list[Conversation]:
+        return [_turn(text, {"max_operand": 9}, text) for text in ("1+2", "10+2", "nothing")]
+
+
+def test_players_of_nim_take_turns_until_the_last_stone() -> None:
+    results = _play(Nim(NimConfig()), {"pile": 7, "max_take": 3}, ["I take 3", "2", "2"])
+    assert [(each.agent, each.next_agent, each.done) for each in results] == [
+        ("first", "second", False),
+        ("second", "first", False),
+        ("first", "", True),
+    ]
+    assert [each.observation[0]["content"] for each in results[:2]] == ["4", "2"]
+    assert results[-1].reward == 1.0
+    assert results[-1].agent_rewards == {"second": -1.0}
+
+
+@pytest.mark.parametrize("move", ["0", "4", "9", "all"])
+def test_an_impossible_move_ends_nim_and_costs_its_player_only(move: str) -> None:
+    (result,) = Nim(NimConfig()).step([_turn(move, {"pile": 3, "max_take": 3})], [None])
+    assert (result.done, result.reward, result.agent_rewards) == (True, -1.0, {})
+
+
+def test_the_best_moves_of_nim_are_those_of_a_search() -> None:
+    def wins(stones: int) -> bool:
+        return any(not wins(stones - move) for move in range(1, min(3, stones) + 1))
+
+    for stones in range(1, 13):
+        moves = range(1, min(3, stones) + 1)
+        results = [Nim(NimConfig()).step([_turn(str(m), {"pile": stones, "max_take": 3})], [None])[0] for m in moves]
+        if wins(stones):
+            assert [each.info["accuracy"] for each in results] == [float(not wins(stones - move)) for move in moves]
+        else:
+            assert all("accuracy" not in each.info for each in results)
+
+
+def test_accuracy_of_nim_is_over_the_moves_of_one_player() -> None:
+    results = _play(Nim(NimConfig()), {"pile": 7, "max_take": 3}, ["2", "1", "3", "1"])
+    assert [each.info.get("accuracy") for each in results] == [0.0, 1.0, 0.0, 1.0]
+
+
+def test_piles_are_within_bounds_and_demonstrations_are_possible() -> None:
+    rows = piles({"min_pile": 3, "max_pile": 9, "size": 200, "instructions": False, "demonstrations": True}, "train")
+    assert {row["info"]["pile"] for row in rows} == set(range(3, 10))
+    for row in rows:
+        said = [message["content"] for message in row["messages"]]
+        shown, moves = list(map(int, said[::2])), list(map(int, said[1::2]))
+        assert all(1 <= move <= min(3, stones) for stones, move in zip(shown, moves, strict=True))
+        assert all(1 <= before - move - after <= 3 for before, move, after in zip(shown, moves, shown[1:], strict=False))
+    with pytest.raises(ConfigError, match="min_pile 5 is larger than max_pile 4"):
+        piles({"min_pile": 5, "max_pile": 4}, "train")
+
+
+def test_a_proposal_is_posed_to_a_solver() -> None:
+    (result,) = ProposedSums(ProposedSumsConfig()).step([_turn(" 12 + 7", {"max_operand": 49})], [None])
+    assert (result.agent, result.next_agent, result.done) == ("proposer", "solver", False)
+    assert result.observation == ({"role": "user", "content": "12+7="},)
+
+
+@pytest.mark.parametrize("said", ["50+1", "1+2+3", "1-2", "", "1+2 "[:2]])
+def test_what_is_not_a_sum_of_allowed_operands_ends_the_play(said: str) -> None:
+    (result,) = ProposedSums(ProposedSumsConfig()).step([_turn(said, {"max_operand": 49})], [None])
+    assert (result.done, result.reward, result.agent) == (True, -1.0, "proposer")
+
+
+def test_a_solver_is_right_by_the_sum() -> None:
+    results = ProposedSums(ProposedSumsConfig()).step(
+        [_turn(said, {"problem": "12+7", "max_operand": 49}) for said in ("19", "it is 19", "18", "")], [None] * 4
+    )
+    assert [each.reward for each in results] == [1.0, 1.0, 0.0, 0.0]
+    assert {each.agent for each in results} == {"solver"}
+
+
+def test_rows_of_sums_ask_in_training_and_are_given_in_validation() -> None:
+    assert {row["messages"][0]["content"] for row in proposed_sums({"size": 20}, "train")} == {"?"}
+    for row in proposed_sums({"size": 20}, "validation"):
+        assert row["messages"][0]["content"] == f"{row['info']['problem']}="
+    both = proposed_sums({"size": 4, "demonstrations": True}, "train")
+    assert [row["messages"][0]["content"] == "?" for row in both] == [True, False, True, False]

@@ -180,6 +180,8 @@ def test_errors_and_problems_arrive() -> None:
     ("result", "says"),
     [
         (StepResult(info={"x": {1, 2}}), r"info\['x'\] holds a set"),
+        (StepResult(agent_rewards={"second": None}), "the reward is None; return a number"),  # type: ignore[dict-item]
+        (StepResult(next_agent=2), "the name of an agent must be a string, got 2"),  # type: ignore[arg-type]
         (StepResult(info={"x": [np.array([object()])]}), "holds an array of object"),
         (StepResult(info={"x": {(1, 2): 3}}), "key of type tuple"),
         (StepResult(info={"x": 2**600}), "integer of 601 bits"),
@@ -204,3 +206,16 @@ def test_the_deepest_result_arrives() -> None:
         result = plain_result(StepResult(info={"x": deep(MAX_NESTING - 1, wrap)}))
         [answer] = Step([b""]).read(write_answers([Answer(result)]))
         assert answer.result == result
+
+
+def test_agents_of_an_answer_arrive() -> None:
+    result = StepResult(agent="first", next_agent="second", agent_rewards={"second": {"reward": -1.0}, "third": 0.5})
+    (answer,) = Step([b""]).read(write_answers([Answer(plain_result(result))]))
+    assert answer.result == result
+
+
+@pytest.mark.parametrize("agents", [[1, "", {}], ["", None, {}], ["", "", {"a": "1"}], ["", "", {1: 1.0}], ["", ""]])
+def test_agents_of_another_kind_are_malformed(agents: list[Any]) -> None:
+    fields = [[0.0, True, [], None, None, {}, *agents], False, False, False]
+    with pytest.raises(MalformedAnswer):
+        Step([b""]).read(msgpack.packb([fields], strict_types=True))

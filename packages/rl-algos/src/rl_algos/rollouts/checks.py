@@ -10,7 +10,7 @@ from rl_algos.evaluation.config import EvaluationConfig
 from rl_algos.evaluation.summary import powers_of_two
 from rl_algos.evaluation.tasks import is_file
 from rl_algos.rollouts.config import EvaluationRoot, PolicyGradientConfig, RolloutRoot, rollout_config
-from rl_algos.rollouts.worker.programs import code_named, program_named
+from rl_algos.rollouts.worker.programs import GIVEN, argument_problem, code_named, program_named
 from rl_core.config import Problem, is_changed, show
 from rl_core.environments.instance import problem_with
 from rl_core.plugins import GENERATORS, names, plugin
@@ -35,11 +35,22 @@ def rollout_problems(config: RolloutRoot) -> Iterator[Problem]:
         program_named(rollout_config(config).rollout_program)
     except ValueError as error:
         yield Problem(f"{rollout_config(config).section}.rollout_program", str(error))
+    yield from _program_args(config)
     yield from _agent(config)
     yield from _validation(config)
     for key, dataset in config.data.sections():
         if dataset.env_name is not None and (problem := problem_with(dataset.env_name, config.env)):
             yield Problem(f"{key}.env_name", problem)
+
+
+def _program_args(config: RolloutRoot) -> Iterator[Problem]:
+    """Problems of the arguments of the rollout program."""
+    settings = rollout_config(config)
+    key, args = f"{settings.section}.rollout_program_args", settings.rollout_program_args
+    if given := sorted(set(args) & set(GIVEN)):
+        yield Problem(key, f"cannot give {', '.join(given)}, which other keys give", remedy="Remove them")
+    elif problem := argument_problem(settings.rollout_program, args):
+        yield Problem(key, problem, got=dict(args))
 
 
 def _agent(config: RolloutRoot) -> Iterator[Problem]:
@@ -56,7 +67,7 @@ def _agent(config: RolloutRoot) -> Iterator[Problem]:
     for name in ("env", "grace_s"):
         if agent.external and is_changed(agent, name):
             yield Problem.unused(f"{key}.{name}", f"with {key}.external=true")
-    for name in ("rollout_program", "max_rollout_turns"):
+    for name in ("rollout_program", "rollout_program_args", "max_rollout_turns"):
         if is_changed(settings, name):
             yield Problem.unused(f"{settings.section}.{name}", f"with {key}", remedy=f"Remove it, or {key}")
 

@@ -90,9 +90,12 @@ class RolloutConfig(Config):
     begins with what the engine consumed, the rows of a rollout count as one sequence, and `max_total_sequence_length`
     limits each segment. If unset, such a template is refused when rollouts have several turns."""
     rollout_program: str = "multi_turn"
-    """Program that runs a rollout: `multi_turn`, in which the policy and the environment take turns, or your own
-    `RolloutProgram` as `file.py:Class` or `package.module:Class`, which is created with `max_turns` and
-    `max_tokens`."""
+    """Program that runs a rollout: `multi_turn`, in which the policy and the environment take turns, as one agent or as
+    the players of a game; `proposer_solver`, in which the policy poses problems and solves them; or your own
+    `RolloutProgram` as `file.py:Class` or `package.module:Class`, which is created with `max_turns`, `max_tokens` and
+    `rollout_program_args`."""
+    rollout_program_args: dict[str, Any] = {}
+    """Further arguments of the program: `num_solvers` of `proposer_solver` (4 by default), or those of your own."""
     agent: AgentConfig | None = None
     """Your own program that calls the policy over HTTP, as it would call OpenAI's or Anthropic's models. If set, it
     runs the rollouts instead of `rollout_program`."""

@@ -113,6 +113,7 @@ class RolloutEvaluation:
             self._config,
             environments,
             program=program,
+            args=self._of_run.rollout_program_args if self._of_run else {},
             max_turns=turns,
             renders_anew=renders_anew,
             max_seconds=seconds,

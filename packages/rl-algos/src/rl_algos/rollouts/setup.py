@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from rl_algos.rollouts.agent_config import SCORED_BY_AGENT, AgentConfig
 from rl_algos.rollouts.config import EvaluationRoot, PolicyGradientConfig, RolloutRoot, rollout_config
@@ -12,7 +14,7 @@ from rl_algos.rollouts.driver.source import PacedRolloutSource
 from rl_algos.rollouts.driver.steps import RolloutSteps
 from rl_algos.rollouts.driver.task_evaluation import TaskEvaluation
 from rl_algos.rollouts.driver.validation import Validation
-from rl_algos.rollouts.worker.programs import AGENT_PROGRAM, DEFAULT_PROGRAM, PROGRAMS, code_named, program_named
+from rl_algos.rollouts.worker.programs import AGENT_PROGRAM, PROGRAMS, code_named, program_named
 from rl_core.model_config import GenerationConfig
 from rl_core.plugins import RolloutNeeds
 from rl_core.rollouts.generation import SamplingParams
@@ -27,6 +29,7 @@ def needs(config: RolloutRoot, data: RolloutData) -> RolloutNeeds:
         config,
         _environments(data) if data.environments is None else data.environments,
         program=settings.rollout_program,
+        args=settings.rollout_program_args,
         max_turns=settings.max_rollout_turns,
         renders_anew=settings.renders_anew,
         max_seconds=settings.max_rollout_seconds,
@@ -40,6 +43,7 @@ def program_needs(
     environments: frozenset[str],
     *,
     program: str,
+    args: Mapping[str, Any],
     max_turns: int,
     renders_anew: bool,
     max_seconds: float | None,
@@ -51,6 +55,7 @@ def program_needs(
         config: Resolved config of the run.
         environments: Names of the environments that score the prompts.
         program: Name or path of the program, as in `RolloutConfig.rollout_program`.
+        args: Further arguments of the program, as in `RolloutConfig.rollout_program_args`.
         max_turns: Maximum number of turns of a rollout.
         renders_anew: True if every turn is rendered anew and may start a segment; the user's own program makes its
             segments itself.
@@ -69,11 +74,13 @@ def program_needs(
             max_seconds=max_seconds,
             environments=environments - {SCORED_BY_AGENT},
         )
-    args = {"max_turns": max_turns, "max_tokens": config.policy.max_total_sequence_length}
     found = program_named(program)
+    given = {"max_turns": max_turns, "max_tokens": config.policy.max_total_sequence_length}
+    if renders_anew and program in PROGRAMS:
+        given["split"] = True
     return RolloutNeeds(
         program=found,
-        program_args={**args, "split": True} if renders_anew and found == PROGRAMS[DEFAULT_PROGRAM] else args,
+        program_args={**given, **args},
         max_seconds=max_seconds,
         environments=environments,
     )

@@ -1,1 +1,1 @@
-"""Games of several turns, with generated starts: a sliding puzzle, and guessing of a number."""
+"""Games of several turns, with generated starts: a sliding puzzle, guessing of a number, and games of two agents."""

@@ -62,3 +62,56 @@ class GuessNumberSettings(Config):
     """Number of rows in the split."""
     seed: int = Field(default=0, ge=0)
     """Seed of the numbers."""
+
+
+class NimConfig(EnvironmentConfig):
+    """Nim for two players, each an agent: take stones from a pile; who takes the last one wins."""
+
+    won_reward: float = Field(default=1.0, allow_inf_nan=False)
+    """Reward of the player who takes the last stone."""
+    lost_reward: float = Field(default=-1.0, allow_inf_nan=False)
+    """Reward of the other player."""
+    invalid_reward: float = Field(default=-1.0, le=0, allow_inf_nan=False)
+    """Reward of a player whose turn is not a possible move, which ends the game; the other player gets nothing."""
+
+
+class NimSettings(Config):
+    """Generated piles of stones."""
+
+    min_pile: int = Field(default=2, ge=1)
+    """Smallest number of stones."""
+    max_pile: int = Field(default=12, ge=1, le=10**5)
+    """Largest number of stones."""
+    max_take: int = Field(default=3, ge=1)
+    """Maximum number of stones that a player takes in a turn; the minimum is 1."""
+    size: int = Field(default=1000, gt=0, le=10**6)
+    """Number of rows in the split."""
+    seed: int = Field(default=0, ge=0)
+    """Seed of the piles."""
+    instructions: bool = True
+    """Explain the game in the prompt, which only the first player sees. Otherwise a prompt is only the number of
+    stones, which is enough for a policy that has learned the game from `demonstrations`."""
+    demonstrations: bool = False
+    """Add the turns of one player to each row, random possible moves against random possible moves. Supervised
+    fine-tuning on these rows teaches the rules and leaves choosing good moves to self-play."""
+
+
+class ProposedSumsConfig(EnvironmentConfig):
+    """Sums that one agent, the proposer, poses and another, the solver, solves."""
+
+    invalid_reward: float = Field(default=-1.0, le=0, allow_inf_nan=False)
+    """Reward of a proposer whose turn is not a sum of two numbers that the row allows."""
+
+
+class ProposedSumsSettings(Config):
+    """Requests for sums in training, given sums in validation."""
+
+    max_operand: int = Field(default=49, ge=2, le=9999)
+    """Largest operand of a sum."""
+    size: int = Field(default=1000, gt=0, le=10**6)
+    """Number of rows in the split."""
+    seed: int = Field(default=0, ge=0)
+    """Seed of the sums."""
+    demonstrations: bool = False
+    """Answer the rows: every second one proposes a random sum, and the others solve one. Supervised fine-tuning on
+    these rows teaches both roles."""

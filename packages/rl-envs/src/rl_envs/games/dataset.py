@@ -8,7 +8,7 @@ from typing import Any
 from rl_core.errors import ConfigError, DataError
 from rl_envs.draws import draws
 from rl_envs.games.board import MOVES, Board
-from rl_envs.games.config import GuessNumberSettings, SlidingPuzzleSettings
+from rl_envs.games.config import GuessNumberSettings, NimSettings, ProposedSumsSettings, SlidingPuzzleSettings
 
 _OPPOSITE = {"up": "down", "down": "up", "left": "right", "right": "left"}
 
@@ -49,6 +49,68 @@ def numbers(settings: Mapping[str, Any], split: str) -> list[dict[str, Any]]:
             }
         )
     return rows
+
+
+def piles(settings: Mapping[str, Any], split: str) -> list[dict[str, Any]]:
+    """Rows of nim with `messages`, `info` (`pile`, `max_take`) and `environment`; the splits draw with different seeds.
+    Demonstrations are conversations of one player that end with the assistant.
+
+    Raises:
+        DataError: If the split is unknown.
+        ConfigError: If the settings contradict one another.
+    """
+    config = NimSettings.model_validate(dict(settings))
+    if config.min_pile > config.max_pile:
+        raise ConfigError(f"min_pile {config.min_pile} is larger than max_pile {config.max_pile}")
+    explained = (
+        f"Two players take 1 to {config.max_take} stones in turn; who takes the last one wins. Each turn, write how "
+        "many you take. Stones: "
+    )
+    rows = []
+    for index in range(config.size):
+        drawn = draws(f"{config.seed}/{_known(split)}/{index}")
+        pile = config.min_pile + next(drawn) % (config.max_pile - config.min_pile + 1)
+        asked = {"role": "user", "content": f"{explained if config.instructions else ''}{pile}"}
+        played = _random_game(pile, config.max_take, drawn) if config.demonstrations else []
+        info = {"pile": pile, "max_take": config.max_take}
+        rows.append({"messages": [asked, *played], "info": info, "environment": "nim"})
+    return rows
+
+
+def proposed_sums(settings: Mapping[str, Any], split: str) -> list[dict[str, Any]]:
+    """Rows with `messages`, `info` and `environment`: in training requests for a sum (`max_operand`), in validation
+    sums to solve (`problem`). Demonstrations are conversations of both kinds that end with the assistant.
+
+    Raises:
+        DataError: If the split is unknown.
+    """
+    config = ProposedSumsSettings.model_validate(dict(settings))
+    rows = []
+    for index in range(config.size):
+        drawn = draws(f"{config.seed}/{_known(split)}/{index}")
+        a, b = next(drawn) % (config.max_operand + 1), next(drawn) % (config.max_operand + 1)
+        proposes = index % 2 == 0 if config.demonstrations else split == "train"
+        asked, said = ("?", f"{a}+{b}") if proposes else (f"{a}+{b}=", f"{a + b}")
+        info = {"max_operand": config.max_operand} if proposes else {"problem": f"{a}+{b}"}
+        messages = [{"role": "user", "content": asked}]
+        if config.demonstrations:
+            messages.append({"role": "assistant", "content": said})
+        rows.append({"messages": messages, "info": info, "environment": "proposed_sums"})
+    return rows
+
+
+def _random_game(pile: int, max_take: int, drawn: Iterator[int]) -> list[dict[str, str]]:
+    """The turns of one player, each but the first after the stones that the other has left."""
+    said: list[dict[str, str]] = []
+    is_mine = True
+    while pile:
+        if is_mine and said:
+            said.append({"role": "user", "content": str(pile)})
+        move = 1 + next(drawn) % min(max_take, pile)
+        if is_mine:
+            said.append({"role": "assistant", "content": str(move)})
+        pile, is_mine = pile - move, not is_mine
+    return said
 
 
 def _puzzle(config: SlidingPuzzleSettings, text: str) -> dict[str, Any]:

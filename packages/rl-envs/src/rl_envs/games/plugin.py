@@ -4,6 +4,10 @@ from rl_core.plugins import DatasetPlugin, EnvironmentPlugin, Requirement
 from rl_envs.games.config import (
     GuessNumberConfig,
     GuessNumberSettings,
+    NimConfig,
+    NimSettings,
+    ProposedSumsConfig,
+    ProposedSumsSettings,
     SlidingPuzzleConfig,
     SlidingPuzzleSettings,
 )
@@ -33,4 +37,28 @@ NUMBERS = DatasetPlugin(
     load="rl_envs.games.dataset:numbers",
     requirement=_REQUIREMENT,
     settings=GuessNumberSettings,
+)
+NIM = EnvironmentPlugin(
+    name="nim",
+    config=NimConfig,
+    environment="rl_envs.games.nim:Nim",
+    requirement=_REQUIREMENT,
+)
+PILES = DatasetPlugin(
+    name="nim",
+    load="rl_envs.games.dataset:piles",
+    requirement=_REQUIREMENT,
+    settings=NimSettings,
+)
+PROPOSED_SUMS = EnvironmentPlugin(
+    name="proposed_sums",
+    config=ProposedSumsConfig,
+    environment="rl_envs.games.proposed_sums:ProposedSums",
+    requirement=_REQUIREMENT,
+)
+SUMS = DatasetPlugin(
+    name="proposed_sums",
+    load="rl_envs.games.dataset:proposed_sums",
+    requirement=_REQUIREMENT,
+    settings=ProposedSumsSettings,
 )

@@ -19,6 +19,8 @@ WARMED_UP: Mapping[str, str] = {
     "tiny-tools-sft": "sft-tools-tiny",
     "tiny-code-sft": "sft-code-tiny",
     "tiny-sliding-puzzle-sft": "sft-sliding-puzzle-tiny",
+    "tiny-nim-sft": "sft-nim-tiny",
+    "tiny-proposer-sft": "sft-proposer-tiny",
 }
 """The same after a recipe of supervised fine-tuning, by name: it gets some rows right, so that rewards differ from the
 first step."""

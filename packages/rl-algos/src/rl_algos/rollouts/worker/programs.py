@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
+from collections.abc import Mapping
+from typing import Any
 
 from rl_core.config import did_you_mean
+from rl_core.plugins import resolve
 from rl_core.plugins.user_code import FromFile, is_in_file
 
 DEFAULT_PROGRAM = "multi_turn"
 
-PROGRAMS = {DEFAULT_PROGRAM: "rl_algos.rollouts.worker.program:MultiTurnProgram"}
+PROGRAMS = {
+    DEFAULT_PROGRAM: "rl_algos.rollouts.worker.program:MultiTurnProgram",
+    "proposer_solver": "rl_algos.rollouts.worker.proposer_program:ProposerSolverProgram",
+}
 """`"package.module:Class"` of the installed programs."""
+
+GIVEN = ("max_turns", "max_tokens", "split")
+"""Arguments of programs that other keys of the config give."""
 
 AGENT_PROGRAM = "rl_algos.agents.program:AgentProgram"
 """The program that an algorithm's `agent` section asks for."""
@@ -30,6 +40,23 @@ def program_named(name: str) -> str | FromFile:
             "file.py:Class or package.module:Class"
         )
     return code_named(name)
+
+
+def argument_problem(name: str, args: Mapping[str, Any]) -> str:
+    """Return why an installed program cannot be created with these arguments; empty if it can, or if it is the user's
+    own, which its process creates.
+    """
+    if name not in PROGRAMS or not args:
+        return ""
+    program = resolve(PROGRAMS[name])
+    own = [each for each in inspect.signature(program).parameters if each not in GIVEN]
+    if unknown := sorted(set(args) - set(own)):
+        return f"{', '.join(unknown)}: the program {name} takes {', '.join(own) or 'no arguments'}"
+    try:
+        program(max_turns=1, max_tokens=1, **args)
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return ""
 
 
 def code_named(name: str) -> str | FromFile:
