@@ -235,7 +235,9 @@ def test_piles_are_within_bounds_and_demonstrations_are_possible() -> None:
         said = [message["content"] for message in row["messages"]]
         shown, moves = list(map(int, said[::2])), list(map(int, said[1::2]))
         assert all(1 <= move <= min(3, stones) for stones, move in zip(shown, moves, strict=True))
-        assert all(1 <= before - move - after <= 3 for before, move, after in zip(shown, moves, shown[1:], strict=False))
+        assert all(
+            1 <= before - move - after <= 3 for before, move, after in zip(shown, moves, shown[1:], strict=False)
+        )
     with pytest.raises(ConfigError, match="min_pile 5 is larger than max_pile 4"):
         piles({"min_pile": 5, "max_pile": 4}, "train")
 

@@ -178,3 +178,27 @@ def test_a_record_holds_what_the_reward_was_given() -> None:
     assert record["row"]["long"] == "x" * MOST_CHARACTERS + f"... ({MOST_CHARACTERS + 1:,} characters)"
     assert record["row"]["tests"].startswith('["assert f(0) == 0", ')
     assert len(record["row"]["tests"]) < MOST_CHARACTERS + 40
+
+
+def test_reports_and_records_have_the_agent_and_its_play() -> None:
+    rollouts = [
+        rollout(agent=agent, peers=peers, play=play)
+        for agent, peers, play in [("proposer", "", 0), ("solver", "7+5", 0), ("proposer", "", 1)]
+    ]
+    group = RolloutGroup.of(PROMPT, rollouts)
+    assert group.rollouts.compared == (("proposer", ""), ("solver", "7+5"), ("proposer", ""))
+    assert (group.rollouts.plays, group.num_plays) == ((0, 0, 1), 2)
+    assert list(group.rollouts) == [RolloutReport.of(each) for each in rollouts]
+    records = [json.loads(bytes(record)) for record in group.records.ragged("record")]
+    assert [(each["agent"], each["peers"], each["play"]) for each in records] == [
+        ("proposer", "", 0),
+        ("solver", "7+5", 0),
+        ("proposer", "", 1),
+    ]
+
+
+def test_rollouts_without_agents_are_one_set_and_plays_of_their_own() -> None:
+    group = RolloutGroup.of(PROMPT, [rollout(), rollout()])
+    assert group.rollouts.compared == (("", ""), ("", ""))
+    assert (group.rollouts.plays, group.num_plays) == ((0, 1), 2)
+    assert "agent" not in json.loads(bytes(group.records.ragged("record")[0]))

@@ -1,3 +1,4 @@
+import dataclasses
 import logging
 
 import numpy as np
@@ -9,12 +10,12 @@ from rl_core.rollouts.group import RolloutGroup
 from rl_core.rollouts.rollout import Prompt, Rollout
 
 PROMPT = Prompt("p7", (), np.array([1], np.int32), "math", place="prompts.jsonl, line 8")
+GOOD = Rollout("p7", *[np.zeros(1)] * 3, (), (), {"reward": 1.0}, "stop")
 
 
 def groups(*failures):
     """Groups of one rollout each; an empty failure is a good one."""
-    good = Rollout("p7", *[np.zeros(1)] * 3, (), (), {"reward": 1.0}, "stop")
-    return [RolloutGroup.of(PROMPT, (Rollout.failed(PROMPT, failure) if failure else good,)) for failure in failures]
+    return [RolloutGroup.of(PROMPT, (Rollout.failed(PROMPT, failure) if failure else GOOD,)) for failure in failures]
 
 
 def test_a_share_that_is_allowed_passes_with_a_warning(caplog):
@@ -22,6 +23,13 @@ def test_a_share_that_is_allowed_passes_with_a_warning(caplog):
         FailureWatch(0.5).check(groups("hung", ""))
     assert caplog.messages == ["1 of 2 rollouts failed and do not train: 1 x hung"]
     FailureWatch(0.0).check([])
+
+
+def test_a_play_of_several_rollouts_counts_once():
+    good = [dataclasses.replace(GOOD, agent=agent, play=0) for agent in ("first", "second")]
+    failed = dataclasses.replace(Rollout.failed(PROMPT, "hung"), play=1)
+    with pytest.raises(RolloutsFailed, match="1 of 2 rollouts failed, more than"):
+        FailureWatch(0.4).check([RolloutGroup.of(PROMPT, [*good, failed])])
 
 
 def test_past_it_the_reasons_are_counted_and_one_row_is_named():

@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from rollouts_builder import make_group, make_prompt, make_rollout, make_split_rollout
+from rollouts_builder import make_group, make_plays, make_prompt, make_rollout, make_split_rollout
 
 from rl_algos.rollouts.driver.saved_groups import group_from, group_state
 from rl_core.data.batch import Batch, RemoteRows
@@ -40,6 +40,18 @@ def test_segments_come_back_as_they_were():
     prompt = make_prompt("p7")
     group = RolloutGroup.of(prompt, [make_split_rollout(prompt, 1.0, (4, 5), (6,)), make_rollout(prompt, 0.0)])
     assert_equal(group_from(group_state(group), prompt), group)
+
+
+def test_plays_of_several_agents_come_back_as_they_were():
+    group = make_plays("p7", [("first", "", 1.0), ("second", "a", -1.0)], [("first", "", 0.5)])
+    assert_equal(group_from(group_state(group), group.prompt), group)
+
+
+def test_a_group_that_was_saved_without_agents_is_one_agents():
+    group = whole_group()
+    state = group_state(group)
+    old = {name: value for name, value in state["rollouts"].items() if name not in ("agent", "peers", "play")}
+    assert_equal(group_from({**state, "rollouts": old}, group.prompt), group)
 
 
 def test_columns_that_lie_elsewhere_are_fetched():

@@ -62,7 +62,7 @@ class Tokenizer:
     def __getattr__(self, name):
         return getattr(self._real, name)
 
-    def decode(self, ids, skip_special_tokens):
+    def decode(self, ids, skip_special_tokens, **settings):
         return str(ids)
 
 
@@ -542,3 +542,57 @@ def test_a_program_of_the_users_own_is_built_from_its_file(tmp_path, make_worker
     group = run(RolloutWorker(spec, worker._environments), 5)
     assert group.columns.ragged("tokens")[0][:3].tolist() == [1, 2, 5]
     assert group.columns.ragged("loss_mask")[0].tolist() == [0, 0, 1, 1]
+
+
+def played(worker, *seeds):
+    """The rollouts of a group."""
+
+    async def run():
+        await worker.start()
+        await worker.begin([(0, task(*seeds))])
+        return await taken(worker, 1)
+
+    return asyncio.run(run())[0]
+
+
+def test_rollouts_of_a_play_lie_together_and_a_failed_play_is_one_of_them(make_worker):
+    def answer(conversation):
+        if conversation.completion_ids.tolist() == [6]:
+            raise ValueError("bad move")
+        if conversation.agent:
+            return StepResult(reward=2.0)
+        return StepResult(
+            done=False, observation=({"role": "user", "content": "go"},), agent="first", next_agent="second"
+        )
+
+    worker, _ = make_worker(answer)
+    worker._program = MultiTurnProgram(max_turns=1, max_tokens=100)
+    group = played(worker, 1, 6, 3)
+    assert group.rollouts.agents == ("first", "second", "", "first", "second")
+    assert group.rollouts.plays == (0, 0, 1, 2, 2)
+    assert group.num_plays == 3
+    assert group.rollouts.status == ("ok", "ok", "failed", "ok", "ok")
+    records = [json.loads(bytes(record)) for record in group.records.ragged("record")]
+    assert [(each["index"], each["agent"], each["play"]) for each in records] == [
+        (0, "first", 0),
+        (1, "second", 0),
+        (2, "", 1),
+        (3, "first", 2),
+        (4, "second", 2),
+    ]
+
+
+def test_rollouts_of_one_agent_are_plays_of_their_own(make_worker):
+    worker, _ = make_worker(lambda conversation: StepResult(1.0))
+    group = played(worker, 1, 2)
+    assert (group.rollouts.play, group.rollouts.agent, group.rollouts.plays) == ((), (), (0, 1))
+
+
+def test_a_program_without_a_rollout_fails_its_play(make_worker):
+    class Empty:
+        async def run(self, prompt, client):
+            return []
+
+    worker, _ = make_worker(lambda conversation: StepResult(1.0))
+    worker._program = Empty()
+    assert "the rollout program returned no rollout" in played(worker, 1).rollouts.failure[0]
