@@ -483,3 +483,46 @@ def test_a_lease_of_an_agent_that_the_run_starts_is_refused():
 def test_an_address_that_nobody_can_call_is_refused():
     with pytest.raises(ValueError, match="host"):
         AgentConfig(external=True, reward="posted", host="0.0.0.0")
+
+
+PLANNER = (
+    CLIENT
+    + """
+def run(base_url, api_key, prompt):
+    root = base_url.removesuffix("/v1")
+    plan = chat(f"{root}/agents/planner/v1", api_key, prompt["messages"])
+    for _ in range(2):
+        chat(f"{root}/agents/worker/v1", api_key, prompt["messages"])
+    return RETURNED
+"""
+)
+
+
+def planned(make_worker, play, folder, returned, **settings):
+    """The rollouts of a planner that calls once and a worker that calls twice, with what the program returns."""
+    config = AgentConfig(run="my_agent.py:run", **settings)
+    replies = make_worker(
+        config, lambda prompt, seed: str(seed), function=function(folder, PLANNER.replace("RETURNED", returned))
+    )
+    return asyncio.run(play(replies))[0]
+
+
+def test_agents_by_name_have_rollouts_and_rewards_of_their_own(make_worker, play, tmp_path):
+    rewards = '{"agents": {"planner": 1.0, "worker": {"reward": 0.5, "tests": 2.0}}}'
+    planner, worker = planned(make_worker, play, tmp_path, rewards)
+    assert (planner.agent, dict(planner.rewards)) == ("planner", {"reward": 1.0})
+    assert (worker.agent, dict(worker.rewards)) == ("worker", {"reward": 0.5, "tests": 2.0})
+    texts = [turn.text for rollout in (planner, worker) for turn in rollout.turns]
+    assert len(set(texts)) == 3  # equal calls, and each a draw of its own
+    assert [len(planner.segments), len(worker.segments)] == [0, 2]
+
+
+def test_an_agent_without_a_reward_earns_that_of_the_rollout(make_worker, play, tmp_path):
+    found = planned(make_worker, play, tmp_path, '{"reward": 0.25, "agents": {"worker": 1.0}}')
+    assert [(each.agent, each.reward) for each in found] == [("planner", 0.25), ("worker", 1.0)]
+
+
+def test_an_agent_without_any_reward_is_named(make_worker, play, tmp_path):
+    (failed,) = planned(make_worker, play, tmp_path, '{"agents": {"worker": 1.0}}')
+    assert "returned no reward" in failed.failure
+    assert "(agents: planner)" in failed.failure

@@ -31,6 +31,9 @@ MAX_BODY = 16 * 2**20
 MODEL = "policy"
 """Name of the model in lists of models; requests may ask for any name."""
 
+_ROLLOUT = "/rollouts/{rollout}"
+"""Path of a rollout; that of one of its agents is `/agents/NAME` behind it."""
+
 _WAIT_S = 60.0
 """Maximum number of seconds for which a request for a rollout waits."""
 
@@ -68,23 +71,23 @@ class AgentEndpoint:
     async def start(self) -> None:
         """Listen at a port that is free."""
         app = web.Application(client_max_size=MAX_BODY)
-        at = "/rollouts/{rollout}/v1"
         dialects: Mapping[str, Dialect] = {
             "chat/completions": ChatCompletions(),
             "completions": Completions(),
             "responses": Responses(),
             "messages": Messages(),
         }
-        for path, dialect in dialects.items():
-            app.router.add_post(f"{at}/{path}", self._handler(dialect, self._calls))
-        app.router.add_post(f"{at}/messages/count_tokens", self._handler(dialects["messages"], self._count_tokens))
         openai = dialects["chat/completions"]
-        app.router.add_get(f"{at}/models", self._handler(openai, self._models))
-        app.router.add_post(f"{at}/reward", self._handler(openai, self._reward))
+        for at in (f"{_ROLLOUT}/v1", f"{_ROLLOUT}/agents/{{agent:[A-Za-z_][A-Za-z0-9_]*}}/v1"):
+            for path, dialect in dialects.items():
+                app.router.add_post(f"{at}/{path}", self._handler(dialect, self._calls))
+            app.router.add_post(f"{at}/messages/count_tokens", self._handler(dialects["messages"], self._count_tokens))
+            app.router.add_get(f"{at}/models", self._handler(openai, self._models))
+            app.router.add_post(f"{at}/reward", self._handler(openai, self._reward))
         if self._board is not None:
             app.router.add_post("/rollouts", self._handler(openai, self._take))
-            app.router.add_post(f"{at}/end", self._handler(openai, self._end))
-            app.router.add_post(f"{at}/renew", self._handler(openai, self._renew))
+            app.router.add_post(f"{_ROLLOUT}/v1/end", self._handler(openai, self._end))
+            app.router.add_post(f"{_ROLLOUT}/v1/renew", self._handler(openai, self._renew))
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
         await self._runner.setup()
         site = web.TCPSite(self._runner, self._host, 0)
@@ -165,7 +168,7 @@ class AgentEndpoint:
         _check_key(request, key)
         if self._board is not None:
             self._board.renew(found.address.rollout)
-        return found.session
+        return found.session.of_agent(request.match_info.get("agent", ""))
 
     async def _calls(self, request: web.Request, dialect: Dialect) -> web.StreamResponse:
         session = self._session(request)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +26,9 @@ _log = logging.getLogger(__name__)
 
 MAX_RESTARTS = 2
 """Maximum number of times that a rollout begins again because its agent was killed from outside."""
+
+AGENTS = "agents"
+"""Entry of a returned reward with the rewards of agents by name."""
 
 
 class AgentProgram:
@@ -72,8 +76,11 @@ class AgentProgram:
         await self._launcher.close()
         await self._endpoint.close()
 
-    async def run(self, prompt: Prompt, client: GenerationClient) -> Rollout:
-        """Play one rollout; from its beginning, if its agent was killed or, elsewhere, does not call any more.
+    async def run(self, prompt: Prompt, client: GenerationClient) -> Rollout | Sequence[Rollout]:
+        """Play once; from the beginning, if the agent was killed or, elsewhere, does not call any more.
+
+        Returns:
+            The rollouts of all agents that have called the policy.
 
         Raises:
             AgentFailed: If the agent fails, there is no reward, or it was killed `MAX_RESTARTS` times and once more.
@@ -90,7 +97,7 @@ class AgentProgram:
                     raise
                 _log.warning("rollout of %s begins again: %s", prompt, error)
 
-    async def _played(self, prompt: Prompt, client: GenerationClient) -> Rollout:
+    async def _played(self, prompt: Prompt, client: GenerationClient) -> Rollout | Sequence[Rollout]:
         session = AgentSession(prompt, client, self._limits, splits=self._split)
         async with self._endpoint.opened(session, takes_rewards=self._config.reward == "posted") as address:
             returned = await self._launcher.play(self._task(prompt, address))
@@ -98,13 +105,15 @@ class AgentProgram:
                 returned = await _scored(session, client)
             if returned is not None and self._config.reward != "posted":
                 try:
-                    session.add_rewards(rewards_of(returned))
+                    _add_rewards(session, returned)
                 except CallRefused as error:
                     raise AgentFailed(f"{error}; return a number, or numbers by name") from None
-        if not session.has_reward:
-            raise AgentFailed(_NO_REWARD[self._config.reward])
+        if missing := session.without_reward:
+            named = [name for name in missing if name]
+            raise AgentFailed(_NO_REWARD[self._config.reward] + (f" (agents: {', '.join(named)})" if named else ""))
+        rollouts = session.rollouts()
         self._tell_ignored(session)
-        return session.rollout()
+        return rollouts[0] if len(rollouts) == 1 else rollouts
 
     def _task(self, prompt: Prompt, address: Address) -> Task:
         name = re.sub(r"[^\w.-]", "_", prompt.id)[-80:]
@@ -130,6 +139,21 @@ def _launcher(config: AgentConfig, function: str | FromFile | None, board: TaskB
     if board is not None:
         return ExternalLauncher(board)
     return ProcessLauncher(function, config.command, config.env, config.grace_s)
+
+
+def _add_rewards(session: AgentSession, returned: Any) -> None:
+    """Set rewards of the rollout, and of agents if they are by name under `agents`."""
+    of_agents = returned.get(AGENTS) if isinstance(returned, Mapping) else None
+    if of_agents is None:
+        session.add_rewards(rewards_of(returned))
+        return
+    if not isinstance(of_agents, Mapping):
+        raise CallRefused(f"`{AGENTS}` must be rewards by the names of agents, got {of_agents!r:.80}")
+    own = {name: reward for name, reward in returned.items() if name != AGENTS}
+    if own:
+        session.add_rewards(rewards_of(own))
+    for name, rewards in of_agents.items():
+        session.of_agent(str(name)).add_rewards(rewards_of(rewards))
 
 
 async def _scored(session: AgentSession, client: GenerationClient) -> Any:

@@ -57,15 +57,22 @@ class AgentSession:
         limits: Limits of the rollout.
         splits: True to render every conversation anew, as a chat server does, which cuts the rollout where the chat
             template rewrites earlier turns; False to continue from the tokens as they were sampled.
+        agent: Name of the agent whose calls these are, if the program has several; empty for the only one.
     """
 
-    def __init__(self, prompt: Prompt, client: GenerationClient, limits: Limits, *, splits: bool = False) -> None:
+    def __init__(
+        self, prompt: Prompt, client: GenerationClient, limits: Limits, *, splits: bool = False, agent: str = ""
+    ) -> None:
         # unlike any before it, for an environment may still know those of a rollout worker that died
         self.id = f"{prompt.id}/{uuid.uuid4().hex}"
         self._prompt = prompt
         self._client = client
         self._limits = limits
         self._splits = splits
+        self._agent = agent
+        # equal calls of two agents are draws of their own, whichever agent calls first
+        self._first_draw = int(_short(agent)[:7], 16) << 32 if agent else 0
+        self._agents: dict[str, AgentSession] = {}
         self._tree = CallTree()
         self._answered: dict[str, list[Node]] = {}
         self._stored: dict[str, tuple[Message, ...]] = {}
@@ -83,6 +90,21 @@ class AgentSession:
     def prompt(self) -> Prompt:
         """The prompt of the rollout."""
         return self._prompt
+
+    def of_agent(self, name: str) -> AgentSession:
+        """Return the calls of one of several agents, which are a rollout of their own; these for an empty name.
+
+        Raises:
+            CallRefused: If the rollout has ended.
+        """
+        if not name:
+            return self
+        self._check_open()
+        if name not in self._agents:
+            session = AgentSession(self._prompt, self._client, self._limits, splits=self._splits, agent=name)
+            session.ignored = self.ignored
+            self._agents[name] = session
+        return self._agents[name]
 
     async def answer(self, call: Call, *, is_retry: bool = False, key: str = "") -> Answer:
         """Answer a call.
@@ -183,6 +205,8 @@ class AgentSession:
     def close(self) -> None:
         """Refuse further calls, and stop those that are being answered."""
         self._is_closed = True
+        for session in self._agents.values():
+            session.close()
         for draw in (draw for draws in self._draws.values() for draw in draws):
             if not draw.answer.done():
                 draw.answer.cancel()
@@ -191,16 +215,37 @@ class AgentSession:
 
     @property
     def has_reward(self) -> bool:
-        """Whether a reward was posted."""
+        """Whether a reward of this agent was posted."""
         return bool(self._rewards) or any(node.rewards for node in self._tree.nodes)
+
+    @property
+    def without_reward(self) -> list[str]:
+        """Names of the agents that have called the policy and have no reward, neither their own nor the rollout's."""
+        if self._rewards:
+            return []
+        sessions = {"": self, **self._agents}
+        return [name for name, session in sessions.items() if session._answered and not session.has_reward]
 
     @property
     def messages(self) -> tuple[Message, ...]:
         """The conversation of the call that was answered last, with its completion."""
         return self._messages
 
+    def rollouts(self) -> list[Rollout]:
+        """Return the rollouts of all agents so far, by their names: one without reward earns that of the whole rollout.
+
+        Raises:
+            ValueError: If no agent has called the policy.
+        """
+        sessions = [self._agents[name] for name in sorted(self._agents)]
+        called = [session for session in (self, *sessions) if session._answered]
+        for session in called:
+            if not session.has_reward:
+                session._rewards = dict(self._rewards)
+        return [session.rollout() for session in called or [self]]
+
     def rollout(self) -> Rollout:
-        """Return the rollout so far.
+        """Return the rollout of one agent so far.
 
         Raises:
             ValueError: If the agent has not called the policy.
@@ -211,7 +256,8 @@ class AgentSession:
                     self._tree.drop(node)
         if not self._answered:
             raise ValueError("the agent ended without a completion of the policy, so there is nothing to train on")
-        return self._tree.rollout(self._prompt, self._rewards, is_truncated=self._is_truncated)
+        rollout = self._tree.rollout(self._prompt, self._rewards, is_truncated=self._is_truncated)
+        return replace(rollout, agent=self._agent) if self._agent else rollout
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -274,7 +320,8 @@ class AgentSession:
             own.append(_first_free(drawn))
             drawn.add(own[-1])
         try:
-            return await asyncio.gather(*[self._client.generate(tokens, sampling, draw=draw) for draw in own])
+            first = self._first_draw
+            return await asyncio.gather(*[self._client.generate(tokens, sampling, draw=first + draw) for draw in own])
         except BaseException:
             drawn.difference_update(own)
             raise

@@ -74,9 +74,6 @@ def _agents(config: GRPORoot) -> Iterator[Problem]:
                 yield Problem.unused(f"{key}.{name}", f"with {key}.train=false")
         if settings.train and settings.adv_estimator.name is None and is_changed(settings, "adv_estimator"):
             yield Problem.unused(f"{key}.adv_estimator", "without a name", remedy=f"Set {key}.adv_estimator.name")
-    agents = trained_agents(config.grpo)
-    if agents and config.grpo.agent is not None:
-        yield Problem.unused("grpo.agents", "with grpo.agent, whose rollouts have one agent")
 
 
 def _estimator(config: GRPORoot) -> Iterator[Problem]:
