@@ -156,8 +156,10 @@ class Mesh:
 
 
 def _forget_meshes() -> None:
-    """Clear what DTensor has cached by mesh. Its caches keep every mesh of the process, and with it its groups, of which
-    each has a thread that polls all the time, although they were destroyed."""
+    """Clear what DTensor has cached by mesh.
+
+    The caches keep all meshes of the process, and with them the destroyed groups, each with a thread that polls.
+    """
     _clear_sharding_prop_cache()
     clear_redistribute_planner_cache()
     _gen_transform_infos.cache_clear()
