@@ -70,7 +70,7 @@ class RankPool:
         function: Callable[..., Any] | str,
         args: Sequence[tuple[Any, ...]],
         *,
-        timeout_s: float = 120.0,
+        timeout_s: float = 300.0,
     ) -> list[Any]:
         """Call `function(rank, *args[i])` on rank i for all i; the results in rank order.
 
