@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from typing import Self
 
-from rl_core.config import Config, PathText
+from pydantic import Field, model_validator
+
+from rl_core.config import Config, PathText, Problem, ProblemError
 from rl_envs.sandbox.program import Isolation, Limits
 
 
@@ -33,6 +35,24 @@ class SandboxConfig(Config):
     """Output limit in KiB of a program on stdout, and on stderr. The program is killed when it writes more."""
     python_path: list[PathText] = []
     """Folders with packages that programs may import besides Python's own library."""
+    commands: list[PathText] = []
+    """Folders with commands that programs may execute, such as `[/usr/bin, /bin]`, in addition to the Python that they
+    run in. Needs `isolation: namespaces`. Programs can read everything in these folders."""
+
+    @model_validator(mode="after")
+    def _commands_need_namespaces(self) -> Self:
+        if self.commands and self.isolation != "namespaces":
+            raise ProblemError(
+                Problem(
+                    "commands",
+                    f"cannot be contained with isolation={self.isolation}",
+                    got=self.commands,
+                    remedy="Set isolation=namespaces, or remove commands",
+                )
+            )
+        if self.commands and self.url is not None:
+            raise ProblemError(Problem.unused("commands", "with url: the server decides what its programs execute"))
+        return self
 
     @property
     def limits(self) -> Limits:

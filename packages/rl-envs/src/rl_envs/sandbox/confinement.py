@@ -29,12 +29,14 @@ class Confinement:
         user_namespace: True if the namespaces belong to a user without privileges.
         first_uid: User id of the program in the first slot; None if programs keep that of the sandbox.
         readable: Paths that programs may read.
+        executable: Folders among them with commands that programs may execute.
     """
 
     isolation: Isolation
     user_namespace: bool
     first_uid: int | None
     readable: tuple[str, ...]
+    executable: tuple[str, ...] = ()
 
     @property
     def may_fork(self) -> bool:
@@ -77,8 +79,16 @@ def mapped_ids() -> list[tuple[int, int]]:
     return [(int(first), int(count)) for first, _, count in rows]
 
 
-def confine(confinement: Confinement, limits: Limits, uid: int, scratch: str) -> None:
-    """Confine this process, which must have one thread, for good."""
+def confine(confinement: Confinement, limits: Limits, uid: int, scratch: str, port: int = 0) -> None:
+    """Confine this process, which must have one thread, for good.
+
+    Args:
+        confinement: How.
+        limits: Limits of the program.
+        uid: User id of the program.
+        scratch: Its scratch folder.
+        port: TCP port that it may connect to; 0 for none.
+    """
     os.umask(0o077)
     os.chdir(scratch)
     _limit(confinement, limits)
@@ -95,8 +105,18 @@ def confine(confinement: Confinement, limits: Limits, uid: int, scratch: str) ->
     syscalls.forbid_new_privileges()
     if confinement.isolation == "landlock" or landlock.version():
         devices = [path for path in DEVICES if os.path.exists(path)]
-        landlock.restrict(readable=[*confinement.readable, *devices], writable=[scratch, *devices[:1]])
-    seccomp.apply(may_fork=confinement.may_fork, has_namespaces=confinement.isolation == "namespaces")
+        landlock.restrict(
+            readable=[*confinement.readable, *devices],
+            writable=[scratch, *devices[:1]],
+            executes=bool(confinement.executable),
+            port=port,
+        )
+    seccomp.apply(
+        may_fork=confinement.may_fork,
+        has_namespaces=confinement.isolation == "namespaces",
+        may_connect=bool(port),
+        may_execute=bool(confinement.executable),
+    )
 
 
 def _limit(confinement: Confinement, limits: Limits) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import sysconfig
 from collections.abc import Sequence
 
@@ -19,6 +20,14 @@ DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib")
 _DATA = ("/etc/ld.so.cache", "/etc/localtime", "/usr/share/zoneinfo")
 _STAGES = ("/sys", "/mnt", "/media", "/srv", "/proc", "/home")
+
+
+def command_paths(commands: Sequence[str]) -> list[str]:
+    """Folders in which programs look for commands: that of Python itself, and these; none if these are none."""
+    if not commands:
+        return []
+    python = os.path.join(sysconfig.get_config_var("exec_prefix") or sys.base_prefix, "bin")
+    return list(dict.fromkeys([python, *map(os.path.abspath, commands)]))
 
 
 def readable_paths(python_path: Sequence[str] = ()) -> list[str]:
@@ -47,16 +56,20 @@ def map_user(table: ProcessTable, uid: int, gid: int) -> None:
     table.write("self/gid_map", f"{gid} {gid} 1")
 
 
-def enter_root(readable: Sequence[str]) -> None:
+def enter_root(readable: Sequence[str], commands: Sequence[str] = ()) -> None:
     """Make a small read-only root of these paths and a few devices, and make it this process's own.
 
     Only after `enter_namespaces`.
+
+    Args:
+        readable: Paths, without links.
+        commands: Folders among them, as programs name them.
     """
     stage = next(path for path in _STAGES if os.path.isdir(path) and not any(_is_below(r, path) for r in readable))
     syscalls.mount("sandbox", stage, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
     for path in readable:
         _bind(path, stage, MS_RDONLY | MS_NOSUID | MS_NODEV)
-    for path in _LIBRARIES:
+    for path in (*_LIBRARIES, *commands):
         if os.path.islink(path) and not os.path.lexists(stage + path):
             os.symlink(os.readlink(path), stage + path)
     for path in DEVICES:
@@ -73,10 +86,18 @@ def enter_root(readable: Sequence[str]) -> None:
     syscalls.protect_mount("/", MS_RDONLY, recursive=False)
 
 
-def mount_scratch(size_mib: int, uid: int, gid: int) -> None:
-    """Mount an empty scratch folder of a limited size, in the memory of the machine."""
+def mount_scratch(size_mib: int, uid: int, gid: int, *, executes: bool = False) -> None:
+    """Mount an empty scratch folder of a limited size, in the memory of the machine.
+
+    Args:
+        size_mib: Its size.
+        uid: Its user.
+        gid: Its group.
+        executes: True if files in it may be executed.
+    """
     options = f"size={size_mib}m,nr_inodes={max(64, 16 * size_mib)},mode=700,uid={uid},gid={gid}"
-    syscalls.mount("scratch", SCRATCH, "tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, options)
+    flags = MS_NOSUID | MS_NODEV | (0 if executes else MS_NOEXEC)
+    syscalls.mount("scratch", SCRATCH, "tmpfs", flags, options)
 
 
 def _bind(path: str, stage: str, flags: int) -> None:

@@ -5,15 +5,20 @@ from __future__ import annotations
 import linecache
 import os
 import random
+import re
+import runpy
 import sys
 import threading
 import traceback
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
 FILE = "program.py"
 """Name of the program in its tracebacks."""
+
+_OWN = (__file__, runpy.__file__, "<frozen runpy>")
+"""Files of the frames that a traceback does not show."""
 
 PRELOADED = (
     "abc",
@@ -66,27 +71,101 @@ def run(source: str, *, path: Sequence[str], folder: str) -> NoReturn:
         path: Folders that it may import from.
         folder: Its scratch folder.
     """
+    _prepare([*path, folder], [FILE], folder, {})
+    os._exit(_execute(source))
+
+
+def run_command(
+    command: Sequence[str],
+    *,
+    path: Sequence[str],
+    folder: str,
+    variables: Mapping[str, str],
+    commands: Sequence[str],
+    completed: Callable[[], object],
+) -> NoReturn:
+    """Run a command in the current folder. Python runs in this process, so its library and `path` come before all files
+    of the command's own: none of those can take the place of a module that is installed.
+
+    Args:
+        command: The command and its arguments.
+        path: Folders that Python may import from.
+        folder: Its scratch folder.
+        variables: Further environment variables.
+        commands: Folders of commands that may be executed; empty if none may.
+        completed: Called when Python has come to its end.
+    """
+    given = dict(variables)
+    if commands:
+        given = {"PATH": ":".join(commands), "PYTHONPATH": ":".join(path), **given}
+        sys.executable = f"{commands[0]}/python3"
+    program, *arguments = command
+    is_python = re.fullmatch(r"python(3(\.\d+)?)?", os.path.basename(program)) is not None
+    own = os.getcwd()
+    match arguments:
+        case ["-m", module, *rest] if is_python:
+            _prepare([*path, own], ["-m", *rest], folder, given)
+            code = _guarded(lambda: runpy.run_module(module, run_name="__main__", alter_sys=True))
+        case ["-c", source, *rest] if is_python:
+            _prepare([*path, own], ["-c", *rest], folder, given)
+            code = _execute(source)
+        case [file, *rest] if is_python and not file.startswith("-"):
+            _prepare([*path, os.path.dirname(os.path.abspath(file))], [file, *rest], folder, given)
+            code = _guarded(lambda: runpy.run_path(os.path.abspath(file), run_name="__main__"))
+        case _:
+            _prepare([], [], folder, given)
+            code = _replaced(command) if commands else _unknown(command)
+            os._exit(code)
+    completed()
+    os._exit(code)
+
+
+def _replaced(command: Sequence[str]) -> int:
+    """Become a command; returns only if it cannot be executed."""
+    try:
+        os.execvpe(command[0], list(command), os.environ)
+    except OSError as error:
+        print(f"{command[0]} cannot be executed: {error.strerror}", file=sys.stderr, flush=True)  # noqa: T201
+        return 127
+
+
+def _unknown(command: Sequence[str]) -> int:
+    print(  # noqa: T201  # to the log of the command
+        f"{' '.join(command)[:200]!r} cannot be executed in this sandbox, which runs `python FILE`, `python -m MODULE` "
+        "and `python -c CODE`; to execute others, set sandbox.commands to folders such as /usr/bin",
+        file=sys.stderr,
+        flush=True,
+    )
+    return 126
+
+
+def _prepare(path: Sequence[str], arguments: Sequence[str], folder: str, variables: Mapping[str, str]) -> None:
+    """Make this process as a program finds it."""
     _forget_sandbox()
-    sys.path[:] = [*path, folder]
-    sys.argv[:] = [FILE]
+    sys.path[:] = path
+    sys.argv[:] = arguments
     os.environ.clear()
-    os.environ.update({"HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8"})
+    os.environ.update({"HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8", **variables})
     random.seed(0)
     for name, descriptor, mode in (("stdin", 0, "r"), ("stdout", 1, "w"), ("stderr", 2, "w")):
         errors = "backslashreplace" if name == "stderr" else "surrogateescape"
         stream = open(descriptor, mode, encoding="utf-8", errors=errors, closefd=False)  # noqa: SIM115  # open to the end
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
-    os._exit(_execute(source))
 
 
 def _execute(source: str) -> int:
     main = types.ModuleType("__main__")
     sys.modules["__main__"] = main
     linecache.cache[FILE] = (len(source), None, source.splitlines(keepends=True), FILE)
+    return _guarded(lambda: exec(compile(source, FILE, "exec", dont_inherit=True), main.__dict__))
+
+
+def _guarded(program: Callable[[], object]) -> int:
+    """Run a program to its end, and return its exit code as Python would."""
     code = 0
     try:
-        exec(compile(source, FILE, "exec", dont_inherit=True), main.__dict__)
+        program()
     except SystemExit as end:
         code = _exit_code(end)
     except BaseException as error:  # noqa: BLE001  # as the interpreter itself does
@@ -104,7 +183,9 @@ def _exit_code(end: SystemExit) -> int:
 
 def _print_traceback(error: BaseException) -> None:
     try:
-        frames = error.__traceback__.tb_next if error.__traceback__ else None  # without the frame of `_execute`
+        frames = error.__traceback__
+        while frames is not None and frames.tb_frame.f_code.co_filename in _OWN:
+            frames = frames.tb_next
         traceback.print_exception(type(error), error, frames, file=sys.stderr)
     except BaseException:  # noqa: BLE001  # a program may break its own stderr, or have no memory left
         os.write(2, type(error).__name__.encode(errors="replace") + b"\n")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
+import secrets
 import select
 import shutil
 import signal
@@ -11,15 +13,16 @@ import socket
 import struct
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-from rl_envs.sandbox import frames, interpreter, syscalls
+from rl_envs.sandbox import frames, interpreter, syscalls, tree
 from rl_envs.sandbox.confinement import Confinement, confine
 from rl_envs.sandbox.filesystem import SCRATCH, enter_namespaces, map_user, mount_scratch
 from rl_envs.sandbox.processes import ProcessTable
 from rl_envs.sandbox.program import Ending, Limits, Program, program_of
+from rl_envs.sandbox.relay import Relay, RelayProcess
 
 _STATUS = struct.Struct("=i")
 _UNCONFINED = -1
@@ -33,6 +36,10 @@ _NAMESPACES = (
     | syscalls.CLONE_NEWCGROUP
 )
 _FIRST_LOOK_S, _LOOK_S = 0.03, 0.02
+_END = 10
+"""Smallest descriptor on which a command tells its end; programs expect the first ones to be free."""
+MAX_SNAPSHOT = 2**27
+"""Maximum number of bytes of a snapshot's files, so that it fits a message."""
 
 
 class UnconfinedError(Exception):
@@ -47,11 +54,13 @@ class Site:
         confinement: Confinement of the programs.
         table: The processes of the machine.
         python_path: Folders that programs import from.
+        commands: Folders of commands that programs may execute, the one of Python first.
     """
 
     confinement: Confinement
     table: ProcessTable
     python_path: tuple[str, ...]
+    commands: tuple[str, ...] = ()
 
 
 @dataclass
@@ -83,8 +92,8 @@ def keep(connection: socket.socket, site: Site, slot: int) -> None:
     started = time.monotonic()
     program, limits = program_of(header, parts)
     uid = site.confinement.uid(slot)
-    with _scratch(site.confinement, site.table, limits, uid) as scratch:
-        _write_files(program, scratch, uid)
+    with _scratch(site.confinement, site.table, limits, uid, program.relay) as scratch:
+        _write_files(program, scratch, uid, limits)
         syscalls.adopt_orphans()
         keeper = _Keeper(connection, program, limits, site.table)
         keeper.start(site, uid, scratch)
@@ -92,12 +101,20 @@ def keep(connection: socket.socket, site: Site, slot: int) -> None:
             ending, status = keeper.watch(started + limits.wall_s)
         finally:
             site.table.end_descendants()
+        snapshot, problem = _snapshot(program, scratch, limits)
     ending, code, number = _told(ending, status)
-    answer = {"ending": ending, "exit_code": code, "signal": number, "seconds": time.monotonic() - started}
+    answer = {
+        "ending": ending,
+        "exit_code": code,
+        "signal": number,
+        "seconds": time.monotonic() - started,
+        "is_complete": keeper.is_complete(),
+        "snapshot_problem": problem,
+    }
     outputs = [bytes(output.data[: output.limit]) for output in (keeper.stdout, keeper.stderr)]
     connection.setblocking(True)
     with contextlib.suppress(ConnectionError):
-        frames.write(connection, answer, [b"", b""] if program.interactive else outputs)
+        frames.write(connection, answer, [*([b"", b""] if program.interactive else outputs), snapshot])
 
 
 class _Keeper:
@@ -117,10 +134,13 @@ class _Keeper:
         stdout, out = os.pipe()
         stderr, err = os.pipe()
         self._status, status = os.pipe()
+        self._end, end = os.pipe()
+        self._mark = secrets.token_bytes(16)
         self._init = os.fork()
         if self._init == 0:
-            _be_init(site, self._program, self._limits, uid, scratch, (stdin, out, err), status)
-        for descriptor in (stdin, out, err, status):
+            place = _Place(site, uid, scratch, (stdin, out, err), end, self._mark)
+            _be_init(place, self._program, self._limits, status)
+        for descriptor in (stdin, out, err, status, end):
             os.close(descriptor)
         most = self._limits.output_kib * 1024
         self.stdout, self.stderr = Output(stdout, most), Output(stderr, most)
@@ -154,6 +174,10 @@ class _Keeper:
                         return "deadline", None  # nobody waits for it
                 elif self._take_output(poll, descriptor):
                     return "output", None
+
+    def is_complete(self) -> bool:
+        """Return whether a command in Python came to its end; call it when all processes have ended."""
+        return os.read(self._end, 64) == self._mark
 
     def _ended(self) -> tuple[Ending, int | None]:
         """The status of the program, whose last output may still be in the pipes."""
@@ -217,27 +241,40 @@ class _Keeper:
         self._is_closed = True
 
 
-def _be_init(
-    site: Site,
-    program: Program,
-    limits: Limits,
-    uid: int,
-    scratch: str,
-    streams: Sequence[int],
-    status: int,
-) -> NoReturn:
+@dataclass(frozen=True)
+class _Place:
+    """The place of one program.
+
+    Args:
+        site: The place of all programs.
+        uid: Its user id.
+        scratch: Its scratch folder.
+        streams: Descriptors of stdin, stdout and stderr.
+        end: Descriptor on which a command in Python tells that it came to its end.
+        mark: The bytes that it tells.
+    """
+
+    site: Site
+    uid: int
+    scratch: str
+    streams: tuple[int, int, int]
+    end: int
+    mark: bytes
+
+
+def _be_init(place: _Place, program: Program, limits: Limits, status: int) -> NoReturn:
     """Be the first process of the program's namespace: start it, wait for it, report its status."""
     try:
         syscalls.die_with_parent()
         syscalls.adopt_orphans()
         child = os.fork()
         if child == 0:
-            _be_program(site, program, limits, uid, scratch, streams, status)
+            _be_program(place, program, limits, status)
         os.dup2(status, 3)
         os.closerange(4, 2**16)
         for descriptor in range(3):
             os.close(descriptor)
-        if site.confinement.isolation == "namespaces":
+        if place.site.confinement.isolation == "namespaces":
             syscalls.drop_capabilities()
         syscalls.hide_from_tracers()
         while True:
@@ -249,30 +286,53 @@ def _be_init(
         os._exit(0)
 
 
-def _be_program(
-    site: Site, program: Program, limits: Limits, uid: int, scratch: str, streams: Sequence[int], status: int
-) -> NoReturn:
+def _be_program(place: _Place, program: Program, limits: Limits, status: int) -> NoReturn:
+    site, scratch = place.site, place.scratch
     try:
         os.setsid()
-        for number, descriptor in enumerate((*streams, status)):
+        # the last is not inherited by what a command executes
+        end = fcntl.fcntl(place.end, fcntl.F_DUPFD_CLOEXEC, _END)
+        for number, descriptor in enumerate((*place.streams, status)):
             os.dup2(descriptor, number)
-        os.closerange(4, 2**16)
-        confine(site.confinement, limits, uid, scratch)
+        os.closerange(4, end)
+        os.closerange(end + 1, 2**16)
+        if not program.command:
+            os.close(end)
+        confine(site.confinement, limits, place.uid, scratch, program.relay.port if program.relay else 0)
+        os.chdir(os.path.join(scratch, program.folder))
     except BaseException as error:  # noqa: BLE001  # whatever it is, the program must not run
         os.write(3, _STATUS.pack(_UNCONFINED) + f"{type(error).__name__}: {error}".encode())
         os._exit(1)
     os.close(3)
-    interpreter.run(program.source, path=site.python_path, folder=scratch)
+    if not program.command:
+        interpreter.run(program.source, path=site.python_path, folder=scratch)
+    interpreter.run_command(
+        program.command,
+        path=site.python_path,
+        folder=scratch,
+        variables=program.variables,
+        commands=site.commands,
+        completed=lambda: os.write(end, place.mark),
+    )
 
 
 @contextlib.contextmanager
-def _scratch(confinement: Confinement, table: ProcessTable, limits: Limits, uid: int) -> Iterator[str]:
+def _scratch(
+    confinement: Confinement, table: ProcessTable, limits: Limits, uid: int, relay: Relay | None
+) -> Iterator[str]:
     """The scratch folder of one program: its own filesystem, or a folder that is removed."""
     if confinement.isolation == "namespaces":
+        process = None if relay is None else RelayProcess(relay)
         _enter_program_namespaces(confinement, table)
-        mount_scratch(limits.scratch_mib, uid, uid)
+        if process is not None:
+            process.listen()
+        mount_scratch(limits.scratch_mib, uid, uid, executes=bool(confinement.executable))
         yield SCRATCH
         return
+    if relay is not None:
+        raise UnconfinedError(
+            f"isolation {confinement.isolation} cannot limit a program's network to one address; use namespaces"
+        )
     folder = tempfile.mkdtemp(prefix="rl-sandbox-")
     try:
         os.chown(folder, uid, -1)
@@ -291,11 +351,28 @@ def _enter_program_namespaces(confinement: Confinement, table: ProcessTable) -> 
         map_user(table, uid, gid)
 
 
-def _write_files(program: Program, scratch: str, uid: int) -> None:
+def _write_files(program: Program, scratch: str, uid: int, limits: Limits) -> None:
+    if program.tree:
+        tree.write(tree.unpack(program.tree, limits.scratch_mib * 2**20), scratch, uid)
     for name, content in program.files.items():
         with open(os.path.join(scratch, name), "xb") as file:
             file.write(content)
             os.fchown(file.fileno(), uid, -1)
+
+
+def _snapshot(program: Program, scratch: str, limits: Limits) -> tuple[bytes, str]:
+    """What a program leaves in the folder that was asked for, and why it cannot be had; one of them is empty."""
+    if program.snapshot is None:
+        return b"", ""
+    folder = os.path.join(scratch, program.snapshot)
+    try:
+        # the folder itself may have become a link
+        if os.path.realpath(folder) != os.path.normpath(folder) or not os.path.isdir(folder):
+            return b"", f"the folder {program.snapshot} is gone"
+        most = min(limits.scratch_mib * 2**20, MAX_SNAPSHOT)
+        return tree.pack(tree.read(folder, most)), ""
+    except (tree.UnusableTree, OSError) as error:
+        return b"", str(error)
 
 
 def _told(ending: Ending, status: int | None) -> tuple[Ending, int | None, int | None]:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from rl_envs.sandbox.relay import Relay
+
 Isolation = Literal["namespaces", "landlock", "limits"]
 """Levels of isolation, strongest first."""
 
@@ -38,19 +40,33 @@ class Limits:
 
 @dataclass(frozen=True)
 class Program:
-    """A Python program.
+    """A Python program, or a command.
 
     Args:
-        source: Text of the program, run as `__main__`.
+        source: Text of the program, run as `__main__`; empty for a command.
         stdin: All that it can read.
         files: Contents of files in its scratch folder, its current one, by name; names have no slashes.
         interactive: True if more is written to its stdin, and its output passed on, while it runs.
+        command: Command to run instead of `source`. `python FILE`, `python -m MODULE` and `python -c CODE`, each with
+            arguments, run in the interpreter that is there; others need a sandbox with folders of commands.
+        variables: Environment variables in addition to `HOME`, `TMPDIR` and `LANG`.
+        tree: Tar archive that is unpacked into the scratch folder; empty for none.
+        folder: Folder of the scratch folder in which the program starts; empty for the scratch folder itself.
+        snapshot: Folder of the scratch folder that is read when all processes of the program have ended, `.` for all of
+            it; None to read nothing.
+        relay: The one address that the program may reach; None for no network.
     """
 
-    source: str
+    source: str = ""
     stdin: bytes = b""
     files: Mapping[str, bytes] = field(default_factory=dict)
     interactive: bool = False
+    command: tuple[str, ...] = ()
+    variables: Mapping[str, str] = field(default_factory=dict)
+    tree: bytes = b""
+    folder: str = ""
+    snapshot: str | None = None
+    relay: Relay | None = None
 
     def __post_init__(self) -> None:
         for name in self.files:
@@ -68,6 +84,10 @@ class Outcome:
         signal: Number of the signal that ended it; None otherwise.
         stdout, stderr: its output, cut at the limit.
         seconds: Seconds from the request to the end.
+        is_complete: True if it came to its end as Python does, rather than by `os._exit`; always False for a command
+            that is not Python.
+        snapshot: Tar archive of `Program.snapshot`; empty if it was not asked for or is not usable.
+        snapshot_problem: Why there is no snapshot; empty if there is one, or none was asked for.
     """
 
     ending: Ending
@@ -76,6 +96,9 @@ class Outcome:
     stdout: bytes = b""
     stderr: bytes = b""
     seconds: float = 0.0
+    is_complete: bool = False
+    snapshot: bytes = b""
+    snapshot_problem: str = ""
 
     @property
     def ok(self) -> bool:
@@ -115,12 +138,32 @@ class Outcome:
 
 def request_of(program: Program, limits: Limits) -> tuple[dict[str, Any], list[bytes]]:
     """A program as a plain header and the bytes that follow it, as `program_of` reads them."""
-    header = {"limits": asdict(limits), "files": list(program.files), "interactive": program.interactive}
-    return header, [program.source.encode(errors="replace"), program.stdin, *program.files.values()]
+    header = {
+        "limits": asdict(limits),
+        "files": list(program.files),
+        "interactive": program.interactive,
+        "command": list(program.command),
+        "variables": dict(program.variables),
+        "folder": program.folder,
+        "snapshot": program.snapshot,
+        "relay": None if program.relay is None else asdict(program.relay),
+    }
+    return header, [program.source.encode(errors="replace"), program.stdin, program.tree, *program.files.values()]
 
 
 def program_of(header: Mapping[str, Any], parts: list[bytes]) -> tuple[Program, Limits]:
     """Inverse of `request_of`."""
-    source, stdin, *contents = parts
-    files = dict(zip(header["files"], contents, strict=True))
-    return Program(source.decode(), stdin, files, header["interactive"]), Limits(**header["limits"])
+    source, stdin, tree, *contents = parts
+    program = Program(
+        source.decode(),
+        stdin,
+        files=dict(zip(header["files"], contents, strict=True)),
+        interactive=header["interactive"],
+        command=tuple(header["command"]),
+        variables=header["variables"],
+        tree=tree,
+        folder=header["folder"],
+        snapshot=header["snapshot"],
+        relay=None if header["relay"] is None else Relay(**header["relay"]),
+    )
+    return program, Limits(**header["limits"])

@@ -16,6 +16,7 @@ from typing import Any, Protocol, Self
 import rl_envs
 from rl_core.errors import RLError
 from rl_envs.sandbox import frames, preflight
+from rl_envs.sandbox.cancellation import Cancellation
 from rl_envs.sandbox.config import SandboxConfig
 from rl_envs.sandbox.program import Isolation, Limits, Outcome, Program, request_of
 from rl_envs.sandbox.remote import RemoteSandbox
@@ -39,8 +40,8 @@ class SandboxFailed(RLError):
 class Runner(Protocol):
     """Runs programs: a sandbox on this machine, or on another."""
 
-    def run(self, program: Program, limits: Limits | None = None) -> Outcome:
-        """Run a program to its end."""
+    def run(self, program: Program, limits: Limits | None = None, cancellation: Cancellation | None = None) -> Outcome:
+        """Run a program to its end, or until it is cancelled."""
         ...
 
     def close(self) -> None:
@@ -57,7 +58,7 @@ def open_sandbox(config: SandboxConfig) -> Runner:
     """
     if config.url is not None:
         return RemoteSandbox(config.url, limits=config.limits)
-    return Sandbox(config.isolation, limits=config.limits, python_path=config.python_path)
+    return Sandbox(config.isolation, limits=config.limits, python_path=config.python_path, commands=config.commands)
 
 
 def machine_problem(config: SandboxConfig) -> str:
@@ -66,7 +67,7 @@ def machine_problem(config: SandboxConfig) -> str:
     A sandbox is opened, in which a program tries to get out.
     """
     try:
-        with Sandbox(config.isolation, python_path=config.python_path):
+        with Sandbox(config.isolation, python_path=config.python_path, commands=config.commands):
             return ""
     except SandboxUnavailable as error:
         return str(error)
@@ -81,17 +82,25 @@ class Sandbox:
         isolation: The level, which is verified from inside before the first program.
         limits: Limits of programs that come without their own.
         python_path: Folders with packages that programs may import.
+        commands: Folders with commands that programs may execute; only with the isolation `namespaces`.
 
     Raises:
         SandboxUnavailable: If the machine does not offer the level.
     """
 
     def __init__(
-        self, isolation: Isolation = "namespaces", *, limits: Limits | None = None, python_path: Sequence[str] = ()
+        self,
+        isolation: Isolation = "namespaces",
+        *,
+        limits: Limits | None = None,
+        python_path: Sequence[str] = (),
+        commands: Sequence[str] = (),
     ) -> None:
+        assert not commands or isolation == "namespaces", "SandboxConfig refuses others"
         self.isolation = isolation
         self.limits = limits or Limits()
         self._python_path = tuple(os.path.abspath(path) for path in python_path)
+        self._commands = tuple(os.path.abspath(path) for path in commands)
         self._lock = threading.Lock()
         self._zygote: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
@@ -110,14 +119,19 @@ class Sandbox:
     ) -> None:
         self.close()
 
-    def run(self, program: Program, limits: Limits | None = None) -> Outcome:
+    def run(self, program: Program, limits: Limits | None = None, cancellation: Cancellation | None = None) -> Outcome:
         """Run a program to its end, within its limits.
 
+        Args:
+            program: The program.
+            limits: Its limits; those of the sandbox if None.
+            cancellation: Ends the program, from another thread.
+
         Raises:
-            SandboxFailed: If it could not be run.
+            SandboxFailed: If it could not be run, or was cancelled.
         """
         limits = limits or self.limits
-        with self.connect() as connection:
+        with self.connect() as connection, (cancellation or Cancellation()).ending(connection):
             connection.settimeout(limits.wall_s + GRACE_S)
             with self._failures(limits):
                 frames.write(connection, *request_of(program, limits))
@@ -153,7 +167,7 @@ class Sandbox:
         folder = str(Path(rl_envs.__file__).parents[1])
         code = (
             f"import sys; sys.path.insert(0, {folder!r}); from rl_envs.sandbox.zygote import main; "
-            f"sys.path.pop(0); main({far.fileno()}, {self.isolation!r}, {self._python_path!r})"
+            f"sys.path.pop(0); main({far.fileno()}, {self.isolation!r}, {self._python_path!r}, {self._commands!r})"
         )
         with far:
             self._zygote = subprocess.Popen(
@@ -208,9 +222,17 @@ def outcome_of(header: dict[str, Any], parts: list[bytes]) -> Outcome:
     """
     if problem := header.get("problem"):
         raise SandboxFailed(f"the sandbox could not run a program: {problem}")
-    stdout, stderr = parts
+    stdout, stderr, snapshot = parts
     return Outcome(
-        header["ending"], header["exit_code"], header["signal"], stdout, stderr, seconds=float(header["seconds"])
+        header["ending"],
+        header["exit_code"],
+        header["signal"],
+        stdout,
+        stderr,
+        seconds=float(header["seconds"]),
+        is_complete=header["is_complete"],
+        snapshot=snapshot,
+        snapshot_problem=header["snapshot_problem"],
     )
 
 

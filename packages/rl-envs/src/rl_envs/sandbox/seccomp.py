@@ -53,6 +53,11 @@ DENIED: dict[str, tuple[int | None, int | None]] = {
 }  # fmt: skip
 """Calls that always fail, with their numbers on x86_64 and aarch64."""
 
+CONNECTING = ("socket", "connect")
+"""Calls among `DENIED` that a program with an address to reach may make, for streams of IPv4 only."""
+EXECUTING = ("execve", "execveat")
+"""Calls among `DENIED` that a program with commands to execute may make."""
+
 # names as in the kernel's tables
 METADATA: dict[str, tuple[int | None, int | None]] = {
     "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452), "chown": (92, None),
@@ -96,7 +101,7 @@ _NEW_NAMESPACES = (
 )
 _TIOCSTI, _TIOCLINUX = 0x5412, 0x541C
 _F_SETLEASE, _F_NOTIFY = 1024, 1026
-_AF_UNIX, _SOCK_STREAM, _SOCK_TYPE_MASK = 1, 1, 0xF
+_AF_UNIX, _AF_INET, _SOCK_STREAM, _SOCK_TYPE_MASK = 1, 2, 1, 0xF
 
 _LOAD, _EQUAL, _GREATER, _AND, _BITS, _RETURN = 0x20, 0x15, 0x25, 0x54, 0x45, 0x06
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
@@ -105,7 +110,9 @@ _NUMBER, _ARCH = 0, 4
 _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 22, 2
 
 
-def filter_of(machine: str, *, may_fork: bool, has_namespaces: bool) -> bytes:
+def filter_of(
+    machine: str, *, may_fork: bool, has_namespaces: bool, may_connect: bool = False, may_execute: bool = False
+) -> bytes:
     """Return the filter as an array of `struct sock_filter`.
 
     Args:
@@ -113,6 +120,8 @@ def filter_of(machine: str, *, may_fork: bool, has_namespaces: bool) -> bytes:
         may_fork: Whether programs may start processes; they may start threads in any case.
         has_namespaces: Whether a program has its own root and its own process ids, so that it can name neither files
             nor processes of the machine.
+        may_connect: Whether it may connect streams of IPv4; its network decides to what.
+        may_execute: Whether it may execute files.
     """
     column = syscalls.MACHINES.index(machine)
     special = {name: numbers[column] for name, numbers in _SPECIAL.items()}
@@ -124,8 +133,9 @@ def filter_of(machine: str, *, may_fork: bool, has_namespaces: bool) -> bytes:
         *_if(_GREATER, NEWEST, _error(errno.ENOSYS)),
     ]
     assert NEWEST < _X32
-    for numbers in (DENIED if has_namespaces else DENIED | METADATA | OTHER_PROCESSES).values():
-        if (number := numbers[column]) is not None:
+    granted = {*(CONNECTING if may_connect else ()), *(EXECUTING if may_execute else ())}
+    for name, numbers in (DENIED if has_namespaces else DENIED | METADATA | OTHER_PROCESSES).items():
+        if (number := numbers[column]) is not None and name not in granted:
             code += _if(_EQUAL, number, _error(errno.EPERM))
     # its flags are in memory, which a filter cannot read; libc falls back to clone
     code += _if(_EQUAL, special["clone3"], _error(errno.ENOSYS))
@@ -134,7 +144,9 @@ def filter_of(machine: str, *, may_fork: bool, has_namespaces: bool) -> bytes:
             if special[name] is not None:
                 code += _if(_EQUAL, special[name], _error(errno.EPERM))
     code += _call(special["clone"], _clone_rule(may_fork))
-    code += _call(special["socketpair"], _socketpair_rule())
+    code += _call(special["socketpair"], _stream_rule(_AF_UNIX))
+    if may_connect:
+        code += _call(DENIED["socket"][column], _stream_rule(_AF_INET))
     code += _call(special["prlimit64"], [_argument(0), *_unless(_EQUAL, 0, _error(errno.EPERM))])
     terminal = [*_if(_EQUAL, _TIOCSTI, _error(errno.EPERM)), *_if(_EQUAL, _TIOCLINUX, _error(errno.EPERM))]
     code += _call(special["ioctl"], [_argument(1), *terminal])
@@ -145,7 +157,7 @@ def filter_of(machine: str, *, may_fork: bool, has_namespaces: bool) -> bytes:
     return b"".join(code)
 
 
-def apply(*, may_fork: bool, has_namespaces: bool) -> None:
+def apply(*, may_fork: bool, has_namespaces: bool, may_connect: bool = False, may_execute: bool = False) -> None:
     """Filter the calls of this process and of all that it starts, for good; needs `no_new_privs`. See `filter_of`.
 
     Raises:
@@ -154,7 +166,14 @@ def apply(*, may_fork: bool, has_namespaces: bool) -> None:
     machine = syscalls.machine()
     if machine not in syscalls.MACHINES:
         raise OSError(errno.ENOSYS, f"the system calls of {machine} are not known")
-    code = ctypes.create_string_buffer(filter_of(machine, may_fork=may_fork, has_namespaces=has_namespaces))
+    found = filter_of(
+        machine,
+        may_fork=may_fork,
+        has_namespaces=has_namespaces,
+        may_connect=may_connect,
+        may_execute=may_execute,
+    )
+    code = ctypes.create_string_buffer(found)
     count = (len(code) - 1) // 8
     program = ctypes.create_string_buffer(struct.pack("HxxxxxxP", count, ctypes.addressof(code)))
     syscalls.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.addressof(program))
@@ -165,11 +184,11 @@ def _clone_rule(may_fork: bool) -> list[bytes]:
     return rule if may_fork else [*rule, *_unless(_BITS, _CLONE_THREAD, _error(errno.EPERM))]
 
 
-def _socketpair_rule() -> list[bytes]:
-    """Connected streams only: a socket for datagrams could be pointed at any other."""
+def _stream_rule(family: int) -> list[bytes]:
+    """Streams of one family only: a socket for datagrams could be pointed at any other."""
     return [
         _argument(0),
-        *_unless(_EQUAL, _AF_UNIX, _error(errno.EPERM)),
+        *_unless(_EQUAL, family, _error(errno.EPERM)),
         _argument(1),
         _instruction(_AND, _SOCK_TYPE_MASK),
         *_unless(_EQUAL, _SOCK_STREAM, _error(errno.EPERM)),

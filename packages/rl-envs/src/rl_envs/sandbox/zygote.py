@@ -13,10 +13,11 @@ import select
 import socket
 import struct
 import sys
+from dataclasses import replace
 
 from rl_envs.sandbox import frames, landlock, syscalls
 from rl_envs.sandbox.confinement import MAX_SLOTS, Confinement, first_user_id, mapped_ids
-from rl_envs.sandbox.filesystem import enter_namespaces, enter_root, map_user, readable_paths
+from rl_envs.sandbox.filesystem import command_paths, enter_namespaces, enter_root, map_user, readable_paths
 from rl_envs.sandbox.interpreter import PRELOADED
 from rl_envs.sandbox.keeper import Site, keep
 from rl_envs.sandbox.processes import ProcessTable
@@ -25,14 +26,15 @@ from rl_envs.sandbox.program import Isolation
 _DESCRIPTOR = struct.Struct("=i")
 
 
-def main(control: int, isolation: Isolation, python_path: tuple[str, ...]) -> None:
-    """Entry point of the process: descriptor of its socket, the level, and folders that programs import from.
+def main(control: int, isolation: Isolation, python_path: tuple[str, ...], commands: tuple[str, ...] = ()) -> None:
+    """Entry point of the process: descriptor of its socket, the level, folders that programs import from, and folders
+    of commands that they may execute.
 
     Each message on the socket carries the connection of one program; its keeper takes it from there.
     """
     with socket.socket(fileno=control) as stream:
         try:
-            site = _site(isolation, python_path)
+            site = _site(isolation, python_path, commands)
         except OSError as error:
             frames.write(stream, {"problem": str(error)})
             return
@@ -42,18 +44,19 @@ def main(control: int, isolation: Isolation, python_path: tuple[str, ...]) -> No
         _serve(stream, site)
 
 
-def _site(isolation: Isolation, python_path: tuple[str, ...]) -> Site:
+def _site(isolation: Isolation, python_path: tuple[str, ...], commands: tuple[str, ...]) -> Site:
     library = tuple(os.path.realpath(path) for path in sys.path if path and _is_library(path))
     for name in PRELOADED:
         importlib.import_module(name)
     table = ProcessTable()
     machines_mounts = os.readlink("/proc/self/ns/mnt")
-    readable = tuple(readable_paths(python_path))
-    confinement = _confinement(isolation, readable, table)
+    folders = tuple(command_paths(commands))
+    readable = tuple(readable_paths([*python_path, *folders]))
+    confinement = replace(_confinement(isolation, readable, table), executable=folders)
     if isolation == "namespaces":
         _assert_own_mounts(machines_mounts)
-        enter_root(readable)
-    return Site(confinement, table, (*library, *python_path))
+        enter_root(readable, folders)
+    return Site(confinement, table, (*library, *python_path), folders)
 
 
 def _assert_own_mounts(machines_mounts: str) -> None:
