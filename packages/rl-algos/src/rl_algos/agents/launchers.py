@@ -10,7 +10,7 @@ import signal
 import sys
 import tempfile
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,10 +21,14 @@ from rl_algos.agents.address import Address
 from rl_algos.agents.task_board import TaskBoard
 from rl_core.errors import RLError
 from rl_core.plugins.user_code import FromFile
+from rl_core.rollouts.agent_run import AGENT_FAILURE, AGENT_OUTPUT, AgentRun, service_variables, this_network
+from rl_core.rollouts.environment import Conversation, StepResult
 from rl_core.rollouts.rollout import Prompt
 
 _LAST_LINES = 3
 _LAST_BYTES = 4096
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.05, 1.0
+"""Seconds between questions to an environment whether its agent has ended, at first and at last."""
 
 
 class AgentFailed(RLError):
@@ -43,11 +47,15 @@ class Task:
         prompt: The prompt.
         address: How the policy is reached.
         log: File for the output of the agent.
+        id: Id of the rollout for environments.
+        step: The environment's answer to a turn.
     """
 
     prompt: Prompt
     address: Address
     log: Path
+    id: str
+    step: Callable[[Conversation], Awaitable[StepResult]]
 
     @property
     def described(self) -> dict[str, Any]:
@@ -63,13 +71,7 @@ class Task:
     def env(self, mark: str) -> dict[str, str]:
         """The environment variables of the rollout."""
         address = self.address
-        found = {
-            host.MARK: mark,
-            "OPENAI_BASE_URL": address.base_url,
-            "OPENAI_API_KEY": address.api_key,
-            "ANTHROPIC_BASE_URL": address.root_url,
-            "ANTHROPIC_API_KEY": address.api_key,
-        }
+        found = {host.MARK: mark, **service_variables(address.root_url, address.api_key)}
         if address.reward_key:
             found["RL_REWARD_KEY"] = address.reward_key
         return found
@@ -224,6 +226,40 @@ class ExternalLauncher:
     async def play(self, task: Task) -> Any:
         """Wait until an agent has taken the rollout and ended it."""
         await self._board.play(task.described, task.address)
+
+    async def close(self) -> None:
+        """Nothing is left."""
+
+
+class EnvironmentLauncher:
+    """Has the environment of each prompt run the agent, and asks it for the end.
+
+    Args:
+        command: The command.
+        files: The agent's own files, by name.
+        env: Its environment variables.
+    """
+
+    def __init__(self, command: Sequence[str], files: Mapping[str, bytes], env: Mapping[str, str]) -> None:
+        self._command, self._files, self._env = tuple(command), files, env
+
+    async def start(self) -> None:
+        """Nothing is prepared."""
+
+    async def play(self, task: Task) -> Any:
+        """Wait until the agent has ended and is scored; a cancelled rollout is abandoned, which ends it."""
+        address, prompt = task.address, task.prompt
+        run = AgentRun(self._command, self._files, self._env, address.root_url, address.api_key, network=this_network())
+        asked = Conversation(task.id, prompt.messages, prompt.info, "", agent_run=run)
+        pause_s = _FIRST_PAUSE_S
+        while not (result := await task.step(asked)).done:
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LAST_PAUSE_S)
+        if output := result.info.get(AGENT_OUTPUT):
+            task.log.write_text(str(output), encoding="utf-8", errors="replace")
+        if failure := result.info.get(AGENT_FAILURE):
+            raise AgentFailed(f"{failure}; its output is in {task.log}" if output else str(failure))
+        return result.rewards()
 
     async def close(self) -> None:
         """Nothing is left."""

@@ -12,7 +12,15 @@ from typing import Any, Literal
 from rl_algos.agents.address import Address
 from rl_algos.agents.calls import CallRefused, Limits
 from rl_algos.agents.endpoint import AgentEndpoint, rewards_of
-from rl_algos.agents.launchers import AgentFailed, AgentLost, ExternalLauncher, Launcher, ProcessLauncher, Task
+from rl_algos.agents.launchers import (
+    AgentFailed,
+    AgentLost,
+    EnvironmentLauncher,
+    ExternalLauncher,
+    Launcher,
+    ProcessLauncher,
+    Task,
+)
 from rl_algos.agents.session import AgentSession
 from rl_algos.agents.task_board import LeaseExpired, TaskBoard
 from rl_algos.rollouts.agent_config import AgentConfig
@@ -38,19 +46,26 @@ class AgentProgram:
         config: Settings of the agent.
         function: The function that `config.run` names, with the text of its file if it is in one; None for other kinds
             of agents.
+        files: The agent's own files by name, for one that an environment runs.
         max_tokens: Maximum number of tokens of a conversation.
         split: True to render every conversation anew.
     """
 
     def __init__(
-        self, *, config: AgentConfig, function: str | FromFile | None, max_tokens: int, split: bool = False
+        self,
+        *,
+        config: AgentConfig,
+        function: str | FromFile | None,
+        max_tokens: int,
+        split: bool = False,
+        files: Mapping[str, bytes] | None = None,
     ) -> None:
         self._config = config
         self._limits = Limits(max_tokens, config.max_calls)
         self._split = split
         self._board = TaskBoard(config.lease_s) if config.external else None
         self._endpoint = AgentEndpoint(config.host, self._board)
-        self._launcher = _launcher(config, function, self._board)
+        self._launcher = _launcher(config, function, self._board, files or {})
         self._logs = Path()
         self._told: set[str] = set()
 
@@ -100,8 +115,8 @@ class AgentProgram:
     async def _played(self, prompt: Prompt, client: GenerationClient) -> Rollout | Sequence[Rollout]:
         session = AgentSession(prompt, client, self._limits, splits=self._split)
         async with self._endpoint.opened(session, takes_rewards=self._config.reward == "posted") as address:
-            returned = await self._launcher.play(self._task(prompt, address))
-            if self._config.reward == "environment":
+            returned = await self._launcher.play(self._task(prompt, address, session.id, client))
+            if self._config.scores_last_turn:
                 returned = await _scored(session, client)
             if returned is not None and self._config.reward != "posted":
                 try:
@@ -115,9 +130,10 @@ class AgentProgram:
         self._tell_ignored(session)
         return rollouts[0] if len(rollouts) == 1 else rollouts
 
-    def _task(self, prompt: Prompt, address: Address) -> Task:
+    def _task(self, prompt: Prompt, address: Address, conversation_id: str, client: GenerationClient) -> Task:
         name = re.sub(r"[^\w.-]", "_", prompt.id)[-80:]
-        return Task(prompt, address, self._logs / f"{name}-{address.rollout}.log")
+        log = self._logs / f"{name}-{address.rollout}.log"
+        return Task(prompt, address, log, conversation_id, client.step)
 
     def _tell_ignored(self, session: AgentSession) -> None:
         """Log once which fields of requests have no effect."""
@@ -135,9 +151,13 @@ _NO_REWARD: dict[Literal["returned", "posted", "environment"], str] = {
 }
 
 
-def _launcher(config: AgentConfig, function: str | FromFile | None, board: TaskBoard | None) -> Launcher:
+def _launcher(
+    config: AgentConfig, function: str | FromFile | None, board: TaskBoard | None, files: Mapping[str, bytes]
+) -> Launcher:
     if board is not None:
         return ExternalLauncher(board)
+    if config.place == "environment":
+        return EnvironmentLauncher(config.command, files, config.env)
     return ProcessLauncher(function, config.command, config.env, config.grace_s)
 
 

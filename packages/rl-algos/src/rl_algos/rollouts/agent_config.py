@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
@@ -36,6 +37,13 @@ class AgentConfig(Config):
     `POST /rollouts/ID/v1/reward` with the key in `RL_REWARD_KEY`, for rewards of single calls or of a judge's.
     `environment`: the environment of the prompt scores the conversation that the agent ends with; the agent itself has
     no say in it."""
+    place: Literal["process", "environment"] = "process"
+    """Where `command` runs. `process`: in a process next to the rollout worker, with its files and its network.
+    `environment`: the environment of the prompt runs it, such as `repository` in a sandbox, and scores what it leaves;
+    of the rollout worker's environment variables it has none."""
+    files: list[PathText] = []
+    """Files that `command` needs with `place: environment`, such as `[agent.py]` for `[python, agent.py]`, or modules
+    as `package.module`. Their contents are sent. An argument of the command that is the name of one stands for it."""
     env: EnvVars = {}
     """Environment variables of the function or the command, in addition to those of the rollout worker."""
     max_calls: int = Field(default=64, gt=0)
@@ -53,6 +61,8 @@ class AgentConfig(Config):
             raise ProblemError(
                 Problem("", f"sets {' and '.join(kinds) or 'no agent'}", remedy=f"Set one of {', '.join(self._kinds)}")
             )
+        if problem := self._place_problem:
+            raise ProblemError(problem)
         if self.external and self.reward == "returned":
             raise ProblemError(
                 Problem(
@@ -86,7 +96,29 @@ class AgentConfig(Config):
     @property
     def needs_environment(self) -> bool:
         """Whether the environments of the prompts score the rollouts."""
-        return self.reward == "environment"
+        return self.reward == "environment" or self.place == "environment"
+
+    @property
+    def scores_last_turn(self) -> bool:
+        """Whether the environment scores the conversation that the agent ends with, rather than what the agent left."""
+        return self.reward == "environment" and self.place == "process"
+
+    @property
+    def _place_problem(self) -> Problem | None:
+        """A contradiction of `place` and other keys."""
+        if self.place == "process":
+            unused = Problem.unused("files", "with place=process", remedy="Remove it, or set place=environment")
+            return unused if self.files else None
+        if not self.command:
+            return Problem("place", "runs a command", got=self.place, remedy="Set command, or place=process")
+        if "reward" in self.model_fields_set and self.reward != "environment":
+            return Problem(
+                "reward", "is given by the environment with place=environment", got=self.reward, allowed="environment"
+            )
+        names = [Path(name).name for name in self.files]
+        if double := next((name for name in names if names.count(name) > 1), None):
+            return Problem("files", f"has two files with the name {double}", got=self.files, remedy="Rename one")
+        return None
 
     @property
     def _kinds(self) -> dict[str, bool]:

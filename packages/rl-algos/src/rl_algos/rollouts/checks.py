@@ -10,7 +10,7 @@ from rl_algos.evaluation.config import EvaluationConfig
 from rl_algos.evaluation.summary import powers_of_two
 from rl_algos.evaluation.tasks import is_file
 from rl_algos.rollouts.config import EvaluationRoot, PolicyGradientConfig, RolloutRoot, rollout_config
-from rl_algos.rollouts.worker.programs import GIVEN, argument_problem, code_named, program_named
+from rl_algos.rollouts.worker.programs import GIVEN, argument_problem, code_named, files_named, program_named
 from rl_core.config import Problem, is_changed, show
 from rl_core.environments.instance import problem_with
 from rl_core.plugins import GENERATORS, names, plugin
@@ -64,6 +64,12 @@ def _agent(config: RolloutRoot) -> Iterator[Problem]:
             code_named(agent.run)
         except ValueError as error:
             yield Problem(f"{key}.run", str(error), got=agent.run)
+    try:
+        files_named(agent.files)
+    except ValueError as error:
+        yield Problem(f"{key}.files", str(error), got=agent.files)
+    if agent.place == "environment" and is_changed(agent, "grace_s"):
+        yield Problem.unused(f"{key}.grace_s", f"with {key}.place=environment: the environment ends agents at once")
     for name in ("env", "grace_s"):
         if agent.external and is_changed(agent, name):
             yield Problem.unused(f"{key}.{name}", f"with {key}.external=true")

@@ -66,7 +66,24 @@ def load(config: RolloutRoot) -> Datasets:
     if agent is not None and not agent.needs_environment:
         return Datasets([_by_agent(each) for each in datasets.train], [_by_agent(each) for each in datasets.validation])
     check_environments(config, datasets)
+    _check_place(config, datasets)
     return datasets
+
+
+def _check_place(config: RolloutRoot, datasets: Datasets) -> None:
+    """Refuse rows whose environment runs agents if no agent is for it to run, and the other way round."""
+    settings = rollout_config(config)
+    runs_agents = settings.agent is not None and settings.agent.place == "environment"
+    key = f"{settings.section}.agent.place"
+    for dataset in (*datasets.train, *datasets.validation):
+        for name, row_id in dataset.environments().items():
+            if problem_with(name, config.env) or instance_of(config.env, name).runs_agents == runs_agents:
+                continue
+            if runs_agents:
+                problem = f"the environment {name} scores responses and runs no agent; set {key}=process, or another"
+            else:
+                problem = f"the environment {name} runs an agent; set {settings.section}.agent with {key}=environment"
+            raise DataError(f"{dataset.place(row_id)}: {problem}")
 
 
 def _by_agent(dataset: Dataset) -> Dataset:
@@ -153,10 +170,12 @@ def _effort_problem(config: RolloutRoot, example: Example) -> str:
 def attempts(config: RolloutRoot, datasets: Datasets) -> Mapping[str, list[Attempt]]:
     """The first rows of every dataset with responses, by the environment that scores them."""
     found: dict[str, list[Attempt]] = {}
+    agent = rollout_config(config).agent
+    runs_agents = agent is not None and agent.place == "environment"
     for dataset in (*datasets.train, *datasets.validation):
         for row_id in islice(dataset.examples, TRIED_ROWS):
             example = dataset.examples[row_id]
-            if dataset.environment(row_id) == SCORED_BY_AGENT:
+            if dataset.environment(row_id) == SCORED_BY_AGENT or runs_agents:
                 continue
             tried = found.setdefault(dataset.environment(row_id), [])
             place = dataset.place(row_id)

@@ -14,7 +14,7 @@ from rl_algos.rollouts.driver.source import PacedRolloutSource
 from rl_algos.rollouts.driver.steps import RolloutSteps
 from rl_algos.rollouts.driver.task_evaluation import TaskEvaluation
 from rl_algos.rollouts.driver.validation import Validation
-from rl_algos.rollouts.worker.programs import AGENT_PROGRAM, PROGRAMS, code_named, program_named
+from rl_algos.rollouts.worker.programs import AGENT_PROGRAM, PROGRAMS, code_named, files_named, program_named
 from rl_core.model_config import GenerationConfig
 from rl_core.plugins import RolloutNeeds
 from rl_core.rollouts.generation import SamplingParams
@@ -70,6 +70,7 @@ def program_needs(
                 "function": None if agent.run is None else code_named(agent.run),
                 "max_tokens": config.policy.max_total_sequence_length,
                 "split": renders_anew,
+                "files": files_named(agent.files),
             },
             max_seconds=max_seconds,
             environments=environments - {SCORED_BY_AGENT},

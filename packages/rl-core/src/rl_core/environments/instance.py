@@ -27,12 +27,14 @@ class EnvironmentInstance:
         environment: `"package.module:Class"`, a class or function in a file of the user's, or several rewards.
         config: Its settings.
         requirement: Requirement of its processes.
+        runs_agents: Whether it runs agents instead of scoring responses.
     """
 
     name: str
     environment: str | FromFile | RewardSum
     config: EnvironmentConfig
     requirement: Requirement
+    runs_agents: bool = False
 
     @property
     def is_own(self) -> bool:
@@ -96,7 +98,7 @@ def _single(name: str, kind: str, section: EnvironmentConfig) -> EnvironmentInst
     if ":" in kind:
         return EnvironmentInstance(name, kind, section, requirement_of(kind))
     found: EnvironmentPlugin = plugin(ENVIRONMENTS, kind)
-    return EnvironmentInstance(name, found.environment, section, found.requirement)
+    return EnvironmentInstance(name, found.environment, section, found.requirement, found.runs_agents)
 
 
 def _with_rewards(name: str, section: EnvironmentConfig) -> EnvironmentInstance:

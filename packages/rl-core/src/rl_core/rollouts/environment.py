@@ -8,6 +8,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from rl_core.rollouts.agent_run import AgentRun
 from rl_core.rollouts.rollout import Message
 
 
@@ -61,6 +62,7 @@ class Conversation:
         trainer_state: Progress of the training when the newest turn was sampled.
         agent: Name of the agent that took the newest turn, if the play has several; `messages` are what it has seen.
             Empty for the only one.
+        agent_run: The agent that the environment runs instead of scoring a turn; None if it does not run one.
     """
 
     id: str
@@ -75,6 +77,7 @@ class Conversation:
     is_text: bool = False
     trainer_state: TrainerState = TrainerState()
     agent: str = ""
+    agent_run: AgentRun | None = None
 
     @property
     def prompt_messages(self) -> tuple[Message, ...]:

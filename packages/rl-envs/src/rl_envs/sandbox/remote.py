@@ -12,10 +12,13 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rl_core.errors import RLError
+from rl_envs.sandbox.cancellation import Cancellation
 from rl_envs.sandbox.program import Ending, Limits, Outcome, Program
+from rl_envs.sandbox.remote_command import command_outcome, command_program, fetched_files
 
 GRACE_S = 30.0
 """Seconds beyond a program's own limit within which the server must answer."""
@@ -41,19 +44,37 @@ class RemoteSandbox:
         self._url = url.rstrip("/") + "/run_code"
         self.limits = limits or Limits()
 
-    def run(self, program: Program, limits: Limits | None = None) -> Outcome:
+    def run(self, program: Program, limits: Limits | None = None, cancellation: Cancellation | None = None) -> Outcome:
         """Run a program to its end.
 
+        Args:
+            program: The program; the server's own network is all that a command has.
+            limits: Its limits; those of the sandbox if None.
+            cancellation: Refuses programs that have not begun. The protocol has no request that ends one.
+
         Raises:
-            RemoteSandboxFailed: If the server could not run it.
+            RemoteSandboxFailed: If the server could not run it, or it was cancelled before.
         """
+        if program.relay is not None:
+            raise RemoteSandboxFailed("a server of sandboxes decides itself what a program reaches; it takes no relay")
+        if cancellation is not None and cancellation.is_cancelled:
+            raise RemoteSandboxFailed("the program was cancelled")
         limits = limits or self.limits
-        started = time.monotonic()
-        answer = self._post(request_body(program, limits), limits.wall_s + GRACE_S)
-        return read_answer(answer, limits, time.monotonic() - started)
+        if program.command:
+            sent, mark = command_program(program, limits)
+            outcome, files = self._run(sent, limits, fetched_files(program))
+            return command_outcome(outcome, files, program, mark)
+        return self._run(program, limits, [])[0]
 
     def close(self) -> None:
         """Nothing is kept open."""
+
+    def _run(self, program: Program, limits: Limits, fetched: Sequence[str]) -> tuple[Outcome, Mapping[str, bytes]]:
+        """The outcome of a program, and the files that it left under these names."""
+        started = time.monotonic()
+        body = request_body(program, limits)
+        answer = self._post({**body, "fetch_files": list(fetched)} if fetched else body, limits.wall_s + GRACE_S)
+        return read_answer(answer, limits, time.monotonic() - started), read_files(answer, fetched)
 
     def _post(self, body: dict[str, Any], timeout: float) -> Any:
         headers = {"Content-Type": "application/json"}
@@ -75,6 +96,19 @@ def request_body(program: Program, limits: Limits) -> dict[str, Any]:
         "run_timeout": limits.wall_s,
         "memory_limit_MB": limits.memory_mib,
     }
+
+
+def read_files(answer: Any, names: Sequence[str]) -> dict[str, bytes]:
+    """The files of a server's answer that were asked for, as far as there are such.
+
+    Raises:
+        RemoteSandboxFailed: If the answer has another form.
+    """
+    given = answer.get("files") or {}
+    try:
+        return {name: base64.b64decode(given[name]) for name in names if given.get(name) is not None}
+    except (TypeError, ValueError, AttributeError):
+        raise RemoteSandboxFailed(f"the sandbox server sent malformed files: {given!r:.200}") from None
 
 
 def read_answer(answer: Any, limits: Limits, seconds: float) -> Outcome:

@@ -9,12 +9,14 @@ import argparse
 import base64
 import json
 import math
-from collections.abc import Mapping
+import posixpath
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from rl_core.errors import RLError
+from rl_envs.sandbox import tree
 from rl_envs.sandbox.program import Limits, Outcome, Program
 from rl_envs.sandbox.sandbox import Sandbox
 
@@ -74,8 +76,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _run(self, data: bytes) -> dict[str, Any]:
         try:
-            program, limits = program_in(_read_json(data), self.server.sandbox.limits)
-            return answer_to(self.server.sandbox.run(program, limits))
+            body = _read_json(data)
+            program, limits = program_in(body, self.server.sandbox.limits)
+            outcome = self.server.sandbox.run(program, limits)
+            return {**answer_to(outcome), "files": files_in(outcome, body.get("fetch_files") or [], limits)}
         except (ValueError, RLError) as error:
             return {"status": "SandboxError", "message": str(error)}
 
@@ -117,9 +121,32 @@ def program_in(body: Any, most: Limits) -> tuple[Program, Limits]:
         body["code"],
         stdin=stdin.encode(errors="replace"),
         files={name: base64.b64decode(content) for name, content in files.items()},
+        snapshot="." if _fetched(body) else None,
     )
     memory = _bounded(body, "memory_limit_MB", most.memory_mib)
     return program, replace(most, wall_s=_bounded(body, "run_timeout", most.wall_s), memory_mib=math.ceil(memory))
+
+
+def files_in(outcome: Outcome, names: Sequence[str], limits: Limits) -> dict[str, str]:
+    """The files that a program left, of those that a request asks for, in base64.
+
+    Raises:
+        ValueError: If what it left is too large.
+    """
+    if outcome.snapshot_problem:
+        raise ValueError(f"the files cannot be fetched: {outcome.snapshot_problem}")
+    if not names:
+        return {}
+    left = {entry.path: entry.content for entry in tree.unpack(outcome.snapshot, limits.scratch_mib * 2**20)}
+    found = {name: left.get(posixpath.normpath(name)) for name in names}
+    return {name: base64.b64encode(content).decode() for name, content in found.items() if content is not None}
+
+
+def _fetched(body: Mapping[str, Any]) -> list[str]:
+    names = body.get("fetch_files") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError("`fetch_files` is a list of paths")
+    return names
 
 
 def _bounded(body: Mapping[str, Any], key: str, most: float) -> float:

@@ -84,7 +84,7 @@ def write(entries: Iterable[Entry], folder: str, uid: int) -> None:
     for entry in entries:
         path = os.path.join(folder, entry.path)
         is_folder = entry.content is None and not entry.link
-        for parent in [*_parents(entry.path), *([entry.path] if is_folder else [])]:
+        for parent in [*parents(entry.path), *([entry.path] if is_folder else [])]:
             if parent not in made:
                 made.add(parent)
                 os.mkdir(os.path.join(folder, parent), 0o700)
@@ -182,7 +182,7 @@ def _checked(entries: Iterable[Entry]) -> Iterator[Entry]:
             raise UnusableTree(f"{path!r:.200} is not a path of at most {MAX_PATH} characters")
         if entry.link and not _stays(path, entry.link):
             raise UnusableTree(f"the link {path!r:.200} leads out of the tree, to {entry.link!r:.200}")
-        if path in known or links.intersection(_parents(path)):
+        if path in known or links.intersection(parents(path)):
             raise UnusableTree(f"{path!r:.200} is there twice, or below a link")
         known.add(path)
         if entry.link:
@@ -198,6 +198,7 @@ def _stays(path: str, target: str) -> bool:
     return reached != ".." and not reached.startswith("../")
 
 
-def _parents(path: str) -> list[str]:
+def parents(path: str) -> list[str]:
+    """The folders that a path lies in, outermost first."""
     parts = path.split("/")[:-1]
     return ["/".join(parts[: depth + 1]) for depth in range(len(parts))]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rl_core.config import did_you_mean
@@ -78,3 +79,35 @@ def code_named(name: str) -> str | FromFile:
     if found is None:
         raise ValueError(f"the module {module} of {name!r} is not installed. To name code in a file: file.py:NAME")
     return name
+
+
+def files_named(names: Sequence[str]) -> dict[str, bytes]:
+    """Contents of files, by their names without folders.
+
+    Args:
+        names: Paths, or modules of installed packages as `package.module`; nothing is run.
+
+    Raises:
+        ValueError: If there is no such file or module.
+    """
+    found = {}
+    for name in names:
+        path = Path(name).expanduser()
+        if not path.exists() and (module := _module_file(name)):
+            path = Path(module)
+        try:
+            found[path.name] = path.read_bytes()
+        except OSError as error:
+            raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    return found
+
+
+def _module_file(name: str) -> str | None:
+    """The file of a module; None if the name is not one of a module that is installed."""
+    if not all(part.isidentifier() for part in name.split(".")):
+        return None
+    try:
+        found = importlib.util.find_spec(name)
+    except ModuleNotFoundError:
+        return None
+    return found.origin if found is not None else None

@@ -1,0 +1,1 @@
+"""Repositories that an agent changes in a sandbox, scored by their tests."""

@@ -1,0 +1,80 @@
+"""Settings of the environment `repository` and of the dataset `repository_tasks`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from rl_core.config import Config, PathText, Problem, ProblemError, WhenChanged
+from rl_core.environments.config import EnvironmentConfig
+from rl_envs.sandbox.config import SandboxConfig
+
+TEST_FILES = (
+    *("test_*.py", "*_test.py", "tests/*", "test/*", "conftest.py"),
+    *("pytest.ini", ".pytest.ini", "pyproject.toml", "tox.ini", "setup.cfg"),
+)
+"""Patterns of files whose changes do not count: tests, and what configures them."""
+START_FILES = ("sitecustomize.py", "usercustomize.py", "*.pth", "*.pyc", ".git/*")
+"""Patterns of files whose changes do not count, because Python or git would run them by themselves."""
+
+
+class RepositorySandboxConfig(SandboxConfig):
+    """Sandbox of an agent and of the tests, with room for a working copy."""
+
+    cpu_s: float = Field(default=300.0, gt=0)
+    """CPU time limit in seconds of each process of an agent or of a test command, rounded up to whole seconds."""
+    wall_s: float = Field(default=600.0, gt=0)
+    """Time limit in seconds of an agent, and of each test command. The working copy that an agent has at its limit is
+    scored."""
+    memory_mib: int = Field(default=2048, ge=64)
+    """Memory limit in MiB of an agent, or of a test command, with all processes."""
+    scratch_mib: int = Field(default=64, ge=1)
+    """Size in MiB of the folder that has the working copy, the only files that an agent can write."""
+    processes: int = Field(default=64, ge=1, le=4096)
+    """Maximum number of processes and threads of an agent, or of a test command."""
+
+
+class RepositoryConfig(EnvironmentConfig):
+    """Run an agent on a working copy of the row's repository in a sandbox, and score what it leaves by the row's
+    tests. Needs an agent with `place: environment`."""
+
+    sandbox: RepositorySandboxConfig = RepositorySandboxConfig()
+    """Sandbox of agents and of tests, and its limits."""
+    folder: PathText = "."
+    """Folder in which relative paths of rows begin. The dataset `repository_tasks` makes them absolute itself."""
+    reward: Literal["all", "share"] = "all"
+    """Reward of a working copy: `all` is 1 if every test command succeeds, and the commands end at the first that
+    fails; `share` is the fraction that succeed."""
+    protected: list[str] = [*TEST_FILES, *START_FILES]
+    """Patterns of files whose changes by an agent do not count. A pattern matches a path in the repository, the end of
+    a path after a slash, or all files of a folder (`tests/*`). An agent that may change the tests can pass them."""
+    max_batch: Annotated[int, WhenChanged.RESUME] = Field(default=64, ge=1)
+    """Maximum number of agents that one call asks for their end; a call does not wait for any of them."""
+    max_concurrent: Annotated[int | None, WhenChanged.RESUME] = Field(default=32, ge=1)
+    """Maximum number of agents at a time on each node. null sets no limit."""
+    num_workers: Annotated[int | None, WhenChanged.RESUME] = Field(default=1, ge=1)
+    """Number of processes that start agents, each with threads for its agents. One is enough for most runs."""
+
+    @model_validator(mode="after")
+    def _contains_agents(self) -> Self:
+        if self.sandbox.isolation != "namespaces":
+            raise ProblemError(
+                Problem(
+                    "sandbox.isolation",
+                    "cannot limit the network of an agent to the policy",
+                    got=self.sandbox.isolation,
+                    remedy="Set namespaces, or sandbox.url to a server of sandboxes",
+                )
+            )
+        return self
+
+
+class RepositoryTasksSettings(Config):
+    """Tasks from a JSON Lines file, one per line, with the fields that the environment `repository` reads and the task
+    in words as `issue`."""
+
+    path: PathText
+    """A `.jsonl` file. Paths of repositories in it are relative to its folder."""
+    max_rows: int | None = Field(default=None, gt=0)
+    """Maximum number of rows to read from the file; all if unset."""

@@ -1,0 +1,173 @@
+"""An agent at work on its repository, in a thread, and the score of what it leaves."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from rl_core.errors import RLError
+from rl_core.rollouts.agent_run import AgentRun, this_network
+from rl_envs.repository.config import RepositoryConfig
+from rl_envs.repository.scoring import FOLDER, Score, placed, score
+from rl_envs.repository.task import RepositoryTask
+from rl_envs.repository.working_copy import Repositories, changes
+from rl_envs.sandbox import tree
+from rl_envs.sandbox.cancellation import Cancellation
+from rl_envs.sandbox.program import Outcome, Program
+from rl_envs.sandbox.relay import Relay
+from rl_envs.sandbox.sandbox import Runner
+from rl_envs.sandbox.tree import Entry
+
+OWN_FOLDER = "agent"
+"""Folder of an agent's own files, next to the working copy."""
+PROMPT_FILE = "prompt.json"
+"""Name of the file with the prompt among them."""
+LOOPBACK = "127.0.0.1"
+
+
+class AgentUnreachable(RLError):
+    """Raised if the policy cannot be reached from where the agent would run."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """The end of an agent.
+
+    Args:
+        score: Score of its working copy; None if it failed.
+        failure: Why it failed; empty if it did not.
+        output: What it wrote to stdout, then to stderr.
+        ended: How it ended, in words.
+    """
+
+    score: Score | None
+    failure: str = ""
+    output: str = ""
+    ended: str = ""
+
+
+class AgentJob:
+    """Runs one agent, then its tests. The policy's calls pass through the sandbox's relay.
+
+    Args:
+        agent: The agent.
+        task: Repository and tests.
+        prompt: What it reads in the file `RL_PROMPT_FILE`.
+        runner: Where it runs, and its tests.
+        repositories: Files of repositories.
+        config: Settings of the environment.
+    """
+
+    def __init__(
+        self,
+        agent: AgentRun,
+        task: RepositoryTask,
+        prompt: Mapping[str, Any],
+        runner: Runner,
+        repositories: Repositories,
+        config: RepositoryConfig,
+    ) -> None:
+        self._agent, self._task, self._prompt = agent, task, prompt
+        self._runner, self._repositories, self._config = runner, repositories, config
+        self._cancellation = Cancellation()
+        self._result: Result | None = None
+        self._thread = threading.Thread(target=self._play, daemon=True)
+        self._thread.start()
+
+    @property
+    def result(self) -> Result | None:
+        """Its end; None while it is at work."""
+        return None if self._thread.is_alive() else self._result
+
+    def end(self) -> None:
+        """End the agent, or its tests, if they run."""
+        self._cancellation.cancel()
+
+    def _play(self) -> None:
+        try:
+            self._result = self._played()
+        except Exception as error:  # noqa: BLE001  # a failure becomes a report of this rollout
+            self._result = Result(None, f"{type(error).__name__}: {error}"[:2000])
+
+    def _played(self) -> Result:
+        base = self._repositories.entries(self._task)
+        limits = self._config.sandbox.limits
+        outcome = self._runner.run(self._program(base), limits, self._cancellation)
+        ended = outcome.describe(limits)
+        output = (outcome.stdout + outcome.stderr).decode(errors="replace")
+        if failure := _failure(outcome, ended):
+            return Result(None, failure, output, ended)
+        left = tree.unpack(outcome.snapshot, limits.scratch_mib * 2**20)
+        found = score(
+            changes(base, left, self._config.protected),
+            self._task,
+            self._runner,
+            limits,
+            self._cancellation,
+            stop_early=self._config.reward == "all",
+        )
+        return Result(found, "", output, ended)
+
+    def _program(self, base: Sequence[Entry]) -> Program:
+        agent = self._agent
+        own = [
+            Entry(OWN_FOLDER),
+            Entry(f"{OWN_FOLDER}/{PROMPT_FILE}", json.dumps(self._prompt, default=str).encode()),
+            *(Entry(f"{OWN_FOLDER}/{name}", content) for name, content in agent.files.items()),
+        ]
+        url = self._config.sandbox.url
+        if url is not None:
+            check_reached_from(url, agent)
+        relay = relay_to(agent) if url is None else None
+        host = agent.host if relay is None else LOOPBACK
+        return Program(
+            command=tuple(f"../{OWN_FOLDER}/{each}" if each in agent.files else each for each in agent.command),
+            variables={**agent.variables_at(host), "RL_PROMPT_FILE": f"../{OWN_FOLDER}/{PROMPT_FILE}"},
+            tree=placed(base, own),
+            folder=FOLDER,
+            snapshot=FOLDER,
+            relay=relay,
+        )
+
+
+def relay_to(agent: AgentRun) -> Relay:
+    """The address at which a sandbox of this machine reaches the policy of an agent.
+
+    Raises:
+        AgentUnreachable: If it is a loopback address of another machine.
+    """
+    host = socket.getaddrinfo(agent.host, agent.port, type=socket.SOCK_STREAM)[0][4][0]
+    assert isinstance(host, str)
+    if _is_loopback(host) and agent.network != this_network():
+        raise AgentUnreachable(
+            f"the policy is served at {agent.host}, a loopback address of another node than the environment's; set "
+            "agent.host to an address of that node which others reach"
+        )
+    return Relay(host, agent.port)
+
+
+def check_reached_from(url: str, agent: AgentRun) -> None:
+    """Raise an `AgentUnreachable` if a server of sandboxes on another machine is given a loopback address."""
+    if _is_loopback(agent.host) and not _is_loopback(urlsplit(url).hostname or ""):
+        raise AgentUnreachable(
+            f"the policy is served at {agent.host}, a loopback address, which the server of sandboxes at {url} cannot "
+            "reach; set agent.host to an address of the node of generation"
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    return host == "localhost" or host.startswith("127.") or host == "::1"
+
+
+def _failure(outcome: Outcome, ended: str) -> str:
+    """Why an agent failed; empty if what it left can be scored. At a limit of its sandbox an agent has not failed."""
+    if outcome.ending == "signal" or (outcome.ending == "exit" and not outcome.ok):
+        return f"the agent failed: {ended}"
+    if outcome.snapshot_problem:
+        return f"the agent's working copy cannot be scored: {outcome.snapshot_problem}"
+    return ""

@@ -1,0 +1,109 @@
+"""The repository and the tests of a row."""
+
+from __future__ import annotations
+
+import posixpath
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rl_core.rollouts.environment import UnusableAnswer
+
+FIELDS = ("repository", "commit", "tests", "test_files")
+"""Fields of a row that agents do not see."""
+
+
+@dataclass(frozen=True)
+class RepositoryTask:
+    """What an agent changes, and how the result is scored.
+
+    Args:
+        source: Path of a folder or of a git bundle; None for files in the row.
+        commit: Commit of a bundle or of a git repository; empty for the newest one, or a folder as it is.
+        files: Contents of a repository in the row, by path.
+        commands: Commands that must succeed in the changed repository.
+        test_files: Files that replace those of the repository before the commands run, by path. Agents do not see them.
+    """
+
+    source: Path | None
+    commit: str
+    files: Mapping[str, str]
+    commands: tuple[tuple[str, ...], ...]
+    test_files: Mapping[str, str]
+
+
+def read_task(info: Mapping[str, Any], folder: Path) -> RepositoryTask:
+    """The task in a prompt's info, which has these fields:
+
+    - `repository`: path of a folder, or of a git bundle (`.bundle`); or files as an object of paths and strings.
+    - `commit` (optional): branch, tag or commit of a bundle or of a folder that is a git repository.
+    - `tests`: a command as a string, or a list of commands, each a string or a list of its arguments.
+    - `test_files` (optional): an object of paths and contents that only the tests see.
+
+    Args:
+        info: Info of the prompt.
+        folder: Folder in which relative paths begin.
+
+    Raises:
+        UnusableAnswer: If a field is missing or has another form.
+    """
+    for name in ("repository", "tests"):
+        if not info.get(name):
+            fields = ", ".join(sorted(map(str, info))) or "none"
+            raise UnusableAnswer(f"the row needs the field `{name}`; its fields are {fields}")
+    given, commit = info["repository"], info.get("commit") or ""
+    if not isinstance(commit, str) or commit.startswith("-"):
+        raise UnusableAnswer(f"`commit` must be a branch, a tag or a commit, got {commit!r:.80}")
+    if isinstance(given, str):
+        source, files = folder / Path(given).expanduser(), {}
+    else:
+        source, files = None, _files("repository", given)
+        if commit:
+            raise UnusableAnswer("`commit` needs a repository with history; files in the row have none")
+    test_files = _files("test_files", info.get("test_files") or {})
+    return RepositoryTask(source, commit, files, _commands(info["tests"]), test_files)
+
+
+def check_source(task: RepositoryTask) -> None:
+    """Raise an `UnusableAnswer` if the repository is not there."""
+    source = task.source
+    if source is not None and not (source.is_dir() or (source.is_file() and source.suffix == ".bundle")):
+        raise UnusableAnswer(
+            f"`repository` must be a folder or a git bundle (.bundle), and {source} is neither; relative paths begin "
+            "in env.repository.folder, or in the folder of the file of repository_tasks"
+        )
+
+
+def _commands(given: Any) -> tuple[tuple[str, ...], ...]:
+    listed = [given] if isinstance(given, str) else given
+    if not isinstance(listed, list | tuple) or not listed:
+        raise UnusableAnswer(f"`tests` must be a command, or a list of commands, got {given!r:.80}")
+    return tuple(_command(each) for each in listed)
+
+
+def _command(given: Any) -> tuple[str, ...]:
+    try:
+        arguments = shlex.split(given) if isinstance(given, str) else given
+    except ValueError as error:
+        raise UnusableAnswer(f"the command {given!r:.80} of `tests` cannot be read: {error}") from None
+    is_command = isinstance(arguments, list | tuple) and arguments and all(isinstance(each, str) for each in arguments)
+    if not is_command or arguments[0].startswith("-"):
+        raise UnusableAnswer(
+            f"each of `tests` must be a command such as 'python -m unittest', or a list of its arguments, got "
+            f"{given!r:.80}"
+        )
+    return tuple(arguments)
+
+
+def _files(name: str, given: Any) -> dict[str, str]:
+    if not isinstance(given, Mapping) or not all(
+        isinstance(path, str) and isinstance(text, str) and _is_path(path) for path, text in given.items()
+    ):
+        raise UnusableAnswer(f"`{name}` must be an object of relative paths and strings, got {given!r:.80}")
+    return dict(given)
+
+
+def _is_path(path: str) -> bool:
+    return bool(path) and posixpath.normpath(path) == path and not path.startswith(("/", "..")) and path != "."

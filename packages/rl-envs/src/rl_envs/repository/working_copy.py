@@ -1,0 +1,132 @@
+"""Working copies: the files of a repository, and the changes that an agent made to them."""
+
+from __future__ import annotations
+
+import fnmatch
+import subprocess
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from rl_core.errors import RLError
+from rl_envs.repository.task import RepositoryTask
+from rl_envs.sandbox import tree
+from rl_envs.sandbox.tree import Entry
+
+GIT_TIMEOUT_S = 300.0
+"""Maximum number of seconds that git may take to read a repository."""
+MAX_KEPT = 64
+"""Maximum number of repositories whose files are kept in memory."""
+
+
+class RepositoryUnreadable(RLError):
+    """Raised if a repository cannot be read."""
+
+
+class Repositories:
+    """Reads repositories, and keeps the files of those that were used last.
+
+    Args:
+        max_bytes: Maximum number of bytes of one repository's files.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._kept: dict[tuple[Path, str], tuple[Entry, ...]] = {}
+
+    def entries(self, task: RepositoryTask) -> tuple[Entry, ...]:
+        """The files of a repository, without its history.
+
+        Raises:
+            RepositoryUnreadable: If it cannot be read, or is too large.
+        """
+        if task.source is None:
+            return tuple(Entry(path, text.encode()) for path, text in task.files.items())
+        key = (task.source, task.commit)
+        found = self._kept.pop(key, None)
+        if found is None:
+            found = self._read(*key)
+        self._kept[key] = found
+        while len(self._kept) > MAX_KEPT:
+            self._kept.pop(next(iter(self._kept)))
+        return found
+
+    def _read(self, source: Path, commit: str) -> tuple[Entry, ...]:
+        try:
+            if source.is_dir() and not commit:
+                found = list(tree.read(str(source), self._max_bytes, left_out=frozenset({".git", "__pycache__"})))
+            elif source.is_dir():
+                found = tree.unpack(_archive(source, commit), self._max_bytes)
+            else:
+                with tempfile.TemporaryDirectory(prefix="rl-repository-") as folder:
+                    _git("clone", "--quiet", "--bare", str(source.absolute()), folder)
+                    found = tree.unpack(_archive(Path(folder), commit or "HEAD"), self._max_bytes)
+        except (tree.UnusableTree, OSError) as error:
+            raise RepositoryUnreadable(
+                f"the repository {source} cannot be used: {error}; the limit is env.repository.sandbox.scratch_mib"
+            ) from None
+        return tuple(each for each in found if each.content is not None or each.link)
+
+
+def changes(base: Sequence[Entry], left: Sequence[Entry], protected: Sequence[str]) -> list[Entry]:
+    """The files of a changed working copy as its tests may see them.
+
+    Args:
+        base: Files of the repository.
+        left: What an agent left.
+        protected: Patterns of files that keep what they have in the repository.
+
+    Returns:
+        Files and links of the working copy, those that match a pattern as they are in the repository.
+    """
+    kept = [entry for entry in left if _is_file(entry) and not is_protected(entry.path, protected)]
+    own = [entry for entry in base if is_protected(entry.path, protected)]
+    return overlaid(kept, own)
+
+
+def overlaid(entries: Iterable[Entry], files: Iterable[Entry]) -> list[Entry]:
+    """Entries with further files laid over them: what is in the way of one is left out."""
+    laid = list(files)
+    paths = {entry.path for entry in laid}
+    folders = {parent for path in paths for parent in tree.parents(path)}
+    kept = [
+        entry
+        for entry in entries
+        if entry.path not in paths and entry.path not in folders and not paths.intersection(tree.parents(entry.path))
+    ]
+    return [*kept, *laid]
+
+
+def texts(files: Mapping[str, str]) -> list[Entry]:
+    """Entries of files by path."""
+    return [Entry(path, text.encode()) for path, text in files.items()]
+
+
+def is_protected(path: str, patterns: Sequence[str]) -> bool:
+    """Return whether a path, or the end of it after a slash, matches a pattern."""
+    ends = [path, *(path.split("/", depth)[-1] for depth in range(1, path.count("/") + 1))]
+    return any(fnmatch.fnmatchcase(end, pattern) for end in ends for pattern in patterns)
+
+
+def _is_file(entry: Entry) -> bool:
+    return entry.content is not None or bool(entry.link)
+
+
+def _archive(repository: Path, commit: str) -> bytes:
+    return _git("-C", str(repository), "archive", "--format=tar", commit)
+
+
+def _git(*arguments: str) -> bytes:
+    # a repository's own settings and hooks are not run
+    command = ["git", "-c", "core.fsmonitor=false", "-c", "safe.directory=*", *arguments]
+    try:
+        return subprocess.run(command, capture_output=True, timeout=GIT_TIMEOUT_S, check=True).stdout
+    except FileNotFoundError:
+        raise RepositoryUnreadable(
+            "git is not installed, and reads bundles and commits; install it, or use a folder without `commit`"
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise RepositoryUnreadable(f"git took longer than {GIT_TIMEOUT_S:g} s for {arguments[-1]}") from None
+    except subprocess.CalledProcessError as error:
+        said = error.stderr.decode(errors="replace").strip()[-300:]
+        raise RepositoryUnreadable(f"git could not read a repository: {said}") from None
