@@ -198,7 +198,9 @@ def test_files_of_a_command_do_not_hide_modules_of_the_library(opened: Sandbox) 
 
 
 def test_other_commands_need_their_folders(opened: Sandbox) -> None:
-    program = Program(command=("sh", "-c", "printf '#!/bin/sh\necho made' > it; chmod +x it; ./it; python3 -c 'print(2)'"))
+    program = Program(
+        command=("sh", "-c", "printf '#!/bin/sh\necho made' > it; chmod +x it; ./it; python3 -c 'print(2)'")
+    )
     outcome = opened.run(program)
     assert (outcome.exit_code, b"sandbox.commands" in outcome.stderr) == (126, True)
     with Sandbox("namespaces", limits=LIMITS, commands=["/usr/bin", "/bin"]) as sandbox:

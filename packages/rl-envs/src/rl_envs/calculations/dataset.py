@@ -1,4 +1,4 @@
-"""Products as rows for the environments `text_tools` and `code`, and as demonstrations."""
+"""Products as rows for the environments `text_tools` and `code`, sums for `repository`, and demonstrations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _HELD_OUT = 10
 
 
 def load(settings: Mapping[str, Any], split: str) -> list[dict[str, Any]]:
-    """Rows with `messages` and `environment`, and what that environment needs: `answer`, or `info` with the tests.
+    """Rows with `messages` and `environment`, and what that needs: `answer`, or `info` with the tests.
     Demonstrations are conversations that end with the assistant.
 
     Raises:
@@ -36,7 +36,7 @@ def load(settings: Mapping[str, Any], split: str) -> list[dict[str, Any]]:
     return rows
 
 
-_ENVIRONMENTS = {"calculator": "text_tools", "program": "code"}
+_ENVIRONMENTS = {"calculator": "text_tools", "program": "code", "repository": "repository"}
 
 
 def _operands(drawn: Iterator[int], largest: int, split: str) -> tuple[int, int]:
@@ -49,10 +49,30 @@ def _operands(drawn: Iterator[int], largest: int, split: str) -> tuple[int, int]
 
 
 def _row(a: int, b: int, form: str) -> dict[str, Any]:
+    if form == "repository":
+        return _repository(a, b)
     row = {"messages": [{"role": "user", "content": f"{a}*{b}="}], "environment": _ENVIRONMENTS[form]}
     if form == "calculator":
         return {**row, "answer": str(a * b)}
     return {**row, "info": {"tests": [{"input": "", "output": f"{a * b}\n"}]}}
+
+
+def _repository(a: int, b: int) -> dict[str, Any]:
+    test = f"""import unittest
+
+import answer
+
+
+class TestAnswer(unittest.TestCase):
+    def test_it_is_the_sum(self):
+        self.assertEqual(answer.ANSWER, {a + b})
+"""
+    info = {
+        "repository": {"answer.py": "ANSWER = None\n", "README.md": "`answer.py` has the answer to a question.\n"},
+        "tests": "python -m unittest test_answer",
+        "test_files": {"test_answer.py": test},
+    }
+    return {"messages": [{"role": "user", "content": f"{a}+{b}="}], "info": info, "environment": "repository"}
 
 
 def _demonstration(a: int, b: int, form: str, drawn: Iterator[int]) -> list[dict[str, str]]:
