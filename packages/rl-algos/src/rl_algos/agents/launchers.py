@@ -12,7 +12,7 @@ import tempfile
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -253,6 +253,8 @@ class EnvironmentLauncher:
         asked = Conversation(task.id, prompt.messages, prompt.info, "", agent_run=run)
         pause_s = _FIRST_PAUSE_S
         while not (result := await task.step(asked)).done:
+            # a later turn: an environment that has lost the agent must not start it again
+            asked = replace(asked, turn=asked.turn + 1)
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LAST_PAUSE_S)
         if output := result.info.get(AGENT_OUTPUT):
