@@ -49,7 +49,7 @@ def make_worker(monkeypatch, tmp_path):
     real = worker_module.resolve
     monkeypatch.setattr(worker_module, "resolve", lambda path: Scripted if path == "scripted" else real(path))
 
-    def make(config, reply=lambda prompt, seed: "5", *, function=None, environments=None, **settings):
+    def make(config, reply=lambda prompt, seed: "5", *, function=None, files=None, environments=None, **settings):
         tokenizer = settings.pop("chat", None) or make_tokenizer()
         max_tokens = settings.pop("max_tokens", 512)
         monkeypatch.setattr(worker_module, "load_tokenizer", lambda config, name: tokenizer)
@@ -57,7 +57,7 @@ def make_worker(monkeypatch, tmp_path):
             generator="scripted",
             generator_args=(reply, tokenizer),
             program="rl_algos.agents.program:AgentProgram",
-            program_args={"config": config, "function": function, "max_tokens": max_tokens},
+            program_args={"config": config, "function": function, "max_tokens": max_tokens, "files": files},
             tokenizer=TokenizerConfig(),
             model_name="none",
             logs=str(tmp_path),

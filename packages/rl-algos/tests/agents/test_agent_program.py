@@ -263,7 +263,7 @@ async def main():
     waits = "import time; print('up', flush=True); time.sleep(99)"
     launcher = ProcessLauncher(None, [sys.executable, "-c", waits], {}, 1)
     await launcher.start()
-    task = Task(Prompt("p", (), None, "agent"), Address("r", "http://x", "k"), Path(sys.argv[1]))
+    task = Task(Prompt("p", (), None, "agent"), Address("r", "http://x", "k"), Path(sys.argv[1]), "r", None)
     await launcher.play(task)
 
 asyncio.run(main())
@@ -526,3 +526,83 @@ def test_an_agent_without_any_reward_is_named(make_worker, play, tmp_path):
     (failed,) = planned(make_worker, play, tmp_path, '{"agents": {"worker": 1.0}}')
     assert "returned no reward" in failed.failure
     assert "(agents: planner)" in failed.failure
+
+
+class AgentEnvironment:
+    """Runs the agents of its conversations in no time, and is asked twice before it says so."""
+
+    def __init__(self, reward=1.0, **info):
+        self.reward, self.info, self.asked, self.abandoned = reward, info, [], []
+
+    async def step(self, conversation):
+        self.asked.append(conversation)
+        if conversation.turn < 2:
+            return StepResult(done=False, observation=({"role": "user", "content": "wait"},))
+        if not self.info:
+            await self.call(conversation.agent_run)
+        return StepResult(reward={"reward": self.reward, "passed": self.reward}, info=self.info)
+
+    async def call(self, agent):
+        variables = agent.variables_at("127.0.0.1")
+        headers = {"Authorization": f"Bearer {variables['OPENAI_API_KEY']}"}
+        body = {"messages": [{"role": "user", "content": "2+3"}]}
+        url = f"{variables['OPENAI_BASE_URL']}/chat/completions"
+        async with aiohttp.ClientSession() as http, http.post(url, json=body, headers=headers) as response:
+            response.raise_for_status()
+
+    async def abandon(self, ids):
+        self.abandoned += ids
+
+
+IN_ENVIRONMENT = AgentConfig(place="environment", command=["python", "a.py"], files=["a.py"], env={"A": "b"})
+
+
+def test_an_environment_runs_the_agent_and_gives_the_reward(make_worker, play):
+    environment = AgentEnvironment()
+    worker = make_worker(IN_ENVIRONMENT, environments={"agent": environment}, files={"a.py": b"text"})
+    ([rollout], _) = asyncio.run(play(worker))
+    assert (rollout.status, rollout.rewards) == ("ok", {"reward": 1.0, "passed": 1.0}), rollout.failure
+    first, *_ = environment.asked
+    assert [asked.turn for asked in environment.asked] == [0, 1, 2]
+    assert (first.agent_run.command, first.agent_run.files) == (("python", "a.py"), {"a.py": b"text"})
+    assert first.agent_run.variables_at("h")["A"] == "b"
+    assert environment.abandoned == []
+
+
+def test_an_agent_that_fails_in_its_environment_costs_its_rollout(make_worker, play, tmp_path):
+    environment = AgentEnvironment(agent_failure="the agent failed: no plan", agent_output="one\ntwo\n")
+    worker = make_worker(IN_ENVIRONMENT, environments={"agent": environment})
+    ([rollout], _) = asyncio.run(play(worker))
+    assert rollout.status == "failed"
+    assert "no plan" in rollout.failure
+    assert [log.read_text() for log in Path(tmp_path, "agents").glob("*.log")] == ["one\ntwo\n"]
+
+
+def test_a_rollout_that_takes_too_long_is_abandoned_with_its_agent(make_worker, play):
+    environment = AgentEnvironment()
+
+    async def never(conversation):
+        environment.asked.append(conversation)
+        return StepResult(done=False, observation=({"role": "user", "content": "wait"},))
+
+    environment.step = never
+    worker = make_worker(IN_ENVIRONMENT, environments={"agent": environment}, max_seconds=0.5)
+    ([rollout], _) = asyncio.run(play(worker))
+    assert rollout.status == "failed"
+    assert environment.abandoned == [environment.asked[0].id]
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"run": "a.py:run", "place": "environment"}, "place"),
+        ({"external": True, "reward": "posted", "place": "environment"}, "place"),
+        ({"command": ["a"], "place": "environment", "reward": "returned"}, "reward"),
+        ({"command": ["a"], "place": "environment", "reward": "posted"}, "reward"),
+        ({"command": ["a"], "place": "environment", "files": ["a/b.py", "c/b.py"]}, "files"),
+        ({"command": ["a"], "files": ["b.py"]}, "files"),
+    ],
+)
+def test_keys_that_contradict_the_place_of_an_agent_are_refused(settings, key):
+    with pytest.raises(ValueError, match=key):
+        AgentConfig(**settings)

@@ -21,8 +21,8 @@ one shell command in a block:
 ls
 ```
 
-It is run with bash in that folder, and you see its output. Each command starts afresh in that folder. When the task is \
-solved, write DONE in a turn without a command.
+It is run with bash in that folder, and you see its output. Each command starts afresh in that folder. When the task \
+is solved, write DONE in a turn without a command.
 
 The task:
 """
@@ -43,7 +43,8 @@ def main() -> None:
             said = ask(messages)
         except urllib.error.HTTPError as error:
             # the rollout has no room for another turn: what is there is scored
-            print(f"the policy ended the conversation: {error.read().decode(errors='replace')[:500]}")
+            reason = error.read().decode(errors="replace")[:500]
+            print(f"the policy ended the conversation: {reason}")  # noqa: T201  # to the agent's log
             return
         commands = _BLOCK.findall(said["content"] or "")
         if not commands and DONE in (said["content"] or ""):

@@ -78,5 +78,5 @@ def _failure(outcome: Outcome, command: Sequence[str], limits: Limits) -> str:
     if not outcome.ok:
         return outcome.describe(limits)
     if is_python(command) and not outcome.is_complete:
-        return "it ended itself before its end (os._exit)"
+        return "a file of the repository ended it (os._exit, or sys.exit outside of its main file)"
     return ""

@@ -12,6 +12,7 @@ import threading
 import traceback
 import types
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NoReturn
 
 FILE = "program.py"
@@ -72,7 +73,7 @@ def run(source: str, *, path: Sequence[str], folder: str) -> NoReturn:
         folder: Its scratch folder.
     """
     _prepare([*path, folder], [FILE], folder, {})
-    os._exit(_execute(source))
+    os._exit(_executed(source).code)
 
 
 def run_command(
@@ -93,7 +94,8 @@ def run_command(
         folder: Its scratch folder.
         variables: Further environment variables.
         commands: Folders of commands that may be executed; empty if none may.
-        completed: Called when Python has come to its end.
+        completed: Called when Python has come to its end, unless a file of the command's own that is not its main file
+            ended it by `SystemExit`.
     """
     given = dict(variables)
     if commands:
@@ -105,19 +107,34 @@ def run_command(
     match arguments:
         case ["-m", module, *rest] if is_python:
             _prepare([*path, own], ["-m", *rest], folder, given)
-            code = _guarded(lambda: runpy.run_module(module, run_name="__main__", alter_sys=True))
+            end = _ran(lambda: runpy.run_module(module, run_name="__main__", alter_sys=True))
         case ["-c", source, *rest] if is_python:
             _prepare([*path, own], ["-c", *rest], folder, given)
-            code = _execute(source)
+            end = _executed(source)
         case [file, *rest] if is_python and not file.startswith("-"):
             _prepare([*path, os.path.dirname(os.path.abspath(file))], [file, *rest], folder, given)
-            code = _guarded(lambda: runpy.run_path(os.path.abspath(file), run_name="__main__"))
+            end = _ran(lambda: runpy.run_path(os.path.abspath(file), run_name="__main__"))
         case _:
             _prepare([], [], folder, given)
-            code = _replaced(command) if commands else _unknown(command)
-            os._exit(code)
-    completed()
-    os._exit(code)
+            os._exit(_replaced(command) if commands else _unknown(command))
+    if end.is_by_main or not end.place.startswith(f"{folder}/"):
+        completed()
+    os._exit(end.code)
+
+
+@dataclass(frozen=True)
+class _End:
+    """The end of a program.
+
+    Args:
+        code: Its exit code.
+        place: File that raised `SystemExit`; empty if none did.
+        is_by_main: True if no other file than the program's main one ended it.
+    """
+
+    code: int
+    place: str = ""
+    is_by_main: bool = True
 
 
 def _replaced(command: Sequence[str]) -> int:
@@ -154,24 +171,26 @@ def _prepare(path: Sequence[str], arguments: Sequence[str], folder: str, variabl
         setattr(sys, f"__{name}__", stream)
 
 
-def _execute(source: str) -> int:
+def _executed(source: str) -> _End:
     main = types.ModuleType("__main__")
     sys.modules["__main__"] = main
     linecache.cache[FILE] = (len(source), None, source.splitlines(keepends=True), FILE)
-    return _guarded(lambda: exec(compile(source, FILE, "exec", dont_inherit=True), main.__dict__))
+    return _ran(lambda: exec(compile(source, FILE, "exec", dont_inherit=True), main.__dict__))
 
 
-def _guarded(program: Callable[[], object]) -> int:
-    """Run a program to its end, and return its exit code as Python would."""
-    code = 0
+def _ran(program: Callable[[], object]) -> _End:
+    """Run a program to its end, which has the exit code that Python would have."""
+    code, places = 0, [""]
     try:
         program()
     except SystemExit as end:
         code = _exit_code(end)
+        places = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(_own_part(end))] or places
     except BaseException as error:  # noqa: BLE001  # as the interpreter itself does
         code = 1
         _print_traceback(error)
-    return code if _flush(threading._shutdown) else 1  # type: ignore[attr-defined]  # joins threads, as Python does at its end
+    flushed = _flush(threading._shutdown)  # type: ignore[attr-defined]  # joins threads, as Python does at its end
+    return _End(code if flushed else 1, places[-1], places[0] == places[-1])
 
 
 def _exit_code(end: SystemExit) -> int:
@@ -183,12 +202,17 @@ def _exit_code(end: SystemExit) -> int:
 
 def _print_traceback(error: BaseException) -> None:
     try:
-        frames = error.__traceback__
-        while frames is not None and frames.tb_frame.f_code.co_filename in _OWN:
-            frames = frames.tb_next
-        traceback.print_exception(type(error), error, frames, file=sys.stderr)
+        traceback.print_exception(type(error), error, _own_part(error), file=sys.stderr)
     except BaseException:  # noqa: BLE001  # a program may break its own stderr, or have no memory left
         os.write(2, type(error).__name__.encode(errors="replace") + b"\n")
+
+
+def _own_part(error: BaseException) -> types.TracebackType | None:
+    """The traceback from the first frame that is the program's."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename in _OWN:
+        frames = frames.tb_next
+    return frames
 
 
 def _flush(finish: object) -> bool:

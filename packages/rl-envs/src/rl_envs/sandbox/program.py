@@ -84,8 +84,8 @@ class Outcome:
         signal: Number of the signal that ended it; None otherwise.
         stdout, stderr: its output, cut at the limit.
         seconds: Seconds from the request to the end.
-        is_complete: True if it came to its end as Python does, rather than by `os._exit`; always False for a command
-            that is not Python.
+        is_complete: True if a command in Python came to its end, rather than by `os._exit` or by `sys.exit` in another
+            of its own files than the main one; False for anything else.
         snapshot: Tar archive of `Program.snapshot`; empty if it was not asked for or is not usable.
         snapshot_problem: Why there is no snapshot; empty if there is one, or none was asked for.
     """

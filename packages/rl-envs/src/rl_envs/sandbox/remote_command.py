@@ -35,7 +35,7 @@ if not child:
     os.environ.update({{"HOME": home, "TMPDIR": home}}, **task["variables"])
     os.chdir(os.path.join(home, task["folder"]))
     command = task["command"]
-    code = 0
+    code, is_end = 0, True
     try:
         if command[0] != "python" and not command[0].startswith("python3"):
             os.execvp(command[0], command)
@@ -48,12 +48,18 @@ if not child:
         elif command[1] == "-c":
             sys.path.append(os.getcwd())
             sys.argv[:] = ["-c", *command[3:]]
-            exec(compile(command[2], "<string>", "exec"), {{"__name__": "__main__"}})
+            exec(compile(command[2], "<command>", "exec"), {{"__name__": "__main__"}})
         else:
             sys.path.append(os.path.dirname(os.path.abspath(command[1])))
             runpy.run_path(os.path.abspath(command[1]), run_name="__main__")
     except SystemExit as error:
-        code = error.code
+        code, frame, places = error.code, error.__traceback__, []
+        while frame:
+            places.append(frame.tb_frame.f_code.co_filename)
+            frame = frame.tb_next
+        own = (sys._getframe().f_code.co_filename, runpy.__file__, "<frozen runpy>")
+        places = [place for place in places if place not in own] or [""]
+        is_end = places[0] == places[-1] or not places[-1].startswith(home + "/")
         if code is None or isinstance(code, int):
             code = (code or 0) & 255
         else:
@@ -67,7 +73,8 @@ if not child:
         sys.stdout.flush()
         sys.stderr.flush()
     finally:
-        os.write(end, task["mark"].encode())
+        if is_end:
+            os.write(end, task["mark"].encode())
         os._exit(code)
 os.close(end)
 until = time.monotonic() + task["seconds"]

@@ -1,0 +1,217 @@
+"""Rows, working copies and scores of the environment `repository`, without an agent."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from rl_core.errors import DataError
+from rl_core.rollouts.agent_run import AgentRun, this_network
+from rl_core.rollouts.environment import Conversation, StepResult, UnusableAnswer
+from rl_envs.calculations.dataset import load as calculations
+from rl_envs.repository.config import START_FILES, TEST_FILES, RepositoryConfig
+from rl_envs.repository.dataset import load
+from rl_envs.repository.environment import RepositoryEnvironment
+from rl_envs.repository.job import AgentUnreachable, check_reached_from, relay_to
+from rl_envs.repository.row_check import check
+from rl_envs.repository.scoring import score
+from rl_envs.repository.task import read_task
+from rl_envs.repository.working_copy import Repositories, RepositoryUnreadable, changes, is_protected
+from rl_envs.sandbox.cancellation import Cancellation
+from rl_envs.sandbox.program import Limits
+from rl_envs.sandbox.sandbox import Sandbox, SandboxUnavailable
+from rl_envs.sandbox.tree import Entry
+
+LIMITS = Limits(cpu_s=20.0, wall_s=120.0, scratch_mib=4)
+AGENT = AgentRun(("python", "agent.py"), {"agent.py": b""}, {}, "http://127.0.0.1:9/rollouts/a", "key")
+ROW = {"repository": {"a.py": "A = 1\n"}, "tests": "python -m unittest"}
+
+
+@pytest.fixture(scope="module")
+def sandbox() -> Iterator[Sandbox]:
+    try:
+        with Sandbox("namespaces", limits=LIMITS) as opened:
+            yield opened
+    except SandboxUnavailable as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize(
+    ("info", "says"),
+    [
+        ({}, "needs the field `repository`"),
+        ({"repository": {"a": "b"}}, "needs the field `tests`"),
+        ({**ROW, "tests": []}, "needs the field `tests`"),
+        ({**ROW, "tests": ["-m"]}, "must be a command"),
+        ({**ROW, "tests": "python '"}, "cannot be read"),
+        ({**ROW, "tests": [["python", 3]]}, "must be a command"),
+        ({**ROW, "commit": "main"}, "history"),
+        ({**ROW, "repository": "missing"}, "is neither"),
+        ({**ROW, "repository": ".", "commit": "--output=x"}, "commit"),
+        ({**ROW, "repository": {"../a": "b"}}, "relative paths"),
+        ({**ROW, "repository": {"/a": "b"}}, "relative paths"),
+        ({**ROW, "test_files": {"a": 1}}, "relative paths and strings"),
+    ],
+)
+def test_a_row_that_cannot_be_scored_is_refused(info: dict[str, Any], says: str) -> None:
+    with pytest.raises(UnusableAnswer, match=says):
+        check(info, RepositoryConfig())
+
+
+def test_a_command_is_a_string_or_a_list_of_arguments() -> None:
+    info = {**ROW, "tests": ["python -m unittest 'a b'", ["python", "x y.py"]]}
+    assert read_task(info, Path()).commands == (("python", "-m", "unittest", "a b"), ("python", "x y.py"))
+
+
+@pytest.mark.parametrize("isolation", ["landlock", "limits"])
+def test_a_level_that_cannot_contain_an_agent_is_refused(isolation: str) -> None:
+    with pytest.raises(ValidationError, match=r"sandbox\.isolation"):
+        RepositoryConfig.model_validate({"sandbox": {"isolation": isolation}})
+
+
+def test_rows_of_a_file_find_repositories_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "repository").mkdir()
+    file = tmp_path / "tasks.jsonl"
+    row = {"issue": "Repair it.", "repository": "repository", "tests": "python -m unittest", "solution": "secret"}
+    file.write_text(json.dumps(row) + "\n")
+    [found] = load({"path": str(file)}, "train")
+    assert found["info"] == {"repository": str(tmp_path / "repository"), "tests": "python -m unittest"}
+    assert (found["environment"], found["messages"][0]["content"]) == ("repository", "Repair it.")
+    check(found["info"], RepositoryConfig())
+    file.write_text('{"repository": "x"}\n')
+    with pytest.raises(DataError, match=r"tasks\.jsonl:1"):
+        load({"path": str(file)}, "train")
+
+
+@pytest.mark.parametrize(
+    ("path", "is_kept"),
+    [
+        ("test_a.py", True),
+        ("src/test_a.py", True),
+        ("src/tests/deep/data.txt", True),
+        ("conftest.py", True),
+        ("src/sitecustomize.py", True),
+        (".git/config", True),
+        ("src/latest_a.py", False),
+        ("contests/a.py", False),
+        ("main.py", False),
+    ],
+)
+def test_files_of_tests_and_of_what_starts_python_are_protected(path: str, is_kept: bool) -> None:
+    assert is_protected(path, [*TEST_FILES, *START_FILES]) == is_kept
+
+
+def test_changes_leave_protected_files_as_they_were() -> None:
+    base = [Entry("a.py", b"1"), Entry("gone.py", b"2"), Entry("tests/test_a.py", b"3"), Entry("test_b.py", b"4")]
+    left = [
+        Entry("a.py", b"changed"),
+        Entry("new.py", b"new"),
+        Entry("tests", link="new.py"),
+        Entry("test_b.py/inside", b"5"),
+        Entry("conftest.py", b"6"),
+    ]
+    found = changes(base, left, [*TEST_FILES, *START_FILES])
+    assert {(entry.path, entry.content) for entry in found} == {
+        ("a.py", b"changed"),
+        ("new.py", b"new"),
+        ("tests/test_a.py", b"3"),
+        ("test_b.py", b"4"),
+    }
+
+
+def test_commits_of_a_repository_are_read_without_its_history(tmp_path: Path) -> None:
+    def git(*arguments: str) -> None:
+        author = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        subprocess.run(["git", *author, "-C", str(tmp_path), *arguments], check=True, capture_output=True)
+
+    git("init", "-q")
+    for text in ("first", "second"):
+        (tmp_path / "a.txt").write_text(text)
+        git("add", "a.txt")
+        git("commit", "-q", "-m", text)
+    (tmp_path / "a.txt").write_text("not committed")
+    repositories = Repositories(100)
+
+    def contents(commit: str) -> list[tuple[str, bytes | None]]:
+        task = read_task({**ROW, "repository": str(tmp_path), "commit": commit}, Path())
+        return [(entry.path, entry.content) for entry in repositories.entries(task)]
+
+    assert contents("HEAD") == [("a.txt", b"second")]
+    assert contents("HEAD~1") == [("a.txt", b"first")]
+    assert contents("") == [("a.txt", b"not committed")]
+    with pytest.raises(RepositoryUnreadable, match="git could not read"):
+        contents("no-such-branch")
+    (tmp_path / "large").write_bytes(bytes(1000))
+    with pytest.raises(RepositoryUnreadable, match="scratch_mib"):
+        Repositories(100).entries(read_task({**ROW, "repository": str(tmp_path)}, Path()))
+
+
+def _score(sandbox: Sandbox, answer: str, tests: Any, *, stop_early: bool = False) -> Any:
+    [row] = calculations({"form": "repository", "size": 1}, "train")
+    task = read_task({**row["info"], "tests": tests}, Path())
+    files = [Entry("answer.py", answer.format(_sum(row)).encode())]
+    return score(files, task, sandbox, LIMITS, Cancellation(), stop_early=stop_early)
+
+
+def _sum(row: dict[str, Any]) -> int:
+    a, b = row["messages"][0]["content"].rstrip("=").split("+")
+    return int(a) + int(b)
+
+
+def test_a_score_is_the_number_of_commands_that_succeed(sandbox: Sandbox) -> None:
+    tests = ["python -c 'import answer; answer.ANSWER + 1'", "python -m unittest test_answer", "python -c 1/0"]
+    found = _score(sandbox, "ANSWER = {}", tests)
+    assert (found.num_passed, found.num_tests) == (2, 3)
+    assert found.problem.startswith("python -c 1/0: it ended with exit code 1")
+    assert _score(sandbox, "ANSWER = -1", tests, stop_early=True).num_passed == 1
+    assert _score(sandbox, "import os; os._exit(0)", tests[:2]).num_passed == 0
+    assert _score(sandbox, "raise SystemExit(0)", tests[1:2]).num_passed == 0
+
+
+def _played(environment: RepositoryEnvironment, conversation: Conversation) -> StepResult:
+    state = None
+    while not (result := environment.step([conversation], [state])[0]).done:
+        state = result.state
+        time.sleep(0.01)
+    return result
+
+
+def test_an_environment_without_an_agent_says_what_it_needs(sandbox: Sandbox) -> None:
+    environment = RepositoryEnvironment(RepositoryConfig())
+    with pytest.raises(UnusableAnswer, match="place: environment"):
+        environment.step([Conversation("a", (), ROW, "text")], [None])
+
+
+def test_a_failed_agent_has_a_reason_and_no_reward(sandbox: Sandbox) -> None:
+    environment = RepositoryEnvironment(RepositoryConfig())
+    agent = AgentRun(
+        ("python", "agent.py"),
+        {"agent.py": b"print('before'); 1 / 0"},
+        {},
+        "http://127.0.0.1:9/rollouts/a",
+        "key",
+        this_network(),
+    )
+    result = _played(environment, Conversation("a", (), ROW, "", agent=agent))
+    assert result.rewards() == {"reward": 0.0}
+    assert "ZeroDivisionError" in result.info["agent_failure"]
+    assert result.info["agent_output"].startswith("before\n")
+
+
+def test_a_policy_on_the_loopback_address_of_another_machine_is_refused() -> None:
+    with pytest.raises(AgentUnreachable, match="another node"):
+        relay_to(AGENT)
+    with pytest.raises(AgentUnreachable, match="cannot reach"):
+        check_reached_from("http://sandboxes:8080", AGENT)
+    check_reached_from("http://127.0.0.1:8080", AGENT)
+
+
+def test_the_key_of_a_rollout_is_not_shown() -> None:
+    assert "key" not in repr(AGENT).replace("api_key", "")
