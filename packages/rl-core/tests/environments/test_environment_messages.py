@@ -97,7 +97,7 @@ def of_tuples(num: int) -> msgpack.ExtType:
 
 GOOD = write_answers([Answer(StepResult({"reward": 1.0}, info={"x": np.arange(3), "t": (1, 2)}), has_state=True)])
 RESULT = [1.0, True, [], None, {}]
-FLAGS = [False, False, False]
+FLAGS = [False, False, False, None]
 
 
 def array_of(*fields: Any) -> bytes:
@@ -171,7 +171,7 @@ def test_any_bytes_are_an_answer_or_malformed(change: bytes | tuple[int, int]) -
 def test_errors_and_problems_arrive() -> None:
     error = Build("it", b"", "it").read(write_built(WorkerError("OSError", "no", "trace")))
     assert (error.kind, error.message, error.traceback) == ("OSError", "no", "trace")
-    assert Build("it", b"", "it").read(write_built(None)) is None
+    assert Build("it", b"", "it").read(write_built(True)) is True
     assert Abandon(["a"]).read(write_problem("raised")) == "raised"
     assert Abandon(["a"]).read(write_problem(None)) is None
 

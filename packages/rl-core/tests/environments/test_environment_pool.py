@@ -18,7 +18,7 @@ from pools import OBEDIENT, ScaledConfig, eventually, failures, is_running, pool
 from rl_core.environments.config import EnvironmentConfig
 from rl_core.environments.pool import EnvironmentPool, default_num_workers
 from rl_core.errors import WorkerDied, WorkerError
-from rl_core.rollouts.environment import EnvironmentFailure, StepResult
+from rl_core.rollouts.environment import EnvironmentFailure, KeptState, StepResult
 
 
 def test_a_conversation_whose_pool_died_fails_and_is_not_begun_anew() -> None:
@@ -81,7 +81,7 @@ def test_a_conversation_sticks_to_its_process_and_keeps_its_state_there() -> Non
                 results = await envs.step([turn(i, "count") for i in range(6)])
                 for i, result in enumerate(results):
                     assert result.reward == number
-                    assert result.state is None
+                    assert result.state == KeptState()
                     pids.setdefault(str(i), set()).add(result.info["pid"])
             assert all(len(homes) == 1 for homes in pids.values())
             assert [result.reward for result in await envs.step([turn(i, "end") for i in range(6)])] == [3.0] * 6

@@ -1,9 +1,13 @@
 """Turns of rollouts under way in a checkpoint."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from rl_algos.rollouts.driver.saved_turns import turns_from, turns_state
+from rl_core.rollouts.environment import KeptState, StepResult
+from rl_core.rollouts.pool import AnsweredTurns, RolloutTurns
 from rl_core.rollouts.rollout import Completion, WeightSpan
 
 
@@ -22,14 +26,33 @@ def completion(tokens, *, version=1, routed=None):
     ],
     ids=["several", "routed", "none"],
 )
-def test_turns_come_back_as_they_were(turns):
-    found = turns_from(turns_state(turns))
-    assert [list(each) for each in found] == [list(each) for each in turns]
+def test_completions_come_back_as_they_were(turns):
+    found = turns_from(turns_state([RolloutTurns(each) for each in turns]))
+    assert [list(each.completions) for each in found] == [list(each) for each in turns]
     for ours, theirs in zip(found, turns, strict=True):
         for digest, expected in theirs.items():
-            got = ours[digest]
+            got = ours.completions[digest]
             assert (got.token_ids.dtype, got.logprobs.dtype) == (np.int32, np.float32)
             np.testing.assert_array_equal(got.token_ids, expected.token_ids)
             np.testing.assert_array_equal(got.logprobs, expected.logprobs)
             assert (got.stop_reason, got.spans) == (expected.stop_reason, expected.spans)
             np.testing.assert_array_equal(got.routed_experts, expected.routed_experts)
+
+
+def test_answers_come_back_as_they_were():
+    said = ({"role": "user", "content": "higher"},)
+    goes_on = StepResult({"reward": 0.5, "form": 1.0}, done=False, observation=said, stop_strings=("</a>",))
+    held = dataclasses.replace(goes_on, state=KeptState())
+    saved = dataclasses.replace(goes_on, state=KeptState(b"\x00state"), info={"seen": (1, "two")})
+    turns = [
+        RolloutTurns({}, (AnsweredTurns(("a", "b"), (held, saved)), AnsweredTurns(("c",), (StepResult(1.0),)))),
+        RolloutTurns({}),
+        RolloutTurns({"d": completion([1])}, (AnsweredTurns(("e",), (goes_on,)),)),
+    ]
+    assert [each.conversations for each in turns_from(turns_state(turns))] == [each.conversations for each in turns]
+
+
+def test_turns_of_a_checkpoint_without_answers_have_none():
+    state = dict(turns_state([RolloutTurns({"a": completion([1])})]))
+    del state["results"], state["conversations"]
+    assert [each.conversations for each in turns_from(state)] == [()]

@@ -13,7 +13,7 @@ from rl_algos.rollouts.worker.worker import RolloutWorker, RolloutWorkerSpec
 from rl_algos.tiny_model import make_tokenizer
 from rl_core.errors import GeneratorError, RequestRefused
 from rl_core.model_config import TokenizerConfig
-from rl_core.rollouts.environment import EnvironmentFailure, StepResult, TrainerState
+from rl_core.rollouts.environment import EnvironmentFailure, KeptState, StepResult, TrainerState
 from rl_core.rollouts.generation import SamplingParams
 from rl_core.rollouts.group import RolloutGroup
 from rl_core.rollouts.pool import RolloutTask
@@ -259,7 +259,7 @@ class Dialogue:
     def answer(self, conversation):
         if conversation.turn == 2:
             return StepResult(reward=1.0)
-        return StepResult(done=False, observation=({"role": "user", "content": self.question},))
+        return StepResult(done=False, observation=({"role": "user", "content": self.question},), state=KeptState())
 
     def worker(self, make_worker):
         worker, _ = make_worker(self.answer)
@@ -280,7 +280,7 @@ def turns_under_way(make_worker, *, hangs_at):
         worker = dialogue.worker(make_worker)
         await worker.begin([(7, task(5, 6))])
         found = {}
-        while sum(map(len, found.get(7, ()))) < hangs_at:
+        while sum(len(each.completions) for each in found.get(7, ())) < hangs_at:
             await asyncio.sleep(0)
             found = await worker.turns()
         for running in worker._under_way:
@@ -293,7 +293,7 @@ def turns_under_way(make_worker, *, hangs_at):
 def test_a_rollout_goes_on_from_turns_that_another_worker_has_finished(make_worker):
     whole = run(Dialogue().worker(make_worker), 5, 6)
     ((number, turns),) = turns_under_way(make_worker, hangs_at=3).items()
-    assert (number, [len(each) for each in turns]) == (7, [2, 1])
+    assert (number, [len(each.completions) for each in turns]) == (7, [2, 1])
     dialogue = Dialogue()
     dialogue.version = 4
     worker = dialogue.worker(make_worker)
@@ -314,7 +314,7 @@ def test_a_rollout_goes_on_from_turns_that_another_worker_has_finished(make_work
 
 def test_turns_behind_another_answer_of_the_environment_are_sampled_anew(make_worker):
     turns = turns_under_way(make_worker, hangs_at=4)[7]
-    assert [len(each) for each in turns] == [2, 2]
+    assert [len(each.completions) for each in turns] == [2, 2]
     dialogue = Dialogue(question="and now?")
     worker = dialogue.worker(make_worker)
 

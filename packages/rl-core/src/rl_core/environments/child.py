@@ -19,7 +19,7 @@ from typing import Any
 
 from rl_core.environments.messages import LENGTH, STACKS, Build, Close, MalformedAnswer, Message
 from rl_core.environments.rewards import RewardSum
-from rl_core.errors import EnvironmentTimeout, WorkerDied
+from rl_core.errors import EnvironmentTimeout, WorkerDied, WorkerError
 from rl_core.plugins.user_code import FromFile, is_own
 
 logger = logging.getLogger(__name__)
@@ -114,7 +114,7 @@ class ChildSpec:
 
 @dataclass(eq=False)
 class Child:
-    """A running process and the streams to it."""
+    """A running process and the streams to it; `saves` once its environment is built and saves states."""
 
     spec: ChildSpec
     popen: subprocess.Popen[bytes]
@@ -123,6 +123,7 @@ class Child:
     output: Output
     parent_pipe: int
     num_calls: int = 0
+    saves: bool = False
     closed: bool = False
 
     @classmethod
@@ -135,7 +136,7 @@ class Child:
         """
         child = await cls._open(spec)
         try:
-            problem = await child.request(
+            built = await child.request(
                 Build(
                     spec.environment,
                     spec.config,
@@ -149,9 +150,10 @@ class Child:
             if isinstance(error, EnvironmentTimeout):
                 raise WorkerDied(f"environment {spec.title} was not built within {START_TIMEOUT_S:g} s") from None
             raise
-        if problem is not None:
+        if isinstance(built, WorkerError):
             await child.kill()
-            raise problem
+            raise built
+        child.saves = built
         child.num_calls = 0
         return child
 

@@ -38,8 +38,9 @@ class EnvironmentConfig(Config):
     only `num_workers` and `max_batch` limit the calls."""
     retries: Annotated[int, WhenChanged.RESUME] = Field(default=0, ge=0)
     """Number of times that a turn is retried after its call raised, passed the deadline or ended its process, for an
-    environment whose calls can safely be repeated, such as one that calls a server. A conversation with state is not
-    retried, because its state may be only partly updated."""
+    environment whose calls can safely be repeated, such as one that calls a server. A conversation with state is
+    retried only if the environment saves its states (`save` and `restore`), because its state may be only partly
+    updated."""
     memory_limit_gib: Annotated[float | None, WhenChanged.RESUME] = Field(default=4.0, gt=0)
     """Maximum memory in GiB that a process may allocate (RLIMIT_DATA). A rollout whose call needs more fails. null sets
     no limit."""

@@ -11,7 +11,7 @@ import re
 import signal
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, SupportsFloat, SupportsIndex, get_args
 
 import msgpack
@@ -20,7 +20,7 @@ import numpy as np
 from rl_core.environments.rewards import RewardSum
 from rl_core.errors import WorkerError
 from rl_core.plugins.user_code import FromFile
-from rl_core.rollouts.environment import EnvironmentFailure, Fault, StepResult
+from rl_core.rollouts.environment import EnvironmentFailure, Fault, KeptState, StepResult
 
 LENGTH = struct.Struct("!Q")
 """Before every message: its number of bytes."""
@@ -30,6 +30,8 @@ MAX_ANSWER_BYTES = 64 * 2**20
 """Maximum number of bytes of one conversation's answer."""
 OVERHEAD_BYTES = 2**16
 """Maximum number of bytes of an answer in addition to those of its conversations."""
+MAX_STATE_BYTES = 4 * 2**20
+"""Maximum number of bytes of a saved state."""
 MAX_NESTING = 32
 """Maximum number of containers around a value."""
 MAX_INTEGER_BITS = 512
@@ -66,17 +68,19 @@ class Answer:
         has_state: True if the process keeps one for the next turn.
         retry: A failure of the whole batched call, which this conversation may not be to blame for.
         out_of_memory: The process reached its memory limit and is to be replaced.
+        saved: The state as bytes; None if it is not saved.
     """
 
     result: StepResult | EnvironmentFailure
     has_state: bool = False
     retry: bool = False
     out_of_memory: bool = False
+    saved: bytes | None = None
 
 
 @dataclass(frozen=True)
 class Build:
-    """Build the environment: answered with None, or a `WorkerError` after which the process ends.
+    """Build the environment: answered with whether it saves states, or a `WorkerError` after which the process ends.
 
     Args:
         environment: `"package.module:Class"`, or a class or function in a file of the user's.
@@ -93,23 +97,29 @@ class Build:
     def max_answer_bytes(self) -> int:
         return 2**22
 
-    def read(self, data: bytes) -> WorkerError | None:
+    def read(self, data: bytes) -> WorkerError | bool:
         match _unpack(data):
-            case None:
-                return None
+            case bool(saves):
+                return saves
             case [str(kind), str(message), str(traceback)]:
                 return WorkerError(kind, message, traceback)
-        raise MalformedAnswer("expected nothing or an error")
+        raise MalformedAnswer("expected a flag or an error")
 
 
 @dataclass(frozen=True)
 class Step:
-    """Step pickled conversations in one call: answered with a list of `Answer`."""
+    """Step pickled conversations in one call: answered with a list of `Answer`.
+
+    Args:
+        conversations: Pickled conversations.
+        saved: States to restore first, by the index of their conversation.
+    """
 
     conversations: Sequence[bytes]
+    saved: Mapping[int, bytes] = field(default_factory=dict)
 
     def max_answer_bytes(self) -> int:
-        return (MAX_ANSWER_BYTES + OVERHEAD_BYTES) * len(self.conversations)
+        return (MAX_ANSWER_BYTES + MAX_STATE_BYTES + OVERHEAD_BYTES) * len(self.conversations)
 
     def read(self, data: bytes) -> list[Answer]:
         found = _unpack(data)
@@ -139,10 +149,12 @@ class Close:
     """Close every state and end: answered by the end of the stream."""
 
 
-def write_built(error: WorkerError | None) -> bytes:
+def write_built(built: WorkerError | bool) -> bytes:
     """Bytes that answer `Build`."""
+    if isinstance(built, bool):
+        return _pack(built)
     # a message and a traceback of any length fit the limit
-    return _pack(None if error is None else [error.kind, error.message[:10_000], error.traceback[-100_000:]])
+    return _pack([built.kind, built.message[:10_000], built.traceback[-100_000:]])
 
 
 def write_answers(answers: Sequence[Answer]) -> bytes:
@@ -153,6 +165,40 @@ def write_answers(answers: Sequence[Answer]) -> bytes:
 def write_problem(problem: str | None) -> bytes:
     """Bytes that answer `Abandon`."""
     return _pack(problem and problem[:10_000])
+
+
+def write_value(value: Any) -> bytes:
+    """A plain value as bytes: None, bools, numbers, strings, bytes, lists, tuples, dicts and arrays of these.
+
+    Raises:
+        TypeError, ValueError: if it holds something else.
+    """
+    return _pack(_plain(value, "it"))
+
+
+def read_value(data: bytes) -> Any:
+    """The value that `write_value` wrote. Raises `MalformedAnswer` if it did not write these bytes."""
+    return _unpack(data)
+
+
+def write_results(results: Sequence[StepResult]) -> bytes:
+    """Results that were read from answers as bytes; of their states, whether there is one and what was saved."""
+    return write_answers(
+        [Answer(each, each.state is not None, saved=each.state and each.state.saved) for each in results]
+    )
+
+
+def read_results(data: bytes) -> list[StepResult]:
+    """The results that `write_results` wrote. Raises `MalformedAnswer` if it did not write these bytes."""
+    found = _unpack(data)
+    if not isinstance(found, list):
+        raise MalformedAnswer("expected a list of results")
+    answers = [_read_answer(fields) for fields in found]
+    return [
+        replace(answer.result, state=KeptState(answer.saved) if answer.has_state else None)
+        for answer in answers
+        if isinstance(answer.result, StepResult)
+    ]
 
 
 def plain_result(result: StepResult) -> StepResult:
@@ -274,7 +320,7 @@ def _bounded(value: int, where: str) -> int:
 
 
 def _fields(answer: Answer) -> list[Any]:
-    flags = [answer.has_state, answer.retry, answer.out_of_memory]
+    flags = [answer.has_state, answer.retry, answer.out_of_memory, answer.saved]
     match answer.result:
         case EnvironmentFailure(reason, fault):
             return [[reason[:10_000], fault], *flags]
@@ -287,7 +333,7 @@ def _fields(answer: Answer) -> list[Any]:
 
 def _read_answer(fields: Any) -> Answer:
     match fields:
-        case [[str(reason), str(fault)], bool(has_state), bool(retry), bool(out_of_memory)] if fault in _FAULTS:
+        case [[str(reason), str(fault)], bool(has_state), bool(retry), bool(out_of_memory), None] if fault in _FAULTS:
             return Answer(EnvironmentFailure(reason, _FAULTS[fault]), has_state, retry, out_of_memory)
         case [
             [
@@ -304,7 +350,10 @@ def _read_answer(fields: Any) -> Answer:
             bool(has_state),
             bool(retry),
             bool(out_of_memory),
+            None | bytes() as saved,
         ]:
+            if saved is not None and (not has_state or len(saved) > MAX_STATE_BYTES):
+                raise MalformedAnswer("a saved state is too large, or of no state")
             _check_reward(reward)
             for of_agent in agent_rewards.values():
                 _check_reward(of_agent)
@@ -330,7 +379,7 @@ def _read_answer(fields: Any) -> Answer:
                 next_agent=next_agent,
                 agent_rewards=agent_rewards,
             )
-            return Answer(result, has_state, retry, out_of_memory)
+            return Answer(result, has_state, retry, out_of_memory, saved)
     raise MalformedAnswer("an answer has unexpected fields")
 
 

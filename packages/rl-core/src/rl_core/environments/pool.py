@@ -7,6 +7,7 @@ import logging
 import os
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rl_core.environments.child import ChildSpec
@@ -32,13 +33,15 @@ class EnvironmentPool:
     """Runs one environment in `num_workers` processes; to be used from one event loop.
 
     A conversation that has a state goes to the process that has it; others go to whichever is free. A turn that passes
-    the deadline, crashes its process or needs more memory than the limit fails, and its process is replaced; a
-    conversation whose state was there fails with its next turn. A turn that runs for much longer than others gives way
+    the deadline, crashes its process or needs more memory than the limit fails, and its process is replaced. A
+    conversation whose state was there resumes from its saved state if the environment saves it (`SavingEnvironment`),
+    and fails with its next turn otherwise. With an environment that saves, a turn whose process ended is tried once
+    more. A turn that runs for much longer than others gives way
     to those that wait (`Backlog`).
 
     With `max_batch` above 1 a call of the environment holds several conversations. If it raises, crashes or passes the
-    deadline, those without a state are tried again one by one, so that only those to blame fail; those with a state
-    fail, as their state may be half stepped or lost.
+    deadline, those without a state, or with a saved one, are tried again one by one, so that only those to blame fail;
+    others fail, as their state may be half stepped or lost.
 
     With `max_concurrent`, conversations wait before their first turn until others have ended, which takes nothing from
     their deadline.
@@ -55,7 +58,7 @@ class EnvironmentPool:
         max_batch: Maximum number of conversations in a call.
         max_concurrent: Maximum number of conversations under way, in a call or with a state; None for no bound.
         memory_limit_gib: Maximum memory that a process may allocate; None for no limit.
-        retries: How often a failed turn of a conversation without a state is tried again.
+        retries: How often a failed turn of a conversation without a state, or with a saved one, is tried again.
         env_vars: Further environment variables of the processes.
         lease_s: How long the conversations of a silent client are kept.
         name: Name of the instance (`env.<name>`), for messages.
@@ -130,10 +133,10 @@ class EnvironmentPool:
     async def step(
         self, conversations: Sequence[Conversation], client: str = ""
     ) -> list[StepResult | EnvironmentFailure]:
-        """One outcome per conversation, in order; the `state` of a result is None, as it stays in its process.
+        """One outcome per conversation, in order; the `state` of a result is a `KeptState`, as it stays in its process.
 
-        One that is done or failed is forgotten. One past its first turn that the pool does not know fails: its state
-        died with an earlier pool, or its lease ran out.
+        One that is done or failed is forgotten. One past its first turn that the pool does not know resumes from its
+        `resumption`; if it has none it fails: its state died with an earlier pool, or its lease ran out.
 
         Args:
             conversations: Each with its newest turn.
@@ -183,7 +186,7 @@ class EnvironmentPool:
         outcomes: list[StepResult | EnvironmentFailure | None] = []
         for id in ids:
             if id not in self._late:
-                outcomes.append(EnvironmentFailure(_UNKNOWN))
+                outcomes.append(EnvironmentFailure(_UNKNOWN, "lost"))
             elif self._late[id][1].done():
                 outcomes.append(self._late.pop(id)[1].result())
             else:
@@ -262,12 +265,12 @@ class EnvironmentPool:
                 "a conversation can take one step at a time; being stepped already, or named twice: "
                 f"{sorted(twice or {id for id in ids if ids.count(id) > 1})}"
             )
-        payloads = [pickle.dumps(conversation, protocol=pickle.HIGHEST_PROTOCOL) for conversation in conversations]
+        payloads = [_payload(conversation) for conversation in conversations]
         turns = []
         for index, (conversation, payload) in enumerate(zip(conversations, payloads, strict=True)):
             home = self._homes.get(conversation.id)
             if home is None:
-                home = self._homes[conversation.id] = Home(client, lost=_UNKNOWN if conversation.turn else "")
+                home = self._homes[conversation.id] = _new_home(conversation, client)
             home.busy = True
             turns.append(Turn(conversation.id, payload, home, call, index, retries=self._retries))
         return turns
@@ -284,6 +287,17 @@ class EnvironmentPool:
     def _require_open(self) -> None:
         if self._closed:
             raise RuntimeError("the environment pool is closed")
+
+
+def _payload(conversation: Conversation) -> bytes:
+    shown = conversation if conversation.resumption is None else replace(conversation, resumption=None)
+    return pickle.dumps(shown, protocol=pickle.HIGHEST_PROTOCOL)
+
+
+def _new_home(conversation: Conversation, client: str) -> Home:
+    if conversation.resumption is not None:
+        return Home(client, saved=conversation.resumption.saved)
+    return Home(client, lost=_UNKNOWN if conversation.turn else "")
 
 
 class Leases:

@@ -15,13 +15,14 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, BinaryIO, get_type_hints
 
 from rl_core.environments.conversation_class import ConversationEnvironment, plays_one
 from rl_core.environments.messages import (
     LENGTH,
+    MAX_STATE_BYTES,
     STACKS,
     Abandon,
     Answer,
@@ -44,6 +45,7 @@ from rl_core.rollouts.environment import (
     EnvironmentFailure,
     Fault,
     MissingField,
+    SavingEnvironment,
     StepResult,
     UnusableAnswer,
 )
@@ -72,11 +74,22 @@ class EnvironmentProcess:
         self._environment = built
         self._memory = memory
         self._place = f" ({place})" if place else ""
+        self._saving = built if isinstance(built, SavingEnvironment) else None
         self._states: dict[str, Any] = {}
         self._printed: set[str] = set()
 
-    def step(self, payloads: Sequence[bytes]) -> list[Answer]:
-        """One batched call of the environment; an exception in it is everybody's answer."""
+    @property
+    def saves(self) -> bool:
+        """Return whether the environment saves states."""
+        return self._saving is not None
+
+    def step(self, payloads: Sequence[bytes], saved: Mapping[int, bytes] | None = None) -> list[Answer]:
+        """One batched call of the environment; an exception in it is everybody's answer.
+
+        Args:
+            payloads: Pickled conversations.
+            saved: States to restore first, by the index of their conversation.
+        """
         conversations: list[Conversation] = []
         states: list[Any] = [None] * len(payloads)
         out_of_memory = False
@@ -84,9 +97,13 @@ class EnvironmentProcess:
         try:
             conversations = [pickle.loads(payload) for payload in payloads]
             states = [self._states.get(conversation.id) for conversation in conversations]
-            results = self._environment.step(conversations, states)
+            if saved:
+                self._restore({conversations[index].id: data for index, data in saved.items()})
+            given = [self._states.get(conversation.id) for conversation in conversations]
+            results = self._environment.step(conversations, given)
             _check(results, len(conversations))
-            return [self._settle(c, result) for c, result in zip(conversations, results, strict=True)]
+            answers = [self._settle(c, result) for c, result in zip(conversations, results, strict=True)]
+            return self._saved(conversations, answers) if self._saving else answers
         except MemoryError:
             # told below, when the frames that hold the memory are gone
             out_of_memory, reason = True, f"environment {self._name} needed more than {self._memory}"
@@ -101,7 +118,7 @@ class EnvironmentProcess:
         shared = f", in a call that {len(payloads)} conversations shared" if len(payloads) > 1 else ""
         failure = EnvironmentFailure(f"{reason}{shared}", fault)
         self.abandon([conversation.id for conversation in conversations])
-        return [Answer(failure, retry=state is None, out_of_memory=out_of_memory) for state in states]
+        return [Answer(failure, retry=state is None or self.saves, out_of_memory=out_of_memory) for state in states]
 
     def abandon(self, ids: Sequence[str]) -> str | None:
         """Close the states of these conversations, and say what went wrong."""
@@ -111,6 +128,43 @@ class EnvironmentProcess:
     def close(self) -> str | None:
         """Close every state."""
         return self.abandon(list(self._states))
+
+    def _restore(self, saved: Mapping[str, bytes]) -> None:
+        if self._saving is None:
+            raise UnusableAnswer("it has saved states of an earlier run, and no method `restore`; define it again")
+        restored = list(self._saving.restore(list(saved.values())))
+        if len(restored) != len(saved):
+            raise UnusableAnswer(f"restore returned {len(restored)} states for {len(saved)}")
+        self._states |= zip(saved, restored, strict=True)
+
+    def _saved(self, conversations: Sequence[Conversation], answers: list[Answer]) -> list[Answer]:
+        """The answers with the states of conversations that go on."""
+        assert self._saving is not None
+        going_on = [index for index, answer in enumerate(answers) if answer.has_state]
+        if not going_on:
+            return answers
+        saved = list(self._saving.save([self._states[conversations[index].id] for index in going_on]))
+        if len(saved) != len(going_on):
+            raise UnusableAnswer(f"save returned {len(saved)} values for {len(going_on)} states")
+        for index, data in zip(going_on, saved, strict=True):
+            answers[index] = dataclasses.replace(answers[index], saved=self._bounded(data))
+        return answers
+
+    def _bounded(self, saved: Any) -> bytes | None:
+        if saved is None:
+            return None
+        if not isinstance(saved, bytes | bytearray):
+            raise UnusableAnswer(
+                f"save returned {saved!r:.80} for a state; return bytes, or None if it cannot be saved"
+            )
+        if len(saved) <= MAX_STATE_BYTES:
+            return bytes(saved)
+        self._print_once(
+            "size",
+            f"environment {self._name}: a saved state has {len(saved) / 2**20:.1f} MiB and is not kept; the limit is "
+            f"{MAX_STATE_BYTES / 2**20:.0f} MiB. Save less, such as a seed and the actions so far",
+        )
+        return None
 
     def _close(self, states: Sequence[Any]) -> str | None:
         try:
@@ -143,11 +197,14 @@ class EnvironmentProcess:
         """Print the traceback of each distinct failure once; the log has it."""
         frames = calls_of(error)
         key = f"{type(error).__qualname__} {frames[-1].filename}:{frames[-1].lineno}" if frames else str(type(error))
+        lines = [*traceback.format_list(frames[:TRACEBACK_FRAMES]), *traceback.format_exception_only(error)]
+        self._print_once(key, f"environment {self._name} raised:", *"".join(lines).splitlines())
+
+    def _print_once(self, key: str, *lines: str) -> None:
         if key in self._printed:
             return
         self._printed.add(key)
-        lines = [*traceback.format_list(frames[:TRACEBACK_FRAMES]), *traceback.format_exception_only(error)]
-        print(f"environment {self._name} raised:", *"".join(lines).splitlines(), sep="\n", file=sys.stderr, flush=True)  # noqa: T201  # its output is the log
+        print(*lines, sep="\n", file=sys.stderr, flush=True)  # noqa: T201  # its output is the log
 
 
 def serve(connection: socket.socket) -> None:
@@ -161,8 +218,8 @@ def serve(connection: socket.socket) -> None:
         return
     while (message := receive(incoming)) is not None:
         match message:
-            case Step(conversations):
-                send(connection, write_answers(process.step(conversations)))
+            case Step(conversations, saved):
+                send(connection, write_answers(process.step(conversations, saved)))
             case Abandon(ids):
                 send(connection, write_problem(process.abandon(ids)))
             case Close():
@@ -171,19 +228,23 @@ def serve(connection: socket.socket) -> None:
 
 
 def _build(connection: socket.socket, build: Build) -> EnvironmentProcess | None:
-    """The environment, built; None if that failed, after telling the other side."""
-    problem: WorkerError | None = None
+    """The environment, built, or None if that failed, after telling the other side."""
     name = build.title
     try:
         target, built = _load(build.environment, name, pickle.loads(build.config))
+        _saves(built, type(built).__name__)
     except MemoryError:
         problem = WorkerError("MemoryError", f"building the environment needed more than {build.memory}", "")
     except SystemExit as error:
         problem = WorkerError("SystemExit", f"the process was ended with {_describe(error)}", traceback.format_exc())
     except Exception as error:  # noqa: BLE001  # a worker's failure becomes a report
         problem = WorkerError(type(error).__qualname__, f"{error}{_at(error)}", traceback.format_exc())
+    else:
+        process = EnvironmentProcess(name, built, memory=build.memory, place=place_of(target))
+        send(connection, write_built(process.saves))
+        return process
     send(connection, write_built(problem))
-    return None if problem else EnvironmentProcess(name, built, memory=build.memory, place=place_of(target))
+    return None
 
 
 def _load(environment: str | FromFile | RewardSum | None, name: str, config: Config | None) -> tuple[Any, Environment]:
@@ -204,7 +265,8 @@ def _built(target: Any, name: str, config: Config | None) -> Environment:
     """
     if isinstance(target, type):
         if plays_one(target):
-            return ConversationEnvironment(partial(_made, target, config), target.__name__)
+            saves = _saves(target, target.__name__)
+            return ConversationEnvironment(partial(_made, target, config), target.__name__, saves=saves)
         return _instance(target, config)
     if _has_steps(target):
         environment: Environment = target
@@ -316,6 +378,17 @@ def main(connection: int, parent_pipe: int, memory_bytes: int) -> None:
     faulthandler.register(STACKS, all_threads=True, chain=True)
     with socket.socket(fileno=connection) as stream, contextlib.suppress(BrokenPipeError, ConnectionResetError):
         serve(stream)
+
+
+def _saves(target: Any, name: str) -> bool:
+    """Return whether an environment or a class of one saves states. Raises `ValueError` if half of it is missing."""
+    missing = [each for each in ("save", "restore") if not callable(getattr(target, each, None))]
+    if len(missing) == 1:
+        raise ValueError(
+            f"{name} has no method `{missing[0]}`; an environment that saves its states has `save` and `restore`, any "
+            "other has neither"
+        )
+    return not missing
 
 
 def _check(results: Any, expected: int) -> None:

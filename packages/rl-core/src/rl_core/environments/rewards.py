@@ -8,7 +8,13 @@ from typing import Any
 
 from rl_core.environments.reward_log import merged_info
 from rl_core.plugins.user_code import FromFile
-from rl_core.rollouts.environment import Conversation, Environment, StepResult, UnusableAnswer
+from rl_core.rollouts.environment import (
+    Conversation,
+    Environment,
+    SavingEnvironment,
+    StepResult,
+    UnusableAnswer,
+)
 
 
 @dataclass(frozen=True)
@@ -43,7 +49,8 @@ class RewardSum:
 
 
 class SummedRewards:
-    """Adds functions to the reward of an environment when a rollout ends, or scores a response only by them.
+    """Adds functions to the reward of an environment when a rollout ends, or scores a response only by them. It saves
+    states if the environment does.
 
     Args:
         environment: None to end every rollout with its first turn.
@@ -53,6 +60,8 @@ class SummedRewards:
     def __init__(self, environment: Environment | None, parts: Sequence[tuple[str, Environment, float]]) -> None:
         self._environment = environment
         self._parts = tuple(parts)
+        if isinstance(environment, SavingEnvironment):
+            self.save, self.restore = environment.save, environment.restore
 
     def step(self, conversations: Sequence[Conversation], states: Sequence[Any]) -> list[StepResult]:
         """Results of the environment; those that end have the functions' rewards too, except of functions that do not

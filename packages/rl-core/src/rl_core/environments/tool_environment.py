@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rl_core.environments.gather_runner import GatherRunner
+from rl_core.environments.messages import read_value, write_value
 from rl_core.environments.reward_function import as_environment
 from rl_core.environments.tools import MalformedCall, Tool, as_text
 from rl_core.rollouts.environment import Conversation, Environment, StepResult, ToolCall, UnusableAnswer
@@ -38,6 +39,10 @@ class ToolEnvironment:
     metrics `environment/tool_calls` and `environment/tool_errors` count them. In a file of one's own::
 
         environment = ToolEnvironment(tools=[look_up], reward=score)
+
+    The dict of a conversation is saved after every turn, so that the conversation resumes if its process ends and no
+    call is made twice. A dict that holds more than numbers, strings, bytes, arrays, and lists, tuples and dicts of
+    these is not saved.
 
     Args:
         tools: Functions, as `rl_core.environments.tools.Tool` takes them. The calls of a turn are made in order.
@@ -80,6 +85,14 @@ class ToolEnvironment:
     def close(self, states: Sequence[Any]) -> None:
         """States are plain values."""
 
+    def save(self, states: Sequence[_Play]) -> list[bytes | None]:
+        """The dicts with their counts; None for one that holds something else than plain values."""
+        return [_saved(play) for play in states]
+
+    def restore(self, saved: Sequence[bytes]) -> list[_Play]:
+        """States as they were saved."""
+        return [_Play(*read_value(data)) for data in saved]
+
     def _answers(self, pairs: Sequence[tuple[Conversation, _Play | None]]) -> list[StepResult]:
         if not pairs:
             return []
@@ -105,7 +118,8 @@ class ToolEnvironment:
         if tool is None:
             return f"Error: there is no tool {call.name!r}; the tools are {', '.join(self._tools)}", True
         try:
-            result = tool.call(call.arguments, {"state": play.values, "row": conversation.info})
+            offered = {"state": play.values, "row": conversation.info, "conversation_seed": conversation.seed}
+            result = tool.call(call.arguments, offered)
             text = as_text(await result if inspect.isawaitable(result) else result)
         except MalformedCall as error:
             return f"Error: {error}", True
@@ -138,6 +152,13 @@ def _at_once(answer: Coroutine[Any, Any, StepResult]) -> StepResult:
         result: StepResult = done.value
         return result
     raise UnusableAnswer("a tool returned an awaitable; declare it with `async def`")
+
+
+def _saved(play: _Play) -> bytes | None:
+    try:
+        return write_value([play.values, play.num_calls, play.num_errors])
+    except (TypeError, ValueError):
+        return None
 
 
 def _calls(conversation: Conversation) -> bool:

@@ -10,9 +10,9 @@ from typing import Any, get_type_hints
 
 from pydantic import ConfigDict, ValidationError, create_model
 
-OFFERED = ("state", "row")
-"""Names of parameters that a tool may have and the policy does not see: the dict of the conversation's state, and the
-fields of the prompt's row."""
+OFFERED = ("state", "row", "conversation_seed")
+"""Names of parameters that a tool may have and the policy does not see: the dict of the conversation's state, the
+fields of the prompt's row, and the seed of the conversation."""
 
 _MAX_PROBLEMS, _MAX_NAME, _MAX_PROBLEM = 8, 100, 300
 """Limits of a message about arguments: problems, and characters of a name and of a problem."""
@@ -28,7 +28,8 @@ class Tool:
     """A function with the schema that a chat template shows to the policy.
 
     The schema follows from its signature and its docstring: the first paragraph describes the tool, and entries under
-    `Args:` describe the parameters. Parameters called `state` and `row` are given by the environment (`OFFERED`).
+    `Args:` describe the parameters. Parameters called `state`, `row` and `conversation_seed` are given by the
+    environment (`OFFERED`).
 
     Args:
         function: Function with a docstring and annotated parameters; it may be `async`.

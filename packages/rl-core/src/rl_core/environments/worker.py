@@ -9,12 +9,12 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rl_core.environments.child import Child, ChildSpec
 from rl_core.environments.messages import Abandon, Answer, Step
 from rl_core.errors import EnvironmentTimeout, RLError, WorkerDied
-from rl_core.rollouts.environment import EnvironmentFailure, Fault, StepResult
+from rl_core.rollouts.environment import EnvironmentFailure, Fault, KeptState, StepResult
 
 logger = logging.getLogger(__name__)
 
@@ -159,20 +159,22 @@ class Worker:
         if turn.call.over:
             return False
         if turn.home.abandoned or turn.home.lost:
-            self._settle(turn, Answer(EnvironmentFailure(turn.home.lost or "abandoned before its turn")))
+            lost = EnvironmentFailure(turn.home.lost, "lost") if turn.home.lost else None
+            self._settle(turn, Answer(lost or EnvironmentFailure("abandoned before its turn")))
             return False
         return True
 
     async def _step(self, process: Child, batch: list[Turn]) -> None:
         begin = time.monotonic()
+        fault: Fault | None = None
         try:
             answers = await self._answers(process, batch)
         except (EnvironmentTimeout, WorkerDied) as error:
             await self._replace(process, str(error), spare={turn.id for turn in batch})
             shared = f", in a call that {len(batch)} conversations shared" if len(batch) > 1 else ""
-            fault: Fault = "deadline" if isinstance(error, EnvironmentTimeout) else "process"
+            fault = "deadline" if isinstance(error, EnvironmentTimeout) else "process"
             failure = EnvironmentFailure(f"{error}{shared}", fault)
-            answers = [Answer(failure, retry=turn.home.worker is None) for turn in batch]
+            answers = [Answer(failure, retry=True) for _ in batch]
         else:
             self._backlog.note_duration(time.monotonic() - begin)
         if answers is None:
@@ -186,19 +188,27 @@ class Worker:
             await self._replace(process, reason, spare={turn.id for turn in batch})
         again = []
         for turn, answer in zip(batch, answers, strict=True):
-            if answer.retry and shares_blame and not turn.alone and not turn.call.over:
+            if not answer.retry or not turn.home.can_repeat or turn.call.over:
+                self._settle(turn, answer)
+                continue
+            if shares_blame and not turn.alone:
                 turn.alone = True
-                again.append(turn)
-            elif answer.retry and turn.retries and not turn.call.over:
+            elif fault == "process" and process.saves and not turn.has_resumed:
+                turn.has_resumed = True
+            elif turn.retries:
                 turn.retries -= 1
-                again.append(turn)
             else:
                 self._settle(turn, answer)
+                continue
+            turn.home.worker = None
+            self._stateful.pop(turn.id, None)
+            again.append(turn)
         self._backlog.add_first(again)
 
     async def _answers(self, process: Child, batch: list[Turn]) -> list[Answer] | None:
         """The process's answers; None if a single turn is to give way to others."""
-        request = process.request(Step([turn.payload for turn in batch]), self._deadline_s)
+        saved = {index: saved for index, turn in enumerate(batch) if (saved := turn.home.saved_elsewhere) is not None}
+        request = process.request(Step([turn.payload for turn in batch], saved), self._deadline_s)
         if len(batch) > 1 or batch[0].suspected_at is not None or self._stateful:
             # what is told from others of its call, has had its chance, or would take states with it, goes on
             return await request
@@ -239,25 +249,37 @@ class Worker:
         if answer.has_state and turn.home.abandoned:
             self._abandoned.append(turn.id)
         elif answer.has_state:
-            turn.home.worker = self
+            turn.home.worker, turn.home.saved = self, answer.saved
             self._stateful[turn.id] = turn.home
         else:
-            turn.home.worker = None
+            turn.home.worker = turn.home.saved = None
             self._stateful.pop(turn.id, None)
-        turn.call.settle(turn.index, answer.result)
+        result = answer.result
+        if answer.has_state and isinstance(result, StepResult):
+            result = replace(result, state=KeptState(answer.saved))
+        turn.call.settle(turn.index, result)
 
     async def _replace(self, process: Child, reason: str, spare: Collection[str] = ()) -> None:
-        """End a process that hangs or is dead, and its states but those being stepped; the next call starts another."""
+        """End a process that hangs or is dead; the next call starts another. Conversations whose states it had resume
+        there from their saved states, or are lost; those being stepped are left as they are.
+        """
         await self._end(process)
         self.num_restarts += 1
         self.restarted_at, self.restart_reason = time.monotonic(), reason
-        lost = {id: home for id, home in self._stateful.items() if id not in spare}
-        for home in lost.values():
-            home.lost = f"state lost with its environment's process: {reason}"
+        others = [home for id, home in self._stateful.items() if id not in spare]
+        lost = [home for home in others if home.saved is None]
+        for home in others:
             home.worker = None
+        for home in lost:
+            home.lost = f"state lost with its environment's process: {reason}"
         self._stateful.clear()
         self._abandoned.clear()
-        logger.warning("environment process restarts (%d more conversations lose their state): %s", len(lost), reason)
+        logger.warning(
+            "environment process restarts (%d more conversations lose their state, %d resume from a saved state): %s",
+            len(lost),
+            len(others) - len(lost),
+            reason,
+        )
 
     async def _end(self, process: Child) -> None:
         await process.kill()
@@ -303,7 +325,8 @@ class Home:
 
     Args:
         client: Its owner.
-        worker: The one whose process has its state; None if it has no state.
+        worker: The one whose process has its state; None if it has no state, or the process is gone.
+        saved: The state as bytes; None if it has none, or none that was saved.
         busy: True if a turn of it is queued or under way.
         abandoned: True if its client has given it up.
         lost: Why its state is gone, if it is.
@@ -311,9 +334,20 @@ class Home:
 
     client: str
     worker: Worker | None = None
+    saved: bytes | None = None
     busy: bool = False
     abandoned: bool = False
     lost: str = ""
+
+    @property
+    def saved_elsewhere(self) -> bytes | None:
+        """The saved state if no process has it."""
+        return self.saved if self.worker is None else None
+
+    @property
+    def can_repeat(self) -> bool:
+        """Return whether a turn that failed can be taken again: nothing was there before it, or that is saved."""
+        return self.worker is None or self.saved is not None
 
 
 @dataclass(eq=False, slots=True)
@@ -328,6 +362,7 @@ class Turn:
         alone: True if it is tried again, by itself, after a failure that it may not be to blame for.
         suspected_at: When it gave way to others (`time.monotonic`); None if it has not.
         retries: How often it may still be tried again after its own failure.
+        has_resumed: True if it is tried again because its process ended, which may have had other causes.
     """
 
     id: str
@@ -338,6 +373,7 @@ class Turn:
     alone: bool = False
     suspected_at: float | None = None
     retries: int = 0
+    has_resumed: bool = False
 
 
 class Backlog:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -43,6 +43,30 @@ class TrainerState:
 
 
 @dataclass(frozen=True)
+class Resumption:
+    """A conversation that was answered before and resumes in a process that does not know it.
+
+    Args:
+        saved: State after the turn before the newest, as `SavingEnvironment.save` gave it; None if the conversation had
+            no state then.
+    """
+
+    saved: bytes | None = None
+
+
+@dataclass(frozen=True)
+class KeptState:
+    """State of a conversation as everyone sees it but the environment's process, which keeps it.
+
+    Args:
+        saved: The state as bytes (`SavingEnvironment.save`), which only an environment's process reads; None if the
+            environment did not save it.
+    """
+
+    saved: bytes | None = None
+
+
+@dataclass(frozen=True)
 class Conversation:
     """A rollout as an environment sees it.
 
@@ -63,6 +87,9 @@ class Conversation:
         agent: Name of the agent that took the newest turn, if the play has several; `messages` are what it has seen.
             Empty for the only one.
         agent_run: The agent that the environment runs instead of scoring a turn; None if it does not run one.
+        seed: Seed of the conversation, equal in every turn and whenever the rollout runs again; it follows from the
+            rollout's seed. 0 if an environment is tried outside a run.
+        resumption: State to resume from, for a pool that does not have the conversation; an environment sees None.
     """
 
     id: str
@@ -78,6 +105,8 @@ class Conversation:
     trainer_state: TrainerState = TrainerState()
     agent: str = ""
     agent_run: AgentRun | None = None
+    seed: int = 0
+    resumption: Resumption | None = field(default=None, compare=False)
 
     @property
     def prompt_messages(self) -> tuple[Message, ...]:
@@ -104,7 +133,8 @@ class StepResult:
             all mean that the reward does not apply: the turn earns 0, and a sum of several rewards leaves it out.
         done: True if the rollout ends here.
         observation: Messages to append before the next turn; needed unless done.
-        state: Handed back at the next turn; any object, as it stays in the environment's process.
+        state: Handed back at the next turn; any object, as it stays in the environment's process. Elsewhere it is a
+            `KeptState`, or None if there is none.
         stop_strings: Stop strings for the next turn, None to keep the configured ones.
         max_new_tokens: Maximum number of tokens of the next turn, None for as many as configured; never more than
             those.
@@ -137,9 +167,10 @@ class StepResult:
         return named if "reward" in named else {**named, "reward": float(sum(named.values()))}
 
 
-Fault = Literal["raised", "signature", "answer", "deadline", "process"]
+Fault = Literal["raised", "signature", "answer", "deadline", "process", "lost"]
 """Kind of a failure: the environment raised, and may answer other conversations; it asks for a field that a row does
-not have; it answered in another form than it should; it passed its deadline; or its process ended or cannot be reached.
+not have; it answered in another form than it should; it passed its deadline; its process ended or cannot be reached; or
+nobody has the state of the conversation, which can resume from a saved one.
 """
 
 
@@ -173,4 +204,28 @@ class Environment(Protocol):
 
     def close(self, states: Sequence[Any]) -> None:
         """Free what the states of unfinished conversations hold."""
+        ...
+
+
+@runtime_checkable
+class SavingEnvironment(Environment, Protocol):
+    """An environment whose conversations outlive its process: their states are saved after every turn.
+
+    Both methods are called in the environment's processes. The bytes are opaque to everyone else: they are kept with
+    the turns of the rollout and in checkpoints, and come back only to a process of the same environment. Anyone who can
+    write a run's checkpoints can write these bytes, so read them as data (JSON, msgpack) and don't unpickle them.
+    """
+
+    def save(self, states: Sequence[Any]) -> Sequence[bytes | None]:
+        """Return each state as bytes, in order; None for a state that cannot be saved at this turn.
+
+        Called after each step with the states of conversations that go on, which must not change.
+        """
+        ...
+
+    def restore(self, saved: Sequence[bytes]) -> Sequence[Any]:
+        """Return the states of these bytes, in order, so that conversations answer from them as from the saved ones.
+
+        They are closed as others are (`close`). The saved states may still be in use elsewhere.
+        """
         ...

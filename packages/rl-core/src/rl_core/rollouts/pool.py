@@ -3,20 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NewType, Protocol
 
+from rl_core.rollouts.environment import StepResult
 from rl_core.rollouts.generation import SamplingParams
 from rl_core.rollouts.group import RolloutGroup
 from rl_core.rollouts.rollout import Completion, Prompt
 from rl_core.weights import WeightUpdate
 
-SampledTurns = Mapping[str, Completion]
-"""Completions of a rollout by the digests of their requests (`GenerationRequest.digest`)."""
-
-
 Ticket = NewType("Ticket", int)
 """Identifies a group from `RolloutPool.submit` until it is finished; later ones are larger."""
+
+
+@dataclass(frozen=True)
+class AnsweredTurns:
+    """Answers of an environment to one conversation, in order.
+
+    Args:
+        digests: Digests of the turns that were answered, at least one.
+        results: The answers. Of their states only the last may be saved.
+    """
+
+    digests: tuple[str, ...]
+    results: tuple[StepResult, ...]
+
+    @property
+    def can_go_on(self) -> bool:
+        """Return whether nothing but these answers is needed to continue: the conversation has ended, or its state is
+        saved, or it has none."""
+        last = self.results[-1]
+        return last.done or last.state is None or last.state.saved is not None
+
+
+@dataclass(frozen=True)
+class RolloutTurns:
+    """The turns of a rollout so far.
+
+    Args:
+        completions: Completions by the digests of their requests (`GenerationRequest.digest`).
+        conversations: Answers of the environment, by conversation in the order in which they began.
+    """
+
+    completions: Mapping[str, Completion] = field(default_factory=dict)
+    conversations: tuple[AnsweredTurns, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -28,16 +58,17 @@ class RolloutTask:
         sampling: How completions are drawn.
         seeds: One per rollout of the group.
         is_urgent: True if it begins before groups that wait and are not, such as those of later steps.
-        turns: Completions of an earlier run of each rollout, which are not sampled again; empty if there was none. The
-            environment takes its steps again; once it answers otherwise, or the program asks otherwise, the requests
-            differ and further turns are sampled.
+        turns: Turns of an earlier run of each rollout; empty if there was none. Their completions are not sampled
+            again, and the environment's answers are given again if the conversation can go on behind them
+            (`AnsweredTurns.can_go_on`). Otherwise the environment takes its steps again; once it answers otherwise, or
+            the program asks otherwise, the requests differ and further turns are sampled.
     """
 
     prompt: Prompt
     sampling: SamplingParams
     seeds: tuple[int, ...]
     is_urgent: bool = False
-    turns: tuple[SampledTurns, ...] = ()
+    turns: tuple[RolloutTurns, ...] = ()
 
 
 class RolloutPool(Protocol):
@@ -82,8 +113,8 @@ class RolloutPool(Protocol):
         """
         ...
 
-    def turns(self) -> Mapping[Ticket, tuple[SampledTurns, ...]]:
-        """Completions so far of the groups that are under way, as `RolloutTask.turns` takes them; groups without any,
+    def turns(self) -> Mapping[Ticket, tuple[RolloutTurns, ...]]:
+        """Turns so far of the groups that are under way, as `RolloutTask.turns` takes them; groups without any,
         and those of a replica that does not answer, are left out.
         """
         ...

@@ -222,7 +222,7 @@ class ShownEnvironment:
         self._show = show
 
     async def step(self, conversation: Conversation) -> StepResult | EnvironmentFailure:
-        """See `rl_algos.rollouts.worker.worker.EnvironmentClient`."""
+        """See `rl_algos.rollouts.worker.conversations.EnvironmentClient`."""
         self._show(_turn(conversation))
         [outcome] = await self._pool.step([conversation])
         if isinstance(outcome, StepResult):
@@ -230,7 +230,7 @@ class ShownEnvironment:
         return outcome
 
     async def abandon(self, conversation_ids: Sequence[str]) -> None:
-        """See `rl_algos.rollouts.worker.worker.EnvironmentClient`."""
+        """See `rl_algos.rollouts.worker.conversations.EnvironmentClient`."""
         await self._pool.abandon(conversation_ids)
 
 

@@ -13,7 +13,7 @@ from rl_core.ray.calls import fetch, outcomes, wait
 from rl_core.ray.rows import refs_of, stored_groups
 from rl_core.rollouts.generation import PauseMode
 from rl_core.rollouts.group import GroupReport, RolloutGroup
-from rl_core.rollouts.pool import RolloutTask, SampledTurns, Ticket
+from rl_core.rollouts.pool import RolloutTask, RolloutTurns, Ticket
 from rl_core.weights import WeightUpdate
 from rl_launch.placement.residency import Residency
 from rl_launch.runtime.dispatch import Dispatch
@@ -129,13 +129,13 @@ class RolloutPool:
         if self._dispatch.num_groups:
             self._begin()
 
-    def turns(self) -> dict[Ticket, tuple[SampledTurns, ...]]:
-        """Return the completions so far of the groups in progress, from which a later run resumes them. Groups without
-        completions, and groups of a replica that does not respond, are left out.
+    def turns(self) -> dict[Ticket, tuple[RolloutTurns, ...]]:
+        """Return the turns so far of the groups in progress, from which a later run resumes them. Groups without
+        turns, and groups of a replica that does not respond, are left out.
         """
         replicas = self._dispatch.busy - self._group.lost
         calls = [(replica, replica.call("turns")) for replica in replicas]
-        found: dict[Ticket, tuple[SampledTurns, ...]] = {}
+        found: dict[Ticket, tuple[RolloutTurns, ...]] = {}
         for replica, call in calls:
             try:
                 found |= fetch(call, replica.origin("turns of rollouts"), TURNS_TIMEOUT_S)

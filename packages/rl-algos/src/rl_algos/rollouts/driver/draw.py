@@ -8,7 +8,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from rl_core.rollouts.group import RolloutGroup
-from rl_core.rollouts.pool import SampledTurns
+from rl_core.rollouts.pool import RolloutTurns
 from rl_core.rollouts.rollout import Prompt
 
 
@@ -71,7 +71,7 @@ class Draw:
     prompt: Prompt
     state: DrawState = DrawState.WAITING
     begun_at: int = NOT_BEGUN
-    turns: tuple[SampledTurns, ...] = ()
+    turns: tuple[RolloutTurns, ...] = ()
     reason: str = ""
     _group: RolloutGroup | None = None
 
@@ -107,7 +107,7 @@ class Draw:
         self._enter(DrawState.SET_ASIDE, DrawState.COLLECTED)
         self.reason = reason
 
-    def restore_turns(self, version: int, turns: tuple[SampledTurns, ...]) -> None:
+    def restore_turns(self, version: int, turns: tuple[RolloutTurns, ...]) -> None:
         """Take the turns of a checkpoint, and the version at which their rollouts began."""
         self._enter(DrawState.RESTORED, DrawState.WAITING)
         self.begun_at, self.turns = version, turns

@@ -7,15 +7,17 @@ from typing import Any
 
 import numpy as np
 
-from rl_core.rollouts.pool import SampledTurns
+from rl_core.environments.messages import read_results, write_results
+from rl_core.rollouts.pool import AnsweredTurns, RolloutTurns
 from rl_core.rollouts.rollout import Completion, WeightSpan
 
 
-def turns_state(turns: Sequence[SampledTurns]) -> Mapping[str, Any]:
+def turns_state(turns: Sequence[RolloutTurns]) -> Mapping[str, Any]:
     """Plain data of the turns of a group's rollouts; few arrays, however many turns there are."""
-    completions = [completion for each in turns for completion in each.values()]
+    completions = [completion for each in turns for completion in each.completions.values()]
+    results = [result for each in turns for answered in each.conversations for result in answered.results]
     return {
-        "digests": tuple(tuple(each) for each in turns),
+        "digests": tuple(tuple(each.completions) for each in turns),
         "lengths": tuple(len(completion.token_ids) for completion in completions),
         "token_ids": np.concatenate([np.zeros(0, np.int32), *(each.token_ids for each in completions)]),
         "logprobs": np.concatenate([np.zeros(0, np.float32), *(each.logprobs for each in completions)]),
@@ -26,10 +28,12 @@ def turns_state(turns: Sequence[SampledTurns]) -> Mapping[str, Any]:
             for index, completion in enumerate(completions)
             if completion.routed_experts is not None
         },
+        "conversations": tuple(tuple(answered.digests for answered in each.conversations) for each in turns),
+        "results": np.frombuffer(write_results(results), np.uint8),
     }
 
 
-def turns_from(state: Mapping[str, Any]) -> tuple[SampledTurns, ...]:
+def turns_from(state: Mapping[str, Any]) -> tuple[RolloutTurns, ...]:
     """The turns whose plain data this is."""
     ends = np.cumsum(state["lengths"], dtype=np.int64)
     completions = iter(
@@ -44,4 +48,13 @@ def turns_from(state: Mapping[str, Any]) -> tuple[SampledTurns, ...]:
             )
         )
     )
-    return tuple({digest: next(completions) for digest in digests} for digests in state["digests"])
+    # a checkpoint of an earlier release has no answers
+    answers = iter(read_results(state["results"].tobytes()) if "results" in state else ())
+    conversations = state.get("conversations") or ((),) * len(state["digests"])
+    return tuple(
+        RolloutTurns(
+            {digest: next(completions) for digest in digests},
+            tuple(AnsweredTurns(each, tuple(next(answers) for _ in each)) for each in answered),
+        )
+        for digests, answered in zip(state["digests"], conversations, strict=True)
+    )

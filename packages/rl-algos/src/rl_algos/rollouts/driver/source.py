@@ -18,7 +18,7 @@ from rl_algos.rollouts.driver.staleness import staleness_metrics
 from rl_core.errors import DataError
 from rl_core.rollouts.generation import SamplingParams
 from rl_core.rollouts.group import RolloutGroup
-from rl_core.rollouts.pool import RolloutPool, RolloutTask, SampledTurns, Ticket
+from rl_core.rollouts.pool import RolloutPool, RolloutTask, RolloutTurns, Ticket
 from rl_core.rollouts.rollout import Prompt
 from rl_core.rollouts.source import Evaluation
 from rl_core.weights import WeightUpdate
@@ -295,7 +295,7 @@ class PacedRolloutSource:
         seeds = _seeds((self._seed, draw.number), self._num_generations)
         return RolloutTask(draw.prompt, self._sampling, seeds, turns=draw.turns)
 
-    def _turns(self) -> Iterator[tuple[Draw, tuple[SampledTurns, ...]]]:
+    def _turns(self) -> Iterator[tuple[Draw, tuple[RolloutTurns, ...]]]:
         """Draws that are not finished and have turns, with these."""
         latest = self._pool.turns() if self._under_way else {}
         turns = {draw.number: latest[ticket] for ticket, draw in self._under_way.items() if ticket in latest}

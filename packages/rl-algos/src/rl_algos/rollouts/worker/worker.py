@@ -9,24 +9,25 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from rl_algos.rollouts.worker.chat import Chat
+from rl_algos.rollouts.worker.conversations import Conversations, EnvironmentClient
 from rl_algos.rollouts.worker.idle_time import IdleTime
 from rl_algos.tokenizer import load_tokenizer
 from rl_core.data.batch import Batch
-from rl_core.errors import EnvironmentFailed, GeneratorError, RequestRefused
+from rl_core.errors import GeneratorError, RequestRefused
 from rl_core.model_config import TokenizerConfig
 from rl_core.plugins import resolve
 from rl_core.plugins.user_code import FromFile
 from rl_core.rollouts.delivery import Delivery, Taken, score_canary, take_over
-from rl_core.rollouts.environment import Conversation, EnvironmentFailure, StepResult, TrainerState
+from rl_core.rollouts.environment import Conversation, StepResult, TrainerState
 from rl_core.rollouts.generation import GenerationRequest, Generator, SamplingParams
 from rl_core.rollouts.group import RECORD, GroupReport, parts_of
 from rl_core.rollouts.interruption import generate_whole
-from rl_core.rollouts.pool import RolloutTask, SampledTurns
+from rl_core.rollouts.pool import RolloutTask, RolloutTurns
 from rl_core.rollouts.program import PreparedProgram, Reply, RolloutProgram
 from rl_core.rollouts.record import write_records
 from rl_core.rollouts.rollout import Completion, Message, Prompt, Rollout, has_routing
@@ -39,18 +40,6 @@ MOST_TOGETHER = 16
 
 Group = tuple[Prompt, Sequence[Rollout]]
 """A prompt and its rollouts, in the order of their seeds; those of one play next to one another."""
-
-
-class EnvironmentClient(Protocol):
-    """An environment, one conversation at a time."""
-
-    async def step(self, conversation: Conversation) -> StepResult | EnvironmentFailure:
-        """The environment's answer, or the reason that there is none."""
-        ...
-
-    async def abandon(self, conversation_ids: Sequence[str]) -> None:
-        """Free what the environment holds for conversations that will not go on."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +88,7 @@ class RolloutWorker:
         self._finished: deque[tuple[int, asyncio.Task[Group]]] = deque()
         self._any_finished = asyncio.Event()
         self._under_way: set[asyncio.Task[Group]] = set()
-        self._turns: dict[int, list[dict[str, Completion]]] = {}
+        self._clients: dict[int, list[_Client]] = {}
         self._idle = IdleTime()
 
     async def start(self) -> int:
@@ -116,12 +105,13 @@ class RolloutWorker:
         """
         self._idle.begin()
         for number, task in tasks:
-            self._turns[number] = [dict(turns) for turns in task.turns] or [{} for _ in task.seeds]
-            # tasks of their own at once: the engine has the first request before the last group has been looked at
-            rollouts = [
-                asyncio.create_task(self._run_one(task.prompt, _Client(self, task.prompt, task.sampling, seed, turns)))
-                for seed, turns in zip(task.seeds, self._turns[number], strict=True)
+            clients = [
+                _Client(self, task.prompt, task.sampling, seed, earlier)
+                for seed, earlier in zip(task.seeds, task.turns or [RolloutTurns()] * len(task.seeds), strict=True)
             ]
+            self._clients[number] = clients
+            # tasks of their own at once: the engine has the first request before the last group has been looked at
+            rollouts = [asyncio.create_task(self._run_one(task.prompt, client)) for client in clients]
             running = asyncio.create_task(self._whole_group(task.prompt, rollouts))
             self._under_way.add(running)
             running.add_done_callback(partial(self._note_finished, number))
@@ -143,13 +133,10 @@ class RolloutWorker:
         reports, columns, records = parts_of([group for _, group in taken])
         return list(zip([number for number, _ in taken], reports, strict=True)), columns, records
 
-    async def turns(self) -> Mapping[int, tuple[SampledTurns, ...]]:
-        """Completions so far of the groups that have not been taken, by number; groups without any are left out."""
-        return {
-            number: tuple(dict(turns) for turns in rollouts)
-            for number, rollouts in self._turns.items()
-            if any(rollouts)
-        }
+    async def turns(self) -> Mapping[int, tuple[RolloutTurns, ...]]:
+        """Turns so far of the groups that have not been taken, by number; groups without any are left out."""
+        found = {number: tuple(client.turns for client in clients) for number, clients in self._clients.items()}
+        return {number: turns for number, turns in found.items() if any(each.completions for each in turns)}
 
     async def idle_time(self) -> tuple[float, float]:
         """Seconds since the last call, or the first group, without a rollout under way, and all seconds since then."""
@@ -205,7 +192,7 @@ class RolloutWorker:
         number, task = self._finished.popleft()
         if not self._finished:
             self._any_finished.clear()
-        del self._turns[number]
+        del self._clients[number]
         return number, task.result()
 
     async def _whole_group(self, prompt: Prompt, plays: Sequence[asyncio.Task[Sequence[Rollout]]]) -> Group:
@@ -259,8 +246,7 @@ class _Client:
     """The client that one rollout gets.
 
     Args:
-        turns: Completions by the digests of their requests, which are not sampled again; those that are sampled are
-            added.
+        earlier: Turns of an earlier run of the rollout.
     """
 
     def __init__(
@@ -269,22 +255,29 @@ class _Client:
         prompt: Prompt,
         sampling: SamplingParams,
         seed: int,
-        turns: dict[str, Completion],
+        earlier: RolloutTurns,
     ) -> None:
         self._worker = worker
-        self._environment = worker._environments.get(prompt.environment)
+        environment = worker._environments.get(prompt.environment)
+        self._conversations = environment and Conversations(
+            environment, prompt.environment, seed, earlier.conversations
+        )
         self._prompt = prompt
         self._tools = prompt.tools
         self._sampling = sampling
         self._seed = seed
         self._later_seeds: np.random.SeedSequence | None = None
-        self._open: set[str] = set()
-        self._turns = turns
+        self._completions = dict(earlier.completions)
         self._newest: Completion | None = None
 
     @property
     def sampling(self) -> SamplingParams:
         return self._sampling
+
+    @property
+    def turns(self) -> RolloutTurns:
+        """Turns so far."""
+        return RolloutTurns(dict(self._completions), self._conversations.turns if self._conversations else ())
 
     async def generate(
         self, token_ids: np.ndarray, sampling: SamplingParams | None = None, *, draw: int | None = None
@@ -292,16 +285,15 @@ class _Client:
         request = GenerationRequest(token_ids, sampling or self._sampling, self._seed)
         request = dataclasses.replace(request, seed=self._next_seed() if draw is None else _seed_of(request, draw))
         digest = request.digest
-        if digest not in self._turns:
-            self._turns[digest] = await generate_whole(self._worker._generator.generate, request)
-        self._newest = self._turns[digest]
+        if digest not in self._completions:
+            self._completions[digest] = await generate_whole(self._worker._generator.generate, request)
+        self._newest = self._completions[digest]
         return self._newest
 
     async def step(self, conversation: Conversation) -> StepResult:
-        assert self._environment is not None, "the prompt names no environment of this run"
-        self._open.add(conversation.id)
+        assert self._conversations is not None, "the prompt names no environment of this run"
         sampled = None if self._newest is None else self._newest.token_ids
-        result = await self._environment.step(
+        return await self._conversations.step(
             dataclasses.replace(
                 conversation,
                 completion_ids=sampled if conversation.completion_ids is None else conversation.completion_ids,
@@ -314,12 +306,6 @@ class _Client:
                 trainer_state=self._trainer_state(),
             )
         )
-        if isinstance(result, EnvironmentFailure):
-            self._open.discard(conversation.id)
-            raise EnvironmentFailed(result.reason)
-        if result.done:
-            self._open.discard(conversation.id)
-        return result
 
     def read(self, token_ids: np.ndarray, tools: Sequence[Mapping[str, Any]] | None = None) -> Reply:
         return self._worker._chat.read(token_ids, self._tools if tools is None else tools)
@@ -342,14 +328,9 @@ class _Client:
         return [self.shown(token_ids[place : place + 1]) for place in range(len(token_ids))]
 
     async def release(self) -> None:
-        """Release conversations that the environment did not end; a failure is logged and does not affect rollouts."""
-        if not self._open or self._environment is None:
-            return
-        try:
-            await self._environment.abandon(sorted(self._open))
-        except Exception as error:  # noqa: BLE001 - the rollout has ended either way
-            left = sorted(self._open)
-            _log.warning("environment did not release conversations %s: %s: %s", left, type(error).__name__, error)
+        """See `Conversations.release`."""
+        if self._conversations is not None:
+            await self._conversations.release()
 
     def _trainer_state(self) -> TrainerState:
         """Progress of the training as the newest completion tells it: every step publishes the next weight version, and
