@@ -281,3 +281,51 @@ def test_the_chat_template_is_given_the_tools_only_in_the_format_of_the_model() 
 
     assert tools() == []
     assert tools(call_format="model", tools=["python", "calculator"]) == ["python", "calculator"]
+
+
+def test_a_session_is_restored_from_its_calls(sandbox: Sandbox) -> None:
+    def play(session: Session, *calls: str) -> list[str]:
+        return [session.execute(code, timeout_s=LONG_S) for code in calls]
+
+    begin = ("import random\nx = [random.random()]", "def f():\n    x.append(len(x))\n    return hash('word'), x", "f()")
+    rest = ("f()", "random.random()", "1 / 0", "x")
+    with Session(sandbox, seed=5) as whole:
+        expected = play(whole, *begin, *rest)
+    with Session(sandbox, seed=5) as session:
+        assert play(session, *begin) == expected[:3]
+        saved = session.save()
+    assert saved is not None
+    with Session.restore(sandbox, saved) as restored:
+        assert restored.save() == saved
+        assert play(restored, *rest) == expected[3:]
+    with Session(sandbox, seed=6) as other:
+        assert play(other, *begin, *rest)[4] != expected[4]
+
+
+def test_a_session_that_ended_is_restored_as_ended(sandbox: Sandbox) -> None:
+    with Session(sandbox) as session:
+        said = session.execute("import os\nos._exit(3)", timeout_s=LONG_S)
+        saved = session.save()
+    assert saved is not None
+    with Session.restore(sandbox, saved) as restored:
+        assert restored.execute("1", timeout_s=LONG_S) == said
+
+
+def test_a_session_with_too_much_code_is_not_saved(sandbox: Sandbox) -> None:
+    with Session(sandbox) as session:
+        session.execute(f"x = {'a' * 2**20!r}", timeout_s=LONG_S)
+        assert session.save() is None
+
+
+def test_a_conversation_with_python_resumes_elsewhere(sandbox: Sandbox) -> None:
+    config = TextToolsConfig.model_validate({"tools": ["python"], "sandbox": {"isolation": sandbox.isolation}})
+    first, other = TextToolsEnvironment(config), TextToolsEnvironment(config)
+    [result] = first.step([_turn("<python>y = 4</python>")], [None])
+    [saved] = first.save([result.state])
+    first.close([result.state])
+    assert saved is not None
+    states = other.restore([saved])
+    [result] = other.step([_turn("<python>y * 21</python>")], states)
+    assert _said(result) == "<result>\n84\n</result>"
+    assert result.info == {"calls": 2}
+    other.close([result.state])

@@ -69,6 +69,7 @@ from rl_core.rollouts.environment import Conversation as Conversation
 from rl_core.rollouts.environment import Environment as Environment
 from rl_core.rollouts.environment import EnvironmentFailure as EnvironmentFailure
 from rl_core.rollouts.environment import MissingField as MissingField
+from rl_core.rollouts.environment import SavingEnvironment as SavingEnvironment
 from rl_core.rollouts.environment import StepResult as StepResult
 from rl_core.rollouts.environment import ToolCall as ToolCall
 from rl_core.rollouts.environment import TrainerState as TrainerState

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from rl_core.environments.messages import Step, write_answers
+from rl_core.environments.messages import MAX_STATE_BYTES, Step, write_answers
 from rl_core.environments.process import EnvironmentProcess
-from rl_core.rollouts.environment import Conversation, Environment, StepResult
+from rl_core.rollouts.environment import Conversation, Environment, SavingEnvironment, StepResult
 
 
 class EnvironmentSuite:
@@ -76,6 +77,33 @@ class EnvironmentSuite:
         step = Step([pickle.dumps(conversation) for conversation in conversations])
         answers = step.read(write_answers(process.step(step.conversations)))
         assert [getattr(answer.result, "reason", "") for answer in answers] == [""] * len(conversations)
+
+    def test_saved_states_go_on_elsewhere(self) -> None:
+        """A conversation that is played halfway, saved and restored by another environment answers as one that goes on.
+
+        Environments without `save` and `restore` pass: they are replayed (`test_a_step_is_deterministic`).
+        """
+        environment, conversations = self.environment(), self.conversations()
+        if not isinstance(environment, SavingEnvironment):
+            return
+        results = _step(environment, conversations)
+        under_way = [
+            (replace(conversation, turn=conversation.turn + 1), result.state)
+            for conversation, result in zip(conversations, results, strict=True)
+            if not result.done and result.state is not None
+        ]
+        saved = environment.save([state for _, state in under_way])
+        assert len(saved) == len(under_way)
+        assert all(data is None or len(data) <= MAX_STATE_BYTES for data in saved)
+        going_on = [(*each, data) for each, data in zip(under_way, saved, strict=True) if data is not None]
+        other = self.environment()
+        assert isinstance(other, SavingEnvironment)
+        restored = other.restore([data for _, _, data in going_on])
+        elsewhere = other.step([conversation for conversation, _, _ in going_on], list(restored))
+        here = environment.step([conversation for conversation, _, _ in going_on], [state for _, state, _ in going_on])
+        assert [_visible(result) for result in elsewhere] == [_visible(result) for result in here]
+        for each, found in ((environment, here), (other, elsewhere)):
+            each.close([result.state for result in found if not result.done and result.state is not None])
 
     def test_closing_twice_is_closing_once(self) -> None:
         """`close` takes states of conversations under way, none at all, and those it has closed."""

@@ -27,6 +27,14 @@ class GuessNumber:
     def close(self, states: Sequence[Any]) -> None:
         pass
 
+    def save(self, states: Sequence[int]) -> list[bytes | None]:
+        """The numbers of guesses."""
+        return [str(num_guesses).encode() for num_guesses in states]
+
+    def restore(self, saved: Sequence[bytes]) -> list[int]:
+        """The numbers of guesses."""
+        return [int(data) for data in saved]
+
     def _guess(self, turn: Conversation, num_before: int) -> StepResult:
         number = _answer(turn)
         found = _NUMBER.findall(turn.completion)

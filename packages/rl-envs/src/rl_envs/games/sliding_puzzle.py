@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -41,6 +42,14 @@ class SlidingPuzzle:
 
     def close(self, states: Sequence[Any]) -> None:
         pass
+
+    def save(self, states: Sequence[Position]) -> list[bytes | None]:
+        """The boards and numbers of moves."""
+        return [json.dumps([each.board.rows, each.num_moves]).encode() for each in states]
+
+    def restore(self, saved: Sequence[bytes]) -> list[Position]:
+        """Games as they were saved."""
+        return [Position(Board.read(rows), num_moves) for rows, num_moves in map(json.loads, saved)]
 
     def _move(self, turn: Conversation, position: Position) -> StepResult:
         directions = _MOVE.findall(turn.completion)

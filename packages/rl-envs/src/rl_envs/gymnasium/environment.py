@@ -13,7 +13,9 @@ from rl_envs.gymnasium.game import Game
 class GymnasiumEnvironment:
     """Takes an action in every turn until the game is over; prompts come from this package's dataset.
 
-    The state is the game under way.
+    The state is the game under way. What is saved of it is its start and its actions, which are taken again in the
+    process that restores it: a game whose randomness follows from the seed of its `reset`, as gymnasium asks for, is
+    then where it was.
     """
 
     def __init__(self, config: GymnasiumConfig) -> None:
@@ -26,6 +28,14 @@ class GymnasiumEnvironment:
         for game in states:
             if game is not None:
                 game.environment.close()
+
+    def save(self, states: Sequence[Game]) -> list[bytes | None]:
+        """Starts and actions."""
+        return [game.save() for game in states]
+
+    def restore(self, saved: Sequence[bytes]) -> list[Game]:
+        """Games whose actions were taken again."""
+        return [Game.restore(data) for data in saved]
 
     def _play(self, turn: Conversation, game: Game) -> StepResult:
         action = game.action(turn.completion)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,6 +34,8 @@ class Game:
     shown: Shown
     text: str = ""
     total: float = field(default=0.0, init=False)
+    _start: Mapping[str, Any] = field(default_factory=dict, init=False)
+    _taken: list[Any] = field(default_factory=list, init=False)
 
     @classmethod
     def start(
@@ -64,7 +67,21 @@ class Game:
         observation, _ = environment.reset(seed=seed)
         game = cls(environment, actions or _numbers(space), shown)
         game.text = game._text(observation)
+        game._start = {"id": id, "config": config, "seed": seed, "actions": actions, "show": show}
         return game
+
+    @classmethod
+    def restore(cls, saved: bytes) -> Self:
+        """The game of `save`, whose actions are taken again."""
+        state = json.loads(saved)
+        game = cls.start(**state["start"])
+        for action in state["actions"]:
+            game.act(action)
+        return game
+
+    def save(self) -> bytes:
+        """The start and the actions so far as bytes."""
+        return json.dumps({"start": self._start, "actions": self._taken}).encode()
 
     @property
     def rules(self) -> str:
@@ -87,6 +104,7 @@ class Game:
 
     def act(self, action: Any) -> tuple[float, bool]:
         """Take an action; returns its reward and whether the game is over."""
+        self._taken.append(action)
         observation, reward, terminated, truncated, _ = self.environment.step(action)
         self.total += float(reward)
         self.text = self._text(observation)

@@ -41,20 +41,65 @@ for line in calls:
 """
 
 
+MAX_JOURNAL_BYTES = 2**20
+"""Maximum number of bytes of the code of a session that can be saved."""
+MAX_JOURNAL_S = 60.0
+"""Maximum number of seconds that the calls of a session may have taken if it is to be saved, as they run again."""
+REPLAY_FACTOR = 10.0
+"""A call that runs again may take this many times as long as it took, in addition to `MAX_JOURNAL_S`."""
+
+
 class Session:
     """A running interpreter; its memory and its CPU count for all calls together.
+
+    It keeps a journal of its calls, from which another sandbox restores it (`save`, `restore`). The restored session
+    equals this one as far as the code is deterministic: hashes of strings and `random` have the same seeds, while the
+    clock, `os.urandom` and addresses in memory differ.
 
     Args:
         sandbox: Where it runs.
         limits: Limits of the session; those of the sandbox if unset. `wall_s` is for all calls together.
+        seed: Seed of Python's `random`.
     """
 
-    def __init__(self, sandbox: Sandbox, limits: Limits | None = None) -> None:
+    def __init__(self, sandbox: Sandbox, limits: Limits | None = None, *, seed: int = 0) -> None:
         self._limits = limits or sandbox.limits
+        self._seed = seed
+        self._journal: list[tuple[str, float]] = []
         self._stack = contextlib.ExitStack()
         self._connection = self._stack.enter_context(sandbox.connect())
         self.ended = ""
-        frames.write(self._connection, *request_of(Program(_REPL, interactive=True), self._limits))
+        source = f"import random\nrandom.seed({int(seed)})\n{_REPL}"
+        frames.write(self._connection, *request_of(Program(source, interactive=True), self._limits))
+
+    @classmethod
+    def restore(cls, sandbox: Sandbox, saved: bytes, limits: Limits | None = None) -> Self:
+        """Start a session, and run the calls of a saved one in it.
+
+        Args:
+            sandbox: Where it runs.
+            saved: As `save` gave it.
+            limits: As for a new session.
+        """
+        state = json.loads(saved)
+        session = cls(sandbox, limits, seed=state["seed"])
+        for code, seconds in state["calls"]:
+            session.execute(code, timeout_s=REPLAY_FACTOR * seconds + MAX_JOURNAL_S)
+        if state["ended"]:
+            session._end(state["ended"])
+        # seconds of the first run count, so that a session does not become too long by being restored
+        session._journal = [(code, seconds) for code, seconds in state["calls"]]
+        return session
+
+    def save(self) -> bytes | None:
+        """Return the calls so far as bytes; None if they are too long to run again (`MAX_JOURNAL_BYTES`,
+        `MAX_JOURNAL_S`).
+        """
+        if sum(seconds for _, seconds in self._journal) > MAX_JOURNAL_S:
+            return None
+        calls = [] if self.ended else self._journal
+        saved = json.dumps({"seed": self._seed, "calls": calls, "ended": self.ended}).encode()
+        return saved if len(saved) <= MAX_JOURNAL_BYTES else None
 
     def __enter__(self) -> Self:
         return self
@@ -71,10 +116,12 @@ class Session:
         """
         if self.ended:
             return self.ended
-        deadline = time.monotonic() + timeout_s
+        begin = time.monotonic()
         try:
             frames.write(self._connection, {}, [json.dumps(code).encode() + b"\n"])
-            return self._answer(deadline)
+            answer = self._answer(begin + timeout_s)
+            self._journal.append((code, round(time.monotonic() - begin, 3)))
+            return answer
         except TimeoutError:
             self._end(f"the session was ended: a call took longer than {timeout_s:g} s")
         except ConnectionError:

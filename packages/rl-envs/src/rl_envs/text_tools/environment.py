@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -62,6 +63,19 @@ class TextToolsEnvironment:
             if state.session is not None:
                 state.session.close()
 
+    def save(self, states: Sequence[Progress]) -> list[bytes | None]:
+        """The calls so far: those of Python run again in the session of the restored conversation."""
+        return [_saved(state) for state in states]
+
+    def restore(self, saved: Sequence[bytes]) -> list[Progress]:
+        """Conversations as they were saved, each with a new session that has run their code."""
+        return [self._restored(json.loads(data)) for data in saved]
+
+    def _restored(self, state: Mapping[str, Any]) -> Progress:
+        if state["session"] is None or self._sandbox is None:
+            return Progress(state["num_calls"])
+        return Progress(state["num_calls"], Session.restore(self._sandbox, state["session"].encode()))
+
     def _turn(self, turn: Conversation, progress: Progress) -> StepResult:
         known = known_answers(turn.info, self._config.answer_format)
         calls = self._calls(turn)
@@ -74,7 +88,7 @@ class TextToolsEnvironment:
             return StepResult(reward=float(correct), info={"accuracy": float(correct), "calls": progress.num_calls})
         session = progress.session
         if session is None and self._sandbox is not None and any(call.name == "python" for call in calls):
-            session = Session(self._sandbox)
+            session = Session(self._sandbox, seed=turn.seed)
         num_calls, most = progress.num_calls + len(calls), self._config.max_calls
         outputs = [
             self._output(call, session) if number <= most else f"error: the limit of {most} calls is reached"
@@ -137,6 +151,13 @@ class TextToolsEnvironment:
         if len(output) <= most:
             return output
         return f"{output[: most // 2]}\n[{len(output) - most} characters left out]\n{output[len(output) - most // 2 :]}"
+
+
+def _saved(progress: Progress) -> bytes | None:
+    if progress.session is None:
+        return json.dumps({"num_calls": progress.num_calls, "session": None}).encode()
+    session = progress.session.save()
+    return session and json.dumps({"num_calls": progress.num_calls, "session": session.decode()}).encode()
 
 
 def _python(session: Session | None, code: str, timeout_s: float) -> str:
