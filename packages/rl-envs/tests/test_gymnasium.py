@@ -152,3 +152,23 @@ def test_an_unknown_split_and_rows_of_another_dataset_are_refused() -> None:
 def test_both_are_found_by_name() -> None:
     assert plugin(ENVIRONMENTS, "gymnasium").config is GymnasiumConfig
     assert plugin(DATASETS, "gymnasium").load == "rl_envs.gymnasium.dataset:load"
+
+
+def test_a_stochastic_game_resumes_where_it_was() -> None:
+    settings = {"id": "FrozenLake-v1", "config": {"is_slippery": True, "desc": ["SFFF"] * 4}, "size": 1}
+    [row] = load(settings, "train")
+
+    def play(environment: GymnasiumEnvironment, state: Any, actions: str) -> tuple[list[str], Any]:
+        seen = []
+        for action in actions:
+            [result] = environment.step([Conversation("a", (), row["info"], action)], [state])
+            seen.append(result.observation[0]["content"])
+            state = result.state
+        return seen, state
+
+    environment = GymnasiumEnvironment(GymnasiumConfig())
+    whole, _ = play(environment, None, "123123123123")
+    assert len(set(whole)) > 4
+    begun, state = play(environment, None, "123123")
+    [restored] = environment.restore([data for data in environment.save([state]) if data])
+    assert begun + play(environment, restored, "123123")[0] == whole

@@ -287,7 +287,11 @@ def test_a_session_is_restored_from_its_calls(sandbox: Sandbox) -> None:
     def play(session: Session, *calls: str) -> list[str]:
         return [session.execute(code, timeout_s=LONG_S) for code in calls]
 
-    begin = ("import random\nx = [random.random()]", "def f():\n    x.append(len(x))\n    return hash('word'), x", "f()")
+    begin = (
+        "import random\nx = [random.random()]",
+        "def f():\n    x.append(len(x))\n    return hash('word'), x",
+        "f()",
+    )
     rest = ("f()", "random.random()", "1 / 0", "x")
     with Session(sandbox, seed=5) as whole:
         expected = play(whole, *begin, *rest)

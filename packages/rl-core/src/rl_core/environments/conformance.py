@@ -11,7 +11,15 @@ from rl_core.environments.instance import EnvironmentInstance
 from rl_core.environments.pool import EnvironmentPool
 from rl_core.environments.trial import Attempt, run_quietly
 from rl_core.errors import WorkerDied, WorkerError
-from rl_core.rollouts.environment import Conversation, EnvironmentFailure, Fault, StepResult, ToolCall
+from rl_core.rollouts.environment import (
+    Conversation,
+    EnvironmentFailure,
+    Fault,
+    KeptState,
+    Resumption,
+    StepResult,
+    ToolCall,
+)
 from rl_core.rollouts.rollout import Message
 
 MAX_TURNS = 4
@@ -103,6 +111,7 @@ class _Play:
         conversation: Conversation with the newest turn.
         answers: So far.
         failure: Why it went no further, if it failed.
+        state: State after the newest answer; None if there is none.
         slowest_s: Seconds of its longest call; those of a batch are shared.
     """
 
@@ -110,6 +119,7 @@ class _Play:
     conversation: Conversation
     answers: list[_Answer]
     failure: EnvironmentFailure | None = None
+    state: KeptState | None = None
     slowest_s: float = 0.0
 
     @property
@@ -125,6 +135,7 @@ class _Play:
             self.failure = outcome
             return
         found = tuple(outcome.observation)
+        self.state = outcome.state
         self.answers.append(
             _Answer(outcome.rewards(), outcome.done, found, outcome.stop_strings, outcome.max_new_tokens)
         )
@@ -206,16 +217,38 @@ class _Process:
         [play] = await self.play_together([attempt])
         return play
 
+    async def begin(self, attempt: Attempt, num_turns: int) -> _Play:
+        """Play the first turns of a conversation."""
+        play = self._begin(attempt)
+        for _ in range(num_turns):
+            await self._step([play])
+        await self.pool.abandon([play.conversation.id])
+        return play
+
+    async def resume(self, play: _Play) -> _Play:
+        """Play on what another process began, from its saved state."""
+        assert play.state is not None, "a conversation without a state has nothing to resume from"
+        resumed = self._begin(play.attempt)
+        conversation = replace(play.conversation, id=resumed.conversation.id, resumption=Resumption(play.state.saved))
+        resumed.conversation, resumed.answers = conversation, list(play.answers)
+        while not resumed.over:
+            await self._step([resumed])
+        await self.pool.abandon([conversation.id])
+        return resumed
+
     async def play_together(self, attempts: Sequence[Attempt]) -> list[_Play]:
         """Play conversations turn by turn: all their first turns, then all their second ones."""
         plays = [self._begin(attempt) for attempt in attempts]
         while under_way := [play for play in plays if not play.over]:
-            begin = time.monotonic()
-            outcomes = await self.pool.step([play.conversation for play in under_way])
-            for play, outcome in zip(under_way, outcomes, strict=True):
-                play.take(outcome, time.monotonic() - begin)
+            await self._step(under_way)
         await self.pool.abandon([play.conversation.id for play in plays])
         return plays
+
+    async def _step(self, plays: Sequence[_Play]) -> None:
+        begin = time.monotonic()
+        outcomes = await self.pool.step([play.conversation for play in plays])
+        for play, outcome in zip(plays, outcomes, strict=True):
+            play.take(outcome, time.monotonic() - begin)
 
     def _begin(self, attempt: Attempt) -> _Play:
         self._num_played += 1
@@ -231,6 +264,7 @@ _REMEDIES: Mapping[Fault, str] = {
     "raised": "return a reward for every response, such as 0.0 for one that cannot be read",
     "process": "catch the exception that ends the process, or increase memory_limit_gib",
     "deadline": "make the call faster, or increase deadline_s",
+    "lost": "return the state of a conversation with every turn that does not end it",
     "answer": "return finite numbers, single or by name",
 }
 
@@ -284,7 +318,7 @@ def _rewards(plays: Sequence[_Play]) -> Finding:
     return Finding("rewards", f"finite, and all {len(plays)} responses earn the same: {said}", "warned", remedy)
 
 
-_COMPARED = ("repeats", "state", "batches")
+_COMPARED = ("repeats", "state", "batches", "resume")
 
 
 async def _comparisons(instance: EnvironmentInstance, plays: Sequence[_Play]) -> list[Finding]:
@@ -296,7 +330,7 @@ async def _comparisons(instance: EnvironmentInstance, plays: Sequence[_Play]) ->
         again = [await process.play(attempt) for attempt in attempts]
         differs = _difference(plays, again, "in another process")
         if differs:
-            remedy = "take randomness from a field of the row (a seed), and order sets and hashes"
+            remedy = "draw what is random from the conversation's seed or a field of the row, and order sets and hashes"
             skipped = "its answers do not repeat"
             return [
                 Finding("repeats", differs, "failed", remedy),
@@ -314,7 +348,33 @@ async def _comparisons(instance: EnvironmentInstance, plays: Sequence[_Play]) ->
         else Finding("state", "conversations leave nothing behind for others")
     )
     findings.append(await _batches(instance, plays))
+    findings.append(await _resumption(instance, plays))
     return findings
+
+
+async def _resumption(instance: EnvironmentInstance, plays: Sequence[_Play]) -> Finding:
+    """The finding about conversations that are saved halfway and resume in another process."""
+    several = [play for play in plays if len(play.answers) > 1]
+    if not several:
+        return Finding("resume", "no conversation had a second turn", "skipped")
+    num_resumed, states = 0, []
+    async with _Process(instance) as process, _Process(instance, hash_seed=2) as other:
+        for play in several:
+            begun = await process.begin(play.attempt, len(play.answers) // 2)
+            states.append(begun.state)
+            if begun.state is None or begun.state.saved is None:
+                continue
+            resumed = await other.resume(begun)
+            if differs := _difference([play], [resumed], "after it was saved and resumed in another process"):
+                remedy = "save all that later answers depend on, and return it to its place in `restore`"
+                return Finding("resume", differs, "failed", remedy)
+            num_resumed += 1
+    if num_resumed:
+        return Finding("resume", f"{num_resumed} conversations were saved and resumed in another process")
+    if all(state is None for state in states):
+        return Finding("resume", "conversations keep no state between turns")
+    said = "states are not saved: a conversation under way is lost with its process, and replayed if a run resumes"
+    return Finding("resume", said, "skipped")
 
 
 async def _batches(instance: EnvironmentInstance, plays: Sequence[_Play]) -> Finding:
