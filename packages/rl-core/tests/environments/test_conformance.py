@@ -71,8 +71,10 @@ def said(found: Conformance, name: str) -> str:
 
 def test_a_reward_function_holds_and_its_rewards_are_shown(tmp_path: Path) -> None:
     found = checked(tmp_path, GOOD, "score")
+    names = ("start", "signature", "answers", "deadline", "rewards", "repeats", "state", "batches")
     assert [(finding.name, finding.status) for finding in found.findings] == [
-        (name, "ok") for name in ("start", "signature", "answers", "deadline", "rewards", "repeats", "state", "batches")
+        *((name, "ok") for name in names),
+        ("resume", "skipped"),
     ]
     assert found.holds
     assert len(found.samples) == 6
@@ -199,3 +201,33 @@ def test_a_call_above_the_deadline_is_reported_and_the_others_are_not_waited_for
     assert failed(found) == ["deadline"]
     assert "deadline of 2 s" in said(found, "deadline")
     assert [finding.status for finding in found.findings[-3:]] == ["skipped"] * 3
+
+
+SAVED = """
+class Guess:
+    def __init__(self):
+        self.count, self.forgotten = 0, 0
+
+    def step(self, response, conversation_seed):
+        self.count += 1
+        self.forgotten += 1
+        return f"guess {self.count + 1}", float(FORGETS and self.forgotten)
+
+    def save(self):
+        return self.count
+
+    def restore(self, saved):
+        self.count = saved
+"""
+
+
+@pytest.mark.parametrize("forgets", [False, True])
+def test_a_conversation_resumes_from_its_saved_state_in_another_process(tmp_path: Path, forgets: bool) -> None:
+    found = checked(tmp_path, SAVED.replace("FORGETS", str(forgets)), "Guess")
+    assert failed(found) == (["resume"] if forgets else [])
+    expected = "reward 3, and 1 after it was saved and resumed" if forgets else "6 conversations were saved and resumed"
+    assert expected in said(found, "resume")
+
+
+def test_states_that_are_not_saved_are_reported(tmp_path: Path) -> None:
+    assert "states are not saved" in said(checked(tmp_path, GAME, "Guess"), "resume")

@@ -341,6 +341,7 @@ async def _comparisons(instance: EnvironmentInstance, plays: Sequence[_Play]) ->
         differs = _difference(plays, reverse, "after others in the same process")
         mixed = await process.play_together(attempts)
         differs = differs or _difference(plays, mixed, "beside others in the same process")
+        resumption = await _resumption(instance, plays, process)
     remedy = "keep what a conversation learns in its state (or its object), and nothing in globals or files"
     findings.append(
         Finding("state", differs, "failed", remedy)
@@ -348,17 +349,16 @@ async def _comparisons(instance: EnvironmentInstance, plays: Sequence[_Play]) ->
         else Finding("state", "conversations leave nothing behind for others")
     )
     findings.append(await _batches(instance, plays))
-    findings.append(await _resumption(instance, plays))
-    return findings
+    return [*findings, resumption]
 
 
-async def _resumption(instance: EnvironmentInstance, plays: Sequence[_Play]) -> Finding:
-    """The finding about conversations that are saved halfway and resume in another process."""
+async def _resumption(instance: EnvironmentInstance, plays: Sequence[_Play], process: _Process) -> Finding:
+    """The finding about conversations that are saved halfway in a process and resume in another."""
     several = [play for play in plays if len(play.answers) > 1]
     if not several:
         return Finding("resume", "no conversation had a second turn", "skipped")
     num_resumed, states = 0, []
-    async with _Process(instance) as process, _Process(instance, hash_seed=2) as other:
+    async with _Process(instance) as other:
         for play in several:
             begun = await process.begin(play.attempt, len(play.answers) // 2)
             states.append(begun.state)

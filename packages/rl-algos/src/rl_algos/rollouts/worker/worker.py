@@ -259,8 +259,8 @@ class _Client:
     ) -> None:
         self._worker = worker
         environment = worker._environments.get(prompt.environment)
-        self._conversations = environment and Conversations(
-            environment, prompt.environment, seed, earlier.conversations
+        self._conversations = (
+            None if environment is None else Conversations(environment, prompt.environment, seed, earlier.conversations)
         )
         self._prompt = prompt
         self._tools = prompt.tools
