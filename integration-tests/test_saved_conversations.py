@@ -140,18 +140,19 @@ class Hold(Callback):
 GAMES_BY_NAME = {"dice": "Dice", "python": "Python", "memory": "Memory"}
 
 
-def arguments(folder, model):
+def arguments(folder):
     rows = [
         {"messages": [{"role": "user", "content": f"{number}+{number}="}], "environment": name, "length": length}
         for length in ("short", "long")
         for number, name in enumerate(GAMES_BY_NAME, 1)
     ]
     folder.mkdir()
-    (folder / "games.py").write_text(GAMES)
+    games = folder / "games.py"
+    games.write_text(GAMES)
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     return (
         "grpo-arithmetic",
-        f"policy.model_name={model}",
+        "policy.model_name=tiny-arithmetic",
         f"data.train={{data_path: {folder / 'rows.jsonl'}}}",
         "data.shuffle=false",
         "data.validation=null",
@@ -174,7 +175,8 @@ def arguments(folder, model):
         "checkpointing.save_period=1",
         "checkpointing.metric_name=null",
         "cluster.device=cpu",
-        "cluster.cpu_ranks_per_node=1",
+        "cluster.cpu_ranks_per_node=2",
+        "loss_fn.importance.high=2.0",
     )
 
 
@@ -186,9 +188,9 @@ def notes(folder, name):
     return [tuple(json.loads(line)) for line in (folder / name).read_text().splitlines()]
 
 
-def test_conversations_under_way_go_on_after_the_driver_was_killed(warm_model, tmp_path):
+def test_conversations_under_way_go_on_after_the_driver_was_killed(tmp_path):
     killed, whole = tmp_path / "killed", tmp_path / "whole"
-    told = arguments(killed, warm_model)
+    told = arguments(killed)
     run = Run.start(tmp_path / "run", *told)
     while not (killed / "saved").exists():
         assert run.process.poll() is None, run.output
@@ -204,7 +206,7 @@ def test_conversations_under_way_go_on_after_the_driver_was_killed(warm_model, t
     assert {name for name, _ in waited} == set(GAMES_BY_NAME)
     assert [made[(*each, turn)] for each in waited for turn in range(4)] == [1] * 4 * len(waited)
 
-    told = arguments(whole, warm_model)
+    told = arguments(whole)
     (whole / "gate").touch()
     undisturbed = Run.start(tmp_path / "undisturbed", *told)
     undisturbed.finish()
