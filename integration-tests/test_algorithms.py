@@ -159,7 +159,10 @@ FAMILIES = {
     ),
 }
 
-IN_ENVIRONMENTS = ("grpo-multi-env-tiny", "grpo-sliding-puzzle-tiny", "grpo-tools-tiny")
+OF_AGENTS = {"grpo-self-play-tiny": "first", "grpo-proposer-tiny": "proposer"}
+"""An agent that every play has, by recipe."""
+
+IN_ENVIRONMENTS = ("grpo-multi-env-tiny", "grpo-sliding-puzzle-tiny", "grpo-tools-tiny", *OF_AGENTS)
 """Recipes of environments that need no sandbox, which take steps in these rather than with a reward of the tests."""
 
 TINY_GRPO = [name for name in recipe_names() if name.endswith("-tiny") and read_raw(name).select("algorithm") == "grpo"]
@@ -303,7 +306,10 @@ def test_the_recipe_of_an_environment_takes_steps(recipe, driver, warm_model, tm
     for line in steps:
         assert math.isfinite(line["train/loss"])
         assert line["rollout/failed"] == 0
-        assert (line["rollout/turns"] > 1) == (recipe == "grpo-sliding-puzzle-tiny")
+        if recipe in OF_AGENTS:
+            assert line[f"agent/{OF_AGENTS[recipe]}/rollouts"] > 0
+        else:
+            assert (line["rollout/turns"] > 1) == (recipe == "grpo-sliding-puzzle-tiny")
         assert line["mismatch/max"] < 1e-3
 
 

@@ -207,7 +207,7 @@ def test_players_of_nim_take_turns_until_the_last_stone() -> None:
 @pytest.mark.parametrize("move", ["0", "4", "9", "all"])
 def test_an_impossible_move_ends_nim_and_costs_its_player_only(move: str) -> None:
     (result,) = Nim(NimConfig()).step([_turn(move, {"pile": 3, "max_take": 3})], [None])
-    assert (result.done, result.reward, result.agent_rewards) == (True, -1.0, {})
+    assert (result.done, result.reward, result.agent_rewards) == (True, -2.0, {})
 
 
 def test_the_best_moves_of_nim_are_those_of_a_search() -> None:

@@ -22,12 +22,16 @@ TINY_RECIPES = {
     "grpo-tools-tiny": ({"text_tools"}, 2, "<result>\n9801\n</result>"),
     "grpo-code-tiny": ({"code"}, 1, ""),
     "grpo-sliding-puzzle-tiny": ({"sliding_puzzle"}, 4, PUZZLE_ANSWER),
+    "grpo-self-play-tiny": ({"nim"}, 8, "8"),
+    "grpo-proposer-tiny": ({"proposed_sums"}, 1, ""),
 }
 WARM_UPS = {
     # recipe: the learned texts of a row, for whichever operands
     "sft-tools-tiny": r"(<calculator>(\d+\*\d+)</calculator><\|end\|>\d+|\d+)<\|end\|>",
     "sft-code-tiny": r"```python\nprint\(\d+[*+]\d+\)\n```<\|end\|>",
     "sft-sliding-puzzle-tiny": r"((up|down|left|right)<\|end\|>){1,4}",
+    "sft-nim-tiny": r"([123]<\|end\|>){1,8}",
+    "sft-proposer-tiny": r"\d+(\+\d+)?<\|end\|>",
 }
 
 

@@ -71,8 +71,9 @@ class NimConfig(EnvironmentConfig):
     """Reward of the player who takes the last stone."""
     lost_reward: float = Field(default=-1.0, allow_inf_nan=False)
     """Reward of the other player."""
-    invalid_reward: float = Field(default=-1.0, le=0, allow_inf_nan=False)
-    """Reward of a player whose turn is not a possible move, which ends the game; the other player gets nothing."""
+    invalid_reward: float = Field(default=-2.0, le=0, allow_inf_nan=False)
+    """Reward of a player whose turn is not a possible move, which ends the game; the other player gets nothing. It is
+    less than `lost_reward`, so that a player who is about to lose still makes a move."""
 
 
 class NimSettings(Config):

@@ -1,0 +1,262 @@
+"""Agents that train together on tiny games, through the real loop, rollout worker, programs and environments.
+
+The policy is a table: for each message that it answers, the logits of its possible replies. Its gradient is exact, so
+that hundreds of steps take seconds, and what is learned follows from the advantages alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rl_algos.grpo.config import GRPOConfig
+from rl_algos.grpo.loop import train
+from rl_algos.losses.policy import PolicyLoss
+from rl_algos.policy_gradient.objective import Objective
+from rl_algos.rollouts.driver.steps import RolloutSteps
+from rl_algos.rollouts.driver.validation import Validation
+from rl_algos.rollouts.worker import worker as worker_module
+from rl_algos.rollouts.worker.programs import PROGRAMS
+from rl_algos.rollouts.worker.worker import RolloutWorker, RolloutWorkerSpec
+from rl_algos.tiny_model import END, make_tokenizer
+from rl_core.data.batch import TOKENS
+from rl_core.model_config import TokenizerConfig
+from rl_core.rollouts.generation import SamplingParams
+from rl_core.rollouts.group import LOSS_MASK, RolloutGroup
+from rl_core.rollouts.pool import RolloutTask
+from rl_core.rollouts.rollout import Completion, Prompt, WeightSpan
+from rl_core.testing.fakes import FakeModel, FakeRolloutSource, FakeRun, FakeWeights
+from rl_envs.games.config import NimConfig, ProposedSumsConfig
+from rl_envs.games.nim import Nim
+from rl_envs.games.proposed_sums import ProposedSums
+
+SEEDS = (1, 2, 3)
+TOKENIZER = make_tokenizer()
+STONES = range(2, 10)
+
+
+class Table(FakeModel):
+    """A policy of one distribution of replies for each message.
+
+    Args:
+        logits: Logits by reply, by message.
+        lr: Size of a step along the gradient.
+    """
+
+    def __init__(self, logits: Mapping[str, Mapping[str, float]], *, lr: float) -> None:
+        super().__init__()
+        self.replies = {asked: list(replies) for asked, replies in logits.items()}
+        self.logits = {asked: np.array(list(replies.values())) for asked, replies in logits.items()}
+        self.lr = lr
+
+    def probabilities(self, asked: str) -> np.ndarray:
+        weights = np.exp(self.logits[asked] - self.logits[asked].max())
+        return weights / weights.sum()
+
+    def probability(self, asked: str, reply: str) -> float:
+        return float(self.probabilities(asked)[self.replies[asked].index(reply)])
+
+    def train_step(self, batch, loss):
+        """Ascend the mean of advantage times logprob over all turns."""
+        rows = zip(
+            batch.ragged(TOKENS), batch.ragged(LOSS_MASK), batch.array("advantages").astype(np.float64), strict=True
+        )
+        gradient = {asked: np.zeros(len(replies)) for asked, replies in self.replies.items()}
+        num_turns = 0
+        for tokens, mask, advantage in rows:
+            starts = np.flatnonzero(np.diff(mask.astype(int), prepend=0) == 1)
+            for start in starts:
+                asked = _asked(tokens[:start])
+                reply = TOKENIZER.decode(tokens[start:].tolist(), skip_special_tokens=False).partition(END)[0]
+                place = self.replies[asked].index(reply)
+                gradient[asked] += advantage * (np.eye(len(self.replies[asked]))[place] - self.probabilities(asked))
+                num_turns += 1
+        for asked, direction in gradient.items():
+            self.logits[asked] = self.logits[asked] + self.lr * direction / max(num_turns, 1)
+        return super().train_step(batch, loss)
+
+
+class TableGenerator:
+    """Samples from a table."""
+
+    num_ranks = 1
+
+    def __init__(self, table: Table) -> None:
+        self.table = table
+
+    async def generate(self, request):
+        asked = _asked(request.token_ids)
+        chosen = np.random.default_rng(request.seed).choice(
+            len(self.table.replies[asked]), p=self.table.probabilities(asked)
+        )
+        said = TOKENIZER.encode(self.table.replies[asked][chosen] + END, add_special_tokens=False)
+        return Completion(
+            np.array(said, np.int32), np.zeros(len(said), np.float32), "stop", (WeightSpan(1, len(said)),)
+        )
+
+
+def _asked(tokens: Sequence[int]) -> str:
+    """The last message of the user."""
+    text = TOKENIZER.decode(list(tokens), skip_special_tokens=False)
+    return text.rpartition("<|user|>")[2].partition(END)[0]
+
+
+class Client:
+    """An environment of this process."""
+
+    def __init__(self, environment: Any) -> None:
+        self.environment, self.states = environment, {}
+
+    async def step(self, conversation):
+        (result,) = self.environment.step([conversation], [self.states.pop(conversation.id, None)])
+        self.states[conversation.id] = result.state
+        return result
+
+    async def abandon(self, ids):
+        for each in ids:
+            self.states.pop(each, None)
+
+
+class Source(FakeRolloutSource):
+    """Groups by a rollout worker."""
+
+    def __init__(self, prompts, make_worker, *, num_generations, seed):
+        super().__init__(prompts, lambda prompt, tokens: 0.0, num_generations=num_generations)
+        self.make_worker, self.seed = make_worker, seed
+
+    def _group(self, prompt, draw, num_generations):
+        seeds = np.random.SeedSequence((self.seed, draw)).generate_state(num_generations)
+        task = RolloutTask(prompt, SamplingParams(max_new_tokens=8), tuple(map(int, seeds)))
+
+        async def rolled_out():
+            worker = self.make_worker()
+            await worker.begin([(0, task)])
+            return await worker.finished()
+
+        [(_, report)], columns, records = asyncio.run(rolled_out())
+        return RolloutGroup(prompt, report.rollouts, columns.with_columns(records.columns))
+
+
+def prompt(number: int, asked: str, **info: Any) -> Prompt:
+    tokens = TOKENIZER.apply_chat_template([{"role": "user", "content": asked}], add_generation_prompt=True)
+    ids = np.array(tokens["input_ids"] if isinstance(tokens, Mapping) else tokens, np.int32)
+    return Prompt(f"p{number}", ({"role": "user", "content": asked},), ids, "game", info)
+
+
+@pytest.fixture
+def learn(monkeypatch):
+    """Train a table, and return what every step recorded."""
+    real = worker_module.resolve
+    monkeypatch.setattr(worker_module, "load_tokenizer", lambda config, name: TOKENIZER)
+    monkeypatch.setattr(worker_module, "resolve", lambda path: TableGenerator if path == "table" else real(path))
+
+    def run(table, environment, prompts, *, program="multi_turn", seed, args=None, **settings):
+        config = GRPOConfig(**settings)
+        spec = RolloutWorkerSpec(
+            generator="table",
+            generator_args=(table,),
+            program=PROGRAMS[program],
+            program_args={"max_turns": 12, "max_tokens": 200, **(args or {})},
+            tokenizer=TokenizerConfig(),
+            model_name="none",
+        )
+        source = Source(
+            prompts,
+            lambda: RolloutWorker(spec, {"game": Client(environment)}),
+            num_generations=config.num_generations_per_prompt,
+            seed=seed,
+        )
+        recorded = FakeRun()
+        validation = Validation([], SamplingParams(max_new_tokens=8), config)
+        steps = RolloutSteps(config, source, FakeWeights(table), validation, recorded)
+        objective = Objective(PolicyLoss(on_policy=True))
+        plays = config.num_prompts_per_step * config.num_generations_per_prompt
+        train(config, objective, policy=table, steps=steps, rows_per_minibatch=plays)
+        return [recorded.metrics[step] for step in sorted(recorded.metrics)]
+
+    return run
+
+
+def ends(rows, name, count=5):
+    """The mean of a metric over the first steps, and over the last."""
+    values = [row[name] for row in rows if name in row]
+    return np.mean(values[:count]), np.mean(values[-count:])
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_self_play_finds_the_winning_moves_of_both_players(learn, seed):
+    table = Table({str(stones): dict.fromkeys("1234", 0.0) for stones in range(1, 10)}, lr=25.0)
+    drawn = np.random.default_rng(seed).choice(STONES, 4000)
+    prompts = [prompt(number, str(pile), pile=int(pile), max_take=3) for number, pile in enumerate(drawn)]
+    rows = learn(
+        table,
+        Nim(NimConfig()),
+        prompts,
+        seed=seed,
+        num_prompts_per_step=8,
+        num_generations_per_prompt=8,
+        max_num_steps=30,
+    )
+    start, end = ends(rows, "environment/accuracy")
+    assert start < 0.6
+    assert end > 0.9
+    assert ends(rows, "environment/valid")[1] > 0.97
+    # piles that the first player can win are 3 in 4, and then the second player cannot: both rewards go there
+    assert ends(rows, "agent/first/reward")[1] > ends(rows, "agent/first/reward")[0] + 0.3
+    assert ends(rows, "agent/second/reward")[1] < 0
+    best = {stones: table.probability(str(stones), str(stones % 4)) for stones in STONES if stones % 4}
+    assert min(best.values()) > 0.8, best
+
+
+PROPOSALS = {"1+1": 2, "2+2": 4, "3+4": 7, "4+5": 9, "9+9": None, "8+7": None}
+"""Sums and the one-digit replies that solve them, if any."""
+
+PRETRAINED = "1+1"
+
+
+def solved(table: Table) -> dict[str, float]:
+    """The probability that each sum is solved."""
+    return {
+        asked: 0.0 if answer is None else table.probability(f"{asked}=", str(answer))
+        for asked, answer in PROPOSALS.items()
+    }
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_proposer_finds_what_can_be_learned_and_solvers_learn_it(learn, seed):
+    digits = dict.fromkeys("0123456789", 0.0)
+    logits: dict[str, dict[str, float]] = {"?": dict.fromkeys(PROPOSALS, 0.0)}
+    for asked, answer in PROPOSALS.items():
+        known = {} if answer is None else {str(answer): math.log(9 * 99) if asked == PRETRAINED else math.log(9 / 4)}
+        logits[f"{asked}="] = {**digits, **known}
+    table = Table(logits, lr=4.0)
+    learnable = ["2+2", "3+4", "4+5"]
+    assert np.allclose([solved(table)[each] for each in learnable], 0.2)
+    rows = learn(
+        table,
+        ProposedSums(ProposedSumsConfig()),
+        [prompt(number, "?", max_operand=9) for number in range(20)],
+        program="proposer_solver",
+        args={"num_solvers": 4},
+        seed=seed,
+        num_prompts_per_step=1,
+        num_generations_per_prompt=32,
+        max_num_steps=20,
+    )
+    # neither what is known nor what is impossible, which were half of the proposals
+    assert sum(table.probability("?", each) for each in learnable) > 0.75
+    assert min(solved(table)[each] for each in learnable) > 0.85
+    assert solved(table)[PRETRAINED] > 0.95
+    start, end = ends(rows, "agent/solver/reward", 3)
+    assert end > start + 0.4
+    # the proposer earns more and more, until what it proposes has been learned
+    earned = [row["agent/proposer/reward"] for row in rows]
+    peak = max(np.convolve(earned, np.full(3, 1 / 3), "valid"))
+    start, end = ends(rows, "agent/proposer/reward", 3)
+    assert peak > start + 0.1
+    assert end < peak - 0.25
