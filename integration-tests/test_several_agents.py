@@ -129,17 +129,26 @@ class Source(FakeRolloutSource):
         super().__init__(prompts, lambda prompt, tokens: 0.0, num_generations=num_generations)
         self.make_worker, self.seed = make_worker, seed
 
-    def _group(self, prompt, draw, num_generations):
-        seeds = np.random.SeedSequence((self.seed, draw)).generate_state(num_generations)
-        task = RolloutTask(prompt, SamplingParams(max_new_tokens=8), tuple(map(int, seeds)))
+    def collect(self, num_groups, *, num_later=None):
+        start = self._position
+        prompts = self._prompts[start : start + num_groups]
+        self._position += len(prompts)
+        return asyncio.run(self._rolled_out(range(start, self._position), prompts))
 
-        async def rolled_out():
-            worker = self.make_worker()
-            await worker.begin([(0, task)])
-            return await worker.finished()
-
-        [(_, report)], columns, records = asyncio.run(rolled_out())
-        return RolloutGroup(prompt, report.rollouts, columns.with_columns(records.columns))
+    async def _rolled_out(self, draws, prompts):
+        worker, sampling = self.make_worker(), SamplingParams(max_new_tokens=8)
+        tasks = []
+        for draw, each in zip(draws, prompts, strict=True):
+            seeds = np.random.SeedSequence((self.seed, draw)).generate_state(self._num_generations)
+            tasks.append(RolloutTask(each, sampling, tuple(map(int, seeds))))
+        await worker.begin(list(zip(draws, tasks, strict=True)))
+        groups = {}
+        while len(groups) < len(tasks):
+            reports, columns, records = await worker.finished()
+            parts = columns.with_columns(records.columns).split([len(report.rollouts) for _, report in reports])
+            for (draw, report), part in zip(reports, parts, strict=True):
+                groups[draw] = RolloutGroup(prompts[draw - draws.start], report.rollouts, part)
+        return [groups[draw] for draw in draws]
 
 
 def prompt(number: int, asked: str, **info: Any) -> Prompt:

@@ -95,3 +95,15 @@ def test_a_class_is_told_from_one_that_steps_batches():
     assert plays_one(Guess)
     assert not plays_one(Batched)
     assert not plays_one(int)
+
+
+def test_an_object_may_play_a_game_of_several_agents():
+    class Game:
+        def step(self, response):
+            seen = ({"role": "user", "content": response},)
+            return StepResult(
+                done=False, observation=seen, agent="first", next_agent="second", agent_rewards={"second": -1.0}
+            )
+
+    [result] = ConversationEnvironment(Game, "Game").step([said("3")], [None])
+    assert (result.agent, result.next_agent, result.agent_rewards) == ("first", "second", {"second": -1.0})

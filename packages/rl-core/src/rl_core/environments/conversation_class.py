@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rl_core.environments.gather_runner import GatherRunner
@@ -127,15 +127,7 @@ class ConversationEnvironment:
             case _:
                 found = StepResult(reward=returned)
         # the object is kept even if the conversation is over, so that it is closed
-        return StepResult(
-            found.reward,
-            found.done,
-            found.observation,
-            player,
-            found.stop_strings,
-            merged_info(info, found.info),
-            found.max_new_tokens,
-        )
+        return replace(found, state=player, info=merged_info(info, found.info))
 
 
 def _goes_on(text: str, reward: float | Mapping[str, float]) -> StepResult:
