@@ -226,7 +226,8 @@ def advantages_of(
     """
     penalties = None if penalties is None else whole_rollouts(penalties, groups)
     agents = np.array([agent for group in groups for agent in group.rollouts.agents], dtype=object)
-    scores, parts = scores_of(groups), []
+    scores = scores_of(groups)
+    parts: list[tuple[np.ndarray, Advantages]] = []
     for agent in dict.fromkeys(agents.tolist()):
         rows = np.flatnonzero(agents == agent)
         settings = trained_agents(config).get(agent)
@@ -252,18 +253,18 @@ def _times(advantages: Advantages, weight: float) -> Advantages:
 
 def _joined(parts: Sequence[tuple[np.ndarray, Advantages]], groups: Sequence[RolloutGroup]) -> Advantages:
     """The advantages of all rollouts from those of some of them each; by token if some are by token."""
-    if not any(isinstance(advantages, Ragged) for _, advantages in parts):
+    by_rollout = [(rows, advantages) for rows, advantages in parts if not isinstance(advantages, Ragged)]
+    if len(by_rollout) == len(parts):
         whole = np.zeros(sum(len(rows) for rows, _ in parts))
-        for rows, advantages in parts:
-            whole[rows] = advantages
+        for rows, own in by_rollout:
+            whole[rows] = own
         return whole
     mask = loss_masks(groups)
     rollout_of_token = np.repeat(np.arange(len(mask)), mask.lengths)
     values = np.zeros(len(rollout_of_token))
     for rows, advantages in parts:
-        by_token = isinstance(advantages, Ragged)
-        own = advantages.values if by_token else np.repeat(advantages, mask.lengths[rows])
-        values[np.isin(rollout_of_token, rows)] = own
+        by_token = advantages.values if isinstance(advantages, Ragged) else np.repeat(advantages, mask.lengths[rows])
+        values[np.isin(rollout_of_token, rows)] = by_token
     return mask.like(values)
 
 
