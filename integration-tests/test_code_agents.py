@@ -19,6 +19,7 @@ from code_agents import ASK, ScriptedPolicy, Stage, stage
 
 from rl_algos.agents.calls import Limits
 from rl_algos.agents.session import AgentSession
+from rl_algos.tiny_model import make_tiny_model
 from rl_core.rollouts.rollout import Prompt, Rollout
 from rl_envs.repository import coding_agent
 from rl_envs.sandbox.sandbox import Sandbox, SandboxUnavailable
@@ -195,7 +196,12 @@ ABUSES = (
     Abuse("kill the environment's process", "refused(os.kill, bait['pid'], 9)"),
     Abuse(
         "kill all processes",
-        "import signal\nsignal.signal(15, signal.SIG_IGN)\nrefused(os.kill, 1, 9)\nos.kill(-1, 15)",
+        """
+import contextlib
+for pid, number in ((1, 9), (os.getppid(), 9), (-1, 15)):
+    with contextlib.suppress(OSError):
+        os.kill(pid, number)
+""",
     ),
     Abuse(
         "fork without end",
@@ -272,6 +278,7 @@ for each in held:
     ),
     Abuse("a folder in place of a test", "os.makedirs('test_answer.py/test_answer.py')"),
     Abuse("a solution that ends the tests", "open('answer.py', 'w').write('import os; os._exit(0)')"),
+    Abuse("a solution that exits", "open('answer.py', 'w').write('raise SystemExit(0)')"),
     Abuse("a solution that reads the machine", "os.remove('answer.py')\nos.symlink(bait['file'], 'answer.py')"),
     Abuse(
         "a link in place of the working copy",
@@ -357,6 +364,33 @@ def test_an_abuse_by_an_agent_changes_nothing_outside_its_rollout(
 
 def test_there_are_thirty_abuses_of_different_kinds() -> None:
     assert len({abuse.name for abuse in ABUSES}) == len(ABUSES) >= 30
+
+
+def test_the_tiny_recipe_trains_on_agents_in_sandboxes(loop: Loop, tmp_path: Path, rl: Any, metrics: Any) -> None:
+    make_tiny_model(tmp_path / "model", characters="+=0123456789")
+    done = rl(
+        "train",
+        "grpo-code-agent-tiny",
+        f"run_dir={tmp_path / 'run'}",
+        f"policy.model_name={tmp_path / 'model'}",
+        "policy.train_global_batch_size=16",
+        "policy.train_micro_batch_size=16",
+        "policy.generation.backend=hf",
+        "policy.generation.max_new_tokens=2",
+        "grpo.num_prompts_per_step=4",
+        "grpo.max_num_steps=2",
+        "grpo.val_period=0",
+        "checkpointing.enabled=false",
+        "checkpointing.metric_name=null",
+        "cluster.cpu_ranks_per_node=1",
+        "logger.tensorboard_enabled=false",
+    )
+    assert done.code == 0, done.output
+    lines = metrics(tmp_path / "run")
+    assert [line["reward/passed"] for line in lines if "reward/passed" in line] == [
+        line["reward/mean"] for line in lines if "reward/mean" in line
+    ]
+    assert sum("reward/mean" in line for line in lines) == 2
 
 
 WAITS = (

@@ -355,6 +355,18 @@ _PLUGINS = (
 )
 
 _DATA = (
+    _case(
+        "an agent for an environment that runs none",
+        GRPO,
+        "grpo.agent={command: [python, x.py], place: environment}",
+        shows=("math", "grpo.agent.place", "process"),
+    ),
+    _case(
+        "an environment that runs agents, without one",
+        GRPO,
+        "data.train={dataset_name: calculations, settings: {form: repository}}",
+        shows=("calculations", "repository", "grpo.agent.place", "environment"),
+    ),
     _case("missing data file", SFT, ROWS, shows=("rows.jsonl",)),
     _case(
         "malformed JSONL line",
@@ -672,6 +684,29 @@ _SIZES = (
 )
 
 _TOGETHER = (
+    _case(
+        "a file of an agent that does not exist",
+        GRPO,
+        "grpo.agent={command: [python, x.py], place: environment, files: [x.py]}",
+        key="grpo.agent.files",
+        got=["x.py"],
+        shows=("x.py cannot be read",),
+    ),
+    _case(
+        "a grace period for an agent in a sandbox",
+        GRPO,
+        "grpo.agent={command: [python, x.py], place: environment, grace_s: 1}",
+        key="grpo.agent.grace_s",
+        shows=("grpo.agent.place",),
+    ),
+    _case(
+        "an agent in a sandbox that cannot limit its network",
+        GRPO,
+        "env.repository.sandbox.isolation=landlock",
+        key="env.repository.sandbox.isolation",
+        got="landlock",
+        shows=("namespaces", "sandbox.url"),
+    ),
     _case(
         "sequence parallel over one rank",
         SFT,

@@ -176,6 +176,28 @@ def test_a_command_starts_in_its_tree_and_leaves_a_snapshot(opened: Sandbox) -> 
     _works(opened)
 
 
+def _ends_by_its_main_file_only(runner: Sandbox | RemoteSandbox) -> None:
+    quits = tree.pack(
+        [
+            tree.Entry("quits.py", b"import sys\ndef quit(): sys.exit(0)\nif __name__ == '__main__': quit()"),
+            tree.Entry("tests.py", b"import quits, unittest\nquits.quit()"),
+        ]
+    )
+    for command, is_complete in (
+        (("python", "quits.py"), True),
+        (("python", "-m", "quits"), True),
+        (("python", "-c", "import quits; quits.quit()"), False),
+        (("python", "-m", "unittest", "tests"), False),
+        (("python", "-c", "import sys; sys.exit(0)"), True),
+    ):
+        outcome = runner.run(Program(command=command, tree=quits))
+        assert (outcome.exit_code, outcome.is_complete) == (0, is_complete), (command, outcome)
+
+
+def test_only_the_main_file_of_a_command_and_packages_end_it(opened: Sandbox) -> None:
+    _ends_by_its_main_file_only(opened)
+
+
 def test_a_command_by_the_protocol_of_sandboxfusion_is_the_same(opened: Sandbox) -> None:
     with SandboxServer(opened) as server:
         thread = threading.Thread(target=server.serve_forever)
@@ -186,6 +208,7 @@ def test_a_command_by_the_protocol_of_sandboxfusion_is_the_same(opened: Sandbox)
             for source, code, is_complete in (("raise SystemExit(3)", 3, True), ("import os; os._exit(0)", 0, False)):
                 outcome = remote.run(Program(command=("python", "-c", source)))
                 assert (outcome.exit_code, outcome.is_complete) == (code, is_complete)
+            _ends_by_its_main_file_only(remote)
         finally:
             server.shutdown()
             thread.join()
