@@ -65,6 +65,7 @@ from rl_core.plugins.declarations import RolloutNeeds as RolloutNeeds
 from rl_core.plugins.declarations import TrainingDefaults as TrainingDefaults
 from rl_core.plugins.registry import resolve as resolve
 from rl_core.problems import Problem as Problem
+from rl_core.rollouts.agent_run import AgentRun as AgentRun
 from rl_core.rollouts.environment import Conversation as Conversation
 from rl_core.rollouts.environment import Environment as Environment
 from rl_core.rollouts.environment import EnvironmentFailure as EnvironmentFailure

@@ -22,6 +22,9 @@ from rl_envs.multiple_choice.environment import MultipleChoiceEnvironment as Mul
 from rl_envs.reasoning_gym.config import ReasoningGymConfig as ReasoningGymConfig
 from rl_envs.reasoning_gym.config import ReasoningGymSettings as ReasoningGymSettings
 from rl_envs.reasoning_gym.environment import ReasoningGymEnvironment as ReasoningGymEnvironment
+from rl_envs.repository.config import RepositoryConfig as RepositoryConfig
+from rl_envs.repository.config import RepositoryTasksSettings as RepositoryTasksSettings
+from rl_envs.repository.environment import RepositoryEnvironment as RepositoryEnvironment
 from rl_envs.reward_model.config import RewardModelConfig as RewardModelConfig
 from rl_envs.reward_model.environment import RewardModelEnvironment as RewardModelEnvironment
 from rl_envs.sandbox.config import SandboxConfig as SandboxConfig

@@ -175,7 +175,7 @@ class EnvironmentPlugin:
         machine_check: `"package.module:function"`, called by `rl doctor` as `function(config)` with the settings: why
             the environment cannot run on this machine, and what to do; an empty string if it can. Empty if it runs
             wherever its requirement is installed.
-        runs_agents: True if it runs the agent of a conversation (`rl_core.rollouts.agent_run.AgentRun`) and scores what
+        runs_agents: True if it runs the agent of a conversation (`rl_core.AgentRun`) and scores what
             that leaves; such an environment scores no responses.
     """
 

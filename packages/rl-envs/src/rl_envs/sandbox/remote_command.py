@@ -7,7 +7,6 @@ import os
 import secrets
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from rl_envs.sandbox.program import Limits, Outcome, Program
 
@@ -135,7 +134,7 @@ def command_outcome(outcome: Outcome, files: Mapping[str, bytes], program: Progr
     problem = "" if program.snapshot is None or snapshot else "the server returned no snapshot"
     try:
         told = json.loads(files[_END])
-        status: Any = told["status"]
+        status = told["status"]
         is_complete = told["mark"] == mark
         if status is not None and type(status) is not int:
             raise TypeError
@@ -143,10 +142,15 @@ def command_outcome(outcome: Outcome, files: Mapping[str, bytes], program: Progr
         # the program that runs the command was ended
         ended = replace(outcome, ending="signal", exit_code=None, signal=9) if outcome.ok else outcome
         return replace(ended, snapshot=snapshot, snapshot_problem=problem)
-    if outcome.ending == "exit" and status is None:
-        outcome = replace(outcome, ending="deadline", exit_code=None)
-    elif outcome.ending == "exit" and os.WIFSIGNALED(status):
-        outcome = replace(outcome, ending="signal", exit_code=None, signal=os.WTERMSIG(status))
-    elif outcome.ending == "exit":
-        outcome = replace(outcome, exit_code=os.WEXITSTATUS(status))
+    if outcome.ending == "exit":
+        outcome = _ended(outcome, status)
     return replace(outcome, is_complete=is_complete, snapshot=snapshot, snapshot_problem=problem)
+
+
+def _ended(outcome: Outcome, status: int | None) -> Outcome:
+    """The outcome with the end of the command, by its status of `waitpid`; None if it was at its time limit."""
+    if status is None:
+        return replace(outcome, ending="deadline", exit_code=None)
+    if os.WIFSIGNALED(status):
+        return replace(outcome, ending="signal", exit_code=None, signal=os.WTERMSIG(status))
+    return replace(outcome, exit_code=os.WEXITSTATUS(status))
