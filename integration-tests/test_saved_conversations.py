@@ -1,6 +1,7 @@
 """Conversations under way go on where they were after the driver was killed, and everything with it."""
 
 import json
+import string
 import time
 from collections import Counter
 
@@ -162,8 +163,10 @@ def arguments(folder):
         ),
         f"callbacks=['{folder / 'games.py'}:Hold']",
         "policy.generation.backend=hf",
-        "policy.generation.max_new_tokens=4",
-        "policy.max_total_sequence_length=128",
+        # an untrained model rarely ends a completion by itself, and one that is cut off ends its rollout
+        f"policy.generation.stop_strings={json.dumps(list(string.ascii_letters + string.digits))}",
+        "policy.generation.max_new_tokens=16",
+        "policy.max_total_sequence_length=256",
         "policy.train_global_batch_size=6",
         "policy.train_micro_batch_size=6",
         "policy.optimizer.kwargs.lr=0.0",
