@@ -13,7 +13,6 @@ import pytest
 
 from conftest import prompt
 from rl_algos.agents.address import Address
-from rl_algos.agents.host import MARK
 from rl_algos.agents.task_board import LeaseExpired, TaskBoard
 from rl_algos.grpo.config import GRPOConfig
 from rl_algos.rollouts.agent_config import AgentConfig
@@ -117,14 +116,14 @@ def test_an_agent_that_fails_costs_its_rollout(make_worker, play, tmp_path, body
     assert reason in rollout.failure
 
 
-def marked():
-    """Processes that agents started, whoever their parents are."""
+def of_agents(folder):
+    """Processes that the agents with this folder in their environment started, whoever their parents are."""
     found = []
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
+    for process in Path("/proc").iterdir():
+        if process.name.isdigit():
             try:
-                if f"{MARK}=".encode() in (folder / "environ").read_bytes():
-                    found.append(int(folder.name))
+                if f"FOLDER={folder}".encode() in (process / "environ").read_bytes().split(b"\0"):
+                    found.append(int(process.name))
             except OSError:
                 continue
     return found
@@ -143,13 +142,13 @@ def run(base_url, api_key, prompt):
     time.sleep(99)
 """,
     )
-    config = AgentConfig(run="my_agent.py:run", grace_s=0.1)
+    config = AgentConfig(run="my_agent.py:run", grace_s=0.1, env={"FOLDER": str(tmp_path)})
     worker = make_worker(config, function=agent, max_seconds=1.5)
     begun = time.monotonic()
     ([rollout], _) = asyncio.run(play(worker))
     assert rollout.status == "failed"
     assert "max_rollout_seconds" in rollout.failure
-    assert marked() == []
+    assert of_agents(tmp_path) == []
     assert time.monotonic() - begun < 60
 
 
@@ -174,7 +173,7 @@ def test_rollouts_whose_agents_or_their_host_were_killed_begin_again(make_worker
             1,
         ),
     )
-    worker = make_worker(AgentConfig(run="my_agent.py:run"), function=agent)
+    worker = make_worker(AgentConfig(run="my_agent.py:run", env={"FOLDER": str(tmp_path)}), function=agent)
 
     async def rollouts():
         await worker.start()
@@ -195,7 +194,7 @@ def test_rollouts_whose_agents_or_their_host_were_killed_begin_again(make_worker
     for number in (1, 2):
         assert (found[number].status, found[number].reward) == ("ok", 1.0), found[number].failure
         assert [turn.text for turn in found[number].turns] == ["5", "5"]
-    assert marked() == []
+    assert of_agents(tmp_path) == []
 
 
 def test_a_conversation_is_scored_again_if_its_environment_was_killed(make_worker, play, tmp_path):
@@ -217,10 +216,10 @@ def test_a_conversation_is_scored_again_if_its_environment_was_killed(make_worke
 def test_what_a_command_leaves_running_ends_with_its_rollout(make_worker, play, tmp_path):
     script = Path(tmp_path, "agent.sh")
     script.write_text(f"setsid {sys.executable} -c 'import time; time.sleep(99)' &\nexit 0\n")
-    config = AgentConfig(command=["sh", str(script)], grace_s=0.1)
+    config = AgentConfig(command=["sh", str(script)], grace_s=0.1, env={"FOLDER": str(tmp_path)})
     ([rollout], _) = asyncio.run(play(make_worker(config)))
     assert rollout.status == "failed"  # it never called the policy
-    assert marked() == []
+    assert of_agents(tmp_path) == []
 
 
 def test_the_environment_of_the_prompt_scores_the_conversation(make_worker, play, tmp_path):
@@ -261,7 +260,7 @@ from rl_core.rollouts.rollout import Prompt
 
 async def main():
     waits = "import time; print('up', flush=True); time.sleep(99)"
-    launcher = ProcessLauncher(None, [sys.executable, "-c", waits], {}, 1)
+    launcher = ProcessLauncher(None, [sys.executable, "-c", waits], {"FOLDER": sys.argv[2]}, 1)
     await launcher.start()
     task = Task(Prompt("p", (), None, "agent"), Address("r", "http://x", "k"), Path(sys.argv[1]), "r", None)
     await launcher.play(task)
@@ -272,14 +271,14 @@ asyncio.run(main())
     log = Path(tmp_path, "agent.log")
 
     async def killed():
-        worker = await asyncio.create_subprocess_exec(sys.executable, str(host), str(log))
+        worker = await asyncio.create_subprocess_exec(sys.executable, str(host), str(log), str(tmp_path))
         while not (log.exists() and log.read_text()):
             assert worker.returncode is None
             await asyncio.sleep(0.05)
-        assert marked()
+        assert of_agents(tmp_path)
         os.kill(worker.pid, 9)
         await worker.wait()
-        while marked():
+        while of_agents(tmp_path):
             await asyncio.sleep(0.05)
 
     asyncio.run(killed())

@@ -16,6 +16,7 @@ from rl_algos.rollouts.driver.source import PacedRolloutSource
 from rl_core.errors import DataError
 from rl_core.rollouts.generation import SamplingParams
 from rl_core.rollouts.group import RolloutGroup
+from rl_core.rollouts.pool import RolloutTurns
 from rl_core.rollouts.rollout import Completion, Prompt, Rollout, WeightSpan
 from rl_core.weights import WeightUpdate
 
@@ -68,7 +69,7 @@ class ShuffledPool:
     def turns(self):
         """One turn of every rollout under way, sampled at its begin, unless it had turns already."""
         return {
-            ticket: task.turns or tuple({f"turn of {seed}": turn(version)} for seed in task.seeds)
+            ticket: task.turns or tuple(RolloutTurns({f"turn of {seed}": turn(version)}) for seed in task.seeds)
             for ticket, (task, version) in self.under_way.items()
         }
 
@@ -294,7 +295,7 @@ def test_turns_of_groups_under_way_are_in_the_state_and_go_to_those_that_run_aga
     tasks = {task.prompt.id: task for task in again.tasks}
     for prompt_id, version in begun.items():
         for seed, turns in zip(tasks[prompt_id].seeds, tasks[prompt_id].turns, strict=True):
-            ((digest, completion),) = turns.items()
+            ((digest, completion),) = turns.completions.items()
             assert digest == f"turn of {seed}"
             assert (completion.token_ids.tolist(), completion.logprobs.tolist()) == ([7], [-0.5])
             assert (completion.stop_reason, completion.spans) == ("stop", (WeightSpan(version, 1),))
