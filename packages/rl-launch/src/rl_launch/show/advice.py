@@ -62,10 +62,14 @@ class Advice:
     Args:
         found: What the metrics show, with the figures.
         remedy: What to try, naming keys.
+        metrics: Metrics that show it, the first one most directly.
+        where: Conditions on the rollouts that show it, as `rl show --where` takes them; empty if none do.
     """
 
     found: str
     remedy: str
+    metrics: tuple[str, ...] = ()
+    where: tuple[str, ...] = ()
 
 
 def advice(
@@ -97,6 +101,8 @@ def _failed(rows: Rows, config: Mapping[str, Any], failures: Mapping[str, int]) 
         f"{what} failed, in {where}{reasons}",
         f"see them with rl show RUN --where status=failed --step {steps[-1]}, and what their environment printed in "
         f"logs/environment-NAME.log{bounds}",
+        metrics=("rollout/failed",),
+        where=("status=failed",),
     )
 
 
@@ -106,6 +112,7 @@ def _skipped(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
         yield Advice(
             f"{skipped:g} optimizer steps were skipped because their gradient was not finite",
             "lower policy.optimizer.kwargs.lr or policy.max_grad_norm, or train with policy.precision=float32",
+            metrics=("train/skipped_steps", "train/grad_norm"),
         )
 
 
@@ -115,6 +122,7 @@ def _mismatch(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
         yield Advice(
             f"generator and trainer disagree: mismatch/kl is {fmean(values):.2g}, above {MISMATCH_KL}",
             "correct for it with loss_fn.importance.high=2, or reduce it with policy.precision=float32",
+            metrics=("mismatch/kl",),
         )
 
 
@@ -122,7 +130,7 @@ def _waits(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
     trainer, generators = (_last_quarter(f"idle/{side}", rows) for side in ("trainer", "generators"))
     found = imbalance(fmean(trainer or [0.0]), fmean(generators or [0.0]), section=_section(config))
     if found is not None:
-        yield Advice(*found)
+        yield Advice(*found, metrics=("idle/trainer", "idle/generators"))
 
 
 def _off_policy(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
@@ -132,6 +140,7 @@ def _off_policy(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
             f"the weights that sampled are far from the policy: {fmean(values):.0%} of the tokens are in effect",
             f"lower {_section(config)}.async_grpo.max_trajectory_age_steps or policy.optimizer.kwargs.lr, or bound the "
             "weights with loss_fn.importance.high",
+            metrics=("mismatch/effective_sample_size",),
         )
 
 
@@ -145,6 +154,7 @@ def _nothing_earned(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
         "read the responses in the samples. Can the environment parse them? rl env check RUN shows what its code "
         "looks for, and rl env run scores a response that you type. If it can, warm up the policy with SFT, or choose "
         "easier prompts",
+        metrics=("reward/mean", "reward/std"),
     )
 
 
@@ -167,6 +177,7 @@ def _signal(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
             f"{share:.0%} of the groups have equal rewards and teach nothing (reward/mean {fmean(rewards):.2g})",
             f"choose prompts that are neither too easy nor too hard, raise {section}.num_generations_per_prompt, or "
             f"sample until groups differ: {section}.use_dynamic_sampling=true",
+            metrics=("rollout/groups_without_signal", "reward/mean"),
         )
 
 
@@ -183,6 +194,7 @@ def _flat(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
             f"{fmean(values[half:]):.3g} in the second",
             "see in the samples which responses are rewarded; then try another policy.optimizer.kwargs.lr, or more "
             f"rollouts per prompt ({_section(config)}.num_generations_per_prompt)",
+            metrics=("reward/mean", "reward/std"),
         )
 
 
@@ -198,6 +210,7 @@ def _unmoved(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
             f"the loss does not decrease: {first:.4g} at first, {last:.4g} after {len(losses)} steps",
             "take more steps (a smaller policy.train_global_batch_size, or more epochs), or raise "
             "policy.optimizer.kwargs.lr: from scratch and with adapters 1e-4 and more are usual, for fine-tuning 1e-5",
+            metrics=("train/loss",),
         )
 
 
@@ -208,6 +221,7 @@ def _entropy(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
             f"the entropy collapsed: policy/nll {fmean(first):.2g} at first, {fmean(last):.2g} now",
             "widen the upper clip (loss_fn.surrogate.clip_high=0.28), lower policy.optimizer.kwargs.lr, or hold the "
             "policy to its reference with loss_fn.kl.weight",
+            metrics=("policy/nll",),
         )
 
 
@@ -218,6 +232,7 @@ def _kl(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
         yield Advice(
             f"the policy drifts from its reference: policy/kl grew from {fmean(first):.2g} to {fmean(values):.2g}",
             "raise loss_fn.kl.weight, or lower policy.optimizer.kwargs.lr",
+            metrics=("policy/kl",),
         )
 
 
@@ -228,6 +243,7 @@ def _clipped(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
             f"{fmean(values):.0%} of the tokens are clipped, so they do not contribute to the loss",
             "take fewer updates per step (a larger policy.train_global_batch_size), or lower "
             "policy.optimizer.kwargs.lr",
+            metrics=("policy/clipped",),
         )
 
 
@@ -240,6 +256,8 @@ def _truncated(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
             f"raise policy.generation.max_new_tokens{f' (it is {limit})' if limit else ''}, leave such rollouts out "
             f"with {section}.overlong_filtering=true, or reward shorter ones with "
             f"{section}.reward_shaping.enabled=true",
+            metrics=("rollout/truncated", "rollout/mean_length"),
+            where=("stop_reason=length",),
         )
 
 
@@ -253,6 +271,7 @@ def _overfit(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
             f"the validation loss increases: {least:.4g} at step {step}, {seen[-1][1]:.4g} at step {seen[-1][0]}",
             "keep the best checkpoint (checkpointing.metric_name=val:loss with checkpointing.higher_is_better=false), "
             "and end earlier: sft.max_num_steps or sft.stop_at_validation_loss",
+            metrics=("val/loss", "train/loss"),
         )
 
 
@@ -297,7 +316,9 @@ def _slow(timings: Mapping[str, float], config: Mapping[str, Any]) -> Iterator[A
         # training alone is all that fine-tuning does
         is_all = phase == "training" and "generation" not in timings
         if seconds > DOMINATES[phase] * whole and not is_all:
-            yield Advice(f"{phase} takes {seconds / whole:.0%} of the time", remedy)
+            yield Advice(
+                f"{phase} takes {seconds / whole:.0%} of the time", remedy, metrics=(f"time/{phase}", "time/step")
+            )
 
 
 def _share_of_rollouts(name: str, rows: Rows, config: Mapping[str, Any]) -> float:

@@ -167,16 +167,16 @@ def report_of(run: RunFolder, step: int | None = None, selection: Selection | No
     if step is not None:
         rows = [row for row in rows if row["step"] <= step]
     series = series_of(rows)
-    timings = _timings(rows)
+    timings = timings_of(rows)
     return Report(
         path=str(run.path),
         description=run.description(),
         state=run.state(),
-        summaries=tuple(_summary(name, points) for name, points in series.items()),
+        summaries=tuple(summary_of(name, points) for name, points in series.items()),
         series=series,
         timings=timings,
         rollouts=_rollouts(run, step, selection),
-        advice=tuple(advice(rows, timings, run.config(), _failures(run, rows))),
+        advice=tuple(advice(rows, timings, run.config(), failures_of(run, rows))),
         exports=_exports(run),
     )
 
@@ -193,7 +193,7 @@ def series_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[int, fl
 
 def summaries_of(rows: Sequence[Mapping[str, Any]]) -> list[Summary]:
     """Summaries of all metrics but times, from the lines of `metrics.jsonl`."""
-    return [_summary(name, points) for name, points in series_of(rows).items()]
+    return [summary_of(name, points) for name, points in series_of(rows).items()]
 
 
 def higher_is_better(name: str) -> bool | None:
@@ -212,7 +212,8 @@ def _exports(run: RunFolder) -> dict[str, str]:
     return {name: str(saved[-1].path / each) for name, each in folders.items() if (saved[-1].path / each).is_dir()}
 
 
-def _summary(name: str, points: Sequence[tuple[int, float]]) -> Summary:
+def summary_of(name: str, points: Sequence[tuple[int, float]]) -> Summary:
+    """Return the summary of one metric from its steps and values, of which there is at least one."""
     higher = higher_is_better(name)
     step, best = None, None
     if higher is not None:
@@ -220,7 +221,8 @@ def _summary(name: str, points: Sequence[tuple[int, float]]) -> Summary:
     return Summary(name, points[0][1], best, step, points[-1][1], points[-1][0])
 
 
-def _timings(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def timings_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the seconds of all steps by phase, longest first; `step` is the whole step."""
     total: Counter[str] = Counter()
     for row in rows:
         total.update({name.removeprefix("time/"): row[name] for name in row if name.startswith("time/") and row[name]})
@@ -252,8 +254,9 @@ def _rollouts(run: RunFolder, step: int | None, asked: Selection | None) -> Roll
     )
 
 
-def _failures(run: RunFolder, rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """The number of failed rollouts by their reason, in the last steps that have some and whose rollouts are kept."""
+def failures_of(run: RunFolder, rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """Return the number of failed rollouts by their reason, in the last steps that have some and whose rollouts
+    are kept."""
     kept = set(run.rollout_steps("step"))
     steps = [row["step"] for row in rows if row.get("rollout/failed") and row["step"] in kept]
     return reason_counts(

@@ -78,6 +78,34 @@ def open_step(folder: Path, step: int, kind: Kind = "step") -> IO[bytes]:
     raise FileNotFoundError(path)
 
 
+def stamp(folder: Path, step: int, kind: Kind = "step") -> str:
+    """Return a string that changes if the lines of a step change, without reading them.
+
+    Args:
+        folder: The folder `rollouts`.
+        step: The step.
+        kind: Training rollouts or validation rollouts.
+
+    Raises:
+        FileNotFoundError: If it has no rollouts.
+    """
+    path = file_of(folder, step, kind)
+    with suppress(FileNotFoundError):
+        return file_stamp(path)
+    for archive in _archives(folder):
+        if archive.first <= step <= archive.last:
+            with suppress(KeyError), zipfile.ZipFile(archive.path) as opened:
+                member = opened.getinfo(path.name)
+                return f"{archive.path.name}:{member.file_size}:{member.CRC}"
+    raise FileNotFoundError(path)
+
+
+def file_stamp(path: Path) -> str:
+    """Return a string that changes if a file is replaced or written."""
+    facts = path.stat()
+    return f"{facts.st_ino}:{facts.st_size}:{facts.st_mtime_ns}"
+
+
 def archive_before(folder: Path, step: int) -> None:
     """Move the files of complete ranges of steps into archives, except the last `NUM_RECENT` steps up to `step`."""
     ranges: dict[int, list[tuple[Kind, int]]] = {}

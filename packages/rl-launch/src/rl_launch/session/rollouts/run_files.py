@@ -56,7 +56,7 @@ class MetricsFile:
         if not self._path.exists():
             return []
         lines = self._path.read_text(encoding="utf-8", errors="replace").splitlines()
-        return [row for row in map(_row, lines) if row is not None]
+        return [row for row in map(metrics_row, lines) if row is not None]
 
     def cut_back(self, step: int) -> None:
         """Drop the lines of later steps, which will be made again."""
@@ -196,9 +196,9 @@ def _number(value: Any) -> float | int | None:
     return plain
 
 
-def _row(line: str) -> dict[str, Any] | None:
-    """The object in a line of metrics, or the last one if an earlier line was cut short before it; None if it was cut
-    short itself. Metrics are flat, so the last brace opens the last object.
+def metrics_row(line: str) -> dict[str, Any] | None:
+    """Return the object in a line of metrics, or the last one if an earlier line was cut short before it;
+    None if it was cut short itself. Metrics are flat, so the last brace opens the last object.
     """
     try:
         row = json.loads(line[max(0, line.rfind("{")) :])
