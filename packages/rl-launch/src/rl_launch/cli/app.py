@@ -17,6 +17,7 @@ from rl_launch.cli import (
     environment_commands,
     evaluation_commands,
     run_commands,
+    view_commands,
 )
 from rl_launch.cli.completion import complete_override, complete_recipe
 from rl_launch.cli.failure import quiet_without_reader, reported
@@ -121,6 +122,7 @@ app.command()(chat_commands.chat)
 app.command()(run_commands.runs)
 app.command()(run_commands.label)
 app.command()(run_commands.show)
+app.command()(view_commands.view)
 app.command()(run_commands.sweep)
 
 

@@ -118,12 +118,8 @@ class RunComparison:
 
 def comparison_of(runs: Sequence[RunFolder]) -> RunComparison:
     """Compare runs, finished or in progress."""
-    configs = [dict(_values(run.config())) for run in runs]
-    differing = [
-        key
-        for key in dict.fromkeys(key for config in configs for key in config)
-        if any(config.get(key, ...) != configs[0].get(key, ...) for config in configs)
-    ]
+    configs = [effective_values(run.config()) for run in runs]
+    differing = differing_keys(configs)
     seeds = tuple(key for key in differing if key.rpartition(".")[2] == SEED)
     keys = tuple(key for key in differing if key not in seeds)
     grouped: dict[str, list[int]] = {}
@@ -134,6 +130,28 @@ def comparison_of(runs: Sequence[RunFolder]) -> RunComparison:
         for members in grouped.values()
     ]
     return RunComparison(keys, seeds, tuple(groups))
+
+
+def differing_keys(configs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the keys in which some configs differ, in the order of the first config that has each.
+
+    Args:
+        configs: Values by dotted key, as `effective_values` returns them.
+    """
+    return [
+        key
+        for key in dict.fromkeys(key for config in configs for key in config)
+        if any(config.get(key, ...) != configs[0].get(key, ...) for config in configs)
+    ]
+
+
+def effective_values(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a config that change how it trains, by dotted key; a list is one value.
+
+    Args:
+        config: The config as nested plain values.
+    """
+    return dict(_values(config))
 
 
 def _group(

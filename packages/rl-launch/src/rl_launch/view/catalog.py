@@ -1,0 +1,179 @@
+"""The runs, evaluations and files of rollouts that a page shows, each with an id that is its only name in requests."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+from rl_core.errors import RunDirectoryError
+from rl_launch.evaluation.folder import RESULT, is_evaluation
+from rl_launch.session.directory.run_folder import RunFolder, find_runs, is_run
+from rl_launch.view.index import RolloutIndex
+from rl_launch.view.metrics import FollowedMetrics
+from rl_launch.view.sources import RolloutSource, RunRollouts, SingleFile
+
+Sort = Literal["run", "evaluation", "file"]
+
+ROLLOUTS = "rollouts.jsonl"
+"""Rollouts of an evaluation."""
+
+_DEEPEST = 3
+_RESCAN_S = 2.0
+
+
+@dataclass(frozen=True)
+class Found:
+    """Something to show.
+
+    Args:
+        id: Its name in requests and addresses.
+        path: Its folder or file.
+        sort: What it is.
+    """
+
+    id: str
+    path: Path
+    sort: Sort
+
+
+class Entry:
+    """What is read of a found thing, kept between requests. Any thread may use it.
+
+    Args:
+        found: The thing.
+        cache: Folder of the indexes; None to keep them in memory.
+    """
+
+    def __init__(self, found: Found, cache: Path | None) -> None:
+        self.id, self.path, self.sort = found.id, found.path, found.sort
+        self._cache = cache
+        self._lock = threading.Lock()
+        self._metrics: FollowedMetrics | None = None
+
+    @cached_property
+    def run(self) -> RunFolder:
+        """The run.
+
+        Raises:
+            RunDirectoryError: If it is something else, or its folder is gone.
+        """
+        if self.sort != "run":
+            raise RunDirectoryError(f"{self.id} is not a run")
+        return RunFolder(self.path)
+
+    @cached_property
+    def source(self) -> RolloutSource:
+        """Its files of rollouts."""
+        if self.sort == "run":
+            return RunRollouts(self.path / "rollouts")
+        return SingleFile(self.path / ROLLOUTS if self.sort == "evaluation" else self.path, self.sort)
+
+    @cached_property
+    def index(self) -> RolloutIndex:
+        """The index of its rollouts."""
+        with self._lock:
+            return RolloutIndex(self.source, self._cache)
+
+    @property
+    def metrics(self) -> FollowedMetrics:
+        """The metrics of a run, as of now."""
+        with self._lock:
+            if self._metrics is None:
+                self._metrics = FollowedMetrics(self.path / "metrics.jsonl")
+        self._metrics.update()
+        return self._metrics
+
+    @property
+    def logs(self) -> Path:
+        """The folder of the logs."""
+        return self.path / "logs"
+
+
+class Catalog:
+    """What is in some folders, found again every few seconds.
+
+    Args:
+        roots: Runs, evaluations, files of rollouts, and folders that contain them.
+        cache: Folder of the indexes; None to keep them in memory.
+
+    Raises:
+        RunDirectoryError: If one of the roots does not exist, or is a file of another type.
+    """
+
+    def __init__(self, roots: Sequence[Path], cache: Path | None = None) -> None:
+        self._roots = [root.expanduser() for root in roots]
+        for root in self._roots:
+            if not root.exists():
+                raise RunDirectoryError(f"{root} does not exist. Pass runs, evaluations or folders that contain them.")
+            if root.is_file() and root.suffix != ".jsonl":
+                raise RunDirectoryError(f"{root} is not a folder, nor a file of rollouts (.jsonl).")
+        self._cache = cache
+        self._lock = threading.Lock()
+        self._entries: dict[str, Entry] = {}
+        self._scanned = -_RESCAN_S
+        self.entries()
+
+    def entries(self) -> list[Entry]:
+        """Return everything that is there, in the order of the paths."""
+        with self._lock:
+            if time.monotonic() - self._scanned >= _RESCAN_S:
+                known = self._entries
+                found = {each.id: each for each in self._find()}
+                self._entries = {id: known.get(id) or Entry(each, self._cache) for id, each in found.items()}
+                for id, entry in known.items():
+                    if id not in self._entries and "index" in vars(entry):
+                        entry.index.close()
+                self._scanned = time.monotonic()
+            return list(self._entries.values())
+
+    def __getitem__(self, id: str) -> Entry:
+        """The entry of an id.
+
+        Raises:
+            RunDirectoryError: If there is none.
+        """
+        for entry in self.entries():
+            if entry.id == id:
+                return entry
+        raise RunDirectoryError(f"there is no run, evaluation or file {id!r} in the folders of this page")
+
+    def _find(self) -> Iterator[Found]:
+        used: set[str] = set()
+        several = len(self._roots) > 1
+        for root in self._roots:
+            for path, sort in _below(root):
+                below = os.path.relpath(path, root)
+                whole = root.absolute().name
+                id = whole if below == "." else f"{whole}/{below}" if several else below
+                unique, number = id, 1
+                while unique in used:
+                    number += 1
+                    unique = f"{id}~{number}"
+                used.add(unique)
+                yield Found(unique, path, sort)
+
+
+def _below(root: Path) -> Iterator[tuple[Path, Sort]]:
+    if root.is_file():
+        yield root, "file"
+        return
+    yield from ((run.path, "run") for run in find_runs(root))
+    yield from ((path, "evaluation") for path in sorted(_evaluations_below(root, _DEEPEST)))
+
+
+def _evaluations_below(folder: Path, depth: int) -> Iterator[Path]:
+    if is_evaluation(folder) or (folder / RESULT).is_file():
+        yield folder
+    elif depth and not is_run(folder):
+        try:
+            below = [Path(entry.path) for entry in os.scandir(folder) if entry.is_dir() and entry.name[:1] != "."]
+        except PermissionError:
+            return
+        for path in below:
+            yield from _evaluations_below(path, depth - 1)

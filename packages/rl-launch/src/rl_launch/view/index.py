@@ -1,0 +1,398 @@
+"""An index of rollouts: where each line begins, and the values to filter and sort by.
+
+It is a SQLite database in the user's cache folder, so that a run directory that cannot be written can be read. Steps are
+added when a question first concerns them. A step whose file has grown is continued where the last line ended, and a
+step whose file was replaced is read again. The database can be removed at any time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sqlite3
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from rl_launch.show.selection import reward_of
+from rl_launch.view.sources import RolloutSource
+
+_VERSION = 1
+MOST_LINE_BYTES = 2**25
+"""Longest line that is parsed. A longer one is listed without values."""
+
+_TAIL_BYTES = 4096
+
+_COLUMNS = (
+    "offset",
+    "length",
+    "prompt_id",
+    "position",
+    "task",
+    "dataset",
+    "environment",
+    "reward",
+    "advantage",
+    "num_tokens",
+    "num_turns",
+    "status",
+    "stop_reason",
+    "failure",
+    "version",
+    "rewards",
+)
+_TABLES = f"""
+create table steps (kind text, step integer, stamp text, bytes integer, rows integer, tail text, primary key (kind, step));
+create table rollouts (kind text, step integer, row integer, {", ".join(_COLUMNS)}, primary key (kind, step, row))
+  without rowid;
+create index prompts on rollouts (kind, prompt_id, step);
+"""
+
+EQUALS = ("task", "dataset", "environment", "status", "stop_reason", "prompt_id")
+"""Columns that a question can require a value of."""
+
+RANGES = ("reward", "advantage", "num_tokens", "num_turns", "version")
+"""Columns that a question can bound."""
+
+
+def cache_folder() -> Path:
+    """Return the folder of the indexes: `rl/view` in `XDG_CACHE_HOME`, or in `~/.cache`. It may be removed."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "rl" / "view"
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of a file of rollouts.
+
+    Args:
+        kind: Kind of the rollouts.
+        step: Step of the file.
+        row: Number of the line, from 0.
+        offset: Position of the line in bytes.
+        length: Length in bytes, with the end of the line.
+    """
+
+    kind: str
+    step: int
+    row: int
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question about the rollouts of a range of steps.
+
+    Args:
+        kind: Kind of the rollouts.
+        first: First step.
+        last: Last step.
+        equal: Required values by column, of `EQUALS`.
+        least: Lower limits by column, of `RANGES`, inclusive.
+        most: Upper limits by column, of `RANGES`, inclusive.
+        sort: Column of `RANGES`, `position` or `rewards.NAME`, descending if it begins with `-`; rollouts without a
+            value come last. Empty for the newest step first, in the order of the file.
+    """
+
+    kind: str = "step"
+    first: int = 0
+    last: int = 2**31
+    equal: Mapping[str, str] = field(default_factory=dict)
+    least: Mapping[str, float] = field(default_factory=dict)
+    most: Mapping[str, float] = field(default_factory=dict)
+    sort: str = ""
+
+
+class RolloutIndex:
+    """The index of one source. Any thread may call it.
+
+    Args:
+        source: Files of the rollouts.
+        folder: Folder of the database; None to keep it in memory.
+    """
+
+    def __init__(self, source: RolloutSource, folder: Path | None) -> None:
+        self._source = source
+        self._lock = threading.RLock()
+        self._database = _database(source.path, folder)
+
+    def close(self) -> None:
+        """Close the database."""
+        with self._lock:
+            self._database.close()
+
+    def extend(self, kind: str, steps: Iterable[int], deadline: float) -> int:
+        """Add steps, or what was written to them since, until a time; at least one that is missing.
+
+        Args:
+            kind: Kind of the rollouts.
+            steps: Steps in the order in which they are added.
+            deadline: By `time.monotonic`.
+
+        Returns:
+            Number of steps that remain.
+        """
+        waiting = list(steps)
+        for position, step in enumerate(waiting):
+            if self._extend_step(kind, step) and time.monotonic() > deadline:
+                return len(waiting) - position - 1
+        return 0
+
+    def count(self, question: Question) -> int:
+        """Return the number of rollouts that meet a question."""
+        condition, values = _condition(question)
+        with self._lock:
+            found = self._database.execute(f"select count(*) from rollouts where {condition}", values).fetchone()
+        return int(found[0])
+
+    def page(self, question: Question, offset: int, limit: int) -> list[dict[str, Any]]:
+        """Return the values of rollouts that meet a question, in its order.
+
+        Args:
+            question: The question.
+            offset: Number of rollouts to skip.
+            limit: Maximum number of rollouts.
+        """
+        condition, values = _condition(question)
+        order, order_values = _order(question.sort)
+        query = f"select kind, step, row, {', '.join(_COLUMNS)} from rollouts where {condition} order by {order} limit ? offset ?"
+        with self._lock:
+            rows = self._database.execute(query, [*values, *order_values, limit, offset]).fetchall()
+        return [_values(row) for row in rows]
+
+    def choices(self, kind: str, first: int, last: int) -> dict[str, list[str]]:
+        """Return the values of each column of `EQUALS` except the prompts, in a range of steps."""
+        found: dict[str, list[str]] = {}
+        with self._lock:
+            for column in EQUALS[:-1]:
+                rows = self._database.execute(
+                    f"select distinct {column} from rollouts where kind = ? and step between ? and ? limit 100",
+                    (kind, first, last),
+                )
+                found[column] = sorted(value for (value,) in rows if value)
+            rows = self._database.execute(
+                "select distinct rewards from rollouts where kind = ? and step between ? and ? limit 200",
+                (kind, first, last),
+            )
+            found["rewards"] = sorted({name for (text,) in rows for name in json.loads(text or "{}")})
+        return found
+
+    def line(self, kind: str, step: int, row: int) -> Line | None:
+        """Return a line that was indexed, and its step's new ones if need be; None if there is none."""
+        with suppress(FileNotFoundError):
+            self._extend_step(kind, step)
+        with self._lock:
+            found = self._database.execute(
+                "select offset, length from rollouts where kind = ? and step = ? and row = ?", (kind, step, row)
+            ).fetchone()
+        return None if found is None else Line(kind, step, row, *found)
+
+    def same_prompt(self, kind: str, prompt_id: str, limit: int) -> list[tuple[int, int, float | None]]:
+        """Return steps that are indexed and have rollouts of a prompt: step, their number and their mean reward."""
+        with self._lock:
+            return self._database.execute(
+                "select step, count(*), avg(reward) from rollouts where kind = ? and prompt_id = ? group by step "
+                "order by step desc limit ?",
+                (kind, prompt_id, limit),
+            ).fetchall()
+
+    def read(self, lines: Sequence[Line]) -> list[bytes]:
+        """Return the contents of lines of any steps, in the order given; empty for a line that is gone."""
+        found: dict[int, bytes] = {}
+        by_step: dict[tuple[str, int], list[int]] = {}
+        for number, line in enumerate(lines):
+            by_step.setdefault((line.kind, line.step), []).append(number)
+        for (kind, step), numbers in by_step.items():
+            # in the order of the file, because a member of an archive is decompressed up to each of them
+            with suppress(FileNotFoundError), self._source.open(kind, step) as file:
+                for number in sorted(numbers, key=lambda number: lines[number].offset):
+                    file.seek(lines[number].offset)
+                    found[number] = file.read(min(lines[number].length, MOST_LINE_BYTES))
+        return [found.get(number, b"") for number in range(len(lines))]
+
+    def _extend_step(self, kind: str, step: int) -> bool:
+        """Add what is missing of a step; returns whether anything was."""
+        try:
+            stamp = self._source.stamp(kind, step)
+        except FileNotFoundError:
+            self._forget(kind, step)
+            return False
+        with self._lock:
+            known = self._database.execute(
+                "select stamp, bytes, rows, tail from steps where kind = ? and step = ?", (kind, step)
+            ).fetchone()
+        if known is not None and known[0] == stamp:
+            return False
+        offset, row, tail = 0, 0, ""
+        try:
+            with self._source.open(kind, step) as file:
+                if known is not None and _continues(known[0], stamp) and _tail(file, known[1]) == known[3]:
+                    _, offset, row, tail = known
+                added = list(_entries(file, offset, row))
+                if added:
+                    row, offset = added[-1][0] + 1, added[-1][1] + added[-1][2]
+                    tail = _tail(file, offset)
+        except FileNotFoundError:
+            return False
+        with self._lock, self._database:
+            if not added or added[0][0] == 0:
+                self._database.execute(
+                    "delete from rollouts where kind = ? and step = ? and row >= ?", (kind, step, 0 if added else row)
+                )
+            marks = ", ".join("?" * (len(_COLUMNS) + 3))
+            self._database.executemany(
+                f"insert or replace into rollouts values ({marks})", ((kind, step, *entry) for entry in added)
+            )
+            self._database.execute(
+                "insert or replace into steps values (?, ?, ?, ?, ?, ?)", (kind, step, stamp, offset, row, tail)
+            )
+        return True
+
+    def _forget(self, kind: str, step: int) -> None:
+        with self._lock, self._database:
+            self._database.execute("delete from rollouts where kind = ? and step = ?", (kind, step))
+            self._database.execute("delete from steps where kind = ? and step = ?", (kind, step))
+
+
+def _database(path: Path, folder: Path | None) -> sqlite3.Connection:
+    """Open the database of a source, made anew if another version wrote it or it cannot be read."""
+    if folder is not None:
+        name = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:20]
+        file = folder / f"{name}.sqlite"
+        for _ in range(2):
+            try:
+                folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+                return _opened(str(file))
+            except OSError:
+                break
+            except sqlite3.DatabaseError:
+                with suppress(OSError):
+                    file.unlink()
+    return _opened(":memory:")
+
+
+def _opened(name: str) -> sqlite3.Connection:
+    database = sqlite3.connect(name, timeout=5, check_same_thread=False)
+    try:
+        if name != ":memory:":
+            database.execute("pragma journal_mode=wal")
+            database.execute("pragma synchronous=off")
+        version = database.execute("pragma user_version").fetchone()[0]
+        if version not in (0, _VERSION):
+            raise sqlite3.DatabaseError(f"version {version}")
+        if version == 0:
+            with database:
+                database.executescript(f"begin; {_TABLES} pragma user_version={_VERSION}; commit;")
+    except BaseException:
+        database.close()
+        raise
+    return database
+
+
+def _continues(earlier: str, stamp: str) -> bool:
+    """Return whether a file of one stamp may be the file of an earlier one, grown."""
+    before, after = earlier.split(":"), stamp.split(":")
+    return before[0] == after[0] and before[0].isdigit() and int(after[1]) >= int(before[1])
+
+
+def _tail(file: IO[bytes], end: int) -> str:
+    """Digest of the last bytes before a position, which another file is unlikely to have."""
+    file.seek(max(0, end - _TAIL_BYTES))
+    return hashlib.sha256(file.read(min(end, _TAIL_BYTES))).hexdigest()[:16]
+
+
+def _entries(file: IO[bytes], offset: int, row: int) -> Iterator[tuple[Any, ...]]:
+    """Rows of the table for the complete lines of a file from a position: number of the line, position, length, and the
+    values of the rollout."""
+    file.seek(offset)
+    while line := file.readline(MOST_LINE_BYTES):
+        length, is_whole = len(line), True
+        if not line.strip():
+            offset += length
+            continue
+        while not line.endswith(b"\n") and (more := file.readline(MOST_LINE_BYTES)):
+            line, length, is_whole = more, length + len(more), False
+        values = _described(line) if is_whole else {"status": "too long"}
+        if not line.endswith(b"\n") and "status" not in values:
+            # the end of a file that is being written
+            return
+        yield row, offset, length, *(values.get(name) for name in _COLUMNS[2:])
+        offset, row = offset + length, row + 1
+
+
+def _described(line: bytes) -> dict[str, Any]:
+    """The values of a rollout that the index has; only a status if the line is not a rollout."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return {"status": "unreadable"} if line.endswith(b"\n") else {}
+    if not isinstance(record, dict):
+        return {"status": "unreadable"}
+    rewards = record.get("rewards")
+    rewards = (
+        {str(name): value for name, value in rewards.items() if _is_number(value)} if isinstance(rewards, dict) else {}
+    )
+    versions = record.get("weight_versions")
+    has_failed = record.get("status") == "failed"
+    return {
+        "prompt_id": _text(record.get("prompt_id")),
+        "position": record.get("index") if _is_number(record.get("index")) else None,
+        "task": _text(record.get("task")),
+        "dataset": _text(record.get("dataset")),
+        "environment": _text(record.get("environment")),
+        "reward": None if has_failed or not rewards else reward_of({"rewards": rewards}),
+        "advantage": record.get("advantage") if _is_number(record.get("advantage")) else None,
+        "num_tokens": record.get("num_sampled") if _is_number(record.get("num_sampled")) else None,
+        "num_turns": len(record["turns"]) if isinstance(record.get("turns"), list) else None,
+        "status": _text(record.get("status")) or "ok",
+        "stop_reason": _text(record.get("stop_reason")),
+        "failure": _text(record.get("failure"))[:200],
+        "version": versions[-1] if isinstance(versions, list) and versions and _is_number(versions[-1]) else None,
+        "rewards": json.dumps(rewards) if rewards else None,
+    }
+
+
+def _is_number(value: Any) -> bool:
+    # numbers beyond those of SQLite are no values to filter by
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2**62
+
+
+def _text(value: Any) -> str:
+    return "" if value is None else str(value)
+
+
+def _condition(question: Question) -> tuple[str, list[Any]]:
+    parts, values = ["kind = ? and step between ? and ?"], [question.kind, question.first, question.last]
+    for column, value in question.equal.items():
+        assert column in EQUALS, column
+        parts.append(f"{column} = ?")
+        values.append(value)
+    for limits, sign in ((question.least, ">="), (question.most, "<=")):
+        for column, limit in limits.items():
+            assert column in RANGES, column
+            parts.append(f"{column} {sign} ?")
+            values.append(limit)
+    return " and ".join(parts), values
+
+
+def _order(sort: str) -> tuple[str, list[Any]]:
+    if not sort:
+        return "step desc, row", []
+    column, direction = sort.removeprefix("-"), "desc" if sort.startswith("-") else "asc"
+    if column in (*RANGES, "position", "step"):
+        return f"{column} is null, {column} {direction}, step desc, row", []
+    name = column.removeprefix("rewards.")
+    path = '$."' + name.replace('"', "") + '"'
+    value = "json_extract(rewards, ?)"
+    return f"{value} is null, {value} {direction}, step desc, row", [path, path]
+
+
+def _values(row: Sequence[Any]) -> dict[str, Any]:
+    found = dict(zip(("kind", "step", "row", *_COLUMNS), row, strict=True))
+    found["rewards"] = json.loads(found["rewards"] or "{}")
+    return found

@@ -1,0 +1,268 @@
+"""The HTTP server of `rl view`: read only, on the loopback interface, for whoever has the token.
+
+Requests must name a loopback address as their host, because a foreign page that has its name resolve to 127.0.0.1 sends
+its own. A request from a page must come from this one. The token is in the address that the user opens, which answers
+with a cookie and redirects; programs may send it as `Authorization: Bearer TOKEN`.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import logging
+import secrets
+import threading
+from collections.abc import Callable, Mapping
+from http import HTTPStatus
+from http.cookies import CookieError, SimpleCookie
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from rl_core.config.tree import mapped
+from rl_core.errors import ConfigError, RLError
+from rl_launch.view import static_files
+from rl_launch.view.answers import ANSWERS, raw_rollout
+from rl_launch.view.catalog import Catalog
+from rl_launch.view.changes import Changes
+from rl_launch.view.parameters import Parameters
+
+HOST = "127.0.0.1"
+
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_EVENT_PERIOD_S = 0.5
+_HEARTBEAT_S = 15.0
+_MOST_PARAMETERS = 200
+_log = logging.getLogger(__name__)
+
+
+class ViewServer:
+    """Serves a catalog until it is closed.
+
+    Args:
+        catalog: Catalog to serve.
+        port: Port on the loopback interface; 0 for a free one.
+
+    Raises:
+        ConfigError: If the port is in use.
+
+    Attributes:
+        url: Address to open in a browser, with the token.
+    """
+
+    def __init__(self, catalog: Catalog, port: int = 0) -> None:
+        self.catalog = catalog
+        self.token = secrets.token_urlsafe(24)
+        self.is_closing = threading.Event()
+        server = self
+
+        class Bound(_Handler):
+            view = server
+
+        try:
+            self._server = _Server((HOST, port), Bound)
+        except OSError as error:
+            raise ConfigError(f"--port: port {port} cannot be used: {error.strerror}. Choose another one.") from None
+        self.port = int(self._server.server_address[1])
+        self.url = f"http://{HOST}:{self.port}/?token={self.token}"
+
+    @property
+    def cookie(self) -> str:
+        """Name of the cookie, which contains the port because browsers do not tell cookies of ports apart."""
+        return f"rl_view_{self.port}"
+
+    def serve(self) -> None:
+        """Answer requests until `close` is called from another thread, or an interrupt is raised."""
+        self._server.serve_forever(poll_interval=0.2)
+
+    def close(self) -> None:
+        """End the server and the connections of its pages."""
+        self.is_closing.set()
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    allow_reuse_address = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        # a browser that closes a connection is not an error
+        _log.debug("connection of %s ended", client_address, exc_info=True)
+
+
+class _Refusal(Exception):
+    """A request that is not answered."""
+
+    def __init__(self, status: HTTPStatus, message: str, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.headers = status, message, dict(headers or {})
+
+
+class _Handler(BaseHTTPRequestHandler):
+    view: ViewServer
+    protocol_version = "HTTP/1.1"
+    server_version = "rl-view"
+    sys_version = ""
+
+    def do_GET(self) -> None:  # noqa: N802 - a method of http.server's
+        """Answer a request."""
+        self._answer()
+
+    def do_HEAD(self) -> None:  # noqa: N802 - a method of http.server's
+        """Answer a request without a body."""
+        self._answer()
+
+    def _refuse_method(self) -> None:
+        self.close_connection = True
+        self._send(HTTPStatus.METHOD_NOT_ALLOWED, b"read only\n", "text/plain", {"Allow": "GET, HEAD"})
+
+    do_POST = do_PUT = do_DELETE = do_PATCH = do_OPTIONS = do_TRACE = do_CONNECT = _refuse_method  # noqa: N815
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the parameter of http.server's
+        """Log requests for debugging only; without the query, which may contain the token."""
+        _log.debug("%s %s", self.command, urlsplit(self.path).path)
+
+    def _answer(self) -> None:
+        try:
+            self._route()
+        except _Refusal as refusal:
+            self._send(refusal.status, f"{refusal.message}\n".encode(), "text/plain; charset=utf-8", refusal.headers)
+        except (BrokenPipeError, ConnectionResetError):
+            self.close_connection = True
+
+    def _route(self) -> None:
+        self._check_host()
+        url = urlsplit(self.path)
+        try:
+            given = parse_qs(url.query, keep_blank_values=True, max_num_fields=_MOST_PARAMETERS)
+        except ValueError:
+            raise _Refusal(HTTPStatus.BAD_REQUEST, "too many parameters") from None
+        if url.path == "/" and "token" in given:
+            self._enter(given["token"][-1])
+            return
+        self._check_token()
+        if url.path == "/":
+            self._send(HTTPStatus.OK, static_files.page(), "text/html; charset=utf-8")
+        elif url.path == "/api/events":
+            self._send_events()
+        elif url.path == "/api/raw":
+            self._send_raw(Parameters(given))
+        elif url.path.startswith("/api/"):
+            self._send_answer(url.path.removeprefix("/api/"), Parameters(given))
+        else:
+            self._send_file(url.path.removeprefix("/"))
+
+    def _check_host(self) -> None:
+        host = self.headers.get("Host", "")
+        if len(self.headers.get_all("Host", [])) != 1 or _hostname(host) not in _LOOPBACK:
+            raise _Refusal(HTTPStatus.FORBIDDEN, "the host of the address must be 127.0.0.1 or localhost")
+        origin = self.headers.get("Origin")
+        if origin is not None and origin != f"http://{host}":
+            raise _Refusal(HTTPStatus.FORBIDDEN, "requests of other pages are not answered")
+
+    def _check_token(self) -> None:
+        kind, _, token = self.headers.get("Authorization", "").partition(" ")
+        found = [token] if kind == "Bearer" else []
+        try:
+            cookies = SimpleCookie(self.headers.get("Cookie", ""))
+        except CookieError:
+            cookies = SimpleCookie()
+        if self.view.cookie in cookies:
+            found.append(cookies[self.view.cookie].value)
+        if not any(self._is_token(each) for each in found):
+            raise _Refusal(
+                HTTPStatus.UNAUTHORIZED, "open the address that rl view has printed, which contains the token"
+            )
+
+    def _enter(self, token: str) -> None:
+        if not self._is_token(token):
+            raise _Refusal(HTTPStatus.UNAUTHORIZED, "the token in the address is not the one that rl view has printed")
+        cookie = f"{self.view.cookie}={token}; HttpOnly; SameSite=Strict; Path=/"
+        self._send(HTTPStatus.SEE_OTHER, b"", "text/plain", {"Location": "/", "Set-Cookie": cookie})
+
+    def _is_token(self, token: str) -> bool:
+        return hmac.compare_digest(token.encode(errors="replace"), self.view.token.encode())
+
+    def _send_file(self, name: str) -> None:
+        try:
+            content = static_files.content(name)
+        except FileNotFoundError:
+            raise _Refusal(HTTPStatus.NOT_FOUND, "there is no such file") from None
+        suffix = name[name.rfind(".") :]
+        self._send(HTTPStatus.OK, content, static_files.TYPES.get(suffix, "text/plain; charset=utf-8"))
+
+    def _send_answer(self, name: str, given: Parameters) -> None:
+        if name not in ANSWERS:
+            raise _Refusal(HTTPStatus.NOT_FOUND, "there is no such request")
+        answer = self._asked(lambda: ANSWERS[name](self.view.catalog, given))
+        self._send(HTTPStatus.OK, as_json(answer), "application/json")
+
+    def _send_raw(self, given: Parameters) -> None:
+        content = self._asked(lambda: raw_rollout(self.view.catalog, given))
+        headers = {"Content-Disposition": 'attachment; filename="rollout.json"'}
+        self._send(HTTPStatus.OK, content, "text/plain; charset=utf-8", headers)
+
+    def _asked(self, answer: Callable[[], Any]) -> Any:
+        try:
+            return answer()
+        except (RLError, FileNotFoundError) as error:
+            raise _Refusal(HTTPStatus.BAD_REQUEST, str(error)) from None
+        except Exception as error:
+            _log.exception("a request failed")
+            raise _Refusal(HTTPStatus.INTERNAL_SERVER_ERROR, f"{type(error).__name__}: {error}") from None
+
+    def _send_events(self) -> None:
+        self._send_head(HTTPStatus.OK, "text/event-stream", {})
+        self.close_connection = True
+        changes, waited = Changes(self.view.catalog), 0.0
+        while not self.view.is_closing.wait(_EVENT_PERIOD_S):
+            found = changes.since_last()
+            waited = 0.0 if found else waited + _EVENT_PERIOD_S
+            if found:
+                self.wfile.write(b"data: " + as_json(found) + b"\n\n")
+            elif waited >= _HEARTBEAT_S:
+                # finds out whether the page is still there
+                self.wfile.write(b": \n\n")
+                waited = 0.0
+
+    def _send(self, status: HTTPStatus, content: bytes, kind: str, headers: Mapping[str, str] | None = None) -> None:
+        self._send_head(status, kind, {"Content-Length": str(len(content)), **(headers or {})})
+        if self.command != "HEAD":
+            self.wfile.write(content)
+
+    def _send_head(self, status: HTTPStatus, kind: str, headers: Mapping[str, str]) -> None:
+        self.send_response(status)
+        everywhere = {
+            "Content-Type": kind,
+            "Cache-Control": "no-store",
+            "Content-Security-Policy": static_files.POLICY,
+            "Cross-Origin-Opener-Policy": "same-origin",
+            "Cross-Origin-Resource-Policy": "same-origin",
+            "Referrer-Policy": "no-referrer",
+            "X-Content-Type-Options": "nosniff",
+            "X-Frame-Options": "DENY",
+        }
+        for name, value in {**everywhere, **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+
+
+def as_json(answer: Any) -> bytes:
+    """Return an answer as JSON, in which numbers that are not finite are null."""
+    try:
+        text = json.dumps(answer, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+    except ValueError:
+        text = json.dumps(mapped(answer, lambda _, value: _finite(value)), ensure_ascii=False, separators=(",", ":"))
+    # half of a surrogate pair has no UTF-8
+    return text.encode(errors="replace")
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not abs(value) < float("inf") else value
+
+
+def _hostname(host: str) -> str:
+    if host.startswith("["):
+        return host[1 : host.find("]")]
+    return host.rpartition(":")[0] if ":" in host else host
