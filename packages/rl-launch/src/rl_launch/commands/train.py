@@ -40,6 +40,7 @@ from rl_launch.session.directory.lock import FILE_NAME as LOCK
 from rl_launch.session.directory.lock import holder
 from rl_launch.session.directory.remedies import finished
 from rl_launch.session.directory.row_files import names_without_rows
+from rl_launch.session.directory.origins import write_origins
 from rl_launch.session.directory.run_folder import CONFIG, RunFolder, is_run
 from rl_launch.session.directory.writable import check_writable
 from rl_launch.session.tracking.trackers import check_mlflow_store
@@ -141,6 +142,7 @@ def _run(
     from rl_algos.tokenizer import load_tokenizer
 
     restoration.goes_on = False
+    given = plan.raw
     plan = with_local_models(plan)
     config, algorithm = plan.config, plan.algorithm
     tokenizer = load_tokenizer(config.policy.tokenizer, config.policy.model_name)
@@ -171,6 +173,8 @@ def _run(
     _log.info("starting Ray and the workers")
     # the run directory is taken after all checks, so that it stays free for another config after a refusal
     with session, ExitStack() as held:
+        if given is not None:
+            write_origins(session.directory.path, given)
         with session.phase("starting"):
             after_a_loss = restoration.follows_a_loss
             cluster = held.enter_context(VirtualCluster.of(config.cluster, device, after_a_loss=after_a_loss))

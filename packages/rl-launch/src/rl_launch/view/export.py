@@ -10,7 +10,7 @@ from typing import Any
 
 from rl_core.errors import ConfigError, RLError
 from rl_launch.view import static_files
-from rl_launch.view.answers import ANSWERS, MOST_ROWS
+from rl_launch.view.answers import ANSWERS
 from rl_launch.view.catalog import Catalog, Entry
 from rl_launch.view.parameters import Parameters
 from rl_launch.view.server import as_json
@@ -29,7 +29,7 @@ class Limits:
     Args:
         steps: Number of steps of each kind whose rollouts are exported: the first, the last, and others at equal
             distances.
-        rollouts: Number of rollouts of each of these steps.
+        rollouts: Number of rollouts of each of these steps, at most `MOST_ROWS`.
     """
 
     steps: int = 8
@@ -71,7 +71,9 @@ def export(catalog: Catalog, folder: Path, limits: Limits = Limits()) -> int:
         num_rollouts += name == "rollout"
         names[key] = f"a{len(names)}"
         _write(folder / "data" / f"{names[key]}.js", f"RlViewExport.receive({json.dumps(names[key])}, ", answer)
-    _write(folder / INDEX, "globalThis.RlViewExport = ({names: ", names, "})")
+    steps = {each.id: _steps(each, limits) for each in catalog.entries()}
+    index = {"names": names, "limit": limits.rollouts, "steps": steps}
+    _write(folder / INDEX, "globalThis.RlViewExport = (", index)
     (folder / "index.html").write_bytes(static_files.page(data_script=INDEX))
     return num_rollouts
 
@@ -94,13 +96,18 @@ def _requests_of(entry: Entry, catalog: Catalog, limits: Limits) -> Iterator[tup
     yield "logs", {"id": entry.id}
     for log in ANSWERS["logs"](catalog, Parameters({"id": [entry.id]}))["logs"]:
         yield "log", {"id": entry.id, "name": log["name"]}
-    for kind in entry.source.kinds():
-        for step in chosen(entry.source.steps(kind), limits.steps):
-            page = {"id": entry.id, "kind": kind, "first": step, "last": step, "limit": min(limits.rollouts, MOST_ROWS)}
+    for kind, steps in _steps(entry, limits).items():
+        for step in steps:
+            page = {"id": entry.id, "kind": kind, "first": step, "last": step, "limit": limits.rollouts}
             yield "rollouts", page
             listed = ANSWERS["rollouts"](catalog, Parameters({name: [str(value)] for name, value in page.items()}))
             for row in listed["rows"]:
                 yield "rollout", {"id": entry.id, "kind": kind, "step": step, "row": row["row"]}
+
+
+def _steps(entry: Entry, limits: Limits) -> dict[str, list[int]]:
+    """The steps whose rollouts are exported, by kind."""
+    return {kind: chosen(entry.source.steps(kind), limits.steps) for kind in entry.source.kinds()}
 
 
 def chosen(steps: Sequence[int], most: int) -> list[int]:

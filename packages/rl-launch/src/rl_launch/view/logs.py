@@ -19,6 +19,7 @@ _MOST_EVENTS = 500
 _DEEPEST = 2
 _SUFFIXES = (".log", ".1", ".txt", ".err", ".out")
 _RECORD = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),\d+ (DEBUG|INFO|WARNING|ERROR|CRITICAL) ([\w.]+): (.*)")
+_STEP = re.compile(r"step (\d+)/\d+ ")
 _OF_INTEREST = re.compile(
     r"restart|resum|lost|died|killed|replica|reconnect|weight|checkpoint|saved|stall|timed? ?out|SIGTERM|SIGINT|ended",
     re.IGNORECASE,
@@ -67,11 +68,13 @@ class Event:
         at: Local time, as the log has it.
         level: Level of the record.
         text: The message.
+        step: The step in progress, as far as the log has reported steps; None before the first.
     """
 
     at: str
     level: str
     text: str
+    step: int | None
 
 
 def log_files(folder: Path) -> list[LogFile]:
@@ -135,9 +138,11 @@ def events(folder: Path) -> list[Event]:
             lines = file.read().decode(errors="replace").splitlines()
     except FileNotFoundError:
         return []
-    found = []
+    found, step = [], None
     for line in lines:
         match = _RECORD.fullmatch(line)
-        if match and (match[2] not in ("DEBUG", "INFO") or _OF_INTEREST.search(match[4])):
-            found.append(Event(match[1], match[2].lower(), match[4][:1000]))
+        if match and (done := _STEP.match(match[4])):
+            step = int(done[1]) + 1
+        elif match and (match[2] not in ("DEBUG", "INFO") or _OF_INTEREST.search(match[4])):
+            found.append(Event(match[1], match[2].lower(), match[4][:1000], step))
     return found[-_MOST_EVENTS:]

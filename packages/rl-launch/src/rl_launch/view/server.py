@@ -105,11 +105,11 @@ class _Handler(BaseHTTPRequestHandler):
     server_version = "rl-view"
     sys_version = ""
 
-    def do_GET(self) -> None:  # noqa: N802 - a method of http.server's
+    def do_GET(self) -> None:
         """Answer a request."""
         self._answer()
 
-    def do_HEAD(self) -> None:  # noqa: N802 - a method of http.server's
+    def do_HEAD(self) -> None:
         """Answer a request without a body."""
         self._answer()
 
@@ -208,14 +208,15 @@ class _Handler(BaseHTTPRequestHandler):
             return answer()
         except (RLError, FileNotFoundError) as error:
             raise _Refusal(HTTPStatus.BAD_REQUEST, str(error)) from None
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  # a page shows the failure, and the server goes on
             _log.exception("a request failed")
             raise _Refusal(HTTPStatus.INTERNAL_SERVER_ERROR, f"{type(error).__name__}: {error}") from None
 
     def _send_events(self) -> None:
+        # before the answer begins, after which the page relies on being told
+        changes, waited = Changes(self.view.catalog), 0.0
         self._send_head(HTTPStatus.OK, "text/event-stream", {})
         self.close_connection = True
-        changes, waited = Changes(self.view.catalog), 0.0
         while not self.view.is_closing.wait(_EVENT_PERIOD_S):
             found = changes.since_last()
             waited = 0.0 if found else waited + _EVENT_PERIOD_S

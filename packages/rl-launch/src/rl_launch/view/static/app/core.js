@@ -101,7 +101,13 @@ const RlView = (globalThis.RlView = {});
       if (list || Object.keys(changed).length) listVersion += 1;
       tell();
     };
-    events.onopen = () => { isConnected = true; tell(); };
+    events.onopen = () => {
+      // what changed meanwhile is not reported again
+      if (!isConnected) for (const id of versions.keys()) versions.set(id, versions.get(id) + 1);
+      if (!isConnected) listVersion += 1;
+      isConnected = true;
+      tell();
+    };
     events.onerror = () => { isConnected = false; tell(); };
   }
   RlView.useLive = () => {

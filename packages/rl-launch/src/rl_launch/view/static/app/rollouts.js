@@ -11,12 +11,14 @@
     const kind = query.get('kind') ?? kinds[0] ?? 'step';
     const range = run?.kinds[kind];
     if (run && !kinds.length) return html`<${RlView.Empty}>No rollouts were written. Runs that learn from given rows have none; logger.rollout_period says how often others write them.</${RlView.Empty}>`;
-    const given = { id, kind, limit: PAGE, first: query.get('first') ?? range?.last, last: query.get('last') ?? query.get('first') ?? range?.last };
+    const newest = range?.last ?? 0;
+    const given = { id, kind, limit: RlView.isExport ? globalThis.RlViewExport.limit : PAGE, first: query.get('first') ?? newest, last: query.get('last') ?? query.get('first') ?? newest };
+    if (RlView.isExport) given.last = given.first;
     for (const name of [...FILTERS, 'offset']) if (query.get(name)) given[name] = query.get(name);
     if (query.getAll('where').length) given.where = query.getAll('where');
     const open = query.get('open');
-    return html`<section class="panel"><${Filters} query=${query} kinds=${kinds} kind=${kind} range=${range} given=${given} id=${id} version=${version} /></section>
-      ${open && html`<${RlView.Rollout} key=${`${kind} ${open}`} id=${id} kind=${kind} at=${open} query=${query} version=${version} />`}`;
+    return html`<div class=${open ? 'with-rollout' : ''}><section class="panel"><${Filters} query=${query} kinds=${kinds} kind=${kind} range=${range} given=${given} id=${id} version=${version} /></section>
+      ${open && html`<${RlView.Rollout} key=${`${kind} ${open}`} id=${id} kind=${kind} at=${open} query=${query} version=${version} />`}</div>`;
   };
 
   const Filters = ({ query, kinds, kind, range, given, id, version }) => {
@@ -32,7 +34,8 @@
     const has = (name) => (choices[name] ?? []).length > 1 || query.get(name);
     return html`<div class="bar filters">
         ${kinds.length > 1 && html`<${RlView.Choice} label="rollouts of" name="kind" query=${query} fallback=${kinds[0]} options=${kinds.map((each) => [each, KINDS[each]])} />`}
-        ${range && html`<div class="steps" role="group" aria-label="steps">
+        ${range && RlView.isExport && html`<${RlView.Choice} label="step" name="first" query=${query} fallback=${String(range.last)} options=${(globalThis.RlViewExport.steps[id]?.[kind] ?? []).map(String)} />`}
+        ${range && !RlView.isExport && html`<div class="steps" role="group" aria-label="steps">
           <button aria-label="earlier step" disabled=${!isOne || Number(first) <= range.first} onClick=${() => go(Number(first) - 1)}>‹</button>
           <${RlView.TextField} label="step" name="first" type="number" query=${query} placeholder=${String(range.last)} />
           <${RlView.TextField} label="to step" name="last" type="number" query=${query} placeholder=${String(first ?? '')} />
@@ -61,7 +64,7 @@
     const columns = [
       ...(hasSeveral ? [{ name: 'step', title: 'step', isNumber: true, canSort: clickable, cell: (row) => row.step }] : []),
       ...(answer.rows.some((row) => row.task) ? [{ name: 'task', title: 'task', canSort: false, cell: (row) => row.task }] : []),
-      { name: 'prompt_id', title: 'prompt', canSort: false, className: 'muted id', cell: (row) => html`<span title=${row.prompt_id}>${String(row.prompt_id).slice(0, 14)}</span>${row.position !== null && html`<span class="position">·${row.position}</span>`}` },
+      { name: 'prompt_id', title: 'prompt', canSort: false, className: 'muted id', cell: (row) => html`<span title=${row.prompt_id}>${row.prompt_id.length > 16 ? `…${row.prompt_id.slice(-15)}` : row.prompt_id}</span>${row.position !== null && html`<span class="position">·${row.position}</span>`}` },
       { name: 'reward', title: 'reward', isNumber: true, canSort: clickable, cell: (row) => (row.status === 'failed' ? html`<${RlView.Status} status="failed" reason=${row.failure} />` : html`<b>${RlView.number(row.reward)}</b>`) },
       ...others.map((name) => ({ name: `rewards.${name}`, title: name, isNumber: true, canSort: clickable, cell: (row) => RlView.number(row.rewards[name]) })),
       ...(answer.rows.some((row) => row.advantage !== null) ? [{ name: 'advantage', title: 'advantage', isNumber: true, canSort: clickable, cell: (row) => html`<span class=${row.advantage > 0 ? 'up' : row.advantage < 0 ? 'down' : 'muted'}>${RlView.number(row.advantage)}</span>` }] : []),

@@ -81,6 +81,7 @@
         onClick=${(event) => { const box = event.currentTarget.getBoundingClientRect(); setChosen(Math.min(steps.length - 1, Math.floor(((event.clientX - box.left) / box.width) * steps.length))); }}>
         ${steps.map((_, index) => { below = 200; return html`<g class=${index === at ? 'chosen' : ''}><title>${label(index)}: ${RlView.duration(totals[index])}</title><rect x=${index * width} y="0" width=${width} height="200" class="hit" />
           ${phases.map((name, number) => { const size = (200 * (columns[name][index] ?? 0)) / highest; below -= size; return size > 0 && html`<rect x=${index * width} y=${below} width=${width > 3 ? width - 1 : width} height=${size} fill=${phaseColor(name.slice(5), number)} />`; })}</g>`; })}
+        ${marks(events, steps).map(([index, level, text]) => html`<rect class=${`event level-${level}`} x=${(index + 0.5) * width - 2} y="0" width="4" height="10"><title>${text}</title></rect>`)}
       </svg>
       <div class="scale"><span>${label(0)}</span><span>${RlView.duration(highest)} high</span><span>${label(steps.length - 1)}</span></div>
       <h2>${label(at)} <span class="muted">${RlView.duration(totals[at])}</span></h2>
@@ -90,6 +91,8 @@
     <${Lanes} steps=${steps} columns=${columns} />
     <${Events} events=${events} />`;
   };
+  // Warnings, errors and restarts, over the step in which they were written.
+  const marks = (events, steps) => events.filter((event) => event.step !== null && (event.level !== 'info' || /restart|resum|lost|died/i.test(event.text))).map((event) => [steps.findIndex(([first, last]) => event.step >= first && event.step <= last), event.level, `${event.at}: ${event.text}`]).filter(([index]) => index >= 0);
   const Step = ({ columns, phases, at, total }) => {
     let start = 0;
     return html`<table class="phases"><thead class="visually-hidden"><tr><th>phase</th><th>share</th><th>time</th></tr></thead><tbody>${phases.map((name, index) => {
@@ -110,7 +113,7 @@
     })}</tbody></table></section>`;
   };
   const Events = ({ events }) => html`<section class="panel"><h2>Events <span class="muted">restarts, replicas, weights, checkpoints, warnings and errors in the driver's log</span></h2>
-    ${events.length ? html`<ol class="events">${[...events].reverse().map((event) => html`<li class=${`level-${event.level}`}><time>${event.at}</time><span class="level">${event.level}</span><${RlView.Untrusted} text=${event.text} /></li>`)}</ol>` : html`<${RlView.Empty}>none</${RlView.Empty}>`}</section>`;
+    ${events.length ? html`<ol class="events">${[...events].reverse().map((event) => html`<li class=${`level-${event.level}`}><time>${event.at}</time><span class="level">${event.level}</span><span class="muted step">${event.step === null ? '' : `step ${event.step}`}</span><${RlView.Untrusted} text=${event.text} /></li>`)}</ol>` : html`<${RlView.Empty}>none</${RlView.Empty}>`}</section>`;
 
   const Advice = ({ id, query, theme, version }) => {
     const { answer, problem } = RlView.useAnswer('report', { id }, version);

@@ -38,10 +38,10 @@
       { name: 'state', title: 'state', value: (run) => run.status, cell: (run) => html`<${RlView.Status} status=${run.status} reason=${run.reason} />` },
       { name: 'step', title: 'step', isNumber: true, value: (run) => run.step, cell: (run) => html`<span class="progress"><span>${run.step}${run.max_steps ? html`<span class="muted">/${run.max_steps}</span>` : ''}</span>${run.max_steps > 0 && html`<meter min="0" max=${run.max_steps} value=${run.step} aria-label=${`step ${run.step} of ${run.max_steps}`}></meter>`}</span>` },
       { name: 'best', title: 'best', isNumber: true, value: best, cell: (run) => (run.best ? html`<b>${RlView.number(run.best.value)}</b> <span class="muted">${run.best.metric} @${run.best.step}</span>` : '') },
+      { name: 'changed', title: 'changed', isNumber: true, value: (run) => new Date(run.changed).getTime(), cell: (run) => html`<time datetime=${run.changed} title=${run.changed}>${RlView.age(run.changed)}</time>` },
       { name: 'algorithm', title: 'algorithm', value: (run) => run.algorithm, cell: (run) => run.algorithm },
       { name: 'model', title: 'model', value: (run) => run.model, className: 'model', cell: (run) => html`<span title=${run.model}>${RlView.shortModel(run.model)}</span>` },
       ...answer.keys.filter((key) => key !== 'algorithm' && key !== 'policy.model_name').slice(0, 12).map((key) => ({ name: key, title: html`<span title=${key}>${short[answer.keys.indexOf(key)]}</span>`, value: (run) => run.values[key], isNumber: answer.runs.every((run) => run.values[key] === null || typeof run.values[key] === 'number'), className: 'value', cell: (run) => html`<span title=${RlView.shown(run.values[key])}>${RlView.shown(run.values[key]).slice(0, 40)}</span>` })),
-      { name: 'changed', title: 'changed', isNumber: true, value: (run) => new Date(run.changed).getTime(), cell: (run) => html`<time datetime=${run.changed} title=${run.changed}>${RlView.age(run.changed)}</time>` },
     ];
     const shown = RlView.sorted(rows, columns, sort);
     const plotted = answer.runs.filter((run) => selected.includes(run.id)).map((run) => ({ id: run.id, label: run.labels.name || run.id, color: colorOf(run.id) }));

@@ -1,0 +1,102 @@
+"""Folders as runs and evaluations leave them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+CONFIG = """\
+algorithm: grpo
+policy: {{model_name: Qwen/Qwen3-0.6B, optimizer: {{kwargs: {{lr: {lr}}}}}, generation: {{backend: vllm}}}}
+grpo: {{num_prompts_per_step: 4, num_generations_per_prompt: 2, max_num_steps: 20}}
+"""
+
+
+def rollout(prompt_id: str, index: int, response: str, reward: float | None, **others: Any) -> dict[str, Any]:
+    """A rollout as a run records it; one without a reward has failed."""
+    return {
+        "prompt_id": prompt_id,
+        "dataset": "sums",
+        "environment": "math",
+        "index": index,
+        "prompt": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": f"question {prompt_id}"}],
+        "row": {"answer": "12"},
+        "turns": [{"text": response, "observation": None, "rewards": {}}],
+        "rewards": {} if reward is None else {"reward": reward, "format": 1.0 - reward},
+        "status": "failed" if reward is None else "ok",
+        "failure": "the tool did not answer" if reward is None else "",
+        "stop_reason": "stop",
+        "num_sampled": len(response.split()),
+        "weight_versions": [3],
+        "info": {},
+        "advantage": None if reward is None else reward - 0.5,
+        **others,
+    }
+
+
+def group(step: int, prompt: int, size: int = 2) -> list[dict[str, Any]]:
+    """The rollouts of a prompt, of which every second one is rewarded."""
+    return [rollout(f"p{prompt}", index, f"answer {index} of step {step}", float(index % 2)) for index in range(size)]
+
+
+def lines(records: list[Any]) -> bytes:
+    return b"".join(
+        json.dumps(record, ensure_ascii=False).encode(errors="backslashreplace") + b"\n" for record in records
+    )
+
+
+def add_step(folder: Path, step: int, records: list[Any] | None = None, **metrics: float | None) -> None:
+    """Add a step with its rollouts and metrics."""
+    found = group(step, 0) + group(step, 1) if records is None else records
+    (folder / "rollouts" / f"step_{step}.jsonl").write_bytes(lines(found))
+    row = {
+        "step": step,
+        "reward/mean": 0.1 * step,
+        "reward/std": 0.5,
+        "train/loss": 1 / step,
+        "time/generation": 2.0,
+        "time/training": 1.0,
+        "time/step": 3.5,
+        **metrics,
+    }
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def made_run(folder: Path, num_steps: int = 3, *, lr: float = 0.001) -> Path:
+    """A run with some steps."""
+    for name in ("rollouts", "logs", "checkpoints"):
+        (folder / name).mkdir(parents=True)
+    (folder / "run.json").write_text(json.dumps({"algorithm": "grpo", "model": "Qwen/Qwen3-0.6B", "tags": ["first"]}))
+    (folder / "config.yaml").write_text(CONFIG.format(lr=lr))
+    (folder / "logs" / "driver.log").write_text(
+        "2026-01-02 03:04:05,678 INFO rl_launch.session.tracking.progress: step 1/20  reward 0.1\n"
+        "2026-01-02 03:04:06,678 WARNING rl_launch.runtime: replica 1 was lost and is restarted\n"
+    )
+    for step in range(1, num_steps + 1):
+        add_step(folder, step)
+    return folder
+
+
+def made_evaluation(folder: Path, value: float) -> Path:
+    """An evaluation of one task with four prompts."""
+    folder.mkdir(parents=True)
+    rewards = [[value], [1.0], [value], [0.0]]
+    estimates = {"mean": {"value": value, "low": value - 0.1, "high": value + 0.1}}
+    summary = {
+        "estimates": estimates,
+        "num_prompts": 4,
+        "num_rollouts": 4,
+        "num_failed": 0,
+        "num_truncated": 0,
+        "mean_length": 3.0,
+    }
+    prompts = [[f"p{number}", f"digest {number}", each] for number, each in enumerate(rewards)]
+    data = {"schema": 1, "model": "m", "confidence": 0.95, "tasks": {"sums": summary}, "prompts": {"sums": prompts}}
+    (folder / "eval.json").write_text(json.dumps(data))
+    (folder / "plan.json").write_text("{}")
+    (folder / "config.yaml").write_text("{}")
+    records = [{**rollout(f"p{number}", 0, "12", each[0]), "task": "sums"} for number, each in enumerate(rewards)]
+    (folder / "rollouts.jsonl").write_bytes(lines(records))
+    return folder

@@ -1,0 +1,165 @@
+"""The page in a real browser: every view of a finished run and of one that goes on, and hostile rollouts."""
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+from browser import PROGRAM, browser
+from made_runs import add_step, group, lines, made_evaluation, made_run, rollout
+
+from rl_launch.view.catalog import Catalog
+from rl_launch.view.export import export
+from rl_launch.view.server import ViewServer
+
+pytestmark = pytest.mark.skipif(PROGRAM is None, reason="needs Chromium: apt-get install chromium")
+
+AXE = Path(__file__).parent / "vendor" / "axe.min.js"
+
+HOSTILE = (
+    '<script>window.hacked = 1</script><img src="http://evil.example/x" onerror="window.hacked = 1">'
+    "\x1b[31mred\x1b[0m \u202egnp.exe\u202c {{7*7}} ${window.hacked = 1} javascript:alert(1)\n" + "x" * 250_000
+)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    made_run(folder / "one", 12)
+    made_run(folder / "two", 12, lr=0.002)
+    made_evaluation(folder / "evals" / "a", 0.0)
+    made_evaluation(folder / "evals" / "b", 1.0)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    with browser(tmp_path_factory.mktemp("browser") / "profile") as opened:
+        opened.size(1440)
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def server(root):
+    made = ViewServer(Catalog([root]))
+    threading.Thread(target=made.serve, daemon=True).start()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def view(page, server):
+    page.problems.clear()
+    page.requests.clear()
+    page.open(server.url)
+    page.wait("document.querySelector('tbody tr')")
+
+    def go(address, condition):
+        page.js(f"location.hash = {json.dumps(address)}")
+        page.wait(condition)
+
+    yield go
+    assert page.problems == []
+    assert {url.split("/")[2] for url in page.requests if "//" in url} == {f"127.0.0.1:{server.port}"}
+
+
+HAS_TEXT = "document.body.innerText.includes({})"
+VIEWS = {
+    "#/runs": "document.querySelectorAll('.u-wrap').length >= 2",
+    "#/runs?filter=lr=0.002&x=time&smooth=0.5&log=1": "document.querySelectorAll('tbody tr').length === 1",
+    "#/run/one/metrics": "document.querySelectorAll('.u-wrap').length >= 2",
+    "#/run/one/rollouts": "document.querySelectorAll('tbody tr').length === 4",
+    "#/run/one/rollouts?first=1&last=12&sort=-reward": HAS_TEXT.format("'48 rollouts'"),
+    "#/run/one/rollouts?open=12:1": HAS_TEXT.format("'answer 1 of step 12'"),
+    "#/run/one/rollouts?open=12:1&as=group": "document.querySelectorAll('.side-by-side article').length === 2",
+    "#/run/one/rollouts?open=12:1&as=diff&with=12:0": "document.querySelector('del') && document.querySelector('ins')",
+    "#/run/one/timeline": "document.querySelectorAll('.timeline rect').length > 12",
+    "#/run/one/advice": "document.querySelector('.advice, .empty')",
+    "#/run/one/config?other=two": HAS_TEXT.format("'policy.optimizer.kwargs.lr'"),
+    "#/run/one/logs": HAS_TEXT.format("'replica 1 was lost'"),
+    "#/run/one/checkpoints": HAS_TEXT.format("'no checkpoints'"),
+    "#/evaluations?first=evals/a&second=evals/b": HAS_TEXT.format("'2 / 0'"),
+    "#/run/evals%2Fa/rollouts?kind=evaluation": "document.querySelectorAll('tbody tr').length === 4",
+}
+
+
+@pytest.mark.parametrize("address", VIEWS)
+def test_every_view_is_shown_and_read_aloud(view, page, address):
+    view(address, VIEWS[address])
+
+    if not page.js("!!window.axe"):
+        page.js(f"{AXE.read_text()}; 0")
+    found = page.js(
+        "axe.run(document, {resultTypes: ['violations']}).then((found) => found.violations"
+        ".filter((each) => ['serious', 'critical'].includes(each.impact))"
+        ".map((each) => `${each.id}: ${each.nodes.slice(0, 3).map((node) => node.html).join(' | ')}`))"
+    )
+
+    assert found == []
+
+
+def test_a_new_step_and_a_new_run_appear_by_themselves(view, page, root):
+    view("#/run/two/rollouts", HAS_TEXT.format("'step 12'"))
+    add_step(root / "two", 13, group(13, 0))
+    page.wait(HAS_TEXT.format("'answer 0 of step 13'"))
+
+    view("#/run/two/logs", HAS_TEXT.format("'replica 1 was lost'"))
+    with (root / "two" / "logs" / "driver.log").open("a") as file:
+        file.write("a line that was added\n")
+    page.wait(HAS_TEXT.format("'a line that was added'"))
+
+    view("#/runs", "document.querySelectorAll('tbody tr').length === 2")
+    made_run(root / "three")
+    page.wait("document.querySelectorAll('tbody tr').length === 3")
+
+
+def test_hostile_rollouts_are_shown_as_text(view, page, root):
+    records = [rollout(HOSTILE[:60], 0, HOSTILE, 1.0, prompt=[{"role": "<b>x", "content": HOSTILE}], failure=HOSTILE)]
+    add_step(made_run(root / "hostile"), 4, records)
+    page.wait("RlView.ask('runs').then((found) => found.runs.some((run) => run.id === 'hostile'))")
+    view("#/run/hostile/rollouts?open=4:0", HAS_TEXT.format("'<script>window.hacked = 1</script>'"))
+
+    assert page.js("window.hacked === undefined")
+    assert page.js("[...document.querySelectorAll('main script, main img')].length") == 0
+    marks = page.js("[...document.querySelectorAll('.hidden-character')].map((each) => each.innerText)")
+    assert {"ESC", "RLO", "PDF"} <= set(marks)
+    assert page.js("document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_links_hold_the_view_and_keys_move_through_it(view, page):
+    view("#/run/one/rollouts", "document.querySelectorAll('tbody tr').length > 0")
+    page.js("document.querySelector('tbody tr').focus()")
+    for key in ("ArrowDown", "Enter"):
+        page.call("Input.dispatchKeyEvent", type="keyDown", key=key)
+    page.wait("document.querySelector('.rollout')")
+    assert page.js("location.hash").startswith("#/run/one/rollouts?open=")
+    page.call("Input.dispatchKeyEvent", type="keyDown", key="Escape")
+    page.wait("!document.querySelector('.rollout')")
+    page.call("Input.dispatchKeyEvent", type="keyDown", key="t")
+    page.wait("document.querySelector('.timeline')")
+
+
+@pytest.mark.parametrize("width", [390, 1440])
+def test_no_view_is_wider_than_the_window(view, page, width):
+    page.size(width)
+    try:
+        for address, condition in VIEWS.items():
+            view(address, condition)
+            assert page.js("document.documentElement.scrollWidth <= innerWidth"), address
+    finally:
+        page.size(1440)
+
+
+def test_an_export_opens_from_a_file(page, tmp_path):
+    made_run(tmp_path / "runs" / "one")
+    export(Catalog([tmp_path / "runs"]), tmp_path / "out")
+    page.problems.clear()
+    page.requests.clear()
+
+    page.open(f"file://{tmp_path}/out/index.html#/run/one/rollouts?open=3:1")
+    page.wait(HAS_TEXT.format("'answer 1 of step 3'"))
+    page.js("location.hash = '#/run/one/metrics'")
+    page.wait("document.querySelectorAll('.u-wrap').length >= 2")
+
+    assert page.problems == []
+    assert {url.split(":")[0] for url in page.requests} <= {"file", "data"}
