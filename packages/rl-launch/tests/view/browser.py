@@ -77,10 +77,12 @@ class Page:
         """Wait until an expression holds."""
         end = time.monotonic() + timeout_s
         while time.monotonic() < end:
-            if self.js(f"!!({condition})"):
+            if self.js(f"(async () => !!(document.body && await ({condition})))()"):
                 return
             time.sleep(0.05)
-        raise AssertionError(f"{condition} did not become true; the page shows:\n{self.js('document.body.innerText')}")
+        raise AssertionError(
+            f"{condition} did not become true; the page has {self.js('location.hash')} and the problems {self.problems}"
+        )
 
     def size(self, width: int, height: int = 900) -> None:
         self.call(

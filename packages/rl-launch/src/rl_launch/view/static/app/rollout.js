@@ -18,13 +18,17 @@
     const view = query.get('as') ?? 'turns';
     useEffect(() => { frame.current?.focus({ preventScroll: true }); frame.current?.scrollIntoView({ block: 'nearest' }); }, [answer?.row]);
     const close = () => RlView.setQuery({ open: '', as: '', with: '' });
-    const key = (event) => { if (event.key === 'Escape') close(); };
+    useEffect(() => {
+      const key = (event) => { if (event.key === 'Escape') close(); };
+      addEventListener('keydown', key);
+      return () => removeEventListener('keydown', key);
+    }, []);
     if (problem && !answer) return html`<section class="panel rollout"><${RlView.Problem} text=${problem} /><button onClick=${close}>close</button></section>`;
     if (!answer) return html`<section class="panel rollout"><${RlView.Empty}>Reading…</${RlView.Empty}></section>`;
     const { record, group } = answer;
     const others = answer.same_prompt.filter((each) => each.step !== answer.step);
     const views = [['turns', 'turns'], ...(group.length > 1 ? [['group', `group of ${group.length}`]] : []), ['diff', 'diff'], ['record', 'record']];
-    return html`<section class="panel rollout" ref=${frame} tabindex="-1" aria-label="rollout" onKeyDown=${key}>
+    return html`<section class="panel rollout" ref=${frame} tabindex="-1" aria-label="rollout">
       <header class="title"><h2>Rollout ${record.index ?? answer.row} <span class="muted">of ${record.prompt_id ?? 'a prompt'}, step ${answer.step}</span></h2>
         <button class="quiet close" onClick=${close} aria-label="close the rollout">×</button></header>
       <${Facts} record=${record} />

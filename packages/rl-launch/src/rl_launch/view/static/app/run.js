@@ -13,6 +13,7 @@
     const { answer: run, problem } = RlView.useAnswer('run', entry ? { id } : null, version);
     if (runs.answer && !entry && !other) return html`<${RlView.Problem} text=${`There is no ${id} in the folders of this page.`} />`;
     if (problem && !run) return html`<${RlView.Problem} text=${problem} />`;
+    if (!runs.answer || (entry && !run)) return html`<${RlView.Empty}>Reading ${id}…</${RlView.Empty}>`;
     const tabs = entry ? TABS : other ? ['rollouts', ...(other.sort === 'evaluation' ? ['logs'] : [])] : [tab];
     const current = tabs.includes(tab) ? tab : tabs[0];
     const shown = run ?? entry;
