@@ -22,7 +22,7 @@ def folder(tmp_path):
 def indexed(folder, cache=None, kind="step"):
     source = RunRollouts(folder / "rollouts")
     index = RolloutIndex(source, cache)
-    assert index.extend(kind, source.steps(kind), FAR) == 0
+    assert index.extend(kind, source.stamps(kind), FAR) == 0
     return index
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from browser import PROGRAM, browser
-from made_runs import add_step, group, lines, made_evaluation, made_run, rollout
+from made_runs import add_step, group, made_evaluation, made_run, rollout
 
 from rl_launch.view.catalog import Catalog
 from rl_launch.view.export import export

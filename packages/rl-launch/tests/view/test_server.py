@@ -157,7 +157,7 @@ def test_a_change_is_reported_to_an_open_page(server, tmp_path):
 
 def test_the_server_listens_on_the_loopback_interface_only(server):
     assert server._server.server_address[0] == "127.0.0.1"
-    with socket.socket() as other, pytest.raises(OSError, match="refused|unreachable"):
+    with socket.socket() as other, pytest.raises(OSError, match=r"refused|unreachable"):
         other.connect(("127.0.0.2", server.port))
 
 

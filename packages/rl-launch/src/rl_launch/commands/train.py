@@ -38,9 +38,9 @@ from rl_launch.session.checkpoints.checkpoints import newest_checkpoint
 from rl_launch.session.directory.branch import Branch, BranchPoint
 from rl_launch.session.directory.lock import FILE_NAME as LOCK
 from rl_launch.session.directory.lock import holder
+from rl_launch.session.directory.origins import write_origins
 from rl_launch.session.directory.remedies import finished
 from rl_launch.session.directory.row_files import names_without_rows
-from rl_launch.session.directory.origins import write_origins
 from rl_launch.session.directory.run_folder import CONFIG, RunFolder, is_run
 from rl_launch.session.directory.writable import check_writable
 from rl_launch.session.tracking.trackers import check_mlflow_store

@@ -22,6 +22,7 @@ from rl_launch.show.terminal import PLOTTED
 from rl_launch.view import logs
 from rl_launch.view.catalog import Catalog, Entry
 from rl_launch.view.index import EQUALS, RANGES, Line, Question
+from rl_launch.view.metrics import AXES, Axis
 from rl_launch.view.origins import config_values
 from rl_launch.view.parameters import Parameters
 from rl_launch.view.records import Matcher, bounded, previews, record_of
@@ -96,14 +97,14 @@ def run(catalog: Catalog, given: Parameters) -> Answer:
 
 
 def _kinds(entry: Entry) -> dict[str, Answer]:
-    found = {kind: entry.source.steps(kind) for kind in entry.source.kinds()}
+    found = {kind: entry.steps(kind) for kind in entry.source.kinds()}
     return {kind: {"first": steps[0], "last": steps[-1], "count": len(steps)} for kind, steps in found.items() if steps}
 
 
 def series(catalog: Catalog, given: Parameters) -> Answer:
     """Points of metrics of a run, thinned to the size of a plot."""
     metrics = catalog[given.text("id")].metrics
-    by = given.choice("by", ("step", "time", "tokens"))
+    by: Axis = given.choice("by", AXES)
     low, high = given.number("low", float("-inf")), given.number("high", float("inf"))
     most = given.integer("points", _MOST_POINTS, least=8, most=20_000)
     found = {name: metrics.points(name, by, low, high, most) for name in given.texts("name")}
@@ -116,7 +117,7 @@ def report(catalog: Catalog, given: Parameters) -> Answer:
     rows = list(entry.metrics.rows())
     timings = timings_of(rows)
     found = advice(rows, timings, entry.run.config(), failures_of(entry.run, rows))
-    steps = entry.source.steps("step")
+    steps = entry.steps("step")
     return {"advice": [asdict(each) for each in found], "timings": timings, "last_step": steps[-1] if steps else None}
 
 
@@ -130,7 +131,7 @@ def rollouts(catalog: Catalog, given: Parameters) -> Answer:
     question, matcher = _question(entry, given)
     offset, limit = given.integer("offset", 0), given.integer("limit", 100, least=1, most=MOST_ROWS)
     deadline = time.monotonic() + BUDGET_S
-    wanted = [step for step in entry.source.steps(question.kind) if question.first <= step <= question.last]
+    wanted = [step for step in entry.steps(question.kind) if question.first <= step <= question.last]
     pending = entry.index.extend(question.kind, reversed(wanted), deadline)
     if matcher.is_needed:
         rows, following = _matching(entry, question, matcher, offset, limit, deadline)
@@ -154,7 +155,7 @@ def rollouts(catalog: Catalog, given: Parameters) -> Answer:
 def _question(entry: Entry, given: Parameters) -> tuple[Question, Matcher]:
     kinds = entry.source.kinds()
     kind = given.choice("kind", tuple(kinds))
-    steps = entry.source.steps(kind)
+    steps = entry.steps(kind)
     newest = steps[-1] if steps else 0
     question = Question(
         kind=kind,
@@ -312,7 +313,7 @@ def log(catalog: Catalog, given: Parameters) -> Answer:
 
 def evaluations(catalog: Catalog, given: Parameters) -> Answer:
     """Evaluations with the estimates of every task; with `first` and `second`, their comparison by task."""
-    found = []
+    found: list[Answer] = []
     for entry in (each for each in catalog.entries() if each.sort == "evaluation"):
         try:
             result = EvaluationResult.read(entry.path)

@@ -80,6 +80,10 @@ class Entry:
         with self._lock:
             return RolloutIndex(self.source, self._cache)
 
+    def steps(self, kind: str) -> list[int]:
+        """Return the steps that have rollouts of a kind, in order."""
+        return list(self.source.stamps(kind))
+
     @property
     def metrics(self) -> FollowedMetrics:
         """The metrics of a run, as of now."""

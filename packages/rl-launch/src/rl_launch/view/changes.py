@@ -17,7 +17,7 @@ _FILES = (
     "rollouts.jsonl",
     "eval.json",
 )
-"""Files and folders of an entry whose changes a page shows. Logs that are open in a page are asked for as they change."""
+"""Files and folders of an entry whose changes a page shows. A page that shows another log asks for it by itself."""
 
 
 class Changes:

@@ -107,7 +107,7 @@ def _requests_of(entry: Entry, catalog: Catalog, limits: Limits) -> Iterator[tup
 
 def _steps(entry: Entry, limits: Limits) -> dict[str, list[int]]:
     """The steps whose rollouts are exported, by kind."""
-    return {kind: chosen(entry.source.steps(kind), limits.steps) for kind in entry.source.kinds()}
+    return {kind: chosen(entry.steps(kind), limits.steps) for kind in entry.source.kinds()}
 
 
 def chosen(steps: Sequence[int], most: int) -> list[int]:

@@ -1,7 +1,7 @@
 """An index of rollouts: where each line begins, and the values to filter and sort by.
 
-It is a SQLite database in the user's cache folder, so that a run directory that cannot be written can be read. Steps are
-added when a question first concerns them. A step whose file has grown is continued where the last line ended, and a
+It is a SQLite database in the user's cache folder, so that a run directory that cannot be written can be read. Steps
+are added when a question first concerns them. A step whose file has grown is continued where the last line ended, and a
 step whose file was replaced is read again. The database can be removed at any time.
 """
 
@@ -47,11 +47,14 @@ _COLUMNS = (
     "rewards",
 )
 _TABLES = f"""
-create table steps (kind text, step integer, stamp text, bytes integer, rows integer, tail text, primary key (kind, step));
+create table steps
+  (kind text, step integer, stamp text, bytes integer, rows integer, tail text, primary key (kind, step));
 create table rollouts (kind text, step integer, row integer, {", ".join(_COLUMNS)}, primary key (kind, step, row))
   without rowid;
 create index prompts on rollouts (kind, prompt_id, step);
 """
+
+_SELECT = f"select kind, step, row, {', '.join(_COLUMNS)} from rollouts"
 
 EQUALS = ("task", "dataset", "environment", "status", "stop_reason", "prompt_id")
 """Columns that a question can require a value of."""
@@ -137,9 +140,13 @@ class RolloutIndex:
         Returns:
             Number of steps that remain.
         """
-        waiting = list(steps)
+        stamps = self._source.stamps(kind)
+        with self._lock:
+            known = dict(self._database.execute("select step, stamp from steps where kind = ?", (kind,)))
+        waiting = [step for step in steps if known.get(step) != stamps.get(step)]
         for position, step in enumerate(waiting):
-            if self._extend_step(kind, step) and time.monotonic() > deadline:
+            self._extend_step(kind, step, stamps.get(step))
+            if time.monotonic() > deadline:
                 return len(waiting) - position - 1
         return 0
 
@@ -160,7 +167,7 @@ class RolloutIndex:
         """
         condition, values = _condition(question)
         order, order_values = _order(question.sort)
-        query = f"select kind, step, row, {', '.join(_COLUMNS)} from rollouts where {condition} order by {order} limit ? offset ?"
+        query = f"{_SELECT} where {condition} order by {order} limit ? offset ?"
         with self._lock:
             rows = self._database.execute(query, [*values, *order_values, limit, offset]).fetchall()
         return [_values(row) for row in rows]
@@ -184,8 +191,7 @@ class RolloutIndex:
 
     def line(self, kind: str, step: int, row: int) -> Line | None:
         """Return a line that was indexed, and its step's new ones if need be; None if there is none."""
-        with suppress(FileNotFoundError):
-            self._extend_step(kind, step)
+        self.extend(kind, [step], deadline=0.0)
         with self._lock:
             found = self._database.execute(
                 "select offset, length from rollouts where kind = ? and step = ? and row = ?", (kind, step, row)
@@ -215,19 +221,15 @@ class RolloutIndex:
                     found[number] = file.read(min(lines[number].length, MOST_LINE_BYTES))
         return [found.get(number, b"") for number in range(len(lines))]
 
-    def _extend_step(self, kind: str, step: int) -> bool:
-        """Add what is missing of a step; returns whether anything was."""
-        try:
-            stamp = self._source.stamp(kind, step)
-        except FileNotFoundError:
+    def _extend_step(self, kind: str, step: int, stamp: str | None) -> None:
+        """Add what is missing of a step; without a stamp it has no rollouts any more."""
+        if stamp is None:
             self._forget(kind, step)
-            return False
+            return
         with self._lock:
             known = self._database.execute(
                 "select stamp, bytes, rows, tail from steps where kind = ? and step = ?", (kind, step)
             ).fetchone()
-        if known is not None and known[0] == stamp:
-            return False
         offset, row, tail = 0, 0, ""
         try:
             with self._source.open(kind, step) as file:
@@ -238,7 +240,7 @@ class RolloutIndex:
                     row, offset = added[-1][0] + 1, added[-1][1] + added[-1][2]
                     tail = _tail(file, offset)
         except FileNotFoundError:
-            return False
+            return  # removed meanwhile
         with self._lock, self._database:
             if not added or added[0][0] == 0:
                 self._database.execute(
@@ -251,7 +253,6 @@ class RolloutIndex:
             self._database.execute(
                 "insert or replace into steps values (?, ?, ?, ?, ?, ?)", (kind, step, stamp, offset, row, tail)
             )
-        return True
 
     def _forget(self, kind: str, step: int) -> None:
         with self._lock, self._database:

@@ -14,6 +14,7 @@ from rl_launch.session.rollouts.run_files import metrics_row
 from rl_launch.show.report import Summary, summary_of
 
 Axis = Literal["step", "time", "tokens"]
+AXES: tuple[Axis, ...] = ("step", "time", "tokens")
 
 TOKENS = ("train/num_tokens", "generation/num_tokens")
 """Metrics that count the tokens of a step, the first that a run has."""

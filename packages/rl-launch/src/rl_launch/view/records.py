@@ -17,8 +17,8 @@ _PREVIEW = 160
 
 
 def record_of(line: bytes) -> dict[str, Any] | None:
-    """Return the rollout in a line, or None if it is not one. Entries of another type than a run writes are replaced, so
-    that a foreign file can be read."""
+    """Return the rollout in a line, or None if it is not one. Entries of another type than a run writes are replaced,
+    so that a foreign file can be read."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):

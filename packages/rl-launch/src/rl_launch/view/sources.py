@@ -21,16 +21,8 @@ class RolloutSource(Protocol):
         """Return the kinds that it may have."""
         ...
 
-    def steps(self, kind: str) -> list[int]:
-        """Return the steps that have rollouts of a kind, in order."""
-        ...
-
-    def stamp(self, kind: str, step: int) -> str:
-        """Return a string that changes if the lines of a step change.
-
-        Raises:
-            FileNotFoundError: If it has no rollouts.
-        """
+    def stamps(self, kind: str) -> dict[int, str]:
+        """Return the steps that have rollouts of a kind, in order, each with a string that changes if its lines do."""
         ...
 
     def open(self, kind: str, step: int) -> IO[bytes]:
@@ -51,29 +43,16 @@ class RunRollouts:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._listed: tuple[int, dict[str, list[int]]] = (-1, {})
+        self._stamps = rollout_store.StepStamps(path)
 
     def kinds(self) -> list[str]:
         """Return `step` and `val`."""
         return ["step", "val"]
 
-    def steps(self, kind: str) -> list[int]:
-        """Return the steps; the folder is listed again only if it has changed, because archives must be opened."""
-        try:
-            changed = self.path.stat().st_mtime_ns
-        except FileNotFoundError:
-            return []
-        if changed != self._listed[0]:
-            found: dict[str, list[int]] = {
-                "step": rollout_store.steps_in(self.path, "step"),
-                "val": rollout_store.steps_in(self.path, "val"),
-            }
-            self._listed = (changed, found)
-        return self._listed[1].get(kind, [])
-
-    def stamp(self, kind: str, step: int) -> str:
+    def stamps(self, kind: str) -> dict[int, str]:
         """See `RolloutSource`."""
-        return rollout_store.stamp(self.path, step, _known(kind))
+        found = self._stamps.now()
+        return {step: found[each, step] for each, step in sorted(found, key=lambda key: key[1]) if each == kind}
 
     def open(self, kind: str, step: int) -> IO[bytes]:
         """See `RolloutSource`."""
@@ -96,23 +75,15 @@ class SingleFile:
         """Return the only kind."""
         return [self._kind]
 
-    def steps(self, kind: str) -> list[int]:
+    def stamps(self, kind: str) -> dict[int, str]:
         """Return step 0 if there is a file."""
-        return [0] if kind == self._kind and self.path.is_file() else []
-
-    def stamp(self, kind: str, step: int) -> str:
-        """See `RolloutSource`."""
-        self._check(kind, step)
-        return file_stamp(self.path)
+        return {0: file_stamp(self.path)} if kind == self._kind and self.path.is_file() else {}
 
     def open(self, kind: str, step: int) -> IO[bytes]:
         """See `RolloutSource`."""
-        self._check(kind, step)
-        return self.path.open("rb")
-
-    def _check(self, kind: str, step: int) -> None:
         if kind != self._kind or step != 0:
             raise FileNotFoundError(f"{self.path} has no rollouts {kind!r} of step {step}")
+        return self.path.open("rb")
 
 
 def _known(kind: str) -> rollout_store.Kind:

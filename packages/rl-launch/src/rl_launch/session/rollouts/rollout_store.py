@@ -78,26 +78,44 @@ def open_step(folder: Path, step: int, kind: Kind = "step") -> IO[bytes]:
     raise FileNotFoundError(path)
 
 
-def stamp(folder: Path, step: int, kind: Kind = "step") -> str:
-    """Return a string that changes if the lines of a step change, without reading them.
+class StepStamps:
+    """Finds out which steps have rollouts and which of them have changed, without reading any. An archive is opened
+    once.
 
     Args:
         folder: The folder `rollouts`.
-        step: The step.
-        kind: Training rollouts or validation rollouts.
-
-    Raises:
-        FileNotFoundError: If it has no rollouts.
     """
-    path = file_of(folder, step, kind)
-    with suppress(FileNotFoundError):
-        return file_stamp(path)
-    for archive in _archives(folder):
-        if archive.first <= step <= archive.last:
-            with suppress(KeyError), zipfile.ZipFile(archive.path) as opened:
-                member = opened.getinfo(path.name)
-                return f"{archive.path.name}:{member.file_size}:{member.CRC}"
-    raise FileNotFoundError(path)
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._archives: dict[str, tuple[str, dict[tuple[Kind, int], str]]] = {}
+
+    def now(self) -> dict[tuple[Kind, int], str]:
+        """Return a string for the rollouts of each kind and step, which changes if they do."""
+        # files before archives, as in `steps_in`; a step that is in both counts as its own file
+        loose = {}
+        for kind, step in _loose(self._folder):
+            with suppress(FileNotFoundError):
+                loose[kind, step] = file_stamp(file_of(self._folder, step, kind))
+        found: dict[tuple[Kind, int], str] = {}
+        for archive in _archives(self._folder):
+            with suppress(FileNotFoundError):
+                found.update(self._in_archive(archive))
+        return found | loose
+
+    def _in_archive(self, archive: _Archive) -> dict[tuple[Kind, int], str]:
+        name, stamp = archive.path.name, file_stamp(archive.path)
+        known = self._archives.get(name)
+        if known is not None and known[0] == stamp:
+            return known[1]
+        with zipfile.ZipFile(archive.path) as opened:
+            facts = {each.filename: each for each in opened.infolist()}
+        members = {
+            (kind, step): f"{name}:{facts[f'{kind}_{step}.jsonl'].file_size}:{facts[f'{kind}_{step}.jsonl'].CRC}"
+            for kind, step in _members(list(facts))
+        }
+        self._archives[name] = stamp, members
+        return members
 
 
 def file_stamp(path: Path) -> str:

@@ -25,11 +25,11 @@
         else if (page === 'run' && tabs[event.key]) location.hash = RlView.address(['run', id, tabs[event.key]]);
         else if (event.key === '/') { event.preventDefault(); document.querySelector('main input[type=text], main input:not([type])')?.focus(); }
         else if (event.key === '?') setHelpOpen((isOpen) => !isOpen);
-        else if (event.key === 'Escape') setHelpOpen(false);
+        else if (event.key === 'Escape') { setHelpOpen(false); if (RlView.readRoute().query.get('open') && tab === 'rollouts') RlView.closeRollout(); }
       };
       addEventListener('keydown', key);
       return () => removeEventListener('keydown', key);
-    }, [page, id]);
+    }, [page, id, tab]);
     const body = page === 'run' ? html`<${RlView.RunPage} key=${id} id=${id} tab=${tab ?? 'metrics'} query=${route.query} theme=${theme} />`
       : page === 'evaluations' ? html`<${RlView.EvaluationsPage} query=${route.query} />`
       : html`<${RlView.RunsPage} query=${route.query} theme=${theme} />`;

@@ -3,6 +3,7 @@
 (() => {
   const { html, useState, useEffect, useRef, useMemo } = RlView;
 
+  RlView.closeRollout = () => RlView.setQuery({ open: '', as: '', with: '' });
   const useRollout = (id, kind, at, version) => {
     const [step, row] = at.split(':').map(Number);
     return RlView.useAnswer('rollout', { id, kind, step, row }, version);
@@ -17,12 +18,7 @@
     const frame = useRef(null);
     const view = query.get('as') ?? 'turns';
     useEffect(() => { frame.current?.focus({ preventScroll: true }); frame.current?.scrollIntoView({ block: 'nearest' }); }, [answer?.row]);
-    const close = () => RlView.setQuery({ open: '', as: '', with: '' });
-    useEffect(() => {
-      const key = (event) => { if (event.key === 'Escape') close(); };
-      addEventListener('keydown', key);
-      return () => removeEventListener('keydown', key);
-    }, []);
+    const close = RlView.closeRollout;
     if (problem && !answer) return html`<section class="panel rollout"><${RlView.Problem} text=${problem} /><button onClick=${close}>close</button></section>`;
     if (!answer) return html`<section class="panel rollout"><${RlView.Empty}>Reading…</${RlView.Empty}></section>`;
     const { record, group } = answer;
