@@ -140,7 +140,7 @@ def test_public_names_pass():
 
 @pytest.mark.parametrize(
     "command",
-    ["rl view", "rl view runs/a", "rl config shwo", "rl show --vall", "rl train x.yaml --frseh", "rl doctor x --jsn"],
+    ["rl look", "rl look runs/a", "rl config shwo", "rl show --vall", "rl train x.yaml --frseh", "rl doctor x --jsn"],
 )
 def test_inline_commands_that_do_not_exist_are_found(command):
     assert unknown_commands(f"Run `{command}` and `rl train x.yaml grpo.seed=1`.") == [command]

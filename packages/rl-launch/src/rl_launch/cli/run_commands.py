@@ -148,7 +148,7 @@ def show(
 
     With --json: {"schema": 1, "path", "description", "state", "summaries": [{"name", "first", "best", "best_step",
     "last", "last_step"}, ...], "timings": {PHASE: SECONDS}, "rollouts": {"step", "num_rollouts", "best", "worst",
-    "failures": {REASON: COUNT}}|null, "advice": [{"found", "remedy"}, ...]}. For several runs: {"schema": 1, "keys":
+    "failures": {REASON: COUNT}}|null, "advice": [{"found", "remedy", "metrics", "where"}, ...]}. For several runs: {"schema": 1, "keys":
     [KEY, ...], "seeds": [KEY, ...], "groups": [{"name", "values": {KEY: VALUE}, "runs": [PATH, ...], "metrics":
     {METRIC: {"last": {"mean", "std", "num_runs"}, "best": {...}|null}}}, ...]}.
     """
