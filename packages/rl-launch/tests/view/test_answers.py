@@ -66,6 +66,7 @@ def test_rollouts_are_found_by_text_and_by_conditions(root):
     assert found(text="answer is tee") == ["The ANSWER is Tee"]
     assert found(where=["response=cof*"]) == ["coffee"]
     assert found(where=["rewards.format>0", "response=cof*"]) == ["coffee"]
+    assert found(where=["format>0", "answer=12", "response=cof*"]) == ["coffee"]
     assert found(text="be brief", limit=3) != []
     assert found(text="nowhere") == []
 

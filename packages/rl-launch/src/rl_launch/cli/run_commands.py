@@ -148,9 +148,9 @@ def show(
 
     With --json: {"schema": 1, "path", "description", "state", "summaries": [{"name", "first", "best", "best_step",
     "last", "last_step"}, ...], "timings": {PHASE: SECONDS}, "rollouts": {"step", "num_rollouts", "best", "worst",
-    "failures": {REASON: COUNT}}|null, "advice": [{"found", "remedy", "metrics", "where"}, ...]}. For several runs: {"schema": 1, "keys":
-    [KEY, ...], "seeds": [KEY, ...], "groups": [{"name", "values": {KEY: VALUE}, "runs": [PATH, ...], "metrics":
-    {METRIC: {"last": {"mean", "std", "num_runs"}, "best": {...}|null}}}, ...]}.
+    "failures": {REASON: COUNT}}|null, "advice": [{"found", "remedy", "metrics", "where"}, ...]}. For several runs:
+    {"schema": 1, "keys": [KEY, ...], "seeds": [KEY, ...], "groups": [{"name", "values": {KEY: VALUE}, "runs": [PATH,
+    ...], "metrics": {METRIC: {"last": {"mean", "std", "num_runs"}, "best": {...}|null}}}, ...]}.
     """
     with reported():
         from rl_core.errors import ConfigError

@@ -22,11 +22,13 @@ from typing import IO, Any
 from rl_launch.show.selection import reward_of
 from rl_launch.view.sources import RolloutSource
 
-_VERSION = 1
+_VERSION = 2
 MOST_LINE_BYTES = 2**25
 """Longest line that is parsed. A longer one is listed without values."""
 
 _TAIL_BYTES = 4096
+_MOST_CHOICES = 200
+_REWARDS = "rewards"
 
 _COLUMNS = (
     "offset",
@@ -48,7 +50,8 @@ _COLUMNS = (
 )
 _TABLES = f"""
 create table steps
-  (kind text, step integer, stamp text, bytes integer, rows integer, tail text, primary key (kind, step));
+  (kind text, step integer, stamp text, bytes integer, rows integer, tail text, choices text,
+  primary key (kind, step));
 create table rollouts (kind text, step integer, row integer, {", ".join(_COLUMNS)}, primary key (kind, step, row))
   without rowid;
 create index prompts on rollouts (kind, prompt_id, step);
@@ -173,21 +176,17 @@ class RolloutIndex:
         return [_values(row) for row in rows]
 
     def choices(self, kind: str, first: int, last: int) -> dict[str, list[str]]:
-        """Return the values of each column of `EQUALS` except the prompts, in a range of steps."""
-        found: dict[str, list[str]] = {}
+        """Return the values of each column of `EQUALS` except the prompts, and the names of the rewards, in a range of
+        steps."""
         with self._lock:
-            for column in EQUALS[:-1]:
-                rows = self._database.execute(
-                    f"select distinct {column} from rollouts where kind = ? and step between ? and ? limit 100",
-                    (kind, first, last),
-                )
-                found[column] = sorted(value for (value,) in rows if value)
             rows = self._database.execute(
-                "select distinct rewards from rollouts where kind = ? and step between ? and ? limit 200",
-                (kind, first, last),
-            )
-            found["rewards"] = sorted({name for (text,) in rows for name in json.loads(text or "{}")})
-        return found
+                "select distinct choices from steps where kind = ? and step between ? and ?", (kind, first, last)
+            ).fetchall()
+        found: dict[str, set[str]] = {column: set() for column in (*EQUALS[:-1], _REWARDS)}
+        for (text,) in rows:
+            for column, values in json.loads(text).items():
+                found[column].update(values)
+        return {column: sorted(values)[:_MOST_CHOICES] for column, values in found.items()}
 
     def line(self, kind: str, step: int, row: int) -> Line | None:
         """Return a line that was indexed, and its step's new ones if need be; None if there is none."""
@@ -228,13 +227,13 @@ class RolloutIndex:
             return
         with self._lock:
             known = self._database.execute(
-                "select stamp, bytes, rows, tail from steps where kind = ? and step = ?", (kind, step)
+                "select stamp, bytes, rows, tail, choices from steps where kind = ? and step = ?", (kind, step)
             ).fetchone()
-        offset, row, tail = 0, 0, ""
+        offset, row, tail, choices = 0, 0, "", "{}"
         try:
             with self._source.open(kind, step) as file:
                 if known is not None and _continues(known[0], stamp) and _tail(file, known[1]) == known[3]:
-                    _, offset, row, tail = known
+                    _, offset, row, tail, choices = known
                 added = list(_entries(file, offset, row))
                 if added:
                     row, offset = added[-1][0] + 1, added[-1][1] + added[-1][2]
@@ -251,7 +250,8 @@ class RolloutIndex:
                 f"insert or replace into rollouts values ({marks})", ((kind, step, *entry) for entry in added)
             )
             self._database.execute(
-                "insert or replace into steps values (?, ?, ?, ?, ?, ?)", (kind, step, stamp, offset, row, tail)
+                "insert or replace into steps values (?, ?, ?, ?, ?, ?, ?)",
+                (kind, step, stamp, offset, row, tail, _choices(added, json.loads(choices))),
             )
 
     def _forget(self, kind: str, step: int) -> None:
@@ -299,6 +299,18 @@ def _continues(earlier: str, stamp: str) -> bool:
     """Return whether a file of one stamp may be the file of an earlier one, grown."""
     before, after = earlier.split(":"), stamp.split(":")
     return before[0] == after[0] and before[0].isdigit() and int(after[1]) >= int(before[1])
+
+
+def _choices(added: Sequence[tuple[Any, ...]], known: dict[str, list[str]]) -> str:
+    """The values of the columns that a page offers as a choice, among new rows and earlier ones, as JSON."""
+    found = {}
+    for column in (*EQUALS[:-1], _REWARDS):
+        at = _COLUMNS.index(column) + 1
+        values = {entry[at] for entry in added if entry[at]}
+        if column == _REWARDS:
+            values = {name for text in values for name in json.loads(text)}
+        found[column] = sorted(values | set(known.get(column, ())))[:_MOST_CHOICES]
+    return json.dumps(found)
 
 
 def _tail(file: IO[bytes], end: int) -> str:

@@ -72,6 +72,16 @@ def _line(text: str) -> str:
     return " ".join(text[: 4 * _PREVIEW].split())[:_PREVIEW]
 
 
+class _NearValues(RecordValues):
+    """Values by key, of which the last name of a path suffices: `format` for `rewards.format`."""
+
+    def __getitem__(self, key: str) -> Any:
+        paths = (key, *(f"{section}.{key}" for section in ("rewards", "row", "info")))
+        return next(
+            (value for path in paths if (value := super(_NearValues, self).__getitem__(path)) is not None), None
+        )
+
+
 class Matcher:
     """Decides which records are shown, by their text and by conditions.
 
@@ -92,7 +102,7 @@ class Matcher:
 
     def matches(self, record: dict[str, Any]) -> bool:
         """Return whether a record is shown."""
-        values = RecordValues(record)
+        values = _NearValues(record)
         if not all(condition.holds(values) for condition in self._conditions):
             return False
         return not self._text or any(self._text in text.casefold() for text in _texts(record))
