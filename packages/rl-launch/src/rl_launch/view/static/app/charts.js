@@ -48,7 +48,7 @@
         legend: { show: false },
         cursor: { sync: { key: cursor.key, setSeries: false }, drag: { x: true, y: false, setScale: false }, points: { size: 6 } },
         scales: {
-          x: { time: false, range: (_, min, max) => [low ?? min, high ?? (max > min ? max : min + 1)] },
+          x: { time: false, range: (_, min, max) => (data.aligned[0].length > 1 ? [low ?? min, high ?? max] : [data.aligned[0][0] - 1, data.aligned[0][0] + 1]) },
           y: isLog ? { distr: 3 } : {},
         },
         axes: [{ ...axis, size: 26, values: xValues, space: 60 }, { ...axis, size: 54, values: (_, ticks) => ticks.map((value) => RlView.number(value)) }],

@@ -116,13 +116,14 @@
   const Events = ({ events }) => html`<section class="panel"><h2>Events <span class="muted">restarts, replicas, weights, checkpoints, warnings and errors in the driver's log</span></h2>
     ${events.length ? html`<ol class="events">${[...events].reverse().map((event) => html`<li class=${`level-${event.level}`}><time>${event.at}</time><span class="level">${event.level}</span><span class="muted step">${event.step === null ? '' : `step ${event.step}`}</span><${RlView.Untrusted} text=${event.text} /></li>`)}</ol>` : html`<${RlView.Empty}>none</${RlView.Empty}>`}</section>`;
 
+  const sentence = (text) => text.charAt(0).toUpperCase() + text.slice(1);
   const Advice = ({ id, query, theme, version }) => {
     const { answer, problem } = RlView.useAnswer('report', { id }, version);
     const runs = useMemo(() => [{ id, color: RlView.COLORS[0] }], [id]);
     if (problem && !answer) return html`<${RlView.Problem} text=${problem} />`;
     if (!answer) return html`<${RlView.Empty}>Reading the run…</${RlView.Empty}>`;
     if (!answer.advice.length) return html`<section class="panel"><${RlView.Empty}>No problems found.</${RlView.Empty}></section>`;
-    return html`${answer.advice.map((each) => html`<section class="panel advice"><h2>${each.found}</h2><p>${each.remedy}.</p>
+    return html`${answer.advice.map((each) => html`<section class="panel advice"><h2>${sentence(each.found)}</h2><p>${sentence(each.remedy)}.</p>
       ${answer.last_step !== null && html`<p><a class="button" href=${RlView.address(['run', id, 'rollouts'], { first: Math.max(0, answer.last_step - 20), last: answer.last_step, where: each.where })}>${each.where.length ? 'these rollouts' : 'rollouts'}</a></p>`}
       <div class="charts">${each.metrics.map((name) => html`<${RlView.Chart} key=${name} name=${name} runs=${runs} query=${query} theme=${theme} height=${150} />`)}</div></section>`)}`;
   };
