@@ -1,6 +1,7 @@
 """Checks of a document without running it: its YAML, commands, links, and the keys and public names in it."""
 
 import ast
+import contextlib
 import importlib.util
 import json
 import re
@@ -178,7 +179,9 @@ def _resolved(block: Block, recipe: str | Path, overrides) -> None:
         Workbook(folder).run(Block(block.document, block.line, "sh", command))
         return
     try:
-        read_plan(recipe, overrides)
+        # files that it names are those of the page
+        with contextlib.chdir(folder):
+            read_plan(Path(recipe).name if Path(recipe).is_file() else recipe, overrides)
     except ConfigError as error:
         raise DocumentError(f"{block.place}: {error}") from None
 
