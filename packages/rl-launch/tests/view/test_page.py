@@ -143,15 +143,18 @@ def test_links_hold_the_view_and_keys_move_through_it(view, page):
 
 
 def test_an_export_opens_from_a_file(page, tmp_path):
-    made_run(tmp_path / "runs" / "one")
+    add_step(made_run(tmp_path / "runs" / "one"), 4, group(4, 0), **{"policy/nll": 0.5})
+    made_run(tmp_path / "runs" / "two")
     export(Catalog([tmp_path / "runs"]), tmp_path / "out")
     page.problems.clear()
     page.requests.clear()
 
     page.open(f"file://{tmp_path}/out/index.html#/run/one/rollouts?open=3:1")
     page.wait(HAS_TEXT.format("'answer 1 of step 3'"))
-    page.js("location.hash = '#/run/one/metrics'")
-    page.wait("document.querySelectorAll('.u-wrap').length >= 2")
+    for address in ("#/run/one/metrics", "#/runs"):
+        page.js(f"location.hash = {json.dumps(address)}")
+        page.wait("document.querySelectorAll('.u-wrap').length === 3")
+        assert not page.js("!!document.querySelector('.problem')")
 
     assert page.problems == []
     assert {url.split(":")[0] for url in page.requests} <= {"file", "data"}

@@ -85,12 +85,13 @@
   };
 
   // The plot of one metric of some runs. It asks for its points when it comes into view.
-  RlView.Chart = ({ name, runs, query, theme, onRange, height }) => {
+  RlView.Chart = ({ name, runs: all, query, theme, onRange, height }) => {
     const frame = useRef(null);
     const [isSeen, setSeen] = useState(false);
     const [lines, setLines] = useState(null);
     const [problem, setProblem] = useState(null);
     const by = query.get('x') ?? 'step';
+    const runs = all.filter((run) => !run.names || run.names.has(name));
     const live = RlView.useLive();
     const version = runs.map((run) => `${run.id}=${live.of(run.id)}`).join(' ');
     useEffect(() => {

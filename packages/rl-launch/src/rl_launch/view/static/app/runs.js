@@ -62,7 +62,9 @@
     const summaries = useSummaries(runs.map((run) => run.id));
     const names = [...new Set(summaries.flatMap((summary) => summary?.metrics.map((each) => each.name) ?? []))];
     const headlines = [...new Set(summaries.flatMap((summary) => summary?.headlines ?? []))].slice(0, 6);
-    return html`<${RlView.Charts} runs=${runs} names=${names} headlines=${headlines} query=${query} theme=${theme} />`;
+    // a run is asked for the metrics that it has
+    const known = useMemo(() => runs.map((run, index) => ({ ...run, names: new Set(summaries[index]?.metrics.map((each) => each.name)) })), [JSON.stringify([runs, summaries.map((summary) => summary?.metrics.length)])]);
+    return html`<${RlView.Charts} runs=${known} names=${names} headlines=${headlines} query=${query} theme=${theme} />`;
   };
 
   const useSummaries = (ids) => {
