@@ -70,7 +70,7 @@ def test_an_agent_runs_on_a_server_whose_network_reaches_the_policy(key: str, re
                 key,
             )
             environment = RepositoryEnvironment(RepositoryConfig.model_validate({"sandbox": {"url": server.url}}))
-            asked = Conversation("a", ({"role": "user", "content": "12+34="},), INFO, "", agent=agent)
+            asked = Conversation("a", ({"role": "user", "content": "12+34="},), INFO, "", agent_run=agent)
             state = None
             while not (result := environment.step([asked], [state])[0]).done:
                 state = result.state

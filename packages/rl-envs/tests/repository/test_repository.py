@@ -199,7 +199,7 @@ def test_a_failed_agent_has_a_reason_and_no_reward(sandbox: Sandbox) -> None:
         "key",
         this_network(),
     )
-    result = _played(environment, Conversation("a", (), ROW, "", agent=agent))
+    result = _played(environment, Conversation("a", (), ROW, "", agent_run=agent))
     assert result.rewards() == {"reward": 0.0}
     assert "ZeroDivisionError" in result.info["agent_failure"]
     assert result.info["agent_output"].startswith("before\n")
