@@ -12,7 +12,13 @@ import pytest
 @pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGINT])
 def test_the_address_is_printed_and_a_signal_ends_the_server(tmp_path, ending):
     command = [sys.executable, "-m", "rl_launch.cli", "view", str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+
+    def interruptible():
+        # what starts the tests in the background may have had SIGINT ignored
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, preexec_fn=interruptible, **pipes) as process:
         url = urlsplit(process.stdout.readline().strip())
         token = parse_qs(url.query)["token"][0]
         request = Request(f"http://{url.netloc}/api/runs", headers={"Authorization": f"Bearer {token}"})

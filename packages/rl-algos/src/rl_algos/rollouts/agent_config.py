@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -36,7 +37,7 @@ class AgentConfig(Config):
     """Where rewards come from. `returned`: the function's result, or the command's reward file. `posted`: only
     `POST /rollouts/ID/v1/reward` with the key in `RL_REWARD_KEY`, for rewards of single calls or of a judge's.
     `environment`: the environment of the prompt scores the conversation that the agent ends with; the agent itself has
-    no say in it."""
+    no say in it. Always `environment` with `place: environment`."""
     place: Literal["process", "environment"] = "process"
     """Where `command` runs. `process`: in a process next to the rollout worker, with its files and its network.
     `environment`: the environment of the prompt runs it, such as `repository` in a sandbox, and scores what it leaves;
@@ -53,6 +54,14 @@ class AgentConfig(Config):
     grace_s: Annotated[float, WhenChanged.RESUME] = Field(default=5.0, ge=0)
     """Seconds between SIGTERM and SIGKILL when an agent is stopped, after its rollout has ended or taken too long
     (`max_rollout_seconds`). All processes that it started are ended with it."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _scored_where_it_runs(cls, written: Any) -> Any:
+        """With `place: environment`, only the environment can give rewards."""
+        if isinstance(written, Mapping) and written.get("place") == "environment" and "reward" not in written:
+            return {**written, "reward": "environment"}
+        return written
 
     @model_validator(mode="after")
     def _has_one_kind(self) -> Self:
@@ -96,7 +105,7 @@ class AgentConfig(Config):
     @property
     def needs_environment(self) -> bool:
         """Whether the environments of the prompts score the rollouts."""
-        return self.reward == "environment" or self.place == "environment"
+        return self.reward == "environment"
 
     @property
     def scores_last_turn(self) -> bool:
@@ -111,7 +120,7 @@ class AgentConfig(Config):
             return unused if self.files else None
         if not self.command:
             return Problem("place", "runs a command", got=self.place, remedy="Set command, or place=process")
-        if "reward" in self.model_fields_set and self.reward != "environment":
+        if self.reward != "environment":
             return Problem(
                 "reward", "is given by the environment with place=environment", got=self.reward, allowed="environment"
             )
