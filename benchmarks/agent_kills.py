@@ -127,7 +127,7 @@ class Training:
             time.sleep(0.2)
 
     def kill(self, kind: str) -> bool:
-        """Kill a process of this kind; False if there is none."""
+        """Kill a process of this kind; return whether one was found."""
         assert self.process is not None
         if kind == "driver":
             os.killpg(self.process.pid, signal.SIGKILL)

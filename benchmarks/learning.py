@@ -66,7 +66,7 @@ class Measure:
 
 
 Beside = Callable[[], AbstractContextManager[None]]
-"""What goes on beside a run, in the process that makes it."""
+"""Work that the process of a run does during the run."""
 
 
 @dataclass(frozen=True)
@@ -250,7 +250,7 @@ def main() -> None:
 
 @dataclass(frozen=True)
 class Task:
-    """A run to make: a recipe, keys that are set, its folder, and what goes on beside it."""
+    """A run to make: a recipe, keys that are set, its folder, and the work during it."""
 
     recipe: str
     settings: Sequence[str]
@@ -293,7 +293,7 @@ def in_jobs(tasks: Sequence[Task], num_jobs: int) -> None:
     for job in jobs:
         job.join()
     if any(job.exitcode for job in jobs):
-        sys.exit("a job was told to end, or died; start again to go on")
+        sys.exit("a job was told to end, or died; start again to continue")
 
 
 def make_each(tasks: Any) -> None:
@@ -305,7 +305,7 @@ def make_each(tasks: Any) -> None:
 
 
 def make_run(task: Task) -> None:
-    """Train in a folder, or go on there; one of another config is refused.
+    """Train in a folder, or continue there; a folder of another config is refused.
 
     Raises:
         SystemExit: if a signal ended the run, which goes on when the benchmark is started again.

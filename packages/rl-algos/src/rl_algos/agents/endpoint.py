@@ -32,7 +32,7 @@ MODEL = "policy"
 """Name of the model in lists of models; requests may ask for any name."""
 
 _ROLLOUT = "/rollouts/{rollout}"
-"""Path of a rollout; that of one of its agents is `/agents/NAME` behind it."""
+"""Path of a rollout. The path of one of its agents appends `/agents/NAME`."""
 
 _WAIT_S = 60.0
 """Maximum number of seconds for which a request for a rollout waits."""
