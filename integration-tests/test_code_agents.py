@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import socket
@@ -219,12 +220,15 @@ else:
     Abuse(
         "leave a process behind",
         """
+import pathlib, signal, time
+opened = pathlib.Path(pathlib.Path(bait["file"]).parent.name)
 if not os.fork():
     os.setsid()
-    import time
-    while True:
-        time.sleep(0.01)
-        open("answer.py", "w").write("ANSWER = 46")""",
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with opened.open("w"):
+        signal.pause()
+while not opened.exists():
+    time.sleep(0.01)""",
     ),
     Abuse("take all memory", "held = [bytearray(2**20) for _ in range(4096)]\nbreach('four GiB')"),
     Abuse("write output without end", "while True: print('x' * 1000)"),
@@ -360,6 +364,14 @@ def test_an_abuse_by_an_agent_changes_nothing_outside_its_rollout(
     assert "NameError" not in output
     assert "SyntaxError" not in output
     assert secret.read_text() == "ANSWER = 46"
+    assert Path("/scratch/repository", tmp_path.name) not in _open_files()
+
+
+def _open_files() -> Iterator[Path]:
+    """Where the descriptors of every process on the machine point to."""
+    for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):
+            yield descriptor.readlink()
 
 
 def test_there_are_thirty_abuses_of_different_kinds() -> None:
