@@ -23,5 +23,7 @@ def join(rank: Rank) -> int:
     """Join and leave; the size of the data-parallel axis."""
     joined = mesh.Mesh.join(rank.rendezvous, DTensorConfig())
     size = joined.coordinates.along("dp")
+    # the first rank's process has the store, over which the other may still be joining
+    dist.barrier()
     joined.leave()
     return size
