@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from driver_process import CommandResult, DriverProcess
-from runs import STARTED, lines_of
+from runs import NUM_PROMPTS, STARTED, lines_of
 
 from rl_algos.tiny_model import make_tiny_model
 from rl_core.testing import exhaustive
@@ -169,12 +169,14 @@ def sft() -> tuple[str, ...]:
 
 @pytest.fixture(scope="session")
 def grpo(warm_model) -> tuple[str, ...]:
-    """Arguments of a short GRPO run of 10 steps on two data-parallel ranks, with vLLM beside them."""
+    """Arguments of a short GRPO run of 12 steps on two data-parallel ranks, with vLLM beside them."""
     return (
         "grpo-arithmetic",
         f"policy.model_name={warm_model}",
-        "grpo.num_prompts_per_step=32",
-        "grpo.max_num_steps=10",
+        # two updates a step
+        f"grpo.num_prompts_per_step={NUM_PROMPTS}",
+        f"policy.train_global_batch_size={4 * NUM_PROMPTS}",
+        "grpo.max_num_steps=12",
         "grpo.val_period=0",
         "checkpointing.metric_name=null",
         "checkpointing.save_period=3",

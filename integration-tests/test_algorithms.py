@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from rl_algos.dpo.loss import LOSSES
 from rl_algos.tiny_model import make_tiny_model
-from rl_core.testing.exhaustive import exhaustive, partly_exhaustive
+from rl_core.testing.exhaustive import exhaustive
 from rl_launch.recipes import recipe_names
 from rl_launch.run_config.reading import read_raw
 
@@ -313,7 +313,8 @@ def test_the_recipe_of_an_environment_takes_steps(recipe, driver, warm_model, tm
         assert line["mismatch/max"] < 1e-3
 
 
-@pytest.mark.parametrize("loss", partly_exhaustive([name for name in LOSSES if name not in FAMILIES], always=["simpo"]))
+@exhaustive
+@pytest.mark.parametrize("loss", [name for name in LOSSES if name not in FAMILIES])
 def test_every_preference_loss_takes_steps(loss, driver, tmp_path):
     settings = ("policy.model_name=tiny-arithmetic", f"dpo.loss={loss}", "dpo.max_num_steps=2", "dpo.val_period=0")
     driver.train(tmp_path / "run", "dpo-tiny", *COMMON, *settings, "checkpointing.enabled=false")

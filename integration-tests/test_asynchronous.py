@@ -10,7 +10,7 @@ from itertools import pairwise
 import psutil
 import pytest
 from logical_cluster import LogicalCluster
-from runs import Run, assert_same, described, rollouts_of, steps_of
+from runs import NUM_PROMPTS, Run, assert_same, described, rollouts_of, steps_of
 
 from rl_core.testing.exhaustive import exhaustive
 from rl_launch.session.directory.exactly_once import prove
@@ -62,7 +62,7 @@ def test_a_run_ahead_of_training_keeps_its_bound_and_loses_no_prompt(grpo, tmp_p
     assert max(line["staleness/max"] for line in steps) == 1
     assert steps[1]["staleness/share_1"] > 0.9
     prompts = [row["prompt_id"] for rows in rollouts_of(run.folder).values() for row in rows if row["index"] == 0]
-    assert len(set(prompts)) == len(prompts) == 32 * 6
+    assert len(set(prompts)) == len(prompts) == NUM_PROMPTS * 6
     proof = prove(RunFolder(run.folder))
     assert (proof.contradictions, proof.gaps) == ((), ())
     assert proof.num_compared == 6
@@ -75,7 +75,7 @@ def test_no_prompt_is_lost_or_trained_twice_whatever_is_killed(num_kills, grpo, 
     seed = random.randrange(2**32)
     sys.stdout.write(f"kills were drawn with seed {seed}\n")
     chance = random.Random(seed)
-    num_steps = 2 * num_kills + 3
+    num_steps = 3 * num_kills + 5
     arguments = (*grpo, f"grpo.max_num_steps={num_steps}", "checkpointing.save_period=1", *AHEAD, *ELASTIC)
     with ElasticRun(tmp_path, arguments) as elastic:
         num_done = 1
@@ -94,7 +94,7 @@ def test_no_prompt_is_lost_or_trained_twice_whatever_is_killed(num_kills, grpo, 
     proof = prove(RunFolder(elastic.run.folder))
     assert (proof.step, proof.num_compared) == (num_steps, num_steps)
     assert (proof.contradictions, proof.gaps, proof.num_pending) == ((), (), 0)
-    assert proof.num_trained == 32 * num_steps
+    assert proof.num_trained == NUM_PROMPTS * num_steps
 
 
 class ElasticRun:
@@ -157,7 +157,7 @@ def test_updates_in_flight_interrupt_rollouts_that_go_on_as_if_nothing_had_happe
     in_flight = ("grpo.async_grpo.max_trajectory_age_steps=3", "grpo.async_grpo.in_flight_weight_updates=true")
     vllm = ("policy.generation.backend=vllm", "policy.generation.vllm_cfg.max_num_seqs=16")
     folder = tmp_path / "run"
-    driver.train(folder, *grpo, *AHEAD, *LONG, *in_flight, *vllm)
+    driver.train(folder, *grpo, "grpo.max_num_steps=6", *AHEAD, *LONG, *in_flight, *vllm)
     rollouts = rollouts_of(folder)
     for step, rows in rollouts.items():
         for row in rows:
@@ -201,7 +201,7 @@ def test_replicas_join_and_leave_a_run_that_goes_on(grpo, tmp_path):
     assert max(line["staleness/max"] for line in steps) == 1
     proof = prove(RunFolder(run.folder))
     assert (proof.contradictions, proof.gaps, proof.num_compared) == ((), (), len(steps))
-    assert proof.num_trained == 32 * len(steps)
+    assert proof.num_trained == NUM_PROMPTS * len(steps)
 
 
 def await_replicas(run, count, timeout=300):

@@ -32,8 +32,8 @@ every_document = pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str
 
 
 @pytest.fixture(scope="session")
-def worked(once):
-    """The working folder of a document whose blocks have run."""
+def worked(once, quickstart):
+    """The working folder of a document whose blocks have run, after the quickstart, which makes their model."""
 
     def work(path: Path) -> Path:
         document = read_document(path)

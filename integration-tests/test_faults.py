@@ -13,7 +13,16 @@ import time
 import psutil
 import pytest
 import tellable_environment
-from runs import Run, assert_no_shared_memory_is_left, figures, logs_of, rollouts_of, shared_memory, steps_of
+from runs import (
+    NUM_PROMPTS,
+    Run,
+    assert_no_shared_memory_is_left,
+    figures,
+    logs_of,
+    rollouts_of,
+    shared_memory,
+    steps_of,
+)
 
 from rl_core.testing.exhaustive import exhaustive, partly_exhaustive
 
@@ -110,7 +119,7 @@ def test_a_grpo_run_outlives_the_death_of_everything_it_started(generator, num_k
     assert completions_of(run.folder, until=undisturbed) == completions_of(whole, until=undisturbed)
     prompts = prompts_of(run.folder)
     assert prompts == prompts_of(whole)
-    assert len(set().union(*prompts.values())) == sum(len(each) for each in prompts.values()) == 10 * 32
+    assert len(set().union(*prompts.values())) == sum(len(each) for each in prompts.values()) == 12 * NUM_PROMPTS
 
     told_to_fail = [row for step, row in failed if step not in of_the_kill]
     assert len(told_to_fail) == 2

@@ -191,7 +191,7 @@ def notes(folder, name):
     return [tuple(json.loads(line)) for line in (folder / name).read_text().splitlines()]
 
 
-def test_conversations_under_way_go_on_after_the_driver_was_killed(tmp_path):
+def test_conversations_under_way_go_on_after_the_driver_was_killed(driver, tmp_path):
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     told = arguments(killed)
     run = Run.start(tmp_path / "run", *told)
@@ -211,8 +211,7 @@ def test_conversations_under_way_go_on_after_the_driver_was_killed(tmp_path):
 
     told = arguments(whole)
     (whole / "gate").touch()
-    undisturbed = Run.start(tmp_path / "undisturbed", *told)
-    undisturbed.finish()
+    driver.train(tmp_path / "undisturbed", *told)
     found = rewards(run.folder)
     assert len(found) == 12
-    assert found == rewards(undisturbed.folder)
+    assert found == rewards(tmp_path / "undisturbed")

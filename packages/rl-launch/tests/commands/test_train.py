@@ -11,7 +11,13 @@ import pytest
 
 from rl_core.config import WhenChanged, keys_when_changed
 from rl_core.errors import ConfigError, RunDirectoryError
-from rl_launch.commands.train import check_adapters_of_made_models, check_run_dir, train, with_local_models
+from rl_launch.commands.train import (
+    check_adapters_of_made_models,
+    check_run_dir,
+    keep_warmed_up,
+    train,
+    with_local_models,
+)
 from rl_launch.model_files.local_models import WARMED_UP
 from rl_launch.run_config.reading import read_plan
 from rl_launch.run_config.run_recording import RunRecording
@@ -112,7 +118,7 @@ def test_a_warmed_up_model_that_another_run_makes_is_waited_for(tmp_path, monkey
 
     def trained(plan, *, run_dir, title):
         events.append("trained")
-        finish(run_dir, plan, reason="it is finished")
+        (finish(run_dir, plan, reason="it is finished") / "checkpoints/step_400/hf").mkdir()
         return SimpleNamespace(exit_if_stopped=lambda: None)
 
     monkeypatch.setattr("rl_launch.commands.train.train", trained)
@@ -128,7 +134,7 @@ def test_a_warmed_up_model_is_the_export_of_its_recipes_run(tmp_path, monkeypatc
 
     def made_at_once(plan, *, run_dir, title):
         made.append(run_dir)
-        finish(run_dir, plan, reason="it is finished")
+        (finish(run_dir, plan, reason="it is finished") / "checkpoints/step_400/hf").mkdir()
         return SimpleNamespace(exit_if_stopped=lambda: None)
 
     monkeypatch.setattr("rl_launch.commands.train.train", made_at_once)
@@ -143,3 +149,16 @@ def test_a_warmed_up_model_is_the_export_of_its_recipes_run(tmp_path, monkeypatc
     monkeypatch.setattr("rl_launch.commands.train.read_plan", lambda _: changed)
     assert Path(with_local_models(asked).config.policy.model_name) != found
     assert len(set(made)) == 2
+
+
+def test_a_model_that_another_run_has_warmed_up_is_kept_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("RL_HOME", str(tmp_path))
+    for text in ("first", "second"):
+        model = tmp_path / text
+        model.mkdir()
+        (model / "config.json").write_text(text)
+        keep_warmed_up("tiny-arithmetic-sft", model)
+    asked = read_plan("grpo-arithmetic", ["policy.model_name=tiny-arithmetic-sft"])
+    found = Path(with_local_models(asked).config.policy.model_name)
+    assert (found / "config.json").read_text() == "first"
+    assert [path.name for path in (tmp_path / "models").iterdir()] == [found.name]

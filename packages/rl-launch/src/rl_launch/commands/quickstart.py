@@ -16,7 +16,7 @@ from rich.table import Table
 
 from rl_algos.tiny_model import make_tiny_model
 from rl_core.errors import WorkerEnvironmentError
-from rl_launch.commands.train import train
+from rl_launch.commands.train import keep_warmed_up, train
 from rl_launch.run_config.reading import read_plan
 from rl_launch.session.checkpoints.checkpoints import newest_checkpoint
 from rl_launch.session.directory.run_folder import RunFolder, is_run
@@ -24,8 +24,8 @@ from rl_launch.session.directory.writable import check_writable
 
 _MEASURED = (("initial", "before SFT"), ("sft", "after SFT"), ("grpo", "after GRPO"))
 
-_GRPO_STEPS = 24
-"""Raise the accuracy by a quarter of the sums; the recipe's further ones by little."""
+_GRPO = ("grpo.max_num_steps=16", "policy.optimizer.kwargs.lr=2e-4")
+"""Raise the accuracy by a quarter of the sums in half a minute. The recipe takes smaller steps, which suit more losses."""
 
 _log = logging.getLogger(__name__)
 
@@ -104,11 +104,16 @@ class Quickstart:
         return evaluate(read_plan("grpo-arithmetic", settings), folder=self._folder / "initial").mean_reward
 
     def fine_tune(self, model: Path) -> Path:
-        """Supervised fine-tuning on generated sums; returns the folder of the trained model."""
+        """Supervised fine-tuning on generated sums; returns the folder of the trained model, with which later runs of
+        `grpo-arithmetic` begin.
+        """
         run_dir = self._folder / "sft"
         settings = [f"policy.model_name={model}", f"run_dir={run_dir}", *self._cluster]
         train(read_plan("sft-arithmetic", settings), run_dir=run_dir, title="sft").exit_if_stopped()
-        return newest_checkpoint(run_dir) / "hf"
+        trained = newest_checkpoint(run_dir) / "hf"
+        if not self._cluster:
+            keep_warmed_up("tiny-arithmetic-sft", trained)
+        return trained
 
     def reinforce(self, model: Path) -> Path:
         """GRPO on further sums, validated before the first step and after the last."""
@@ -116,7 +121,7 @@ class Quickstart:
         settings = [
             f"policy.model_name={model}",
             f"run_dir={run_dir}",
-            f"grpo.max_num_steps={_GRPO_STEPS}",
+            *_GRPO,
             "grpo.val_at_start=true",
             "grpo.val_at_end=true",
             *self._cluster,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import shutil
 import signal
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -275,13 +277,29 @@ def _local_model(name: str) -> str:
     return str(Path(name).expanduser()) if name.startswith("~") else name
 
 
+def keep_warmed_up(name: str, model: Path) -> None:
+    """Keep a model that another run of the recipe of `WARMED_UP` has made under its name, unless there is one.
+
+    Args:
+        name: Of the model, such as `tiny-arithmetic-sft`.
+        model: Folder of Hugging Face files, which is copied.
+    """
+    finished = _warmed_up_folder(name, read_plan(WARMED_UP[name]))
+    if finished.exists():
+        return
+    finished.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=finished.parent) as scratch:
+        copy = Path(shutil.copytree(model, Path(scratch) / name))
+        with suppress(OSError):  # another one was faster
+            copy.rename(finished)
+
+
 def _warmed_up_model(name: str) -> Path:
-    models, recipe = models_folder(), WARMED_UP[name]
+    recipe = WARMED_UP[name]
     plan = read_plan(recipe)
-    # another version of this package may have another recipe of that name
-    version = hashlib.sha256(to_yaml(plan.root).encode()).hexdigest()[:8]
-    run_dir, finished = models / f"{recipe}-{version}", models / f"{name}-{version}"
-    if not finished.is_symlink():
+    finished = _warmed_up_folder(name, plan)
+    run_dir = finished.with_name(finished.name.replace(name, recipe, 1))
+    if not finished.exists():
         if other := holder(run_dir):
             _log.info("waiting for %s, which trains %s by SFT in %s", other, TINY, run_dir)
             while holder(run_dir):
@@ -289,5 +307,11 @@ def _warmed_up_model(name: str) -> Path:
         _log.info("training %s by SFT once, in %s", TINY, run_dir)
         train(plan, run_dir=run_dir, title="warm-up").exit_if_stopped()
         with suppress(FileExistsError):  # the one that was waited for has made it meanwhile
-            finished.symlink_to((newest_checkpoint(run_dir) / "hf").relative_to(models), target_is_directory=True)
+            finished.symlink_to((newest_checkpoint(run_dir) / "hf").relative_to(finished.parent), True)
     return finished
+
+
+def _warmed_up_folder(name: str, plan: RunPlan) -> Path:
+    """Where the model is; another version of this package may have another recipe of that name."""
+    version = hashlib.sha256(to_yaml(plan.root).encode()).hexdigest()[:8]
+    return models_folder() / f"{name}-{version}"
