@@ -38,6 +38,7 @@ from rl_algos.rollouts.driver.steps import RolloutSteps
 from rl_algos.rollouts.driver.validation import Validation
 from rl_algos.rollouts.training.batch import build_batch, with_advantages
 from rl_algos.rollouts.training.metrics import rollout_metrics, signal_metrics
+from rl_core.data.batch import Batch
 from rl_core.devices import device_named
 from rl_core.errors import Origin
 from rl_core.mesh import Coordinates
@@ -159,11 +160,13 @@ class MeasuredRun:
         """As the session's."""
         self._session.record(step, metrics)
 
-    def record_rollouts(self, step: int, groups: Sequence[RolloutGroup], advantages: np.ndarray) -> None:
+    def record_rollouts(
+        self, step: int, groups: Sequence[RolloutGroup], advantages: np.ndarray, *, batch: Batch | None = None
+    ) -> None:
         """As the session's."""
         self.last = groups, advantages
         with self._timed("recording"):
-            self._session.record_rollouts(step, groups, advantages)
+            self._session.record_rollouts(step, groups, advantages, batch=batch)
 
     def record_validation(self, step: int, groups: Sequence[RolloutGroup]) -> None:
         """As the session's."""

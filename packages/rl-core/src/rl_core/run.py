@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from rl_core.data.batch import Batch
 from rl_core.metrics import Metric
 from rl_core.model import Model
 from rl_core.rollouts.group import RolloutGroup
@@ -59,9 +60,18 @@ class Run(Protocol):
         """Metrics of a step, each as its result; several calls for one step are merged into one line."""
         ...
 
-    def record_rollouts(self, step: int, groups: Sequence[RolloutGroup], advantages: np.ndarray) -> None:
-        """Write a step's rollouts, one line each, during the steps that follow; `advantages` is `[rollouts]`, in
-        the order of groups and within them.
+    def record_rollouts(
+        self, step: int, groups: Sequence[RolloutGroup], advantages: np.ndarray, *, batch: Batch | None = None
+    ) -> None:
+        """Write a step's rollouts, one line each, during the steps that follow.
+
+        Args:
+            step: Number of the step.
+            groups: Groups of the step; those that were not trained on come last.
+            advantages: `[rollouts]`, in the order of the groups and within them.
+            batch: Rows of the groups that were trained on, in the same order, from which the values of each token are
+                recorded: `loss_mask` and, if it has them, `prev_logprobs`, `prev_entropy` and `advantages`. None to
+                record no tokens.
         """
         ...
 

@@ -42,4 +42,4 @@ def train(
             updates = [policy.train_step(minibatch, loss) for minibatch in minibatches(batch, rows_per_minibatch)]
         steps.sync(step)
         run.record(step, {**training_metrics(updates), **rollout_metrics(groups)})
-        run.record_rollouts(step, groups, np.zeros(0))
+        run.record_rollouts(step, groups, np.zeros(0), batch=batch)

@@ -6,14 +6,11 @@ up need no care. A span is as short as can be: it begins and ends where a token 
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from rl_algos.token_bytes import BytesOf, decoder_steps, exact_bytes
 from rl_core.errors import ConfigError
-
-BytesOf = Callable[[int], bytes]
-"""From a token id to the bytes of text that it stands for."""
 
 
 class Span(NamedTuple):
@@ -54,42 +51,14 @@ def bytes_of(tokenizer: Any, key: str) -> BytesOf:
     Raises:
         ConfigError: If its tokens cannot be told apart by bytes.
     """
-    decoder = json.loads(tokenizer.backend_tokenizer.to_str())["decoder"] or {"type": "Fuse"}
-    kinds = {step["type"] for step in decoder.get("decoders", [decoder])}
-    to_bytes = next((found for kind, found in _BYTES.items() if kind in kinds), None)
-    if to_bytes is None or (to_bytes is str.encode and kinds != {"Fuse"}):
+    of = exact_bytes(tokenizer)
+    if of is None:
         raise ConfigError(
-            f"{key}: the bytes of this tokenizer's tokens are not known (its decoder is {', '.join(sorted(kinds))}); "
-            "distillation.cross_tokenizer supports byte-level tokenizers, and tokenizers with byte fallback"
+            f"{key}: the bytes of this tokenizer's tokens are not known (its decoder is "
+            f"{', '.join(sorted(decoder_steps(tokenizer)))}); distillation.cross_tokenizer supports byte-level "
+            "tokenizers, and tokenizers with byte fallback"
         )
-    special = {number: str(token).encode() for number, token in tokenizer.added_tokens_decoder.items()}
-
-    def of(number: int) -> bytes:
-        return special[number] if number in special else to_bytes(tokenizer.convert_ids_to_tokens(number))
-
     return of
-
-
-def _of_byte_fallback(token: str) -> bytes:
-    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-        return bytes([int(token[3:5], 16)])
-    return token.replace("\u2581", " ").encode()
-
-
-def _plain_of_byte_level() -> dict[str, int]:
-    """From the characters that byte-level tokenizers write bytes as (GPT-2) to these bytes."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {**{chr(byte): byte for byte in printable}, **{chr(256 + n): byte for n, byte in enumerate(others)}}
-
-
-_PLAIN = _plain_of_byte_level()
-_BYTES: Mapping[str, Callable[[str], bytes]] = {
-    "ByteLevel": lambda token: bytes(_PLAIN[character] for character in token),
-    "ByteFallback": _of_byte_fallback,
-    "Fuse": str.encode,
-}
-"""By a step of a tokenizer's decoder, from the text of a token to its bytes."""
 
 
 def whole_text(pieces: Sequence[bytes]) -> tuple[str, int]:

@@ -48,4 +48,4 @@ def train(
         metrics = training_metrics(updates)
         run.record(step, {**metrics, **objective.observe(metrics)})
         run.record(step, {**rollout_metrics(groups, advantages), **signal_metrics(groups, aside)})
-        run.record_rollouts(step, [*groups, *aside], by_rollout(advantages, groups))
+        run.record_rollouts(step, [*groups, *aside], by_rollout(advantages, groups), batch=batch)

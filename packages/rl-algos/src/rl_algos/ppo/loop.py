@@ -51,8 +51,9 @@ def train(
             minibatches = shuffled_minibatches(learned, critic_rows, passes=passes, seed=seed)
             of_critic = [critic.train_step(minibatch, value_loss) for minibatch in minibatches]
         run.record(step, training_metrics(of_critic, prefix="critic"))
+        batch = with_advantages(batch, estimates.advantages)
         if step > config.critic_warmup_steps:
-            batch = objective.prepared(StepData(step, groups, with_advantages(batch, estimates.advantages)))
+            batch = objective.prepared(StepData(step, groups, batch))
             loss = objective.loss
             with run.phase("training"):
                 minibatches = shuffled_minibatches(batch, policy_rows, passes=passes, seed=seed)
@@ -64,4 +65,4 @@ def train(
         steps.sync(step)
         run.record(step, value_metrics(batch, values, estimates))
         run.record(step, rollout_metrics(groups, estimates.advantages))
-        run.record_rollouts(step, [*groups, *aside], by_rollout(estimates.advantages, groups))
+        run.record_rollouts(step, [*groups, *aside], by_rollout(estimates.advantages, groups), batch=batch)

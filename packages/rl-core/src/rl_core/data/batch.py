@@ -80,7 +80,12 @@ class RemoteRows:
 
     def fetch(self, name: str) -> Local:
         """The rows of one column, each store fetched once."""
-        return pick_rows([store.fetch()[name] for store in self.stores], self.part, self.row)
+        return self.fetch_all([name])[name]
+
+    def fetch_all(self, names: Sequence[str]) -> dict[str, Local]:
+        """The rows of several columns, each store fetched once."""
+        fetched = [store.fetch() for store in self.stores]
+        return {name: pick_rows([store[name] for store in fetched], self.part, self.row) for name in names}
 
     @staticmethod
     def concat(parts: Sequence[RemoteRows]) -> RemoteRows:
@@ -257,8 +262,19 @@ class Batch:
         return [self.select(np.arange(end - size, end)) for size, end in zip(sizes, ends, strict=True)]
 
     def local(self) -> Batch:
-        """The same batch with every column in this process."""
-        return Batch({name: self[name] for name in self._columns})
+        """The same batch with every column in this process; columns of the same rows are fetched together."""
+        by_rows: dict[RemoteRows, set[str]] = {}
+        for column in self._remote():
+            by_rows.setdefault(column.rows, set()).add(column.name)
+        fetched = {rows: rows.fetch_all(sorted(names)) for rows, names in by_rows.items()}
+        return Batch(
+            {
+                name: zero_rows(fetched[column.rows][column.name], column.zeroed)
+                if isinstance(column, RemoteColumn)
+                else column
+                for name, column in self._columns.items()
+            }
+        )
 
     @staticmethod
     def concat(batches: Sequence[Batch]) -> Batch:

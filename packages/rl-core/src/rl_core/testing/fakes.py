@@ -153,6 +153,7 @@ class FakeRun:
         metrics: What was recorded, by step.
         phases: Names of phases, in the order they began.
         groups: Rollouts recorded, by step.
+        batches: Batches of the rollouts recorded, by step.
         validated: Rollouts of validations recorded, by step.
         stop_reason: What the loop gave to `stop`.
     """
@@ -163,6 +164,7 @@ class FakeRun:
     metrics: dict[int, dict[str, float]] = field(default_factory=dict)
     phases: list[str] = field(default_factory=list)
     groups: dict[int, list[RolloutGroup]] = field(default_factory=dict)
+    batches: dict[int, Batch] = field(default_factory=dict)
     validated: dict[int, list[RolloutGroup]] = field(default_factory=dict)
     stop_reason: str = ""
     _max_steps: int = 0
@@ -188,12 +190,16 @@ class FakeRun:
             raise ValueError(f"step {step}: {twice} recorded twice")
         line.update(results(metrics))
 
-    def record_rollouts(self, step: int, groups: Sequence[RolloutGroup], advantages: np.ndarray) -> None:
-        """Keep the groups; the first rollouts have the advantages, those set aside none."""
+    def record_rollouts(
+        self, step: int, groups: Sequence[RolloutGroup], advantages: np.ndarray, *, batch: Batch | None = None
+    ) -> None:
+        """Keep the groups and the batch; the first rollouts have the advantages, those set aside none."""
         rollouts = sum(len(group.rollouts) for group in groups)
         if len(advantages) > rollouts:
             raise ValueError(f"{rollouts} rollouts have at most as many advantages, got {len(advantages)}")
         self.groups[step] = list(groups)
+        if batch is not None:
+            self.batches[step] = batch
 
     def record_validation(self, step: int, groups: Sequence[RolloutGroup]) -> None:
         """Keep the groups."""

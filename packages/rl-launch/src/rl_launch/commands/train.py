@@ -141,6 +141,7 @@ def _run(
     restoration: Restoration,
 ) -> Outcome:
     # imports transformers, which takes a second
+    from rl_algos.token_bytes import TokenTexts
     from rl_algos.tokenizer import load_tokenizer
 
     restoration.goes_on = False
@@ -185,6 +186,7 @@ def _run(
             components = replace(runtime.components(data, needs, vocabulary=len(tokenizer)), evaluation=evaluated)
         if runtime.rollout_pool is not None:
             session.write_rollouts_by(runtime.rollout_pool.write_rollouts)
+            session.read_token_texts_from(TokenTexts(tokenizer))
         with session.with_models():
             algorithm.run(config, components, session)
     return Outcome(session.last_metrics, session.stop_signal)

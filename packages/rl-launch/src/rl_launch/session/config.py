@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from rl_core.config import Config, Problem, ProblemError, WhenChanged
 
@@ -14,6 +14,9 @@ _DURATION = re.compile(r"(\d+):([01]?\d|2[0-3]):([0-5]?\d):([0-5]?\d)")
 
 Access = Literal["owner", "group", "all"]
 """Users who can read a run directory."""
+
+TokenLevel = Literal["none", "sampled", "all"]
+"""Rollouts of a step whose tokens are recorded."""
 
 
 class CheckpointingConfig(Config):
@@ -149,6 +152,13 @@ class LoggerConfig(Config):
     """Notes on the run, as free text."""
     rollout_period: int = Field(default=1, ge=0)
     """Write the rollouts of every N-th step to the run directory. With 0 no rollouts are written."""
+    token_level: TokenLevel = "sampled"
+    """Rollouts whose values per token (text, logprobs, advantage, loss mask, weight version) are written to
+    `rollouts/tokens_<n>.parquet`, about 14 bytes per token, in the steps whose rollouts are written: those of `sampled`
+    groups, `all`, or `none`. `rl view` shows them. Only values that the algorithm computes anyway are written."""
+    token_level_groups: int = Field(default=1, gt=0)
+    """Number of groups of each step to write with `token_level: sampled`, drawn at random from the groups that were
+    trained on. At most 65,536 tokens per group are written in a step."""
     run_dir_access: Access = "owner"
     """Read access to a new run directory: `owner` for you only (mode 0700), `group` also for the group of the folder
     (0750), `all` for everybody on the machine (0755). An existing folder keeps its mode."""
@@ -163,3 +173,11 @@ class LoggerConfig(Config):
     wandb: WandbConfig = WandbConfig()
     mlflow: MLflowConfig = MLflowConfig()
     trackio: TrackioConfig = TrackioConfig()
+
+    @model_validator(mode="after")
+    def _has_rollouts_of_tokens(self) -> LoggerConfig:
+        if self.token_level == "all" and not self.rollout_period:
+            reason = "needs the rollouts, and logger.rollout_period=0 writes none"
+            remedy = "Set logger.rollout_period=1, or logger.token_level=none"
+            raise ProblemError(Problem("token_level", reason, got="all", remedy=remedy))
+        return self

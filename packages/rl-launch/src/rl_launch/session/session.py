@@ -15,6 +15,7 @@ from rich.console import Console
 
 from rl_core.callback import CallbackRun, EndStatus, RunEnd
 from rl_core.config import WhenChanged, as_written, keys_when_changed
+from rl_core.data.batch import Batch
 from rl_core.errors import RLError, RunDirectoryError, WorkerDied, WorkerError
 from rl_core.metrics import Metric
 from rl_core.model import Model
@@ -30,6 +31,8 @@ from rl_launch.session.directory.recording import Recording
 from rl_launch.session.directory.run_directory import RunDirectory
 from rl_launch.session.directory.run_state import Status
 from rl_launch.session.rollouts.run_files import RolloutFiles, RolloutWriter
+from rl_launch.session.rollouts.token_files import TokenFiles
+from rl_launch.session.rollouts.token_table import TextsOfTokens
 from rl_launch.session.save_protocol import SaveProtocol
 from rl_launch.session.status_file import StatusFile
 from rl_launch.session.step_clock import StepClock
@@ -112,7 +115,9 @@ class RunSession:
         self._saves = SaveProtocol(checkpoints, self._clock, self._stop)
         self._status = StatusFile(self.directory.path)
         self._metrics = StepMetrics(self.directory.metrics, config.checkpointing, with_step=self._callbacks.with_step)
-        self._rollouts = RolloutFiles(self.directory.rollouts)
+        logger, folder = config.logger, self.directory.rollouts
+        self._tokens = TokenFiles(folder, logger.token_level, logger.token_level_groups)
+        self._rollouts = RolloutFiles(folder, self._tokens)
         self._resources = ExitStack()
         self._max_steps = self._done = 0
         self._has_begun = self._is_goal_met = False
@@ -247,13 +252,15 @@ class RunSession:
         """Metrics of a step, merged into its line; the line is written when the step is done."""
         self._metrics.record(step, metrics)
 
-    def record_rollouts(self, step: int, groups: Sequence[RolloutGroup], advantages: np.ndarray) -> None:
-        """Write the rollouts of a step, one per line. Rollouts without an advantage have null. Steps that
-        `logger.rollout_period` skips are not written."""
+    def record_rollouts(
+        self, step: int, groups: Sequence[RolloutGroup], advantages: np.ndarray, *, batch: Batch | None = None
+    ) -> None:
+        """Write the rollouts of a step, one per line. Rollouts without an advantage have null. With a batch, values of
+        tokens are written as `logger.token_level` says. Steps that `logger.rollout_period` skips are not written."""
         if not self.due(self._config.logger.rollout_period, step):
             return
         with self.phase("recording"):
-            self._rollouts.append(step, groups, advantages)
+            self._rollouts.append(step, groups, advantages, batch=batch)
 
     def record_validation(self, step: int, groups: Sequence[RolloutGroup]) -> None:
         """Write the rollouts of a validation, one per line, unless `logger.rollout_period` is 0."""
@@ -264,6 +271,10 @@ class RunSession:
     def write_rollouts_by(self, writer: RolloutWriter) -> None:
         """Write rollouts with another process that shares the run's folder. It must live as long as the models."""
         self._rollouts.write_elsewhere = writer
+
+    def read_token_texts_from(self, texts: TextsOfTokens) -> None:
+        """Write the texts of tokens along with their values."""
+        self._tokens.read_texts_from(texts)
 
     def due(self, period: int, step: int, *, at_end: bool = False) -> bool:
         """Return whether something with this period is due after this step.

@@ -1,9 +1,10 @@
 """The files of a folder `rollouts`: those of recent steps one by one, those of earlier steps in archives.
 
-`step_<n>.jsonl` holds the rollouts of one step, `val_<n>.jsonl` those of the validation after it. Once `NUM_RECENT`
-later steps have been made, the files of `STEPS_PER_ARCHIVE` steps become the members of one compressed
-`steps_<first>-<last>.zip`, so that a run of 10,000 steps has about 300 files. An archive is complete before the files
-in it are removed: a step may be in both for a while, and its own file counts.
+`step_<n>.jsonl` holds the rollouts of one step, `val_<n>.jsonl` those of the validation after it, and
+`tokens_<n>.parquet` the values of each token of rollouts of the step. Once `NUM_RECENT` later steps have been made, the
+files of `STEPS_PER_ARCHIVE` steps become the members of one compressed `steps_<first>-<last>.zip`, so that a run of
+10,000 steps has about 500 files. An archive is complete before the files in it are removed: a step may be in both for a
+while, and its own file counts.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import os
 import re
 import shutil
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,12 @@ NUM_RECENT = 100
 Kind = Literal["step", "val"]
 """Rollouts of training steps, and rollouts of validations."""
 
-_FILE = re.compile(r"(step|val)_(\d+)\.jsonl")
+FileKind = Literal["step", "val", "tokens"]
+"""Rollouts of a kind, or the values of tokens of training steps."""
+
+_SUFFIXES: Mapping[FileKind, str] = {"step": ".jsonl", "val": ".jsonl", "tokens": ".parquet"}
+_KINDS: Mapping[str, FileKind] = {kind: kind for kind in _SUFFIXES}
+_FILE = re.compile(r"(step|val|tokens)_(\d+)(\.\w+)")
 _ARCHIVE = re.compile(r"steps_(\d+)-(\d+)\.zip")
 _BUFFER_BYTES = 2**20
 
@@ -40,18 +46,18 @@ class _Archive:
     last: int
     path: Path
 
-    def members(self) -> list[tuple[Kind, int]]:
+    def members(self) -> list[tuple[FileKind, int]]:
         """What is in it."""
         with zipfile.ZipFile(self.path) as archive:
             return _members(archive.namelist())
 
 
-def file_of(folder: Path, step: int, kind: Kind = "step") -> Path:
+def file_of(folder: Path, step: int, kind: FileKind = "step") -> Path:
     """The file of a step that is in no archive."""
-    return folder / f"{kind}_{step}.jsonl"
+    return folder / _name(kind, step)
 
 
-def steps_in(folder: Path, kind: Kind = "step") -> list[int]:
+def steps_in(folder: Path, kind: FileKind = "step") -> list[int]:
     """Steps that have rollouts of a kind, in order."""
     # files before archives: a step that moves meanwhile is found twice instead of never
     found = set(_loose(folder))
@@ -61,7 +67,7 @@ def steps_in(folder: Path, kind: Kind = "step") -> list[int]:
     return sorted(step for each, step in found if each == kind)
 
 
-def open_step(folder: Path, step: int, kind: Kind = "step") -> IO[bytes]:
+def open_step(folder: Path, step: int, kind: FileKind = "step") -> IO[bytes]:
     """The lines of a step.
 
     Raises:
@@ -88,32 +94,32 @@ class StepStamps:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._archives: dict[str, tuple[str, dict[tuple[Kind, int], str]]] = {}
+        self._archives: dict[str, tuple[str, dict[tuple[FileKind, int], str]]] = {}
 
-    def now(self) -> dict[tuple[Kind, int], str]:
+    def now(self) -> dict[tuple[FileKind, int], str]:
         """Return a string for the rollouts of each kind and step, which changes if they do."""
         # files before archives, as in `steps_in`; a step that is in both counts as its own file
         loose = {}
         for kind, step in _loose(self._folder):
             with suppress(FileNotFoundError):
                 loose[kind, step] = file_stamp(file_of(self._folder, step, kind))
-        found: dict[tuple[Kind, int], str] = {}
+        found: dict[tuple[FileKind, int], str] = {}
         for archive in _archives(self._folder):
             with suppress(FileNotFoundError):
                 found.update(self._in_archive(archive))
         return found | loose
 
-    def _in_archive(self, archive: _Archive) -> dict[tuple[Kind, int], str]:
+    def _in_archive(self, archive: _Archive) -> dict[tuple[FileKind, int], str]:
         name, stamp = archive.path.name, file_stamp(archive.path)
         known = self._archives.get(name)
         if known is not None and known[0] == stamp:
             return known[1]
         with zipfile.ZipFile(archive.path) as opened:
             facts = {each.filename: each for each in opened.infolist()}
-        members = {
-            (kind, step): f"{name}:{facts[f'{kind}_{step}.jsonl'].file_size}:{facts[f'{kind}_{step}.jsonl'].CRC}"
-            for kind, step in _members(list(facts))
-        }
+        members = {}
+        for kind, step in _members(list(facts)):
+            fact = facts[_name(kind, step)]
+            members[kind, step] = f"{name}:{fact.file_size}:{fact.CRC}"
         self._archives[name] = stamp, members
         return members
 
@@ -126,7 +132,7 @@ def file_stamp(path: Path) -> str:
 
 def archive_before(folder: Path, step: int) -> None:
     """Move the files of complete ranges of steps into archives, except the last `NUM_RECENT` steps up to `step`."""
-    ranges: dict[int, list[tuple[Kind, int]]] = {}
+    ranges: dict[int, list[tuple[FileKind, int]]] = {}
     for each in _loose(folder):
         ranges.setdefault((each[1] - 1) // STEPS_PER_ARCHIVE, []).append(each)
     for number, members in sorted(ranges.items()):
@@ -137,7 +143,7 @@ def archive_before(folder: Path, step: int) -> None:
 
 def cut_back(folder: Path, step: int) -> None:
     """Remove the rollouts of later steps, and files that were not finished."""
-    for pattern in (".step_*.part", ".val_*.part", ".steps_*.part"):
+    for pattern in (".step_*.part", ".val_*.part", ".tokens_*.part", ".steps_*.part"):
         for path in folder.glob(pattern):
             path.unlink()
     for archive in _archives(folder):
@@ -148,7 +154,7 @@ def cut_back(folder: Path, step: int) -> None:
             file_of(folder, later, kind).unlink()
 
 
-def _archive(folder: Path, archive: _Archive, members: list[tuple[Kind, int]]) -> None:
+def _archive(folder: Path, archive: _Archive, members: list[tuple[FileKind, int]]) -> None:
     if archive.path.exists():
         # the process was killed before the files were removed
         if not set(archive.members()).issuperset(members):
@@ -159,7 +165,8 @@ def _archive(folder: Path, archive: _Archive, members: list[tuple[Kind, int]]) -
             for kind, step in members:
                 path = file_of(folder, step, kind)
                 info = zipfile.ZipInfo.from_file(path, path.name, strict_timestamps=False)
-                info.compress_type = zipfile.ZIP_DEFLATED
+                # a file of tokens is compressed by column
+                info.compress_type = zipfile.ZIP_STORED if kind == "tokens" else zipfile.ZIP_DEFLATED
                 with path.open("rb") as source, opened.open(info, "w", force_zip64=True) as target:
                     shutil.copyfileobj(source, target, _BUFFER_BYTES)
         with aside.open("rb") as file:
@@ -187,13 +194,17 @@ def _extract(folder: Path, archive: _Archive, *, through: int) -> None:
     archive.path.unlink()
 
 
-def _loose(folder: Path) -> list[tuple[Kind, int]]:
+def _loose(folder: Path) -> list[tuple[FileKind, int]]:
     return sorted(_members(_names(folder)), key=lambda member: (member[1], member[0]))
 
 
-def _members(names: list[str]) -> list[tuple[Kind, int]]:
-    found = [match for match in map(_FILE.fullmatch, names) if match]
-    return [("val" if match[1] == "val" else "step", int(match[2])) for match in found]
+def _members(names: list[str]) -> list[tuple[FileKind, int]]:
+    found = [(_KINDS[match[1]], match) for match in map(_FILE.fullmatch, names) if match]
+    return [(kind, int(match[2])) for kind, match in found if match[3] == _SUFFIXES[kind]]
+
+
+def _name(kind: FileKind, step: int) -> str:
+    return f"{kind}_{step}{_SUFFIXES[kind]}"
 
 
 def _archives(folder: Path) -> Iterator[_Archive]:

@@ -22,6 +22,7 @@ from rl_core.rollouts.group import RECORD, RolloutGroup
 from rl_core.rollouts.record import append_records
 from rl_launch.session.checkpoints.manifest import sync_folder
 from rl_launch.session.rollouts import rollout_store
+from rl_launch.session.rollouts.token_files import TokenFiles
 
 _log = logging.getLogger(__name__)
 
@@ -84,10 +85,12 @@ class RolloutFiles:
 
     Args:
         folder: The folder of the files.
+        tokens: Files of the tokens of rollouts, which are written, flushed and dropped along with them; None for none.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, tokens: TokenFiles | None = None) -> None:
         self._folder = folder
+        self._tokens = tokens
         self._threads: ThreadPoolExecutor | None = None
         self._writing: deque[Future[None]] = deque()
         self._archiver: ThreadPoolExecutor | None = None
@@ -95,12 +98,19 @@ class RolloutFiles:
         self.write_elsewhere: RolloutWriter | None = None
 
     def append(
-        self, step: int, groups: Sequence[RolloutGroup], advantages: np.ndarray, kind: rollout_store.Kind = "step"
+        self,
+        step: int,
+        groups: Sequence[RolloutGroup],
+        advantages: np.ndarray,
+        kind: rollout_store.Kind = "step",
+        *,
+        batch: Batch | None = None,
     ) -> None:
         """Write rollouts, flattened. Rollouts without an advantage, which were not trained on, have null. Validation
         rollouts replace the rollouts of an earlier validation of the same step.
 
-        Waits while `MOST_STEPS` earlier ones are not written.
+        Waits while `MOST_STEPS` earlier ones are not written. With the batch of the rollouts that were trained on,
+        values of their tokens are written, too.
         """
         num_rollouts = sum(len(group.rollouts) for group in groups)
         if len(advantages) > num_rollouts:
@@ -113,10 +123,14 @@ class RolloutFiles:
             self._threads = ThreadPoolExecutor(1, thread_name_prefix="rollout-files")
         padded = [*np.asarray(advantages).tolist(), *[None] * (num_rollouts - len(advantages))]
         self._writing.append(self._threads.submit(self._write, step, records, padded, kind))
+        if self._tokens is not None and batch is not None:
+            self._tokens.append(step, groups, batch)
         self._archive_before(step)
 
     def flush(self) -> None:
         """Wait until everything is written, and is on the disk."""
+        if self._tokens is not None:
+            self._tokens.flush()
         was_writing = bool(self._writing)
         while self._writing:
             self._writing.popleft().result()
@@ -125,6 +139,8 @@ class RolloutFiles:
 
     def close(self) -> None:
         """End the threads; files that they have not begun are not written, an archive under way is completed."""
+        if self._tokens is not None:
+            self._tokens.close()
         for threads in (self._threads, self._archiver):
             if threads is not None:
                 threads.shutdown(cancel_futures=True)

@@ -1,0 +1,82 @@
+"""The bytes of text that each token of a tokenizer stands for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+BytesOf = Callable[[int], bytes]
+"""From a token id to the bytes of text that it stands for."""
+
+
+def exact_bytes(tokenizer: Any) -> BytesOf | None:
+    """The bytes of each token of a fast tokenizer, which make up the text of any tokens if they are joined.
+
+    None unless the tokenizer is byte-level or has byte fallback; of others, a token's text depends on its neighbours.
+    """
+    kinds = decoder_steps(tokenizer)
+    to_bytes = next((found for kind, found in _BYTES.items() if kind in kinds), None)
+    if to_bytes is None or (to_bytes is str.encode and kinds != {"Fuse"}):
+        return None
+    special = {number: str(token).encode() for number, token in tokenizer.added_tokens_decoder.items()}
+
+    def of(number: int) -> bytes:
+        return special[number] if number in special else to_bytes(tokenizer.convert_ids_to_tokens(number))
+
+    return of
+
+
+def decoder_steps(tokenizer: Any) -> set[str]:
+    """The types of the steps by which a fast tokenizer decodes."""
+    decoder = json.loads(tokenizer.backend_tokenizer.to_str())["decoder"] or {"type": "Fuse"}
+    return {step["type"] for step in decoder.get("decoders", [decoder])}
+
+
+class TokenTexts:
+    """The text of single tokens, for people to read.
+
+    Args:
+        tokenizer: Fast tokenizer.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._exact = exact_bytes(tokenizer)
+        self._special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self._size = len(tokenizer)
+
+    def text(self, number: int) -> bytes | None:
+        """UTF-8 of the text of a token, which may be a part of a character; None for an id without a token, such as
+        those that only pad a vocabulary."""
+        if not 0 <= number < self._size or self._tokenizer.convert_ids_to_tokens(number) is None:
+            return None
+        if self._exact is not None:
+            return self._exact(number)
+        return str(self._tokenizer.decode([number])).encode(errors="replace")
+
+    def is_special(self, number: int) -> bool:
+        """Return whether a token is a special one, such as the end of a turn."""
+        return number in self._special
+
+
+def _of_byte_fallback(token: str) -> bytes:
+    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+        return bytes([int(token[3:5], 16)])
+    return token.replace("\u2581", " ").encode()
+
+
+def _plain_of_byte_level() -> dict[str, int]:
+    """From the characters that byte-level tokenizers write bytes as (GPT-2) to these bytes."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {**{chr(byte): byte for byte in printable}, **{chr(256 + n): byte for n, byte in enumerate(others)}}
+
+
+_PLAIN = _plain_of_byte_level()
+_BYTES: Mapping[str, Callable[[str], bytes]] = {
+    "ByteLevel": lambda token: bytes(_PLAIN[character] for character in token),
+    "ByteFallback": _of_byte_fallback,
+    "Fuse": str.encode,
+}
+"""By a step of a tokenizer's decoder, from the text of a token to its bytes."""
