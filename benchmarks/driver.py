@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from measurement import median, seconds, surroundings, table
@@ -240,8 +240,25 @@ class NoTransfer:
         """Leave the replicas as they are."""
 
 
-def measured_steps(cluster: VirtualCluster, run_dir: Path, tokens: int, chosen: argparse.Namespace) -> MeasuredRun:
-    """Run the loop."""
+M = TypeVar("M", bound=MeasuredRun)
+
+
+def measured_steps(
+    cluster: VirtualCluster,
+    run_dir: Path,
+    tokens: int,
+    chosen: argparse.Namespace,
+    measured: Callable[[RunSession], M] = MeasuredRun,  # type: ignore[assignment]  # the default of M
+) -> M:
+    """Run the loop.
+
+    Args:
+        cluster: Cluster of one node.
+        run_dir: Run directory.
+        tokens: Tokens of each rollout.
+        chosen: Sizes, as the command line gives them.
+        measured: Makes the run that the loop sees.
+    """
     from rl_core.ray.calls import gather
     from rl_core.ray.model import RemoteModel
     from rl_launch.runtime.rollout_pool import RolloutPool
@@ -273,7 +290,7 @@ def measured_steps(cluster: VirtualCluster, run_dir: Path, tokens: int, chosen: 
     settings = read_plan("grpo-arithmetic", ["checkpointing.enabled=false"]).config
     with RunSession(run_dir, settings, title="driver") as session:
         session.write_rollouts_by(pool.write_rollouts)
-        run = MeasuredRun(session)
+        run = measured(session)
         steps = RolloutSteps(config, source, FakeWeights(FakeModel()), Validation((), sampling, config), run)
         rows = chosen.prompts * chosen.group // UPDATES
         train(config, Objective(PolicyLoss()), policy=policy, steps=steps, rows_per_minibatch=rows)

@@ -107,6 +107,16 @@ def test_each_step_generates_asks_the_teacher_trains_and_syncs():
     assert [len(run.groups[step]) for step in (1, 2)] == [4, 4]
 
 
+def test_the_tokens_of_a_step_are_recorded_without_an_advantage():
+    run = FakeRun()
+    on_rollouts(run, max_num_steps=1)
+    batch = run.batches[1]
+    rows = [row.tolist() for group in run.groups[1] for row in group.columns.ragged("tokens")]
+    assert [row.tolist() for row in batch.ragged("tokens")] == rows
+    assert {"loss_mask", "generation_logprobs", "weight_versions"} <= set(batch)
+    assert "advantages" not in batch
+
+
 def test_the_student_gets_the_teachers_tokens_at_the_temperature_of_the_loss():
     teacher = FakeModel()
     student = on_text(FakeRun(), teachers={"teacher": teacher}, max_num_steps=1)

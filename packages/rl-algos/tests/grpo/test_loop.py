@@ -50,6 +50,16 @@ def test_each_step_generates_reads_logprobs_trains_and_syncs_in_this_order():
     assert [name for name, _ in policy.calls] == ["infer", "train_step", "train_step"] * 2
 
 
+def test_the_values_of_tokens_are_recorded_as_the_loss_reads_them():
+    run = FakeRun()
+    policy = run_loop(run, max_num_steps=1, rows=8)
+    (trained,) = [batch for name, batch in policy.calls if name == "train_step"]
+    recorded = run.batches[1]
+    for name in ("tokens", "loss_mask", "prev_logprobs", "weight_versions"):
+        assert recorded.ragged(name).equals(trained.ragged(name))
+    assert np.array_equal(recorded["advantages"], trained["advantages"])
+
+
 def test_a_step_has_as_many_updates_as_minibatches_and_every_rollout_trains_once():
     policy = run_loop(FakeRun(), max_num_steps=1, rows=2)
     parts = [batch for name, batch in policy.calls if name == "train_step"]

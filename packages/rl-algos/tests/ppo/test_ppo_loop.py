@@ -82,6 +82,18 @@ def test_every_pass_trains_on_every_rollout_once_in_an_order_of_its_own():
     assert rows_of(trained(critic)) == rows_of(trained(policy))
 
 
+def test_the_values_of_tokens_are_recorded_in_the_order_of_the_rollouts_whether_the_policy_trains_or_not():
+    run = FakeRun()
+    policy, _ = run_loop(run, max_num_steps=2, critic_warmup_steps=1, policy_rows=8)
+    of_policy = {tuple(row): batch for batch in trained(policy) for row in batch.ragged("tokens")}
+    for step in (1, 2):
+        batch, groups = run.batches[step], run.groups[step]
+        rows = [row.tolist() for group in groups for row in group.columns.ragged("tokens")]
+        assert [row.tolist() for row in batch.ragged("tokens")] == rows
+        assert batch.ragged("advantages").offsets.tolist() == batch.ragged("prev_logprobs").offsets.tolist()
+    assert set(of_policy) == {tuple(row) for row in run.batches[2].ragged("tokens")}
+
+
 def test_the_critic_warms_up_while_the_policy_stays():
     run = FakeRun()
     policy, critic = run_loop(run, critic_warmup_steps=2)

@@ -145,6 +145,14 @@ def test_local_brings_every_column_here() -> None:
     assert same_near_and_far(pickle.loads(pickle.dumps(local)))
 
 
+def test_local_fetches_a_store_once_for_all_columns_of_its_rows() -> None:
+    near, far = FakeStore(a=tokens(0, 3), b=np.arange(3)), FakeStore(a=tokens(3, 2), b=np.arange(2))
+    rows = RemoteRows.concat([near.rows(), far.rows()]).select([4, 0])
+    local = Batch({**rows.columns(["a", "b"]), "c": np.arange(2)}).with_zeros("b", np.array([True, False])).local()
+    assert plain(local) == {"a": [tokens(3, 2)[1].tolist(), tokens(0, 3)[0].tolist()], "b": [0, 0], "c": [0, 1]}
+    assert (near.num_fetches, far.num_fetches) == (1, 1)
+
+
 def test_rows_of_all_columns_must_agree() -> None:
     with pytest.raises(ValueError, match="'b': 3"):
         Batch({"a": np.zeros(2), "b": np.zeros(3)})

@@ -6,6 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from rl_core.rollouts.group import RolloutGroup
+from rl_core.rollouts.rollout import Prompt, Rollout, WeightSpan
+from rl_launch.session.rollouts.token_files import TokenFiles
+
 CONFIG = """\
 algorithm: grpo
 policy: {{model_name: Qwen/Qwen3-0.6B, optimizer: {{kwargs: {{lr: {lr}}}}}, generation: {{backend: vllm}}}}
@@ -77,6 +83,50 @@ def made_run(folder: Path, num_steps: int = 3, *, lr: float = 0.001) -> Path:
     for step in range(1, num_steps + 1):
         add_step(folder, step)
     return folder
+
+
+class Words:
+    """Texts of the tokens of `add_tokens`: two of a prompt, a character in two parts, and numbered words."""
+
+    def text(self, number: int) -> bytes:
+        euro = "\u20ac".encode()
+        return {0: b"<|user|>", 1: b"hi ", 2: euro[:2], 3: euro[2:]}.get(number, b"w%d " % (number - 4))
+
+    def is_special(self, number: int) -> bool:
+        return number == 0
+
+
+def add_tokens(
+    folder: Path, step: int, num_rollouts: int = 2, num_sampled: int = 4, texts: Any = None, prompt_id: str = "p0"
+) -> None:
+    """Add the tokens of the first rollouts of a step: a prompt of two, sampled words, and a character of two tokens,
+    the last of which has another weight version. The advantages of the rollouts are 0.5, 1.5 and so on."""
+    tokens = np.array([0, 1, *range(4, 4 + num_sampled), 2, 3], np.int32)
+    sampled = np.arange(len(tokens)) >= 2
+    length = int(sampled.sum())
+    logprobs = np.where(sampled, -0.5 * np.cumsum(sampled), -9.0).astype(np.float32)
+    rollouts = [
+        Rollout(
+            prompt_id,
+            tokens,
+            sampled.astype(np.uint8),
+            np.where(sampled, logprobs + 0.25, 0).astype(np.float32),
+            (WeightSpan(3, length - 1), WeightSpan(4, 1)),
+            (),
+            {"reward": 1.0},
+            "stop",
+        )
+        for _ in range(num_rollouts)
+    ]
+    group = RolloutGroup.of(Prompt(prompt_id, (), tokens[:2], "math"), rollouts)
+    columns = group.columns.only(["tokens", "loss_mask", "generation_logprobs", "weight_versions"])
+    every = columns.ragged("tokens").like(np.tile(logprobs, num_rollouts))
+    batch = columns.with_columns({"prev_logprobs": every, "advantages": np.arange(num_rollouts) + 0.5})
+    files = TokenFiles(folder / "rollouts", "all", 1)
+    files.read_texts_from(texts or Words())
+    files.append(step, [group], batch)
+    files.flush()
+    files.close()
 
 
 def made_evaluation(folder: Path, value: float) -> Path:

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from made_runs import add_step, lines, made_evaluation, made_run, rollout
+from made_runs import add_step, add_tokens, lines, made_evaluation, made_run, rollout
 from typer.testing import CliRunner
 
 from rl_core.errors import ConfigError
@@ -35,6 +35,18 @@ def test_an_export_has_the_answers_of_the_page(tmp_path):
     text = (tmp_path / "out" / "data" / f"{name}.js").read_text()
     assert '"best_step":3' in text
     assert all((tmp_path / "out" / name).is_file() for name in ("index.html", "app/main.js", "vendor/LICENSES.txt"))
+
+
+def test_an_export_has_the_tokens_of_some_rollouts_of_a_step(tmp_path):
+    add_tokens(made_run(tmp_path / "runs" / "one"), 3, num_rollouts=2)
+    for most in (0, 1, 8):
+        assert export(Catalog([tmp_path / "runs"]), tmp_path / "out", Limits(steps=1, tokens=most)) == 4
+        index = (tmp_path / "out" / "data" / "index.js").read_text()
+        found = json.loads(index[index.index("(") + 1 : index.rindex(")")])
+        assert found["tokens"] == most
+        keys = [json.loads(each) for each in found["names"]]
+        rows = [dict(given)["row"] for name, given in keys if name == "tokens"]
+        assert rows == ["0", "1"][:most]
 
 
 def test_a_hostile_rollout_stays_a_string(tmp_path):

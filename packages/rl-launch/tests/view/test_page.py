@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from browser import PROGRAM, browser
-from made_runs import add_step, group, made_evaluation, made_run, rollout
+from made_runs import Words, add_step, add_tokens, group, made_evaluation, made_run, rollout
 
 from rl_launch.view.catalog import Catalog
 from rl_launch.view.export import export
@@ -26,6 +26,7 @@ HOSTILE = (
 def root(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     made_run(folder / "one", 12)
+    add_tokens(folder / "one", 12)
     made_run(folder / "two", 12, lr=0.002)
     made_evaluation(folder / "evals" / "a", 0.0)
     made_evaluation(folder / "evals" / "b", 1.0)
@@ -73,6 +74,10 @@ VIEWS = {
     "#/run/one/rollouts?open=12:1": HAS_TEXT.format("'answer 1 of step 12'"),
     "#/run/one/rollouts?open=12:1&as=group": "document.querySelectorAll('.side-by-side article').length === 2",
     "#/run/one/rollouts?open=12:1&as=diff&with=12:0": "document.querySelector('del') && document.querySelector('ins')",
+    "#/run/one/rollouts?open=12:1&as=tokens": "document.querySelectorAll('.tokens .token').length === 8",
+    "#/run/one/rollouts?open=12:1&as=tokens&color=difference": "document.querySelector('.tokens .tone-below4')",
+    "#/run/one/rollouts?open=12:1&as=tokens&color=weight_version": "document.querySelector('.tokens .tone-group1')",
+    "#/run/one/rollouts?open=12:2&as=tokens": HAS_TEXT.format("'logger.token_level=all'"),
     "#/run/one/timeline": "document.querySelectorAll('.timeline rect').length > 12",
     "#/run/one/advice": "document.querySelector('.advice, .empty')",
     "#/run/one/config?other=two": HAS_TEXT.format("'policy.optimizer.kwargs.lr'"),
@@ -129,6 +134,76 @@ def test_hostile_rollouts_are_shown_as_text(view, page, root):
     assert page.js("document.documentElement.scrollWidth <= innerWidth")
 
 
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("color", ["logprob", "difference", "loss_mask", "weight_version"])
+def test_coloured_tokens_can_be_read_in_both_themes(view, page, theme, color):
+    view(f"#/run/one/rollouts?open=12:1&as=tokens&color={color}", "document.querySelector('.tokens .token')")
+    page.js(f"document.documentElement.dataset.theme = '{theme}'")
+    if not page.js("!!window.axe"):
+        page.js(f"{AXE.read_text()}; 0")
+    try:
+        found = page.js(
+            "axe.run('.rollout', {runOnly: ['color-contrast']}).then((found) => [found.passes.length, found.violations"
+            ".flatMap((each) => each.nodes.map((node) => node.html)), found.incomplete.length])"
+        )
+    finally:
+        page.js("document.documentElement.dataset.theme = 'system'")
+    assert found == [1, [], 0]
+
+
+def test_the_pointer_and_the_keys_show_all_values_of_a_token(view, page):
+    view("#/run/one/rollouts?open=12:1&as=tokens", "document.querySelector('.tokens .token')")
+    card = "document.querySelector('.token-card')?.innerText ?? ''"
+    page.js("document.querySelector('.tokens').focus()")
+    page.wait(f"({card}).includes('not sampled by the policy')")
+    assert "<|user|>" in page.js(card)
+    for _ in range(2):
+        page.call("Input.dispatchKeyEvent", type="keyDown", key="ArrowRight")
+    page.wait(f"({card}).includes('w0')")
+    shown = page.js(card).split("\n")
+    assert shown[0] == '"w0 "'
+    assert {"4 at 2", "-0.5 (0.6065)", "-0.25 (0.7788)", "-0.25", "1.5", "yes", "3"} <= set(shown)
+    page.call("Input.dispatchKeyEvent", type="keyDown", key="Escape")
+    page.wait("!document.querySelector('.token-card')")
+    assert page.js("!!document.querySelector('.tokens')")
+
+    place = page.js(
+        "(() => { const box = [...document.querySelectorAll('.token')].at(-1).getBoundingClientRect();"
+        "return [box.left + box.width / 2, box.top + box.height / 2] })()"
+    )
+    page.call("Input.dispatchMouseEvent", type="mouseMoved", x=place[0], y=place[1])
+    page.wait(f"({card}).includes('weight version')")
+    assert page.js(card).split("\n")[-1] == "4"
+    assert page.js("document.querySelector('.token.current').textContent") == "\u20ac"
+
+
+def test_tokens_of_the_prompt_are_not_trained_on_and_special_ones_are_marked(view, page):
+    view("#/run/one/rollouts?open=12:0&as=tokens&color=loss_mask", "document.querySelector('.tokens .token')")
+    classes = page.js("[...document.querySelectorAll('.tokens .token')].map((each) => each.className)")
+    assert classes[:3] == ["token special untrained", "token untrained", "token tone-group0"]
+    assert page.js("document.querySelector('.tokens .hidden-character').textContent") == "e2 82"
+
+
+def test_hostile_tokens_are_shown_as_text(view, page, root):
+    class Hostile(Words):
+        def text(self, number):
+            return HOSTILE[:150].encode()
+
+    run = made_run(root / "hostile-tokens")
+    add_step(run, 4, [rollout("p0", 0, "x", 1.0)])
+    add_tokens(run, 4, num_rollouts=1, texts=Hostile())
+    page.wait("RlView.ask('runs').then((found) => found.runs.some((run) => run.id === 'hostile-tokens'))")
+    view("#/run/hostile-tokens/rollouts?open=4:0&as=tokens", HAS_TEXT.format("'<script>window.hacked = 1</script>'"))
+    page.js("document.querySelector('.tokens').focus()")
+    page.wait("document.querySelector('.token-card')")
+
+    assert page.js("window.hacked === undefined")
+    assert page.js("[...document.querySelectorAll('main script, main img')].length") == 0
+    marks = page.js("[...document.querySelectorAll('.tokens .hidden-character')].map((each) => each.innerText)")
+    assert {"ESC", "RLO", "PDF"} <= set(marks)
+    assert page.js("document.documentElement.scrollWidth <= innerWidth")
+
+
 def test_links_hold_the_view_and_keys_move_through_it(view, page):
     view("#/run/one/rollouts", "document.querySelectorAll('tbody tr').length > 0")
     page.js("document.querySelector('tbody tr').focus()")
@@ -144,6 +219,7 @@ def test_links_hold_the_view_and_keys_move_through_it(view, page):
 
 def test_an_export_opens_from_a_file(page, tmp_path):
     add_step(made_run(tmp_path / "runs" / "one"), 4, group(4, 0), **{"policy/nll": 0.5})
+    add_tokens(tmp_path / "runs" / "one", 3)
     made_run(tmp_path / "runs" / "two")
     export(Catalog([tmp_path / "runs"]), tmp_path / "out")
     page.problems.clear()
@@ -151,6 +227,10 @@ def test_an_export_opens_from_a_file(page, tmp_path):
 
     page.open(f"file://{tmp_path}/out/index.html#/run/one/rollouts?open=3:1")
     page.wait(HAS_TEXT.format("'answer 1 of step 3'"))
+    page.js("location.hash = '#/run/one/rollouts?open=3:1&as=tokens'")
+    page.wait("document.querySelectorAll('.tokens .token').length === 8")
+    page.js("location.hash = '#/run/one/rollouts?open=3:2&as=tokens'")
+    page.wait(HAS_TEXT.format("'This export has no tokens of this rollout'"))
     for address in ("#/run/one/metrics", "#/runs"):
         page.js(f"location.hash = {json.dumps(address)}")
         page.wait("document.querySelectorAll('.u-wrap').length === 3")

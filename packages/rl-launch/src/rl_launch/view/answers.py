@@ -26,6 +26,7 @@ from rl_launch.view.metrics import AXES, Axis
 from rl_launch.view.origins import config_values
 from rl_launch.view.parameters import Parameters
 from rl_launch.view.records import Matcher, bounded, previews, record_of
+from rl_launch.view.tokens import tokens_of
 
 Answer = dict[str, Any]
 
@@ -232,6 +233,14 @@ def raw_rollout(catalog: Catalog, given: Parameters) -> bytes:
     return entry.index.read([_line(entry, given)])[0]
 
 
+def tokens(catalog: Catalog, given: Parameters) -> Answer:
+    """A page of the tokens of one rollout with their values, or why there are none."""
+    entry = catalog[given.text("id")]
+    line = _line(entry, given)
+    record = record_of(entry.index.read([line])[0]) or {}
+    return tokens_of(entry, line, record, given.integer("offset", 0, least=0))
+
+
 def timeline(catalog: Catalog, given: Parameters) -> Answer:
     """Time by phase of each of some steps, idle shares, and events of the driver's log."""
     entry = catalog[given.text("id")]
@@ -339,6 +348,7 @@ ANSWERS: Mapping[str, Callable[[Catalog, Parameters], Answer]] = {
     "report": report,
     "rollouts": rollouts,
     "rollout": rollout,
+    "tokens": tokens,
     "timeline": timeline,
     "config": config,
     "checkpoints": checkpoints,

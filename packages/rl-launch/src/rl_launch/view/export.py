@@ -14,6 +14,7 @@ from rl_launch.view.answers import ANSWERS
 from rl_launch.view.catalog import Catalog, Entry
 from rl_launch.view.parameters import Parameters
 from rl_launch.view.server import as_json
+from rl_launch.view.tokens import recorded_in
 
 INDEX = "data/index.js"
 """Names of the files with answers, by request."""
@@ -30,10 +31,12 @@ class Limits:
         steps: Number of steps of each kind whose rollouts are exported: the first, the last, and others at equal
             distances.
         rollouts: Number of rollouts of each of these steps, at most `MOST_ROWS`.
+        tokens: Number of rollouts of each of these steps whose first tokens are exported with their values.
     """
 
     steps: int = 8
     rollouts: int = 64
+    tokens: int = 8
 
 
 def export(catalog: Catalog, folder: Path, limits: Limits = Limits()) -> int:
@@ -72,7 +75,7 @@ def export(catalog: Catalog, folder: Path, limits: Limits = Limits()) -> int:
         names[key] = f"a{len(names)}"
         _write(folder / "data" / f"{names[key]}.js", f"RlViewExport.receive({json.dumps(names[key])}, ", answer)
     steps = {each.id: _steps(each, limits) for each in catalog.entries()}
-    index = {"names": names, "limit": limits.rollouts, "steps": steps}
+    index = {"names": names, "limit": limits.rollouts, "tokens": limits.tokens, "steps": steps}
     _write(folder / INDEX, "globalThis.RlViewExport = (", index)
     (folder / "index.html").write_bytes(static_files.page(data_script=INDEX))
     return num_rollouts
@@ -101,8 +104,11 @@ def _requests_of(entry: Entry, catalog: Catalog, limits: Limits) -> Iterator[tup
             page = {"id": entry.id, "kind": kind, "first": step, "last": step, "limit": limits.rollouts}
             yield "rollouts", page
             listed = ANSWERS["rollouts"](catalog, Parameters({name: [str(value)] for name, value in page.items()}))
-            for row in listed["rows"]:
-                yield "rollout", {"id": entry.id, "kind": kind, "step": step, "row": row["row"]}
+            places = [{"id": entry.id, "kind": kind, "step": step, "row": row["row"]} for row in listed["rows"]]
+            yield from (("rollout", place) for place in places)
+            recorded = {each.number for each in recorded_in(entry, kind, step)}
+            with_tokens = [place for place in places if place["row"] in recorded]
+            yield from (("tokens", place) for place in with_tokens[: limits.tokens])
 
 
 def _steps(entry: Entry, limits: Limits) -> dict[str, list[int]]:

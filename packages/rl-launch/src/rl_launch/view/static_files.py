@@ -13,6 +13,7 @@ SCRIPTS = (
     "app/runs.js",
     "app/run.js",
     "app/rollouts.js",
+    "app/tokens.js",
     "app/rollout.js",
     "app/pages.js",
     "app/main.js",

@@ -128,10 +128,17 @@ def recorded_rows(step: int, groups: Sequence[RolloutGroup], batch: Batch, num_g
         groups: Groups of the step; those that were not trained on come last.
         batch: Rows of the groups that were trained on.
         num_groups: Number of groups to draw from those that were trained on; None to record all groups.
+
+    Raises:
+        ValueError: If the batch has not the rows of the first groups.
     """
     ends = np.cumsum([len(group.columns) for group in groups])
     num_trained = int(np.searchsorted(ends, len(batch))) + 1 if len(batch) else 0
-    assert num_trained == 0 or ends[num_trained - 1] == len(batch), "a batch has the rows of the first groups"
+    if num_trained > len(groups) or (num_trained and ends[num_trained - 1] != len(batch)):
+        raise ValueError(
+            f"a batch of {len(batch)} rows does not belong to these groups, whose rows add up to {ends.tolist()}; pass "
+            "the batch of `build_batch` to record_rollouts"
+        )
     chosen = np.arange(num_trained)
     if num_groups is not None:
         drawn = np.random.default_rng(step).choice(num_trained, min(num_groups, num_trained), replace=False)

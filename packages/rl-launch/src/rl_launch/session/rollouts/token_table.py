@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import IO, Any, Protocol
+from typing import IO, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -162,13 +162,28 @@ class TokenTables:
         return self._known[number]
 
 
-def recorded_rollouts(file: IO[bytes]) -> list[int]:
-    """Return the numbers of the rollouts in a file of tokens, in order."""
-    import pyarrow.compute as pc
+class RecordedRollout(NamedTuple):
+    """A rollout in a file of tokens.
+
+    Args:
+        number: Number of the rollout in the step, from 0.
+        prompt_id: Id of its prompt.
+        index: Place of the rollout in its group.
+    """
+
+    number: int
+    prompt_id: str
+    index: int
+
+
+def recorded_rollouts(file: IO[bytes]) -> list[RecordedRollout]:
+    """Return the rollouts in a file of tokens, in order."""
     import pyarrow.parquet as pq
 
-    found: list[int] = pc.unique(pq.ParquetFile(file).read(columns=["rollout"])["rollout"]).to_pylist()
-    return found
+    table = pq.ParquetFile(file).read(columns=["rollout", "prompt_id", "index"])
+    first = np.flatnonzero(np.diff(table["rollout"].to_numpy(), prepend=-1))
+    columns = table.take(first).to_pydict()
+    return [RecordedRollout(*each) for each in zip(*columns.values(), strict=True)]
 
 
 def read_tokens(file: IO[bytes], rollout: int) -> dict[str, list[Any]]:

@@ -3,7 +3,7 @@
 (() => {
   const { html, useState, useEffect, useRef, useMemo } = RlView;
 
-  RlView.closeRollout = () => RlView.setQuery({ open: '', as: '', with: '' });
+  RlView.closeRollout = () => RlView.setQuery({ open: '', as: '', with: '', token: '' });
   const useRollout = (id, kind, at, version) => {
     const [step, row] = at.split(':').map(Number);
     return RlView.useAnswer('rollout', { id, kind, step, row }, version);
@@ -23,15 +23,16 @@
     if (!answer) return html`<section class="panel rollout"><${RlView.Empty}>Reading…</${RlView.Empty}></section>`;
     const { record, group } = answer;
     const others = answer.same_prompt.filter((each) => each.step !== answer.step);
-    const views = [['turns', 'turns'], ...(group.length > 1 ? [['group', `group of ${group.length}`]] : []), ['diff', 'diff'], ['record', 'record']];
+    const views = [['turns', 'turns'], ...(group.length > 1 ? [['group', `group of ${group.length}`]] : []), ['tokens', 'tokens'], ['diff', 'diff'], ['record', 'record']];
     return html`<section class="panel rollout" ref=${frame} tabindex="-1" aria-label="rollout">
       <header class="title"><h2>Rollout ${record.index ?? answer.row} <span class="muted">of ${record.prompt_id ?? 'a prompt'}, step ${answer.step}</span></h2>
         <button class="quiet close" onClick=${close} aria-label="close the rollout">×</button></header>
       <${Facts} record=${record} />
-      ${group.length > 1 && html`<div class="members" role="group" aria-label="group">${group.map((member) => html`<a href=${link({ open: keyOf(member) })} aria-current=${member.row === answer.row ? 'true' : undefined} class=${member.status === 'failed' ? 'failed' : ''} title=${`rollout ${member.position ?? member.row}`}>${member.status === 'failed' ? '×' : RlView.number(member.reward)}</a>`)}</div>`}
-      <nav class="tabs small" aria-label="views of the rollout">${views.map(([name, title]) => html`<a href=${link({ as: name === 'turns' ? '' : name })} aria-current=${view === name ? 'page' : undefined}>${title}</a>`)}
+      ${group.length > 1 && html`<div class="members" role="group" aria-label="group">${group.map((member) => html`<a href=${link({ open: keyOf(member), token: '' })} aria-current=${member.row === answer.row ? 'true' : undefined} class=${member.status === 'failed' ? 'failed' : ''} title=${`rollout ${member.position ?? member.row}`}>${member.status === 'failed' ? '×' : RlView.number(member.reward)}</a>`)}</div>`}
+      <nav class="tabs small" aria-label="views of the rollout">${views.map(([name, title]) => html`<a href=${link({ as: name === 'turns' ? '' : name, token: '' })} aria-current=${view === name ? 'page' : undefined}>${title}</a>`)}
         ${!RlView.isExport && html`<a href=${`api/raw?${new URLSearchParams({ id, kind, step: answer.step, row: answer.row })}`} download>raw line, ${RlView.bytes(answer.bytes)}</a>`}</nav>
       ${view === 'group' ? html`<${Group} id=${id} kind=${kind} group=${group} current=${answer.row} />`
+        : view === 'tokens' ? html`<${RlView.Tokens} id=${id} kind=${kind} step=${answer.step} row=${answer.row} query=${query} version=${version} />`
         : view === 'diff' ? html`<${Diff} id=${id} kind=${kind} answer=${answer} query=${query} />`
         : view === 'record' ? html`<pre class="record"><${RlView.Untrusted} text=${JSON.stringify(record, null, 1)} /></pre>`
         : html`<${Turns} record=${record} search=${query.get('text') ?? ''} />`}
