@@ -90,7 +90,7 @@ class Words:
 
     def text(self, number: int) -> bytes:
         euro = "\u20ac".encode()
-        return {0: b"<|user|>", 1: b"hi ", 2: euro[:2], 3: euro[2:]}.get(number, b"w%d " % (number - 4))
+        return {0: b"<|user|>", 1: b"hi ", 2: euro[:2], 3: euro[2:]}.get(number, b"w%d\n" % (number - 4))
 
     def is_special(self, number: int) -> bool:
         return number == 0
@@ -99,9 +99,9 @@ class Words:
 def add_tokens(
     folder: Path, step: int, num_rollouts: int = 2, num_sampled: int = 4, texts: Any = None, prompt_id: str = "p0"
 ) -> None:
-    """Add the tokens of the first rollouts of a step: a prompt of two, sampled words, and a character of two tokens,
-    the last of which has another weight version. The advantages of the rollouts are 0.5, 1.5 and so on."""
-    tokens = np.array([0, 1, *range(4, 4 + num_sampled), 2, 3], np.int32)
+    """Add the tokens of the first rollouts of a step: a prompt of two, and sampled a character of two and words, the
+    last of which has another weight version. The advantages of the rollouts are 0.5, 1.5 and so on."""
+    tokens = np.arange(4 + num_sampled, dtype=np.int32)
     sampled = np.arange(len(tokens)) >= 2
     length = int(sampled.sum())
     logprobs = np.where(sampled, -0.5 * np.cumsum(sampled), -9.0).astype(np.float32)

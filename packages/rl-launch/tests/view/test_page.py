@@ -141,14 +141,13 @@ def test_coloured_tokens_can_be_read_in_both_themes(view, page, theme, color):
     page.js(f"document.documentElement.dataset.theme = '{theme}'")
     if not page.js("!!window.axe"):
         page.js(f"{AXE.read_text()}; 0")
+    # the mark of a newline is not text, so that axe does not decide on it
+    nodes = "[...found.violations, ...found.incomplete].flatMap((each) => each.nodes.map((node) => node.html))"
     try:
-        found = page.js(
-            "axe.run('.rollout', {runOnly: ['color-contrast']}).then((found) => [found.passes.length, found.violations"
-            ".flatMap((each) => each.nodes.map((node) => node.html)), found.incomplete.length])"
-        )
+        unreadable = page.js(f"axe.run('.rollout', {{runOnly: ['color-contrast']}}).then((found) => {nodes})")
     finally:
         page.js("document.documentElement.dataset.theme = 'system'")
-    assert found == [1, [], 0]
+    assert [each for each in unreadable if not each.startswith('<i class="newline"')] == []
 
 
 def test_the_pointer_and_the_keys_show_all_values_of_a_token(view, page):
@@ -157,24 +156,24 @@ def test_the_pointer_and_the_keys_show_all_values_of_a_token(view, page):
     page.js("document.querySelector('.tokens').focus()")
     page.wait(f"({card}).includes('not sampled by the policy')")
     assert "<|user|>" in page.js(card)
-    for _ in range(2):
+    for _ in range(4):
         page.call("Input.dispatchKeyEvent", type="keyDown", key="ArrowRight")
     page.wait(f"({card}).includes('w0')")
     shown = page.js(card).split("\n")
-    assert shown[0] == '"w0 "'
-    assert {"4 at 2", "-0.5 (0.6065)", "-0.25 (0.7788)", "-0.25", "1.5", "yes", "3"} <= set(shown)
+    assert shown[0] == '"w0\\n"'
+    assert {"4 at 4", "-1.5 (0.2231)", "-1.25 (0.2865)", "-0.25", "1.5", "yes", "3"} <= set(shown)
     page.call("Input.dispatchKeyEvent", type="keyDown", key="Escape")
     page.wait("!document.querySelector('.token-card')")
     assert page.js("!!document.querySelector('.tokens')")
 
     place = page.js(
-        "(() => { const box = [...document.querySelectorAll('.token')].at(-1).getBoundingClientRect();"
+        "(() => { const box = [...document.querySelectorAll('.tokens .token')].at(-1).getClientRects()[0];"
         "return [box.left + box.width / 2, box.top + box.height / 2] })()"
     )
     page.call("Input.dispatchMouseEvent", type="mouseMoved", x=place[0], y=place[1])
     page.wait(f"({card}).includes('weight version')")
     assert page.js(card).split("\n")[-1] == "4"
-    assert page.js("document.querySelector('.token.current').textContent") == "\u20ac"
+    assert page.js("document.querySelector('.token.current').textContent") == "w3\u21b5\n"
 
 
 def test_tokens_of_the_prompt_are_not_trained_on_and_special_ones_are_marked(view, page):

@@ -28,8 +28,8 @@ def test_a_rollout_has_texts_values_and_the_ranges_of_its_sampled_tokens(run):
     found = ask(run, 1)
 
     columns = found["columns"]
-    assert columns["text"] == ["<|user|>", "hi ", "w0 ", "w1 ", "w2 ", "", "\u20ac"]
-    assert columns["part"] == ["", "", "", "", "", "e2 82", ""]
+    assert columns["text"] == ["<|user|>", "hi ", "", "\u20ac", "w0\n", "w1\n", "w2\n"]
+    assert columns["part"] == ["", "", "e2 82", "", "", "", ""]
     assert columns["is_special"] == [1, 0, 0, 0, 0, 0, 0]
     assert columns["loss_mask"] == [0, 0, 1, 1, 1, 1, 1]
     assert columns["logprob"] == [None, -9.0, -0.5, -1.0, -1.5, -2.0, -2.5]
@@ -49,7 +49,7 @@ def test_a_long_rollout_comes_in_pages(run, monkeypatch):
     monkeypatch.setattr("rl_launch.view.tokens.MOST_TOKENS", 4)
     add_tokens(run, 4, num_rollouts=1, num_sampled=3)
     assert [len(ask(run, offset=offset)["columns"]["text"]) for offset in (0, 4, 8)] == [4, 3, 0]
-    assert ask(run, offset=4)["columns"]["text"] == ["w2 ", "", "\u20ac"]
+    assert ask(run, offset=4)["columns"]["text"] == ["w0\n", "w1\n", "w2\n"]
     assert ask(run, offset=4)["count"] == 7
 
 

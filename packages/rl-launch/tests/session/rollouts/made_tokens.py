@@ -26,7 +26,7 @@ def prompt(name: str) -> Prompt:
 def rollout(name: str, tokens: list[int], mask: list[int], versions: tuple[tuple[int, int], ...], **others) -> Rollout:
     """A rollout whose n-th sampled token has the generator's logprob `-n / 2`."""
     sampled = np.array(mask, np.uint8)
-    logprobs = np.where(sampled, -np.cumsum(sampled) / 2, 0).astype(np.float32)
+    logprobs = np.where(sampled, -0.5 * np.cumsum(sampled), 0).astype(np.float32)
     spans = tuple(WeightSpan(*span) for span in versions)
     return Rollout(name, np.array(tokens, np.int32), sampled, logprobs, spans, (), {"reward": 1.0}, "stop", **others)
 

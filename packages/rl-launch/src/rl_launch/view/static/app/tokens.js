@@ -63,7 +63,7 @@
     const name = names.includes(given) ? given : names[0];
     const { count, offset, columns } = answer;
     const end = offset + columns.text.length;
-    return html`<div class="bar">
+    return html`<div class="bar token-bar">
         <${RlView.Choice} label="colour" name="color" query=${query} fallback=${names[0]} options=${names.map((each) => [each, COLUMNS[each]])} />
         <${Legend} answer=${answer} name=${name} />
         <span class="muted count" role="status">${count > columns.text.length ? `tokens ${offset + 1} to ${end} of ${count.toLocaleString('en')}` : `${count.toLocaleString('en')} tokens`}</span></div>
@@ -151,7 +151,7 @@
   };
 
   const WIDTH = 290;
-  const HEIGHT = 250;
+  const HEIGHT = 230;
   const Card = ({ answer, card }) => {
     const { columns } = answer;
     const { at } = card;
@@ -163,8 +163,8 @@
       ['trained on', columns.loss_mask[at] ? 'yes' : isSampled(columns, at) ? 'no' : 'no: not sampled by the policy'],
       ['weight version', columns.weight_version[at] ?? ''],
     ].filter(([, value]) => value !== '');
-    const top = card.bottom + HEIGHT < innerHeight ? card.bottom + 6 : Math.max(4, card.top - HEIGHT);
-    return html`<div class="token-card panel" role="status" style=${{ left: `${Math.max(4, Math.min(card.left, innerWidth - WIDTH - 8))}px`, top: `${top}px` }}>
+    const place = card.bottom + HEIGHT < innerHeight || card.top < HEIGHT ? { top: `${card.bottom + 6}px` } : { bottom: `${innerHeight - card.top + 6}px` };
+    return html`<div class="token-card panel" role="status" style=${{ left: `${Math.max(4, Math.min(card.left, innerWidth - WIDTH - 8))}px`, ...place }}>
       <b class="untrusted">${text === null ? 'no text' : RlView.marked(JSON.stringify(columns.part[at] || text))}</b>
       <dl>${rows.map(([label, value]) => html`<div><dt>${label}</dt><dd>${value}</dd></div>`)}</dl></div>`;
   };
