@@ -14,7 +14,7 @@ from rl_core.rollouts.group import RolloutGroup
 from rl_launch.session import LoggerConfig, RunSession
 from rl_launch.session.rollouts import rollout_store, token_files
 from rl_launch.session.rollouts.token_files import MOST_STEPS, TokenFiles, recorded_rows
-from rl_launch.session.rollouts.token_table import TokenRows, read_tokens, recorded_rollouts
+from rl_launch.session.rollouts.token_table import RecordedRollout, TokenRows, read_tokens, recorded_rollouts
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def test_a_rollout_is_found_in_a_file_of_many(tmp_path, files, monkeypatch):
     path = tmp_path / "tokens_3.parquet"
     assert pq.ParquetFile(path).num_row_groups == 10
     with path.open("rb") as file:
-        assert [tuple(each) for each in recorded_rollouts(file)] == [(n, "a", n % 2) for n in range(10)]
+        assert recorded_rollouts(file) == [RecordedRollout(n, "a", n % 2) for n in range(10)]
         assert read_tokens(file, 6)["token_id"] == [5, 6, 7]
         assert read_tokens(file, 7)["rollout"] == [7] * 5
         assert read_tokens(file, 10)["token_id"] == []

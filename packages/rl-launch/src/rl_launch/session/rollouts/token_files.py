@@ -149,7 +149,13 @@ def recorded_rows(step: int, groups: Sequence[RolloutGroup], batch: Batch, num_g
         starts = np.append(0, ends)
         columns = batch.only([name for name in BATCH_COLUMNS if name in batch])
         rows = np.concatenate([np.arange(starts[number], ends[number]) for number in chosen])
-        parts.append(_rows_of([groups[number] for number in chosen], lines[chosen], columns.select(rows)))
+        parts.append(
+            _rows_of(
+                [groups[number] for number in chosen.tolist()],
+                lines[chosen],
+                columns if len(rows) == len(batch) else columns.select(rows),
+            )
+        )
     if num_groups is not None:
         return [_bounded(part, num_groups * TOKENS_PER_GROUP) for part in parts]
     aside = groups[num_trained:]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import IO, Any, NamedTuple, Protocol
+from typing import IO, Any, Protocol
 
 import numpy as np
 
@@ -81,8 +81,7 @@ class TokenTables:
     """
 
     def __init__(self, texts: TextsOfTokens | None) -> None:
-        self._texts = texts
-        self._known: dict[int, tuple[bytes | None, bool]] = {}
+        self._vocabulary = _Vocabulary(texts)
 
     def write(self, file: IO[bytes], step: int, parts: Sequence[TokenRows]) -> None:
         """Write the file of a step.
@@ -117,10 +116,8 @@ class TokenTables:
         has_before = position > 0
         prompts, prompt = np.unique(np.asarray(rows.prompt_id, dtype=object), return_inverse=True)
         unique, token = np.unique(ids, return_inverse=True)
-        described = [self._described(number) for number in unique.tolist()]
-        texts = pa.array([text or b"" for text, _ in described], pa.binary())
-        is_unknown = np.array([text is None for text, _ in described], dtype=bool)
-        special = np.array([is_special for _, is_special in described], dtype=bool)
+        texts, kinds = self._vocabulary.described(unique)
+        kind = kinds[token]
 
         def floats(name: str, is_valid: np.ndarray) -> Any:
             if name not in batch:
@@ -138,8 +135,8 @@ class TokenTables:
                 "segment": np.repeat(rows.segment, lengths).astype(np.int32),
                 "position": position.astype(np.int32),
                 "token_id": ids.astype(np.int32),
-                "text": _dictionary(token, texts, is_unknown[token]),
-                "is_special": special[token],
+                "text": _dictionary(token, pa.array(texts, pa.binary()), kind == _WITHOUT_TEXT),
+                "is_special": kind == _SPECIAL,
                 "loss_mask": is_trained,
                 "weight_version": pa.nulls(len(ids), pa.int32())
                 if versions is None
@@ -153,16 +150,43 @@ class TokenTables:
             schema=_schema(),
         )
 
-    def _described(self, number: int) -> tuple[bytes | None, bool]:
-        """Text of a token, and whether it is special."""
-        if self._texts is None:
-            return None, False
-        if number not in self._known:
-            self._known[number] = self._texts.text(number), self._texts.is_special(number)
-        return self._known[number]
+
+class _Vocabulary:
+    """Texts and kinds of the tokens that were met, by id.
+
+    Args:
+        source: Texts of the tokens; None if none has a text.
+    """
+
+    def __init__(self, source: TextsOfTokens | None) -> None:
+        self._source = source
+        self._texts = np.empty(0, dtype=object)
+        self._kinds = np.empty(0, dtype=np.uint8)
+
+    def described(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """bytes `[ids]`, the text of each token, empty if it has none; uint8 `[ids]`, its kind.
+
+        Args:
+            ids: int `[ids]`, in ascending order.
+        """
+        missing = int(ids[-1]) + 1 - len(self._kinds) if len(ids) else 0
+        if missing > 0:
+            self._texts = np.append(self._texts, np.full(missing, b"", dtype=object))
+            self._kinds = np.append(self._kinds, np.full(missing, _NOT_MET, dtype=np.uint8))
+        for number in ids[self._kinds[ids] == _NOT_MET].tolist():
+            text = None if self._source is None else self._source.text(number)
+            is_special = self._source is not None and self._source.is_special(number)
+            self._texts[number] = text or b""
+            self._kinds[number] = _WITHOUT_TEXT if text is None else _SPECIAL if is_special else _PLAIN
+        return self._texts[ids], self._kinds[ids]
 
 
-class RecordedRollout(NamedTuple):
+_NOT_MET, _PLAIN, _SPECIAL, _WITHOUT_TEXT = range(4)
+"""Kinds of tokens."""
+
+
+@dataclass(frozen=True)
+class RecordedRollout:
     """A rollout in a file of tokens.
 
     Args:
