@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+import pyarrow.parquet
 import pytest
 
 from rl_algos.requirement import LOSSES
@@ -165,6 +166,30 @@ def rollouts_of(folder):
         int(path.stem.removeprefix("step_")): [json.loads(line) for line in path.read_text().splitlines()]
         for path in paths
     }
+
+
+def assert_tokens_are_those_of_rollouts(folder):
+    """Assert that the values of tokens agree with the rollouts of every step, all of which are recorded."""
+    for step, records in rollouts_of(folder).items():
+        tokens = pyarrow.parquet.read_table(folder / "rollouts" / f"tokens_{step}.parquet").to_pylist()
+        by_rollout = {number: [] for number in range(len(records))}
+        for token in tokens:
+            by_rollout[token["rollout"]].append(token)
+        for number, record in enumerate(records):
+            own = by_rollout[number]
+            sampled = [token for token in own if token["weight_version"] is not None]
+            assert {(token["prompt_id"], token["index"]) for token in own} == {(record["prompt_id"], record["index"])}
+            assert len(sampled) == record["num_sampled"]
+            spans = [span["version"] for span in record["weight_spans"] for _ in range(span["end"] - span["start"])]
+            assert [token["weight_version"] for token in sampled] == spans
+            lengths = [sum(token["segment"] == each for token in own) for each in range(1 + own[-1]["segment"])]
+            assert lengths == record.get("segments", [len(own)])
+            # special tokens, such as the end of a turn, are not part of its text
+            text = b"".join(token["text"] for token in sampled if not token["is_special"]).decode()
+            assert text == "".join(turn["text"] for turn in record["turns"])
+            trained = [token for token in own if token["loss_mask"]]
+            assert all((token["advantage"] is None) == (record["advantage"] is None) for token in trained)
+            assert all(token["generation_logprob"] <= 0 for token in sampled)
 
 
 def logs_of(folder):

@@ -7,7 +7,7 @@ import shutil
 from dataclasses import dataclass
 
 import pytest
-from runs import Run, assert_same, lines_of, logs_of, steps_of
+from runs import Run, assert_same, assert_tokens_are_those_of_rollouts, lines_of, logs_of, steps_of
 from safetensors.numpy import load_file, save_file
 
 from rl_algos.dpo.loss import LOSSES
@@ -30,6 +30,7 @@ COMMON = (
     "checkpointing.keep_top_k=null",
     "checkpointing.metric_name=null",
     "logger.tensorboard_enabled=false",
+    "logger.token_level=all",
 )
 PACKED = (
     "cluster.cpu_ranks_per_node=2",
@@ -219,6 +220,7 @@ def plain(driver, arguments_of, tmp_path_factory):
         if name not in found:
             folder = tmp_path_factory.mktemp(name) / "run"
             driver.train(folder, *arguments_of(name))
+            assert_tokens_are_those_of_rollouts(folder)
             found[name] = steps_of(folder)
         return found[name]
 
@@ -301,6 +303,7 @@ def test_the_recipe_of_a_variant_takes_steps(recipe, driver, places, tmp_path):
 def test_the_recipe_of_an_environment_takes_steps(recipe, driver, warm_model, tmp_path):
     # a model that ends its turns, for a turn that is cut off ends its rollout
     driver.train(tmp_path / "run", recipe, *COMMON, *few_rollouts("grpo", 2), f"policy.model_name={warm_model}")
+    assert_tokens_are_those_of_rollouts(tmp_path / "run")
     steps = steps_of(tmp_path / "run")
     assert [line["step"] for line in steps] == [1, 2]
     for line in steps:

@@ -52,6 +52,7 @@
   };
   const to = (changes) => {
     const { parts, query } = RlView.readRoute();
+    query.delete('token');
     for (const [name, value] of Object.entries(changes)) query.set(name, value);
     return `#/${parts.map(encodeURIComponent).join('/')}?${query}`;
   };
