@@ -23,7 +23,7 @@ from rl_core.errors import (
 )
 from rl_core.ray import calls
 from rl_core.ray.calls import fetch, gather, outcomes, settle, translate, wait
-from rl_core.ray.host import WorkerHost
+from rl_core.ray.host import CONCURRENCY_GROUPS, WorkerHost
 from rl_core.ray.model import RemoteModel
 from rl_core.ray.stacks import request_stacks
 
@@ -54,7 +54,7 @@ def start(cluster, tmp_path):
     actors = []
 
     def start():
-        host = ray.remote(concurrency_groups={"health": 1})(WorkerHost)
+        host = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(WorkerHost)
         actor = host.options(num_cpus=0, runtime_env=ON_PATH).remote()
         ray.get([actor.log_to.remote(str(tmp_path / f"{len(actors)}.log")), actor.build.remote(WORKER)])
         actors.append(actor)
@@ -106,6 +106,15 @@ def test_a_process_that_ends_is_a_dead_worker(start):
     said = "the process ended: .*exit|the process could not be reached: "
     with pytest.raises(WorkerDied, match=rf"policy rank 3 .*({said})"):
         gather([start().call.remote("end")], [ORIGIN], 60)
+
+
+def test_the_use_of_resources_is_read_while_another_call_runs(start, tmp_path):
+    worker = start()
+    waiting = worker.call.remote("wait_for", str(tmp_path / "go"))
+    usage = fetch(worker.usage.remote(with_machine=True), ORIGIN, 60)
+    (tmp_path / "go").touch()
+    assert fetch(waiting, ORIGIN, 60)
+    assert 0 < usage.process.memory_bytes < usage.machine.memory_total_bytes
 
 
 def test_a_model_that_does_not_answer_leaves_the_stacks_of_its_ranks_in_their_logs(start, tmp_path, monkeypatch):

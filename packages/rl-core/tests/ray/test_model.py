@@ -16,7 +16,7 @@ from rl_core.mesh import Coordinates
 from rl_core.model import LOGPROBS
 from rl_core.ray import model as model_module
 from rl_core.ray.calls import gather
-from rl_core.ray.host import WorkerHost
+from rl_core.ray.host import CONCURRENCY_GROUPS, WorkerHost
 from rl_core.ray.model import RemoteModel
 from rl_core.ray.rows import StoredRows
 
@@ -30,7 +30,7 @@ def start():
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
 
     def start(place):
-        host = ray.remote(concurrency_groups={"health": 1})(WorkerHost)
+        host = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(WorkerHost)
         actor = host.options(num_cpus=0, runtime_env=ON_PATH).remote()
         actor.build.remote("row_worker:RowWorker", place)
         return actor

@@ -22,8 +22,13 @@ from rl_core.errors import RLError, WorkerError
 from rl_core.plugins import plugin_packages, resolve
 from rl_core.ray.bounded_log import keep_bounded
 from rl_core.ray.stacks import write_stacks_on_signal
+from rl_core.usage.meter import Meter, Usage
 
 _log = logging.getLogger(__name__)
+
+CONCURRENCY_GROUPS = {"health": 1, "monitoring": 1}
+"""Concurrency groups that an actor of `WorkerHost` is made with, with the threads of each: their calls are answered
+while another call runs, and a GPU that does not answer holds up monitoring only."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,7 @@ class WorkerHost:
         _prepare_process()
         self._worker: Any = None
         self._port: socket.socket | None = None
+        self._meter = Meter()
 
     def place(self) -> Place:
         """The place of this process. Each call reserves a new port, which stays free until the next call."""
@@ -119,6 +125,11 @@ class WorkerHost:
         """The worker's own report, while another call may be running."""
         return _plainly(lambda: self._worker.health())
 
+    @ray.method(concurrency_group="monitoring")
+    def usage(self, *, with_machine: bool) -> Usage:
+        """Use of resources since the last call, while other calls may be running; see `Meter.read`."""
+        return self._meter.read(with_machine=with_machine)
+
     @ray.method(concurrency_group="health")
     def interrupt(self, transport: Any, reason: str) -> None:
         """Make the worker end a send of weights that another call runs, or is about to."""
@@ -132,6 +143,7 @@ class AsyncWorkerHost:
         _prepare_process()
         self._worker: Any = None
         self._port: socket.socket | None = None
+        self._meter = Meter()
 
     async def place(self) -> Place:
         """The place of this process. Each call reserves a new port, which stays free until the next call."""
@@ -154,6 +166,10 @@ class AsyncWorkerHost:
             return await getattr(self._worker, method)(*args, **kwargs)
         except Exception as error:  # noqa: BLE001 - a worker's failure becomes a report that any process can read
             raise plain(error) from None
+
+    async def usage(self, *, with_machine: bool) -> Usage:
+        """Use of resources since the last call; see `Meter.read`."""
+        return await asyncio.to_thread(self._meter.read, with_machine=with_machine)
 
 
 class RestartingHost(AsyncWorkerHost):

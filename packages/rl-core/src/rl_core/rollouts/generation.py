@@ -132,6 +132,9 @@ class Generator(WeightSink, Protocol):
 
         Among them are `num_requests`, taken in and not answered yet, and `num_sampled`, the tokens sampled so far,
         those of requests in flight included: an engine that has requests and samples nothing is treated as hung.
+        Monitoring also reads these, if the engine has them: `num_running` and `num_waiting`, requests that it decodes
+        and those that wait for it; `kv_cache_usage`, 0 to 1; `weight_version`; `num_draft_tokens` and
+        `num_accepted_tokens`, of speculative decoding so far.
         """
         ...
 
@@ -155,6 +158,7 @@ class Placement:
         reports_routing: True if completions carry the experts that tokens were sent to.
         keeps_cache: True if a request that a weight update interrupted resumes from the keys and values that it has, as
             far as they are still there, and not from those that the new weights compute.
+        reports_load: True if `Generator.health` includes figures that cost the engine something.
     """
 
     device: str
@@ -164,6 +168,7 @@ class Placement:
     awaits_weights: bool = False
     reports_routing: bool = False
     keeps_cache: bool = False
+    reports_load: bool = False
 
     @property
     def kind(self) -> Device:

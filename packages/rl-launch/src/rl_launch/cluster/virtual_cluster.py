@@ -32,7 +32,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from rl_core.devices import NODE_ADDRESS, Device
 from rl_core.errors import ConfigError, WorkerDied
-from rl_core.ray.host import AsyncWorkerHost, RestartingHost, WorkerHost
+from rl_core.ray.host import CONCURRENCY_GROUPS, AsyncWorkerHost, RestartingHost, WorkerHost
 from rl_launch.cluster.ray_nodes import RayNodes, is_on_this_machine_alone, logical_nodes, one_node
 from rl_launch.cluster.ray_start import connect
 from rl_launch.placement.bundles import NodeResources, PlacementTimeouts, Resources, Wait
@@ -235,7 +235,7 @@ class VirtualCluster:
         """An empty `WorkerHost` on a bundle."""
         options = _options(process, num_cpus=0) | {"scheduling_strategy": _on_bundle(bundle)}
         remote: Any = ray.remote
-        return remote(concurrency_groups={"health": 1})(WorkerHost).options(**options).remote()
+        return remote(concurrency_groups=CONCURRENCY_GROUPS)(WorkerHost).options(**options).remote()
 
     def start_async_worker(self, process: WorkerProcess, *, bundle: Bundle | None = None) -> ActorHandle:
         """An empty `AsyncWorkerHost` on a bundle, or on the node of the process."""

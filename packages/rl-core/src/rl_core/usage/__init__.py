@@ -1,0 +1,1 @@
+"""Resources that processes, machines and GPUs use, read for monitoring."""
