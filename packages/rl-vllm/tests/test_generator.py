@@ -75,6 +75,22 @@ class VllmSuite(GeneratorSuite):
         assert all(bench.runner.run(plans("")))
         assert not any(bench.runner.run(plans("model.layers.0.mlp.down_proj.weight")))
 
+    def test_the_load_of_the_engine_is_known_while_it_decodes(self, bench: Bench) -> None:
+        def load() -> tuple[float, bool]:
+            found = bench.generator._running().load
+            return found.get("num_running", 0), 0 < found.get("kv_cache_usage", 0) <= 1
+
+        async def asking() -> set[tuple[float, bool]]:
+            requests = [GenerationRequest(prompt(5), SamplingParams(200), seed) for seed in range(8)]
+            tasks = [asyncio.create_task(bench.generator.generate(request)) for request in requests]
+            seen = set()
+            while not all(task.done() for task in tasks):
+                seen.add(load())
+                await asyncio.sleep(0.002)
+            return seen
+
+        assert (8, True) in bench.runner.run(asking())
+
     def test_the_end_of_sequence_ends_only_completions_that_list_it(self, bench: Bench) -> None:
         # at the highest temperature that vLLM takes, with enough draws for the end of sequence to be among them
         async def together() -> list[Completion]:
@@ -206,7 +222,11 @@ class TestEngineInItsOwnProcess(VllmSuite):
 
     @classmethod
     def make_generator(cls, model_dir: Path) -> Generator:
-        return make_generator(model_dir, own_process=True)
+        return make_generator(model_dir, Placement("cpu", reports_load=True), own_process=True)
+
+    def test_health_has_the_load_if_it_is_asked_for(self, bench: Bench) -> None:
+        bench.runner.run(bench.generator.generate(GenerationRequest(prompt(5), SamplingParams(4), 0)))
+        assert {"num_running", "num_waiting", "kv_cache_usage"} <= set(bench.runner.run(bench.generator.health()))
 
     def test_zz_an_engine_that_is_killed_fails_requests_at_once(self, bench: Bench) -> None:
         """Last: it leaves no engine behind."""

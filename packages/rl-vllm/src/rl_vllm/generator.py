@@ -100,7 +100,7 @@ class VllmGenerator:
         if own_process:
             from rl_vllm.engine.process_engine import ProcessEngine
 
-            self._engine = await ProcessEngine.start(arguments)
+            self._engine = await ProcessEngine.start(arguments, reports_load=self._placement.reports_load)
         else:
             from rl_vllm.engine.local_engine import LocalEngine
 
@@ -249,12 +249,15 @@ class VllmGenerator:
         is dead.
         """
         await self._running().check()
+        load = self._running().load if self._placement.reports_load else {}
         return {
             "weight_version": self._lifecycle.version,
             "num_requests": self._lifecycle.num_requests,
-            "num_waiting": self._lifecycle.num_waiting,
             "num_completions": self._num_completions,
             "num_sampled": self._running().num_sampled,
+            **load,
+            # those that are not let in yet, as during a pause, and those in the engine's queue
+            "num_waiting": self._lifecycle.num_waiting + load.get("num_waiting", 0),
         }
 
     async def close(self) -> None:

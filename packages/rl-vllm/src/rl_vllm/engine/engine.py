@@ -88,6 +88,11 @@ class Engine(ABC):
 
     @property
     @abstractmethod
+    def load(self) -> Mapping[str, float]:
+        """The load of the engine, as entries of `Generator.health`; empty if it is not reported."""
+
+    @property
+    @abstractmethod
     def caches_prefixes(self) -> bool:
         """Return whether the engine has a prefix cache."""
 

@@ -63,6 +63,14 @@ class LocalEngine(Engine):
         return cls(thread, loaded[0])
 
     @property
+    def load(self) -> Mapping[str, float]:
+        # figures that the engine has anyway; vLLM's statistics cost more
+        scheduler = self._engine.vllm.engine_core.engine_core.scheduler
+        num_running, num_waiting = scheduler.get_request_counts()
+        usage = scheduler.kv_cache_manager.usage
+        return {"num_running": num_running, "num_waiting": num_waiting, "kv_cache_usage": usage}
+
+    @property
     def caches_prefixes(self) -> bool:
         return bool(self._engine.vllm.vllm_config.cache_config.enable_prefix_caching)
 

@@ -20,6 +20,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from rl_core.errors import GeneratorError
 from rl_vllm.engine.engine import Engine, failures, generates, one_line
 from rl_vllm.engine.engine_output import EngineOutput, ends_of
+from rl_vllm.engine.load import Load
 
 SHUTDOWN_S = 10.0
 LAST_WORDS_S = 10.0
@@ -29,39 +30,49 @@ LAST_WORDS_S = 10.0
 class ProcessEngine(Engine):
     """vLLM's asynchronous engine, whose ranks and scheduler are other processes. They end when this one does."""
 
-    def __init__(self, engine: AsyncLLM, roots: Sequence[BaseProcess], output: EngineOutput) -> None:
+    def __init__(self, engine: AsyncLLM, roots: Sequence[BaseProcess], output: EngineOutput, load: Load) -> None:
         super().__init__(engine.output_processor)
         above = [psutil.Process(root.pid) for root in roots]
         self._engine = engine
         self._roots = roots
         self._processes = [process for root in above for process in (root, *root.children(recursive=True))]
         self._output = output
+        self._load = load
         self._cause: asyncio.Task[str] | None = None
         self._ids = itertools.count()
         self._generating: set[str] = set()
 
     @classmethod
-    async def start(cls, arguments: AsyncEngineArgs) -> ProcessEngine:
+    async def start(cls, arguments: AsyncEngineArgs, *, reports_load: bool = False) -> ProcessEngine:
         """Start the engine with its processes.
+
+        Args:
+            arguments: Of vLLM.
+            reports_load: Have its scheduler send statistics with every step, for `load`.
 
         Raises:
             GeneratorError: With the engine's reason, if it does not come up.
         """
         others = set(multiprocessing.active_children())
-        output = EngineOutput()
+        output, load = EngineOutput(), Load()
         try:
             with output.captured():
-                engine = AsyncLLM.from_engine_args(arguments)
+                engine = AsyncLLM.from_engine_args(arguments, stat_loggers=[load.logger] if reports_load else None)
         except Exception as error:
             cause = await asyncio.to_thread(output.cause, LAST_WORDS_S)
             raise GeneratorError(f"vLLM did not start: {cause or one_line(error)}") from error
-        started = cls(engine, [child for child in multiprocessing.active_children() if child not in others], output)
+        roots = [child for child in multiprocessing.active_children() if child not in others]
+        started = cls(engine, roots, output, load)
         try:
             await started.call("end_with_parent", os.getpid())
         except GeneratorError:
             await started.end()
             raise
         return started
+
+    @property
+    def load(self) -> Mapping[str, float]:
+        return self._load.newest
 
     @property
     def caches_prefixes(self) -> bool:
