@@ -24,6 +24,7 @@ from rl_launch.cluster.ray_address import check_ray_address
 from rl_launch.model_files.local_models import MADE_HERE, TINY, WARMED_UP, models_folder, tiny_model
 from rl_launch.model_files.model_facts import check_tokenizer
 from rl_launch.model_files.model_folder import adapter_problems
+from rl_launch.monitoring.run_monitoring import RunMonitoring, check_monitoring
 from rl_launch.placement.bundles import PlacementError
 from rl_launch.push.pusher import pusher_of
 from rl_launch.root_config import with_section, with_values
@@ -47,6 +48,7 @@ from rl_launch.session.directory.run_folder import CONFIG, RunFolder, is_run
 from rl_launch.session.directory.writable import check_writable
 from rl_launch.session.tracking.trackers import check_mlflow_store
 from rl_launch.session.tracking.writers import check_writers
+from rl_launch.show.advice import advice
 
 _log = logging.getLogger(__name__)
 
@@ -104,6 +106,7 @@ def train(
     if metrics is not None:
         return Outcome(metrics)
     check_writers(config.logger)
+    check_monitoring(config.logger)
     check_mlflow_store(config.logger)
     check_ray_address()
     check_devices(config.cluster)
@@ -117,19 +120,28 @@ def train(
     pusher = pusher_of(config.checkpointing)
     restoration = Restoration(saves=config.checkpointing.enabled)
     exports = export_suffixes(plugin.models(config))
-    sessions = partial(
-        RunSession, run_dir, config, title=title, since=started, exports=exports, callbacks=callbacks, pusher=pusher
-    )
-    start = partial(sessions, fresh=fresh, branch=branch)
-    while True:
-        try:
-            return _run(plan, loaded, evaluation, untried, start, restoration)
-        except PlacementError as error:
-            raise restoration.failed(error) from None
-        except RLError:
-            if not restoration.goes_on:
-                raise
-        untried, start = [], sessions
+    with RunMonitoring(config.logger, findings=findings, restarts=lambda: restoration.goes_on) as monitoring:
+        sessions = partial(
+            RunSession,
+            run_dir,
+            config,
+            title=title,
+            since=started,
+            exports=exports,
+            callbacks=callbacks,
+            pusher=pusher,
+            observer=monitoring.observer,
+        )
+        start = partial(sessions, fresh=fresh, branch=branch)
+        while True:
+            try:
+                return _run(plan, loaded, evaluation, untried, start, restoration, monitoring)
+            except PlacementError as error:
+                raise restoration.failed(error) from None
+            except RLError:
+                if not restoration.goes_on:
+                    raise
+            untried, start = [], sessions
 
 
 def _run(
@@ -139,6 +151,7 @@ def _run(
     untried: Sequence[Trial],
     start: Callable[..., RunSession],
     restoration: Restoration,
+    monitoring: RunMonitoring,
 ) -> Outcome:
     # imports transformers, which takes a second
     from rl_algos.token_bytes import TokenTexts
@@ -187,7 +200,7 @@ def _run(
         if runtime.rollout_pool is not None:
             session.write_rollouts_by(runtime.rollout_pool.write_rollouts)
             session.read_token_texts_from(TokenTexts(tokenizer))
-        with session.with_models():
+        with session.with_models(), monitoring.watching(runtime):
             algorithm.run(config, components, session)
     return Outcome(session.last_metrics, session.stop_signal)
 
@@ -317,3 +330,13 @@ def _warmed_up_folder(name: str, plan: RunPlan) -> Path:
     """Where the model is; another version of this package may have another recipe of that name."""
     version = hashlib.sha256(to_yaml(plan.root).encode()).hexdigest()[:8]
     return models_folder() / f"{name}-{version}"
+
+
+def findings(rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The advice on the metrics of a run so far, except on its speed: what each is about, and its text with the remedy.
+
+    Args:
+        rows: Metrics of every step.
+        config: Config of the run, as nested plain values.
+    """
+    return [(each.metrics[0], f"{each.found}: {each.remedy}") for each in advice(rows, {}, config) if each.metrics]

@@ -18,6 +18,7 @@ from rl_core.ray.host import Place
 from rl_core.ray.model import CALL_TIMEOUT_S, RemoteModel
 from rl_launch.cluster.start_wait import Bound, gather_start
 from rl_launch.cluster.virtual_cluster import Bundle, VirtualCluster, WorkerProcess
+from rl_launch.monitoring.poller import Monitored
 
 
 @dataclass(frozen=True)
@@ -142,6 +143,13 @@ class ModelGroup:
             trains=self._trains,
             columns=self._columns,
         )
+
+    def monitored(self) -> list[Monitored]:
+        """The ranks, for readings."""
+        return [
+            Monitored(f"{self._role}-{rank}", self._role, rank, place.node, worker, place.gpus)
+            for rank, (worker, place) in enumerate(zip(self._workers, self.places, strict=True))
+        ]
 
     def meeting_point(self) -> str:
         """`host:port` on rank 0's node, the port kept free for rank 0."""

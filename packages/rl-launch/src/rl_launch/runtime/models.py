@@ -10,6 +10,7 @@ from rl_core.ray.model import RemoteModel
 from rl_core.rollouts.group import ROUTED_EXPERTS
 from rl_launch.backends import ModelBackend
 from rl_launch.cluster.virtual_cluster import Bundle, VirtualCluster
+from rl_launch.monitoring.poller import Monitored
 from rl_launch.placement.residency import Residency, Tenant
 from rl_launch.placement.topology import Topology
 from rl_launch.runtime.model_group import ModelGroup, StartTimeouts
@@ -101,6 +102,10 @@ class Models:
         for role in self._side_by_side():
             self._finished(role, nullcontext)
         return {role: self._models[role] for role in self._backends}
+
+    def monitored(self) -> list[Monitored]:
+        """The ranks of all models, for readings."""
+        return [worker for group in tuple(self._groups.values()) for worker in group.monitored()]
 
     def group(self, role: str) -> ModelGroup:
         """The ranks of a model, placed."""

@@ -14,10 +14,12 @@ from rl_algos.rollouts.worker.worker import RolloutWorkerSpec
 from rl_core.errors import Origin, WorkerStalled
 from rl_core.ray.calls import fetch, wait
 from rl_core.ray.environment import RemoteEnvironment
+from rl_core.ray.host import Place
 from rl_core.ray.stacks import request_stacks
 from rl_core.rollouts.pool import RolloutTask
 from rl_launch.backends import ROLLOUT_WORKER
 from rl_launch.cluster.start_wait import gather_start
+from rl_launch.monitoring.poller import Monitored
 from rl_launch.runtime.model_group import StartTimeouts
 
 ROLE = "rollout worker"
@@ -70,6 +72,7 @@ class Replica:
         self.num_ranks = 0
         self.num_starts = 0
         self.node = ""
+        self._place: Place | None = None
 
     def __str__(self) -> str:
         return f"{ROLE} {self.index}" + (f" on {self.node}" if self.node else "")
@@ -84,7 +87,7 @@ class Replica:
         def finish() -> None:
             origins = [self.origin("start")] * len(process)
             _, found = gather_start(process, origins, self._timeouts.process, f"the process of {ROLE} {self.index}")
-            self.node = found.address
+            self.node, self._place = found.address, found
             awaited = f"loading the engine of {ROLE} {self.index}"
             (self.num_ranks,) = gather_start([started], [self.origin("start")], self._timeouts.model, awaited)
 
@@ -113,6 +116,15 @@ class Replica:
     def write_stacks(self) -> None:
         """Write the stacks of the process's threads to its log, even if it does not respond."""
         request_stacks([self._actor])
+
+    @property
+    def monitored(self) -> Monitored | None:
+        """The process, for readings; None before it has started."""
+        place = self._place
+        if place is None:
+            return None
+        role = ROLE.replace(" ", "-")
+        return Monitored(f"{role}-{self.index}", role, self.index, place.node, self._actor, place.gpus, generates=True)
 
     def kill(self) -> None:
         """End the process and its engine at once."""

@@ -24,6 +24,7 @@ from rl_core.rollouts.generation import Placement
 from rl_launch.backends import GenerationBackend
 from rl_launch.cluster.start_wait import gather_start
 from rl_launch.cluster.virtual_cluster import Bundle, VirtualCluster
+from rl_launch.monitoring.poller import Monitored
 from rl_launch.placement.topology import GENERATION, Topology
 from rl_launch.runtime.environment_watch import EnvironmentWatch
 from rl_launch.runtime.model_group import StartTimeouts
@@ -52,6 +53,7 @@ class Replicas:
         logs: Folder of their logs.
         timeouts: Startup timeouts.
         stack: Closes the environments and gives devices back.
+        reports_load: True if somebody reads the load of the engines.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class Replicas:
         logs: str,
         timeouts: StartTimeouts,
         stack: ExitStack,
+        reports_load: bool = False,
     ) -> None:
         self._backend = backend
         self._needs = needs
@@ -76,10 +79,12 @@ class Replicas:
         self._logs = logs
         self._timeouts = timeouts
         self._stack = stack
+        self._reports_load = reports_load
         self._bundles: list[Bundle] = []
         self._environments: dict[str, RemoteEnvironment] = {}
         self._environment_actors: dict[str, ActorHandle] = {}
         self._environment_logs: dict[str, str] = {}
+        self._environment_nodes: dict[str, str] = {}
         self._devices: dict[Replica, Bundle] = {}
         self._nodes: dict[Replica, str] = {}
 
@@ -178,6 +183,13 @@ class Replicas:
         """Return the watch over the processes of the environments that have been started."""
         return EnvironmentWatch(self._environment_actors, self._environment_logs)
 
+    def monitored_environments(self) -> list[Monitored]:
+        """The processes of the environments, for readings."""
+        return [
+            Monitored(f"environment-{_file_name(label)}", "environment", 0, self._environment_nodes[label], actor)
+            for label, actor in self._environment_actors.items()
+        ]
+
     @property
     def _roles(self) -> list[str]:
         """Roles of the workers on a node that generates."""
@@ -208,6 +220,7 @@ class Replicas:
     def _spec(self, placement: Placement) -> RolloutWorkerSpec:
         backend = self._backend
         config = backend.config
+        placement = replace(placement, reports_load=self._reports_load)
         if placement.awaits_weights:
             placement = replace(placement, reports_routing=backend.reports_routing, keeps_cache=self._needs.keeps_cache)
         else:
@@ -257,6 +270,7 @@ class Replicas:
         gather_start([actor.call.remote("health")], [origin], self._timeouts.process, awaited)
         self._stack.callback(partial(_close_environment, actor, origin))
         self._environment_actors[instance.label], self._environment_logs[instance.label] = actor, log
+        self._environment_nodes[instance.label] = node
         return RemoteEnvironment(actor, name=instance.label)
 
 

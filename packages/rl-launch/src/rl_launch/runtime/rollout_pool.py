@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from rl_core.data.batch import RemoteRows
 from rl_core.errors import GeneratorError, Origin, RLError, WorkerDied
@@ -38,6 +38,11 @@ WRITE_TIMEOUT_S = 600.0
 """Bound of writing the rollouts of a step."""
 
 
+GroupListener = Callable[[RolloutGroup, int, int], None]
+"""Called with a group that has ended, when it was submitted, in nanoseconds since the epoch, and the number of its
+replica."""
+
+
 class RolloutPool:
     """Runs groups on all replicas. Dead replicas are replaced, all get the current weights, and lost groups run again,
     each from the turns that its task has: those that it finished since were known to the dead process alone.
@@ -54,6 +59,9 @@ class RolloutPool:
         stall_timeout_s: Maximum time in seconds without progress for a replica that has work.
         weights: Sends weights to the replicas; None if they serve what they have loaded.
         elastic: Replicas that join; None if there are always the same.
+
+    Attributes:
+        on_group: Called with every group that has ended; None if nobody listens.
     """
 
     def __init__(
@@ -73,6 +81,8 @@ class RolloutPool:
         self._check_period_s = min(CHECK_PERIOD_S, stall_timeout_s / 4)
         self._watches: dict[Replica, ProgressWatch] = {}
         self._done: deque[tuple[Ticket, RolloutGroup]] = deque()
+        self._submitted_ns: dict[Ticket, int] = {}
+        self.on_group: GroupListener | None = None
 
     def submit(self, tasks: Sequence[RolloutTask]) -> list[Ticket]:
         """Roll out groups. They start in this order as the replicas have room.
@@ -81,6 +91,8 @@ class RolloutPool:
             GeneratorError, WorkerDied: If replicas die again and again, with the cause.
         """
         tickets = self._dispatch.add(tasks)
+        if self.on_group is not None:
+            self._submitted_ns |= dict.fromkeys(tickets, time.time_ns())
         if tickets:
             self._begin()
         return tickets
@@ -143,6 +155,11 @@ class RolloutPool:
                 # a dead one is noticed and replaced by the next call that needs it
                 _log.warning("%s; its rollouts start again if the run ends here", error)
         return found
+
+    @property
+    def replicas(self) -> Sequence[Replica]:
+        """All replicas, those that have died among them. Any thread can read it."""
+        return tuple(self._group.replicas)
 
     @property
     def num_replicas(self) -> int:
@@ -248,6 +265,10 @@ class RolloutPool:
         reports = [report for _, report in numbered]
         groups = stored_groups([task.prompt for task in tasks], reports, call.columns, call.records, origin)
         self._done.extend(zip(tickets, groups, strict=True))
+        for ticket, group in zip(tickets, groups, strict=True):
+            submitted_ns = self._submitted_ns.pop(ticket, None)
+            if self.on_group is not None and submitted_ns is not None:
+                self.on_group(group, submitted_ns, replica.index)
         self._watches[replica].note_progress()
         self._group.restart_budget.reset()
 

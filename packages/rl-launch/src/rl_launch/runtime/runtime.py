@@ -23,6 +23,7 @@ from rl_launch.cluster.node_task import usable_cores
 from rl_launch.cluster.nodes import Nodes
 from rl_launch.cluster.virtual_cluster import VirtualCluster
 from rl_launch.model_files.local_models import model_folders
+from rl_launch.monitoring.poller import Monitored
 from rl_launch.placement.residency import Residency
 from rl_launch.placement.topology import GENERATION, Topology
 from rl_launch.root_config import POLICY
@@ -124,6 +125,8 @@ class Runtime:
         self._exit = ExitStack()
         self._residency = Residency()
         self.rollout_pool: RolloutPool | None = None
+        self._models: Models | None = None
+        self._replicas: Replicas | None = None
         self._logs = str(logs)
         self._timeouts = StartTimeouts(config.cluster.process_timeout_s, config.cluster.start_timeout_s)
         self.topology: Topology = backends.topology(cluster.num_nodes, cluster.ranks_per_node, cluster.device)
@@ -157,6 +160,16 @@ class Runtime:
     def lost_nodes(self) -> list[str]:
         """Addresses of the run's nodes that are lost, once Ray knows it too."""
         return self._nodes.lost()
+
+    def monitored(self) -> list[Monitored]:
+        """The workers at present, for readings. Any thread can call it."""
+        pool, replicas, models = self.rollout_pool, self._replicas, self._models
+        generating = [replica.monitored for replica in pool.replicas] if pool is not None else []
+        return [
+            *(models.monitored() if models is not None else ()),
+            *(worker for worker in generating if worker is not None),
+            *(replicas.monitored_environments() if replicas is not None else ()),
+        ]
 
     def components(self, data: Any, needs: RolloutNeeds | None, vocabulary: int) -> Components:
         """Start everything the algorithm needs.
@@ -201,7 +214,7 @@ class Runtime:
         return self._pool(started, None, replicas.environment_watch())
 
     def _new_models(self) -> Models:
-        return Models(
+        self._models = Models(
             self._backends.models,
             self.topology,
             self._cluster,
@@ -211,10 +224,11 @@ class Runtime:
             timeouts=self._timeouts,
             stack=self._exit,
         )
+        return self._models
 
     def _new_replicas(self, needs: RolloutNeeds) -> Replicas:
         assert self._backends.generation is not None, "rollouts need generation"
-        return Replicas(
+        self._replicas = Replicas(
             self._backends.generation,
             needs,
             self._config.env,
@@ -224,7 +238,9 @@ class Runtime:
             logs=self._logs,
             timeouts=self._timeouts,
             stack=self._exit,
+            reports_load=self._config.logger.reads_workers,
         )
+        return self._replicas
 
     def _start_side_by_side(
         self, models: Models, replicas: Replicas

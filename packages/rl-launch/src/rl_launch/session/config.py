@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 
 from rl_core.config import Config, Problem, ProblemError, WhenChanged
+from rl_launch.session.monitoring_config import MonitoringConfig, NotifyConfig
 
 _DESTINATION = re.compile(r"hf://[\w.-]+/[\w.-]+|(?!hf:)[a-z][a-z0-9+.-]*://\S+")
 _DURATION = re.compile(r"(\d+):([01]?\d|2[0-3]):([0-5]?\d):([0-5]?\d)")
@@ -170,6 +171,21 @@ class LoggerConfig(Config):
     """Send metrics to MLflow. Requires rl-launch[mlflow]."""
     trackio_enabled: bool = False
     """Send metrics to trackio. Requires rl-launch[trackio]."""
+    monitoring_enabled: bool = False
+    """Record the use of cores, memory and GPUs by every machine and worker, and the load of every replica, as
+    `system/*` metrics of each step (mean and maximum)."""
+    prometheus_port: int | None = Field(default=None, ge=1, le=65535)
+    """Port at which the driver serves the metrics of the last step, and readings of machines, workers and replicas, in
+    the OpenMetrics format for Prometheus. Requires rl-launch[prometheus]."""
+    prometheus_host: str = "127.0.0.1"
+    """Address that `prometheus_port` is opened on. The endpoint has no password: with `0.0.0.0` everybody who reaches
+    the machine can read the metrics."""
+    otel_endpoint: str | None = None
+    """URL of an OpenTelemetry collector that takes OTLP over HTTP, such as `http://127.0.0.1:4318`. It gets the spans
+    of steps, phases, weight syncs and rollouts. The variables `OTEL_*` set headers, resource attributes and batches.
+    Requires rl-launch[otel]."""
+    monitoring: MonitoringConfig = MonitoringConfig()
+    notify: NotifyConfig = NotifyConfig()
     wandb: WandbConfig = WandbConfig()
     mlflow: MLflowConfig = MLflowConfig()
     trackio: TrackioConfig = TrackioConfig()
@@ -181,3 +197,15 @@ class LoggerConfig(Config):
             remedy = "Set logger.rollout_period=1, or logger.token_level=none"
             raise ProblemError(Problem("token_level", reason, got="all", remedy=remedy))
         return self
+
+    @field_validator("otel_endpoint")
+    @classmethod
+    def _is_collector(cls, value: str | None) -> str | None:
+        if value is not None and not re.match(r"https?://[^/\s]+", value):
+            raise ProblemError(Problem("", got=value, allowed="http://HOST:4318 or https://HOST:4318"))
+        return value
+
+    @property
+    def reads_workers(self) -> bool:
+        """True if machines, workers and replicas are read while the run proceeds."""
+        return self.monitoring_enabled or self.prometheus_port is not None

@@ -30,6 +30,7 @@ from rl_launch.session.directory.branch import Branch
 from rl_launch.session.directory.recording import Recording
 from rl_launch.session.directory.run_directory import RunDirectory
 from rl_launch.session.directory.run_state import Status
+from rl_launch.session.observer import ObservedRun, RunObserver
 from rl_launch.session.rollouts.run_files import RolloutFiles, RolloutWriter
 from rl_launch.session.rollouts.token_files import TokenFiles
 from rl_launch.session.rollouts.token_table import TextsOfTokens
@@ -84,6 +85,7 @@ class RunSession:
         exports: As of `Checkpoints`; the policy's if not given.
         callbacks: User code that is called during the run.
         pusher: Pushes checkpoints; none are pushed without it.
+        observer: Sees the run's steps and its end.
     """
 
     def __init__(
@@ -100,6 +102,7 @@ class RunSession:
         exports: Mapping[str, str] | None = None,
         callbacks: Sequence[MadeCallback] = (),
         pusher: CheckpointReceiver | None = None,
+        observer: RunObserver | None = None,
     ) -> None:
         self.directory = RunDirectory(run_dir, recording)
         self._config = config
@@ -107,8 +110,9 @@ class RunSession:
         self._take_directory = partial(self.directory.open, config, fresh=fresh, branch=branch, access=access)
         self._callbacks = Callbacks(callbacks)
         self._pusher = pusher
+        self._observer = observer or RunObserver()
         self._progress = Progress(title or self.directory.path.name, console or shared_console())
-        self._clock = StepClock(self._progress)
+        self._clock = StepClock(self._progress, self._observer)
         self._stop = StopRequest(config.checkpointing.must_save_by_s, since)
         exports = export_suffixes({}) if exports is None else exports
         checkpoints = Checkpoints(self.directory.checkpoints, config.checkpointing, exports=exports)
@@ -143,7 +147,8 @@ class RunSession:
             self._status.open(goals=keys_when_changed(config, WhenChanged.GOAL), step=after)
             self._note("running")
             if self._pusher is not None:
-                self._pusher.begin(self.directory.path)
+                self._pusher.begin(folder)
+            self._observer.begin(ObservedRun(labels.name or folder.name, folder, as_written(config), after))
             self._progress.start()
             stack.callback(self._progress.close)
             stack.callback(self._rollouts.close)
@@ -239,6 +244,7 @@ class RunSession:
         # again, because starting Ray has replaced the first handler by its own
         self._stop.listen(gracefully=True)
         settings = as_written(self._config)
+        self._observer.start(max_steps, history)
         self._callbacks.start(
             CallbackRun(self.directory.path, settings, self._done, max_steps, tuple(history), self.stop)
         )
@@ -292,6 +298,7 @@ class RunSession:
         for step in range(first, self._max_steps + 1):
             if self._stop.reason:
                 break
+            self._observer.begin_step(step)
             self._clock.begin(step, self._max_steps)
             yield step
             self._complete(step)
@@ -300,8 +307,10 @@ class RunSession:
     def _complete(self, step: int) -> None:
         seconds = self._clock.seconds
         self._metrics.record(step, self._clock.timings(self._metrics.recorded(step), seconds))
+        self._metrics.record(step, self._observer.step_metrics())
         self._metrics.write_until(step)
         self._clock.end(self._metrics.last, seconds)
+        self._observer.end_step(step, self._metrics.last)
         self._done = step
         self._finish_save(wait=False)
         self._stop.after_step(seconds, saves=self._saves.under_way is not None)
@@ -351,13 +360,16 @@ class RunSession:
         self._note("running")
         if self._pusher is not None:
             self._pusher.saved(self.saved, path)
+        self._observer.saved(self.saved)
         self._callbacks.saved(self.saved, path)
 
     def _note_end(self, error: BaseException | None) -> None:
         """Write into the run directory how the run ended, tell callbacks, and end pushes."""
         status, reason = self._outcome(error)
         self._note(status, reason)
-        self._callbacks.end(RunEnd(status, reason, self._done, self._max_steps, self._metrics.last))
+        end = RunEnd(status, reason, self._done, self._max_steps, self._metrics.last)
+        self._observer.end(end)
+        self._callbacks.end(end)
         if self._pusher is not None:
             at_once = error is not None and not isinstance(error, Exception)
             self._pusher.end(is_finished=status == "finished", at_once=at_once)

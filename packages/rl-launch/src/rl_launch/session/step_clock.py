@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+from rl_launch.session.observer import RunObserver
 from rl_launch.session.tracking.progress import Progress
 
 _logger = logging.getLogger(__name__)
@@ -35,10 +36,12 @@ class StepClock:
 
     Args:
         progress: Shows steps and phases.
+        observer: Sees the beginning and the end of phases.
     """
 
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self, progress: Progress, observer: RunObserver | None = None) -> None:
         self._progress = progress
+        self._observer = observer or RunObserver()
         self._step: int | None = None
         self._since = 0.0
         self._seconds_by_phase: dict[str, float] = {}
@@ -66,10 +69,12 @@ class StepClock:
         started = time.monotonic()
         self._open_phases.append(name)
         self._progress.phase(name)
+        self._observer.begin_phase(name)
         try:
             yield
             self._open_phases.pop()
         finally:
+            self._observer.end_phase(name)
             # after an error `doing` still says where it happened
             self._progress.phase(self.doing)
             seconds = time.monotonic() - started

@@ -1,0 +1,221 @@
+"""The endpoint that Prometheus scrapes, in the process that drives the run."""
+
+from __future__ import annotations
+
+import errno
+import importlib.util
+import logging
+import re
+import shutil
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rl_core.callback import RunEnd
+from rl_core.errors import ConfigError
+from rl_core.plugins.install_command import install_advice
+from rl_launch.monitoring.quantities import Reading
+from rl_launch.monitoring.readings import PREFIX, Readings
+from rl_launch.session.config import LoggerConfig
+from rl_launch.session.observer import ObservedRun, RunObserver
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
+
+_log = logging.getLogger(__name__)
+
+_STATE = {
+    "rl_run_start_timestamp_seconds": "Time at which the run was started or restored last",
+    "rl_step": "Last complete step",
+    "rl_max_steps": "Number of steps of the run",
+    "rl_last_step_timestamp_seconds": "Time at which the last step was complete, or the first one began",
+    "rl_checkpoint_step": "Step of the newest checkpoint",
+}
+_DISK = {
+    "rl_run_dir_free_bytes": "Free space of the file system of the run directory",
+    "rl_run_dir_size_bytes": "Size of the file system of the run directory",
+}
+_STARTS = "rl_run_starts"
+
+RUN_METRICS = (*_STATE, *_DISK, f"{_STARTS}_total")
+"""Names of what is served about a run, in addition to its metrics and readings."""
+
+_REFUSED = re.compile(r"[^a-zA-Z0-9_]+")
+
+
+def exported_name(metric: str) -> str:
+    """Return the name in Prometheus of a metric of `metrics.jsonl`: `rl_` before it, and `_` in place of each run of
+    characters other than ASCII letters, digits and `_`: `val/pass@4` is `rl_val_pass_4`.
+    """
+    return f"rl_{_REFUSED.sub('_', metric).strip('_')}"
+
+
+class PrometheusEndpoint(RunObserver):
+    """Serves the metrics of the last step, and the newest readings, at `http://HOST:PORT/metrics` until it is closed.
+
+    A scrape computes nothing and asks nobody: it shows what is there.
+
+    Args:
+        config: The `logger` section; its `prometheus_port` is set.
+        readings: Readings of machines, workers and replicas.
+
+    Raises:
+        ConfigError: If prometheus-client is not installed, or the port cannot be opened; contains the remedy.
+    """
+
+    def __init__(self, config: LoggerConfig, readings: Readings) -> None:
+        check_prometheus(config)
+        from prometheus_client import CollectorRegistry, start_http_server
+
+        self._readings = readings
+        self._lock = threading.Lock()
+        self._run: ObservedRun | None = None
+        self._metrics: dict[str, float] = {}
+        self._state: dict[str, float] = {}
+        self._num_sessions = 0
+        self._clashes: set[str] = set()
+        registry = CollectorRegistry(auto_describe=False)
+        assert config.prometheus_port is not None, "the endpoint has a port"
+        try:
+            self._server, self._thread = start_http_server(
+                config.prometheus_port, config.prometheus_host, registry=registry
+            )
+        except OSError as error:
+            raise ConfigError(_not_opened(config, error)) from None
+        registry.register(self)
+        _log.info("metrics for Prometheus: %s", _url(config))
+
+    def begin(self, run: ObservedRun) -> None:
+        with self._lock:
+            self._run = run
+            self._num_sessions += 1
+            self._state = {"rl_run_start_timestamp_seconds": time.time(), "rl_step": run.step}
+
+    def start(self, max_steps: int, history: Sequence[Mapping[str, Any]]) -> None:
+        with self._lock:
+            self._state["rl_max_steps"] = max_steps
+            self._state["rl_last_step_timestamp_seconds"] = time.time()
+
+    def end_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        exported = self._exported(metrics)
+        with self._lock:
+            # metrics that only some steps have, such as those of a validation, keep their value
+            self._metrics |= exported
+            self._state |= {"rl_step": step, "rl_last_step_timestamp_seconds": time.time()}
+
+    def saved(self, step: int) -> None:
+        with self._lock:
+            self._state["rl_checkpoint_step"] = step
+
+    def end(self, state: RunEnd) -> None:
+        with self._lock:
+            self._state["rl_step"] = state.step
+
+    def close(self) -> None:
+        """Close the port."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def collect(self) -> Iterable[Metric]:
+        """The metric families of a scrape; called by prometheus-client in the thread that answers it."""
+        from prometheus_client.core import GaugeMetricFamily
+
+        with self._lock:
+            run, metrics, state, sessions = self._run, dict(self._metrics), dict(self._state), self._num_sessions
+        if run is None:
+            return
+        for name, value in state.items():
+            yield _labelled(GaugeMetricFamily(name, _STATE[name], labels=["run"]), run.name, value)
+        yield _counter(_STARTS, "Starts of the workers in this process: 1, and one per restoration", run, sessions)
+        yield from self._disk(run)
+        for name, value in metrics.items():
+            if name in state:
+                continue
+            family = GaugeMetricFamily(name, "Metric of the last step that has it", labels=["run"])
+            yield _labelled(family, run.name, value)
+        yield from _families(run.name, self._readings.newest())
+
+    def _exported(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Metrics by their names in Prometheus. Of several with the same name the first one is exported."""
+        found: dict[str, str] = {}
+        for metric in metrics:
+            # these are read more often than once per step, and exported with labels
+            if metric.startswith(PREFIX):
+                continue
+            name = exported_name(metric)
+            if name in found and metric not in self._clashes:
+                self._clashes.add(metric)
+                _log.warning("%s is not exported to Prometheus: its name there is that of %s", metric, found[name])
+            found.setdefault(name, metric)
+        return {name: metrics[metric] for name, metric in found.items()}
+
+    def _disk(self, run: ObservedRun) -> Iterator[Metric]:
+        from prometheus_client.core import GaugeMetricFamily
+
+        try:
+            usage = shutil.disk_usage(run.run_dir)
+        except OSError:
+            return
+        for (name, meaning), value in zip(_DISK.items(), (usage.free, usage.total), strict=True):
+            yield _labelled(GaugeMetricFamily(name, meaning, labels=["run"]), run.name, value)
+
+
+def check_prometheus(config: LoggerConfig) -> None:
+    """Refuse a config whose endpoint is not installed.
+
+    Raises:
+        ConfigError: naming the extra.
+    """
+    if config.prometheus_port is not None and importlib.util.find_spec("prometheus_client") is None:
+        raise ConfigError(
+            "logger.prometheus_port is set, but prometheus-client is not installed: "
+            f"{install_advice('rl-launch[prometheus]')}"
+        )
+
+
+def _families(run: str, readings: Sequence[Reading]) -> Iterator[Metric]:
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+    families: dict[str, Any] = {}
+    for reading in readings:
+        quantity = reading.quantity
+        names = ["run", *reading.labels]
+        if quantity.exported not in families:
+            make = CounterMetricFamily if quantity.kind == "counter" else GaugeMetricFamily
+            families[quantity.exported] = make(quantity.exported, quantity.meaning, labels=names)
+        family = families[quantity.exported]
+        suffix = "_total" if quantity.kind == "counter" else ""
+        # policies have ranks and generators replicas, so the labels of one family differ
+        family.add_sample(f"{quantity.exported}{suffix}", {"run": run, **reading.labels}, reading.value)
+    yield from families.values()
+
+
+def _labelled(family: Any, run: str, value: float) -> Any:
+    family.add_metric([run], value)
+    return family
+
+
+def _counter(name: str, meaning: str, run: ObservedRun, value: float) -> Any:
+    from prometheus_client.core import CounterMetricFamily
+
+    return _labelled(CounterMetricFamily(name, meaning, labels=["run"]), run.name, value)
+
+
+def _url(config: LoggerConfig) -> str:
+    host = f"[{config.prometheus_host}]" if ":" in config.prometheus_host else config.prometheus_host
+    return f"http://{host}:{config.prometheus_port}/metrics"
+
+
+def _not_opened(config: LoggerConfig, error: OSError) -> str:
+    place = f"port {config.prometheus_port} of {config.prometheus_host}"
+    match error.errno:
+        case errno.EADDRINUSE:
+            return f"logger.prometheus_port: {place} is in use, perhaps by another run. Choose another port"
+        case errno.EACCES:
+            return f"logger.prometheus_port: {place} needs privileges. Choose a port above 1023"
+    return (
+        f"logger.prometheus_host: {place} cannot be opened ({error.strerror or error}). Use an address of this "
+        "machine, such as 127.0.0.1"
+    )

@@ -1,0 +1,118 @@
+"""All that watches a run, as its config says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from types import TracebackType
+from typing import TYPE_CHECKING, Protocol, Self
+
+from rl_core.rollouts.group import RolloutGroup
+from rl_launch.monitoring.delivery import check_command
+from rl_launch.monitoring.notifications import Findings, Notifications
+from rl_launch.monitoring.prometheus import PrometheusEndpoint, check_prometheus
+from rl_launch.monitoring.system import SystemMonitor
+from rl_launch.monitoring.traces import Traces, check_traces
+from rl_launch.session.config import LoggerConfig
+from rl_launch.session.observer import Observers, RunObserver
+
+if TYPE_CHECKING:
+    from rl_launch.monitoring.poller import Monitored
+
+
+class MonitoredPool(Protocol):
+    """The rollout workers of a run, as monitoring sees them."""
+
+    on_group: Callable[[RolloutGroup, int, int], None] | None
+
+
+class MonitoredRuntime(Protocol):
+    """The processes of a run, as monitoring sees them."""
+
+    @property
+    def rollout_pool(self) -> MonitoredPool | None:
+        """Its rollout workers, if it has some."""
+        ...
+
+    def monitored(self) -> Sequence[Monitored]:
+        """The workers at present; called in any thread."""
+        ...
+
+
+def check_monitoring(config: LoggerConfig) -> None:
+    """Refuse a config whose monitoring cannot work on this machine.
+
+    Raises:
+        ConfigError: If something is not installed; contains the remedy.
+    """
+    check_prometheus(config)
+    check_traces(config)
+    check_command(config.notify)
+
+
+class RunMonitoring:
+    """Everything that watches a run, from before its first start until after its last.
+
+    The usage loop::
+
+        with RunMonitoring(config.logger, findings=findings, restarts=restarts) as monitoring:
+            session = RunSession(..., observer=monitoring.observer)
+            with session, monitoring.watching(runtime):
+                ...
+
+    Args:
+        config: The `logger` section.
+        findings: Further alarms, see `Notifications`.
+        restarts: Returns True if the run is restored after an error.
+
+    Raises:
+        ConfigError: As `check_monitoring`, and if a port cannot be opened.
+    """
+
+    def __init__(self, config: LoggerConfig, *, findings: Findings, restarts: Callable[[], bool]) -> None:
+        check_monitoring(config)
+        self._system: SystemMonitor | None = None
+        self._has_traces = config.otel_endpoint is not None
+        with ExitStack() as stack:
+            self.observer = Observers(self._started(config, stack, findings, restarts))
+            self._exit = stack.pop_all()
+
+    def _started(
+        self, config: LoggerConfig, stack: ExitStack, findings: Findings, restarts: Callable[[], bool]
+    ) -> Iterator[RunObserver]:
+        """What the config chooses, started; the stack closes it."""
+        if config.reads_workers:
+            self._system = SystemMonitor(period_s=config.monitoring.period_s, records=config.monitoring_enabled)
+            yield self._system
+        if config.prometheus_port is not None:
+            assert self._system is not None, "an endpoint has readings"
+            endpoint = PrometheusEndpoint(config, self._system.readings)
+            stack.callback(endpoint.close)
+            yield endpoint
+        if config.otel_endpoint is not None:
+            traces = Traces.to(config.otel_endpoint)
+            stack.callback(traces.close)
+            yield traces
+        if config.notify.is_enabled:
+            notifications = Notifications(config.notify, findings=findings, restarts=restarts)
+            stack.callback(notifications.close)
+            yield notifications
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._exit.close()
+
+    @contextmanager
+    def watching(self, runtime: MonitoredRuntime) -> Iterator[None]:
+        """Context in which the workers of a run are read, while they live."""
+        if self._has_traces and runtime.rollout_pool is not None:
+            runtime.rollout_pool.on_group = self.observer.end_group
+        if self._system is None:
+            yield
+            return
+        with self._system.watching(runtime.monitored):
+            yield

@@ -1,0 +1,147 @@
+"""Traces of a run for an OpenTelemetry collector."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rl_core.callback import RunEnd
+from rl_core.errors import ConfigError
+from rl_core.plugins.install_command import install_advice
+from rl_core.rollouts.group import RolloutGroup
+from rl_launch.session.config import LoggerConfig
+from rl_launch.session.observer import ObservedRun, RunObserver
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import SpanProcessor
+    from opentelemetry.trace import Span
+
+SERVICE = "rl"
+"""`service.name` unless OTEL_SERVICE_NAME sets another."""
+
+CLOSE_TIMEOUT_MS = 5000
+"""Maximum time that a run which ends waits until its last spans are sent."""
+
+
+class Traces(RunObserver):
+    """Makes a span of the run, and a trace of every step: its phases, the weight sync among them, and its rollouts.
+
+    A step is a trace, and not part of one of the whole run, because viewers do not show traces of 100,000 spans; it
+    links to the span of the run. Spans are sent in the background, and are dropped if the collector does not keep up.
+
+    Args:
+        processor: Takes the spans that have ended.
+    """
+
+    def __init__(self, processor: SpanProcessor) -> None:
+        from opentelemetry import trace
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+
+        self._api = trace
+        self._provider = TracerProvider(resource=Resource.create({"service.name": SERVICE}))
+        self._provider.add_span_processor(processor)
+        self._tracer = self._provider.get_tracer("rl_launch")
+        self._run: Span | None = None
+        self._step: Span | None = None
+        self._phases: list[Span] = []
+        self._attributes: dict[str, Any] = {}
+
+    @classmethod
+    def to(cls, endpoint: str) -> Traces:
+        """Traces that are sent to a collector.
+
+        Args:
+            endpoint: Its URL; `/v1/traces` is added.
+        """
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+        return cls(BatchSpanProcessor(OTLPSpanExporter(endpoint=f"{endpoint.rstrip('/')}/v1/traces")))
+
+    def begin(self, run: ObservedRun) -> None:
+        self._attributes = {"rl.run": run.name}
+        attributes = {**self._attributes, "rl.run_dir": str(run.run_dir), "rl.step": run.step}
+        self._run = self._tracer.start_span("run", context=self._api.set_span_in_context(self._api.INVALID_SPAN))
+        self._run.set_attributes(attributes)
+
+    def begin_step(self, step: int) -> None:
+        links = [self._api.Link(self._run.get_span_context())] if self._run is not None else []
+        nowhere = self._api.set_span_in_context(self._api.INVALID_SPAN)
+        attributes = {**self._attributes, "rl.step": step}
+        self._step = self._tracer.start_span("step", context=nowhere, links=links, attributes=attributes)
+
+    def begin_phase(self, name: str) -> None:
+        self._phases.append(self._tracer.start_span(name, context=self._within(), attributes=self._attributes))
+
+    def end_phase(self, name: str) -> None:
+        if self._phases:
+            self._phases.pop().end()
+
+    def end_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        if self._step is not None:
+            shown = ("reward/mean", "train/loss", "generation/num_tokens", "train/num_tokens")
+            self._step.set_attributes({f"rl.{name}": metrics[name] for name in shown if name in metrics})
+            self._step.end()
+        self._step = None
+
+    def end_group(self, group: RolloutGroup, submitted_ns: int, replica: int) -> None:
+        """A span from the submission to the end, within the phase that takes the group. With asynchronous rollouts it
+        begins before the step.
+        """
+        attributes = {
+            **self._attributes,
+            "rl.prompt": group.prompt.id,
+            "rl.replica": replica,
+            "rl.num_rollouts": len(group.rollouts),
+            "rl.num_sampled": sum(group.rollouts.num_sampled),
+            "rl.num_failed": group.rollouts.status.count("failed"),
+        }
+        span = self._tracer.start_span(
+            "rollouts", context=self._within(), start_time=submitted_ns, attributes=attributes
+        )
+        span.end()
+
+    def end(self, state: RunEnd) -> None:
+        status = self._api.Status(self._api.StatusCode.ERROR, state.reason)
+        for span in (*reversed(self._phases), self._step, self._run):
+            if span is not None:
+                if state.status == "failed":
+                    span.set_status(status)
+                span.end()
+        self._phases, self._step, self._run = [], None, None
+
+    def close(self) -> None:
+        """Send the spans that are left."""
+        self._provider.force_flush(CLOSE_TIMEOUT_MS)
+        self._provider.shutdown()
+
+    def _within(self) -> Any:
+        """Context of the innermost span that is open."""
+        open_spans: Sequence[Span | None] = (self._run, self._step, *self._phases)
+        innermost = [span for span in open_spans if span is not None]
+        return self._api.set_span_in_context(innermost[-1] if innermost else self._api.INVALID_SPAN)
+
+
+def check_traces(config: LoggerConfig) -> None:
+    """Refuse a config whose exporter is not installed.
+
+    Raises:
+        ConfigError: naming the extra.
+    """
+    if config.otel_endpoint is not None and not _is_installed():
+        raise ConfigError(
+            f"logger.otel_endpoint is set, but OpenTelemetry is not installed: {install_advice('rl-launch[otel]')}"
+        )
+
+
+def _is_installed() -> bool:
+    """Return whether the SDK and the exporter can be imported."""
+    try:
+        return all(
+            importlib.util.find_spec(name) is not None
+            for name in ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http")
+        )
+    except ModuleNotFoundError:
+        return False

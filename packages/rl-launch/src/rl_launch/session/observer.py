@@ -1,0 +1,119 @@
+"""Observers of a run: they see its steps and its end, and can never hold it up or end it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rl_core.callback import RunEnd
+from rl_core.rollouts.group import RolloutGroup
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ObservedRun:
+    """A run that begins or resumes.
+
+    Args:
+        name: Its name in trackers.
+        run_dir: Run directory.
+        config: Resolved config as nested plain values.
+        step: Last complete step; 0 in a new run.
+    """
+
+    name: str
+    run_dir: Path
+    config: Mapping[str, Any]
+    step: int
+
+
+class RunObserver:
+    """Sees a run as it proceeds. Override what you need; methods return at once."""
+
+    def begin(self, run: ObservedRun) -> None:
+        """Called when the run directory is open, before the workers start."""
+
+    def start(self, max_steps: int, history: Sequence[Mapping[str, Any]]) -> None:
+        """Called before the first step, with the metrics of earlier steps."""
+
+    def begin_step(self, step: int) -> None:
+        """Called when a step begins."""
+
+    def begin_phase(self, name: str) -> None:
+        """Called when a phase of the run begins; phases nest."""
+
+    def end_phase(self, name: str) -> None:
+        """Called when the innermost phase ends, also with an error."""
+
+    def end_group(self, group: RolloutGroup, submitted_ns: int, replica: int) -> None:
+        """Called when the rollouts of a prompt have ended.
+
+        Args:
+            group: The rollouts.
+            submitted_ns: When they were handed to the rollout workers, in nanoseconds since the epoch.
+            replica: Number of the replica that generated.
+        """
+
+    def step_metrics(self) -> Mapping[str, float]:
+        """Metrics to record with the step that is about to be complete."""
+        return {}
+
+    def end_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Called when a step is complete and its metrics are written."""
+
+    def saved(self, step: int) -> None:
+        """Called when a checkpoint is complete."""
+
+    def end(self, state: RunEnd) -> None:
+        """Called when the run has ended."""
+
+
+class Observers(RunObserver):
+    """Several observers as one. One that raises is reported in the log and turned off."""
+
+    def __init__(self, observers: Iterable[RunObserver] = ()) -> None:
+        self._observers = list(observers)
+
+    def begin(self, run: ObservedRun) -> None:
+        self._tell(lambda each: each.begin(run))
+
+    def start(self, max_steps: int, history: Sequence[Mapping[str, Any]]) -> None:
+        self._tell(lambda each: each.start(max_steps, history))
+
+    def begin_step(self, step: int) -> None:
+        self._tell(lambda each: each.begin_step(step))
+
+    def begin_phase(self, name: str) -> None:
+        self._tell(lambda each: each.begin_phase(name))
+
+    def end_phase(self, name: str) -> None:
+        self._tell(lambda each: each.end_phase(name))
+
+    def end_group(self, group: RolloutGroup, submitted_ns: int, replica: int) -> None:
+        self._tell(lambda each: each.end_group(group, submitted_ns, replica))
+
+    def step_metrics(self) -> Mapping[str, float]:
+        found: dict[str, float] = {}
+        self._tell(lambda each: found.update(each.step_metrics()))
+        return found
+
+    def end_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._tell(lambda each: each.end_step(step, metrics))
+
+    def saved(self, step: int) -> None:
+        self._tell(lambda each: each.saved(step))
+
+    def end(self, state: RunEnd) -> None:
+        self._tell(lambda each: each.end(state))
+
+    def _tell(self, call: Callable[[RunObserver], None]) -> None:
+        for observer in tuple(self._observers):
+            try:
+                call(observer)
+            except Exception as error:  # noqa: BLE001  # what watches a run must not cost it anything
+                self._observers.remove(observer)
+                _log.warning("%s is turned off (%s: %s)", type(observer).__name__, type(error).__name__, error)
