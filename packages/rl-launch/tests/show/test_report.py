@@ -113,6 +113,17 @@ def test_a_report_says_what_people_look_for(record):
     assert "policy.generation.vllm_cfg" in words
 
 
+def test_readings_of_single_machines_are_in_the_json_and_not_in_the_table(record):
+    readings = {"system/gpu_utilization": 0.5, "system/node0/cpu_utilization": 0.25, "system/node0/gpu1/power_w": 300.0}
+    report = report_of(
+        record([row | {name: value * row["step"] for name, value in readings.items()} for row in rows()])
+    )
+    text = printed(report)
+    assert "system/gpu_utilization" in text
+    assert "system/node0" not in text
+    assert set(readings) <= {each["name"] for each in report.as_json()["summaries"]}
+
+
 def test_reasons_of_failures_in_any_step_are_in_the_advice(record):
     failing = [{**row, "rollout/failed": float(row["step"] in (2, 4))} for row in rows()]
     flaky = [rollout(str(each), "x", 0.0, failure=f"score raised ValueError: '{each}'") for each in range(2)]

@@ -88,7 +88,7 @@ def _charts(report: Report, width: int) -> Iterator[str]:
 
 def _metrics(report: Report) -> Table:
     table = _table("metric", "first", "best", "at step", "last")
-    for each in report.summaries:
+    for each in _listed(report):
         if not _is_constant(report, each):
             best = "" if each.best is None else f"{each.best:.4g}"
             step = "" if each.best_step is None else str(each.best_step)
@@ -97,7 +97,12 @@ def _metrics(report: Report) -> Table:
 
 
 def _constant(report: Report) -> str:
-    return ", ".join(f"{each.name} {each.first:.4g}" for each in report.summaries if _is_constant(report, each))
+    return ", ".join(f"{each.name} {each.first:.4g}" for each in _listed(report) if _is_constant(report, each))
+
+
+def _listed(report: Report) -> list[Summary]:
+    """Summaries of all metrics but those of single machines and workers, of which a large run has hundreds."""
+    return [each for each in report.summaries if not (each.name.startswith("system/") and each.name.count("/") > 1)]
 
 
 def _is_constant(report: Report, summary: Summary) -> bool:
