@@ -11,7 +11,7 @@ from pydantic import Field
 from rl_core import run_config
 from rl_core.config import Config, EnvVars, PathText, WhenChanged
 from rl_core.model_config import GeneratingModelConfig
-from rl_launch.session.config import CallbackConfig, CheckpointingConfig, LoggerConfig
+from rl_launch.session.config import CallbackConfig, CheckpointingConfig, LoggerConfig, ProfilingConfig
 
 POLICY = "policy"
 """Role and config section of the model whose weights are published and exported."""
@@ -112,6 +112,11 @@ class RunConfig(run_config.RunConfig, Protocol):
     @property
     def logger(self) -> LoggerConfig:
         """Destinations of metrics."""
+        ...
+
+    @property
+    def profiling(self) -> ProfilingConfig:
+        """Profiles of workers, and traces."""
         ...
 
     @property

@@ -11,6 +11,7 @@ import numpy as np
 from rl_core.rollouts.group import RolloutGroup
 from rl_core.rollouts.rollout import Prompt, Rollout, WeightSpan
 from rl_launch.session.rollouts.token_files import TokenFiles
+from rl_launch.session.traces.trace_folder import Piece, TraceWriter
 
 CONFIG = """\
 algorithm: grpo
@@ -127,6 +128,34 @@ def add_tokens(
     files.append(step, [group], batch)
     files.flush()
     files.close()
+
+
+def add_traces(folder: Path, num_steps: int) -> None:
+    """Traces of steps of two seconds: a rank works in the second half, a replica generates in the first one."""
+    writer = TraceWriter(folder / "traces")
+    for step in range(1, num_steps + 1):
+        begin = 1.8e15 + 2e6 * step
+        pieces = [
+            Piece("driver", "steps", f"step {step}", begin, 2e6),
+            Piece("driver", "phases", "validation", begin, 2e6),
+            Piece("driver", "phases", "generation", begin + 1e5, 1e6),
+            Piece("driver", "weight sync", f"version {step}", begin + 1.9e6, 1e5),
+            Piece("policy-0", "calls", "train_step", begin + 1e6, 1e6),
+            *(Piece("rollout-worker-0", "generation", "generation", begin + 1e4 * n, 9e3, 8) for n in range(100)),
+            Piece("environment-math", "turns", "turns", begin + 5e5, 2e5),
+        ]
+        if step == 2:
+            pieces.append(Piece("driver", "restarts", "rollout worker 1 is lost", begin + 1e6, None))
+        writer.append(step, pieces)
+    writer.flush()
+
+
+def add_profiles(folder: Path) -> None:
+    """Files of profiles, and one that is none."""
+    profiles = folder / "profiles" / "step_5-7"
+    profiles.mkdir(parents=True)
+    for name in ("policy-0.torch.json.gz", "rollout-worker-0.py-spy.json", "policy-0.memory.pickle", "notes.txt"):
+        (profiles / name).write_bytes(b"x" * 2048)
 
 
 def made_evaluation(folder: Path, value: float) -> Path:

@@ -28,7 +28,7 @@ def test_an_export_has_the_answers_of_the_page(tmp_path):
     index = (tmp_path / "out" / "data" / "index.js").read_text()
     found = json.loads(index[index.index("(") + 1 : index.rindex(")")])
     names = found["names"]
-    assert found["steps"]["one"] == {"step": [1, 3], "val": []}
+    assert found["steps"]["one"] == {"step": [1, 3], "val": [], "spans": []}
     assert count == 2 * 3 + 3
     assert '["rollouts",[["first","1"],["id","one"],["kind","step"],["last","1"],["limit","3"]]]' in names
     name = names['["run",[["id","one"]]]']

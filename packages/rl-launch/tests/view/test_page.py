@@ -6,7 +6,17 @@ from pathlib import Path
 
 import pytest
 from browser import PROGRAM, browser
-from made_runs import Words, add_step, add_tokens, group, made_evaluation, made_run, rollout
+from made_runs import (
+    Words,
+    add_profiles,
+    add_step,
+    add_tokens,
+    add_traces,
+    group,
+    made_evaluation,
+    made_run,
+    rollout,
+)
 
 from rl_launch.view.catalog import Catalog
 from rl_launch.view.export import export
@@ -27,6 +37,8 @@ def root(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     made_run(folder / "one", 12)
     add_tokens(folder / "one", 12)
+    add_traces(folder / "one", 30)
+    add_profiles(folder / "one")
     made_run(folder / "two", 12, lr=0.002)
     made_evaluation(folder / "evals" / "a", 0.0)
     made_evaluation(folder / "evals" / "b", 1.0)
@@ -79,6 +91,8 @@ VIEWS = {
     "#/run/one/rollouts?open=12:1&as=tokens&color=weight_version": "document.querySelector('.tokens .tone-group1')",
     "#/run/one/rollouts?open=12:2&as=tokens": HAS_TEXT.format("'logger.token_level=all'"),
     "#/run/one/timeline": "document.querySelectorAll('.timeline rect').length > 12",
+    "#/run/one/timeline?trace=2": "document.querySelectorAll('.processes .mark').length === 1",
+    "#/run/two/timeline": HAS_TEXT.format("'no traces'"),
     "#/run/one/advice": "document.querySelector('.advice, .empty')",
     "#/run/one/config?other=two": HAS_TEXT.format("'policy.optimizer.kwargs.lr'"),
     "#/run/one/logs": HAS_TEXT.format("'replica 1 was lost'"),
@@ -97,13 +111,14 @@ def test_every_view_is_shown_fits_and_can_be_read_aloud(view, page, address):
 
     if not page.js("!!window.axe"):
         page.js(f"{AXE.read_text()}; 0")
-    found = page.js(
-        "axe.run(document, {resultTypes: ['violations']}).then((found) => found.violations"
-        ".filter((each) => ['serious', 'critical'].includes(each.impact))"
-        ".map((each) => `${each.id}: ${each.nodes.slice(0, 3).map((node) => node.html).join(' | ')}`))"
-    )
-
-    assert found == []
+    for theme in ("dark", "light"):
+        page.js(f"document.documentElement.dataset.theme = '{theme}'")
+        found = page.js(
+            "axe.run(document, {resultTypes: ['violations']}).then((found) => found.violations"
+            ".filter((each) => ['serious', 'critical'].includes(each.impact))"
+            ".map((each) => `${each.id}: ${each.nodes.slice(0, 3).map((node) => node.html).join(' | ')}`))"
+        )
+        assert found == [], theme
 
 
 def test_a_new_step_and_a_new_run_appear_by_themselves(view, page, root):
@@ -216,9 +231,23 @@ def test_links_hold_the_view_and_keys_move_through_it(view, page):
     page.wait("document.querySelector('.timeline')")
 
 
+def test_the_timeline_shows_rows_of_processes_and_moves_by_step(view, page):
+    view("#/run/one/timeline", HAS_TEXT.format("'Processes in step 30'"))
+    page.wait("document.querySelectorAll('.processes').length === 2")
+    page.js("document.querySelector('[aria-label=\"earlier traced step\"]').click()")
+    page.wait(HAS_TEXT.format("'Processes in step 29'"))
+    assert page.js("location.hash").endswith("trace=29")
+    row = "document.querySelector('svg[aria-label^=\"policy-0 calls: 1 spans, idle 50%\"]')"
+    page.wait(row)
+    page.js(f"{row}.querySelector('rect').dispatchEvent(new MouseEvent('click', {{bubbles: true}}))")
+    page.wait(HAS_TEXT.format("'train_step: 1.0 s, from 1.0 s'"))
+    assert page.js("document.body.innerText.includes('speedscope.app')")
+
+
 def test_an_export_opens_from_a_file(page, tmp_path):
     add_step(made_run(tmp_path / "runs" / "one"), 4, group(4, 0), **{"policy/nll": 0.5})
     add_tokens(tmp_path / "runs" / "one", 3)
+    add_traces(tmp_path / "runs" / "one", 4)
     made_run(tmp_path / "runs" / "two")
     export(Catalog([tmp_path / "runs"]), tmp_path / "out")
     page.problems.clear()
@@ -234,6 +263,9 @@ def test_an_export_opens_from_a_file(page, tmp_path):
         page.js(f"location.hash = {json.dumps(address)}")
         page.wait("document.querySelectorAll('.u-wrap').length === 3")
         assert not page.js("!!document.querySelector('.problem')")
+
+    page.js("location.hash = '#/run/one/timeline?trace=2'")
+    page.wait("document.querySelectorAll('.processes .mark').length === 1")
 
     assert page.problems == []
     assert {url.split(":")[0] for url in page.requests} <= {"file", "data"}

@@ -16,6 +16,8 @@ from vllm.lora.model_manager import LoRAModelManager
 
 from rl_core.devices import Device
 from rl_core.errors import WeightSyncError
+from rl_core.profiling import Profile, ProfileReport
+from rl_core.stacks import write_stacks_of_child
 from rl_core.torch.transport import ReceivingEnd
 from rl_core.weights import Manifest, Transport
 from rl_vllm.engine.parent_watch import end_with, forget_cpu_groups, forget_semaphores
@@ -53,11 +55,13 @@ class EngineWorker:
     _adapters: AdapterReceiver | None = None
     _planned: tuple[Manifest, LoadPlan, PlannedLoad | None] | None = None
     _receiving: ReceivingEnd | None = None
+    _recording: Profile | None = None
 
     def end_with_parent(self, pid: int) -> Report:
         """End the engine's processes as soon as process `pid` ends, with nothing left in shared memory."""
         forget_semaphores()
         forget_cpu_groups()
+        write_stacks_of_child(f"engine-rank-{self.rank}")
         return self._reported(end_with, pid)
 
     def begin_receiving(self, manifest: bytes, scale: float) -> Report:
@@ -82,6 +86,20 @@ class EngineWorker:
     def check_received(self) -> Report:
         """Names of tensors that this rank does not compute with."""
         return self._reported(self._check)
+
+    def start_recording(self, order: bytes, num_ranks: int) -> Report:
+        """Begin to record this rank's process; files that were written, and tools that failed.
+
+        Args:
+            order: Pickled `ProfileOrder` of the replica.
+            num_ranks: Number of ranks of the engine.
+        """
+        self._recording = self._recording or Profile()
+        return _plain(self._recording.start(pickle.loads(order).of_rank(self.rank, num_ranks)))
+
+    def stop_recording(self) -> Report:
+        """End the recording, and write its files; as `start_recording`."""
+        return _plain(self._recording.stop() if self._recording is not None else ProfileReport())
 
     def make_receiver(self, manifest: Manifest) -> WeightReceiver:
         """Return the receiver of a manifest without factors of adapters, for this rank's model."""
@@ -165,3 +183,7 @@ class EngineWorker:
         except Exception as error:  # noqa: BLE001 - a rank that fails reports, or the other ranks would wait for it
             text = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
             return {"error": f"engine rank {self.rank}: {text}", "tensors": []}
+
+
+def _plain(report: ProfileReport) -> Report:
+    return {"value": (list(report.files), list(report.problems))}

@@ -11,6 +11,7 @@ import numpy as np
 
 from rl_core.errors import GeneratorError, RequestRefused, WeightSyncError
 from rl_core.model_config import GenerationConfig, ModelConfig
+from rl_core.profiling import ProfileOrder, ProfileReport
 from rl_core.rollouts.generation import GenerationRequest, PauseMode, Placement
 from rl_core.rollouts.rollout import Completion, WeightSpan
 from rl_core.weights import Manifest, Transport
@@ -244,6 +245,18 @@ class VllmGenerator:
         self._running().use_adapter(version if manifest.num_factors else None)
         self._lifecycle.commit(version)
 
+    async def start_profile(self, order: ProfileOrder) -> ProfileReport:
+        """Begin to record every rank of the engine, in the process and thread that compute.
+
+        This is not vLLM's own `start_profile`, which needs `profiler_config` at the start of the engine and writes
+        files of torch only, under names of its own.
+        """
+        return _joined(await self._on_every_rank("start_recording", pickle.dumps(order), self.num_ranks))
+
+    async def stop_profile(self) -> ProfileReport:
+        """End the recording, and write its files."""
+        return _joined(await self._on_every_rank("stop_recording"))
+
     async def health(self) -> Mapping[str, Any]:
         """Numbers worth logging. An engine that has requests and samples nothing hangs. Raises `GeneratorError` if it
         is dead.
@@ -312,3 +325,8 @@ class VllmGenerator:
         if self._engine is None:
             raise GeneratorError(self._lifecycle.refusal or "the engine has not been started")
         return self._engine
+
+
+def _joined(ranks: Sequence[tuple[Sequence[str], Sequence[str]]]) -> ProfileReport:
+    """The report of all ranks, from the files and the problems of each."""
+    return ProfileReport.joined([ProfileReport(tuple(files), tuple(problems)) for files, problems in ranks])

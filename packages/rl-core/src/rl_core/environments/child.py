@@ -21,6 +21,7 @@ from rl_core.environments.messages import LENGTH, STACKS, Build, Close, Malforme
 from rl_core.environments.rewards import RewardSum
 from rl_core.errors import EnvironmentTimeout, WorkerDied, WorkerError
 from rl_core.plugins.user_code import FromFile, is_own
+from rl_core.stacks import PREFIX_VARIABLE
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +52,7 @@ _PATHS_LOCALE_AND_CACHES = """
     NLTK_DATA MPLCONFIGDIR RL_HOME
     SSL_CERT_FILE SSL_CERT_DIR REQUESTS_CA_BUNDLE CURL_CA_BUNDLE
 """
-PASSED = frozenset(_PATHS_LOCALE_AND_CACHES.split())
+PASSED = frozenset([*_PATHS_LOCALE_AND_CACHES.split(), PREFIX_VARIABLE])
 """Names that an environment's process sees as its parent does."""
 
 PASSED_PREFIXES = ("LC_", "PYTHON")

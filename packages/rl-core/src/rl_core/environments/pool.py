@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from rl_core import spans
 from rl_core.environments.child import ChildSpec
 from rl_core.environments.config import EnvironmentConfig
 from rl_core.environments.rewards import RewardSum
@@ -103,6 +104,7 @@ class EnvironmentPool:
         self._late: dict[str, tuple[str, asyncio.Task[StepResult | EnvironmentFailure]]] = {}
         self._leases = Leases(lease_s, self._expire)
         self._closed = False
+        self._stepping = spans.overlapping("turns", "turns")
 
     @classmethod
     def of(cls, environment: str | FromFile | RewardSum, config: EnvironmentConfig, name: str = "") -> EnvironmentPool:
@@ -156,7 +158,8 @@ class EnvironmentPool:
             if turn.home.worker is not None:
                 turn.home.worker.submit(turn)
         try:
-            outcomes = await call.outcomes()
+            with self._stepping:
+                outcomes = await call.outcomes()
         except BaseException:
             self._drop([conversation.id for conversation in conversations])
             raise

@@ -49,6 +49,7 @@ from rl_core.rollouts.environment import (
     StepResult,
     UnusableAnswer,
 )
+from rl_core.stacks import write_stacks_of_child
 
 if TYPE_CHECKING:
     from rl_core.config import Config
@@ -376,6 +377,7 @@ def main(connection: int, parent_pipe: int, memory_bytes: int) -> None:
     faulthandler.enable()
     # the pool's question for where this process hangs: it writes its stacks and ends
     faulthandler.register(STACKS, all_threads=True, chain=True)
+    write_stacks_of_child("process")
     with socket.socket(fileno=connection) as stream, contextlib.suppress(BrokenPipeError, ConnectionResetError):
         serve(stream)
 

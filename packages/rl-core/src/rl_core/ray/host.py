@@ -10,18 +10,24 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ray
 
+from rl_core import spans
 from rl_core.data.batch import Batch
 from rl_core.data.shuffle import Chunk, Pick, Shard, pick
 from rl_core.devices.device import NODE_ADDRESS, node_address
 from rl_core.devices.rehearsal import hide_real_gpus
 from rl_core.errors import RLError, WorkerError
 from rl_core.plugins import plugin_packages, resolve
+from rl_core.profiling import Profile, ProfileOrder, ProfileReport
 from rl_core.ray.bounded_log import keep_bounded
 from rl_core.ray.stacks import write_stacks_on_signal
+from rl_core.spans import SpanReport
+from rl_core.stacks import FOLDER as STACKS_FOLDER
+from rl_core.stacks import write_stacks_of
 from rl_core.usage.meter import Meter, Usage
 
 _log = logging.getLogger(__name__)
@@ -29,6 +35,9 @@ _log = logging.getLogger(__name__)
 CONCURRENCY_GROUPS = {"health": 1, "monitoring": 1}
 """Concurrency groups that an actor of `WorkerHost` is made with, with the threads of each: their calls are answered
 while another call runs, and a GPU that does not answer holds up monitoring only."""
+
+CALLS = "calls"
+"""Track of the spans of the calls of a worker that has one call at a time."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +93,7 @@ class WorkerHost:
         self._worker: Any = None
         self._port: socket.socket | None = None
         self._meter = Meter()
+        self._profile = Profile()
 
     def place(self) -> Place:
         """The place of this process. Each call reserves a new port, which stays free until the next call."""
@@ -97,15 +107,18 @@ class WorkerHost:
 
     def build(self, target: str, *args: Any, **kwargs: Any) -> None:
         """Build the worker `"package.module:Class"`, imported in this process."""
-        self._worker = _plainly(lambda: resolve(target)(*args, **kwargs))
+        with spans.span(CALLS, "start"):
+            self._worker = _plainly(lambda: resolve(target)(*args, **kwargs))
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the worker."""
-        return _plainly(lambda: getattr(self._worker, method)(*args, **kwargs))
+        with spans.span(CALLS, method):
+            return _plainly(lambda: getattr(self._worker, method)(*args, **kwargs))
 
     def call_on(self, method: str, shard: Shard, args: Sequence[Any], kwargs: Mapping[str, Any], *chunks: Chunk) -> Any:
         """Call a method of the worker on the rows of a shard."""
-        return _plainly(lambda: getattr(self._worker, method)(shard.assemble(chunks), *args, **kwargs))
+        with spans.span(CALLS, method):
+            return _plainly(lambda: getattr(self._worker, method)(shard.assemble(chunks), *args, **kwargs))
 
     def infer(
         self, shard: Shard, args: Sequence[Any], kwargs: Mapping[str, Any], *chunks: Chunk
@@ -116,9 +129,23 @@ class WorkerHost:
 
     def pick(self, picks: Sequence[Pick], *stores: Batch) -> Any:
         """Rows for every shard of a model, a result for each."""
-        chunks = _plainly(lambda: pick(picks, stores))
+        with spans.span(CALLS, "pick"):
+            chunks = _plainly(lambda: pick(picks, stores))
         # a call with one result returns it bare
         return chunks if len(chunks) > 1 else chunks[0]
+
+    def start_profile(self, order: ProfileOrder) -> ProfileReport:
+        """Begin to record this process."""
+        return self._profile.start(order)
+
+    def stop_profile(self) -> ProfileReport:
+        """End the recording, and write its files."""
+        return self._profile.stop()
+
+    @ray.method(concurrency_group="health")
+    def take_spans(self) -> SpanReport:
+        """Spans of this process since the last call, while another call may be running."""
+        return spans.take()
 
     @ray.method(concurrency_group="health")
     def health(self) -> Any:
@@ -157,8 +184,9 @@ class AsyncWorkerHost:
 
     async def start(self, target: str, *args: Any, **kwargs: Any) -> Any:
         """Build the worker `"package.module:Class"`, imported in this process, and await its `start`."""
-        self._worker = _plainly(lambda: resolve(target)(*args, **kwargs))
-        return await AsyncWorkerHost.call(self, "start")
+        with spans.span(CALLS, "start"):
+            self._worker = _plainly(lambda: resolve(target)(*args, **kwargs))
+            return await AsyncWorkerHost.call(self, "start")
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Await a method of the worker."""
@@ -170,6 +198,10 @@ class AsyncWorkerHost:
     async def usage(self, *, with_machine: bool) -> Usage:
         """Use of resources since the last call; see `Meter.read`."""
         return await asyncio.to_thread(self._meter.read, with_machine=with_machine)
+
+    async def spans(self) -> SpanReport:
+        """Spans of this process since the last call."""
+        return spans.take()
 
 
 class RestartingHost(AsyncWorkerHost):
@@ -203,14 +235,21 @@ class RestartingHost(AsyncWorkerHost):
 
 def log_to(path: str) -> None:
     """Send log records of this process to a file, those of packages with plugins from INFO and others from WARNING,
-    and on `SIGNAL` of `rl_core.ray.stacks` the stacks of its threads.
+    and on `SIGNAL` of `rl_core.ray.stacks` the stacks of its threads; on that of `rl_core.stacks` they go to a file of
+    their own.
     """
     write_stacks_on_signal(path)
+    log = Path(path)
+    write_stacks_of(log.stem, log.parent / STACKS_FOLDER, node=_node_id())
     handler = logging.FileHandler(path, delay=True)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.getLogger().addHandler(handler)
     for package in ("rl_core", *plugin_packages()):
         logging.getLogger(package).setLevel(logging.INFO)
+
+
+def _node_id() -> str:
+    return ray.get_runtime_context().get_node_id() if ray.is_initialized() else ""
 
 
 def redirect_output(path: str) -> None:

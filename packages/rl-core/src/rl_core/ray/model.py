@@ -100,6 +100,11 @@ class RemoteModel:
         self._coordinates: list[Coordinates] = self.call_all("coordinates")
 
     @property
+    def workers(self) -> dict[str, ActorHandle]:
+        """The actors in rank order, by the names of their logs: `policy-0`."""
+        return {f"{self._role}-{rank}": worker for rank, worker in enumerate(self._workers)}
+
+    @property
     def revision(self) -> int:
         """Increases with every change of the weights, so you can check whether they are still the same."""
         return self._revision

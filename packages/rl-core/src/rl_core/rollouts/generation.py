@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from rl_core.devices import Device, device_named
+from rl_core.profiling import ProfileOrder, ProfileReport
 from rl_core.rollouts.rollout import Completion
 from rl_core.token_filter import TokenFilter
 from rl_core.weights import WeightSink
@@ -120,6 +121,14 @@ class Generator(WeightSink, Protocol):
 
     async def wake(self, parts: Sequence[str] = ("weights", "kv_cache")) -> None:
         """Take device memory for these parts again; a woken KV cache is empty."""
+        ...
+
+    async def start_profile(self, order: ProfileOrder) -> ProfileReport:
+        """Begin to record every process of the engine, where it computes. Raises nothing of a tool's."""
+        ...
+
+    async def stop_profile(self) -> ProfileReport:
+        """End the recording, and write its files; nothing if there is none."""
         ...
 
     @property

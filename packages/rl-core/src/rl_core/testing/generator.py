@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
@@ -11,6 +13,7 @@ import numpy as np
 import pytest
 
 from rl_core.errors import RequestRefused
+from rl_core.profiling import ProfileOrder, ProfileReport
 from rl_core.rollouts.generation import GenerationRequest, SamplingParams
 from rl_core.rollouts.interruption import generate_whole
 from rl_core.rollouts.rollout import Completion
@@ -169,6 +172,17 @@ class GeneratorSuite(WeightSinkSuite):
         after = bench.runner.run(bench.generator.health())
         assert (before["num_requests"], after["num_requests"]) == (0, 0)
         assert after["num_sampled"] > before["num_sampled"]
+
+    def test_a_profile_has_what_the_engine_computes(self, bench: Bench, tmp_path: Path) -> None:
+        order = ProfileOrder(str(tmp_path), "rollout-worker-0", ("torch",))
+        assert bench.runner.run(bench.generator.start_profile(order)) == ProfileReport()
+        _one(bench, prompt(4), SamplingParams(4))
+        ended = bench.runner.run(bench.generator.stop_profile())
+        (file,) = ended.files
+        assert Path(file) == tmp_path / "rollout-worker-0.torch.json.gz"
+        names = {event.get("name") for event in json.loads(gzip.decompress(Path(file).read_bytes()))["traceEvents"]}
+        assert any(str(name).startswith("aten::") for name in names)
+        assert bench.runner.run(bench.generator.stop_profile()) == ProfileReport()
 
     def test_sleep_and_wake_change_nothing(self, bench: Bench) -> None:
         async def nap() -> None:

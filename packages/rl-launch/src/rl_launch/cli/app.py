@@ -17,6 +17,7 @@ from rl_launch.cli import (
     environment_commands,
     evaluation_commands,
     run_commands,
+    stacks_commands,
     view_commands,
 )
 from rl_launch.cli.completion import complete_override, complete_recipe
@@ -123,6 +124,7 @@ app.command()(run_commands.runs)
 app.command()(run_commands.label)
 app.command()(run_commands.show)
 app.command()(view_commands.view)
+app.command()(stacks_commands.stacks)
 app.command()(run_commands.sweep)
 
 

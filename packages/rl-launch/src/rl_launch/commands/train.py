@@ -31,6 +31,7 @@ from rl_launch.root_config import with_section, with_values
 from rl_launch.run_config.checks import check_placement
 from rl_launch.run_config.inputs import check_inputs
 from rl_launch.run_config.plan import RunPlan
+from rl_launch.run_config.profiling_checks import check_profiling
 from rl_launch.run_config.reading import read_plan
 from rl_launch.run_config.run_recording import RunRecording, recorded_environments
 from rl_launch.runtime.environment_trials import trials_of, try_here, try_in
@@ -176,10 +177,12 @@ def _run(
     # Ray takes a second to import, which checks that fail should not wait for
     from rl_launch.cluster.virtual_cluster import VirtualCluster
     from rl_launch.commands.family_proof import prove_family
+    from rl_launch.runtime.observed_steps import observe_steps
     from rl_launch.runtime.runtime import Runtime, check_engines, provision_workers
 
     device = plan.device
     check_placement(plan, device)
+    check_profiling(plan, device)
     envs = provision_workers(plan, needs, device)
     _log.info("checking models and engines in their environments")
     try_in(envs.interpreters, untried)
@@ -197,6 +200,7 @@ def _run(
             runtime = held.enter_context(Runtime(plan, envs, cluster, session.directory.logs))
             held.enter_context(restoration.judging(session, runtime.lost_nodes))
             components = replace(runtime.components(data, needs, vocabulary=len(tokenizer)), evaluation=evaluated)
+            observe_steps(session, runtime, config.profiling, held)
         if runtime.rollout_pool is not None:
             session.write_rollouts_by(runtime.rollout_pool.write_rollouts)
             session.read_token_texts_from(TokenTexts(tokenizer))

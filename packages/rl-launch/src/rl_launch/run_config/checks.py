@@ -43,6 +43,7 @@ from rl_launch.placement.topology import (
 )
 from rl_launch.root_config import POLICY, ClusterConfig, RunConfig
 from rl_launch.run_config.plan import RunPlan, plugin_of
+from rl_launch.run_config.profiling_checks import profiled_rank_checks, profiling_checks
 from rl_launch.session.callbacks.callback_classes import callback_problems
 
 Check = Callable[[RunPlan], Iterable[Problem]]
@@ -270,6 +271,7 @@ CHECKS: tuple[Check, ...] = (
     _checkpointing_checks,
     _push_checks,
     _callback_checks,
+    profiling_checks,
 )
 """Checks of the config of a run."""
 
@@ -279,6 +281,7 @@ BACKEND_CHECKS: tuple[Check, ...] = (
     _replay_checks,
     _lora_sync_checks,
     _topology_checks,
+    profiled_rank_checks,
 )
 """Checks that need to know the backends of the run."""
 

@@ -37,7 +37,7 @@ from rl_launch.backends import (
     installed,
 )
 from rl_launch.root_config import POLICY, ClusterConfig, EnvironmentsConfig, RootConfig
-from rl_launch.session.config import CheckpointingConfig, LoggerConfig
+from rl_launch.session.config import CheckpointingConfig, LoggerConfig, ProfilingConfig
 
 
 def type_of(raw: RawConfig) -> type[RootConfig]:
@@ -58,6 +58,7 @@ def root_type(algorithm: AlgorithmPlugin, raw: RawConfig) -> type[RootConfig]:
         **_nested(_model_types(algorithm, raw), own),
         "checkpointing": CheckpointingConfig,
         "logger": LoggerConfig,
+        "profiling": ProfilingConfig,
         "cluster": ClusterConfig,
     }
     if algorithm.generates:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import ray
 from ray.actor import ActorHandle
 
+from rl_core import spans
 from rl_core.errors import Origin, RLError
 from rl_core.ray.calls import fetch, wait
+from rl_launch.session.traces.step_trace import RESTARTS
 
 _log = logging.getLogger(__name__)
 
@@ -44,6 +47,11 @@ class EnvironmentWatch:
         self._asked_at = clock()
         self._told = dict.fromkeys(actors, 0)
 
+    @property
+    def actors(self) -> dict[str, ActorHandle]:
+        """The actors, by the names of their logs."""
+        return {Path(self._logs[label]).stem: actor for label, actor in self._actors.items()}
+
     def check(self) -> None:
         """Ask, or read the answers that are there; never waits."""
         for label, ref in list(self._asked.items()):
@@ -76,6 +84,7 @@ class EnvironmentWatch:
         told = self._told[label] if health["num_restarts"] >= self._told[label] else 0
         self._told[label] = health["num_restarts"]
         if health["num_restarts"] > told:
+            spans.mark(RESTARTS, f"environment {label}: {health['num_restarts'] - told} process(es) restarted")
             _log.warning(
                 "environment %s: %d restart(s) of its processes, %d so far, the last because %s. More: %s",
                 label,

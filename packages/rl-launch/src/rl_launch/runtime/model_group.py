@@ -52,7 +52,7 @@ class ModelGroup:
     Args:
         cluster: Where the ranks run.
         nodes: A bundle per rank, by node.
-        process: How a rank's process is made on a node, by Ray's id of the node.
+        process: How a rank's process is made, by Ray's id of its node, its rank and its name.
         role: Role of the model, for messages.
         section: Dotted key of the model's config section, for messages.
         logs: Folder for the ranks' logs.
@@ -66,7 +66,7 @@ class ModelGroup:
         self,
         cluster: VirtualCluster,
         nodes: Sequence[Sequence[Bundle]],
-        process: Callable[[str], WorkerProcess],
+        process: Callable[[str, int, str], WorkerProcess],
         *,
         role: str,
         section: str,
@@ -78,7 +78,10 @@ class ModelGroup:
         self._role = role
         self._section = section
         self._local_ranks = [local_rank for node in nodes for local_rank, _ in enumerate(node)]
-        self._workers = [cluster.start_worker(process(bundle.node), bundle) for node in nodes for bundle in node]
+        self._workers = [
+            cluster.start_worker(process(bundle.node, rank, f"{role}-{rank}"), bundle)
+            for rank, bundle in enumerate(bundle for node in nodes for bundle in node)
+        ]
         unplaced = [Origin(role, rank, "its node", "start", section) for rank in range(len(self._workers))]
         self.places: list[Place] = gather_start(
             [w.place.remote() for w in self._workers], unplaced, timeouts.process, f"the processes of {role}"

@@ -9,7 +9,7 @@ from functools import partial
 from rl_core.ray.model import RemoteModel
 from rl_core.rollouts.group import ROUTED_EXPERTS
 from rl_launch.backends import ModelBackend
-from rl_launch.cluster.virtual_cluster import Bundle, VirtualCluster
+from rl_launch.cluster.virtual_cluster import Bundle, VirtualCluster, WorkerProcess
 from rl_launch.monitoring.poller import Monitored
 from rl_launch.placement.residency import Residency, Tenant
 from rl_launch.placement.topology import Topology
@@ -122,12 +122,11 @@ class Models:
 
     def _placed(self, role: str) -> ModelGroup:
         sharing = 1 if role in self._topology.own else sum(other not in self._topology.own for other in self._backends)
-        process = partial(
-            self._processes.on,
-            role=role,
-            num_gpus=self._topology.device.gpu_share(sharing),
-            ranks=self._topology.devices(role).ranks,
-        )
+        num_gpus, ranks = self._topology.device.gpu_share(sharing), self._topology.devices(role).ranks
+
+        def process(node: str, rank: int, name: str) -> WorkerProcess:
+            return self._processes.on(node, role, num_gpus=num_gpus, ranks=ranks, number=rank, name=name)
+
         return ModelGroup(
             self._cluster,
             self._bundles[role],

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 
 from rl_core.config import EnvVars
 from rl_core.devices import Device
@@ -44,6 +47,40 @@ def variables_of_worker(
     }
 
 
+@dataclass(frozen=True)
+class NsysReports:
+    """Workers that are started under Nsight Systems, which records them from `cudaProfilerStart` to `cudaProfilerStop`.
+
+    Args:
+        folder: Folder of the reports.
+        ranks: Ranks of models, and numbers of generators.
+    """
+
+    folder: Path
+    ranks: frozenset[int]
+
+    def command(self, python: str, name: str) -> str:
+        """Return the command that stands in for `python`, quoted for a shell.
+
+        Args:
+            python: Interpreter of the worker.
+            name: Name of the report.
+        """
+        # nsys does not make it
+        self.folder.mkdir(parents=True, exist_ok=True)
+        options = {
+            "trace": "cuda,nvtx,osrt,cudnn,cublas",
+            "sample": "none",
+            "cpuctxsw": "none",
+            "capture-range": "cudaProfilerApi",
+            "capture-range-end": "stop",
+            "trace-fork-before-exec": "true",
+            "force-overwrite": "true",
+            "output": str(self.folder / name),
+        }
+        return shlex.join(["nsys", "profile", *(f"--{key}={value}" for key, value in options.items()), python])
+
+
 class Processes:
     """Processes of workers, on nodes that are prepared for them.
 
@@ -54,6 +91,7 @@ class Processes:
         env_vars_by_role: Environment variables for those of one role.
         preloads: What workers of one role import in any case.
         fork_server_s: `cluster.fork_server_s`.
+        nsys: Workers that Nsight Systems records; None for none.
     """
 
     def __init__(
@@ -65,7 +103,9 @@ class Processes:
         env_vars_by_role: Mapping[str, EnvVars],
         preloads: Mapping[str, Preload],
         fork_server_s: float | None,
+        nsys: NsysReports | None = None,
     ) -> None:
+        self._nsys = nsys
         self._cluster = cluster
         self._nodes = nodes
         self._env_vars = env_vars
@@ -92,8 +132,19 @@ class Processes:
         """Cores of a prepared node."""
         return self._nodes[node].facts.cores
 
-    def on(self, node: str, role: str, *, num_gpus: float = 0, ranks: int = 1) -> WorkerProcess:
-        """A process on a prepared node, whose cores as many ranks share."""
+    def on(
+        self, node: str, role: str, *, num_gpus: float = 0, ranks: int = 1, number: int | None = None, name: str = ""
+    ) -> WorkerProcess:
+        """A process on a prepared node.
+
+        Args:
+            node: Ray's id of the node.
+            role: Role of the worker.
+            num_gpus: Share of a GPU, or number of GPUs, that Ray gives it.
+            ranks: Number of processes that share the cores of the node.
+            number: Rank of the model, or number of the generator; None for a worker that cannot be profiled.
+            name: Name of a worker that has a number.
+        """
         found = self._nodes[node]
         python = found.interpreters[role]
         preload = self._preloads.get(role, Preload())
@@ -107,5 +158,9 @@ class Processes:
         )
         # what the user chose wins over the node's network
         variables = {**(self._cluster.network_variables or found.network_variables), **of_worker}
-        command = shell_command(python, preload.modules, self._fork_server_s)
+        if self._nsys is not None and number in self._nsys.ranks:
+            # a process that a server forks would be none of nsys's
+            command = self._nsys.command(python, name)
+        else:
+            command = shell_command(python, preload.modules, self._fork_server_s)
         return WorkerProcess(command, variables, node, num_gpus)

@@ -68,7 +68,7 @@ class Replica:
         self.index = index
         self._timeouts = timeouts
         self._actor: Any = None  # an ActorHandle once it is started
-        self.log = f"{logs}/rollout-worker-{index}.log"
+        self.log = f"{logs}/{self.name}.log"
         self.num_ranks = 0
         self.num_starts = 0
         self.node = ""
@@ -101,6 +101,16 @@ class Replica:
         """Ask for finished groups; answered as soon as there is one that was not returned before."""
         return FinishedCall(*self._actor.call.options(num_returns=3).remote("finished"))
 
+    @property
+    def name(self) -> str:
+        """Name of its log."""
+        return name_of(self.index)
+
+    @property
+    def actor(self) -> ActorHandle:
+        """The process that it has now."""
+        return self._actor
+
     def call(self, method: str, *args: Any) -> ray.ObjectRef:
         """Call the rollout worker."""
         return self._actor.call.remote(method, *args)
@@ -124,11 +134,16 @@ class Replica:
         if place is None:
             return None
         role = ROLE.replace(" ", "-")
-        return Monitored(f"{role}-{self.index}", role, self.index, place.node, self._actor, place.gpus, generates=True)
+        return Monitored(self.name, role, self.index, place.node, self._actor, place.gpus, generates=True)
 
     def kill(self) -> None:
         """End the process and its engine at once."""
         ray.kill(self._actor)
+
+
+def name_of(index: int) -> str:
+    """Return the name of the log, traces and profiles of a replica."""
+    return f"rollout-worker-{index}"
 
 
 class ProgressWatch:

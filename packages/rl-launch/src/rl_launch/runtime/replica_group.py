@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
+from rl_core import spans
 from rl_core.errors import GeneratorError, RLError, WorkerDied, WorkerStalled
 from rl_core.ray.calls import fetch
 from rl_core.weights import WeightUpdate
@@ -15,6 +16,7 @@ from rl_launch.placement.topology import GENERATION
 from rl_launch.runtime.elastic_replicas import ElasticReplicas
 from rl_launch.runtime.replica import ROLE, Replica
 from rl_launch.runtime.restart_budget import RestartBudget
+from rl_launch.session.traces.step_trace import RESTARTS
 
 _log = logging.getLogger(__name__)
 
@@ -207,6 +209,7 @@ class ReplicaGroup:
         """Give a replica up until it is replaced."""
         replica.kill()
         self._lost[replica] = error
+        spans.mark(RESTARTS, f"{replica} is lost")
 
     def _restart_processes(self) -> None:
         """Restart lost replicas, all at once; on shared devices no other tenant is resident meanwhile."""
@@ -221,6 +224,7 @@ class ReplicaGroup:
         for replica, finish in starts:
             try:
                 finish()
+                spans.mark(RESTARTS, f"{replica} has been restarted")
                 if self._residency is not None:
                     fetch(replica.generator("sleep"), replica.origin("sleep"), TURN_TIMEOUT_S)
             except (GeneratorError, WorkerDied) as error:
@@ -239,6 +243,7 @@ class ReplicaGroup:
         self.replicas += joining
         for replica in joining:
             _log.info("%s joins; replicas: %d", replica, len(self.replicas))
+            spans.mark(RESTARTS, f"{replica} joins")
 
     def _ill(self, replicas: Sequence[Replica]) -> list[Replica]:
         """The replicas that do not answer, or whose engine is dead."""

@@ -23,21 +23,21 @@ from rl_core.ray.host import Place
 from rl_core.rollouts.generation import Placement
 from rl_launch.backends import GenerationBackend
 from rl_launch.cluster.start_wait import gather_start
-from rl_launch.cluster.virtual_cluster import Bundle, VirtualCluster
+from rl_launch.cluster.virtual_cluster import Bundle, VirtualCluster, WorkerProcess
 from rl_launch.monitoring.poller import Monitored
 from rl_launch.placement.topology import GENERATION, Topology
 from rl_launch.runtime.environment_watch import EnvironmentWatch
 from rl_launch.runtime.model_group import StartTimeouts
 from rl_launch.runtime.processes import Processes
-from rl_launch.runtime.replica import Replica
+from rl_launch.runtime.replica import Replica, name_of
 from rl_launch.runtime.role_envs import environment_role
 
 _log = logging.getLogger(__name__)
 
 ENVIRONMENT_POOL = "rl_core.environments.pool:EnvironmentPool.of"
 
-Start = tuple[Callable[[], ActorHandle], Placement]
-"""How an empty rollout worker is started, and where its engine runs."""
+Start = tuple[Callable[[int], ActorHandle], Placement]
+"""How an empty rollout worker is started, by its number, and where its engine runs."""
 
 
 class Replicas:
@@ -117,7 +117,7 @@ class Replicas:
         for first in range(0, len(places), ranks):
             here = places[first : first + ranks]
             node = here[0].node
-            start = partial(self._cluster.start_async_worker, self._processes.on(node, GENERATION))
+            start = partial(self._start_in, node)
             starts += [(start, placement) for placement in self._shared([g for p in here for g in p.gpus], node)]
         return self._begin(starts, places[0].node)
 
@@ -213,9 +213,11 @@ class Replicas:
         placement = Placement(self._topology.device.name, (), threads, awaits_weights=awaits_weights)
         return partial(self._start_on, bundle), placement
 
-    def _replica(self, start: Callable[[], ActorHandle], placement: Placement, index: int) -> Replica:
+    def _replica(self, start: Callable[[int], ActorHandle], placement: Placement, index: int) -> Replica:
         spec = self._spec(placement)
-        return Replica(start, spec, self._environments, index=index, logs=self._logs, timeouts=self._timeouts)
+        return Replica(
+            partial(start, index), spec, self._environments, index=index, logs=self._logs, timeouts=self._timeouts
+        )
 
     def _spec(self, placement: Placement) -> RolloutWorkerSpec:
         backend = self._backend
@@ -238,12 +240,19 @@ class Replicas:
             logs=self._logs,
         )
 
-    def _start_on(self, bundle: Bundle) -> ActorHandle:
+    def _start_in(self, node: str, index: int) -> ActorHandle:
+        """A replica's process next to the policy's."""
+        return self._cluster.start_async_worker(self._process(node, index))
+
+    def _process(self, node: str, index: int, num_gpus: float = 0) -> WorkerProcess:
+        return self._processes.on(node, GENERATION, num_gpus=num_gpus, number=index, name=name_of(index))
+
+    def _start_on(self, bundle: Bundle, index: int) -> ActorHandle:
         """A replica's process on its own devices, on another node if Ray has moved them."""
         node = self._cluster.node_of(bundle)
         self._processes.prepare((node, role) for role in self._roles)
         num_gpus = self._topology.device.num_gpus(self._topology.replica_ranks)
-        return self._cluster.start_async_worker(self._processes.on(node, GENERATION, num_gpus=num_gpus), bundle=bundle)
+        return self._cluster.start_async_worker(self._process(node, index, num_gpus), bundle=bundle)
 
     def _shared(self, gpus: Sequence[str], node: str) -> list[Placement]:
         """Return the placements of the replicas of one node, next to the policy."""

@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
+from rl_core import spans
 from rl_core.errors import ConfigError, DataError, RLError, WorkerDied
 from rl_launch.placement.bundles import PlacementError
+from rl_launch.session.traces.step_trace import RESTARTS
 
 _log = logging.getLogger(__name__)
 
@@ -88,6 +90,7 @@ class Restoration:
             text = " ".join(str(error).split())
             self._cause = f"node {', '.join(lost)} was lost ({text})" if lost else text
             _log.warning("%s; restarting from %s", self._cause, where)
+            spans.mark(RESTARTS, f"the run restarts from {where}")
 
     def failed(self, error: PlacementError) -> RLError:
         """The error of a run that cannot be placed; after a loss it names the loss first."""

@@ -162,6 +162,11 @@ class RolloutPool:
         return tuple(self._group.replicas)
 
     @property
+    def living_replicas(self) -> list[Replica]:
+        """The replicas that groups go to."""
+        return [replica for replica in self._group.replicas if replica not in self._group.lost]
+
+    @property
     def num_replicas(self) -> int:
         """Replicas that groups go to."""
         return len(self._group.replicas) - len(self._group.lost)

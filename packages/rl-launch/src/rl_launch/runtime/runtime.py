@@ -7,9 +7,13 @@ import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+import ray
+from ray.actor import ActorHandle
 
 from rl_core.config import EnvVars
 from rl_core.devices import Device
@@ -32,12 +36,15 @@ from rl_launch.runtime.elastic_replicas import ElasticReplicas
 from rl_launch.runtime.environment_watch import EnvironmentWatch
 from rl_launch.runtime.model_group import StartTimeouts
 from rl_launch.runtime.models import Models
-from rl_launch.runtime.processes import Processes, server_stay_s, variables_of_worker
+from rl_launch.runtime.process_spans import NamedActor
+from rl_launch.runtime.processes import NsysReports, Processes, server_stay_s, variables_of_worker
+from rl_launch.runtime.profiled_steps import Profiled, folder_of
 from rl_launch.runtime.replica import Replica
 from rl_launch.runtime.replicas import Replicas
 from rl_launch.runtime.role_envs import role_specs
 from rl_launch.runtime.rollout_pool import RolloutPool
 from rl_launch.runtime.weight_sync import Canary, WeightSync
+from rl_launch.session.config import ProfilingConfig
 from rl_launch.worker_envs.driver_envs import DriverEnvs
 from rl_launch.worker_envs.engine_checks import engine_problems
 
@@ -124,6 +131,8 @@ class Runtime:
         self._cluster = cluster
         self._exit = ExitStack()
         self._residency = Residency()
+        self._ranks: Mapping[str, RemoteModel] = {}
+        self._environments: EnvironmentWatch | None = None
         self.rollout_pool: RolloutPool | None = None
         self._models: Models | None = None
         self._replicas: Replicas | None = None
@@ -147,6 +156,7 @@ class Runtime:
             env_vars_by_role=env_vars_by_role(backends),
             preloads=backends.preloads(cluster.device),
             fork_server_s=config.cluster.fork_server_s,
+            nsys=_nsys_reports(config.profiling, logs.parent),
         )
 
     def __enter__(self) -> Runtime:
@@ -190,11 +200,30 @@ class Runtime:
         takes_turns = self.topology.takes_turns(GENERATION)
         start = self._start_in_turns if takes_turns else self._start_side_by_side
         by_role, started = start(models, replicas)
+        self._ranks = by_role
         residency = self._residency if takes_turns else None
         sync = self._weight_sync(by_role[POLICY], models, residency, vocabulary)
         elastic = self._elastic(replicas) if self.topology.is_elastic else None
         pool = self._pool(started, residency, replicas.environment_watch(), weights=sync, elastic=elastic)
         return Components(models=by_role, data=data, weights=sync, pool=pool)
+
+    def processes(self) -> list[NamedActor]:
+        """The processes of the run as they are now: ranks, rollout workers and environments."""
+        pool, environments = self.rollout_pool, self._environments
+        named = {name: actor for model in self._ranks.values() for name, actor in model.workers.items()}
+        named |= {replica.name: replica.actor for replica in pool.living_replicas} if pool else {}
+        named |= environments.actors if environments else {}
+        return [NamedActor(name, actor) for name, actor in named.items()]
+
+    def profiled(self) -> list[Profiled]:
+        """The workers that can be profiled: ranks of models, and rollout workers."""
+        ranks = [
+            Profiled(name, rank, partial(_call, actor))
+            for model in self._ranks.values()
+            for rank, (name, actor) in enumerate(model.workers.items())
+        ]
+        replicas = self.rollout_pool.living_replicas if self.rollout_pool else []
+        return [*ranks, *(Profiled(each.name, each.index, each.call) for each in replicas)]
 
     def models(self) -> Mapping[str, RemoteModel]:
         """All models by role, without generation."""
@@ -203,7 +232,8 @@ class Runtime:
         self._processes.prepare(models.roles())
         models.begin()
         models.build_in_turns()
-        return models.finish()
+        self._ranks = models.finish()
+        return self._ranks
 
     def evaluation_pool(self, needs: RolloutNeeds) -> RolloutPool:
         """Start only replicas, which serve the weights at `policy.model_name`."""
@@ -312,6 +342,7 @@ class Runtime:
         elastic: ElasticReplicas | None = None,
     ) -> RolloutPool:
         assert self._backends.generation is not None, "rollouts need generation"
+        self._environments = environments
         self.rollout_pool = pool = RolloutPool(
             replicas,
             residency,
@@ -322,3 +353,15 @@ class Runtime:
         )
         self._exit.callback(pool.close)
         return pool
+
+
+def _call(actor: ActorHandle, method: str, *args: Any) -> ray.ObjectRef:
+    """Call a method of a host itself, not of the worker that it holds."""
+    return getattr(actor, method).remote(*args)
+
+
+def _nsys_reports(config: ProfilingConfig, run_dir: Path) -> NsysReports | None:
+    """Reports of the workers that nsys profiles; None if it is not one of the tools."""
+    if config.steps is None or "nsys" not in config.tools:
+        return None
+    return NsysReports(folder_of(run_dir, *config.steps), frozenset(config.ranks))

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 import ray
 
+from rl_core import spans
 from rl_core.data.batch import Batch
 from rl_core.data.ragged import Ragged
 from rl_core.errors import GeneratorError, Origin, RLError, WeightSyncError, WorkerDied, WorkerError, WorkerStalled
@@ -24,6 +25,9 @@ from rl_launch.placement.topology import GENERATION
 from rl_launch.root_config import POLICY
 
 _log = logging.getLogger(__name__)
+
+WEIGHT_SYNC = "weight sync"
+"""Track of its spans in the driver."""
 
 ATTEMPTS = 2
 """A transfer that arrives broken is tried once more before the run stops."""
@@ -169,7 +173,8 @@ class WeightSync:
             )
         for attempt in range(1, ATTEMPTS + 1):
             try:
-                self._transfer(update, replicas, in_flight=in_flight)
+                with spans.span(WEIGHT_SYNC, f"version {update.version}"):
+                    self._transfer(update, replicas, in_flight=in_flight)
                 return
             except WeightSyncError as error:
                 if attempt == ATTEMPTS:
@@ -188,7 +193,8 @@ class WeightSync:
         self._transport = None  # until this transfer has succeeded
         shared = ray.put(manifest)
         sending = self._policy.start_send(shared, transport)
-        taken = self._exchange(manifest, shared, sending, transport, replicas, in_flight=in_flight)
+        with spans.span(WEIGHT_SYNC, "transfer"):
+            taken = self._exchange(manifest, shared, sending, transport, replicas, in_flight=in_flight)
         self._transport = transport
         expected = finish()
         scores = [found.scores for found in taken]

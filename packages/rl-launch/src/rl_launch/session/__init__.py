@@ -1,7 +1,7 @@
 """Run sessions: the directory of a run and all that is written into it."""
 
 from rl_launch.session.checkpoints.checkpoints import ADAPTER, EXPORT, newest_checkpoint
-from rl_launch.session.config import CheckpointingConfig, LoggerConfig
+from rl_launch.session.config import CheckpointingConfig, LoggerConfig, ProfilingConfig
 from rl_launch.session.directory.run_directory import RunDirectory
 from rl_launch.session.session import RunSession
 from rl_launch.session.tracking.log_output import show_logs
@@ -11,6 +11,7 @@ __all__ = [
     "EXPORT",
     "CheckpointingConfig",
     "LoggerConfig",
+    "ProfilingConfig",
     "RunDirectory",
     "RunSession",
     "newest_checkpoint",

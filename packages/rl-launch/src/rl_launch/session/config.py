@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 
 from rl_core.config import Config, Problem, ProblemError, WhenChanged
+from rl_core.profiling import Tool
 from rl_launch.session.monitoring_config import MonitoringConfig, NotifyConfig
 
 _DESTINATION = re.compile(r"hf://[\w.-]+/[\w.-]+|(?!hf:)[a-z][a-z0-9+.-]*://\S+")
@@ -86,6 +87,40 @@ class CheckpointingConfig(Config):
     def metric_key(self) -> str | None:
         """`metric_name` as it is spelled in `metrics.jsonl`: `val/accuracy`."""
         return self.metric_name.replace(":", "/", 1) if self.metric_name else None
+
+
+class ProfilingConfig(Config):
+    """Profiles of workers over some steps, and traces of all processes. See docs/profiling.md."""
+
+    when_changed: ClassVar[WhenChanged | None] = WhenChanged.RESUME
+
+    steps: list[Annotated[int, Field(ge=1)]] | None = None
+    """First and last step to profile, both included: `[5, 7]` profiles three steps. The files are in
+    `profiles/step_5-7` of the run directory. Null profiles nothing. Choose few steps, after the first two: a trace of
+    a long step has gigabytes."""
+    ranks: list[Annotated[int, Field(ge=0)]] = [0]
+    """Workers to profile: ranks of every model, and numbers of the generators."""
+    tools: list[Tool] = ["torch"]
+    """Tools: `torch` (operators and kernels, a Chrome trace), `memory` (history of the CUDA allocator), `py-spy`
+    (samples of the Python stacks of all threads, for speedscope; requires rl-launch[profiling]) and `nsys` (Nsight
+    Systems, which must be installed on every node). `memory` and `nsys` need GPUs."""
+    traces: bool = True
+    """Write the phases of the driver, the calls of workers, generation, environments, weight syncs and restarts to
+    `traces` of the run directory, as Chrome traces of 20 steps each. `rl view` shows them."""
+
+    @field_validator("steps")
+    @classmethod
+    def _is_range(cls, value: list[int] | None) -> list[int] | None:
+        if value is not None and (len(value) != 2 or value[0] > value[1]):
+            raise ProblemError(Problem("", got=value, allowed="[FIRST, LAST], such as [5, 7]"))
+        return value
+
+    @field_validator("ranks", "tools")
+    @classmethod
+    def _is_not_empty(cls, value: list[Any]) -> list[Any]:
+        if not value:
+            raise ProblemError(Problem("", got=value, allowed="at least one entry", remedy="Set steps to null"))
+        return value
 
 
 class CallbackConfig(Config):

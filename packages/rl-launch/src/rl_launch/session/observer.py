@@ -32,7 +32,7 @@ class ObservedRun:
 
 
 class RunObserver:
-    """Sees a run as it proceeds. Override what you need; methods return at once."""
+    """Sees a run as it proceeds. Override what you need. Methods return at once, unless they begin or end a profile."""
 
     def begin(self, run: ObservedRun) -> None:
         """Called when the run directory is open, before the workers start."""
@@ -41,7 +41,7 @@ class RunObserver:
         """Called before the first step, with the metrics of earlier steps."""
 
     def begin_step(self, step: int) -> None:
-        """Called when a step begins."""
+        """Called before a step begins; its time does not count to the step."""
 
     def begin_phase(self, name: str) -> None:
         """Called when a phase of the run begins; phases nest."""
@@ -63,7 +63,7 @@ class RunObserver:
         return {}
 
     def end_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Called when a step is complete and its metrics are written."""
+        """Called when a step is complete and its metrics are written, before a checkpoint of it is saved."""
 
     def saved(self, step: int) -> None:
         """Called when a checkpoint is complete."""
@@ -77,6 +77,10 @@ class Observers(RunObserver):
 
     def __init__(self, observers: Iterable[RunObserver] = ()) -> None:
         self._observers = list(observers)
+
+    def add(self, observer: RunObserver) -> None:
+        """Tell an observer too, from now on."""
+        self._observers.append(observer)
 
     def begin(self, run: ObservedRun) -> None:
         self._tell(lambda each: each.begin(run))

@@ -22,6 +22,8 @@ from rl_core.model import Model
 from rl_core.plugins import export_suffixes
 from rl_core.rollouts.group import RolloutGroup
 from rl_core.run import Checkpointable
+from rl_core.stacks import FOLDER as STACKS_FOLDER
+from rl_core.stacks import SUFFIX, stop_writing_stacks, write_stacks_of
 from rl_launch.session.callbacks.callback_classes import MadeCallback
 from rl_launch.session.callbacks.callbacks import Callbacks
 from rl_launch.session.checkpoints.checkpoints import ADAPTER, Checkpoints
@@ -30,7 +32,7 @@ from rl_launch.session.directory.branch import Branch
 from rl_launch.session.directory.recording import Recording
 from rl_launch.session.directory.run_directory import RunDirectory
 from rl_launch.session.directory.run_state import Status
-from rl_launch.session.observer import ObservedRun, RunObserver
+from rl_launch.session.observer import ObservedRun, Observers, RunObserver
 from rl_launch.session.rollouts.run_files import RolloutFiles, RolloutWriter
 from rl_launch.session.rollouts.token_files import TokenFiles
 from rl_launch.session.rollouts.token_table import TextsOfTokens
@@ -110,7 +112,7 @@ class RunSession:
         self._take_directory = partial(self.directory.open, config, fresh=fresh, branch=branch, access=access)
         self._callbacks = Callbacks(callbacks)
         self._pusher = pusher
-        self._observer = observer or RunObserver()
+        self._observer = Observers([] if observer is None else [observer])
         self._progress = Progress(title or self.directory.path.name, console or shared_console())
         self._clock = StepClock(self._progress, self._observer)
         self._stop = StopRequest(config.checkpointing.must_save_by_s, since)
@@ -138,6 +140,7 @@ class RunSession:
                     "Choose another run_dir."
                 )
             stack.enter_context(logged_to(self.directory.logs / "driver.log"))
+            stack.callback(stop_writing_stacks, self._write_stacks())
             after = self._saves.find(self.directory.branch)
             folder, labels = self.directory.path, self.directory.labels
             self._metrics.attach(open_writers(config.logger, folder, settings=config, after=after, labels=labels))
@@ -282,6 +285,10 @@ class RunSession:
         """Write the texts of tokens along with their values."""
         self._tokens.read_texts_from(texts)
 
+    def observe(self, observer: RunObserver) -> None:
+        """Tell an observer of the steps that follow."""
+        self._observer.add(observer)
+
     def due(self, period: int, step: int, *, at_end: bool = False) -> bool:
         """Return whether something with this period is due after this step.
 
@@ -362,6 +369,13 @@ class RunSession:
             self._pusher.saved(self.saved, path)
         self._observer.saved(self.saved)
         self._callbacks.saved(self.saved, path)
+
+    def _write_stacks(self) -> Path:
+        """Have this process write its stacks on request; returns the file. Files of an earlier start are removed."""
+        folder = self.directory.logs / STACKS_FOLDER
+        for path in folder.glob(f"*{SUFFIX}"):
+            path.unlink(missing_ok=True)
+        return write_stacks_of("driver", folder)
 
     def _note_end(self, error: BaseException | None) -> None:
         """Write into the run directory how the run ended, tell callbacks, and end pushes."""

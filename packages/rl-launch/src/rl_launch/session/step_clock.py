@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+from rl_core import spans
 from rl_launch.session.observer import RunObserver
 from rl_launch.session.tracking.progress import Progress
 
@@ -77,7 +78,9 @@ class StepClock:
             self._observer.end_phase(name)
             # after an error `doing` still says where it happened
             self._progress.phase(self.doing)
-            seconds = time.monotonic() - started
+            ended = time.monotonic()
+            spans.record("phases", name, round(started * 1e9), round(ended * 1e9))
+            seconds = ended - started
             if self._step is None:
                 _logger.info("%s: %.1f s", name.replace("_", " "), seconds)
             else:

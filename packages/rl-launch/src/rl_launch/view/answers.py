@@ -19,7 +19,7 @@ from rl_launch.show.comparison import differing_keys, effective_values
 from rl_launch.show.condition import Condition
 from rl_launch.show.report import failures_of, higher_is_better, timings_of
 from rl_launch.show.terminal import PLOTTED
-from rl_launch.view import logs
+from rl_launch.view import logs, timelines
 from rl_launch.view.catalog import Catalog, Entry
 from rl_launch.view.index import EQUALS, RANGES, Line, Question
 from rl_launch.view.metrics import AXES, Axis
@@ -350,6 +350,9 @@ ANSWERS: Mapping[str, Callable[[Catalog, Parameters], Answer]] = {
     "rollout": rollout,
     "tokens": tokens,
     "timeline": timeline,
+    "processes": timelines.processes,
+    "spans": timelines.spans,
+    "profiles": timelines.profiles,
     "config": config,
     "checkpoints": checkpoints,
     "logs": log_list,

@@ -14,6 +14,8 @@ _FILES = (
     "rollouts",
     "checkpoints",
     "logs/driver.log",
+    "traces",
+    "profiles",
     "rollouts.jsonl",
     "eval.json",
 )

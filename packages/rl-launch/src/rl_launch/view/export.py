@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.errors import ConfigError, RLError
-from rl_launch.view import static_files
+from rl_launch.view import static_files, timelines
 from rl_launch.view.answers import ANSWERS
 from rl_launch.view.catalog import Catalog, Entry
 from rl_launch.view.parameters import Parameters
@@ -74,7 +74,7 @@ def export(catalog: Catalog, folder: Path, limits: Limits = Limits()) -> int:
         num_rollouts += name == "rollout"
         names[key] = f"a{len(names)}"
         _write(folder / "data" / f"{names[key]}.js", f"RlViewExport.receive({json.dumps(names[key])}, ", answer)
-    steps = {each.id: _steps(each, limits) for each in catalog.entries()}
+    steps = {each.id: _steps(each, limits) | {"spans": _traced_steps(each, limits)} for each in catalog.entries()}
     index = {"names": names, "limit": limits.rollouts, "tokens": limits.tokens, "steps": steps}
     _write(folder / INDEX, "globalThis.RlViewExport = (", index)
     (folder / "index.html").write_bytes(static_files.page(data_script=INDEX))
@@ -91,8 +91,10 @@ def _requests(catalog: Catalog, limits: Limits) -> Iterator[tuple[str, Mapping[s
 
 def _requests_of(entry: Entry, catalog: Catalog, limits: Limits) -> Iterator[tuple[str, Mapping[str, Any]]]:
     if entry.sort == "run":
-        for name in ("run", "report", "timeline", "config", "checkpoints"):
+        for name in ("run", "report", "timeline", "processes", "profiles", "config", "checkpoints"):
             yield name, {"id": entry.id}
+        for step in _traced_steps(entry, limits):
+            yield "spans", {"id": entry.id, "step": step}
         for by in ("step", "time", "tokens"):
             for metric in entry.metrics.columns:
                 yield "series", {"id": entry.id, "by": by, "name": metric}
@@ -109,6 +111,11 @@ def _requests_of(entry: Entry, catalog: Catalog, limits: Limits) -> Iterator[tup
             recorded = {each.number for each in recorded_in(entry, kind, step)}
             with_tokens = [place for place in places if place["row"] in recorded]
             yield from (("tokens", place) for place in with_tokens[: limits.tokens])
+
+
+def _traced_steps(entry: Entry, limits: Limits) -> list[int]:
+    """The steps whose spans are exported."""
+    return chosen(timelines.traced_steps(entry.path), limits.steps) if entry.sort == "run" else []
 
 
 def _steps(entry: Entry, limits: Limits) -> dict[str, list[int]]:

@@ -12,6 +12,7 @@ SCRIPTS = (
     "app/charts.js",
     "app/runs.js",
     "app/run.js",
+    "app/processes.js",
     "app/rollouts.js",
     "app/tokens.js",
     "app/rollout.js",

@@ -17,11 +17,13 @@ from rl_algos.rollouts.worker.chat import Chat
 from rl_algos.rollouts.worker.conversations import Conversations, EnvironmentClient
 from rl_algos.rollouts.worker.idle_time import IdleTime
 from rl_algos.tokenizer import load_tokenizer
+from rl_core import spans
 from rl_core.data.batch import Batch
 from rl_core.errors import GeneratorError, RequestRefused
 from rl_core.model_config import TokenizerConfig
 from rl_core.plugins import resolve
 from rl_core.plugins.user_code import FromFile
+from rl_core.profiling import ProfileOrder, ProfileReport
 from rl_core.rollouts.delivery import Delivery, Taken, score_canary, take_over
 from rl_core.rollouts.environment import Conversation, StepResult, TrainerState
 from rl_core.rollouts.generation import GenerationRequest, Generator, SamplingParams
@@ -90,6 +92,9 @@ class RolloutWorker:
         self._under_way: set[asyncio.Task[Group]] = set()
         self._clients: dict[int, list[_Client]] = {}
         self._idle = IdleTime()
+        self._rolling_out = spans.overlapping("rollouts", "rollouts")
+        self._generating = spans.overlapping("generation", "generation")
+        self._writing = spans.overlapping("recording", "recording")
 
     async def start(self) -> int:
         """Load the engine; returns its number of ranks."""
@@ -144,15 +149,18 @@ class RolloutWorker:
 
     async def generator(self, method: str, *args: Any) -> Any:
         """Call a method of the replica."""
-        return await getattr(self._generator, method)(*args)
+        with spans.span("weights", method):
+            return await getattr(self._generator, method)(*args)
 
     async def take_over(self, manifest: Manifest, delivery: Delivery) -> Taken:
         """See `rl_core.rollouts.delivery.take_over`."""
-        return await take_over(self._generator, manifest, delivery)
+        with spans.span("weights", f"take over version {manifest.version}"):
+            return await take_over(self._generator, manifest, delivery)
 
     async def score_canary(self, canary: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
         """See `rl_core.rollouts.delivery.score_canary`."""
-        return await score_canary(self._generator, canary)
+        with spans.span("weights", "score canary"):
+            return await score_canary(self._generator, canary)
 
     async def write_rollouts(
         self, path: str, part: np.ndarray, row: np.ndarray, advantages: Sequence[float | None], *stores: Batch
@@ -169,7 +177,16 @@ class RolloutWorker:
         records = [store.ragged(RECORD) for store in stores]
         places = zip(part.tolist(), row.tolist(), strict=True)
         lines = zip((records[store][record] for store, record in places), advantages, strict=True)
-        await asyncio.to_thread(write_records, Path(path), lines)
+        with self._writing:
+            await asyncio.to_thread(write_records, Path(path), lines)
+
+    async def start_profile(self, order: ProfileOrder) -> ProfileReport:
+        """Begin to record the engine's processes."""
+        return await self._generator.start_profile(order)
+
+    async def stop_profile(self) -> ProfileReport:
+        """End the recording, and write its files."""
+        return await self._generator.stop_profile()
 
     async def health(self) -> Mapping[str, Any]:
         """The replica's report."""
@@ -196,7 +213,8 @@ class RolloutWorker:
         return number, task.result()
 
     async def _whole_group(self, prompt: Prompt, plays: Sequence[asyncio.Task[Sequence[Rollout]]]) -> Group:
-        return prompt, _numbered(await asyncio.gather(*plays))
+        with self._rolling_out:
+            return prompt, _numbered(await asyncio.gather(*plays))
 
     async def _run_one(self, prompt: Prompt, client: _Client) -> Sequence[Rollout]:
         try:
@@ -286,7 +304,8 @@ class _Client:
         request = dataclasses.replace(request, seed=self._next_seed() if draw is None else _seed_of(request, draw))
         digest = request.digest
         if digest not in self._completions:
-            self._completions[digest] = await generate_whole(self._worker._generator.generate, request)
+            with self._worker._generating:
+                self._completions[digest] = await generate_whole(self._worker._generator.generate, request)
         self._newest = self._completions[digest]
         return self._newest
 

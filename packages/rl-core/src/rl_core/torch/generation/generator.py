@@ -10,6 +10,7 @@ import numpy as np
 
 from rl_core.errors import GeneratorError, RequestRefused, WeightSyncError
 from rl_core.model_config import ModelConfig
+from rl_core.profiling import Profile, ProfileOrder, ProfileReport
 from rl_core.rollouts.generation import GenerationRequest, PauseMode, Placement
 from rl_core.rollouts.rollout import Completion
 from rl_core.torch.generation.decoder import Adoption, Decoder
@@ -60,6 +61,7 @@ class LocalGenerator(Generic[Model]):
         self._manifest: Manifest | None = None
         self._failure: str | None = None
         self._asleep: set[str] = set()
+        self._profile = Profile()
 
     @property
     def num_ranks(self) -> int:
@@ -170,6 +172,14 @@ class LocalGenerator(Generic[Model]):
 
         await self._call(commit)
         self._failure = None
+
+    async def start_profile(self, order: ProfileOrder) -> ProfileReport:
+        """Begin to record the engine's thread and its process."""
+        return await self._call(lambda: self._profile.start(order))
+
+    async def stop_profile(self) -> ProfileReport:
+        """End the recording, and write its files."""
+        return await self._call(self._profile.stop)
 
     async def health(self) -> Mapping[str, Any]:
         """Counts of requests and tokens; answers while the engine decodes."""

@@ -98,6 +98,11 @@ class DirectoryLock:
         return RunDirectoryError(text)
 
 
+def host_of_holder(folder: Path) -> str | None:
+    """Name of the host of the process that has a run directory; None if none has it. Takes no lock."""
+    return None if holder(folder) is None else str(_read(folder / FILE_NAME)["host"])
+
+
 def holder(folder: Path) -> str | None:
     """The process that has a run directory, in words; None if none has it. Takes no lock."""
     held = _read(folder / FILE_NAME)

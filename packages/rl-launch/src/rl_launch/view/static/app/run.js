@@ -87,8 +87,9 @@
       <div class="scale"><span>${label(0)}</span><span>${RlView.duration(highest)} high</span><span>${label(steps.length - 1)}</span></div>
       <h2>${label(at)} <span class="muted">${RlView.duration(totals[at])}</span></h2>
       <${Step} columns=${columns} phases=${phases} at=${at} total=${totals[at]} />
-      <p class="muted">Phases are drawn one after another in the order in which they first began. A run records the duration of each phase in the driver; rows for single ranks and replicas need more than that.</p>
+      <p class="muted">Phases are drawn one after another in the order in which they first began, with their durations in the driver. Below they are where they were.</p>
     </section>
+    <${RlView.Processes} id=${id} query=${query} version=${version} />
     <${Lanes} steps=${steps} columns=${columns} />
     <${Events} events=${events} />`;
   };

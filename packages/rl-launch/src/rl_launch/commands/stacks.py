@@ -1,0 +1,131 @@
+"""`rl stacks`: the stacks of every process of a run in progress."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rl_core.errors import RLError, RunDirectoryError
+from rl_core.stacks import FOLDER, SIGNAL, SUFFIX
+from rl_launch.cluster import process_stacks
+from rl_launch.cluster.process_stacks import ProcessStacks, Registered, is_here, registered, stacks_here
+from rl_launch.run_config.profiling_checks import py_spy_program
+from rl_launch.session.directory.lock import holder, host_of_holder
+from rl_launch.session.directory.run_folder import RunFolder
+
+ANSWER_S = 60.0
+"""Maximum wait in seconds for another node."""
+
+
+@dataclass(frozen=True)
+class Stacks:
+    """The stacks of a run.
+
+    Args:
+        processes: Processes in the order of their names, the driver first.
+        missing: Processes that were not reached, with the reason.
+    """
+
+    processes: Sequence[ProcessStacks]
+    missing: Sequence[str]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the object that `--json` prints."""
+        processes = [asdict(process) for process in self.processes]
+        return {"schema": 1, "processes": processes, "missing": list(self.missing)}
+
+    def as_text(self) -> str:
+        """Return what is printed."""
+        parts = [
+            f"{each.name} (process {each.pid} on {each.host}): {each.state}\n{_indented(each.text)}\n"
+            for each in self.processes
+        ]
+        return "\n".join([*parts, *self.missing])
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"    {line}" if line else "" for line in text.splitlines())
+
+
+def stacks_of(path: Path, *, is_native: bool = False) -> Stacks:
+    """Return the stacks of the processes of a run, on this machine and, if RAY_ADDRESS is set, on its other nodes.
+
+    Args:
+        path: Directory of a run whose driver runs on this machine.
+        is_native: Show native frames as well; needs py-spy, and its permission to read the processes.
+
+    Raises:
+        RunDirectoryError: If the folder is no run, the run is not in progress, or its driver is on another machine.
+    """
+    run = RunFolder(path)
+    host = host_of_holder(run.path)
+    if host is None:
+        state = run.state()
+        raise RunDirectoryError(
+            f"{path} is not running: its status is {state.status}, at step {state.step}. rl stacks shows the processes "
+            "of a run in progress."
+        )
+    if host != socket.gethostname():
+        raise RunDirectoryError(f"{path} is in use by {holder(run.path)}. Run rl stacks on that machine.")
+    folder = str(run.path / "logs" / FOLDER)
+    py_spy = py_spy_program() or ""
+    if is_native and not py_spy:
+        raise RunDirectoryError("--native needs py-spy. Run pip install 'rl-launch[profiling]', or leave it out.")
+    known = registered(folder, SUFFIX)
+    found = stacks_here(folder, SUFFIX, SIGNAL, py_spy=py_spy, is_native=is_native)
+    names = {each.name for each in found}
+    away = [each for each in known if not is_here(each) and each.name not in names]
+    others, missing = _elsewhere(away, folder, is_native=is_native)
+    ordered = sorted([*found, *others], key=lambda each: (each.name != "driver", each.name, each.pid))
+    return Stacks(ordered, missing)
+
+
+def _elsewhere(away: Sequence[Registered], folder: str, *, is_native: bool) -> tuple[list[ProcessStacks], list[str]]:
+    """Stacks of processes on other nodes, and what was not reached."""
+    remote = [each for each in away if each.host != socket.gethostname()]
+    missing = [f"{each.name}: process {each.pid} has ended" for each in away if each not in remote]
+    if not remote:
+        return [], missing
+    if not os.environ.get("RAY_ADDRESS"):
+        names = ", ".join(f"{each.name} on {each.host}" for each in remote)
+        return [], [*missing, f"not shown: {names}. Set RAY_ADDRESS as for the run to see other machines."]
+    try:
+        found = _on_nodes(sorted({each.node for each in remote if each.node}), folder, is_native=is_native)
+    except RLError as error:
+        return [], [*missing, f"the other nodes were not asked: {error}"]
+    seen = {each.name for each in found}
+    return found, [*missing, *(f"{each.name}: not found on {each.host}" for each in remote if each.name not in seen)]
+
+
+def _on_nodes(nodes: Sequence[str], folder: str, *, is_native: bool) -> list[ProcessStacks]:
+    """Stacks on these nodes, by a task on each; a node that does not answer in time is left out."""
+    import ray
+    from ray import cloudpickle
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    from rl_launch.cluster.ray_start import connect
+
+    connect(os.environ["RAY_ADDRESS"], is_own=False)
+    try:
+        # a node's own interpreter need not have this package
+        cloudpickle.register_pickle_by_value(process_stacks)
+        task: Any = ray.remote(num_cpus=0, max_retries=0)(stacks_here)
+        asked = [
+            task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(
+                folder, SUFFIX, int(SIGNAL), py_spy="py-spy", is_native=is_native
+            )
+            for node in nodes
+        ]
+        done, _ = ray.wait(asked, num_returns=len(asked), timeout=ANSWER_S)
+        found: list[ProcessStacks] = []
+        for ref in done:
+            with suppress(ray.exceptions.RayError):
+                found += ray.get(ref)
+        return found
+    finally:
+        ray.shutdown()

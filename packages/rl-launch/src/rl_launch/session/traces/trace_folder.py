@@ -1,0 +1,273 @@
+"""The files of a folder `traces`: Chrome traces by range of steps, and the busy shares of ranges that are complete.
+
+`step_<first>-<last>.json` is being written: an array without its last bracket, which Chrome's format allows. Once later
+steps have been made it is closed, compressed to `step_<first>-<last>.json.gz` and summed up as a line of `busy.jsonl`.
+The oldest files are removed when all together exceed `MOST_BYTES`; their lines remain.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from rl_launch.session.traces.busy import RangeShares, shares_of
+
+FOLDER = "traces"
+STEPS_PER_FILE = 20
+MOST_EVENTS = 200_000
+"""Maximum number of events in a file; further ones are dropped and counted."""
+
+MOST_BYTES = 256 * 2**20
+"""Maximum size of all compressed files."""
+
+BUSY = "busy.jsonl"
+
+_NAME = re.compile(r"step_(\d+)-(\d+)\.json(\.gz)?")
+
+Event = Mapping[str, Any]
+"""An event of a Chrome trace."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A span or a mark of a process.
+
+    Args:
+        process: Its name, such as `policy-0`.
+        track: Its row in the process.
+        name: Name of the work, or of what happened.
+        begin: Microseconds since 1970.
+        duration: Microseconds; None for a mark.
+        count: Number of overlapping pieces of work in it.
+    """
+
+    process: str
+    track: str
+    name: str
+    begin: float
+    duration: float | None
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class TraceFile:
+    """A file of a folder `traces`.
+
+    Args:
+        first, last: Range of its steps.
+        path: Path of the file.
+    """
+
+    first: int
+    last: int
+    path: Path
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether it may still be written."""
+        return self.path.suffix == ".json"
+
+    def events(self) -> Iterator[Event]:
+        """Yield the events one by one. A line that is being written is left out."""
+        with gzip.open(self.path, "rt", encoding="utf-8") if not self.is_open else self.path.open() as file:
+            for line in file:
+                text = line.strip().rstrip(",")
+                if text not in ("", "[", "]"):
+                    with suppress(ValueError):
+                        yield json.loads(text)
+
+
+def range_of(step: int) -> tuple[int, int]:
+    """Return the first and the last step of the file that a step belongs to; what happens before step 1 is with it."""
+    first = (max(step, 1) - 1) // STEPS_PER_FILE * STEPS_PER_FILE + 1
+    return first, first + STEPS_PER_FILE - 1
+
+
+def trace_files(folder: Path) -> list[TraceFile]:
+    """Return the files in the order of their steps; of a range that is being compressed, the open one."""
+    found: dict[int, TraceFile] = {}
+    try:
+        names = sorted(path.name for path in folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    for name in names:
+        match = _NAME.fullmatch(name)
+        if match and (int(match[1]) not in found or not match[3]):
+            found[int(match[1])] = TraceFile(int(match[1]), int(match[2]), folder / name)
+    return [found[first] for first in sorted(found)]
+
+
+def range_shares(folder: Path) -> list[RangeShares]:
+    """Return the busy shares of the ranges that are complete, each as it was last summed up, in order."""
+    found: dict[int, RangeShares] = {}
+    with suppress(FileNotFoundError), (folder / BUSY).open(encoding="utf-8") as file:
+        for line in file:
+            with suppress(ValueError, TypeError, KeyError):
+                shares = RangeShares.from_json(json.loads(line))
+                found[shares.first] = shares
+    return [found[first] for first in sorted(found)]
+
+
+class TraceWriter:
+    """Writes events of steps, which come in about the order of their steps; used by one thread.
+
+    Files that an earlier process left open are continued if their steps are made again, and closed otherwise.
+
+    Args:
+        folder: Made with the first event.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._first = 0
+        self._file: IO[str] | None = None
+        self._path = folder
+        self._num_events = 0
+        self._num_dropped = 0
+        self._processes: dict[str, int] = {}
+        self._tracks: dict[tuple[int, str], int] = {}
+
+    def append(self, step: int, pieces: Iterable[Piece]) -> None:
+        """Write pieces of a step; those of a range that has been closed go to the current file."""
+        first, last = range_of(step)
+        if self._file is None or first > self._first:
+            self._open(first, last)
+        for piece in pieces:
+            if self._num_events >= MOST_EVENTS:
+                self._num_dropped += 1
+            else:
+                self._write(self._event(piece))
+
+    def flush(self) -> None:
+        """Make what was written visible to readers."""
+        if self._file is not None:
+            self._file.flush()
+
+    def close(self) -> None:
+        """Complete the file that is open."""
+        if self._file is None:
+            return
+        if self._num_dropped:
+            text = f"{self._num_dropped} more events were dropped"
+            self._write({"name": text, "ph": "i", "s": "g", "ts": 0, "pid": 0, "tid": 0})
+        self._file.close()
+        self._file = None
+        _complete(self._path)
+        self._prune()
+
+    def _open(self, first: int, last: int) -> None:
+        self.close()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._path = self._folder / f"step_{first}-{last}.json"
+        for left in trace_files(self._folder):
+            if left.is_open and left.path != self._path:
+                _complete(left.path)
+        packed = self._path.with_suffix(".json.gz")
+        if packed.exists() and not self._path.exists():
+            _unpack(packed, self._path)
+        self._first, self._num_events, self._num_dropped = first, 0, 0
+        self._processes, self._tracks = {}, {}
+        if self._path.exists():
+            _cut_to_whole_events(self._path)
+            self._read(TraceFile(first, last, self._path))
+        self._file = self._path.open("a", encoding="utf-8")
+        if not self._file.tell():
+            self._file.write("[")
+
+    def _read(self, found: TraceFile) -> None:
+        """Continue with the numbers of a file."""
+        for event in found.events():
+            self._num_events += 1
+            if event["name"] == "process_name":
+                self._processes[event["args"]["name"]] = event["pid"]
+            elif event["name"] == "thread_name":
+                self._tracks[event["pid"], event["args"]["name"]] = event["tid"]
+
+    def _event(self, piece: Piece) -> Event:
+        process, track = self._place(piece)
+        event: dict[str, Any] = {"name": piece.name, "cat": piece.track, "pid": process, "tid": track}
+        event["ts"] = round(piece.begin, 3)
+        # a mark is an instant of its process
+        event |= {"ph": "i", "s": "p"} if piece.duration is None else {"ph": "X", "dur": round(piece.duration, 3)}
+        return event if piece.count == 1 else {**event, "args": {"count": piece.count}}
+
+    def _place(self, piece: Piece) -> tuple[int, int]:
+        """The numbers of a process and of a track, which are named when they first occur in the file."""
+        if piece.process not in self._processes:
+            number = self._processes[piece.process] = len(self._processes)
+            self._name("process_name", number, 0, name=piece.process)
+            self._name("process_sort_index", number, 0, sort_index=number)
+        process = self._processes[piece.process]
+        if (process, piece.track) not in self._tracks:
+            number = self._tracks[process, piece.track] = 1 + sum(each == process for each, _ in self._tracks)
+            self._name("thread_name", process, number, name=piece.track)
+        return process, self._tracks[process, piece.track]
+
+    def _name(self, kind: str, process: int, track: int, **named: str | int) -> None:
+        self._write({"name": kind, "ph": "M", "pid": process, "tid": track, "args": named})
+
+    def _write(self, event: Event) -> None:
+        assert self._file is not None
+        text = json.dumps(event, separators=(",", ":"))
+        self._file.write(f"{',' if self._num_events else ''}\n{text}")
+        self._num_events += 1
+
+    def _prune(self) -> None:
+        sizes = [(each, each.path.stat().st_size) for each in trace_files(self._folder) if not each.is_open]
+        total = sum(size for _, size in sizes)
+        for each, size in sizes[:-1]:
+            if total <= MOST_BYTES:
+                return
+            each.path.unlink(missing_ok=True)
+            total -= size
+
+
+def _complete(path: Path) -> None:
+    """Close the array, compress the file and sum it up."""
+    _cut_to_whole_events(path)
+    with path.open("a", encoding="utf-8") as file:
+        file.write("\n]\n")
+    match = _NAME.fullmatch(path.name)
+    assert match is not None
+    found = TraceFile(int(match[1]), int(match[2]), path)
+    shares = shares_of(found.first, found.last, found.events())
+    packed, part = path.with_suffix(".json.gz"), path.with_suffix(".json.gz.part")
+    with path.open("rb") as plain, gzip.open(part, "wb", compresslevel=5) as compressed:
+        shutil.copyfileobj(plain, compressed)
+    part.replace(packed)
+    path.unlink()
+    with (path.parent / BUSY).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(shares.as_json(), separators=(",", ":")) + "\n")
+
+
+def _unpack(packed: Path, path: Path) -> None:
+    part = path.with_suffix(".json.part")
+    with gzip.open(packed, "rb") as compressed, part.open("wb") as plain:
+        shutil.copyfileobj(compressed, plain)
+    part.replace(path)
+    packed.unlink()
+
+
+def _cut_to_whole_events(path: Path) -> None:
+    """Remove the end of an array, or an event that a process was killed in, and the comma before it."""
+    data = path.read_bytes()
+    end = data.rfind(b"}") + 1
+    while end and not _is_whole(data[data.rfind(b"\n", 0, end) + 1 : end]):
+        end = data.rfind(b"}", 0, data.rfind(b"\n", 0, end) + 1) + 1
+    with path.open("r+b") as file:
+        file.truncate(end or (1 if data[:1] == b"[" else 0))
+
+
+def _is_whole(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except ValueError:
+        return False
+    return True
