@@ -23,7 +23,9 @@ PY_SPY_RATE = 100
 """Samples per second."""
 
 _START_S = 0.5
-_STOP_TIMEOUT_S = 60.0
+_STOP_TIMEOUT_S = 300.0
+"""py-spy writes what it sampled when it is stopped, which takes long on a busy machine."""
+
 _PR_SET_PTRACER = 0x59616D61
 _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
 
@@ -95,19 +97,21 @@ class Profile:
     """The recorders of a process. `start` and `stop` are called in the thread that computes."""
 
     def __init__(self) -> None:
+        self._name = ""
         self._recorders: dict[Tool, Recorder] = {}
 
     def start(self, order: ProfileOrder) -> ProfileReport:
         """Begin to record with every tool of an order; a recording in progress ends first."""
         ended = self.stop()
         problems = list(ended.problems)
+        self._name = order.name
         for tool in order.tools:
             try:
                 Path(order.folder).mkdir(parents=True, exist_ok=True)
                 recorder: Recorder = resolve(_RECORDERS[tool])(order)
                 recorder.start()
             except Exception as error:  # noqa: BLE001 - a tool that fails costs its file, not the run
-                problems.append(_problem(order.name, tool, error))
+                problems.append(self._problem(tool, error))
             else:
                 self._recorders[tool] = recorder
         return ProfileReport(ended.files, tuple(problems))
@@ -122,14 +126,13 @@ class Profile:
             try:
                 path = recorder.stop()
             except Exception as error:  # noqa: BLE001 - as in `start`
-                problems.append(_problem(type(recorder).__name__, tool, error))
+                problems.append(self._problem(tool, error))
             else:
                 files += [] if path is None else [str(path)]
         return ProfileReport(tuple(files), tuple(problems))
 
-
-def _problem(name: str, tool: Tool, error: Exception) -> str:
-    return f"{name}: {tool} failed: {type(error).__name__}: {str(error).strip() or 'no reason given'}"
+    def _problem(self, tool: Tool, error: Exception) -> str:
+        return f"{self._name}: {tool} failed: {type(error).__name__}: {str(error).strip() or 'no reason given'}"
 
 
 class PySpyRecorder:

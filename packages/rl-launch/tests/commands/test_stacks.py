@@ -14,7 +14,7 @@ from rl_core.errors import RunDirectoryError
 from rl_core.spans import machine_clock
 from rl_launch.cli import app
 from rl_launch.commands import stacks
-from rl_launch.commands.stacks import stacks_of
+from rl_launch.commands.stacks import ask_nodes, stacks_of
 from rl_launch.session.directory.lock import DirectoryLock
 
 WORKER = """
@@ -79,6 +79,13 @@ def test_the_command_prints_text_or_json(run, worker):
     assert f"policy-0 (process {worker.pid} on {socket.gethostname()}): waiting" in result.output
     found = json.loads(CliRunner().invoke(app, ["stacks", str(run), "--json"]).output)
     assert [each["name"] for each in found["processes"]] == ["policy-0", "policy-0, child"]
+
+
+def test_another_node_is_asked_by_a_task_that_needs_nothing_of_this_package(run, worker, machines):
+    node = machines.add()
+    found = ask_nodes([node.node_id], str(run / "logs" / "stacks"))
+    assert found[0].name == "policy-0"
+    assert "waits_for_ever" in found[0].text
 
 
 def test_processes_that_ended_or_run_elsewhere_are_named(run, monkeypatch):

@@ -1,6 +1,9 @@
-"""Clocks of other machines, as answers give them."""
+"""Spans of real actors, and clocks of other machines as answers give them."""
 
-from rl_launch.runtime.process_spans import Clocks
+import ray
+
+from rl_core.ray.host import AsyncWorkerHost, WorkerHost
+from rl_launch.runtime.process_spans import Clocks, NamedActor, ProcessSpans
 
 S = 10**9
 
@@ -23,3 +26,20 @@ def test_an_old_estimate_is_replaced_because_clocks_drift():
     clocks.note("there", 10, 0, 20)
     clocks.note("there", 700 * S, 700 * S, 701 * S)
     assert clocks.offset("there") == S // 2
+
+
+def test_every_kind_of_host_reports_its_calls_and_a_dead_one_is_left_out(machines):
+    rank = ray.remote(concurrency_groups={"health": 1})(WorkerHost).options(num_cpus=0).remote()
+    replica = ray.remote(AsyncWorkerHost).options(num_cpus=0).remote()
+    dead = ray.remote(AsyncWorkerHost).options(num_cpus=0).remote()
+    ray.get([rank.build.remote("fractions:Fraction", 1, 3), replica.place.remote(), dead.place.remote()])
+    assert ray.get(rank.call.remote("limit_denominator", 2)) == ray.get(rank.call.remote("limit_denominator", 2))
+    ray.kill(dead)
+    actors = {"policy-0": rank, "rollout-worker-0": replica, "rollout-worker-1": dead}
+    found = ProcessSpans(lambda: [NamedActor(*each) for each in actors.items()]).collect()
+
+    by_name = {each.process: each for each in found}
+    assert set(by_name) == {"policy-0", "rollout-worker-0"}
+    assert by_name["policy-0"].offset == 0
+    calls = [(span.track, span.name) for span in by_name["policy-0"].report.spans]
+    assert calls == [("calls", "start"), ("calls", "limit_denominator"), ("calls", "limit_denominator")]

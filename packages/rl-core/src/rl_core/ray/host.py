@@ -199,7 +199,7 @@ class AsyncWorkerHost:
         """Use of resources since the last call; see `Meter.read`."""
         return await asyncio.to_thread(self._meter.read, with_machine=with_machine)
 
-    async def spans(self) -> SpanReport:
+    async def take_spans(self) -> SpanReport:
         """Spans of this process since the last call."""
         return spans.take()
 

@@ -103,17 +103,34 @@ def _elsewhere(away: Sequence[Registered], folder: str, *, is_native: bool) -> t
 
 
 def _on_nodes(nodes: Sequence[str], folder: str, *, is_native: bool) -> list[ProcessStacks]:
-    """Stacks on these nodes, by a task on each; a node that does not answer in time is left out."""
+    """Stacks on these nodes of the cluster that RAY_ADDRESS names."""
     import ray
-    from ray import cloudpickle
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     from rl_launch.cluster.ray_start import connect
 
     connect(os.environ["RAY_ADDRESS"], is_own=False)
     try:
-        # a node's own interpreter need not have this package
-        cloudpickle.register_pickle_by_value(process_stacks)
+        return ask_nodes(nodes, folder, is_native=is_native)
+    finally:
+        ray.shutdown()
+
+
+def ask_nodes(nodes: Sequence[str], folder: str, *, is_native: bool = False) -> list[ProcessStacks]:
+    """Return the stacks on nodes of the connected cluster, by a task on each; a node that does not answer in time is
+    left out.
+
+    Args:
+        nodes: Ray's ids of the nodes.
+        folder: Folder of the files of the run, which the nodes share.
+        is_native: See `stacks_of`.
+    """
+    import ray
+    from ray import cloudpickle
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    # a node's own interpreter need not have this package
+    cloudpickle.register_pickle_by_value(process_stacks)
+    try:
         task: Any = ray.remote(num_cpus=0, max_retries=0)(stacks_here)
         asked = [
             task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(
@@ -121,11 +138,12 @@ def _on_nodes(nodes: Sequence[str], folder: str, *, is_native: bool) -> list[Pro
             )
             for node in nodes
         ]
-        done, _ = ray.wait(asked, num_returns=len(asked), timeout=ANSWER_S)
-        found: list[ProcessStacks] = []
-        for ref in done:
-            with suppress(ray.exceptions.RayError):
-                found += ray.get(ref)
-        return found
     finally:
-        ray.shutdown()
+        cloudpickle.unregister_pickle_by_value(process_stacks)
+    done, _ = ray.wait(asked, num_returns=len(asked), timeout=ANSWER_S)
+    found: list[ProcessStacks] = []
+    for ref in done:
+        with suppress(ray.exceptions.RayError):
+            # what comes back is of a class that travelled by value
+            found += [ProcessStacks(**vars(each)) for each in ray.get(ref)]
+    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -23,7 +24,7 @@ from rl_core.plugins import export_suffixes
 from rl_core.rollouts.group import RolloutGroup
 from rl_core.run import Checkpointable
 from rl_core.stacks import FOLDER as STACKS_FOLDER
-from rl_core.stacks import SUFFIX, stop_writing_stacks, write_stacks_of
+from rl_core.stacks import stop_writing_stacks, write_stacks_of
 from rl_launch.session.callbacks.callback_classes import MadeCallback
 from rl_launch.session.callbacks.callbacks import Callbacks
 from rl_launch.session.checkpoints.checkpoints import ADAPTER, Checkpoints
@@ -140,7 +141,7 @@ class RunSession:
                     "Choose another run_dir."
                 )
             stack.enter_context(logged_to(self.directory.logs / "driver.log"))
-            stack.callback(stop_writing_stacks, self._write_stacks())
+            stack.enter_context(self._writing_stacks())
             after = self._saves.find(self.directory.branch)
             folder, labels = self.directory.path, self.directory.labels
             self._metrics.attach(open_writers(config.logger, folder, settings=config, after=after, labels=labels))
@@ -370,12 +371,17 @@ class RunSession:
         self._observer.saved(self.saved)
         self._callbacks.saved(self.saved, path)
 
-    def _write_stacks(self) -> Path:
-        """Have this process write its stacks on request; returns the file. Files of an earlier start are removed."""
+    @contextmanager
+    def _writing_stacks(self) -> Iterator[None]:
+        """Context in which this process writes its stacks on request. The files are those of processes of one start."""
         folder = self.directory.logs / STACKS_FOLDER
-        for path in folder.glob(f"*{SUFFIX}"):
-            path.unlink(missing_ok=True)
-        return write_stacks_of("driver", folder)
+        shutil.rmtree(folder, ignore_errors=True)
+        path = write_stacks_of("driver", folder)
+        try:
+            yield
+        finally:
+            stop_writing_stacks(path)
+            shutil.rmtree(folder, ignore_errors=True)
 
     def _note_end(self, error: BaseException | None) -> None:
         """Write into the run directory how the run ended, tell callbacks, and end pushes."""

@@ -23,8 +23,12 @@ DRIVER = "driver"
 RESTARTS = "restarts"
 """Track of the driver with a mark for each process that was lost or replaced."""
 
-PERIOD_S = 5.0
+PERIOD_S = 10.0
 """Minimum time in seconds between two collections: those of shorter steps come together."""
+
+MOST_SHARE = 0.0025
+"""Maximum share of time that the thread computes: the more workers a run has, the less often they are asked. Ray's
+threads take about as much again."""
 
 CLOSE_TIMEOUT_S = 30.0
 
@@ -54,7 +58,7 @@ class StepTrace(RunObserver):
     Args:
         folder: The folder of the files.
         collect: Asks the other processes for their spans, and waits for the answers.
-        period_s: See `PERIOD_S`.
+        period_s: See `PERIOD_S`; 0 to collect after every step.
     """
 
     def __init__(self, folder: Path, collect: Callable[[], Sequence[Collected]], *, period_s: float = PERIOD_S) -> None:
@@ -63,6 +67,7 @@ class StepTrace(RunObserver):
         self._writer = TraceWriter(folder)
         # fixed, so that spans do not move against one another when the time of day is set
         self._epoch = time.time_ns() - time.monotonic_ns()
+        self._pause_ns = period_s * 1e9
         self._since = self._begun_at = self._collected_at = time.monotonic_ns()
         self._begun: list[tuple[int, int]] = []
         self._wake = threading.Event()
@@ -80,7 +85,7 @@ class StepTrace(RunObserver):
         """Note that a step has ended, and have its spans collected."""
         now = time.monotonic_ns()
         spans.record(STEPS, f"step {step}", self._begun_at, now)
-        if now - self._collected_at >= self._period_s * 1e9:
+        if now - self._collected_at >= self._pause_ns:
             self._collected_at = now
             self._wake.set()
 
@@ -97,13 +102,15 @@ class StepTrace(RunObserver):
             while True:
                 self._wake.wait()
                 self._wake.clear()
-                is_last = self._is_closed
+                is_last, began = self._is_closed, time.thread_time_ns()
                 own = Collected(DRIVER, spans.take())
                 self._write([own, *self._collect()])
                 if is_last:
                     self._writer.close()
                     return
                 self._writer.flush()
+                took = time.thread_time_ns() - began
+                self._pause_ns = max(self._period_s * 1e9, took / MOST_SHARE if self._period_s else 0.0)
         except Exception as error:  # noqa: BLE001 - a trace is not worth a run
             _log.warning("no traces from here: %s: %s", type(error).__name__, error)
 

@@ -3,7 +3,11 @@
 (() => {
   const { html, useState } = RlView;
   const HEIGHT = 18;
+  // Work of a process has the colour of the phase that it belongs to.
+  const PHASE_OF = { train_step: 'training', infer: 'logprobs', send: 'weight_sync', transfer: 'weight_sync', rollouts: 'data', turns: 'evaluation' };
   const color = (name) => {
+    const phase = RlView.PHASE_COLORS[PHASE_OF[name] ?? name] ?? (/version \d/.test(name) ? RlView.PHASE_COLORS.weight_sync : null);
+    if (phase) return phase;
     let sum = 0;
     for (const character of name.replace(/\d+/g, '')) sum = (sum * 31 + character.charCodeAt(0)) % 9973;
     return RlView.COLORS[sum % RlView.COLORS.length];
@@ -12,7 +16,7 @@
   // The process is named in the first of its rows only.
   const Head = ({ rows, index }) => {
     const isFirst = index === 0 || rows[index - 1].process !== rows[index].process;
-    return html`<th scope="row"><${RlView.Untrusted} text=${isFirst ? rows[index].process : ''} /> <span class="muted">${isFirst ? html`<br />` : ''}${rows[index].track}</span></th>`;
+    return html`<th scope="row" class=${isFirst ? 'first' : ''}>${isFirst ? rows[index].process : html`<span class="visually-hidden">${rows[index].process}</span>`} <span class="muted">${rows[index].track}</span></th>`;
   };
 
   RlView.Processes = ({ id, query, version }) => {
@@ -46,7 +50,7 @@
     const { rows, seconds, marks } = answer;
     const at = (time) => (1000 * time) / seconds;
     return html`<div class="table-frame" tabindex="0" role="region" aria-label="processes of the step"><table class="lanes"><thead><tr><th scope="col">process</th><th scope="col">${`0 to ${RlView.duration(seconds)}`}</th><th scope="col" class="number">idle</th></tr></thead>
-      <tbody>${marks.length > 0 && html`<tr><th scope="row">restarts</th><td class="track"><svg viewBox=${`0 0 1000 ${HEIGHT}`} preserveAspectRatio="none" role="img" aria-label="restarts">${marks.map((mark) => html`<rect class="mark" x=${at(mark.at) - 2} width="4" y="0" height=${HEIGHT}><title>${mark.text}</title></rect>`)}</svg></td><td></td></tr>`}
+      <tbody>${marks.length > 0 && html`<tr><th scope="row" class="first">restarts</th><td class="track"><svg viewBox=${`0 0 1000 ${HEIGHT}`} preserveAspectRatio="none" role="img" aria-label="restarts">${marks.map((mark) => html`<rect class="mark" x=${at(mark.at) - 2} width="4" y="0" height=${HEIGHT}><title>${mark.text}</title></rect>`)}</svg></td><td></td></tr>`}
       ${rows.map((row, index) => html`<tr><${Head} rows=${rows} index=${index} /><td class="track"><svg viewBox=${`0 0 1000 ${HEIGHT}`} preserveAspectRatio="none" role="img" aria-label=${`${row.process} ${row.track}: ${row.spans.length} spans, idle ${percent(row.idle)}`} onClick=${(event) => setChosen(event.target.querySelector?.('title')?.textContent ?? '')}>
         ${row.spans.map(([begin, took, name, count, depth]) => html`<rect x=${at(begin)} width=${Math.max(1, at(took))} y=${Math.min(depth, 3) * 4} height=${HEIGHT - Math.min(depth, 3) * 4} style=${{ fill: color(name) }}><title>${`${name}: ${RlView.duration(took)}${count > 1 ? `, ${count} together` : ''}, from ${RlView.duration(begin)}`}</title></rect>`)}</svg></td><td class="number">${percent(row.idle)}</td></tr>`)}</tbody></table></div>
       <p class="muted" role="status">${chosen || 'Point at a span, or choose it, for its name and duration. Idle is the share of the step in which a row does nothing.'}</p>`;

@@ -50,7 +50,7 @@
   };
 
   // Phases in the order in which their columns were first written, which is that in which they began.
-  const PHASE_COLORS = { generation: '#2f6fde', logprobs: '#1d9aaa', values: '#7aa11f', training: '#d9822b', critic_training: '#b0892a', weight_sync: '#8257c9', validation: '#2a9d63', evaluation: '#7aa11f', data: '#5f7383', recording: '#d0569e', callbacks: '#c23b52' };
+  const PHASE_COLORS = RlView.PHASE_COLORS = { generation: '#2f6fde', logprobs: '#1d9aaa', values: '#7aa11f', training: '#d9822b', critic_training: '#b0892a', weight_sync: '#8257c9', validation: '#2a9d63', evaluation: '#7aa11f', data: '#5f7383', recording: '#d0569e', callbacks: '#c23b52' };
   const phaseColor = (name, index) => PHASE_COLORS[name] ?? RlView.COLORS[index % RlView.COLORS.length];
 
   const Timeline = ({ id, query, version }) => {
