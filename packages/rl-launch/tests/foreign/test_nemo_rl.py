@@ -61,6 +61,14 @@ def test_answers_say_what_became_of_a_key(tmp_path, key, kind, words):
     assert words in found.text
 
 
+def test_the_monitoring_of_gpus_is_that_of_all_machines_and_workers(tmp_path):
+    found = imported(tmp_path, logger__gpu_monitoring={"collection_interval": 5, "flush_interval": 10})
+    logger = read_plan(found.recipe).config.logger
+    assert logger.monitoring_enabled
+    assert logger.monitoring.period_s == 5.0
+    assert answer(found, "logger.gpu_monitoring.flush_interval").kind is Kind.NOT_NEEDED
+
+
 def test_features_that_are_not_offered_are_refused_together(tmp_path):
     found = imported(
         tmp_path,

@@ -158,6 +158,15 @@ def test_a_step_that_is_shorter_than_the_period_has_a_reading_too():
             assert monitor.step_metrics()["system/policy-0/cpu_cores"] == 1.0
 
 
+def test_readings_of_workers_that_have_ended_are_not_exported():
+    monitor = SystemMonitor(period_s=1000.0, records=True)
+    with monitor.watching(lambda: [policy(0, Actor())]):
+        monitor.begin_step(1)
+        assert monitor.step_metrics()
+        assert "policy-0" in seen(monitor.readings)
+    assert seen(monitor.readings) == set()
+
+
 def test_a_run_goes_on_if_its_workers_cannot_be_listed():
     def fail():
         raise RuntimeError("being replaced")

@@ -68,6 +68,7 @@ class Notifications(RunObserver):
         self._run: ObservedRun | None = None
         self._step = self._max_steps = 0
         self._has_started = False
+        self._lost = ""
         self._rows: list[Mapping[str, Any]] = []
         self._alarmed: set[str] = set()
         self._num_judged = 0
@@ -85,8 +86,8 @@ class Notifications(RunObserver):
         self._rows = list(history)
         # of a second start in this process, too, which may be from the beginning
         if self._step or self._has_started:
-            self.send("resumed", "" if self._step else "from the beginning, because nothing was saved")
-        self._has_started = True
+            self.send("resumed", self._lost)
+        self._has_started, self._lost = True, ""
         self._stall.start()
 
     def end_step(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -105,7 +106,9 @@ class Notifications(RunObserver):
     def end(self, state: RunEnd) -> None:
         self._stall.stop()
         self._step, self._max_steps = state.step, state.max_steps or self._max_steps
-        if state.status != "failed" or not self._restarts():
+        if state.status == "failed" and self._restarts():
+            self._lost = state.reason
+        else:
             self.send(state.status, state.reason)
 
     def close(self) -> None:

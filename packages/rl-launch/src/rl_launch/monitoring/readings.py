@@ -55,6 +55,11 @@ class Readings:
         with self._lock:
             self._newest = {key: reading for key, reading in self._newest.items() if reading.labels.get(label) != value}
 
+    def forget_all(self) -> None:
+        """Forget the newest readings of everything, because the workers have ended."""
+        with self._lock:
+            self._newest = {}
+
     @property
     def has_any(self) -> bool:
         """True if something was read in the step in progress."""

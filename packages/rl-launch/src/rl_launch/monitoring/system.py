@@ -50,6 +50,7 @@ class SystemMonitor(RunObserver):
             yield
         finally:
             self._poller.stop()
+            self.readings.forget_all()
 
     def begin_step(self, step: int) -> None:
         """Leave out what was read before the step."""
