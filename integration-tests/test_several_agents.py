@@ -1,18 +1,21 @@
 """Agents that train together on tiny games, through the real loop, rollout worker, programs and environments.
 
 The policy is a table: for each message that it answers, the logits of its possible replies. Its gradient is exact, so
-that hundreds of steps take seconds, and what is learned follows from the advantages alone.
+that hundreds of steps take seconds, and what is learned follows from the advantages alone. A run of a tiny model plays
+against its older versions.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
+from runs import Run, by_transformers, figures, rollouts_of
 
 from rl_algos.grpo.config import GRPOConfig
 from rl_algos.grpo.loop import train
@@ -270,3 +273,126 @@ def test_a_proposer_finds_what_can_be_learned_and_solvers_learn_it(learn, seed):
     start, end = ends(rows, "agent/proposer/reward", 3)
     assert peak > start + 0.1
     assert end < peak - 0.25
+
+
+LARGER = """
+from rl_core import StepResult
+
+
+class Larger:
+    def __init__(self):
+        self.first = None
+
+    def step(self, response: str):
+        if self.first is None:
+            self.first = response
+            go = {"role": "user", "content": "1+1="}
+            return StepResult(done=False, agent="first", next_agent="second", observation=(go,))
+        won = (response > self.first) - (response < self.first)
+        return StepResult(reward=won, agent="second", agent_rewards={"first": -won})
+"""
+
+SETTINGS = """
+defaults: grpo-arithmetic
+policy:
+  model_name: tiny-arithmetic
+  train_global_batch_size: 8
+  max_total_sequence_length: 64
+  optimizer: {kwargs: {lr: 3.0e-3}}
+  generation: {backend: hf, max_new_tokens: 3}
+grpo:
+  num_prompts_per_step: 2
+  num_generations_per_prompt: 8
+  max_num_steps: 5
+  max_rollout_turns: 2
+  val_period: 0
+  val_at_end: true
+  rollout_program_args: {first_agent: first}
+  agents:
+    first: {opponent: {update_every: 3, share: 0.5}}
+    second: {opponent: {update_every: 3, share: 0.5}}
+data:
+  train: {data_path: prompts.jsonl, env_name: "larger.py:Larger"}
+  validation: {data_path: prompts.jsonl, env_name: "larger.py:Larger"}
+checkpointing: {save_period: 2, keep_top_k: null, metric_name: null}
+cluster: {cpu_ranks_per_node: 1}
+"""
+
+BY_TRANSFORMERS = """
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+checkpoint, version = Path(sys.argv[1]), Path(sys.argv[2])
+model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(checkpoint / "hf"), dtype=torch.float32)
+weights = {name: tensor for shard in version.rglob("*.safetensors") for name, tensor in load_file(shard).items()}
+missing, unexpected = model.load_state_dict(weights, strict=False)
+assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)
+model.tie_weights()
+model.eval()
+with np.load(version / "written.npz") as arrays, torch.inference_mode():
+    rows, offsets, expected, _ = (arrays[f"array_{place}"] for place in range(4))
+    for start, end in zip(offsets[:-1], offsets[1:]):
+        row = torch.from_numpy(rows[start:end]).long()
+        logprobs = model(row[None]).logits[0].log_softmax(-1)[:-1].gather(1, row[1:, None])[:, 0]
+        np.testing.assert_allclose(logprobs, expected[start + 1 : end], atol=1e-4)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(checkpoint / "hf")
+    asked = tokenizer.apply_chat_template([{"role": "user", "content": "1+1="}], add_generation_prompt=True)
+    tokens = list(asked["input_ids"] if hasattr(asked, "keys") else asked)
+    before = len(tokens)
+    while len(tokens) < before + 3 and tokens[-1] != tokenizer.eos_token_id:
+        tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+    print(json.dumps(tokenizer.decode(tokens[before:], skip_special_tokens=True)))
+"""
+"""Compares what an engine was held to with transformers, and prints what the weights answer greedily."""
+
+
+def games_of(folder):
+    """Who played with which weights and said what, by step."""
+    shown = ("prompt_id", "index", "agent", "weight_versions", "rewards", "advantage")
+    return {
+        step: [
+            (*(row[name] for name in shown), row.get("opponent", False), [turn["text"] for turn in row["turns"]])
+            for row in rows
+        ]
+        for step, rows in rollouts_of(folder).items()
+    }
+
+
+def test_a_killed_run_goes_on_against_the_same_opponents(tmp_path):
+    (tmp_path / "larger.py").write_text(LARGER)
+    (tmp_path / "larger.yaml").write_text(SETTINGS)
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"{n}+1="}) + "\n" for n in range(12)))
+    settings = str(tmp_path / "larger.yaml")
+    whole = Run.start(tmp_path / "whole", settings)
+    whole.finish()
+    run = Run.start(tmp_path / "run", settings)
+    run.await_step(3)
+    run.kill_all()
+    Run.start(tmp_path / "run", settings).finish()
+
+    games = games_of(whole.folder)
+    assert games_of(run.folder) == games
+    assert figures(run.folder) == figures(whole.folder)
+    for step, rows in games.items():
+        opponents = [row for row in rows if row[6]]
+        assert {tuple(row[3]) for row in opponents} == {(1 + 3 * ((step - 1) // 3),)}
+        assert {tuple(row[3]) for row in rows if not row[6]} == {(step,)}
+        assert {row[2] for row in opponents} == {"first", "second"}
+        assert {row[5] for row in opponents} == {None}
+        assert len(opponents) == len(rows) / 2 == 16
+
+    checkpoint = run.folder / "checkpoints" / "step_5"
+    (version,) = (checkpoint / "opponents").glob("version_*")
+    assert version.name == "version_4"
+    said = json.loads(by_transformers(BY_TRANSFORMERS, checkpoint, version))
+    validated = [json.loads(line) for line in (run.folder / "rollouts" / "val_5.jsonl").read_text().splitlines()]
+    of_opponent = [row for row in validated if row.get("opponent") and row["agent"] == "second"]
+    assert {tuple(row["weight_versions"]) for row in of_opponent} == {(4,)}
+    assert {row["turns"][0]["text"] for row in of_opponent} == {said}
+    assert not (run.folder / "opponents").exists()

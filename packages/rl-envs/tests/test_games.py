@@ -204,6 +204,14 @@ def test_players_of_nim_take_turns_until_the_last_stone() -> None:
     assert results[-1].agent_rewards == {"second": -1.0}
 
 
+def test_both_players_of_nim_are_told_the_rules_once() -> None:
+    (row,) = piles({"min_pile": 7, "max_pile": 7, "size": 1}, "train")
+    rules = row["messages"][0]["content"].removesuffix("7")
+    assert "who takes the last one wins" in rules
+    results = _play(Nim(NimConfig()), row["info"], ["1", "1", "1"])
+    assert [each.observation[0]["content"] for each in results] == [f"{rules}6", "5", "4"]
+
+
 @pytest.mark.parametrize("move", ["0", "4", "9", "all"])
 def test_an_impossible_move_ends_nim_and_costs_its_player_only(move: str) -> None:
     (result,) = Nim(NimConfig()).step([_turn(move, {"pile": 3, "max_take": 3})], [None])

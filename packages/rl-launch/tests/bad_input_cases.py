@@ -367,6 +367,18 @@ _DATA = (
         "data.train={dataset_name: calculations, settings: {form: repository}}",
         shows=("calculations", "repository", "grpo.agent.place", "environment"),
     ),
+    _case(
+        "an opponent without weights",
+        "grpo-self-play-tiny",
+        "grpo.agents.second={opponent: {pool: 2}}",
+        shows=("grpo.agents.second.opponent", "update_every", "model_name"),
+    ),
+    _case(
+        "an opponent whose model does not exist",
+        "grpo-self-play-tiny",
+        "grpo.agents.second={opponent: {model_name: ./absent}}",
+        shows=("grpo.agents.second.opponent.model_name", "./absent"),
+    ),
     _case("missing data file", SFT, ROWS, shows=("rows.jsonl",)),
     _case(
         "malformed JSONL line",

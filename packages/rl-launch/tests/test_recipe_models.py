@@ -18,6 +18,7 @@ SHAPES = {
     "Qwen/Qwen2.5-7B-Instruct": (28, 28, 4, 0, 32768),
     "Qwen/Qwen2.5-32B": (64, 40, 8, 0, 131072),
     "Qwen/Qwen3-30B-A3B": (48, 32, 4, 128, 40960),
+    "Qwen/Qwen3-4B-Instruct-2507": (36, 32, 8, 0, 262144),
     "meta-llama/Llama-3.1-8B": (32, 32, 8, 0, 131072),
     "meta-llama/Llama-3.1-8B-Instruct": (32, 32, 8, 0, 131072),
     "meta-llama/Llama-3.3-70B-Instruct": (80, 64, 8, 0, 131072),

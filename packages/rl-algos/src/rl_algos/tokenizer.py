@@ -63,6 +63,33 @@ def load_tokenizer(config: TokenizerConfig, model_name: str) -> PreTrainedTokeni
     return tokenizer
 
 
+def plain_tokenizer(name: str) -> Any:
+    """The tokenizer of a local folder or a hub name as it is; None if it has no tokenizer files."""
+    try:
+        return PreTrainedTokenizerFast.from_pretrained(name)
+    except (OSError, ValueError):
+        return None
+
+
+def different_token(name: str, tokenizer: Any, *, whose: str) -> str:
+    """The first token of a tokenizer that means something else to a model, in words; empty if there is none, or the
+    model has no tokenizer files.
+
+    Args:
+        name: Folder or hub name of the model.
+        tokenizer: The tokenizer.
+        whose: Whose tokenizer it is, as in "the student's".
+    """
+    other = plain_tokenizer(name)
+    if other is None:
+        return ""
+    own, theirs = ({number: token for token, number in each.get_vocab().items()} for each in (tokenizer, other))
+    for number in sorted(own):
+        if theirs.get(number) != own[number]:
+            return f"its token {number} is {theirs.get(number)!r}, {whose} {own[number]!r}"
+    return ""
+
+
 def _check_rendering_ends(tokenizer: PreTrainedTokenizerFast) -> None:
     """Render a short conversation, because a template is code of the hub's: its sandbox bounds a loop, but not loops in
     loops.

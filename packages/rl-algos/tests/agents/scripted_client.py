@@ -58,7 +58,12 @@ class ScriptedClient:
         return SamplingParams(self.max_new_tokens)
 
     async def generate(
-        self, token_ids: np.ndarray, sampling: SamplingParams | None = None, *, draw: int | None = None
+        self,
+        token_ids: np.ndarray,
+        sampling: SamplingParams | None = None,
+        *,
+        draw: int | None = None,
+        agent: str = "",
     ) -> Completion:
         sampling = sampling or self.sampling
         self.requests.append((token_ids, sampling, draw))

@@ -232,51 +232,13 @@ class SavedFile:
     rank: int
 
 
-class Model(Protocol):
-    """A policy, critic, teacher or reward model, whatever its backend and number of ranks.
-
-    The usage loop::
-
-        batch = batch.with_columns({"prev_logprobs": policy.infer(batch, [LOGPROBS])["logprobs"]})
-        for minibatch in minibatches(batch):
-            metrics = policy.train_step(minibatch, loss)
-    """
+class Saved(Protocol):
+    """A part of a run whose files are in its checkpoints."""
 
     @property
     def trains(self) -> bool:
-        """Return whether it has an optimizer. A checkpoint holds only models that train; the others never change."""
-        ...
-
-    def infer(self, batch: Batch, reads: Sequence[Read], *, reference: bool = False, temperature: float = 1.0) -> Batch:
-        """Per-row results for every row, in the order of the rows; `reference` uses the reference: the initial weights
-        unless `update_reference` has moved it."""
-        ...
-
-    def update_reference(self, share: float = 1.0) -> None:
-        """Move the reference by `share * (weights - reference)`: 1 makes it the model as it is. Checkpoints hold a
-        reference that has moved.
-
-        Raises:
-            ValueError: For a share outside (0, 1], or a model that keeps no reference.
-        """
-        ...
-
-    def evaluate(self, batch: Batch, loss: Loss) -> Metrics:
-        """The loss without a step."""
-        ...
-
-    def train_step(self, batch: Batch, loss: Loss) -> Metrics:
-        """Exactly one optimizer and schedule step on the whole batch.
-
-        A gradient that is not finite skips the optimizer step: weights and optimizer state stay as they are, and the
-        schedule advances nonetheless, so that it counts calls. `ModelConfig.max_skipped_steps` bounds skips in a row.
-
-        Metrics hold `loss`, `grad_norm` (before clipping), `lr`, `num_tokens`, `skipped_steps` (1 if the optimizer did
-        not step, else 0) and whatever the loss reports.
-
-        Raises:
-            RLError: If more steps in a row were skipped than the config allows.
-        """
+        """Return whether it changes during the run, as a model with an optimizer does. A checkpoint holds only what
+        changes."""
         ...
 
     def save(self, path: str, *, wait: bool = True) -> None:
@@ -325,6 +287,49 @@ class Model(Protocol):
     def export_adapter(self, path: str) -> tuple[SavedFile, ...]:
         """Write only the adapters, as `peft` and vLLM load them next to the model that they sit on, and the tokenizer;
         returns the files, none if the model has no adapters."""
+        ...
+
+
+class Model(Saved, Protocol):
+    """A policy, critic, teacher or reward model, whatever its backend and number of ranks.
+
+    The usage loop::
+
+        batch = batch.with_columns({"prev_logprobs": policy.infer(batch, [LOGPROBS])["logprobs"]})
+        for minibatch in minibatches(batch):
+            metrics = policy.train_step(minibatch, loss)
+    """
+
+    def infer(self, batch: Batch, reads: Sequence[Read], *, reference: bool = False, temperature: float = 1.0) -> Batch:
+        """Per-row results for every row, in the order of the rows; `reference` uses the reference: the initial weights
+        unless `update_reference` has moved it."""
+        ...
+
+    def update_reference(self, share: float = 1.0) -> None:
+        """Move the reference by `share * (weights - reference)`: 1 makes it the model as it is. Checkpoints hold a
+        reference that has moved.
+
+        Raises:
+            ValueError: For a share outside (0, 1], or a model that keeps no reference.
+        """
+        ...
+
+    def evaluate(self, batch: Batch, loss: Loss) -> Metrics:
+        """The loss without a step."""
+        ...
+
+    def train_step(self, batch: Batch, loss: Loss) -> Metrics:
+        """Exactly one optimizer and schedule step on the whole batch.
+
+        A gradient that is not finite skips the optimizer step: weights and optimizer state stay as they are, and the
+        schedule advances nonetheless, so that it counts calls. `ModelConfig.max_skipped_steps` bounds skips in a row.
+
+        Metrics hold `loss`, `grad_norm` (before clipping), `lr`, `num_tokens`, `skipped_steps` (1 if the optimizer did
+        not step, else 0) and whatever the loss reports.
+
+        Raises:
+            RLError: If more steps in a row were skipped than the config allows.
+        """
         ...
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from rl_core.data.batch import Batch
 from rl_core.metrics import Metric
-from rl_core.model import Model
+from rl_core.model import Model, Saved
 from rl_core.rollouts.group import RolloutGroup
 from rl_core.rollouts.pool import RolloutPool
 from rl_core.weights import Weights
@@ -43,7 +43,7 @@ class Run(Protocol):
     """
 
     def steps(
-        self, max_steps: int, *, models: Mapping[str, Model], state: Mapping[str, Checkpointable]
+        self, max_steps: int, *, models: Mapping[str, Saved], state: Mapping[str, Checkpointable]
     ) -> Iterator[int]:
         """Steps still to do, counted from 1. The call itself restores the newest checkpoint; asking for the next step
         saves one if it is due.
@@ -98,6 +98,7 @@ class Components:
         data: What the algorithm's `prepare` returned.
         weights: Publishes the policy's weights.
         pool: Runs rollouts.
+        opponents: Older weights of the policy that play against it, as a checkpoint holds them.
         evaluation: What `plan` of the algorithm's `evaluate` returned, if the run is evaluated as it trains.
     """
 
@@ -105,4 +106,5 @@ class Components:
     data: Any
     weights: Weights | None = None
     pool: RolloutPool | None = None
+    opponents: Saved | None = None
     evaluation: Any = None

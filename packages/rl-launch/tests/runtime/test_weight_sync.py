@@ -20,7 +20,8 @@ from rl_core.rollouts.delivery import Taken
 from rl_core.weights import Manifest, TensorSpec
 from rl_launch.placement.residency import Residency, Tenant
 from rl_launch.runtime import weight_sync
-from rl_launch.runtime.weight_sync import Canary, WeightSync, joined
+from rl_launch.runtime.canary import Canary
+from rl_launch.runtime.weight_sync import WeightSync, joined
 
 MANIFEST = (TensorSpec("embed", (2,), "float32"), TensorSpec("norm", (1,), "float32"))
 FACTORS = (TensorSpec("q.lora_A.weight", (1, 2), "float32"), TensorSpec("q.lora_B.weight", (2, 1), "float32"))

@@ -98,7 +98,8 @@ class VllmConfig(Config):
     """Number of ranks that the layers are distributed over."""
     gpu_memory_utilization: Annotated[float | None, WhenChanged.RESUME] = Field(default=None, gt=0, le=1)
     """Fraction of a GPU's memory for weights and KV cache if `kv_cache_gib` is unset. If this is unset too, 0.6 on GPUs
-    that the policy shares, otherwise 0.9."""
+    that the policy shares, otherwise 0.9. A replica with opponents (`grpo.agents.NAME.opponent`) divides it equally
+    among its engines."""
     kv_cache_gib: Annotated[float | None, WhenChanged.RESUME] = Field(default=None, gt=0)
     """Size of the KV cache per rank in GiB. If unset, 1 on CPU, and on a GPU the memory that `gpu_memory_utilization`
     leaves."""
@@ -116,7 +117,7 @@ class VllmConfig(Config):
     there."""
     own_process: Annotated[bool | None, WhenChanged.RESUME] = None
     """Run the engine in a separate process next to the replica's. If unset, true, except for one rank on CPU, which
-    starts in half the time without it."""
+    starts in half the time without it; with opponents always true."""
     sleep_level: Annotated[Literal[1, 2] | None, WhenChanged.RESUME] = None
     """Treatment of the weights when the engine sleeps on a GPU: 1 keeps them in host memory, 2 drops them, and they are
     sent again. If unset, 2, because a weight sync follows nearly every sleep; 1 if no weights are sent."""

@@ -36,6 +36,9 @@ class VllmGenerator:
     On CPU sleeping frees nothing, for vLLM cannot; it is accepted and keeps requests waiting all the same. A rehearsal
     asks for the weights again as GPUs do.
 
+    Several engines of one process (`Placement.num_engines`) run in processes of their own, and each has an equal share
+    of `gpu_memory_utilization`.
+
     If `lora_sync` is `adapter`, weights may arrive without their adapters, which follow by themselves: the engine then
     applies those of the newest version to every request. It keeps the weights in sleep.
 
@@ -59,7 +62,7 @@ class VllmGenerator:
         self._lifecycle = Lifecycle()
         self._applies_adapters = config.lora_sync == "adapter"
         drops_weights = placement.awaits_weights and not self._applies_adapters
-        self._sleep_level = backend.sleep_level or (2 if drops_weights else 1)
+        self._sleep_level = 1 if placement.keeps_weights else backend.sleep_level or (2 if drops_weights else 1)
         self._num_completions = 0
 
     @property
@@ -71,7 +74,7 @@ class VllmGenerator:
         """Load the engine.
 
         Raises:
-            GeneratorError: With the reason, if it does not come up or cannot report what is asked of it.
+            GeneratorError: With the reason, if it does not come up or cannot do what is asked of it.
         """
         if self._placement.reports_routing:
             problem = routing_problem(self._backend, self._placement.kind)
@@ -82,7 +85,14 @@ class VllmGenerator:
             if problem:
                 raise GeneratorError(f"adapters cannot be sent separately: {problem}")
         eager = self._backend.is_eager(self._placement.kind)
-        own_process = self._backend.has_own_process(self._placement.kind)
+        # engines in threads of one process would share vLLM's global state
+        several = self._placement.num_engines > 1
+        if several and self._backend.own_process is False:
+            raise GeneratorError(
+                "vllm_cfg.own_process=false: a replica with opponents has several engines, each in its own process. "
+                "Remove this key"
+            )
+        own_process = several or self._backend.has_own_process(self._placement.kind)
         process_env.apply(
             self._placement, eager=eager, num_ranks=self.num_ranks, own_process=own_process, environ=os.environ
         )

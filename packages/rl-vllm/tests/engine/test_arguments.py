@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import pickle
 from pathlib import Path
@@ -11,11 +12,13 @@ import pytest
 from transformers import Gemma3Config, Qwen3Config
 from vllm import AsyncEngineArgs
 
-from rl_core.model_config import LoraConfig, ModelConfig
+from rl_core.errors import GeneratorError
+from rl_core.model_config import GenerationConfig, LoraConfig, ModelConfig
 from rl_core.rollouts.generation import Placement
 from rl_core.testing.torch.reference_model import write_reference_model
 from rl_vllm import VllmConfig
 from rl_vllm.engine.arguments import AsSent, engine_arguments
+from rl_vllm.generator import VllmGenerator
 
 
 def started_with(
@@ -57,6 +60,19 @@ def test_only_an_engine_on_shared_gpus_is_made_to_sleep(
     found = started_with(folder, placement)
     assert (found.enable_sleep_mode, found.gpu_memory_utilization) == (can_sleep, utilization)
     assert started_with(folder, placement, gpu_memory_utilization=0.4).gpu_memory_utilization == 0.4
+
+
+def test_engines_on_the_same_gpus_divide_their_memory(folder: Path) -> None:
+    several = Placement("cuda", shares_devices=True, num_engines=3)
+    assert started_with(folder, several).gpu_memory_utilization == pytest.approx(0.2)
+    assert started_with(folder, several, gpu_memory_utilization=0.9).gpu_memory_utilization == pytest.approx(0.3)
+
+
+def test_several_engines_in_one_process_are_refused(folder: Path) -> None:
+    model, backend = ModelConfig(model_name=str(folder)), VllmConfig(own_process=False)
+    generator = VllmGenerator(GenerationConfig(), backend, model, Placement("cpu", num_engines=2))
+    with pytest.raises(GeneratorError, match="own_process=false"):
+        asyncio.run(generator.start())
 
 
 def test_the_engine_returns_routing_if_it_is_to_be_reported(folder: Path) -> None:

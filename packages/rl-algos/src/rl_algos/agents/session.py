@@ -320,8 +320,10 @@ class AgentSession:
             own.append(_first_free(drawn))
             drawn.add(own[-1])
         try:
-            first = self._first_draw
-            return await asyncio.gather(*[self._client.generate(tokens, sampling, draw=first + draw) for draw in own])
+            first, told = self._first_draw, {"agent": self._agent} if self._agent else {}
+            return await asyncio.gather(
+                *[self._client.generate(tokens, sampling, draw=first + draw, **told) for draw in own]
+            )
         except BaseException:
             drawn.difference_update(own)
             raise

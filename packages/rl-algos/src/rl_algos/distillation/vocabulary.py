@@ -5,9 +5,8 @@ from __future__ import annotations
 from operator import attrgetter
 from typing import Any
 
-from transformers import PreTrainedTokenizerFast
-
 from rl_algos.distillation.config import DEFAULT_K, RolloutsRoot, TextRoot, teacher_sections
+from rl_algos.tokenizer import different_token, plain_tokenizer
 from rl_core.errors import ConfigError
 
 BYTES_PER_TOKEN = 8
@@ -62,19 +61,14 @@ def check_teachers(config: TextRoot | RolloutsRoot, tokenizer: Any) -> None:
     Raises:
         ConfigError: Naming the first token that differs.
     """
-    own = _tokens_of(tokenizer)
     for key in teacher_sections(config).values():
         name = attrgetter(key)(config).model_name
-        if name == config.policy.model_name or (tokenizer := _tokenizer_of(name)) is None:
-            continue
-        theirs = _tokens_of(tokenizer)
-        for number in sorted(own):
-            if theirs.get(number) != own[number]:
-                raise ConfigError(
-                    f"{key}.model_name: the tokenizer of {name!r} differs from the student's: its token {number} is "
-                    f"{theirs.get(number)!r}, the student's {own[number]!r}. Choose a teacher with the same tokens, or "
-                    "compare spans of text with algorithm: distillation and distillation.cross_tokenizer=true"
-                )
+        if name != config.policy.model_name and (differs := different_token(name, tokenizer, whose="the student's")):
+            raise ConfigError(
+                f"{key}.model_name: the tokenizer of {name!r} differs from the student's: {differs}. Choose a teacher "
+                "with the same tokens, or compare spans of text with algorithm: distillation and "
+                "distillation.cross_tokenizer=true"
+            )
 
 
 def teacher_tokenizer(config: TextRoot | RolloutsRoot, key: str) -> Any:
@@ -84,21 +78,10 @@ def teacher_tokenizer(config: TextRoot | RolloutsRoot, key: str) -> Any:
         ConfigError: If it has no tokenizer files, no end-of-sequence token or no chat template.
     """
     name = attrgetter(key)(config).model_name
-    tokenizer = _tokenizer_of(name)
+    tokenizer = plain_tokenizer(name)
     if tokenizer is None:
         raise ConfigError(f"{key}.model_name: {name!r} has no tokenizer files; distillation.cross_tokenizer needs them")
     for what, value in (("end-of-sequence token", tokenizer.eos_token), ("chat template", tokenizer.chat_template)):
         if value is None:
             raise ConfigError(f"{key}.model_name: the tokenizer of {name!r} has no {what}; choose an instruct model")
     return tokenizer
-
-
-def _tokenizer_of(name: str) -> Any:
-    try:
-        return PreTrainedTokenizerFast.from_pretrained(name)
-    except (OSError, ValueError):
-        return None
-
-
-def _tokens_of(tokenizer: Any) -> dict[int, str]:
-    return {number: token for token, number in tokenizer.get_vocab().items()}

@@ -44,7 +44,8 @@ class AgentWatch:
         """Look at the rollouts of a step."""
         if not self._missing:
             return
-        found = sorted({agent for group in groups for agent in group.rollouts.agents if agent})
+        plays = [part for group in groups for part in (group, group.opponents) if part is not None]
+        found = sorted({agent for part in plays for agent in part.rollouts.agents if agent})
         for agent in sorted(self._missing.difference(found)):
             names = ", ".join(found) or "unnamed"
             _log.warning("grpo.agents.%s has no effect so far: the agents of this step are %s", agent, names)

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from rl_algos.policy_gradient.config import ObjectiveRoot
 from rl_algos.rollouts.config import PolicyGradientConfig
-from rl_core.config import Config, NamedConfig
+from rl_core.config import Config, NamedConfig, PathText
 
 
 class EstimatorConfig(NamedConfig):
@@ -22,6 +22,21 @@ class EstimatorConfig(NamedConfig):
     `use_leave_one_out_baseline` and `grpo` without it."""
 
 
+class OpponentConfig(Config):
+    update_every: int | None = Field(default=None, gt=0)
+    """Number of steps after which the opponent takes over the policy's weights, as they are then; in between it keeps
+    them. It starts with the initial weights."""
+    pool: int = Field(default=1, gt=0)
+    """Number of the newest of these versions from which the one that plays next is drawn at every update. With 1 it is
+    the newest."""
+    model_name: PathText | None = None
+    """Folder or hub name of a model that plays as it is during the whole run, instead of an older version of the
+    policy. It must have the policy's tokens."""
+    share: float = Field(default=1.0, gt=0, le=1)
+    """Share of the plays in which the agent is the opponent; in the others it is the policy. The shares of agents that
+    are below 1 are of different plays: with 0.5 for each of two players, each play has one opponent."""
+
+
 class TrainedAgentConfig(Config):
     """How the rollouts of one agent train, in plays of several."""
 
@@ -31,6 +46,9 @@ class TrainedAgentConfig(Config):
     """Factor of this agent's advantages, applied after they are clipped."""
     adv_estimator: EstimatorConfig = EstimatorConfig()
     """Advantage estimator of this agent; `grpo.adv_estimator` if it has no name."""
+    opponent: OpponentConfig | None = None
+    """Other weights than the policy's that take the turns of this agent: an older version of the policy
+    (`update_every`), or another model (`model_name`). Their turns are recorded and nothing is trained on them."""
 
 
 class TrainedAgentsConfig(Config):
@@ -54,8 +72,8 @@ class GRPOConfig(PolicyGradientConfig):
     adv_estimator: EstimatorConfig = EstimatorConfig()
     agents: TrainedAgentsConfig = TrainedAgentsConfig()
     """Settings of single agents by name, if plays have several (players of a game, proposer and solver): `train`,
-    `weight` and `adv_estimator`. Each agent's rollouts are compared with one another only, whether it is listed here or
-    not."""
+    `weight`, `adv_estimator` and `opponent`. Each agent's rollouts are compared with one another only, whether it is
+    listed here or not."""
     num_iterations: int = Field(default=1, gt=0)
     """Number of passes over the rollouts of a step. With more than one, each pass has its own order, which depends on
     the seed, and the ratio of the loss is relative to the policy before the first pass (`prev_logprobs`)."""

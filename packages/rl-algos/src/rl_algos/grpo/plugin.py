@@ -13,6 +13,7 @@ from rl_algos.grpo.config import (
     trained_agents,
 )
 from rl_algos.grpo.estimators import chosen, estimator_section, reads
+from rl_algos.grpo.opponents import fixed_models, opponent_problems
 from rl_algos.losses.custom import loss_requirements
 from rl_algos.policy_gradient.loss_checks import loss_problems
 from rl_algos.policy_gradient.loss_config import LossConfig
@@ -66,7 +67,8 @@ def check(config: GRPORoot) -> Iterable[Problem]:
 
 
 def _agents(config: GRPORoot) -> Iterator[Problem]:
-    """Yield settings of agents that have no effect."""
+    """Yield settings of agents that have no effect or contradict one another."""
+    yield from opponent_problems(config)
     for agent, settings in trained_agents(config.grpo).items():
         key = f"grpo.agents.{agent}"
         for name in ("weight", "adv_estimator"):
@@ -132,4 +134,5 @@ PLUGIN = rollout_algorithm(
     reads_filtered=True,
     further=lambda config: loss_requirements(config.loss_fn.name),
     checks=(check,),
+    further_models=fixed_models,
 )

@@ -189,7 +189,8 @@ def validation_metrics(config: RolloutRoot) -> list[str]:
     by_dataset = [f"val/{name}/{kind}" for name in names for kind in ("reward", "accuracy")] if len(names) > 1 else []
     samples = rollout_config(config).val_num_generations_per_prompt
     several = ["val/reward_std", *(f"val/pass@{k}" for k in powers_of_two(samples))] if samples > 1 else []
-    return ["val/reward", "val/reward/*", "val/accuracy", "val/mean_length", "val/agent/*", *several, *by_dataset]
+    of_agents = ["val/agent/*", "val/opponent/*"]
+    return ["val/reward", "val/reward/*", "val/accuracy", "val/mean_length", *of_agents, *several, *by_dataset]
 
 
 def minibatch_problem(config: RolloutRoot, key: str, rows: int) -> Iterator[Problem]:

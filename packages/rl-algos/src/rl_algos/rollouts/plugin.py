@@ -25,6 +25,7 @@ from rl_core.plugins import (
     TrainingDefaults,
     WrittenValues,
     no_defaults,
+    no_models,
     nothing_further,
 )
 
@@ -41,6 +42,7 @@ def rollout_algorithm(
     further: Callable[[Any], tuple[Requirement, ...]] = nothing_further,
     reads_filtered: bool = False,
     checks: tuple[Callable[[Any], Iterable[Problem]], ...] = (),
+    further_models: Callable[[Any], Mapping[str, str]] = no_models,
 ) -> AlgorithmPlugin:
     """A plugin that loads prompts, rolls them out with `MultiTurnProgram`, validates and evaluates as all such
     algorithms do.
@@ -57,6 +59,7 @@ def rollout_algorithm(
         reads_filtered: True if its loss reads logprobs of the tokens that `top_p`, `top_k` and `min_p` of generation
             keep (`Read.token_filter`); otherwise these are refused.
         checks: Checks in addition to those of rollouts, validation and environments.
+        further_models: See `AlgorithmPlugin`.
     """
     key = next(iter(sections), name)
     return AlgorithmPlugin(
@@ -80,4 +83,5 @@ def rollout_algorithm(
             *(() if reads_filtered else (whole_distribution,)),
             *checks,
         ),
+        further_models=further_models,
     )

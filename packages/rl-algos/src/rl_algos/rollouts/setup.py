@@ -113,6 +113,7 @@ def steps_of(config: RolloutRoot, components: Components, run: Run, *, with_gree
         greedy if with_greedy else None,
         None if components.evaluation is None else TaskEvaluation(components.evaluation, config.eval),
         mixture_of(config, data),
+        components.opponents,
     )
 
 

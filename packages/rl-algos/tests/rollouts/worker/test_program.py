@@ -23,7 +23,7 @@ class ScriptedClient:
         self.asked: list[SamplingParams] = []
         self.seen: list[Conversation] = []
 
-    async def generate(self, token_ids, sampling=None):
+    async def generate(self, token_ids, sampling=None, *, agent=""):
         self.contexts.append(token_ids.tolist())
         self.asked.append(sampling)
         return self.completions.pop(0)

@@ -16,7 +16,7 @@ class Solvers(ScriptedClient):
         self.right, self.posed, self.proposal = set(right), posed, proposal
         self.draws: list[int | None] = []
 
-    async def generate(self, token_ids, sampling=None, *, draw=None):
+    async def generate(self, token_ids, sampling=None, *, draw=None, agent=""):
         await asyncio.sleep(0)
         self.contexts.append(token_ids.tolist())
         self.draws.append(draw)

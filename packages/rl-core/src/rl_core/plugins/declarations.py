@@ -266,6 +266,11 @@ def no_defaults(written: WrittenValues) -> Mapping[str, TrainingDefaults]:
     return {}
 
 
+def no_models(config: Any) -> Mapping[str, str]:
+    """The `further_models` of an algorithm that generates with the policy only."""
+    return {}
+
+
 @dataclass(frozen=True)
 class AlgorithmPlugin:
     """Declaration of an algorithm.
@@ -295,6 +300,8 @@ class AlgorithmPlugin:
         further: Function from the resolved config to further requirements, such as `requirement_of` a loss that the
             user names.
         checks: Static checks on the whole resolved config.
+        further_models: Function from the resolved config to the models that it generates with in addition to the
+            policy: folders or hub names, by the dotted key that names each, which ends in `.model_name`.
     """
 
     name: str
@@ -312,10 +319,33 @@ class AlgorithmPlugin:
     validation_metrics: Callable[[Any], Iterable[str] | None] | None = None
     without_validation: Mapping[str, Any] = field(default_factory=dict)
     checks: tuple[Callable[[Any], Iterable[Problem]], ...] = ()
+    further_models: Callable[[Any], Mapping[str, str]] = no_models
 
     def model_keys(self, names_in: SectionNames) -> tuple[str, ...]:
         """`model_sections` of a config with these sections."""
         return self.model_sections if isinstance(self.model_sections, tuple) else self.model_sections(names_in)
+
+
+@dataclass(frozen=True)
+class OpponentNeed:
+    """Weights that play against the policy, and the agents whose turns they take.
+
+    Args:
+        name: Name, unique in the run.
+        shares: Share of the plays in which it takes an agent's turns, by agent.
+        update_every: Number of weight versions after which it takes over the policy's weights, as they are then; None
+            for a model that never changes.
+        pool: Number of the newest of these versions from which the one that plays is drawn.
+        model_name: Folder or hub name of the model that never changes; None for versions of the policy.
+        seed: Seed of the draws.
+    """
+
+    name: str
+    shares: Mapping[str, float]
+    update_every: int | None = None
+    pool: int = 1
+    model_name: str | None = None
+    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -330,6 +360,7 @@ class RolloutNeeds:
         max_seconds: Timeout of one rollout in seconds; None for no limit.
         keeps_cache: As `rl_core.rollouts.generation.Placement.keeps_cache`.
         max_steps: Number of training steps of the run; 1 if nothing is trained.
+        opponents: Weights that play against the policy.
     """
 
     program: str | FromFile
@@ -338,3 +369,4 @@ class RolloutNeeds:
     max_seconds: float | None = None
     keeps_cache: bool = False
     max_steps: int = 1
+    opponents: tuple[OpponentNeed, ...] = ()

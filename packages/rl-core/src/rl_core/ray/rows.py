@@ -72,6 +72,6 @@ def stored_groups(
     for prompt, report, own_lengths in zip(prompts, reports, by_group, strict=True):
         end = start + len(own_lengths)
         held = {**rows.between(start, end).columns(report.columns), **text.between(start, end).columns(report.records)}
-        groups.append(RolloutGroup(prompt, report.rollouts, Batch(held)))
+        groups.append(RolloutGroup.split(prompt, report.rollouts, Batch(held)))
         start = end
     return groups

@@ -168,6 +168,10 @@ class Placement:
         keeps_cache: True if a request that a weight update interrupted resumes from the keys and values that it has, as
             far as they are still there, and not from those that the new weights compute.
         reports_load: True if `Generator.health` includes figures that cost the engine something.
+        num_engines: Number of engines of the replica's process that are placed on these devices, each with an equal
+            share of the memory that is meant for one.
+        keeps_weights: True if weights stay in host memory during sleep whoever sent them, because nobody sends them
+            again.
     """
 
     device: str
@@ -178,6 +182,8 @@ class Placement:
     reports_routing: bool = False
     keeps_cache: bool = False
     reports_load: bool = False
+    num_engines: int = 1
+    keeps_weights: bool = False
 
     @property
     def kind(self) -> Device:

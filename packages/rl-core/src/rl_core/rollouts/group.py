@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import overload
 
 import numpy as np
@@ -49,6 +49,7 @@ class RolloutReport:
     agent: str = ""
     peers: str = ""
     play: int | None = None
+    is_opponent: bool = False
 
     @classmethod
     def of(cls, rollout: Rollout) -> RolloutReport:
@@ -68,6 +69,7 @@ class RolloutReport:
             agent=rollout.agent,
             peers=rollout.peers,
             play=rollout.play,
+            is_opponent=rollout.is_opponent,
         )
 
     @property
@@ -86,6 +88,7 @@ class RolloutReports(Sequence[RolloutReport]):
         agent: Agent of each rollout; empty if none is named.
         peers: Peers of each rollout; empty if none are named.
         play: Play of each rollout, ascending; empty if each is a play of its own.
+        is_opponent: Whether an opponent sampled each rollout; empty if no opponent did.
 
     The others are the fields of `RolloutReport`, each with a value per rollout; a span is a version and a number of
     tokens.
@@ -105,6 +108,7 @@ class RolloutReports(Sequence[RolloutReport]):
     agent: tuple[str, ...] = ()
     peers: tuple[str, ...] = ()
     play: tuple[int, ...] = ()
+    is_opponent: tuple[bool, ...] = ()
 
     @classmethod
     def of(cls, prompt_id: str, rollouts: Sequence[Rollout]) -> RolloutReports:
@@ -126,7 +130,17 @@ class RolloutReports(Sequence[RolloutReport]):
             tuple(report.agent for report in reports) if any(report.agent for report in reports) else (),
             tuple(report.peers for report in reports) if any(report.peers for report in reports) else (),
             tuple(report.play for report in reports if report.play is not None),
+            tuple(report.is_opponent for report in reports) if any(report.is_opponent for report in reports) else (),
         )
+
+    def select(self, indices: Sequence[int]) -> RolloutReports:
+        """The reports of these rollouts, in this order."""
+        chosen = {
+            each.name: tuple(values[index] for index in indices) if (values := getattr(self, each.name)) else ()
+            for each in fields(self)
+            if each.name != "prompt_id"
+        }
+        return RolloutReports(self.prompt_id, **chosen)
 
     @property
     def row_lengths(self) -> tuple[tuple[int, ...], ...]:
@@ -177,6 +191,7 @@ class RolloutReports(Sequence[RolloutReport]):
             self.agent[index] if self.agent else "",
             self.peers[index] if self.peers else "",
             self.play[index] if self.play else None,
+            self.is_opponent[index] if self.is_opponent else False,
         )
 
 
@@ -206,17 +221,33 @@ class RolloutGroup:
             `generation_logprobs` float32 and `weight_versions` int32 `[tokens]` (`NOT_SAMPLED` where `loss_mask` is 0),
             `routed_experts` int16 `[tokens, layers, experts_per_token]` if the engine reports them, and `record` uint8
             `[bytes]`, a JSON object for people at the first row of each rollout.
+        opponents: Rollouts of the same plays that opponents sampled: they are recorded, and nothing is trained on them
+            or measured by them. None if there are none.
     """
 
     prompt: Prompt
     rollouts: RolloutReports
     columns: Batch
+    opponents: RolloutGroup | None = None
 
     @classmethod
     def of(cls, prompt: Prompt, rollouts: Sequence[Rollout]) -> RolloutGroup:
         """A group whose columns are in this process."""
         (report,), columns, records = parts_of([(prompt, rollouts)])
-        return cls(prompt, report.rollouts, columns.with_columns(records.columns))
+        return cls.split(prompt, report.rollouts, columns.with_columns(records.columns))
+
+    @classmethod
+    def split(cls, prompt: Prompt, rollouts: RolloutReports, columns: Batch) -> RolloutGroup:
+        """A group of these rollouts, those of opponents apart."""
+        if not rollouts.is_opponent:
+            return cls(prompt, rollouts, columns)
+        of_rows = np.repeat(rollouts.is_opponent, [len(lengths) for lengths in rollouts.row_lengths])
+
+        def part(*, is_opponent: bool) -> RolloutGroup:
+            own = [index for index, each in enumerate(rollouts.is_opponent) if each == is_opponent]
+            return cls(prompt, rollouts.select(own), columns.select(np.flatnonzero(of_rows == is_opponent)))
+
+        return replace(part(is_opponent=False), opponents=part(is_opponent=True))
 
     @property
     def records(self) -> Batch:
@@ -226,6 +257,11 @@ class RolloutGroup:
             return records
         num_rows = [len(lengths) for lengths in self.rollouts.row_lengths]
         return records.select(np.cumsum(num_rows) - num_rows)
+
+    @property
+    def all_records(self) -> Batch:
+        """`records`, followed by those of opponents."""
+        return self.records if self.opponents is None else Batch.concat([self.records, self.opponents.records])
 
     @property
     def num_plays(self) -> int:

@@ -38,7 +38,12 @@ class GenerationClient(Protocol):
         ...
 
     async def generate(
-        self, token_ids: np.ndarray, sampling: SamplingParams | None = None, *, draw: int | None = None
+        self,
+        token_ids: np.ndarray,
+        sampling: SamplingParams | None = None,
+        *,
+        draw: int | None = None,
+        agent: str = "",
     ) -> Completion:
         """Continue the tokens; seeds follow from the run's seed, the prompt and the rollout.
 
@@ -48,6 +53,8 @@ class GenerationClient(Protocol):
             draw: For a program that has several requests in flight: the number of earlier requests that are equal to
                 this one. The seed then follows from the request and this number, so that it does not depend on the
                 order in which requests come. None numbers the requests in order.
+            agent: Name of the agent whose turn it is, in a play of several: other weights than the policy's answer for
+                one that is an opponent. Empty for the policy.
         """
         ...
 

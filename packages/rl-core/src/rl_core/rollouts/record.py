@@ -21,9 +21,9 @@ def rollout_record(prompt: Prompt, index: int, rollout: Rollout) -> np.ndarray:
     """uint8 `[bytes]`, UTF-8 of a JSON object on one line; `index` is the rollout's place in its group.
 
     `weight_spans` count tokens from the start of the rollout; with several segments, whose numbers of tokens are then
-    in `segments`, these lie end to end. Rollouts of several agents have `agent`, `peers` and
-    `play`. `row` is what the environment was given in addition to the conversation, such
-    as the right answer; values longer than `MOST_CHARACTERS` are cut.
+    in `segments`, these lie end to end. Rollouts of several agents have `agent`, `peers` and `play`, and those of an
+    opponent `opponent`, which is true. `row` is what the environment was given in addition to the conversation, such as
+    the right answer; values longer than `MOST_CHARACTERS` are cut.
     """
     described = {
         "prompt_id": prompt.id,
@@ -49,6 +49,8 @@ def rollout_record(prompt: Prompt, index: int, rollout: Rollout) -> np.ndarray:
         described["segments"] = rollout.segments
     if rollout.agent or rollout.play is not None:
         described |= {"agent": rollout.agent, "peers": rollout.peers, "play": rollout.play}
+    if rollout.is_opponent:
+        described["opponent"] = True
     text = json.dumps(described, default=_foreign, ensure_ascii=False)
     # half of a surrogate pair has no UTF-8, but an escape that JSON knows
     return np.frombuffer(text.encode(errors="backslashreplace"), dtype=np.uint8)

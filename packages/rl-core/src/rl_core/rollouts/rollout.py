@@ -98,7 +98,7 @@ class Rollout:
         prompt_id: Id of the prompt it came from.
         tokens: Int32 `[tokens]`, prompt, completions and observations in order; sampled tokens are never re-tokenised.
             Those of several segments lie end to end.
-        loss_mask: Uint8 `[tokens]`, 1 only on tokens the policy sampled.
+        loss_mask: Uint8 `[tokens]`, 1 only on tokens that the policy, or an opponent, sampled.
         generation_logprobs: Float32 `[tokens]`, the engine's, 0 where `loss_mask` is 0.
         spans: Weight version of each run of sampled tokens, in order; together they have as many tokens as `loss_mask`
             has ones.
@@ -118,6 +118,8 @@ class Rollout:
             are all rollouts of its agent.
         play: Number of the play in its group, if plays have several rollouts (one per agent or per sub-task); a rollout
             worker fills it in. None if every rollout is a play of its own.
+        is_opponent: True if other weights than the policy's sampled it: older ones, or those of another model. It
+            trains nothing; a rollout worker fills it in.
     """
 
     prompt_id: str
@@ -136,6 +138,7 @@ class Rollout:
     agent: str = ""
     peers: str = ""
     play: int | None = None
+    is_opponent: bool = False
 
     def __post_init__(self) -> None:
         if self.segments and sum(self.segments) != len(self.tokens):

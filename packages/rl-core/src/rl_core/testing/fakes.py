@@ -16,7 +16,7 @@ import numpy as np
 from rl_core.data.batch import TOKENS, Batch
 from rl_core.data.ragged import Ragged
 from rl_core.metrics import Metric, results
-from rl_core.model import Loss, Metrics, Model, Read, SavedFile, read_columns
+from rl_core.model import Loss, Metrics, Read, Saved, SavedFile, read_columns
 from rl_core.rollouts.generation import SamplingParams
 from rl_core.rollouts.group import RolloutGroup
 from rl_core.rollouts.rollout import Prompt, Rollout, Turn, WeightSpan
@@ -170,7 +170,7 @@ class FakeRun:
     _max_steps: int = 0
 
     def steps(
-        self, max_steps: int, *, models: Mapping[str, Model], state: Mapping[str, Checkpointable]
+        self, max_steps: int, *, models: Mapping[str, Saved], state: Mapping[str, Checkpointable]
     ) -> Iterator[int]:
         """See `Run.steps`."""
         self._max_steps = max_steps
@@ -213,7 +213,7 @@ class FakeRun:
         """End after the current step."""
         self.stop_reason = reason
 
-    def _steps(self, start: int, models: Mapping[str, Model], state: Mapping[str, Checkpointable]) -> Iterator[int]:
+    def _steps(self, start: int, models: Mapping[str, Saved], state: Mapping[str, Checkpointable]) -> Iterator[int]:
         for step in range(start, self._max_steps + 1):
             yield step
             ends = bool(self.stop_reason) or step in (self.end_after, self._max_steps)
@@ -222,7 +222,7 @@ class FakeRun:
             if ends:
                 return
 
-    def _save(self, step: int, models: Mapping[str, Model], state: Mapping[str, Checkpointable]) -> None:
+    def _save(self, step: int, models: Mapping[str, Saved], state: Mapping[str, Checkpointable]) -> None:
         if self.folder is None:
             return
         for name, model in models.items():
@@ -230,7 +230,7 @@ class FakeRun:
         saved = {"step": step, "state": {name: part.state() for name, part in state.items()}}
         (self.folder / "loop.pickle").write_bytes(pickle.dumps(saved))
 
-    def _restore(self, models: Mapping[str, Model], state: Mapping[str, Checkpointable]) -> int:
+    def _restore(self, models: Mapping[str, Saved], state: Mapping[str, Checkpointable]) -> int:
         if self.folder is None or not (self.folder / "loop.pickle").exists():
             return 1
         saved = pickle.loads((self.folder / "loop.pickle").read_bytes())

@@ -90,8 +90,8 @@ class NimSettings(Config):
     seed: int = Field(default=0, ge=0)
     """Seed of the piles."""
     instructions: bool = True
-    """Explain the game in the prompt, which only the first player sees. Otherwise a prompt is only the number of
-    stones, which is enough for a policy that has learned the game from `demonstrations`."""
+    """Explain the game to each player before the first turn. Otherwise players see only the number of stones, which is
+    enough for a policy that has learned the game from `demonstrations`."""
     demonstrations: bool = False
     """Add the turns of one player to each row, random possible moves against random possible moves. Supervised
     fine-tuning on these rows teaches the rules and leaves choosing good moves to self-play."""

@@ -52,8 +52,8 @@ def numbers(settings: Mapping[str, Any], split: str) -> list[dict[str, Any]]:
 
 
 def piles(settings: Mapping[str, Any], split: str) -> list[dict[str, Any]]:
-    """Rows of nim with `messages`, `info` (`pile`, `max_take`) and `environment`; the splits draw with different seeds.
-    Demonstrations are conversations of one player that end with the assistant.
+    """Rows of nim with `messages`, `info` (`pile`, `max_take`, and `instructions` if there are some) and `environment`;
+    the splits draw with different seeds. Demonstrations are conversations of one player that end with the assistant.
 
     Raises:
         DataError: If the split is unknown.
@@ -72,7 +72,9 @@ def piles(settings: Mapping[str, Any], split: str) -> list[dict[str, Any]]:
         pile = config.min_pile + next(drawn) % (config.max_pile - config.min_pile + 1)
         asked = {"role": "user", "content": f"{explained if config.instructions else ''}{pile}"}
         played = _random_game(pile, config.max_take, drawn) if config.demonstrations else []
-        info = {"pile": pile, "max_take": config.max_take}
+        info: dict[str, Any] = {"pile": pile, "max_take": config.max_take}
+        if config.instructions:
+            info["instructions"] = explained
         rows.append({"messages": [asked, *played], "info": info, "environment": "nim"})
     return rows
 

@@ -50,19 +50,23 @@ class Nim:
     """Takes the last number in a turn as the stones that the player removes; who takes the last stone wins.
 
     The row's `pile` is the number of stones, and `max_take` how many a player may remove. The players are the agents
-    `first` and `second`; each sees the stones that are left before its turn.
+    `first` and `second`; each sees the stones that are left before its turn. The row's `instructions`, if it has them,
+    come before the stones that the second player sees first, as they do in the prompt of the first player.
     """
 
     def __init__(self, config: NimConfig) -> None:
         self._config = config
 
     def step(self, conversations: Sequence[Conversation], states: Sequence[Any]) -> list[StepResult]:
-        return [self._move(turn, state or _start(turn)) for turn, state in zip(conversations, states, strict=True)]
+        return [
+            self._move(turn, state or _start(turn), is_known=state is not None)
+            for turn, state in zip(conversations, states, strict=True)
+        ]
 
     def close(self, states: Sequence[Any]) -> None:
         pass
 
-    def _move(self, turn: Conversation, pile: Pile) -> StepResult:
+    def _move(self, turn: Conversation, pile: Pile, *, is_known: bool) -> StepResult:
         numbers = _NUMBER.findall(turn.completion)
         move = int(numbers[-1]) if numbers else 0
         is_valid = 1 <= move <= min(pile.max_take, pile.stones)
@@ -74,12 +78,13 @@ class Nim:
         if not is_valid:
             return StepResult(reward=self._config.invalid_reward, agent=agent, info=info)
         left = pile.stones - move
+        explained = "" if is_known else str(turn.info.get("instructions", ""))
         if not left:
             lost = {other: self._config.lost_reward}
             return StepResult(reward=self._config.won_reward, agent=agent, agent_rewards=lost, info=info)
         return StepResult(
             done=False,
-            observation=({"role": "user", "content": str(left)},),
+            observation=({"role": "user", "content": f"{explained}{left}"},),
             state=replace(pile, stones=left, mover=1 - pile.mover),
             info=info,
             agent=agent,

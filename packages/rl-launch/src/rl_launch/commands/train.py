@@ -282,6 +282,8 @@ def with_local_models(plan: RunPlan) -> RunPlan:
             tokenizer = tokenizer.model_copy(update={"name": _local_model(tokenizer.name)})
         changed = {"model_name": _local_model(section.model_name), "tokenizer": tokenizer}
         config = with_section(config, key, with_values(section, changed))
+    for key, name in plan.plugin.further_models(config).items():
+        config = with_section(config, key, _local_model(name))
     return plan.with_config(config)
 
 

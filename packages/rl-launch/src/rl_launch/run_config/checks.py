@@ -66,6 +66,9 @@ def _folder_checks(plan: RunPlan) -> Iterator[Problem]:
         if "tokenizer" in section.model_fields_set and section.tokenizer != tokenizer:
             reason = "differs from policy.tokenizer, which produces all tokens"
             yield Problem(f"{key}.tokenizer", reason, remedy="Remove this key")
+    for key, name in plan.plugin.further_models(config).items():
+        if name not in MADE_HERE:
+            yield from folder_problems(key, name, MODEL_FILES)
     if tokenizer.name is not None and tokenizer.name not in MADE_HERE:
         yield from folder_problems("policy.tokenizer.name", tokenizer.name, (TOKENIZER_FILES,))
     try:
@@ -84,6 +87,14 @@ def _model_fact_checks(plan: RunPlan) -> Iterator[Problem]:
             longest_row=config.policy.max_total_sequence_length,
             has_scalar_head=read.get(key) in HEADLESS_ROLES,
             is_trained_from=key in read,
+        )
+    for key, name in plan.plugin.further_models(config).items():
+        yield from model_problems(
+            key.removesuffix(".model_name"),
+            config.policy.model_copy(update={"model_name": name}),
+            longest_row=config.policy.max_total_sequence_length,
+            has_scalar_head=False,
+            is_trained_from=False,
         )
 
 

@@ -44,4 +44,5 @@ def model_names(plan: RunPlan) -> dict[str, str]:
     tokenizer = plan.config.policy.tokenizer.name
     if tokenizer is not None:
         names["policy.tokenizer.name"] = tokenizer
+    names |= plan.plugin.further_models(plan.config)
     return {key: name for key, name in names.items() if name not in MADE_HERE}

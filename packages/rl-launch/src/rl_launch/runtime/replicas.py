@@ -13,10 +13,11 @@ from typing import Any
 
 from ray.actor import ActorHandle
 
+from rl_algos.rollouts.worker.opponents import OpponentSpec
 from rl_algos.rollouts.worker.worker import RolloutWorkerSpec
 from rl_core.environments.instance import instance_of
 from rl_core.errors import Origin, RLError
-from rl_core.plugins import RolloutNeeds
+from rl_core.plugins import OpponentNeed, RolloutNeeds
 from rl_core.ray.calls import gather
 from rl_core.ray.environment import RemoteEnvironment
 from rl_core.ray.host import Place
@@ -222,7 +223,8 @@ class Replicas:
     def _spec(self, placement: Placement) -> RolloutWorkerSpec:
         backend = self._backend
         config = backend.config
-        placement = replace(placement, reports_load=self._reports_load)
+        placement = replace(placement, reports_load=self._reports_load, num_engines=1 + len(self._needs.opponents))
+        opponents = tuple(self._opponent(need, placement) for need in self._needs.opponents)
         if placement.awaits_weights:
             placement = replace(placement, reports_routing=backend.reports_routing, keeps_cache=self._needs.keeps_cache)
         else:
@@ -238,7 +240,18 @@ class Replicas:
             max_seconds=self._needs.max_seconds,
             max_steps=self._needs.max_steps,
             logs=self._logs,
+            opponents=opponents,
         )
+
+    def _opponent(self, need: OpponentNeed, placement: Placement) -> OpponentSpec:
+        """An engine next to the policy's, with whole weights that come from files."""
+        backend, model = self._backend, self._backend.model
+        if need.model_name is not None:
+            tokenizer = model.tokenizer.model_copy(update={"name": model.tokenizer.name or model.model_name})
+            model = model.model_copy(update={"model_name": need.model_name, "tokenizer": tokenizer})
+        own = replace(placement, awaits_weights=need.model_name is None, keeps_weights=True)
+        config = backend.config.model_copy(update={"lora_sync": "merged"})
+        return OpponentSpec(need, (config, backend.backend, model, own))
 
     def _start_in(self, node: str, index: int) -> ActorHandle:
         """A replica's process next to the policy's."""

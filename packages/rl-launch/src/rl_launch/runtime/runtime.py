@@ -32,18 +32,22 @@ from rl_launch.placement.residency import Residency
 from rl_launch.placement.topology import GENERATION, Topology
 from rl_launch.root_config import POLICY
 from rl_launch.run_config.plan import RunPlan
+from rl_launch.runtime.canary import Canary
 from rl_launch.runtime.elastic_replicas import ElasticReplicas
 from rl_launch.runtime.environment_watch import EnvironmentWatch
 from rl_launch.runtime.model_group import StartTimeouts
 from rl_launch.runtime.models import Models
+from rl_launch.runtime.opponents import OpponentSync
 from rl_launch.runtime.process_spans import NamedActor
 from rl_launch.runtime.processes import NsysReports, Processes, server_stay_s, variables_of_worker
 from rl_launch.runtime.profiled_steps import Profiled, folder_of
 from rl_launch.runtime.replica import Replica
+from rl_launch.runtime.replica_group import WeightSender
 from rl_launch.runtime.replicas import Replicas
 from rl_launch.runtime.role_envs import role_specs
 from rl_launch.runtime.rollout_pool import RolloutPool
-from rl_launch.runtime.weight_sync import Canary, WeightSync
+from rl_launch.runtime.weight_sync import WeightSync
+from rl_launch.runtime.written_versions import WrittenVersions
 from rl_launch.session.config import ProfilingConfig
 from rl_launch.worker_envs.driver_envs import DriverEnvs
 from rl_launch.worker_envs.engine_checks import engine_problems
@@ -142,6 +146,11 @@ class Runtime:
         loaded = {model.section: model.config for model in backends.models.values()}
         if backends.generation is not None:
             loaded[POLICY] = backends.generation.model
+        further = plan.plugin.further_models(config)
+        loaded |= {
+            key.removesuffix(".model_name"): loaded[POLICY].model_copy(update={"model_name": name})
+            for key, name in further.items()
+        }
         self._nodes = Nodes(
             envs,
             logs,
@@ -204,8 +213,10 @@ class Runtime:
         residency = self._residency if takes_turns else None
         sync = self._weight_sync(by_role[POLICY], models, residency, vocabulary)
         elastic = self._elastic(replicas) if self.topology.is_elastic else None
-        pool = self._pool(started, residency, replicas.environment_watch(), weights=sync, elastic=elastic)
-        return Components(models=by_role, data=data, weights=sync, pool=pool)
+        opponents = self._opponents(needs, sync)
+        weights = sync if opponents is None else opponents
+        pool = self._pool(started, residency, replicas.environment_watch(), weights=weights, elastic=elastic)
+        return Components(models=by_role, data=data, weights=sync, pool=pool, opponents=opponents)
 
     def processes(self) -> list[NamedActor]:
         """The processes of the run as they are now: ranks, rollout workers and environments."""
@@ -311,6 +322,15 @@ class Runtime:
         numbers = itertools.count(1)
         return lambda: str(folder / str(next(numbers)))
 
+    def _opponents(self, needs: RolloutNeeds, sync: WeightSync) -> OpponentSync | None:
+        """The opponents that are versions of the policy; None if there are none."""
+        older = [need for need in needs.opponents if need.update_every is not None]
+        if not older:
+            return None
+        versions = WrittenVersions(Path(self._logs).parent / "opponents")
+        self._exit.callback(versions.close)
+        return OpponentSync(older, sync, versions)
+
     def _weight_sync(
         self, policy: RemoteModel, models: Models, residency: Residency | None, vocabulary: int
     ) -> WeightSync:
@@ -338,7 +358,7 @@ class Runtime:
         residency: Residency | None,
         environments: EnvironmentWatch,
         *,
-        weights: WeightSync | None = None,
+        weights: WeightSender | None = None,
         elastic: ElasticReplicas | None = None,
     ) -> RolloutPool:
         assert self._backends.generation is not None, "rollouts need generation"

@@ -23,6 +23,7 @@ from rl_core.weights import Manifest, Transport, TransportKind, WeightForm, Weig
 from rl_launch.placement.residency import Residency
 from rl_launch.placement.topology import GENERATION
 from rl_launch.root_config import POLICY
+from rl_launch.runtime.canary import CANARY, Canary
 
 _log = logging.getLogger(__name__)
 
@@ -57,32 +58,22 @@ class Receiver(Protocol):
 
 
 @dataclass(frozen=True)
-class Canary:
-    """Token rows whose logprobs the generators must agree on with the policy.
+class WrittenWeights:
+    """One weight version in a folder.
 
     Args:
-        rows: Int32, fixed for the run.
-        tolerance: Largest mean absolute difference of logprobs.
+        manifest: Its tensors, in the order in which they were written.
+        digest: Digest of all of them.
+        bucket_bytes: Maximum number of bytes of a bucket.
+        canary: Int32 token rows.
+        expected: Float32, the policy's logprobs of these rows with this version.
     """
 
-    rows: Ragged
-    tolerance: float
-
-    @classmethod
-    def of(
-        cls, vocabulary: int, *, precision: str, tolerance: float | None = None, num_rows: int = 2, length: int = 24
-    ) -> Canary:
-        """Rows of random tokens: they involve every part of the model and contain no user's data.
-
-        Args:
-            vocabulary: Number of token ids to draw from.
-            precision: Precision of the policy, which decides the default tolerance.
-            tolerance: Maximum mean difference of logprobs; the default is the tolerance of the precision.
-            num_rows: Number of rows.
-            length: Number of tokens of each row.
-        """
-        draws = np.random.default_rng(0).integers(0, vocabulary, (num_rows, length), dtype=np.int32)
-        return cls(Ragged.from_rows(draws), tolerance or {"float32": 1e-3}.get(precision, 0.1))
+    manifest: Manifest
+    digest: str
+    bucket_bytes: int
+    canary: Ragged
+    expected: Ragged
 
 
 class WeightSync:
@@ -123,7 +114,7 @@ class WeightSync:
         self._policy = policy
         self._kind: TransportKind = kind
         self._meet = meet
-        self._canary = canary
+        self.canary = canary
         self._residency = residency
         self._bucket_bytes = bucket_bytes
         self._sends_changes = sends_changes
@@ -166,11 +157,7 @@ class WeightSync:
             WeightSyncError: If the update is stale, or naming what did not arrive; the replicas then serve nothing.
             WorkerDied, GeneratorError: If a process or an engine ended meanwhile.
         """
-        if (update.version, update.revision) != (self._version, self._policy.revision):
-            raise WeightSyncError(
-                f"weight version {update.version} is stale: the policy has stepped, loaded a checkpoint or published "
-                "again since then. Publish the current weights and adopt that version"
-            )
+        self._check_current(update)
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 with spans.span(WEIGHT_SYNC, f"version {update.version}"):
@@ -180,6 +167,36 @@ class WeightSync:
                 if attempt == ATTEMPTS:
                     raise
                 _log.warning("%s; resending version %d", error, update.version)
+
+    def write(self, update: WeightUpdate, folder: str) -> WrittenWeights:
+        """Write the published version into a folder that all nodes share, whole, for engines that load it later.
+
+        Args:
+            update: The last update that was published.
+            folder: Made, or emptied; the files are removed from it when weights are next sent or written.
+
+        Raises:
+            WeightSyncError: If the update is stale, or the files cannot be written.
+        """
+        self._check_current(update)
+        with self._residency.hold(POLICY) if self._residency else nullcontext():
+            finish = self._start_canary()
+            manifest = self._of_form("merged", update.version)
+            transport = Transport(
+                "disk", folder, num_receivers=1, bucket_bytes=self._bucket_bytes, timeout_s=self._timeout_s
+            )
+            self._transport = None  # the policy has one connection at a time
+            sending, senders = self._policy.start_send(ray.put(manifest), transport)
+            answers = self._settled(sending, senders, manifest, transport)
+            (digest,) = {digest for digests in answers for digest in digests}
+            return WrittenWeights(manifest, digest, self._bucket_bytes, self.canary.rows, finish())
+
+    def _check_current(self, update: WeightUpdate) -> None:
+        if (update.version, update.revision) != (self._version, self._policy.revision):
+            raise WeightSyncError(
+                f"weight version {update.version} is stale: the policy has stepped, loaded a checkpoint or published "
+                "again since then. Publish the current weights and adopt that version"
+            )
 
     def _transfer(self, update: WeightUpdate, replicas: Sequence[Receiver], *, in_flight: bool) -> None:
         with self._residency.hold(POLICY) if self._residency else nullcontext():
@@ -201,8 +218,8 @@ class WeightSync:
         if self._residency:
             self._policy.offload(["parameters"])
             self._residency.hand_over(GENERATION)
-            scores = self._all(replicas, "score_canary", tuple(self._canary.rows))
-        self._check_canary(update, expected, replicas, scores)
+            scores = self._all(replicas, "score_canary", tuple(self.canary.rows))
+        self.canary.check(update.version, expected, [replica.origin(CANARY) for replica in replicas], scores)
         refs = [replica.generator("resume") for replica in replicas]
         gather(refs, [replica.origin("weight sync (resume)") for replica in replicas], self._timeout_s)
         self._served = _started(replicas)
@@ -215,18 +232,21 @@ class WeightSync:
 
     def _manifest(self, form: WeightForm, version: int) -> Manifest:
         """Return the manifest of a form, which the policy has to make only once: versions differ in their values."""
-        if form not in self._manifests:
-            self._manifests[form] = self._policy.manifest(version, form)
-        manifest = replace(self._manifests[form], version=version)
+        manifest = self._of_form(form, version)
         if form != self._last_form:
             self._last_form = form
             sent = "the adapters alone" if form == "adapter" else "all weights and their adapters"
             _log.info("weight version %d: sending %s, %d bytes", version, sent, manifest.num_bytes)
         return manifest
 
+    def _of_form(self, form: WeightForm, version: int) -> Manifest:
+        if form not in self._manifests:
+            self._manifests[form] = self._policy.manifest(version, form)
+        return replace(self._manifests[form], version=version)
+
     def _start_canary(self) -> Callable[[], Ragged]:
         """Start the policy's scoring of the canary; the returned function waits for its logprobs."""
-        finish = self._policy.start_infer(Batch({"tokens": self._canary.rows}), [LOGPROBS])
+        finish = self._policy.start_infer(Batch({"tokens": self.canary.rows}), [LOGPROBS])
         return lambda: finish().ragged("logprobs")
 
     def _exchange(
@@ -256,7 +276,7 @@ class WeightSync:
         if not transport.ends_meet:
             self._settled(sending, senders, manifest, transport)
         first_ranks = np.cumsum([1] + [replica.num_ranks for replica in replicas])
-        canary, takes_turns = tuple(self._canary.rows), self._residency is not None
+        canary, takes_turns = tuple(self.canary.rows), self._residency is not None
         taking = [
             replica.call("take_over", shared, Delivery(transport, int(first), canary, takes_turns, in_flight))
             for replica, first in zip(replicas, first_ranks, strict=False)
@@ -312,25 +332,6 @@ class WeightSync:
             timeout_s=self._timeout_s,
             sends_changes=self._sends_changes,
         )
-
-    def _check_canary(
-        self,
-        update: WeightUpdate,
-        expected: Ragged,
-        replicas: Sequence[Receiver],
-        scores: Sequence[Sequence[np.ndarray]],
-    ) -> None:
-        for replica, rows in zip(replicas, scores, strict=True):
-            for score, wanted in zip(rows, expected, strict=True):
-                difference = float(np.abs(score - wanted).mean())
-                if not difference <= self._canary.tolerance:
-                    raise WeightSyncError(
-                        f"{replica.origin('weight sync canary')}: logprobs with weight version {update.version} differ "
-                        f"from the policy's by {difference:.3g} on average, more than {self._canary.tolerance:g}; "
-                        "the engine does not compute the same results as the policy. If it quantises weights or "
-                        "caches, "
-                        "increase policy.generation.canary_tolerance"
-                    )
 
     def _all(self, replicas: Sequence[Receiver], method: str, *args: Any) -> list[Any]:
         refs = [replica.call(method, *args) for replica in replicas]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rl_core.errors import CheckpointDamaged, RunDirectoryError
-from rl_core.model import Model
+from rl_core.model import Saved
 from rl_core.run import Checkpointable
 from rl_launch.session.checkpoints.checkpoints import Checkpoints, written_at
 from rl_launch.session.directory.branch import Branch
@@ -65,7 +65,7 @@ class SaveProtocol:
         self._stop = stop
         self._branch: Branch | None = None
         self._found: tuple[int, Path] | None = None
-        self._models: Mapping[str, Model] = {}
+        self._models: Mapping[str, Saved] = {}
         self._state: Mapping[str, Checkpointable] = {}
         self._times = _SaveTimes()
         self.saved = 0
@@ -88,7 +88,7 @@ class SaveProtocol:
         self._checkpoints.tidy(step)
         return step
 
-    def restore(self, models: Mapping[str, Model], state: Mapping[str, Checkpointable]) -> int:
+    def restore(self, models: Mapping[str, Saved], state: Mapping[str, Checkpointable]) -> int:
         """Restore the checkpoint that was found, or an earlier one if it is damaged; returns its step, or 0.
 
         Args:

@@ -19,7 +19,7 @@ from rl_core.config import WhenChanged, as_written, keys_when_changed
 from rl_core.data.batch import Batch
 from rl_core.errors import RLError, RunDirectoryError, WorkerDied, WorkerError
 from rl_core.metrics import Metric
-from rl_core.model import Model
+from rl_core.model import Saved
 from rl_core.plugins import export_suffixes
 from rl_core.rollouts.group import RolloutGroup
 from rl_core.run import Checkpointable
@@ -230,7 +230,7 @@ class RunSession:
         return self._has_begun
 
     def steps(
-        self, max_steps: int, *, models: Mapping[str, Model], state: Mapping[str, Checkpointable]
+        self, max_steps: int, *, models: Mapping[str, Saved], state: Mapping[str, Checkpointable]
     ) -> Iterator[int]:
         """Steps still to do: the call restores the newest complete checkpoint, and asking for the next step saves one
         if it is due. Models that do not train are neither saved nor restored.

@@ -85,6 +85,7 @@ def engine_arguments(
     """
     on_cpu = not placement.kind.runs_on_gpus
     utilization = backend.gpu_memory_utilization or (0.6 if placement.shares_devices else 0.9)
+    utilization /= placement.num_engines
     kv_cache_gib = 1.0 if on_cpu and backend.kv_cache_gib is None else backend.kv_cache_gib
     smallest_batch = max(max_len + 1, CPU_BATCH_TOKENS) if on_cpu else None
     starts_empty = _starts_empty(backend, placement)

@@ -17,7 +17,11 @@ from rl_core.rollouts.rollout import Prompt
 def group_state(group: RolloutGroup) -> Mapping[str, Any]:
     """Plain data of a group without its prompt; columns that lie elsewhere are fetched."""
     columns = group.columns.local()
-    return {"rollouts": asdict(group.rollouts), "columns": {name: _column_state(columns[name]) for name in columns}}
+    return {
+        "rollouts": asdict(group.rollouts),
+        "columns": {name: _column_state(columns[name]) for name in columns},
+        "opponents": None if group.opponents is None else group_state(group.opponents),
+    }
 
 
 def group_from(state: Mapping[str, Any], prompt: Prompt) -> RolloutGroup:
@@ -29,7 +33,10 @@ def group_from(state: Mapping[str, Any], prompt: Prompt) -> RolloutGroup:
     rollouts = RolloutReports(**state["rollouts"])
     if rollouts.prompt_id != prompt.id:
         raise ValueError(f"the saved rollouts are of prompt {rollouts.prompt_id}, not of {prompt.id}")
-    return RolloutGroup(prompt, rollouts, Batch({name: _column(saved) for name, saved in state["columns"].items()}))
+    columns = Batch({name: _column(saved) for name, saved in state["columns"].items()})
+    # a checkpoint of an earlier release has no opponents
+    opponents = state.get("opponents")
+    return RolloutGroup(prompt, rollouts, columns, None if opponents is None else group_from(opponents, prompt))
 
 
 def _column_state(column: Ragged | np.ndarray) -> Mapping[str, np.ndarray]:

@@ -12,7 +12,7 @@ from rl_algos.rollouts.driver.mixture import Mixture
 from rl_algos.rollouts.driver.reward_watch import RewardWatch
 from rl_algos.rollouts.driver.task_evaluation import TaskEvaluation
 from rl_algos.rollouts.driver.validation import RolloutValidation
-from rl_core.model import Model
+from rl_core.model import Saved
 from rl_core.rollouts.generation import SamplingParams
 from rl_core.rollouts.group import RolloutGroup
 from rl_core.rollouts.source import RolloutSource
@@ -60,6 +60,7 @@ class RolloutSteps:
         greedy: How a greedy rollout of each prompt is drawn; None for none.
         evaluation: Evaluation of the tasks that the run scores in addition to its validation data; None for none.
         mixture: Mixture of the datasets that the prompts come from; None for one.
+        opponents: Older weights of the policy that play against it; None for none.
     """
 
     config: RolloutConfig
@@ -70,19 +71,21 @@ class RolloutSteps:
     greedy: SamplingParams | None = None
     evaluation: TaskEvaluation | None = None
     mixture: Mixture | None = None
+    opponents: Saved | None = None
 
-    def take(self, *, models: Mapping[str, Model], state: Mapping[str, Checkpointable] | None = None) -> Iterator[Step]:
+    def take(self, *, models: Mapping[str, Saved], state: Mapping[str, Checkpointable] | None = None) -> Iterator[Step]:
         """Steps still to do, until `config.max_num_steps`, or until the data or the run ends.
 
         Args:
-            models: Models that train, by role.
+            models: What trains, by role.
             state: Further state of the loop, in addition to the rollouts and the weights.
         """
         config, run = self.config, self.run
         held: dict[str, Checkpointable] = {"rollouts": self.rollouts, "weights": self.weights, **(state or {})}
         if self.mixture is not None and self.mixture.has_curriculum:
             held["curriculum"] = self.mixture
-        numbers = run.steps(config.max_num_steps, models=models, state=held)
+        saved = models if self.opponents is None else {**models, "opponents": self.opponents}
+        numbers = run.steps(config.max_num_steps, models=saved, state=held)
         watch = RewardWatch()
         with run.phase("weight_sync"):
             self.rollouts.adopt(self.weights.publish())

@@ -11,7 +11,7 @@ from rl_algos.evaluation.estimates import pass_at_k
 from rl_algos.evaluation.scores import PromptScore
 from rl_algos.evaluation.summary import mean_length, means, means_by_dataset, powers_of_two
 from rl_algos.rollouts.config import RolloutConfig
-from rl_algos.rollouts.training.metrics import agent_metrics
+from rl_algos.rollouts.training.metrics import agent_metrics, opponent_metrics
 from rl_core.errors import ConfigError
 from rl_core.rollouts.generation import SamplingParams
 from rl_core.rollouts.group import RolloutGroup
@@ -82,7 +82,8 @@ def validation_metrics(evaluation: Evaluation) -> dict[str, float]:
     - `val/reward`, the mean over all samples, and `val/reward/<part>` of each reward by name; 0 for a failed sample.
     - `val/accuracy` over the samples of environments that report one, and by dataset if there are several; likewise
       `val/<dataset>/reward`.
-    - `val/agent/<name>/reward` and the like of each agent, if plays have several.
+    - `val/agent/<name>/reward` and the like of each agent, if plays have several; `val/opponent/<name>/reward` of an
+      opponent, which no other number counts.
     - With several samples of a prompt, each a rollout of one agent, `val/reward_std`, their deviation within a prompt,
       and `val/pass@k`.
     """
@@ -92,6 +93,7 @@ def validation_metrics(evaluation: Evaluation) -> dict[str, float]:
         **_parts(evaluation.groups),
         "val/mean_length": mean_length(scores),
         **agent_metrics(evaluation.groups, prefix="val/"),
+        **opponent_metrics(evaluation.groups, prefix="val/"),
     }
     found |= {f"val/{name}/reward": mean for name, mean in means_by_dataset(scores).items()}
     found |= _accuracies(evaluation.groups)

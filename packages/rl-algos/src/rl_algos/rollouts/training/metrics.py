@@ -78,6 +78,7 @@ def rollout_metrics(groups: Sequence[RolloutGroup], advantages: Advantages | Non
         **_named_rewards(compress(named, usable)),
         **_reported(compress(reported, usable)),
         **agent_metrics(groups),
+        **opponent_metrics(groups),
     }
 
 
@@ -103,6 +104,27 @@ def agent_metrics(groups: Sequence[RolloutGroup], *, prefix: str = "") -> dict[s
         found[f"{prefix}agent/{agent}/reward"] = float(np.mean(rewards[agent]))
         found[f"{prefix}agent/{agent}/length"] = float(np.mean(lengths[agent]))
     return found
+
+
+def opponent_metrics(groups: Sequence[RolloutGroup], *, prefix: str = "") -> dict[str, float]:
+    """Number of rollouts, mean reward, mean length and mean weight version of each agent in the plays in which it was
+    an opponent; none without opponents.
+
+    Args:
+        groups: Groups of the plays.
+        prefix: Prefix of the names.
+    """
+    parts = [group.opponents for group in groups if group.opponents is not None]
+    found = {f"{prefix}opponent/{name.removeprefix('agent/')}": value for name, value in agent_metrics(parts).items()}
+    versions = defaultdict[str, list[int]](list)
+    for part in parts:
+        for agent, spans in zip(part.rollouts.agents, part.rollouts.spans, strict=True):
+            versions[agent] += [version for version, num_tokens in spans for _ in range(num_tokens)]
+    return found | {
+        f"{prefix}opponent/{agent}/weight_version": float(np.mean(versions[agent]))
+        for agent in sorted(versions)
+        if versions[agent]
+    }
 
 
 def _num_alike(groups: Sequence[RolloutGroup]) -> int:

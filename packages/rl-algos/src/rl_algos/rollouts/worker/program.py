@@ -22,10 +22,13 @@ class MultiTurnProgram:
         max_tokens: Maximum number of tokens of the whole rollout, or of each segment of one that is split.
         split: Render the whole conversation for every turn, and begin a segment where the chat template rewrites
             earlier turns; otherwise go on from the tokens as they are.
+        first_agent: Name of the agent that takes the first turn, if that agent is an opponent: the environment names it
+            only in its answer.
     """
 
-    def __init__(self, *, max_turns: int, max_tokens: int, split: bool = False) -> None:
+    def __init__(self, *, max_turns: int, max_tokens: int, split: bool = False, first_agent: str = "") -> None:
         self._limits = SeatLimits(max_turns, max_tokens, split)
+        self._first_agent = first_agent
 
     async def run(self, prompt: Prompt, client: GenerationClient) -> Rollout | Sequence[Rollout]:
         """Play once; returns a rollout for each agent, in the order of their first turns.
@@ -35,18 +38,18 @@ class MultiTurnProgram:
         """
         # unlike any before it, for an environment may still know those of a rollout worker that died
         identity = f"{prompt.id}/{uuid.uuid4().hex}"
-        seat = Seat.first(prompt, client, self._limits)
+        seat = Seat.first(prompt, client, self._limits, agent=self._first_agent)
         seats: dict[str, Seat] = {}
         for turn in itertools.count():
             await seat.take_turn()
             result = await client.step(seat.conversation(identity, prompt.info, turn=turn))
-            if turn == 0:
-                seat.agent = result.agent
-                seats[result.agent] = seat
-            elif result.agent not in ("", seat.agent):
+            if result.agent not in ("", seat.agent) and (turn or seat.agent):
                 raise ValueError(
                     f"the environment answered a turn of the agent {result.agent!r}, but {seat.agent!r} took it"
                 )
+            if turn == 0:
+                seat.agent = result.agent or seat.agent
+                seats[seat.agent] = seat
             seat.earn(result)
             for agent, rewards in result.agent_rewards.items():
                 if agent in seats:

@@ -36,21 +36,25 @@ class ProposerSolverProgram:
         max_tokens: Maximum number of tokens of each rollout, or of each segment of one that is split.
         num_solvers: Number of solvers of a problem.
         split: Render the whole conversation for every turn.
+        first_agent: Name of the proposer, if it is an opponent: the environment names it only in its answer.
 
     Raises:
         ValueError: If there are fewer than two solvers, whose rewards then have no mean to be compared with.
     """
 
-    def __init__(self, *, max_turns: int, max_tokens: int, num_solvers: int = 4, split: bool = False) -> None:
+    def __init__(
+        self, *, max_turns: int, max_tokens: int, num_solvers: int = 4, split: bool = False, first_agent: str = ""
+    ) -> None:
         if num_solvers < 2:
             raise ValueError(f"num_solvers must be at least 2, got {num_solvers}")
         self._limits = SeatLimits(max_turns, max_tokens, split)
         self._num_solvers = num_solvers
+        self._first_agent = first_agent
 
     async def run(self, prompt: Prompt, client: GenerationClient) -> Rollout | Sequence[Rollout]:
         """Play once; returns the proposer's rollout and those of the solvers."""
         identity = f"{prompt.id}/{uuid.uuid4().hex}"
-        proposer = Seat.first(prompt, client, self._limits)
+        proposer = Seat.first(prompt, client, self._limits, agent=self._first_agent)
         await proposer.take_turn()
         proposal = proposer.conversation(identity, prompt.info, turn=0)
         result = await client.step(proposal)

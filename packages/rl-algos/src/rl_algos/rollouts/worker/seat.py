@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -106,8 +107,10 @@ class Seat:
         Raises:
             ValueError: If what the agent has seen leaves no room for a turn.
         """
-        numbered = {} if draw is None else {"draw": draw}
-        self._completion = await self._client.generate(self._transcript.tokens, self._within(), **numbered)
+        told: dict[str, Any] = {"agent": self.agent} if self.agent else {}
+        if draw is not None:
+            told["draw"] = draw
+        self._completion = await self._client.generate(self._transcript.tokens, self._within(), **told)
         self._transcript.add_completion(self._completion)
         self._reply = self._client.read(self._completion.token_ids)
         self._messages.append(self._reply.message)

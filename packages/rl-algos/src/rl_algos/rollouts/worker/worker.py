@@ -14,8 +14,10 @@ from typing import Any
 import numpy as np
 
 from rl_algos.rollouts.worker.chat import Chat
-from rl_algos.rollouts.worker.conversations import Conversations, EnvironmentClient
+from rl_algos.rollouts.worker.client import PlayClient, PlayServices
+from rl_algos.rollouts.worker.conversations import EnvironmentClient
 from rl_algos.rollouts.worker.idle_time import IdleTime
+from rl_algos.rollouts.worker.opponents import Opponents, OpponentSpec
 from rl_algos.tokenizer import load_tokenizer
 from rl_core import spans
 from rl_core.data.batch import Batch
@@ -25,14 +27,12 @@ from rl_core.plugins import resolve
 from rl_core.plugins.user_code import FromFile
 from rl_core.profiling import ProfileOrder, ProfileReport
 from rl_core.rollouts.delivery import Delivery, Taken, score_canary, take_over
-from rl_core.rollouts.environment import Conversation, StepResult, TrainerState
-from rl_core.rollouts.generation import GenerationRequest, Generator, SamplingParams
+from rl_core.rollouts.generation import Generator
 from rl_core.rollouts.group import RECORD, GroupReport, parts_of
-from rl_core.rollouts.interruption import generate_whole
 from rl_core.rollouts.pool import RolloutTask, RolloutTurns
-from rl_core.rollouts.program import PreparedProgram, Reply, RolloutProgram
+from rl_core.rollouts.program import PreparedProgram, RolloutProgram
 from rl_core.rollouts.record import write_records
-from rl_core.rollouts.rollout import Completion, Message, Prompt, Rollout, has_routing
+from rl_core.rollouts.rollout import Prompt, Rollout, has_routing
 from rl_core.weights import Manifest
 
 _log = logging.getLogger(__name__)
@@ -57,6 +57,7 @@ class RolloutWorkerSpec:
         max_seconds: Timeout of a rollout in seconds; None for no limit.
         max_steps: Number of training steps of the run, which rewards may ask for; 1 outside training.
         logs: Folder of the run's logs.
+        opponents: Opponents of the policy, whose engines run next to its own.
     """
 
     generator: str
@@ -68,6 +69,7 @@ class RolloutWorkerSpec:
     max_seconds: float | None = None
     max_steps: int = 1
     logs: str = ""
+    opponents: tuple[OpponentSpec, ...] = ()
 
 
 class RolloutWorker:
@@ -79,26 +81,27 @@ class RolloutWorker:
     """
 
     def __init__(self, spec: RolloutWorkerSpec, environments: Mapping[str, EnvironmentClient]) -> None:
-        self._generator: Generator = resolve(spec.generator)(*spec.generator_args)
+        engine = resolve(spec.generator)
+        self._generator: Generator = engine(*spec.generator_args)
+        self._opponents = Opponents(engine, spec.opponents)
         program = resolve(spec.program) if isinstance(spec.program, str) else spec.program.load()
         self._program: RolloutProgram = program(**spec.program_args)
         self._logs = Path(spec.logs)
         self._max_seconds = spec.max_seconds
-        self._max_steps = spec.max_steps
-        self._chat = Chat(load_tokenizer(spec.tokenizer, spec.model_name), spec.tokenizer.tool_format)
-        self._environments = dict(environments)
+        chat = Chat(load_tokenizer(spec.tokenizer, spec.model_name), spec.tokenizer.tool_format)
+        self._services = PlayServices(self._generator, chat, dict(environments), spec.max_steps)
         self._finished: deque[tuple[int, asyncio.Task[Group]]] = deque()
         self._any_finished = asyncio.Event()
         self._under_way: set[asyncio.Task[Group]] = set()
-        self._clients: dict[int, list[_Client]] = {}
+        self._clients: dict[int, list[PlayClient]] = {}
         self._idle = IdleTime()
         self._rolling_out = spans.overlapping("rollouts", "rollouts")
-        self._generating = spans.overlapping("generation", "generation")
         self._writing = spans.overlapping("recording", "recording")
 
     async def start(self) -> int:
         """Load the engine; returns its number of ranks."""
         await self._generator.start()
+        await self._opponents.start()
         if isinstance(self._program, PreparedProgram):
             await self._program.start(self._logs)
         return self._generator.num_ranks
@@ -111,7 +114,7 @@ class RolloutWorker:
         self._idle.begin()
         for number, task in tasks:
             clients = [
-                _Client(self, task.prompt, task.sampling, seed, earlier)
+                PlayClient(self._services, task.prompt, task.sampling, seed, earlier, self._opponents.of_play(seed))
                 for seed, earlier in zip(task.seeds, task.turns or [RolloutTurns()] * len(task.seeds), strict=True)
             ]
             self._clients[number] = clients
@@ -148,19 +151,35 @@ class RolloutWorker:
         return self._idle.take()
 
     async def generator(self, method: str, *args: Any) -> Any:
-        """Call a method of the replica."""
+        """Call a method of the replica. The engines of opponents sleep and wake with it."""
         with spans.span("weights", method):
-            return await getattr(self._generator, method)(*args)
+            answer = await getattr(self._generator, method)(*args)
+            if method in ("sleep", "wake"):
+                await self._opponents.call_all(method)
+        return answer
 
     async def take_over(self, manifest: Manifest, delivery: Delivery) -> Taken:
         """See `rl_core.rollouts.delivery.take_over`."""
         with spans.span("weights", f"take over version {manifest.version}"):
-            return await take_over(self._generator, manifest, delivery)
+            taken = await take_over(self._generator, manifest, delivery)
+        self._services.version = manifest.version
+        return taken
 
     async def score_canary(self, canary: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
-        """See `rl_core.rollouts.delivery.score_canary`."""
+        """See `rl_core.rollouts.delivery.score_canary`; the engines of opponents are awake from then."""
         with spans.span("weights", "score canary"):
-            return await score_canary(self._generator, canary)
+            scores = await score_canary(self._generator, canary)
+        await self._opponents.call_all("wake")
+        return scores
+
+    async def opponent_takes_over(self, name: str, manifest: Manifest, delivery: Delivery) -> Taken:
+        """Bring an opponent to a weight version; it stays paused until `resume_opponent`."""
+        with spans.span("weights", f"{name} takes over version {manifest.version}"):
+            return await take_over(self._opponents[name], manifest, delivery)
+
+    async def resume_opponent(self, name: str) -> None:
+        """Let an opponent serve its weights."""
+        await self._opponents[name].resume()
 
     async def write_rollouts(
         self, path: str, part: np.ndarray, row: np.ndarray, advantages: Sequence[float | None], *stores: Batch
@@ -189,13 +208,14 @@ class RolloutWorker:
         return await self._generator.stop_profile()
 
     async def health(self) -> Mapping[str, Any]:
-        """The replica's report."""
-        return await self._generator.health()
+        """The replica's report, with the requests and tokens of opponents added."""
+        return await self._opponents.with_health(await self._generator.health())
 
     async def close(self) -> None:
         """End the program and the replica."""
         if isinstance(self._program, PreparedProgram):
             await self._program.close()
+        await self._opponents.call_all("close")
         await self._generator.close()
 
     def _note_finished(self, number: int, task: asyncio.Task[Group]) -> None:
@@ -216,10 +236,10 @@ class RolloutWorker:
         with self._rolling_out:
             return prompt, _numbered(await asyncio.gather(*plays))
 
-    async def _run_one(self, prompt: Prompt, client: _Client) -> Sequence[Rollout]:
+    async def _run_one(self, prompt: Prompt, client: PlayClient) -> Sequence[Rollout]:
         try:
             async with asyncio.timeout(self._max_seconds) as limit:
-                return _rollouts_of(await self._program.run(prompt, client))
+                return client.marked(_rollouts_of(await self._program.run(prompt, client)))
         except TimeoutError as error:
             return _failed(prompt, self._overdue() if limit.expired() else error)
         except RequestRefused as error:
@@ -258,113 +278,3 @@ def _failed(prompt: Prompt, error: Exception) -> Sequence[Rollout]:
     reason = f"{type(error).__name__}: {error}"
     _log.warning("rollout of %s failed: %s", prompt, reason)
     return (Rollout.failed(prompt, reason),)
-
-
-class _Client:
-    """The client that one rollout gets.
-
-    Args:
-        earlier: Turns of an earlier run of the rollout.
-    """
-
-    def __init__(
-        self,
-        worker: RolloutWorker,
-        prompt: Prompt,
-        sampling: SamplingParams,
-        seed: int,
-        earlier: RolloutTurns,
-    ) -> None:
-        self._worker = worker
-        environment = worker._environments.get(prompt.environment)
-        self._conversations = (
-            None if environment is None else Conversations(environment, prompt.environment, seed, earlier.conversations)
-        )
-        self._prompt = prompt
-        self._tools = prompt.tools
-        self._sampling = sampling
-        self._seed = seed
-        self._later_seeds: np.random.SeedSequence | None = None
-        self._completions = dict(earlier.completions)
-        self._newest: Completion | None = None
-
-    @property
-    def sampling(self) -> SamplingParams:
-        return self._sampling
-
-    @property
-    def turns(self) -> RolloutTurns:
-        """Turns so far."""
-        return RolloutTurns(dict(self._completions), self._conversations.turns if self._conversations else ())
-
-    async def generate(
-        self, token_ids: np.ndarray, sampling: SamplingParams | None = None, *, draw: int | None = None
-    ) -> Completion:
-        request = GenerationRequest(token_ids, sampling or self._sampling, self._seed)
-        request = dataclasses.replace(request, seed=self._next_seed() if draw is None else _seed_of(request, draw))
-        digest = request.digest
-        if digest not in self._completions:
-            with self._worker._generating:
-                self._completions[digest] = await generate_whole(self._worker._generator.generate, request)
-        self._newest = self._completions[digest]
-        return self._newest
-
-    async def step(self, conversation: Conversation) -> StepResult:
-        assert self._conversations is not None, "the prompt names no environment of this run"
-        sampled = None if self._newest is None else self._newest.token_ids
-        return await self._conversations.step(
-            dataclasses.replace(
-                conversation,
-                completion_ids=sampled if conversation.completion_ids is None else conversation.completion_ids,
-                num_prompt_messages=(
-                    len(self._prompt.messages)
-                    if conversation.num_prompt_messages is None
-                    else conversation.num_prompt_messages
-                ),
-                is_text=self._prompt.is_text,
-                trainer_state=self._trainer_state(),
-            )
-        )
-
-    def read(self, token_ids: np.ndarray, tools: Sequence[Mapping[str, Any]] | None = None) -> Reply:
-        return self._worker._chat.read(token_ids, self._tools if tools is None else tools)
-
-    def continuation(self, turn: Message, observation: Sequence[Message], sampled: np.ndarray) -> np.ndarray:
-        return self._worker._chat.continuation(turn, observation, sampled)
-
-    def rendered(
-        self, messages: Sequence[Message], so_far: np.ndarray, tools: Sequence[Mapping[str, Any]] | None = None
-    ) -> np.ndarray:
-        return self._worker._chat.rendered(messages, so_far, self._tools if tools is None else tools)
-
-    def encoded(self, text: str) -> np.ndarray:
-        return self._worker._chat.encoded(text)
-
-    def shown(self, token_ids: np.ndarray) -> str:
-        return self._worker._chat.shown(token_ids)
-
-    def pieces(self, token_ids: np.ndarray) -> list[str]:
-        return [self.shown(token_ids[place : place + 1]) for place in range(len(token_ids))]
-
-    async def release(self) -> None:
-        """See `Conversations.release`."""
-        if self._conversations is not None:
-            await self._conversations.release()
-
-    def _trainer_state(self) -> TrainerState:
-        """Progress of the training as the newest completion tells it: every step publishes the next weight version, and
-        the first is published before the first step."""
-        spans = self._newest.spans if self._newest is not None else ()
-        return TrainerState(max(spans[0].version - 1, 0) if spans else 0, self._worker._max_steps)
-
-    def _next_seed(self) -> int:
-        """That of the rollout for its first turn; the later ones follow from it."""
-        if self._later_seeds is None:
-            self._later_seeds = np.random.SeedSequence(self._seed)
-            return self._seed
-        return int(self._later_seeds.spawn(1)[0].generate_state(1)[0])
-
-
-def _seed_of(request: GenerationRequest, draw: int) -> int:
-    """The seed of one of several equal requests of a rollout, whose own seed the request has."""
-    return int(np.random.SeedSequence([int(request.digest, 16), draw]).generate_state(1)[0])

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rl_core.errors import RunDirectoryError, WorkerDied
-from rl_core.model import Model, SavedFile
+from rl_core.model import Saved, SavedFile
 from rl_core.plugins import export_suffixes
 from rl_core.run import Checkpointable
 from rl_launch.session.checkpoints.manifest import FILE_NAME, Manifest, sync_folder
@@ -53,7 +53,7 @@ class Save:
 
     step: int
     folder: Path
-    models: Mapping[str, Model]
+    models: Mapping[str, Saved]
     metrics: Mapping[str, float]
     exported: Mapping[str, tuple[SavedFile, ...]] = field(default_factory=dict)
 
@@ -77,7 +77,7 @@ class Checkpoints:
         self,
         step: int,
         *,
-        models: Mapping[str, Model],
+        models: Mapping[str, Saved],
         state: Mapping[str, Checkpointable],
         metrics: Mapping[str, float],
     ) -> Path:
@@ -95,7 +95,7 @@ class Checkpoints:
         self,
         step: int,
         *,
-        models: Mapping[str, Model],
+        models: Mapping[str, Saved],
         state: Mapping[str, Checkpointable],
         metrics: Mapping[str, float],
         wait: bool = False,
@@ -149,7 +149,7 @@ class Checkpoints:
             shutil.rmtree(self._open.folder, ignore_errors=True)
             self._open = None
 
-    def restore(self, path: Path, *, models: Mapping[str, Model], state: Mapping[str, Checkpointable]) -> None:
+    def restore(self, path: Path, *, models: Mapping[str, Saved], state: Mapping[str, Checkpointable]) -> None:
         """Load models and loop state from a checkpoint; the models' ranks compare the contents of what they read.
 
         Raises:

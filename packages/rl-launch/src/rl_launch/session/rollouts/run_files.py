@@ -106,8 +106,8 @@ class RolloutFiles:
         *,
         batch: Batch | None = None,
     ) -> None:
-        """Write rollouts, flattened. Rollouts without an advantage, which were not trained on, have null. Validation
-        rollouts replace the rollouts of an earlier validation of the same step.
+        """Write rollouts, flattened, in each group those of opponents last. Rollouts without an advantage, which were
+        not trained on, have null. Validation rollouts replace the rollouts of an earlier validation of the same step.
 
         Waits while `MOST_STEPS` earlier ones are not written. With the batch of the rollouts that were trained on,
         values of their tokens are written, too.
@@ -118,10 +118,10 @@ class RolloutFiles:
         while len(self._writing) >= MOST_STEPS or (self._writing and self._writing[0].done()):
             self._writing.popleft().result()
         # the other columns need not stay until the thread is here
-        records = [(group.prompt.id, group.records) for group in groups]
+        records = [(group.prompt.id, group.all_records) for group in groups]
         if self._threads is None:
             self._threads = ThreadPoolExecutor(1, thread_name_prefix="rollout-files")
-        padded = [*np.asarray(advantages).tolist(), *[None] * (num_rollouts - len(advantages))]
+        padded = _by_record(groups, np.asarray(advantages).tolist())
         self._writing.append(self._threads.submit(self._write, step, records, padded, kind))
         if self._tokens is not None and batch is not None:
             self._tokens.append(step, groups, batch)
@@ -203,6 +203,17 @@ class RolloutFiles:
             return False
         aside.rename(path)
         return True
+
+
+def _by_record(groups: Sequence[RolloutGroup], advantages: Sequence[float]) -> list[float | None]:
+    """The advantage of each record of the groups; None without one."""
+    waiting = iter(advantages)
+    found: list[float | None] = []
+    for group in groups:
+        found += [next(waiting, None) for _ in range(len(group.rollouts))]
+        if group.opponents is not None:
+            found += [None] * len(group.opponents.rollouts)
+    return found
 
 
 def _number(value: Any) -> float | int | None:

@@ -58,6 +58,7 @@
       ['status', record.status === 'ok' ? '' : record.status],
       ['end', record.stop_reason],
       ['sampled tokens', record.num_sampled],
+      ['agent', record.opponent ? `${record.agent} (opponent)` : record.agent],
       ['weights', versions.length ? `version ${versions.join(', ')}` : ''],
       ['environment', record.environment],
       ['dataset', record.dataset],

@@ -1,0 +1,209 @@
+"""The services that one play gets from its rollout worker."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from rl_algos.rollouts.worker.chat import Chat
+from rl_algos.rollouts.worker.conversations import Conversations, EnvironmentClient
+from rl_core import spans
+from rl_core.rollouts.environment import Conversation, StepResult, TrainerState
+from rl_core.rollouts.generation import GenerationRequest, Generator, SamplingParams
+from rl_core.rollouts.interruption import generate_whole
+from rl_core.rollouts.pool import RolloutTurns
+from rl_core.rollouts.program import Reply
+from rl_core.rollouts.rollout import Completion, Message, Prompt, Rollout
+
+
+@dataclasses.dataclass
+class PlayServices:
+    """The parts of a rollout worker that its plays share.
+
+    Args:
+        generator: Engine of the policy.
+        chat: Renders messages and reads turns.
+        environments: Clients by environment name.
+        max_steps: Number of training steps of the run, which rewards may ask for; 1 outside training.
+        version: Weight version of the policy's engine.
+        generating: Span of the timeline in which completions are sampled.
+    """
+
+    generator: Generator
+    chat: Chat
+    environments: Mapping[str, EnvironmentClient]
+    max_steps: int
+    version: int = 0
+    generating: spans.Overlapping = dataclasses.field(
+        default_factory=lambda: spans.overlapping("generation", "generation")
+    )
+
+
+class PlayClient:
+    """The `rl_core.rollouts.program.GenerationClient` of one play.
+
+    Args:
+        services: What the worker has for all plays.
+        prompt: Prompt of the play.
+        sampling: How its completions are drawn.
+        seed: Seed of the play.
+        earlier: Turns of an earlier run of the play.
+        opponents: Engines of the agents that are opponents in this play.
+    """
+
+    def __init__(
+        self,
+        services: PlayServices,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        seed: int,
+        earlier: RolloutTurns,
+        opponents: Mapping[str, Generator],
+    ) -> None:
+        self._services = services
+        environment = services.environments.get(prompt.environment)
+        self._conversations = (
+            None if environment is None else Conversations(environment, prompt.environment, seed, earlier.conversations)
+        )
+        self._prompt = prompt
+        self._tools = prompt.tools
+        self._sampling = sampling
+        self._seed = seed
+        self._later_seeds: np.random.SeedSequence | None = None
+        self._completions = dict(earlier.completions)
+        self._newest: Completion | None = None
+        self._version = 0
+        self._opponents = opponents
+        self._num_sampled: Counter[str] = Counter()
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return self._sampling
+
+    @property
+    def turns(self) -> RolloutTurns:
+        """Turns so far."""
+        return RolloutTurns(dict(self._completions), self._conversations.turns if self._conversations else ())
+
+    async def generate(
+        self,
+        token_ids: np.ndarray,
+        sampling: SamplingParams | None = None,
+        *,
+        draw: int | None = None,
+        agent: str = "",
+    ) -> Completion:
+        request = GenerationRequest(token_ids, sampling or self._sampling, self._seed)
+        request = dataclasses.replace(request, seed=self._next_seed() if draw is None else _seed_of(request, draw))
+        opponent = self._opponents.get(agent)
+        if opponent is not None:
+            # no request of an opponent equals one of the policy, whose completion would be taken for it
+            request = dataclasses.replace(request, seed=_seed_for(agent, request.seed))
+        digest = request.digest
+        if digest not in self._completions:
+            generator = self._services.generator if opponent is None else opponent
+            with self._services.generating:
+                self._completions[digest] = await generate_whole(generator.generate, request)
+        completion = self._newest = self._completions[digest]
+        if opponent is None:
+            self._version = completion.spans[0].version if completion.spans else 0
+        else:
+            self._version = self._version or self._services.version
+            self._num_sampled[agent] += len(completion.token_ids)
+        return completion
+
+    async def step(self, conversation: Conversation) -> StepResult:
+        assert self._conversations is not None, "the prompt names no environment of this run"
+        sampled = None if self._newest is None else self._newest.token_ids
+        return await self._conversations.step(
+            dataclasses.replace(
+                conversation,
+                completion_ids=sampled if conversation.completion_ids is None else conversation.completion_ids,
+                num_prompt_messages=(
+                    len(self._prompt.messages)
+                    if conversation.num_prompt_messages is None
+                    else conversation.num_prompt_messages
+                ),
+                is_text=self._prompt.is_text,
+                trainer_state=self._trainer_state(),
+            )
+        )
+
+    def read(self, token_ids: np.ndarray, tools: Sequence[Mapping[str, Any]] | None = None) -> Reply:
+        return self._services.chat.read(token_ids, self._tools if tools is None else tools)
+
+    def continuation(self, turn: Message, observation: Sequence[Message], sampled: np.ndarray) -> np.ndarray:
+        return self._services.chat.continuation(turn, observation, sampled)
+
+    def rendered(
+        self, messages: Sequence[Message], so_far: np.ndarray, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> np.ndarray:
+        return self._services.chat.rendered(messages, so_far, self._tools if tools is None else tools)
+
+    def encoded(self, text: str) -> np.ndarray:
+        return self._services.chat.encoded(text)
+
+    def shown(self, token_ids: np.ndarray) -> str:
+        return self._services.chat.shown(token_ids)
+
+    def pieces(self, token_ids: np.ndarray) -> list[str]:
+        return [self.shown(token_ids[place : place + 1]) for place in range(len(token_ids))]
+
+    async def release(self) -> None:
+        """See `Conversations.release`."""
+        if self._conversations is not None:
+            await self._conversations.release()
+
+    def marked(self, rollouts: Sequence[Rollout]) -> Sequence[Rollout]:
+        """Mark the rollouts that opponents sampled.
+
+        Raises:
+            ValueError: If other weights sampled a part of one, or no rollout is the policy's.
+        """
+        if not self._opponents:
+            return rollouts
+        for agent in self._opponents:
+            own = sum(rollout.num_sampled for rollout in rollouts if rollout.agent == agent)
+            if own > self._num_sampled[agent]:
+                raise ValueError(
+                    f"the agent {agent!r} is an opponent, but the policy sampled a turn of it. If it takes the first "
+                    "turn of a play, set first_agent in rollout_program_args to its name; a rollout program of your "
+                    "own passes the agent to client.generate"
+                )
+        if all(rollout.agent in self._opponents for rollout in rollouts):
+            raise ValueError(
+                f"every agent of the play is an opponent ({', '.join(sorted(self._opponents))}), so nothing trains. "
+                "Leave an agent to the policy"
+            )
+        return [
+            dataclasses.replace(rollout, is_opponent=True) if rollout.agent in self._opponents else rollout
+            for rollout in rollouts
+        ]
+
+    def _trainer_state(self) -> TrainerState:
+        """Progress of the training as the newest completion of the policy tells it: every step publishes the next
+        weight version, and the first is published before the first step."""
+        return TrainerState(max(self._version - 1, 0), self._services.max_steps)
+
+    def _next_seed(self) -> int:
+        """That of the rollout for its first turn; the later ones follow from it."""
+        if self._later_seeds is None:
+            self._later_seeds = np.random.SeedSequence(self._seed)
+            return self._seed
+        return int(self._later_seeds.spawn(1)[0].generate_state(1)[0])
+
+
+def _seed_of(request: GenerationRequest, draw: int) -> int:
+    """The seed of one of several equal requests of a rollout, whose own seed the request has."""
+    return int(np.random.SeedSequence([int(request.digest, 16), draw]).generate_state(1)[0])
+
+
+def _seed_for(agent: str, seed: int) -> int:
+    """The seed of an opponent's request that would have this seed if it were the policy's."""
+    name = int.from_bytes(hashlib.blake2b(agent.encode(), digest_size=8).digest(), "big")
+    return int(np.random.SeedSequence([seed, name]).generate_state(1)[0])
