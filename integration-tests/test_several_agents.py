@@ -295,26 +295,25 @@ class Larger:
 SETTINGS = """
 defaults: grpo-arithmetic
 policy:
-  model_name: tiny-arithmetic
   train_global_batch_size: 8
   max_total_sequence_length: 64
-  optimizer: {kwargs: {lr: 3.0e-3}}
+  optimizer: {kwargs: {lr: 1.0e-3}}
   generation: {backend: hf, max_new_tokens: 3}
 grpo:
   num_prompts_per_step: 2
   num_generations_per_prompt: 8
-  max_num_steps: 5
+  max_num_steps: 9
   max_rollout_turns: 2
   val_period: 0
   val_at_end: true
   rollout_program_args: {first_agent: first}
   agents:
-    first: {opponent: {update_every: 3, share: 0.5}}
-    second: {opponent: {update_every: 3, share: 0.5}}
+    first: {opponent: {update_every: 2, share: 0.5}}
+    second: {opponent: {update_every: 2, share: 0.5}}
 data:
   train: {data_path: prompts.jsonl, env_name: "larger.py:Larger"}
   validation: {data_path: prompts.jsonl, env_name: "larger.py:Larger"}
-checkpointing: {save_period: 2, keep_top_k: null, metric_name: null}
+checkpointing: {save_period: 3, keep_top_k: null, metric_name: null}
 cluster: {cpu_ranks_per_node: 1}
 """
 
@@ -354,45 +353,47 @@ with np.load(version / "written.npz") as arrays, torch.inference_mode():
 
 def games_of(folder):
     """Who played with which weights and said what, by step."""
-    shown = ("prompt_id", "index", "agent", "weight_versions", "rewards", "advantage")
+    shown = ("prompt_id", "play", "agent", "weight_versions", "rewards", "advantage")
     return {
         step: [
-            (*(row[name] for name in shown), row.get("opponent", False), [turn["text"] for turn in row["turns"]])
+            {**{name: row[name] for name in shown}, "opponent": row.get("opponent", False), "said": row["turns"]}
             for row in rows
         ]
         for step, rows in rollouts_of(folder).items()
     }
 
 
-def test_a_killed_run_goes_on_against_the_same_opponents(tmp_path):
+def test_a_killed_run_goes_on_against_the_same_opponents(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "larger.py").write_text(LARGER)
     (tmp_path / "larger.yaml").write_text(SETTINGS)
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"{n}+1="}) + "\n" for n in range(12)))
-    settings = str(tmp_path / "larger.yaml")
-    whole = Run.start(tmp_path / "whole", settings)
-    whole.finish()
-    run = Run.start(tmp_path / "run", settings)
-    run.await_step(3)
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"{n}+1="}) + "\n" for n in range(18)))
+    run = Run.start(tmp_path / "run", "larger.yaml")
+    run.await_step(5)
     run.kill_all()
-    Run.start(tmp_path / "run", settings).finish()
+    undisturbed, measured = games_of(run.folder), figures(run.folder)
+    Run.start(tmp_path / "run", "larger.yaml").finish()
 
-    games = games_of(whole.folder)
-    assert games_of(run.folder) == games
-    assert figures(run.folder) == figures(whole.folder)
+    # steps after the checkpoint were made again, the fifth against a version that was taken again
+    games, figures_again = games_of(run.folder), figures(run.folder)
+    assert {step: games[step] for step in undisturbed} == undisturbed
+    assert {step: figures_again[step] for step in measured} == measured
+    assert len(games) == 9
     for step, rows in games.items():
-        opponents = [row for row in rows if row[6]]
-        assert {tuple(row[3]) for row in opponents} == {(1 + 3 * ((step - 1) // 3),)}
-        assert {tuple(row[3]) for row in rows if not row[6]} == {(step,)}
-        assert {row[2] for row in opponents} == {"first", "second"}
-        assert {row[5] for row in opponents} == {None}
-        assert len(opponents) == len(rows) / 2 == 16
+        opponents = [row for row in rows if row["opponent"]]
+        assert {row["agent"] for row in opponents} == {"first", "second"}
+        assert {row["advantage"] for row in opponents} == {None}
+        assert {tuple(row["weight_versions"]) for row in opponents} == {(1 + 2 * ((step - 1) // 2),)}
+        assert {tuple(row["weight_versions"]) for row in rows if not row["opponent"]} == {(step,)}
+        plays = [(row["prompt_id"], row["play"]) for row in opponents]
+        assert len(set(plays)) == len(plays)
 
-    checkpoint = run.folder / "checkpoints" / "step_5"
+    checkpoint = run.folder / "checkpoints" / "step_9"
     (version,) = (checkpoint / "opponents").glob("version_*")
-    assert version.name == "version_4"
+    assert version.name == "version_9"
     said = json.loads(by_transformers(BY_TRANSFORMERS, checkpoint, version))
-    validated = [json.loads(line) for line in (run.folder / "rollouts" / "val_5.jsonl").read_text().splitlines()]
+    validated = [json.loads(line) for line in (run.folder / "rollouts" / "val_9.jsonl").read_text().splitlines()]
     of_opponent = [row for row in validated if row.get("opponent") and row["agent"] == "second"]
-    assert {tuple(row["weight_versions"]) for row in of_opponent} == {(4,)}
+    assert {tuple(row["weight_versions"]) for row in of_opponent} == {(9,)}
     assert {row["turns"][0]["text"] for row in of_opponent} == {said}
     assert not (run.folder / "opponents").exists()

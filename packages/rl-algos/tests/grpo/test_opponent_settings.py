@@ -12,12 +12,13 @@ from rl_algos.grpo.config import GRPOConfig
 from rl_algos.grpo.estimators import advantages_of
 from rl_algos.grpo.opponents import check_tokens, fixed_models, opponent_problems, opponents_of
 from rl_algos.grpo.plugin import grpo_section
+from rl_algos.rollouts.driver.collect import NO_TURN, collect_groups
 from rl_algos.rollouts.driver.saved_groups import group_from, group_state
 from rl_algos.rollouts.driver.validation import validation_metrics
 from rl_algos.rollouts.training.batch import build_batch
-from rl_algos.rollouts.training.metrics import rollout_metrics
+from rl_algos.rollouts.training.metrics import rollout_metrics, signal_metrics
 from rl_algos.tiny_model import make_tokenizer
-from rl_core.errors import ConfigError
+from rl_core.errors import ConfigError, DataError
 from rl_core.plugins import OpponentNeed
 from rl_core.rollouts.group import RolloutGroup
 from rl_core.rollouts.rollout import WeightSpan
@@ -57,6 +58,11 @@ def test_agents_whose_settings_differ_in_their_share_have_one_engine():
         ({"second": {"opponent": {"model_name": "m", "pool": 2}}}, "second.opponent.pool", "has no effect without"),
         ({"second": {"opponent": {"update_every": 2}, "weight": 0.5}}, "second.weight", "has no effect with"),
         ({"second": {"opponent": {"update_every": 2}, "train": False}}, "second.train", "has no effect with"),
+        (
+            {"a": {"adv_estimator": {"name": "remax"}}, "b": {"opponent": {"update_every": 2}}},
+            "b.opponent",
+            "such as remax",
+        ),
         (
             {name: {"opponent": {"update_every": 2, "share": 0.7}} for name in ("first", "second")},
             "first.opponent.share",
@@ -124,6 +130,54 @@ def test_nothing_is_trained_on_an_opponent_or_measured_by_it():
     assert validated["val/accuracy"] == 0.5
     assert validated["val/reward"] == pytest.approx(1 / 3)
     assert validated["val/opponent/second/reward"] == pytest.approx(-1 / 3)
+
+
+def unanswered() -> RolloutGroup:
+    """A play that the opponent ended with its first turn."""
+    group = game()
+    rows = group.opponents
+    return RolloutGroup(group.prompt, group.rollouts.select([]), group.columns.select([]), rows)
+
+
+class Source:
+    """Prompts whose plays the opponent ends before the policy has a turn, but for every third."""
+
+    def __init__(self, *, every=3):
+        self.number, self.every, self.aside = 0, every, []
+
+    def collect(self, num_groups, *, num_later=None):
+        groups = []
+        for _ in range(num_groups):
+            self.number += 1
+            has_turn = self.every and self.number % self.every == 0
+            groups.append(game() if has_turn else unanswered())
+        return groups
+
+    def set_aside(self, groups, reason):
+        self.aside += [(len(group.rollouts), reason) for group in groups]
+
+
+def test_other_prompts_come_in_place_of_those_of_which_the_policy_had_no_turn():
+    source = Source()
+    groups, aside = collect_groups(source, settings(second={"opponent": {"update_every": 2}}))
+    assert len(groups) == GRPOConfig().num_prompts_per_step
+    assert all(len(group.rollouts) for group in groups)
+    assert source.aside == [(0, NO_TURN)] * len(aside)
+    assert len(aside) == source.number - len(groups)
+    metrics = rollout_metrics(groups) | signal_metrics(groups, aside)
+    assert metrics["rollout/groups_without_signal"] == len(aside)
+
+
+def test_a_run_whose_opponents_take_every_turn_ends_with_the_reason():
+    with pytest.raises(DataError, match=r"before the policy had a turn.* in grpo\.agents"):
+        collect_groups(Source(every=0), GRPOConfig(num_prompts_per_step=2))
+
+
+def test_a_validation_counts_the_prompts_of_which_the_policy_had_a_turn():
+    metrics = validation_metrics(Evaluation([game(), unanswered()]))
+    assert metrics["val/reward"] == pytest.approx(1 / 3)
+    assert metrics["val/opponent/second/rollouts"] == 6
+    assert set(validation_metrics(Evaluation([unanswered()]))) == {name for name in metrics if "opponent" in name}
 
 
 def test_a_group_of_a_checkpoint_has_its_opponents():

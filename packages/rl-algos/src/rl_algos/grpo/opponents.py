@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from rl_algos.grpo.config import GRPOConfig, GRPORoot, OpponentConfig, TrainedAgentConfig, trained_agents
+from rl_algos.grpo.estimators import reads
 from rl_core.config import Problem, is_changed
 from rl_core.errors import ConfigError
 from rl_core.plugins import OpponentNeed
@@ -51,6 +52,12 @@ def opponent_problems(config: GRPORoot) -> Iterator[Problem]:
         if opponent.update_every is None and is_changed(opponent, "pool"):
             yield Problem.unused(f"{key}.pool", f"without {key}.update_every")
         yield from _untrained(agent, trained_agents(config.grpo)[agent], opponent)
+    if opponents and reads(config.grpo, "baselines"):
+        yield Problem(
+            _key(next(iter(opponents))),
+            "cannot be used with an estimator that compares with a greedy rollout of each prompt, such as remax",
+            remedy="Choose another grpo.adv_estimator, such as grpo",
+        )
     shares = {agent: opponent.share for agent, opponent in opponents.items() if opponent.share < 1}
     if sum(shares.values()) > _ALL:
         agent = next(iter(shares))

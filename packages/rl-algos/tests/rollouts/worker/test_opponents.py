@@ -141,11 +141,12 @@ def test_an_agent_that_has_the_first_turn_is_an_opponent_if_its_name_is_given(ma
     assert "set first_agent in rollout_program_args" in group.rollouts.failure[0]
 
 
-def test_a_play_of_opponents_alone_fails_with_the_reason(make_worker):
+def test_a_play_of_opponents_alone_has_no_rollout_of_the_policy(make_worker):
     need = OpponentNeed("older", {"first": 1.0, "second": 1.0}, update_every=20)
     group, _ = played(make_worker(need, first_agent="first"), 5)
-    assert group.rollouts.status == ("failed",)
-    assert "every agent of the play is an opponent (first, second)" in group.rollouts.failure[0]
+    assert len(group.rollouts) == len(group.columns) == len(group.rewards()) == 0
+    assert group.opponents.rollouts.agents == ("first", "second")
+    assert len(group.all_records) == 2
 
 
 def test_a_play_that_runs_again_asks_no_engine_twice_and_is_the_same(make_worker):

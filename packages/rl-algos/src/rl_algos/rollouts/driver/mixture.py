@@ -93,4 +93,4 @@ class Mixture:
 
 def _usable(group: RolloutGroup) -> np.ndarray:
     """Rewards of the rollouts that did not fail."""
-    return group.rewards()[np.array([status != "failed" for status in group.rollouts.status])]
+    return group.rewards()[np.array([status != "failed" for status in group.rollouts.status], dtype=bool)]

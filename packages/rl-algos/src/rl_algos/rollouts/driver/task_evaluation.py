@@ -48,7 +48,9 @@ class TaskEvaluation:
             return refused
         prompts = [group.prompt for group in task.groups]
         evaluation = rollouts.evaluate(prompts, task.groups[0].sampling, num_generations=task.num_samples)
-        return [*map(self._score, evaluation.groups), *refused]
+        # opponents may end all plays of a prompt before the policy has a turn
+        played = [group for group in evaluation.groups if len(group.rollouts)]
+        return [*map(self._score, played), *refused]
 
     def _score(self, group: RolloutGroup) -> PromptScore:
         if all(k == 1 for k in self._plan.scoring.k):

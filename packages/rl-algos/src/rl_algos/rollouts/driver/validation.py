@@ -87,18 +87,23 @@ def validation_metrics(evaluation: Evaluation) -> dict[str, float]:
     - With several samples of a prompt, each a rollout of one agent, `val/reward_std`, their deviation within a prompt,
       and `val/pass@k`.
     """
-    scores = [PromptScore.of_group(group) for group in evaluation.groups]
+    # opponents may end all plays of a prompt before the policy has a turn
+    groups = [group for group in evaluation.groups if len(group.rollouts)]
+    of_opponents = opponent_metrics(evaluation.groups, prefix="val/")
+    if not groups:
+        return of_opponents
+    scores = [PromptScore.of_group(group) for group in groups]
     found = {
         "val/reward": float(means(scores).mean()),
-        **_parts(evaluation.groups),
+        **_parts(groups),
         "val/mean_length": mean_length(scores),
-        **agent_metrics(evaluation.groups, prefix="val/"),
-        **opponent_metrics(evaluation.groups, prefix="val/"),
+        **agent_metrics(groups, prefix="val/"),
+        **of_opponents,
     }
     found |= {f"val/{name}/reward": mean for name, mean in means_by_dataset(scores).items()}
-    found |= _accuracies(evaluation.groups)
+    found |= _accuracies(groups)
     num_samples = min(len(score.samples) for score in scores)
-    if num_samples > 1 and not any(group.rollouts.agent or group.rollouts.play for group in evaluation.groups):
+    if num_samples > 1 and not any(group.rollouts.agent or group.rollouts.play for group in groups):
         rewards = [np.std([sample.reward for sample in score.samples]) for score in scores]
         found["val/reward_std"] = float(np.mean(rewards))
         passed = [(len(score.samples), score.num_passed(PASSES)) for score in scores]

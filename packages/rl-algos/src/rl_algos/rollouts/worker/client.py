@@ -163,7 +163,7 @@ class PlayClient:
         """Mark the rollouts that opponents sampled.
 
         Raises:
-            ValueError: If other weights sampled a part of one, or no rollout is the policy's.
+            ValueError: If the policy sampled a part of one.
         """
         if not self._opponents:
             return rollouts
@@ -175,11 +175,6 @@ class PlayClient:
                     "turn of a play, set first_agent in rollout_program_args to its name; a rollout program of your "
                     "own passes the agent to client.generate"
                 )
-        if all(rollout.agent in self._opponents for rollout in rollouts):
-            raise ValueError(
-                f"every agent of the play is an opponent ({', '.join(sorted(self._opponents))}), so nothing trains. "
-                "Leave an agent to the policy"
-            )
         return [
             dataclasses.replace(rollout, is_opponent=True) if rollout.agent in self._opponents else rollout
             for rollout in rollouts
