@@ -80,8 +80,8 @@ def test_an_environment_that_names_no_solver_is_refused():
     [
         ("proposer_solver", {"num_solvers": 2}, ""),
         ("proposer_solver", {"num_solvers": 1}, "num_solvers must be at least 2, got 1"),
-        ("proposer_solver", {"solvers": 3}, "solvers: the program proposer_solver takes num_solvers"),
-        ("multi_turn", {"num_solvers": 2}, "num_solvers: the program multi_turn takes no arguments"),
+        ("proposer_solver", {"solvers": 3}, "solvers: the program proposer_solver takes num_solvers, first_agent"),
+        ("multi_turn", {"num_solvers": 2}, "num_solvers: the program multi_turn takes first_agent"),
         ("mine.py:Program", {"anything": 1}, ""),
     ],
 )

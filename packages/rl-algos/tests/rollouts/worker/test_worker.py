@@ -100,7 +100,7 @@ def test_the_environment_is_told_how_a_turn_was_sampled(make_worker):
         return StepResult(1.0)
 
     worker, _ = make_worker(answer)
-    worker._max_steps = 7
+    worker._services.max_steps = 7
 
     async def run():
         await worker.start()
@@ -365,7 +365,7 @@ def test_groups_are_given_out_as_they_finish_while_others_are_under_way(make_wor
 
     async def run():
         worker, _ = make_worker(None)
-        worker._environments = {"game": Holding()}
+        worker._services.environments = {"game": Holding()}
         await worker.begin([(1, task(5)), (2, task(6))])
         second = await taken(worker, 1)
         held.set()
@@ -539,7 +539,7 @@ def test_a_program_of_the_users_own_is_built_from_its_file(tmp_path, make_worker
     (tmp_path / "agent.py").write_text(PROGRAM)
     worker, _ = make_worker(None)
     spec = dataclasses.replace(worker._spec, program=program_named(f"{tmp_path}/agent.py:Twice"))
-    group = run(RolloutWorker(spec, worker._environments), 5)
+    group = run(RolloutWorker(spec, worker._services.environments), 5)
     assert group.columns.ragged("tokens")[0][:3].tolist() == [1, 2, 5]
     assert group.columns.ragged("loss_mask")[0].tolist() == [0, 0, 1, 1]
 
