@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from spoilable_generator import SpoilableGenerator
 from transformers import (
     Cohere2Config,
     Cohere2ForCausalLM,
@@ -29,7 +30,7 @@ from rl_core.rollouts.generation import Placement
 from rl_core.testing.exhaustive import partly_exhaustive
 from rl_core.testing.torch.reference_model import EOS_TOKEN_ID, VOCAB_SIZE, ReferenceModel, write_reference_model
 from rl_core.testing.weights import model_config, prompt
-from rl_vllm import VllmConfig, VllmGenerator
+from rl_vllm import VllmConfig
 
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -109,9 +110,8 @@ def test_a_model_is_served_as_transformers_computes_it(tmp_path: Path, make: Cal
     torch.manual_seed(1)
     make().save_pretrained(folder)
     expected = ReferenceModel(folder).score(prompt(40))
-    # an engine is not started twice in one process
-    backend = VllmConfig(kv_cache_gib=0.25, own_process=True)
-    generator = VllmGenerator(GenerationConfig(), backend, model_config(folder), Placement("cpu"))
+    backend = VllmConfig(kv_cache_gib=0.25)
+    generator = SpoilableGenerator(GenerationConfig(), backend, model_config(folder), Placement("cpu"))
 
     async def score() -> np.ndarray:
         await generator.start()

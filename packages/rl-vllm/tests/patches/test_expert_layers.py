@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from spoilable_generator import SpoilableGenerator
 from torch import nn
 from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
@@ -19,7 +20,7 @@ from rl_core.rollouts.generation import Placement
 from rl_core.testing.torch.reference_model import EOS_TOKEN_ID, VOCAB_SIZE, write_reference_model
 from rl_core.testing.torch.weight_sender import SenderProcess
 from rl_core.testing.weights import Bench, model_config, prompt
-from rl_vllm import VllmConfig, VllmGenerator
+from rl_vllm import VllmConfig
 from rl_vllm.patches.expert_layers import packs_experts
 
 
@@ -108,11 +109,10 @@ def test_a_mixture_of_experts_serves_the_weights_that_it_is_sent(
     started_from = write_mixture(tmp_path / "files", 1, expert_size)
     if placement.awaits_weights:
         declare_quantised(started_from)
-    # an engine is not started twice in one process
-    config = VllmConfig(kv_cache_gib=0.25, own_process=True)
+    config = VllmConfig(kv_cache_gib=0.25)
     sender = SenderProcess()
     try:
-        generator = VllmGenerator(GenerationConfig(), config, model_config(started_from), placement)
+        generator = SpoilableGenerator(GenerationConfig(), config, model_config(started_from), placement)
         bench = Bench(generator, first, second, sender)
         try:
             if not placement.awaits_weights:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
+from spoilable_generator import SpoilableGenerator
 from torch import Tensor, nn
 from transformers import PhiConfig, PhiForCausalLM
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
@@ -16,18 +17,10 @@ from vllm.model_executor.models.transformers.causal import CausalMixin
 
 from rl_core.model_config import GenerationConfig
 from rl_core.rollouts.generation import Placement
-from rl_core.testing.torch.reference_model import EOS_TOKEN_ID, VOCAB_SIZE, write_reference_model
+from rl_core.testing.torch.reference_model import EOS_TOKEN_ID, VOCAB_SIZE, ReferenceModel, write_reference_model
 from rl_core.testing.torch.weight_sender import SenderProcess
 from rl_core.testing.weights import Bench, model_config, prompt
-from rl_vllm import VllmConfig, VllmGenerator
-
-
-class ReloadableGenerator(VllmGenerator):
-    worker_extension = "spoilable_worker.SpoilableWorker"
-
-    async def reload(self, *, reloads: bool) -> None:
-        """Have vLLM's own reload take in what comes."""
-        await self._running().call("reload", reloads)
+from rl_vllm import VllmConfig
 
 
 class Loads(Base):
@@ -87,19 +80,19 @@ def write_phi(folder: Path, seed: int) -> Path:
 
 def test_a_head_serves_every_bias_that_it_is_sent(tmp_path: Path) -> None:
     first, second = (write_phi(tmp_path / str(seed), seed) for seed in (1, 2))
-    # an engine is not started twice in one process
-    config, placement = VllmConfig(kv_cache_gib=0.25, own_process=True), Placement("cpu", awaits_weights=True)
+    # before the engine, which changes classes of transformers to run such a model
+    expected = {folder: ReferenceModel(folder).score(prompt(40)) for folder in (first, second)}
+    config, placement = VllmConfig(kv_cache_gib=0.25), Placement("cpu", awaits_weights=True)
     sender = SenderProcess()
     try:
-        generator = ReloadableGenerator(GenerationConfig(), config, model_config(first), placement)
+        generator = SpoilableGenerator(GenerationConfig(), config, model_config(first), placement)
         bench = Bench(generator, first, second, sender)
         try:
             for folder, reloads in ((second, False), (first, False), (second, True), (first, True)):
-                bench.runner.run(generator.reload(reloads=reloads))
+                bench.runner.run(generator.spoil("reload", reloads))
                 bench.runner.run(bench.sync(folder))
                 found = bench.runner.run(generator.score(prompt(40)))
-                expected = bench.references[folder].score(prompt(40))
-                np.testing.assert_allclose(found, expected, atol=1e-3)
+                np.testing.assert_allclose(found, expected[folder], atol=1e-3)
         finally:
             bench.runner.run(generator.close())
     finally:
