@@ -2,7 +2,7 @@
 
 import ray
 
-from rl_core.ray.host import AsyncWorkerHost, WorkerHost
+from rl_core.ray.host import CONCURRENCY_GROUPS, AsyncWorkerHost, WorkerHost
 from rl_launch.runtime.process_spans import Clocks, NamedActor, ProcessSpans
 
 S = 10**9
@@ -29,7 +29,7 @@ def test_an_old_estimate_is_replaced_because_clocks_drift():
 
 
 def test_every_kind_of_host_reports_its_calls_and_a_dead_one_is_left_out(machines):
-    rank = ray.remote(concurrency_groups={"health": 1})(WorkerHost).options(num_cpus=0).remote()
+    rank = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(WorkerHost).options(num_cpus=0).remote()
     replica = ray.remote(AsyncWorkerHost).options(num_cpus=0).remote()
     dead = ray.remote(AsyncWorkerHost).options(num_cpus=0).remote()
     ray.get([rank.build.remote("fractions:Fraction", 1, 3), replica.place.remote(), dead.place.remote()])
