@@ -153,7 +153,7 @@ class WorkerHost:
         return _plainly(lambda: self._worker.health())
 
     @ray.method(concurrency_group="monitoring")
-    def usage(self, *, with_machine: bool) -> Usage:
+    def usage(self, with_machine: bool) -> Usage:
         """Use of resources since the last call, while other calls may be running; see `Meter.read`."""
         return self._meter.read(with_machine=with_machine)
 
@@ -195,7 +195,7 @@ class AsyncWorkerHost:
         except Exception as error:  # noqa: BLE001 - a worker's failure becomes a report that any process can read
             raise plain(error) from None
 
-    async def usage(self, *, with_machine: bool) -> Usage:
+    async def usage(self, with_machine: bool) -> Usage:
         """Use of resources since the last call; see `Meter.read`."""
         return await asyncio.to_thread(self._meter.read, with_machine=with_machine)
 

@@ -50,7 +50,8 @@ class StallWatch:
 
     def stop(self) -> None:
         """The run makes no further steps."""
-        self._last = None
+        with self._lock:
+            self._last = None
 
     def check(self) -> tuple[float, float] | None:
         """Return the seconds since the last step and the usual ones if the run is stalled and that was not returned
