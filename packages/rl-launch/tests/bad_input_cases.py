@@ -237,6 +237,15 @@ _TEXT = (
         "logger.wandb.project=${grpo.seed",
         shows=("logger.wandb.project", "${grpo.seed"),
     ),
+    _case(
+        "notifications by a program that does not exist",
+        GRPO,
+        "logger.notify.command=[/no/such/program]",
+        shows=("logger.notify.command", "/no/such/program"),
+    ),
+    _case(
+        "a webhook that is no URL", GRPO, "logger.notify.url=hooks.example", shows=("logger.notify.url", "https://HOST")
+    ),
     _case("unknown defaults", "recipe.yaml", shows=("grpo-maths", "grpo-math"), files=_text("defaults: grpo-maths")),
     _case(
         "defaults in a circle",

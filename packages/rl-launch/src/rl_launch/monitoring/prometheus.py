@@ -7,6 +7,7 @@ import importlib.util
 import logging
 import re
 import shutil
+import socket
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -163,16 +164,29 @@ class PrometheusEndpoint(RunObserver):
 
 
 def check_prometheus(config: LoggerConfig) -> None:
-    """Refuse a config whose endpoint is not installed.
+    """Refuse a config whose endpoint is not installed, or cannot be opened at present.
 
     Raises:
-        ConfigError: naming the extra.
+        ConfigError: naming the extra, or the port with the remedy.
     """
-    if config.prometheus_port is not None and importlib.util.find_spec("prometheus_client") is None:
+    if config.prometheus_port is None:
+        return
+    if importlib.util.find_spec("prometheus_client") is None:
         raise ConfigError(
             "logger.prometheus_port is set, but prometheus-client is not installed: "
             f"{install_advice('rl-launch[prometheus]')}"
         )
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(
+            config.prometheus_host, config.prometheus_port, type=socket.SOCK_STREAM
+        )[0]
+        with socket.socket(family, kind) as probe:
+            # as the server does, so that a port which was closed a moment ago can be opened
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            probe.listen()
+    except OSError as error:
+        raise ConfigError(_not_opened(config, error)) from None
 
 
 def _families(run: str, readings: Sequence[Reading]) -> Iterator[Metric]:
