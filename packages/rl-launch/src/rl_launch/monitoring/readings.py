@@ -11,6 +11,9 @@ from rl_launch.monitoring.quantities import GPU_UTILIZATION, Reading
 PREFIX = "system/"
 """Of the metrics that readings become."""
 
+ALL_GPUS = "system/gpu_utilization"
+"""Mean utilization of all GPUs."""
+
 
 @dataclass
 class _OverStep:
@@ -77,7 +80,7 @@ class Readings:
             metrics[f"{PREFIX}{subject}/max_{name}"] = over_step.largest
         of_gpus = [each.mean for (subject, name), each in found.items() if name == GPU_UTILIZATION.recorded]
         if of_gpus:
-            metrics[f"{PREFIX}gpu_utilization"] = sum(of_gpus) / len(of_gpus)
+            metrics[ALL_GPUS] = sum(of_gpus) / len(of_gpus)
         return metrics
 
     def newest(self) -> Sequence[Reading]:
