@@ -95,8 +95,8 @@ class RolloutConfig(Config):
     `RolloutProgram` as `file.py:Class` or `package.module:Class`, which is created with `max_turns`, `max_tokens` and
     `rollout_program_args`."""
     rollout_program_args: dict[str, Any] = {}
-    """Further arguments of the program: `num_solvers` of `proposer_solver` (4 by default), `first_agent` (the name of the
-    agent that has the first turn, if it is an opponent), or those of your own."""
+    """Further arguments of the program: `num_solvers` of `proposer_solver` (4 by default), `first_agent` (the name of
+    the agent that has the first turn, if it is an opponent), or those of your own."""
     agent: AgentConfig | None = None
     """Your own program that calls the policy over HTTP, as it would call OpenAI's or Anthropic's models. If set, it
     runs the rollouts instead of `rollout_program`."""
