@@ -1,17 +1,18 @@
 """Spans of a run, as OpenTelemetry's SDK exports them."""
 
+import logging
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
 from rl_core.callback import RunEnd
 from rl_core.rollouts.group import RolloutGroup
 from rl_core.rollouts.rollout import Prompt, Rollout
-from rl_launch.monitoring.traces import Traces
+from rl_launch.monitoring.traces import ReportingExporter, Traces
 from rl_launch.session.observer import ObservedRun
 
 DONE = RunEnd("finished", "", 2, 2, {})
@@ -110,3 +111,19 @@ def test_a_run_that_is_restored_has_a_second_span(traced, tmp_path):
     traced.traces.begin(ObservedRun("my run", tmp_path, {}, 2))
     traced.traces.end(DONE)
     assert [span.attributes["rl.step"] for span in traced.all()] == [0, 2]
+
+
+def test_a_collector_that_takes_no_spans_is_reported_once_without_its_url(caplog):
+    caplog.set_level(logging.INFO, logger="rl_launch")
+    results = iter([SpanExportResult.FAILURE, SpanExportResult.FAILURE, SpanExportResult.SUCCESS] * 2)
+
+    class Exporter(SpanExporter):
+        def export(self, spans):
+            return next(results)
+
+    exporter = ReportingExporter(Exporter(), "http://me:secret@collector:4318")
+    for _ in range(6):
+        exporter.export([])
+    stopped = "the collector of traces at collector takes no spans; they are dropped until it does"
+    resumed = "the collector of traces at collector takes spans again"
+    assert caplog.messages == [stopped, resumed] * 2

@@ -93,7 +93,8 @@ class Poller:
         self._restarts: dict[str, int] = {}
         self._changed = threading.Condition()
         self._num_rounds = 0
-        self._is_wanted = self._is_ended = False
+        self._is_wanted = False
+        self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
     def start(self, workers: Callable[[], Sequence[Monitored]]) -> None:
@@ -103,9 +104,12 @@ class Poller:
             workers: Returns the workers of the run at present; called in the thread.
         """
         driver_node = ray.get_runtime_context().get_node_id()
-        self._is_ended = False
+        # of this thread alone: an earlier one may still wait for an answer
+        self._ended = threading.Event()
         self._questions.clear()
-        self._thread = threading.Thread(target=self._run, args=(workers, driver_node), name="monitoring", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(workers, driver_node, self._ended), name="monitoring", daemon=True
+        )
         self._thread.start()
 
     def ask_now(self, timeout_s: float) -> None:
@@ -116,7 +120,7 @@ class Poller:
             before = self._num_rounds
             self._is_wanted = True
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._num_rounds > before or self._is_ended, timeout_s)
+            self._changed.wait_for(lambda: self._num_rounds > before, timeout_s)
 
     def stop(self) -> None:
         """End the thread, before the workers end."""
@@ -124,11 +128,11 @@ class Poller:
         if thread is None:
             return
         with self._changed:
-            self._is_ended = True
+            self._ended.set()
             self._changed.notify_all()
         thread.join(2 * ANSWER_TIMEOUT_S)
 
-    def _run(self, workers: Callable[[], Sequence[Monitored]], driver_node: str) -> None:
+    def _run(self, workers: Callable[[], Sequence[Monitored]], driver_node: str, ended: threading.Event) -> None:
         while True:
             try:
                 self.read(workers(), driver_node)
@@ -137,9 +141,9 @@ class Poller:
             with self._changed:
                 self._num_rounds += 1
                 self._changed.notify_all()
-                self._changed.wait_for(lambda: self._is_wanted or self._is_ended, self._period_s)
+                self._changed.wait_for(lambda: self._is_wanted or ended.is_set(), self._period_s)
                 self._is_wanted = False
-                if self._is_ended:
+                if ended.is_set():
                     return
 
     def read(self, workers: Sequence[Monitored], driver_node: str) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from rl_core.callback import RunEnd
 from rl_core.errors import ConfigError
@@ -14,8 +16,11 @@ from rl_launch.session.config import LoggerConfig
 from rl_launch.session.observer import ObservedRun, RunObserver
 
 if TYPE_CHECKING:
-    from opentelemetry.sdk.trace import SpanProcessor
+    from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor
+    from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
     from opentelemetry.trace import Span
+
+_log = logging.getLogger(__name__)
 
 SERVICE = "rl"
 """`service.name` unless OTEL_SERVICE_NAME sets another."""
@@ -55,10 +60,14 @@ class Traces(RunObserver):
         Args:
             endpoint: Its URL; `/v1/traces` is added.
         """
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.exporter.otlp.proto.http import trace_exporter
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-        return cls(BatchSpanProcessor(OTLPSpanExporter(endpoint=f"{endpoint.rstrip('/')}/v1/traces")))
+        # it warns several times of each batch
+        logging.getLogger(trace_exporter.__name__).setLevel(logging.CRITICAL)
+        exporter = trace_exporter.OTLPSpanExporter(endpoint=f"{endpoint.rstrip('/')}/v1/traces")
+        reporting: Any = ReportingExporter(exporter, endpoint)
+        return cls(BatchSpanProcessor(reporting))
 
     def begin(self, run: ObservedRun) -> None:
         self._attributes = {"rl.run": run.name}
@@ -122,6 +131,40 @@ class Traces(RunObserver):
         open_spans: Sequence[Span | None] = (self._run, self._step, *self._phases)
         innermost = [span for span in open_spans if span is not None]
         return self._api.set_span_in_context(innermost[-1] if innermost else self._api.INVALID_SPAN)
+
+
+class ReportingExporter:
+    """An exporter of OpenTelemetry's SDK that reports in the log when the collector stops to take spans, and when it
+    takes them again.
+
+    Args:
+        exporter: Sends the spans.
+        endpoint: URL of the collector, of which the log shows the host.
+    """
+
+    def __init__(self, exporter: SpanExporter, endpoint: str) -> None:
+        self._exporter = exporter
+        self._host = urlsplit(endpoint).hostname
+        self._is_told = False
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        """Send spans."""
+        result = self._exporter.export(spans)
+        has_failed = result.name != "SUCCESS"
+        if has_failed and not self._is_told:
+            _log.warning("the collector of traces at %s takes no spans; they are dropped until it does", self._host)
+        elif self._is_told and not has_failed:
+            _log.info("the collector of traces at %s takes spans again", self._host)
+        self._is_told = has_failed
+        return result
+
+    def force_flush(self, timeout_millis: int = 30000) -> bool:
+        """Send what is left."""
+        return bool(self._exporter.force_flush(timeout_millis))
+
+    def shutdown(self) -> None:
+        """End."""
+        self._exporter.shutdown()
 
 
 def check_traces(config: LoggerConfig) -> None:
