@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import signal
 import stat
 import sys
 import time
@@ -57,6 +58,15 @@ def test_a_tool_that_fails_is_reported_and_the_others_record(tmp_path):
     assert [Path(file).name for file in profile.stop().files] == ["policy-0.torch.json.gz"]
 
 
+@pytest.fixture(params=[True, False], ids=["signals are blocked", "signals arrive"])
+def _signals(request):
+    """Threads of an actor with coroutines block signals."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT] if request.param else [])
+    yield
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@pytest.mark.usefixtures("_signals")
 def test_py_spy_samples_this_process_and_writes_when_it_is_stopped(tmp_path):
     profile = Profile()
     assert profile.start(order(tmp_path, "py-spy", py_spy=program(tmp_path, STAND_IN))) == ProfileReport()

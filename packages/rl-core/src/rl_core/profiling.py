@@ -10,6 +10,7 @@ import ctypes
 import os
 import signal
 import subprocess
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +24,7 @@ PY_SPY_RATE = 100
 """Samples per second."""
 
 _START_S = 0.5
-_STOP_TIMEOUT_S = 300.0
+_STOP_TIMEOUT_S = 120.0
 """py-spy writes what it sampled when it is stopped, which takes long on a busy machine."""
 
 _PR_SET_PTRACER = 0x59616D61
@@ -141,7 +142,9 @@ class PySpyRecorder:
     def __init__(self, order: ProfileOrder) -> None:
         self._program = order.py_spy
         self._path = order.path("py-spy.json")
-        self._process: subprocess.Popen[str] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        # not a pipe, which nobody would empty: py-spy writes a line whenever it is late
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `stop` or a failure
 
     def start(self) -> None:
         """Start py-spy, which this process lets read its memory.
@@ -154,9 +157,17 @@ class PySpyRecorder:
         _let_read_memory(is_allowed=True)
         command = [self._program, "record", "--pid", str(os.getpid()), "--format", "speedscope"]
         command += ["--output", str(self._path), "--rate", str(PY_SPY_RATE), "--threads"]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-        )
+        # a thread of a Ray actor with coroutines blocks signals, which a child process inherits
+        blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+        try:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=self._said
+            )
+        except OSError:
+            self._end()
+            raise
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         try:
             self._process.wait(_START_S)
         except subprocess.TimeoutExpired:
@@ -174,23 +185,28 @@ class PySpyRecorder:
             if self._process.poll() is not None:
                 raise self._failure()
             self._process.send_signal(signal.SIGINT)
-            self._process.communicate(timeout=_STOP_TIMEOUT_S)
+            self._process.wait(_STOP_TIMEOUT_S)
             if not self._path.is_file():
                 raise RuntimeError(f"py-spy wrote no {self._path}")
         except subprocess.TimeoutExpired:
             self._process.kill()
             raise RuntimeError(f"py-spy did not write its file within {_STOP_TIMEOUT_S:g} s") from None
         finally:
-            _let_read_memory(is_allowed=False)
+            self._end()
         return self._path
 
     def _failure(self) -> Exception:
         assert self._process is not None
-        _let_read_memory(is_allowed=False)
-        text = (self._process.communicate()[1] or "").strip()
+        self._said.seek(0)
+        text = self._said.read().decode(errors="replace").strip()
+        self._end()
         if "ermission" in text or "ptrace" in text:
             return PermissionError(PTRACE_REMEDY)
         return RuntimeError(f"py-spy ended with exit code {self._process.returncode}: {text[-500:]}")
+
+    def _end(self) -> None:
+        _let_read_memory(is_allowed=False)
+        self._said.close()
 
 
 def _let_read_memory(*, is_allowed: bool) -> None:

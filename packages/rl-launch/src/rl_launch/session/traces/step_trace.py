@@ -68,6 +68,8 @@ class StepTrace(RunObserver):
         # fixed, so that spans do not move against one another when the time of day is set
         self._epoch = time.time_ns() - time.monotonic_ns()
         self._pause_ns = period_s * 1e9
+        self.thread_s = 0.0
+        """CPU seconds of the thread in the last collection."""
         self._since = self._begun_at = self._collected_at = time.monotonic_ns()
         self._begun: list[tuple[int, int]] = []
         self._wake = threading.Event()
@@ -109,8 +111,8 @@ class StepTrace(RunObserver):
                     self._writer.close()
                     return
                 self._writer.flush()
-                took = time.thread_time_ns() - began
-                self._pause_ns = max(self._period_s * 1e9, took / MOST_SHARE if self._period_s else 0.0)
+                self.thread_s = (time.thread_time_ns() - began) / 1e9
+                self._pause_ns = 1e9 * max(self._period_s, self.thread_s / MOST_SHARE if self._period_s else 0.0)
         except Exception as error:  # noqa: BLE001 - a trace is not worth a run
             _log.warning("no traces from here: %s: %s", type(error).__name__, error)
 

@@ -21,7 +21,7 @@ from rl_launch.session.traces.busy import RangeShares, shares_of
 
 FOLDER = "traces"
 STEPS_PER_FILE = 20
-MOST_EVENTS = 200_000
+MOST_EVENTS = 500_000
 """Maximum number of events in a file; further ones are dropped and counted."""
 
 MOST_BYTES = 256 * 2**20
