@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import os
 import signal
 import time
@@ -16,28 +15,20 @@ import psutil
 import pytest
 import torch
 from adapter_suite import SOME, AdapterSuite
+from spoilable_generator import SpoilableGenerator
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from rl_core.devices import REHEARSAL
 from rl_core.errors import GeneratorError, RequestRefused, WeightSyncError
 from rl_core.model_config import GenerationConfig, LoraConfig
 from rl_core.rollouts.generation import GenerationRequest, Generator, Placement, SamplingParams
 from rl_core.rollouts.interruption import generate_whole
 from rl_core.rollouts.rollout import Completion
 from rl_core.testing.generator import GeneratorSuite
-from rl_core.testing.torch.reference_model import EOS_TOKEN_ID, ReferenceModel, write_reference_model
-from rl_core.testing.torch.weight_sender import Fault, SenderProcess, digest_of, manifest_of
+from rl_core.testing.torch.reference_model import EOS_TOKEN_ID, write_reference_model
+from rl_core.testing.torch.weight_sender import Fault, SenderProcess, manifest_of
 from rl_core.testing.weights import SYNC_TIMEOUT_S, Bench, WeightSinkSuite, _address, model_config, prompt
 from rl_core.weights import Transport
 from rl_vllm import VllmConfig, VllmGenerator
-
-
-class SpoilableGenerator(VllmGenerator):
-    worker_extension = "spoilable_worker.SpoilableWorker"
-
-    async def spoil(self, method: str, *args: object) -> list[Any]:
-        return await self._running().call(method, *args)
-
 
 CPU_PLACEMENT = Placement("cpu")
 
@@ -340,97 +331,6 @@ def _shared_memory(process: psutil.Process) -> list[Path]:
     """Files of shared memory that a process has mapped and that still have a name."""
     mapped = (Path(found.path) for found in process.memory_maps() if found.path.startswith("/dev/shm/"))
     return [path for path in mapped if path.exists()]
-
-
-def test_a_tensor_parallel_replica_takes_turns_in_a_rehearsal(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As colocated on two GPUs: every policy rank sends to the engine rank on its own, and sleep drops the weights."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    first = write_reference_model(tmp_path, seed=1)
-    second = write_reference_model(tmp_path_factory.mktemp("second"), seed=2)
-    placement = Placement("rehearsal", gpus=("4", "7"), shares_devices=True, awaits_weights=True)
-    generator = make_generator(first, placement, tensor_parallel_size=2)
-    senders = [SenderProcess(REHEARSAL, (gpu,)) for gpu in placement.gpus]
-    request = GenerationRequest(prompt(5), SamplingParams(4), 0)
-
-    async def is_asleep() -> bool:
-        return await generator._running()._engine.is_sleeping()
-
-    async def sync(folder: Path, version: int) -> None:
-        manifest = manifest_of(folder, version)
-        transport = Transport("ipc", _address(), 1, timeout_s=SYNC_TIMEOUT_S, every_rank_sends=True)
-        await generator.pause()
-        await generator.wake(("weights",))
-        await generator.begin(manifest)
-        sending = [sender.send(folder, manifest, transport, Fault()) for sender in senders]
-        received = await generator.receive(transport, 1)
-        await asyncio.gather(*map(asyncio.wrap_future, sending))
-        assert received == [digest_of(folder, manifest, transport.bucket_bytes)] * 2
-        await generator.commit(version)
-        assert await is_asleep()
-        await generator.wake(("kv_cache",))
-        assert not await is_asleep()
-        await generator.resume()
-
-    async def check_serves(folder: Path) -> None:
-        reference = ReferenceModel(folder)
-        np.testing.assert_allclose(await generator.score(prompt(20)), reference.score(prompt(20)), atol=1e-4)
-        found = await generator.generate(request)
-        expected = reference.completion_logprobs(request.token_ids, found.token_ids)
-        np.testing.assert_allclose(found.logprobs, expected, atol=1e-4)
-
-    async def scene() -> None:
-        await generator.start()
-        with pytest.raises(GeneratorError, match="no weights have been sent"):
-            await generator.generate(request)
-        assert not await generator.sleep()
-        assert await is_asleep()
-        await sync(second, 1)
-        await check_serves(second)
-        assert not await generator.sleep()
-        await generator.wake()
-        with pytest.raises(GeneratorError, match="dropped in sleep"):
-            await generator.generate(request)
-        assert not await generator.sleep()
-        await generator.wake(("weights",))
-        assert not await generator.sleep(), "also after a weight sync that broke off"
-        await sync(first, 2)
-        await check_serves(first)
-
-    try:
-        with asyncio.Runner() as runner:
-            try:
-                runner.run(scene())
-            finally:
-                runner.run(generator.close())
-    finally:
-        for sender in senders:
-            sender.close()
-
-
-def _start_and_wait(model_dir: Path, started: Any) -> None:
-    async def serve() -> None:
-        generator = make_generator(model_dir, tensor_parallel_size=2)  # dropped, it would end its engine itself
-        await generator.start()
-        started.put([process.pid for process in psutil.Process().children(recursive=True)])
-        await asyncio.sleep(600)
-
-    asyncio.run(serve())
-
-
-def test_no_engine_outlives_a_killed_process_in_front(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    started = context.Queue()
-    front = context.Process(target=_start_and_wait, args=(write_reference_model(tmp_path, seed=1), started))
-    front.start()
-    try:
-        engine = [psutil.Process(pid) for pid in started.get(timeout=600)]
-    finally:
-        front.kill()
-    assert len(engine) >= 3
-    _, alive = psutil.wait_procs(engine, 60)
-    assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
 
 
 def test_gpus_must_match_the_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -191,12 +189,8 @@ def test_the_light_half_loads_no_engine() -> None:
     assert "torch" not in loaded_by("rl_vllm.generator")
 
 
-def test_a_fork_server_can_import_what_a_replica_on_cpu_does() -> None:
-    preload = PLUGIN.preload_of(VllmConfig(), CPU)
-    assert preload.variables["TORCHDYNAMO_DISABLE"] == "1"
-    code = "import sys; from rl_core.fork_server.loaded import import_all; print(import_all(sys.argv[1:]))"
-    done = subprocess.run([sys.executable, "-c", code, *preload.modules], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == ""
+def test_a_replica_on_cpu_imports_vllm_without_the_compiler() -> None:
+    assert PLUGIN.preload_of(VllmConfig(), CPU).variables["TORCHDYNAMO_DISABLE"] == "1"
 
 
 def test_a_replica_on_gpus_would_import_its_own_worker() -> None:

@@ -1,0 +1,175 @@
+"""A tensor-parallel replica in a process of its own, as a run places one.
+
+One engine for all tests: its front imports vLLM, and so does each of its processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from rl_core.devices import CPU, REHEARSAL
+from rl_core.errors import GeneratorError
+from rl_core.fork_server.loaded import import_all
+from rl_core.model_config import GenerationConfig
+from rl_core.rollouts.generation import GenerationRequest, Placement, SamplingParams
+from rl_core.selfcheck.rank_pool import preload
+from rl_core.testing.torch.reference_model import ReferenceModel, write_reference_model
+from rl_core.testing.torch.weight_sender import Fault, SenderProcess, digest_of, manifest_of
+from rl_core.testing.weights import SYNC_TIMEOUT_S, _address, model_config, prompt
+from rl_core.weights import Transport
+from rl_vllm import PLUGIN, VllmConfig, VllmGenerator
+
+START_S = 600.0
+PLACEMENT = Placement("rehearsal", gpus=("4", "7"), shares_devices=True, awaits_weights=True)
+REQUEST = GenerationRequest(prompt(5), SamplingParams(4), 0)
+
+
+@dataclass
+class Front:
+    """The process in front of an engine.
+
+    Args:
+        pipe: Its end of the tests' connection.
+        problem: Why it could not be forked with vLLM imported; empty if it could.
+        engine: Processes of its engine.
+    """
+
+    process: BaseProcess
+    pipe: Connection
+    problem: str
+    engine: list[psutil.Process]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    first, second = (write_reference_model(tmp_path_factory.mktemp("model"), seed=seed) for seed in (1, 2))
+    return first, second
+
+
+@pytest.fixture(scope="module")
+def front(folders: tuple[Path, Path]) -> Iterator[Front]:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(theirs, *folders))
+    process.start()
+    theirs.close()
+    try:
+        problem, engine = _received(ours), _received(ours)
+        yield Front(process, ours, problem, [psutil.Process(pid) for pid in engine])
+    finally:
+        process.kill()
+        process.join()
+
+
+def test_a_fork_server_can_import_what_a_replica_on_cpu_does(front: Front) -> None:
+    assert front.problem == ""
+
+
+def test_it_takes_turns_in_a_rehearsal(front: Front) -> None:
+    """As colocated on two GPUs: every policy rank sends to the engine rank on its own, and sleep drops the weights."""
+    front.pipe.send("take turns")
+    failure = _received(front.pipe)
+    assert not failure, failure
+
+
+def test_zz_no_engine_outlives_a_killed_process_in_front(front: Front) -> None:
+    """Last: it leaves no engine behind."""
+    assert len(front.engine) >= 3
+    assert all(process.is_running() for process in front.engine)
+    front.process.kill()
+    _, alive = psutil.wait_procs(front.engine, 60)
+    assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+
+
+def _received(pipe: Connection) -> object:
+    assert pipe.poll(START_S), "the process in front of the engine does not answer"
+    return pipe.recv()
+
+
+def _serve(pipe: Connection, first: Path, second: Path) -> None:
+    try:
+        _hold_replica(pipe, first, second)
+    except BaseException:  # noqa: BLE001  # printed at once: a process that ends waits for its engine first
+        traceback.print_exc()
+        os._exit(1)
+
+
+def _hold_replica(pipe: Connection, first: Path, second: Path) -> None:
+    preloaded = PLUGIN.preload_of(VllmConfig(), CPU)
+    os.environ.update(preloaded.variables, CUDA_VISIBLE_DEVICES="")
+    pipe.send(import_all(preloaded.modules))
+    # of the processes that send weights
+    preload("rl_core.testing.torch.weight_sender")
+    backend = VllmConfig(kv_cache_gib=0.25, tensor_parallel_size=2)
+    generator = VllmGenerator(GenerationConfig(), backend, model_config(first), PLACEMENT)
+    with asyncio.Runner() as runner:
+        runner.run(generator.start())
+        pipe.send([process.pid for process in generator._running()._processes])
+        while pipe.recv():
+            try:
+                runner.run(_take_turns(generator, first, second))
+                pipe.send("")
+            except Exception:  # noqa: BLE001  # becomes the failure of the test
+                pipe.send(traceback.format_exc())
+
+
+async def _take_turns(generator: VllmGenerator, first: Path, second: Path) -> None:
+    senders = [SenderProcess(REHEARSAL, (gpu,)) for gpu in PLACEMENT.gpus]
+
+    async def is_asleep() -> bool:
+        return await generator._running()._engine.is_sleeping()
+
+    async def sync(folder: Path, version: int) -> None:
+        manifest = manifest_of(folder, version)
+        transport = Transport("ipc", _address(), 1, timeout_s=SYNC_TIMEOUT_S, every_rank_sends=True)
+        await generator.pause()
+        await generator.wake(("weights",))
+        await generator.begin(manifest)
+        sending = [sender.send(folder, manifest, transport, Fault()) for sender in senders]
+        received = await generator.receive(transport, 1)
+        await asyncio.gather(*map(asyncio.wrap_future, sending))
+        assert received == [digest_of(folder, manifest, transport.bucket_bytes)] * 2
+        await generator.commit(version)
+        assert await is_asleep()
+        await generator.wake(("kv_cache",))
+        assert not await is_asleep()
+        await generator.resume()
+
+    async def check_serves(folder: Path) -> None:
+        reference = ReferenceModel(folder)
+        np.testing.assert_allclose(await generator.score(prompt(20)), reference.score(prompt(20)), atol=1e-4)
+        found = await generator.generate(REQUEST)
+        expected = reference.completion_logprobs(REQUEST.token_ids, found.token_ids)
+        np.testing.assert_allclose(found.logprobs, expected, atol=1e-4)
+
+    try:
+        with pytest.raises(GeneratorError, match="no weights have been sent"):
+            await generator.generate(REQUEST)
+        assert not await generator.sleep()
+        assert await is_asleep()
+        await sync(second, 1)
+        await check_serves(second)
+        assert not await generator.sleep()
+        await generator.wake()
+        with pytest.raises(GeneratorError, match="dropped in sleep"):
+            await generator.generate(REQUEST)
+        assert not await generator.sleep()
+        await generator.wake(("weights",))
+        assert not await generator.sleep(), "also after a weight sync that broke off"
+        await sync(first, 2)
+        await check_serves(first)
+    finally:
+        for sender in senders:
+            sender.close()
