@@ -11,6 +11,7 @@ from rl_core.selfcheck.losses import PairLoss, TokenLoss, ValueLoss
 from rl_core.selfcheck.pooled_model import PooledModel
 from rl_core.selfcheck.torch.oracle import Oracle
 from rl_core.selfcheck.torch.tiny_model import read_weights
+from rl_core.testing.exhaustive import partly_exhaustive
 from rl_core.testing.model_worker import make_batch, make_pairs
 
 ALL = LAYOUTS | EXPERT_LAYOUTS
@@ -61,8 +62,15 @@ def test_frozen_routers_stay_and_the_rest_moves(ranks, folders, tmp_path):
     assert moved | routers == set(before)
 
 
-@pytest.mark.parametrize("layout", ["tp2+sp", "pp2", "cp2"])
-@pytest.mark.parametrize("role", ["critic", "reward_model"])
+HEADS = [(layout, role) for layout in ("tp2+sp", "pp2", "cp2") for role in ("critic", "reward_model")]
+
+
+@pytest.mark.parametrize(
+    ("layout", "role"),
+    partly_exhaustive(
+        HEADS, always=[("tp2+sp", "critic"), ("pp2", "critic"), ("pp2", "reward_model"), ("cp2", "critic")]
+    ),
+)
 def test_heads_of_one_output_train_as_in_one_process(ranks, folders, tmp_path, layout, role):
     batch, loss = (make_batch(), ValueLoss()) if role == "critic" else (make_pairs(), PairLoss())
     with open_model(ranks, folders["llama"], layout, role=role) as model:

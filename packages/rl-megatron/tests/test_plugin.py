@@ -1,14 +1,13 @@
 """A config that cannot run is refused by the driver, naming its key."""
 
 import json
-import subprocess
-import sys
 from types import SimpleNamespace
 from typing import get_args
 
 import pytest
 
 from rl_core.model_config import LoraConfig, ModelConfig
+from rl_core.testing.isolation import fork_problem
 from rl_megatron.config import Fp8Config, MegatronConfig
 from rl_megatron.plugin import PLUGIN, num_ranks
 
@@ -140,7 +139,4 @@ def test_ranks_may_share_key_value_heads(tmp_path):
 
 
 def test_a_fork_server_can_import_what_a_worker_and_a_generator_do():
-    modules = ["rl_megatron.worker", "rl_megatron.generation.generator"]
-    code = "import sys; from rl_core.fork_server.loaded import import_all; print(import_all(sys.argv[1:]))"
-    done = subprocess.run([sys.executable, "-c", code, *modules], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == ""
+    assert fork_problem("rl_megatron.worker", "rl_megatron.generation.generator") == ""

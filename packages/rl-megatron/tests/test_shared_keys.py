@@ -1,5 +1,7 @@
 """More tensor-parallel ranks than key-value heads: ranks share a head, and train as one process does in float64."""
 
+from typing import Any
+
 import pytest
 from layouts import SHARED_KEYS_LAYOUTS, write_family
 
@@ -12,11 +14,16 @@ from rl_megatron.selfcheck import CHECK
 
 _, SEQUENCE = SHARED_KEYS_LAYOUTS["tp4+sp"]
 TP2 = {"tensor_model_parallel_size": 2}
+GATED: dict[str, Any] = {
+    "num_key_value_heads": 2,
+    "linear_num_key_heads": 4,
+    "layer_types": ["linear_attention", "full_attention"],
+}
 CASES = {
     "sequence": ("qwen3", {"num_key_value_heads": 2}, 4, SEQUENCE),
     "biases": ("qwen2", {"num_key_value_heads": 1}, 2, TP2),
     "windows, rows over ranks": ("mistral", {"num_key_value_heads": 1}, 4, {**TP2, "context_parallel_size": 2}),
-    "gates": ("qwen3_next", {"num_key_value_heads": 2, "linear_num_key_heads": 4}, 4, SEQUENCE),
+    "gates": ("qwen3_next", GATED, 4, SEQUENCE),
 }
 
 
@@ -31,9 +38,9 @@ CASES = {
         ("gates", True),
     ],
 )
-def test_three_steps_and_weights_are_those_of_one_process(ranks, tmp_path, case, has_adapters):
+def test_steps_and_weights_are_those_of_one_process(ranks, tmp_path, case, has_adapters):
     family, fields, num_ranks, settings = CASES[case]
-    folder = write_family(tmp_path, family, **fields)
+    folder = write_family(tmp_path, family, num_hidden_layers=2, **fields)
     mesh = MeshCase(case, num_ranks, settings, is_packed=True, has_adapters=has_adapters)
     (found,) = CHECK.check_family(ranks, folder, [mesh])
     assert found.verdict == "exact", found

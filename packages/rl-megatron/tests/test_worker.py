@@ -2,7 +2,11 @@
 
 import pytest
 
-from rl_core.testing.model_worker import ModelWorkerSuite
+from rl_core.testing.exhaustive import partly_exhaustive
+from rl_core.testing.model_worker import LAYOUTS, ModelWorkerSuite
+
+LAID_OUT = partly_exhaustive(LAYOUTS, always=["packed-16", "padded-3", "padded-alike"])
+"""Rows packed, padded, and padded by length; the others differ in the sizes of microbatches, which rl-core cuts."""
 
 
 class TestMegatronWorker(ModelWorkerSuite):
@@ -11,3 +15,11 @@ class TestMegatronWorker(ModelWorkerSuite):
     @pytest.fixture(scope="session")
     def pool(self, ranks):
         return ranks
+
+    @pytest.mark.parametrize("layout", LAID_OUT)
+    def test_every_read_of_a_policy_is_that_of_transformers(self, pool, folder, layout):
+        super().test_every_read_of_a_policy_is_that_of_transformers(pool, folder, layout)
+
+    @pytest.mark.parametrize("layout", LAID_OUT)
+    def test_losses_gradients_and_weights_are_those_of_one_process(self, pool, folder, tmp_path, layout):
+        super().test_losses_gradients_and_weights_are_those_of_one_process(pool, folder, tmp_path, layout)

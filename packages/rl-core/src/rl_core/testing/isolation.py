@@ -1,12 +1,18 @@
-"""The modules that an import loads in a fresh interpreter: a driver reads every config without an engine."""
+"""What an import leaves in its process: a driver reads every config without an engine, and a process that has imported
+one can be forked."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import multiprocessing
+import os
 import subprocess
 import sys
+from multiprocessing.connection import Connection
 from pathlib import Path
+
+from rl_core.fork_server.loaded import import_all
 
 _REPORT = """
 import importlib, json, sys
@@ -47,6 +53,29 @@ def loaded_by_command(command: str, *arguments: str, cwd: Path | None = None) ->
         [sys.executable, "-c", _CALL, command, *arguments], capture_output=True, text=True, check=False, cwd=cwd
     )
     return frozenset(name.partition(".")[0] for name in json.loads(done.stderr.splitlines()[-1]))
+
+
+def fork_problem(*modules: str) -> str:
+    """Return why a process that has imported `modules` must not be forked; empty if it may be.
+
+    Looks at multiprocessing's fork server of this process, so modules that it has imported
+    (`rl_core.selfcheck.rank_pool.preload`) are not imported again.
+    """
+    context = multiprocessing.get_context("forkserver")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_send_fork_problem, args=(theirs, modules))
+    process.start()
+    theirs.close()
+    problem: str = ours.recv()
+    process.join()
+    return problem
+
+
+def _send_fork_problem(pipe: Connection, modules: tuple[str, ...]) -> None:
+    problem = import_all(modules)
+    # a fork has none of the threads that its parent started
+    threads = len(os.listdir(f"/proc/{os.getppid()}/task"))
+    pipe.send(problem or (f"the fork server has {threads} threads" if threads > 1 else ""))
 
 
 def modules_of(package: str, *, outside: tuple[str, ...] = ()) -> list[str]:
