@@ -15,15 +15,18 @@ takes most of inductor's time."""
 RECOMPUTING = {"compile": True, "activation_checkpointing": True}
 
 
-@pytest.mark.parametrize("backend", partly_exhaustive([GRAPHS, "inductor"], always=[GRAPHS]))
-def test_compiled_layers_train_and_stream_as_one_process(ranks, tmp_path, monkeypatch, backend):
-    ranks.run("dtensor_factories:compile_by", [(backend,)] * 2)
-    monkeypatch.setitem(MESHES, "compiled", (2, RECOMPUTING))
+# on one rank too FSDP gathers what the compiled layers read
+@pytest.mark.parametrize(
+    ("backend", "num_ranks"), partly_exhaustive([(GRAPHS, 1), (GRAPHS, 2), ("inductor", 2)], always=[(GRAPHS, 1)])
+)
+def test_compiled_layers_train_and_stream_as_one_process(ranks, tmp_path, monkeypatch, backend, num_ranks):
+    ranks.run("dtensor_factories:compile_by", [(backend,)] * num_ranks)
+    monkeypatch.setitem(MESHES, "compiled", (num_ranks, RECOMPUTING))
     folder = write_tiny(AutoConfig.for_model("qwen3"), tmp_path / "model")
     case = case_on(MESHES, "compiled", is_packed=True, has_adapters=False)
     outcome = CHECK.check_case(ranks, folder, case, CHECK.expect(folder, has_adapters=False))
     assert outcome.verdict == "exact", outcome
-    graphs = ranks.run("dtensor_factories:count_compiled", [()] * 2)
+    graphs = ranks.run("dtensor_factories:count_compiled", [()] * num_ranks)
     # with and without gradients, and once for rows of all lengths
     assert all(2 <= count <= 16 for count in graphs), graphs
 

@@ -22,15 +22,17 @@ SECTIONS = (
     "resume",
     "forks",
 )
-QUICK = ("cpu", ("environment", "head", "syncs", "residency", "generator", "resume"))
-"""Sections that take seconds; the others run what the tests of rl-core and of this package run, in larger shapes."""
+LIGHT = ("cpu", ("environment", "head"))
+"""Sections that need torch alone."""
+QUICK = ("syncs", "residency", "generator", "resume")
+"""Others that take seconds; the rest runs what the tests of rl-core and of this package run, in larger shapes."""
 ON_CPU, IN_REHEARSAL = ("cpu", SECTIONS), ("rehearsal", ("residency", "generator"))
 
 pytestmark = pytest.mark.skipif(not BENCHMARKS.is_dir(), reason="benchmarks are in a checkout alone")
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("device", "sections"), partly_exhaustive([QUICK, ON_CPU, IN_REHEARSAL], always=[QUICK]))
+@pytest.mark.parametrize(("device", "sections"), partly_exhaustive([LIGHT, ON_CPU, IN_REHEARSAL], always=[LIGHT]))
 def test_every_section_agrees_with_its_oracles(device, sections):
     command = [sys.executable, BENCHMARKS / "gpu_check.py", "--device", device, "--only", *sections]
     done = subprocess.run([*command, "--budget", "560", "--total", "560"], capture_output=True, text=True, timeout=570)
@@ -51,6 +53,17 @@ def runner(tmp_path, monkeypatch):
     # forks of a process that has imported torch, of which each section needs a new one here
     with Runner(Setup("cpu", True, tmp_path), multiprocessing.get_context("forkserver")) as running:
         yield running
+
+
+@pytest.mark.timeout(600)
+def test_quick_sections_of_this_package_agree_with_their_oracles(runner):
+    from gpu_check.report import Finding
+    from gpu_check.runner import SECTIONS
+
+    for name in QUICK:
+        verdicts = [each.verdict for each in runner.run(SECTIONS[name], 560) if isinstance(each, Finding)]
+        assert "ok" in verdicts, name
+        assert not {"off", "failed"} & set(verdicts), name
 
 
 def test_sections_after_one_that_fails_still_run(runner):

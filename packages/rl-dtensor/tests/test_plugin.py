@@ -1,8 +1,6 @@
 """The light half: config, requirement and static checks."""
 
 import json
-import subprocess
-import sys
 from importlib.resources import files
 from types import SimpleNamespace
 
@@ -11,6 +9,7 @@ from pydantic import ValidationError
 
 from rl_core.model_config import ModelConfig
 from rl_core.plugins import POLICIES, plugin, resolve
+from rl_core.testing.isolation import fork_problem
 from rl_dtensor.config import DTensorConfig
 from rl_dtensor.plugin import PLUGIN
 from rl_dtensor.selfcheck import MESHES
@@ -168,7 +167,4 @@ def test_the_table_of_families_has_cases_of_the_self_check_and_none_is_off_witho
 
 
 def test_a_fork_server_can_import_what_a_worker_and_a_generator_do():
-    modules = ["rl_dtensor.worker", "rl_dtensor.generation.generator"]
-    code = "import sys; from rl_core.fork_server.loaded import import_all; print(import_all(sys.argv[1:]))"
-    done = subprocess.run([sys.executable, "-c", code, *modules], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == ""
+    assert fork_problem("rl_dtensor.worker", "rl_dtensor.generation.generator") == ""

@@ -15,6 +15,7 @@ from rl_core.model_config import ModelConfig, TokenizerConfig
 from rl_core.selfcheck.pooled_model import PooledModel
 from rl_core.selfcheck.torch.oracle import Oracle
 from rl_core.selfcheck.torch.tiny_model import read_weights, write_tiny_model
+from rl_core.testing.exhaustive import partly_exhaustive
 from rl_core.testing.model_worker import make_batch
 
 FACTORY = "dtensor_factories:build"
@@ -67,20 +68,25 @@ def in_row(index, added):
     return change
 
 
+HEADS = {
+    "equal [vllm-project/vllm#51665]": (in_row(0, 0.0), True),
+    "wider and equal": (lambda tensors: tensors.update({LM_HEAD: tensors[EMBEDDING].double()}), True),
+    "other first row [huggingface/transformers#42612]": (in_row(0, 1.0), False),
+    "other last row": (in_row(-1, 1.0), False),
+    "one row a little different": (in_row(50, 1e-3), False),
+}
+"""A change to the files, and whether the head is tied with it."""
+HEAD_CASES = [(head, num_ranks) for num_ranks in (1, 2) for head in HEADS]
+ON_TWO_RANKS = ("equal [vllm-project/vllm#51665]", "other last row")
+"""Those that are also held on two ranks."""
+
+
 @pytest.mark.parametrize(
-    ("change", "is_tied"),
-    [
-        pytest.param(in_row(0, 0.0), True, id="equal [vllm-project/vllm#51665]"),
-        pytest.param(
-            lambda tensors: tensors.update({LM_HEAD: tensors[EMBEDDING].double()}), True, id="wider and equal"
-        ),
-        pytest.param(in_row(0, 1.0), False, id="other first row [huggingface/transformers#42612]"),
-        pytest.param(in_row(-1, 1.0), False, id="other last row"),
-        pytest.param(in_row(50, 1e-3), False, id="one row a little different"),
-    ],
+    ("head", "num_ranks"),
+    partly_exhaustive(HEAD_CASES, always=[case for case in HEAD_CASES if case[1] == 1 or case[0] in ON_TWO_RANKS]),
 )
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_head_that_the_files_hold_apart_is_tied_as_in_transformers(ranks, tmp_path, change, is_tied, num_ranks):
+def test_a_head_that_the_files_hold_apart_is_tied_as_in_transformers(ranks, tmp_path, head, num_ranks):
+    change, is_tied = HEADS[head]
     folder = write_tiny_model(tmp_path / "model")
     rewrite(folder, change)
     with open_model(ranks, folder, num_ranks) as model:

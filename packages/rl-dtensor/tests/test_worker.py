@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from rl_core.selfcheck.rank_pool import RankPool
-from rl_core.testing.model_worker import ModelWorkerSuite
+from rl_core.testing.exhaustive import partly_exhaustive
+from rl_core.testing.model_worker import LAYOUTS, ModelWorkerSuite
 
 
 class PooledSuite(ModelWorkerSuite):
@@ -15,8 +16,22 @@ class PooledSuite(ModelWorkerSuite):
         return ranks
 
 
+LAID_OUT = partly_exhaustive(LAYOUTS, always=["packed-16", "padded-3", "padded-alike"])
+"""Rows packed, padded, and padded by length; the others differ in the sizes of microbatches, which rl-core cuts."""
+
+
 class TestDTensorWorker(PooledSuite):
     factory = "dtensor_factories:build"
+
+    @pytest.mark.parametrize("layout", LAID_OUT)
+    def test_every_read_of_a_policy_is_that_of_transformers(self, pool: RankPool, folder: Path, layout: str) -> None:
+        super().test_every_read_of_a_policy_is_that_of_transformers(pool, folder, layout)
+
+    @pytest.mark.parametrize("layout", LAID_OUT)
+    def test_losses_gradients_and_weights_are_those_of_one_process(
+        self, pool: RankPool, folder: Path, tmp_path: Path, layout: str
+    ) -> None:
+        super().test_losses_gradients_and_weights_are_those_of_one_process(pool, folder, tmp_path, layout)
 
 
 class MeshSuite(PooledSuite):

@@ -116,7 +116,7 @@ def _check_decoding(config: PreTrainedConfig, attention: Any, tmp_path: Path) ->
     torch.manual_seed(3)
     reference = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     reference.save_pretrained(tmp_path)
-    requests = _requests(9)
+    requests = _requests(6)
     # few places and a small prefill, so that rows join and leave while others are under way
     backend = HFConfig(max_batch_size=4, max_prefill_tokens=40, attn_implementation=attention)
     completions = _generate(_config(tmp_path), requests, backend)
