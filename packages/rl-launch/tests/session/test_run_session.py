@@ -501,6 +501,30 @@ def test_a_step_waits_for_rollouts_of_much_earlier_ones(tmp_path):
     files.close()
 
 
+def test_rollouts_of_opponents_follow_those_of_their_group_without_an_advantage(tmp_path):
+    prompt = rollout_group(1).prompt
+    rollouts = [
+        dataclasses.replace(
+            Rollout.failed(prompt, ""), status="ok", agent=agent, play=play, is_opponent=agent == "second"
+        )
+        for play in range(2)
+        for agent in ("first", "second")
+    ]
+    groups = [RolloutGroup.of(prompt, rollouts), rollout_group(1)]
+    files = RolloutFiles(tmp_path)
+    files.append(3, groups, np.array([0.5, -0.5, 0.25]))
+    files.flush()
+    files.close()
+    written = [json.loads(line) for line in (tmp_path / "step_3.jsonl").read_text().splitlines()]
+    assert [(row.get("agent"), row["advantage"]) for row in written] == [
+        ("first", 0.5),
+        ("first", -0.5),
+        ("second", None),
+        ("second", None),
+        (None, 0.25),
+    ]
+
+
 def test_rollouts_that_cannot_be_written_end_the_run(tmp_path):
     def lose_the_folder(session, step):
         shutil.rmtree(tmp_path / "rollouts", ignore_errors=True)
