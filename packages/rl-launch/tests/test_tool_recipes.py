@@ -56,7 +56,7 @@ def test_every_turn_of_a_tiny_recipe_fits(recipe):
 
 @pytest.mark.parametrize("recipe", WARM_UPS)
 def test_a_warm_up_learns_how_its_environment_is_answered(recipe):
-    config = read_plan(recipe, ON_CPU).config
+    config = read_plan(recipe, [*ON_CPU, "data.train.settings.size=32"]).config
     rows = prepare_examples(config, TOKENIZER, load_examples(config)).train.take(32)
     for row in rows:
         assert re.fullmatch(WARM_UPS[recipe], TOKENIZER.decode(row.tokens[row.loss_mask == 1]))
