@@ -34,8 +34,8 @@ LONG = (
     # an untrained model rarely ends a completion early, and with this rate every version has the same weights
     "policy.model_name=tiny-arithmetic",
     "policy.optimizer.kwargs.lr=0.0",
-    "policy.max_total_sequence_length=768",
-    "policy.generation.max_new_tokens=700",
+    "policy.max_total_sequence_length=384",
+    "policy.generation.max_new_tokens=320",
     "policy.train_global_batch_size=16",
     "policy.train_micro_batch_size=4",
     "grpo.num_prompts_per_step=8",
@@ -155,7 +155,8 @@ class ElasticRun:
 
 def test_updates_in_flight_interrupt_rollouts_that_go_on_as_if_nothing_had_happened(driver, grpo, tmp_path):
     in_flight = ("grpo.async_grpo.max_trajectory_age_steps=3", "grpo.async_grpo.in_flight_weight_updates=true")
-    vllm = ("policy.generation.backend=vllm", "policy.generation.vllm_cfg.max_num_seqs=16")
+    # four at once, so that a step takes longer to generate than to train on, on any machine
+    vllm = ("policy.generation.backend=vllm", "policy.generation.vllm_cfg.max_num_seqs=4")
     folder = tmp_path / "run"
     driver.train(folder, *grpo, "grpo.max_num_steps=6", *AHEAD, *LONG, *in_flight, *vllm)
     rollouts = rollouts_of(folder)
