@@ -1,10 +1,11 @@
+import shlex
 from types import SimpleNamespace
 
 import pytest
 
 from rl_core.devices import CPU, CUDA
 from rl_core.plugins import Preload
-from rl_launch.runtime.processes import Processes
+from rl_launch.runtime.processes import NsysReports, Processes
 
 PYTHON = "/envs/worker/bin/python"
 
@@ -44,3 +45,13 @@ def test_workers_are_forked_as_the_cluster_section_says(device, chosen, idle):
 
 def test_a_role_without_modules_to_import_has_no_server():
     assert processes(CPU, 600.0).on("n", "other").python == PYTHON
+
+
+def test_a_worker_that_nsys_records_is_started_under_it_without_a_fork_server(tmp_path):
+    reports = NsysReports(tmp_path / "profiles" / "step_5-7", frozenset([1]))
+    command = shlex.split(reports.command("/env with space/bin/python", "policy-1"))
+    assert command[:2] == ["nsys", "profile"]
+    assert command[-1] == "/env with space/bin/python"
+    assert "--capture-range=cudaProfilerApi" in command
+    assert f"--output={tmp_path}/profiles/step_5-7/policy-1" in command
+    assert reports.folder.is_dir()
