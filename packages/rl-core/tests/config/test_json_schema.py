@@ -23,6 +23,10 @@ class Chosen(NamedConfig):
     name: Literal["plain"] = "plain"
 
 
+class Places(Config):
+    named = Inner
+
+
 class Node(Config):
     below: "list[Node]" = []
 
@@ -92,3 +96,8 @@ def test_mappings_and_tuples() -> None:
 
 def test_required_keys_are_those_of_sections_that_are_always_there() -> None:
     assert required(Outer) == {"required": ["inner"], "properties": {"inner": {"required": ["name"]}}}
+
+
+def test_sections_may_have_names_of_the_user() -> None:
+    schema = JsonSchema()
+    assert schema.definition(Places)["additionalProperties"] == schema.section(Inner)

@@ -70,6 +70,7 @@ BROKEN = {
     "a section of another algorithm": "algorithm: sft\npolicy: {model_name: x}\ndata: {train: {}}\ngrpo: {seed: 1}\n",
     "an unknown setting of a backend": "defaults: grpo-arithmetic\npolicy: {dtensor_cfg: {tensor_parallel: 2}}\n",
     "an unknown setting of an environment": "defaults: grpo-arithmetic\nenv: {math: {format: numeric}}\n",
+    "an unknown setting of an agent": "defaults: grpo-arithmetic\ngrpo: {agents: {first: {wieght: 2.0}}}\n",
     "an environment of no type": "defaults: grpo-arithmetic\nenv: {mine: {deadline_s: 2}}\n",
     "an unknown setting of a dataset": (
         "defaults: sft-arithmetic\ndata: {train: {dataset_name: arithmetic, settings: {max_operant: 9}}}\n"

@@ -6,30 +6,27 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
-from safetensors.torch import load_file
+from safetensors.numpy import load_file, save_file
 
 from rl_core.data.batch import Batch
-from rl_core.devices import device_named
 from rl_core.errors import CheckpointDamaged, Origin, RunDirectoryError, WeightSyncError
 from rl_core.plugins import OpponentNeed
 from rl_core.rollouts.delivery import Taken
-from rl_core.torch.transport import ReceivingEnd, SendingEnd
 from rl_core.weights import Manifest, TensorSpec
 from rl_launch.runtime import opponents, weight_sync
 from rl_launch.runtime.canary import Canary
 from rl_launch.runtime.opponents import OpponentSync, is_due, playing
 from rl_launch.runtime.weight_sync import WeightSync
-from rl_launch.runtime.written_versions import WrittenVersions
+from rl_launch.runtime.written_versions import WrittenVersions, digest_of
 
-CPU = device_named("cpu")
+SHARD = "model.safetensors"
 
 
 class Policy:
     """A policy whose weights are its number of steps, which is also the logprob of every token."""
 
     def __init__(self):
-        self.revision, self.num_writes, self._end = 0, 0, SendingEnd(CPU)
+        self.revision, self.num_writes = 0, 0
 
     def start_infer(self, batch, reads):
         tokens, steps = batch.ragged("tokens"), self.revision
@@ -43,10 +40,10 @@ class Policy:
         if transport.kind != "disk":
             return [["all"], []], origins
         self.num_writes += 1
-        with self._end.transfer(manifest, transport) as sender:
-            sender.put("steps", torch.full((2,), float(self.revision)))
-            digests = sender.finish()
-        return [digests, []], origins
+        folder = Path(transport.address) / "written"
+        folder.mkdir(parents=True)
+        save_file({"steps": np.full(2, self.revision, np.float32)}, folder / SHARD)
+        return [[digest_of(folder / SHARD)[1]], []], origins
 
 
 class Replica:
@@ -67,12 +64,11 @@ class Replica:
         assert delivery.in_flight
         self.num_loads += 1
         self.paused.add(name)
-        with ReceivingEnd(CPU).transfer(manifest, delivery.transport, delivery.first_rank) as receiver:
-            ((_, tensor),) = ((key, value.clone()) for key, value in receiver)
-        self.playing[name] = (manifest.version, float(tensor[0]))
-        return Taken(
-            [receiver.digest], [np.full(len(row), self.differs_by - tensor[0], np.float32) for row in delivery.canary]
-        )
+        (shard,) = Path(delivery.transport.address).rglob(SHARD)
+        steps = float(load_file(shard)["steps"][0])
+        self.playing[name] = (manifest.version, steps)
+        logprobs = [np.full(len(row), self.differs_by - steps, np.float32) for row in delivery.canary]
+        return Taken([digest_of(shard)[1]], logprobs)
 
     def generator(self, method, *args):
         pass

@@ -54,6 +54,8 @@ class TrainedAgentConfig(Config):
 class TrainedAgentsConfig(Config):
     """Settings of agents by their names, which the environment or the rollout program gives."""
 
+    named: ClassVar[type[Config] | None] = TrainedAgentConfig
+
 
 class GRPOConfig(PolicyGradientConfig):
     """GRPO and its family: steps, prompts and samples of a step, advantages, validation."""

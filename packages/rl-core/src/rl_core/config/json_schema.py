@@ -59,7 +59,7 @@ class JsonSchema:
                 definition["description"] = doc
             definition["properties"] = {child.path[-1]: self._field(child) for child in Key((), kind).children(None)}
             is_open = issubclass(kind, NamedConfig) and kind.settings_follow_name
-            definition["additionalProperties"] = is_open
+            definition["additionalProperties"] = is_open if kind.named is None else self.section(kind.named)
             if is_open:
                 # any function or class may be named, and its settings are known when it is
                 definition["properties"]["name"]["anyOf"] = [{"type": "string"}, {"type": "null"}]

@@ -88,6 +88,9 @@ class Config(BaseModel):
     (`kl.weight`), a key and its value (`surrogate=gspo`), or a key and an explanation. The error for such a
     key shows it."""
 
+    named: ClassVar[type[Config] | None] = None
+    """The type of further sections, whose names are up to the user; None if there are none."""
+
     model_config = ConfigDict(
         frozen=True,
         extra="forbid",
