@@ -12,7 +12,7 @@ from rl_launch.monitoring.delivery import check_command
 from rl_launch.monitoring.notifications import Findings, Notifications
 from rl_launch.monitoring.prometheus import PrometheusEndpoint, check_prometheus
 from rl_launch.monitoring.system import SystemMonitor
-from rl_launch.monitoring.traces import Traces, check_traces
+from rl_launch.monitoring.telemetry import Telemetry, check_telemetry
 from rl_launch.session.config import LoggerConfig
 from rl_launch.session.observer import Observers, RunObserver
 
@@ -46,7 +46,7 @@ def check_monitoring(config: LoggerConfig) -> None:
         ConfigError: If something is not installed; contains the remedy.
     """
     check_prometheus(config)
-    check_traces(config)
+    check_telemetry(config)
     check_command(config.notify)
 
 
@@ -72,7 +72,7 @@ class RunMonitoring:
     def __init__(self, config: LoggerConfig, *, findings: Findings, restarts: Callable[[], bool]) -> None:
         check_monitoring(config)
         self._system: SystemMonitor | None = None
-        self._has_traces = config.otel_endpoint is not None
+        self._has_telemetry = config.otel_endpoint is not None
         with ExitStack() as stack:
             self.observer = Observers(self._started(config, stack, findings, restarts))
             self._exit = stack.pop_all()
@@ -90,9 +90,9 @@ class RunMonitoring:
             stack.callback(endpoint.close)
             yield endpoint
         if config.otel_endpoint is not None:
-            traces = Traces.to(config.otel_endpoint)
-            stack.callback(traces.close)
-            yield traces
+            telemetry = Telemetry.to(config.otel_endpoint)
+            stack.callback(telemetry.close)
+            yield telemetry
         if config.notify.is_enabled:
             notifications = Notifications(config.notify, findings=findings, restarts=restarts)
             stack.callback(notifications.close)
@@ -109,7 +109,7 @@ class RunMonitoring:
     @contextmanager
     def watching(self, runtime: MonitoredRuntime) -> Iterator[None]:
         """Context in which the workers of a run are read, while they live."""
-        if self._has_traces and runtime.rollout_pool is not None:
+        if self._has_telemetry and runtime.rollout_pool is not None:
             runtime.rollout_pool.on_group = self.observer.end_group
         if self._system is None:
             yield

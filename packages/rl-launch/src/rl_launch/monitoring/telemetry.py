@@ -1,4 +1,4 @@
-"""Traces of a run for an OpenTelemetry collector."""
+"""Spans of a run for an OpenTelemetry collector."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CLOSE_TIMEOUT_MS = 5000
 """Maximum time that a run which ends waits until its last spans are sent."""
 
 
-class Traces(RunObserver):
+class Telemetry(RunObserver):
     """Makes a span of the run, and a trace of every step: its phases, the weight sync among them, and its rollouts.
 
     A step is a trace, and not part of one of the whole run, because viewers do not show traces of 100,000 spans; it
@@ -54,8 +54,8 @@ class Traces(RunObserver):
         self._attributes: dict[str, Any] = {}
 
     @classmethod
-    def to(cls, endpoint: str) -> Traces:
-        """Traces that are sent to a collector.
+    def to(cls, endpoint: str) -> Telemetry:
+        """Spans that are sent to a collector.
 
         Args:
             endpoint: Its URL; `/v1/traces` is added.
@@ -167,7 +167,7 @@ class ReportingExporter:
         self._exporter.shutdown()
 
 
-def check_traces(config: LoggerConfig) -> None:
+def check_telemetry(config: LoggerConfig) -> None:
     """Refuse a config whose exporter is not installed.
 
     Raises:

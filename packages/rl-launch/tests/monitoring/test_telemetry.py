@@ -12,7 +12,7 @@ from opentelemetry.trace import StatusCode
 from rl_core.callback import RunEnd
 from rl_core.rollouts.group import RolloutGroup
 from rl_core.rollouts.rollout import Prompt, Rollout
-from rl_launch.monitoring.traces import ReportingExporter, Traces
+from rl_launch.monitoring.telemetry import ReportingExporter, Telemetry
 from rl_launch.session.observer import ObservedRun
 
 DONE = RunEnd("finished", "", 2, 2, {})
@@ -21,7 +21,7 @@ DONE = RunEnd("finished", "", 2, 2, {})
 @pytest.fixture
 def traced(tmp_path):
     exporter = InMemorySpanExporter()
-    traces = Traces(SimpleSpanProcessor(exporter))
+    traces = Telemetry(SimpleSpanProcessor(exporter))
     traces.begin(ObservedRun("my run", tmp_path, {}, 0))
 
     def spans():
