@@ -197,7 +197,9 @@ def _run(
         with session.phase("starting"):
             after_a_loss = restoration.follows_a_loss
             cluster = held.enter_context(VirtualCluster.of(config.cluster, device, after_a_loss=after_a_loss))
-            runtime = held.enter_context(Runtime(plan, envs, cluster, session.directory.logs))
+            logs, reads_load = session.directory.logs, config.logger.reads_workers
+            started = Runtime(plan, envs, cluster, logs, profiling=config.profiling, reads_load=reads_load)
+            runtime = held.enter_context(started)
             held.enter_context(restoration.judging(session, runtime.lost_nodes))
             components = replace(runtime.components(data, needs, vocabulary=len(tokenizer)), evaluation=evaluated)
             observe_steps(session, runtime, config.profiling, held)

@@ -126,13 +126,25 @@ class Runtime:
         envs: Environments of the workers on the driver's node.
         cluster: The started cluster.
         logs: Folder for the workers' logs.
+        profiling: What is profiled; None for nothing.
+        reads_load: True if the load of replicas is read.
     """
 
-    def __init__(self, plan: RunPlan, envs: DriverEnvs, cluster: VirtualCluster, logs: Path) -> None:
+    def __init__(
+        self,
+        plan: RunPlan,
+        envs: DriverEnvs,
+        cluster: VirtualCluster,
+        logs: Path,
+        *,
+        profiling: ProfilingConfig | None = None,
+        reads_load: bool = False,
+    ) -> None:
         config, backends = plan.config, plan.backends
         self._config = config
         self._backends = backends
         self._cluster = cluster
+        self._reads_load = reads_load
         self._exit = ExitStack()
         self._residency = Residency()
         self._ranks: Mapping[str, RemoteModel] = {}
@@ -165,7 +177,7 @@ class Runtime:
             env_vars_by_role=env_vars_by_role(backends),
             preloads=backends.preloads(cluster.device),
             fork_server_s=config.cluster.fork_server_s,
-            nsys=_nsys_reports(config.profiling, logs.parent),
+            nsys=None if profiling is None else _nsys_reports(profiling, logs.parent),
         )
 
     def __enter__(self) -> Runtime:
@@ -279,7 +291,7 @@ class Runtime:
             logs=self._logs,
             timeouts=self._timeouts,
             stack=self._exit,
-            reports_load=self._config.logger.reads_workers,
+            reports_load=self._reads_load,
         )
         return self._replicas
 
