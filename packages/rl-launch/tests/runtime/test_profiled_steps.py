@@ -89,3 +89,11 @@ def test_neither_a_tool_nor_a_dead_worker_ends_the_run(made, caplog):
     assert "no permission" in caplog.text
     assert "no profile of policy-1: the process ended" in caplog.text
     assert "profiles of steps 5 to 7: policy-0.torch.json.gz" in caplog.text
+
+
+def test_a_run_that_ends_before_the_steps_says_so(made, caplog):
+    profiles = made([Worker()])
+    profiles.start(5, [])
+    assert "nothing is profiled" not in caplog.text
+    profiles.start(4, [])
+    assert "begins with step 5, but the run ends with step 4: nothing is profiled" in caplog.text

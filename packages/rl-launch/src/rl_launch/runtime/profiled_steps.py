@@ -69,6 +69,12 @@ class ProfiledSteps(RunObserver):
         self._folder = run_dir
         self._begun = 0
 
+    def start(self, max_steps: int, history: Sequence[Mapping[str, Any]]) -> None:
+        """Warn if the run ends before the first of the steps."""
+        if self._first > max_steps:
+            text = "profiling.steps begins with step %d, but the run ends with step %d: nothing is profiled"
+            _log.warning(text, self._first, max_steps)
+
     def begin_step(self, step: int) -> None:
         """Start the profiles, if this is the first of the steps that the run makes."""
         if self._running or not self._first <= step <= self._last:
