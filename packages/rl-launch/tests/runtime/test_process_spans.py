@@ -1,6 +1,8 @@
 """Spans of real actors, and clocks of other machines as answers give them."""
 
+import pytest
 import ray
+from ray.exceptions import RayActorError
 
 from rl_core.ray.host import CONCURRENCY_GROUPS, AsyncWorkerHost, WorkerHost
 from rl_launch.runtime.process_spans import Clocks, NamedActor, ProcessSpans
@@ -35,6 +37,10 @@ def test_every_kind_of_host_reports_its_calls_and_a_dead_one_is_left_out(machine
     ray.get([rank.build.remote("fractions:Fraction", 1, 3), replica.place.remote(), dead.place.remote()])
     assert ray.get(rank.call.remote("limit_denominator", 2)) == ray.get(rank.call.remote("limit_denominator", 2))
     ray.kill(dead)
+    # it may answer calls that reach it before its end
+    with pytest.raises(RayActorError):
+        while True:
+            ray.get(dead.take_spans.remote())
     actors = {"policy-0": rank, "rollout-worker-0": replica, "rollout-worker-1": dead}
     found = ProcessSpans(lambda: [NamedActor(*each) for each in actors.items()]).collect()
 
