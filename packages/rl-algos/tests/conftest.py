@@ -1,6 +1,9 @@
 import pytest
 
 from rl_algos.tiny_model import make_tokenizer
+from rl_core.testing.exhaustive import pytest_addoption, pytest_collection_modifyitems, pytest_configure
+
+__all__ = ["pytest_addoption", "pytest_collection_modifyitems", "pytest_configure"]
 
 
 @pytest.fixture(scope="session")

@@ -33,7 +33,9 @@ from rl_envs.sandbox.unprivileged import become
 LIMITS = Limits(cpu_s=10.0, wall_s=60.0, memory_mib=256, scratch_mib=8, processes=8, output_kib=64)
 """Limits of a program whose abuse is not about time."""
 BRIEF = Limits(cpu_s=1.0, wall_s=4.0, memory_mib=256, scratch_mib=8, processes=8, output_kib=64)
-"""Limits of a program that would never end."""
+"""Limits of a program that would compute without end."""
+ASLEEP = Limits(cpu_s=10.0, wall_s=1.0, memory_mib=256, scratch_mib=8, processes=8, output_kib=64)
+"""Limits of a program that would sleep without end."""
 
 SECRET = "a secret of the machine"
 
@@ -401,7 +403,7 @@ except OSError:
     pass""",
     ),
     Abuse("an endless loop", "while True: pass", BRIEF, ("cpu", "deadline")),
-    Abuse("sleep without end", "time.sleep(10**6)", BRIEF, ("deadline",)),
+    Abuse("sleep without end", "time.sleep(10**6)", ASLEEP, ("deadline",)),
     Abuse(
         "ignore every signal, in an endless loop",
         """
@@ -471,7 +473,7 @@ flood()""",
     Abuse(
         "close its streams and stay",
         "for descriptor in range(3): os.close(descriptor)\ntime.sleep(10**6)",
-        BRIEF,
+        ASLEEP,
         ("deadline",),
     ),
     # leftovers
