@@ -81,9 +81,9 @@ def sums_data(path: Path, environment: str) -> dict[str, Any]:
     return {"train": {"data_path": str(path), **keys, "env_name": environment}}
 
 
-def rl_command(*arguments: str) -> list[str]:
-    """`rl` of this interpreter's environment."""
-    return [sys.executable, "-m", "rl_launch.cli", *arguments]
+def rl_command(*arguments: str, python: str | Path = sys.executable) -> list[str]:
+    """`rl` of an interpreter's environment."""
+    return [str(python), "-m", "rl_launch.cli", *arguments]
 
 
 def run_logged(command: Sequence[str], log: Path, environ: Mapping[str, str] | None = None) -> None:

@@ -39,7 +39,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("recipes", nargs="*", default=RECIPES, metavar="RECIPE", help=" ".join(RECIPES))
     parser.add_argument("--repeats", type=int, default=5, help="counted runs of each (%(default)s)")
-    parser.add_argument("--checkout", type=Path, help="compare with the packages of this checkout")
+    parser.add_argument("--checkout", type=Path, help="compare with this checkout, in its .venv")
     parser.add_argument("--quick", action="store_true", help="test run: one run of sft-arithmetic")
     chosen = parser.parse_args()
     recipes, repeats = (("sft-arithmetic",), 1) if chosen.quick else (chosen.recipes, chosen.repeats)
@@ -71,12 +71,12 @@ def compared(recipe: str, scratch: Path, checkout: Path | None, repeats: int) ->
         for name, found in runs.items():
             folder = Path(tempfile.mkdtemp(dir=scratch))
             environ = {"TMPDIR": str(after if name == "after a run" else folder)}
-            overrides = []
+            python, overrides = Path(sys.executable), []
             if name == other and checkout is not None:
-                environ["PYTHONPATH"] = ":".join(map(str, sorted(checkout.absolute().glob("packages/*/src"))))
+                python = checkout.absolute() / ".venv" / "bin" / "python"
             elif name == other:
                 overrides = ["cluster.fork_server_s=0"]
-            measured = start_up(recipe, folder / "run", overrides, environ)
+            measured = start_up(python, recipe, folder / "run", overrides, environ)
             if index:
                 found.append(measured)
             # servers end when their sockets are gone
@@ -95,11 +95,14 @@ def comparison(unit: str, names: Sequence[str], runs: Mapping[str, Sequence[Sequ
     return table([unit, *runs], rows)
 
 
-def start_up(recipe: str, run_dir: Path, overrides: Sequence[str], environ: Mapping[str, str]) -> Measured:
+def start_up(
+    python: Path, recipe: str, run_dir: Path, overrides: Sequence[str], environ: Mapping[str, str]
+) -> Measured:
     """Seconds of each part of one run, and its processor seconds by kind of process."""
     settings = [f"{recipe.partition('-')[0]}.max_num_steps=1", "checkpointing.enabled=false", f"run_dir={run_dir}"]
     started = time.time()
-    spent = processor_seconds(rl_command("train", recipe, *settings, *overrides), run_dir.with_suffix(".log"), environ)
+    command = rl_command("train", recipe, *settings, *overrides, python=python)
+    spent = processor_seconds(command, run_dir.with_suffix(".log"), environ)
     workers_up, starting_s = workers_started((run_dir / "logs" / "driver.log").read_text().splitlines())
     marks = [
         started,

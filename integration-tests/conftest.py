@@ -22,15 +22,20 @@ __all__ = ["pytest_configure"]
 
 LONGEST_FIRST = (
     "test_documents",
+    # needs no quickstart, which the first and the third wait for
+    "test_algorithms",
     "test_faults",
     "test_rehearsal",
     "test_asynchronous",
-    "test_algorithms",
+    "test_saved_conversations",
     "test_preferences",
     "test_slurm",
+    "test_several_agents",
+    "test_code_agents",
+    "test_backends",
     "test_evaluations",
 )
-"""Modules that take minutes each. Begun last, one of them would keep a single processor busy at the end."""
+"""Modules that take most of a minute or more. Begun last, one of them would keep a single processor busy at the end."""
 
 
 HUB_MODELS = ("Qwen/Qwen2.5-0.5B-Instruct",)

@@ -51,6 +51,7 @@ def test_sft_over_two_nodes(sft, whole_sft, tmp_path):
     assert_same(steps_of(run.folder), steps_of(whole_sft)[:5], ("train/loss", "train/grad_norm"), 1e-3)
 
 
+@exhaustive
 def test_colocated_grpo_over_two_nodes_is_a_plain_run(grpo, whole_hf, tmp_path):
     run = Run.start(tmp_path / "run", *grpo, "grpo.max_num_steps=3", HF, *NODES, TENSOR)
     run.finish()
