@@ -59,9 +59,12 @@ PRELOADED = (
     "traceback",
     "typing",
     "unicodedata",
+    "unittest",
+    "urllib.request",
     "zlib",
 )
-"""Modules that are imported before programs run, so that they start quickly."""
+"""Modules that are imported before programs run, so that they start quickly: what solutions, tests and agents import
+most."""
 
 
 def run(source: str, *, path: Sequence[str], folder: str) -> NoReturn:
