@@ -19,7 +19,7 @@ from rl_core.testing.model_worker import make_batch
 from rl_megatron.config import MegatronConfig
 from rl_megatron.plugin import PLUGIN
 from rl_megatron.preflight import check, kwargs_problems
-from rl_megatron.transformer_fields import ANYWHERE, ON_CUDA, OWNED, PASSED, WITH_TE
+from rl_megatron.transformer_fields import ANYWHERE, FUSIONS, ON_CUDA, OWNED, PASSED, WITH_TE
 
 PLAIN = OptimizerConfig(name="torch.optim.SGD", kwargs={"lr": 1.0})
 FULL = {"activation_checkpointing": True}
@@ -31,6 +31,7 @@ def test_every_field_of_megatron_is_passed_on_or_refused():
     assert fields == PASSED | OWNED.keys()
     assert not PASSED & OWNED.keys()
     assert not ANYWHERE & (ON_CUDA | WITH_TE)
+    assert FUSIONS <= ON_CUDA | WITH_TE
 
 
 def test_keys_that_messages_name_exist():
@@ -82,6 +83,7 @@ def problems(device="cpu", lora=False, **settings):
         ("fp8_margin", {"device": "cuda"}, "megatron_cfg.fp8_cfg.enabled=true"),
         ("moe_deepep_num_sms", {"device": "cuda"}, "megatron_cfg.moe_token_dispatcher_type=flex"),
         ("moe_router_fusion", {"device": "cuda", "moe_router_replay": True}, "moe_router_replay=true"),
+        ("moe_router_fusion", {"device": "cuda", "moe_router_dtype": "fp64"}, "moe_router_dtype=fp32"),
         ("cp_comm_type", {"device": "cuda"}, "context_parallel_size above 1"),
         ("recompute_method", {}, "megatron_cfg.activation_checkpointing=true"),
         ("pipeline_model_parallel_layout", {}, "megatron_cfg.pipeline_model_parallel_size=2"),
@@ -94,6 +96,13 @@ def test_fields_that_the_run_lacks_something_for_are_named(name, settings, menti
     needed = {"bias_activation_fusion", "apply_rope_fusion", "moe_router_fusion", "pipeline_model_parallel_layout"}
     assert problem.is_unused == (name not in needed)
     assert problems(megatron_kwargs={"deterministic_mode": True}, **settings) == {}
+
+
+def test_fusions_can_be_turned_off_whatever_there_is():
+    off = dict.fromkeys(FUSIONS, False)
+    for settings in ({}, {"device": "cuda", "transformer_engine": False}, {"device": "cuda", "lora": True}):
+        assert problems(megatron_kwargs=off, moe_router_replay=True, **settings) == {}
+    assert list(kwargs_problems(off, has_te=False)) == []
 
 
 def test_types_are_megatrons():

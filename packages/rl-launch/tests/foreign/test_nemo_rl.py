@@ -167,6 +167,12 @@ def test_the_optimizer_of_megatron_is_that_of_torch(tmp_path):
     assert policy.megatron_cfg.expert_tensor_parallel_size is None
 
 
+def test_fusions_that_are_turned_off_stay_off(tmp_path):
+    section = megatron(apply_rope_fusion=False, moe_permute_fusion=False, gradient_accumulation_fusion=False)
+    kwargs = read_plan(imported(tmp_path, **section).recipe).config.policy.megatron_cfg.megatron_kwargs
+    assert kwargs == {"apply_rope_fusion": False, "moe_permute_fusion": False}
+
+
 def test_other_fields_of_megatron_are_passed_on_or_refused_by_name(tmp_path):
     found = imported(tmp_path, **megatron(cp_comm_type="p2p", context_parallel_size=2, kv_channels=64))
     assert found.recipe["policy"]["megatron_cfg"]["megatron_kwargs"]["cp_comm_type"] == "p2p"

@@ -11,7 +11,7 @@ from rl_core.model_config import local_hf_config, num_experts_of
 from rl_core.run_config import RunConfig
 from rl_megatron.config import KEY, MegatronConfig
 from rl_megatron.families.rope import fusion_problem, rope_problem
-from rl_megatron.transformer_fields import ON_CUDA, WITH_FP8, WITH_TE
+from rl_megatron.transformer_fields import FUSIONS, ON_CUDA, WITH_FP8, WITH_TE
 
 EXPERTS_PROBLEM = Problem(
     "lora_cfg.target_parameters",
@@ -144,8 +144,10 @@ def check_kwargs(section: Any, config: RunConfig) -> Iterable[Problem]:
     backend: MegatronConfig = section.megatron_cfg
     device = config.cluster.device
     is_on_cpu = device in DEVICES and DEVICES[device].kernels != "cuda"
-    for name in backend.megatron_kwargs:
+    for name, value in backend.megatron_kwargs.items():
         key = f"{KEY}.megatron_kwargs.{name}"
+        if name in FUSIONS and value is False:
+            continue  # holds on every device and for all layers
         if name in ON_CUDA and is_on_cpu:
             yield Problem(key, f"needs a GPU, but cluster.device is {device}", remedy="Remove this key")
         elif name in WITH_TE and is_on_cpu:
@@ -186,6 +188,12 @@ def _effect_problems(key: str, name: str, backend: MegatronConfig) -> Iterable[P
         if backend.moe_token_dispatcher_type != "flex":
             yield Problem.unused(key, f"without {KEY}.moe_token_dispatcher_type=flex")
     elif name == "moe_router_fusion":
+        if backend.moe_router_dtype != "fp32":
+            yield Problem(
+                key,
+                f"needs {KEY}.moe_router_dtype=fp32, because the fused router has no float64",
+                remedy=f"Remove this key or {KEY}.moe_router_dtype",
+            )
         if backend.moe_router_replay:
             yield Problem(
                 key,

@@ -12,7 +12,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from rl_core.model_config import ModelConfig, OptimizerConfig, SchedulerConfig
 from rl_core.torch.optim.optimizer import build_optimizer, build_schedule
-from rl_megatron.transformer_fields import WITH_TE
+from rl_megatron.transformer_fields import FUSIONS, WITH_TE
 
 
 def check(section: Mapping[str, Any]) -> list[str]:
@@ -47,7 +47,7 @@ def kwargs_problems(given: Mapping[str, Any], *, has_te: bool) -> Iterator[str]:
     kinds = get_type_hints(TransformerConfig)
     for name, value in given.items():
         key = f"megatron_cfg.megatron_kwargs.{name}"
-        if name in WITH_TE and not has_te:
+        if name in WITH_TE and not has_te and not (name in FUSIONS and value is False):
             yield f"{key} needs Transformer Engine, which is not installed: rl-megatron[te]"
         elif isinstance(kinds[name], type) and issubclass(kinds[name], Enum):
             names = [member.name for member in kinds[name]]

@@ -74,6 +74,19 @@ WITH_TE = WITH_FP8 | {
 }
 """Fields of Transformer Engine's layers and kernels."""
 
+FUSIONS = frozenset(
+    {
+        "apply_rope_fusion",
+        "bias_activation_fusion",
+        "bias_dropout_fusion",
+        "gradient_accumulation_fusion",
+        "moe_permute_fusion",
+        "moe_router_fusion",
+        "use_te_activation_func",
+    }
+)
+"""Fields that are on by default where a kernel is there and fits; false turns them off anywhere."""
+
 PASSED = ANYWHERE | ON_CUDA | WITH_TE
 """All fields that may be set."""
 

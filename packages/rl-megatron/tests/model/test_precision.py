@@ -1,6 +1,5 @@
 """Tensors that stay float32 do so in compute, in what is published and in what is exported."""
 
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -23,6 +22,7 @@ from rl_megatron.conversion.splits import Whole
 from rl_megatron.conversion.weight_map import HFTensor, WeightMap
 from rl_megatron.families.catalog import family_of
 from rl_megatron.model.precision import hold_in_float32, kept_by_family, kept_in_float32
+from rl_megatron.model.shared_experts import SharedExperts
 
 ALL = LAYOUTS | EXPERT_LAYOUTS
 MODEL_FILE = "model.safetensors"
@@ -152,26 +152,30 @@ def test_gradients_of_both_dtypes_are_reduced_alike_on_any_layout(ranks, tmp_pat
     assert norms[1:] == [pytest.approx(norms[0], rel=0.02)] * 2
 
 
-@pytest.mark.parametrize(
-    ("field", "message"),
-    [
-        pytest.param(None, None, id="no fused kernels"),
-        pytest.param("gradient_accumulation_fusion", r"gradient_accumulation_fusion.*as 0\.weight", id="of gradients"),
-        pytest.param("moe_shared_expert_overlap", None, id="of other modules"),
-    ],
-)
-def test_kernels_that_take_one_dtype_are_refused_by_name(field, message):
-    model = nn.Sequential(nn.Linear(4, 4, bias=False, dtype=BF16))
-    fields = {"params_dtype": BF16, "gradient_accumulation_fusion": False, "moe_shared_expert_overlap": False}
-    config = SimpleNamespace(**{**fields, **({field: True} if field else {})})
+@pytest.mark.parametrize("field", ["fuse_wgrad_accumulation", "gradient_accumulation_fusion"])
+def test_a_parameter_that_stays_float32_gets_its_gradient_from_autograd(field):
+    model = nn.Sequential(nn.Linear(4, 4, bias=False, dtype=BF16), nn.Linear(4, 4, bias=False, dtype=BF16))
+    for layer in model:
+        setattr(layer, field, True)
+    config = SimpleNamespace(params_dtype=BF16, moe_shared_expert_overlap=False)
     entry = WeightMap("0.weight", (HFTensor("weight", (4, 4)),), Whole())
-    with nullcontext() if message is None else pytest.raises(ValueError, match=message):
-        hold_in_float32([model], dict(model.named_parameters()), [entry], config)
-        out = model(torch.ones(4, dtype=BF16))
-        out.sum().backward()
-        assert out.dtype == BF16
-        assert model[0].weight.grad.dtype == F32
-        assert [name for name, _ in model.named_parameters()] == ["0.weight"]
+    hold_in_float32([model], dict(model.named_parameters()), [entry], config)
+    assert [vars(layer)[field] for layer in model] == [False, True]
+    out = model[0](torch.ones(4, dtype=BF16))
+    out.sum().backward()
+    assert out.dtype == BF16
+    assert model[0].weight.grad.dtype == F32
+    assert [name for name, _ in model.named_parameters()] == ["0.weight", "1.weight"]
+
+
+def test_overlapped_shared_experts_that_stay_float32_are_refused_by_name():
+    experts = SharedExperts.__new__(SharedExperts)
+    nn.Module.__init__(experts)
+    experts.weight = nn.Parameter(torch.zeros(4, dtype=BF16))
+    entry = WeightMap("weight", (HFTensor("weight", (4,)),), Whole())
+    config = SimpleNamespace(params_dtype=BF16, moe_shared_expert_overlap=True)
+    with pytest.raises(ValueError, match=r"moe_shared_expert_overlap.*as \.weight"):
+        hold_in_float32([experts], {"weight": experts.weight}, [entry], config)
 
 
 def test_a_checkpoint_resumes_on_another_layout(ranks, tmp_path):

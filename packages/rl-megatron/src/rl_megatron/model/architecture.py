@@ -17,7 +17,8 @@ from rl_megatron.config import MegatronConfig
 from rl_megatron.families.catalog import family_of
 from rl_megatron.families.rope import fusion_problem
 from rl_megatron.families.rotary import check_rope, scaling_fields
-from rl_megatron.transformer_fields import ON_CUDA, WITH_TE
+from rl_megatron.model.fusions import fusions
+from rl_megatron.transformer_fields import FUSIONS, ON_CUDA, WITH_TE
 
 
 def transformer_config(
@@ -46,7 +47,9 @@ def transformer_config(
         **_recompute(backend, has_te),
         **_fp8(backend, has_te),
         **(_experts(backend, is_cuda=is_cuda, has_te=has_te) if "num_moe_experts" in family else {}),
-        **_kernels(is_cuda, has_te),
+        **fusions(hf, family, backend, is_cuda=is_cuda, has_te=has_te),
+        "persist_layer_norm": has_te,
+        "attention_softmax_in_fp32": True,
         "bf16": dtype == torch.bfloat16,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
@@ -81,7 +84,9 @@ def _scale_rotary(config: TransformerConfig, hf: PreTrainedConfig) -> None:
 
 def _further(backend: MegatronConfig, *, is_cuda: bool, has_te: bool) -> dict[str, Any]:
     """The fields of `megatron_kwargs`."""
-    for name in backend.megatron_kwargs:
+    for name, value in backend.megatron_kwargs.items():
+        if name in FUSIONS and value is False:
+            continue
         if (name in ON_CUDA and not is_cuda) or (name in WITH_TE and not has_te):
             needed = "CUDA" if name in ON_CUDA else "layers of Transformer Engine"
             raise ValueError(
@@ -169,19 +174,6 @@ def _experts(backend: MegatronConfig, *, is_cuda: bool, has_te: bool) -> dict[st
         "moe_router_load_balancing_type": backend.moe_router_load_balancing_type,
         "moe_aux_loss_coeff": backend.moe_aux_loss_coeff,
         "moe_router_bias_update_rate": backend.moe_router_bias_update_rate,
-    }
-
-
-def _kernels(is_cuda: bool, has_te: bool) -> dict[str, Any]:
-    """Fused functions are compiled for CUDA; those of Transformer Engine and apex need them."""
-    return {
-        "bias_activation_fusion": is_cuda,
-        "bias_dropout_fusion": is_cuda,
-        "apply_rope_fusion": False,
-        "masked_softmax_fusion": False,
-        "gradient_accumulation_fusion": False,
-        "persist_layer_norm": has_te,
-        "attention_softmax_in_fp32": True,
     }
 
 

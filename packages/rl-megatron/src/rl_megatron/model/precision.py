@@ -79,23 +79,23 @@ def hold_in_float32(
             parameters = module.named_parameters(recurse=False)
             names = [name for name, parameter in parameters if parameter.dtype != config.params_dtype]
             if names and not isinstance(module, TAKE_FLOAT32):
-                _check_kernels(f"{path}.{names[0]}", module, config)
+                _adapt_kernels(f"{path}.{names[0]}", module, config)
                 casting = _Casting(names, config.params_dtype)
                 module.register_forward_pre_hook(casting.start)
                 module.register_forward_hook(casting.end, always_call=True)
 
 
-def _check_kernels(name: str, module: nn.Module, config: TransformerConfig) -> None:
-    """Refuse kernels that use a parameter itself where other layers use a copy of it."""
-    for field, is_used in (
-        ("gradient_accumulation_fusion", config.gradient_accumulation_fusion),
-        ("moe_shared_expert_overlap", config.moe_shared_expert_overlap and isinstance(module, SharedExperts)),
-    ):
-        if is_used:
-            raise ValueError(
-                f"megatron_cfg.megatron_kwargs.{field} does not work with parameters that stay float32, as {name} of "
-                "this model does; leave it out"
-            )
+def _adapt_kernels(name: str, module: nn.Module, config: TransformerConfig) -> None:
+    """Make a module add to the gradient of a parameter in the parameter's own dtype, and refuse a kernel that uses the
+    parameter itself where other layers use a copy of it."""
+    for fused in ("fuse_wgrad_accumulation", "gradient_accumulation_fusion"):  # Transformer Engine's, megatron-core's
+        if fused in vars(module):
+            setattr(module, fused, False)
+    if config.moe_shared_expert_overlap and isinstance(module, SharedExperts):
+        raise ValueError(
+            "megatron_cfg.megatron_kwargs.moe_shared_expert_overlap does not work with parameters that stay float32, "
+            f"as {name} of this model does; leave it out"
+        )
 
 
 class _Casting:

@@ -19,6 +19,9 @@ _FIELDS = (
 _OF_TRANSFORMER_ENGINE = ("apply_rope_fusion", "gradient_accumulation_fusion", "moe_permute_fusion")
 """Those of layers that adapters do not sit on."""
 
+_ON = ("apply_rope_fusion", "bias_activation_fusion", "moe_permute_fusion")
+"""Those that are on unless `megatron_kwargs` turns them off."""
+
 
 def translate_megatron(config: Translation, model: str) -> None:
     """Answer the keys of `megatron_cfg` of a model that Megatron trains.
@@ -36,7 +39,8 @@ def translate_megatron(config: Translation, model: str) -> None:
     for key in fields:
         name, value = key.rpartition(".")[2], config.get(key)
         here = f"{section}.megatron_kwargs.{name}"
-        if value in (None, False, []) or (adapts and name in _OF_TRANSFORMER_ENGINE):
+        is_off = value in (None, [], False) and not (value is False and name in _ON)
+        if is_off or (adapts and name in _OF_TRANSFORMER_ENGINE):
             reason = "adapters do not have this kernel" if adapts and value else "off"
             config.unneeded(key, reason)
         else:
