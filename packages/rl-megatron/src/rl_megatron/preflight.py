@@ -12,12 +12,13 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from rl_core.model_config import ModelConfig, OptimizerConfig, SchedulerConfig
 from rl_core.torch.optim.optimizer import build_optimizer, build_schedule
+from rl_megatron.engine_names import name_problems
 from rl_megatron.transformer_fields import FUSIONS, WITH_TE
 
 
 def check(section: Mapping[str, Any]) -> list[str]:
     """Problems of a model's section of a resolved config, as text: the optimizer and the schedules are built on one
-    parameter."""
+    parameter, and on GPUs Transformer Engine has the names that Megatron's layers are built on."""
     fields = ModelConfig.model_fields
     optimizer_config = OptimizerConfig.model_validate(section.get("optimizer", fields["optimizer"].default))
     schedules = [SchedulerConfig.model_validate(entry) for entry in section.get("scheduler", [])]
@@ -32,7 +33,12 @@ def check(section: Mapping[str, Any]) -> list[str]:
     if is_8_bit and not has_te:
         return ["megatron_cfg.fp8_cfg.enabled needs Transformer Engine, which is not installed: rl-megatron[te]"]
     given = backend.get("megatron_kwargs", {})
-    return list(kwargs_problems(given, has_te=has_te)) if given else []
+    problems = list(kwargs_problems(given, has_te=has_te)) if given else []
+    has_adapters = section.get("lora_cfg", {}).get("enabled", False)
+    is_used = has_te and backend.get("transformer_engine") is not False and not has_adapters
+    if is_used and torch.cuda.is_available():
+        problems += name_problems(name for name, value in given.items() if value is False)
+    return problems
 
 
 def kwargs_problems(given: Mapping[str, Any], *, has_te: bool) -> Iterator[str]:

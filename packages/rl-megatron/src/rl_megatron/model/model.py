@@ -30,6 +30,7 @@ from rl_core.torch.training.ties import untie_apart
 from rl_megatron.config import MegatronConfig
 from rl_megatron.conversion.splits import padded_vocab
 from rl_megatron.conversion.weight_map import AdapterMap
+from rl_megatron.engine_names import restore_names
 from rl_megatron.families.catalog import family_of
 from rl_megatron.families.rotary import inverse_frequencies
 from rl_megatron.model.architecture import transformer_config
@@ -224,6 +225,8 @@ def build_model(
             "megatron_cfg.transformer_engine=true, but it is not installed, the run is on cpu, or the model has "
             "adapters; install rl-megatron[te], or leave transformer_engine out"
         )
+    if has_te:
+        restore_names()
     megatron = transformer_config(hf, backend, dtype=getattr(torch, config.precision), is_cuda=is_cuda, has_te=has_te)
     is_headless = spec.role in HEADLESS_ROLES
     stages: list[int | None] = [None]
