@@ -422,8 +422,10 @@ class GenerationConfig(Config):
     """Timeout in seconds for a replica that has work but makes no progress (no token, no finished group). After it the
     stacks of its threads are written to its log, and it is replaced."""
     canary_tolerance: Annotated[float | None, WhenChanged.RESUME] = Field(default=None, gt=0)
-    """Maximum mean difference between the engine's logprobs and the policy's, for the same tokens after a weight sync.
-    If unset, 0.001 in float32 and 0.1 in bfloat16. An engine that quantises weights needs more."""
+    """Mean difference between the engine's logprobs and the policy's for the same prompts that is accepted after any
+    weight sync. If unset, 0.001 in float32 and 0.1 in bfloat16. More is accepted, with a warning, if the first version
+    showed more: up to three times its difference, and never more than ten times this value. An engine that quantises
+    weights needs a larger one."""
     weight_sync: Annotated[WeightSyncChoice, WhenChanged.RESUME] = "auto"
     """Transport of weights to the generators. `ipc`: through memory of a GPU, or of a node, that policy and generator
     share. `collective`: NCCL, or gloo on CPU. `disk`: through files under `weights/` in the run directory, one version

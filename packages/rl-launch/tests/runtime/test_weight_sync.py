@@ -338,9 +338,3 @@ def test_a_failure_is_named_before_those_that_repeat_it():
     error = joined([first, second])
     assert (type(error), error.traceback) == (WorkerError, "its traceback")
     assert str(error).endswith("KeyError: norm; besides: lost the sender")
-
-
-def test_the_canarys_tolerance_is_that_of_the_precision_unless_it_is_set():
-    assert Canary.of(10, precision="float32").tolerance == 1e-3
-    assert Canary.of(10, precision="bfloat16").tolerance == 0.1
-    assert Canary.of(10, precision="bfloat16", tolerance=0.3).tolerance == 0.3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 from rl_algos.rollouts.agent_config import SCORED_BY_AGENT, AgentConfig
@@ -21,6 +22,9 @@ from rl_core.rollouts.generation import SamplingParams
 from rl_core.rollouts.pool import RolloutPool
 from rl_core.run import Components, Run
 
+SAMPLED = 4
+"""Number of prompts that prove what engines compute."""
+
 
 def needs(config: RolloutRoot, data: RolloutData) -> RolloutNeeds:
     """The program of the rollouts, over the environments that the prompts name."""
@@ -35,7 +39,12 @@ def needs(config: RolloutRoot, data: RolloutData) -> RolloutNeeds:
         max_seconds=settings.max_rollout_seconds,
         agent=settings.agent,
     )
-    return replace(found, keeps_cache=settings.keeps_cache, max_steps=settings.max_num_steps)
+    return replace(
+        found,
+        keeps_cache=settings.keeps_cache,
+        max_steps=settings.max_num_steps,
+        sample_prompts=_first_prompts(data),
+    )
 
 
 def program_needs(
@@ -85,6 +94,12 @@ def program_needs(
         max_seconds=max_seconds,
         environments=environments,
     )
+
+
+def _first_prompts(data: RolloutData) -> tuple[tuple[int, ...], ...]:
+    """Tokens of the first prompts of each dataset; of a streamed one, of those that are at hand."""
+    first = (prompt for prompts in (*data.train.datasets, data.validation) for prompt in islice(prompts, SAMPLED))
+    return tuple(tuple(prompt.token_ids.tolist()) for prompt in islice(first, SAMPLED))
 
 
 def _environments(data: RolloutData) -> frozenset[str]:

@@ -361,6 +361,8 @@ class RolloutNeeds:
         keeps_cache: As `rl_core.rollouts.generation.Placement.keeps_cache`.
         max_steps: Number of training steps of the run; 1 if nothing is trained.
         opponents: Weights that play against the policy.
+        sample_prompts: Token ids of the data's first prompts, on which engines prove that they compute what the policy
+            computes; random tokens are used without them.
     """
 
     program: str | FromFile
@@ -370,3 +372,4 @@ class RolloutNeeds:
     keeps_cache: bool = False
     max_steps: int = 1
     opponents: tuple[OpponentNeed, ...] = ()
+    sample_prompts: tuple[tuple[int, ...], ...] = ()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -208,7 +208,7 @@ class Runtime:
         Args:
             data: The result of its `prepare`.
             needs: The needs of its rollout workers; None if it does not generate.
-            vocabulary: Number of tokens the canary may draw from.
+            vocabulary: Number of tokens the canary may draw from if there are no prompts.
         """
         if needs is None:
             return Components(models=self.models(), data=data)
@@ -223,7 +223,7 @@ class Runtime:
         by_role, started = start(models, replicas)
         self._ranks = by_role
         residency = self._residency if takes_turns else None
-        sync = self._weight_sync(by_role[POLICY], models, residency, vocabulary)
+        sync = self._weight_sync(by_role[POLICY], models, residency, vocabulary, needs.sample_prompts)
         elastic = self._elastic(replicas) if self.topology.is_elastic else None
         opponents = self._opponents(needs, sync)
         weights = sync if opponents is None else opponents
@@ -344,13 +344,19 @@ class Runtime:
         return OpponentSync(older, sync, versions)
 
     def _weight_sync(
-        self, policy: RemoteModel, models: Models, residency: Residency | None, vocabulary: int
+        self,
+        policy: RemoteModel,
+        models: Models,
+        residency: Residency | None,
+        vocabulary: int,
+        prompts: Sequence[Sequence[int]],
     ) -> WeightSync:
         assert self._backends.generation is not None, "rollouts need generation"
         canary = Canary.of(
             vocabulary,
             precision=self._backends.models[POLICY].config.precision,
             tolerance=self._backends.generation.config.canary_tolerance,
+            prompts=prompts,
         )
         kind = self.topology.transport
         return WeightSync(

@@ -138,12 +138,14 @@ class WeightSync:
         return WeightUpdate(self._version, self._policy.revision)
 
     def state(self) -> Mapping[str, Any]:
-        """Version of the weights that are saved next to it."""
-        return {"version": self._version}
+        """Version of the weights that are saved next to it, and what the first version showed."""
+        return {"version": self._version, "canary": self.canary.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on so that the restored weights are published under the version they had."""
         self._version = state["version"] - 1
+        if "canary" in state:  # checkpoints of 0.1.0 have none
+            self.canary.restore(state["canary"])
 
     def send(self, update: WeightUpdate, replicas: Sequence[Receiver], *, in_flight: bool = False) -> None:
         """Bring the replicas to the published version, verified.
