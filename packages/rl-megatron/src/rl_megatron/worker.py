@@ -5,11 +5,14 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
+from torch import nn
+from torch.optim import Optimizer
+
 from rl_core.data.microbatch import Batching
 from rl_core.model import ModelSpec, Rendezvous
-from rl_core.model_config import ModelConfig
+from rl_core.model_config import ModelConfig, OptimizerConfig
 from rl_core.torch.files.model_files import WeightFiles
-from rl_core.torch.optim.optimizer import build_optimizer
+from rl_core.torch.optim.optimizer import build_optimizer, with_fused_step
 from rl_core.torch.training.backend import TrainingParts
 from rl_core.torch.training.lora import InitialFactors
 from rl_core.torch.training.worker import TrainingWorker
@@ -64,8 +67,7 @@ def build_parts(
     chunks = wrap_chunks(model, backend.distributed_data_parallel_config) if spec.trains else []
     optimizer = None
     if spec.trains:
-        build = partial(build_optimizer, config.optimizer)
-        optimizer = ShardedOptimizer(chunks, build, weights.is_counted)
+        optimizer = ShardedOptimizer(chunks, partial(_optimizer, config.optimizer), weights.is_counted)
     shape = shape_of(model, weights, trains_routers=not backend.freeze_moe_router)
     return TrainingParts(
         MegatronModel(model, chunks, weights, mesh, shape=shape, reports_layers=backend.moe_per_layer_logging),
@@ -74,3 +76,7 @@ def build_parts(
         TrainingState(model, weights, optimizer, mesh),
         ModelResidency(model, optimizer, mesh.kind),
     )
+
+
+def _optimizer(config: OptimizerConfig, parameters: list[nn.Parameter]) -> Optimizer:
+    return build_optimizer(with_fused_step(config, parameters), parameters)

@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.optim import Optimizer
 
+from rl_core.torch.optim.optimizer import counts_on_device
 from rl_core.torch.training.checkpoint_files import SHARDS, read_tensors
 from rl_dtensor.model.model import ShardedModel
 from rl_dtensor.parallel.fsdp import local
@@ -99,15 +100,14 @@ class TrainingState:
             elif parameter.dim() and saved.size == parameter.shape:
                 state[key] = torch.zeros_like(parameter, dtype=saved.properties.dtype)
             else:
-                device = local(parameter).device if self._counts_on_device() else torch.device("cpu")
+                device = local(parameter).device if self._counts_on_device else torch.device("cpu")
                 state[key] = torch.zeros(saved.size, dtype=saved.properties.dtype, device=device)
         return state
 
+    @property
     def _counts_on_device(self) -> bool:
-        """Return whether the optimizer wants its step counts on the device of the parameters."""
         assert self._optimizer is not None
-        settings = self._optimizer.defaults
-        return bool(settings.get("fused") or settings.get("capturable"))
+        return counts_on_device(self._optimizer)
 
     def _restore_optimizer(self, optimizer: Optimizer, flat: Mapping[str, Any]) -> None:
         optimizer.state.clear()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +11,23 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+
+def square_sum(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Return the sum of the squares of all elements, float32 `[]`.
+
+    On GPUs a few kernels take all tensors. On the CPU, norms of torch add up many squares in a row, which loses more
+    digits than a sum does.
+
+    Args:
+        tensors: Tensors, of any shapes.
+        device: Their device, also if there are none.
+    """
+    if not tensors:
+        return torch.zeros((), device=device)
+    if device.type == "cuda":
+        return torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float32)).square().sum()
+    return torch.stack([tensor.float().square().sum() for tensor in tensors]).sum()
 
 
 @dataclass(frozen=True)
@@ -84,15 +101,14 @@ class ShardedOptimizer:
     def grad_norm(self) -> float:
         """The norm of all gradients of the model; collective over all ranks."""
         device = self.shards[0].grad.device if self.shards else torch.device(torch.cuda.current_device())
-        squares = [shard.grad.float().square().sum() for shard in self.shards if self._is_counted(shard.parameter)]
-        total = torch.stack(squares).sum() if squares else torch.zeros((), device=device)
+        total = square_sum([shard.grad for shard in self.shards if self._is_counted(shard.parameter)], device)
         dist.all_reduce(total)
         return float(total.sqrt().item())
 
     def scale_grads(self, factor: float) -> None:
         """Multiply this rank's runs of the gradient."""
-        for shard in self.shards:
-            shard.grad.mul_(factor)
+        if self.shards:
+            torch._foreach_mul_([shard.grad for shard in self.shards], factor)
 
     @torch.no_grad()
     def step(self) -> None:
@@ -107,20 +123,22 @@ class ShardedOptimizer:
     @torch.no_grad()
     def publish(self) -> None:
         """Write this rank's runs into the parameters and gather those of the others; collective."""
-        for shard in self.shards:
-            own = shard.parameter.detach().view(-1)[shard.start : shard.stop]
-            if own.data_ptr() != shard.main.data_ptr():
-                own.copy_(shard.main)
+        self._copy(from_main=True)
         for chunk in self._chunks:
             chunk.start_param_sync(force_sync=True)
 
     @torch.no_grad()
     def adopt(self) -> None:
         """Take this rank's runs from the parameters, as after loading weights."""
-        for shard in self.shards:
-            own = shard.parameter.detach().view(-1)[shard.start : shard.stop]
-            if own.data_ptr() != shard.main.data_ptr():
-                shard.main.copy_(own)
+        self._copy(from_main=False)
+
+    def _copy(self, *, from_main: bool) -> None:
+        """Copy this rank's runs from the tensors that the optimizer steps to the parameters, or back."""
+        runs = [(shard.parameter.detach().view(-1)[shard.start : shard.stop], shard.main) for shard in self.shards]
+        apart = [(own, main) for own, main in runs if own.data_ptr() != main.data_ptr()]
+        if apart:
+            owns, mains = zip(*apart, strict=True)
+            torch._foreach_copy_(*((owns, mains) if from_main else (mains, owns)))
 
     def state_tensors(self) -> list[Tensor]:
         """Tensors that the optimizer keeps in addition to the parameters."""

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from rl_core.torch.optim.optimizer import counts_on_device
 from rl_core.torch.training.checkpoint_files import read_tensors
 from rl_megatron.conversion.splits import Vocabulary
 from rl_megatron.conversion.weight_map import WeightMap
@@ -114,9 +115,13 @@ class TrainingState:
         self._optimizer.adopt()
         self._optimizer.inner.state.clear()
         wanted: dict[str, Pieces] = {}
+        counts = counts_on_device(self._optimizer.inner)
         for entry, parameter in self._trained:
             for shard, inner in self._runs(parameter):
-                state = {key: _restored(value) for key, value in description["scalars"].get(entry.stored, {}).items()}
+                device = shard.main.device if counts else torch.device("cpu")
+                state = {
+                    key: _restored(value, device) for key, value in description["scalars"].get(entry.stored, {}).items()
+                }
                 self._optimizer.inner.state[inner] = state
                 for key, dtype in description["dtypes"].items():
                     run = shard.main
@@ -262,6 +267,6 @@ def _number(value: Any) -> Any:
     return value.detach().cpu().clone() if isinstance(value, Tensor) else value
 
 
-def _restored(value: Any) -> Any:
-    """Every parameter its own tensor: one that is shared is stepped once per parameter."""
-    return value.clone() if isinstance(value, Tensor) else value
+def _restored(value: Any, device: torch.device) -> Any:
+    """Every parameter its own tensor on the optimizer's device: a shared one would be stepped once per parameter."""
+    return value.to(device, copy=True) if isinstance(value, Tensor) else value

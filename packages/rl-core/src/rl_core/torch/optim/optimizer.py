@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, SequentialLR
 
@@ -15,6 +16,31 @@ from rl_core.model_config import OptimizerConfig, SchedulerConfig
 WAYS_TO_STEP = frozenset({"fused", "foreach", "differentiable"})
 """Arguments by which a config chooses for itself how an optimizer steps. They follow from the config of the process at
 hand, so a checkpoint does not hold them."""
+
+FUSED = ("torch.optim.Adam", "torch.optim.AdamW")
+"""Optimizers with a fused step for whole parameters on GPUs, and for DTensors."""
+
+
+def with_fused_step(config: OptimizerConfig, parameters: Sequence[nn.Parameter]) -> OptimizerConfig:
+    """Return the config with `fused` if the optimizer has a fused step for these parameters and the config does not
+    choose how it steps.
+
+    On GPUs it reads and writes everything once, without temporary tensors. With DTensors every operation on every
+    parameter is otherwise dispatched to them separately, which takes longer than the arithmetic of small models.
+
+    Args:
+        config: Name and arguments of the optimizer.
+        parameters: Parameters that it steps.
+    """
+    is_fusable = all(each.is_cuda for each in parameters) or all(isinstance(each, DTensor) for each in parameters)
+    if config.name not in FUSED or WAYS_TO_STEP & set(config.kwargs) or not is_fusable:
+        return config
+    return config.model_copy(update={"kwargs": {**config.kwargs, "fused": True}})
+
+
+def counts_on_device(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer wants its step counts on the device of the parameters."""
+    return bool(optimizer.defaults.get("fused") or optimizer.defaults.get("capturable"))
 
 
 def build_optimizer(
