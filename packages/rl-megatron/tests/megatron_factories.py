@@ -134,3 +134,10 @@ def hidden_dropout(rank: Rank, rate: float, compares: bool) -> set[float]:
     reading.train(True, compares=compares)
     (chunk,) = reading.chunks
     return {chunk.embedding.embedding_dropout.p, *(layer.hidden_dropout for layer in chunk.decoder.layers)}
+
+
+def whole_weights(rank: Rank) -> tuple[list[int], dict[str, np.ndarray]]:
+    """The ranks that hold whole weights, and those of this rank by Hugging Face name; none if it holds none."""
+    weights = rank.held[HELD]._weights
+    stream = [named for tensors in weights.stream("float32") for named in tensors]
+    return list(weights.holders), {name: tensor.numpy().copy() for name, tensor in stream if tensor is not None}

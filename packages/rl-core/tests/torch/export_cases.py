@@ -16,13 +16,13 @@ NAMES = "abcdef"
 
 
 class Numbered:
-    """Tensors of 24 bytes, which the first `num_holders` ranks get."""
+    """Tensors of 24 bytes, which some ranks get."""
 
     tied: dict[str, str] = {}
 
-    def __init__(self, rank: int, num_holders: int) -> None:
-        self.num_holders = num_holders
-        self._is_holder = rank < num_holders
+    def __init__(self, rank: int, holders: list[int]) -> None:
+        self.holders = holders
+        self._is_holder = rank in holders
 
     def specs(self, dtype: str) -> list[TensorSpec]:
         return [TensorSpec(name, (2, 3), dtype) for name in NAMES]
@@ -46,7 +46,7 @@ def numbered() -> dict[str, Tensor]:
     return {name: torch.arange(6.0).reshape(2, 3) + index for index, name in enumerate(NAMES)}
 
 
-def write(rank: Rank, folder: str, num_holders: int, failing: int | None) -> tuple[list[str], str]:
+def write(rank: Rank, folder: str, holders: list[int], failing: int | None) -> tuple[list[str], str]:
     """Export in files of two tensors; the files that this rank wrote, and what was raised if one rank fails at it."""
     written: list[str] = []
     place = rank.rendezvous.rank
@@ -61,7 +61,7 @@ def write(rank: Rank, folder: str, num_holders: int, failing: int | None) -> tup
     export.save_file, export.FILE_BYTES = save, 50
     try:
         with joined(rank) as group:
-            export.export_weights(Numbered(place, num_holders), Path(folder), dtype="float32", mesh=Here(place, group))
+            export.export_weights(Numbered(place, holders), Path(folder), dtype="float32", mesh=Here(place, group))
     except (RLError, OSError) as error:
         return written, f"{type(error).__name__}: {error}"
     finally:

@@ -70,3 +70,15 @@ def test_an_evaluation_takes_the_best(run):
         evaluation_of("runs/sft:best", ["eval.tasks=[gsm8k]"])
     with pytest.raises(RunDirectoryError, match=r"runs/nothing\. "):
         evaluation_of("runs/nothing:best")
+
+
+def test_a_checkpoint_without_files_names_those_that_have_them_and_the_remedy(run):
+    (run / "checkpoints/step_6/hf").rmdir()
+    with pytest.raises(RunDirectoryError, match=r"step_6 has no Hugging Face files.*step_2 or step_4, or convert it: "):
+        model_of_run("runs/sft")
+    with pytest.raises(ConfigError, match=r"policy.model_name: .*checkpointing.export_period"):
+        read_raw("sft-tiny", ["policy.model_name=runs/sft"])
+    for step in (2, 4):
+        (run / f"checkpoints/step_{step}/hf").rmdir()
+    with pytest.raises(RunDirectoryError, match=r"Convert it: rl convert runs/sft/checkpoints/step_6 FOLDER"):
+        model_of_run("runs/sft")

@@ -121,6 +121,19 @@ def test_an_inherited_recipe_keeps_what_it_does_not_say():
             ["policy.generation.colocated.enabled=false", "cluster.cpu_ranks_per_node=1"],
             "policy.generation.colocated.resources.gpus_per_node .*cluster.cpu_ranks_per_node=2",
         ),
+        (
+            ["checkpointing.export_period=15"],
+            r"export_period .*15: must be a multiple of checkpointing.save_period \(12\)",
+        ),
+        (["checkpointing.save_period=0", "checkpointing.export_period=5"], "export_period .*5: must be 0, as"),
+        (
+            [
+                "checkpointing.export_period=0",
+                "checkpointing.push_to=hf://me/m",
+                "checkpointing.push_checkpoints=every",
+            ],
+            "export_period .*cannot be combined with checkpointing.push_checkpoints=every",
+        ),
         (["checkpointing.checkpoint_must_save_by=4h"], "checkpoint_must_save_by .*4h.*DD:HH:MM:SS"),
         (
             ["policy.generation.colocated.resources.num_nodes=1"],

@@ -260,6 +260,57 @@ def test_a_run_that_reached_its_goal_saves_and_stays_there(tmp_path):
     assert newest_checkpoint(tmp_path).name == "step_3"
 
 
+def exported(folder):
+    """Steps whose checkpoint has Hugging Face files, and all others."""
+    steps = sorted((folder / "checkpoints").iterdir())
+    having = [path.name for path in steps if (path / "hf").is_dir()]
+    return having, [path.name for path in steps if path.name not in having]
+
+
+@pytest.mark.parametrize(
+    ("period", "having"),
+    [(None, ["step_2", "step_4", "step_6"]), (4, ["step_4", "step_6"]), (0, ["step_6"])],
+)
+def test_a_period_of_exports_leaves_them_out_of_checkpoints_but_the_last(tmp_path, whole, period, having):
+    run, settings = tmp_path / "run", counting.config(export_period=period)
+    counting.run(run, settings)
+    assert exported(run) == (having, [name for name in ("step_2", "step_4", "step_6") if name not in having])
+    assert newest_checkpoint(run).name == "step_6"
+    shutil.rmtree(run / "checkpoints" / "step_6")
+    counting.run(run, settings)  # from a checkpoint without them
+    assert counting.metrics(run) == whole
+    assert exported(run)[0] == having
+
+
+def test_an_interrupted_run_exports_when_it_is_finished(tmp_path):
+    def end(session, step):
+        if step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    settings = counting.config(export_period=0)
+    counting.run(tmp_path, settings, at_step=end)
+    assert exported(tmp_path) == ([], ["step_2", "step_3"])
+    counting.run(tmp_path, settings)
+    assert exported(tmp_path) == (["step_6"], ["step_3", "step_4"])
+
+
+@pytest.mark.parametrize("step", [3, 4], ids=["in a step without a checkpoint", "in one with"])
+def test_a_goal_that_is_met_is_exported(tmp_path, step):
+    settings = counting.config(export_period=0)
+    counting.run(tmp_path, settings, at_step=lambda run, at: run.stop("good enough") if at == step else None)
+    assert exported(tmp_path) == ([f"step_{step}"], ["step_2"])
+
+
+def test_data_that_ends_after_a_checkpoint_without_files_gets_them_written(tmp_path):
+    with RunSession(tmp_path, counting.config(export_period=0)) as session:
+        for step in session.steps(6, models={"policy": counting.CountingModel()}, state={}):
+            if step == 5:
+                session.stop("the data has ended")
+                break
+            session.record(step, {"train/loss": 0.0})
+    assert exported(tmp_path) == (["step_4"], ["step_2"])
+
+
 def test_a_loop_that_breaks_saves_its_last_whole_step(tmp_path):
     model, draws = counting.CountingModel(), counting.Draws()
     with RunSession(tmp_path, counting.config()) as session:

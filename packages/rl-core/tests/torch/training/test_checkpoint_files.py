@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_core.model import SavedFile
-from rl_core.torch.training.checkpoint_files import DigestingWriter, deal
+from rl_core.torch.training import checkpoint_files
+from rl_core.torch.training.checkpoint_files import WRITERS, DigestingWriter, deal
 
 
 def test_digests_taken_while_writing_are_those_of_the_files(tmp_path):
@@ -55,6 +56,23 @@ def test_one_tensor_is_held_at_a_time_and_a_view_is_written_without_what_it_view
     loaded = {"row5": torch.zeros(1000)}
     dcp.load(loaded, checkpoint_id=tmp_path, no_dist=True)
     assert torch.equal(loaded["row5"], whole[5])
+
+
+def test_much_is_written_by_several_threads(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint_files, "FILE_BYTES", 8000)
+    state = {f"row{index}": torch.randn(1000 + index) for index in range(8)}
+    writer = DigestingWriter(tmp_path)
+    dcp.save(state, storage_writer=writer, no_dist=True)
+    shards = sorted(name for name in writer.written if name.endswith(".distcp"))
+    assert shards == [f"__0_{number}.distcp" for number in range(WRITERS)]
+    assert all(
+        writer.written[path.name][1] == hashlib.sha256(path.read_bytes()).hexdigest() for path in tmp_path.iterdir()
+    )
+    sizes = [writer.written[name][0] for name in shards]
+    assert max(sizes) < 1.1 * min(sizes)
+    loaded = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    dcp.load(loaded, checkpoint_id=tmp_path, no_dist=True)
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in state.items())
 
 
 @given(st.lists(st.integers(0, 10**9), max_size=30), st.integers(1, 8))

@@ -44,9 +44,9 @@ def test_weights_keep_the_dtype_of_their_source_unless_they_are_computed_in_floa
     assert export_dtype(tmp_path, precision) == dtype
 
 
-@pytest.mark.parametrize(("num_holders", "num_written"), [(1, [3, 0]), (2, [2, 1])])
-def test_the_ranks_that_get_weights_take_turns_to_write_them(pool, tmp_path, num_holders, num_written):
-    outcomes = pool.run(write, [(str(tmp_path), num_holders, None)] * 2)
+@pytest.mark.parametrize(("holders", "num_written"), [([0], [3, 0]), ([0, 1], [2, 1]), ([1, 0], [1, 2])])
+def test_the_ranks_that_get_weights_take_turns_to_write_them(pool, tmp_path, holders, num_written):
+    outcomes = pool.run(write, [(str(tmp_path), holders, None)] * 2)
     assert [len(written) for written, _ in outcomes] == num_written
     assert [error for _, error in outcomes] == ["", ""]
     with WeightFiles.of(tmp_path).open() as weights:
@@ -54,7 +54,7 @@ def test_the_ranks_that_get_weights_take_turns_to_write_them(pool, tmp_path, num
 
 
 def test_a_file_that_cannot_be_written_is_told_on_every_rank(pool, tmp_path):
-    (_, first), (_, second) = pool.run(write, [(str(tmp_path), 2, 1)] * 2)
+    (_, first), (_, second) = pool.run(write, [(str(tmp_path), [0, 1], 1)] * 2)
     assert first == "PeerFailed: rank 1 failed: OSError: [Errno 28] No space left on device"
     assert second == "OSError: [Errno 28] No space left on device"
     assert not (tmp_path / "model.safetensors.index.json").exists()

@@ -187,9 +187,9 @@ class Weights:
         ]
 
     @property
-    def num_holders(self) -> int:
+    def holders(self) -> Sequence[int]:
         """All ranks."""
-        return self._mesh.world_size
+        return range(self._mesh.world_size)
 
     def stream(
         self, dtype: str, *, everywhere: bool = True, bucket_bytes: int = 0, merges_adapters: bool = True

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from rl_core.torch.optim.optimizer import counts_on_device
 from rl_core.torch.training.checkpoint_files import SHARDS, read_tensors
+from rl_core.torch.training.save_plan import KeptSavePlanner
 from rl_dtensor.model.model import ShardedModel
 from rl_dtensor.parallel.fsdp import local
 from rl_dtensor.parallel.mesh import Mesh
@@ -70,8 +71,9 @@ class TrainingState:
     def restore_layers(self, state: Mapping[str, Any]) -> None:
         """Do nothing."""
 
-    def save_planner(self) -> None:
-        """torch's own takes DTensors."""
+    def save_planner(self) -> KeptSavePlanner:
+        """Return torch's own, which takes DTensors."""
+        return KeptSavePlanner()
 
     def _model_state(self) -> dict[str, Any]:
         return {MODEL_PREFIX + name: tensor.detach() for name, tensor in self._weights.items()}

@@ -176,7 +176,7 @@ def result_of(run_dir: Path) -> TrainResult:
     """The result of the run in a folder."""
     run = RunFolder(run_dir)
     best = run.best_checkpoint()
-    files = best.path / EXPORT if best is not None else None
+    files = best.path / EXPORT if best is not None and (best.path / EXPORT).is_dir() else None
     adapter = best.path / ADAPTER if best is not None and (best.path / ADAPTER).is_dir() else None
     return TrainResult(run.path, run.metrics(), files, adapter, run.state().status == "finished")
 

@@ -21,7 +21,7 @@ from rl_launch.model_files.run_models import checkpoint_of, parts_of
 from rl_launch.root_config import RunConfig
 from rl_launch.run_config.plan import RunPlan
 from rl_launch.run_config.reading import read_plan, read_raw
-from rl_launch.session.checkpoints.checkpoints import EXPORT
+from rl_launch.session.checkpoints.checkpoints import exported_model
 from rl_launch.session.directory.run_folder import RunFolder, is_run
 
 ALGORITHM = "evaluation"
@@ -109,7 +109,7 @@ def _of_run(run: RunFolder, which: str, overrides: Sequence[str]) -> tuple[RunPl
         model = []
     else:
         checkpoint = checkpoint_of(run.path, which)
-        name, model = f"{name}-{checkpoint.name}", [f"{_MODEL}{checkpoint / EXPORT}"]
+        name, model = f"{name}-{checkpoint.name}", [f"{_MODEL}{exported_model(checkpoint)}"]
     raw = read_raw(run.path)
     if algorithm_named(str(raw.select("algorithm"))).evaluates:
         # training alone calls callbacks, whose files may not be here

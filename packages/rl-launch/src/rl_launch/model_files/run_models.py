@@ -9,7 +9,7 @@ from typing import Any
 
 from rl_core.config import RawConfig
 from rl_core.errors import ConfigError, RunDirectoryError
-from rl_launch.session.checkpoints.checkpoints import EXPORT, checkpoint_at, newest_checkpoint
+from rl_launch.session.checkpoints.checkpoints import checkpoint_at, exported_model, newest_checkpoint
 from rl_launch.session.directory.run_folder import RunFolder, is_run
 
 BEST = "best"
@@ -46,10 +46,10 @@ def model_of_run(name: str) -> Path | None:
         name: `RUN` for its newest checkpoint, `RUN:STEP`, `RUN:best`, or the folder of a checkpoint.
 
     Raises:
-        RunDirectoryError: If the run has no such checkpoint.
+        RunDirectoryError: If the run has no such checkpoint, or it has no such files.
     """
     run, which = parts_of(name)
-    return checkpoint_of(run, which) / EXPORT if is_run(Path(run).expanduser()) else None
+    return exported_model(checkpoint_of(run, which)) if is_run(Path(run).expanduser()) else None
 
 
 def parts_of(name: str) -> tuple[str, str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rl_core.errors import RunDirectoryError
 from rl_launch.push.model_card import FILE_NAME, base_model, model_card
-from rl_launch.session.checkpoints.checkpoints import ADAPTER, EXPORT, STAGED
+from rl_launch.session.checkpoints.checkpoints import ADAPTER, EXPORT, STAGED, exported_model
 from rl_launch.session.checkpoints.manifest import Manifest
 from rl_launch.session.directory.run_folder import RunFolder
 
@@ -32,9 +32,9 @@ def stage(run: RunFolder, checkpoint: Path, folder: Path, *, adapter: bool, name
         RunDirectoryError: If the checkpoint is damaged, or has no such files.
     """
     manifest = _checked(checkpoint)
-    source = checkpoint / (ADAPTER if adapter else EXPORT)
+    source = checkpoint / ADAPTER if adapter else exported_model(checkpoint)
     if not source.is_dir() or not any(source.iterdir()):
-        what = "no adapters: its run has policy.lora_cfg.enabled=false" if adapter else f"no folder {EXPORT}"
+        what = "no adapters: its run has policy.lora_cfg.enabled=false" if adapter else f"no files in {EXPORT}"
         raise RunDirectoryError(f"{checkpoint} has {what}")
     shutil.rmtree(folder, ignore_errors=True)
     for file in (each for each in source.rglob("*") if each.is_file()):

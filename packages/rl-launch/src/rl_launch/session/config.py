@@ -30,6 +30,10 @@ class CheckpointingConfig(Config):
     """Save checkpoints. Without checkpoints a run cannot be resumed."""
     save_period: int = Field(default=10, ge=0)
     """Number of steps between checkpoints. With 0 a checkpoint is saved at the end only."""
+    export_period: int | None = Field(default=None, ge=0)
+    """Number of steps between checkpoints that also hold the policy as Hugging Face files, a multiple of `save_period`.
+    The last checkpoint of a finished run always holds them; with 0 only that one. If unset, every checkpoint. Large
+    models take minutes to write; `rl convert` makes the files of a checkpoint without them."""
     async_save: bool = False
     """Write checkpoints while training continues. A step waits only until the Hugging Face files are written and the
     state is copied to host memory, which must have room for it. A checkpoint becomes valid when it is complete, at the
@@ -73,6 +77,27 @@ class CheckpointingConfig(Config):
             )
             raise ProblemError(Problem("", got=value, allowed=allowed))
         return value
+
+    @model_validator(mode="after")
+    def _check_exports(self) -> CheckpointingConfig:
+        period, saves = self.export_period, self.save_period
+        if period and (not saves or period % saves):
+            wanted = (
+                f"a multiple of checkpointing.save_period ({saves})" if saves else "0, as checkpointing.save_period is"
+            )
+            remedy = "Hugging Face files are written along with a checkpoint"
+            raise ProblemError(Problem("export_period", f"must be {wanted}", got=period, remedy=remedy))
+        if period is not None and self.push_to is not None and self.push_checkpoints != "last":
+            raise ProblemError(
+                Problem(
+                    "export_period",
+                    f"cannot be combined with checkpointing.push_checkpoints={self.push_checkpoints}, because "
+                    "checkpoints without Hugging Face files cannot be pushed",
+                    got=period,
+                    remedy="Remove this key, or set checkpointing.push_checkpoints=last",
+                )
+            )
+        return self
 
     @property
     def must_save_by_s(self) -> float | None:

@@ -46,7 +46,7 @@ class SaveProtocol:
 
         saves.find(branch)                # which checkpoint the run continues from
         saves.restore(models, state)      # step 0 if there is none
-        saves.begin(step, metrics, wait=False)
+        saves.begin(step, metrics, exports=True, wait=False)
         ...                               # steps pass while the models write their copies
         saves.finish(wait=False)          # the checkpoint, once it is complete
 
@@ -112,17 +112,20 @@ class SaveProtocol:
         self.saved = step
         return step
 
-    def begin(self, step: int, metrics: Mapping[str, float], *, wait: bool) -> None:
+    def begin(self, step: int, metrics: Mapping[str, float], *, exports: bool, wait: bool) -> None:
         """Begin to save the present state, which is that after a step; no save may be under way.
 
         Args:
             step: Step after which the state is saved.
             metrics: Metrics of the step.
+            exports: True to also write the models as Hugging Face files.
             wait: True to return when the models are written; otherwise they continue to write their copies.
         """
         self._times = _SaveTimes()
         with self._clock.showing("saving"):
-            self._checkpoints.begin(step, models=self._models, state=self._state, metrics=metrics, wait=wait)
+            self._checkpoints.begin(
+                step, models=self._models, state=self._state, metrics=metrics, exports=exports, wait=wait
+            )
             self._times.blocked_s = self._times.so_far_s
 
     def finish(self, *, wait: bool) -> Path | None:

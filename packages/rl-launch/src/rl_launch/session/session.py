@@ -126,7 +126,7 @@ class RunSession:
         self._tokens = TokenFiles(folder, logger.token_level, logger.token_level_groups)
         self._rollouts = RolloutFiles(folder, self._tokens)
         self._resources = ExitStack()
-        self._max_steps = self._done = 0
+        self._max_steps = self._done = self._exported = 0
         self._has_begun = self._is_goal_met = False
 
     def __enter__(self) -> Self:
@@ -329,7 +329,9 @@ class RunSession:
         """Save the last complete step if that has not been saved."""
         self._rollouts.flush()
         self._finish_save(wait=True)
-        if self._saving.enabled and self._done > self.saved:
+        # the goal may have been met as the step was saved
+        lacks_export = self._is_goal_met and self._saving.export_period is not None and self._exported < self._done
+        if self._saving.enabled and (self._done > self.saved or lacks_export):
             self._save(wait=True)
         self._stop.listen(gracefully=False)
 
@@ -356,9 +358,17 @@ class RunSession:
         self._rollouts.flush()
         self._metrics.sync()
         self._finish_save(wait=True)
-        self._saves.begin(self._done, self._metrics.last, wait=wait)
+        exports = self._exports(self._done)
+        if exports:
+            self._exported = self._done
+        self._saves.begin(self._done, self._metrics.last, exports=exports, wait=wait)
         if wait:
             self._finish_save(wait=True)
+
+    def _exports(self, step: int) -> bool:
+        """Return whether the checkpoint of a step holds Hugging Face files too; one at which the run finishes does."""
+        period = self._saving.export_period
+        return period is None or self._is_goal_met or self.due(period, step, at_end=True)
 
     def _finish_save(self, *, wait: bool) -> None:
         """Complete the save under way, if it is written, and report it."""

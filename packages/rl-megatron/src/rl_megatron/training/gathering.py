@@ -53,13 +53,22 @@ class Gathering:
     A parameter is whole within the ranks that share one copy of the model: the tensor- and pipeline-parallel ones, and
     for experts the expert-, expert-tensor- and pipeline-parallel ones. So nothing travels between copies.
 
+    Those of rank 0 that are more (all of a model without experts are tensor- and pipeline-parallel ones) are the
+    `holders`: each share reaches all of them by the same broadcast that brings it to rank 0.
+
     Args:
         held: This rank's parameters by target.
         holdings: Which share of each of them it has.
         mesh: All ranks; building one is collective over them.
+        has_experts: True if parameters of the model are those of experts, on whatever rank.
+
+    Attributes:
+        holders: Ranks that get what is not wanted everywhere, the same on all ranks.
     """
 
-    def __init__(self, held: Mapping[str, Tensor], holdings: Mapping[str, Holding], mesh: Mesh) -> None:
+    def __init__(
+        self, held: Mapping[str, Tensor], holdings: Mapping[str, Holding], mesh: Mesh, *, has_experts: bool
+    ) -> None:
         self._held = held
         self._mesh = mesh
         everyone: list[Mapping[str, Holding]] = [{}] * mesh.world_size
@@ -71,6 +80,8 @@ class Gathering:
         self._ranks = {over: dist.get_process_group_ranks(group) for over, group in self._groups.items()}
         self._first = _holders(everyone, range(mesh.world_size))
         self._near = {over: _holders(everyone, ranks) for over, ranks in self._ranks.items()}
+        self.holders: Sequence[int] = self._of_rank0(has_experts=has_experts)
+        self._takes_part = {over: not set(ranks).isdisjoint(self.holders) for over, ranks in self._ranks.items()}
 
     def first_holder(self, target: str, share: int) -> int:
         """The lowest of all ranks that hold a share."""
@@ -86,18 +97,25 @@ class Gathering:
 
         Args:
             wanted: Parameters to gather, each with the dtype of its tensors.
-            everywhere: True if every rank needs them; otherwise only rank 0 gets them, and None stands elsewhere.
+            everywhere: True if every rank needs them; otherwise the holders get them, and None stands elsewhere.
         """
         parts: list[dict[int, Tensor]] = [{} for _ in wanted]
         for over in ("tp", "etp"):
-            if everywhere or 0 in self._ranks[over]:
+            if everywhere or self._takes_part[over]:
                 for index, share, part in self._shares(over, wanted):
                     parts[index][share] = part
-        needs = everywhere or self._mesh.rank == 0
+        needs = everywhere or self._mesh.rank in self.holders
         return [
             entry.split.join([found[share] for share in sorted(found)]) if needs else None
             for (entry, _), found in zip(wanted, parts, strict=True)
         ]
+
+    def _of_rank0(self, *, has_experts: bool) -> list[int]:
+        """The ranks of rank 0's groups, on every rank."""
+        groups = [self._ranks["tp"], *([self._ranks["etp"]] if has_experts else [])]
+        told = [max(groups, key=len)]
+        dist.broadcast_object_list(told, src=0, group=self._mesh.control)
+        return told[0]
 
     def _shares(self, over: str, wanted: Sequence[tuple[WeightMap, torch.dtype]]) -> Iterator[tuple[int, int, Tensor]]:
         """Index, share and part of the wanted parameters that are spread over these ranks."""

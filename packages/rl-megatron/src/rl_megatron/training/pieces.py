@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from rl_core.torch.training.save_plan import KeptSavePlanner
 
 
 def rectangles(start: int, stop: int, shape: Sequence[int]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -91,11 +93,11 @@ class Pieces:
         return [ChunkStorageMetadata(offsets, piece.shape) for offsets, piece in self._pieces.items()]
 
 
-class PiecesSavePlanner(DefaultSavePlanner):
+class PiecesSavePlanner(KeptSavePlanner):
     """Writes `Pieces`."""
 
     def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        super().__init__(flatten=False)
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
         """The rectangle of a write item."""

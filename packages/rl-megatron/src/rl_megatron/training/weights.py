@@ -78,7 +78,8 @@ class Weights:
             for entry in self.maps
             if entry.target in self.held
         }
-        self._gathering = Gathering(self.held, holdings, mesh)
+        has_experts = any(entry.over == "etp" for entry in self.maps)
+        self._gathering = Gathering(self.held, holdings, mesh, has_experts=has_experts)
         is_first = self._place.tp[0] == 0
         self._counted = {
             self.held[entry.target]: entry.copy_of is None and (is_first or not isinstance(entry.split, Whole))
@@ -93,9 +94,9 @@ class Weights:
         return {LM_HEAD: EMBEDDING} if is_tied else {}
 
     @property
-    def num_holders(self) -> int:
-        """Only rank 0."""
-        return 1
+    def holders(self) -> Sequence[int]:
+        """The ranks of the first copy of the model."""
+        return self._gathering.holders
 
     def specs(self, dtype: str) -> list[TensorSpec]:
         """All tensors by Hugging Face name, in the order of `stream`."""
@@ -147,7 +148,7 @@ class Weights:
 
         Args:
             dtype: Name of the dtype of floating tensors, such as `bfloat16`.
-            everywhere: True if every rank gets them whole; otherwise rank 0 does, and others get None.
+            everywhere: True if every rank gets them whole; otherwise `holders` do, and others get None.
             bucket_bytes: Number of bytes of the parameters that are gathered at one time, the last of them
                 excepted. No rank holds more in addition to its own.
             merges_adapters: True if adapters are added to the weights that they sit on.
@@ -172,7 +173,7 @@ class Weights:
 
         Args:
             dtype: Name of the dtype of the tensors.
-            everywhere: True if every rank gets them whole; otherwise rank 0 does, and others get None.
+            everywhere: True if every rank gets them whole; otherwise `holders` do, and others get None.
         """
         wanted = self._adapter_maps
         for bucket in buckets(self.adapter_specs(dtype), BUCKET_BYTES):

@@ -35,6 +35,7 @@ from rl_core.torch.residency.module_residency import Residency
 from rl_core.torch.rows import padded
 from rl_core.torch.training.backend import Microbatch, Pass, TrainingParts
 from rl_core.torch.training.checkpoint_files import read_tensors
+from rl_core.torch.training.save_plan import KeptSavePlanner
 from rl_core.torch.training.worker import TrainingWorker
 from rl_core.weights import TensorSpec
 
@@ -239,7 +240,7 @@ class PlainWeights:
         first = {id(parameter): name for name, parameter in self._named.items()}
         every = hf.named_parameters(remove_duplicate=False)
         self.tied = {name: first[id(parameter)] for name, parameter in every if name not in self._named}
-        self.num_holders = dist.get_world_size()
+        self.holders = range(dist.get_world_size())
 
     def specs(self, dtype: str) -> list[TensorSpec]:
         """All parameters, in order."""
@@ -304,8 +305,9 @@ class PlainState:
     def restore_layers(self, state: Mapping[str, Any]) -> None:
         """Do nothing."""
 
-    def save_planner(self) -> None:
-        """torch's own."""
+    def save_planner(self) -> KeptSavePlanner:
+        """Return torch's own."""
+        return KeptSavePlanner()
 
     def _parameters(self) -> dict[str, Any]:
         return {f"model/{name}": parameter.detach() for name, parameter in self._named.items()}

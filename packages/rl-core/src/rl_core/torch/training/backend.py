@@ -34,7 +34,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.planner import SavePlanner
 from torch.optim import Optimizer
 
 from rl_core.data.batch import Batch
@@ -46,6 +45,7 @@ from rl_core.model import Read
 from rl_core.torch.loss import Rows
 from rl_core.torch.residency.module_residency import Residency
 from rl_core.torch.training.flops import ModelShape
+from rl_core.torch.training.save_plan import KeptSavePlanner
 from rl_core.weights import TensorSpec
 
 
@@ -220,8 +220,9 @@ class RankWeights(Protocol):
         ...
 
     @property
-    def num_holders(self) -> int:
-        """Number of ranks, counted from rank 0, that get whole tensors from a `stream` that is not `everywhere`."""
+    def holders(self) -> Sequence[int]:
+        """Ranks that get whole tensors from a `stream` that is not `everywhere`, the same on every rank; rank 0 is one
+        of them."""
         ...
 
     def specs(self, dtype: str) -> list[TensorSpec]:
@@ -320,9 +321,9 @@ class RankState(Protocol):
         """Go on from what `layers` returned on the same layout."""
         ...
 
-    def save_planner(self) -> SavePlanner | None:
-        """Planner by which torch's distributed checkpoint takes the values of `tensors`; None for plain and distributed
-        tensors."""
+    def save_planner(self) -> KeptSavePlanner:
+        """Return a planner by which torch's distributed checkpoint takes the values of `tensors`, for all saves of the
+        same ones."""
         ...
 
 

@@ -19,6 +19,7 @@ from rl_core.torch.training.background_save import BackgroundSave
 from rl_core.torch.training.checkpoint_files import SHARDS, write_checkpoint
 from rl_core.torch.training.hyperparameters import Hyperparameters
 from rl_core.torch.training.reference import Reference
+from rl_core.torch.training.save_plan import KeptSavePlanner
 
 TRAINER = "trainer.pt"
 
@@ -57,6 +58,7 @@ class Checkpoint:
         self._seed = seed
         self._reference = reference
         self._background = BackgroundSave()
+        self._planners: dict[str, KeptSavePlanner] = {}
 
     def save(self, path: Path, *, wait: bool = True) -> None:
         """Write under `path`, or copy what is to be written aside and write it in the background; collective.
@@ -75,13 +77,13 @@ class Checkpoint:
         if self._mesh.rank == 0:
             files[TRAINER] = _as_bytes(trainer)
         group = self._background.group  # ranks wait in it for the slowest one's disk
-        planners = [self._state.save_planner() for _ in folders]
+        plan, plan_aside = self._planner(SHARDS), self._planner(REFERENCE)
 
         def write() -> tuple[SavedFile, ...]:
-            written = write_checkpoint(path, tensors, files, group=group, planner=planners[0])
+            written = write_checkpoint(path, tensors, files, group=group, planner=plan)
             if aside is None:
                 return written
-            beside = write_checkpoint(path / REFERENCE, aside, {}, group=group, planner=planners[1])
+            beside = write_checkpoint(path / REFERENCE, aside, {}, group=group, planner=plan_aside)
             return (*written, *(replace(file, path=f"{REFERENCE}/{file.path}") for file in beside))
 
         self._background.begin(path, write, wait=wait)
@@ -98,6 +100,8 @@ class Checkpoint:
     def close(self) -> None:
         """Wait for what is being written."""
         self._background.close()
+        for planner in self._planners.values():
+            planner.forget()
 
     def load(self, path: Path) -> None:
         """Restore what `save` wrote; collective.
@@ -123,6 +127,12 @@ class Checkpoint:
             with self._reference.restoring():
                 self._state.restore_weights(path / REFERENCE)
         self._restore_own(path, trainer["layout"])
+
+    def _planner(self, folder: str) -> KeptSavePlanner:
+        """The planner of all saves into a folder of this name."""
+        if folder not in self._planners:
+            self._planners[folder] = self._state.save_planner()
+        return self._planners[folder]
 
     def _reference_weights(self) -> dict[str, Any] | None:
         """Copies of the weights of the reference; None if they are the initial ones, which are at `model_name`."""

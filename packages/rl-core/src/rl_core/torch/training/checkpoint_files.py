@@ -7,6 +7,7 @@ import io
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, cast
@@ -29,6 +30,12 @@ SHARDS = "shards"
 """Folder of a model's checkpoint with one file per rank, in the format of torch's distributed checkpoint."""
 
 CHUNK_BYTES = 2**22
+
+WRITERS = 4
+"""Maximum number of threads of a rank that write its shard; each writes no faster than a core digests."""
+
+FILE_BYTES = 2**26
+"""Minimum number of bytes of a shard for each thread."""
 
 
 def write_checkpoint(
@@ -135,7 +142,8 @@ def deal(files: Sequence[SavedFile], num_shares: int) -> list[list[SavedFile]]:
 class DigestingWriter(dcp.FileSystemWriter):
     """torch's writer of shards; `written` has the size and SHA-256 of each file, taken as its bytes went by.
 
-    It holds one tensor in host memory at a time. The base keeps the copies of all tensors of a file until its end.
+    Each of its threads writes one file and holds one tensor in host memory at a time. The base keeps the copies of all
+    tensors of a file until its end.
     """
 
     def __init__(self, path: Path) -> None:
@@ -143,16 +151,25 @@ class DigestingWriter(dcp.FileSystemWriter):
         self.fs = self._files = _DigestingFileSystem()
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's tensors into one file."""
-        results: list[WriteResult] = []
+        """Write this rank's tensors into one file, or into several if there is much to digest."""
         assert plan.storage_data is not None
-        name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
-        if plan.items:
+        prefix = plan.storage_data.prefix
+        shares = [share for share in _shares(plan.items) if share]
+
+        def write(number: int) -> list[WriteResult]:
+            name = f"{prefix}{number}{DEFAULT_SUFFIX}"
             with self.fs.create_stream(Path(self.path) / name, "wb") as stream:
-                results = [_write_item(item, planner, stream, name) for item in plan.items]
+                results = [_write_item(item, planner, stream, name) for item in shares[number]]
                 os.fsync(stream.fileno())
+            return results
+
+        if len(shares) > 1:
+            with ThreadPoolExecutor(len(shares)) as threads:
+                written = list(threads.map(write, range(len(shares))))
+        else:
+            written = [write(number) for number in range(len(shares))]
         done: Future[list[WriteResult]] = Future()
-        done.set_result(results)
+        done.set_result([result for results in written for result in results])
         return done
 
     @property
@@ -208,6 +225,24 @@ class _DigestingStream(io.RawIOBase):
     def close(self) -> None:
         super().close()
         self._raw.close()
+
+
+def _shares(items: Sequence[WriteItem]) -> list[list[WriteItem]]:
+    """Items of about as many bytes for each of the threads, in their order; one share if they are few."""
+    sizes = [0 if item.tensor_data is None else _num_bytes(item) for item in items]
+    count = min(WRITERS, sum(sizes) // FILE_BYTES) or 1
+    shares: list[list[WriteItem]] = [[] for _ in range(count)]
+    loads = [0] * count
+    for item, size in zip(items, sizes, strict=True):
+        least = loads.index(min(loads))
+        shares[least].append(item)
+        loads[least] += size
+    return shares
+
+
+def _num_bytes(item: WriteItem) -> int:
+    assert item.tensor_data is not None
+    return item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
 
 
 def _write_item(item: WriteItem, planner: SavePlanner, stream: io.IOBase, file_name: str) -> WriteResult:

@@ -130,11 +130,12 @@ def export_weights(weights: RankWeights, path: Path, *, dtype: str, mesh: RankMe
     is brought together, and hold two files at most. A shared parameter is written once, adapters are merged.
     """
     plan = ExportPlan.of(path, weights.specs(dtype))
+    holders = weights.holders
     stream = (named for tensors in weights.stream(dtype) for named in tensors)
     with ThreadPoolExecutor(1) as writer:
         writes: list[Future[None]] = []
         for index, bucket in enumerate(plan.files):
-            is_writer = index % weights.num_holders == mesh.rank
+            is_writer = holders[index % len(holders)] == mesh.rank
             gathered: dict[str, Tensor] = {}
             for _ in bucket:
                 name, tensor = next(stream)

@@ -48,6 +48,7 @@ class Save:
         folder: The folder that it is written into.
         models: The models that write.
         metrics: Metrics of the step.
+        exports: True if it also holds the models as Hugging Face files.
         exported: Files of the exports, by folder.
     """
 
@@ -55,6 +56,7 @@ class Save:
     folder: Path
     models: Mapping[str, Saved]
     metrics: Mapping[str, float]
+    exports: bool = True
     exported: Mapping[str, tuple[SavedFile, ...]] = field(default_factory=dict)
 
 
@@ -98,6 +100,7 @@ class Checkpoints:
         models: Mapping[str, Saved],
         state: Mapping[str, Checkpointable],
         metrics: Mapping[str, float],
+        exports: bool = True,
         wait: bool = False,
     ) -> None:
         """Start a save of the current state. No other save may be in progress.
@@ -107,10 +110,12 @@ class Checkpoints:
             models: Models to save, by the name of their subfolder.
             state: Further state of the loop, by name.
             metrics: Metrics of the step.
+            exports: True to also write the models as Hugging Face files; adapters are always written.
             wait: True to return when the models are written; otherwise they continue to write their copies.
         """
         assert self._open is None, f"the save of step {self._open} is under way"
-        self._open = Save(step, self._folder / f".step_{step}.saving", dict(models), dict(metrics))
+        folder = self._folder / f".step_{step}.saving"
+        self._open = Save(step, folder, dict(models), dict(metrics), exports)
         shutil.rmtree(self._open.folder, ignore_errors=True)
         with self._dropped_if_it_fails():
             self._write(self._open, state=state, wait=wait)
@@ -221,8 +226,9 @@ class Checkpoints:
         for role, model in save.models.items():
             if role in self._exports:
                 whole, adapter = (f"{folder}{self._exports[role]}" for folder in (EXPORT, ADAPTER))
-                (save.folder / whole).mkdir()
-                exported[whole] = model.export(str(save.folder / whole))
+                if save.exports:
+                    (save.folder / whole).mkdir()
+                    exported[whole] = model.export(str(save.folder / whole))
                 exported[adapter] = model.export_adapter(str(save.folder / adapter))
         self._open = replace(save, exported=exported)
         for name, model in save.models.items():
@@ -305,6 +311,23 @@ def newest_checkpoint(run_dir: str | Path) -> Path:
     if found is None:
         raise RunDirectoryError(f"{run_dir} has no checkpoint")
     return found[1]
+
+
+def exported_model(checkpoint: Path) -> Path:
+    """The folder of a checkpoint with the policy's Hugging Face files.
+
+    Raises:
+        RunDirectoryError: If it has none, naming checkpoints of its run that have them.
+    """
+    if (checkpoint / EXPORT).is_dir():
+        return checkpoint / EXPORT
+    others = sorted(int(match[1]) for each in checkpoint.parent.glob("step_*") if (match := _NAME.fullmatch(each.name)))
+    having = [f"step_{step}" for step in others if (checkpoint.parent / f"step_{step}" / EXPORT).is_dir()]
+    instead = f"Use {' or '.join(having)}, or convert" if having else "Convert"
+    raise RunDirectoryError(
+        f"{checkpoint} has no Hugging Face files, because of checkpointing.export_period. {instead} it: rl convert "
+        f"{checkpoint} FOLDER"
+    )
 
 
 def checkpoint_at(run_dir: str | Path, step: int) -> Path:
