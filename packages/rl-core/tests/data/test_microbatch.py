@@ -82,6 +82,29 @@ def test_token_budgets_hold_unless_a_unit_alone_exceeds_them(rows, max_tokens, p
         assert cost <= max_tokens or part.tolist() in units(lengths, groups)
 
 
+@given(grouped_rows(), st.integers(1, 80), st.integers(0, 12))
+def test_even_microbatches_hold_every_row_within_the_budget(rows, max_tokens, min_count):
+    lengths, groups = rows
+    plan = plan_microbatches(lengths, max_tokens=max_tokens, min_count=min_count, even=True, groups=groups)
+    assert len(plan) >= min_count
+    assert_partition(plan, lengths, groups)
+    tokens = [sum(lengths[row] for row in part) for part in plan]
+    assert all(
+        total <= max_tokens or part.tolist() in units(lengths, groups) for total, part in zip(tokens, plan, strict=True)
+    )
+
+
+def test_even_microbatches_hold_about_as_many_tokens():
+    lengths = np.random.default_rng(0).integers(300, 1100, 64)
+    even, filled = (
+        [int(lengths[part].sum()) for part in plan_microbatches(lengths, max_tokens=8192, min_count=6, even=even)]
+        for even in (True, False)
+    )
+    assert len(even) == len(filled) == 6
+    assert max(even) - min(even) <= lengths.min()
+    assert max(filled) - min(filled) > lengths.max()
+
+
 @given(grouped_rows(), st.integers(1, 8), st.integers(0, 12))
 def test_row_budgets_hold_unless_a_unit_alone_exceeds_them(rows, max_rows, min_count):
     lengths, groups = rows

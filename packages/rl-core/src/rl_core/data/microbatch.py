@@ -68,6 +68,7 @@ def plan_microbatches(
     max_rows: int | None = None,
     padded: bool = False,
     min_count: int = 0,
+    even: bool = False,
     groups: ArrayLike | None = None,
 ) -> list[np.ndarray]:
     """Split one rank's rows into microbatches.
@@ -82,6 +83,8 @@ def plan_microbatches(
         max_rows: Row budget.
         padded: True if padding counts towards `max_tokens`.
         min_count: Return at least this many; microbatches of several units are split, then empty ones follow.
+        even: True to pack about the same number of tokens into each of `min_count` microbatches, if they hold all
+            rows; otherwise the first ones are filled.
         groups: `[rows]`, ids; rows with the same id stay in one microbatch.
 
     Returns:
@@ -95,7 +98,7 @@ def plan_microbatches(
     elif max_tokens is not None and padded:
         plan = _alike(units, max_tokens)
     else:
-        plan = _best_fit(units, max_tokens or 0)
+        plan = (_evenly(units, max_tokens or 0, min_count) if even else None) or _best_fit(units, max_tokens or 0)
     return [_indices([row for unit in bin_ for row in unit.rows]) for bin_ in _at_least(plan, min_count)]
 
 
@@ -130,7 +133,11 @@ class Batching:
         tokens = chosen.train_mb_tokens if training else chosen.logprob_mb_tokens
         return cls(packed=packing.enabled, max_tokens=tokens or rows * config.max_total_sequence_length, max_rows=None)
 
-    def plan(self, batch: Batch, min_count: int = 0) -> list[np.ndarray]:
+    def num_units(self, batch: Batch) -> int:
+        """Return the number of rows, or groups of rows, that microbatches hold whole."""
+        return len(np.unique(batch.array(PAIR))) if PAIR in batch else len(batch)
+
+    def plan(self, batch: Batch, min_count: int = 0, *, even: bool = False) -> list[np.ndarray]:
         """Row indices of each microbatch, as `plan_microbatches`; rows with the same `pair` id stay together."""
         return plan_microbatches(
             batch.ragged(TOKENS).lengths,
@@ -138,6 +145,7 @@ class Batching:
             max_rows=self.max_rows,
             padded=not self.packed,
             min_count=min_count,
+            even=even,
             groups=batch.array(PAIR) if PAIR in batch else None,
         )
 
@@ -206,6 +214,19 @@ def _best_fit(units: Sequence[_Unit], max_tokens: int) -> list[list[_Unit]]:
             plan.append([])
         plan[place].append(unit)
         insort(free, (room - unit.tokens, place))
+    return plan
+
+
+def _evenly(units: Sequence[_Unit], max_tokens: int, count: int) -> list[list[_Unit]] | None:
+    """The longest unit first, each to the microbatch of fewest tokens; None if one would exceed the budget."""
+    plan: list[list[_Unit]] = [[] for _ in range(count)]
+    loads = [(0, place) for place in range(count)]  # a heap of tokens and place in the plan
+    for unit in _by_tokens(units) if count else ():
+        tokens, place = loads[0]
+        if plan[place] and tokens + unit.tokens > max_tokens:
+            return None
+        plan[place].append(unit)
+        heapq.heapreplace(loads, (tokens + unit.tokens, place))
     return plan
 
 

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedConfig
 
 from rl_core.data.batch import Batch
+from rl_core.data.pipeline import Pipeline
 from rl_core.data.ragged import Ragged
 from rl_core.metrics import Metric
 from rl_core.torch.training.backend import Microbatch, Pass
@@ -34,9 +35,9 @@ class DTensorModel:
         self._mesh = mesh
 
     @property
-    def multiple(self) -> int:
-        """Interleaved stages pass microbatches on in rounds of as many as there are pipeline ranks."""
-        return self._mesh.sizes.pp if len(self.sharded.chunks) > 1 else 1
+    def pipeline(self) -> Pipeline:
+        """Pipeline ranks, and the stages of each."""
+        return Pipeline(self._mesh.sizes.pp, len(self.sharded.chunks))
 
     @property
     def shape(self) -> ModelShape:

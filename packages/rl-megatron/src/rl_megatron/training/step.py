@@ -19,6 +19,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from rl_core.data.batch import Batch
+from rl_core.data.pipeline import Pipeline
 from rl_core.data.ragged import Ragged
 from rl_core.metrics import Metric
 from rl_core.torch.training.backend import Microbatch, Pass
@@ -58,12 +59,12 @@ class MegatronModel:
         self._biases: list[Tensor] = []
 
     @property
-    def multiple(self) -> int:
-        """Interleaved schedules pass microbatches on in rounds of as many as there are pipeline ranks."""
-        if parallel_state.get_virtual_pipeline_model_parallel_world_size() is None:
-            return 1
-        size: int = parallel_state.get_pipeline_model_parallel_world_size()
-        return size
+    def pipeline(self) -> Pipeline:
+        """Pipeline ranks, and the virtual stages of each."""
+        return Pipeline(
+            parallel_state.get_pipeline_model_parallel_world_size(),
+            parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
+        )
 
     @property
     def hf_config(self) -> PreTrainedConfig:

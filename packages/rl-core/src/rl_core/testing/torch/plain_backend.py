@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from rl_core.data.batch import Batch
+from rl_core.data.pipeline import Pipeline
 from rl_core.data.ragged import Ragged
 from rl_core.devices import Device
 from rl_core.mesh import Coordinates
@@ -138,7 +139,7 @@ class PlainModel:
         chunk_size: Tokens whose logits exist at one time.
     """
 
-    multiple = 1
+    pipeline = Pipeline()
     shape = None
 
     def __init__(self, hf: PreTrainedModel, role: Role, compute: torch.dtype, chunk_size: int) -> None:

@@ -37,6 +37,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from rl_core.data.batch import Batch
+from rl_core.data.pipeline import Pipeline
 from rl_core.data.ragged import Ragged
 from rl_core.devices import Device
 from rl_core.mesh import Coordinates
@@ -153,8 +154,8 @@ class RankModel(Protocol):
     """This rank's part of a model: passes over microbatches, in which all ranks take part."""
 
     @property
-    def multiple(self) -> int:
-        """The number of microbatches in a pass must be a multiple of this."""
+    def pipeline(self) -> Pipeline:
+        """The pipeline that microbatches pass, from which their number follows."""
         ...
 
     @property

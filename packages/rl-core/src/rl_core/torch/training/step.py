@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from rl_core.data.batch import TOKENS, Batch
 from rl_core.data.microbatch import PAIR, Batching
+from rl_core.data.pipeline import Pipeline
 from rl_core.data.ragged import Ragged
 from rl_core.metrics import Metric
 from rl_core.model import DIVERGENCES, Loss, Read, read_columns
@@ -30,6 +31,8 @@ from rl_core.torch.training.backend import (
 from rl_core.torch.training.loss_pass import LossPass, idle
 from rl_core.torch.training.skipped_steps import SkippedSteps
 
+NO_PIPELINE = Pipeline()
+
 _OF_OTHER_PASSES = frozenset({"prev_logprobs", "ref_logprobs", "generation_logprobs", "advantages"})
 """Columns of losses that compare the pass with logprobs of another one, of trainer, reference or generator."""
 
@@ -42,7 +45,7 @@ def run_reads(
     id_columns = read_columns(reads)
     batch.require(*id_columns)
     batch = batch.only([name for name in batch if name in (TOKENS, PAIR, *id_columns)]).local()
-    plan = plan_together(batch, batching, mesh.control, multiple=model.multiple)
+    plan = plan_together(batch, batching, mesh.control, pipeline=model.pipeline)
     inputs = batch.only([TOKENS, *id_columns])
 
     def collect(microbatch: Microbatch, columns: Mapping[str, Tensor]) -> dict[str, np.ndarray] | None:
@@ -115,6 +118,7 @@ def run_train_step(
         **loss_pass.metrics(),
         **own,
         **_packing(run, batching),
+        **_waiting(run, model.pipeline),
         "grad_norm": Metric(norm, reduction="max", over_updates="mean"),
         "lr": Metric(float(lr), reduction="max", over_updates="last"),
         "skipped_steps": Metric(float(not steps), reduction="max", over_updates="sum"),
@@ -128,6 +132,14 @@ def _packing(run: Pass, batching: Batching) -> dict[str, Metric]:
     return {"packing_efficiency": Metric(float(run.num_tokens), len(run.microbatches) * batching.max_tokens)}
 
 
+def _waiting(run: Pass, pipeline: Pipeline) -> dict[str, Metric]:
+    """The share of the step for which pipeline ranks wait, by the number of microbatches; nothing without a
+    pipeline."""
+    if pipeline.size == 1:
+        return {}
+    return {"pipeline_bubble": Metric(pipeline.bubble(len(run.microbatches)), reduction="max", over_updates="mean")}
+
+
 def _clip(optimizer: RankOptimizer, norm: float, max_norm: float | None) -> None:
     """Scale a gradient of this norm down to `max_norm`, as `torch.nn.utils.clip_grad_norm_` does."""
     if max_norm is not None and (factor := max_norm / (norm + 1e-6)) < 1.0:
@@ -135,19 +147,23 @@ def _clip(optimizer: RankOptimizer, norm: float, max_norm: float | None) -> None
 
 
 def plan_together(
-    batch: Batch, batching: Batching, group: dist.ProcessGroup | None, *, multiple: int = 1
+    batch: Batch, batching: Batching, group: dist.ProcessGroup | None, *, pipeline: Pipeline = NO_PIPELINE
 ) -> list[np.ndarray]:
     """Microbatches of this rank's shard, as many as on every other rank of the group (some may be empty).
+
+    In a pipeline there are more of them than the budget demands, with about the same number of tokens in each, so that
+    its ranks wait less for one another.
 
     Args:
         batch: This rank's shard.
         batching: Layout of the rows, and the budget of a microbatch.
         group: On a backend that reduces CPU tensors.
-        multiple: What their number is rounded up to.
+        pipeline: The pipeline that they pass.
     """
-    count = torch.tensor(len(batching.plan(batch)))
+    wanted = pipeline.wanted(batching.num_units(batch), _num_tokens(batch))
+    count = torch.tensor(max(len(batching.plan(batch)), wanted if len(batch) else 0))
     dist.all_reduce(count, op=dist.ReduceOp.MAX, group=group)
-    return batching.plan(batch, min_count=-(-int(count) // multiple) * multiple)
+    return batching.plan(batch, min_count=pipeline.rounded(int(count)), even=pipeline.size > 1)
 
 
 def in_row_order(
@@ -197,7 +213,7 @@ def _pass(
 ) -> Pass:
     """The pass of a loss, whose rows also have the columns that the model itself needs; collective."""
     columns = loss_pass.columns.with_columns(model.extra_columns(batch, for_loss=True))
-    plan = plan_together(columns, batching, mesh.control, multiple=model.multiple)
+    plan = plan_together(columns, batching, mesh.control, pipeline=model.pipeline)
     loss = loss_pass.loss
     microbatches = _on_device(columns, plan, read_columns(loss.reads), mesh)
     compares = not _OF_OTHER_PASSES.isdisjoint(loss.columns)
