@@ -117,6 +117,12 @@ def test_types_are_megatrons():
     assert "moe_permute_fusion needs Transformer Engine, which is not installed" in missing
 
 
+def test_a_dispatcher_that_is_not_installed_is_refused_before_anything_starts():
+    (problem,) = check({"megatron_cfg": {"moe_token_dispatcher_type": "flex"}})
+    assert "needs DeepEP, which is not installed" in problem
+    assert "cluster.worker_envs=shared; or set alltoall" in problem
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return write_family(tmp_path_factory.mktemp("model"), "qwen3")

@@ -77,8 +77,9 @@ class MegatronConfig(BackendConfig):
     moe_per_layer_logging: Annotated[bool, WhenChanged.RESUME] = False
     """Report that loss for each layer, in addition to its mean over layers."""
     moe_token_dispatcher_type: Annotated[Literal["alltoall", "flex"], WhenChanged.RESUME] = "alltoall"
-    """Transport of tokens to the ranks of their experts: `alltoall` by NCCL, or `flex` by DeepEP, which must be
-    installed and runs on GPUs only. Megatron's `allgather` needs the same number of tokens on every rank, but rows have
+    """Transport of tokens to the ranks of their experts: `alltoall` by NCCL, or `flex` by DeepEP, on GPUs only. No
+    package of DeepEP exists, so it must be built in the driver's environment, with `cluster.worker_envs=shared`.
+    Megatron's `allgather` needs the same number of tokens on every rank, but rows have
     different lengths."""
     moe_router_bias_update_rate: float = Field(default=0.0, ge=0)
     """Step size of the biases with which routers of some models (DeepSeek-V3) balance experts; 0 leaves them

@@ -32,6 +32,12 @@ def check(section: Mapping[str, Any]) -> list[str]:
     has_te = importlib.util.find_spec("transformer_engine") is not None
     if is_8_bit and not has_te:
         return ["megatron_cfg.fp8_cfg.enabled needs Transformer Engine, which is not installed: rl-megatron[te]"]
+    if backend.get("moe_token_dispatcher_type") == "flex" and importlib.util.find_spec("deep_ep") is None:
+        return [
+            "megatron_cfg.moe_token_dispatcher_type=flex needs DeepEP, which is not installed, and no package has it: "
+            "build it from the DeepEP repository in the environment that this run is started from, together with "
+            "rl-megatron[te], with cluster.worker_envs=shared; or set alltoall"
+        ]
     given = backend.get("megatron_kwargs", {})
     problems = list(kwargs_problems(given, has_te=has_te)) if given else []
     has_adapters = section.get("lora_cfg", {}).get("enabled", False)

@@ -93,7 +93,11 @@ def _kernel(backend: AttentionBackend) -> Attend:
         remedy = f"on GPUs set cluster.worker_envs=isolated, whose environments have it, or install it here ({install})"
         return _flash("flash_attn", remedy, takes_dropout=True)
     if backend == "flash_attention_3":
-        return _flash("flash_attn_interface", "build it from hopper/ of the flash-attention repository")
+        remedy = (
+            "no package has it: build it from hopper/ of the flash-attention repository in the environment that this "
+            "run is started from, with cluster.worker_envs=shared"
+        )
+        return _flash("flash_attn_interface", remedy)
     return _KERNELS[backend]
 
 
