@@ -15,6 +15,13 @@ from rl_core.torch.optim.optimizer import build_optimizer, build_schedule
 from rl_megatron.engine_names import name_problems
 from rl_megatron.transformer_fields import FUSIONS, WITH_TE
 
+NO_DEEP_EP = (
+    "megatron_cfg.moe_token_dispatcher_type=flex needs DeepEP, which is not installed, and no package has it: build it "
+    "from the DeepEP repository in the environment that this run is started from, together with rl-megatron[te], with "
+    "cluster.worker_envs=shared; or set alltoall"
+)
+"""Problem of a dispatcher that no environment has which is built for workers."""
+
 
 def check(section: Mapping[str, Any]) -> list[str]:
     """Problems of a model's section of a resolved config, as text: the optimizer and the schedules are built on one
@@ -33,11 +40,7 @@ def check(section: Mapping[str, Any]) -> list[str]:
     if is_8_bit and not has_te:
         return ["megatron_cfg.fp8_cfg.enabled needs Transformer Engine, which is not installed: rl-megatron[te]"]
     if backend.get("moe_token_dispatcher_type") == "flex" and importlib.util.find_spec("deep_ep") is None:
-        return [
-            "megatron_cfg.moe_token_dispatcher_type=flex needs DeepEP, which is not installed, and no package has it: "
-            "build it from the DeepEP repository in the environment that this run is started from, together with "
-            "rl-megatron[te], with cluster.worker_envs=shared; or set alltoall"
-        ]
+        return [NO_DEEP_EP]
     given = backend.get("megatron_kwargs", {})
     problems = list(kwargs_problems(given, has_te=has_te)) if given else []
     has_adapters = section.get("lora_cfg", {}).get("enabled", False)
