@@ -26,6 +26,7 @@ FAMILIES = {
     "mixtral": {},
 }
 EXPERTS = ("qwen3_moe", "mixtral")
+UNSHARDED = {"gradient_accumulation": "unsharded"}
 KINDS: Mapping[str, str] = {
     "1": "data",
     "fsdp2": "data",
@@ -108,8 +109,12 @@ def test_a_mesh_trains_and_streams_as_one_process(ranks, prepared, family, case)
         ("qwen3", 4, {**PIPELINE, **TENSOR, "sequence_parallel": True}),
         ("qwen3", 4, {**PIPELINE, **CONTEXT}),
         ("qwen3_moe", 2, {**CONTEXT, "expert_parallel_size": 2}),
+        ("llama", 4, {"dp_replicate_size": 2, **UNSHARDED}),
+        ("llama", 4, {**TENSOR, **UNSHARDED}),
+        ("llama", 4, {**PIPELINE, **UNSHARDED}),
+        ("mixtral", 4, {"expert_parallel_size": 2, "cpu_offload": True, **UNSHARDED}),
     ],
-    ids=["pp2 x tp2+sp", "pp2 x cp2", "cp2 x ep2"],
+    ids=str,
 )
 def test_other_axes_go_together(ranks, prepared, family, num_ranks, settings):
     folder, expected = prepared(family, False)

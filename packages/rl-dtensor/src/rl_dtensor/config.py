@@ -26,6 +26,10 @@ AttentionBackend = Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_
 """Kernels that compute attention; see `rl_dtensor.model.kernels`."""
 
 
+GradientAccumulation = Literal["auto", "sharded", "unsharded"]
+"""How gradients of several microbatches are added up; see `rl_dtensor.parallel.accumulation`."""
+
+
 class DTensorConfig(BackendConfig):
     """Training on PyTorch DTensor and FSDP2: mesh, memory and kernels."""
 
@@ -64,6 +68,11 @@ class DTensorConfig(BackendConfig):
     cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory and load parameters layer by layer. On `cpu` they
     are there already."""
+    gradient_accumulation: GradientAccumulation = "auto"
+    """How gradients of the microbatches of a step are added up. `sharded` reduces them over the ranks after every
+    microbatch. `unsharded` adds them up on each rank and reduces once, after the last microbatch, which takes 4 bytes
+    of device memory for each parameter of the rank's layers. `auto` uses `unsharded` if parameters, optimizer state and
+    these gradients fit into half of the device's memory, and logs its choice; on `cpu` it is `sharded`."""
     activation_checkpointing: bool = False
     """Keep only the input of each layer and recompute the rest in the backward pass."""
     recompute_granularity: Literal["full", "selective"] = "full"

@@ -12,6 +12,7 @@ from rl_core.torch.training.backend import TrainingParts
 from rl_core.torch.training.worker import TrainingWorker
 from rl_dtensor.config import DTensorConfig
 from rl_dtensor.model.build import build_model
+from rl_dtensor.parallel.accumulation import GradientMemory, keeps_whole_gradients
 from rl_dtensor.parallel.mesh import Mesh
 from rl_dtensor.training.optimizer import build_sharded_optimizer
 from rl_dtensor.training.residency import ModelResidency
@@ -48,8 +49,13 @@ def build_parts(
     is_packed = Batching.of(config, training=True).packed
     model = build_model(config, backend, spec, folder=folder, is_packed=is_packed, mesh=mesh)
     inner = build_sharded_optimizer(config.optimizer, model.trained_groups()) if spec.trains else None
+    keeps_whole = spec.trains and keeps_whole_gradients(
+        backend.gradient_accumulation,
+        GradientMemory.of(model.parameters(), cpu_offload=backend.cpu_offload),
+        mesh,
+    )
     return TrainingParts(
-        DTensorModel(model, mesh),
+        DTensorModel(model, mesh, keeps_whole_gradients=keeps_whole),
         model.weights,
         None if inner is None else ShardedOptimizer(inner, model, mesh),
         TrainingState(model, inner, mesh),

@@ -150,6 +150,11 @@ class Device(ABC):
     def memory_bytes(self) -> int:
         """Memory that this process uses: of the device if it has its own, else of the host."""
 
+    @property
+    def capacity_bytes(self) -> int | None:
+        """Memory of the device itself; None if it has none of its own."""
+        return None
+
     @abstractmethod
     def rng_state(self) -> dict[str, Any]:
         """State of torch's random generators, the host's among them."""

@@ -42,6 +42,7 @@ from rl_dtensor.model.rope import fix_frequencies
 from rl_dtensor.model.settings import device_problems, kernel_problems
 from rl_dtensor.model.shape import shape_of
 from rl_dtensor.model.tiny import is_dropout
+from rl_dtensor.model.units import ends_of, units_of
 from rl_dtensor.model.weights import SCORE, Catalog, Weights, tied_pairs
 from rl_dtensor.parallel.experts import expert_modules, split_experts
 from rl_dtensor.parallel.fsdp import shard_model
@@ -202,6 +203,7 @@ class _Builder:
         if backend.moe_router_replay:
             split = mesh.sizes.tp > 1 and backend.sequence_parallel
             replay = Replay(hf, (mesh.on("tp"), mesh.sizes.tp) if split else (0, 1))
+        ends = ends_of(hf) if stages is None else (stages.embedding, stages.final_norm)
         if stages is not None:
             stages.cut(hf, stage)
         if mesh.sizes.tp > 1:
@@ -230,19 +232,18 @@ class _Builder:
             head=HeadShard(vocab, backend.sequence_parallel),
             replay=replay,
         )
-        self._shard(model, experts, kept)
+        self._shard(model, ends, experts, kept)
         if stages is not None:
             layout = lay_out(probe_row(hf.config, mesh.device), Alignment(), is_packed=self.is_packed)
             stages.check_cut(hf, model.rows_of(layout), len(layout.places), mesh.device)
         return model
 
-    def _shard(self, model: ReadingModel, experts: list[nn.Module], kept: Kept) -> None:
+    def _shard(self, model: ReadingModel, ends: tuple[str, str] | None, experts: list[nn.Module], kept: Kept) -> None:
         mesh, offloads = self.mesh, self.backend.cpu_offload
+        layers, wide = decoder_layers(model.hf), self._wide(model, kept)
         shard_model(
             model,
-            decoder_layers(model.hf),
-            self._wide(model, kept),
-            experts,
+            units_of(model.hf, ends, layers=layers, experts=experts, wide=wide),
             replicated=set(self._replicated(model, kept)),
             mesh=mesh,
             compute=self._compute,

@@ -28,7 +28,7 @@ from rl_core.torch.training.lora import (
     nothing_adapted,
     peft_layers,
 )
-from rl_dtensor.parallel.experts import expert_modules
+from rl_dtensor.parallel.experts import STACK_DIMS, expert_modules
 from rl_dtensor.parallel.fsdp import local, local_slices, whole
 from rl_dtensor.parallel.local_parameters import Parameters, compute_on
 
@@ -36,7 +36,6 @@ ADAPTER = "default"
 BASE = ".base_layer"
 STACKED_A, STACKED_B = "lora_A_", "lora_B_"
 """Prefixes of the name of a stacked weight in the names of its factors, parameters of the same module."""
-STACK_DIMS = 3
 LINEAR = (nn.Linear.forward, Conv1D.forward)
 """Forward functions of the modules that take adapters. The latter is that of GPT-2 and its kin, whose weights are
 transposed. A router may be a linear layer that returns more than its product, which is another function."""

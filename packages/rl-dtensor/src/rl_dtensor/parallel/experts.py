@@ -19,6 +19,9 @@ NUM_ARGUMENTS = 3
 """Number of arguments of stacked experts: hidden states `[tokens, hidden]`, ids of the chosen experts and their weights
 `[tokens, k]`."""
 
+STACK_DIMS = 3
+"""Dims of the stacked weights of experts: experts, and those of each weight."""
+
 WHOLE_EXPERTS = "set dtensor_cfg.expert_parallel_size=1 and tensor_parallel_size=1"
 
 
@@ -27,7 +30,7 @@ def expert_modules(hf: PreTrainedModel) -> list[nn.Module]:
     return [
         module
         for name, module in hf.named_modules()
-        if name.endswith(".experts") and any(part.dim() == 3 for part in module.parameters(recurse=False))
+        if name.endswith(".experts") and any(part.dim() == STACK_DIMS for part in module.parameters(recurse=False))
     ]
 
 

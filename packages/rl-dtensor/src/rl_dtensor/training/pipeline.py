@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,21 +13,24 @@ from torch import Tensor
 from rl_core.torch.training.backend import Microbatch, Pass
 from rl_dtensor.model.layout import Layout
 from rl_dtensor.model.model import ShardedModel
+from rl_dtensor.parallel.accumulation import Accumulation
 from rl_dtensor.parallel.mesh import Direction, Mesh
 from rl_dtensor.parallel.schedule import forward_only, one_forward_one_backward
 
 
-def run_pipeline(model: ShardedModel, run: Pass, *, mesh: Mesh, backward: bool) -> list[Any]:
+def run_pipeline(
+    model: ShardedModel, run: Pass, *, mesh: Mesh, accumulations: Sequence[Accumulation] | None = None
+) -> list[Any]:
     """Pass all microbatches through all pipeline ranks; on the last, what `on_reads` returned for each, in order.
 
     Args:
         model: This rank's chunks of the model.
         run: Microbatches, and what to compute from each.
         mesh: Mesh, whose `pp` axis is the pipeline.
-        backward: True to run backward passes too.
+        accumulations: Accumulation of gradients of each chunk, to run backward passes too; None to run none.
     """
-    work = _Run(model, run, mesh, backward)
-    order = one_forward_one_backward if backward else forward_only
+    work = _Run(model, run, mesh, accumulations)
+    order = forward_only if accumulations is None else one_forward_one_backward
     for action in order(mesh.on("pp"), mesh.sizes.pp, len(model.chunks), len(run.microbatches)):
         if action.kind == "forward":
             work.forward(action.chunk, action.microbatch)
@@ -49,11 +53,15 @@ class _Run:
     model: ShardedModel
     run: Pass
     mesh: Mesh
-    has_backward: bool
+    accumulations: Sequence[Accumulation] | None
     results: dict[int, Any] = field(default_factory=dict)
     _laid_out: dict[int, tuple[Microbatch, Layout]] = field(default_factory=dict)
     _passed: dict[tuple[int, int], _Passed] = field(default_factory=dict)
     _sent: list[tuple[dist.Work, Tensor]] = field(default_factory=list)
+
+    @property
+    def has_backward(self) -> bool:
+        return self.accumulations is not None
 
     def forward(self, chunk: int, index: int) -> None:
         microbatch, layout = self._lay_out(index)
@@ -74,6 +82,9 @@ class _Run:
             del self._laid_out[index]
 
     def backward(self, chunk: int, index: int) -> None:
+        assert self.accumulations is not None
+        # the schedule has the backward passes of each chunk in the order of microbatches
+        self.accumulations[chunk].before_backward(is_last=index == len(self.run.microbatches) - 1)
         passed = self._passed.pop((chunk, index))
         stage = self.model.stages_here[chunk]
         grad = None

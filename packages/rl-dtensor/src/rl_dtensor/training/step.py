@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from transformers import PreTrainedConfig
 
@@ -18,6 +19,7 @@ from rl_core.metrics import Metric
 from rl_core.torch.training.backend import Microbatch, Pass
 from rl_core.torch.training.flops import ModelShape
 from rl_dtensor.model.model import ShardedModel
+from rl_dtensor.parallel.accumulation import Accumulation
 from rl_dtensor.parallel.mesh import Mesh
 from rl_dtensor.training.gradients import average_replicated, grad_norm, local_grads, sum_tied
 from rl_dtensor.training.pipeline import run_pipeline
@@ -28,11 +30,15 @@ class DTensorModel:
 
     Args:
         sharded: This rank's part.
+        keeps_whole_gradients: True to add up whole gradients of the microbatches on each rank.
     """
 
-    def __init__(self, sharded: ShardedModel, mesh: Mesh) -> None:
+    def __init__(self, sharded: ShardedModel, mesh: Mesh, *, keeps_whole_gradients: bool = False) -> None:
         self.sharded = sharded
         self._mesh = mesh
+        self._accumulations = [
+            Accumulation(cast("FSDPModule", chunk), keeps_whole=keeps_whole_gradients) for chunk in sharded.chunks
+        ]
 
     @property
     def pipeline(self) -> Pipeline:
@@ -63,7 +69,7 @@ class DTensorModel:
         """Forward through all stages."""
         self.sharded.train(False)
         with torch.no_grad():
-            results = run_pipeline(self.sharded, run, mesh=self._mesh, backward=False)
+            results = run_pipeline(self.sharded, run, mesh=self._mesh)
         self.sharded.reshard_all()
         return results
 
@@ -75,7 +81,11 @@ class DTensorModel:
             return part * self._mesh.num_gradients  # FSDP averages over them
 
         self.sharded.train(True, compares=run.compares)
-        run_pipeline(self.sharded, replace(run, on_reads=share), mesh=self._mesh, backward=True)
+        try:
+            run_pipeline(self.sharded, replace(run, on_reads=share), mesh=self._mesh, accumulations=self._accumulations)
+        finally:
+            for accumulation in self._accumulations:
+                accumulation.abandon()
         average_replicated(self.sharded, self._mesh)
         sum_tied(self.sharded, self._mesh)
         return {}

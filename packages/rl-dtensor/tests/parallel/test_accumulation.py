@@ -1,0 +1,124 @@
+"""Gradients of several microbatches are brought together once, or after each of them."""
+
+import logging
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig
+
+from rl_core.data.batch import Batch
+from rl_core.data.microbatch import shard
+from rl_core.model import ModelSpec
+from rl_core.model_config import ModelConfig, SequencePackingConfig
+from rl_core.selfcheck.losses import TokenLoss
+from rl_core.selfcheck.pooled_model import PooledModel
+from rl_core.selfcheck.torch.selfcheck import SGD
+from rl_dtensor.parallel.accumulation import GradientMemory, keeps_whole_gradients
+from rl_dtensor.selfcheck import CHECK, write_tiny
+
+NUM_LAYERS, NUM_MICROBATCHES = 2, 3
+UNSHARDED = {"gradient_accumulation": "unsharded"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    config = AutoConfig.for_model("llama", tie_word_embeddings=False, num_hidden_layers=NUM_LAYERS)
+    return write_tiny(config, tmp_path_factory.mktemp("llama"))
+
+
+def open_model(ranks, folder, num_ranks, **settings):
+    packing = SequencePackingConfig(enabled=True, train_mb_tokens=16)
+    config = ModelConfig(model_name=str(folder), precision="float32", optimizer=SGD, sequence_packing=packing)
+    return PooledModel(ranks, "rl_dtensor.selfcheck:build", config, ModelSpec(), num_ranks, **settings)
+
+
+def even_batch(num_shards, seed=0):
+    """A batch of which every shard is three microbatches."""
+    batch = CHECK.batch(seed)
+    return Batch.concat([batch.select(np.array([2]))] * NUM_MICROBATCHES * num_shards)
+
+
+def shards(batch, num_shards):
+    return [batch.select(rows) for rows in shard(batch.ragged("tokens").lengths, num_shards)]
+
+
+def counts(ranks, folder, num_ranks, **settings):
+    with open_model(ranks, folder, num_ranks, **settings) as model:
+        num_shards = model.call("coordinates")[0].along("dp")
+        args = [(part, TokenLoss()) for part in shards(even_batch(num_shards), num_shards)]
+        return ranks.run("accumulation_cases:counted_step", args)
+
+
+def test_every_unit_is_gathered_for_each_pass_and_reduced_as_often_as_the_accumulation_says(ranks, folder):
+    each = counts(ranks, folder, 2, gradient_accumulation="sharded")[0]
+    once = counts(ranks, folder, 2, **UNSHARDED)[0]
+    # the embedding and the end are gathered once, layers for both directions
+    assert each["gathers"] == once["gathers"] == NUM_MICROBATCHES * (2 + 2 * NUM_LAYERS)
+    assert once["scatters"] == 2 + NUM_LAYERS
+    assert each["scatters"] == NUM_MICROBATCHES * once["scatters"]
+    assert each["elements of scatters"] == NUM_MICROBATCHES * once["elements of scatters"]
+
+
+def test_replicas_add_up_gradients_once_a_step(ranks, folder):
+    each = counts(ranks, folder, 4, dp_replicate_size=2, gradient_accumulation="sharded")[0]
+    once = counts(ranks, folder, 4, dp_replicate_size=2, **UNSHARDED)[0]
+    assert each["all-reduces"] == once["all-reduces"] == 2 + NUM_LAYERS
+    assert each["elements of all-reduces"] == once["elements of all-reduces"]
+    assert each["scatters"] == NUM_MICROBATCHES * once["scatters"]
+
+
+@pytest.mark.parametrize(("num_ranks", "settings"), [(2, UNSHARDED), (4, {"dp_replicate_size": 2})], ids=str)
+def test_a_pass_that_failed_leaves_nothing_to_the_next(ranks, folder, num_ranks, settings):
+    batch = even_batch(num_ranks, seed=1)
+    with open_model(ranks, folder, num_ranks, **settings) as model:
+        expected = model.train_steps([batch], TokenLoss())
+    with open_model(ranks, folder, num_ranks, **settings) as model:
+        args = [(part,) for part in shards(even_batch(num_ranks), num_ranks)]
+        assert ranks.run("accumulation_cases:fail", args) == ["the second microbatch"] * num_ranks
+        assert model.train_steps([batch], TokenLoss()) == expected
+
+
+def test_stacks_of_fewer_experts_than_ranks_lie_on_all_of_them(ranks, tmp_path):
+    config = AutoConfig.for_model("mixtral")
+    folder = write_tiny(config, tmp_path / "model", sizes={**_sizes(), "num_local_experts": 2})
+    with open_model(ranks, folder, 4):
+        found = ranks.run("accumulation_cases:placements", [("experts",)] * 4)
+    for parts in found:
+        assert {placed for placed, _ in parts.values()} == {"(Shard(dim=1),)", "(Shard(dim=2),)"}
+        assert all(parts[name][1] == found[0][name][1] > 0 for name in parts)
+
+
+def _sizes():
+    from rl_dtensor.model.tiny import SMALL
+
+    return SMALL
+
+
+@pytest.fixture
+def alone():
+    """A group of this process."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def mesh_with(capacity, num_gradients=8):
+    kind = SimpleNamespace(capacity_bytes=capacity)
+    return SimpleNamespace(kind=kind, control=None, rank=0, num_gradients=num_gradients)
+
+
+def test_whole_gradients_are_kept_if_they_fit_and_save_something(alone, caplog):
+    caplog.set_level(logging.INFO)
+    memory = GradientMemory.of([nn.Parameter(torch.zeros(100)), nn.Parameter(torch.zeros(7), False)], cpu_offload=False)
+    assert memory == GradientMemory(state=107 * 4 + 100 * 12, whole=400)
+    needed = 2 * (memory.state + memory.whole)
+    assert keeps_whole_gradients("auto", memory, mesh_with(needed))
+    assert "keeps unsharded gradients" in caplog.text
+    assert not keeps_whole_gradients("auto", memory, mesh_with(needed - 1))
+    assert not keeps_whole_gradients("auto", memory, mesh_with(needed, num_gradients=1))
+    assert not keeps_whole_gradients("auto", memory, mesh_with(None))
+    assert keeps_whole_gradients("unsharded", memory, mesh_with(None))
+    assert not keeps_whole_gradients("sharded", memory, mesh_with(needed))
