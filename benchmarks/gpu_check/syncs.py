@@ -11,9 +11,9 @@ from rl_core.data.batch import Batch
 from rl_core.model import LOGPROBS
 from rl_core.torch.training.worker import TrainingWorker
 
-MOST_PER_MICROBATCH = 8
-"""Waits per microbatch for copies of its columns and bounds from pageable memory; more waits indicate an operation
-inside the model."""
+MOST_PER_MICROBATCH = 0
+"""Waits per microbatch: it is laid out on the host and copied without a wait, and what a step reports is read at its
+end."""
 FEW, MANY = 1, 5
 """Numbers of microbatches of two steps, whose difference is the cost of one more microbatch."""
 

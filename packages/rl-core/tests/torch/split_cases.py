@@ -15,7 +15,7 @@ from rl_core.torch.heads import reads
 from rl_core.torch.heads.divergences import Other, divergences
 from rl_core.torch.heads.kept_tokens import WholeVocabulary, lowest_kept
 from rl_core.torch.heads.logprobs import Head, LogitTransform
-from rl_core.torch.heads.split_reads import join_tokens, split_language_reads
+from rl_core.torch.heads.split_reads import HeldTokens, join_tokens, split_language_reads
 from rl_core.torch.heads.vocab_parallel import VocabShard, vocab_parallel_reads
 from rl_core.torch.loss import Rows
 
@@ -145,9 +145,10 @@ def row_errors(rank: Rank, shares_vocabulary: bool, group: dist.ProcessGroup) ->
         places = torch.cat([places[index::world].flip(0), torch.tensor([-1, -1])])
     local_hidden = torch.where((places < 0)[:, None], 7.0, hidden[places]).requires_grad_()
     local_weight = (rows_of(rank, case, weight) if shares_vocabulary else weight.clone()).requires_grad_()
+    held = HeldTokens(*map(torch.from_numpy, HeldTokens.arrays(places.numpy(), offsets.numpy())))
     found = split_language_reads(
         local_hidden,
-        places,
+        held,
         flat,
         Head(local_weight),
         [LOGPROBS, ENTROPY, topk(case.k), logprobs_at("candidates"), COLLISION],
@@ -171,7 +172,7 @@ def row_errors(rank: Rank, shares_vocabulary: bool, group: dist.ProcessGroup) ->
     errors["grad_hidden"] = (local_hidden.grad[kept] - whole[0].grad[places[kept]]).abs().max().item()
     errors["grad_padding"] = local_hidden.grad[~kept].abs().sum().item()
     errors["grad_weight"] = grad.abs().max().item()
-    together = join_tokens(places.double(), places, num_tokens, None if shares_vocabulary else group)
+    together = join_tokens(held.tokens.double(), held.tokens, num_tokens, None if shares_vocabulary else group)
     errors["joined"] = (together - torch.arange(num_tokens)).abs().max().item()
     return errors
 

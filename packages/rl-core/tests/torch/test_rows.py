@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from rl_core.data.batch import Batch
 from rl_core.data.ragged import Ragged
 from rl_core.model import ENTROPY, SCORES, VALUES, logprobs_at, topk
-from rl_core.torch.heads.reads import check_reads, following, score_reads, value_reads
+from rl_core.torch.heads.reads import check_reads, score_reads, value_reads
 from rl_core.torch.rows import idle_rows, packed, padded, to_rows
 
 CPU = torch.device("cpu")
@@ -68,8 +68,7 @@ def test_a_row_without_tokens_is_named():
 def test_following_leaves_out_the_first_of_each_row(rows):
     firsts = np.cumsum([0, *map(len, rows[:-1])]).tolist()
     total = sum(map(len, rows))
-    found = following(torch.tensor(np.cumsum([0, *map(len, rows)])))
-    assert found.tolist() == [index for index in range(total) if index not in firsts]
+    assert rows_from(rows).followers.tolist() == [index for index in range(total) if index not in firsts]
 
 
 def test_values_move_one_token_on_and_scores_come_from_the_last():

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from rl_core.data.batch import TOKENS
 from rl_core.model import UNDIVIDED
+from rl_core.torch.host_arrays import to_device
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,51 @@ class Rows:
     offsets: Tensor
     columns: Mapping[str, Tensor]
 
+    @classmethod
+    def laid_out(
+        cls,
+        offsets: Tensor,
+        columns: Mapping[str, Tensor],
+        host_offsets: np.ndarray,
+        host_columns: Mapping[str, np.ndarray],
+    ) -> Rows:
+        """Rows that the host has too, so that it does not wait for the device to read them.
+
+        Args:
+            offsets: Where each row starts and ends.
+            columns: Columns on the compute device.
+            host_offsets: The offsets on the host.
+            host_columns: Columns on the host, all or some.
+        """
+        rows = cls(offsets, columns)
+        # not fields: `dataclasses.replace` would keep them with other offsets
+        rows.__dict__.update(host_offsets=host_offsets, _host_columns=host_columns)
+        return rows
+
+    @cached_property
+    def host_offsets(self) -> np.ndarray:
+        """Int64 `[rows + 1]`, the offsets on the host; waits for the device unless the rows were made with them."""
+        return self.offsets.cpu().numpy()
+
+    @cached_property
+    def _host_columns(self) -> Mapping[str, np.ndarray]:
+        return {}
+
+    def host_column(self, name: str) -> np.ndarray:
+        """A column on the host; waits for the device unless the rows were made with it."""
+        found = self._host_columns.get(name)
+        return self.columns[name].cpu().numpy() if found is None else found
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens of all rows."""
+        return int(self.host_offsets[-1])
+
+    @cached_property
+    def followers(self) -> Tensor:
+        """int64 indices of the tokens that follow another in their row: all but the first of each."""
+        return to_device([followers_of(self.host_offsets)], self.offsets.device)[0]
+
     def __getitem__(self, name: str) -> Tensor:
         return self.columns[name]
 
@@ -38,7 +86,7 @@ class Rows:
     def row_of_token(self) -> Tensor:
         """int64 `[tokens]`, the row each token belongs to."""
         rows = torch.arange(len(self), device=self.offsets.device)
-        return torch.repeat_interleave(rows, self.offsets.diff())
+        return torch.repeat_interleave(rows, self.offsets.diff(), output_size=self.num_tokens)
 
     def row_sums(self, values: Tensor) -> Tensor:
         """`[rows]`, the sum of token values over each row; differentiable, float32 or wider."""
@@ -54,6 +102,17 @@ class Rows:
         values = self.columns[name]
         # every row has at least one token, so that equal counts mean one token in each
         return values if len(values) == len(self.columns[TOKENS]) else self.spread(values)
+
+
+def followers_of(offsets: np.ndarray) -> np.ndarray:
+    """int64 indices of the tokens that follow another in their row.
+
+    Args:
+        offsets: Where each row starts and ends.
+    """
+    is_follower = np.ones(int(offsets[-1]) + 1, dtype=bool)
+    is_follower[offsets] = False
+    return np.flatnonzero(is_follower)
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,13 @@ from torch import Tensor
 
 from rl_core.data.batch import TOKENS, Batch
 from rl_core.data.ragged import Ragged
+from rl_core.torch.host_arrays import to_device
 from rl_core.torch.loss import Rows
 
 
 def to_rows(batch: Batch, device: torch.device) -> Rows:
-    """All columns of a local batch on the device; floating columns become float32, `tokens` int64.
+    """All columns of a local batch on the device, by one copy that the host does not wait for; floating columns become
+    float32, `tokens` int64.
 
     Raises:
         ValueError: Naming a column that is not numeric or not aligned with `tokens`, or a row without tokens.
@@ -29,9 +31,10 @@ def to_rows(batch: Batch, device: torch.device) -> Rows:
         if isinstance(column, Ragged) and not np.array_equal(column.offsets, tokens.offsets):
             raise ValueError(f"column {name!r} is not aligned with {TOKENS!r}: its rows have other lengths")
         values = column.values if isinstance(column, Ragged) else column
-        columns[name] = _tensor(name, values, device)
-    columns[TOKENS] = columns[TOKENS].long()
-    return Rows(torch.as_tensor(tokens.offsets, device=device), columns)
+        columns[name] = _for_device(name, values)
+    columns[TOKENS] = columns[TOKENS].astype(np.int64)
+    offsets, *moved = to_device([tokens.offsets, *columns.values()], device)
+    return Rows.laid_out(offsets, dict(zip(columns, moved, strict=True)), tokens.offsets, columns)
 
 
 def idle_rows(device: torch.device, id_columns: Sequence[str] = ()) -> Rows:
@@ -41,19 +44,20 @@ def idle_rows(device: torch.device, id_columns: Sequence[str] = ()) -> Rows:
         device: Device of the columns.
         id_columns: Columns of ids that reads take; they hold none.
     """
-    columns = {name: torch.full((2, 1), -1, dtype=torch.int32, device=device) for name in id_columns}
-    tokens = torch.zeros(2, dtype=torch.int64, device=device)
-    return Rows(torch.tensor([0, 2], device=device), {TOKENS: tokens, **columns})
+    columns = {TOKENS: np.zeros(2, dtype=np.int64), **{name: np.full((2, 1), -1, np.int32) for name in id_columns}}
+    host_offsets = np.array([0, 2])
+    offsets, *moved = to_device([host_offsets, *columns.values()], device)
+    return Rows.laid_out(offsets, dict(zip(columns, moved, strict=True)), host_offsets, columns)
 
 
-def _tensor(name: str, values: np.ndarray, device: torch.device) -> Tensor:
+def _for_device(name: str, values: np.ndarray) -> np.ndarray:
     if values.dtype.kind not in "biuf":
         raise ValueError(
             f"column {name!r} of dtype {values.dtype} cannot go to a device; leave it out of the loss's columns"
         )
     if values.dtype.kind == "f":
         values = values.astype(np.float32, copy=False)
-    return torch.tensor(values, device=device)
+    return values
 
 
 @dataclass(frozen=True)
@@ -75,29 +79,33 @@ class ModelInputs:
     @property
     def cu_seqlens(self) -> Tensor:
         """int32 `[rows + 1]`, where each packed row starts and ends."""
-        lengths = torch.tensor([0, *self.row_lengths], dtype=torch.int32, device=self.input_ids.device)
-        return lengths.cumsum(0, dtype=torch.int32)
+        ends = np.cumsum([0, *self.row_lengths], dtype=np.int32)
+        return to_device([ends], self.input_ids.device)[0]
 
     def flatten(self, values: Tensor) -> Tensor:
         """`[batch, seq, *inner]` of the forward pass as `[tokens, *inner]`, without padding."""
         flat = values.flatten(0, 1)
         if self.attention_mask is None:
             return flat
-        return flat[self.attention_mask.flatten().nonzero()[:, 0]]
+        length = self.input_ids.shape[1]
+        places = [np.arange(count) + row * length for row, count in enumerate(self.row_lengths)]
+        return flat[to_device([np.concatenate(places)], flat.device)[0]]
 
 
 def packed(rows: Rows) -> ModelInputs:
     """Rows end to end, as one sequence `[1, tokens]`."""
-    starts = rows.spread(rows.offsets[:-1])
-    position = torch.arange(len(starts), device=starts.device) - starts
-    return ModelInputs(rows[TOKENS][None], position[None], tuple(rows.offsets.diff().tolist()))
+    starts, lengths = rows.host_offsets[:-1], np.diff(rows.host_offsets)
+    position = np.arange(rows.num_tokens) - np.repeat(starts, lengths)
+    (moved,) = to_device([position], rows.offsets.device)
+    return ModelInputs(rows[TOKENS][None], moved[None], tuple(lengths.tolist()))
 
 
 def padded(rows: Rows, pad_token_id: int = 0) -> ModelInputs:
     """One row per sequence, padded on the right to the longest, `[batch, seq]`."""
-    lengths = rows.offsets.diff()
-    row_lengths = tuple(lengths.tolist())
-    position = torch.arange(max(row_lengths), device=lengths.device).expand(len(rows), -1)
-    is_token = position < lengths[:, None]
-    input_ids = torch.full_like(position, pad_token_id).masked_scatter(is_token, rows[TOKENS])
-    return ModelInputs(input_ids, position, row_lengths, is_token.long())
+    lengths = np.diff(rows.host_offsets)
+    position = np.tile(np.arange(lengths.max()), (len(rows), 1))
+    places = np.minimum(rows.host_offsets[:-1, None] + position, rows.num_tokens - 1)
+    mask = (position < lengths[:, None]).astype(np.int64)
+    position, places, mask = to_device([position, places, mask], rows.offsets.device)
+    input_ids = rows[TOKENS][places].where(mask.bool(), pad_token_id)
+    return ModelInputs(input_ids, position, tuple(lengths.tolist()), mask)

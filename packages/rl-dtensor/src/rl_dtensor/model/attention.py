@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.utils.generic import TransformersKwargs
 
 from rl_core.data.batch import TOKENS
@@ -274,5 +274,5 @@ def attention_for(
 
 
 # the bounds of rows are numbers that change with every microbatch, which compiled code must not hold
+# (without an entry for masks, models make none, nor do they look for rows in the positions, for which the host waits)
 AttentionInterface.register(ROWS, torch.compiler.disable(row_attention))
-AttentionMaskInterface.register(ROWS, lambda *_, **__: None)

@@ -7,12 +7,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rl_core.data.batch import TOKENS
+from rl_core.torch.heads.split_reads import HeldTokens
+from rl_core.torch.host_arrays import to_device
 from rl_core.torch.loss import Rows
-from rl_core.torch.rows import packed, padded
 from rl_core.torch.training.zigzag import zigzag_order, zigzag_slices, zigzag_tokens
 
 
@@ -85,19 +88,19 @@ class Segments:
         keys = [item.key[1] - item.key[0] for item in items]
         self.lengths = queries, keys
         self.longest = max(queries), max(keys)
-        self.query_ends = torch.tensor([0, *accumulate(queries)], dtype=torch.int32).to(device)
-        self.key_ends = torch.tensor([0, *accumulate(keys)], dtype=torch.int32).to(device)
-        self.keys: Tensor | None = None
-        if any(item.query != item.key for item in items):
-            self.keys = torch.cat([torch.arange(*item.key) for item in items]).to(device)
+        ends = [np.array([0, *accumulate(lengths)], dtype=np.int32) for lengths in self.lengths]
+        are_whole = all(item.query == item.key for item in items)
+        seen = [] if are_whole else [np.concatenate([np.arange(*item.key) for item in items])]
+        self.query_ends, self.key_ends, *found = to_device([*ends, *seen], device)
+        self.keys: Tensor | None = found[0] if found else None
 
     @cached_property
     def seen_keys(self) -> tuple[Tensor, Tensor]:
         """int64 `[queries]` each: the first and the last key in the sequence that a query may see."""
-        queries = torch.tensor(self.lengths[0])
-        first = torch.tensor([item.key[0] for item in self._items]).repeat_interleave(queries)
-        ahead = torch.tensor([item.key[1] - item.query[1] for item in self._items]).repeat_interleave(queries)
-        return first.to(self.device), (torch.arange(len(ahead)) + ahead).to(self.device)
+        first = np.repeat([item.key[0] for item in self._items], self.lengths[0])
+        ahead = np.repeat([item.key[1] - item.query[1] for item in self._items], self.lengths[0])
+        moved = to_device([first, np.arange(len(ahead)) + ahead], self.device)
+        return moved[0], moved[1]
 
     def chunked(self, size: int) -> Segments:
         """The same queries, which see no key before their chunk: `size` consecutive tokens of their row."""
@@ -131,6 +134,7 @@ class Layout:
         position_ids: Int64, of the same shape; they start at 0 in every row.
         places: Int64 `[batch * seq]`, the index among the rows' tokens of each position; -1 for padding.
         attention_mask: Int64 `[batch, seq]`, 1 on tokens; None if packed.
+        held: The tokens of the positions; None if nothing is read of them.
         bounds: Start and end of each row in the whole sequence; the whole sequence if padded, as the end of a row
             cannot be seen from within it.
         length: Length of the whole sequence.
@@ -150,6 +154,7 @@ class Layout:
         places: Tensor,
         attention_mask: Tensor | None,
         *,
+        held: HeldTokens | None = None,
         bounds: Sequence[tuple[int, int]],
         length: int,
         context: Context | None,
@@ -159,6 +164,7 @@ class Layout:
         self.position_ids = position_ids
         self.places = places
         self.attention_mask = attention_mask
+        self._held = held
         self.bounds = bounds
         self.context = context
         device = input_ids.device
@@ -167,8 +173,14 @@ class Layout:
             chunks = context.chunks(length)
         self.segments = Segments(_segments(chunks, bounds), device)
         if context is not None:
-            places_of_ranks = context.places(length)
-            self.rank_places, self.key_places = places_of_ranks.to(device), places_of_ranks.argsort().to(device)
+            order = context.places(length).numpy()
+            self.rank_places, self.key_places = to_device([order, order.argsort()], device)
+
+    @property
+    def held(self) -> HeldTokens:
+        """The tokens of the positions."""
+        assert self._held is not None, "a layout without the tokens that it holds"
+        return self._held
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -190,56 +202,53 @@ def _segments(chunks: Sequence[tuple[int, int]], bounds: Sequence[tuple[int, int
 
 
 def lay_out(rows: Rows, alignment: Alignment, *, is_packed: bool) -> Layout:
-    """The layout of rows for this rank."""
-    whole = _packed(rows, alignment.multiple) if is_packed else _padded(rows, alignment.multiple)
-    input_ids, position_ids, places, bounds = whole
-    mask = None if is_packed else (places >= 0).long()
-    length = input_ids.shape[1]
-    if alignment.context is not None:
-        own = zigzag_tokens(length, alignment.context.size, alignment.context.rank).to(places.device)
-        input_ids, position_ids, places = (part[:, own] for part in (input_ids, position_ids, places))
-        mask = None if mask is None else mask[:, own]
+    """The layout of rows for this rank. Everything follows from their lengths, on the host."""
+    offsets, context = rows.host_offsets, alignment.context
+    places, position, bounds = (_packed if is_packed else _padded)(offsets, alignment.multiple)
+    length = places.shape[1]
+    if context is not None:
+        own = zigzag_tokens(length, context.size, context.rank).numpy()
+        places, position = places[:, own], position[:, own]
+    flat = places.reshape(-1)
+    device = rows.offsets.device
+    at, position_ids, *held = to_device([flat, position, *HeldTokens.arrays(flat, offsets)], device)
+    is_token = at >= 0
     return Layout(
         rows,
-        input_ids,
+        rows[TOKENS][at.clamp(min=0)].where(is_token, 0).view(places.shape),
         position_ids,
-        places.flatten(),
-        mask,
+        at,
+        None if is_packed else is_token.long().view(places.shape),
+        held=HeldTokens(*held),
         bounds=bounds,
         length=length,
-        context=alignment.context,
+        context=context,
     )
 
 
-Whole = tuple[Tensor, Tensor, Tensor, tuple[tuple[int, int], ...]]
+Whole = tuple[np.ndarray, np.ndarray, tuple[tuple[int, int], ...]]
+"""Places and positions of the tokens of the whole sequence, `[batch, length]`, and the bounds of rows in it."""
 
 
-def _packed(rows: Rows, multiple: int) -> Whole:
+def _packed(offsets: np.ndarray, multiple: int) -> Whole:
     """Rows end to end, and one of padding."""
-    inputs = packed(rows)
-    total = inputs.input_ids.shape[1]
+    total = int(offsets[-1])
     missing = -total % multiple
-    ends = [0]
-    for length in [*inputs.row_lengths, *([missing] if missing else [])]:
-        ends.append(ends[-1] + length)
-    extra = torch.arange(missing, device=rows.offsets.device)[None]
-    places = torch.arange(total, device=rows.offsets.device)[None]
+    extra = np.arange(missing)
+    position = np.arange(total) - np.repeat(offsets[:-1], np.diff(offsets))
+    ends = [*offsets.tolist(), *([total + missing] if missing else [])]
     return (
-        torch.cat([inputs.input_ids, torch.zeros_like(extra)], 1),
-        torch.cat([inputs.position_ids, extra], 1),
-        torch.cat([places, torch.full_like(extra, -1)], 1),
+        np.concatenate([np.arange(total), np.full_like(extra, -1)])[None],
+        np.concatenate([position, extra])[None],
         tuple(pairwise(ends)),
     )
 
 
-def _padded(rows: Rows, multiple: int) -> Whole:
+def _padded(offsets: np.ndarray, multiple: int) -> Whole:
     """One row per sequence, padded on the right."""
-    inputs = padded(rows)
-    assert inputs.attention_mask is not None
-    longest = inputs.input_ids.shape[1]
-    missing = -longest % multiple
-    position = torch.arange(longest + missing, device=rows.offsets.device).expand(len(rows), -1)
-    is_token = torch.nn.functional.pad(inputs.attention_mask, (0, missing)).bool()
-    places = (rows.offsets[:-1, None] + position).where(is_token, -1)
-    input_ids = torch.nn.functional.pad(inputs.input_ids, (0, missing))
-    return input_ids, position, places, ((0, longest + missing),)
+    lengths = np.diff(offsets)
+    longest = int(lengths.max())
+    length = longest + -longest % multiple
+    position = np.tile(np.arange(length), (len(lengths), 1))
+    places = np.where(position < lengths[:, None], offsets[:-1, None] + position, -1)
+    return places, position, ((0, length),)

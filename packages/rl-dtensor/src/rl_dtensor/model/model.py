@@ -128,12 +128,12 @@ class ReadingModel(nn.Module):
         group = None if layout.context is None else layout.context.group
         if self.role in HEADLESS_ROLES:
             scores = self.hf.get_submodule("score")(hidden)[:, 0]
-            outputs = join_tokens(scores, layout.places, int(rows.offsets[-1]), group)
+            outputs = join_tokens(scores[layout.held.positions], layout.held.tokens, rows.num_tokens, group)
             return scalar_reads(outputs, rows, reads)
         head = self._head()
         return split_language_reads(
             hidden.to(head.weight.dtype),
-            layout.places,
+            layout.held,
             rows,
             head,
             reads,

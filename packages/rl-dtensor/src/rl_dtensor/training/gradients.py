@@ -32,7 +32,8 @@ def grad_norm(model: ShardedModel, mesh: Mesh) -> float:
         norms = torch._foreach_norm(grads)
         total += torch.stack([norm.float() for norm in norms]).to(mesh.device).square().sum() / copies
     dist.all_reduce(total)
-    return math.sqrt(total.item()) if total.item() >= 0 else math.nan
+    squared = total.item()
+    return math.sqrt(squared) if squared >= 0 else math.nan
 
 
 def local_grads(model: ShardedModel) -> list[Tensor]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
+import numpy as np
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from rl_core.data.batch import TOKENS
+from rl_core.torch.heads.split_reads import HeldTokens
+from rl_core.torch.host_arrays import to_device
 from rl_core.torch.loss import Rows
 from rl_core.torch.training.zigzag import zigzag_tokens
 
@@ -47,57 +49,62 @@ class Layout:
         input_ids: Int64 `[batch, seq]`; packed rows lie end to end in `[1, tokens]`.
         position_ids: Int64, of the same shape.
         places: Int64 `[batch * seq]`, the index among the rows' tokens of each position, -1 for padding.
+        held: The tokens of the positions.
         packing: Megatron's description of packed rows; None if padded.
     """
 
     input_ids: Tensor
     position_ids: Tensor
     places: Tensor
+    held: HeldTokens
     packing: PackedSeqParams | None
 
 
 def lay_out(rows: Rows, alignment: Alignment, *, packed: bool) -> Layout:
-    """The layout of a microbatch; rows are padded as far as the alignment demands."""
-    lengths = rows.offsets.diff().tolist()
-    starts = rows.offsets[:-1].tolist()
+    """The layout of a microbatch; rows are padded as far as the alignment demands. Everything follows from their
+    lengths, on the host."""
+    offsets, device = rows.host_offsets, rows.offsets.device
+    starts, lengths = offsets[:-1].tolist(), np.diff(offsets).tolist()
     if packed:
         places = _packed_places(starts, lengths, alignment)
     else:
         width = _up(max(lengths), alignment.total)
         places = [_row_places(start, length, width) for start, length in zip(starts, lengths, strict=True)]
-    own = [(place, zigzag_tokens(len(place), alignment.context_size, alignment.context_rank)) for place in places]
-    device = rows.offsets.device
-    join = torch.cat if packed else torch.stack
-    place = join([place[index] for place, index in own]).to(device)
-    position = join([index for _, index in own]).to(device)
+    own = [
+        (place, zigzag_tokens(len(place), alignment.context_size, alignment.context_rank).numpy()) for place in places
+    ]
+    join = np.concatenate if packed else np.stack
+    place = join([place[index] for place, index in own])
+    position = join([index for _, index in own])
     place, position = place.reshape(-1, place.shape[-1]), position.reshape(-1, position.shape[-1])
-    ids = rows[TOKENS][place.clamp(min=0)].masked_fill(place < 0, 0)
-    packing = _packing([len(row) for row in places], device) if packed else None
-    return Layout(ids, position, place.flatten(), packing)
+    held = HeldTokens.arrays(place.reshape(-1), offsets)
+    bounds = np.cumsum([0, *(len(row) for row in places)], dtype=np.int32)
+    at, position_ids, ends, *found = to_device([place, position, bounds, *held], device)
+    ids = rows[TOKENS][at.clamp(min=0)].masked_fill(at < 0, 0)
+    packing = _packing(ends, max(len(row) for row in places)) if packed else None
+    return Layout(ids, position_ids, at.flatten(), HeldTokens(*found), packing)
 
 
-def _packed_places(starts: list[int], lengths: list[int], alignment: Alignment) -> list[Tensor]:
+def _packed_places(starts: list[int], lengths: list[int], alignment: Alignment) -> list[np.ndarray]:
     places = [
         _row_places(start, length, _up(length, alignment.row)) for start, length in zip(starts, lengths, strict=True)
     ]
     total = sum(len(place) for place in places)
     missing = _up(total, alignment.total) - total
-    return [*places, torch.full((missing,), -1)] if missing else places
+    return [*places, np.full(missing, -1)] if missing else places
 
 
-def _row_places(start: int, length: int, width: int) -> Tensor:
-    places = torch.full((width,), -1)
-    places[:length] = torch.arange(start, start + length)
+def _row_places(start: int, length: int, width: int) -> np.ndarray:
+    places = np.full(width, -1)
+    places[:length] = np.arange(start, start + length)
     return places
 
 
-def _packing(lengths: list[int], device: torch.device) -> PackedSeqParams:
-    bounds = torch.tensor([0, *lengths], dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32)
-    longest = max(lengths)
+def _packing(ends: Tensor, longest: int) -> PackedSeqParams:
     return PackedSeqParams(
         qkv_format="thd",
-        cu_seqlens_q=bounds,
-        cu_seqlens_kv=bounds,
+        cu_seqlens_q=ends,
+        cu_seqlens_kv=ends,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
     )

@@ -161,12 +161,12 @@ class ReadingModel:
         group = parallel_state.get_context_parallel_group() if self.alignment.context_size > 1 else None
         if self.is_headless:
             score = self.chunks[-1].get_submodule("score")
-            outputs = join_tokens(score(flat), layout.places, int(rows.offsets[-1]), group)
+            outputs = join_tokens(score(flat)[layout.held.positions], layout.held.tokens, rows.num_tokens, group)
             return scalar_reads(outputs, rows, reads)
         weight = self.head_weight()
         return split_language_reads(
             flat,
-            layout.places,
+            layout.held,
             rows,
             Head(weight),
             reads,

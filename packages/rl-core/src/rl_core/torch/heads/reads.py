@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TypedDict
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -73,7 +74,7 @@ def language_reads(
     Raises:
         ValueError: For ids that are not in the vocabulary, or not `[tokens, k]`.
     """
-    follows = following(rows.offsets)
+    follows = rows.followers
     found = position_reads(
         hidden[follows - 1], head, rows, follows, reads, temperature=temperature, chunk_size=chunk_size
     )
@@ -239,7 +240,7 @@ def read_options(rows: Rows, places: Tensor, reads: Sequence[Read], *, vocab_siz
     """
     ids = None
     for name in read_columns([read for read in reads if read.name == "logprobs_at"]):
-        _check_ids(name, rows[name], vocab_size)
+        _check_ids(name, rows.host_column(name), vocab_size)
         ids = rows[name][places].long()
     return ReadOptions(
         entropy=any(read.name == "entropy" for read in reads),
@@ -257,10 +258,10 @@ def columns_of(found: TokenReads, reads: Sequence[Read]) -> dict[str, Tensor]:
     return {name: columns[name] for read in reads for name in read.columns}
 
 
-def _check_ids(name: str, ids: Tensor, vocab_size: int) -> None:
-    if ids.dim() != 2 or ids.shape[1] == 0 or ids.is_floating_point():
+def _check_ids(name: str, ids: np.ndarray, vocab_size: int) -> None:
+    if ids.ndim != 2 or ids.shape[1] == 0 or ids.dtype.kind not in "iu":
         raise ValueError(f"column {name!r} must hold ids as integers [tokens, k]; got {ids.dtype} {list(ids.shape)}")
-    lowest, highest = int(ids.amin()), int(ids.amax())
+    lowest, highest = int(ids.min()), int(ids.max())
     if lowest < -1 or highest >= vocab_size:
         raise ValueError(
             f"column {name!r} has ids from {lowest} to {highest}; the model has the ids 0 to {vocab_size - 1}, "
@@ -270,20 +271,13 @@ def _check_ids(name: str, ids: Tensor, vocab_size: int) -> None:
 
 def value_reads(values: Tensor, rows: Rows) -> dict[str, Tensor]:
     """Column `values` `[tokens]` from the value head's output `[tokens]`: at i that of the state before token i."""
-    follows = following(rows.offsets)
+    follows = rows.followers
     return {"values": _at(values.float()[follows - 1], follows, len(values))}
 
 
 def score_reads(scores: Tensor, rows: Rows) -> dict[str, Tensor]:
     """Column `scores` `[rows]` from the score head's output `[tokens]`: that at the last token of each row."""
     return {"scores": scores.float()[rows.offsets[1:] - 1]}
-
-
-def following(offsets: Tensor) -> Tensor:
-    """int64 indices of the tokens that follow another in their row: all but the first of each."""
-    is_first = torch.zeros(int(offsets[-1]) + 1, dtype=torch.bool, device=offsets.device)
-    is_first[offsets] = True
-    return (~is_first[:-1]).nonzero()[:, 0]
 
 
 def _at(values: Tensor, index: Tensor, num: int) -> Tensor:

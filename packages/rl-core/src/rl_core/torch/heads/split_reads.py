@@ -7,22 +7,56 @@ a few numbers per token, are joined; hidden states are only if they are what is 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from rl_core.model import Read
 from rl_core.torch.heads.logprobs import Head
-from rl_core.torch.heads.reads import following, position_reads
+from rl_core.torch.heads.reads import position_reads
 from rl_core.torch.heads.vocab_parallel import VocabShard
-from rl_core.torch.loss import Rows
+from rl_core.torch.loss import Rows, followers_of
+
+
+@dataclass(frozen=True)
+class HeldTokens:
+    """The tokens of some rows that a rank's forward pass has, and where.
+
+    Args:
+        positions: Int64 `[n]`, the positions that hold a token.
+        tokens: Int64 `[n]`, the index among the rows' tokens of each.
+        followed: Int64 `[m]`, the positions whose token is followed by another of its row.
+        followers: Int64 `[m]`, the index among the rows' tokens of each that follows.
+    """
+
+    positions: Tensor
+    tokens: Tensor
+    followed: Tensor
+    followers: Tensor
+
+    @staticmethod
+    def arrays(places: np.ndarray, offsets: np.ndarray) -> list[np.ndarray]:
+        """The fields in order, on the host.
+
+        Args:
+            places: Int64 `[positions]`, the index among the rows' tokens of each position; -1 for padding.
+            offsets: Where each row starts and ends among the tokens.
+        """
+        positions = np.flatnonzero(places >= 0)
+        tokens = places[positions]
+        is_followed = np.zeros(int(offsets[-1]), dtype=bool)
+        is_followed[followers_of(offsets) - 1] = True
+        reads = is_followed[tokens]
+        return [positions, tokens, positions[reads], tokens[reads] + 1]
 
 
 def split_language_reads(
     hidden: Tensor,
-    places: Tensor,
+    held: HeldTokens,
     rows: Rows,
     head: Head,
     reads: Sequence[Read],
@@ -38,7 +72,7 @@ def split_language_reads(
 
     Args:
         hidden: `[positions, hidden]`, after the model's last norm.
-        places: Int64 `[positions]`, the index among the rows' tokens of each position; -1 for padding.
+        held: The tokens of the positions.
         rows: Whole rows, the same on all ranks of both groups, with the columns that the reads take.
         head: The whole head, or this rank's rows of it if there is a `shard`.
         reads: Reads of the head; each adds its columns to the result.
@@ -51,39 +85,33 @@ def split_language_reads(
     Returns:
         Columns of whole rows, the same on all ranks of both groups. The loss must be computed alike on each.
     """
-    num_tokens = int(rows.offsets[-1])
-    is_followed = torch.zeros(num_tokens + 1, dtype=torch.bool, device=places.device)
-    is_followed[following(rows.offsets) - 1] = True
-    positions = is_followed[places].nonzero()[:, 0]  # -1 is the entry past the end, which is never followed
-    followers = places[positions] + 1
     found = position_reads(
-        hidden[positions],
+        hidden[held.followed],
         head,
         rows,
-        followers,
+        held.followers,
         reads,
         temperature=temperature,
         chunk_size=chunk_size,
         shard=shard,
         sums_hidden_grad=sums_hidden_grad,
     )
-    return {name: join_tokens(column, followers, num_tokens, group) for name, column in found.items()}
+    return {name: join_tokens(column, held.followers, rows.num_tokens, group) for name, column in found.items()}
 
 
-def join_tokens(values: Tensor, places: Tensor, num_tokens: int, group: dist.ProcessGroup | None) -> Tensor:
+def join_tokens(values: Tensor, tokens: Tensor, num_tokens: int, group: dist.ProcessGroup | None) -> Tensor:
     """`[num_tokens, *inner]`: each rank's values at their places, those of all ranks of the group together.
 
     Tokens that no rank has are 0. The gradient goes back to the rank that has the token, unsummed: the loss is computed
     alike on every rank of the group.
 
     Args:
-        values: `[positions, *inner]`.
-        places: Int64 `[positions]`; positions at -1 are left out.
+        values: `[n, *inner]`.
+        tokens: Int64 `[n]`, the index among the rows' tokens of each value.
         num_tokens: Number of tokens of all rows.
         group: The ranks that hold all positions between them, each token once; None if this one does.
     """
-    kept = (places >= 0).nonzero()[:, 0]
-    spread = values.new_zeros((num_tokens, *values.shape[1:])).index_copy(0, places[kept], values[kept])
+    spread = values.new_zeros((num_tokens, *values.shape[1:])).index_copy(0, tokens, values)
     joined: Tensor = spread if group is None else _Join.apply(spread, group)
     return joined
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -108,18 +108,36 @@ class _MetricParts:
             self.weights.setdefault(name, []).append(part.denominator.detach())
 
     def collect(self, totals: Mapping[str, float]) -> dict[str, Metric]:
-        return {name: self._metric(name, reduction, totals) for name, reduction in self.reductions.items()}
+        """Metrics of all parts, which the host reads at one time."""
+        sums = {(name, "value"): self._reduced(name, reduction) for name, reduction in self.reductions.items()}
+        sums |= {(name, "weight"): _total(weights) for name, weights in self.weights.items()}
+        read = _read(sums)
 
-    def _metric(self, name: str, reduction: Reduction, totals: Mapping[str, float]) -> Metric:
+        def metric(name: str, reduction: Reduction) -> Metric:
+            if reduction != "mean":
+                return Metric(read[name, "value"], reduction=reduction)
+            weight = totals[self.total_of[name]] if name in self.total_of else read[name, "weight"]
+            return Metric(read[name, "value"], weight, reduction)
+
+        return {name: metric(name, reduction) for name, reduction in self.reductions.items()}
+
+    def _reduced(self, name: str, reduction: Reduction) -> Tensor:
         values = torch.stack([value.double() for value in self.values[name]])
         if reduction == "max":
-            return Metric(values.max().item(), reduction=reduction)
-        if reduction == "min":
-            return Metric(values.min().item(), reduction=reduction)
-        if reduction == "sum":
-            return Metric(values.sum().item(), reduction=reduction)
-        if name in self.total_of:
-            weight = totals[self.total_of[name]]
-        else:
-            weight = torch.stack([weight.double() for weight in self.weights[name]]).sum().item()
-        return Metric(values.sum().item(), weight, reduction)
+            return values.max()
+        return values.min() if reduction == "min" else values.sum()
+
+
+def _total(values: Sequence[Tensor]) -> Tensor:
+    return torch.stack([value.double() for value in values]).sum()
+
+
+def _read(scalars: Mapping[tuple[str, str], Tensor]) -> dict[tuple[str, str], float]:
+    """The values of scalars, with one wait for each device that they are on."""
+    by_device: dict[torch.device, list[tuple[str, str]]] = {}
+    for key, scalar in scalars.items():
+        by_device.setdefault(scalar.device, []).append(key)
+    found: dict[tuple[str, str], float] = {}
+    for keys in by_device.values():
+        found.update(zip(keys, torch.stack([scalars[key] for key in keys]).tolist(), strict=True))
+    return found

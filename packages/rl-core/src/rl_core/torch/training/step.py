@@ -28,6 +28,7 @@ from rl_core.torch.training.backend import (
     RankModel,
     RankOptimizer,
 )
+from rl_core.torch.training.lookahead import prepared_ahead
 from rl_core.torch.training.loss_pass import LossPass, idle
 from rl_core.torch.training.skipped_steps import SkippedSteps
 
@@ -48,15 +49,22 @@ def run_reads(
     plan = plan_together(batch, batching, mesh.control, pipeline=model.pipeline)
     inputs = batch.only([TOKENS, *id_columns])
 
-    def collect(microbatch: Microbatch, columns: Mapping[str, Tensor]) -> dict[str, np.ndarray] | None:
-        return {name: column.cpu().numpy() for name, column in columns.items()} if microbatch.is_own else None
+    def collect(microbatch: Microbatch, columns: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+        return {name: _on_the_way(column) for name, column in columns.items()} if microbatch.is_own else None
 
     microbatches = _on_device(inputs.with_columns(extra), plan, id_columns, mesh)
     results = model.read(Pass(microbatches, reads, temperature, collect, _num_tokens(inputs)))
+    mesh.kind.synchronize()
     if not mesh.coordinates.leads:
         return None
     size = model.hf_config.get_text_config().hidden_size
-    return in_row_order(reads, [part for part in results if part is not None], inputs, plan, hidden_size=size)
+    parts = [{name: column.numpy() for name, column in part.items()} for part in results if part is not None]
+    return in_row_order(reads, parts, inputs, plan, hidden_size=size)
+
+
+def _on_the_way(column: Tensor) -> Tensor:
+    """A column on the host, once the device is synchronised; a large one already, as what does not wait is pinned."""
+    return column.to("cpu", non_blocking=column.dim() == 1)
 
 
 def run_evaluation(
@@ -230,4 +238,4 @@ def _on_device(batch: Batch, plan: Sequence[np.ndarray], id_columns: Sequence[st
             return Microbatch(idle_rows(mesh.device, id_columns), is_own=False)
         return Microbatch(to_rows(batch.select(rows), mesh.device), is_own=True)
 
-    return [partial(make, rows) for rows in plan]
+    return prepared_ahead([partial(make, rows) for rows in plan], mesh.device)

@@ -1,0 +1,41 @@
+"""Arrays of the host on their way to the compute device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+ALIGNMENT = 16
+"""Bytes of which each array starts at a multiple in the common buffer; every dtype can be read there."""
+
+
+def to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
+    """The arrays as tensors on a device, by one copy for which the host does not wait.
+
+    The copy starts in pinned memory if the device is a GPU, on its current stream. The tensors share one storage and
+    are otherwise independent of one another and of the arrays.
+
+    Args:
+        arrays: Arrays of booleans and numbers, of any shapes.
+        device: Device of the tensors.
+    """
+    starts, size = [], 0
+    for array in arrays:
+        starts.append(size)
+        size += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
+    buffer = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    host = buffer.numpy()
+    for array, start in zip(arrays, starts, strict=True):
+        host[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    moved = buffer.to(device, non_blocking=True)
+    return [_part(moved, start, array) for array, start in zip(arrays, starts, strict=True)]
+
+
+def _part(buffer: Tensor, start: int, array: np.ndarray) -> Tensor:
+    dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype
+    part = buffer[start : start + array.nbytes].view(dtype).view(array.shape)
+    # a view shares the count of changes in place, by which autograd would take a change of one array for one of all
+    return part.data
