@@ -44,7 +44,10 @@ def idle_rows(device: torch.device, id_columns: Sequence[str] = ()) -> Rows:
         device: Device of the columns.
         id_columns: Columns of ids that reads take; they hold none.
     """
-    columns = {TOKENS: np.zeros(2, dtype=np.int64), **{name: np.full((2, 1), -1, np.int32) for name in id_columns}}
+    columns: dict[str, np.ndarray] = {
+        TOKENS: np.zeros(2, dtype=np.int64),
+        **{name: np.full((2, 1), -1, np.int32) for name in id_columns},
+    }
     host_offsets = np.array([0, 2])
     offsets, *moved = to_device([host_offsets, *columns.values()], device)
     return Rows.laid_out(offsets, dict(zip(columns, moved, strict=True)), host_offsets, columns)
