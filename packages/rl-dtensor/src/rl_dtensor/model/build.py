@@ -76,13 +76,32 @@ def build_model(
         raise ValueError(f"{problem.key}: {problem.message}")
     initial = InitialFactors.of(config.lora_cfg, spec.seed)
     files = WeightFiles.of(folder)
-    builder = _Builder(config, backend, spec, hf_config, files, is_packed, mesh)
-    model = builder.build(initial)
+    model = unloaded_model(config, backend, spec, hf_config, files=files, is_packed=is_packed, mesh=mesh)
     _load(model, files, role=spec.role, initial=initial)
     if spec.role not in HEADLESS_ROLES:
         on_all_ranks(mesh.control, lambda: check_logits(model, mesh))
         on_all_ranks(mesh.control, lambda: check_packing(model, mesh))
     return model
+
+
+def unloaded_model(
+    config: ModelConfig,
+    backend: DTensorConfig,
+    spec: ModelSpec,
+    hf_config: PreTrainedConfig,
+    *,
+    files: WeightFiles,
+    is_packed: bool,
+    mesh: Mesh,
+) -> ShardedModel:
+    """Build on `meta`, split and shard, and leave the weights without values; collective.
+
+    Args:
+        hf_config: Config of the model; changed if the files hold apart what it ties.
+        files: Files of the model, of which only the dtypes and tied weights are looked at.
+    """
+    builder = _Builder(config, backend, spec, hf_config, files, is_packed, mesh)
+    return builder.build(InitialFactors.of(config.lora_cfg, spec.seed))
 
 
 @dataclass

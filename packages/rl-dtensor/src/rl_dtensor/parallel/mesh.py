@@ -63,21 +63,25 @@ class Mesh:
         sizes = AxisSizes.of(config, rendezvous.world_size)
         join_process_group(rendezvous)
         try:
-            return cls._split(rendezvous, sizes)
+            return cls.of_joined(rendezvous, sizes)
         except BaseException:
             dist.destroy_process_group()
             raise
 
     @classmethod
-    def _split(cls, rendezvous: Rendezvous, sizes: AxisSizes) -> Mesh:
-        """Make the groups of the axes out of the ranks that have met."""
+    def of_joined(cls, rendezvous: Rendezvous, sizes: AxisSizes, *, control: str = "gloo") -> Mesh:
+        """Make the groups of the axes out of the ranks that have met; collective.
+
+        Args:
+            control: Backend of the group of all ranks that decides what every rank does next.
+        """
         timeout = timedelta(seconds=rendezvous.timeout_s)
         return cls(
             rendezvous.rank,
             rendezvous.world_size,
             sizes,
             rendezvous.kind,
-            dist.new_group(backend="gloo", timeout=timeout),
+            dist.new_group(backend=control, timeout=timeout),
             _device_mesh(rendezvous, {"pp": sizes.pp, "dp": sizes.dp, "cp": sizes.cp, "tp": sizes.tp}),
             _device_mesh(
                 rendezvous, {"pp": sizes.pp, "dp_replicate": sizes.dp_replicate, "fsdp": sizes.fsdp, "tp": sizes.tp}

@@ -1,0 +1,314 @@
+"""What training real models costs, counted on tensors without data and over ranks that do not exist.
+
+    python benchmarks/ledger.py [layers] [head] [attention] [microbatch] [sharding] [experts] [tensors] [pipeline]
+
+Nothing is timed and no GPU is used, so that the figures are the same on every machine. Each part is computed by the
+product's own code for the published shapes of the models, in bfloat16, with torch's flash attention.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from measurement import table
+
+from rl_core.data.microbatch import plan_microbatches, shard
+from rl_core.model import ENTROPY, LOGPROBS
+from rl_core.torch.ledger.costs import Costs
+from rl_core.torch.training.flops import attention_shapes
+from rl_dtensor.config import DTensorConfig
+from rl_dtensor.ledger.attention import attention_costs
+from rl_dtensor.ledger.head import head_costs
+from rl_dtensor.ledger.layout import layout_costs
+from rl_dtensor.ledger.pipeline import bubble
+from rl_dtensor.ledger.shapes import SHAPES, config_of
+from rl_dtensor.ledger.step import Workload, layer_costs, model_costs
+
+TOKENS = 8192
+"""Of a microbatch."""
+KB, MB, GB = 10**3, 10**6, 10**9
+
+RECOMPUTE: Mapping[str, dict[str, Any]] = {
+    "nothing": {},
+    "selective": {"activation_checkpointing": True, "recompute_granularity": "selective"},
+    "full": {"activation_checkpointing": True},
+}
+GRPO_COLUMNS = ("loss_mask", "advantages", "generation_logprobs")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all if none is named")
+    parser.add_argument("--quick", action="store_true", help="see that it runs: the smallest model only")
+    chosen = parser.parse_args()
+    unknown = [name for name in chosen.parts if name not in PARTS]
+    if unknown:
+        parser.error(f"unknown part {unknown[0]}")
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "transformers"))
+    print(f"{versions}. Microbatches of {TOKENS:,} tokens, which are one row. KB, MB and GB are powers of ten.")
+    models = list(SHAPES)[:1] if chosen.quick else list(SHAPES)
+    for name in chosen.parts or PARTS:
+        print(f"\n{PARTS[name](models)}", flush=True)
+
+
+def layers(models: Sequence[str]) -> str:
+    """One layer of each model."""
+    rows = []
+    for name in models:
+        for what, settings in RECOMPUTE.items():
+            layer, _ = layer_costs(_alike(name), DTensorConfig(**settings), Workload(TOKENS), num_ranks=8)
+            forward, backward = layer.forward, layer.backward
+            rows.append(
+                (
+                    f"{name}, {what}",
+                    str(forward.other.kernels + forward.products.kernels),
+                    str(backward.other.kernels + backward.products.kernels),
+                    _per_token(forward.other.bytes, KB),
+                    _per_token(backward.other.bytes, KB),
+                    _per_token(layer.training.products.bytes, KB),
+                    _per_token(layer.training.flops, MB),
+                    _per_token(layer.training.peak_bytes, KB),
+                )
+            )
+    head = (
+        "layer, what is recomputed",
+        "kernels forward",
+        "backward",
+        "KB/token outside products, forward",
+        "backward",
+        "in products",
+        "MFLOP/token",
+        "KB/token of memory",
+    )
+    return _titled(
+        "Layers",
+        "A layer is what a model of two layers costs in excess of a model of one. Its memory is what the peak of a "
+        "training pass grows by: activations that are kept, and gradients of the layer's shards on 8 ranks. Of "
+        "DeepSeek-V3 it is a layer with experts.",
+        table(head, rows),
+    )
+
+
+def heads(models: Sequence[str]) -> str:
+    """The head of models with 152k tokens."""
+    rows = []
+    for name in models:
+        config = config_of(name)
+        for entropy in (False, True):
+            for chunk in (1024, 4096):
+                costs = head_costs(
+                    config.hidden_size,
+                    config.vocab_size,
+                    TOKENS,
+                    chunk_size=chunk,
+                    entropy=entropy,
+                    temperature=0.7 if entropy else 1.0,
+                )
+                rows.append(
+                    (
+                        f"{name}, {'entropy, temperature' if entropy else 'logprobs'}, chunks of {chunk}",
+                        _per_token(costs.forward.other.bytes, MB),
+                        _per_token(costs.backward.other.bytes, MB),
+                        _per_token(costs.training.products.bytes, MB),
+                        str(costs.training.other.kernels + costs.training.products.kernels),
+                        f"{costs.training.peak_bytes / MB:,.0f}",
+                    )
+                )
+    head = (
+        "head",
+        "MB/token outside products, forward",
+        "backward",
+        "in products",
+        "kernels",
+        "memory, MB",
+    )
+    return _titled("Head", "`rl_core.torch.heads.logprobs.head_reads`.", table(head, rows))
+
+
+def attention(models: Sequence[str]) -> str:
+    """Copies around attention."""
+    rows = []
+    for name in models:
+        config = config_of(name)
+        # MLA has as many heads of keys as of queries once they are computed
+        costs = attention_costs(attention_shapes(config)[0], config.num_key_value_heads, TOKENS)
+        rows.append((name, str(costs.other.kernels), _per_token(costs.other.bytes, KB)))
+    head = ("model", "kernels besides attention", "KB/token that they move")
+    return _titled("Attention", "Forward and backward, from queries, keys and values to the output.", table(head, rows))
+
+
+def microbatch(models: Sequence[str]) -> str:
+    """Waits of the host in one microbatch."""
+    costs = layout_costs([TOKENS // 8] * 8, GRPO_COLUMNS)
+    rows = [(what, str(count)) for what, count in sorted(costs.waits.items())]
+    return _titled(
+        "Microbatch",
+        f"Waits of the host in a training microbatch of eight packed rows with {len(GRPO_COLUMNS)} columns of the loss: "
+        "rows to the device, layout, reads of logprobs and their gradient. Layers are not part of it.",
+        table(("what the host waits for", "times"), [*rows, ("all", str(costs.num_waits))]),
+    )
+
+
+def sharding(models: Sequence[str]) -> str:
+    """Collectives of FSDP2."""
+    rows = []
+    for name in [model for model in models if model != "Llama-70B"]:
+        for num_ranks in (8, 32, 64, 512):
+            for count in (1, 2):
+                workload = Workload(TOKENS, num_microbatches=count)
+                costs = _whole(name, {"activation_checkpointing": True}, workload, num_ranks)
+                rows.append((f"{name}, {num_ranks} ranks", str(count), *_collectives(costs)))
+    head = ("model", "microbatches", *COLLECTIVE_HEAD)
+    return _titled(
+        "Sharding",
+        "Collectives of a training step before the optimizer, with full recomputation. *copies* are into and out of "
+        "their buffers.",
+        table(head, rows),
+    )
+
+
+def experts(models: Sequence[str]) -> str:
+    """Expert parallelism."""
+    rows = []
+    for name in [model for model in models if "num_experts_per_tok" in SHAPES[model]]:
+        for what, settings in RECOMPUTE.items():
+            backend = DTensorConfig(expert_parallel_size=8, **settings)
+            layer, _ = layer_costs(_alike(name), backend, Workload(TOKENS), num_ranks=32)
+            exchanged = layer.training.traffic("all_to_all")
+            rows.append(
+                (
+                    f"{name}, {what}",
+                    str(exchanged.calls),
+                    _per_token(exchanged.bytes, KB),
+                    str(layer.training.num_waits),
+                    _per_token(layer.training.other.bytes, KB),
+                    *_collectives(layer.training),
+                )
+            )
+    head = (
+        "layer, what is recomputed",
+        "all-to-alls",
+        "KB/token",
+        "waits of the host",
+        "KB/token outside products",
+        *COLLECTIVE_HEAD,
+    )
+    return _titled("Experts", "A layer on 32 ranks, experts over 8 of them, forward and backward.", table(head, rows))
+
+
+def tensors(models: Sequence[str]) -> str:
+    """Tensor parallelism."""
+    rows = []
+    for name in [model for model in models if model == "Llama-70B"]:
+        for size in (4, 8):
+            for splits in (False, True):
+                backend = DTensorConfig(
+                    tensor_parallel_size=size, sequence_parallel=splits, activation_checkpointing=True
+                )
+                layer, _ = layer_costs(_alike(name), backend, Workload(TOKENS), num_ranks=64)
+                for kind, moved in layer.training.collectives.items():
+                    if kind.ranks == size and kind.span == size:
+                        rows.append(
+                            (
+                                f"{name}, {size} ranks{', sequence_parallel' if splits else ''}",
+                                kind.name,
+                                str(moved.calls),
+                                _per_token(moved.bytes, KB),
+                            )
+                        )
+    head = ("layer", "collective", "calls", "KB/token")
+    return _titled(
+        "Tensor parallelism",
+        "A layer with full recomputation, forward and backward, by the tokens of the group.",
+        table(head, rows),
+    )
+
+
+def pipeline(models: Sequence[str]) -> str:
+    """Bubbles of pipelines."""
+    rows = []
+    for what, num_rows, length, dp, size, max_tokens, min_count in (
+        ("DeepSeek-V3, 512 rows of 700 tokens", 512, 700, 32, 16, 8192, 0),
+        ("DeepSeek-V3, 512 rows of 700 tokens", 512, 700, 32, 16, 1024, 0),
+        ("DeepSeek-V3, 512 rows of 700 tokens", 512, 700, 32, 16, 8192, 16),
+        ("DeepSeek-V3, 2,048 rows of 2,000 tokens", 2048, 2000, 32, 16, 8192, 0),
+        ("DeepSeek-V3, 2,048 rows of 2,000 tokens", 2048, 2000, 32, 16, 8192, 64),
+        ("Llama-70B, 512 rows of 2,000 tokens", 512, 2000, 2, 4, 8192, 0),
+        ("Llama-70B, 512 rows of 2,000 tokens", 512, 2000, 2, 8, 8192, 0),
+    ):
+        lengths = np.full(num_rows, length)
+        shards = shard(lengths, dp)
+        count = max(
+            len(plan_microbatches(lengths[rows_], max_tokens=max_tokens, min_count=min_count)) for rows_ in shards
+        )
+        rows.append(
+            (
+                what,
+                str(dp),
+                str(size),
+                f"{max_tokens:,}",
+                str(min_count or ""),
+                str(count),
+                f"{bubble(size, count):.0%}",
+                f"{bubble(size, -(-count // size) * size, num_chunks=2):.0%}",
+            )
+        )
+    head = ("step", "dp", "pp", "tokens per microbatch", "at least", "microbatches", "bubble", "with two chunks")
+    return _titled(
+        "Pipelines",
+        "Share of the time in which a rank waits for others under 1F1B, from the order of passes of "
+        "`rl_dtensor.parallel.schedule` (Megatron's schedule is the same) and microbatches of `plan_microbatches`. With "
+        "two chunks of layers per rank their number is rounded up to a multiple of the ranks.",
+        table(head, rows),
+    )
+
+
+COLLECTIVE_HEAD = ("all-gathers", "GB", "reduce-scatters", "GB", "copies, GB")
+
+
+def _collectives(costs: Costs) -> tuple[str, ...]:
+    gathered, reduced = costs.traffic("all_gather"), costs.traffic("reduce_scatter")
+    return (
+        str(gathered.calls),
+        f"{gathered.bytes / GB:.1f}",
+        str(reduced.calls),
+        f"{reduced.bytes / GB:.1f}",
+        f"{costs.sharding.bytes / GB:.1f}",
+    )
+
+
+def _whole(name: str, settings: dict[str, Any], workload: Workload, num_ranks: int) -> Costs:
+    return model_costs(_alike(name), DTensorConfig(**settings), workload, num_ranks=num_ranks).training
+
+
+def _alike(name: str) -> Any:
+    """Config of a model whose layers are all of the kind that most are."""
+    return config_of(name, **({"first_k_dense_replace": 0} if "first_k_dense_replace" in SHAPES[name] else {}))
+
+
+def _per_token(amount: float, unit: int) -> str:
+    value = amount / TOKENS / unit
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def _titled(title: str, text: str, figures: str) -> str:
+    return f"## {title}\n\n{text}\n\n{figures}"
+
+
+PARTS: dict[str, Callable[[Sequence[str]], str]] = {
+    "layers": layers,
+    "head": heads,
+    "attention": attention,
+    "microbatch": microbatch,
+    "sharding": sharding,
+    "experts": experts,
+    "tensors": tensors,
+    "pipeline": pipeline,
+}
+
+if __name__ == "__main__":
+    main()

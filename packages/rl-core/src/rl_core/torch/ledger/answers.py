@@ -1,0 +1,64 @@
+"""What the host reads of tensors that have no data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_aten = torch.ops.aten
+
+
+class Answers(TorchDispatchMode):
+    """Lets the host read tensors without data, on `meta` or fake: code that depends on a few numbers of the device runs
+    as it would with these.
+
+    The modes that count, and that make tensors fake, are entered before and after it::
+
+        with FakeTensorMode(), Answers(lambda tensor: ...), CostCounter("cpu") as counter:
+            ...
+
+    All entries of a mask are taken to be true, so that `nonzero` and the like have as many results as there can be.
+
+    Args:
+        values: From a tensor without data to a tensor on the host with what is read from it, of its shape or a scalar.
+        num_repeated: Number of results of `repeat_interleave`.
+    """
+
+    def __init__(self, values: Callable[[Tensor], Tensor], num_repeated: int) -> None:
+        super().__init__()
+        self._values = values
+        self._num_repeated = num_repeated
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        asked = next((value for value in args if isinstance(value, Tensor)), None)
+        if asked is None or not _has_no_data(asked):
+            return function(*args, **kwargs)
+        if function is _aten._local_scalar_dense.default:
+            return self._read(asked).item()
+        if function is _aten._to_copy.default and asked.is_meta and _goes_to_host(kwargs):
+            return self._read(asked).to(kwargs.get("dtype") or asked.dtype)
+        if function is _aten.equal.default:
+            return True
+        if function is _aten.nonzero.default:
+            return asked.new_empty((asked.numel(), asked.dim()), dtype=torch.int64)
+        if function is _aten.bincount.default:
+            return asked.new_empty(args[2] if len(args) > 2 else kwargs["minlength"], dtype=torch.int64)
+        if function is _aten.repeat_interleave.Tensor:
+            return asked.new_empty(self._num_repeated, dtype=torch.int64)
+        return function(*args, **kwargs)
+
+    def _read(self, asked: Tensor) -> Tensor:
+        return self._values(asked).expand(asked.shape)
+
+
+def _has_no_data(tensor: Tensor) -> bool:
+    return tensor.is_meta or isinstance(tensor, torch._subclasses.FakeTensor)
+
+
+def _goes_to_host(kwargs: Any) -> bool:
+    return kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cpu"

@@ -1,0 +1,46 @@
+"""Costs of a language-model head."""
+
+from __future__ import annotations
+
+import torch
+
+from rl_core.torch.heads.logprobs import Head, head_reads
+from rl_core.torch.ledger.counter import CostCounter
+from rl_dtensor.ledger.step import PassCosts
+
+
+def head_costs(
+    hidden_size: int,
+    vocab_size: int,
+    num_tokens: int,
+    *,
+    chunk_size: int,
+    entropy: bool = False,
+    temperature: float = 1.0,
+) -> PassCosts:
+    """Costs of the logprobs of tokens, in bfloat16, without and with the gradients by hidden states and head.
+
+    Args:
+        hidden_size: Features of a hidden state.
+        vocab_size: Rows of the head.
+        num_tokens: Number of tokens.
+        chunk_size: Tokens whose logits exist at one time.
+        entropy: True to read it too.
+        temperature: Divides the logits.
+    """
+    found = []
+    for trains in (False, True):
+        hidden, weight = (
+            torch.empty(count, hidden_size, device="meta", dtype=torch.bfloat16, requires_grad=trains)
+            for count in (num_tokens, vocab_size)
+        )
+        targets = torch.empty(num_tokens, device="meta", dtype=torch.int64)
+        with CostCounter() as counter:
+            reads = head_reads(
+                hidden, Head(weight), targets, temperature=temperature, entropy=entropy, chunk_size=chunk_size
+            )
+            if trains:
+                outs = [reads.logprobs, *([reads.entropy] if entropy else [])]
+                torch.autograd.backward(outs, [torch.empty_like(out) for out in outs])
+        found.append(counter.costs)
+    return PassCosts(*found)

@@ -1,0 +1,198 @@
+"""Costs of the microbatches of a step on one of many ranks that do not exist."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import PreTrainedConfig
+
+from rl_core.data.batch import TOKENS, Batch
+from rl_core.data.ragged import Ragged
+from rl_core.model import LOGPROBS, ModelSpec, Read, Rendezvous
+from rl_core.model_config import ModelConfig
+from rl_core.torch.files.model_files import WeightFiles
+from rl_core.torch.ledger.answers import Answers
+from rl_core.torch.ledger.costs import Costs
+from rl_core.torch.ledger.counter import CostCounter
+from rl_core.torch.rows import to_rows
+from rl_core.torch.training.backend import Microbatch, Pass
+from rl_dtensor.config import DTensorConfig
+from rl_dtensor.model.build import unloaded_model
+from rl_dtensor.model.kernels import varlen
+from rl_dtensor.parallel.mesh import Mesh
+from rl_dtensor.parallel.sizes import AxisSizes
+from rl_dtensor.training.step import DTensorModel
+
+DEVICE = "cpu"
+"""Fake tensors are on it, because autograd of fake tensors on CUDA needs a driver."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The work of a rank between two steps of the optimizer.
+
+    Args:
+        num_tokens: Number of tokens of each microbatch, which has one row.
+        num_microbatches: Number of microbatches.
+        reads: Reads of the head.
+        chunk_size: Tokens whose logits exist at one time.
+    """
+
+    num_tokens: int
+    num_microbatches: int = 1
+    reads: Sequence[Read] = (LOGPROBS,)
+    chunk_size: int = 1024
+
+
+class PassCosts(NamedTuple):
+    """Costs of the same microbatches.
+
+    Args:
+        forward: Forward pass without gradients, as logprobs are computed.
+        training: Forward and backward pass.
+    """
+
+    forward: Costs
+    training: Costs
+
+    @property
+    def backward(self) -> Costs:
+        """What training costs in addition to a forward pass; what is recomputed is part of it."""
+        return self.training - self.forward
+
+    def __sub__(self, other: PassCosts) -> PassCosts:
+        return PassCosts(self.forward - other.forward, self.training - other.training)
+
+
+def pass_costs(
+    hf_config: PreTrainedConfig, backend: DTensorConfig, workload: Workload, *, num_ranks: int
+) -> PassCosts:
+    """Costs on rank 0 of a policy's microbatches, computed by the code that trains it, in bfloat16 and with torch's
+    flash attention as on GPUs.
+
+    Nothing is computed and nothing is sent: tensors have no data, and a collective returns at once. Tokens are taken
+    to go to all experts alike.
+
+    Args:
+        hf_config: Hugging Face config of the model.
+        backend: Mesh, recomputation and sharding.
+        workload: The rank's microbatches.
+        num_ranks: Number of ranks of the model.
+
+    Raises:
+        ValueError: If config, mesh and model do not fit together.
+    """
+    config = ModelConfig(
+        model_name=hf_config.model_type,
+        max_total_sequence_length=workload.num_tokens,
+        logprob_chunk_size=workload.chunk_size,
+    )
+    with _fake_ranks(num_ranks, backend) as mesh, ExitStack() as stack:
+        folder = Path(stack.enter_context(TemporaryDirectory()))
+        hf_config.save_pretrained(folder)  # the builder asks the files for dtypes that differ; there are none
+        stack.enter_context(FakeTensorMode())
+        stack.enter_context(Answers(partial(_read, workload.num_tokens), workload.num_tokens))
+        sharded = unloaded_model(
+            config,
+            backend,
+            ModelSpec(),
+            deepcopy(hf_config),
+            files=WeightFiles(folder, {}),
+            is_packed=True,
+            mesh=mesh,
+        )
+        for chunk in sharded.chunks:
+            chunk.attend = varlen()
+        model = DTensorModel(sharded, mesh)
+        run = _run(workload, mesh)
+        with CostCounter(DEVICE) as forward:
+            model.read(run)
+        with CostCounter(DEVICE) as training:
+            model.accumulate(run)
+        return PassCosts(forward.costs, training.costs)
+
+
+def layer_costs(
+    hf_config: PreTrainedConfig, backend: DTensorConfig, workload: Workload, *, num_ranks: int
+) -> tuple[PassCosts, PassCosts]:
+    """Costs of one layer, and those of all of a model except its layers: embedding, final norm and head.
+
+    They are what a model of two layers costs in excess of a model of one, so all layers must be alike.
+    """
+    one, two = (
+        pass_costs(_with_layers(hf_config, count), backend, workload, num_ranks=num_ranks) for count in (1, 2)
+    )
+    layer = two - one
+    return layer, one - layer
+
+
+def model_costs(
+    hf_config: PreTrainedConfig, backend: DTensorConfig, workload: Workload, *, num_ranks: int
+) -> PassCosts:
+    """Costs of a whole model, of which only models of one layer and of two are built."""
+    layer, rest = layer_costs(hf_config, backend, workload, num_ranks=num_ranks)
+    return PassCosts(*(_stacked(*parts, hf_config.num_hidden_layers) for parts in zip(layer, rest, strict=True)))
+
+
+def _stacked(layer: Costs, rest: Costs, num_layers: int) -> Costs:
+    total = sum((layer for _ in range(num_layers)), rest)
+    return replace(total, peak_bytes=rest.peak_bytes + num_layers * layer.peak_bytes)
+
+
+def _with_layers(hf_config: PreTrainedConfig, count: int) -> PreTrainedConfig:
+    changed = deepcopy(hf_config)
+    changed.num_hidden_layers = count
+    kinds = getattr(changed, "layer_types", None)
+    if kinds is not None:
+        changed.layer_types = kinds[:count]
+    return changed
+
+
+def _run(workload: Workload, mesh: Mesh) -> Pass:
+    tokens = Ragged.from_rows([np.zeros(workload.num_tokens, dtype=np.int32)])
+
+    def make() -> Microbatch:
+        return Microbatch(to_rows(Batch({TOKENS: tokens}), mesh.device), is_own=True)
+
+    def total(_: Microbatch, columns: Any) -> Tensor:
+        return torch.stack([column.sum() for column in columns.values()]).sum()
+
+    count = workload.num_microbatches
+    return Pass([make] * count, workload.reads, 1.0, total, count * workload.num_tokens)
+
+
+@contextmanager
+def _fake_ranks(num_ranks: int, backend: DTensorConfig) -> Iterator[Mesh]:
+    """Rank 0 of a mesh, whose other ranks do not exist."""
+    rendezvous = Rendezvous(0, num_ranks, 0, "", 0, DEVICE)
+    sizes = AxisSizes.of(backend, num_ranks)
+    dist.init_process_group(dist.Backend.FAKE, store=FakeStore(), rank=0, world_size=num_ranks)
+    try:
+        mesh = Mesh.of_joined(rendezvous, sizes, control=dist.Backend.FAKE)
+    except BaseException:
+        dist.destroy_process_group()
+        raise
+    try:
+        yield mesh
+    finally:
+        mesh.leave()
+
+
+def _read(num_tokens: int, asked: Tensor) -> Tensor:
+    """Offsets and lengths are those of the one row, nothing is wrong, and all ranks get the same share of tokens."""
+    if asked.dtype == torch.bool:
+        return torch.tensor(False)
+    return torch.tensor(num_tokens, dtype=asked.dtype)
