@@ -11,13 +11,13 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from measurement import table
 
 from rl_core.data.microbatch import plan_microbatches, shard
-from rl_core.model import ENTROPY, LOGPROBS
 from rl_core.torch.ledger.costs import Costs
 from rl_core.torch.training.flops import attention_shapes
 from rl_dtensor.config import DTensorConfig
@@ -30,6 +30,8 @@ from rl_dtensor.ledger.step import Workload, layer_costs, model_costs
 
 TOKENS = 8192
 """Of a microbatch."""
+WORK = Workload(TOKENS, chunk_size=TOKENS)
+"""Of parts that the head is not counted in; in one chunk it takes the fewest operations."""
 KB, MB, GB = 10**3, 10**6, 10**9
 
 RECOMPUTE: Mapping[str, dict[str, Any]] = {
@@ -37,6 +39,9 @@ RECOMPUTE: Mapping[str, dict[str, Any]] = {
     "selective": {"activation_checkpointing": True, "recompute_granularity": "selective"},
     "full": {"activation_checkpointing": True},
 }
+RANKS = (8, 32, 64, 512)
+SMALL = ("Qwen3-8B", "Qwen3-30B-A3B")
+"""Models that a few ranks can hold."""
 GRPO_COLUMNS = ("loss_mask", "advantages", "generation_logprobs")
 
 
@@ -60,7 +65,7 @@ def layers(models: Sequence[str]) -> str:
     rows = []
     for name in models:
         for what, settings in RECOMPUTE.items():
-            layer, _ = layer_costs(_alike(name), DTensorConfig(**settings), Workload(TOKENS), num_ranks=8)
+            layer, _ = layer_costs(_alike(name), DTensorConfig(**settings), WORK, num_ranks=8)
             forward, backward = layer.forward, layer.backward
             rows.append(
                 (
@@ -71,7 +76,7 @@ def layers(models: Sequence[str]) -> str:
                     _per_token(backward.other.bytes, KB),
                     _per_token(layer.training.products.bytes, KB),
                     _per_token(layer.training.flops, MB),
-                    _per_token(layer.training.peak_bytes, KB),
+                    _per_token(layer.kept_bytes, KB),
                 )
             )
     head = (
@@ -82,13 +87,12 @@ def layers(models: Sequence[str]) -> str:
         "backward",
         "in products",
         "MFLOP/token",
-        "KB/token of memory",
+        "KB/token kept",
     )
     return _titled(
         "Layers",
-        "A layer is what a model of two layers costs in excess of a model of one. Its memory is what the peak of a "
-        "training pass grows by: activations that are kept, and gradients of the layer's shards on 8 ranks. Of "
-        "DeepSeek-V3 it is a layer with experts.",
+        "A layer is what a model of two layers costs in excess of a model of one; of DeepSeek-V3 it is one with "
+        "experts. Its backward pass includes what is recomputed. *kept* are activations between both passes.",
         table(head, rows),
     )
 
@@ -156,17 +160,17 @@ def microbatch(models: Sequence[str]) -> str:
 def sharding(models: Sequence[str]) -> str:
     """Collectives of FSDP2."""
     rows = []
-    for name in [model for model in models if model != "Llama-70B"]:
-        for num_ranks in (8, 32, 64, 512):
+    for name in models:
+        for num_ranks in RANKS if name in SMALL else RANKS[-2:]:
             for count in (1, 2):
-                workload = Workload(TOKENS, num_microbatches=count)
+                workload = replace(WORK, num_microbatches=count)
                 costs = _whole(name, {"activation_checkpointing": True}, workload, num_ranks)
                 rows.append((f"{name}, {num_ranks} ranks", str(count), *_collectives(costs)))
     head = ("model", "microbatches", *COLLECTIVE_HEAD)
     return _titled(
         "Sharding",
-        "Collectives of a training step before the optimizer, with full recomputation. *copies* are into and out of "
-        "their buffers.",
+        "Collectives of a training step of the whole model before the optimizer, with full recomputation, as one rank "
+        "sees them: the whole tensors that are gathered and reduced. *copies* are into and out of their buffers.",
         table(head, rows),
     )
 
@@ -177,7 +181,7 @@ def experts(models: Sequence[str]) -> str:
     for name in [model for model in models if "num_experts_per_tok" in SHAPES[model]]:
         for what, settings in RECOMPUTE.items():
             backend = DTensorConfig(expert_parallel_size=8, **settings)
-            layer, _ = layer_costs(_alike(name), backend, Workload(TOKENS), num_ranks=32)
+            layer, _ = layer_costs(_alike(name), backend, WORK, num_ranks=32)
             exchanged = layer.training.traffic("all_to_all")
             rows.append(
                 (
@@ -209,7 +213,7 @@ def tensors(models: Sequence[str]) -> str:
                 backend = DTensorConfig(
                     tensor_parallel_size=size, sequence_parallel=splits, activation_checkpointing=True
                 )
-                layer, _ = layer_costs(_alike(name), backend, Workload(TOKENS), num_ranks=64)
+                layer, _ = layer_costs(_alike(name), backend, WORK, num_ranks=64)
                 for kind, moved in layer.training.collectives.items():
                     if kind.ranks == size and kind.span == size:
                         rows.append(

@@ -6,7 +6,6 @@ figures, and `benchmarks/results/ledger.md` explains them.
 
 from functools import cache
 
-import numpy as np
 import pytest
 
 from rl_core.data.microbatch import plan_microbatches, shard
@@ -16,37 +15,148 @@ from rl_dtensor.ledger.attention import attention_costs
 from rl_dtensor.ledger.head import head_costs
 from rl_dtensor.ledger.layout import layout_costs
 from rl_dtensor.ledger.pipeline import bubble
-from rl_dtensor.ledger.shapes import config_of
+from rl_dtensor.ledger.shapes import SHAPES, config_of
 from rl_dtensor.ledger.step import Workload, layer_costs
 
 TOKENS = 8192
-KB, MB, GB = 10**3, 10**6, 10**9
+KB, MB = TOKENS * 10**3, TOKENS * 10**6
+"""Per token of a microbatch."""
 
 LAYERS = {
-    # kernels forward and backward, KB of memory traffic per token outside of matrix products forward and backward
-    "Qwen3-8B": (0, 0, 0, 0),
-    "Qwen3-30B-A3B": (0, 0, 0, 0),
-    "Llama-70B": (0, 0, 0, 0),
-    "DeepSeek-V3": (0, 0, 0, 0),
+    # forward: kernels besides matrix products, and KB per token that they move; backward, without recomputation; KB per
+    # token that are kept between both
+    "Qwen3-8B": (49, 781, 97, 1789, 216),
+    "Qwen3-30B-A3B": (67, 751, 125, 1761, 224),
+    "Llama-70B": (35, 1400, 67, 3300, 400),
+    "DeepSeek-V3": (92, 2968, 148, 7660, 2200),
 }
-HEADS = {
-    # (entropy, chunk): MB per token outside of matrix products forward and backward, for Qwen3-8B
-    (False, 1024): (0, 0),
-    (True, 1024): (0, 0),
-    (False, 4096): (0, 0),
+HEAD = {
+    # entropy and temperature, chunk: MB per token that kernels besides matrix products move forward and backward
+    (False, 1024): (4.6, 12.4),
+    (False, 4096): (4.6, 7.8),
+    (True, 1024): (8.3, 19.1),
+    (True, 4096): (8.3, 14.5),
 }
-ATTENTION_COPIES_KB = {"Qwen3-8B": 0, "Qwen3-30B-A3B": 0, "DeepSeek-V3": 0}
-WAITS_PER_MICROBATCH = 0
-SHARDING = {
-    # microbatches: all-gathers and reduce-scatters of one layer and of the rest of the model, for Qwen3-30B-A3B
-    1: (0, 0),
-    2: (0, 0),
-}
-EXPERTS = {"all_to_all": 0, "waits": 0}
+ATTENTION = {"Qwen3-8B": 99, "Qwen3-30B-A3B": 83, "DeepSeek-V3": 1197}
+"""KB per token that kernels besides attention itself move, from queries, keys and values to the output and back."""
+WAITS = 15
+"""Of the host in a microbatch of a model without experts, with two columns besides the tokens."""
+GATHERS, REDUCTIONS = 2, 1
+"""Of a layer, and of the rest of the model, in each microbatch."""
+PADDING = 2.0
+"""Gathered bytes relative to those of the experts, on twice as many ranks as experts."""
+EXCHANGES, EXCHANGED, EXPERT_WAITS = 6, 132, 4
+"""Of a layer with expert parallelism: all-to-alls, KB per token that they move, and waits, without recomputation."""
+BUBBLE = 0.89
+"""DeepSeek-V3 on 512 ranks, 16 of which are a pipeline, with 512 rows of 700 tokens."""
 
 
 @cache
-def layer(name, ranks=8, microbatches=1, **settings):
+def layer(name, *, ranks=8, num_microbatches=1, settings=(), **changes):
+    """A layer, and the rest of the model; of DeepSeek-V3 one with experts."""
     alike = {"first_k_dense_replace": 0} if name == "DeepSeek-V3" else {}
-    workload = Workload(TOKENS, num_microbatches=microbatches)
-    return layer_costs(config_of(name, **alike), DTensorConfig(**settings), workload, num_ranks=ranks)
+    workload = Workload(TOKENS, num_microbatches=num_microbatches, chunk_size=TOKENS)
+    return layer_costs(
+        config_of(name, **alike, **changes), DTensorConfig(**dict(settings)), workload, num_ranks=ranks
+    )
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_layer_stays_within_its_budget(name):
+    costs, _ = layer(name)
+    found = (
+        costs.forward.other.kernels,
+        costs.forward.other.bytes / KB,
+        costs.backward.other.kernels,
+        costs.backward.other.bytes / KB,
+        costs.kept_bytes / KB,
+    )
+    assert all(cost <= budget for cost, budget in zip(found, LAYERS[name], strict=True)), found
+    assert costs.training.num_waits == 0
+
+
+def test_shapes_are_those_of_the_published_models():
+    for name, billions in {"Qwen3-8B": 8.2, "Qwen3-30B-A3B": 30.5, "Llama-70B": 70.6}.items():
+        costs, rest = (part.forward.traffic("all_gather").bytes // 2 for part in layer(name))
+        assert round((costs * SHAPES[name]["num_hidden_layers"] + rest) / 1e9, 1) == billions
+
+
+def test_products_are_those_of_the_matrices_and_of_attention():
+    config = config_of("Qwen3-8B")
+    hidden, heads = config.hidden_size, config.num_attention_heads * config.head_dim
+    keys = config.num_key_value_heads * config.head_dim
+    matrices = hidden * (heads + 2 * keys) + heads * hidden + 3 * hidden * config.intermediate_size
+    forward = 2 * TOKENS * matrices + 4 * TOKENS**2 * heads
+    costs, _ = layer("Qwen3-8B")
+    assert costs.forward.flops == forward
+    # flash attention computes its scores again
+    assert costs.backward.flops == 2 * forward + 2 * TOKENS**2 * heads
+
+
+def test_recomputation_costs_a_forward_pass_and_keeps_the_input():
+    plain, _ = layer("Qwen3-8B")
+    full, _ = layer("Qwen3-8B", settings=(("activation_checkpointing", True),))
+    assert full.kept_bytes == 2 * config_of("Qwen3-8B").hidden_size * TOKENS
+    again = full.training.other.bytes - plain.training.other.bytes
+    assert 0.9 * plain.forward.other.bytes < again <= plain.forward.other.bytes
+
+
+@pytest.mark.parametrize(("entropy", "chunk"), HEAD)
+def test_the_head_stays_within_its_budget(entropy, chunk):
+    config = config_of("Qwen3-8B")
+    temperature = 0.7 if entropy else 1.0
+    costs = head_costs(
+        config.hidden_size, config.vocab_size, TOKENS, chunk_size=chunk, entropy=entropy, temperature=temperature
+    )
+    found = costs.forward.other.bytes / MB, costs.backward.other.bytes / MB
+    assert all(cost <= budget for cost, budget in zip(found, HEAD[entropy, chunk], strict=True)), found
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_copies_around_attention_stay_within_their_budget(name):
+    config = config_of(name)
+    costs = attention_costs(attention_shapes(config)[0], config.num_key_value_heads, TOKENS)
+    assert costs.products.kernels == 2
+    assert costs.other.bytes / KB <= ATTENTION[name]
+
+
+def test_a_microbatch_makes_the_host_wait_no_more_often_than_budgeted():
+    few, many = (layout_costs([1024] * num_rows, ("loss_mask", "advantages")) for num_rows in (2, 8))
+    assert few.waits == many.waits
+    assert many.num_waits <= WAITS, many.waits
+
+
+def test_collectives_of_a_microbatch_stay_within_their_budget():
+    once, twice = (layer("Qwen3-30B-A3B", num_microbatches=count) for count in (1, 2))
+    for part, parts in zip(once, twice, strict=True):
+        assert part.training.traffic("all_gather").calls <= GATHERS
+        assert part.training.traffic("reduce_scatter").calls <= REDUCTIONS
+        assert parts.training.traffic("all_gather").calls <= 2 * GATHERS
+        assert parts.training.traffic("reduce_scatter").calls <= 2 * REDUCTIONS
+
+
+def test_more_ranks_than_experts_gather_no_more_than_budgeted():
+    few, many = (layer("Qwen3-30B-A3B", ranks=ranks, num_experts=16)[0] for ranks in (16, 32))
+    gathered = [costs.forward.traffic("all_gather").bytes for costs in (few, many)]
+    assert gathered[1] <= PADDING * gathered[0]
+
+
+def test_expert_parallelism_stays_within_its_budget():
+    costs, _ = layer("Qwen3-30B-A3B", ranks=32, settings=(("expert_parallel_size", 8),))
+    exchanged = costs.training.traffic("all_to_all")
+    assert exchanged.calls <= EXCHANGES
+    assert exchanged.bytes / KB <= EXCHANGED
+    assert costs.training.num_waits <= EXPERT_WAITS, costs.training.waits
+
+
+@pytest.mark.parametrize(("size", "num_microbatches", "num_chunks"), [(4, 6, 1), (16, 2, 1), (4, 8, 2), (2, 4, 3)])
+def test_a_bubble_is_that_of_the_formula(size, num_microbatches, num_chunks):
+    """Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM" (2021)."""
+    share = (size - 1) / (num_chunks * num_microbatches)
+    assert bubble(size, num_microbatches, num_chunks=num_chunks) == pytest.approx(share / (1 + share))
+
+
+def test_the_bubble_of_a_large_mixture_stays_within_its_budget():
+    lengths = [700] * 512
+    plans = [plan_microbatches([700] * len(rows), max_tokens=8192) for rows in shard(lengths, 512 // 16)]
+    assert bubble(16, max(map(len, plans))) <= BUBBLE

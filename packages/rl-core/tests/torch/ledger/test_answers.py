@@ -1,9 +1,10 @@
 """Code that reads the device runs on tensors without data."""
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from rl_core.torch.ledger.answers import Answers
+from rl_core.torch.ledger.counter import CostCounter
 
 META = torch.device("meta")
 
@@ -34,7 +35,21 @@ def test_fake_tensors_are_answered_too():
         assert (ends > 0).nonzero().shape == (3, 1)
 
 
+def test_a_list_of_a_fake_tensor_is_one_wait():
+    with FakeTensorMode(), Answers(lengths, 7), CostCounter("cpu") as counter:
+        assert torch.empty(2, dtype=torch.int64).tolist() == [3, 4]
+    assert counter.costs.num_waits == 1
+    assert FakeTensor.tolist.__module__.startswith("torch.")
+
+
 def test_tensors_with_data_answer_for_themselves():
     with Answers(lengths, 7):
         assert int(torch.tensor(5)) == 5
         assert torch.tensor([0, 1]).nonzero().tolist() == [[1]]
+
+
+def test_tensors_with_data_stay_so_among_fake_ones():
+    ranks = torch.arange(6)
+    with FakeTensorMode(allow_non_fake_inputs=True), Answers(lengths, 7):
+        assert ranks.view(2, 3)[1].tolist() == [3, 4, 5]
+        assert isinstance(torch.tensor([1, 2]), FakeTensor)

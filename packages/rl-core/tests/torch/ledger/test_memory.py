@@ -37,10 +37,14 @@ def test_views_count_once_and_what_was_there_before_does_not():
     assert peak(lambda: (before + 1).view(10, 100)[0]) == SIZE
 
 
-def test_a_backward_pass_holds_what_it_needs():
+def test_a_forward_pass_keeps_what_its_backward_pass_needs():
     weight = torch.empty(1000, device=META, requires_grad=True)
-    # of exp its result, and of sin its argument, are kept for the backward pass
-    assert peak(lambda: [weight.exp().sin()]) == 2 * SIZE
+    with CostCounter() as counter:
+        result = (weight.exp() * 2).sum()  # of exp the result is kept, and of the product nothing
+        assert counter.live_bytes == SIZE + 4
+        result.backward()
+        del result
+        assert counter.live_bytes == SIZE  # the gradient
 
 
 def test_storages_that_are_resized_count_by_their_size():

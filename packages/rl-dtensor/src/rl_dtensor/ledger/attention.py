@@ -11,9 +11,7 @@ from rl_dtensor.model.kernels import Attend, Softmax, varlen
 from rl_dtensor.model.layout import Segment, Segments
 
 
-def attention_costs(
-    shape: AttentionShape, num_key_heads: int, num_tokens: int, attend: Attend | None = None
-) -> Costs:
+def attention_costs(shape: AttentionShape, num_key_heads: int, num_tokens: int, attend: Attend | None = None) -> Costs:
     """Costs of attention over one row, forward and backward; all that is not the kernel itself is a copy.
 
     Args:

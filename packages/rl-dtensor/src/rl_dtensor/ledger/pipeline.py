@@ -16,9 +16,7 @@ def bubble(size: int, num_microbatches: int, *, num_chunks: int = 1, backward: f
         backward: Duration of a backward pass, in those of a forward pass.
     """
     lasts = {"forward": 1.0, "backward": backward}
-    waiting = [
-        list(one_forward_one_backward(rank, size, num_chunks, num_microbatches))[::-1] for rank in range(size)
-    ]
+    waiting = [list(one_forward_one_backward(rank, size, num_chunks, num_microbatches))[::-1] for rank in range(size)]
     busy = num_chunks * num_microbatches * (1.0 + backward)
     done: dict[tuple[str, int, int], float] = {}
     clock = [0.0] * size

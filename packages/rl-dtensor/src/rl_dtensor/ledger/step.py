@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -63,10 +63,13 @@ class PassCosts(NamedTuple):
     Args:
         forward: Forward pass without gradients, as logprobs are computed.
         training: Forward and backward pass.
+        kept_bytes: Memory of what is there between a forward pass and its backward pass: activations, gathered
+            parameters, and gradients of earlier microbatches.
     """
 
     forward: Costs
     training: Costs
+    kept_bytes: int = 0
 
     @property
     def backward(self) -> Costs:
@@ -74,12 +77,12 @@ class PassCosts(NamedTuple):
         return self.training - self.forward
 
     def __sub__(self, other: PassCosts) -> PassCosts:
-        return PassCosts(self.forward - other.forward, self.training - other.training)
+        return PassCosts(
+            self.forward - other.forward, self.training - other.training, self.kept_bytes - other.kept_bytes
+        )
 
 
-def pass_costs(
-    hf_config: PreTrainedConfig, backend: DTensorConfig, workload: Workload, *, num_ranks: int
-) -> PassCosts:
+def pass_costs(hf_config: PreTrainedConfig, backend: DTensorConfig, workload: Workload, *, num_ranks: int) -> PassCosts:
     """Costs on rank 0 of a policy's microbatches, computed by the code that trains it, in bfloat16 and with torch's
     flash attention as on GPUs.
 
@@ -103,7 +106,7 @@ def pass_costs(
     with _fake_ranks(num_ranks, backend) as mesh, ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory()))
         hf_config.save_pretrained(folder)  # the builder asks the files for dtypes that differ; there are none
-        stack.enter_context(FakeTensorMode())
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(Answers(partial(_read, workload.num_tokens), workload.num_tokens))
         sharded = unloaded_model(
             config,
@@ -117,12 +120,12 @@ def pass_costs(
         for chunk in sharded.chunks:
             chunk.attend = varlen()
         model = DTensorModel(sharded, mesh)
-        run = _run(workload, mesh)
         with CostCounter(DEVICE) as forward:
-            model.read(run)
+            model.read(_run(workload, mesh, lambda: None))
+        kept: list[int] = []
         with CostCounter(DEVICE) as training:
-            model.accumulate(run)
-        return PassCosts(forward.costs, training.costs)
+            model.accumulate(_run(workload, mesh, lambda: kept.append(training.live_bytes)))
+        return PassCosts(forward.costs, training.costs, max(kept, default=0))
 
 
 def layer_costs(
@@ -132,9 +135,7 @@ def layer_costs(
 
     They are what a model of two layers costs in excess of a model of one, so all layers must be alike.
     """
-    one, two = (
-        pass_costs(_with_layers(hf_config, count), backend, workload, num_ranks=num_ranks) for count in (1, 2)
-    )
+    one, two = (pass_costs(_with_layers(hf_config, count), backend, workload, num_ranks=num_ranks) for count in (1, 2))
     layer = two - one
     return layer, one - layer
 
@@ -144,12 +145,16 @@ def model_costs(
 ) -> PassCosts:
     """Costs of a whole model, of which only models of one layer and of two are built."""
     layer, rest = layer_costs(hf_config, backend, workload, num_ranks=num_ranks)
-    return PassCosts(*(_stacked(*parts, hf_config.num_hidden_layers) for parts in zip(layer, rest, strict=True)))
+    count = hf_config.num_hidden_layers
+    one = rest.training.peak_bytes + layer.training.peak_bytes
+    # the peak is where most activations are kept, or where most gradients are there
+    peak = one + (count - 1) * max(layer.kept_bytes, layer.training.peak_bytes)
+    training = replace(_stacked(layer.training, rest.training, count), peak_bytes=peak)
+    return PassCosts(_stacked(layer.forward, rest.forward, count), training, rest.kept_bytes + count * layer.kept_bytes)
 
 
 def _stacked(layer: Costs, rest: Costs, num_layers: int) -> Costs:
-    total = sum((layer for _ in range(num_layers)), rest)
-    return replace(total, peak_bytes=rest.peak_bytes + num_layers * layer.peak_bytes)
+    return sum((layer for _ in range(num_layers)), rest)
 
 
 def _with_layers(hf_config: PreTrainedConfig, count: int) -> PreTrainedConfig:
@@ -161,13 +166,14 @@ def _with_layers(hf_config: PreTrainedConfig, count: int) -> PreTrainedConfig:
     return changed
 
 
-def _run(workload: Workload, mesh: Mesh) -> Pass:
+def _run(workload: Workload, mesh: Mesh, on_loss: Callable[[], None]) -> Pass:
     tokens = Ragged.from_rows([np.zeros(workload.num_tokens, dtype=np.int32)])
 
     def make() -> Microbatch:
         return Microbatch(to_rows(Batch({TOKENS: tokens}), mesh.device), is_own=True)
 
     def total(_: Microbatch, columns: Any) -> Tensor:
+        on_loss()
         return torch.stack([column.sum() for column in columns.values()]).sum()
 
     count = workload.num_microbatches

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl_core.torch.ledger.collectives import collective_of
-from rl_core.torch.ledger.costs import Collective, Costs, Traffic, Work
+from rl_core.torch.ledger.costs import Collective, Costs, Traffic
 from rl_core.torch.ledger.memory import LiveBytes
 from rl_core.torch.ledger.operations import costs_of, tensors_in
 from rl_core.torch.ledger.waits import TO_DEVICE, crosses, waits_of
@@ -60,6 +60,11 @@ class CostCounter(TorchDispatchMode):
     def costs(self) -> Costs:
         """All costs so far."""
         return self._tallies[WHOLE].costs(self._memory.peak)
+
+    @property
+    def live_bytes(self) -> int:
+        """Memory of the tensors that were made so far and are still there."""
+        return self._memory.now
 
     @property
     def modules(self) -> Mapping[str, Costs]:

@@ -21,6 +21,12 @@ class LiveBytes:
         self._total = 0
         self._live: dict[int, tuple[StorageWeakRef, int]] = {}
 
+    @property
+    def now(self) -> int:
+        """Number of bytes now."""
+        self._recount()
+        return self._total
+
     def add(self, made: Iterable[Tensor], given: Iterable[Tensor] = ()) -> None:
         """Count the storages of tensors that an operation made.
 
