@@ -220,8 +220,10 @@ class ModelConfig(Config):
     that a tiny model of the family trains correctly there; `off` trains without the check."""
     hf_config_overrides: Annotated[dict[str, Any], WhenChanged.NEW_RUN] = {}
     """Fields of the model's Hugging Face config to replace."""
-    logprob_chunk_size: Annotated[int, WhenChanged.RESUME] = Field(default=1024, gt=0)
-    """Number of tokens whose logits are in memory at a time."""
+    logprob_chunk_size: Annotated[int | None, WhenChanged.RESUME] = Field(default=None, gt=0)
+    """Number of tokens whose logits are in memory at a time. If null, 4,096 where kernels read the head in its own
+    precision (on GPUs, in models with a hidden size of up to 4,096, without a token filter), which takes no more
+    memory than 1,024 elsewhere; otherwise 1,024."""
     worker_timeout_s: Annotated[float, WhenChanged.RESUME] = Field(default=3600.0, gt=0)
     """Timeout in seconds of one call of the model's workers, such as an optimizer step, a pass over a batch or a save.
     After it every rank writes the stacks of its threads to its log, and the run is restored as if a worker had died."""

@@ -62,9 +62,14 @@ class DTensorConfig(BackendConfig):
     attention_backend: AttentionBackend = "auto"
     """Kernel that computes attention: torch's scaled dot-product attention row by row (`sdpa`), the same in plain
     matrix products (`eager`), or one kernel for all rows, on GPUs: `flash_attention_2` (needs flash-attn and half
-    precision), `flash_attention_3` (on Hopper) or torch's `flex`. `auto` uses torch's own flash attention if it can
-    run, otherwise `sdpa`; for scores with a soft cap or sinks, which `sdpa` does not support, `flex` on GPUs and
-    `eager` elsewhere. Only `eager` and `flex` support sinks."""
+    precision), `flash_attention_3` (on Hopper) or torch's `flex`. `auto` uses torch's flash attention if it can run,
+    otherwise `sdpa`; for scores with a soft cap or sinks, which `sdpa` does not support, `flex` on GPUs and `eager`
+    elsewhere. Torch's flash attention is FlashAttention 3 on Hopper and 4 on Blackwell if the package is installed.
+    Only `eager` and `flex` support sinks."""
+    fused_kernels: bool = True
+    """Compute RMSNorm with the residual before it, rotary embeddings with the norms of heads, and SwiGLU of layers by
+    Triton kernels on GPUs: less memory traffic, and rounding once instead of after each operation. Modules whose code
+    computes something else keep it, and so do layers that `compile` compiles. Other devices compute as with `false`."""
     cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory and load parameters layer by layer. On `cpu` they
     are there already."""

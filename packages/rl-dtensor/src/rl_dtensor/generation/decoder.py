@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from rl_core.devices import Device
 from rl_core.torch.generation.row import Row
+from rl_core.torch.heads.logprobs import CHUNK_SIZE
 from rl_core.torch.residency.module_residency import ModuleResidency
 from rl_core.weights import Manifest
 from rl_dtensor.generation.batch import DecodingBatch
@@ -30,7 +31,7 @@ class HFDecoder:
     Args:
         module: Module in its precision, without dropout.
         kinds: Kinds of the layers of its cache; None if it is decoded without one.
-        chunk_size: Tokens whose logits exist at one time when given ones are scored.
+        chunk_size: Tokens whose logits exist at one time when given ones are scored; None for the default.
         recorder: Recorder of the experts that tokens are sent to; None if they are not reported.
     """
 
@@ -41,13 +42,13 @@ class HFDecoder:
         config: HFConfig,
         device: Device,
         *,
-        chunk_size: int,
+        chunk_size: int | None,
         recorder: RoutingRecorder | None,
     ) -> None:
         self.module = module
         self._config = config
         self._device = device.torch_device
-        self._chunk_size = chunk_size
+        self._chunk_size = chunk_size or CHUNK_SIZE
         self._kinds = kinds
         self._batch: DecodingBatch | WholeRowBatch = (
             WholeRowBatch(module, self._device, recorder, most_tokens=config.max_prefill_tokens)

@@ -29,6 +29,9 @@ ROWS = "rl_rows"
 INERT = frozenset({"use_cache", *TransformersKwargs.__annotations__})
 """Keyword arguments that models hand on to every attention function, and that do not change what it computes."""
 
+MODEL_ERRORS = (NotImplementedError, RuntimeError, TypeError, ValueError)
+"""Errors of a family's code on tensors without data."""
+
 WITHOUT_DROPOUT: tuple[AttentionBackend, ...] = ("flash_attention_3", "flex")
 
 
@@ -180,23 +183,36 @@ def rows_problem(hf: PreTrainedModel, backend: AttentionBackend = "auto") -> str
     """
     if "position_ids" not in inspect.signature(body_of(hf).forward).parameters:
         return "its forward pass takes no position_ids"
-    place = torch.zeros(1, 1, dtype=torch.long, device="meta")
-    rows = Rows(place[0], {TOKENS: place[0]})
-    layout = Layout(rows, place, place, place[0], None, bounds=((0, 1),), length=1, context=None)
-    # with a mask the model does not derive rows from the positions, and of one token it does not look at the mask:
-    # neither is possible on `meta`
-    inputs = {"input_ids": place, "position_ids": place, "attention_mask": torch.ones_like(place)}
     try:
-        with _without_experts(hf):
-            body_of(hf)(**inputs, use_cache=False, layout=layout, attend=_tell)
+        pass_on_meta(hf, _tell)
     except _Told as told:
         check_softmax(backend, told.softmax)
         return ""
     except RowsUnknown as error:
         return str(error)
-    except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:  # of the family's code, on `meta`
+    except MODEL_ERRORS as error:
         return f"its forward pass fails without data before it reaches attention: {type(error).__name__}: {error}"
     return "its forward pass never calls this attention"
+
+
+def pass_on_meta(hf: PreTrainedModel, attend: Attend) -> None:
+    """Compute the body of a model for one token, without its stacked experts.
+
+    Args:
+        hf: Model, on `meta` or elsewhere.
+        attend: Kernel in place of its attention.
+
+    Raises:
+        Exception: One of `MODEL_ERRORS`, if its code needs data.
+    """
+    place = torch.zeros(1, 1, dtype=torch.long, device=hf.device)
+    rows = Rows(place[0], {TOKENS: place[0]})
+    layout = Layout(rows, place, place, place[0], None, bounds=((0, 1),), length=1, context=None)
+    # with a mask the model does not derive rows from the positions, and of one token it does not look at the mask:
+    # neither is possible on `meta`
+    inputs = {"input_ids": place, "position_ids": place, "attention_mask": torch.ones_like(place)}
+    with _without_experts(hf), torch.no_grad():
+        body_of(hf)(**inputs, use_cache=False, layout=layout, attend=attend)
 
 
 @contextmanager

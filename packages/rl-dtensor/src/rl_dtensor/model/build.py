@@ -23,11 +23,14 @@ from rl_core.torch.collective_errors import on_all_ranks
 from rl_core.torch.files.model_files import WeightFiles, read_hf_config
 from rl_core.torch.heads.scalar import new_head
 from rl_core.torch.heads.vocab_parallel import VocabShard
+from rl_core.torch.kernels.devices import runs_kernels
 from rl_core.torch.training.lora import InitialFactors
 from rl_core.torch.training.ties import untie_apart
 from rl_dtensor.config import AttentionBackend, DTensorConfig
 from rl_dtensor.model.attention import ROWS, RowsUnknown, attention_for, rows_problem, tell_chunks
 from rl_dtensor.model.compilation import compile_layers
+from rl_dtensor.model.flash import activate_flash_attention
+from rl_dtensor.model.fusion import fuse_layers
 from rl_dtensor.model.kernels import kernel_of
 from rl_dtensor.model.layout import Alignment, Context, lay_out
 from rl_dtensor.model.loading import rebuild_buffers, set_head
@@ -39,7 +42,7 @@ from rl_dtensor.model.recompute import checkpoint_activations
 from rl_dtensor.model.recurrent import run_rows_alone
 from rl_dtensor.model.replay import Replay
 from rl_dtensor.model.rope import fix_frequencies
-from rl_dtensor.model.settings import device_problems, kernel_problems
+from rl_dtensor.model.settings import device_problems, kernel_problems, largest_head
 from rl_dtensor.model.shape import shape_of
 from rl_dtensor.model.tiny import is_dropout
 from rl_dtensor.model.units import ends_of, units_of
@@ -74,6 +77,8 @@ def build_model(
     )
     for problem in problems:
         raise ValueError(f"{problem.key}: {problem.message}")
+    if backend.attention_backend == "auto" and mesh.kind.runs_on_gpus:
+        activate_flash_attention(largest_head(_fields(hf_config)))
     initial = InitialFactors.of(config.lora_cfg, spec.seed)
     files = WeightFiles.of(folder)
     model = unloaded_model(config, backend, spec, hf_config, files=files, is_packed=is_packed, mesh=mesh)
@@ -177,6 +182,8 @@ class _Builder:
 
     def _prepare(self, hf: PreTrainedModel, kept: Kept) -> PreTrainedModel:
         """The same model in the dtypes that it is held in, with adapters if the config asks for them."""
+        if self.backend.fused_kernels and not self.backend.compile and runs_kernels(self.mesh.device):
+            fuse_layers(hf, decoder_layers(hf))
         widen(hf, None if self._trains_all else kept.stored)
         hf.requires_grad_(self._trains_all)
         if self.config.lora_cfg.enabled:

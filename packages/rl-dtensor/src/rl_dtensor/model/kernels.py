@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, current_flash_attention_impl, sdpa_kernel
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
 
@@ -18,6 +20,9 @@ from rl_core.plugins.install_command import install_command
 from rl_dtensor.config import AttentionBackend
 from rl_dtensor.model.layout import Segments
 from rl_dtensor.model.settings import MOST_FLASH_DIM, without_sinks, without_softcap
+
+WITH_DROPOUT = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""Kernels that know dropout where flash attention is one that does not."""
 
 HALF = (torch.bfloat16, torch.float16)
 LEAST_FLEX_DIM = 16
@@ -121,18 +126,20 @@ def _sdpa_row(query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Te
     num_queries, num_keys = query.shape[2], key.shape[2]
     is_plain = num_queries == num_keys and (softmax.window is None or num_keys <= softmax.window)
     mask = None if is_plain else _seen(num_queries, num_keys, softmax.window, query.device)
-    if not (is_plain and _fits_flash(query, value) and query.shape[-1] == value.shape[-1]):
+    has_dropout = softmax.dropout > 0.0 and current_flash_attention_impl() is not None
+    if has_dropout or not (is_plain and _fits_flash(query, value) and query.shape[-1] == value.shape[-1]):
         key, value = _for_each_head(query, key, value)
-    return F.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=mask,
-        dropout_p=softmax.dropout,
-        is_causal=is_plain,
-        scale=softmax.scaling,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
+    with sdpa_kernel(WITH_DROPOUT) if has_dropout else nullcontext():
+        return F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            dropout_p=softmax.dropout,
+            is_causal=is_plain,
+            scale=softmax.scaling,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
 
 
 def _for_each_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -178,7 +185,7 @@ def varlen(attend: Callable[..., Any] = varlen_attn) -> Attend:
         assert len(query) == 1
         if segments.keys is not None:
             key, value = key.index_select(2, segments.keys), value.index_select(2, segments.keys)
-        flat = (part[0].transpose(0, 1) for part in _of_one_size(query, key, value))
+        flat = (part.squeeze(0).transpose(0, 1) for part in _of_one_size(query, key, value))
         out: Tensor = attend(
             *flat,
             segments.query_ends,
@@ -204,9 +211,12 @@ def _scale(query: Tensor, softmax: Softmax) -> float:
 
 def _of_one_size(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """`[..., head_dim]` padded with zeros to the one size of heads that flash attention takes, a multiple of 8; zeros
-    add nothing to the products, and the end of the results is to be cut off."""
+    add nothing to the products, and the end of the results is to be cut off. Tensors of that size are returned as they
+    are: padding by nothing would copy them."""
     size = -(-max(query.shape[-1], value.shape[-1]) // 8) * 8
-    query, key, value = (F.pad(part, (0, size - part.shape[-1])) for part in (query, key, value))
+    query, key, value = (
+        part if part.shape[-1] == size else F.pad(part, (0, size - part.shape[-1])) for part in (query, key, value)
+    )
     return query, key, value
 
 
@@ -289,7 +299,7 @@ def _flash(package: str, remedy: str, *, takes_dropout: bool = False) -> Attend:
             return _by_row(query, key, value, segments, softmax, attend_row=attend_row)
         if segments.keys is not None:
             key, value = key.index_select(2, segments.keys), value.index_select(2, segments.keys)
-        flat = (part[0].transpose(0, 1) for part in _of_one_size(query, key, value))
+        flat = (part.squeeze(0).transpose(0, 1) for part in _of_one_size(query, key, value))
         ends = (segments.query_ends, segments.key_ends)
         out = _output(functions.flash_attn_varlen_func(*flat, *ends, *segments.longest, **options(query, softmax)))
         return out.transpose(0, 1)[None, ..., : value.shape[-1]]

@@ -57,7 +57,7 @@ class ReadingModel(nn.Module):
         hf: The model; its names are those of the checkpoint.
         role: Decides how the head is read.
         attend: Its attention, if that is told of rows.
-        chunk_size: Tokens whose logits exist at one time.
+        chunk_size: Tokens whose logits exist at one time; None for the default.
         alignment: What a forward pass must fit.
         is_packed: Rows lie end to end instead of being padded.
         is_last: True if it has the last layers and the head.
@@ -70,7 +70,7 @@ class ReadingModel(nn.Module):
         role: Role,
         *,
         attend: Attend,
-        chunk_size: int,
+        chunk_size: int | None,
         alignment: Alignment,
         is_packed: bool,
         is_last: bool,

@@ -43,7 +43,7 @@ def kernel_problems(backend: DTensorConfig, model: Mapping[str, Any]) -> Iterato
         backend: Settings of the backend.
         model: Fields of the model's Hugging Face config; missing fields are not checked.
     """
-    largest = _largest_head(model)
+    largest = largest_head(model)
     if backend.attention_backend in ("flash_attention_2", "flash_attention_3") and largest > MOST_FLASH_DIM:
         yield Problem(
             f"{SECTION}.attention_backend",
@@ -56,7 +56,7 @@ def kernel_problems(backend: DTensorConfig, model: Mapping[str, Any]) -> Iterato
         yield problem
 
 
-def _largest_head(model: Mapping[str, Any]) -> int:
+def largest_head(model: Mapping[str, Any]) -> int:
     """Entries of the largest query, key or value head; 0 if the fields do not say."""
     model = text_fields(model)
     hidden, heads = model.get("hidden_size"), model.get("num_attention_heads")

@@ -82,7 +82,7 @@ class ReadingModel:
         config: Megatron's.
         hf: Hugging Face's.
         has_te: True if the layers are Transformer Engine's.
-        chunk_size: Tokens whose logits exist at one time.
+        chunk_size: Tokens whose logits exist at one time; None for the default.
         is_packed: True if rows lie end to end instead of being padded.
         adapters: Adapters by the name of the weight that each sits on, over the whole model.
         routing: The routers of a mixture of experts.
@@ -95,7 +95,7 @@ class ReadingModel:
     hf: PreTrainedConfig
     role: Role
     has_te: bool
-    chunk_size: int
+    chunk_size: int | None
     is_packed: bool
     adapters: dict[str, AdapterMap] = field(default_factory=dict)
     routing: Routing | None = None

@@ -136,13 +136,13 @@ class PlainModel:
 
     Args:
         compute: Dtype of matrix products.
-        chunk_size: Tokens whose logits exist at one time.
+        chunk_size: Tokens whose logits exist at one time; None for the default.
     """
 
     pipeline = Pipeline()
     shape = None
 
-    def __init__(self, hf: PreTrainedModel, role: Role, compute: torch.dtype, chunk_size: int) -> None:
+    def __init__(self, hf: PreTrainedModel, role: Role, compute: torch.dtype, chunk_size: int | None) -> None:
         self.hf = hf
         self._role = role
         self._compute = compute

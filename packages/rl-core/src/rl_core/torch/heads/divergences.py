@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rl_core.model import DIVERGENCES, LEAST_TAIL
-from rl_core.torch.heads.logprobs import Head, HeadGradients, HeadPass, wide_dtype
+from rl_core.torch.heads.head_pass import HeadGradients, HeadPass, wide_dtype
+from rl_core.torch.heads.logprobs import CHUNK_SIZE, Head
 from rl_core.torch.heads.vocab_parallel import VocabShard
 
 NOTHING = -1e4
@@ -44,7 +45,7 @@ def divergences(
     below: int,
     beta: float,
     temperature: float = 1.0,
-    chunk_size: int = 1024,
+    chunk_size: int | None = None,
     shard: VocabShard | None = None,
     sums_hidden_grad: bool = True,
 ) -> Tensor:
@@ -66,7 +67,7 @@ def divergences(
         below: Number of ids that both know.
         beta: Weight of the other in the mixture.
         temperature: Divides the logits of both.
-        chunk_size: Number of positions whose logits exist at one time.
+        chunk_size: Number of positions whose logits exist at one time; None for 1,024.
         shard: Place of this rank's rows in the head; None if it has the whole head.
         sums_hidden_grad: As in `vocab_parallel_reads`.
 
@@ -80,8 +81,8 @@ def divergences(
     if num_shared > len(other.head.weight) or below > (len(weight) if shard is None else shard.vocab_size):
         raise ValueError(f"{below} ids are compared, but one of the two models has fewer")
     options = _Options(
-        _plain_pass(head, temperature, chunk_size),
-        _plain_pass(other.head, temperature, chunk_size),
+        _plain_pass(head, temperature, chunk_size or CHUNK_SIZE),
+        _plain_pass(other.head, temperature, chunk_size or CHUNK_SIZE),
         num_shared,
         start,
         beta,

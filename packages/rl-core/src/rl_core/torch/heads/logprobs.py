@@ -3,7 +3,6 @@ all tokens at once."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,27 +13,20 @@ from torch.autograd.function import once_differentiable
 
 from rl_core.hf_config import HFConfig
 from rl_core.token_filter import TokenFilter
+from rl_core.torch.heads.head_pass import HeadGradients, HeadPass, LogitTransform, ReadGradients, wide_dtype
 from rl_core.torch.heads.kept_tokens import WholeVocabulary, leave_out_, lowest_kept
+from rl_core.torch.kernels.devices import takes
+from rl_core.torch.kernels.vocabulary import softmax_statistics
 
+CHUNK_SIZE = 1024
+"""Number of positions whose logits exist at one time, unless the caller says otherwise."""
 
-@dataclass(frozen=True)
-class LogitTransform:
-    """The transform from the product of hidden states and head to logits: `softcap * tanh(scale * x / softcap)`, or
-    `scale * x`."""
+FUSED_CHUNK_SIZE = 4096
+"""The same if kernels read the head: half-precision products without a copy take a third of the memory per position,
+and the gradient by the head, which is read and written once per chunk, costs a quarter."""
 
-    scale: float = 1.0
-    softcap: float | None = None
-
-    def __call__(self, products: Tensor) -> Tensor:
-        scaled = products * self.scale if self.scale != 1.0 else products
-        return scaled if self.softcap is None else torch.tanh(scaled / self.softcap) * self.softcap
-
-    def backward(self, grad: Tensor, logits: Tensor) -> Tensor:
-        """Gradient by the products, from the gradient by the logits and the logits."""
-        if self.softcap is not None:
-            grad = grad * (1 - (logits / self.softcap).square())
-        return grad * self.scale if self.scale != 1.0 else grad
-
+WIDEST_FUSED = 4096
+"""Largest hidden size of the models that have the larger chunks by default; wider ones have less memory to spare."""
 
 def logit_transform(config: HFConfig) -> LogitTransform:
     """Return the transform that a model family applies between its head and its logits, as its `transformers` config
@@ -75,6 +67,10 @@ class TokenReads(NamedTuple):
     logprobs_at: Tensor
     collision: Tensor
 
+    def at(self, chunk: slice) -> TokenReads:
+        """The results of some positions, which can be written to."""
+        return TokenReads(*(part[chunk] for part in self))
+
 
 def head_reads(
     hidden: Tensor,
@@ -88,13 +84,14 @@ def head_reads(
     k: int = 0,
     below: int = 0,
     ids: Tensor | None = None,
-    chunk_size: int = 1024,
+    chunk_size: int | None = None,
 ) -> TokenReads:
     """Read the head at each position. At most `[chunk_size, vocab]` logits exist, in the forward and in the backward
     pass.
 
     The backward pass computes each chunk's logits again. Reductions are in float32 whatever the dtype of the hidden
-    states.
+    states. On GPUs the products of hidden states and head are read once in their own dtype, and their gradient takes
+    their place; reads with a filter have a float32 copy instead.
 
     Args:
         hidden: `[n, hidden]`.
@@ -108,7 +105,7 @@ def head_reads(
         k: Number of most likely tokens to return, in descending order.
         below: Ids that these are chosen among are below it; 0 for all.
         ids: Int64 `[n, m]`, tokens whose logprobs are wanted too; -1 stands for none, and its logprob is 0.
-        chunk_size: Number of positions whose logits exist at one time.
+        chunk_size: Number of positions whose logits exist at one time; None for `chunk_size_of`.
     """
     if temperature <= 0:
         raise ValueError(f"temperature must be positive, got {temperature}")
@@ -116,161 +113,37 @@ def head_reads(
         raise ValueError(f"topk({k}) of a vocabulary of {len(head.weight)} tokens")
     check_filter(token_filter, k, ids)
     options = HeadPass(
-        head.transform, temperature, entropy, collision, token_filter, k, below or len(head.weight), chunk_size
+        head.transform,
+        temperature,
+        entropy,
+        collision,
+        token_filter,
+        k,
+        below or len(head.weight),
+        chunk_size_of(hidden, chunk_size, token_filter),
     )
     ids = targets.new_empty((len(targets), 0)) if ids is None else ids
     return TokenReads(*_HeadReads.apply(hidden, head.weight, head.bias, targets, ids, options))
+
+
+def chunk_size_of(hidden: Tensor, chunk_size: int | None, token_filter: TokenFilter | None = None) -> int:
+    """Return the number of positions whose logits exist at one time: the given one, or else 4,096 if kernels read the
+    head and the hidden states have at most 4,096 features, and 1,024 otherwise.
+
+    Args:
+        hidden: `[n, hidden]`.
+        chunk_size: Number that the caller asks for; None if it does not.
+        token_filter: Filter of the reads, which the kernels do not have.
+    """
+    if chunk_size is not None:
+        return chunk_size
+    return FUSED_CHUNK_SIZE if token_filter is None and takes(hidden) and hidden.shape[1] <= WIDEST_FUSED else CHUNK_SIZE
 
 
 def check_filter(token_filter: TokenFilter | None, k: int, ids: Tensor | None) -> None:
     """Raise a `ValueError` for reads of single tokens together with a filter, which may leave them out."""
     if token_filter is not None and (k or ids is not None):
         raise ValueError("the most likely tokens and logprobs at given ids are read of all tokens, without a filter")
-
-
-@dataclass(frozen=True)
-class HeadPass:
-    """Conversion of the products of a chunk's hidden states and a head into results. Methods that end in `_` use up
-    their arguments."""
-
-    transform: LogitTransform
-    temperature: float
-    entropy: bool
-    collision: bool
-    token_filter: TokenFilter | None
-    k: int
-    below: int
-    chunk_size: int
-
-    def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Logits before the temperature, in float32 or wider, which may be used up."""
-        products = F.linear(hidden, weight, bias)
-        return self.transform(products.to(wide_dtype(products.dtype)))
-
-    def cooled_(self, logits: Tensor) -> Tensor:
-        """Divide logits by the temperature, in place."""
-        return logits if self.temperature == 1.0 else logits.div_(self.temperature)
-
-    def grad_products_(
-        self,
-        logits: Tensor,
-        *,
-        log_sum: Tensor,
-        entropy: Tensor,
-        by_entropy: Tensor,
-        collision: Tensor,
-        by_collision: Tensor,
-        columns: Tensor,
-        by_columns: Tensor,
-        by_targets: Tensor,
-        lowest: Tensor,
-        is_here: Tensor | None = None,
-    ) -> Tensor:
-        """Gradient `[n, vocab]` by the products of hidden states and head.
-
-        With p the probabilities: d logp_t / d z = onehot(t) - p, d H / d z = -p (log p + H), and for the collision C
-        d C / d z = 2 p (p - C).
-
-        Args:
-            logits: `[n, vocab]`, before the temperature; may be used up.
-            log_sum: `[n]`, of the exponentials of the logits over the temperature.
-            entropy: `[n]`, in nats; empty if it is not read.
-            by_entropy: `[n]`, gradient of the loss by the entropy; empty if it is not read.
-            collision: `[n]`, the sum of squared probabilities; empty if it is not read.
-            by_collision: `[n]`, gradient of the loss by the collision; empty if it is not read.
-            columns: `[n, 1 + k + m]`, of the target, the top-k tokens and the given ids.
-            by_columns: `[n, 1 + k + m]`, gradients by their logprobs, 0 if the column is not the token's.
-            by_targets: `[n]`, the sum of gradients by all logprobs.
-            lowest: `[n, 1]`, the smallest logit over the temperature that the filter keeps; empty without a filter.
-            is_here: Bool `[n, 1 + k + m]`, whether this rank has the columns; None if it has all.
-        """
-        used = logits if self.transform.softcap is None else logits.clone()  # a cap's gradient needs them unchanged
-        used = self.cooled_(used)
-        if self.token_filter is not None:
-            leave_out_(used, lowest, columns[:, :1], None if is_here is None else is_here[:, :1])
-        logprobs = used.sub_(log_sum[:, None])
-        coefficient = -by_targets[:, None]
-        if self.collision:
-            grad = logprobs.exp()
-            twice = 2 * by_collision[:, None]
-            factor = torch.addcmul(coefficient - twice * collision[:, None], twice, grad)
-            if self.entropy:
-                factor.add_(logprobs.add_(entropy[:, None]).mul_(-by_entropy[:, None]))
-            grad.mul_(factor)
-        elif self.entropy:
-            grad = logprobs.exp()
-            grad.mul_(logprobs.add_(entropy[:, None]).mul_(-by_entropy[:, None]).add_(coefficient))
-        else:
-            grad = logprobs.exp_().mul_(coefficient)
-        if grad.shape[1]:
-            grad.scatter_add_(1, columns, by_columns)
-        return self.transform.backward(self.cooled_(grad), logits)
-
-    def chunks(self, num: int) -> Iterator[slice]:
-        for start in range(0, num, self.chunk_size):
-            yield slice(start, min(start + self.chunk_size, num))
-
-
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float32, or wider."""
-    return torch.promote_types(dtype, torch.float32)
-
-
-@dataclass(frozen=True)
-class HeadGradients:
-    """Gradients of a pass by hidden states, head and bias, which gather over chunks; None for those that are not
-    needed.
-
-    Args:
-        hidden: `[n, hidden]`, in the dtype of the hidden states.
-        weight: `[vocab, hidden]`, float32 or wider.
-        bias: `[vocab]`, likewise.
-        inputs: Hidden states, weight and bias of the forward pass.
-    """
-
-    hidden: Tensor | None
-    weight: Tensor | None
-    bias: Tensor | None
-    inputs: tuple[Tensor, Tensor, Tensor | None]
-
-    @classmethod
-    def zero(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, needed: Sequence[bool]) -> HeadGradients:
-        """No gradient yet.
-
-        Args:
-            hidden: Hidden states `[n, hidden]` of the forward pass.
-            weight: Weight `[vocab, hidden]` of the head.
-            bias: Bias `[vocab]` of the head, if it has one.
-            needed: True for each of hidden states, weight and bias whose gradient is needed; further entries are not
-                read.
-        """
-        wide = wide_dtype(hidden.dtype)
-        return cls(
-            torch.zeros_like(hidden) if needed[0] else None,
-            torch.zeros_like(weight, dtype=wide) if needed[1] else None,
-            torch.zeros_like(bias, dtype=wide) if bias is not None and needed[2] else None,
-            (hidden, weight, bias),
-        )
-
-    def add_(self, chunk: slice, grad: Tensor) -> None:
-        """Add what follows from the gradient `[chunk, vocab]` by the products of a chunk's hidden states and head."""
-        hidden, weight, _ = self.inputs
-        narrow = grad.to(hidden.dtype)
-        if self.hidden is not None:
-            self.hidden[chunk] = narrow @ weight
-        if self.weight is not None:
-            _add_product_(self.weight, narrow.T, hidden[chunk])
-        if self.bias is not None:
-            self.bias.add_(grad.sum(0))
-
-    def results(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Gradients by hidden states, weight and bias, each in the dtype of its input."""
-        _, weight, bias = self.inputs
-        return (
-            self.hidden,
-            None if self.weight is None else self.weight.to(weight.dtype),
-            None if self.bias is None or bias is None else self.bias.to(bias.dtype),
-        )
 
 
 class _HeadReads(torch.autograd.Function):
@@ -287,7 +160,13 @@ class _HeadReads(torch.autograd.Function):
         logprobs_at = hidden.new_empty(ids.shape, dtype=wide)
         collision = hidden.new_empty(num if options.collision else 0, dtype=wide)
         lowest = hidden.new_empty((num if options.token_filter else 0, 1), dtype=wide)
+        found = TokenReads(logprobs, entropy, topk_logprobs, topk_ids, logprobs_at, collision)
         for chunk in options.chunks(num):
+            if options.is_fused(hidden):
+                products = F.linear(hidden[chunk], weight, bias)
+                log_sums[chunk] = _read_products(products, targets[chunk], ids[chunk], options, found.at(chunk))
+                del products  # before the next chunk's are made
+                continue
             logits = options.cooled_(options.logits(hidden[chunk], weight, bias))
             if options.token_filter is not None:
                 lowest[chunk] = lowest_kept(logits, options.token_filter, WholeVocabulary(len(weight)))
@@ -321,8 +200,7 @@ class _HeadReads(torch.autograd.Function):
         total = HeadGradients.zero(hidden, weight, bias, ctx.needs_input_grad)
         by_targets = torch.cat([grads[0][:, None], grads[2], grads[4].masked_fill(ids < 0, 0.0)], dim=1)
         for chunk in ctx.options.chunks(len(hidden)):
-            grad = ctx.options.grad_products_(
-                ctx.options.logits(hidden[chunk], weight, bias),
+            read = ReadGradients(
                 log_sum=log_sums[chunk],
                 entropy=entropy[chunk],
                 by_entropy=grads[1][chunk],
@@ -330,12 +208,44 @@ class _HeadReads(torch.autograd.Function):
                 by_collision=grads[5][chunk],
                 columns=torch.cat([targets[chunk, None], topk_ids[chunk], ids[chunk].clamp(min=0)], dim=1),
                 by_columns=by_targets[chunk],
-                by_targets=by_targets[chunk].sum(1),
+                by_columns_sum=by_targets[chunk].sum(1),
                 lowest=lowest[chunk],
             )
+            grad = ctx.options.gradient(hidden[chunk], weight, bias, read)
             total.add_(chunk, grad)
             del grad  # before the next chunk's are made
         return (*total.results(), None, None, None)
+
+
+def _read_products(products: Tensor, targets: Tensor, ids: Tensor, options: HeadPass, out: TokenReads) -> Tensor:
+    """Write the results of a chunk by kernels; the logarithm of the sum of exponentials `[n]`.
+
+    Args:
+        products: `[n, vocab]`, of hidden states and head.
+        targets: Int64 `[n]`.
+        ids: Int64 `[n, m]`; results at -1 are left to the caller.
+        options: Reads of the pass.
+        out: Results of the chunk, to be written to.
+    """
+    form = options.form
+    found = softmax_statistics(products, form, squares=options.collision)
+    log_total = found.total.log()
+
+    def logprobs(chosen: Tensor) -> Tensor:
+        return (form(chosen) - found.largest[:, None]).sub_(log_total[:, None])
+
+    out.logprobs.copy_(logprobs(products.gather(1, targets[:, None]))[:, 0])
+    if options.k:
+        chosen, columns = products[:, : options.below].topk(options.k)
+        out.topk_logprobs.copy_(logprobs(chosen))
+        out.topk_ids.copy_(columns)
+    if ids.shape[1]:
+        out.logprobs_at.copy_(logprobs(products.gather(1, ids.clamp(min=0))))
+    if options.entropy:
+        torch.sub(log_total, found.weighted / found.total, out=out.entropy)
+    if options.collision:
+        torch.div(found.squares, found.total.square(), out=out.collision)
+    return log_total + found.largest
 
 
 def _log_sum_(logits: Tensor, *, entropy: Tensor | None, collision: Tensor | None) -> Tensor:
@@ -352,12 +262,3 @@ def _log_sum_(logits: Tensor, *, entropy: Tensor | None, collision: Tensor | Non
     if entropy is not None:
         torch.sub(log_sum, weights.mul_(logits).sum(1) / total, out=entropy)
     return log_sum
-
-
-def _add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add `a @ b` to a total, which may have a wider dtype, without a tensor of the product's size if it has
-    not."""
-    if total.dtype == a.dtype:
-        total.addmm_(a, b)
-    else:
-        total += a @ b

@@ -15,7 +15,8 @@ from rl_core.model import HeadFiles, Read, Role, read_columns
 from rl_core.token_filter import TokenFilter
 from rl_core.torch.heads.divergences import Other, divergences
 from rl_core.torch.heads.head_files import read_head
-from rl_core.torch.heads.logprobs import Head, TokenReads, head_reads, wide_dtype
+from rl_core.torch.heads.head_pass import wide_dtype
+from rl_core.torch.heads.logprobs import Head, TokenReads, head_reads
 from rl_core.torch.heads.vocab_parallel import VocabShard, vocab_parallel_reads
 from rl_core.torch.loss import Rows
 
@@ -59,7 +60,7 @@ def check_reads(role: Role, reads: Sequence[Read]) -> None:
 
 
 def language_reads(
-    hidden: Tensor, rows: Rows, head: Head, reads: Sequence[Read], *, temperature: float, chunk_size: int
+    hidden: Tensor, rows: Rows, head: Head, reads: Sequence[Read], *, temperature: float, chunk_size: int | None
 ) -> dict[str, Tensor]:
     """Columns of the reads of a language-model head, each `[tokens]` or `[tokens, k]`; 0 at the first token of a row.
 
@@ -69,7 +70,7 @@ def language_reads(
         head: The whole head.
         reads: Reads of the head; each adds its columns to the result.
         temperature: Divides the logits.
-        chunk_size: Number of positions whose logits exist at one time.
+        chunk_size: Number of positions whose logits exist at one time; None for `chunk_size_of`.
 
     Raises:
         ValueError: For ids that are not in the vocabulary, or not `[tokens, k]`.
@@ -89,7 +90,7 @@ def position_reads(
     reads: Sequence[Read],
     *,
     temperature: float,
-    chunk_size: int,
+    chunk_size: int | None,
     shard: VocabShard | None = None,
     sums_hidden_grad: bool = True,
 ) -> dict[str, Tensor]:
@@ -103,7 +104,7 @@ def position_reads(
         places: Int64 `[n]`, indices of the tokens.
         reads: Reads of the head; each adds its columns to the result.
         temperature: Divides the logits.
-        chunk_size: Number of positions whose logits exist at one time.
+        chunk_size: Number of positions whose logits exist at one time; None for `chunk_size_of`.
         shard: Place of this rank's rows in the head; None if it has the whole head.
         sums_hidden_grad: As in `vocab_parallel_reads`.
 
@@ -157,7 +158,7 @@ def _divergences(
     read: Read,
     *,
     temperature: float,
-    chunk_size: int,
+    chunk_size: int | None,
     shard: VocabShard | None,
     sums_hidden_grad: bool,
 ) -> Tensor:
@@ -171,7 +172,7 @@ def _divergences(
         others: Hidden states `[n, width]` of the other models, and the number of each token's, int `[n]`.
         read: Read with the heads of the other models, the ids to compare and the mixture's weight.
         temperature: Divides the logits of both models.
-        chunk_size: Number of positions whose logits exist at one time.
+        chunk_size: Number of positions whose logits exist at one time; None for `chunk_size_of`.
         shard: Place of this rank's rows in the head; None if it has the whole head.
         sums_hidden_grad: As in `vocab_parallel_reads`.
     """

@@ -62,7 +62,7 @@ def split_language_reads(
     reads: Sequence[Read],
     *,
     temperature: float,
-    chunk_size: int,
+    chunk_size: int | None,
     shard: VocabShard | None = None,
     group: dist.ProcessGroup | None = None,
     sums_hidden_grad: bool = True,
@@ -77,7 +77,7 @@ def split_language_reads(
         head: The whole head, or this rank's rows of it if there is a `shard`.
         reads: Reads of the head; each adds its columns to the result.
         temperature: Divides the logits.
-        chunk_size: Number of positions whose logits exist at one time.
+        chunk_size: Number of positions whose logits exist at one time; None for `chunk_size_of`.
         shard: Place of this rank's rows in the head; None if it has the whole head.
         group: The ranks that hold all positions between them, each token once; None if this one does.
         sums_hidden_grad: As in `vocab_parallel_reads`.

@@ -8,12 +8,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rl_core.token_filter import TokenFilter
+from rl_core.torch.heads.head_pass import HeadGradients, HeadPass, ReadGradients, wide_dtype
 from rl_core.torch.heads.kept_tokens import leave_out_, lowest_kept
-from rl_core.torch.heads.logprobs import Head, HeadGradients, HeadPass, TokenReads, check_filter, wide_dtype
+from rl_core.torch.heads.logprobs import Head, TokenReads, check_filter, chunk_size_of
+from rl_core.torch.kernels.vocabulary import LogitForm, softmax_statistics
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ def vocab_parallel_reads(
     k: int = 0,
     below: int = 0,
     ids: Tensor | None = None,
-    chunk_size: int = 1024,
+    chunk_size: int | None = None,
     sums_hidden_grad: bool = True,
 ) -> TokenReads:
     """Read the head as `rl_core.torch.heads.logprobs.head_reads` does, from this rank's rows of the head; collective
@@ -70,7 +73,7 @@ def vocab_parallel_reads(
         k: Number of most likely tokens to return, in descending order.
         below: Ids that these are chosen among are below it; 0 for all.
         ids: Int64 `[n, m]`, token ids whose logprobs are wanted too; -1 stands for none.
-        chunk_size: Number of positions whose logits exist at one time.
+        chunk_size: Number of positions whose logits exist at one time; None for `chunk_size_of`.
         sums_hidden_grad: True if the gradient by the hidden states is summed over the group here; otherwise it is this
             rank's part of that sum, for a caller that sums it itself (a reduce-scatter under sequence parallelism).
 
@@ -85,7 +88,14 @@ def vocab_parallel_reads(
     bias = None if head.bias is None else shard.trim(head.bias)
     check_filter(token_filter, k, ids)
     head_pass = HeadPass(
-        head.transform, temperature, entropy, collision, token_filter, k, below or shard.vocab_size, chunk_size
+        head.transform,
+        temperature,
+        entropy,
+        collision,
+        token_filter,
+        k,
+        below or shard.vocab_size,
+        chunk_size_of(hidden, chunk_size, token_filter),
     )
     options = _Options(shard, head_pass, sums_hidden_grad)
     ids = targets.new_empty((len(targets), 0)) if ids is None else ids
@@ -120,15 +130,18 @@ class _VocabParallelReads(torch.autograd.Function):
         collision = hidden.new_empty(num if head.collision else 0, dtype=wide)
         lowest = hidden.new_empty((num if head.token_filter else 0, 1), dtype=wide)
         for chunk in head.chunks(num):
-            logits = head.cooled_(head.logits(hidden[chunk], weight, bias))
+            if head.is_fused(hidden):
+                logits, convert = F.linear(hidden[chunk], weight, bias), head.form
+            else:
+                logits, convert = head.cooled_(head.logits(hidden[chunk], weight, bias)), None
             if head.token_filter is not None:
                 lowest[chunk] = lowest_kept(logits, head.token_filter, _SplitVocabulary(options.shard))
                 leave_out_(logits, lowest[chunk], *options.own(targets[chunk, None], len(weight)))
             if head.k:
-                topk_logprobs[chunk], topk_ids[chunk] = _topk(logits, options)
+                topk_logprobs[chunk], topk_ids[chunk] = _topk(logits, options, convert)
             if ids.shape[1]:
-                logprobs_at[chunk] = _logits_at(logits, ids[chunk], options)
-            found = _statistics_(logits, targets[chunk], options)
+                logprobs_at[chunk] = _logits_at(logits, ids[chunk], options, convert)
+            found = _statistics_(logits, targets[chunk], options, convert)
             log_sums[chunk] = found.log_sum
             logprobs[chunk] = found.target - found.log_sum
             if head.entropy:
@@ -153,8 +166,7 @@ class _VocabParallelReads(torch.autograd.Function):
         for chunk in head.chunks(len(hidden)):
             read_ids = torch.cat([targets[chunk, None], topk_ids[chunk], ids[chunk]], dim=1)
             columns, is_here = ctx.options.own(read_ids, num_rows)
-            grad = head.grad_products_(
-                head.logits(hidden[chunk], weight, bias),
+            read = ReadGradients(
                 log_sum=log_sums[chunk],
                 entropy=entropy[chunk],
                 by_entropy=grads[1][chunk],
@@ -162,10 +174,11 @@ class _VocabParallelReads(torch.autograd.Function):
                 by_collision=grads[5][chunk],
                 columns=columns,
                 by_columns=by_targets[chunk].where(is_here, by_targets.new_zeros(())),
-                by_targets=by_targets[chunk].sum(1),
+                by_columns_sum=by_targets[chunk].sum(1),
                 lowest=lowest[chunk],
                 is_here=is_here,
             )
+            grad = head.gradient(hidden[chunk], weight, bias, read)
             total.add_(chunk, grad)
             del grad  # before the next chunk's are made
         if total.hidden is not None and ctx.options.sums_hidden_grad:
@@ -183,29 +196,43 @@ class _Statistics:
     collision: Tensor
 
 
-def _statistics_(logits: Tensor, targets: Tensor, options: _Options) -> _Statistics:
+def _statistics_(logits: Tensor, targets: Tensor, options: _Options, convert: LogitForm | None) -> _Statistics:
     """With m the largest logit and S the sum of exp(z - m): log sum = m + log S, H = log S - sum exp(z - m)(z - m) / S,
     C = sum exp(z - m)^2 / S^2.
 
     Args:
-        logits: `[n, rows]` of this rank; used up.
+        logits: `[n, rows]` of this rank, over the temperature; used up. Products of hidden states and head with
+            `convert`.
         targets: Int64 `[n]`, token ids of the whole vocabulary.
         options: Shard of the head, and the statistics that are read.
+        convert: Conversion of products to logits, by kernels that read them; None of logits.
     """
     group, num_rows = options.shard.group, logits.shape[1]
-    largest = logits.new_full((len(logits),), -torch.inf) if num_rows == 0 else logits.amax(1)
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-    shifted = logits.sub_(largest[:, None])
-    sums = logits.new_zeros(4 if options.head.collision else 3, len(logits))
-    if num_rows:
-        columns, is_here = options.own(targets, num_rows)
-        sums[1] = shifted.gather(1, columns[:, None])[:, 0].where(is_here, sums.new_zeros(()))
-    weights = shifted.exp() if options.head.entropy else shifted.exp_()
-    sums[0] = weights.sum(1)
-    if options.head.collision:
-        sums[3] = weights.square().sum(1)
-    if options.head.entropy:
-        sums[2] = weights.mul_(shifted).sum(1)
+    columns, is_here = options.own(targets, num_rows)
+    if convert is not None:
+        of_rank = softmax_statistics(logits, convert, squares=options.head.collision)
+        largest = of_rank.largest.clone()
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+        of_rank = of_rank.shifted(largest)
+        target = torch.zeros_like(largest)
+        if num_rows:
+            own = convert(logits.gather(1, columns[:, None]))[:, 0]
+            target = (own - largest).where(is_here, target)
+        parts = [of_rank.total, target, of_rank.weighted, of_rank.squares]
+        sums = torch.stack(parts[: 4 if options.head.collision else 3])
+    else:
+        largest = logits.new_full((len(logits),), -torch.inf) if num_rows == 0 else logits.amax(1)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+        shifted = logits.sub_(largest[:, None])
+        sums = logits.new_zeros(4 if options.head.collision else 3, len(logits))
+        if num_rows:
+            sums[1] = shifted.gather(1, columns[:, None])[:, 0].where(is_here, sums.new_zeros(()))
+        weights = shifted.exp() if options.head.entropy else shifted.exp_()
+        sums[0] = weights.sum(1)
+        if options.head.collision:
+            sums[3] = weights.square().sum(1)
+        if options.head.entropy:
+            sums[2] = weights.mul_(shifted).sum(1)
     dist.all_reduce(sums, group=group)
     log_sum = sums[0].log()
     collision = sums[3] / sums[0].square() if options.head.collision else sums[0]
@@ -236,25 +263,28 @@ class _SplitVocabulary:
         return values
 
 
-def _logits_at(logits: Tensor, ids: Tensor, options: _Options) -> Tensor:
-    """The logits `[n, m]` of the whole vocabulary at ids; 0 at -1."""
-    found = logits.new_zeros(ids.shape)
+def _logits_at(logits: Tensor, ids: Tensor, options: _Options, convert: LogitForm | None) -> Tensor:
+    """The logits `[n, m]` of the whole vocabulary at ids; 0 at -1. See `_statistics_` about `convert`."""
+    found = logits.new_zeros(ids.shape, dtype=wide_dtype(logits.dtype))
     if logits.shape[1]:
         columns, is_here = options.own(ids, logits.shape[1])
-        found = logits.gather(1, columns).where(is_here, found)
+        chosen = logits.gather(1, columns)
+        found = (chosen if convert is None else convert(chosen)).where(is_here, found)
     dist.all_reduce(found, group=options.shard.group)
     return found
 
 
-def _topk(logits: Tensor, options: _Options) -> tuple[Tensor, Tensor]:
-    """The largest logits `[n, k]` of the whole vocabulary in descending order, and their ids."""
+def _topk(logits: Tensor, options: _Options, convert: LogitForm | None) -> tuple[Tensor, Tensor]:
+    """The largest logits `[n, k]` of the whole vocabulary in descending order, and their ids. See `_statistics_` about
+    `convert`."""
     group, k = options.shard.group, options.head.k
-    values = logits.new_full((len(logits), k), -torch.inf)
+    values = logits.new_full((len(logits), k), -torch.inf, dtype=wide_dtype(logits.dtype))
     ids = torch.zeros((len(logits), k), dtype=torch.int64, device=logits.device)
     candidates = logits[:, : max(options.head.below - options.shard.start, 0)]
     here = min(k, candidates.shape[1])
     if here:
-        values[:, :here], found = candidates.topk(here)
+        chosen, found = candidates.topk(here)
+        values[:, :here] = chosen if convert is None else convert(chosen)
         ids[:, :here] = found + options.shard.start
     all_values = [torch.empty_like(values) for _ in range(dist.get_world_size(group))]
     all_ids = [torch.empty_like(ids) for _ in all_values]

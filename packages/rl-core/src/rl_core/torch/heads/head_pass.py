@@ -1,0 +1,207 @@
+"""Passes over a language-model head, chunk by chunk: logits, and gradients by what they are computed from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rl_core.token_filter import TokenFilter
+from rl_core.torch.heads.kept_tokens import leave_out_
+from rl_core.torch.kernels.devices import takes
+from rl_core.torch.kernels.vocabulary import LogitForm, SoftmaxGradient, add_product_, write_softmax_gradient
+
+
+@dataclass(frozen=True)
+class LogitTransform:
+    """The transform from the product of hidden states and head to logits: `softcap * tanh(scale * x / softcap)`, or
+    `scale * x`."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def __call__(self, products: Tensor) -> Tensor:
+        scaled = products * self.scale if self.scale != 1.0 else products
+        return scaled if self.softcap is None else torch.tanh(scaled / self.softcap) * self.softcap
+
+    def backward(self, grad: Tensor, logits: Tensor) -> Tensor:
+        """Gradient by the products, from the gradient by the logits and the logits."""
+        if self.softcap is not None:
+            grad = grad * (1 - (logits / self.softcap).square())
+        return grad * self.scale if self.scale != 1.0 else grad
+
+
+@dataclass(frozen=True)
+class ReadGradients:
+    """Gradients of the loss by the reads of a chunk of `n` positions, and the values that these depend on.
+
+    Args:
+        log_sum: `[n]`, of the exponentials of the logits over the temperature.
+        entropy: `[n]`, in nats; empty if it is not read.
+        by_entropy: `[n]`, gradient of the loss by the entropy; empty if it is not read.
+        collision: `[n]`, the sum of squared probabilities; empty if it is not read.
+        by_collision: `[n]`, gradient of the loss by the collision; empty if it is not read.
+        columns: `[n, 1 + k + m]`, of the target, the top-k tokens and the given ids.
+        by_columns: `[n, 1 + k + m]`, gradients by their logprobs, 0 if the column is not the token's.
+        by_columns_sum: `[n]`, the sum of gradients by all logprobs.
+        lowest: `[n, 1]`, the smallest logit over the temperature that the filter keeps; empty without a filter.
+        is_here: Bool `[n, 1 + k + m]`, whether this rank has the columns; None if it has all.
+    """
+
+    log_sum: Tensor
+    entropy: Tensor
+    by_entropy: Tensor
+    collision: Tensor
+    by_collision: Tensor
+    columns: Tensor
+    by_columns: Tensor
+    by_columns_sum: Tensor
+    lowest: Tensor
+    is_here: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class HeadPass:
+    """Conversion of the products of a chunk's hidden states and a head into results. Methods that end in `_` use up
+    their arguments."""
+
+    transform: LogitTransform
+    temperature: float
+    entropy: bool
+    collision: bool
+    token_filter: TokenFilter | None
+    k: int
+    below: int
+    chunk_size: int
+
+    def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Logits before the temperature, in float32 or wider, which may be used up."""
+        products = F.linear(hidden, weight, bias)
+        return self.transform(products.to(wide_dtype(products.dtype)))
+
+    def cooled_(self, logits: Tensor) -> Tensor:
+        """Divide logits by the temperature, in place."""
+        return logits if self.temperature == 1.0 else logits.div_(self.temperature)
+
+    @property
+    def form(self) -> LogitForm:
+        """The conversion of products to logits over the temperature."""
+        return LogitForm(self.transform.scale, self.transform.softcap, self.temperature)
+
+    def is_fused(self, hidden: Tensor) -> bool:
+        """Return whether kernels read products of hidden states and head as they are, without a float32 copy."""
+        return self.token_filter is None and self.transform.scale > 0 and takes(hidden)
+
+    def gradient(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, read: ReadGradients) -> Tensor:
+        """Gradient `[n, vocab]` by the products of a chunk's hidden states and head, which are computed again.
+
+        With kernels it has the dtype of the hidden states, else float32 or wider.
+        """
+        if not self.is_fused(hidden):
+            return self._gradient_(self.logits(hidden, weight, bias), read)
+        products = F.linear(hidden, weight, bias)
+        of_rows = SoftmaxGradient(
+            read.log_sum,
+            read.by_columns_sum,
+            *((read.entropy, read.by_entropy) if self.entropy else (None, None)),
+            *((read.collision, read.by_collision) if self.collision else (None, None)),
+        )
+        write_softmax_gradient(products, self.form, of_rows, read.columns, read.by_columns)
+        return products
+
+    def _gradient_(self, logits: Tensor, read: ReadGradients) -> Tensor:
+        """The gradient from logits `[n, vocab]` before the temperature, which may be used up.
+
+        With p the probabilities: d logp_t / d z = onehot(t) - p, d H / d z = -p (log p + H), and for the collision C
+        d C / d z = 2 p (p - C).
+        """
+        used = logits if self.transform.softcap is None else logits.clone()  # a cap's gradient needs them unchanged
+        used = self.cooled_(used)
+        if self.token_filter is not None:
+            is_here = read.is_here
+            leave_out_(used, read.lowest, read.columns[:, :1], None if is_here is None else is_here[:, :1])
+        logprobs = used.sub_(read.log_sum[:, None])
+        coefficient = -read.by_columns_sum[:, None]
+        if self.collision:
+            grad = logprobs.exp()
+            twice = 2 * read.by_collision[:, None]
+            factor = torch.addcmul(coefficient - twice * read.collision[:, None], twice, grad)
+            if self.entropy:
+                factor.add_(logprobs.add_(read.entropy[:, None]).mul_(-read.by_entropy[:, None]))
+            grad.mul_(factor)
+        elif self.entropy:
+            grad = logprobs.exp()
+            grad.mul_(logprobs.add_(read.entropy[:, None]).mul_(-read.by_entropy[:, None]).add_(coefficient))
+        else:
+            grad = logprobs.exp_().mul_(coefficient)
+        if grad.shape[1]:
+            grad.scatter_add_(1, read.columns, read.by_columns)
+        return self.transform.backward(self.cooled_(grad), logits)
+
+    def chunks(self, num: int) -> Iterator[slice]:
+        for start in range(0, num, self.chunk_size):
+            yield slice(start, min(start + self.chunk_size, num))
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float32, or wider."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+@dataclass(frozen=True)
+class HeadGradients:
+    """Gradients of a pass by hidden states, head and bias, which gather over chunks; None for those that are not
+    needed.
+
+    Args:
+        hidden: `[n, hidden]`, in the dtype of the hidden states.
+        weight: `[vocab, hidden]`, float32 or wider.
+        bias: `[vocab]`, likewise.
+        inputs: Hidden states, weight and bias of the forward pass.
+    """
+
+    hidden: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+    inputs: tuple[Tensor, Tensor, Tensor | None]
+
+    @classmethod
+    def zero(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, needed: Sequence[bool]) -> HeadGradients:
+        """No gradient yet.
+
+        Args:
+            hidden: Hidden states `[n, hidden]` of the forward pass.
+            weight: Weight `[vocab, hidden]` of the head.
+            bias: Bias `[vocab]` of the head, if it has one.
+            needed: True for each of hidden states, weight and bias whose gradient is needed; further entries are not
+                read.
+        """
+        wide = wide_dtype(hidden.dtype)
+        return cls(
+            torch.zeros_like(hidden) if needed[0] else None,
+            torch.zeros_like(weight, dtype=wide) if needed[1] else None,
+            torch.zeros_like(bias, dtype=wide) if bias is not None and needed[2] else None,
+            (hidden, weight, bias),
+        )
+
+    def add_(self, chunk: slice, grad: Tensor) -> None:
+        """Add what follows from the gradient `[chunk, vocab]` by the products of a chunk's hidden states and head."""
+        hidden, weight, _ = self.inputs
+        narrow = grad.to(hidden.dtype)
+        if self.hidden is not None:
+            self.hidden[chunk] = narrow @ weight
+        if self.weight is not None:
+            add_product_(self.weight, narrow.T, hidden[chunk])
+        if self.bias is not None:
+            self.bias.add_(grad.sum(0, dtype=self.bias.dtype))
+
+    def results(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Gradients by hidden states, weight and bias, each in the dtype of its input."""
+        _, weight, bias = self.inputs
+        return (
+            self.hidden,
+            None if self.weight is None else self.weight.to(weight.dtype),
+            None if self.bias is None or bias is None else self.bias.to(bias.dtype),
+        )

@@ -1,0 +1,1 @@
+"""Fused layers: Triton kernels on GPUs, and the plain formulas elsewhere."""

@@ -1,0 +1,63 @@
+"""Devices that run the kernels, and how many programs fill one."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from functools import cache
+
+import torch
+from torch import Tensor
+
+DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
+"""Dtypes that the kernels take; they compute in float32."""
+
+PROGRAMS_PER_PROCESSOR = 4
+"""Programs that share one multiprocessor, of kernels whose programs loop over rows."""
+
+
+def runs_kernels(device: torch.device) -> bool:
+    """Return whether fused layers run as Triton kernels on a device: on GPUs, if Triton is installed.
+
+    Meta tensors take the same path, so that what a GPU would do can be counted. A CPU runs the kernels only in Triton's
+    interpreter, which `TRITON_INTERPRET=1` turns on for a process that has not imported Triton yet.
+    """
+    if device.type == "cpu":
+        return is_interpreted()
+    return device.type in ("cuda", "meta") and _has_triton()
+
+
+def takes(*tensors: Tensor | None) -> bool:
+    """Return whether the kernels run where these tensors are, and take their dtypes.
+
+    Args:
+        *tensors: Tensors of one device; None is passed over.
+    """
+    return all(tensor is None or (tensor.dtype in DTYPES and runs_kernels(tensor.device)) for tensor in tensors)
+
+
+def is_interpreted() -> bool:
+    """Return whether Triton's interpreter runs the kernels of this process."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def num_programs(device: torch.device, num_items: int) -> int:
+    """Return the number of programs that share some items, each looping over its own: enough to fill the device.
+
+    Args:
+        device: Device that runs them.
+        num_items: Number of items; no program is without one.
+    """
+    limit = 2 if device.type == "cpu" else PROGRAMS_PER_PROCESSOR * _num_processors(device)
+    return max(1, min(limit, num_items))
+
+
+@cache
+def _num_processors(device: torch.device) -> int:
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return count
+
+
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None

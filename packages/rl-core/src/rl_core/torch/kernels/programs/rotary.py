@@ -1,0 +1,201 @@
+"""Triton programs of rotary embeddings, with a norm of each head before them or without."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _pieces(
+    values: tl.tensor,
+    SIZE: tl.constexpr,
+    ROTARY: tl.constexpr,
+    HALF: tl.constexpr,
+    REST: tl.constexpr,
+    is_row: tl.tensor,
+) -> Any:
+    """The two halves that are rotated and the rest of a vector or of rows, whose first entries `values` point to."""
+    half = tl.arange(0, HALF)[None, :]
+    rest = tl.arange(0, REST)[None, :]
+    in_half = is_row & (half < ROTARY // 2)
+    in_rest = is_row & (rest < SIZE - ROTARY)
+    left = tl.load(values + half, mask=in_half, other=0.0)
+    right = tl.load(values + ROTARY // 2 + half, mask=in_half, other=0.0)
+    kept = tl.load(values + ROTARY + rest, mask=in_rest, other=0.0)
+    return left, right, kept
+
+
+@triton.jit
+def _store_pieces(
+    values: tl.tensor,
+    left: tl.tensor,
+    right: tl.tensor,
+    kept: tl.tensor,
+    SIZE: tl.constexpr,
+    ROTARY: tl.constexpr,
+    HALF: tl.constexpr,
+    REST: tl.constexpr,
+    is_row: tl.tensor,
+) -> None:
+    half = tl.arange(0, HALF)[None, :]
+    rest = tl.arange(0, REST)[None, :]
+    in_half = is_row & (half < ROTARY // 2)
+    dtype = values.dtype.element_ty
+    tl.store(values + half, left.to(dtype), mask=in_half)
+    tl.store(values + ROTARY // 2 + half, right.to(dtype), mask=in_half)
+    if SIZE > ROTARY:
+        tl.store(values + ROTARY + rest, kept.to(dtype), mask=is_row & (rest < SIZE - ROTARY))
+
+
+@triton.jit
+def _inverse(left: tl.tensor, right: tl.tensor, kept: tl.tensor, SIZE: tl.constexpr, eps: tl.tensor) -> Any:
+    """The inverse root mean square of each row, `[rows, 1]`."""
+    squares = tl.sum(left * left, axis=1) + tl.sum(right * right, axis=1) + tl.sum(kept * kept, axis=1)
+    return tl.math.rsqrt(squares / SIZE + eps)[:, None]
+
+
+@triton.jit
+def rotary_forward(
+    x: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    weight: tl.tensor,
+    out: tl.tensor,
+    num_heads: tl.tensor,
+    num_tokens: tl.tensor,
+    x_batch: tl.tensor,
+    x_head: tl.tensor,
+    x_token: tl.tensor,
+    out_batch: tl.tensor,
+    out_head: tl.tensor,
+    out_token: tl.tensor,
+    angle_batch: tl.tensor,
+    angle_token: tl.tensor,
+    eps: tl.tensor,
+    HAS_NORM: tl.constexpr,
+    OFFSET: tl.constexpr,
+    ROUNDS_FIRST: tl.constexpr,
+    SIZE: tl.constexpr,
+    ROTARY: tl.constexpr,
+    HALF: tl.constexpr,
+    REST: tl.constexpr,
+    HEADS: tl.constexpr,
+) -> None:
+    """Rotate all heads of one token, `HEADS` at a time."""
+    batch = (tl.program_id(0) // num_tokens).to(tl.int64)
+    token = (tl.program_id(0) % num_tokens).to(tl.int64)
+    angle = batch * angle_batch + token * angle_token
+    cos_left, cos_right, _ = _pieces(cos + angle, ROTARY, ROTARY, HALF, REST, True)
+    sin_left, sin_right, _ = _pieces(sin + angle, ROTARY, ROTARY, HALF, REST, True)
+    for first in range(0, num_heads, HEADS):
+        heads = (first + tl.arange(0, HEADS)).to(tl.int64)[:, None]
+        is_head = heads < num_heads
+        place = x + batch * x_batch + token * x_token + heads * x_head
+        left, right, kept = _pieces(place, SIZE, ROTARY, HALF, REST, is_head)
+        dtype = left.dtype
+        left, right, kept = left.to(tl.float32), right.to(tl.float32), kept.to(tl.float32)
+        if HAS_NORM:
+            scale = _inverse(left, right, kept, SIZE, eps)
+            left, right, kept = left * scale, right * scale, kept * scale
+            if ROUNDS_FIRST:
+                left, right, kept = left.to(dtype), right.to(dtype), kept.to(dtype)
+            w_left, w_right, w_kept = _pieces(weight, SIZE, ROTARY, HALF, REST, True)
+            left = left.to(tl.float32) * (w_left.to(tl.float32) + OFFSET)
+            right = right.to(tl.float32) * (w_right.to(tl.float32) + OFFSET)
+            kept = kept.to(tl.float32) * (w_kept.to(tl.float32) + OFFSET)
+        turned = left * cos_left.to(tl.float32) - right * sin_left.to(tl.float32)
+        right = right * cos_right.to(tl.float32) + left * sin_right.to(tl.float32)
+        place = out + batch * out_batch + token * out_token + heads * out_head
+        _store_pieces(place, turned, right, kept, SIZE, ROTARY, HALF, REST, is_head)
+
+
+@triton.jit
+def rotary_backward(
+    grad: tl.tensor,
+    x: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    weight: tl.tensor,
+    grad_x: tl.tensor,
+    by_weight: tl.tensor,
+    num_heads: tl.tensor,
+    num_tokens: tl.tensor,
+    num_places: tl.tensor,
+    grad_batch: tl.tensor,
+    grad_head: tl.tensor,
+    grad_token: tl.tensor,
+    x_batch: tl.tensor,
+    x_head: tl.tensor,
+    x_token: tl.tensor,
+    out_batch: tl.tensor,
+    out_head: tl.tensor,
+    out_token: tl.tensor,
+    angle_batch: tl.tensor,
+    angle_token: tl.tensor,
+    eps: tl.tensor,
+    HAS_NORM: tl.constexpr,
+    NEEDS_WEIGHT: tl.constexpr,
+    OFFSET: tl.constexpr,
+    ROUNDS_FIRST: tl.constexpr,
+    SIZE: tl.constexpr,
+    ROTARY: tl.constexpr,
+    HALF: tl.constexpr,
+    REST: tl.constexpr,
+    HEADS: tl.constexpr,
+) -> None:
+    """Gradients by what was rotated, token by token, and each program's part of the gradient by the weight of the norm,
+    `[programs, SIZE]`. `num_places` is the number of tokens of all rows."""
+    of_left = tl.zeros([HEADS, HALF], dtype=tl.float32)
+    of_right = tl.zeros([HEADS, HALF], dtype=tl.float32)
+    of_kept = tl.zeros([HEADS, REST], dtype=tl.float32)
+    for place in range(tl.program_id(0), num_places, tl.num_programs(0)):
+        batch = (place // num_tokens).to(tl.int64)
+        token = (place % num_tokens).to(tl.int64)
+        angle = batch * angle_batch + token * angle_token
+        cos_left, cos_right, _ = _pieces(cos + angle, ROTARY, ROTARY, HALF, REST, True)
+        sin_left, sin_right, _ = _pieces(sin + angle, ROTARY, ROTARY, HALF, REST, True)
+        for first in range(0, num_heads, HEADS):
+            heads = (first + tl.arange(0, HEADS)).to(tl.int64)[:, None]
+            is_head = heads < num_heads
+            given = grad + batch * grad_batch + token * grad_token + heads * grad_head
+            given_left, given_right, by_kept = _pieces(given, SIZE, ROTARY, HALF, REST, is_head)
+            given_left, given_right = given_left.to(tl.float32), given_right.to(tl.float32)
+            by_kept = by_kept.to(tl.float32)
+            by_left = given_left * cos_left.to(tl.float32) + given_right * sin_right.to(tl.float32)
+            by_right = given_right * cos_right.to(tl.float32) - given_left * sin_left.to(tl.float32)
+            if HAS_NORM:
+                source = x + batch * x_batch + token * x_token + heads * x_head
+                left, right, kept = _pieces(source, SIZE, ROTARY, HALF, REST, is_head)
+                dtype = left.dtype
+                left, right, kept = left.to(tl.float32), right.to(tl.float32), kept.to(tl.float32)
+                scale = _inverse(left, right, kept, SIZE, eps)
+                left, right, kept = left * scale, right * scale, kept * scale
+                if NEEDS_WEIGHT:
+                    if ROUNDS_FIRST:
+                        of_left += by_left * left.to(dtype).to(tl.float32)
+                        of_right += by_right * right.to(dtype).to(tl.float32)
+                        of_kept += by_kept * kept.to(dtype).to(tl.float32)
+                    else:
+                        of_left += by_left * left
+                        of_right += by_right * right
+                        of_kept += by_kept * kept
+                w_left, w_right, w_kept = _pieces(weight, SIZE, ROTARY, HALF, REST, True)
+                by_left *= w_left.to(tl.float32) + OFFSET
+                by_right *= w_right.to(tl.float32) + OFFSET
+                by_kept *= w_kept.to(tl.float32) + OFFSET
+                share = tl.sum(by_left * left, axis=1) + tl.sum(by_right * right, axis=1)
+                share = ((share + tl.sum(by_kept * kept, axis=1)) / SIZE)[:, None]
+                by_left = (by_left - left * share) * scale
+                by_right = (by_right - right * share) * scale
+                by_kept = (by_kept - kept * share) * scale
+            out = grad_x + batch * out_batch + token * out_token + heads * out_head
+            _store_pieces(out, by_left, by_right, by_kept, SIZE, ROTARY, HALF, REST, is_head)
+    if NEEDS_WEIGHT:
+        part = by_weight + tl.program_id(0).to(tl.int64) * SIZE + tl.zeros([1, 1], dtype=tl.int64)
+        left = tl.sum(of_left, axis=0)[None, :]
+        right = tl.sum(of_right, axis=0)[None, :]
+        kept = tl.sum(of_kept, axis=0)[None, :]
+        _store_pieces(part, left, right, kept, SIZE, ROTARY, HALF, REST, tl.full([1, 1], 1, dtype=tl.int1))

@@ -1,0 +1,227 @@
+"""Softmax over a vocabulary: statistics of logits that are read once, and the gradient written in their place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+BLOCK = 4096
+"""Logits of a row that a program holds at one time."""
+
+
+@dataclass(frozen=True)
+class LogitForm:
+    """Conversion of products of hidden states and head to logits: `softcap * tanh(scale * x / softcap) / temperature`.
+
+    Args:
+        scale: Multiplies the products.
+        softcap: Bounds the logits; None if they are not bounded.
+        temperature: Divides the logits.
+    """
+
+    scale: float = 1.0
+    softcap: float | None = None
+    temperature: float = 1.0
+
+    def __call__(self, products: Tensor) -> Tensor:
+        """Logits over the temperature, in float32 or wider."""
+        logits = products.to(torch.promote_types(products.dtype, torch.float32)) * self.scale
+        if self.softcap is not None:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
+        return logits / self.temperature
+
+
+class SoftmaxStatistics(NamedTuple):
+    """Per row, with z the logits over the temperature, float32 `[n]`.
+
+    Args:
+        largest: Largest logit m.
+        total: Sum of exp(z - m).
+        weighted: Sum of exp(z - m) (z - m).
+        squares: Sum of exp(z - m)^2; zeros unless asked for.
+    """
+
+    largest: Tensor
+    total: Tensor
+    weighted: Tensor
+    squares: Tensor
+
+    def shifted(self, largest: Tensor) -> SoftmaxStatistics:
+        """The same with another number in place of m, which must not be below it."""
+        rise = self.largest - largest
+        factor = rise.exp()
+        return SoftmaxStatistics(
+            largest, factor * self.total, factor * (self.weighted + rise * self.total), factor.square() * self.squares
+        )
+
+
+class SoftmaxGradient(NamedTuple):
+    """Gradients of a loss by reads of a softmax, and the values of the reads, each float32 `[n]`.
+
+    Args:
+        log_sum: Logarithm of the sum of the exponentials.
+        by_logprobs: Sum of the gradients by all logprobs that were read.
+        entropy: In nats; None if it was not read.
+        by_entropy: Gradient by the entropy; None if it was not read.
+        collision: Sum of squared probabilities; None if it was not read.
+        by_collision: Gradient by the collision; None if it was not read.
+    """
+
+    log_sum: Tensor
+    by_logprobs: Tensor
+    entropy: Tensor | None = None
+    by_entropy: Tensor | None = None
+    collision: Tensor | None = None
+    by_collision: Tensor | None = None
+
+
+def softmax_statistics(products: Tensor, form: LogitForm, *, squares: bool = False) -> SoftmaxStatistics:
+    """Statistics of the softmax of each row, from one read of it.
+
+    Args:
+        products: `[n, vocab]`, of hidden states and head.
+        form: Conversion to logits.
+        squares: True to sum squares as well.
+    """
+    found = torch.ops.rl_core.softmax_statistics(products, form.scale, form.softcap, form.temperature, squares)
+    return SoftmaxStatistics(*found.unbind(0))
+
+
+def write_softmax_gradient(
+    products: Tensor, form: LogitForm, gradient: SoftmaxGradient, columns: Tensor, by_columns: Tensor
+) -> None:
+    """Replace products by the gradient of the loss by them, in their dtype: one read and one write.
+
+    Args:
+        products: `[n, vocab]`, of hidden states and head.
+        form: Conversion to logits.
+        gradient: What follows for all tokens of a row.
+        columns: Int64 `[n, k]`, tokens whose logprobs were read; one may be there twice.
+        by_columns: `[n, k]`, gradients by their logprobs.
+    """
+    torch.ops.rl_core.softmax_gradient_(
+        products, form.scale, form.softcap, form.temperature, *gradient, columns.contiguous(), by_columns.contiguous()
+    )
+
+
+def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add `a @ b` to a total, whose dtype may be wider.
+
+    On GPUs the product is accumulated in the total. Elsewhere a tensor of the product's size is made if the dtypes
+    differ.
+
+    Args:
+        total: `[n, m]`, changed in place.
+        a: `[n, k]`.
+        b: `[k, m]`, in the dtype of `a`.
+    """
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    elif total.is_cuda and total.dtype == torch.float32:
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    else:
+        total += a @ b
+
+
+@torch.library.custom_op("rl_core::softmax_statistics", mutates_args=(), device_types=("cpu", "cuda"))
+def _statistics(
+    products: Tensor, scale: float, softcap: float | None, temperature: float, squares: bool
+) -> Tensor:
+    from rl_core.torch.kernels.programs.vocabulary import softmax_statistics as program
+
+    num, size = products.shape
+    found = products.new_zeros((4, num), dtype=torch.float32)
+    if num:
+        with torch.cuda.device_of(products):
+            program[(num,)](
+                products,
+                found,
+                num,
+                size,
+                products.stride(0),
+                scale,
+                1.0 if softcap is None else softcap,
+                temperature,
+                HAS_SOFTCAP=softcap is not None,
+                HAS_SQUARES=squares,
+                **_launch(size),
+            )
+    return found
+
+
+@_statistics.register_fake
+def _empty_statistics(
+    products: Tensor, scale: float, softcap: float | None, temperature: float, squares: bool
+) -> Tensor:
+    return products.new_empty((4, len(products)), dtype=torch.float32)
+
+
+@torch.library.custom_op("rl_core::softmax_gradient_", mutates_args=("products",), device_types=("cpu", "cuda"))
+def _gradient_(
+    products: Tensor,
+    scale: float,
+    softcap: float | None,
+    temperature: float,
+    log_sum: Tensor,
+    by_logprobs: Tensor,
+    entropy: Tensor | None,
+    by_entropy: Tensor | None,
+    collision: Tensor | None,
+    by_collision: Tensor | None,
+    columns: Tensor,
+    by_columns: Tensor,
+) -> None:
+    from rl_core.torch.kernels.programs.vocabulary import softmax_gradient
+
+    num, size = products.shape
+    if not products.numel():
+        return
+    shape = _launch(size)
+    with torch.cuda.device_of(products):
+        softmax_gradient[(num, -(-size // shape["BLOCK"]))](
+            products,
+            log_sum.contiguous(),
+            None if entropy is None else entropy.contiguous(),
+            None if by_entropy is None else by_entropy.contiguous(),
+            None if collision is None else collision.contiguous(),
+            None if by_collision is None else by_collision.contiguous(),
+            by_logprobs.contiguous(),
+            columns,
+            by_columns,
+            columns.shape[1],
+            size,
+            products.stride(0),
+            scale,
+            1.0 if softcap is None else softcap,
+            temperature,
+            HAS_SOFTCAP=softcap is not None,
+            HAS_ENTROPY=entropy is not None,
+            HAS_COLLISION=collision is not None,
+            **shape,
+        )
+
+
+@_gradient_.register_fake
+def _no_result(
+    products: Tensor,
+    scale: float,
+    softcap: float | None,
+    temperature: float,
+    log_sum: Tensor,
+    by_logprobs: Tensor,
+    entropy: Tensor | None,
+    by_entropy: Tensor | None,
+    collision: Tensor | None,
+    by_collision: Tensor | None,
+    columns: Tensor,
+    by_columns: Tensor,
+) -> None:
+    return None
+
+
+def _launch(size: int) -> dict[str, int]:
+    block = min(BLOCK, max(16, 1 << (size - 1).bit_length()))
+    return {"BLOCK": block, "num_warps": 8 if block == BLOCK else 4}

@@ -1,0 +1,155 @@
+"""Cases run in Triton's interpreter: kernels against the plain formulas in float64, which no kernel takes."""
+
+import torch
+import torch.distributed as dist
+from joined_rank import joined
+
+from rl_core.selfcheck.rank_pool import Rank
+from rl_core.torch.heads.logprobs import Head, LogitTransform, head_reads
+from rl_core.torch.heads.vocab_parallel import VocabShard, vocab_parallel_reads
+from rl_core.torch.kernels.norm import NormForm, add_rms_norm, rms_norm
+from rl_core.torch.kernels.rotary import HeadNorm, rotated
+from rl_core.torch.kernels.swiglu import swiglu, swiglu_of_halves
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+FORMS = {
+    "llama": NormForm(1e-3),
+    "olmo": NormForm(1e-3, rounds_first=False),
+    "gemma": NormForm(1e-3, offset=1.0, rounds_first=False),
+}
+
+
+def draw(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def errors(function, tensors, dtype, frozen=()) -> dict[str, float]:
+    """Largest differences of results and gradients between kernels in a dtype and formulas in float64, relative to the
+    largest value.
+
+    Args:
+        function: Function of the tensors; a tensor or a tuple of them.
+        tensors: Float64 inputs, rounded to the dtype for both.
+        dtype: Dtype of the kernels.
+        frozen: Indices of the inputs without a gradient.
+    """
+    found = []
+    for each in (dtype, torch.float64):
+        inputs = [tensor.to(dtype).to(each) for tensor in tensors]
+        leaves = [tensor.requires_grad_(index not in frozen) for index, tensor in enumerate(inputs)]
+        results = function(*leaves)
+        results = results if isinstance(results, tuple) else (results,)
+        total = sum((result.double() * draw(*result.shape, seed=9 + n)).sum() for n, result in enumerate(results))
+        total.backward()
+        found.append(
+            {
+                **{f"result {n}": result.detach() for n, result in enumerate(results)},
+                **{f"gradient {n}": leaf.grad for n, leaf in enumerate(leaves) if n not in frozen},
+            }
+        )
+    kernels, formulas = found
+    assert kernels.keys() == formulas.keys()
+    return {name: distance(kernels[name], formulas[name]) for name in formulas}
+
+
+def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
+    assert found.shape == expected.shape
+    if not expected.numel():
+        return 0.0
+    scale = float(expected.abs().max()) or 1.0
+    return float((found.double() - expected).abs().max()) / scale
+
+
+def norms(rank: Rank, form: str, dtype: str) -> dict[str, float]:
+    """Norms of rows that fill no tile, rows that are slices, none at all, alone and of a sum that is handed on."""
+    of, kind = FORMS[form], DTYPES[dtype]
+    found = {}
+    for rows in (5, 0):
+        found |= {
+            f"{rows} rows, alone, {name}": error
+            for name, error in errors(lambda x, w: rms_norm(x, w, of), [draw(rows, 24), draw(24, seed=1)], kind).items()
+        }
+    sliced = errors(lambda x, w: rms_norm(x[:, :, 3:27], w, of), [draw(2, 3, 30), draw(24, seed=1)], kind)
+    summed = errors(
+        lambda x, y, w: add_rms_norm(x, y, w, of), [draw(2, 9, 40), draw(2, 9, 40, seed=2), draw(40, seed=1)], kind
+    )
+    frozen = errors(lambda x, w: add_rms_norm(x, None, w, of), [draw(70, 16), draw(16, seed=1)], kind, frozen=[1])
+    for label, case in {"sliced": sliced, "summed": summed, "handed on": frozen}.items():
+        found |= {f"{label}, {name}": error for name, error in case.items()}
+    return found
+
+
+def dtypes(rank: Rank) -> dict[str, tuple[str, str]]:
+    """Dtypes of norms by kernels and by formulas, from bfloat16 values and a float32 weight."""
+    x, weight = draw(3, 8).bfloat16(), draw(8).float()
+    return {name: (str(rms_norm(x, weight, form).dtype), str(form(x, weight).dtype)) for name, form in FORMS.items()}
+
+
+def rotations(rank: Rank, dtype: str, norm: str | None) -> dict[str, float]:
+    """Rotations of whole heads and of a part, of rows that share angles or do not, with heads before tokens or
+    behind."""
+    kind = DTYPES[dtype]
+    found = {}
+    for label, (shape, size, heads_dim) in {
+        "whole": ((2, 3, 5, 24), 24, 1),
+        "part": ((1, 4, 7, 20), 12, 1),
+        "tokens first": ((2, 5, 3, 16), 16, 2),
+        "no tokens": ((1, 3, 0, 16), 16, 1),
+    }.items():
+        tokens = shape[3 - heads_dim]
+        angles = draw(1 if label == "whole" else shape[0], tokens, size, seed=3)
+
+        def turn(x, weight, angles=angles, heads_dim=heads_dim):
+            of = None if norm is None else HeadNorm(weight, FORMS[norm])
+            cos, sin = angles.to(kind).cos().to(x.dtype), angles.to(kind).sin().to(x.dtype)
+            # as from a projection, the heads of a token lie together
+            turned = rotated(x.transpose(1, 2).contiguous().transpose(1, 2), cos, sin, of, heads_dim=heads_dim)
+            return turned if norm else turned + 0.0 * weight.sum()
+
+        case = errors(turn, [draw(*shape), draw(shape[-1], seed=1)], kind)
+        found |= {f"{label}, {name}": error for name, error in case.items()}
+    return found
+
+
+def gates(rank: Rank, dtype: str) -> dict[str, float]:
+    """SwiGLU of two tensors, of one that holds both, of rows that are slices, of none."""
+    kind = DTYPES[dtype]
+    cases = {
+        "two": (swiglu, [draw(2, 3, 40), draw(2, 3, 40, seed=1)]),
+        "long": (swiglu, [5 * draw(1, 1100), draw(1, 1100, seed=1)]),
+        "slices": (lambda both: swiglu(both[:, 2:10], both[:, 10:18]), [draw(3, 20)]),
+        "one": (swiglu_of_halves, [draw(7, 24)]),
+        "none": (swiglu_of_halves, [draw(0, 24)]),
+    }
+    return {
+        f"{label}, {name}": error
+        for label, (function, tensors) in cases.items()
+        for name, error in errors(function, tensors, kind).items()
+    }
+
+
+TRANSFORMS = {"plain": LogitTransform(), "capped": LogitTransform(scale=1.5, softcap=2.0)}
+
+
+def heads(rank: Rank, dtype: str, transform: str, is_split: bool) -> dict[str, float]:
+    """Reads of a head in chunks that do not divide the positions, of a vocabulary that no block divides."""
+    kind = DTYPES[dtype]
+    targets = torch.tensor([0, 4, 5000, 4999, 17])
+    ids = torch.tensor([[3, -1, 3], [0, 10, 4], [-1, -1, -1], [4096, 4095, 2], [1, 2, 5000]])
+
+    def read(hidden, weight, bias):
+        head = Head(weight, bias, TRANSFORMS[transform])
+        shard = [VocabShard(0, len(weight), dist.group.WORLD)] if is_split else []
+        function = vocab_parallel_reads if is_split else head_reads
+        options = {"temperature": 0.7, "entropy": True, "collision": True, "k": 2, "ids": ids, "chunk_size": 3}
+        reads = function(hidden, head, targets, *shard, **options)
+        alone = function(hidden[:0], head, targets[:0], *shard, entropy=True).logprobs
+        plain = function(hidden, head, targets, *shard).logprobs
+        values = reads.logprobs, reads.entropy, reads.topk_logprobs, reads.logprobs_at, reads.collision, plain, alone
+        return tuple(value for value in values)
+
+    tensors = [draw(5, 6), draw(5001, 6, seed=1), draw(5001, seed=2)]
+    if not is_split:
+        return errors(read, tensors, kind)
+    with joined(rank):
+        return errors(read, tensors, kind)

@@ -1,0 +1,42 @@
+"""Kernels compute what the plain formulas do, in Triton's interpreter."""
+
+import kernel_cases
+import pytest
+
+# by the largest value: float32 rounds to 6e-8 of it and bfloat16 to 4e-3; a value that is used again is rounded again
+TOLERANCE = {"float32": 1e-6, "bfloat16": 2e-2}
+
+
+def check(interpreter, dtype, function, *args):
+    (errors,) = interpreter.run(function, [args])
+    assert errors
+    assert max(errors.values()) < TOLERANCE[dtype], errors
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("form", kernel_cases.FORMS)
+def test_norms_are_those_of_the_formula(interpreter, form, dtype):
+    check(interpreter, dtype, kernel_cases.norms, form, dtype)
+
+
+def test_norms_have_the_dtype_of_the_formula(interpreter):
+    (dtypes,) = interpreter.run(kernel_cases.dtypes, [()])
+    assert dtypes == {name: (expected, expected) for name, (_, expected) in dtypes.items()}
+    assert {expected for _, expected in dtypes.values()} == {"torch.float32", "torch.bfloat16"}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("norm", [None, *kernel_cases.FORMS])
+def test_rotations_are_those_of_the_formula(interpreter, norm, dtype):
+    check(interpreter, dtype, kernel_cases.rotations, dtype, norm)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_gates_are_those_of_the_formula(interpreter, dtype):
+    check(interpreter, dtype, kernel_cases.gates, dtype)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("transform", "is_split"), [("plain", False), ("capped", False), ("capped", True)])
+def test_reads_of_a_head_are_those_of_whole_logits(interpreter, transform, is_split, dtype):
+    check(interpreter, dtype, kernel_cases.heads, dtype, transform, is_split)

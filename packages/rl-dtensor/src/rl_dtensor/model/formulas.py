@@ -1,0 +1,221 @@
+"""Formulas that the code of a model family computes, as trials on small tensors show."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import inspect
+import textwrap
+from collections.abc import Callable, Mapping
+from functools import cache
+from types import FunctionType
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rl_core.torch.kernels.norm import NormForm
+from rl_core.torch.kernels.rotary import plain_rotation
+
+EPSILONS = ("variance_epsilon", "eps", "epsilon")
+"""Names that families have for the number that is added to the mean square."""
+
+ROTATE = "apply_rotary_pos_emb"
+"""Name that families have for the function that rotates queries and keys."""
+
+PRE_NORM_LAYER = """\
+residual = hidden_states
+hidden_states = self.input_layernorm(hidden_states)
+hidden_states, _ = self.self_attn(hidden_states=hidden_states, ...)
+hidden_states = residual + hidden_states
+residual = hidden_states
+hidden_states = self.post_attention_layernorm(hidden_states)
+hidden_states = self.mlp(hidden_states)
+hidden_states = residual + hidden_states
+return hidden_states"""
+"""Statements of a layer whose norms come before attention and MLP, as in Llama; the dots stand for arguments that are
+handed on by their own names."""
+
+_OFTEN = 0.02
+"""Share of bfloat16 values that may round otherwise: two orders of the same operations differ in fewer, two formulas in
+many."""
+
+_ERRORS = (AssertionError, AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
+"""Errors of a family's code for a trial that it did not foresee."""
+
+
+def norm_form(module: nn.Module) -> NormForm | None:
+    """Return the formula of an RMSNorm; None if it is not one, or not one that kernels know.
+
+    Args:
+        module: Module with a weight `[features]` and no other parts.
+    """
+    if not type(module).__name__.endswith("RMSNorm") or "forward" in vars(module):
+        return None
+    if list(module._parameters) != ["weight"] or module._modules or module._buffers:
+        return None
+    weight = module._parameters["weight"]
+    eps = next((vars(module)[name] for name in EPSILONS if isinstance(vars(module).get(name), float)), None)
+    if eps is None or weight is None or weight.dim() != 1:
+        return None
+    forms = (NormForm(eps), NormForm(eps, rounds_first=False), NormForm(eps, offset=1.0, rounds_first=False))
+    return next((form for form in forms if _is_norm(module, form)), None)
+
+
+def _is_norm(module: nn.Module, form: NormForm) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(64, 16, generator=generator) * torch.tensor([[1.0], [1e-3]]).repeat(32, 1)  # eps counts in half
+    weight = torch.rand(16, generator=generator) + 0.5
+    for of_x, of_weight in (
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.bfloat16, torch.float32),
+    ):
+        own = _on(module, parameters={"weight": nn.Parameter(weight.to(of_weight))})
+        found = _tried(lambda own=own, of_x=of_x: type(module).forward(own, x.to(of_x)))
+        expected = form(x.to(of_x), weight.to(of_weight))
+        if found is None or found.dtype != expected.dtype:
+            return False
+        differs = ~torch.isclose(found.float(), expected.float(), rtol=1e-5, atol=0)
+        if differs.float().mean() > (0 if of_x == torch.float32 else _OFTEN):
+            return False
+    return True
+
+
+def is_gated_mlp(module: nn.Module) -> bool:
+    """Return whether a module computes `down_proj(silu(gate_proj(x)) * up_proj(x))` and nothing else."""
+
+    def formula(parts: Mapping[str, nn.Module], x: Tensor) -> Tensor:
+        out: Tensor = parts["down_proj"](F.silu(parts["gate_proj"](x)) * parts["up_proj"](x))
+        return out
+
+    return _is_mlp(module, {"gate_proj": (4, 6), "up_proj": (4, 6), "down_proj": (6, 4)}, formula)
+
+
+def is_packed_mlp(module: nn.Module) -> bool:
+    """Return whether a module computes `down_proj(silu(gate) * up)` of the halves of `gate_up_proj(x)`, and nothing
+    else."""
+
+    def formula(parts: Mapping[str, nn.Module], x: Tensor) -> Tensor:
+        gate, up = parts["gate_up_proj"](x).chunk(2, -1)
+        out: Tensor = parts["down_proj"](F.silu(gate) * up)
+        return out
+
+    return _is_mlp(module, {"gate_up_proj": (4, 12), "down_proj": (6, 4)}, formula)
+
+
+def _is_mlp(
+    module: nn.Module,
+    sizes: Mapping[str, tuple[int, int]],
+    formula: Callable[[Mapping[str, nn.Module], Tensor], Tensor],
+) -> bool:
+    """Return whether a module with linear layers of these names computes a formula of them."""
+    others = module._modules.keys() - sizes.keys()
+    if not sizes.keys() <= module._modules.keys() or others - {"act_fn", "activation_fn"} or module._parameters:
+        return False
+    if "forward" in vars(module) or len(inspect.signature(type(module).forward).parameters) != 2:
+        return False
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        linear = {name: nn.Linear(*size, dtype=torch.float64) for name, size in sizes.items()}
+        x = torch.randn(2, 3, 4, dtype=torch.float64)
+    own = _on(module, modules={**module._modules, **linear})
+    found = _tried(lambda: type(module).forward(own, x))
+    return found is not None and found.shape == x.shape and torch.allclose(found, formula(linear, x), rtol=1e-12)
+
+
+def has_plain_gate(module: nn.Module) -> bool:
+    """Return whether stacked experts gate by `_apply_gate(gate_up)`: `silu(gate) * up` of the halves of
+    `[tokens, 2 * features]`."""
+    if "_apply_gate" not in dir(type(module)):
+        return False
+    x = torch.linspace(-8, 8, 48, dtype=torch.float64).view(4, 12)
+    found = _tried(lambda: cast("Any", module)._apply_gate(x))
+    gate, up = x.chunk(2, -1)
+    return found is not None and found.shape == gate.shape and torch.allclose(found, F.silu(gate) * up, rtol=1e-12)
+
+
+@cache
+def is_plain_rotation(rotate: Callable[..., Any]) -> bool:
+    """Return whether a function of queries, keys, cosines and sines rotates as Llama does, in the dtype of the
+    products, and takes angles of a part of each head if it takes any."""
+    if list(inspect.signature(rotate).parameters) != ["q", "k", "cos", "sin", "unsqueeze_dim"]:
+        return False
+    generator = torch.Generator().manual_seed(0)
+    for size, dtype in ((8, torch.float64), (8, torch.bfloat16), (4, torch.float64)):
+        q, k, angle = (
+            torch.randn(*shape, dtype=torch.float64, generator=generator)
+            for shape in ((2, 3, 5, 8), (2, 1, 5, 8), (2, 5, size // 2))
+        )
+        # cosines and sines of a wider dtype show whether the result is cast to that of the queries
+        cos, sin = torch.cat([angle, angle], -1).cos(), torch.cat([angle, angle], -1).sin()
+        cos, sin = (part if dtype == torch.float64 else part.float() for part in (cos, sin))
+        found = _tried(lambda parts=(q.to(dtype), k.to(dtype), cos, sin): rotate(*parts))
+        if found is None and size == 8:
+            return False
+        for part, own in zip(found or (), (q, k), strict=False):
+            expected = plain_rotation(own.to(dtype), cos[:, None], sin[:, None])
+            if part.dtype != expected.dtype or not torch.allclose(part, expected, rtol=1e-6, atol=1e-9):
+                return False
+    return True
+
+
+def rotating_forward(module: nn.Module) -> FunctionType | None:
+    """Return the function of an attention module that calls a plain rotation by its name; None if there is none."""
+    forward = type(module).forward
+    if "forward" in vars(module) or not isinstance(forward, FunctionType) or ROTATE not in forward.__code__.co_names:
+        return None
+    rotate = forward.__globals__.get(ROTATE)
+    return forward if callable(rotate) and is_plain_rotation(rotate) else None
+
+
+@cache
+def is_pre_norm_layer(kind: type[nn.Module]) -> bool:
+    """Return whether the code of a layer is `PRE_NORM_LAYER`, statement by statement."""
+    try:
+        source = textwrap.dedent(inspect.getsource(kind.forward))
+        (function,) = ast.parse(source).body
+    except (OSError, TypeError, SyntaxError, ValueError):
+        return False
+    if not isinstance(function, ast.FunctionDef) or function.args.kwarg is None:
+        return False
+    names = [argument.arg for argument in function.args.args]
+    called = ["hidden_states", *names[2:], None]
+    for node in ast.walk(function):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "self.self_attn":
+            handed_on = all(each.arg in (None, "hidden_states", ast.unparse(each.value)) for each in node.keywords)
+            if node.args or not handed_on or {each.arg for each in node.keywords} != set(called):
+                return False
+            node.keywords = [each for each in node.keywords if each.arg == "hidden_states"]
+            node.args = []
+    statements = [each for each in function.body if not _is_docstring(each)]
+    return ast.unparse(ast.Module(statements, [])) == PRE_NORM_LAYER.replace(", ...", "")
+
+
+def _is_docstring(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+
+
+def _on(
+    module: nn.Module,
+    *,
+    parameters: Mapping[str, nn.Parameter] | None = None,
+    modules: Mapping[str, nn.Module | None] | None = None,
+) -> Any:
+    """The same module with other parameters or parts; the module itself keeps its own."""
+    own = copy.copy(module)
+    if parameters is not None:
+        vars(own)["_parameters"] = dict(parameters)
+    if modules is not None:
+        vars(own)["_modules"] = dict(modules)
+    return own
+
+
+def _tried(function: Callable[[], Any]) -> Any:
+    """The result of a family's code; None if it raises."""
+    try:
+        with torch.no_grad(), torch.device("cpu"):
+            return function()
+    except _ERRORS:
+        return None

@@ -1,0 +1,66 @@
+"""Cases of models with fused layers, run here or in Triton's interpreter."""
+
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rl_core.selfcheck.rank_pool import Rank
+from rl_dtensor.model.build import decoder_layers
+from rl_dtensor.model.fusion import fuse_layers
+from rl_dtensor.model.tiny import made_tiny, shrink
+
+
+def trained(family: str, dtype: torch.dtype, *, is_fused: bool) -> dict[str, torch.Tensor]:
+    """Logits of a tiny model and the gradients of its parameters."""
+    config = shrink(AutoConfig.for_model(family))
+    torch.manual_seed(0)
+    with made_tiny(config.model_type):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float64, attn_implementation="eager")
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    model = model.to(torch.bfloat16).to(dtype)  # the same values in every dtype
+    if is_fused:
+        fuse_layers(model, decoder_layers(model))
+    tokens = torch.arange(1, 13).view(2, 6)
+    logits = model(input_ids=tokens, use_cache=False).logits
+    logits.double().sin().mean().backward()
+    return {"logits": logits.detach(), **{name: each.grad for name, each in model.named_parameters()}}
+
+
+def half_precision_errors(rank: Rank, family: str) -> tuple[dict[str, float], dict[str, float]]:
+    """Distances in bfloat16 from float64, relative to its norm, of a model with kernels and of one without."""
+    exact = trained(family, torch.float64, is_fused=False)
+    return tuple(
+        {
+            name: float((found[name].double() - value).norm() / value.norm())
+            for name, value in exact.items()
+            if value is not None and value.norm() > 0
+        }
+        for found in (trained(family, torch.bfloat16, is_fused=is_fused) for is_fused in (True, False))
+    )
+
+
+class _Counted:
+    def __init__(self, program: Any, counts: list[int]) -> None:
+        self.program = program
+        self.counts = counts
+
+    def __getitem__(self, grid: Any) -> Any:
+        self.counts[0] += 1
+        return self.program[grid]
+
+
+def count_launches(rank: Rank) -> None:
+    """Count the norms that kernels of this process compute from here on."""
+    from rl_core.torch.kernels.programs import norm
+
+    program = rank.held.setdefault("norm program", norm.rms_norm_backward)
+    rank.held["launches"] = [0]
+    norm.rms_norm_backward = _Counted(program, rank.held["launches"])
+
+
+def launched(rank: Rank) -> int:
+    """Number of norms since `count_launches`."""
+    return rank.held["launches"][0]
