@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 
-def square_sum(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+def square_sum(tensors: list[Tensor], device: torch.device) -> Tensor:
     """Return the sum of the squares of all elements, float32 `[]`.
 
     On GPUs a few kernels take all tensors. On the CPU, norms of torch add up many squares in a row, which loses more
