@@ -42,10 +42,10 @@ class Case:
 
 
 CASES = (
-    Case("packed", "none", {}),
-    Case("packed", "selective", {"activation_checkpointing": True, "recompute_granularity": "selective"}),
-    Case("packed", "full", {"activation_checkpointing": True, "recompute_granularity": "full"}),
-    Case("padded", "full", {"activation_checkpointing": True, "recompute_granularity": "full"}),
+    Case("packed", "none", {"recompute": "none"}),
+    Case("packed", "selective", {"recompute": "selective"}),
+    Case("packed", "full", {"recompute": "full"}),
+    Case("padded", "full", {"recompute": "full"}),
 )
 
 

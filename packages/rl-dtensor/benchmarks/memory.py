@@ -159,9 +159,9 @@ def peak_of_head(memory: Memory, device: str, tokens: int, vocab: int, chunk: in
 def activations(sizes: Sizes, device: str, apart: Callable[..., Any]) -> str:
     """Of a training step, by what is computed again."""
     kinds: dict[str, dict[str, Any]] = {
-        "all kept": {},
-        "selective": {"activation_checkpointing": True, "recompute_granularity": "selective"},
-        "full": {"activation_checkpointing": True, "recompute_granularity": "full"},
+        "all kept": {"recompute": "none"},
+        "selective": {"recompute": "selective"},
+        "full": {"recompute": "full"},
     }
     measured = {
         (name, tokens): apart(peak_of_step, sizes.model, tokens, backend)

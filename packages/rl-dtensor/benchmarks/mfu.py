@@ -33,9 +33,9 @@ MODELS = {
 }
 QUICK = Size(64, 2, 2, 1, vocab=256, inner=128, head_dim=32)
 RECOMPUTES: dict[str, dict[str, Any]] = {
-    "none": {},
-    "selective": {"activation_checkpointing": True, "recompute_granularity": "selective"},
-    "full": {"activation_checkpointing": True, "recompute_granularity": "full"},
+    "none": {"recompute": "none"},
+    "selective": {"recompute": "selective"},
+    "full": {"recompute": "full"},
 }
 OPTIMIZERS = {
     "float32": OptimizerConfig(name=ADAMW.name, kwargs={**ADAMW.kwargs, "fused": True}),

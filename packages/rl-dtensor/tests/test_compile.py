@@ -12,7 +12,7 @@ from rl_dtensor.selfcheck import CHECK, MESHES, write_tiny
 GRAPHS = "aot_eager_decomp_partition"
 """A backend that traces, guards, decomposes and partitions as inductor does, and runs the graphs without g++, which
 takes most of inductor's time."""
-RECOMPUTING = {"compile": True, "activation_checkpointing": True}
+RECOMPUTING = {"compile": True, "recompute": "full"}
 
 
 # on one rank too FSDP gathers what the compiled layers read

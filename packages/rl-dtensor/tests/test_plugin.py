@@ -7,6 +7,9 @@ from types import SimpleNamespace
 import pytest
 from pydantic import ValidationError
 
+from rl_core.config import Config, load
+from rl_core.config import resolve as resolve_config
+from rl_core.errors import ConfigProblems
 from rl_core.model_config import ModelConfig
 from rl_core.plugins import POLICIES, plugin, resolve
 from rl_core.testing.isolation import fork_problem
@@ -55,12 +58,7 @@ def test_ranks_are_counted_from_the_mesh():
             "tensor_parallel_size=2",
         ),
         ({"expert_parallel_size": 2, "tensor_parallel_size": 2}, "expert_parallel_size", "experts"),
-        ({"recompute_granularity": "selective"}, "recompute_granularity", "activation_checkpointing=true"),
-        (
-            {"compile": True, "activation_checkpointing": True, "recompute_granularity": "selective"},
-            "compile",
-            "recompute_granularity=full",
-        ),
+        ({"compile": True, "recompute": "selective"}, "compile", "recompute=auto or full"),
         ({"compile": True, "tensor_parallel_size": 2}, "compile", "tensor_parallel_size=1, or compile=false"),
         ({"compile": True, "attention_backend": "flex"}, "compile", "attention_backend=auto"),
         ({"pipeline_chunks_per_rank": 2}, "pipeline_chunks_per_rank", "pipeline_chunks_per_rank=1"),
@@ -77,7 +75,6 @@ def test_meshes_that_cannot_be_are_refused_with_the_nearest_that_can(tmp_path, s
     (tmp_path / "config.json").write_text(json.dumps(config))
     found = problems(str(tmp_path), settings)
     assert advice in found[f"dtensor_cfg.{key}"].message
-    assert found[f"dtensor_cfg.{key}"].is_unused == (key == "recompute_granularity")
 
 
 def test_a_model_whose_config_is_not_at_hand_may_have_experts():
@@ -168,3 +165,13 @@ def test_the_table_of_families_has_cases_of_the_self_check_and_none_is_off_witho
 
 def test_a_fork_server_can_import_what_a_worker_and_a_generator_do():
     assert fork_problem("rl_dtensor.worker", "rl_dtensor.generation.generator") == ""
+
+
+class Root(Config):
+    dtensor_cfg: DTensorConfig = DTensorConfig()
+
+
+@pytest.mark.parametrize(("name", "value"), [("activation_checkpointing", True), ("recompute_granularity", "full")])
+def test_earlier_keys_of_recomputation_are_answered_with_the_present_one(name, value):
+    with pytest.raises(ConfigProblems, match=r"is now dtensor_cfg\.recompute"):
+        resolve_config(load({"dtensor_cfg": {name: value}}), Root, checks=[])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 from pydantic import Field
@@ -34,6 +35,10 @@ class DTensorConfig(BackendConfig):
     """Training on PyTorch DTensor and FSDP2: mesh, memory and kernels."""
 
     when_changed: ClassVar[WhenChanged | None] = WhenChanged.RESUME
+    renamed: ClassVar[Mapping[str, str]] = {
+        "activation_checkpointing": "recompute: full if true, none if false",
+        "recompute_granularity": "recompute",
+    }
 
     dp_replicate_size: int = Field(default=1, gt=0)
     """Number of replicas of the sharded parameters (HSDP); the ranks of each replica share one copy."""
@@ -78,12 +83,12 @@ class DTensorConfig(BackendConfig):
     microbatch. `unsharded` adds them up on each rank and reduces once, after the last microbatch, which takes 4 bytes
     of device memory for each parameter of the rank's layers. `auto` uses `unsharded` if parameters, optimizer state and
     these gradients fit into half of the device's memory, and logs its choice; on `cpu` it is `sharded`."""
-    activation_checkpointing: bool = False
-    """Keep only the input of each layer and recompute the rest in the backward pass."""
-    recompute_granularity: Literal["full", "selective"] = "full"
-    """Parts that `activation_checkpointing` recomputes: whole layers (`full`), or everything in them except matrix
-    products and attention (`selective`)."""
+    recompute: Literal["auto", "none", "selective", "full"] = "auto"
+    """Activations of a layer that the backward pass computes again instead of keeping them: none, all except the
+    results of matrix products and attention (`selective`), or all except the layer's input (`full`). `auto` recomputes
+    as little as the device's memory allows for a microbatch of the largest size: nothing, or as many layers as
+    necessary selectively, or as many as necessary in full. It logs its choice; on `cpu` it is `none`."""
     compile: bool = False
     """Compile each layer, except its attention, with `torch.compile`. Compilation happens when the layer first runs and
-    takes about a minute in every process; on `cpu` it needs a C++ compiler. Supports data parallelism only, and
-    recomputation of whole layers only."""
+    takes about a minute in every process; on `cpu` it needs a C++ compiler. Supports data parallelism only, and no
+    `recompute=selective`."""

@@ -27,8 +27,7 @@ SHAPING = (
     "sequence_parallel",
     "custom_parallel_plan",
     "context_parallel_method",
-    "activation_checkpointing",
-    "recompute_granularity",
+    "recompute",
 )
 """Further keys that decide how a split model computes."""
 

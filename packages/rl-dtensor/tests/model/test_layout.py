@@ -64,7 +64,7 @@ def test_ranks_have_all_tokens_between_them_and_find_their_keys(method):
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"activation_checkpointing": True}, {"context_parallel_size": 2}], ids=["plain", "kept", "split"]
+    "settings", [{}, {"recompute": "full"}, {"context_parallel_size": 2}], ids=["plain", "kept", "split"]
 )
 def test_a_layout_is_worked_out_once_per_microbatch(ranks, tmp_path, settings):
     """Not by each layer, nor when a layer is computed again."""

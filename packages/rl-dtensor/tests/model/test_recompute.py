@@ -9,21 +9,21 @@ from rl_core.model import LOGPROBS, ModelSpec
 from rl_core.model_config import ModelConfig, OptimizerConfig
 from rl_core.selfcheck.losses import TokenLoss
 from rl_core.selfcheck.pooled_model import PooledModel
-from rl_dtensor.model.recompute import checkpoint_activations
+from rl_dtensor.model.recompute import RecomputePlan, checkpoint_activations
 from rl_dtensor.selfcheck import CHECK, shrink, write_tiny
 
-FULL = {"activation_checkpointing": True}
-SELECTIVE = {**FULL, "recompute_granularity": "selective"}
+FULL, SELECTIVE = {"recompute": "full"}, {"recompute": "selective"}
+NONE, LAYERS = RecomputePlan(), 2
 MOE = {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True}
 
 
-def backward_flops(granularity, attention="sdpa"):
+def backward_flops(plan, attention="sdpa"):
     """Of a backward pass, and of a forward pass through the layers up to the last product of each, which the backward
     pass never needs."""
-    config = shrink(AutoConfig.for_model("qwen3"))
+    config = shrink(AutoConfig.for_model("qwen3", num_hidden_layers=LAYERS))
+    assert config.num_hidden_layers == LAYERS
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
-    if granularity is not None:
-        checkpoint_activations(model, granularity)
+    checkpoint_activations(model, model.model.layers, plan)
     model.train()
     ids = torch.arange(12)[None]
     loss = model(ids, use_cache=False).logits.float().square().mean()
@@ -36,16 +36,21 @@ def backward_flops(granularity, attention="sdpa"):
 
 
 def test_whole_layers_are_computed_again_or_no_product_is():
-    plain, layers = backward_flops(None)
-    assert backward_flops("full")[0] == plain + layers
-    assert backward_flops("selective")[0] == plain
+    plain, layers = backward_flops(NONE)
+    assert backward_flops(RecomputePlan(num_full=LAYERS))[0] == plain + layers
+    assert backward_flops(RecomputePlan(num_selective=LAYERS))[0] == plain
+
+
+def test_only_the_layers_of_the_plan_are_computed_again():
+    plain, layers = backward_flops(NONE)
+    assert backward_flops(RecomputePlan(num_full=1, num_selective=1))[0] == plain + layers // LAYERS
 
 
 def test_scores_are_computed_again_where_they_are_made():
-    plain, _ = backward_flops(None, "eager")
+    plain, _ = backward_flops(NONE, "eager")
     config = shrink(AutoConfig.for_model("qwen3"))
     scores = 4 * 12 * 12 * config.num_attention_heads * config.head_dim * config.num_hidden_layers
-    assert backward_flops("selective", "eager")[0] == plain + scores
+    assert backward_flops(RecomputePlan(num_selective=LAYERS), "eager")[0] == plain + scores
 
 
 @pytest.mark.parametrize(
@@ -65,7 +70,7 @@ def test_steps_are_the_same_to_the_last_bit(ranks, tmp_path, family, fields, mes
         hf_config_overrides={"attention_dropout": 0.2},
     )
     runs = []
-    for settings in ({}, *checkpointing):
+    for settings in ({"recompute": "none"}, *checkpointing):
         with PooledModel(ranks, "rl_dtensor.selfcheck:build", config, ModelSpec(), 2, **mesh, **settings) as model:
             steps = [model.train_step(CHECK.batch(seed), TokenLoss()) for seed in range(2)]
             numbers = [(metrics["loss"], metrics["grad_norm"]) for metrics in steps]

@@ -28,7 +28,7 @@ FIELDS = {
     "norm_topk_prob": True,
     "mlp_only_layers": [1],
 }
-RECOMPUTED = {"activation_checkpointing": True}
+RECOMPUTED = {"recompute": "full"}
 BUILD = "dtensor_factories:build"
 
 
@@ -57,7 +57,7 @@ def config_of(folder, batching="padded-3"):
         ("tp2", "padded-3", {}),
         ("ep2 x fsdp2", "padded-1", {}),
         ("pp2", "padded-3", {**RECOMPUTED, "pipeline_chunks_per_rank": 2}),
-        ("cp2", "packed-16", {**RECOMPUTED, "recompute_granularity": "selective"}),
+        ("cp2", "packed-16", {"recompute": "selective"}),
     ],
 )
 def test_reads_and_a_step_follow_the_experts_of_the_batch(ranks, prepared, tmp_path, mesh, batching, options):

@@ -18,10 +18,10 @@ FACTORY = "dtensor_factories:build"
     "settings",
     [
         {"dp_replicate_size": 2},
-        {"activation_checkpointing": True},
+        {"recompute": "full"},
         {"cpu_offload": True},
         {"attention_backend": "eager"},
-        {"dp_replicate_size": 2, "activation_checkpointing": True, "cpu_offload": True},
+        {"dp_replicate_size": 2, "recompute": "full", "cpu_offload": True},
     ],
     ids=str,
 )

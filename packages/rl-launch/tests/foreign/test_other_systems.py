@@ -224,7 +224,7 @@ def test_openrlhf_scripts(tmp_path):
     assert config.env.reward_model.model == "my/reward-model"
     assert config.ppo.num_prompts_per_step == 1024
     assert config.loss_fn.kl.in_reward
-    assert config.policy.dtensor_cfg.activation_checkpointing
+    assert config.policy.dtensor_cfg.recompute == "full"
     assert "address" not in {each.key for each in found.answers}  # a flag of Ray
 
 

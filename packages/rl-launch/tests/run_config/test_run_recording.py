@@ -80,7 +80,7 @@ def test_another_engine_needs_a_branch(tmp_path):
         ("policy.logprob_batch_size=8", WhenChanged.RESUME),
         ("policy.sequence_packing.enabled=true", WhenChanged.RESUME),
         ("policy.dtensor_cfg.tensor_parallel_size=2", WhenChanged.RESUME),
-        ("policy.dtensor_cfg.activation_checkpointing=true", WhenChanged.RESUME),
+        ("policy.dtensor_cfg.recompute=full", WhenChanged.RESUME),
         ("policy.generation.vllm_cfg.max_num_seqs=8", WhenChanged.RESUME),
         ("cluster.cpu_ranks_per_node=4", WhenChanged.RESUME),
         ("logger.tensorboard_enabled=false", WhenChanged.RESUME),

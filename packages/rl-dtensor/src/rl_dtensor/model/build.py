@@ -38,7 +38,8 @@ from rl_dtensor.model.lora import BASE, adapters_of, add_adapters, init_adapters
 from rl_dtensor.model.model import HeadShard, ReadingModel, ShardedModel
 from rl_dtensor.model.precision import Kept, widen
 from rl_dtensor.model.probes import check_logits, check_packing, probe_row
-from rl_dtensor.model.recompute import checkpoint_activations
+from rl_dtensor.model.recompute import RecomputePlan, checkpoint_activations
+from rl_dtensor.model.recompute_choice import recompute_plan
 from rl_dtensor.model.recurrent import run_rows_alone
 from rl_dtensor.model.replay import Replay
 from rl_dtensor.model.rope import fix_frequencies
@@ -140,12 +141,16 @@ class _Builder:
         kept = Kept.of(whole, catalog, self.files, self._compute)
         parameters = {name for name, _ in whole.named_parameters()}
         replicates = self._trains_all and not kept.computed.isdisjoint(parameters)
+        recompute = RecomputePlan()
+        if self.spec.trains:
+            layers = decoder_layers(whole)
+            recompute = recompute_plan(self.config, backend, whole, layers, mesh=self.mesh, trains_all=self._trains_all)
         self._prepare(whole, kept)
         initial.check(adapters_of(whole))
         shape = shape_of(whole)
         here = [chunk * sizes.pp + self.mesh.on("pp") for chunk in range(backend.pipeline_chunks_per_rank)]
         wholes = [whole, *(self._prepare(self._on_meta(), kept) for _ in here[1:])]
-        chunks = [self._chunk(hf, stages, stage, kept) for hf, stage in zip(wholes, here, strict=True)]
+        chunks = [self._chunk(hf, stages, stage, kept, recompute) for hf, stage in zip(wholes, here, strict=True)]
         weights = Weights(catalog.keeping(kept.stored), [chunk.hf for chunk in chunks], self.mesh)
         return ShardedModel(
             chunks,
@@ -214,7 +219,9 @@ class _Builder:
         is_kept = {named[id(parameter)].replace(BASE, "") in kept.computed for parameter in head.parameters()}
         return [head] if is_kept == {True} else []
 
-    def _chunk(self, hf: PreTrainedModel, stages: Stages | None, stage: int, kept: Kept) -> ReadingModel:
+    def _chunk(
+        self, hf: PreTrainedModel, stages: Stages | None, stage: int, kept: Kept, recompute: RecomputePlan
+    ) -> ReadingModel:
         backend, mesh, role = self.backend, self.mesh, self.spec.role
         is_last = stages is None or stage == stages.count - 1
         is_headless = role in HEADLESS_ROLES
@@ -243,8 +250,7 @@ class _Builder:
                 has_split_head=not is_headless,
             )
         experts = [] if mesh.experts is None else split_experts(hf, mesh.experts["ep"])
-        if backend.activation_checkpointing:
-            checkpoint_activations(hf, backend.recompute_granularity)
+        checkpoint_activations(hf, decoder_layers(hf), recompute)
         if backend.compile:
             compile_layers(decoder_layers(hf))
         model = ReadingModel(

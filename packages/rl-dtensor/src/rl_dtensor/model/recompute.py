@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
-
-Granularity = Literal["full", "selective"]
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 _aten = torch.ops.aten
 KEPT = frozenset(
@@ -30,15 +32,60 @@ KEPT_NAMESPACES = ("torch_attn", "flash_attn", "flash_attn_3")
 """Namespaces of variable-length attention, in torch and in packages."""
 
 
-def checkpoint_activations(hf: PreTrainedModel, granularity: Granularity) -> None:
-    """Make each layer of a model keep only its input and, if selective, the results of matrix products and
-    attention."""
-    options: dict[str, Any] = {"use_reentrant": False}
-    if granularity == "selective":
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
-    hf.gradient_checkpointing_enable(options)
+@dataclass(frozen=True)
+class RecomputePlan:
+    """The layers that the backward pass computes again.
+
+    Args:
+        num_full: First layers that keep only their input.
+        num_selective: Layers after these that keep, in addition, the results of matrix products and attention.
+    """
+
+    num_full: int = 0
+    num_selective: int = 0
+
+    def clamped(self, num_layers: int) -> RecomputePlan:
+        """The same for a stage of so many layers."""
+        full = min(self.num_full, num_layers)
+        return RecomputePlan(full, min(self.num_selective, num_layers - full))
+
+    def in_words(self, num_layers: int) -> str:
+        """Return the plan of so many layers as text."""
+        parts = [f"{self.num_full} in full"] if self.num_full else []
+        parts += [f"{self.num_selective} selectively"] if self.num_selective else []
+        return f"{' and '.join(parts)} of {num_layers} layers" if parts else "no layer"
+
+
+def checkpoint_activations(hf: PreTrainedModel, layers: Sequence[nn.Module], plan: RecomputePlan) -> None:
+    """Make layers of a model keep less for the backward pass, and compute the rest again.
+
+    Models whose layers cannot be told apart recompute all as the plan does most of them.
+
+    Args:
+        hf: The model, or a stage of it.
+        layers: Its repeated layers, in order.
+        plan: How many of them recompute what.
+    """
+    plan = plan.clamped(len(layers))
+    if plan == RecomputePlan():
+        return
+    full = partial(checkpoint, use_reentrant=False)
+    selective = partial(full, context_fn=partial(create_selective_checkpoint_contexts, _policy))
+    hf.gradient_checkpointing_enable({"use_reentrant": False})
+    if not all(isinstance(layer, GradientCheckpointingLayer) for layer in layers):
+        if not plan.num_full:
+            hf._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=selective)
+        return
+    for place, layer in enumerate(layers):
+        own: Any = layer
+        own.gradient_checkpointing = place < plan.num_full + plan.num_selective
+        own._gradient_checkpointing_func = full if place < plan.num_full else selective
+
+
+def is_kept(operation: Any) -> bool:
+    """Return whether selective recomputation keeps the results of an operation."""
+    return operation in KEPT or operation.namespace in KEPT_NAMESPACES
 
 
 def _policy(context: Any, operation: Any, *_: Any, **__: Any) -> CheckpointPolicy:
-    is_kept = operation in KEPT or operation.namespace in KEPT_NAMESPACES
-    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if is_kept(operation) else CheckpointPolicy.PREFER_RECOMPUTE

@@ -93,18 +93,11 @@ def combination_problems(config: DTensorConfig) -> Iterator[Problem]:
             got=config.expert_parallel_size,
             remedy="Set expert_parallel_size=1",
         )
-    if config.recompute_granularity != "full" and not config.activation_checkpointing:
-        yield Problem.unused(
-            f"{SECTION}.recompute_granularity",
-            "with activation_checkpointing=false",
-            remedy="Set activation_checkpointing=true, or remove this key",
-        )
-    if config.compile and config.activation_checkpointing and config.recompute_granularity == "selective":
+    if config.compile and config.recompute == "selective":
         yield Problem(
             f"{SECTION}.compile",
-            "cannot be combined with recompute_granularity=selective, because compiling fuses the operations that it "
-            "selects from",
-            remedy="Set recompute_granularity=full, or compile=false",
+            "cannot be combined with recompute=selective, because compiling fuses the operations that it selects from",
+            remedy="Set recompute=auto or full, or compile=false",
         )
     axes = {
         "tensor_parallel_size": config.tensor_parallel_size,

@@ -63,9 +63,9 @@ def _model(config: Translation) -> None:
         config.rename("model.name", "policy.model_name")
     for section in sections:
         if config.has(f"{section}.ac"):
-            config.put("policy.dtensor_cfg.activation_checkpointing", True)
+            config.put("policy.dtensor_cfg.recompute", "full")
         for key in config.keys(f"{section}.ac"):
-            config.follows([key], "policy.dtensor_cfg.activation_checkpointing")
+            config.follows([key], "policy.dtensor_cfg.recompute")
         attention = config.get(f"{section}.attn")
         if attention in _ATTENTION:
             config.put("policy.dtensor_cfg.attention_backend", _ATTENTION[attention])

@@ -208,7 +208,10 @@ def _model(config: Translation) -> None:
         ):  # fmt: skip
             if config.get(f"{section}.{name}") is not None:
                 config.rename(f"{section}.{name}", f"policy.megatron_cfg.{name}")
-        config.rename(f"{_MODEL}.enable_gradient_checkpointing", "policy.megatron_cfg.activation_checkpointing")
+        recomputes, here = f"{_MODEL}.enable_gradient_checkpointing", "policy.megatron_cfg.activation_checkpointing"
+        if recomputes in config.keys(recomputes):
+            config.put(here, bool(config.get(recomputes)))
+            config.answer(recomputes, Kind.RENAMED, here)
     elif strategy not in ("fsdp", "fsdp2"):
         config.refuse(f"{_ACTOR}.strategy", f"training by {strategy}")
     config.follows([f"{_ACTOR}.strategy"], "policy.dtensor_cfg, or policy.megatron_cfg")

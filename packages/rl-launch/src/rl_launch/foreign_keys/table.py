@@ -132,7 +132,7 @@ class Table:
 
     def value(self, key: str, value: Any) -> Any:
         """Return the name of a value in this project."""
-        known = self.values.get(key, {})
+        known = next((self.values[name] for name in _names(key) if name in self.values), {})
         return known.get(value, value) if isinstance(value, str | bool | int | float | None) else value
 
     def is_off(self, key: str, value: Any) -> bool:
