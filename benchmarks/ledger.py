@@ -151,8 +151,8 @@ def microbatch(models: Sequence[str]) -> str:
     rows = [(what, str(count)) for what, count in sorted(costs.waits.items())]
     return _titled(
         "Microbatch",
-        f"Waits of the host in a training microbatch of eight packed rows with {len(GRPO_COLUMNS)} columns of the loss: "
-        "rows to the device, layout, reads of logprobs and their gradient. Layers are not part of it.",
+        f"Waits of the host in a training microbatch of eight packed rows with {len(GRPO_COLUMNS)} columns of the "
+        "loss: rows to the device, layout, reads of logprobs and their gradient. Layers are not part of it.",
         table(("what the host waits for", "times"), [*rows, ("all", str(costs.num_waits))]),
     )
 
@@ -265,8 +265,8 @@ def pipeline(models: Sequence[str]) -> str:
     return _titled(
         "Pipelines",
         "Share of the time in which a rank waits for others under 1F1B, from the order of passes of "
-        "`rl_dtensor.parallel.schedule` (Megatron's schedule is the same) and microbatches of `plan_microbatches`. With "
-        "two chunks of layers per rank their number is rounded up to a multiple of the ranks.",
+        "`rl_dtensor.parallel.schedule` (Megatron's schedule is the same) and microbatches of `plan_microbatches`. "
+        "With two chunks of layers per rank their number is rounded up to a multiple of the ranks.",
         table(head, rows),
     )
 

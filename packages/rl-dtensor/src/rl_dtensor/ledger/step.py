@@ -58,13 +58,13 @@ class Workload:
 
 
 class PassCosts(NamedTuple):
-    """Costs of the same microbatches.
+    """Costs of microbatches.
 
     Args:
-        forward: Forward pass without gradients, as logprobs are computed.
-        training: Forward and backward pass.
-        kept_bytes: Memory of what is there between a forward pass and its backward pass: activations, gathered
-            parameters, and gradients of earlier microbatches.
+        forward: Forward pass of the first microbatch.
+        training: Forward and backward passes of all microbatches.
+        kept_bytes: Memory of what is there between the passes of the first microbatch: activations, and parameters that
+            stay gathered.
     """
 
     forward: Costs
@@ -73,7 +73,8 @@ class PassCosts(NamedTuple):
 
     @property
     def backward(self) -> Costs:
-        """What training costs in addition to a forward pass; what is recomputed is part of it."""
+        """Costs of training after the first forward pass: if there is one microbatch, those of its backward pass, with
+        what is recomputed."""
         return self.training - self.forward
 
     def __sub__(self, other: PassCosts) -> PassCosts:
@@ -120,12 +121,10 @@ def pass_costs(hf_config: PreTrainedConfig, backend: DTensorConfig, workload: Wo
         for chunk in sharded.chunks:
             chunk.attend = varlen()
         model = DTensorModel(sharded, mesh)
-        with CostCounter(DEVICE) as forward:
-            model.read(_run(workload, mesh, lambda: None))
-        kept: list[int] = []
-        with CostCounter(DEVICE) as training:
-            model.accumulate(_run(workload, mesh, lambda: kept.append(training.live_bytes)))
-        return PassCosts(forward.costs, training.costs, max(kept, default=0))
+        passed: list[tuple[Costs, int]] = []
+        with CostCounter(DEVICE) as counter:
+            model.accumulate(_run(workload, mesh, lambda: passed.append((counter.costs, counter.live_bytes))))
+        return PassCosts(passed[0][0], counter.costs, passed[0][1])
 
 
 def layer_costs(

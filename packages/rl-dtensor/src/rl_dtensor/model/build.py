@@ -103,8 +103,13 @@ def unloaded_model(
     """Build on `meta`, split and shard, and leave the weights without values; collective.
 
     Args:
-        hf_config: Config of the model; changed if the files hold apart what it ties.
+        config: Model, as the run configures it.
+        backend: Mesh, recomputation and kernels.
+        spec: Purpose of the model.
+        hf_config: Hugging Face config of the model; changed if the files hold apart what it ties.
         files: Files of the model, of which only the dtypes and tied weights are looked at.
+        is_packed: True if rows lie end to end.
+        mesh: Mesh of the run.
     """
     builder = _Builder(config, backend, spec, hf_config, files, is_packed, mesh)
     return builder.build(InitialFactors.of(config.lora_cfg, spec.seed))

@@ -73,6 +73,8 @@ class Mesh:
         """Make the groups of the axes out of the ranks that have met; collective.
 
         Args:
+            rendezvous: Place of this rank among them.
+            sizes: Ranks along each axis.
             control: Backend of the group of all ranks that decides what every rank does next.
         """
         timeout = timedelta(seconds=rendezvous.timeout_s)

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rl_core.torch.ledger.collectives import collective_of
 from rl_core.torch.ledger.costs import Collective, Costs, Traffic
 from rl_core.torch.ledger.memory import LiveBytes
-from rl_core.torch.ledger.operations import costs_of, tensors_in
+from rl_core.torch.ledger.operations import NOTHING, costs_of, tensors_in
 from rl_core.torch.ledger.waits import TO_DEVICE, crosses, waits_of
 
 WHOLE = "Global"
@@ -102,7 +102,9 @@ class CostCounter(TorchDispatchMode):
         moved = collective_of(function, args, out)
         waits = waits_of(function, args, kwargs, out, self._device)
         is_work = moved is None and not crosses(function, args, out)
-        costs = costs_of(function, args, kwargs, out) if is_work else Costs()
+        costs = costs_of(function, args, kwargs, out) if is_work else NOTHING
+        if costs is NOTHING and not waits and moved is None:
+            return
         for name in {WHOLE} if self._modules is None else self._modules.parents:
             self._tallies.setdefault(name, _Tally()).add(costs, waits, moved)
 
@@ -147,5 +149,5 @@ class _FromLists(TorchFunctionMode):
         if function in (torch.tensor, torch.as_tensor) and kwargs.get("device") is not None:
             data = args[0] if args else kwargs["data"]
             if torch.device(kwargs["device"]).type == "meta" and not isinstance(data, (Tensor, np.ndarray)):
-                self._tally.add(Costs(), {TO_DEVICE: 1}, None)
+                self._tally.add(NOTHING, {TO_DEVICE: 1}, None)
         return function(*args, **kwargs)

@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from rl_core.torch.ledger.costs import Costs, Work
 
 Formula = Callable[..., Costs]
 """Costs of an operation from its arguments, and its result as the keyword `out`."""
+
+NOTHING = Costs()
 
 _aten = torch.ops.aten
 
@@ -96,7 +97,7 @@ def costs_of(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out
     if packet in _formulas:
         return _formulas[packet](*args, **kwargs, out=out)
     if not _launches(operation, out):
-        return Costs()
+        return NOTHING
     read, written = _touched(operation, args, kwargs, out)
     moved = _traffic(read, written)
     if packet in PRODUCTS or packet in flop_registry or operation.namespace in PRODUCT_NAMESPACES:
@@ -108,7 +109,13 @@ def costs_of(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out
 
 def tensors_in(values: Any) -> list[Tensor]:
     """All tensors in nested lists, tuples and dicts."""
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+    if isinstance(values, Tensor):
+        return [values]
+    if isinstance(values, dict):
+        values = values.values()
+    elif not isinstance(values, (list, tuple)):
+        return []
+    return [tensor for value in values for tensor in tensors_in(value)]
 
 
 def num_bytes(tensor: Tensor) -> int:
@@ -180,8 +187,7 @@ def _only_written(*args: Any, out: Any, **kwargs: Any) -> Costs:
 
 def _gathered(*args: Any, out: Any, **kwargs: Any) -> Costs:
     """Of the source as much is read as there are results."""
-    indices = [tensor for tensor in tensors_in(args[1:])]
-    return Costs(other=Work(1, _traffic(indices, [out, out])))
+    return Costs(other=Work(1, _traffic(tensors_in(args[1:]), [out, out])))
 
 
 def _scattered(target: Tensor, *args: Any, out: Any, **kwargs: Any) -> Costs:

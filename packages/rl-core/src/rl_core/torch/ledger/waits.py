@@ -30,6 +30,9 @@ REPEAT_WAITS = 2
 
 TO_HOST, TO_DEVICE = "copy to host", "copy to device"
 
+_PERHAPS = frozenset({_aten.repeat_interleave, _aten.index, _aten.index_put, _aten.index_put_})
+"""Operations that wait for some arguments."""
+
 COPIES = frozenset({_aten._to_copy, _aten.copy_})
 """Operations that may copy from one device to another."""
 
@@ -52,16 +55,18 @@ def waits_of(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out
     packet = operation._overloadpacket
     if packet in COPIES:
         return _of_copy(packet, args, kwargs, out, device)
+    if packet not in WAITING and packet not in _PERHAPS:
+        return {}
     if not any(tensor.device.type == device for tensor in tensors_in((args, kwargs))):
         return {}
     if packet in WAITING:
         return {packet.__name__.strip("_"): WAITING[packet]}
     if operation is _aten.repeat_interleave.Tensor and kwargs.get("output_size") is None:
         return {"repeat_interleave": REPEAT_WAITS}
-    if packet in (_aten.index, _aten.index_put, _aten.index_put_):
-        masks = [index for index in args[1] if index is not None and index.dtype in (torch.bool, torch.uint8)]
-        return {"index by a mask": len(masks)} if masks else {}
-    return {}
+    if packet is _aten.repeat_interleave:
+        return {}
+    masks = [index for index in args[1] if index is not None and index.dtype in (torch.bool, torch.uint8)]
+    return {"index by a mask": len(masks)} if masks else {}
 
 
 def crosses(operation: Any, args: Sequence[Any], out: Any) -> bool:
