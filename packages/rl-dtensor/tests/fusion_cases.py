@@ -11,10 +11,10 @@ from rl_dtensor.model.fusion import fuse_layers
 from rl_dtensor.model.tiny import made_tiny, shrink
 
 
-def trained(family: str, dtype: torch.dtype, *, is_fused: bool) -> dict[str, torch.Tensor]:
+def trained(family: str, dtype: torch.dtype, *, is_fused: bool, seed: int = 0) -> dict[str, torch.Tensor]:
     """Logits of a tiny model and the gradients of its parameters."""
     config = shrink(AutoConfig.for_model(family))
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     with made_tiny(config.model_type):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float64, attn_implementation="eager")
     for name, parameter in model.named_parameters():

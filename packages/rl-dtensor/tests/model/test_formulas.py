@@ -17,10 +17,10 @@ from rl_dtensor.model.tiny import made_tiny, shrink
 from rl_dtensor.parallel.experts import expert_modules
 
 
-def tiny(family, **fields):
+def tiny(family, attention="eager", **fields):
     config = shrink(AutoConfig.for_model(family, **fields))
     with made_tiny(config.model_type), torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
+        return AutoModelForCausalLM.from_config(config, attn_implementation=attention)
 
 
 def parts(model, ending):
@@ -29,7 +29,13 @@ def parts(model, ending):
 
 @pytest.mark.parametrize(
     ("family", "offset", "rounds_first"),
-    [("llama", 0.0, True), ("qwen3", 0.0, True), ("olmo2", 0.0, False), ("gemma2", 1.0, False), ("gemma3n_text", 0.0, False)],
+    [
+        ("llama", 0.0, True),
+        ("qwen3", 0.0, True),
+        ("olmo2", 0.0, False),
+        ("gemma2", 1.0, False),
+        ("gemma3n_text", 0.0, False),
+    ],
 )
 def test_norms_are_told_apart(family, offset, rounds_first):
     found = {norm_form(module) for module in parts(tiny(family), "RMSNorm")} - {None}

@@ -17,7 +17,7 @@ from rl_core.torch.kernels.rotary import HeadNorm, rotated
 from rl_core.torch.kernels.swiglu import swiglu as gated
 
 PROGRAMS = {
-    norm: ("rms_norm_forward", "rms_norm_backward"),
+    norm: ("rms_norm_forward", "rms_norm_backward", "rms_norm_weight_gradient"),
     rotary: ("rotary_forward", "rotary_backward"),
     swiglu: ("swiglu_forward", "swiglu_backward"),
     vocabulary: ("softmax_statistics", "softmax_gradient"),
@@ -108,7 +108,7 @@ def heads(transform, **reads):
 LAUNCHES = {
     "norm of 8B": (lambda: norms(4096), 2),
     "norm of 70B": (lambda: norms(8192), 2),
-    "norm of 405B": (lambda: norms(16_384), 2),
+    "norm of 405B": (lambda: norms(16_384), 3),
     "norm of Gemma": (plain_norm, 2),
     "rotation of Qwen3": (lambda: rotations(128, 128, NormForm(1e-6)), 2),
     "rotation of Llama": (lambda: rotations(128, 128, None), 2),

@@ -41,7 +41,16 @@ _OFTEN = 0.02
 """Share of bfloat16 values that may round otherwise: two orders of the same operations differ in fewer, two formulas in
 many."""
 
-_ERRORS = (AssertionError, AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
+_ERRORS = (
+    AssertionError,
+    AttributeError,
+    IndexError,
+    KeyError,
+    NotImplementedError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 """Errors of a family's code for a trial that it did not foresee."""
 
 
@@ -73,7 +82,7 @@ def _is_norm(module: nn.Module, form: NormForm) -> bool:
         (torch.bfloat16, torch.float32),
     ):
         own = _on(module, parameters={"weight": nn.Parameter(weight.to(of_weight))})
-        found = _tried(lambda own=own, of_x=of_x: type(module).forward(own, x.to(of_x)))
+        found = _tried(type(module).forward, own, x.to(of_x))
         expected = form(x.to(of_x), weight.to(of_weight))
         if found is None or found.dtype != expected.dtype:
             return False
@@ -121,7 +130,7 @@ def _is_mlp(
         linear = {name: nn.Linear(*size, dtype=torch.float64) for name, size in sizes.items()}
         x = torch.randn(2, 3, 4, dtype=torch.float64)
     own = _on(module, modules={**module._modules, **linear})
-    found = _tried(lambda: type(module).forward(own, x))
+    found = _tried(type(module).forward, own, x)
     return found is not None and found.shape == x.shape and torch.allclose(found, formula(linear, x), rtol=1e-12)
 
 
@@ -131,7 +140,7 @@ def has_plain_gate(module: nn.Module) -> bool:
     if "_apply_gate" not in dir(type(module)):
         return False
     x = torch.linspace(-8, 8, 48, dtype=torch.float64).view(4, 12)
-    found = _tried(lambda: cast("Any", module)._apply_gate(x))
+    found = _tried(cast("Any", module)._apply_gate, x)
     gate, up = x.chunk(2, -1)
     return found is not None and found.shape == gate.shape and torch.allclose(found, F.silu(gate) * up, rtol=1e-12)
 
@@ -151,7 +160,7 @@ def is_plain_rotation(rotate: Callable[..., Any]) -> bool:
         # cosines and sines of a wider dtype show whether the result is cast to that of the queries
         cos, sin = torch.cat([angle, angle], -1).cos(), torch.cat([angle, angle], -1).sin()
         cos, sin = (part if dtype == torch.float64 else part.float() for part in (cos, sin))
-        found = _tried(lambda parts=(q.to(dtype), k.to(dtype), cos, sin): rotate(*parts))
+        found = _tried(rotate, q.to(dtype), k.to(dtype), cos, sin)
         if found is None and size == 8:
             return False
         for part, own in zip(found or (), (q, k), strict=False):
@@ -212,10 +221,10 @@ def _on(
     return own
 
 
-def _tried(function: Callable[[], Any]) -> Any:
+def _tried(function: Callable[..., Any], *args: Any) -> Any:
     """The result of a family's code; None if it raises."""
     try:
         with torch.no_grad(), torch.device("cpu"):
-            return function()
+            return function(*args)
     except _ERRORS:
         return None

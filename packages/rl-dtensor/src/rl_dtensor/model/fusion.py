@@ -152,7 +152,7 @@ def _fuse_experts(hf: PreTrainedModel) -> int:
     """Fuse the gates of stacked experts, which the grouped products of `transformers` call between them."""
     tried: dict[Any, bool] = {}
     count = 0
-    for module in cast("list[Any]", expert_modules(hf)):
+    for module in expert_modules(hf):
         kind = (type(module), str(vars(module).get("act_fn") or module._modules.get("act_fn")))
         if kind not in tried:
             tried[kind] = has_plain_gate(module)
@@ -189,9 +189,7 @@ class _Rotation:
         self._watched: dict[str, Tensor] | None = None
         self.was_seen = False
 
-    def __call__(
-        self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
-    ) -> tuple[Tensor, Tensor]:
+    def __call__(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
         if self._watched is not None:
             self._compare(q, k)
         norms, self._waiting = self._waiting, {}
@@ -202,8 +200,7 @@ class _Rotation:
             )
         if norms:
             q, k = (
-                rms_norm(part, *norms[name]) if name in norms else part
-                for name, part in (("q_norm", q), ("k_norm", k))
+                rms_norm(part, *norms[name]) if name in norms else part for name, part in (("q_norm", q), ("k_norm", k))
             )
         return self._original(q, k, cos, sin, unsqueeze_dim)
 
@@ -215,9 +212,7 @@ class _Rotation:
     def watched(self) -> Iterator[None]:
         """Note meanwhile whether queries and keys come from the norms as they are; `was_seen` then says so."""
         self._watched = {}
-        hooks = [
-            self.module._modules[name].register_forward_hook(partial(self._note, name)) for name in HEAD_NORMS
-        ]
+        hooks = [self.module._modules[name].register_forward_hook(partial(self._note, name)) for name in HEAD_NORMS]
         try:
             yield
         finally:
@@ -294,8 +289,9 @@ def _no_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segments,
 
 def _fuse_residuals(layer: Any, forms: dict[int, NormForm]) -> bool:
     """Fuse the sums of a layer with the norms behind them, if its code is that of most families; whether it is."""
+    kind: type[nn.Module] = type(layer)
     norms = [layer._modules.get(name) for name in ("input_layernorm", "post_attention_layernorm")]
-    if "forward" in vars(layer) or not is_pre_norm_layer(type(layer)) or any(id(norm) not in forms for norm in norms):
+    if "forward" in vars(layer) or not is_pre_norm_layer(kind) or any(id(norm) not in forms for norm in norms):
         return False
     original = layer.forward
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
+from typing import Any
+
+import numpy as np
 
 from rl_core.selfcheck.rank_pool import Rank
 
@@ -15,5 +19,18 @@ def interpret_kernels(rank: Rank) -> None:
     process that runs no other kernels.
     """
     os.environ["TRITON_INTERPRET"] = "1"
-    for name in [name for name in sys.modules if name == "triton" or name.startswith("triton.")]:
-        del sys.modules[name]
+    for name in list(sys.modules):
+        # a module in C cannot be imported twice
+        if name.split(".")[0] == "triton" and not name.startswith("triton._C"):
+            del sys.modules[name]
+    interpreter: Any = importlib.import_module("triton.runtime.interpreter")
+    convert = interpreter._convert_float
+
+    # the interpreter of Triton 3.7 cuts bits off, and GPUs round to the nearest value
+    def rounded(values: Any, source: Any, target: Any, mode: Any) -> Any:
+        if (source.name, target.name) != ("fp32", "bf16"):
+            return convert(values, source, target, mode)
+        bits = values.view(np.uint32).astype(np.uint64)
+        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+    interpreter._convert_float = rounded

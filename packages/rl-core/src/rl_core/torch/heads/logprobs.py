@@ -3,7 +3,7 @@ all tokens at once."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +28,7 @@ and the gradient by the head, which is read and written once per chunk, costs a 
 WIDEST_FUSED = 4096
 """Largest hidden size of the models that have the larger chunks by default; wider ones have less memory to spare."""
 
+
 def logit_transform(config: HFConfig) -> LogitTransform:
     """Return the transform that a model family applies between its head and its logits, as its `transformers` config
     says."""
@@ -49,7 +50,7 @@ class Head:
 
     weight: Tensor
     bias: Tensor | None = None
-    transform: LogitTransform = LogitTransform()
+    transform: LogitTransform = field(default_factory=LogitTransform)
 
 
 class TokenReads(NamedTuple):
@@ -137,7 +138,8 @@ def chunk_size_of(hidden: Tensor, chunk_size: int | None, token_filter: TokenFil
     """
     if chunk_size is not None:
         return chunk_size
-    return FUSED_CHUNK_SIZE if token_filter is None and takes(hidden) and hidden.shape[1] <= WIDEST_FUSED else CHUNK_SIZE
+    has_kernels = token_filter is None and takes(hidden) and hidden.shape[1] <= WIDEST_FUSED
+    return FUSED_CHUNK_SIZE if has_kernels else CHUNK_SIZE
 
 
 def check_filter(token_filter: TokenFilter | None, k: int, ids: Tensor | None) -> None:

@@ -13,8 +13,15 @@ from rl_core.torch.kernels.devices import num_programs, takes
 LARGEST_SIZE = 16_384
 """Largest number of features that one program holds."""
 
+LARGEST_COLLECTED = 8192
+"""Largest number of features of which a program also collects the gradient by the weight; of more it is computed apart,
+by a second read."""
+
 TILE = 4096
 """Entries that a program normalises at one time, in rows of fewer features."""
+
+WEIGHT_COLUMNS = 256
+"""Entries of the weight whose gradient one program computes, of rows that are too long to collect it."""
 
 
 @dataclass(frozen=True)
@@ -88,9 +95,7 @@ def add_rms_norm(x: Tensor, addend: Tensor | None, weight: Tensor, form: NormFor
 
 class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, addend: Tensor | None, weight: Tensor, form: NormForm
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, x: Tensor, addend: Tensor | None, weight: Tensor, form: NormForm) -> tuple[Tensor, Tensor]:
         dtype = form.out_dtype(x.dtype if addend is None else torch.promote_types(x.dtype, addend.dtype), weight.dtype)
         rows, added = _rows(x), None if addend is None else _rows(addend)
         normed, total, inverse = torch.ops.rl_core.rms_norm(
@@ -208,33 +213,50 @@ def _backward(
     rounds_first: bool,
     needs_weight: bool,
 ) -> tuple[Tensor, Tensor]:
-    from rl_core.torch.kernels.programs.norm import rms_norm_backward
+    from rl_core.torch.kernels.programs.norm import rms_norm_backward, rms_norm_weight_gradient
 
     num, size = x.shape
     by_x = x.new_empty((num, size))
     shape = _launch(size)
+    collects = needs_weight and size <= LARGEST_COLLECTED
     programs = num_programs(x.device, -(-num // shape["ROWS"]))
     parts = x.new_zeros((programs if needs_weight else 0, size), dtype=torch.float32)
-    if num:
-        with torch.cuda.device_of(x):
-            rms_norm_backward[(programs,)](
+    if not num:
+        return by_x, parts.sum(0)
+    with torch.cuda.device_of(x):
+        rms_norm_backward[(programs,)](
+            grad,
+            by_total,
+            x,
+            weight,
+            inverse,
+            by_x,
+            parts,
+            num,
+            size,
+            grad.stride(0),
+            0 if by_total is None else by_total.stride(0),
+            x.stride(0),
+            HAS_TOTAL=by_total is not None,
+            NEEDS_WEIGHT=collects,
+            OFFSET=offset,
+            ROUNDS_FIRST=rounds_first,
+            **shape,
+        )
+        if needs_weight and not collects:
+            rms_norm_weight_gradient[(programs, -(-size // WEIGHT_COLUMNS))](
                 grad,
-                by_total,
                 x,
-                weight,
                 inverse,
-                by_x,
                 parts,
                 num,
                 size,
                 grad.stride(0),
-                0 if by_total is None else by_total.stride(0),
                 x.stride(0),
-                HAS_TOTAL=by_total is not None,
-                NEEDS_WEIGHT=needs_weight,
-                OFFSET=offset,
                 ROUNDS_FIRST=rounds_first,
-                **shape,
+                ROWS=TILE // WEIGHT_COLUMNS,
+                COLUMNS=WEIGHT_COLUMNS,
+                num_warps=8,
             )
     return by_x, parts.sum(0)
 

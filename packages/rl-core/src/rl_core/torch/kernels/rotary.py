@@ -16,6 +16,9 @@ LARGEST_HEAD = 512
 HEADS = 16
 """Maximum number of heads that a program rotates at one time."""
 
+TILE = 2048
+"""Entries of heads that a program rotates at one time."""
+
 
 class HeadNorm(NamedTuple):
     """RMSNorm of each head before it is rotated.
@@ -76,9 +79,7 @@ def _takes_rotation(x: Tensor, cos: Tensor, sin: Tensor, norm: HeadNorm | None, 
 
 class _Rotation(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None, form: NormForm | None
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None, form: NormForm | None) -> Tensor:
         x, cos, sin = _dense(x), _dense(cos), _dense(sin)
         ctx.form = form
         ctx.dtype = x.dtype
@@ -117,7 +118,7 @@ def _launch(x: Tensor, cos: Tensor) -> dict[str, int]:
     size, rotary = x.shape[-1], cos.shape[-1]
     half = max(16, _power(rotary // 2))
     rest = max(1, _power(size - rotary))
-    fitting = max(1, 2048 // (2 * half + rest))
+    fitting = max(1, TILE // _power(2 * half + rest))
     heads = min(HEADS, fitting, _power(x.shape[1]))
     return {"SIZE": size, "ROTARY": rotary, "HALF": half, "REST": rest, "HEADS": heads, "num_warps": 4}
 

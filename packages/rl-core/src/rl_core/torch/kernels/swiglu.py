@@ -61,7 +61,7 @@ class _SwiGLUOfHalves(torch.autograd.Function):
         ctx.save_for_backward(gate_up)
         gate, up = _rows(gate_up).chunk(2, -1)
         out: Tensor = torch.ops.rl_core.swiglu(gate, up)
-        return out.view(*gate_up.shape[:-1], -1)
+        return out.view(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:

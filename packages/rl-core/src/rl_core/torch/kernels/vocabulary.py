@@ -127,9 +127,7 @@ def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 @torch.library.custom_op("rl_core::softmax_statistics", mutates_args=(), device_types=("cpu", "cuda"))
-def _statistics(
-    products: Tensor, scale: float, softcap: float | None, temperature: float, squares: bool
-) -> Tensor:
+def _statistics(products: Tensor, scale: float, softcap: float | None, temperature: float, squares: bool) -> Tensor:
     from rl_core.torch.kernels.programs.vocabulary import softmax_statistics as program
 
     num, size = products.shape

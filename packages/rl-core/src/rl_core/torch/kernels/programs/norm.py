@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
@@ -101,3 +99,36 @@ def rms_norm_backward(
     if NEEDS_WEIGHT:
         place = by_weight + tl.program_id(0).to(tl.int64) * size + columns
         tl.store(place, tl.sum(collected, axis=0), mask=is_column)
+
+
+@triton.jit
+def rms_norm_weight_gradient(
+    grad: tl.tensor,
+    x: tl.tensor,
+    inverse: tl.tensor,
+    by_weight: tl.tensor,
+    num_rows: tl.tensor,
+    size: tl.tensor,
+    grad_stride: tl.tensor,
+    x_stride: tl.tensor,
+    ROUNDS_FIRST: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    """A program's part of the gradient by some entries of the weight, `[programs, size]`: of rows that are too long for
+    `rms_norm_backward` to collect it."""
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    is_column = columns < size
+    collected = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+    for start in range(tl.program_id(0) * ROWS, num_rows, tl.num_programs(0) * ROWS):
+        rows = (start + tl.arange(0, ROWS)).to(tl.int64)
+        is_row = rows < num_rows
+        mask = is_row[:, None] & is_column[None, :]
+        values = tl.load(x + rows[:, None] * x_stride + columns[None, :], mask=mask, other=0.0)
+        given = tl.load(grad + rows[:, None] * grad_stride + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+        normed = values.to(tl.float32) * tl.load(inverse + rows, mask=is_row, other=0.0)[:, None]
+        if ROUNDS_FIRST:
+            normed = normed.to(values.dtype).to(tl.float32)
+        collected += given * normed
+    place = by_weight + tl.program_id(0).to(tl.int64) * size + columns
+    tl.store(place, tl.sum(collected, axis=0), mask=is_column)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
 
 @triton.jit
 def swiglu_forward(
-    gate: tl.tensor, up: tl.tensor, out: tl.tensor, size: tl.tensor, num_blocks: tl.tensor, gate_stride: tl.tensor, up_stride: tl.tensor, BLOCK: tl.constexpr
+    gate: tl.tensor,
+    up: tl.tensor,
+    out: tl.tensor,
+    size: tl.tensor,
+    num_blocks: tl.tensor,
+    gate_stride: tl.tensor,
+    up_stride: tl.tensor,
+    BLOCK: tl.constexpr,
 ) -> None:
     """`silu(gate) * up` of a block of one row."""
     row = (tl.program_id(0) // num_blocks).to(tl.int64)

@@ -105,7 +105,7 @@ def softmax_gradient(
     if HAS_ENTROPY:
         factor -= tl.load(by_entropy + row) * (logprobs + tl.load(entropy + row))
     grad = tl.where(probabilities > 0.0, probabilities * factor, 0.0)
-    for index in range(0, num_read):
+    for index in range(num_read):
         column = tl.load(columns_read + row * num_read + index)
         if (column >= start) & (column < start + BLOCK):
             grad += tl.where(columns == column, tl.load(by_columns + row * num_read + index), 0.0)
