@@ -258,15 +258,15 @@ def pipeline(models: Sequence[str]) -> str:
                 str(min_count or ""),
                 str(count),
                 f"{bubble(size, count):.0%}",
-                f"{bubble(size, -(-count // size) * size, num_chunks=2):.0%}",
+                f"{bubble(size, count, num_chunks=2):.0%}" if count % size == 0 else "",
             )
         )
     head = ("step", "dp", "pp", "tokens per microbatch", "at least", "microbatches", "bubble", "with two chunks")
     return _titled(
         "Pipelines",
         "Share of the time in which a rank waits for others under 1F1B, from the order of passes of "
-        "`rl_dtensor.parallel.schedule` (Megatron's schedule is the same) and microbatches of `plan_microbatches`. "
-        "With two chunks of layers per rank their number is rounded up to a multiple of the ranks.",
+        "`rl_dtensor.parallel.schedule` (Megatron's schedule is the same) and microbatches of `plan_microbatches`, at "
+        "least as many as stated. With two chunks of layers per rank their number is a multiple of the ranks.",
         table(head, rows),
     )
 

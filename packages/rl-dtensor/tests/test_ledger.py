@@ -160,6 +160,12 @@ def test_expert_parallelism_stays_within_its_budget():
     assert costs.training.num_waits <= EXPERT_WAITS, costs.training.waits
 
 
+@pytest.mark.parametrize("settings", [{"pipeline_parallel_size": 2}, {"compile": True}])
+def test_what_is_not_counted_is_refused(settings):
+    with pytest.raises(ValueError, match=f"dtensor_cfg.{next(iter(settings))} is "):
+        layer("Qwen3-8B", **settings)
+
+
 @pytest.mark.parametrize(("size", "num_microbatches", "num_chunks"), [(4, 6, 1), (16, 2, 1), (4, 8, 2), (2, 4, 3)])
 def test_a_bubble_is_that_of_the_formula(size, num_microbatches, num_chunks):
     """Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM" (2021)."""

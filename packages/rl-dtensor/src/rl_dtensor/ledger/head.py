@@ -18,7 +18,7 @@ def head_costs(
     entropy: bool = False,
     temperature: float = 1.0,
 ) -> PassCosts:
-    """Costs of the logprobs of tokens, in bfloat16, without and with the gradients by hidden states and head.
+    """Costs of the logprobs of tokens, in bfloat16, and of their gradients by hidden states and head.
 
     Args:
         hidden_size: Features of a hidden state.
@@ -28,19 +28,16 @@ def head_costs(
         entropy: True to read it too.
         temperature: Divides the logits.
     """
-    found = []
-    for trains in (False, True):
-        hidden, weight = (
-            torch.empty(count, hidden_size, device="meta", dtype=torch.bfloat16, requires_grad=trains)
-            for count in (num_tokens, vocab_size)
+    hidden, weight = (
+        torch.empty(count, hidden_size, device="meta", dtype=torch.bfloat16, requires_grad=True)
+        for count in (num_tokens, vocab_size)
+    )
+    targets = torch.empty(num_tokens, device="meta", dtype=torch.int64)
+    with CostCounter() as counter:
+        reads = head_reads(
+            hidden, Head(weight), targets, temperature=temperature, entropy=entropy, chunk_size=chunk_size
         )
-        targets = torch.empty(num_tokens, device="meta", dtype=torch.int64)
-        with CostCounter() as counter:
-            reads = head_reads(
-                hidden, Head(weight), targets, temperature=temperature, entropy=entropy, chunk_size=chunk_size
-            )
-            if trains:
-                outs = [reads.logprobs, *([reads.entropy] if entropy else [])]
-                torch.autograd.backward(outs, [torch.empty_like(out) for out in outs])
-        found.append(counter.costs)
-    return PassCosts(*found)
+        forward, kept = counter.costs, counter.live_bytes
+        outs = [reads.logprobs, *([reads.entropy] if entropy else [])]
+        torch.autograd.backward(outs, [torch.empty_like(out) for out in outs])
+    return PassCosts(forward, counter.costs, kept)

@@ -97,8 +97,10 @@ def pass_costs(hf_config: PreTrainedConfig, backend: DTensorConfig, workload: Wo
         num_ranks: Number of ranks of the model.
 
     Raises:
-        ValueError: If config, mesh and model do not fit together.
+        ValueError: If config, mesh and model do not fit together, or for what is not counted: pipelines, whose ranks
+            differ, and compiled layers.
     """
+    _check(backend)
     config = ModelConfig(
         model_name=hf_config.model_type,
         max_total_sequence_length=workload.num_tokens,
@@ -125,6 +127,19 @@ def pass_costs(hf_config: PreTrainedConfig, backend: DTensorConfig, workload: Wo
         with CostCounter(DEVICE) as counter:
             model.accumulate(_run(workload, mesh, lambda: passed.append((counter.costs, counter.live_bytes))))
         return PassCosts(passed[0][0], counter.costs, passed[0][1])
+
+
+def _check(backend: DTensorConfig) -> None:
+    if backend.pipeline_parallel_size > 1:
+        raise ValueError(
+            f"dtensor_cfg.pipeline_parallel_size is {backend.pipeline_parallel_size}, and costs are counted for ranks "
+            "that hold all layers; set it to 1, and count the layers of a stage by hf_config.num_hidden_layers"
+        )
+    if backend.compile:
+        raise ValueError(
+            "dtensor_cfg.compile is true, and the kernels that it makes are not counted; set it to false to count "
+            "those of the code as it is written"
+        )
 
 
 def layer_costs(
