@@ -6,6 +6,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl_core.selfcheck.rank_pool import Rank
+from rl_dtensor.model import build, fusion, rotation
 from rl_dtensor.model.build import decoder_layers
 from rl_dtensor.model.fusion import fuse_layers
 from rl_dtensor.model.tiny import made_tiny, shrink
@@ -64,3 +65,31 @@ def count_launches(rank: Rank) -> None:
 def launched(rank: Rank) -> int:
     """Number of norms since `count_launches`."""
     return rank.held["launches"][0]
+
+
+def fuse_formulas(rank: Rank) -> None:
+    """Build models of this process with fused layers that compute by the plain formulas, until `fuse_nothing`."""
+    rank.held["fused"] = []
+    rank.held["originals"] = originals = [
+        (module, name, getattr(module, name))
+        for module, names in {
+            build: ("runs_kernels", "fuse_layers"),
+            fusion: ("takes", "takes_norm"),
+            rotation: ("takes", "takes_norm"),
+        }.items()
+        for name in names
+    ]
+    for module, name, _ in originals:
+        setattr(module, name, lambda *_: True)
+
+    def fuse(*args: Any) -> None:
+        rank.held["fused"].append(sum(fuse_layers(*args).values()))
+
+    build.fuse_layers = fuse
+
+
+def fuse_nothing(rank: Rank) -> list[int]:
+    """Numbers of modules that were fused in each model."""
+    for module, name, original in rank.held.pop("originals"):
+        setattr(module, name, original)
+    return rank.held.pop("fused")

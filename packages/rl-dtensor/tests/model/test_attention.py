@@ -195,6 +195,18 @@ def varlen_attn(q, k, v, ends_q, ends_k, longest_q, longest_k, *, scale, window_
     return FlashAttention.flash_attn_varlen_func(q, k, v, ends_q, ends_k, longest_q, longest_k, **options)
 
 
+def test_heads_that_fit_the_packed_kernel_are_not_copied():
+    seen = []
+
+    def attend(q, k, v, *bounds, **options):
+        seen.extend([q, k, v])
+        return varlen_attn(q, k, v, *bounds, **options)
+
+    tensors = random_tensors(8, 8)
+    attended(tensors, varlen(attend))
+    assert [part.data_ptr() for part in seen] == [part.data_ptr() for part in tensors]
+
+
 @pytest.mark.parametrize("window", [None, 1, 3])
 @pytest.mark.parametrize(("key_dim", "value_dim"), [(8, 8), (12, 8), (5, 9)])
 def test_heads_of_any_size_fit_the_packed_kernel(window, key_dim, value_dim):

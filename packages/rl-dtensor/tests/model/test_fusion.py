@@ -8,8 +8,12 @@ import torch
 from test_formulas import tiny
 from transformers import AutoConfig
 
+from rl_core.model import ModelSpec
+from rl_core.model_config import ModelConfig
+from rl_core.selfcheck.pooled_model import PooledModel
 from rl_core.selfcheck.rank_pool import RankPool
 from rl_core.selfcheck.torch.selfcheck import case_on
+from rl_core.testing.exhaustive import partly_exhaustive
 from rl_core.testing.torch.interpreted import interpret_kernels
 from rl_dtensor.model.attention import ROWS
 from rl_dtensor.model.build import decoder_layers
@@ -57,9 +61,49 @@ def test_half_precision_is_as_near_to_double_as_without_kernels(interpreter, fam
     assert sum(fused.values()) < 1.1 * sum(plain.values())
 
 
+MESH_CASES = [
+    ("qwen3", "tp2+sp", True, True, {}),
+    ("qwen3_moe", "fsdp2", True, False, {"activation_checkpointing": True, "recompute_granularity": "selective"}),
+    ("gemma2", "cp2", False, False, {}),
+    ("mixtral", "ep2 x fsdp2", True, False, {}),
+    ("llama", "pp2", False, True, {"activation_checkpointing": True}),
+    ("phi3", "tp2", True, False, {}),
+]
+"""Family, mesh, whether rows are packed, whether adapters train, further settings."""
+
+
+@pytest.mark.parametrize(
+    ("family", "mesh", "is_packed", "lora", "settings"), partly_exhaustive(MESH_CASES, always=MESH_CASES[:2])
+)
+def test_fused_layers_can_be_split_sharded_adapted_and_recomputed(
+    ranks, tmp_path, monkeypatch, family, mesh, is_packed, lora, settings
+):
+    num_ranks, sizes = MESHES[mesh]
+    monkeypatch.setitem(MESHES, mesh, (num_ranks, {**sizes, **settings}))
+    folder = write_tiny(AutoConfig.for_model(family), tmp_path / "model")
+    case = case_on(MESHES, mesh, is_packed=is_packed, has_adapters=lora)
+    ranks.run(fusion_cases.fuse_formulas, [()] * num_ranks)
+    try:
+        outcome = CHECK.check_case(ranks, folder, case, CHECK.expect(folder, has_adapters=lora))
+    finally:
+        fused = ranks.run(fusion_cases.fuse_nothing, [()] * num_ranks)
+    assert outcome.verdict == "exact", outcome
+    assert all(len(counts) == 1 and counts[0] > 8 for counts in fused)
+
+
+def test_no_layer_is_fused_if_the_key_is_off(ranks, tmp_path):
+    folder = write_tiny(AutoConfig.for_model("llama"), tmp_path / "model")
+    config = ModelConfig(model_name=str(folder))
+    ranks.run(fusion_cases.fuse_formulas, [()])
+    for settings in ({"fused_kernels": False}, {}):
+        PooledModel(ranks, "dtensor_factories:build", config, ModelSpec(), 1, **settings).close()
+    (fused,) = ranks.run(fusion_cases.fuse_nothing, [()])
+    assert len(fused) == 1
+
+
 RUNS = [
-    ("qwen3", "tp2+sp", True, False),
-    ("qwen3", "1", False, True),
+    ("qwen3", "tp2+sp", True, True),
+    ("qwen3", "1", False, False),
     ("llama", "fsdp2", True, False),
     ("qwen3_moe", "1", True, True),
     ("mixtral", "1", True, False),
@@ -67,7 +111,7 @@ RUNS = [
 ]
 
 
-@pytest.mark.parametrize(("family", "mesh", "is_packed", "lora"), RUNS)
+@pytest.mark.parametrize(("family", "mesh", "is_packed", "lora"), partly_exhaustive(RUNS, always=[]))
 def test_fused_models_train_as_transformers_does_in_one_process(interpreter, tmp_path, family, mesh, is_packed, lora):
     folder = write_tiny(AutoConfig.for_model(family), tmp_path / "model")
     case = case_on(MESHES, mesh, is_packed=is_packed, has_adapters=lora)

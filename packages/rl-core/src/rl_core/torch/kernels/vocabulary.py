@@ -120,7 +120,7 @@ def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
     """
     if total.dtype == a.dtype:
         total.addmm_(a, b)
-    elif total.is_cuda and total.dtype == torch.float32:
+    elif total.device.type in ("cuda", "meta") and total.dtype == torch.float32:
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     else:
         total += a @ b
