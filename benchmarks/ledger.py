@@ -35,9 +35,9 @@ WORK = Workload(TOKENS, chunk_size=TOKENS)
 KB, MB, GB = 10**3, 10**6, 10**9
 
 RECOMPUTE: Mapping[str, dict[str, Any]] = {
-    "nothing": {},
-    "selective": {"activation_checkpointing": True, "recompute_granularity": "selective"},
-    "full": {"activation_checkpointing": True},
+    "nothing": {"recompute": "none"},
+    "selective": {"recompute": "selective"},
+    "full": {"recompute": "full"},
 }
 RANKS = (8, 32, 64, 512)
 SMALL = ("Qwen3-8B", "Qwen3-30B-A3B")
@@ -164,7 +164,7 @@ def sharding(models: Sequence[str]) -> str:
         for num_ranks in RANKS if name in SMALL else RANKS[-2:]:
             for count in (1, 2):
                 workload = replace(WORK, num_microbatches=count)
-                costs = _whole(name, {"activation_checkpointing": True}, workload, num_ranks)
+                costs = _whole(name, {"recompute": "full"}, workload, num_ranks)
                 rows.append((f"{name}, {num_ranks} ranks", str(count), *_collectives(costs)))
     head = ("model", "microbatches", *COLLECTIVE_HEAD)
     return _titled(
@@ -211,7 +211,7 @@ def tensors(models: Sequence[str]) -> str:
         for size in (4, 8):
             for splits in (False, True):
                 backend = DTensorConfig(
-                    tensor_parallel_size=size, sequence_parallel=splits, activation_checkpointing=True
+                    tensor_parallel_size=size, sequence_parallel=splits, recompute="full"
                 )
                 layer, _ = layer_costs(_alike(name), backend, WORK, num_ranks=64)
                 for kind, moved in layer.training.collectives.items():

@@ -102,7 +102,7 @@ def test_products_are_those_of_the_matrices_and_of_attention():
 
 def test_recomputation_costs_a_forward_pass_and_keeps_the_input():
     plain, _ = layer("Qwen3-8B")
-    full, _ = layer("Qwen3-8B", activation_checkpointing=True)
+    full, _ = layer("Qwen3-8B", recompute="full")
     assert full.kept_bytes == 2 * config_of("Qwen3-8B").hidden_size * TOKENS
     again = full.training.other.bytes - plain.training.other.bytes
     assert 0.9 * plain.forward.other.bytes < again <= plain.forward.other.bytes

@@ -26,8 +26,13 @@ def to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor
     for array in arrays:
         starts.append(size)
         size += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
-    buffer = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    host = buffer.numpy()
+    if device.type == "cuda":
+        buffer = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        host = buffer.numpy()
+    else:
+        # this way round, tensors without data can be made of it, too
+        host = np.empty(size, np.uint8)
+        buffer = torch.from_numpy(host)
     for array, start in zip(arrays, starts, strict=True):
         host[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     moved = buffer.to(device, non_blocking=True)

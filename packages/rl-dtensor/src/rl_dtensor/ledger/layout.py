@@ -47,7 +47,7 @@ def layout_costs(lengths: Sequence[int], columns: Sequence[str] = ()) -> Costs:
         rows = to_rows(batch, DEVICE)
         layout = lay_out(rows, Alignment(), is_packed=True)
         reads = split_language_reads(
-            hidden, layout.places, rows, head, [LOGPROBS], temperature=1.0, chunk_size=max(total, 1)
+            hidden, layout.held, rows, head, [LOGPROBS], temperature=1.0, chunk_size=max(total, 1)
         )
         torch.autograd.backward([column.sum() for column in reads.values()])
     return counter.costs

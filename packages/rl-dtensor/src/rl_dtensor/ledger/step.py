@@ -24,6 +24,7 @@ from rl_core.data.ragged import Ragged
 from rl_core.model import LOGPROBS, ModelSpec, Read, Rendezvous
 from rl_core.model_config import ModelConfig
 from rl_core.torch.files.model_files import WeightFiles
+from rl_core.torch.kernels.devices import as_on_gpus
 from rl_core.torch.ledger.answers import Answers
 from rl_core.torch.ledger.costs import Costs
 from rl_core.torch.ledger.counter import CostCounter
@@ -110,6 +111,7 @@ def pass_costs(hf_config: PreTrainedConfig, backend: DTensorConfig, workload: Wo
         folder = Path(stack.enter_context(TemporaryDirectory()))
         hf_config.save_pretrained(folder)  # the builder asks the files for dtypes that differ; there are none
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(as_on_gpus())
         stack.enter_context(Answers(partial(_read, workload.num_tokens), workload.num_tokens))
         sharded = unloaded_model(
             config,

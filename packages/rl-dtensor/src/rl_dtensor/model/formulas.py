@@ -7,13 +7,14 @@ import copy
 import inspect
 import textwrap
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, wraps
 from types import FunctionType
-from typing import Any, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from rl_core.torch.kernels.norm import NormForm
 from rl_core.torch.kernels.rotary import plain_rotation
@@ -54,6 +55,21 @@ _ERRORS = (
 """Errors of a family's code for a trial that it did not foresee."""
 
 
+P, R = ParamSpec("P"), TypeVar("R")
+
+
+def _with_values(recognise: Callable[P, R]) -> Callable[P, R]:
+    """Have trials compute values, even where tensors are made without data."""
+
+    @wraps(recognise)
+    def apart(*args: P.args, **kwargs: P.kwargs) -> R:
+        with _disable_current_modes():
+            return recognise(*args, **kwargs)
+
+    return apart
+
+
+@_with_values
 def norm_form(module: nn.Module) -> NormForm | None:
     """Return the formula of an RMSNorm; None if it is not one, or not one that kernels know.
 
@@ -92,6 +108,7 @@ def _is_norm(module: nn.Module, form: NormForm) -> bool:
     return True
 
 
+@_with_values
 def is_gated_mlp(module: nn.Module) -> bool:
     """Return whether a module computes `down_proj(silu(gate_proj(x)) * up_proj(x))` and nothing else."""
 
@@ -102,6 +119,7 @@ def is_gated_mlp(module: nn.Module) -> bool:
     return _is_mlp(module, {"gate_proj": (4, 6), "up_proj": (4, 6), "down_proj": (6, 4)}, formula)
 
 
+@_with_values
 def is_packed_mlp(module: nn.Module) -> bool:
     """Return whether a module computes `down_proj(silu(gate) * up)` of the halves of `gate_up_proj(x)`, and nothing
     else."""
@@ -134,6 +152,7 @@ def _is_mlp(
     return found is not None and found.shape == x.shape and torch.allclose(found, formula(linear, x), rtol=1e-12)
 
 
+@_with_values
 def has_plain_gate(module: nn.Module) -> bool:
     """Return whether stacked experts gate by `_apply_gate(gate_up)`: `silu(gate) * up` of the halves of
     `[tokens, 2 * features]`."""
@@ -146,6 +165,7 @@ def has_plain_gate(module: nn.Module) -> bool:
 
 
 @cache
+@_with_values
 def is_plain_rotation(rotate: Callable[..., Any]) -> bool:
     """Return whether a function of queries, keys, cosines and sines rotates as Llama does, in the dtype of the
     products, and takes angles of a part of each head if it takes any."""

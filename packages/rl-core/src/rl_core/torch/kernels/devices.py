@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 
 import torch
@@ -16,6 +19,19 @@ PROGRAMS_PER_PROCESSOR = 4
 """Programs that share one multiprocessor, of kernels whose programs loop over rows."""
 
 
+_counted: ContextVar[bool] = ContextVar("_counted", default=False)
+
+
+@contextmanager
+def as_on_gpus() -> Iterator[None]:
+    """Have tensors without data take the kernels' path on every device, so that what a GPU would do can be counted."""
+    token = _counted.set(True)
+    try:
+        yield
+    finally:
+        _counted.reset(token)
+
+
 def runs_kernels(device: torch.device) -> bool:
     """Return whether fused layers run as Triton kernels on a device: on GPUs, if Triton is installed.
 
@@ -23,7 +39,7 @@ def runs_kernels(device: torch.device) -> bool:
     interpreter, which `TRITON_INTERPRET=1` turns on for a process that has not imported Triton yet.
     """
     if device.type == "cpu":
-        return is_interpreted()
+        return _counted.get() or is_interpreted()
     return device.type in ("cuda", "meta") and _has_triton()
 
 
