@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from rl_core.torch.ledger.costs import Collective, Traffic
+from rl_core.torch.ledger.costs import Collective, Traffic, Work
 from rl_core.torch.ledger.counter import CostCounter
 
 RANKS = 8
@@ -93,5 +93,7 @@ def test_fsdp_gathers_a_unit_twice_and_reduces_it_once():
     costs = counted(lambda: model(torch.zeros(3, 16, requires_grad=True)).sum().backward())
     assert costs.traffic("all_gather") == Traffic(3, 3 * 16 * 16 * 4)
     assert costs.traffic("reduce_scatter") == Traffic(2, 2 * 16 * 16 * 4)
-    assert costs.sharding.kernels > 0
+    # each gather: its part is copied in, and the whole is copied out; each reduction: the whole is copied in
+    part, whole = 16 * 16 * 4 // RANKS, 16 * 16 * 4
+    assert costs.sharding == Work(3 * 2 + 2, 3 * (2 * part + 2 * whole) + 2 * 2 * whole)
     assert costs.products.kernels == 6

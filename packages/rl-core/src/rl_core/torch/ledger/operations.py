@@ -43,6 +43,9 @@ PRODUCT_NAMESPACES = frozenset({"torch_attn", "flash_attn", "flash_attn_3"})
 SHARDING = frozenset({_aten._foreach_copy_})
 """Copies of FSDP2 next to the operations in its own namespace: it casts the parameters of a unit into one buffer."""
 
+_COPY_IN = "fsdp::all_gather_copy_in"
+"""Fills this rank's part of a buffer and returns both; its schema does not say so."""
+
 _BARE = frozenset(
     {
         _aten._unsafe_view,
@@ -98,6 +101,8 @@ def costs_of(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out
         return _formulas[packet](*args, **kwargs, out=out)
     if not _launches(operation, out):
         return NOTHING
+    if operation._schema.name == _COPY_IN:
+        return Costs(sharding=Work(1, _traffic(tensors_in(args[0]), [out[0]])))
     read, written = _touched(operation, args, kwargs, out)
     moved = _traffic(read, written)
     if packet in PRODUCTS or packet in flop_registry or operation.namespace in PRODUCT_NAMESPACES:
