@@ -278,10 +278,10 @@ def _collectives(costs: Costs) -> tuple[str, ...]:
     gathered, reduced = costs.traffic("all_gather"), costs.traffic("reduce_scatter")
     return (
         str(gathered.calls),
-        f"{gathered.bytes / GB:.1f}",
+        _short(gathered.bytes / GB),
         str(reduced.calls),
-        f"{reduced.bytes / GB:.1f}",
-        f"{costs.sharding.bytes / GB:.1f}",
+        _short(reduced.bytes / GB),
+        _short(costs.sharding.bytes / GB),
     )
 
 
@@ -295,7 +295,10 @@ def _alike(name: str) -> Any:
 
 
 def _per_token(amount: float, unit: int) -> str:
-    value = amount / TOKENS / unit
+    return _short(amount / TOKENS / unit)
+
+
+def _short(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
 
 
