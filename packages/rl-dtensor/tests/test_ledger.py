@@ -42,7 +42,7 @@ ATTENTION = {"Qwen3-8B": 99, "Qwen3-30B-A3B": 83, "DeepSeek-V3": 1197}
 """KB per token that kernels besides attention itself move, from queries, keys and values to the output and back."""
 WAITS = 15
 """Of the host in a microbatch of a model without experts, with two columns besides the tokens."""
-GATHERS, REDUCTIONS = (2, 1), (1, 1)
+GATHERS, REDUCTIONS = (2, 2), (1, 2)
 """Of a layer, and of the rest of the model, in each microbatch."""
 PADDING = 2.0
 """Gathered bytes relative to those of the experts, on twice as many ranks as experts."""
@@ -59,13 +59,14 @@ WORK = Workload(TOKENS, chunk_size=TOKENS)
 def layer(name, *, ranks=8, **settings):
     """Costs of a layer, and of the rest of the model; of DeepSeek-V3 of one with experts."""
     alike = {"first_k_dense_replace": 0} if name == "DeepSeek-V3" else {}
-    return layer_costs(config_of(name, **alike), DTensorConfig(**settings), WORK, num_ranks=ranks)
+    backend = DTensorConfig(**{"recompute": "none"} | settings)
+    return layer_costs(config_of(name, **alike), backend, WORK, num_ranks=ranks)
 
 
 def one_layer(name, *, ranks=8, num_microbatches=1, **changes):
     """Costs of a model with one layer."""
     config = config_of(name, num_hidden_layers=1, **changes)
-    return pass_costs(config, DTensorConfig(), replace(WORK, num_microbatches=num_microbatches), num_ranks=ranks)
+    return pass_costs(config, DTensorConfig(recompute="none"), replace(WORK, num_microbatches=num_microbatches), num_ranks=ranks)
 
 
 @pytest.mark.parametrize("name", SHAPES)

@@ -172,6 +172,8 @@ def _traffic(read: Iterable[Tensor], written: Iterable[Tensor]) -> int:
 
 
 def _product(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, moved: int) -> Costs:
+    # formulas take no dtype of the result, which some overloads have
+    args = [each for each in args if not isinstance(each, torch.dtype)]
     flops = flop_registry[packet](*args, **kwargs, out_val=out) if packet in flop_registry else 0
     if packet is _aten._grouped_mm:
         flops = _grouped_flops(*args)
