@@ -1,9 +1,11 @@
-"""Checks of this repository's own code on one GPU, in under ten minutes, with no network, Ray or vLLM.
+"""Checks of this repository's own code on a GPU, or on several, in under ten minutes, with no network, Ray or vLLM.
 
     python benchmarks/gpu_check.py > benchmarks/results/gpu_check.md
     python benchmarks/gpu_check.py --device cpu               # all of it, small, on a machine without a GPU
     python benchmarks/gpu_check.py --device rehearsal         # the same with a GPU's offload and transports
     python benchmarks/gpu_check.py --only attention head      # some sections; --list names them
+    python benchmarks/gpu_check.py --gpus 4 --only meshes     # collectives: meshes of up to four GPUs
+    python benchmarks/gpu_check.py --gpus 2 --device rehearsal --only meshes
 
 It needs torch, transformers, peft, safetensors, numpy, pydantic, omegaconf and PyYAML; megatron-core and psutil for
 the section `megatron`. A section whose packages are missing says so and is skipped. The packages of this repository
@@ -43,8 +45,8 @@ BUDGET_S, TOTAL_S = 150.0, 580.0
 def main() -> int:
     chosen = parse_arguments()
     kind = device_named(chosen.device)
-    # a worker's process sees exactly one GPU
-    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
+    # a worker's process sees exactly one GPU, which is the first of these except in the section `meshes`
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(chosen.gpus))))
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if problem := ACCELERATORS[kind.kernels].problem():
         sys.exit(problem)
@@ -53,7 +55,7 @@ def main() -> int:
     document = Document(sys.stdout)
     document.title(sys.argv[1:])
     with tempfile.TemporaryDirectory(prefix="rl-gpu-check-", ignore_cleanup_errors=True) as folder:
-        setup = Setup(chosen.device, chosen.small or not kind.runs_on_gpus, Path(folder))
+        setup = Setup(chosen.device, chosen.small or not kind.runs_on_gpus, Path(folder), chosen.gpus)
         with Runner(setup) as runner:
             for name in (name for name in SECTIONS if name in names):
                 started = time.monotonic()
@@ -67,6 +69,7 @@ def main() -> int:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=list(DEVICES), default=CUDA.name)
+    parser.add_argument("--gpus", type=int, default=1, help="GPUs, or ranks on the CPU, of meshes (%(default)s)")
     parser.add_argument("--small", action="store_true", help="tiny models and few rows, as on cpu")
     parser.add_argument("--only", nargs="+", choices=list(SECTIONS), metavar="SECTION", help="; ".join(SECTIONS))
     parser.add_argument("--budget", type=float, default=BUDGET_S, help="seconds of a section (%(default)s)")

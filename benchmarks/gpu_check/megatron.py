@@ -21,6 +21,7 @@ ROUNDS = 10
 
 def check(setup: Setup, report: Report) -> None:
     """Each kind of layers that can be built here."""
+    from rl_megatron.engine_names import name_problems
     from rl_megatron.plugin import PLUGIN
 
     with _local_layers():
@@ -31,6 +32,8 @@ def check(setup: Setup, report: Report) -> None:
     elif not setup.kind.runs_on_gpus:
         report.skip("Transformer Engine's layers", "they run on GPUs")
     else:
+        missing = list(name_problems(()))
+        report.holds("names of Transformer Engine", "those that megatron-core imports", not missing, "; ".join(missing))
         check_parity(PLUGIN, setup, report, "Transformer Engine, ")
         check_shapes(PLUGIN, setup, report, CASES, "Transformer Engine, ")
     with report.attempt("residency"):

@@ -82,6 +82,12 @@ SECTIONS = {
         ("torch", "transformers", "safetensors", "psutil", "megatron.core", "rl_megatron.worker"),
         spoils=True,
     ),
+    "meshes": Section(
+        "gpu_check.meshes:check",
+        "Steps of both backends on several GPUs against float64 in one process: every kind of mesh, experts, adapters "
+        "and compiled layers. Needs --gpus 2 or more.",
+        ("torch", "transformers", "safetensors", "peft"),
+    ),
 }
 
 

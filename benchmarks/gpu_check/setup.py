@@ -49,11 +49,13 @@ class Setup:
         device: name of the kind of device, as a `Rendezvous` has it.
         is_small: tiny models and few rows, which do not measure speed.
         workspace: for files, the same for all sections.
+        num_gpus: number of GPUs, of which all sections but `meshes` use the first.
     """
 
     device: str
     is_small: bool
     workspace: Path
+    num_gpus: int = 1
 
     @property
     def kind(self) -> Device:

@@ -64,3 +64,17 @@ def test_a_rank_that_dies_in_a_call_of_a_model_is_named_once_the_model_is_closed
 def test_more_ranks_than_processes_are_refused(pool):
     with pytest.raises(ValueError, match="3 ranks requested from a pool of 2"):
         pool.run(pool_functions.count, [()] * 3)
+
+
+@pytest.mark.parametrize(("visible", "own"), [("", ["0", "1"]), ("4,6,7", ["4", "6"])])
+def test_each_rank_sees_one_gpu(monkeypatch, visible, own):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    pool = RankPool(2, device="cuda")
+    assert [pool._variables(rank) for rank in range(2)] == [{"CUDA_VISIBLE_DEVICES": each} for each in own]
+    assert RankPool(2)._variables(0) == RankPool(2, device="rehearsal")._variables(0) == {}
+
+
+def test_more_ranks_than_gpus_are_refused(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    with pytest.raises(ValueError, match="2 ranks need as many GPUs, but CUDA_VISIBLE_DEVICES lists 1"):
+        RankPool(2, device="cuda")._variables(1)

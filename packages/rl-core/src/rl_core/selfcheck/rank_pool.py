@@ -15,6 +15,8 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from rl_core.devices import device_named
+from rl_core.devices.device import VISIBLE, listed
 from rl_core.errors import Origin, WorkerDied, WorkerError
 from rl_core.model import Rendezvous
 from rl_core.plugins import resolve
@@ -53,14 +55,20 @@ class Rank:
 
 
 class RankPool:
-    """Up to `num_ranks` processes that run functions together, on gloo and CPU.
+    """Up to `num_ranks` processes that run functions together.
 
     Processes start at the first run that needs them. After a time-out, or a failure that leaves other ranks waiting,
     they are ended and the next run starts fresh ones, without what was held; `generation` counts how often they ended.
+
+    Args:
+        num_ranks: Maximum number of processes.
+        device: Name of the kind of device that they compute on. On `cuda` each sees one GPU, of those that this process
+            sees.
     """
 
-    def __init__(self, num_ranks: int = 2) -> None:
+    def __init__(self, num_ranks: int = 2, *, device: str = "cpu") -> None:
         self.num_ranks = num_ranks
+        self._device = device
         self.generation = 0
         self._ranks: list[tuple[BaseProcess, Connection]] = []
         self._port: socket.socket | None = None
@@ -92,7 +100,7 @@ class RankPool:
         self._port = _hold_port()
         port = self._port.getsockname()[1]
         for rank, rank_args in enumerate(args):
-            rendezvous = Rendezvous(rank, world, rank, "127.0.0.1", port, "cpu", timeout_s)
+            rendezvous = Rendezvous(rank, world, rank, "127.0.0.1", port, self._device, timeout_s)
             self._ranks[rank][1].send((function, rendezvous, rank_args))
         return self._gather(world, timeout_s)
 
@@ -123,11 +131,21 @@ class RankPool:
             return
         for rank in range(self.num_ranks):
             ours, theirs = _context.Pipe()
-            process = _context.Process(target=_serve, args=(theirs,), name=f"rank{rank}", daemon=True)
+            args = (theirs, self._variables(rank))
+            process = _context.Process(target=_serve, args=args, name=f"rank{rank}", daemon=True)
             with _one_thread():
                 process.start()
             theirs.close()
             self._ranks.append((process, ours))
+
+    def _variables(self, rank: int) -> dict[str, str]:
+        """Environment variables of a rank's process."""
+        if device_named(self._device).kernels != "cuda":
+            return {}
+        visible = listed(os.environ.get(VISIBLE, "")) or [str(index) for index in range(self.num_ranks)]
+        if rank >= len(visible):
+            raise ValueError(f"{self.num_ranks} ranks need as many GPUs, but {VISIBLE} lists {len(visible)}")
+        return {VISIBLE: visible[rank]}
 
     def _gather(self, world: int, timeout_s: float) -> list[Any]:
         pending = {self._ranks[rank][1]: rank for rank in range(world)}
@@ -191,7 +209,8 @@ def _received(connection: Connection, rank: int) -> tuple[Any, Exception | None]
     return result, None if error is None else error.at(origin)
 
 
-def _serve(connection: Connection) -> None:
+def _serve(connection: Connection, variables: dict[str, str]) -> None:
+    os.environ.update(variables)
     held: dict[str, Any] = {}
     is_frozen = False
     num_threads = _num_threads()
