@@ -5,13 +5,14 @@ import sys
 
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.models.llama import modeling_llama
 
 from rl_core.data.batch import TOKENS
 from rl_core.plugins.install_command import install_command
 from rl_core.torch.loss import Rows
-from rl_dtensor.model import compilation
+from rl_dtensor.model import compilation, kernels
 from rl_dtensor.model.attention import ROWS, attention_for, row_attention, rows_problem
 from rl_dtensor.model.kernels import Softmax, kernel_of, varlen
 from rl_dtensor.model.layout import Alignment, Segment, Segments, lay_out
@@ -193,6 +194,25 @@ def varlen_attn(q, k, v, ends_q, ends_k, longest_q, longest_k, *, scale, window_
     assert q.shape[-1] % 8 == 0
     options = {"softmax_scale": scale, "causal": True, "window_size": window_size}
     return FlashAttention.flash_attn_varlen_func(q, k, v, ends_q, ends_k, longest_q, longest_k, **options)
+
+
+def test_dropout_takes_other_kernels_than_a_flash_attention_without_it(monkeypatch):
+    tensors = random_tensors()
+    enabled = []
+    attend = F.scaled_dot_product_attention
+
+    def watched(*parts, **options):
+        enabled.append(torch.backends.cuda.flash_sdp_enabled())
+        return attend(*parts, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
+    found = []
+    for active in (None, "FA3"):
+        monkeypatch.setattr(kernels, "current_flash_attention_impl", lambda active=active: active)
+        torch.manual_seed(0)
+        found.append(attended(tensors, "sdpa", dropout=0.5))
+    torch.testing.assert_close(*found)
+    assert enabled == [True] * len(LENGTHS) + [False] * len(LENGTHS)
 
 
 def test_heads_that_fit_the_packed_kernel_are_not_copied():

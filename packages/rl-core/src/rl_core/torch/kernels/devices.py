@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -12,12 +14,13 @@ from functools import cache
 import torch
 from torch import Tensor
 
+logger = logging.getLogger(__name__)
+
 DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 """Dtypes that the kernels take; they compute in float32."""
 
 PROGRAMS_PER_PROCESSOR = 4
 """Programs that share one multiprocessor, of kernels whose programs loop over rows."""
-
 
 _counted: ContextVar[bool] = ContextVar("_counted", default=False)
 
@@ -33,14 +36,16 @@ def as_on_gpus() -> Iterator[None]:
 
 
 def runs_kernels(device: torch.device) -> bool:
-    """Return whether fused layers run as Triton kernels on a device: on GPUs, if Triton is installed.
+    """Return whether fused layers run as Triton kernels on a device: on GPUs, if Triton is installed and starts.
 
     Meta tensors take the same path, so that what a GPU would do can be counted. A CPU runs the kernels only in Triton's
     interpreter, which `TRITON_INTERPRET=1` turns on for a process that has not imported Triton yet.
     """
     if device.type == "cpu":
         return _counted.get() or is_interpreted()
-    return device.type in ("cuda", "meta") and _has_triton()
+    if device.type not in ("cuda", "meta") or not _has_triton():
+        return False
+    return device.type == "meta" or not torch.cuda.is_available() or _starts()
 
 
 def takes(*tensors: Tensor | None) -> bool:
@@ -77,3 +82,19 @@ def _num_processors(device: torch.device) -> int:
 @cache
 def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
+
+
+@cache
+def _starts() -> bool:
+    """Return whether Triton starts on this machine's GPU; it compiles the module that loads kernels."""
+    try:
+        driver = importlib.import_module("triton.runtime.driver")
+        return driver.driver.active.utils is not None
+    except (ImportError, OSError, RuntimeError, subprocess.CalledProcessError) as error:
+        logger.warning(
+            "layers are not fused, because Triton does not start (%s: %s); it needs a C compiler and the headers of "
+            "Python: install gcc or set CC",
+            type(error).__name__,
+            error,
+        )
+        return False
