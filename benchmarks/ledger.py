@@ -210,9 +210,7 @@ def tensors(models: Sequence[str]) -> str:
     for name in [model for model in models if model == "Llama-70B"]:
         for size in (4, 8):
             for splits in (False, True):
-                backend = DTensorConfig(
-                    tensor_parallel_size=size, sequence_parallel=splits, recompute="full"
-                )
+                backend = DTensorConfig(tensor_parallel_size=size, sequence_parallel=splits, recompute="full")
                 layer, _ = layer_costs(_alike(name), backend, WORK, num_ranks=64)
                 for kind, moved in layer.training.collectives.items():
                     if kind.ranks == size and kind.span == size:

@@ -66,7 +66,8 @@ def layer(name, *, ranks=8, **settings):
 def one_layer(name, *, ranks=8, num_microbatches=1, **changes):
     """Costs of a model with one layer."""
     config = config_of(name, num_hidden_layers=1, **changes)
-    return pass_costs(config, DTensorConfig(recompute="none"), replace(WORK, num_microbatches=num_microbatches), num_ranks=ranks)
+    work = replace(WORK, num_microbatches=num_microbatches)
+    return pass_costs(config, DTensorConfig(recompute="none"), work, num_ranks=ranks)
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -106,7 +107,8 @@ def test_recomputation_costs_a_forward_pass_and_keeps_the_input():
     full, _ = layer("Qwen3-8B", recompute="full")
     assert full.kept_bytes == 2 * config_of("Qwen3-8B").hidden_size * TOKENS
     again = full.training.other.bytes - plain.training.other.bytes
-    assert 0.9 * plain.forward.other.bytes < again <= plain.forward.other.bytes
+    # the last sum with the residual is not needed again
+    assert 0.8 * plain.forward.other.bytes < again <= plain.forward.other.bytes
 
 
 @pytest.mark.parametrize(("entropy", "chunk"), HEAD)

@@ -55,7 +55,8 @@ _ERRORS = (
 """Errors of a family's code for a trial that it did not foresee."""
 
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def _with_values(recognise: Callable[P, R]) -> Callable[P, R]:
