@@ -390,6 +390,7 @@ def test_the_tiny_recipe_trains_on_agents_in_sandboxes(loop: Loop, tmp_path: Pat
         "policy.generation.backend=hf",
         "policy.generation.max_new_tokens=2",
         "grpo.num_prompts_per_step=4",
+        "grpo.num_generations_per_prompt=4",
         "grpo.max_num_steps=2",
         "grpo.val_period=0",
         "checkpointing.enabled=false",
