@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from rl_core.data.microbatch import Batching
 from rl_core.model_config import ModelConfig
+from rl_core.torch.heads.logprobs import CHUNK_SIZE
 from rl_dtensor.config import DTensorConfig
 from rl_dtensor.model.activations import ActivationsUnknown, LayerActivations, activations_of
 from rl_dtensor.model.recompute import RecomputePlan
@@ -189,7 +190,8 @@ class RankParameters:
         state = 0 if backend.cpu_offload else self.sharded * each
         grads = self.itemsize + WIDE if trains_all else 0
         gathered = self.layer * ((1 + LAYERS_AHEAD) * self.itemsize + 2 * grads) + self.ends * (self.itemsize + grads)
-        logits = LOGIT_COPIES * WIDE * config.logprob_chunk_size * self.vocab
+        # by default kernels take larger chunks, in no more memory
+        logits = LOGIT_COPIES * WIDE * (config.logprob_chunk_size or CHUNK_SIZE) * self.vocab
         kept = GradientMemory(state, self.whole * WIDE if trains_all else 0)
         choice = backend.gradient_accumulation
         keeps_whole = choice == "unsharded" or (choice == "auto" and kept.fits(capacity))
