@@ -140,8 +140,8 @@ def test_a_run_is_evaluated_with_the_program_the_time_and_the_stop_tokens_of_its
     )
     prepared = prepare(config, tokenizer, load(config))
     plan = evaluation_of(config).plan(tokenizer)
-    # nothing is trained, so rewards are told of no steps
-    assert plan.needs == replace(needs(config, prepared), max_steps=1)
+    # nothing is trained, so rewards are told of no steps, and no weights travel that prompts would prove
+    assert plan.needs == replace(needs(config, prepared), max_steps=1, sample_prompts=())
     assert isinstance(plan.needs.program, FromFile)
     assert plan.needs.max_seconds == 5
     (task,) = plan.tasks

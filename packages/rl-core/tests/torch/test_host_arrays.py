@@ -30,3 +30,9 @@ def test_a_change_in_place_of_one_is_not_one_of_another():
     second += 1
     product.sum().backward()
     assert weight.grad.tolist() == first.tolist() == [1, 1]
+
+
+def test_arrays_without_values_alone_arrive():
+    (found,) = to_device([np.zeros(0, np.int64)], CPU)
+    assert found.dtype == torch.int64
+    assert found.shape == (0,)

@@ -31,7 +31,7 @@ def to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor
         host = buffer.numpy()
     else:
         # this way round, tensors without data can be made of it, too
-        host = np.empty(size, np.uint8)
+        host = np.empty(max(size, ALIGNMENT), np.uint8)
         buffer = torch.from_numpy(host)
     for array, start in zip(arrays, starts, strict=True):
         host[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
