@@ -63,10 +63,10 @@ def test_half_precision_is_as_near_to_double_as_without_kernels(interpreter, fam
 
 MESH_CASES = [
     ("qwen3", "tp2+sp", True, True, {}),
-    ("qwen3_moe", "fsdp2", True, False, {"activation_checkpointing": True, "recompute_granularity": "selective"}),
+    ("qwen3_moe", "fsdp2", True, False, {"recompute": "selective"}),
     ("gemma2", "cp2", False, False, {}),
     ("mixtral", "ep2 x fsdp2", True, False, {}),
-    ("llama", "pp2", False, True, {"activation_checkpointing": True}),
+    ("llama", "pp2", False, True, {"recompute": "full"}),
     ("phi3", "tp2", True, False, {}),
 ]
 """Family, mesh, whether rows are packed, whether adapters train, further settings."""
