@@ -26,21 +26,21 @@ KB, MB = TOKENS * 10**3, TOKENS * 10**6
 LAYERS = {
     # forward: kernels besides matrix products, and KB per token that they move; backward, without recomputation; KB per
     # token that are kept between both
-    "Qwen3-8B": (49, 781, 97, 1789, 216),
-    "Qwen3-30B-A3B": (68, 751, 124, 1761, 195),
-    "Llama-70B": (33, 1202, 65, 2652, 398),
-    "DeepSeek-V3": (93, 2968, 147, 7660, 769),
+    "Qwen3-8B": (6, 170, 14, 295, 138),
+    "Qwen3-30B-A3B": (25, 331, 40, 706, 148),
+    "Llama-70B": (6, 358, 12, 604, 276),
+    "DeepSeek-V3": (60, 2160, 79, 5424, 667),
 }
 HEAD = {
     # entropy and temperature, chunk: MB per token that kernels besides matrix products move forward and backward
-    (False, 1024): (4.6, 12.4),
-    (False, 4096): (4.6, 7.8),
-    (True, 1024): (8.3, 19.1),
-    (True, 4096): (8.3, 14.5),
+    (False, 1024): (0.4, 1.5),
+    (False, 4096): (0.4, 1.5),
+    (True, 1024): (0.4, 1.5),
+    (True, 4096): (0.4, 1.5),
 }
-ATTENTION = {"Qwen3-8B": 99, "Qwen3-30B-A3B": 83, "DeepSeek-V3": 1197}
+ATTENTION = {"Qwen3-8B": 1, "Qwen3-30B-A3B": 1, "DeepSeek-V3": 313}
 """KB per token that kernels besides attention itself move, from queries, keys and values to the output and back."""
-WAITS = 15
+WAITS = 0
 """Of the host in a microbatch of a model without experts, with two columns besides the tokens."""
 GATHERS, REDUCTIONS = (2, 2), (1, 2)
 """Of a layer, and of the rest of the model, in each microbatch."""
