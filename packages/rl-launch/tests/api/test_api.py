@@ -159,7 +159,7 @@ def test_the_result_names_the_best_checkpoint(tmp_path):
     assert result_of(tmp_path).best_checkpoint is None
     for row in rows:
         folder = tmp_path / "checkpoints" / f"step_{row['step']}"
-        folder.mkdir(parents=True)
+        (folder / "hf").mkdir(parents=True)
         Manifest.of(folder, row["step"], {"val/loss": row["val/loss"]}, written={}).write(folder)
     result = result_of(tmp_path)
     assert result.best_checkpoint == tmp_path / "checkpoints/step_2/hf"
@@ -172,9 +172,18 @@ def test_a_checkpoint_without_a_metric_is_the_newest(tmp_path):
     (tmp_path / "run.json").write_text("{}")
     for step in (1, 2):
         folder = tmp_path / "checkpoints" / f"step_{step}"
-        folder.mkdir(parents=True)
+        (folder / "hf").mkdir(parents=True)
         Manifest.of(folder, step, {}, written={}).write(folder)
     assert result_of(tmp_path).best_checkpoint == tmp_path / "checkpoints/step_2/hf"
+
+
+def test_a_checkpoint_without_files_is_no_model(tmp_path):
+    (tmp_path / "config.yaml").write_text("algorithm: sft\n")
+    (tmp_path / "run.json").write_text("{}")
+    folder = tmp_path / "checkpoints" / "step_1"
+    folder.mkdir(parents=True)
+    Manifest.of(folder, 1, {}, written={}).write(folder)
+    assert result_of(tmp_path).best_checkpoint is None
 
 
 def test_a_notebook_displays_results_in_a_few_lines():
