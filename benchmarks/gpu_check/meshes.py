@@ -28,11 +28,11 @@ class Kind:
     """A mesh of a backend and the model that is trained on it.
 
     Args:
-        family: model type.
+        family: Model type.
         mesh: name of the mesh in the backend's self-check.
         has_adapters: whether adapters train.
         further: further settings of the backend.
-        name: of the further settings, for the report.
+        name: Name of the further settings, for the report.
     """
 
     family: str

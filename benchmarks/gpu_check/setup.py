@@ -46,10 +46,10 @@ class Setup:
     """Settings of a section.
 
     Args:
-        device: name of the kind of device, as a `Rendezvous` has it.
-        is_small: tiny models and few rows, which do not measure speed.
-        workspace: for files, the same for all sections.
-        num_gpus: number of GPUs, of which all sections but `meshes` use the first.
+        device: Name of the kind of device, as a `Rendezvous` has it.
+        is_small: True for tiny models and few rows, which do not measure speed.
+        workspace: Folder for files, the same for all sections.
+        num_gpus: Number of GPUs, of which all sections but `meshes` use the first.
     """
 
     device: str

@@ -61,7 +61,7 @@ def check_parity(plugin: BackendPlugin, setup: Setup, report: Report, kind: str 
     """Losses and gradient norms of a few steps of a small model, in both precisions and layouts.
 
     Args:
-        kind: of the backend's layers, for the report.
+        kind: Kind of the backend's layers, for the report.
     """
     folder = setup.folder(setup.parity)
     batch = batch_of(LENGTHS, setup.parity.vocab)

@@ -58,6 +58,23 @@ def _inverse(left: tl.tensor, right: tl.tensor, kept: tl.tensor, SIZE: tl.conste
 
 
 @triton.jit
+def _through_norm(
+    by_left: tl.tensor,
+    by_right: tl.tensor,
+    by_kept: tl.tensor,
+    left: tl.tensor,
+    right: tl.tensor,
+    kept: tl.tensor,
+    scale: tl.tensor,
+    SIZE: tl.constexpr,
+) -> Any:
+    """Gradients by the rows before they were divided by their root mean square, from those by the normalised rows."""
+    share = tl.sum(by_left * left, axis=1) + tl.sum(by_right * right, axis=1) + tl.sum(by_kept * kept, axis=1)
+    share = (share / SIZE)[:, None]
+    return (by_left - left * share) * scale, (by_right - right * share) * scale, (by_kept - kept * share) * scale
+
+
+@triton.jit
 def rotary_forward(
     x: tl.tensor,
     cos: tl.tensor,
@@ -182,15 +199,11 @@ def rotary_backward(
                         of_left += by_left * left
                         of_right += by_right * right
                         of_kept += by_kept * kept
-                w_left, w_right, w_kept = _pieces(weight, SIZE, ROTARY, HALF, REST, True)
-                by_left *= w_left.to(tl.float32) + OFFSET
-                by_right *= w_right.to(tl.float32) + OFFSET
-                by_kept *= w_kept.to(tl.float32) + OFFSET
-                share = tl.sum(by_left * left, axis=1) + tl.sum(by_right * right, axis=1)
-                share = ((share + tl.sum(by_kept * kept, axis=1)) / SIZE)[:, None]
-                by_left = (by_left - left * share) * scale
-                by_right = (by_right - right * share) * scale
-                by_kept = (by_kept - kept * share) * scale
+                weights = _pieces(weight, SIZE, ROTARY, HALF, REST, True)
+                by_left *= weights[0].to(tl.float32) + OFFSET
+                by_right *= weights[1].to(tl.float32) + OFFSET
+                by_kept *= weights[2].to(tl.float32) + OFFSET
+                by_left, by_right, by_kept = _through_norm(by_left, by_right, by_kept, left, right, kept, scale, SIZE)
             out = grad_x + batch * out_batch + token * out_token + heads * out_head
             _store_pieces(out, by_left, by_right, by_kept, SIZE, ROTARY, HALF, REST, is_head)
     if NEEDS_WEIGHT:
