@@ -1,11 +1,13 @@
 """One GRPO step of `rl train` beside one of TRL's `GRPOTrainer`: tokens per second, phases, and the ratio.
 
-    python benchmarks/grpo_step.py [tiny] [small]
+    python benchmarks/grpo_step.py [tiny] [small] [skewed]
 
-Both train the same model on the same prompts on the same cores, in float32: equally many completions of equal length,
-sampled at temperature 1, one AdamW update a step, no reference policy, and no pass for the logprobs before the update,
-which with one update equal those of the update's own pass. Ours is the whole product: Ray, vLLM (or `--generator hf`),
-FSDP2 ranks, verified weight sync. TRL generates with `transformers`, its way on a CPU, and has no weights to sync.
+Both train the same model on the same prompts on the same cores, in float32: equally many completions, sampled at
+temperature 1, one AdamW update a step, no reference policy, and no pass for the logprobs before the update, which with
+one update equal those of the update's own pass. All completions are equally long, or, as in `skewed`, have lengths of
+a distribution whose 99th percentile is eight medians, as those of real tasks do. Ours is the whole product: Ray, vLLM
+(or `--generator hf`), FSDP2 ranks, packed rows where lengths differ, verified weight sync. TRL generates with
+`transformers`, its way on a CPU, and has no weights to sync.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ from pathlib import Path
 import yaml
 from measurement import (
     ModelSize,
+    SkewedLengths,
     make_endless_model,
+    make_skewed_model,
     median,
     num_parameters,
     read_metrics,
@@ -57,32 +61,66 @@ PROMPT_ROOM = 32
 
 @dataclass(frozen=True)
 class Size:
-    """A model and the data of one step."""
+    """A model and the data of one step.
+
+    Args:
+        tokens: Tokens of a completion, or their maximum where lengths differ.
+        lengths: Law of the lengths; all completions have `tokens` tokens if None.
+    """
 
     model: ModelSize
     prompts: int
     group: int
     tokens: int
+    lengths: SkewedLengths | None = None
 
     @property
     def rows(self) -> int:
         """Completions of a step."""
         return self.prompts * self.group
 
+    def make_model(self, folder: Path) -> None:
+        if self.lengths is None:
+            make_endless_model(folder, self.model)
+        else:
+            make_skewed_model(folder, self.model, self.lengths)
 
+    @property
+    def completions(self) -> str:
+        """The completions of a step, in words."""
+        if self.lengths is None:
+            return f"{self.rows} completions of {self.tokens} tokens"
+        middle, high = (self.lengths.percentile(share) for share in (0.5, 0.99))
+        return (
+            f"{self.rows} completions with a median of {middle} tokens, a 99th percentile of {high} and at most "
+            f"{self.tokens}"
+        )
+
+
+TINY, SMALL = ModelSize(128, 5, 4, 2), ModelSize(512, 11, 8, 2)
+SKEWED = SkewedLengths(short_mean=51, long_mean=108, long_share=0.15)
 SIZES = {
-    "tiny": Size(ModelSize(128, 5, 4, 2), prompts=4, group=8, tokens=32),
-    "small": Size(ModelSize(512, 11, 8, 2), prompts=8, group=8, tokens=128),
+    "tiny": Size(TINY, prompts=4, group=8, tokens=32),
+    "small": Size(SMALL, prompts=8, group=8, tokens=128),
+    "skewed-tiny": Size(TINY, prompts=8, group=8, tokens=384, lengths=SKEWED),
+    "skewed-small": Size(SMALL, prompts=8, group=8, tokens=384, lengths=SKEWED),
 }
+SETS = {"skewed": ["skewed-tiny", "skewed-small"]}
+"""Names for several sizes."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """Seconds of one step, whole and by phase, and the tokens it sampled."""
+    """Seconds of one step, whole and by phase, and the tokens of each completion that it sampled."""
 
     seconds: float
     phases: dict[str, float]
-    num_tokens: float
+    lengths: Sequence[int]
+
+    @property
+    def num_tokens(self) -> int:
+        """All sampled tokens."""
+        return sum(self.lengths)
 
     def spent(self, phase: str) -> float:
         """Seconds of a phase; 0 for one that the step does not have."""
@@ -131,16 +169,17 @@ def main() -> None:
 
 
 def compare(name: str, size: Size, plan: Plan, python: Path, folder: Path) -> None:
-    make_endless_model(folder / "model", size.model)
+    size.make_model(folder / "model")
     write_sums(folder / "prompts.jsonl", size.prompts * plan.last)
     theirs, versions = trl_steps(size, plan, python, folder)
     ours = our_steps(size, plan, folder)
     for step in (*ours, *theirs):
-        if step.num_tokens != size.rows * size.tokens:
-            sys.exit(f"a step sampled {step.num_tokens:.0f} tokens instead of {size.rows} x {size.tokens}")
+        equal = set(step.lengths) == {size.tokens} or size.lengths
+        if len(step.lengths) != size.rows or not equal:
+            sys.exit(f"a step sampled {step.num_tokens} tokens in {len(step.lengths)} rows, not {size.completions}")
     parameters = num_parameters(folder / "model") / 1e6
     print(
-        f"{name}: {parameters:.1f}M parameters, {size.rows} completions of {size.tokens} tokens, "
+        f"{name}: {parameters:.1f}M parameters, {size.completions}, "
         f"trained in microbatches of {plan.rows_at_a_time(size)}; baseline {versions}\n"
     )
     print(comparison(ours, theirs))
@@ -153,15 +192,25 @@ def comparison(ours: Sequence[Step], theirs: Sequence[Step]) -> str:
     def both(value: Callable[[Step], float], shown: Callable[[float], str] = seconds) -> tuple[str, str]:
         return shown(median(map(value, ours))), shown(median(map(value, theirs)))
 
-    speeds = [median(step.num_tokens / step.seconds for step in steps) for steps in (ours, theirs)]
+    def speed(steps: Sequence[Step]) -> float:
+        return sum(step.num_tokens for step in steps) / sum(step.seconds for step in steps)
+
+    def length(steps: Sequence[Step], share: float) -> str:
+        lengths = sorted(length for step in steps for length in step.lengths)
+        return str(lengths[round(share * (len(lengths) - 1))])
+
     rows = [
         ("step, s", *both(lambda step: step.seconds)),
         *((f"{phase.replace('_', ' ')}, s", *both(partial(Step.spent, phase=phase))) for phase in PHASES),
         ("other, s", *both(lambda step: step.other)),
         ("other, share of the step", *both(lambda step: step.other / step.seconds, "{:.1%}".format)),
-        ("tokens/s", *both(lambda step: step.num_tokens / step.seconds, "{:.0f}".format)),
+        ("tokens/s", f"{speed(ours):.0f}", f"{speed(theirs):.0f}"),
+        *(
+            (f"tokens of a completion, {name}", length(ours, share), length(theirs, share))
+            for name, share in {"median": 0.5, "99th percentile": 0.99}.items()
+        ),
     ]
-    return f"{table(['', 'ours', 'TRL'], rows)}\n\ntokens/s, ours/TRL: {speeds[0] / speeds[1]:.2f}x"
+    return f"{table(['', 'ours', 'TRL'], rows)}\n\ntokens/s, ours/TRL: {speed(ours) / speed(theirs):.2f}x"
 
 
 def our_steps(size: Size, plan: Plan, folder: Path) -> list[Step]:
@@ -174,7 +223,8 @@ def our_steps(size: Size, plan: Plan, folder: Path) -> list[Step]:
     for metrics in read_metrics(run_dir)[plan.warm_up :]:
         whole = recorded_at(run_dir, metrics["step"]) - recorded_at(run_dir, metrics["step"] - 1)
         phases = {phase: metrics.get(f"time/{phase}", 0.0) for phase in PHASES}
-        found.append(Step(whole, phases, metrics["generation/num_tokens"]))
+        records = (run_dir / "rollouts" / f"step_{metrics['step']}.jsonl").read_text().splitlines()
+        found.append(Step(whole, phases, [json.loads(record)["num_sampled"] for record in records]))
     return found
 
 
@@ -188,7 +238,7 @@ def our_config(size: Size, plan: Plan, folder: Path) -> dict:
             "train_micro_batch_size": plan.rows_at_a_time(size),
             "max_total_sequence_length": PROMPT_ROOM + size.tokens,
             "max_grad_norm": 1.0,
-            "sequence_packing": {"enabled": False},
+            "sequence_packing": {"enabled": size.lengths is not None},  # equal rows need none
             "optimizer": {"name": "torch.optim.AdamW", "kwargs": {"lr": LEARNING_RATE, "weight_decay": 0.0}},
             "generation": {
                 "backend": plan.generator,
@@ -232,7 +282,7 @@ def trl_steps(size: Size, plan: Plan, python: Path, folder: Path) -> tuple[list[
     run_logged([str(python), str(Path(__file__).with_name("trl_steps.py")), str(path)], folder / "trl.log", environ)
     result = json.loads((folder / "trl.json").read_text())
     steps = [
-        Step(step["step"], {phase: step[phase] for phase in PHASES if phase in step}, step["num_tokens"])
+        Step(step["step"], {phase: step[phase] for phase in PHASES if phase in step}, step["lengths"])
         for step in result["steps"][plan.warm_up :]
     ]
     return steps, ", ".join(f"{name} {version}" for name, version in result["versions"].items())
@@ -256,7 +306,8 @@ def trl_python(folder: Path) -> Path:
 def read_arguments() -> tuple[Plan, list[str], Path, Path | None]:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rl-benchmarks"
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("sizes", nargs="*", metavar="SIZE", help=f"sizes among {', '.join(SIZES)} (default: all)")
+    names = [*SIZES, *SETS]
+    parser.add_argument("sizes", nargs="*", metavar="SIZE", help=f"sizes among {', '.join(names)} (default: all)")
     parser.add_argument("--steps", type=int, default=5, help="steps measured (%(default)s)")
     parser.add_argument("--warm-up", type=int, default=2, help="steps before those, at least 1 (%(default)s)")
     parser.add_argument("--ranks", type=int, default=1, help="our training ranks, which share the cores (%(default)s)")
@@ -269,14 +320,22 @@ def read_arguments() -> tuple[Plan, list[str], Path, Path | None]:
     parser.add_argument("--folder", type=Path, help="folder in which models, runs and logs stay (default: none)")
     parser.add_argument("--quick", action="store_true", help="test run: size tiny, 2 steps after 1")
     chosen = parser.parse_args()
-    unknown = [name for name in chosen.sizes if name not in SIZES]
+    unknown = [name for name in chosen.sizes if name not in names]
     if unknown or chosen.warm_up < 1 or chosen.steps < 1:
         parser.error(f"unknown size {unknown[0]}" if unknown else "--steps and --warm-up must be at least 1")
     cores = use_cores(chosen.cores)
     if chosen.quick:
         chosen.steps, chosen.warm_up, chosen.sizes = 2, 1, ["tiny"]
-    plan = Plan(chosen.steps, chosen.warm_up, chosen.ranks, cores, chosen.microbatch, chosen.generator)
-    return plan, chosen.sizes or list(SIZES), chosen.trl_env, chosen.folder
+    plan = Plan(
+        chosen.steps,
+        chosen.warm_up,
+        chosen.ranks,
+        cores,
+        chosen.microbatch,
+        chosen.generator,
+    )
+    sizes = [size for name in chosen.sizes or SIZES for size in SETS.get(name, [name])]
+    return plan, sizes, chosen.trl_env, chosen.folder
 
 
 if __name__ == "__main__":

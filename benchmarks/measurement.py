@@ -1,9 +1,10 @@
-"""Parts that the benchmarks share: models that never stop, runs of `rl train`, and tables of results."""
+"""Parts that the benchmarks share: models that stop by a known law, runs of `rl train`, and tables of results."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import statistics
@@ -16,6 +17,37 @@ from typing import Any
 
 BIAS = 6.0
 """Value of the hidden dimension by which `make_endless_model` separates the end of sequence from all other tokens."""
+
+
+MODE_BIAS = 30.0
+"""Value of the hidden dimensions by which `make_skewed_model` separates the end of sequence and its two modes."""
+
+
+@dataclass(frozen=True)
+class SkewedLengths:
+    """A law of completion lengths: two geometric distributions, mixed.
+
+    Args:
+        short_mean: Mean number of tokens in the short mode.
+        long_mean: Mean number of tokens in the long mode.
+        long_share: Share of completions in the long mode, between 0 and 1.
+    """
+
+    short_mean: float
+    long_mean: float
+    long_share: float
+
+    def share_longer(self, tokens: int) -> float:
+        """Share of completions with more than a number of tokens."""
+        short, long = (1 - 1 / mean for mean in (self.short_mean, self.long_mean))
+        return (1 - self.long_share) * short**tokens + self.long_share * long**tokens
+
+    def percentile(self, share: float) -> int:
+        """The smallest number of tokens that at most `1 - share` of the completions exceed."""
+        tokens = 0
+        while self.share_longer(tokens) > 1 - share:
+            tokens += 1
+        return tokens
 
 
 @dataclass(frozen=True)
@@ -35,8 +67,46 @@ def make_endless_model(folder: Path, size: ModelSize) -> None:
     hidden dimension is the same for every token and no layer adds to it, and of all rows of the (tied) head only the
     end of sequence has it with the other sign, which makes that token about e^50 times less likely than any other.
     """
-    from safetensors.numpy import load_file, save_file
+    end = _make_model(folder, size)
+    weights = _load(folder)
+    _keep_dimensions(weights, 1)
+    embeddings = weights["model.embed_tokens.weight"]
+    embeddings[:, -1] = BIAS
+    embeddings[end, -1] = -BIAS
+    _save(folder, weights)
 
+
+def make_skewed_model(folder: Path, size: ModelSize, lengths: SkewedLengths) -> None:
+    """A tiny model whose completions have random lengths of a known law, with any sampler at temperature 1.
+
+    Three hidden dimensions are functions of the last token alone, because no layer adds to them: 1 for the tokens of
+    the short mode, 1 for those of the long mode, and 1 for all, times `MODE_BIAS`. So a token is followed by one of its
+    own mode, or by the end with the mode's odds. A prompt's last token is of neither mode, and the first sampled token
+    draws the mode.
+    """
+    from transformers import AutoTokenizer
+
+    end = _make_model(folder, size)
+    weights = _load(folder)
+    _keep_dimensions(weights, 3)
+    embeddings = weights["model.embed_tokens.weight"]
+    prompt = AutoTokenizer.from_pretrained(folder).apply_chat_template(
+        [{"role": "user", "content": "1"}], add_generation_prompt=True, return_dict=True
+    )["input_ids"]
+    tokens = [token for token in range(len(embeddings)) if token not in (end, prompt[-1])]
+    long = tokens[: round(lengths.long_share * len(tokens))]
+    short = tokens[len(long) :]
+    embeddings[:, -3:] = (0.0, 0.0, MODE_BIAS)
+    # in its own mode, a token's logit is scale x 2 MODE_BIAS^2, and the end's must differ from it as its odds ask
+    scale = math.sqrt(size.hidden_size / 2) / MODE_BIAS
+    for dimension, mode, mean in ((-3, short, lengths.short_mean), (-2, long, lengths.long_mean)):
+        embeddings[mode, dimension] = MODE_BIAS
+        embeddings[end, dimension] = MODE_BIAS + math.log(len(mode) / (mean - 1)) / (scale * MODE_BIAS)
+    _save(folder, weights)
+
+
+def _make_model(folder: Path, size: ModelSize) -> int:
+    """Write an untrained model; returns the token that ends a sequence."""
     from rl_algos.tiny_model import make_tiny_model
 
     make_tiny_model(
@@ -46,14 +116,25 @@ def make_endless_model(folder: Path, size: ModelSize) -> None:
         num_heads=size.num_heads,
         num_key_value_heads=size.num_key_value_heads,
     )
-    end = json.loads((folder / "config.json").read_text())["eos_token_id"]
-    weights = load_file(folder / "model.safetensors")
+    return json.loads((folder / "config.json").read_text())["eos_token_id"]
+
+
+def _keep_dimensions(weights: Mapping[str, Any], count: int) -> None:
+    """No layer adds to the last dimensions of the hidden state."""
     for name, weight in weights.items():
-        if name == "model.embed_tokens.weight":
-            weight[:, -1] = BIAS
-            weight[end, -1] = -BIAS
-        elif name.endswith(("o_proj.weight", "down_proj.weight")):
-            weight[-1] = 0
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            weight[-count:] = 0
+
+
+def _load(folder: Path) -> dict[str, Any]:
+    from safetensors.numpy import load_file
+
+    return load_file(folder / "model.safetensors")
+
+
+def _save(folder: Path, weights: dict[str, Any]) -> None:
+    from safetensors.numpy import save_file
+
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 

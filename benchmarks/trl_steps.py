@@ -25,7 +25,7 @@ class TimedTrainer(GRPOTrainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.times = {"generation": 0.0, "logprobs": 0.0, "training": 0.0}
-        self.num_tokens = 0
+        self.lengths: list[int] = []
         self._preparing = False
         self._prepared_s = 0.0
 
@@ -33,7 +33,7 @@ class TimedTrainer(GRPOTrainer):
         started = time.perf_counter()
         found = super()._generate(*args, **kwargs)
         self.times["generation"] += time.perf_counter() - started
-        self.num_tokens += sum(len(ids) for ids in found[1])
+        self.lengths += [len(ids) for ids in found[1]]
         return found
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
@@ -62,7 +62,7 @@ class StepClock(TrainerCallback):
 
     def __init__(self) -> None:
         self.trainer: TimedTrainer
-        self.steps: list[dict[str, float]] = []
+        self.steps: list[dict[str, Any]] = []
         self._ended = time.perf_counter()
         self._stepping = 0.0
 
@@ -77,9 +77,9 @@ class StepClock(TrainerCallback):
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         now = time.perf_counter()
-        self.steps.append({**self.trainer.times, "step": now - self._ended, "num_tokens": self.trainer.num_tokens})
+        self.steps.append({**self.trainer.times, "step": now - self._ended, "lengths": self.trainer.lengths})
         self.trainer.times = dict.fromkeys(self.trainer.times, 0.0)
-        self.trainer.num_tokens = 0
+        self.trainer.lengths = []
         self._ended = now
 
 

@@ -56,6 +56,10 @@ class Accelerator(ABC):
         """
 
     @abstractmethod
+    def total_bytes(self) -> int:
+        """The device's memory; 0 if it has none of its own."""
+
+    @abstractmethod
     def restart_peak(self) -> int:
         """Start to measure the peak; returns the bytes held now."""
 
@@ -82,6 +86,9 @@ class HostAccelerator(Accelerator):
         """Nothing is pending."""
 
     def used_bytes(self, *, trims: bool = True) -> int:
+        return 0
+
+    def total_bytes(self) -> int:
         return 0
 
     def restart_peak(self) -> int:
@@ -119,6 +126,9 @@ class CudaAccelerator(Accelerator):
             self.release()
         free, total = torch.cuda.mem_get_info(self.kind.torch_device)
         return total - free
+
+    def total_bytes(self) -> int:
+        return torch.cuda.mem_get_info(self.kind.torch_device)[1]
 
     def restart_peak(self) -> int:
         self.synchronize()

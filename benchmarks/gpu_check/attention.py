@@ -27,6 +27,9 @@ SMALL_LENGTHS = (1, 21, 5, 64, 3)
 BOUND = {torch.bfloat16: 1.5e-2, torch.float32: 2e-4}
 """Of the root mean square of differences, relative to that of the oracle, in the worst row."""
 
+GENERATIONS = {"auto": "FA2", "flash_attention_2": "FA2", "flash_attention_3": "FA3"}
+"""Flash attention's generation of a backend; `auto` is torch's."""
+
 
 @dataclass(frozen=True)
 class Case:
@@ -202,6 +205,11 @@ def _speeds(setup: Setup, report: Report) -> list[tuple[str, str, str, str]]:
                 # of pairs under the causal mask: two products forward, five backward
                 flops = 7 * 2 * case.heads * case.head_dim * len(lengths) * length * (length + 1) / 2
                 lines.append((backend, str(length), f"{took * 1e3:.2f}", f"{flops / took / 1e12:.2f}"))
+                generation = GENERATIONS.get(backend)
+                if generation:
+                    expected = setup.chip and setup.chip.attention(generation) / 1e12
+                    basis = f"published rates of {generation}"
+                    report.speed(f"{backend}, rows of {length}", "TFLOP/s", flops / took / 1e12, expected, basis)
     return lines
 
 

@@ -10,7 +10,7 @@ from typing import TextIO
 
 from measurement import table
 
-from gpu_check.report import Entry, Figures, Finding
+from gpu_check.report import Entry, Figures, Finding, Speed
 
 
 class Document:
@@ -24,6 +24,7 @@ class Document:
         self._out = out
         self._summary: list[tuple[str, str, str]] = []
         self._traces: list[tuple[str, Finding]] = []
+        self._speeds: list[tuple[str, Speed]] = []
         self._section = ""
         self.is_clean = True
 
@@ -43,6 +44,7 @@ class Document:
         verdict = _verdict_of(findings)
         self._summary.append((self._section, verdict, f"{seconds:.0f}"))
         self._traces += [(self._section, finding) for finding in findings if finding.trace]
+        self._speeds += [(self._section, entry) for entry in entries if isinstance(entry, Speed)]
         self.is_clean = self.is_clean and not any(finding.verdict in ("off", "failed") for finding in findings)
         self._print(f"\n**{verdict}**, {seconds:.0f} s\n")
         rows = [(_cell(f.subject), _cell(f.oracle), f.verdict, _cell(f.found)) for f in findings]
@@ -52,7 +54,10 @@ class Document:
             self._print(f"\n{figures.caption}\n\n{table(figures.head, figures.rows)}")
 
     def close(self) -> None:
-        """The summary and the appendix."""
+        """What was expected, the summary and the appendix."""
+        if self._speeds:
+            head = ["", "unit", "expected", "found", "found / expected", "expected from"]
+            self._print("\n## expected and found\n\n" + table(head, [_row(*each) for each in self._speeds]))
         self._print("\n## summary\n\n" + table(["section", "verdict", "s"], self._summary))
         if self._traces:
             self._print("\n## appendix: tracebacks")
@@ -70,6 +75,12 @@ def _verdict_of(findings: Sequence[Finding]) -> str:
     }
     said = [f"{count} {verdict}" for verdict, count in counts.items() if count]
     return ", ".join(said) or "nothing was checked"
+
+
+def _row(section: str, speed: Speed) -> tuple[str, ...]:
+    expected = "" if speed.expected is None else f"{speed.expected:.4g}"
+    ratio = "" if speed.expected is None else f"{speed.found / speed.expected:.2f}"
+    return f"{section}: {speed.subject}", speed.unit, expected, f"{speed.found:.4g}", ratio, speed.basis
 
 
 def _cell(text: str) -> str:

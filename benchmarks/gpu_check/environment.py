@@ -90,6 +90,8 @@ def _products(setup: Setup, report: Report) -> None:
     a, b = (torch.randn(size, size, device=setup.torch_device, dtype=torch.bfloat16) for _ in range(2))
     rate = 2 * size**3 / seconds_of(lambda: a @ b, setup, repeats=setup.pick(3, 10))
     report.figures("Products", ("", "TFLOP/s"), [(f"bfloat16, {size} x {size} x {size}", f"{rate / 1e12:.2f}")])
+    chip = setup.chip
+    report.speed("product of matrices", "TFLOP/s", rate / 1e12, chip and chip.products / 1e12, "large products")
     name = setup.kind.chip
     if not name:
         report.skip("the GPU's peak is known", "there is no GPU")
@@ -111,8 +113,16 @@ def _copies(setup: Setup, report: Report) -> None:
         ("from pinned host memory", lambda: there.copy_(host)),
         ("to pinned host memory", lambda: host.copy_(there)),
     ]
-    taken = [(name, f"{num_bytes / seconds_of(work, setup, repeats=3) / 1e9:.1f}") for name, work in rows]
-    report.figures(f"Copies of {num_bytes / 1e6:.0f} MB", ("", "GB/s"), taken)
+    taken = [(name, num_bytes / seconds_of(work, setup, repeats=3) / 1e9) for name, work in rows]
+    report.figures(
+        f"Copies of {num_bytes / 1e6:.0f} MB", ("", "GB/s"), [(name, f"{speed:.1f}") for name, speed in taken]
+    )
+    chip = setup.chip
+    for name, speed in taken:
+        within = name == rows[0][0]
+        expected = chip and (chip.memory_bytes / 2 if within else chip.host_bytes) / 1e9
+        basis = "bandwidth of the memory, read and written" if within else "PCIe 5"
+        report.speed(f"copies {name}", "GB/s", speed, expected, basis)
 
 
 def seconds_of(work: Callable[[], object], setup: Setup, *, repeats: int) -> float:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
+from gpu_check.generator_process import complete
 from gpu_check.oracle import PlainModel
 from gpu_check.report import Report
 from gpu_check.setup import Setup
@@ -21,8 +22,9 @@ from rl_core.data.ragged import Ragged
 from rl_core.model import LOGPROBS
 from rl_core.model_config import GenerationConfig, ModelConfig
 from rl_core.plugins import resolve
-from rl_core.rollouts.generation import GenerationRequest, Generator, Placement, SamplingParams
+from rl_core.rollouts.generation import Generator, Placement, SamplingParams
 from rl_core.rollouts.rollout import Completion
+from rl_core.torch.training.worker import TrainingWorker
 
 PROMPTS = (5, 17, 1, 33)
 NUM_NEW = 24
@@ -57,16 +59,16 @@ def check(setup: Setup, report: Report) -> None:
 
 async def _exact(setup: Setup, report: Report) -> None:
     folder = setup.folder(setup.parity)
-    prompts = _prompts(PROMPTS, setup.parity.vocab)
+    prompts = random_prompts(PROMPTS, setup.parity.vocab)
     async with open_generator(setup, config_of(folder, 128, precision="float32")) as generator:
-        greedy = await _complete(generator, prompts, SamplingParams(NUM_NEW, temperature=0.0))
+        greedy = await complete(generator, prompts, SamplingParams(NUM_NEW, temperature=0.0))
         expected = _greedy(folder, prompts, setup)
         differ = sum(num_different(list(ours.token_ids), theirs) for ours, theirs in zip(greedy, expected, strict=True))
         total = NUM_NEW * len(prompts)
         report.holds(
             "greedy tokens, batched", "transformers.generate, one by one", differ == 0, f"{differ} of {total} differ"
         )
-        sampled = await _complete(generator, prompts, SamplingParams(NUM_NEW))
+        sampled = await complete(generator, prompts, SamplingParams(NUM_NEW))
         rows = [np.concatenate([prompt, one.token_ids]) for prompt, one in zip(prompts, sampled, strict=True)]
         oracle = PlainModel(folder, setup.torch_device).logprobs(rows)
         error = max(
@@ -82,15 +84,15 @@ async def _exact(setup: Setup, report: Report) -> None:
 async def _rounded(setup: Setup, report: Report) -> list[tuple[np.ndarray, Completion]]:
     name, shape = next(iter(setup.models.items()))
     num, length = setup.pick(4, 32), setup.pick(8, 128)
-    prompts = _prompts([length] * num, shape.vocab)
+    prompts = random_prompts([length] * num, shape.vocab)
     sampling = SamplingParams(setup.pick(8, 128))
     before = setup.accelerator.used_bytes()
     model = config_of(setup.folder(shape, dtype="bfloat16"), length + sampling.max_new_tokens)
     async with open_generator(setup, model) as generator:
         loaded = setup.accelerator.used_bytes() - before
-        await _complete(generator, prompts[:1], sampling)
+        await complete(generator, prompts[:1], sampling)
         started = time.perf_counter()
-        first = await _complete(generator, prompts, sampling)
+        first = await complete(generator, prompts, sampling)
         seconds = time.perf_counter() - started
         count = sum(len(one.token_ids) for one in first)
         report.figures(
@@ -104,7 +106,7 @@ async def _rounded(setup: Setup, report: Report) -> list[tuple[np.ndarray, Compl
         freed = held - setup.accelerator.used_bytes(trims=False)
         await generator.wake()
         await generator.resume()
-        second = await _complete(generator, prompts, sampling)
+        second = await complete(generator, prompts, sampling)
     changed = sum(num_different(list(a.token_ids), list(b.token_ids)) for a, b in zip(first, second, strict=True))
     report.holds("tokens after sleep and wake", "the same seeds before", changed == 0, f"{changed} of {count} differ")
     if setup.accelerator.measures_memory:
@@ -117,15 +119,29 @@ async def _rounded(setup: Setup, report: Report) -> list[tuple[np.ndarray, Compl
 
 
 def _mismatch(setup: Setup, report: Report, completions: Sequence[tuple[np.ndarray, Completion]]) -> None:
-    """How far the trainer's logprobs of sampled tokens are from the generator's, as every GRPO step logs it."""
     from rl_dtensor.plugin import PLUGIN
 
     shape = next(iter(setup.models.values()))
-    rows = [np.concatenate([prompt, one.token_ids]).astype(np.int32) for prompt, one in completions]
-    length = max(map(len, rows))
+    length = max(len(prompt) + len(one.token_ids) for prompt, one in completions)
     config = config_of(setup.folder(shape, dtype="bfloat16"), length, **packed(4 * length))
     with open_worker(PLUGIN, config, setup) as worker:
-        found = worker.infer(Batch({"tokens": Ragged.from_rows(rows)}), [LOGPROBS])
+        compare_mismatch(report, worker, completions)
+
+
+def compare_mismatch(
+    report: Report,
+    worker: TrainingWorker,
+    completions: Sequence[tuple[np.ndarray, Completion]],
+    subject: str = "bfloat16",
+) -> None:
+    """How far the trainer's logprobs of sampled tokens are from the generator's, as every GRPO step logs it.
+
+    Args:
+        completions: Prompts and their completions.
+        subject: Precision, and what else identifies the comparison.
+    """
+    rows = [np.concatenate([prompt, one.token_ids]).astype(np.int32) for prompt, one in completions]
+    found = worker.infer(Batch({"tokens": Ragged.from_rows(rows)}), [LOGPROBS])
     assert found is not None
     differences = np.concatenate(
         [
@@ -134,23 +150,25 @@ def _mismatch(setup: Setup, report: Report, completions: Sequence[tuple[np.ndarr
         ]
     )
     report.within(
-        "trainer and generator, mean |difference|, bfloat16", "the trainer's logprobs", differences.mean(), ROUNDED
+        f"trainer and generator, mean |difference|, {subject}", "the trainer's logprobs", differences.mean(), ROUNDED
     )
     report.figures(
-        "Mismatch of trainer and generator, bfloat16",
+        f"Mismatch of trainer and generator, {subject}",
         ("mean", "largest", "mean exp"),
         [(f"{differences.mean():.2g}", f"{differences.max():.2g}", f"{np.exp(differences).mean():.4f}")],
     )
 
 
-def _prompts(lengths: Sequence[int], vocab: int) -> list[np.ndarray]:
+def randomrandom_prompts(lengths: Sequence[int], vocab: int) -> list[np.ndarray]:
+    """int32 tokens of each prompt."""
     random = np.random.default_rng(0)
     return [random.integers(3, vocab, length).astype(np.int32) for length in lengths]
 
 
-async def _complete(generator: Generator, prompts: Sequence[np.ndarray], sampling: SamplingParams) -> list[Completion]:
-    requests = [GenerationRequest(prompt, sampling, seed) for seed, prompt in enumerate(prompts)]
-    return list(await asyncio.gather(*(generator.generate(request) for request in requests)))
+def random_prompts(lengths: Sequence[int], vocab: int) -> list[np.ndarray]:
+    """int32 tokens of each prompt."""
+    random = np.random.default_rng(0)
+    return [random.integers(3, vocab, length).astype(np.int32) for length in lengths]
 
 
 def _greedy(folder: Path, prompts: Sequence[np.ndarray], setup: Setup) -> list[list[int]]:

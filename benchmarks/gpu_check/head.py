@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from gpu_check.environment import seconds_of
+from gpu_check.expected import Chip
 from gpu_check.report import Report
 from gpu_check.setup import VOCAB, Setup
 from rl_core.torch.heads.logprobs import Head, head_reads
@@ -69,6 +70,8 @@ def _memory(setup: Setup, report: Report, states: Tensor, weight: Tensor, target
         took = seconds_of(both, setup, repeats=2)
         peak = accelerator.peak_bytes() - held
         flops = 8 * len(states) * weight.numel()
+        expected = setup.chip and flops / 1e12 / _seconds(setup.chip, states, weight, flops, chunk)
+        report.speed(f"chunks of {chunk}", "TFLOP/s", flops / took / 1e12, expected, "the ledger's bytes and products")
         rows.append((str(chunk), f"{took * 1e3:.1f}", f"{flops / took / 1e12:.1f}", f"{peak / 1e9:.2f}"))
         if not accelerator.measures_memory:
             report.skip(f"peak memory, chunks of {chunk}", "host memory is not measured")
@@ -81,3 +84,11 @@ def _memory(setup: Setup, report: Report, states: Tensor, weight: Tensor, target
         ("chunk", "ms", "TFLOP/s", "peak, GB"),
         rows,
     )
+
+
+def _seconds(chip: Chip, states: Tensor, weight: Tensor, flops: float, chunk: int) -> float:
+    """Expected seconds of both passes, by the bytes that the ledger counts."""
+    from rl_dtensor.ledger.head import head_costs
+
+    costs = head_costs(states.shape[1], len(weight), len(states), chunk_size=chunk, entropy=True).training
+    return flops / chip.products + costs.other.bytes / chip.memory_bytes

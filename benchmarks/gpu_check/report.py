@@ -43,13 +43,32 @@ class Figures:
 
 
 @dataclass(frozen=True)
+class Speed:
+    """A measurement beside what was expected.
+
+    Args:
+        subject: The thing that was measured.
+        unit: Unit of both numbers; more is better.
+        found: The measurement.
+        expected: The expectation; None if nothing is known of this device.
+        basis: What the expectation follows from.
+    """
+
+    subject: str
+    unit: str
+    found: float
+    expected: float | None
+    basis: str
+
+
+@dataclass(frozen=True)
 class Begun:
     """A check that is under way, which is named if it never ends."""
 
     subject: str
 
 
-Entry = Finding | Figures | Begun
+Entry = Finding | Figures | Speed | Begun
 
 
 class Skip(Exception):
@@ -84,6 +103,10 @@ class Report:
     def figures(self, caption: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """Report measurements without a verdict."""
         self._emit(Figures(caption, tuple(head), tuple(tuple(row) for row in rows)))
+
+    def speed(self, subject: str, unit: str, found: float, expected: float | None, basis: str) -> None:
+        """Report a measurement for the table of what was expected."""
+        self._emit(Speed(subject, unit, found, expected, basis))
 
     @contextmanager
     def attempt(self, subject: str) -> Iterator[None]:

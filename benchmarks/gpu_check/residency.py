@@ -76,6 +76,9 @@ def _rounds(setup: Setup, report: Report, worker: TrainingWorker, num_bytes: int
         back.append(accelerator.used_bytes())
         host.append(_host_bytes())
     gigabytes = num_bytes / 1e9
+    expected = setup.chip and setup.chip.host_bytes / 1e9
+    for name, seconds in zip(("offload", "onload"), taken[-1], strict=True):
+        report.speed(f"{kind}{name}", "GB/s", gigabytes / seconds, expected, "PCIe 5")
     report.figures(
         f"{kind}{gigabytes:.2f} GB of parameters and optimizer state",
         ("round", "offload, GB/s", "onload, GB/s", "device away, GB", "device back, GB", "host, GB"),

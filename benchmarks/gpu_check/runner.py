@@ -37,12 +37,14 @@ class Section:
         about: one sentence.
         needs: modules without which it is skipped.
         spoils: whether its process cannot run another section after it.
+        budget_s: Seconds that it may take.
     """
 
     function: str
     about: str
     needs: tuple[str, ...] = ("torch",)
     spoils: bool = False
+    budget_s: float = 150.0
 
 
 DTENSOR = ("torch", "transformers", "safetensors", "peft", "rl_dtensor.worker")
@@ -74,6 +76,13 @@ SECTIONS = {
     "generator": Section(
         "gpu_check.generator:check", "The `hf` generator: its tokens, logprobs, speed and sleep.", DTENSOR
     ),
+    "engine": Section(
+        "gpu_check.engine:check",
+        "vLLM beside a worker on the same device: start, weight transfers, logprobs, sleep and waking.",
+        ("torch", "transformers", "safetensors", "rl_dtensor.worker", "vllm", "rl_vllm.generator"),
+        spoils=True,
+        budget_s=300.0,
+    ),
     "resume": Section("gpu_check.resume:check", "A checkpoint, restored in another worker.", DTENSOR),
     "forks": Section("gpu_check.forks:check", "Workers that a fork server starts, on this device.", DTENSOR),
     "megatron": Section(
@@ -81,6 +90,12 @@ SECTIONS = {
         "rl-megatron's worker: training, residency and checkpoints on local layers, and on Transformer Engine's.",
         ("torch", "transformers", "safetensors", "psutil", "megatron.core", "rl_megatron.worker"),
         spoils=True,
+    ),
+    "train": Section(
+        "gpu_check.train:check",
+        "`rl train grpo-math-1b` for three steps on a random model, with its profiles: Ray, vLLM and all the rest.",
+        (*DTENSOR, "ray", "vllm", "rl_launch.cli"),
+        budget_s=450.0,
     ),
     "meshes": Section(
         "gpu_check.meshes:check",

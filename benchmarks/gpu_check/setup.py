@@ -7,6 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gpu_check.expected import Chip, chip_named
 from rl_core.devices import Device, device_named
 
 if TYPE_CHECKING:
@@ -29,6 +30,17 @@ class Shape:
     head_dim: int
     vocab: int
     spread: float = 0.02
+
+    @property
+    def num_layer_weights(self) -> int:
+        """Weights of the matrices of all layers."""
+        heads = self.head_dim * (2 * self.heads + 2 * self.key_value_heads)
+        return self.layers * self.hidden * (heads + 3 * self.inner)
+
+    @property
+    def num_head_weights(self) -> int:
+        """Weights of the head, which are those of the embedding."""
+        return self.vocab * self.hidden
 
 
 SHAPES = {
@@ -73,6 +85,11 @@ class Setup:
     def torch_device(self) -> torch.device:
         """The `torch.device`."""
         return self.kind.torch_device
+
+    @property
+    def chip(self) -> Chip | None:
+        """Rates of the GPU, if they are known."""
+        return chip_named(self.kind.chip or "")
 
     @property
     def models(self) -> dict[str, Shape]:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from gpu_check.expected_step import model_shape, step_seconds
 from gpu_check.oracle import PlainModel, relative
 from gpu_check.report import Report, Skip
 from gpu_check.setup import Setup, Shape
@@ -18,8 +19,9 @@ from gpu_check.workers import SGD, NextToken, batch_of, config_of, numbers, open
 from rl_core.data.batch import Batch
 from rl_core.model import LOGPROBS
 from rl_core.plugins import BackendPlugin
-from rl_core.torch.training.flops import AttentionShape, ModelShape, peak_flops
+from rl_core.torch.training.flops import peak_flops
 from rl_core.torch.training.worker import TrainingWorker
+from rl_dtensor.config import DTensorConfig
 
 ORACLE = "transformers in float32, row by row"
 LENGTHS = (9, 3, 64, 1, 33, 2, 17)
@@ -139,7 +141,7 @@ def _measured(
     config = config_of(
         setup.folder(shape, dtype="bfloat16"),
         int(lengths.max()),
-        logprob_chunk_size=setup.pick(64, 2048),
+        logprob_chunk_size=_chunk_size(setup),
         **layout,
     )
     with open_worker(plugin, config, setup, **case.settings) as worker:
@@ -156,7 +158,8 @@ def _measured(
     report.within(f"{subject}: first loss", ORACLE, relative(losses[0], loss), BOUNDS["bfloat16"][0])
     falls = losses[-1] < losses[0]
     report.holds(f"{subject}: the loss falls", "a repeated batch", falls, f"{losses[0]:.3f} to {losses[-1]:.3f}")
-    rate = _training_flops(shape, lengths) / took
+    rate = model_shape(shape).training_flops(lengths) / took
+    _expect(setup, report, subject, shape, lengths, case, num_tokens / took)
     return (
         f"{num_tokens / took:.0f}",
         f"{rate / 1e12:.2f}",
@@ -173,12 +176,27 @@ def _timed_step(worker: TrainingWorker, setup: Setup, batch: Batch) -> tuple[dic
     return metrics, time.perf_counter() - started
 
 
-def _training_flops(shape: Shape, lengths: Any) -> float:
-    """Floating-point operations of a step, by the model's shape."""
-    heads = shape.head_dim * (2 * shape.heads + 2 * shape.key_value_heads)
-    matrices = shape.layers * shape.hidden * (heads + 3 * shape.inner) + shape.vocab * shape.hidden
-    attention = AttentionShape(shape.heads, shape.head_dim, shape.head_dim)
-    return ModelShape(matrices, matrices, (attention,) * shape.layers).training_flops(lengths)
+def _expect(
+    setup: Setup, report: Report, subject: str, shape: Shape, lengths: np.ndarray, case: Case, speed: float
+) -> None:
+    """Compare with what the ledger's counts of a packed step come to on this chip; it does not count padding."""
+    expected = None
+    if setup.chip is not None and case.layout == "packed":
+        backend = DTensorConfig(**case.settings)
+        took = step_seconds(
+            setup.chip,
+            setup.folder(shape, dtype="bfloat16"),
+            shape,
+            lengths,
+            backend,
+            chunk_size=_chunk_size(setup),
+        )
+        expected = int(lengths.sum()) / took
+    report.speed(subject, "tokens/s", speed, expected, "the ledger's bytes and products" if expected else "")
+
+
+def _chunk_size(setup: Setup) -> int:
+    return setup.pick(64, 2048)
 
 
 def _share_of_peak(setup: Setup, rate: float) -> str:

@@ -2,40 +2,28 @@
 
 from __future__ import annotations
 
-import asyncio
-import multiprocessing
 import time
-import traceback
-from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from typing import Any, get_args
 
 import numpy as np
 
 from gpu_check.generator import open_generator
+from gpu_check.generator_process import GeneratorProcess, begin, receive, resume, score
 from gpu_check.report import Report, Skip
 from gpu_check.setup import Setup
 from gpu_check.workers import NextToken, batch_of, config_of, open_worker, packed
 from rl_core.data.batch import Batch
 from rl_core.model import LOGPROBS
-from rl_core.model_config import ModelConfig
 from rl_core.selfcheck.rank_pool import free_port
-from rl_core.weights import Manifest, Transport, TransportKind, num_bytes
+from rl_core.weights import Transport, TransportKind, num_bytes
 
 MOST_LEFT = 64 * 2**20
 """Bytes of device memory that a round may leave in use."""
 CANARY_BOUND = 5e-2
 """Bound of the difference of logprobs, whose rounding in half precision differs between the two engines."""
-ANSWER_S, TRANSFER_S = 100.0, 60.0
-
-
-@dataclass(frozen=True)
-class Received:
-    """The generator's answer to one transfer: the digest as received, logprobs of the canary rows."""
-
-    digest: str
-    logprobs: list[np.ndarray]
+TRANSFER_S = 60.0
+CAPTION, HEAD = "Transfers, digests at both ends included", ("transport", "round", "MB", "s", "GB/s")
+"""Of the figures of `transfer`."""
 
 
 def check(setup: Setup, report: Report) -> None:
@@ -51,74 +39,16 @@ def check(setup: Setup, report: Report) -> None:
     other = config_of(setup.folder(shape, dtype="bfloat16", seed=1), length)
     before = setup.accelerator.used_bytes()
     rows: list[tuple[str, ...]] = []
-    with open_worker(PLUGIN, config, setup) as worker, GeneratorProcess(setup, other) as generator:
+    with open_worker(PLUGIN, config, setup) as worker, GeneratorProcess(setup, open_generator, other) as generator:
         for kind in get_args(TransportKind):
             with report.attempt(f"{name}, {kind}"):
                 if kind == "collective" and setup.kind.collectives == "nccl":
                     raise Skip("NCCL needs a GPU for each of the two processes")
                 rows += _rounds(setup, report, worker, kind, batch, generator)
-    report.figures("Transfers, digests at both ends included", ("transport", "round", "MB", "s", "GB/s"), rows)
+    report.figures(CAPTION, HEAD, rows)
     if setup.accelerator.measures_memory:
         left = (setup.accelerator.used_bytes() - before) / 1e6
         report.within("memory left in use, MB", "mem_get_info before the worker", left, MOST_LEFT / 1e6)
-
-
-class GeneratorProcess:
-    """A process with a generator, started when it is first asked, and again after it has failed."""
-
-    def __init__(self, setup: Setup, model: ModelConfig) -> None:
-        self._setup = setup
-        self._model = model
-        self._context = multiprocessing.get_context("spawn")
-        self._process: BaseProcess | None = None
-
-    def __enter__(self) -> GeneratorProcess:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._process is not None:
-            self._pipe.close()  # at which it closes the generator and ends
-            self._process.join(ANSWER_S)
-            self._end()
-
-    def start(self) -> None:
-        """Start the process, with its generator loaded, if it is not running."""
-        if self._process is None:
-            self._pipe, theirs = self._context.Pipe()
-            self._process = self._context.Process(
-                target=_generate, args=(theirs, self._setup, self._model), daemon=True
-            )
-            self._process.start()
-            theirs.close()
-            self.answer()
-
-    def tell(self, task: Any) -> None:
-        """Send it a transfer to receive."""
-        self._pipe.send(task)
-
-    def answer(self) -> Any:
-        """Its next answer.
-
-        Raises:
-            RuntimeError: if it failed, with its traceback.
-        """
-        answer: Any = f"no answer within {ANSWER_S:.0f} s"
-        if self._pipe.poll(ANSWER_S):
-            try:
-                answer = self._pipe.recv()
-            except EOFError:
-                answer = "it ended without a message"
-        if isinstance(answer, str):
-            self._end()
-            raise RuntimeError(f"in the generator's process: {answer}")
-        return answer
-
-    def _end(self) -> None:
-        assert self._process is not None
-        self._process.kill()
-        self._process.join()
-        self._pipe.close()
-        self._process = None
 
 
 def _rounds(
@@ -126,20 +56,13 @@ def _rounds(
 ) -> list[tuple[str, ...]]:
     """Lines of figures; the generator starts with weights that differ from the worker's."""
     lines, used = [], []
-    address = str(setup.workspace / "sync") if kind == "disk" else f"127.0.0.1:{free_port()}"
-    transport = Transport(
-        kind, address, 1, setup.kind.bucket_bytes, TRANSFER_S, every_rank_sends=setup.kind.has_gpus and kind == "ipc"
-    )
-    generator.start()
+    transport = transport_of(setup, kind)
     for version in range(1, setup.pick(2, 4) + 1):
         worker.train_step(batch, NextToken())
-        setup.accelerator.synchronize()
-        manifest = worker.manifest(version)
-        sent, received, seconds = _transfer(worker, manifest, transport, generator, batch)
-        size = sum(num_bytes(spec) for spec in manifest.tensors)
-        lines.append((kind, str(version), f"{size / 1e6:.1f}", f"{seconds:.3f}", f"{size / seconds / 1e9:.2f}"))
+        lines.append(transfer(setup, report, worker, generator, transport, version))
         used.append(setup.accelerator.used_bytes())
-        _compare(report, f"{kind}, round {version}", worker, batch, sent, received)
+        generator.ask(resume)
+        compare(report, f"{kind}, round {version}", worker, batch, generator)
     if setup.accelerator.measures_memory:
         growth = (max(used[1:]) - used[1]) / 1e6
         report.within(f"{kind}: memory grows, MB", "mem_get_info in the second round", growth, MOST_LEFT / 1e6)
@@ -148,46 +71,41 @@ def _rounds(
     return lines
 
 
-def _transfer(
-    worker: Any, manifest: Manifest, transport: Transport, generator: GeneratorProcess, batch: Batch
-) -> tuple[str, Received, float]:
-    generator.tell((manifest, transport, [np.asarray(row) for row in batch.ragged("tokens")]))
-    generator.answer()  # it has begun
+def transport_of(setup: Setup, kind: TransportKind) -> Transport:
+    """A transport from the worker to one generator."""
+    address = str(setup.workspace / "sync") if kind == "disk" else f"127.0.0.1:{free_port()}"
+    every_rank_sends = setup.kind.has_gpus and kind == "ipc"
+    return Transport(kind, address, 1, setup.kind.bucket_bytes, TRANSFER_S, every_rank_sends=every_rank_sends)
+
+
+def transfer(
+    setup: Setup, report: Report, worker: Any, generator: GeneratorProcess, transport: Transport, version: int
+) -> tuple[str, ...]:
+    """Send a version of the weights, whose digest must arrive; returns a line of figures.
+
+    The generator starts with weights that differ from the worker's, and is left paused.
+    """
+    setup.accelerator.synchronize()
+    manifest = worker.manifest(version)
+    generator.ask(begin, manifest)
+    generator.tell(receive, transport, version)
     started = time.perf_counter()
     (sent,) = worker.send(manifest, transport)
     seconds = time.perf_counter() - started
-    return sent, generator.answer(), seconds
+    received = generator.answer()
+    subject = f"{transport.kind}, round {version}: digest"
+    report.holds(subject, "the sender's", received == sent, f"{received}, sent {sent}")
+    size = sum(num_bytes(spec) for spec in manifest.tensors)
+    expected = setup.chip and setup.chip.synced_bytes / 1e9 if transport.kind == "ipc" else None
+    subject, basis = f"transfer by {transport.kind}, round {version}", "16 GB in a third of a second"
+    report.speed(subject, "GB/s", size / seconds / 1e9, expected, basis if expected else "")
+    return transport.kind, str(version), f"{size / 1e6:.1f}", f"{seconds:.3f}", f"{size / seconds / 1e9:.2f}"
 
 
-def _compare(report: Report, subject: str, worker: Any, batch: Batch, sent: str, received: Received) -> None:
-    report.holds(f"{subject}: digest", "the sender's", received.digest == sent, f"{received.digest}, sent {sent}")
+def compare(report: Report, subject: str, worker: Any, batch: Batch, generator: GeneratorProcess) -> list[np.ndarray]:
+    """Compare the logprobs of the same rows; returns the generator's."""
+    found = generator.ask(score, [np.asarray(row) for row in batch.ragged("tokens")])
     expected = worker.infer(batch, [LOGPROBS]).ragged("logprobs")
-    error = max(float(np.abs(ours - theirs).max()) for ours, theirs in zip(received.logprobs, expected, strict=True))
+    error = max(float(np.abs(ours - theirs).max()) for ours, theirs in zip(found, expected, strict=True))
     report.within(f"{subject}: canary's logprobs", "the worker's own", error, CANARY_BOUND)
-
-
-def _generate(pipe: Connection, setup: Setup, model: ModelConfig) -> None:
-    """The other process."""
-    try:
-        asyncio.run(_adopt(pipe, setup, model))
-    except Exception:  # noqa: BLE001  # becomes the other process's error
-        pipe.send(traceback.format_exc())
-
-
-async def _adopt(pipe: Connection, setup: Setup, model: ModelConfig) -> None:
-    async with open_generator(setup, model) as generator:
-        pipe.send(True)
-        while True:
-            try:
-                manifest, transport, rows = pipe.recv()
-            except EOFError:
-                return
-            await generator.pause()
-            await generator.begin(manifest)
-            pipe.send(True)
-            digest = (await generator.receive(transport, 1))[0]
-            await generator.commit(manifest.version)
-            await generator.resume()
-            logprobs = [await generator.score(row) for row in rows]
-            setup.accelerator.release()
-            pipe.send(Received(digest, logprobs))
+    return found

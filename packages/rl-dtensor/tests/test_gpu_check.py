@@ -1,10 +1,12 @@
 """The GPU check runs on a CPU, small, and tells of sections that fail."""
 
+import io
 import multiprocessing
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from rl_core.testing.exhaustive import partly_exhaustive
@@ -95,3 +97,61 @@ def test_a_section_whose_packages_are_not_there_is_skipped(runner):
     (finding,) = runner.run(Section("gpu_check_sections:passes", "", ("json", "no_such.package")), 120)
     assert finding.verdict == "skipped"
     assert "no_such.package" in finding.found
+
+
+@pytest.fixture
+def benchmarks(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+
+
+def test_measurements_are_printed_beside_what_was_expected(benchmarks):
+    from gpu_check.document import Document
+    from gpu_check.report import Speed
+
+    out = io.StringIO()
+    document = Document(out)
+    document.begin("copies", "")
+    entries = [
+        Speed("within the device", "GB/s", 650.0, 1300.0, "bandwidth"),
+        Speed("to the host", "GB/s", 20.0, None, ""),
+    ]
+    document.end(entries, 1.0)
+    document.close()
+    lines = out.getvalue().partition("## expected and found")[2].splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| copies:")]
+    assert cells == [
+        ["copies: within the device", "GB/s", "1300", "650", "0.50", "bandwidth"],
+        ["copies: to the host", "GB/s", "", "20", "", ""],
+    ]
+
+
+def test_the_expected_step_takes_what_its_products_take_and_what_it_moves(benchmarks, tmp_path):
+    from gpu_check.expected import H100, chip_named
+    from gpu_check.expected_step import model_shape, step_seconds
+    from gpu_check.setup import SHAPES
+    from transformers import Qwen3Config
+
+    from rl_dtensor.config import DTensorConfig
+
+    assert chip_named("NVIDIA H100 80GB HBM3") == H100
+    assert chip_named("") is None
+    shape, lengths = SHAPES["0.6B"], np.full(8, 1024)
+    Qwen3Config(
+        hidden_size=shape.hidden,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.key_value_heads,
+        intermediate_size=shape.inner,
+        head_dim=shape.head_dim,
+        vocab_size=shape.vocab,
+        tie_word_embeddings=True,
+    ).save_pretrained(tmp_path)
+    none, full = (
+        step_seconds(H100, tmp_path, shape, lengths, DTensorConfig(recompute=recompute), chunk_size=2048)
+        for recompute in ("none", "full")
+    )
+    least = model_shape(shape).training_flops(lengths) / H100.products
+    assert least < none < 3 * least
+    # the layers' products once more, and more bytes
+    again = 2 * 8192 * shape.num_layer_weights / H100.products
+    assert full - none > again

@@ -1,0 +1,151 @@
+"""vLLM takes turns with a training worker on one device, as in a colocated run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+
+import numpy as np
+
+from gpu_check.generator import LEAST_FREED, compare_mismatch, random_prompts
+from gpu_check.generator_process import GeneratorProcess, complete, resume, sleep, wake
+from gpu_check.report import Report
+from gpu_check.setup import Setup
+from gpu_check.transfer import CANARY_BOUND, CAPTION, HEAD, MOST_LEFT, compare, transfer, transport_of
+from gpu_check.workers import NextToken, batch_of, config_of, open_worker, packed
+from rl_core.model_config import GenerationConfig, ModelConfig
+from rl_core.plugins import resolve
+from rl_core.rollouts.generation import Generator, Placement, SamplingParams
+from rl_core.torch.training.worker import TrainingWorker
+
+MEMORY_SHARE, KV_GIB = 0.3, 0.25
+"""The engine's share of a GPU's memory, and its keys and values on the CPU."""
+
+
+@asynccontextmanager
+async def open_engine(setup: Setup, model: ModelConfig) -> AsyncIterator[Generator]:
+    """A started replica of vLLM that shares its device."""
+    from rl_vllm.plugin import PLUGIN
+
+    on_gpu = setup.accelerator.measures_memory
+    room = {"gpu_memory_utilization": MEMORY_SHARE} if on_gpu else {"kv_cache_gib": KV_GIB}
+    placement = Placement(setup.device, shares_devices=True, awaits_weights=True)
+    generator = resolve(PLUGIN.worker)(GenerationConfig(), PLUGIN.config(**room), model, placement)
+    await generator.start()
+    try:
+        yield generator
+    finally:
+        await generator.close()
+
+
+def check(setup: Setup, report: Report) -> None:
+    """Rounds of training, transfer and generation, in which either side leaves the device to the other."""
+    from rl_dtensor.plugin import PLUGIN
+
+    name, shape = next(iter(setup.models.items()))
+    length, num_new = setup.pick(24, 256), setup.pick(8, 128)
+    config = config_of(
+        setup.folder(shape, dtype="bfloat16"),
+        length + num_new,
+        logprob_chunk_size=setup.pick(16, 1024),
+        **packed(4 * (length + num_new)),
+    )
+    other = config_of(setup.folder(shape, dtype="bfloat16", seed=1), length + num_new)
+    with open_worker(PLUGIN, config, setup) as worker, GeneratorProcess(setup, open_engine, other) as engine:
+        with report.attempt(f"{name}: the engine starts"):
+            started, before = time.perf_counter(), setup.accelerator.used_bytes()
+            engine.start()
+            report.figures(
+                "Start of the engine, weights not loaded",
+                ("s", "device memory, GB"),
+                [(f"{time.perf_counter() - started:.1f}", f"{(setup.accelerator.used_bytes() - before) / 1e9:.2f}")],
+            )
+        with report.attempt(f"{name}: rounds"):
+            _Rounds(setup, report, worker, engine, length, num_new, shape.vocab).run()
+
+
+class _Rounds:
+    """Rounds of a colocated run.
+
+    Args:
+        length: Tokens of a prompt, and of a row to train on.
+        num_new: Tokens of a completion.
+        vocab: Number of tokens of the model.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        report: Report,
+        worker: TrainingWorker,
+        engine: GeneratorProcess,
+        length: int,
+        num_new: int,
+        vocab: int,
+    ) -> None:
+        self._setup = setup
+        self._report = report
+        self._worker = worker
+        self._engine = engine
+        self._batch = batch_of([length] * 4, vocab)
+        self._prompts = random_prompts([length] * setup.pick(4, 64), vocab)
+        self._sampling = SamplingParams(num_new)
+        self._lines: list[tuple[str, ...]] = []
+        self._seconds: dict[str, float] = {}
+
+    def run(self) -> None:
+        """Each round begins with the worker on the device and the engine asleep."""
+        report, accelerator = self._report, self._setup.accelerator
+        transport = transport_of(self._setup, "ipc")
+        shown, used, earlier = [], [], None
+        self._engine.ask(sleep)
+        for version in range(1, self._setup.pick(2, 4) + 1):
+            self._seconds = {}
+            with self._timed("train"):
+                self._worker.train_step(self._batch, NextToken())
+            with self._timed("offload, wake"):
+                self._worker.offload(("optimizer",))
+                self._engine.ask(wake, "weights")
+            with self._timed("transfer"):
+                self._lines.append(transfer(self._setup, report, self._worker, self._engine, transport, version))
+            scores = compare(report, f"ipc, round {version}", self._worker, self._batch, self._engine)
+            if earlier is not None:
+                moved = max(float(np.abs(ours - theirs).max()) for ours, theirs in zip(scores, earlier, strict=True))
+                found = f"{moved:.3g} (at least {CANARY_BOUND:.3g})"
+                report.holds(
+                    f"round {version}: a version before is told apart", "its scores", moved > CANARY_BOUND, found
+                )
+            earlier = scores
+            with self._timed("generate"):
+                self._worker.offload(("parameters",))
+                self._engine.ask(wake, "kv_cache")
+                self._engine.ask(resume)
+                completions = self._engine.ask(complete, self._prompts, self._sampling)
+            awake = accelerator.used_bytes()
+            with self._timed("sleep, onload"):
+                self._engine.ask(sleep)
+                freed = awake - accelerator.used_bytes()
+                self._worker.onload()
+            used.append(accelerator.used_bytes())
+            compare_mismatch(
+                report, self._worker, list(zip(self._prompts, completions, strict=True)), f"bfloat16, round {version}"
+            )
+            shown.append((str(version), *(f"{value:.2f}" for value in self._seconds.values()), f"{freed / 1e9:.2f}"))
+        report.figures(CAPTION, HEAD, self._lines)
+        report.figures("Seconds of a round", ("round", *self._seconds, "freed by sleep, GB"), shown)
+        if not accelerator.measures_memory:
+            report.skip("memory freed by sleep", "host memory is the device's")
+            return
+        engine_bytes = MEMORY_SHARE * accelerator.total_bytes()
+        share = f"{freed / engine_bytes:.0%} (at least {LEAST_FREED:.0%})"
+        report.holds("memory freed by sleep", "the engine's share", freed >= LEAST_FREED * engine_bytes, share)
+        growth = (max(used[1:]) - used[1]) / 1e6
+        report.within("memory grows, MB", "mem_get_info in the second round", growth, MOST_LEFT / 1e6)
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self._setup.accelerator.synchronize()
+        self._seconds[name] = time.perf_counter() - started

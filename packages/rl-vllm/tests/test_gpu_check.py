@@ -1,0 +1,27 @@
+"""This package's section of the GPU check runs on a CPU, small, with the turns of a GPU."""
+
+import multiprocessing
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not BENCHMARKS.is_dir(), reason="benchmarks are in a checkout alone")
+def test_the_section_agrees_with_its_oracles(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from gpu_check.uninstalled import offer
+
+    offer(sorted(BENCHMARKS.parent.glob("packages/rl-*")))
+    from gpu_check.report import Finding
+    from gpu_check.runner import SECTIONS, Runner
+    from gpu_check.setup import Setup
+
+    with Runner(Setup("rehearsal", True, tmp_path), multiprocessing.get_context("forkserver")) as runner:
+        entries = runner.run(SECTIONS["engine"], 560)
+    findings = [entry for entry in entries if isinstance(entry, Finding)]
+    assert [finding for finding in findings if finding.verdict in ("off", "failed")] == []
+    assert "the sender's" in [finding.oracle for finding in findings]
+    assert not any("cannot be imported" in finding.found for finding in findings)
