@@ -6,14 +6,22 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
-import numpy as np
-
 from gpu_check.generator import LEAST_FREED, compare_mismatch, random_prompts
 from gpu_check.generator_process import GeneratorProcess, complete, resume, sleep, wake
 from gpu_check.report import Report
 from gpu_check.setup import Setup
-from gpu_check.transfer import CANARY_BOUND, CAPTION, HEAD, MOST_LEFT, compare, transfer, transport_of
+from gpu_check.transfer import (
+    CANARY_BOUND,
+    CAPTION,
+    HEAD,
+    MOST_LEFT,
+    compare,
+    largest_difference,
+    transfer,
+    transport_of,
+)
 from gpu_check.workers import NextToken, batch_of, config_of, open_worker, packed
+from rl_core.model import LOGPROBS
 from rl_core.model_config import GenerationConfig, ModelConfig
 from rl_core.plugins import resolve
 from rl_core.rollouts.generation import Generator, Placement, SamplingParams
@@ -109,19 +117,23 @@ class _Rounds:
                 self._engine.ask(wake, "weights")
             with self._timed("transfer"):
                 self._lines.append(transfer(self._setup, report, self._worker, self._engine, transport, version))
-            scores = compare(report, f"ipc, round {version}", self._worker, self._batch, self._engine)
-            if earlier is not None:
-                moved = max(float(np.abs(ours - theirs).max()) for ours, theirs in zip(scores, earlier, strict=True))
-                found = f"{moved:.3g} (at least {CANARY_BOUND:.3g})"
-                report.holds(
-                    f"round {version}: a version before is told apart", "its scores", moved > CANARY_BOUND, found
-                )
-            earlier = scores
+            expected = self._worker.infer(self._batch, [LOGPROBS])
+            assert expected is not None
             with self._timed("generate"):
                 self._worker.offload(("parameters",))
                 self._engine.ask(wake, "kv_cache")
+                scores = compare(report, f"ipc, round {version}", expected, self._batch, self._engine)
                 self._engine.ask(resume)
                 completions = self._engine.ask(complete, self._prompts, self._sampling)
+            if earlier is not None:
+                moved = largest_difference(scores, earlier)
+                report.holds(
+                    f"ipc, round {version}: its canary is not that of the version before",
+                    "the generator's earlier scores",
+                    moved > CANARY_BOUND,
+                    f"{moved:.3g} (more than {CANARY_BOUND:.3g})",
+                )
+            earlier = scores
             awake = accelerator.used_bytes()
             with self._timed("sleep, onload"):
                 self._engine.ask(sleep)

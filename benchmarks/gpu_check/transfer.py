@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any, get_args
 
 import numpy as np
@@ -62,7 +63,8 @@ def _rounds(
         lines.append(transfer(setup, report, worker, generator, transport, version))
         used.append(setup.accelerator.used_bytes())
         generator.ask(resume)
-        compare(report, f"{kind}, round {version}", worker, batch, generator)
+        expected = worker.infer(batch, [LOGPROBS])
+        compare(report, f"{kind}, round {version}", expected, batch, generator)
     if setup.accelerator.measures_memory:
         growth = (max(used[1:]) - used[1]) / 1e6
         report.within(f"{kind}: memory grows, MB", "mem_get_info in the second round", growth, MOST_LEFT / 1e6)
@@ -102,10 +104,16 @@ def transfer(
     return transport.kind, str(version), f"{size / 1e6:.1f}", f"{seconds:.3f}", f"{size / seconds / 1e9:.2f}"
 
 
-def compare(report: Report, subject: str, worker: Any, batch: Batch, generator: GeneratorProcess) -> list[np.ndarray]:
-    """Compare the logprobs of the same rows; returns the generator's."""
+def compare(
+    report: Report, subject: str, expected: Batch, batch: Batch, generator: GeneratorProcess
+) -> list[np.ndarray]:
+    """Compare the logprobs of rows with those that the worker has computed; returns the generator's."""
     found = generator.ask(score, [np.asarray(row) for row in batch.ragged("tokens")])
-    expected = worker.infer(batch, [LOGPROBS]).ragged("logprobs")
-    error = max(float(np.abs(ours - theirs).max()) for ours, theirs in zip(found, expected, strict=True))
+    error = largest_difference(found, list(expected.ragged("logprobs")))
     report.within(f"{subject}: canary's logprobs", "the worker's own", error, CANARY_BOUND)
     return found
+
+
+def largest_difference(found: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> float:
+    """Largest difference of any token's logprob."""
+    return max(float(np.abs(ours - theirs).max()) for ours, theirs in zip(found, expected, strict=True))
