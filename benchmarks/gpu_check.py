@@ -46,8 +46,6 @@ TOTAL_S = 1100.0
 def main() -> int:
     chosen = parse_arguments()
     kind = device_named(chosen.device)
-    # a worker's process sees exactly one GPU, which is the first of these except in the section `meshes`
-    os.environ.setdefault("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(chosen.gpus))))
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if problem := ACCELERATORS[kind.kernels].problem():
         sys.exit(problem)

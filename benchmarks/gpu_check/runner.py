@@ -190,6 +190,8 @@ def _gather(pipe: Connection, budget_s: float) -> tuple[list[Entry], str]:
 
 def _serve(pipe: Connection, setup: Setup, stacks: Path) -> None:
     os.setpgid(0, 0)
+    # a worker's process sees exactly one GPU, which is the first of these except in the section `meshes`
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(setup.num_gpus))))
     with stacks.open("a") as file:  # after a truncation, appended to from the start
         file.truncate(0)
         faulthandler.enable(file)

@@ -8,13 +8,11 @@ experts in the last dim of `up`, where no mesh can split them.)
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from peft import LoraConfig as PeftConfig
-from peft import inject_adapter_in_model
-from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -86,6 +84,10 @@ def add_adapters(hf: PreTrainedModel, config: LoraConfig) -> None:
 
 
 def _adapt_linear(hf: PreTrainedModel, targets: list[str], config: LoraConfig) -> None:
+    # takes seconds, which models without adapters do not pay
+    from peft import LoraConfig as PeftConfig
+    from peft import inject_adapter_in_model
+
     # if peft knows the family, it takes any `gate_proj` in a model with experts for one of theirs
     shell = nn.ModuleDict({"hf": hf})
     peft = PeftConfig(
@@ -137,6 +139,12 @@ def adapted_modules(hf: PreTrainedModel, config: LoraConfig) -> list[str]:
     return [name for name in _linear_layers(hf) if is_adapted(name, config)]
 
 
+def _is_adapted(module: nn.Module) -> bool:
+    """Return whether it is a layer of peft, which is not imported before the first adapter."""
+    peft = sys.modules.get("peft.tuners.lora")
+    return peft is not None and isinstance(module, peft.LoraLayer)
+
+
 def adapters_of(hf: PreTrainedModel) -> dict[str, Adapter]:
     """Name of each weight without adapters in it to its adapter."""
     linear = {
@@ -147,7 +155,7 @@ def adapters_of(hf: PreTrainedModel) -> dict[str, Adapter]:
             is_transposed=isinstance(module.get_base_layer(), Conv1D),
         )
         for name, module in hf.named_modules()
-        if isinstance(module, LoraLayer)
+        if _is_adapted(module)
     }
     stacked = {}
     for name, module in stacked_weights(hf).items():
