@@ -16,13 +16,16 @@ typer.testing._get_command = cache(typer.testing._get_command)
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
-QUICK_TO_NOTICE = {
+OF_THE_HEAD = {
+    # a dead node is noticed within seconds
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "2000",
     "RAY_health_check_failure_threshold": "3",
     "RAY_health_check_initial_delay_ms": "1000",
+    # no process waits for work that may not come
+    "RAY_prestart_worker_first_driver": "0",
 }
-"""A dead node is noticed within seconds; read by the head."""
+"""Settings that Ray's head reads."""
 
 
 @dataclass
@@ -58,8 +61,8 @@ def machines(tmp_path_factory) -> Iterator[Machines]:
 
     from rl_launch.cluster.ray_start import retried
 
-    before = {name: os.environ.get(name) for name in (*QUICK_TO_NOTICE, "RAY_ADDRESS")}
-    os.environ.update(QUICK_TO_NOTICE)
+    before = {name: os.environ.get(name) for name in (*OF_THE_HEAD, "RAY_ADDRESS")}
+    os.environ.update(OF_THE_HEAD)
     os.environ.pop("RAY_ADDRESS", None)
     cluster = Cluster(initialize_head=False)
     head = {"num_cpus": 4, "object_store_memory": 80 * 2**20, "include_dashboard": False}

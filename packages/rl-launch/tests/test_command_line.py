@@ -1,8 +1,8 @@
 import subprocess
-import sys
 
 import pytest
 import typer
+from rl_process import PYTHON, rl
 from typer.testing import CliRunner
 
 from rl_core.errors import DataError, Origin, RunDirectoryError, WorkerError
@@ -21,12 +21,6 @@ from rl_launch.cli import main
 atexit.register(lambda: print(*sys.modules))
 main()
 """
-
-
-def rl(*arguments, cwd=None):
-    return subprocess.run(
-        [sys.executable, "-m", "rl_launch.cli", *arguments], capture_output=True, text=True, cwd=cwd, check=False
-    )
 
 
 def test_help_answers_at_once():
@@ -50,7 +44,7 @@ def test_help_answers_at_once():
 )
 def test_wrong_use_is_one_message_at_once_and_leaves_nothing(tmp_path, arguments, message):
     answer = subprocess.run(
-        [sys.executable, "-c", REPORTING, *arguments], capture_output=True, text=True, cwd=tmp_path, check=False
+        [*PYTHON, "-c", REPORTING, *arguments], capture_output=True, text=True, cwd=tmp_path, check=False
     )
     assert not set(answer.stdout.split()) & HEAVY
     assert answer.returncode == 2

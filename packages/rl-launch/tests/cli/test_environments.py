@@ -3,9 +3,9 @@
 import json
 import os
 import subprocess
-import sys
 
 import pytest
+from rl_process import RL
 from typer.testing import CliRunner
 
 from rl_launch.cli import app
@@ -120,7 +120,7 @@ def test_a_rollout_that_fails_says_why_and_exits_with_1(script, says):
 
 def test_completions_come_by_a_pipe():
     done = subprocess.run(
-        [sys.executable, "-m", "rl_launch.cli", "env", "run", "rewards.py:brief", "--data", "rows.jsonl"],
+        [*RL, "env", "run", "rewards.py:brief", "--data", "rows.jsonl"],
         input="It\nis 1.\n.\nnever read",
         capture_output=True,
         text=True,

@@ -1,10 +1,10 @@
 """Commands whose reader is gone, as in `rl env list | head`."""
 
 import subprocess
-import sys
 
 import pytest
 import typer
+from rl_process import RL
 
 from rl_launch.cli.failure import reported
 
@@ -15,7 +15,7 @@ QUIET = {0, 1, 141}
 def without_reader(folder, *command):
     """Exit code and standard error of a command whose output nobody reads."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "rl_launch.cli", *command],
+        [*RL, *command],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

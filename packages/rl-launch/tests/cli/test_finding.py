@@ -1,11 +1,11 @@
 """Finding recipes, environments, datasets and keys from the command line, without a run and without an engine."""
 
-import os
 import re
 import subprocess
 import sys
 
 import pytest
+from rl_process import PYTHON
 from typer.testing import CliRunner
 
 from rl_core.config import all_keys
@@ -279,8 +279,9 @@ def test_listings_load_no_engine():
 
 
 COMPLETE = """
-import sys
+import os, sys
 sys.argv[0] = "rl"
+os.environ |= {"_RL_COMPLETE": "complete_bash", "COMP_WORDS": " ".join(sys.argv), "COMP_CWORD": str(len(sys.argv) - 1)}
 from rl_launch.cli import main
 try:
     main()
@@ -290,19 +291,16 @@ finally:
 
 
 def _completed(*words):
-    """What the shell is offered for the last word; the completion has loaded no engine."""
-    environment = {"_RL_COMPLETE": "complete_bash", "COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1)}
-    done = subprocess.run(
-        [sys.executable, "-c", COMPLETE], env={**os.environ, **environment}, capture_output=True, text=True, check=False
-    )
+    """What the shell is offered for the last of the words after `rl`; the completion has loaded no engine."""
+    done = subprocess.run([*PYTHON, "-c", COMPLETE, *words], capture_output=True, text=True, check=False)
     assert not set(done.stderr.split()) & HEAVY
     return done.stdout.split()
 
 
 def test_the_shell_completes_recipes_and_keys():
-    assert _completed("rl", "train", "sft-") == [name for name in recipe_names() if name.startswith("sft-")]
+    assert _completed("train", "sft-") == [name for name in recipe_names() if name.startswith("sft-")]
     keys = set(all_keys(type_of(read_raw("grpo-arithmetic")), {}))
-    offered = _completed("rl", "train", "grpo-arithmetic", "grpo.val")
+    offered = _completed("train", "grpo-arithmetic", "grpo.val")
     assert "grpo.val_period=" in offered
     assert {each.removesuffix("=") for each in offered} <= keys
 
@@ -333,11 +331,11 @@ def test_the_shell_completes_recipes_and_keys():
     ],
 )
 def test_the_shell_completes_names_and_values(words, offered):
-    assert _completed("rl", *words) == offered
+    assert _completed(*words) == offered
 
 
 def test_the_shell_completes_tasks_of_a_dataset():
     pytest.importorskip("reasoning_gym")
-    assert _completed("rl", "data", "list", "reasoning_gym", "chain_s") == ["chain_sum"]
-    offered = _completed("rl", "eval", "x", "--tasks", "reasoning_gym/chain_s")
+    assert _completed("data", "list", "reasoning_gym", "chain_s") == ["chain_sum"]
+    offered = _completed("eval", "x", "--tasks", "reasoning_gym/chain_s")
     assert offered == ["reasoning_gym/chain_sum"]

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import ray
 
+import rl_envs
 from rl_core.devices import CPU, CUDA, REHEARSAL
 from rl_core.errors import ConfigError, Origin, WorkerDied, WorkerEnvironmentError, WorkerStalled
 from rl_core.plugins import Requirement
@@ -145,28 +146,28 @@ def driver_alone(tmp_path, monkeypatch):
     return str(UNSEEN / "here" / "bin" / "python")
 
 
-def test_nodes_without_the_drivers_environment_build_it_for_themselves(machines, pair, driver_alone, tmp_path, caplog):
+def test_a_node_without_the_drivers_environment_builds_it_for_itself(machines, pair, driver_alone, tmp_path, caplog):
     caplog.set_level("INFO", logger="rl_launch")
     envs = DriverEnvs("isolated", {"env.math": MATH}, {"env.math": driver_alone})
+    _, node = pair
     for how in ("built in", "cached"):
         caplog.clear()
         nodes = nodes_of(envs, folder=tmp_path)
-        nodes.prepare(on(*pair))
-        interpreters = [nodes[node.node_id].interpreters["env.math"] for node in pair]
-        assert [
-            Path(python).is_relative_to(machines.home_of(node) / "envs")
-            for python, node in zip(interpreters, pair, strict=True)
-        ] == [True, True]
-        for node in pair:
-            assert (
-                f"node {node.node_ip_address}: building environment rl-envs there: {driver_alone} does not exist"
-                in caplog.text
-            )
-            assert f"node {node.node_ip_address}: environment rl-envs: {how}" in caplog.text
+        nodes.prepare(on(node))
+        python = nodes[node.node_id].interpreters["env.math"]
+        assert Path(python).is_relative_to(machines.home_of(node) / "envs")
+        assert (
+            f"node {node.node_ip_address}: building environment rl-envs there: {driver_alone} does not exist"
+            in caplog.text
+        )
+        assert f"node {node.node_ip_address}: environment rl-envs: {how}" in caplog.text
     seen = subprocess.run(
-        [interpreters[1], "-I", "-c", "import rl_envs; print(rl_envs.__file__)"], capture_output=True, text=True
+        [python, "-I", "-c", "import rl_envs; print(rl_envs.__file__)"], capture_output=True, text=True
     )
-    assert Path(seen.stdout.strip()).is_relative_to(machines.home_of(pair[1]))
+    # a copy of the driver's code
+    module = Path(seen.stdout.strip())
+    assert module.is_relative_to(machines.home_of(node))
+    assert module.read_bytes() == Path(rl_envs.__file__).read_bytes()
 
 
 def test_a_shared_environment_that_is_not_shared_is_refused_by_node(pair, driver_alone, tmp_path):

@@ -1,11 +1,10 @@
 """`rl doctor` as it is typed."""
 
 import json
-import os
-import subprocess
-import sys
+from functools import partial
 
 import pytest
+from rl_process import rl
 from typer.testing import CliRunner
 
 from rl_core.testing.isolation import loaded_by, loaded_by_command
@@ -15,14 +14,7 @@ from rl_launch.doctor import CHECKS, Machine, examine, needs_of
 HEAVY = {"datasets", "megatron", "ray", "torch", "transformers", "vllm"}
 
 
-def doctor(*arguments, **variables):
-    return subprocess.run(
-        [sys.executable, "-m", "rl_launch.cli", "doctor", *arguments],
-        env={**os.environ, **variables},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+doctor = partial(rl, "doctor")
 
 
 def test_it_answers_at_once_and_starts_no_engine():

@@ -68,18 +68,13 @@ def test_every_pin_has_the_hashes_of_its_files(worker):
     pins = shipped_pins(spec.wanted)
     assert pins is not None
     assert [line for line in pins.splitlines() if " --hash=sha256:" not in line] == []
-    from_pins = [
-        command for command in portable_plan(spec).commands if "{files}/pins.txt" in command and "-r" in command
-    ]
-    assert from_pins
-    assert all("--require-hashes" in command for command in from_pins)
 
 
 def test_no_pins_are_made_up_for_what_is_not_ours():
     assert shipped_pins(worker_env(Requirement("someones-engine"), "cpu").wanted) is None
 
 
-def test_what_is_compiled_against_torch_is_installed_after_it():
+def test_what_is_compiled_against_torch_is_installed_after_it_and_all_of_it_by_hash():
     spec = worker_env(Requirement("rl-dtensor", {"cuda": ("worker", "flash")}), "cuda", also=[LOSSES])
     plan = portable_plan(spec)
     pins, compiled = (dict(plan.files)[name].decode() for name in ("pins.txt", "compiled.txt"))
@@ -91,3 +86,6 @@ def test_what_is_compiled_against_torch_is_installed_after_it():
     assert "--no-build-isolation" not in tools
     assert {"--no-build-isolation", "{files}/compiled.txt"} <= set(last)
     assert not any("{files}/compiled.txt" in command for command in plan.commands[:-1])
+    of_files = [command for command in plan.commands if "-r" in command]
+    assert [command[-1] for command in of_files] == ["{files}/pins.txt", "{files}/compiled.txt"]
+    assert all("--require-hashes" in command for command in of_files)

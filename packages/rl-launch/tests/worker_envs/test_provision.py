@@ -11,8 +11,7 @@ from rl_core.errors import WorkerEnvironmentError
 from rl_core.plugins import Requirement
 from rl_launch.worker_envs import node_build, provision, worker_env
 from rl_launch.worker_envs.checkout import find_checkout
-from rl_launch.worker_envs.node_build import build, find_uv
-from rl_launch.worker_envs.plan import portable_plan
+from rl_launch.worker_envs.node_build import find_uv
 
 MATH = worker_env(Requirement("rl-envs", imports=("math_verify",)), "cpu")
 PROBE = """
@@ -39,16 +38,6 @@ def test_in_a_checkout_an_isolated_worker_runs_its_sources_and_has_nothing_else(
     monkeypatch.setattr(subprocess, "Popen", None)  # what is built starts no process
     assert provision([MATH], "isolated", root=str(tmp_path)) == {MATH: python}
     assert [message.partition(": ")[2][:8] for message in caplog.messages] == ["built in", "cached"]
-
-
-def test_a_portable_plan_holds_the_drivers_code(tmp_path):
-    built = build(portable_plan(MATH), str(tmp_path))
-    prefix, module, found = seen_by(built.python)
-    assert module.is_relative_to(prefix)
-    assert found == ["ray", "rl_core"]
-    import rl_envs
-
-    assert module.read_bytes() == Path(rl_envs.__file__).read_bytes()
 
 
 def test_a_clean_installation_of_the_wheels_builds_from_what_it_ships(tmp_path):
