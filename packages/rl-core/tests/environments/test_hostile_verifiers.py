@@ -12,14 +12,15 @@ DEADLINE_S = 5.0
 
 # what a turn does, how often, and a word of its report
 HOSTILE = [
-    ("raise bad", 60, "ValueError: bad"),
-    ("nan", 50, "nan"),
-    ("foreign", 40, "oops"),
-    ("exit", 14, "exit code 7"),
-    ("kill", 12, "SIGKILL"),
-    ("shout flooded", 10, "exit code 7"),
-    ("need 4096", 8, "memory"),
-    ("hang", 6, "deadline of 5 s"),
+    ("raise bad", 76, "ValueError: bad"),
+    ("nan", 60, "nan"),
+    ("foreign", 48, "oops"),
+    # each of these costs the start of a process
+    ("exit", 4, "exit code 7"),
+    ("kill", 4, "SIGKILL"),
+    ("shout flooded", 3, "exit code 7"),
+    ("need 4096", 2, "memory"),
+    ("hang", 3, "deadline of 5 s"),
 ]
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import ray
+from local_ray import local_ray
 from ray import exceptions as failures
 from ray.exceptions import RayTaskError
 
@@ -36,16 +37,8 @@ ON_PATH = {"env_vars": {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent
 
 @pytest.fixture(scope="module")
 def cluster():
-    for attempt in range(1, 4):
-        try:
-            ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-            break
-        except Exception:  # a raylet misses its start-up deadline of 30 s on a busy machine
-            ray.shutdown()
-            if attempt == 3:
-                raise
-    yield
-    ray.shutdown()
+    with local_ray():
+        yield
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import ray
+from local_ray import local_ray
 from row_worker import RowLoss
 
 from rl_core.data.batch import Batch, RemoteColumn, RemoteRows
@@ -27,16 +28,14 @@ SHAPE = {"dp": 2, "tp": 2}
 
 @pytest.fixture(scope="module")
 def start():
-    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-
     def start(place):
         host = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(WorkerHost)
         actor = host.options(num_cpus=0, runtime_env=ON_PATH).remote()
         actor.build.remote("row_worker:RowWorker", place)
         return actor
 
-    yield start
-    ray.shutdown()
+    with local_ray():
+        yield start
 
 
 @pytest.fixture(scope="module")
