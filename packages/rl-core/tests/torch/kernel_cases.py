@@ -1,6 +1,7 @@
 """Cases run in Triton's interpreter: kernels against the plain formulas in float64, which no kernel takes."""
 
 import os
+from itertools import product
 from unittest.mock import patch
 
 import torch
@@ -11,6 +12,7 @@ from rl_core.selfcheck.rank_pool import Rank
 from rl_core.torch.heads.logprobs import Head, LogitTransform, head_reads
 from rl_core.torch.heads.vocab_parallel import VocabShard, vocab_parallel_reads
 from rl_core.torch.kernels.norm import NormForm, add_rms_norm, rms_norm
+from rl_core.torch.kernels.permutation import collect, group_by_expert, spread, spread_weighted
 from rl_core.torch.kernels.rotary import HeadNorm, rotated
 from rl_core.torch.kernels.swiglu import swiglu, swiglu_of_halves
 
@@ -124,12 +126,46 @@ def gates(rank: Rank, dtype: str) -> dict[str, float]:
         "slices": (lambda both: swiglu(both[:, 2:10], both[:, 10:18]), [draw(3, 20)]),
         "one": (swiglu_of_halves, [draw(7, 24)]),
         "none": (swiglu_of_halves, [draw(0, 24)]),
+        "weighted": (swiglu_of_halves, [draw(7, 24), draw(7, seed=1)]),
+        "weighted, long": (swiglu_of_halves, [draw(2, 2200), draw(2, seed=1)]),
+        "weighted, none": (swiglu_of_halves, [draw(0, 24), draw(0, seed=1)]),
     }
     return {
         f"{label}, {name}": error
         for label, (function, tensors) in cases.items()
         for name, error in errors(function, tensors, kind).items()
     }
+
+
+ROUTINGS = {
+    # experts of each token, of six; 6 is none of them
+    "even": [[0, 3], [5, 1], [2, 4], [1, 0]],
+    "uneven, empty experts": [[2, 4]] * 9,
+    "some elsewhere": [[6, 3], [6, 6], [0, 6]],
+    "all elsewhere": [[6, 6], [6, 6]],
+    "no tokens": [],
+}
+
+
+def permutations(rank: Rank, dtype: str) -> dict[str, float]:
+    """Rows of experts, from tokens and their weights, and sums of rows by token."""
+    kind = DTYPES[dtype]
+    found = {}
+    for (label, chosen), size in product(ROUTINGS.items(), (20, 1100)):
+        ids = torch.tensor(chosen, dtype=torch.int64).view(-1, 2)
+        places, ends = group_by_expert(ids, 6)
+        num_rows = max(int(ends[-1]), 1)
+
+        def run(x, weights, other, places=places, num_rows=num_rows):
+            rows, row_weights = spread_weighted(x, weights, places, num_rows)
+            taken = places[places >= 0].long()
+            both = collect(rows * 2.0, places), collect(spread(other, places, num_rows), places)
+            return rows[taken], row_weights[taken], *both
+
+        tensors = [draw(len(ids), size), draw(len(ids), 2, seed=1), draw(len(ids), size, seed=2)]
+        case = errors(run, tensors, kind)
+        found |= {f"{label}, {size}, {name}": error for name, error in case.items()}
+    return found
 
 
 TRANSFORMS = {"plain": LogitTransform(), "capped": LogitTransform(scale=1.5, softcap=2.0)}

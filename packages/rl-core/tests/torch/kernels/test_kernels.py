@@ -37,6 +37,11 @@ def test_gates_are_those_of_the_formula(interpreter, dtype):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
+def test_rows_of_experts_are_those_of_the_formula(interpreter, dtype):
+    check(interpreter, dtype, kernel_cases.permutations, dtype)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(("transform", "is_split"), [("plain", False), ("capped", False), ("capped", True)])
 def test_reads_of_a_head_are_those_of_whole_logits(interpreter, transform, is_split, dtype):
     check(interpreter, dtype, kernel_cases.heads, dtype, transform, is_split)

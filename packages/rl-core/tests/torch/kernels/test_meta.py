@@ -6,6 +6,7 @@ import torch
 from rl_core.token_filter import TokenFilter
 from rl_core.torch.heads.logprobs import Head, chunk_size_of, head_reads
 from rl_core.torch.kernels.norm import NormForm, add_rms_norm, rms_norm
+from rl_core.torch.kernels.permutation import collect, group_by_expert, spread_weighted
 from rl_core.torch.kernels.rotary import HeadNorm, rotated
 from rl_core.torch.kernels.swiglu import swiglu, swiglu_of_halves
 from rl_core.torch.kernels.vocabulary import add_product_
@@ -31,7 +32,15 @@ def norms(device):
 
 def gates(device):
     gate, up, both = leaf(4, 8, device=device), leaf(4, 8, device=device), leaf(4, 16, device=device)
-    return [gate, up, both], [swiglu(gate, up), swiglu_of_halves(both)]
+    weights = leaf(4, device=device)
+    return [gate, up, both, weights], [swiglu(gate, up), swiglu_of_halves(both), swiglu_of_halves(both, weights)]
+
+
+def permutation(device):
+    tokens, weights = leaf(5, 8, device=device), leaf(5, 2, device=device)
+    places, ends = group_by_expert(torch.zeros(5, 2, dtype=torch.int64, device=device), 3)
+    rows, row_weights = spread_weighted(tokens, weights, places, 10)
+    return [tokens, weights], [rows, row_weights, collect(rows, places), ends]
 
 
 def reads(device):
@@ -41,7 +50,7 @@ def reads(device):
     return [hidden, weight], [found.logprobs, found.entropy, found.topk_logprobs, found.collision]
 
 
-@pytest.mark.parametrize("case", [rotation, norms, gates, reads])
+@pytest.mark.parametrize("case", [rotation, norms, gates, permutation, reads])
 def test_shapes_and_dtypes_are_those_of_the_formulas(case):
     described = []
     for device in ("meta", "cpu"):

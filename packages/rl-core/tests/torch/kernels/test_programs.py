@@ -12,17 +12,20 @@ from triton.compiler import ASTSource
 
 from rl_core.torch.heads.logprobs import Head, LogitTransform, head_reads
 from rl_core.torch.kernels.norm import NormForm, add_rms_norm, rms_norm
-from rl_core.torch.kernels.programs import norm, rotary, swiglu, vocabulary
+from rl_core.torch.kernels.permutation import collect, spread_weighted
+from rl_core.torch.kernels.programs import norm, permutation, rotary, swiglu, vocabulary
 from rl_core.torch.kernels.rotary import HeadNorm, rotated
 from rl_core.torch.kernels.swiglu import swiglu as gated
+from rl_core.torch.kernels.swiglu import swiglu_of_halves
 
 PROGRAMS = {
     norm: ("rms_norm_forward", "rms_norm_backward", "rms_norm_weight_gradient"),
+    permutation: ("spread_rows", "collect_rows"),
     rotary: ("rotary_forward", "rotary_backward"),
     swiglu: ("swiglu_forward", "swiglu_backward"),
     vocabulary: ("softmax_statistics", "softmax_gradient"),
 }
-TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int64: "*i64"}
+TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"}
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
@@ -99,6 +102,16 @@ def gates():
     backward(gated(leaf(4, 12288), leaf(4, 12288)))
 
 
+def weighted_gates():
+    backward(swiglu_of_halves(leaf(4, 1536), leaf(4)))
+
+
+def experts(size, num_places):
+    places = torch.zeros(4, num_places, dtype=torch.int32)
+    rows, weights = spread_weighted(leaf(4, size), leaf(4, num_places), places, 4 * num_places)
+    backward(collect(rows, places), weights)
+
+
 def heads(transform, **reads):
     targets = torch.zeros(4, dtype=torch.int64)
     found = head_reads(leaf(4, 16), Head(leaf(151_936, 16), None, transform), targets, **reads)
@@ -114,6 +127,9 @@ LAUNCHES = {
     "rotation of Llama": (lambda: rotations(128, 128, None), 2),
     "rotation of Qwen3-Next": (lambda: rotations(256, 64, NormForm(1e-6, offset=1.0, rounds_first=False)), 2),
     "gate": (gates, 2),
+    "weighted gate": (weighted_gates, 2),
+    "experts of 30B-A3B": (lambda: experts(2048, 8), 4),
+    "ranks of DeepSeek-V3": (lambda: experts(7168, 64), 4),
     "head": (lambda: heads(LogitTransform(), entropy=True), 2),
     "head with all reads": (lambda: heads(LogitTransform(0.5, 30.0), entropy=True, collision=True, k=2), 2),
 }

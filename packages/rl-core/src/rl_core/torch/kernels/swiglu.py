@@ -27,16 +27,18 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return result
 
 
-def swiglu_of_halves(gate_up: Tensor) -> Tensor:
+def swiglu_of_halves(gate_up: Tensor, weights: Tensor | None = None) -> Tensor:
     """Return `silu(gate) * up`, `[..., features]`, of one tensor that holds both.
 
     Args:
         gate_up: `[..., 2 * features]`, the gate first. Its gradient is written to one tensor.
+        weights: `[...]`, which multiply the rows of the result; None if rows have none.
     """
-    if not takes(gate_up):
+    if not takes(gate_up, weights):
         gate, up = gate_up.chunk(2, -1)
-        return F.silu(gate) * up
-    result: Tensor = _SwiGLUOfHalves.apply(gate_up)
+        gated = F.silu(gate) * up
+        return gated if weights is None else (gated * weights[..., None]).to(gate_up.dtype)
+    result: Tensor = _SwiGLUOfHalves.apply(gate_up, weights)
     return result
 
 
@@ -44,31 +46,36 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
-        out: Tensor = torch.ops.rl_core.swiglu(_rows(gate), _rows(up))
+        out: Tensor = torch.ops.rl_core.swiglu(_rows(gate), _rows(up), None)
         return out.view(gate.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
-        both = torch.ops.rl_core.swiglu_backward(_rows(grad), _rows(gate), _rows(up), False)
+        both, _ = torch.ops.rl_core.swiglu_backward(_rows(grad), _rows(gate), _rows(up), None, False)
         by_gate, by_up = (part.view(gate.shape) for part in both.unbind(0))
         return by_gate, by_up
 
 
 class _SwiGLUOfHalves(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate_up)
+    def forward(ctx: Any, gate_up: Tensor, weights: Tensor | None) -> Tensor:
+        ctx.save_for_backward(gate_up, weights)
         gate, up = _rows(gate_up).chunk(2, -1)
-        out: Tensor = torch.ops.rl_core.swiglu(gate, up)
+        out: Tensor = torch.ops.rl_core.swiglu(gate, up, _flat(weights))
         return out.view(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (gate_up,) = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+        gate_up, weights = ctx.saved_tensors
         gate, up = _rows(gate_up).chunk(2, -1)
-        both: Tensor = torch.ops.rl_core.swiglu_backward(_rows(grad), gate, up, True)
-        return both.view(gate_up.shape)
+        both, parts = torch.ops.rl_core.swiglu_backward(_rows(grad), gate, up, _flat(weights), True)
+        by_weights = None if weights is None else parts.sum(-1).to(weights.dtype).view(weights.shape)
+        return both.view(gate_up.shape), by_weights
+
+
+def _flat(weights: Tensor | None) -> Tensor | None:
+    return None if weights is None else weights.reshape(-1)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -85,29 +92,37 @@ def _launch(num: int, size: int) -> tuple[tuple[int], dict[str, int]]:
 
 
 @torch.library.custom_op("rl_core::swiglu", mutates_args=(), device_types=("cpu", "cuda"))
-def _forward(gate: Tensor, up: Tensor) -> Tensor:
+def _forward(gate: Tensor, up: Tensor, weights: Tensor | None) -> Tensor:
     from rl_core.torch.kernels.programs.swiglu import swiglu_forward
 
-    out = _empty(gate, up)
+    out = _empty(gate, up, weights)
     if out.numel():
         grid, shape = _launch(*gate.shape)
         with torch.cuda.device_of(gate):
             swiglu_forward[grid](
-                gate, up, out, gate.shape[1], gate_stride=gate.stride(0), up_stride=up.stride(0), **shape
+                gate,
+                up,
+                weights,
+                out,
+                gate.shape[1],
+                gate_stride=gate.stride(0),
+                up_stride=up.stride(0),
+                HAS_WEIGHTS=weights is not None,
+                **shape,
             )
     return out
 
 
 @_forward.register_fake
-def _empty(gate: Tensor, up: Tensor) -> Tensor:
+def _empty(gate: Tensor, up: Tensor, weights: Tensor | None) -> Tensor:
     return gate.new_empty(gate.shape)
 
 
 @torch.library.custom_op("rl_core::swiglu_backward", mutates_args=(), device_types=("cpu", "cuda"))
-def _backward(grad: Tensor, gate: Tensor, up: Tensor, in_one: bool) -> Tensor:
+def _backward(grad: Tensor, gate: Tensor, up: Tensor, weights: Tensor | None, in_one: bool) -> tuple[Tensor, Tensor]:
     from rl_core.torch.kernels.programs.swiglu import swiglu_backward
 
-    both = _backward_empty(grad, gate, up, in_one)
+    both, by_weights = _backward_empty(grad, gate, up, weights, in_one)
     by_gate, by_up = both.chunk(2, -1) if in_one else both.unbind(0)
     if both.numel():
         grid, shape = _launch(*gate.shape)
@@ -116,20 +131,28 @@ def _backward(grad: Tensor, gate: Tensor, up: Tensor, in_one: bool) -> Tensor:
                 grad,
                 gate,
                 up,
+                weights,
                 by_gate,
                 by_up,
+                by_weights,
                 gate.shape[1],
                 grad_stride=grad.stride(0),
                 gate_stride=gate.stride(0),
                 up_stride=up.stride(0),
                 by_stride=by_gate.stride(0),
+                HAS_WEIGHTS=weights is not None,
                 **shape,
             )
-    return both
+    return both, by_weights
 
 
 @_backward.register_fake
-def _backward_empty(grad: Tensor, gate: Tensor, up: Tensor, in_one: bool) -> Tensor:
-    """Gradients by gate and up: next to one another in each row, or one tensor after the other."""
+def _backward_empty(
+    grad: Tensor, gate: Tensor, up: Tensor, weights: Tensor | None, in_one: bool
+) -> tuple[Tensor, Tensor]:
+    """Gradients by gate and up, next to one another in each row or one tensor after the other; `[rows, blocks]`, the
+    parts of the gradient by the weights."""
     num, size = gate.shape
-    return gate.new_empty((num, 2 * size) if in_one else (2, num, size))
+    num_blocks = 0 if weights is None else _launch(num, size)[1]["num_blocks"]
+    by_weights = gate.new_empty((num, num_blocks), dtype=torch.float32)
+    return gate.new_empty((num, 2 * size) if in_one else (2, num, size)), by_weights
