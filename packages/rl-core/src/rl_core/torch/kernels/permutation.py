@@ -32,17 +32,16 @@ def group_by_expert(ids: Tensor, num_experts: int) -> Groups:
     """Group choices by expert, in the order of tokens; the host does not wait.
 
     Args:
-        ids: Chosen experts, int `[tokens, k]`; others than 0 to `num_experts - 1` get no place.
+        ids: Chosen experts, int `[tokens, k]`; `num_experts` stands for an expert elsewhere, which gets no place.
         num_experts: Number of experts.
     """
     dtype = torch.int16 if num_experts < torch.iinfo(torch.int16).max else torch.int32  # few passes of a radix sort
-    is_known = (ids >= 0) & (ids < num_experts)
-    keys, order = ids.where(is_known, num_experts).flatten().to(dtype).sort(stable=True)
+    keys, order = ids.flatten().to(dtype).sort(stable=True)
     bounds = torch.arange(num_experts, dtype=dtype, device=ids.device)
     ends = torch.searchsorted(keys, bounds, right=True, out_int32=True)
     places = torch.empty_like(order, dtype=torch.int32)
     places[order] = torch.arange(len(order), dtype=torch.int32, device=ids.device)
-    return Groups(places.view(ids.shape).where(is_known, -1), ends)
+    return Groups(places.view(ids.shape).where(ids < num_experts, -1), ends)
 
 
 def spread(x: Tensor, places: Tensor, num_rows: int, *, fused: bool = True) -> Tensor:
