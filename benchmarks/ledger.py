@@ -28,6 +28,8 @@ from rl_dtensor.ledger.pipeline import bubble
 from rl_dtensor.ledger.shapes import SHAPES, config_of
 from rl_dtensor.ledger.step import Workload, layer_costs, model_costs
 
+NODE = 8
+"""Ranks of a node."""
 TOKENS = 8192
 """Of a microbatch."""
 WORK = Workload(TOKENS, chunk_size=TOKENS)
@@ -201,7 +203,31 @@ def experts(models: Sequence[str]) -> str:
         "KB/token outside products",
         *COLLECTIVE_HEAD,
     )
-    return _titled("Experts", "A layer on 32 ranks, experts over 8 of them, forward and backward.", table(head, rows))
+    return _titled(
+        "Experts",
+        "A layer on 32 ranks, experts over 8 of them, forward and backward. Every token goes to experts at random.",
+        f"{table(head, rows)}\n\n{_across_nodes(models)}",
+    )
+
+
+def _across_nodes(models: Sequence[str]) -> str:
+    """Bytes of tokens that leave a node, and that move inside, if each layer's experts are on several."""
+    rows = []
+    for name in [model for model in models if "num_experts_per_tok" in SHAPES[model]]:
+        for num_nodes in (2, 4):
+            size = num_nodes * NODE
+            for what, node in (("one group", size), ("two levels", NODE)):
+                backend = DTensorConfig(expert_parallel_size=size, recompute="none")
+                layer, _ = layer_costs(_alike(name), backend, WORK, num_ranks=size, node_size=node)
+                crossing = inside = 0
+                for kind, moved in layer.training.collectives.items():
+                    if kind.name == "all_to_all":
+                        leaves = moved.bytes * (num_nodes - 1) // num_nodes if kind.span > NODE else 0
+                        crossing, inside = crossing + leaves, inside + moved.bytes - leaves
+                waits = str(layer.training.num_waits)
+                cells = _per_token(crossing, KB), _per_token(inside, KB), waits
+                rows.append((f"{name}, {size} ranks on {num_nodes} nodes, {what}", *cells))
+    return table(("layer, all ranks share its experts", "KB/token between nodes", "inside", "waits of the host"), rows)
 
 
 def tensors(models: Sequence[str]) -> str:

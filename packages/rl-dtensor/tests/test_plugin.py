@@ -57,7 +57,7 @@ def test_ranks_are_counted_from_the_mesh():
             "custom_parallel_plan",
             "tensor_parallel_size=2",
         ),
-        ({"expert_parallel_size": 2, "tensor_parallel_size": 2}, "expert_parallel_size", "experts"),
+        ({"expert_dispatcher": "deep_ep"}, "expert_dispatcher", "expert_parallel_size=2 or more, or remove"),
         ({"compile": True, "recompute": "selective"}, "compile", "recompute=auto or full"),
         ({"compile": True, "tensor_parallel_size": 2}, "compile", "tensor_parallel_size=1, or compile=false"),
         ({"compile": True, "attention_backend": "flex"}, "compile", "attention_backend=auto"),
@@ -90,6 +90,8 @@ def test_experts_are_counted_under_the_names_that_families_give_them(tmp_path, n
     assert problem.got == 4
     assert "6 experts" in problem.reason
     assert "3" in problem.remedy
+    split = problems(str(tmp_path), {"expert_parallel_size": 6, "tensor_parallel_size": 2})[key]
+    assert "3 experts of each of 2 tensor-parallel ranks" in split.reason
     (tmp_path / "config.json").write_text(json.dumps({"text_config": {name: 6}}))
     assert not problems(str(tmp_path), {"expert_parallel_size": 3})
     assert "6 experts" in problems(str(tmp_path), {"expert_parallel_size": 4})[key].reason
@@ -175,3 +177,11 @@ class Root(Config):
 def test_earlier_keys_of_recomputation_are_answered_with_the_present_one(name, value):
     with pytest.raises(ConfigProblems, match=r"is now dtensor_cfg\.recompute"):
         resolve_config(load({"dtensor_cfg": {name: value}}), Root, checks=[])
+
+
+def test_deep_ep_needs_gpus_and_bfloat16():
+    key, chosen = "dtensor_cfg.expert_dispatcher", {"expert_parallel_size": 2, "expert_dispatcher": "deep_ep"}
+    assert "needs GPUs" in problems(dtensor_cfg=chosen, precision="bfloat16")[key].message
+    assert "bfloat16" in problems(dtensor_cfg=chosen, device="cuda", precision="float32")[key].remedy
+    assert not problems(dtensor_cfg=chosen, device="cuda", precision="bfloat16")
+    assert not problems(dtensor_cfg=chosen, device="auto", precision="bfloat16")

@@ -30,6 +30,9 @@ AttentionBackend = Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_
 GradientAccumulation = Literal["auto", "sharded", "unsharded"]
 """How gradients of several microbatches are added up; see `rl_dtensor.parallel.accumulation`."""
 
+ExpertDispatcher = Literal["all_to_all", "deep_ep"]
+"""Transport of tokens to the ranks of their experts; see `rl_dtensor.parallel.dispatch`."""
+
 
 class DTensorConfig(BackendConfig):
     """Training on PyTorch DTensor and FSDP2: mesh, memory and kernels."""
@@ -59,7 +62,13 @@ class DTensorConfig(BackendConfig):
     pipeline_chunks_per_rank: int = Field(default=1, gt=0)
     """Number of runs of consecutive layers on each pipeline rank, interleaved with those of the other ranks."""
     expert_parallel_size: int = Field(default=1, gt=0)
-    """Number of ranks that share the experts of each layer. They are taken from the ranks that shard parameters."""
+    """Number of ranks that share the experts of each layer. They are taken from the ranks that shard parameters. With
+    tensor parallelism each of them stands for `tensor_parallel_size` ranks, and all of these have experts that the
+    others do not have."""
+    expert_dispatcher: ExpertDispatcher = "all_to_all"
+    """Transport of tokens to the ranks of their experts: all-to-all exchanges by NCCL or gloo, first between nodes and
+    then inside if the experts of a layer are on several nodes; or the kernels of DeepEP (`deep_ep`), which need its
+    package, GPUs and bfloat16. Both send a token once to each rank that has experts of it."""
     moe_router_replay: bool = False
     """Send every token to the experts that the generator sent it to, in all passes. The router weighs them by its own
     scores and still learns. Logprobs of trainer and generator then differ only by rounding. For mixtures of experts,

@@ -12,18 +12,21 @@ from rl_core.torch.optim.optimizer import build_schedule
 from rl_dtensor.config import DTensorConfig
 from rl_dtensor.model.compilation import compiler_problem
 from rl_dtensor.model.kernels import kernel_of
+from rl_dtensor.parallel.deep_ep import deep_ep_buffer
 from rl_dtensor.training.optimizer import build_sharded_optimizer
 
 
 def check(section: Mapping[str, Any]) -> list[str]:
     """Problems of a model's section of a resolved config, as text: the optimizer and the schedules are built on one
-    parameter, the attention backend is imported."""
+    parameter, the attention backend and the dispatcher of experts are imported."""
     fields = ModelConfig.model_fields
     optimizer_config = OptimizerConfig.model_validate(section.get("optimizer", fields["optimizer"].default))
     schedules = [SchedulerConfig.model_validate(entry) for entry in section.get("scheduler", [])]
     backend = DTensorConfig.model_validate(section.get("dtensor_cfg", {}))
     try:
         kernel_of(backend.attention_backend)
+        if backend.expert_dispatcher == "deep_ep":
+            deep_ep_buffer()
         optimizer = build_sharded_optimizer(optimizer_config, [[torch.nn.Parameter(torch.zeros(1))]])
         build_schedule(schedules, optimizer)
     except ValueError as error:

@@ -1,5 +1,6 @@
 """Work inside a rank of a pool that joins a mesh and leaves it."""
 
+from dataclasses import replace
 from unittest import mock
 
 import torch.distributed as dist
@@ -27,3 +28,13 @@ def join(rank: Rank) -> int:
     dist.barrier()
     joined.leave()
     return size
+
+
+def exchange_groups(rank: Rank, node_size: int) -> list[list[int]]:
+    """Ranks of the groups through which tokens of this rank reach experts of four, on nodes of a size."""
+    rendezvous = replace(rank.rendezvous, local_rank=rank.rendezvous.rank % node_size)
+    joined = mesh.Mesh.join(rendezvous, DTensorConfig(expert_parallel_size=2, tensor_parallel_size=2))
+    groups = [dist.get_process_group_ranks(group) for group in joined.exchanges]
+    dist.barrier()
+    joined.leave()
+    return groups

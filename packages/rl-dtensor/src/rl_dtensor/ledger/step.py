@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
@@ -22,7 +23,7 @@ from transformers import PreTrainedConfig
 from rl_core.data.batch import TOKENS, Batch
 from rl_core.data.ragged import Ragged
 from rl_core.model import LOGPROBS, ModelSpec, Read, Rendezvous
-from rl_core.model_config import ModelConfig
+from rl_core.model_config import ModelConfig, num_experts_of
 from rl_core.torch.files.model_files import WeightFiles
 from rl_core.torch.kernels.devices import as_on_gpus
 from rl_core.torch.ledger.answers import Answers
@@ -84,7 +85,14 @@ class PassCosts(NamedTuple):
         )
 
 
-def pass_costs(hf_config: PreTrainedConfig, backend: DTensorConfig, workload: Workload, *, num_ranks: int) -> PassCosts:
+def pass_costs(
+    hf_config: PreTrainedConfig,
+    backend: DTensorConfig,
+    workload: Workload,
+    *,
+    num_ranks: int,
+    node_size: int | None = None,
+) -> PassCosts:
     """Costs on rank 0 of a policy's microbatches, computed by the code that trains it, in bfloat16 and with torch's
     flash attention as on GPUs.
 
@@ -96,6 +104,7 @@ def pass_costs(hf_config: PreTrainedConfig, backend: DTensorConfig, workload: Wo
         backend: Mesh, recomputation and sharding.
         workload: The rank's microbatches.
         num_ranks: Number of ranks of the model.
+        node_size: Number of them on each node; None for all.
 
     Raises:
         ValueError: If config, mesh and model do not fit together, or for what is not counted: pipelines, whose ranks
@@ -107,12 +116,13 @@ def pass_costs(hf_config: PreTrainedConfig, backend: DTensorConfig, workload: Wo
         max_total_sequence_length=workload.num_tokens,
         logprob_chunk_size=workload.chunk_size,
     )
-    with _fake_ranks(num_ranks, backend) as mesh, ExitStack() as stack:
+    with _fake_ranks(num_ranks, node_size or num_ranks, backend) as mesh, ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory()))
         hf_config.save_pretrained(folder)  # the builder asks the files for dtypes that differ; there are none
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(as_on_gpus())
-        stack.enter_context(Answers(partial(_read, workload.num_tokens), workload.num_tokens))
+        routed = partial(_even_exchange, mesh, hf_config, workload.num_tokens)
+        stack.enter_context(Answers(partial(_read, workload.num_tokens, routed), workload.num_tokens))
         sharded = unloaded_model(
             config,
             backend,
@@ -145,13 +155,21 @@ def _check(backend: DTensorConfig) -> None:
 
 
 def layer_costs(
-    hf_config: PreTrainedConfig, backend: DTensorConfig, workload: Workload, *, num_ranks: int
+    hf_config: PreTrainedConfig,
+    backend: DTensorConfig,
+    workload: Workload,
+    *,
+    num_ranks: int,
+    node_size: int | None = None,
 ) -> tuple[PassCosts, PassCosts]:
     """Costs of one layer, and those of all of a model except its layers: embedding, final norm and head.
 
     They are what a model of two layers costs in excess of a model of one, so all layers must be alike.
     """
-    one, two = (pass_costs(_with_layers(hf_config, count), backend, workload, num_ranks=num_ranks) for count in (1, 2))
+    one, two = (
+        pass_costs(_with_layers(hf_config, count), backend, workload, num_ranks=num_ranks, node_size=node_size)
+        for count in (1, 2)
+    )
     layer = two - one
     return layer, one - layer
 
@@ -197,13 +215,13 @@ def _run(workload: Workload, mesh: Mesh, on_loss: Callable[[], None]) -> Pass:
 
 
 @contextmanager
-def _fake_ranks(num_ranks: int, backend: DTensorConfig) -> Iterator[Mesh]:
+def _fake_ranks(num_ranks: int, node_size: int, backend: DTensorConfig) -> Iterator[Mesh]:
     """Rank 0 of a mesh, whose other ranks do not exist."""
     rendezvous = Rendezvous(0, num_ranks, 0, "", 0, DEVICE)
     sizes = AxisSizes.of(backend, num_ranks)
     dist.init_process_group(dist.Backend.FAKE, store=FakeStore(), rank=0, world_size=num_ranks)
     try:
-        mesh = Mesh.of_joined(rendezvous, sizes, control=dist.Backend.FAKE)
+        mesh = Mesh.of_joined(rendezvous, sizes, control=dist.Backend.FAKE, node_size=node_size)
     except BaseException:
         dist.destroy_process_group()
         raise
@@ -213,8 +231,29 @@ def _fake_ranks(num_ranks: int, backend: DTensorConfig) -> Iterator[Mesh]:
         mesh.leave()
 
 
-def _read(num_tokens: int, asked: Tensor) -> Tensor:
-    """Offsets and lengths are those of the one row, nothing is wrong, and all ranks get the same share of tokens."""
+def _read(num_tokens: int, routed: Callable[[], Tensor], asked: Tensor) -> Tensor:
+    """Offsets and lengths are those of the one row, nothing is wrong, and tokens go to all experts alike."""
     if asked.dtype == torch.bool:
         return torch.tensor(False)
+    if asked.dim() == 2:  # the host reads one table, that of an exchange
+        return routed()
     return torch.tensor(num_tokens, dtype=asked.dtype)
+
+
+def _even_exchange(mesh: Mesh, hf_config: PreTrainedConfig, num_tokens: int) -> Tensor:
+    """Tokens that a rank sends to each rank that it exchanges with and receives from it, and choices of its experts, if
+    every token goes to experts at random, as `rl_dtensor.parallel.all_to_all` reads them."""
+    config = hf_config.get_text_config()
+    num_experts, num_chosen = num_experts_of(config.to_dict()), config.num_experts_per_tok
+    num_tokens //= mesh.sizes.tp
+    sizes = [dist.get_world_size(group) for group in mesh.exchanges]
+    table: list[list[int]] = []
+    num_ranks = 1
+    for size in sizes:
+        num_ranks *= size
+        # a token stays away from a rank if all that it chooses are experts elsewhere
+        away = math.comb(num_experts - num_experts // num_ranks, num_chosen) / math.comb(num_experts, num_chosen)
+        each = round(num_tokens * num_ranks // size * (1 - away))
+        table += [[each, each]] * size
+    choices = num_tokens * num_chosen
+    return torch.tensor([*table, [choices, choices]])

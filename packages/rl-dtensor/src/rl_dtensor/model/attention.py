@@ -218,14 +218,16 @@ def pass_on_meta(hf: PreTrainedModel, attend: Attend) -> None:
 @contextmanager
 def _without_experts(hf: PreTrainedModel) -> Iterator[None]:
     """Let tokens pass stacked experts as they are: what multiplies them fails on `meta` in some dtypes."""
-    experts = expert_modules(hf)
-    for module in experts:
+    replaced = [(module, vars(module).get("forward")) for module in expert_modules(hf)]
+    for module, _ in replaced:
         module.forward = _passed
     try:
         yield
     finally:
-        for module in experts:
+        for module, forward in replaced:
             del module.forward
+            if forward is not None:
+                module.forward = forward
 
 
 def _passed(hidden: Tensor, *_: Any, **__: Any) -> Tensor:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -29,6 +30,7 @@ from rl_core.torch.training.ties import untie_apart
 from rl_dtensor.config import AttentionBackend, DTensorConfig
 from rl_dtensor.model.attention import ROWS, RowsUnknown, attention_for, rows_problem, tell_chunks
 from rl_dtensor.model.compilation import compile_layers
+from rl_dtensor.model.expert_layers import dispatch_experts
 from rl_dtensor.model.flash import activate_flash_attention
 from rl_dtensor.model.fusion import fuse_layers
 from rl_dtensor.model.kernels import kernel_of
@@ -48,6 +50,8 @@ from rl_dtensor.model.shape import shape_of
 from rl_dtensor.model.tiny import is_dropout
 from rl_dtensor.model.units import ends_of, units_of
 from rl_dtensor.model.weights import SCORE, Catalog, Weights, tied_pairs
+from rl_dtensor.parallel.dispatch import Dispatch
+from rl_dtensor.parallel.dispatchers import dispatcher
 from rl_dtensor.parallel.experts import expert_modules, split_experts
 from rl_dtensor.parallel.fsdp import shard_model
 from rl_dtensor.parallel.mesh import Mesh
@@ -192,8 +196,10 @@ class _Builder:
 
     def _prepare(self, hf: PreTrainedModel, kept: Kept) -> PreTrainedModel:
         """The same model in the dtypes that it is held in, with adapters if the config asks for them."""
-        if self.backend.fused_kernels and not self.backend.compile and runs_kernels(self.mesh.device):
+        if self._fuses:
             fuse_layers(hf, decoder_layers(hf))
+        if self.mesh.experts is not None:
+            dispatch_experts(hf, self._dispatch, fused=self._fuses)
         widen(hf, None if self._trains_all else kept.stored)
         hf.requires_grad_(self._trains_all)
         if self.config.lora_cfg.enabled:
@@ -202,6 +208,16 @@ class _Builder:
             if self.spec.trains:
                 _widen_trained(hf)
         return hf
+
+    @property
+    def _fuses(self) -> bool:
+        return self.backend.fused_kernels and not self.backend.compile and runs_kernels(self.mesh.device)
+
+    @cached_property
+    def _dispatch(self) -> Dispatch:
+        """Transport of tokens to experts, for all layers of this rank."""
+        hidden = self.hf_config.get_text_config().hidden_size
+        return dispatcher(self.backend.expert_dispatcher, self.mesh, hidden, fused=self._fuses)
 
     def _replicated(self, model: ReadingModel, kept: Kept) -> list[nn.Parameter]:
         """Parameters that compute in float32 and so are left out of FSDP, whose groups compute in one dtype. Those of
@@ -253,8 +269,9 @@ class _Builder:
                 sequence_parallel=backend.sequence_parallel,
                 final_norm=final_norm,
                 has_split_head=not is_headless,
+                apart=[] if mesh.experts is None else expert_modules(hf),
             )
-        experts = [] if mesh.experts is None else split_experts(hf, mesh.experts["ep"])
+        experts = [] if mesh.experts is None else self._split_experts(hf, mesh.experts)
         checkpoint_activations(hf, decoder_layers(hf), recompute)
         if backend.compile:
             compile_layers(decoder_layers(hf))
@@ -274,6 +291,13 @@ class _Builder:
             layout = lay_out(probe_row(hf.config, mesh.device), Alignment(), is_packed=self.is_packed)
             stages.check_cut(hf, model.rows_of(layout), len(layout.places), mesh.device)
         return model
+
+    def _split_experts(self, hf: PreTrainedModel, experts: DeviceMesh) -> list[nn.Module]:
+        """Split stacked experts. Tensor-parallel ranks have the same tokens, unless these are split between blocks."""
+        sizes = self.mesh.sizes
+        same_tokens = sizes.tp > 1 and not self.backend.sequence_parallel
+        sharing = self.mesh.group("tp") if same_tokens else None
+        return split_experts(hf, experts["ep"], grad_scale=1.0 / sizes.ep, sharing=sharing)
 
     def _shard(self, model: ReadingModel, ends: tuple[str, str] | None, experts: list[nn.Module], kept: Kept) -> None:
         mesh, offloads = self.mesh, self.backend.cpu_offload

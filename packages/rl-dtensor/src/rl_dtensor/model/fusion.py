@@ -20,8 +20,8 @@ from transformers import PreTrainedModel
 from rl_core.torch.kernels.devices import takes
 from rl_core.torch.kernels.norm import NormForm, add_rms_norm, rms_norm, takes_norm
 from rl_core.torch.kernels.swiglu import swiglu, swiglu_of_halves
+from rl_dtensor.model.expert_layers import fuse_experts
 from rl_dtensor.model.formulas import (
-    has_plain_gate,
     is_gated_mlp,
     is_packed_mlp,
     is_pre_norm_layer,
@@ -29,7 +29,6 @@ from rl_dtensor.model.formulas import (
     rotating_forward,
 )
 from rl_dtensor.model.rotation import defer_norms, fuse_rotation
-from rl_dtensor.parallel.experts import expert_modules
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +54,7 @@ def fuse_layers(hf: PreTrainedModel, layers: Sequence[nn.Module]) -> Counter[str
         {
             "norms": len(forms),
             "mlps": _fuse_mlps(hf),
-            "experts": _fuse_experts(hf),
+            "experts": fuse_experts(hf),
             "rotations": len(rotations),
             "normed rotations": defer_norms(hf, [each for each in rotations if each.has_norms(forms)], forms),
             "residuals": sum(_fuse_residuals(layer, forms) for layer in layers),
@@ -137,31 +136,6 @@ def _fuse_packed(module: Any) -> None:
         return out
 
     module.forward = forward
-
-
-def _fuse_experts(hf: PreTrainedModel) -> int:
-    """Fuse the gates of stacked experts, which the grouped products of `transformers` call between them."""
-    tried: dict[Any, bool] = {}
-    count = 0
-    for module in expert_modules(hf):
-        kind = (type(module), str(vars(module).get("act_fn") or module._modules.get("act_fn")))
-        if kind not in tried:
-            tried[kind] = has_plain_gate(module)
-        if tried[kind]:
-            _fuse_gate(module)
-            count += 1
-    return count
-
-
-def _fuse_gate(module: Any) -> None:
-    original = module._apply_gate
-
-    @wraps(original)
-    def apply_gate(gate_up: Tensor) -> Tensor:
-        out: Tensor = swiglu_of_halves(gate_up) if takes(gate_up) else original(gate_up)
-        return out
-
-    module._apply_gate = apply_gate
 
 
 def _fuse_residuals(layer: Any, forms: dict[int, NormForm]) -> bool:

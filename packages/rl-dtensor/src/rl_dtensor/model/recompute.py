@@ -13,6 +13,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from rl_dtensor.parallel.kept_sizes import keeping_sizes
+
 _aten = torch.ops.aten
 KEPT = frozenset(
     (
@@ -69,9 +71,10 @@ def checkpoint_activations(hf: PreTrainedModel, layers: Sequence[nn.Module], pla
     plan = plan.clamped(len(layers))
     if plan == RecomputePlan():
         return
-    full = partial(checkpoint, use_reentrant=False)
-    selective = partial(full, context_fn=partial(create_selective_checkpoint_contexts, _policy))
-    hf.gradient_checkpointing_enable({"use_reentrant": False})
+    full = partial(checkpoint, use_reentrant=False, context_fn=keeping_sizes)
+    selecting = partial(create_selective_checkpoint_contexts, _policy)
+    selective = partial(full, context_fn=partial(keeping_sizes, selecting))
+    hf.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": keeping_sizes})
     if not all(isinstance(layer, GradientCheckpointingLayer) for layer in layers):
         if not plan.num_full:
             hf._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=selective)

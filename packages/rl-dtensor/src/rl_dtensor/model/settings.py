@@ -95,3 +95,18 @@ def device_problems(backend: DTensorConfig, *, precision: str, device: Device | 
             got=attention,
             remedy="Set precision=bfloat16, or set this key to auto, sdpa or flex",
         )
+    if backend.expert_dispatcher == "deep_ep" and backend.expert_parallel_size > 1:
+        yield from _deep_ep_problems(precision, device)
+
+
+def _deep_ep_problems(precision: str, device: Device | None) -> Iterator[Problem]:
+    key = f"{SECTION}.expert_dispatcher"
+    if device is not None and not device.runs_on_gpus:
+        yield Problem(key, f"needs GPUs, but the device is {device.name}", got="deep_ep", allowed="all_to_all")
+    if precision != "bfloat16":
+        yield Problem(
+            key,
+            f"sends bfloat16, but precision is {precision}",
+            got="deep_ep",
+            remedy="Set precision=bfloat16, or expert_dispatcher=all_to_all",
+        )

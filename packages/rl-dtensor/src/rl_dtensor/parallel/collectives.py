@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -58,6 +59,19 @@ def exchange(x: Tensor, sent: Sequence[int], received: Sequence[int], group: dis
     """
     out: Tensor = _Exchange.apply(x, tuple(sent), tuple(received), group)
     return out
+
+
+def start_exchange(
+    x: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup
+) -> Callable[[], Tensor]:
+    """Start what `exchange` does, and return the function that waits for its result.
+
+    What is computed until that is called overlaps with the exchange, and its backward pass with the exchange of
+    gradients. It is to be called once.
+    """
+    trip = _Trip(tuple(sent), tuple(received), group)
+    out = _Start.apply(x, trip)
+    return lambda: cast("Tensor", _Arrive.apply(out, trip))
 
 
 def scale_grad(x: Tensor, factor: float) -> Tensor:
@@ -159,6 +173,56 @@ def _exchanged(x: Tensor, sent: tuple[int, ...], received: tuple[int, ...], grou
     out = x.new_empty((sum(received), *x.shape[1:]))
     dist.all_to_all_single(out, x.contiguous(), list(received), list(sent), group=group)
     return out
+
+
+@dataclass
+class _Trip:
+    """An exchange on its way, forward or back."""
+
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+    group: dist.ProcessGroup
+    work: Any = None
+    arriving: Tensor | None = None
+
+    def start(self, x: Tensor, sent: tuple[int, ...], received: tuple[int, ...]) -> None:
+        self.arriving = x.new_empty((sum(received), *x.shape[1:]))
+        self.work = dist.all_to_all_single(
+            self.arriving, x.contiguous(), list(received), list(sent), group=self.group, async_op=True
+        )
+
+    def finish(self) -> Tensor:
+        assert self.arriving is not None
+        arrived, self.arriving = self.arriving, None
+        self.work.wait()
+        return arrived
+
+
+class _Start(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, trip: _Trip) -> Tensor:
+        ctx.trip = trip
+        trip.start(x, trip.sent, trip.received)
+        assert trip.arriving is not None
+        return trip.arriving
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.trip.finish(), None
+
+
+class _Arrive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, trip: _Trip) -> Tensor:
+        ctx.trip = trip
+        trip.finish()
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        trip = ctx.trip
+        trip.start(grad, trip.received, trip.sent)
+        return grad, None  # `_Start` returns what arrives
 
 
 class _ScaleGrad(torch.autograd.Function):

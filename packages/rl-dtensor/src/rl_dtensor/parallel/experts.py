@@ -5,14 +5,14 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 from transformers import PreTrainedModel
 
-from rl_dtensor.parallel.collectives import exchange
+from rl_dtensor.parallel.collectives import gather, split
 from rl_dtensor.parallel.local_parameters import distribute, localize
 
 NUM_ARGUMENTS = 3
@@ -81,51 +81,43 @@ def mask_foreign_experts(module: Any, rank: int, size: int) -> None:
     module.forward = forward
 
 
-def dispatch_tokens(module: Any, group: dist.ProcessGroup) -> None:
-    """Make stacked experts, split over ranks that see different tokens, send each token to the ranks of its experts.
+def split_experts(
+    hf: PreTrainedModel, mesh: DeviceMesh, *, grad_scale: float, sharing: dist.ProcessGroup | None
+) -> list[nn.Module]:
+    """Split all stacked experts of a model on `meta` over the ranks of a mesh of one axis; these modules.
 
-    Tokens go out sorted by expert, one copy per choice, and their results come back to be weighted and summed.
+    Args:
+        hf: Model whose experts compute on what a dispatcher brings them, changed in place.
+        mesh: Mesh of the ranks that share the experts of each layer.
+        grad_scale: Multiplies the gradients of experts. A rank's experts see the tokens of all these ranks, and FSDP2
+            averages their gradients over fewer ranks than the rest's.
+        sharing: Ranks that have the same tokens, each of which is to dispatch a part; None if all have others.
     """
-    size = dist.get_world_size(group)
-    own = module.num_experts // size
-    module.num_experts = own
-    rank = dist.get_rank(group)
+    modules = expert_modules(hf)
+    for module in modules:
+        for name in list(module._parameters):
+            distribute(module, name, mesh, Shard(0))
+        stack: Any = module
+        stack.num_experts //= mesh.size()
+        if sharing is not None:
+            _share_tokens(stack, sharing)
+        localize(module, dict.fromkeys(module._parameters, Shard(0)), grad_scale=grad_scale)
+    return modules
+
+
+def _share_tokens(module: Any, group: dist.ProcessGroup) -> None:
+    """Make each rank of a group that has the same tokens compute a part of them."""
     original = module.forward
+    size = dist.get_world_size(group)
 
     def forward(hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        num_choices = ids.shape[1]
-        flat = ids.flatten()
-        order = flat.argsort(stable=True)
-        per_rank = torch.bincount(flat // own, minlength=size)
-        arriving = torch.empty_like(per_rank)
-        dist.all_to_all_single(arriving, per_rank, group=group)
-        sent, received = per_rank.tolist(), arriving.tolist()
-        tokens = exchange(hidden[order // num_choices], sent, received, group)
-        chosen = exchange(flat[order], sent, received, group) - rank * own
-        if not len(tokens):  # all parameters need a gradient, if only zeros: FSDP2 reduces them together
-            tokens, chosen = torch.cat([tokens, tokens.new_zeros(1, hidden.shape[1])]), chosen.new_zeros(1)
-        outputs = original(tokens, chosen[:, None], tokens.new_ones(len(tokens), 1))[: sum(received)]
-        back = exchange(outputs, received, sent, group)
-        unsorted = torch.empty_like(back).index_copy(0, order, back).view(*ids.shape, -1)
-        return (unsorted * weights[..., None].to(unsorted.dtype)).sum(1)
+        num_tokens = len(hidden)
+        parts = [split(_padded(part, -num_tokens % size), 0, group) for part in (hidden, ids, weights)]
+        return gather(original(*parts), 0, group, sums_grad=False)[:num_tokens]
 
     module.forward = forward
 
 
-def split_experts(hf: PreTrainedModel, mesh: DeviceMesh) -> list[nn.Module]:
-    """Split all stacked experts of a model on `meta` over the ranks of a mesh of one axis; these modules.
-
-    A rank's experts see the tokens of all ranks, and their gradients are averaged by FSDP2 over fewer ranks than the
-    rest's are: they are scaled down by the difference.
-
-    Raises:
-        ValueError: If a module's experts cannot be split.
-    """
-    modules = expert_modules(hf)
-    for module in modules:
-        check_stacked(module, hf.config.model_type)
-        for name in list(module._parameters):
-            distribute(module, name, mesh, Shard(0))
-        dispatch_tokens(module, mesh.get_group())
-        localize(module, dict.fromkeys(module._parameters, Shard(0)), grad_scale=1.0 / mesh.size())
-    return modules
+def _padded(x: Tensor, count: int) -> Tensor:
+    """Zeros after the tokens."""
+    return F.pad(x, (0, 0, 0, count)) if count else x

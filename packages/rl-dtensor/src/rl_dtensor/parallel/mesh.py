@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any, Literal
@@ -35,7 +35,11 @@ class Mesh:
         control: All ranks, on gloo: scalars that decide what every rank does next.
         axes: `(pp, dp, cp, tp)`, whose groups compute and count together.
         dense: `(pp, dp_replicate, fsdp, tp)`, over which parameters are split; `fsdp` is `dp_shard x cp`.
-        experts: `(pp, dp_replicate, efsdp, ep)`, over which experts are split; None without expert parallelism.
+        experts: `(pp, dp_replicate, efsdp, ep)`, over which experts are split; None without expert parallelism. Its
+            last axis has `ep x tp` ranks, as tensor-parallel ranks share the experts too.
+        exchanges: Groups that tokens pass through on their way to experts: the ranks of that axis, or, if it spans
+            several nodes, the ranks at one place of each node and then those of a node. Empty without expert
+            parallelism.
         ends: The first and the last rank of this rank's pipeline; None if it is neither.
         edges: Direction and sending pipeline rank, to the group of it and the receiver; of this rank's pipeline.
     """
@@ -48,6 +52,7 @@ class Mesh:
     axes: DeviceMesh
     dense: DeviceMesh
     experts: DeviceMesh | None
+    exchanges: Sequence[dist.ProcessGroup]
     ends: dist.ProcessGroup | None
     edges: Mapping[tuple[Direction, int], dist.ProcessGroup]
 
@@ -69,26 +74,36 @@ class Mesh:
             raise
 
     @classmethod
-    def of_joined(cls, rendezvous: Rendezvous, sizes: AxisSizes, *, control: str = "gloo") -> Mesh:
+    def of_joined(
+        cls, rendezvous: Rendezvous, sizes: AxisSizes, *, control: str = "gloo", node_size: int | None = None
+    ) -> Mesh:
         """Make the groups of the axes out of the ranks that have met; collective.
 
         Args:
             rendezvous: Place of this rank among them.
             sizes: Ranks along each axis.
             control: Backend of the group of all ranks that decides what every rank does next.
+            node_size: Number of ranks on each node; None to ask the other ranks.
         """
         timeout = timedelta(seconds=rendezvous.timeout_s)
+        everyone = dist.new_group(backend=control, timeout=timeout)
+        experts = _expert_mesh(rendezvous, sizes)
+        exchanges: Sequence[dist.ProcessGroup] = []
+        if experts is not None:
+            node_size = node_size or _node_size(rendezvous, everyone)
+            exchanges = _exchanges(rendezvous, experts, node_size, timeout)
         return cls(
             rendezvous.rank,
             rendezvous.world_size,
             sizes,
             rendezvous.kind,
-            dist.new_group(backend=control, timeout=timeout),
+            everyone,
             _device_mesh(rendezvous, {"pp": sizes.pp, "dp": sizes.dp, "cp": sizes.cp, "tp": sizes.tp}),
             _device_mesh(
                 rendezvous, {"pp": sizes.pp, "dp_replicate": sizes.dp_replicate, "fsdp": sizes.fsdp, "tp": sizes.tp}
             ),
-            _expert_mesh(rendezvous, sizes),
+            experts,
+            exchanges,
             _ends(rendezvous.rank, sizes, timeout),
             _edges(rendezvous.rank, sizes, timeout),
         )
@@ -102,7 +117,7 @@ class Mesh:
     def coordinates(self) -> Coordinates:
         """This rank's place; `ep` folds into the others."""
         index = {axis: self.on(axis) for axis in ("pp", "dp", "cp", "tp")}
-        index["ep"] = 0 if self.experts is None else self.experts.get_local_rank("ep")
+        index["ep"] = 0 if self.experts is None else self.experts.get_local_rank("ep") // self.sizes.tp
         sizes = self.sizes
         return Coordinates(index, {"pp": sizes.pp, "dp": sizes.dp, "cp": sizes.cp, "tp": sizes.tp, "ep": sizes.ep})
 
@@ -181,8 +196,41 @@ def _expert_mesh(rendezvous: Rendezvous, sizes: AxisSizes) -> DeviceMesh | None:
         return None
     return _device_mesh(
         rendezvous,
-        {"pp": sizes.pp, "dp_replicate": sizes.dp_replicate, "efsdp": sizes.fsdp // sizes.ep, "ep": sizes.ep},
+        {
+            "pp": sizes.pp,
+            "dp_replicate": sizes.dp_replicate,
+            "efsdp": sizes.fsdp // sizes.ep,
+            "ep": sizes.ep * sizes.tp,
+        },
     )
+
+
+def _node_size(rendezvous: Rendezvous, everyone: dist.ProcessGroup) -> int:
+    """Number of ranks on each node; that of all ranks if nodes have different numbers."""
+    places = [torch.zeros((), dtype=torch.int64) for _ in range(rendezvous.world_size)]
+    dist.all_gather(places, torch.tensor(rendezvous.local_rank), group=everyone)
+    found = [int(place) for place in places]
+    size = max(found) + 1
+    is_even = len(found) % size == 0 and all(place == rank % size for rank, place in enumerate(found))
+    return size if is_even else len(found)
+
+
+def _exchanges(
+    rendezvous: Rendezvous, experts: DeviceMesh, node_size: int, timeout: timedelta
+) -> list[dist.ProcessGroup]:
+    size = experts["ep"].size()
+    if not 1 < node_size < size or size % node_size:
+        return [experts.get_group("ep")]
+    found = []
+    for first in range(0, rendezvous.world_size, size):
+        ranks = range(first, first + size)
+        between = [list(ranks[place::node_size]) for place in range(node_size)]
+        inside = [list(ranks[start : start + node_size]) for start in range(0, size, node_size)]
+        for members in (*between, *inside):
+            group = dist.new_group(members, timeout=timeout)
+            if rendezvous.rank in members:
+                found.append(group)
+    return found
 
 
 def _ends(rank: int, sizes: AxisSizes, timeout: timedelta) -> dist.ProcessGroup | None:

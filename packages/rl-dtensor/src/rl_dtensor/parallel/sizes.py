@@ -19,7 +19,8 @@ class AxisSizes:
     """Ranks along each axis of a mesh; ranks count fastest along `tp`, then `cp`, `dp_shard`, `dp_replicate`, `pp`.
 
     Args:
-        ep: Ranks that share the experts; they fold into `dp_shard x cp`.
+        ep: Ranks that share the experts, together with the tensor-parallel ranks of each; they fold into
+            `dp_shard x cp`.
     """
 
     pp: int
@@ -85,13 +86,11 @@ def combination_problems(config: DTensorConfig) -> Iterator[Problem]:
             "needs tensor parallelism, but tensor_parallel_size is 1",
             remedy="Set tensor_parallel_size=2 or more",
         )
-    if config.expert_parallel_size > 1 and config.tensor_parallel_size > 1:
-        yield Problem(
-            f"{SECTION}.expert_parallel_size",
-            f"must be 1 with tensor_parallel_size={config.tensor_parallel_size}, because tensor parallelism already "
-            "shards the experts",
-            got=config.expert_parallel_size,
-            remedy="Set expert_parallel_size=1",
+    if config.expert_dispatcher != "all_to_all" and config.expert_parallel_size == 1:
+        yield Problem.unused(
+            f"{SECTION}.expert_dispatcher",
+            "without expert parallelism",
+            remedy="Set expert_parallel_size=2 or more, or remove this key",
         )
     if config.compile and config.recompute == "selective":
         yield Problem(
@@ -169,10 +168,11 @@ def shape_problems(config: DTensorConfig, model: Mapping[str, Any]) -> Iterator[
             got=ep,
             remedy="Set it to 1",
         )
-    elif experts and experts % ep:
-        yield _indivisible("expert_parallel_size", ep, experts, "experts")
     elif experts and experts % tp:
         yield _indivisible("tensor_parallel_size", tp, experts, "experts")
+    elif experts and experts // tp % ep:
+        of_each = f"experts of each of {tp} tensor-parallel ranks" if tp > 1 else "experts"
+        yield _indivisible("expert_parallel_size", ep, experts // tp, of_each)
     layers = _number(model, "num_hidden_layers")
     stages = config.pipeline_parallel_size * config.pipeline_chunks_per_rank
     if layers and stages > layers:

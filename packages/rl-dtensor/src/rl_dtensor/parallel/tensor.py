@@ -37,6 +37,7 @@ def split_tensors(
     sequence_parallel: bool,
     final_norm: str | None,
     has_split_head: bool,
+    apart: Sequence[nn.Module] = (),
 ) -> None:
     """Split a model on `meta` over the ranks of a mesh of one axis.
 
@@ -48,8 +49,9 @@ def split_tensors(
         sequence_parallel: True if tokens are split between blocks.
         final_norm: Name of the module whose output is made whole for the head; None if another rank has the head.
         has_split_head: True if the head is split, so that ranks have different gradients by its input.
+        apart: Modules that are split over other ranks too, and left alone here.
     """
-    splitter = _Splitter(hf, plan, mesh, layers, sequence_parallel)
+    splitter = _Splitter(hf, plan, mesh, layers, apart, sequence_parallel)
     splitter.split_parameters()
     if sequence_parallel and final_norm is not None:
         group = mesh.get_group()
@@ -67,6 +69,7 @@ class _Splitter:
         plan: Mapping[str, Style],
         mesh: DeviceMesh,
         layers: Sequence[nn.Module],
+        apart: Sequence[nn.Module],
         sequence_parallel: bool,
     ) -> None:
         self._hf = hf
@@ -74,6 +77,7 @@ class _Splitter:
         self._mesh = mesh
         self._group = mesh.get_group()
         self._layers = layers
+        self._apart = {id(module) for module in apart}
         self._tokens_are_split = sequence_parallel
         self._blocks = blocks_of(plan)
         self._whole_blocks = whole_blocks_of(plan)
@@ -92,7 +96,8 @@ class _Splitter:
             if plain in self._whole_blocks and self._tokens_are_split:
                 module.register_forward_pre_hook(self._make_whole, with_kwargs=True)
                 module.register_forward_hook(self._split_again)
-            if any(parameter is not None for parameter in module._parameters.values()):
+            has_parameters = any(parameter is not None for parameter in module._parameters.values())
+            if has_parameters and id(module) not in self._apart:
                 self._split(name, plain, module)
         if is_tied:
             assert isinstance(tied, nn.Linear)

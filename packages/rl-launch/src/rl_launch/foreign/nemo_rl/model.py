@@ -153,8 +153,6 @@ def _dtensor(config: Translation, model: str) -> None:
         config.follows([f"{section}.automodel_kwargs.attn_implementation"], f"{section}.attention_backend")
     if config.get(f"{section}.sequence_parallel") and config.get(f"{section}.tensor_parallel_size", 1) == 1:
         config.unneeded(f"{section}.sequence_parallel", "there is only one tensor-parallel rank")
-    if config.get(f"{section}.expert_parallel_size", 1) > 1 and config.get(f"{section}.tensor_parallel_size", 1) > 1:
-        config.refuse(f"{section}.expert_parallel_size", "expert with tensor parallelism on dtensor_cfg")
     if config.get(f"{section}.custom_parallel_plan"):
         config.notes.append(f"{section}.custom_parallel_plan: the model's own plan is used")
 
