@@ -308,7 +308,10 @@ def _group(store: Any, rank: int, size: int, device: Device, host: str, timeout_
         options = dist.ProcessGroupNCCL.Options()
         # later than our own deadlines, as NCCL's watchdog ends the process
         options._timeout = timedelta(seconds=2 * timeout_s + _GRACE_S)
-        return dist.ProcessGroupNCCL(prefixed, rank, size, options)
+        group = dist.ProcessGroupNCCL(prefixed, rank, size, options)
+        # otherwise the first broadcast would connect the ranks, on the device that is current in its thread
+        group.eager_connect_single_device(device.torch_device)
+        return group
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._devices = [gloo.create_device(hostname=host)]

@@ -27,8 +27,8 @@ NAN_BYTE = 0xFF
 class Receiver:
     """Gives the tensors of a manifest in its order, as they arrive.
 
-    A tensor is valid until the next is asked for: copy it before that. Where only parts of it travel the rest is not a
-    number, or -1.
+    A tensor is valid until the next is asked for: copy it before that, on the device's current stream. Where only parts
+    of it travel the rest is not a number, or -1.
 
     Args:
         layout: Layout of the manifest.
