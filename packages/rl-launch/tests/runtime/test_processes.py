@@ -3,9 +3,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from rl_core.devices import CPU, CUDA
+from rl_core.devices import CPU, CUDA, REHEARSAL
+from rl_core.model_config import ColocatedConfig, ColocatedResources
 from rl_core.plugins import Preload
-from rl_launch.runtime.processes import NsysReports, Processes
+from rl_launch.placement.topology import Claim, plan
+from rl_launch.runtime.processes import NsysReports, Processes, with_allocators
 
 PYTHON = "/envs/worker/bin/python"
 
@@ -45,6 +47,25 @@ def test_workers_are_forked_as_the_cluster_section_says(device, chosen, idle):
 
 def test_a_role_without_modules_to_import_has_no_server():
     assert processes(CPU, 600.0).on("n", "other").python == PYTHON
+
+
+@pytest.mark.parametrize(
+    ("device", "is_colocated", "expanding"),
+    [(CUDA, True, {"critic"}), (CUDA, False, {"critic", "policy"}), (CPU, False, set()), (REHEARSAL, False, set())],
+)
+def test_segments_expand_where_no_other_process_maps_them(device, is_colocated, expanding):
+    own = ColocatedResources(gpus_per_node=2)
+    colocated = ColocatedConfig() if is_colocated else ColocatedConfig(enabled=False, resources=own)
+    claims = [
+        Claim("policy", "policy", 1, ColocatedConfig()),
+        Claim("critic", "critic", 1, ColocatedConfig()),
+        Claim("generation", "policy.generation", 1, colocated),
+    ]
+    topology = plan(claims, num_nodes=1, ranks_per_node=8, device=device)
+    found = with_allocators(dict.fromkeys(topology.claims, Preload(variables={"ITS_VARIABLE": "1"})), topology)
+    allocated = {role for role, preload in found.items() if "expandable_segments:True" in preload.variables.values()}
+    assert allocated == expanding
+    assert all(preload.variables["ITS_VARIABLE"] == "1" for preload in found.values())
 
 
 def test_a_worker_that_nsys_records_is_started_under_it_without_a_fork_server(tmp_path):

@@ -14,13 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CudaDevice(Device):
-    """A GPU of NVIDIA's.
-
-    torch's allocator keeps its fixed segments. Expandable ones fragment less, but their memory is shared with another
-    process by `pidfd_getfd`, which containers without elevated privileges refuse
-    (https://github.com/pytorch/pytorch/issues/165685), and every rank that trains sends its weights that way. A user
-    whose replicas have their own devices can set `PYTORCH_CUDA_ALLOC_CONF` for the workers.
-    """
+    """A GPU of NVIDIA's."""
 
     name: ClassVar[str] = "cuda"
     extras: ClassVar[Literal["cpu", "cuda"]] = "cuda"
@@ -35,6 +29,12 @@ class CudaDevice(Device):
 
     def worker_variables(self, num_threads: int) -> Mapping[str, str]:
         return {}
+
+    def allocator_variables(self, *, shares_memory: bool) -> Mapping[str, str]:
+        # every microbatch has another number of tokens, which leaves gaps between segments of fixed size; but
+        # containers without elevated privileges refuse `pidfd_getfd`, by which expandable ones are shared
+        # (https://github.com/pytorch/pytorch/issues/165685)
+        return {} if shares_memory else {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 
     @property
     def process_group_backend(self) -> str:

@@ -88,6 +88,15 @@ class Device(ABC):
     def worker_variables(self, num_threads: int) -> Mapping[str, str]:
         """Environment variables of a process that computes with this many CPU threads; those that the user set stay."""
 
+    def allocator_variables(self, *, shares_memory: bool) -> Mapping[str, str]:
+        """Environment variables that choose how torch allocates the memory of a rank of a model; those that the user
+        set win.
+
+        Args:
+            shares_memory: True if another process maps memory of the rank.
+        """
+        return {}
+
     # the half of the process that computes
 
     def claim(self, gpus: Sequence[str]) -> None:
@@ -140,7 +149,7 @@ class Device(ABC):
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Wait until all work of this process on it is done."""
+        """Wait until the work that this thread has given it so far, on its current stream, is done."""
 
     @abstractmethod
     def release_memory(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rl_core.config import EnvVars
@@ -13,6 +13,8 @@ from rl_core.fork_server import IDLE_S, shell_command
 from rl_core.plugins import Preload
 from rl_launch.cluster.nodes import Nodes
 from rl_launch.cluster.virtual_cluster import VirtualCluster, WorkerProcess
+from rl_launch.placement.topology import GENERATION, Topology
+from rl_launch.root_config import POLICY
 from rl_launch.worker_envs import chosen_variables, worker_variables
 
 
@@ -45,6 +47,25 @@ def variables_of_worker(
         **device.worker_variables(num_threads),
         **chosen_variables(*env_vars),
     }
+
+
+def with_allocators(preloads: Mapping[str, Preload], topology: Topology) -> dict[str, Preload]:
+    """Return the same preloads, those of models with the variables of torch's allocator.
+
+    Replicas map memory of the policy's ranks if weights travel by `ipc`. What generation allocates is its engine's
+    decision.
+
+    Args:
+        preloads: Preload of each role.
+        topology: Devices of the run.
+    """
+
+    def allocating(role: str, preload: Preload) -> Preload:
+        shares_memory = role == POLICY and topology.transport == "ipc"
+        chosen = topology.device.allocator_variables(shares_memory=shares_memory)
+        return replace(preload, variables={**chosen, **preload.variables})
+
+    return {role: preload if role == GENERATION else allocating(role, preload) for role, preload in preloads.items()}
 
 
 @dataclass(frozen=True)

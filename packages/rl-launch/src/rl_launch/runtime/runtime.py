@@ -39,7 +39,7 @@ from rl_launch.runtime.model_group import StartTimeouts
 from rl_launch.runtime.models import Models
 from rl_launch.runtime.opponents import OpponentSync
 from rl_launch.runtime.process_spans import NamedActor
-from rl_launch.runtime.processes import NsysReports, Processes, server_stay_s, variables_of_worker
+from rl_launch.runtime.processes import NsysReports, Processes, server_stay_s, variables_of_worker, with_allocators
 from rl_launch.runtime.profiled_steps import Profiled, folder_of
 from rl_launch.runtime.replica import Replica
 from rl_launch.runtime.replica_group import WeightSender
@@ -175,7 +175,7 @@ class Runtime:
             self._nodes,
             env_vars=config.cluster.env_vars,
             env_vars_by_role=env_vars_by_role(backends),
-            preloads=backends.preloads(cluster.device),
+            preloads=with_allocators(backends.preloads(cluster.device), self.topology),
             fork_server_s=config.cluster.fork_server_s,
             nsys=None if profiling is None else _nsys_reports(profiling, logs.parent),
         )
