@@ -9,7 +9,8 @@ from rl_core.model import LOGPROBS, ModelSpec
 from rl_core.model_config import ModelConfig, OptimizerConfig
 from rl_core.selfcheck.losses import TokenLoss
 from rl_core.selfcheck.pooled_model import PooledModel
-from rl_dtensor.model.recompute import RecomputePlan, checkpoint_activations
+from rl_core.torch.training.recompute import RecomputePlan
+from rl_dtensor.model.recompute import checkpoint_activations
 from rl_dtensor.selfcheck import CHECK, shrink, write_tiny
 
 FULL, SELECTIVE = {"recompute": "full"}, {"recompute": "selective"}

@@ -8,12 +8,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl_core.model_config import ModelConfig, SequencePackingConfig
+from rl_core.torch.training.recompute import LayerActivations, RecomputePlan, smallest_plan
 from rl_dtensor.config import DTensorConfig
-from rl_dtensor.model.activations import LayerActivations
 from rl_dtensor.model.attention import ROWS
 from rl_dtensor.model.build import decoder_layers
-from rl_dtensor.model.recompute import RecomputePlan
-from rl_dtensor.model.recompute_choice import recompute_plan, smallest_plan
+from rl_dtensor.model.recompute_choice import plans_of, recompute_plan
 from rl_dtensor.parallel.sizes import AxisSizes
 
 SIZES = {
@@ -48,11 +47,11 @@ LAYERS = [LayerActivations(none=10, selective=4, full=1)] * 4
     ],
 )
 def test_no_more_is_recomputed_than_must_be(room, plan):
-    assert smallest_plan(LAYERS, 10, room) == plan
+    assert smallest_plan(plans_of(4), LAYERS, 10, room) == plan
 
 
 def test_layers_that_can_only_be_recomputed_whole_are_as_few_as_must_be():
-    assert smallest_plan(LAYERS, 10, 399, has_selective=False) == RecomputePlan(2, 0)
+    assert smallest_plan(plans_of(4, has_selective=False), LAYERS, 10, 399) == RecomputePlan(2, 0)
 
 
 @pytest.fixture

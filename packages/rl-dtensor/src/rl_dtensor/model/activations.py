@@ -14,30 +14,12 @@ from transformers import PreTrainedModel
 
 from rl_core.data.batch import TOKENS
 from rl_core.torch.loss import Rows
+from rl_core.torch.training.recompute import ActivationsUnknown, LayerActivations
 from rl_dtensor.model.attention import ROWS
 from rl_dtensor.model.kernels import Softmax
 from rl_dtensor.model.layout import Layout, Segments
 from rl_dtensor.model.recompute import is_kept
 from rl_dtensor.parallel.body import body_of
-
-
-class ActivationsUnknown(Exception):
-    """A model cannot be computed without data, so that its activations cannot be counted."""
-
-
-@dataclass(frozen=True)
-class LayerActivations:
-    """Bytes per token that a layer keeps between its forward and its backward pass.
-
-    Args:
-        none: If nothing is recomputed.
-        selective: If everything but matrix products and attention is.
-        full: If all of it is.
-    """
-
-    none: int
-    selective: int
-    full: int
 
 
 @dataclass

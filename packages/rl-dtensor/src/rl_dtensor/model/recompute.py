@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from rl_core.torch.training.recompute import RecomputePlan
 from rl_dtensor.parallel.kept_sizes import keeping_sizes
 
 _aten = torch.ops.aten
@@ -32,30 +32,6 @@ KEPT = frozenset(
 
 KEPT_NAMESPACES = ("torch_attn", "flash_attn", "flash_attn_3")
 """Namespaces of variable-length attention, in torch and in packages."""
-
-
-@dataclass(frozen=True)
-class RecomputePlan:
-    """The layers that the backward pass computes again.
-
-    Args:
-        num_full: First layers that keep only their input.
-        num_selective: Layers after these that keep, in addition, the results of matrix products and attention.
-    """
-
-    num_full: int = 0
-    num_selective: int = 0
-
-    def clamped(self, num_layers: int) -> RecomputePlan:
-        """The same for a stage of so many layers."""
-        full = min(self.num_full, num_layers)
-        return RecomputePlan(full, min(self.num_selective, num_layers - full))
-
-    def in_words(self, num_layers: int) -> str:
-        """Return the plan of so many layers as text."""
-        parts = [f"{self.num_full} in full"] if self.num_full else []
-        parts += [f"{self.num_selective} selectively"] if self.num_selective else []
-        return f"{' and '.join(parts)} of {num_layers} layers" if parts else "no layer"
 
 
 def checkpoint_activations(hf: PreTrainedModel, layers: Sequence[nn.Module], plan: RecomputePlan) -> None:
