@@ -168,6 +168,16 @@ def test_a_config_says_how_rows_are_batched():
         Batching.of(config.model_copy(update={"dynamic_batching": dynamic}), training=True)
 
 
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=20), st.sampled_from([1, 4]))
+def test_rows_that_fill_multiples_stay_within_the_budget(lengths, multiple):
+    batch = Batch({"tokens": Ragged.from_rows([[1] * length for length in lengths])})
+    batching = Batching(packed=True, max_tokens=32, max_rows=None, row_multiple=multiple)
+    assert batching.is_fixed
+    plan = batching.plan(batch)
+    assert np.array_equal(np.sort(np.concatenate(plan)), np.arange(len(lengths)))
+    assert all(sum(-(-lengths[row] // multiple) * multiple for row in part) <= 32 for part in plan)
+
+
 def test_pairs_share_a_microbatch():
     batch = Batch({"tokens": Ragged.from_rows([[1] * 3] * 4), "pair": np.array([7, 8, 8, 7])})
     plan = Batching(packed=True, max_tokens=6, max_rows=None).plan(batch)

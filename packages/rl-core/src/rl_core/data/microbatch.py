@@ -110,15 +110,23 @@ class Batching:
         packed: Rows lie end to end; otherwise they are padded.
         max_tokens: Token budget of a microbatch, padding included; None if rows are counted.
         max_rows: Row budget, if there is no token budget.
+        row_multiple: Number of which each packed row fills a multiple, if microbatches are padded to `max_tokens`; None
+            if they are not.
     """
 
     packed: bool
     max_tokens: int | None
     max_rows: int | None
+    row_multiple: int | None = None
 
     @classmethod
-    def of(cls, config: ModelConfig, *, training: bool) -> Batching:
+    def of(cls, config: ModelConfig, *, training: bool, row_multiple: int | None = None) -> Batching:
         """The batching that a model's config asks for, in training or in forward-only passes.
+
+        Args:
+            config: The model.
+            training: True for training.
+            row_multiple: Argument of the same name of the class.
 
         Raises:
             ValueError: If both packing and dynamic batching are enabled.
@@ -131,7 +139,17 @@ class Batching:
             return cls(packed=False, max_tokens=None, max_rows=rows)
         chosen = packing if packing.enabled else dynamic
         tokens = chosen.train_mb_tokens if training else chosen.logprob_mb_tokens
-        return cls(packed=packing.enabled, max_tokens=tokens or rows * config.max_total_sequence_length, max_rows=None)
+        return cls(
+            packed=packing.enabled,
+            max_tokens=tokens or rows * config.max_total_sequence_length,
+            max_rows=None,
+            row_multiple=row_multiple if packing.enabled else None,
+        )
+
+    @property
+    def is_fixed(self) -> bool:
+        """Return whether microbatches are padded to one length, so that fewer of them are less work."""
+        return self.row_multiple is not None
 
     def num_units(self, batch: Batch) -> int:
         """Return the number of rows, or groups of rows, that microbatches hold whole."""
@@ -139,8 +157,9 @@ class Batching:
 
     def plan(self, batch: Batch, min_count: int = 0, *, even: bool = False) -> list[np.ndarray]:
         """Row indices of each microbatch, as `plan_microbatches`; rows with the same `pair` id stay together."""
+        multiple = self.row_multiple or 1
         return plan_microbatches(
-            batch.ragged(TOKENS).lengths,
+            -(-batch.ragged(TOKENS).lengths // multiple) * multiple,
             max_tokens=self.max_tokens,
             max_rows=self.max_rows,
             padded=not self.packed,

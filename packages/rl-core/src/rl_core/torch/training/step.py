@@ -160,7 +160,7 @@ def plan_together(
     """Microbatches of this rank's shard, as many as on every other rank of the group (some may be empty).
 
     In a pipeline there are more of them than the budget demands, with about the same number of tokens in each, so that
-    its ranks wait less for one another.
+    its ranks wait less for one another, unless all are padded to one length.
 
     Args:
         batch: This rank's shard.
@@ -168,10 +168,12 @@ def plan_together(
         group: On a backend that reduces CPU tensors.
         pipeline: The pipeline that they pass.
     """
-    wanted = pipeline.wanted(batching.num_units(batch), _num_tokens(batch))
+    wanted = 0 if batching.is_fixed else pipeline.wanted(batching.num_units(batch), _num_tokens(batch))
     count = torch.tensor(max(len(batching.plan(batch)), wanted if len(batch) else 0))
     dist.all_reduce(count, op=dist.ReduceOp.MAX, group=group)
-    return batching.plan(batch, min_count=pipeline.rounded(int(count)), even=pipeline.size > 1)
+    return batching.plan(
+        batch, min_count=pipeline.rounded(int(count)), even=pipeline.size > 1 and not batching.is_fixed
+    )
 
 
 def in_row_order(

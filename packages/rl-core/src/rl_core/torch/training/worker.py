@@ -47,28 +47,36 @@ class TrainingWorker:
             updated.
         mesh: Joined; it is left if building fails, and by `close`.
         build: Function from the folder of the model's files to its parts; collective.
+        row_multiple: Number of which each packed row fills a multiple, if the model pads packed microbatches to their
+            token budget; None if it does not.
 
     Raises:
         ValueError: If files, config, role and settings do not fit together.
     """
 
     def __init__(
-        self, config: ModelConfig, spec: ModelSpec, mesh: RankMesh, build: Callable[[Path], TrainingParts]
+        self,
+        config: ModelConfig,
+        spec: ModelSpec,
+        mesh: RankMesh,
+        build: Callable[[Path], TrainingParts],
+        *,
+        row_multiple: int | None = None,
     ) -> None:
         self._config = config
         self._spec = spec
         self._mesh = mesh
         self._sending = SendingEnd(mesh.kind)
         try:
-            self._build(build)
+            self._build(build, row_multiple)
         except BaseException:
             mesh.leave()
             raise
 
-    def _build(self, build: Callable[[Path], TrainingParts]) -> None:
+    def _build(self, build: Callable[[Path], TrainingParts], row_multiple: int | None) -> None:
         config = self._config
-        self._training = Batching.of(config, training=True)
-        self._reading = Batching.of(config, training=False)
+        self._training = Batching.of(config, training=True, row_multiple=row_multiple)
+        self._reading = Batching.of(config, training=False, row_multiple=row_multiple)
         self._mesh.seed(self._spec.seed)
         self._folder = self._fetch(config.model_name)
         self._tokenizer = self._folder if config.tokenizer.name is None else self._fetch(config.tokenizer.name)
