@@ -13,8 +13,8 @@ from gpu_check.setup import Setup
 from gpu_check.training import Case, check_parity, check_shapes
 
 CASES = (
-    Case("packed", "none", {}),
-    Case("packed", "full", {"activation_checkpointing": True}),
+    Case("packed", "none", {"recompute": "none"}),
+    Case("packed", "full", {"recompute": "full"}),
 )
 ROUNDS = 10
 
@@ -45,11 +45,11 @@ def check(setup: Setup, report: Report) -> None:
 @contextmanager
 def _local_layers() -> Iterator[None]:
     """Have models built without Transformer Engine, which they use wherever it is installed."""
-    from rl_megatron.model import model
+    from rl_megatron.model import build
 
-    found = model.has_transformer_engine
-    model.has_transformer_engine = lambda: False
+    found = build.has_transformer_engine
+    build.has_transformer_engine = lambda: False
     try:
         yield
     finally:
-        model.has_transformer_engine = found
+        build.has_transformer_engine = found

@@ -141,3 +141,68 @@ def whole_weights(rank: Rank) -> tuple[list[int], dict[str, np.ndarray]]:
     weights = rank.held[HELD]._weights
     stream = [named for tensors in weights.stream("float32") for named in tensors]
     return list(weights.holders), {name: tensor.numpy().copy() for name, tensor in stream if tensor is not None}
+
+
+def kept_by_layers(rank: Rank, lengths: list[int]) -> list[float]:
+    """Bytes per token that each layer keeps for its backward pass, counted in a forward pass of packed rows."""
+    import torch
+
+    from rl_core.data.batch import TOKENS
+    from rl_core.torch.loss import Rows
+
+    reading = rank.held[HELD]._model.reading
+    (chunk,) = reading.chunks
+    layers = list(chunk.decoder.layers)
+    kept: list[dict[int, torch.UntypedStorage]] = [{} for _ in layers]
+    parameters = {each.untyped_storage()._cdata for each in chunk.parameters()}
+    running: int | None = None
+
+    def enter(number: int | None) -> None:
+        nonlocal running
+        running = number
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if running is not None and storage._cdata not in parameters:
+            kept[running][storage._cdata] = storage
+        return tensor
+
+    # a layer that is recomputed has its input saved after it has run
+    hooks = [layer.register_forward_pre_hook(lambda *_, at=at: enter(at)) for at, layer in enumerate(layers)]
+    hooks.append(chunk.decoder.final_layernorm.register_forward_pre_hook(lambda *_: enter(None)))
+    offsets = torch.tensor([0, *np.cumsum(lengths)])
+    rows = Rows(offsets, {TOKENS: torch.arange(int(offsets[-1])) % reading.hf.vocab_size})
+    layout = reading.lay_out(rows)
+    reading.train(True)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        chunk(layout.input_ids, layout.position_ids, None, packed_seq_params=layout.packing)
+    for hook in hooks:
+        hook.remove()
+    return [sum(storage.nbytes() for storage in each.values()) / sum(lengths) for each in kept]
+
+
+def set_full_recomputation(rank: Rank) -> None:
+    """Recompute all layers of a model that was built without recomputation."""
+    config = rank.held[HELD]._model.reading.config
+    config.recompute_granularity, config.recompute_method, config.recompute_num_layers = "full", "uniform", 1
+
+
+def estimated_by_layers(rank: Rank, modules: list[str]) -> list[Any]:
+    """The estimate of the same, as `LayerActivations`."""
+    from rl_megatron.model.activations import LayerShapes
+
+    config = rank.held[HELD]._model.reading.config
+    return [layer.activations(modules) for layer in LayerShapes(config, has_te=False, longest=1).layers()]
+
+
+def num_parameters(rank: Rank) -> tuple[int, float]:
+    """Parameters of a rank's weight matrices, and the estimate of them."""
+    from rl_megatron.model.activations import LayerShapes
+    from rl_megatron.model.recompute import RankParameters
+
+    worker = rank.held[HELD]
+    reading, mesh = worker._model.reading, worker._mesh
+    found = sum(each.numel() for each in reading.parameters() if each.dim() > 1)
+    layers = LayerShapes(reading.config, has_te=False, longest=1).layers()
+    estimate = RankParameters.of(reading.hf, reading.config, layers[-len(layers) // mesh.layout["pp"] :], mesh)
+    return found, estimate.dense + estimate.experts

@@ -22,7 +22,7 @@ from rl_megatron.preflight import check, kwargs_problems
 from rl_megatron.transformer_fields import ANYWHERE, FUSIONS, ON_CUDA, OWNED, PASSED, WITH_TE
 
 PLAIN = OptimizerConfig(name="torch.optim.SGD", kwargs={"lr": 1.0})
-FULL = {"activation_checkpointing": True}
+FULL = {"recompute": "full"}
 PP2 = {"pipeline_model_parallel_size": 2}
 
 
@@ -85,7 +85,7 @@ def problems(device="cpu", lora=False, **settings):
         ("moe_router_fusion", {"device": "cuda", "moe_router_replay": True}, "moe_router_replay=true"),
         ("moe_router_fusion", {"device": "cuda", "moe_router_dtype": "fp64"}, "moe_router_dtype=fp32"),
         ("cp_comm_type", {"device": "cuda"}, "context_parallel_size above 1"),
-        ("recompute_method", {}, "megatron_cfg.activation_checkpointing=true"),
+        ("recompute_method", {}, "megatron_cfg.recompute=full"),
         ("pipeline_model_parallel_layout", {}, "megatron_cfg.pipeline_model_parallel_size=2"),
         ("overlap_p2p_comm_warmup_flush", PP2, "megatron_cfg.virtual_pipeline_model_parallel_size"),
     ],
@@ -96,6 +96,12 @@ def test_fields_that_the_run_lacks_something_for_are_named(name, settings, menti
     needed = {"bias_activation_fusion", "apply_rope_fusion", "moe_router_fusion", "pipeline_model_parallel_layout"}
     assert problem.is_unused == (name not in needed)
     assert problems(megatron_kwargs={"deterministic_mode": True}, **settings) == {}
+
+
+def test_activations_on_the_host_are_not_recomputed():
+    found = problems(device="cuda", megatron_kwargs={"cpu_offloading": True})["cpu_offloading"]
+    assert "cannot be combined with megatron_cfg.recompute=auto" in found.reason
+    assert problems(device="cuda", megatron_kwargs={"cpu_offloading": True}, recompute="none") == {}
 
 
 def test_fusions_can_be_turned_off_whatever_there_is():

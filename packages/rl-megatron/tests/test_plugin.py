@@ -41,17 +41,18 @@ def test_defaults_have_no_problems():
         ({"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2}, "sequence_parallel", "true"),
         ({"expert_tensor_parallel_size": 2}, "expert_tensor_parallel_size", "expert_model_parallel_size above 1"),
         ({"moe_aux_loss_coeff": 0.1}, "moe_aux_loss_coeff", "moe_router_load_balancing_type, which is none"),
-        ({"recompute_granularity": "selective"}, "recompute_granularity", ".activation_checkpointing=true"),
         ({"fp8_cfg": {"enabled": True}}, "fp8_cfg.enabled", "cluster.device is cpu"),
         ({"transformer_engine": True}, "transformer_engine", "cluster.device is cpu"),
         ({"moe_per_layer_logging": True}, "moe_per_layer_logging", "moe_router_load_balancing_type"),
-        ({"activation_checkpointing": True, "recompute_modules": ["mlp"]}, "recompute_modules", "=full"),
+        ({"recompute": "full", "recompute_modules": ["mlp"]}, "recompute_modules", "=full"),
+        ({"recompute_modules": ["mlp", "moe_act"]}, "recompute_modules", "Remove moe_act"),
+        ({"recompute": "none", "recompute_modules": ["mlp"]}, "recompute_modules", "recompute=selective"),
     ],
 )
 def test_settings_that_contradict_each_other_are_named(settings, key, mention):
     problem = problems(**settings)[f"megatron_cfg.{key}"]
     assert mention in f"{problem.reason}. {problem.remedy}"
-    assert problem.is_unused == (key in ("recompute_granularity", "recompute_modules", "moe_per_layer_logging"))
+    assert problem.is_unused == (key == "moe_per_layer_logging" or "recompute" in settings)
 
 
 @pytest.mark.parametrize("device", ["cpu", "rehearsal"])

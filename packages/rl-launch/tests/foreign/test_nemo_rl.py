@@ -167,6 +167,23 @@ def test_the_optimizer_of_megatron_is_that_of_torch(tmp_path):
     assert policy.megatron_cfg.expert_tensor_parallel_size is None
 
 
+@pytest.mark.parametrize(
+    ("given", "recompute", "modules"),
+    [
+        ({"activation_checkpointing": False, "recompute_granularity": "full"}, "none", None),
+        ({"activation_checkpointing": True, "recompute_modules": ["mlp"]}, "full", None),
+        (
+            {"activation_checkpointing": True, "recompute_granularity": "selective", "recompute_modules": ["mlp"]},
+            "selective",
+            ["mlp"],
+        ),
+    ],
+)
+def test_recomputation_by_megatron_is_one_key(tmp_path, given, recompute, modules):
+    found = read_plan(imported(tmp_path, **megatron(**given)).recipe).config.policy.megatron_cfg
+    assert (found.recompute, found.recompute_modules) == (recompute, modules)
+
+
 def test_fusions_that_are_turned_off_stay_off(tmp_path):
     section = megatron(apply_rope_fusion=False, moe_permute_fusion=False, gradient_accumulation_fusion=False)
     kwargs = read_plan(imported(tmp_path, **section).recipe).config.policy.megatron_cfg.megatron_kwargs

@@ -210,8 +210,9 @@ def test_verl_yaml_relies_on_verls_own_config(tmp_path):
         "actor_rollout_ref": {"model": {"path": "x/y"}, "rollout": {"n": 4}},
         "data": {"train_files": "/data/t.parquet"},
     }
-    config = config_of(import_config(written(tmp_path, values), "verl"))
-    assert config.policy.megatron_cfg.enabled
+    assert config_of(import_config(written(tmp_path, values), "verl")).policy.megatron_cfg.enabled
+    values["actor_rollout_ref"]["model"]["enable_gradient_checkpointing"] = True
+    assert config_of(import_config(written(tmp_path, values), "verl")).policy.megatron_cfg.recompute == "full"
     with pytest.raises(ConfigError, match="--cfg job"):
         import_config(written(tmp_path, {**values, "defaults": [{"actor": "dp_actor"}]}), "verl")
 

@@ -11,7 +11,7 @@ from rl_core.model_config import local_hf_config, num_experts_of
 from rl_core.run_config import RunConfig
 from rl_megatron.config import KEY, MegatronConfig
 from rl_megatron.families.rope import fusion_problem, rope_problem
-from rl_megatron.transformer_fields import FUSIONS, ON_CUDA, WITH_FP8, WITH_TE
+from rl_megatron.transformer_fields import FUSIONS, ON_CUDA, RECOMPUTED_WITH_TE, WITH_FP8, WITH_TE
 
 EXPERTS_PROBLEM = Problem(
     "lora_cfg.target_parameters",
@@ -175,9 +175,15 @@ def _effect_problems(key: str, name: str, backend: MegatronConfig) -> Iterable[P
     """Yield the problem of a further field of Megatron's config that has no effect, or the wrong one, with the other
     settings."""
     if name in ("recompute_method", "recompute_num_layers"):
-        if not backend.activation_checkpointing or backend.recompute_granularity != "full":
-            needed = f"{KEY}.activation_checkpointing=true and {KEY}.recompute_granularity=full"
-            yield Problem.unused(key, f"without {needed}")
+        if backend.recompute != "full":
+            yield Problem.unused(key, f"without {KEY}.recompute=full")
+    elif name == "cpu_offloading":
+        if backend.megatron_kwargs[name] and backend.recompute != "none":
+            yield Problem(
+                key,
+                f"cannot be combined with {KEY}.recompute={backend.recompute}",
+                remedy=f"Set {KEY}.recompute=none, or remove this key",
+            )
     elif name in ("deallocate_pipeline_outputs", "pipeline_model_parallel_layout", "batch_p2p_sync"):
         if backend.pipeline_model_parallel_size == 1:
             yield _without_pipeline(key)
@@ -223,17 +229,27 @@ def check_lora(section: Any, config: RunConfig) -> Iterable[Problem]:
 
 
 def check_recompute(section: Any, config: RunConfig) -> Iterable[Problem]:
-    """Yield the settings of recomputation that have no effect."""
+    """Yield the parts to recompute that have no effect, or that the run's layers do not recompute separately."""
     backend: MegatronConfig = section.megatron_cfg
-    defaults = MegatronConfig()
-    for name in ("recompute_granularity", "recompute_modules"):
-        is_set = getattr(backend, name) != getattr(defaults, name)
-        if is_set and not backend.activation_checkpointing:
-            yield Problem.unused(f"{KEY}.{name}", f"without {KEY}.activation_checkpointing=true")
-        elif is_set and name == "recompute_modules" and backend.recompute_granularity == "full":
-            granularity = f"{KEY}.recompute_granularity"
-            remedy = f"Set {granularity}=selective, or remove this key"
-            yield Problem.unused(f"{KEY}.{name}", f"with {granularity}=full", remedy=remedy)
+    key, modules = f"{KEY}.recompute_modules", backend.recompute_modules
+    if modules is None:
+        return
+    if backend.recompute in ("none", "full"):
+        remedy = f"Set {KEY}.recompute=selective, or remove this key"
+        yield Problem.unused(key, f"with {KEY}.recompute={backend.recompute}", remedy=remedy)
+        return
+    needing = sorted(RECOMPUTED_WITH_TE.intersection(modules))
+    device = config.cluster.device
+    is_on_cpu = device in DEVICES and DEVICES[device].kernels != "cuda"
+    for is_so, reason in (
+        (is_on_cpu, f"cluster.device is {device}"),
+        (backend.transformer_engine is False, f"{KEY}.transformer_engine is false"),
+        (section.lora_cfg.enabled, "adapters need layers of megatron-core"),
+    ):
+        if needing and is_so:
+            reason = f"needs layers of Transformer Engine for {', '.join(needing)}, but {reason}"
+            yield Problem(key, reason, remedy=f"Remove {', '.join(needing)}")
+            return
 
 
 def num_key_heads(model: Mapping[str, Any]) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -34,6 +35,11 @@ class DistributedDataParallelConfig(Config):
 class MegatronConfig(BackendConfig):
     """Training on Megatron Core: mesh, memory and kernels."""
 
+    renamed: ClassVar[Mapping[str, str]] = {
+        "activation_checkpointing": "recompute: full if true, none if false",
+        "recompute_granularity": "recompute",
+    }
+
     tensor_model_parallel_size: Annotated[int, WhenChanged.RESUME] = Field(default=1, gt=0)
     """Number of ranks that share the matrices of each layer."""
     pipeline_model_parallel_size: Annotated[int, WhenChanged.RESUME] = Field(default=1, gt=0)
@@ -53,14 +59,18 @@ class MegatronConfig(BackendConfig):
     """Number of ranks that share the matrices of each expert; `tensor_model_parallel_size` if unset."""
     sequence_parallel: Annotated[bool, WhenChanged.RESUME] = False
     """Share the tokens between layers across the tensor-parallel ranks, which saves activation memory."""
-    activation_checkpointing: Annotated[bool, WhenChanged.RESUME] = False
-    """Keep only the input of each layer and recompute the rest in the backward pass."""
-    recompute_granularity: Annotated[Literal["full", "selective"], WhenChanged.RESUME] = "full"
-    """Parts that `activation_checkpointing` recomputes: whole layers, or the `recompute_modules` in each."""
+    recompute: Annotated[Literal["auto", "none", "selective", "full"], WhenChanged.RESUME] = "auto"
+    """Activations of a layer that the backward pass computes again instead of keeping them: none, those of the
+    `recompute_modules` (`selective`), or all except the layer's input (`full`). `auto` recomputes as little as the
+    device's memory allows for a microbatch of the largest size, by an estimate: nothing, or the `recompute_modules` of
+    all layers, or as many layers as necessary in full. It logs its choice; on `cpu` it is `none`."""
     recompute_modules: Annotated[
-        list[Literal["core_attn", "mlp", "moe", "layernorm", "mla_up_proj"]], WhenChanged.RESUME
-    ] = ["core_attn"]
-    """Parts of a layer that are recomputed if `recompute_granularity` is selective."""
+        list[Literal["core_attn", "mlp", "moe", "moe_act", "shared_experts", "layernorm", "mla_up_proj"]] | None,
+        WhenChanged.RESUME,
+    ] = Field(default=None, min_length=1)
+    """Parts of a layer that `selective` recomputes, by their names in Megatron. If unset, those of little cost
+    (`layernorm`, `moe_act`, `mla_up_proj`) as far as the model has them and layers are Transformer Engine's, otherwise
+    `moe` or `mlp`."""
     freeze_moe_router: bool = False
     """Do not train the routers of a mixture of experts. Generation and training then route more alike."""
     moe_router_replay: bool = False

@@ -87,6 +87,9 @@ FUSIONS = frozenset(
 )
 """Fields that are on by default where a kernel is there and fits; false turns them off anywhere."""
 
+RECOMPUTED_WITH_TE = frozenset({"layernorm", "mla_up_proj", "moe_act"})
+"""Parts of a layer whose recomputation megatron-core builds on Transformer Engine."""
+
 PASSED = ANYWHERE | ON_CUDA | WITH_TE
 """All fields that may be set."""
 
@@ -114,6 +117,7 @@ _REASONS: Mapping[str, str] = {
     "set `megatron_cfg.fp8_cfg`": "fp8 fp8_recipe fp8_quantizer_factory",
     "set `megatron_cfg.transformer_engine`": """
         transformer_impl moe_grouped_gemm moe_use_legacy_grouped_gemm persist_layer_norm use_te_rng_tracker""",
+    "set `megatron_cfg.recompute`": "recompute_granularity",
     "set `megatron_cfg.recompute_modules`": "moe_layer_recompute",
     "set `megatron_cfg.sequence_parallel`, which also shards saved activations": "distribute_saved_activations",
     "set `megatron_cfg.moe_token_dispatcher_type: flex`": "moe_enable_deepep",
@@ -163,8 +167,8 @@ _REASONS: Mapping[str, str] = {
 _KEYS = """
     tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size
     num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage context_parallel_size
-    expert_model_parallel_size expert_tensor_parallel_size sequence_parallel recompute_granularity recompute_modules
-    moe_router_dtype moe_router_load_balancing_type moe_aux_loss_coeff moe_per_layer_logging moe_token_dispatcher_type
+    expert_model_parallel_size expert_tensor_parallel_size sequence_parallel recompute_modules moe_router_dtype
+    moe_router_load_balancing_type moe_aux_loss_coeff moe_per_layer_logging moe_token_dispatcher_type
     moe_router_bias_update_rate"""
 """Fields that are keys of `megatron_cfg` by the same name."""
 

@@ -18,8 +18,8 @@ from rl_core.torch.training.lora import InitialFactors
 from rl_core.torch.training.worker import TrainingWorker
 from rl_megatron import cpu_shim
 from rl_megatron.config import MegatronConfig
+from rl_megatron.model.build import build_model
 from rl_megatron.model.lora import add_adapters
-from rl_megatron.model.model import build_model
 from rl_megatron.parallel.mesh import Mesh
 from rl_megatron.shape import shape_of
 from rl_megatron.training.residency import ModelResidency

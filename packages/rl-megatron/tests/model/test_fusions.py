@@ -3,8 +3,6 @@
 import pytest
 import torch
 from layouts import write_family
-from megatron.core.models.common.embeddings import rope_utils
-from megatron.core.transformer.moe import moe_utils
 from transformers import AutoConfig
 
 from rl_megatron.config import MegatronConfig
@@ -12,7 +10,6 @@ from rl_megatron.model import fusions
 from rl_megatron.model.architecture import transformer_config
 from rl_megatron.transformer_fields import FUSIONS
 
-KERNELS = ("permute", "permute_with_probs", "sort_chunks_by_index", "sort_chunks_by_index_with_probs", "unpermute")
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
 DENSE = {"apply_rope_fusion", "use_te_activation_func", "bias_dropout_fusion"}
 ROUTED = {
@@ -25,12 +22,7 @@ ROUTED = {
 LATENT = ROUTED - {"apply_rope_fusion"}
 
 
-@pytest.fixture(autouse=True)
-def pretended(monkeypatch):
-    """What megatron-core would have imported from Transformer Engine."""
-    monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb_thd", object(), raising=False)
-    for name in KERNELS:
-        monkeypatch.setattr(moe_utils, f"fused_{name}", object(), raising=False)
+pytestmark = pytest.mark.usefixtures("engine_kernels")
 
 
 @pytest.fixture(scope="module")

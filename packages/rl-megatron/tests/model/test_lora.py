@@ -43,7 +43,7 @@ MODELS = {
 }
 CASES = [
     ("qwen3", "tp2", "packed-16", LORA, {}),
-    ("qwen3", "pp2 virtual", "padded-3", LORA, {"activation_checkpointing": True}),
+    ("qwen3", "pp2 virtual", "padded-3", LORA, {"recompute": "full"}),
     ("llama", "cp2", "packed-16", LORA, {}),
     ("llama", "tp2 pp2+sp", "padded-3", ATTENTION, {}),
     ("qwen2_moe", "tp2 ep2+sp", "padded-3", UNGATED, {}),

@@ -16,7 +16,7 @@ from rl_core.testing.torch.routed_oracle import RoutedOracle, with_random_routin
 
 PLAIN = OptimizerConfig(name="torch.optim.SGD", kwargs={"lr": 1.0})
 NUM_LAYERS, NUM_EXPERTS, NUM_CHOSEN = 4, 4, 2
-RECOMPUTED = {"activation_checkpointing": True}
+RECOMPUTED = {"recompute": "full"}
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def prepared(tmp_path_factory):
     [
         ("tp2 ep2+sp", "packed-16", {}),
         ("pp2 virtual", "padded-3", RECOMPUTED),
-        ("cp2", "packed-16", {**RECOMPUTED, "recompute_granularity": "selective", "recompute_modules": ["moe"]}),
+        ("cp2", "packed-16", {"recompute": "selective", "recompute_modules": ["moe"]}),
         ("dp2", "padded-1", {}),
     ],
 )

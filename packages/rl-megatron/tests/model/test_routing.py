@@ -18,7 +18,7 @@ from rl_megatron.model.balancing_loss import balancing_loss
 
 ALL = LAYOUTS | EXPERT_LAYOUTS
 PLAIN = OptimizerConfig(name="torch.optim.SGD", kwargs={"lr": 1.0})
-RECOMPUTED = {"activation_checkpointing": True}
+RECOMPUTED = {"recompute": "full"}
 COEFFICIENT = 0.1
 RATE = 0.25
 ROWS = (7, 3, 18)

@@ -208,9 +208,9 @@ def _model(config: Translation) -> None:
         ):  # fmt: skip
             if config.get(f"{section}.{name}") is not None:
                 config.rename(f"{section}.{name}", f"policy.megatron_cfg.{name}")
-        recomputes, here = f"{_MODEL}.enable_gradient_checkpointing", "policy.megatron_cfg.activation_checkpointing"
+        recomputes, here = f"{_MODEL}.enable_gradient_checkpointing", "policy.megatron_cfg.recompute"
         if recomputes in config.keys(recomputes):
-            config.put(here, bool(config.get(recomputes)))
+            config.put(here, "full" if config.get(recomputes) else "none")
             config.answer(recomputes, Kind.RENAMED, here)
     elif strategy not in ("fsdp", "fsdp2"):
         config.refuse(f"{_ACTOR}.strategy", f"training by {strategy}")

@@ -11,7 +11,8 @@ from rl_core.torch.files.model_files import WeightFiles, model_folder
 from rl_core.torch.training.lora import InitialFactors
 from rl_megatron.config import MegatronConfig
 from rl_megatron.generation.plugin import LINEAR_PROBLEM
-from rl_megatron.model.model import ReadingModel, build_model
+from rl_megatron.model.build import build_model
+from rl_megatron.model.model import ReadingModel
 from rl_megatron.parallel.mesh import Mesh
 from rl_megatron.parallel.random import seed_all
 from rl_megatron.training.weights import Weights

@@ -22,7 +22,13 @@ from rl_megatron.transformer_fields import FUSIONS, ON_CUDA, WITH_TE
 
 
 def transformer_config(
-    hf: PreTrainedConfig, backend: MegatronConfig, *, dtype: torch.dtype, is_cuda: bool, has_te: bool
+    hf: PreTrainedConfig,
+    backend: MegatronConfig,
+    *,
+    dtype: torch.dtype,
+    is_cuda: bool,
+    has_te: bool,
+    recompute: Mapping[str, Any] | None = None,
 ) -> TransformerConfig:
     """Return the config from which Megatron builds the model.
 
@@ -32,6 +38,7 @@ def transformer_config(
         dtype: Dtype of parameters and of what travels between pipeline ranks.
         is_cuda: True if the model runs on GPUs.
         has_te: True if the layers are Transformer Engine's.
+        recompute: Fields that choose what the backward pass computes again; None if it is nothing.
 
     Raises:
         ValueError: If the model does not fit the family, or the layout does not fit the model.
@@ -44,7 +51,7 @@ def transformer_config(
     settings = {
         **family,
         **_parallel(backend),
-        **_recompute(backend, has_te),
+        **(recompute or {}),
         **_fp8(backend, has_te),
         **(_experts(backend, is_cuda=is_cuda, has_te=has_te) if "num_moe_experts" in family else {}),
         **fusions(hf, family, backend, is_cuda=is_cuda, has_te=has_te),
@@ -128,24 +135,6 @@ def _parallel(backend: MegatronConfig) -> dict[str, Any]:
         "overlap_p2p_comm": virtual is not None,
         "batch_p2p_comm": virtual is None,
     }
-
-
-NEEDS_TE = ("layernorm", "mla_up_proj")
-"""Parts whose recomputation megatron-core 0.16.1 builds on Transformer Engine's bookkeeping."""
-
-
-def _recompute(backend: MegatronConfig, has_te: bool) -> dict[str, Any]:
-    if not backend.activation_checkpointing:
-        return {}
-    if backend.recompute_granularity == "full":
-        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    missing = [name for name in backend.recompute_modules if name in NEEDS_TE and not has_te]
-    if missing:
-        raise ValueError(
-            f"megatron_cfg.recompute_modules {missing} needs Transformer Engine, which is not installed or not used "
-            "on cpu; remove them, or install rl-megatron[te]"
-        )
-    return {"recompute_granularity": "selective", "recompute_modules": list(backend.recompute_modules)}
 
 
 def _fp8(backend: MegatronConfig, has_te: bool) -> dict[str, Any]:

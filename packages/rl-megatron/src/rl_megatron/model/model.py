@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,29 +17,16 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from rl_core.model import HEADLESS_ROLES, ModelSpec, Read, Role
-from rl_core.model_config import ModelConfig
-from rl_core.torch.files.model_files import WeightFiles, read_hf_config
+from rl_core.model import HEADLESS_ROLES, Read, Role
 from rl_core.torch.heads.logprobs import Head
 from rl_core.torch.heads.scalar import scalar_reads
 from rl_core.torch.heads.split_reads import join_tokens, split_language_reads
 from rl_core.torch.heads.vocab_parallel import VocabShard
 from rl_core.torch.loss import Rows
-from rl_core.torch.training.ties import untie_apart
-from rl_megatron.config import MegatronConfig
-from rl_megatron.conversion.splits import padded_vocab
 from rl_megatron.conversion.weight_map import AdapterMap
-from rl_megatron.engine_names import restore_names
-from rl_megatron.families.catalog import family_of
-from rl_megatron.families.rotary import inverse_frequencies
-from rl_megatron.model.architecture import transformer_config
-from rl_megatron.model.layers import block_spec, has_transformer_engine
 from rl_megatron.model.layout import Alignment, Layout, lay_out
-from rl_megatron.model.mla import disable_transformer_engine, patch_down_projections
-from rl_megatron.model.padding_token import freeze_padding_token
 from rl_megatron.model.replay import Replay
 from rl_megatron.model.routing import Routing
-from rl_megatron.parallel.mesh import Mesh
 
 EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
@@ -49,6 +35,16 @@ LM_HEAD = "lm_head.weight"
 def token_multiple(config: TransformerConfig) -> int:
     """Number of which the tokens in a rank's matrix products must be a multiple."""
     return get_fp8_align_size(config.fp8_recipe) if config.fp8 else 1
+
+
+def alignment_of(config: TransformerConfig) -> Alignment:
+    """Return this rank's alignment of sequences."""
+    return Alignment(
+        context_size=parallel_state.get_context_parallel_world_size(),
+        context_rank=parallel_state.get_context_parallel_rank(),
+        sequence_size=config.tensor_model_parallel_size if config.sequence_parallel else 1,
+        multiple=token_multiple(config),
+    )
 
 
 class Chunk(GPTModel):
@@ -84,6 +80,7 @@ class ReadingModel:
         has_te: True if the layers are Transformer Engine's.
         chunk_size: Tokens whose logits exist at one time; None for the default.
         is_packed: True if rows lie end to end instead of being padded.
+        alignment: Lengths of sequences, and this rank's part of each.
         adapters: Adapters by the name of the weight that each sits on, over the whole model.
         routing: The routers of a mixture of experts.
         replay: Replay of the generator's routing; None if it is not replayed.
@@ -97,6 +94,7 @@ class ReadingModel:
     has_te: bool
     chunk_size: int | None
     is_packed: bool
+    alignment: Alignment
     adapters: dict[str, AdapterMap] = field(default_factory=dict)
     routing: Routing | None = None
     replay: Replay | None = None
@@ -104,12 +102,6 @@ class ReadingModel:
 
     def __post_init__(self) -> None:
         self.is_last_stage = parallel_state.is_pipeline_last_stage()
-        self.alignment = Alignment(
-            context_size=parallel_state.get_context_parallel_world_size(),
-            context_rank=parallel_state.get_context_parallel_rank(),
-            sequence_size=self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1,
-            multiple=token_multiple(self.config),
-        )
 
     @property
     def is_headless(self) -> bool:
@@ -205,82 +197,6 @@ class ReadingModel:
         return VocabShard(start, self.hf.vocab_size, parallel_state.get_tensor_model_parallel_group())
 
 
-def build_model(
-    config: ModelConfig, backend: MegatronConfig, spec: ModelSpec, *, folder: Path, is_packed: bool, mesh: Mesh
-) -> ReadingModel:
-    """Build this rank's part without weights.
-
-    Raises:
-        ValueError: If the files, the config, the layout and the role do not fit together.
-    """
-    hf = read_hf_config(folder, config.hf_config_overrides)
-    if hf.tie_word_embeddings and spec.role not in HEADLESS_ROLES:
-        untie_apart(hf, [(EMBEDDING, LM_HEAD)], WeightFiles.of(folder), mesh.control)
-    is_cuda = mesh.kind.kernels == "cuda"
-    has_adapters = config.lora_cfg.enabled
-    # the norm within a layer of Transformer Engine's hides the input that an adapter needs
-    has_te = is_cuda and backend.transformer_engine is not False and has_transformer_engine() and not has_adapters
-    if backend.transformer_engine and not has_te:
-        raise ValueError(
-            "megatron_cfg.transformer_engine=true, but it is not installed, the run is on cpu, or the model has "
-            "adapters; install rl-megatron[te], or leave transformer_engine out"
-        )
-    if has_te:
-        restore_names()
-    megatron = transformer_config(hf, backend, dtype=getattr(torch, config.precision), is_cuda=is_cuda, has_te=has_te)
-    is_headless = spec.role in HEADLESS_ROLES
-    stages: list[int | None] = [None]
-    if backend.virtual_pipeline_model_parallel_size is not None:
-        stages = list(range(backend.virtual_pipeline_model_parallel_size))
-    chunks = [_chunk(hf, megatron, stage, has_te=has_te, is_headless=is_headless) for stage in stages]
-    if backend.freeze_moe_router:
-        _freeze_routers(chunks)
-    return ReadingModel(
-        chunks,
-        megatron,
-        hf,
-        spec.role,
-        has_te,
-        config.logprob_chunk_size,
-        is_packed,
-        routing=None if megatron.num_moe_experts is None else Routing(chunks, megatron),
-        replay=Replay(chunks, megatron) if backend.moe_router_replay else None,
-        asks_for_dropout=any(name.endswith("dropout") for name in config.hf_config_overrides),
-    )
-
-
-def _chunk(
-    hf: PreTrainedConfig, config: TransformerConfig, virtual_stage: int | None, *, has_te: bool, is_headless: bool
-) -> Chunk:
-    place: dict[str, Any] = {} if virtual_stage is None else {"ignore_virtual": False, "vp_stage": virtual_stage}
-    is_last = parallel_state.is_pipeline_last_stage(**place)
-    is_mla = config.multi_latent_attention
-    if is_mla and not has_te:
-        disable_transformer_engine()
-    chunk = Chunk(
-        config,
-        block_spec(config, has_te=has_te, virtual_stage=virtual_stage),
-        vocab_size=padded_vocab(hf.vocab_size, config.tensor_model_parallel_size),
-        max_sequence_length=hf.max_position_embeddings,
-        pre_process=parallel_state.is_pipeline_first_stage(**place),
-        post_process=is_last,
-        position_embedding_type="none" if is_mla else "rope",
-        share_embeddings_and_output_weights=bool(hf.tie_word_embeddings) and not is_headless,
-        vp_stage=virtual_stage,
-    )
-    if chunk.pre_process and hf.pad_token_id is not None:
-        freeze_padding_token(chunk.embedding.word_embeddings, hf.pad_token_id, is_scattered=config.sequence_parallel)
-    if is_mla and not has_te:
-        patch_down_projections(chunk)
-    if not is_mla:
-        frequencies = inverse_frequencies(hf, family_of(hf).rotary_dim(hf))
-        chunk.rotary_pos_emb.inv_freq = frequencies.to(chunk.rotary_pos_emb.inv_freq.device)
-    if is_last and is_headless:
-        del chunk.output_layer
-        chunk.score = ScoreHead(config.hidden_size)
-    return chunk
-
-
 def forget_embeddings() -> None:
     """Empty Megatron's caches of rotary embeddings, which keep the last 32 models' process groups and sockets open."""
     for kind in (RotaryEmbedding, YarnRotaryEmbedding):
@@ -314,10 +230,3 @@ def _set_dropout(chunk: nn.Module, *, hidden: float, attention: float) -> None:
             module.p = attention if ".core_attention." in name else hidden
         elif "attention_dropout" in vars(module):
             module.attention_dropout = attention
-
-
-def _freeze_routers(chunks: list[Chunk]) -> None:
-    for chunk in chunks:
-        for name, parameter in chunk.named_parameters():
-            if ".router." in name:
-                parameter.requires_grad_(False)

@@ -49,12 +49,24 @@ def translate_megatron(config: Translation, model: str) -> None:
     _experts(config, section)
     if config.get(f"{section}.sequence_parallel") and config.get(f"{section}.tensor_model_parallel_size", 1) == 1:
         config.unneeded(f"{section}.sequence_parallel", "there is only one tensor-parallel rank")
-    if not config.get(f"{section}.activation_checkpointing") or not config.get(f"{section}.recompute_modules"):
-        config.unneeded(f"{section}.recompute_modules", "core_attn, the default")
-    if not config.get(f"{section}.activation_checkpointing"):
-        config.unneeded(f"{section}.recompute_granularity", "nothing is recomputed")
-    elif config.get(f"{section}.recompute_granularity", "full") == "full":
-        config.unneeded(f"{section}.recompute_modules", "whole layers are recomputed")
+    _recompute(config, section)
+
+
+def _recompute(config: Translation, section: str) -> None:
+    """What is recomputed, by three keys there and two here."""
+    switch, granularity, modules = (
+        f"{section}.{name}" for name in ("activation_checkpointing", "recompute_granularity", "recompute_modules")
+    )
+    here = f"{section}.recompute"
+    if config.keys(switch):
+        config.put(here, config.get(granularity, "full") if config.get(switch) else "none")
+        config.answer(switch, Kind.RENAMED, here)
+    if config.written(here) in ("full", "selective"):
+        config.follows([granularity], here)
+    else:
+        config.unneeded(granularity, "nothing is recomputed")
+    if config.written(here) != "selective" or not config.get(modules):
+        config.unneeded(modules, f"{here} is not selective, or the default suffices")
 
 
 def _experts(config: Translation, section: str) -> None:

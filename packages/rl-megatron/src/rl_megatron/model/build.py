@@ -1,0 +1,119 @@
+"""Build this rank's part of a model."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.transformer import TransformerConfig
+from transformers import PreTrainedConfig
+
+from rl_core.model import HEADLESS_ROLES, ModelSpec
+from rl_core.model_config import ModelConfig
+from rl_core.torch.files.model_files import WeightFiles, read_hf_config
+from rl_core.torch.training.ties import untie_apart
+from rl_megatron.config import MegatronConfig
+from rl_megatron.conversion.splits import padded_vocab
+from rl_megatron.engine_names import restore_names
+from rl_megatron.families.catalog import family_of
+from rl_megatron.families.rotary import inverse_frequencies
+from rl_megatron.model.architecture import transformer_config
+from rl_megatron.model.layers import block_spec, has_transformer_engine
+from rl_megatron.model.mla import disable_transformer_engine, patch_down_projections
+from rl_megatron.model.model import EMBEDDING, LM_HEAD, Chunk, ReadingModel, ScoreHead, alignment_of
+from rl_megatron.model.padding_token import freeze_padding_token
+from rl_megatron.model.recompute import recompute_fields
+from rl_megatron.model.replay import Replay
+from rl_megatron.model.routing import Routing
+from rl_megatron.parallel.mesh import Mesh
+
+
+def build_model(
+    config: ModelConfig, backend: MegatronConfig, spec: ModelSpec, *, folder: Path, is_packed: bool, mesh: Mesh
+) -> ReadingModel:
+    """Build this rank's part without weights.
+
+    Raises:
+        ValueError: If the files, the config, the layout and the role do not fit together.
+    """
+    hf = read_hf_config(folder, config.hf_config_overrides)
+    if hf.tie_word_embeddings and spec.role not in HEADLESS_ROLES:
+        untie_apart(hf, [(EMBEDDING, LM_HEAD)], WeightFiles.of(folder), mesh.control)
+    is_cuda = mesh.kind.kernels == "cuda"
+    has_adapters = config.lora_cfg.enabled
+    # the norm within a layer of Transformer Engine's hides the input that an adapter needs
+    has_te = is_cuda and backend.transformer_engine is not False and has_transformer_engine() and not has_adapters
+    if backend.transformer_engine and not has_te:
+        raise ValueError(
+            "megatron_cfg.transformer_engine=true, but it is not installed, the run is on cpu, or the model has "
+            "adapters; install rl-megatron[te], or leave transformer_engine out"
+        )
+    if has_te:
+        restore_names()
+    configured = partial(
+        transformer_config, hf, backend, dtype=getattr(torch, config.precision), is_cuda=is_cuda, has_te=has_te
+    )
+    recompute = recompute_fields(config, backend, hf, configured(), mesh=mesh, has_te=has_te, trains=spec.trains)
+    megatron = configured(recompute=recompute)
+    is_headless = spec.role in HEADLESS_ROLES
+    stages: list[int | None] = [None]
+    if backend.virtual_pipeline_model_parallel_size is not None:
+        stages = list(range(backend.virtual_pipeline_model_parallel_size))
+    chunks = [_chunk(hf, megatron, stage, has_te=has_te, is_headless=is_headless) for stage in stages]
+    if backend.freeze_moe_router:
+        _freeze_routers(chunks)
+    return ReadingModel(
+        chunks,
+        megatron,
+        hf,
+        spec.role,
+        has_te,
+        config.logprob_chunk_size,
+        is_packed,
+        alignment_of(megatron),
+        routing=None if megatron.num_moe_experts is None else Routing(chunks, megatron),
+        replay=Replay(chunks, megatron) if backend.moe_router_replay else None,
+        asks_for_dropout=any(name.endswith("dropout") for name in config.hf_config_overrides),
+    )
+
+
+def _chunk(
+    hf: PreTrainedConfig, config: TransformerConfig, virtual_stage: int | None, *, has_te: bool, is_headless: bool
+) -> Chunk:
+    place: dict[str, Any] = {} if virtual_stage is None else {"ignore_virtual": False, "vp_stage": virtual_stage}
+    is_last = parallel_state.is_pipeline_last_stage(**place)
+    is_mla = config.multi_latent_attention
+    if is_mla and not has_te:
+        disable_transformer_engine()
+    chunk = Chunk(
+        config,
+        block_spec(config, has_te=has_te, virtual_stage=virtual_stage),
+        vocab_size=padded_vocab(hf.vocab_size, config.tensor_model_parallel_size),
+        max_sequence_length=hf.max_position_embeddings,
+        pre_process=parallel_state.is_pipeline_first_stage(**place),
+        post_process=is_last,
+        position_embedding_type="none" if is_mla else "rope",
+        share_embeddings_and_output_weights=bool(hf.tie_word_embeddings) and not is_headless,
+        vp_stage=virtual_stage,
+    )
+    if chunk.pre_process and hf.pad_token_id is not None:
+        freeze_padding_token(chunk.embedding.word_embeddings, hf.pad_token_id, is_scattered=config.sequence_parallel)
+    if is_mla and not has_te:
+        patch_down_projections(chunk)
+    if not is_mla:
+        frequencies = inverse_frequencies(hf, family_of(hf).rotary_dim(hf))
+        chunk.rotary_pos_emb.inv_freq = frequencies.to(chunk.rotary_pos_emb.inv_freq.device)
+    if is_last and is_headless:
+        del chunk.output_layer
+        chunk.score = ScoreHead(config.hidden_size)
+    return chunk
+
+
+def _freeze_routers(chunks: list[Chunk]) -> None:
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            if ".router." in name:
+                parameter.requires_grad_(False)

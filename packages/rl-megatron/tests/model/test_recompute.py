@@ -1,0 +1,216 @@
+"""What is recomputed: an estimate of memory that is compared with counts, and the choice that it leads to."""
+
+import logging
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+from layouts import write_family
+from transformers import AutoConfig
+
+from rl_core.config import Config, load
+from rl_core.config import resolve as resolve_config
+from rl_core.errors import ConfigProblems
+from rl_core.model import ModelSpec
+from rl_core.model_config import LoraConfig, ModelConfig, SequencePackingConfig
+from rl_core.selfcheck.pooled_model import PooledModel
+from rl_megatron.config import MegatronConfig
+from rl_megatron.model.architecture import transformer_config
+from rl_megatron.model.recompute import cheap_modules, recompute_fields
+
+LENGTHS = [11, 32, 21]
+LARGE = {"hidden_size": 128, "intermediate_size": 320, "num_attention_heads": 8, "head_dim": 16}
+"""Sizes with which matrices outweigh what the formulas leave out."""
+EXPERTS = {**LARGE, "moe_intermediate_size": 96}
+LATENT = {**EXPERTS, "q_lora_rank": 48, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "v_head_dim": 16}
+
+
+def open_model(ranks, folder, num_ranks=1, precision="float32", **backend):
+    packing = SequencePackingConfig(enabled=True)
+    config = ModelConfig(model_name=str(folder), precision=precision, sequence_packing=packing)
+    return PooledModel(ranks, "megatron_factories:build", config, ModelSpec(), num_ranks, **backend)
+
+
+def run(ranks, name, *args):
+    return ranks.run(f"megatron_factories:{name}", [args])[0]
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "precision", "modules"),
+    [
+        ("llama", LARGE, "float32", ["mlp"]),
+        ("qwen3", LARGE, "bfloat16", ["mlp"]),
+        ("qwen3_moe", EXPERTS, "float32", ["moe"]),
+        ("deepseek_v3", LATENT, "float32", ["moe", "mlp"]),
+    ],
+)
+def test_the_estimate_is_what_layers_keep(ranks, tmp_path, family, fields, precision, modules):
+    """Within a quarter, without recomputation and with it."""
+    folder = write_family(tmp_path / "model", family, **fields)
+    with open_model(ranks, folder, precision=precision):
+        held, estimated = run(ranks, "num_parameters")
+        assert estimated == held
+        estimates = run(ranks, "estimated_by_layers", modules)
+        found = {"none": run(ranks, "kept_by_layers", LENGTHS)}
+        run(ranks, "set_full_recomputation")
+        found["full"] = run(ranks, "kept_by_layers", LENGTHS)
+    with open_model(ranks, folder, precision=precision, recompute="selective", recompute_modules=modules):
+        found["selective"] = run(ranks, "kept_by_layers", LENGTHS)
+    for name, counted in found.items():
+        estimated = [getattr(layer, name) for layer in estimates]
+        assert estimated == pytest.approx(counted, rel=0.25), name
+
+
+MODELS = {
+    "dense": (
+        "qwen3",
+        {
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "vocab_size": 151936,
+        },
+    ),
+    "experts": (
+        "qwen3_moe",
+        {
+            "hidden_size": 2048,
+            "moe_intermediate_size": 768,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "vocab_size": 151936,
+        },
+    ),
+}
+"""Sizes of Qwen3-8B and Qwen3-30B-A3B."""
+
+
+@pytest.fixture
+def alone(engine_kernels):
+    """A group of this process."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def shape_of(name, **settings):
+    family, fields = MODELS[name]
+    hf = AutoConfig.for_model(family, **fields)
+    backend = MegatronConfig(**settings)
+    return hf, backend, transformer_config(hf, backend, dtype=torch.bfloat16, is_cuda=True, has_te=True)
+
+
+def chosen(name, gb, *, world=8, tokens=8192, trains=True, has_te=True, lora=False, **settings):
+    """The fields for a device of so many GB."""
+    hf, backend, shape = shape_of(name, **settings)
+    packing = SequencePackingConfig(enabled=True, train_mb_tokens=tokens)
+    config = ModelConfig(
+        model_name="m",
+        max_total_sequence_length=4096,
+        sequence_packing=packing,
+        lora_cfg=LoraConfig(enabled=lora),
+    )
+    tp, pp, ep = shape.tensor_model_parallel_size, shape.pipeline_model_parallel_size, shape.expert_model_parallel_size
+    mesh = SimpleNamespace(
+        kind=SimpleNamespace(capacity_bytes=None if gb is None else round(gb * 1e9)),
+        control=None,
+        rank=0,
+        layout={"world": world, "tp": tp, "pp": pp, "cp": shape.context_parallel_size, "ep": ep, "etp": tp},
+    )
+    return recompute_fields(config, backend, hf, shape, mesh=mesh, has_te=has_te, trains=trains)
+
+
+WHOLE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+def test_a_dense_model_recomputes_as_many_layers_as_must_be(alone, caplog):
+    caplog.set_level(logging.INFO)
+    split = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    assert chosen("dense", None, **split) == chosen("dense", 1000, **split) == {}
+    assert "recompute=auto recomputes no layer" in caplog.text
+    numbers = []
+    for gb in (80, 70, 60, 50):
+        fields = chosen("dense", gb, **split)
+        numbers.append(fields.get("recompute_num_layers", 0))
+        assert not fields or (fields["recompute_granularity"], fields["recompute_method"]) == ("full", "block")
+    assert numbers == sorted(numbers)
+    assert 0 < numbers[-1] <= 36
+    assert re.search(rf"recompute=auto recomputes {numbers[-1]} in full of 36 layers: .* of 50.0 GB", caplog.text)
+    assert chosen("dense", 1, **split)["recompute_num_layers"] == 36
+
+
+def test_experts_recompute_first_what_costs_little(alone):
+    plans = [chosen("experts", gb, world=32, expert_model_parallel_size=8) for gb in (200, 100, 40)]
+    assert plans[0] == {}
+    assert plans[1] == {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "moe_act"]}
+    assert plans[2]["recompute_granularity"] == "full"
+    # parts that cost nearly a layer come after as few layers
+    costly = chosen("experts", 100, world=32, expert_model_parallel_size=8, recompute_modules=["moe"])
+    assert costly["recompute_granularity"] == "full"
+
+
+def test_virtual_stages_recompute_the_first_layers_of_each(alone):
+    split = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 3, "tokens": 4096}
+    assert chosen("dense", 60, **split)["recompute_num_layers"] == 3
+    assert chosen("dense", 1, **split)["recompute_num_layers"] == 6
+
+
+def test_what_is_chosen_by_hand_is_what_megatron_gets(alone):
+    assert chosen("dense", 1, recompute="none") == chosen("dense", 1, recompute="full", trains=False) == {}
+    assert chosen("dense", None, recompute="full") == WHOLE
+    by_hand = {"recompute": "selective", "recompute_modules": ["core_attn", "mlp"]}
+    assert chosen("dense", None, **by_hand) == {
+        "recompute_granularity": "selective",
+        "recompute_modules": ["core_attn", "mlp"],
+    }
+    hf, backend, _ = shape_of("dense", **by_hand)
+    config = transformer_config(
+        hf, backend, dtype=torch.bfloat16, is_cuda=True, has_te=True, recompute=chosen("dense", None, **by_hand)
+    )
+    assert config.recompute_modules == ["core_attn", "mlp"]
+
+
+def test_parts_that_layers_lack_are_refused(engine_kernels):
+    with pytest.raises(ValueError, match=r"\['moe'\]: the model's layers have no such part.*core_attn, mlp"):
+        chosen("dense", None, recompute="selective", recompute_modules=["moe"])
+    with pytest.raises(ValueError, match=r"\['layernorm'\] needs Transformer Engine"):
+        chosen("experts", None, recompute="selective", recompute_modules=["layernorm"], has_te=False)
+
+
+def test_parts_of_little_cost_follow_from_model_and_layers(engine_kernels):
+    assert cheap_modules(shape_of("dense")[2], has_te=True) == ["mlp"]
+    assert cheap_modules(shape_of("experts")[2], has_te=False) == ["moe"]
+    in_8_bit = shape_of("experts")[2]
+    in_8_bit.fp8, in_8_bit.fp8_recipe = "hybrid", "delayed"
+    assert cheap_modules(in_8_bit, has_te=True) == ["moe"]
+
+
+def test_layers_without_a_formula_are_recomputed_whole(alone, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    hf = AutoConfig.from_pretrained(write_family(tmp_path, "qwen3_next"))
+    backend = MegatronConfig()
+    shape = transformer_config(hf, backend, dtype=torch.bfloat16, is_cuda=True, has_te=True)
+    mesh = SimpleNamespace(
+        kind=SimpleNamespace(capacity_bytes=10**9), control=None, rank=0, layout={"world": 1, "pp": 1, "cp": 1}
+    )
+    config = ModelConfig(model_name="m")
+    assert recompute_fields(config, backend, hf, shape, mesh=mesh, has_te=True, trains=True) == WHOLE
+    assert "cannot be counted (there is no formula for linear attention)" in caplog.text
+
+
+class Root(Config):
+    megatron_cfg: MegatronConfig = MegatronConfig()
+
+
+@pytest.mark.parametrize(("name", "value"), [("activation_checkpointing", True), ("recompute_granularity", "full")])
+def test_earlier_keys_are_answered_with_the_present_one(name, value):
+    with pytest.raises(ConfigProblems, match=r"is now megatron_cfg\.recompute"):
+        resolve_config(load({"megatron_cfg": {name: value}}), Root, checks=[])
