@@ -13,6 +13,7 @@ from logical_cluster import LogicalCluster
 from runs import NUM_PROMPTS, Run, assert_same, described, rollouts_of, steps_of
 
 from rl_core.testing.exhaustive import exhaustive
+from rl_launch.cli.failure import UNFINISHED
 from rl_launch.session.directory.exactly_once import prove
 from rl_launch.session.directory.run_folder import RunFolder
 
@@ -196,7 +197,7 @@ def test_replicas_join_and_leave_a_run_that_goes_on(grpo, tmp_path):
         num_steps = len(steps_of(run.folder))
         run.await_step(num_steps + 3)
         run.process.send_signal(signal.SIGTERM)
-        run.finish()
+        run.finish(code=UNFINISHED)
     steps = steps_of(run.folder)
     assert [line["step"] for line in steps] == list(range(1, len(steps) + 1))
     assert max(line["mismatch/max"] for line in steps) < 1e-3

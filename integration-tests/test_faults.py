@@ -25,6 +25,7 @@ from runs import (
 )
 
 from rl_core.testing.exhaustive import exhaustive, partly_exhaustive
+from rl_launch.cli.failure import UNFINISHED
 
 
 def kill_and_resume(run, num_kills, steps, *arguments, **variables):
@@ -189,7 +190,7 @@ def test_a_signal_to_all_of_a_run_saves_and_ends_it(sft, whole_sft, tmp_path):
     run.await_step(10)
     found = run.processes()
     os.killpg(run.process.pid, signal.SIGTERM)
-    run.finish(120)
+    run.finish(120, code=UNFINISHED)
     (saved,) = (run.folder / "checkpoints").glob("step_*")
     assert int(saved.name.removeprefix("step_")) == len(steps_of(run.folder)) < 30
     _, alive = psutil.wait_procs(found, 30)

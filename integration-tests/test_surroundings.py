@@ -15,6 +15,7 @@ from logical_cluster import START_ATTEMPTS
 from runs import Run, family, figures, steps_of
 
 from rl_core.testing.exhaustive import exhaustive
+from rl_launch.cli.failure import UNFINISHED
 
 NOWHERE = "http://127.0.0.1:9"
 """A proxy that refuses every connection."""
@@ -71,7 +72,7 @@ def test_a_run_beside_somebody_elses_ray_keeps_to_itself_unless_it_is_sent_there
     run.await_step(2)
     found = run.processes()
     os.killpg(run.process.pid, signal.SIGTERM)
-    run.finish()
+    run.finish(code=UNFINISHED)
     _, alive = psutil.wait_procs(found, 60)
     assert not alive
     (saved,) = (run.folder / "checkpoints").glob("step_*")

@@ -5,8 +5,14 @@ import subprocess
 import pytest
 import typer
 from rl_process import RL
+from typer.testing import CliRunner
 
+from rl_core.errors import ConfigError, RLError
+from rl_launch.cli.app import app
 from rl_launch.cli.failure import reported
+from rl_launch.commands import train
+from rl_launch.commands.train import Outcome
+from rl_launch.placement.bundles import DevicesLost
 
 # click itself ends `--version` with 1, and rich the tables
 QUIET = {0, 1, 141}
@@ -39,6 +45,22 @@ def test_tables_and_help_end_quietly_without_a_reader(command, tmp_path):
     code, said = without_reader(tmp_path, *command)
     assert code in QUIET
     assert said == ""
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(DevicesLost("a node is gone"), 75), (ConfigError("wrong"), 2), (RLError("failed"), 1)]
+)
+def test_a_run_that_can_be_resumed_has_an_exit_code_of_its_own(error, code):
+    with pytest.raises(typer.Exit) as ended, reported():
+        raise error
+    assert ended.value.exit_code == code
+
+
+@pytest.mark.parametrize(("is_finished", "code"), [(True, 0), (False, 75)])
+def test_an_unfinished_run_has_the_same_exit_code(is_finished, code, monkeypatch, tmp_path):
+    monkeypatch.setattr(train, "train", lambda *_, **__: Outcome({}, is_finished=is_finished))
+    answer = CliRunner().invoke(app, ["train", "sft-arithmetic", f"run_dir={tmp_path / 'run'}"])
+    assert answer.exit_code == code
 
 
 def test_a_broken_pipe_to_a_worker_is_a_failure(capsys):

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from rl_core.errors import WorkerDied
-from rl_launch.placement.bundles import PlacementError
+from rl_launch.placement.bundles import DevicesLost
 from rl_launch.runtime import elastic_replicas as module
 from rl_launch.runtime.elastic_replicas import ElasticReplicas
 
@@ -128,7 +128,7 @@ def test_failed_starts_are_retried_less_and_less_often_until_other_devices_may_b
 
 def test_a_wait_for_devices_ends_with_the_keys_and_what_failed_last(make_elastic, monkeypatch):
     elastic = make_elastic(Places(), 0, timeout_s=0.1)
-    with pytest.raises(PlacementError) as refused:
+    with pytest.raises(DevicesLost) as refused:
         elastic.await_any(0)
     assert "policy.generation.min_replicas is 1, but only 0 of the run's replicas remain" in str(refused.value)
     assert "cluster.replacement_timeout_s" in str(refused.value)

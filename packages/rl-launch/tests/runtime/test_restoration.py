@@ -3,7 +3,7 @@ from dataclasses import dataclass
 import pytest
 
 from rl_core.errors import ConfigError, GeneratorError, Origin, WorkerDied
-from rl_launch.placement.bundles import PlacementError
+from rl_launch.placement.bundles import DevicesLost, PlacementError
 from rl_launch.runtime.restoration import MOST_DEATHS, Restoration
 
 
@@ -37,6 +37,12 @@ def test_a_death_before_the_first_checkpoint_begins_anew(caplog):
     restoration.judge(death(), AtStep(0), no_node)
     assert restoration.goes_on
     assert "from the beginning" in caplog.text
+
+
+def test_a_run_that_has_waited_for_devices_is_not_gone_on_from():
+    restoration = Restoration(saves=True)
+    restoration.judge(DevicesLost("no replica is left"), AtStep(4), a_node)
+    assert not restoration.goes_on
 
 
 @pytest.mark.parametrize(
@@ -90,6 +96,7 @@ def test_a_run_that_does_not_fit_on_what_is_left_ends_with_one_message():
     error = PlacementError("too few GPUs.")
     assert restoration.failed(error) is error
     restoration.judge(death("rollout worker"), AtStep(4), a_node)
+    assert isinstance(restoration.failed(error), DevicesLost)
     assert str(restoration.failed(error)) == (
         f"node 10.0.0.2 was lost ({death('rollout worker')}); the run could not be restored: too few GPUs. Run the "
         "same command to resume it when the cluster has the devices."

@@ -248,6 +248,7 @@ def test_a_handler_that_a_library_sets_meanwhile_does_not_win(tmp_path):
         for _ in session.steps(6, models={"policy": counting.CountingModel()}, state={}):
             os.kill(os.getpid(), signal.SIGTERM)
     assert (session.completed, session.stop_reason, session.stop_signal) == (1, "SIGTERM", signal.SIGTERM)
+    assert not session.is_finished
     assert newest_checkpoint(tmp_path).name == "step_1"
     assert signal.getsignal(signal.SIGTERM) is before
 
@@ -358,6 +359,7 @@ def test_the_time_limit_ends_a_run_in_time(tmp_path, whole):
     settings = counting.config(checkpoint_must_save_by="00:00:00:01")
     session = counting.run(tmp_path / "limited", settings, at_step=lambda run, step: time.sleep(0.3))
     assert 1 <= session.completed < 4
+    assert not session.is_finished
     assert newest_checkpoint(tmp_path / "limited").name == f"step_{session.completed}"
     counting.run(tmp_path / "limited", counting.config())
     assert counting.metrics(tmp_path / "limited") == whole

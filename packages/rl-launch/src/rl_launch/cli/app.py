@@ -21,7 +21,7 @@ from rl_launch.cli import (
     view_commands,
 )
 from rl_launch.cli.completion import complete_override, complete_recipe
-from rl_launch.cli.failure import quiet_without_reader, reported
+from rl_launch.cli.failure import UNFINISHED, quiet_without_reader, reported
 from rl_launch.cli.versions import versions
 from rl_launch.recipes import recipe_names
 
@@ -100,6 +100,9 @@ def train(
     """Train a model with a recipe. If run_dir contains a run with the same config, that run is resumed.
 
     With --from, a new run starts from the weights, optimizer state, step and data position of another run's checkpoint.
+
+    The exit code is 75 if the run has ended before its last step and the same command resumes it: after a signal, at
+    the time limit, or if a lost node was not replaced.
     """
     with reported() as failure:
         from rl_launch.commands.start import run_of
@@ -111,8 +114,10 @@ def train(
         from rl_launch.session import show_logs
 
         show_logs(verbose=verbose)
-        run(given.plan, run_dir=given.run_dir, title=given.name, fresh=fresh, branch_point=given.branch_point)
+        outcome = run(given.plan, run_dir=given.run_dir, title=given.name, fresh=fresh, branch_point=given.branch_point)
         sys.stdout.write(f"{given.run_dir}\n")
+        if not outcome.is_finished:
+            raise typer.Exit(UNFINISHED)
 
 
 app.command("eval")(evaluation_commands.evaluate)

@@ -16,6 +16,9 @@ from pathlib import Path
 import typer
 
 _WRONG_USE, _FAILED = 2, 1
+UNFINISHED = os.EX_TEMPFAIL
+"""Exit code, 75, of a run that has ended before its last step and that the same command resumes."""
+
 _READER_IS_GONE = 128 + signal.SIGPIPE
 """Exit code of a program that SIGPIPE ends, as in `yes | head`."""
 
@@ -29,7 +32,8 @@ class Failure:
 
 @contextmanager
 def reported() -> Iterator[Failure]:
-    """Turn an error into a message and an exit code: 2 for an error that the user can fix, 1 for a failed run."""
+    """Turn an error into a message and an exit code: 2 for an error that the user can fix, 75 for a run that can be
+    resumed when the cluster has its devices again, 1 for a failed run."""
     failure = Failure()
     try:
         yield failure
@@ -42,7 +46,7 @@ def reported() -> Iterator[Failure]:
         if isinstance(error, BrokenPipeError) and _is_reader_gone():
             raise typer.Exit(_READER_IS_GONE) from None
         _say(explained(error, failure.run_dir))
-        raise typer.Exit(_WRONG_USE if _is_users(error) else _FAILED) from None
+        raise typer.Exit(_code_of(error)) from None
 
 
 def explained(error: Exception, run_dir: Path | None) -> str:
@@ -60,6 +64,14 @@ def explained(error: Exception, run_dir: Path | None) -> str:
             f"same command again to resume from the newest checkpoint.\n{describe(error)}"
         )
     return "\n".join([describe(error), *_traceback_left(error, run_dir)])
+
+
+def _code_of(error: Exception) -> int:
+    from rl_launch.placement.bundles import DevicesLost
+
+    if isinstance(error, DevicesLost):
+        return UNFINISHED
+    return _WRONG_USE if _is_users(error) else _FAILED
 
 
 def _is_users(error: Exception) -> bool:

@@ -61,10 +61,12 @@ class Outcome:
     Args:
         metrics: Metrics of its last step.
         stop_signal: The signal that ended it, saved, before its last step; None if none did.
+        is_finished: False if a signal or a time limit ended it before its last step; the same command resumes it.
     """
 
     metrics: Mapping[str, float]
     stop_signal: signal.Signals | None = None
+    is_finished: bool = True
 
     def exit_if_stopped(self) -> None:
         """If a signal ended the run, end this process as the signal would have: later stages need a finished run.
@@ -208,7 +210,7 @@ def _run(
             session.read_token_texts_from(TokenTexts(tokenizer))
         with session.with_models(), monitoring.watching(runtime):
             algorithm.run(config, components, session)
-    return Outcome(session.last_metrics, session.stop_signal)
+    return Outcome(session.last_metrics, session.stop_signal, session.is_finished)
 
 
 def check_run_dir(

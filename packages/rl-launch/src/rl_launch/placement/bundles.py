@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
-from rl_core.errors import ConfigError
+from rl_core.errors import ConfigError, RLError
 
 _log = logging.getLogger(__name__)
 
@@ -20,6 +20,11 @@ Resources = Mapping[str, float]
 
 class PlacementError(ConfigError):
     """Raised if the cluster does not have the devices that a run asks for, or not in time."""
+
+
+class DevicesLost(RLError):
+    """Raised if a run has lost devices, and the cluster has no others in time. The same command resumes the run when
+    the cluster has devices."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from rl_core.errors import RLError
 from rl_launch.cluster.virtual_cluster import Bundle
-from rl_launch.placement.bundles import PlacementError
+from rl_launch.placement.bundles import DevicesLost
 from rl_launch.runtime.replica import Replica
 
 _log = logging.getLogger(__name__)
@@ -120,7 +120,7 @@ class ElasticReplicas:
             num_present: Replicas that the run has, fewer than it needs.
 
         Raises:
-            PlacementError: If no replica was being started for `timeout_s`.
+            DevicesLost: If no replica was being started for `timeout_s`.
         """
         idle_since = self._clock()
         reported = -math.inf
@@ -129,7 +129,7 @@ class ElasticReplicas:
             if self._starting:
                 idle_since = now
             if now - idle_since >= self._timeout_s:
-                raise PlacementError(self._timed_out(num_present))
+                raise DevicesLost(self._timed_out(num_present))
             if now - reported >= REPORT_S:
                 reported = now
                 _log.warning(

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from rl_core import spans
 from rl_core.errors import ConfigError, DataError, RLError, WorkerDied
-from rl_launch.placement.bundles import PlacementError
+from rl_launch.placement.bundles import DevicesLost, PlacementError
 from rl_launch.session.traces.step_trace import RESTARTS
 
 _log = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ class Restoration:
         self.goes_on = False
         # a run that is being restored may lose another node before its first step
         has_begun = session.has_begun or self.follows_a_loss
-        if not (self._saves and has_begun) or isinstance(error, ConfigError | DataError):
+        if not (self._saves and has_begun) or isinstance(error, ConfigError | DataError | DevicesLost):
             return
         lost = lost_nodes()
         if not lost and not _is_final_death(error):
@@ -96,7 +96,7 @@ class Restoration:
         """The error of a run that cannot be placed; after a loss it names the loss first."""
         if not self.follows_a_loss:
             return error
-        return RLError(
+        return DevicesLost(
             f"{self._cause}; the run could not be restored: {error} Run the same command to resume it when the "
             "cluster has the devices."
         )

@@ -205,6 +205,11 @@ class RunSession:
         return self._stop.signal
 
     @property
+    def is_finished(self) -> bool:
+        """True if all steps are made, or the goal is met."""
+        return self._is_goal_met or bool(self._max_steps and self._done >= self._max_steps)
+
+    @property
     def doing(self) -> str:
         """The innermost phase in progress; empty between phases."""
         return self._clock.doing
@@ -410,7 +415,7 @@ class RunSession:
             return "failed", (str(error) or type(error).__name__).partition("\n")[0]
         if error is not None:
             return "interrupted", self._stop.why_unwound(error, has_begun=self._has_begun)
-        if self._is_goal_met or (self._max_steps and self._done >= self._max_steps):
+        if self.is_finished:
             return "finished", self._stop.reason if self._is_goal_met else ""
         return "interrupted", self._stop.reason
 
