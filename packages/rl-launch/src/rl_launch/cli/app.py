@@ -23,6 +23,7 @@ from rl_launch.cli import (
 from rl_launch.cli.completion import complete_override, complete_recipe
 from rl_launch.cli.failure import UNFINISHED, quiet_without_reader, reported
 from rl_launch.cli.versions import versions
+from rl_launch.cli.worker_env_commands import worker_envs
 from rl_launch.recipes import recipe_names
 
 app = typer.Typer(
@@ -130,6 +131,7 @@ app.command()(run_commands.label)
 app.command()(run_commands.show)
 app.command()(view_commands.view)
 app.command()(stacks_commands.stacks)
+app.command()(worker_envs)
 app.command()(run_commands.sweep)
 
 
