@@ -26,6 +26,7 @@ from rl_core.torch.heads.scalar import new_head
 from rl_core.torch.heads.vocab_parallel import VocabShard
 from rl_core.torch.kernels.devices import runs_kernels
 from rl_core.torch.training.lora import InitialFactors
+from rl_core.torch.training.recompute import RecomputePlan
 from rl_core.torch.training.ties import untie_apart
 from rl_dtensor.config import AttentionBackend, DTensorConfig
 from rl_dtensor.model.attention import ROWS, RowsUnknown, attention_for, rows_problem, tell_chunks
@@ -40,7 +41,7 @@ from rl_dtensor.model.lora import BASE, adapters_of, add_adapters, init_adapters
 from rl_dtensor.model.model import HeadShard, ReadingModel, ShardedModel
 from rl_dtensor.model.precision import Kept, widen
 from rl_dtensor.model.probes import check_logits, check_packing, probe_row
-from rl_dtensor.model.recompute import RecomputePlan, checkpoint_activations
+from rl_dtensor.model.recompute import checkpoint_activations
 from rl_dtensor.model.recompute_choice import recompute_plan
 from rl_dtensor.model.recurrent import run_rows_alone
 from rl_dtensor.model.replay import Replay

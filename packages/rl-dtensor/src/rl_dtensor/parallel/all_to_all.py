@@ -57,7 +57,7 @@ class AllToAll:
     ) -> Grouped:
         """Dispatch tokens; see `rl_dtensor.parallel.dispatch.Dispatch`."""
         sizes = sizes_of_exchange(lambda: self._ask(ids, num_experts))
-        hops = []
+        hops: list[_Hop] = []
         num_below = num_experts * math.prod(self._dims)
         for group, (sent, received) in zip(self._groups, sizes.hops, strict=True):
             num_below //= len(sent)
