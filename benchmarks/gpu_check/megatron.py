@@ -32,7 +32,7 @@ def check(setup: Setup, report: Report) -> None:
     elif not setup.kind.runs_on_gpus:
         report.skip("Transformer Engine's layers", "they run on GPUs")
     else:
-        missing = list(name_problems(()))
+        missing = list(name_problems({}))
         report.holds("names of Transformer Engine", "those that megatron-core imports", not missing, "; ".join(missing))
         check_parity(PLUGIN, setup, report, "Transformer Engine, ")
         check_shapes(PLUGIN, setup, report, CASES, "Transformer Engine, ")

@@ -56,6 +56,11 @@ def count_row_attention(rank: Rank, window: int | None, context_size: int) -> in
     return sum(layer.submodules.self_attention.submodules.core_attention is RowAttention for layer in spec.layer_specs)
 
 
+def fixed_lengths(rank: Rank) -> list[int]:
+    """Lengths to which packed microbatches are padded."""
+    return list(rank.held[HELD]._model.reading.alignment.lengths)
+
+
 def count_8_bit_copies(rank: Rank, adds: bool = True) -> int:
     """Copies that a layer keeps as those of Transformer Engine do, one more first."""
     (chunk,) = rank.held[HELD]._model.reading.chunks

@@ -56,7 +56,9 @@ def test_every_name_that_megatron_imports_is_looked_for_or_not_used():
     assert len(imported) > 30
     looked_for = {each.path.replace(":", ".").removeprefix("transformer_engine.pytorch.") for each in NAMES}
     assert imported - looked_for == UNUSED.keys()
-    assert looked_for - imported == {"ops.SwiGLU"}  # an attribute of a module that is imported whole
+    # an attribute of a module that is imported whole, and functions that a training loop calls
+    buffers = {"initialize_ub", "destroy_ub", "UserBufferQuantizationMode"}
+    assert looked_for - imported == {"ops.SwiGLU", *buffers}
 
 
 def general_gemm(a, b, out_dtype=None, layout="TN", out=None, bias=None, grad=False):
@@ -93,7 +95,7 @@ def pretended(monkeypatch):
 
 
 def test_nothing_is_missing_in_the_pinned_version(pretended):
-    assert list(name_problems(())) == []
+    assert list(name_problems({})) == []
 
 
 @pytest.mark.parametrize(
@@ -108,11 +110,18 @@ def test_nothing_is_missing_in_the_pinned_version(pretended):
 )
 def test_a_missing_name_is_reported_with_what_it_costs(pretended, path, mention, field):
     pretended(path)
-    (problem,) = name_problems(())
+    (problem,) = name_problems({})
     assert mention in problem
     assert "set megatron_cfg.transformer_engine=false" in problem
     assert (f"set megatron_cfg.megatron_kwargs.{field}=false" in problem) == (field is not None)
-    assert list(name_problems([field])) == ([] if field else [problem])
+    assert list(name_problems({field or "none": False})) == ([] if field else [problem])
+
+
+def test_names_of_what_is_off_by_default_are_looked_for_if_it_is_on(pretended):
+    pretended(":initialize_ub")
+    assert list(name_problems({})) == list(name_problems({"tp_comm_overlap": False})) == []
+    (problem,) = name_problems({"tp_comm_overlap": True})
+    assert "has no transformer_engine.pytorch.initialize_ub; without it collectives" in problem
 
 
 def test_a_version_that_cannot_be_imported_is_reported(monkeypatch):
@@ -122,7 +131,7 @@ def test_a_version_that_cannot_be_imported_is_reported(monkeypatch):
                 raise OSError("libcuda.so.1: cannot open shared object file")
 
     monkeypatch.setattr(sys, "meta_path", [Broken(), *sys.meta_path])
-    (problem,) = name_problems(())
+    (problem,) = name_problems({})
     assert "cannot be imported: OSError: libcuda" in problem
 
 
@@ -139,7 +148,7 @@ def test_the_preflight_looks_if_layers_are_built_of_it(pretended, monkeypatch, s
     monkeypatch.setattr(preflight.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert [problem for problem in preflight.check(section) if "pytorch.Linear" in problem] == (
-        list(name_problems(())) if is_checked else []
+        list(name_problems({})) if is_checked else []
     )
 
 

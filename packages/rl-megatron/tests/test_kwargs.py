@@ -52,7 +52,8 @@ def test_keys_that_messages_name_exist():
         ("tensor_model_parallel_size", "", "`megatron_cfg.tensor_model_parallel_size`"),
         ("params_dtype", "", "`policy.precision`"),
         ("moe_z_loss_coeff", "padding", "`megatron_cfg.moe_aux_loss_coeff`"),
-        ("cuda_graph_impl", "rows have different lengths", None),
+        ("cuda_graph_impl", "the number of rows", None),
+        ("tp_comm_split_ag", "no longer reads it", None),
         ("recompute_methd", "recompute_method?", None),
         ("nothing_like_it", "TransformerConfig", None),
     ],
@@ -66,8 +67,10 @@ def test_fields_that_cannot_be_set_are_refused_with_the_key_or_the_nearest_names
     assert problem.remedy == (f"Set {remedy}" if remedy else "")
 
 
-def problems(device="cpu", lora=False, **settings):
-    section = SimpleNamespace(lora_cfg=LoraConfig(enabled=lora), megatron_cfg=MegatronConfig(**settings))
+def problems(device="cpu", lora=False, model=None, **settings):
+    config = ModelConfig(**{"model_name": "model", "lora_cfg": LoraConfig(enabled=lora), **(model or {})})
+    fields = {name: getattr(config, name) for name in ModelConfig.model_fields}
+    section = SimpleNamespace(**fields, megatron_cfg=MegatronConfig(**settings))
     config = SimpleNamespace(cluster=SimpleNamespace(device=device))
     (check_kwargs,) = (check for check in PLUGIN.checks if check.__name__ == "check_kwargs")
     return {problem.key.rpartition(".")[2]: problem for problem in check_kwargs(section, config)}
@@ -85,6 +88,7 @@ def problems(device="cpu", lora=False, **settings):
         ("moe_router_fusion", {"device": "cuda", "moe_router_replay": True}, "moe_router_replay=true"),
         ("moe_router_fusion", {"device": "cuda", "moe_router_dtype": "fp64"}, "moe_router_dtype=fp32"),
         ("cp_comm_type", {"device": "cuda"}, "context_parallel_size above 1"),
+        ("tp_comm_bulk_dgrad", {"device": "cuda"}, "megatron_kwargs.tp_comm_overlap=true"),
         ("recompute_method", {}, "megatron_cfg.recompute=full"),
         ("pipeline_model_parallel_layout", {}, "megatron_cfg.pipeline_model_parallel_size=2"),
         ("overlap_p2p_comm_warmup_flush", PP2, "megatron_cfg.virtual_pipeline_model_parallel_size"),
@@ -96,6 +100,59 @@ def test_fields_that_the_run_lacks_something_for_are_named(name, settings, menti
     needed = {"bias_activation_fusion", "apply_rope_fusion", "moe_router_fusion", "pipeline_model_parallel_layout"}
     assert problem.is_unused == (name not in needed)
     assert problems(megatron_kwargs={"deterministic_mode": True}, **settings) == {}
+
+
+OVERLAP = {
+    "device": "cuda",
+    "tensor_model_parallel_size": 2,
+    "sequence_parallel": True,
+    "megatron_kwargs": {"tp_comm_overlap": True, "tp_comm_overlap_rs_dgrad": True},
+}
+ONE_LENGTH = {"sequence_packing": {"enabled": True, "train_mb_tokens": 4096, "logprob_mb_tokens": 4096}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "mention"),
+    [
+        ({"device": "cpu"}, "cluster.device is cpu"),
+        ({"device": "rehearsal"}, "cluster.device is rehearsal"),
+        ({"lora": True}, "adapters need layers of megatron-core"),
+        ({"sequence_parallel": False}, "sequence_parallel=true"),
+        ({"model": {**ONE_LENGTH, "precision": "float32"}}, "needs precision=bfloat16"),
+        ({"fp8_cfg": {"enabled": True, "fp8_recipe": "blockwise"}}, "fp8_recipe is blockwise"),
+        ({"model": {"sequence_packing": {"enabled": False}}}, "sequence_packing.enabled=true"),
+        ({"fixed_length_microbatches": False}, "fixed_length_microbatches=auto"),
+        ({"model": {"sequence_packing": {"train_mb_tokens": 4096, "logprob_mb_tokens": 8192}}}, "have 4096 and 8192"),
+        ({"model": {**ONE_LENGTH, "max_total_sequence_length": 8192}}, None),
+        ({}, None),
+    ],
+)
+def test_overlap_of_tensor_parallel_collectives_needs_microbatches_of_one_length(changes, mention):
+    given = {"model": ONE_LENGTH, **OVERLAP, **changes}
+    assert MegatronConfig(megatron_kwargs=OVERLAP["megatron_kwargs"]).pads_microbatches
+    found = problems(**given).get("tp_comm_overlap")
+    assert (found is None) == (mention is None)
+    assert mention is None or mention in f"{found.reason}. {found.remedy}"
+
+
+def test_latent_attention_has_no_overlap(tmp_path):
+    folder = write_family(tmp_path, "deepseek_v3")
+    found = problems(**{**OVERLAP, "model": {**ONE_LENGTH, "model_name": str(folder)}})
+    assert "this model's is latent" in found["tp_comm_overlap"].reason
+
+
+@pytest.mark.parametrize(
+    ("settings", "mention"),
+    [
+        ({"moe_token_dispatcher_type": "flex"}, "moe_token_dispatcher_type=alltoall"),
+        ({"recompute_modules": ["shared_experts"]}, "shared_experts in megatron_cfg.recompute_modules"),
+    ],
+)
+def test_shared_experts_are_computed_while_tokens_travel_or_refused_at_the_start(settings, mention):
+    kwargs = {"moe_shared_expert_overlap": True}
+    found = problems(device="cuda", megatron_kwargs=kwargs, **settings)["moe_shared_expert_overlap"]
+    assert mention in found.reason
+    assert problems(device="cuda", megatron_kwargs=kwargs) == {}
 
 
 def test_activations_on_the_host_are_not_recomputed():

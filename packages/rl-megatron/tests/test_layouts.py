@@ -30,11 +30,24 @@ MODELS = {
     "deepseek_v3": LARGE_LAYOUTS,
     "glm4_moe": LARGE_LAYOUTS,
 }
+FIXED = "packed-16 to one length"
+BATCHED = {name: (fields, {}) for name, fields in BATCHINGS.items()} | {
+    FIXED: ({**BATCHINGS["packed-16"], "max_total_sequence_length": 24}, {"fixed_length_microbatches": True})
+}
+"""Fields of the model and of the backend."""
+PADDED = [
+    ("qwen3", "cp2", FIXED),
+    ("qwen3", "tp2+sp", FIXED),
+    ("qwen3", "pp2 virtual", FIXED),
+    ("qwen3_moe", "tp2 ep2+sp", FIXED),
+    ("qwen3_next", "cp2", FIXED),
+]
 PLACES = [(family, layout) for family in MODELS for layout in MODELS[family]]
 PACKED_AND_PADDED = ("packed-16", "padded-3")
-CASES = [(*place, batching) for place in PLACES for batching in PACKED_AND_PADDED]
+CASES = [(*place, batching) for place in PLACES for batching in PACKED_AND_PADDED] + PADDED
 ALWAYS = [(*place, PACKED_AND_PADDED[number % 2]) for number, place in enumerate(PLACES)]
-"""Every family in every layout: the rows of every other one are packed."""
+ALWAYS += [case for case in PADDED if case[:2] in (("qwen3", "cp2"), ("qwen3_moe", "tp2 ep2+sp"))]
+"""Every family in every layout: the rows of every other one are packed. Some microbatches are of one length."""
 
 
 @pytest.fixture(scope="module")
@@ -54,11 +67,12 @@ def expected(tmp_path_factory):
 def test_reads_gradients_and_weights_are_those_of_one_process(ranks, expected, tmp_path, family, layout, batching):
     folder, reads, metrics, stepped = expected[family]
     num_ranks, settings = (LAYOUTS | EXPERT_LAYOUTS | LARGE_LAYOUTS)[layout]
+    fields, padding = BATCHED[batching]
     config = ModelConfig(
-        model_name=str(folder), precision="float32", logprob_chunk_size=5, max_grad_norm=0.5, optimizer=PLAIN,
-        **BATCHINGS[batching],
-    )  # fmt: skip
-    with PooledModel(ranks, "megatron_factories:build", config, ModelSpec(), num_ranks, **settings) as model:
+        model_name=str(folder), precision="float32", logprob_chunk_size=5, max_grad_norm=0.5, optimizer=PLAIN, **fields
+    )
+    with PooledModel(ranks, "megatron_factories:build", config, ModelSpec(), num_ranks, **settings, **padding) as model:
+        assert ranks.run("megatron_factories:fixed_lengths", [()] * num_ranks) == [[24] if padding else []] * num_ranks
         found = model.infer(DISTINCT, READS, temperature=0.8)
         for name, column in reads.items():
             np.testing.assert_allclose(found.ragged(name).values, column, atol=1e-5, rtol=1e-5, err_msg=name)

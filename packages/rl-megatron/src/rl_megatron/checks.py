@@ -11,7 +11,8 @@ from rl_core.model_config import local_hf_config, num_experts_of
 from rl_core.run_config import RunConfig
 from rl_megatron.config import KEY, MegatronConfig
 from rl_megatron.families.rope import fusion_problem, rope_problem
-from rl_megatron.transformer_fields import FUSIONS, ON_CUDA, RECOMPUTED_WITH_TE, WITH_FP8, WITH_TE
+from rl_megatron.field_checks import check_kwargs, without_pipeline
+from rl_megatron.transformer_fields import RECOMPUTED_WITH_TE
 
 EXPERTS_PROBLEM = Problem(
     "lora_cfg.target_parameters",
@@ -38,8 +39,14 @@ def check_layout(section: Any, config: RunConfig) -> Iterable[Problem]:
             "num_layers_in_last_pipeline_stage",
         ):
             if getattr(backend, name) is not None:
-                yield _without_pipeline(f"{KEY}.{name}")
+                yield without_pipeline(f"{KEY}.{name}")
     yield from _check_experts(backend)
+    if backend.fixed_length_microbatches is True and not section.sequence_packing.enabled:
+        yield Problem(
+            f"{KEY}.fixed_length_microbatches",
+            "needs packed microbatches, but sequence_packing.enabled is false",
+            remedy="Set sequence_packing.enabled=true, or this key to auto",
+        )
 
 
 def check_shape(section: Any, config: RunConfig) -> Iterable[Problem]:
@@ -137,83 +144,6 @@ def check_8_bit(section: Any, config: RunConfig) -> Iterable[Problem]:
             f"needs Transformer Engine, but {KEY}.transformer_engine is false",
             remedy=f"Set {KEY}.transformer_engine to true, or this key to false",
         )
-
-
-def check_kwargs(section: Any, config: RunConfig) -> Iterable[Problem]:
-    """Yield the further fields of Megatron's config that the device or the layers lack, or that have no effect."""
-    backend: MegatronConfig = section.megatron_cfg
-    device = config.cluster.device
-    is_on_cpu = device in DEVICES and DEVICES[device].kernels != "cuda"
-    for name, value in backend.megatron_kwargs.items():
-        key = f"{KEY}.megatron_kwargs.{name}"
-        if name in FUSIONS and value is False:
-            continue  # holds on every device and for all layers
-        if name in ON_CUDA and is_on_cpu:
-            yield Problem(key, f"needs a GPU, but cluster.device is {device}", remedy="Remove this key")
-        elif name in WITH_TE and is_on_cpu:
-            reason = f"needs Transformer Engine and a GPU, but cluster.device is {device}"
-            yield Problem(key, reason, remedy="Remove this key")
-        elif name in WITH_TE and backend.transformer_engine is False:
-            yield Problem(
-                key,
-                f"needs Transformer Engine, but {KEY}.transformer_engine is false",
-                remedy=f"Remove this key or {KEY}.transformer_engine",
-            )
-        elif name in WITH_TE and section.lora_cfg.enabled:
-            yield Problem(
-                key,
-                "needs layers of Transformer Engine, but adapters need layers of megatron-core",
-                remedy="Remove this key, or set lora_cfg.enabled=false",
-            )
-        elif name in WITH_FP8 and not backend.fp8_cfg.enabled:
-            yield Problem.unused(key, f"without {KEY}.fp8_cfg.enabled=true")
-        else:
-            yield from _effect_problems(key, name, backend)
-
-
-def _effect_problems(key: str, name: str, backend: MegatronConfig) -> Iterable[Problem]:
-    """Yield the problem of a further field of Megatron's config that has no effect, or the wrong one, with the other
-    settings."""
-    if name in ("recompute_method", "recompute_num_layers"):
-        if backend.recompute != "full":
-            yield Problem.unused(key, f"without {KEY}.recompute=full")
-    elif name == "cpu_offloading":
-        if backend.megatron_kwargs[name] and backend.recompute != "none":
-            yield Problem(
-                key,
-                f"cannot be combined with {KEY}.recompute={backend.recompute}",
-                remedy=f"Set {KEY}.recompute=none, or remove this key",
-            )
-    elif name in ("deallocate_pipeline_outputs", "pipeline_model_parallel_layout", "batch_p2p_sync"):
-        if backend.pipeline_model_parallel_size == 1:
-            yield _without_pipeline(key)
-    elif name == "overlap_p2p_comm_warmup_flush":
-        if backend.virtual_pipeline_model_parallel_size is None:
-            yield Problem.unused(key, f"without {KEY}.virtual_pipeline_model_parallel_size")
-    elif name in ("moe_flex_dispatcher_backend", "moe_deepep_num_sms", "moe_hybridep_num_sms"):
-        if backend.moe_token_dispatcher_type != "flex":
-            yield Problem.unused(key, f"without {KEY}.moe_token_dispatcher_type=flex")
-    elif name == "moe_router_fusion":
-        if backend.moe_router_dtype != "fp32":
-            yield Problem(
-                key,
-                f"needs {KEY}.moe_router_dtype=fp32, because the fused router has no float64",
-                remedy=f"Remove this key or {KEY}.moe_router_dtype",
-            )
-        if backend.moe_router_replay:
-            yield Problem(
-                key,
-                f"cannot be combined with {KEY}.moe_router_replay=true, because the fused router chooses experts "
-                "itself",
-                remedy=f"Remove this key or {KEY}.moe_router_replay",
-            )
-    elif name == "cp_comm_type" and backend.context_parallel_size == 1:
-        yield Problem.unused(key, f"without {KEY}.context_parallel_size above 1")
-
-
-def _without_pipeline(key: str) -> Problem:
-    name = f"{KEY}.pipeline_model_parallel_size"
-    return Problem(key, f"needs pipeline parallelism, but {name} is 1", remedy=f"Set {name}=2 or more")
 
 
 def check_lora(section: Any, config: RunConfig) -> Iterable[Problem]:

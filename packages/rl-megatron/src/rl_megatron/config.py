@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from rl_core.config import Config, ProblemError, WhenChanged
 from rl_core.model_config import BackendConfig
-from rl_megatron.transformer_fields import name_problem
+from rl_megatron.transformer_fields import WITH_FIXED_LENGTH, name_problem
 
 KEY = "megatron_cfg"
 """Where the settings of this backend lie in the section of a model."""
@@ -97,12 +97,24 @@ class MegatronConfig(BackendConfig):
     transformer_engine: bool | None = None
     """Build layers of Transformer Engine on GPUs. If unset, wherever it is installed, as it is in environments that are
     built for workers (compiling it needs a CUDA toolkit). false neither installs nor uses it; true requires it."""
+    fixed_length_microbatches: Annotated[Literal["auto"] | bool, WhenChanged.RESUME] = "auto"
+    """Pad packed microbatches to their token budget (`sequence_packing.train_mb_tokens`, `logprob_mb_tokens`), so that
+    all have one length. Padding does not change results; it costs the computation of the tokens that are missing.
+    Pipelines then do not get more microbatches than the budget demands. `auto` does so if another setting needs it
+    (`megatron_kwargs.tp_comm_overlap`)."""
     distributed_data_parallel_config: DistributedDataParallelConfig = DistributedDataParallelConfig()
     fp8_cfg: Fp8Config = Fp8Config()
     megatron_kwargs: dict[str, Any] = {}
     """Further fields of Megatron's `TransformerConfig`, by their names there: fused kernels, offloading of activations,
     recomputation and the layout of pipeline stages. Fields that the model or another key determines are refused, as are
     fields that the device or the layers of the run do not support."""
+
+    @property
+    def pads_microbatches(self) -> bool:
+        """Return whether packed microbatches are padded to one length."""
+        if self.fixed_length_microbatches == "auto":
+            return any(self.megatron_kwargs.get(name) for name in WITH_FIXED_LENGTH)
+        return self.fixed_length_microbatches
 
     @model_validator(mode="after")
     def _refuse_fields(self) -> MegatronConfig:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -29,12 +29,18 @@ class EngineName:
             megatron-core.
         field: Field of `megatron_kwargs` that does without it if it is false; empty if layers cannot be built or
             computed without it.
+        is_optional: True if layers need it only if that field is set.
     """
 
     path: str
     lost: str
     moved: str = ""
     field: str = ""
+    is_optional: bool = False
+
+    def is_needed(self, given: Mapping[str, Any]) -> bool:
+        """Return whether a model with these fields of `megatron_kwargs` needs it."""
+        return bool(given.get(self.field)) if self.is_optional else given.get(self.field) is not False
 
     @property
     def is_there(self) -> bool:
@@ -42,8 +48,9 @@ class EngineName:
         return found(self.path) is not None or bool(self.moved and found(self.moved) is not None)
 
 
-def _several(module: str, names: str, lost: str, *, field: str = "") -> Iterator[EngineName]:
-    yield from (EngineName(f"{module}:{name}", lost, field=field) for name in names.split())
+def _several(module: str, names: str, lost: str, *, field: str = "", is_optional: bool = False) -> Iterator[EngineName]:
+    for name in names.split():
+        yield EngineName(f"{module}:{name}", lost, field=field, is_optional=is_optional)
 
 
 NAMES = (
@@ -79,6 +86,13 @@ NAMES = (
         "the activation is megatron-core's compiled one",
         field="use_te_activation_func",
     ),
+    *_several(
+        _TORCH,
+        "initialize_ub destroy_ub UserBufferQuantizationMode",
+        "collectives of tensor-parallel ranks do not overlap with products",
+        field="tp_comm_overlap",
+        is_optional=True,
+    ),
     EngineName(
         f"{_TORCH}.attention:_SplitAlongDim",
         "the gradients of queries, keys and values are copied into one tensor in each layer",
@@ -103,12 +117,12 @@ def found(path: str) -> Any:
         return None
 
 
-def name_problems(turned_off: Iterable[str], names: Iterable[EngineName] = NAMES) -> Iterator[str]:
+def name_problems(given: Mapping[str, Any], names: Iterable[EngineName] = NAMES) -> Iterator[str]:
     """Yield the names that the installed Transformer Engine lacks, as text: what each of them costs, and how to do
     without it.
 
     Args:
-        turned_off: Fields of `megatron_kwargs` that are false, whose kernels nothing needs.
+        given: Fields of `megatron_kwargs`, which choose the kernels that a model needs.
         names: Names to look for.
     """
     key = "megatron_cfg.transformer_engine"
@@ -120,10 +134,9 @@ def name_problems(turned_off: Iterable[str], names: Iterable[EngineName] = NAMES
             f"rl-megatron[te] against the installed torch, or set {key}=false"
         )
         return
-    turned_off = set(turned_off)
     missing: dict[tuple[str, str], list[str]] = {}
     for each in names:
-        if each.field not in turned_off and not each.is_there:
+        if each.is_needed(given) and not each.is_there:
             missing.setdefault((each.lost, each.field), []).append(each.path.replace(":", "."))
     for (lost, field), paths in missing.items():
         remedy = f"set megatron_cfg.megatron_kwargs.{field}=false, " if field else ""

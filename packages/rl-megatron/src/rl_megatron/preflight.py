@@ -46,7 +46,7 @@ def check(section: Mapping[str, Any]) -> list[str]:
     has_adapters = section.get("lora_cfg", {}).get("enabled", False)
     is_used = has_te and backend.get("transformer_engine") is not False and not has_adapters
     if is_used and torch.cuda.is_available():
-        problems += name_problems(name for name, value in given.items() if value is False)
+        problems += name_problems(given)
     return problems
 
 

@@ -58,20 +58,42 @@ WITH_FP8 = frozenset(
 )
 """Fields of Transformer Engine's products in 8 bits."""
 
-WITH_TE = WITH_FP8 | {
-    "apply_rope_fusion",
-    "attention_backend",
-    "cp_comm_type",
-    "cpu_offloading",
-    "cpu_offloading_activations",
-    "cpu_offloading_double_buffering",
-    "cpu_offloading_num_layers",
-    "cpu_offloading_weights",
-    "gradient_accumulation_fusion",
-    "moe_permute_fusion",
-    "moe_router_fusion",
-    "use_te_activation_func",
-}
+OF_TENSOR_OVERLAP = frozenset(
+    {
+        "tp_comm_bootstrap_backend",
+        "tp_comm_bulk_dgrad",
+        "tp_comm_bulk_wgrad",
+        "tp_comm_overlap_ag",
+        "tp_comm_overlap_disable_fc1",
+        "tp_comm_overlap_disable_qkv",
+        "tp_comm_overlap_rs",
+        "tp_comm_overlap_rs_dgrad",
+    }
+)
+"""Fields that `tp_comm_overlap` reads."""
+
+WITH_FIXED_LENGTH = frozenset({"tp_comm_overlap"})
+"""Fields that need microbatches of one length."""
+
+WITH_TE = (
+    WITH_FP8
+    | OF_TENSOR_OVERLAP
+    | WITH_FIXED_LENGTH
+    | {
+        "apply_rope_fusion",
+        "attention_backend",
+        "cp_comm_type",
+        "cpu_offloading",
+        "cpu_offloading_activations",
+        "cpu_offloading_double_buffering",
+        "cpu_offloading_num_layers",
+        "cpu_offloading_weights",
+        "gradient_accumulation_fusion",
+        "moe_permute_fusion",
+        "moe_router_fusion",
+        "use_te_activation_func",
+    }
+)
 """Fields of Transformer Engine's layers and kernels."""
 
 FUSIONS = frozenset(
@@ -140,12 +162,11 @@ _REASONS: Mapping[str, str] = {
     "rl-megatron does not run the schedules that it belongs to": """
         num_microbatches_with_partial_activation_checkpoints overlap_moe_expert_parallel_comm delay_wgrad_compute
         ep_overlap_early_attn_memory_release""",
-    "it needs batches of one shape, but rows have different lengths": """
+    "a graph repeats the addresses of weights, which leave the device between uses, and the number of rows": """
         enable_cuda_graph cuda_graph_use_single_mempool cuda_graph_retain_backward_graph cuda_graph_warmup_steps
-        external_cuda_graph cuda_graph_impl cuda_graph_scope tp_comm_overlap tp_comm_bulk_wgrad tp_comm_bulk_dgrad
-        tp_comm_overlap_ag tp_comm_overlap_rs tp_comm_overlap_rs_dgrad tp_comm_split_ag tp_comm_atomic_ag
-        tp_comm_split_rs tp_comm_atomic_rs tp_comm_overlap_disable_qkv tp_comm_overlap_disable_fc1
-        tp_comm_bootstrap_backend fused_single_qkv_rope""",
+        external_cuda_graph cuda_graph_impl cuda_graph_scope""",
+    "Transformer Engine no longer reads it": "tp_comm_split_ag tp_comm_atomic_ag tp_comm_split_rs tp_comm_atomic_rs",
+    "its kernel does not take packed rows": "fused_single_qkv_rope",
     "rl-megatron does not create the process groups that it needs": """
         hierarchical_context_parallel_sizes hybrid_context_parallel max_seqlen_per_dp_cp_rank
         pipeline_model_parallel_comm_backend use_ring_exchange_p2p moe_extended_tp""",

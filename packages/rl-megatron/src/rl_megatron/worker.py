@@ -19,6 +19,7 @@ from rl_core.torch.training.worker import TrainingWorker
 from rl_megatron import cpu_shim
 from rl_megatron.config import MegatronConfig
 from rl_megatron.model.build import build_model
+from rl_megatron.model.layout import row_multiple
 from rl_megatron.model.lora import add_adapters
 from rl_megatron.parallel.mesh import Mesh
 from rl_megatron.shape import shape_of
@@ -51,7 +52,9 @@ class MegatronWorker(TrainingWorker):
         if rendezvous.kind.kernels == "cpu":
             cpu_shim.install()
         mesh = Mesh.join(rendezvous, backend)
-        super().__init__(config, spec, mesh, partial(build_parts, config, backend, spec, mesh))
+        multiple = row_multiple(backend.context_parallel_size) if backend.pads_microbatches else None
+        build = partial(build_parts, config, backend, spec, mesh)
+        super().__init__(config, spec, mesh, build, row_multiple=multiple)
 
 
 def build_parts(

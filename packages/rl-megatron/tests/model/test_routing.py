@@ -19,6 +19,7 @@ from rl_megatron.model.balancing_loss import balancing_loss
 ALL = LAYOUTS | EXPERT_LAYOUTS
 PLAIN = OptimizerConfig(name="torch.optim.SGD", kwargs={"lr": 1.0})
 RECOMPUTED = {"recompute": "full"}
+FIXED = {"fixed_length_microbatches": True}
 COEFFICIENT = 0.1
 RATE = 0.25
 ROWS = (7, 3, 18)
@@ -32,7 +33,12 @@ def folders(tmp_path_factory):
 def open_model(ranks, folder, layout, batching, **options):
     num_ranks, backend = ALL[layout]
     config = ModelConfig(
-        model_name=str(folder), precision="float32", max_grad_norm=None, optimizer=PLAIN, **BATCHINGS[batching]
+        model_name=str(folder),
+        precision="float32",
+        max_grad_norm=None,
+        max_total_sequence_length=32,
+        optimizer=PLAIN,
+        **BATCHINGS[batching],
     )
     return PooledModel(ranks, "megatron_factories:build", config, ModelSpec(), num_ranks, **backend, **options)
 
@@ -96,9 +102,9 @@ BALANCED = [
     ("aux_loss", "tp2+sp", "padded-3", ROWS, RECOMPUTED),
     ("aux_loss", "pp2", "padded-3", ROWS, {}),
     ("aux_loss", "cp2", "packed-whole", ROWS, {}),
-    ("aux_loss", "ep2", "packed-whole", (9,), {}),
+    ("aux_loss", "ep2", "packed-16", (9,), FIXED),
     ("aux_loss", "dp2", "padded-3", (9,), {}),
-    ("seq_aux_loss", "tp1", "packed-16", ROWS, {}),
+    ("seq_aux_loss", "tp1", "packed-16", ROWS, FIXED),
     ("seq_aux_loss", "tp1", "padded-3", ROWS, RECOMPUTED),
     ("seq_aux_loss", "dp2", "packed-16", ROWS, {}),
     ("seq_aux_loss", "cp2", "padded-3", ROWS, {}),
@@ -134,21 +140,21 @@ def test_a_balancing_loss_is_that_of_the_rows(ranks, folders, tmp_path, kind, la
 
 
 BIASED = [
-    ("tp1", "padded-3", ROWS),
-    ("tp2+sp", "packed-whole", ROWS),
-    ("cp2", "padded-3", ROWS),
-    ("dp2", "packed-16", (9,)),
-    ("ep2", "padded-1", ROWS),
+    ("tp1", "padded-3", ROWS, {}),
+    ("tp2+sp", "packed-whole", ROWS, {}),
+    ("cp2", "padded-3", ROWS, {}),
+    ("dp2", "packed-16", (9,), FIXED),
+    ("ep2", "padded-1", ROWS, {}),
 ]
 
 
-@pytest.mark.parametrize(("layout", "batching", "lengths"), partly_exhaustive(BIASED, always=BIASED[1:]))
-def test_expert_biases_follow_the_tokens_of_the_batch(ranks, folders, tmp_path, layout, batching, lengths):
+@pytest.mark.parametrize(("layout", "batching", "lengths", "options"), partly_exhaustive(BIASED, always=BIASED[1:]))
+def test_expert_biases_follow_the_tokens_of_the_batch(ranks, folders, tmp_path, layout, batching, lengths, options):
     folder, batch = folders["deepseek_v3"], make_batch(lengths)
     before = read_weights(folder)
     with torch.no_grad():
         sent = routed(Oracle(folder), batch)
-    with open_model(ranks, folder, layout, batching, moe_router_bias_update_rate=RATE) as model:
+    with open_model(ranks, folder, layout, batching, moe_router_bias_update_rate=RATE, **options) as model:
         model.train_step(batch, TokenLoss())
         model.export(str(tmp_path))
     after = read_weights(tmp_path)

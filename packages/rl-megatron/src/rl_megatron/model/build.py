@@ -11,6 +11,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
 from transformers import PreTrainedConfig
 
+from rl_core.data.microbatch import Batching
 from rl_core.model import HEADLESS_ROLES, ModelSpec
 from rl_core.model_config import ModelConfig
 from rl_core.torch.files.model_files import WeightFiles, read_hf_config
@@ -22,6 +23,7 @@ from rl_megatron.families.catalog import family_of
 from rl_megatron.families.rotary import inverse_frequencies
 from rl_megatron.model.architecture import transformer_config
 from rl_megatron.model.layers import block_spec, has_transformer_engine
+from rl_megatron.model.layout import row_multiple, up
 from rl_megatron.model.mla import disable_transformer_engine, patch_down_projections
 from rl_megatron.model.model import EMBEDDING, LM_HEAD, Chunk, ReadingModel, ScoreHead, alignment_of
 from rl_megatron.model.padding_token import freeze_padding_token
@@ -29,6 +31,7 @@ from rl_megatron.model.recompute import recompute_fields
 from rl_megatron.model.replay import Replay
 from rl_megatron.model.routing import Routing
 from rl_megatron.parallel.mesh import Mesh
+from rl_megatron.parallel.userbuffers import open_buffers
 
 
 def build_model(
@@ -58,6 +61,11 @@ def build_model(
     )
     recompute = recompute_fields(config, backend, hf, configured(), mesh=mesh, has_te=has_te, trains=spec.trains)
     megatron = configured(recompute=recompute)
+    budgets = _budgets(config, backend) if is_packed and backend.pads_microbatches else ()
+    alignment = alignment_of(megatron, budgets)
+    if megatron.tp_comm_overlap:
+        # layers ask for their buffers when they are built
+        open_buffers(megatron, alignment.lengths)
     is_headless = spec.role in HEADLESS_ROLES
     stages: list[int | None] = [None]
     if backend.virtual_pipeline_model_parallel_size is not None:
@@ -73,11 +81,18 @@ def build_model(
         has_te,
         config.logprob_chunk_size,
         is_packed,
-        alignment_of(megatron),
+        alignment,
         routing=None if megatron.num_moe_experts is None else Routing(chunks, megatron),
         replay=Replay(chunks, megatron) if backend.moe_router_replay else None,
         asks_for_dropout=any(name.endswith("dropout") for name in config.hf_config_overrides),
     )
+
+
+def _budgets(config: ModelConfig, backend: MegatronConfig) -> tuple[int, ...]:
+    """Tokens of microbatches in training and in forward-only passes; a row that exceeds them fills one alone."""
+    longest = up(config.max_total_sequence_length, row_multiple(backend.context_parallel_size))
+    each = [Batching.of(config, training=training).max_tokens or 0 for training in (True, False)]
+    return tuple(max(tokens, longest) for tokens in each)
 
 
 def _chunk(

@@ -14,6 +14,9 @@ from rl_core.torch.host_arrays import to_device
 from rl_core.torch.loss import Rows
 from rl_core.torch.training.zigzag import zigzag_tokens
 
+PADDING_ROW = 512
+"""Minimum length at which padding is split into several rows."""
+
 
 @dataclass(frozen=True)
 class Alignment:
@@ -23,22 +26,35 @@ class Alignment:
         context_size, context_rank: among the ranks that share the tokens of each row.
         sequence_size: Ranks that share the tokens between layers (sequence parallelism).
         multiple: Number of which each rank's tokens must be a multiple, for its matrix products.
+        budgets: Numbers of tokens to which packed microbatches are padded; none if they are as long as their rows.
     """
 
     context_size: int = 1
     context_rank: int = 0
     sequence_size: int = 1
     multiple: int = 1
+    budgets: tuple[int, ...] = ()
 
     @property
     def row(self) -> int:
         """Number of which the length of each row must be a multiple, so that it can be cut into slices."""
-        return 2 * self.context_size if self.context_size > 1 else 1
+        return row_multiple(self.context_size)
 
     @property
     def total(self) -> int:
         """Number of which the length of a sequence of the forward pass must be a multiple."""
         return self.row * self.sequence_size * self.multiple
+
+    @property
+    def lengths(self) -> list[int]:
+        """Lengths of packed sequences in ascending order; none if they are as long as their rows."""
+        return sorted({up(budget, self.total) for budget in self.budgets})
+
+    def length_of(self, num_tokens: int) -> int:
+        """Length of a packed sequence for rows of so many tokens: the smallest of the lengths, or a multiple of the
+        largest if a group of rows that stay together exceeds its budget."""
+        lengths = self.lengths or [self.total]
+        return next((length for length in lengths if length >= num_tokens), up(num_tokens, lengths[-1]))
 
 
 @dataclass(frozen=True)
@@ -68,7 +84,7 @@ def lay_out(rows: Rows, alignment: Alignment, *, packed: bool) -> Layout:
     if packed:
         places = _packed_places(starts, lengths, alignment)
     else:
-        width = _up(max(lengths), alignment.total)
+        width = up(max(lengths), alignment.total)
         places = [_row_places(start, length, width) for start, length in zip(starts, lengths, strict=True)]
     own = [
         (place, zigzag_tokens(len(place), alignment.context_size, alignment.context_rank).numpy()) for place in places
@@ -87,11 +103,13 @@ def lay_out(rows: Rows, alignment: Alignment, *, packed: bool) -> Layout:
 
 def _packed_places(starts: list[int], lengths: list[int], alignment: Alignment) -> list[np.ndarray]:
     places = [
-        _row_places(start, length, _up(length, alignment.row)) for start, length in zip(starts, lengths, strict=True)
+        _row_places(start, length, up(length, alignment.row)) for start, length in zip(starts, lengths, strict=True)
     ]
     total = sum(len(place) for place in places)
-    missing = _up(total, alignment.total) - total
-    return [*places, np.full(missing, -1)] if missing else places
+    missing = alignment.length_of(total) - total
+    # rows of padding, no longer than others, as attention takes quadratic time
+    longest = up(max(PADDING_ROW, *(len(place) for place in places)), alignment.row)
+    return [*places, *(np.full(min(longest, missing - start), -1) for start in range(0, missing, longest))]
 
 
 def _row_places(start: int, length: int, width: int) -> np.ndarray:
@@ -110,5 +128,11 @@ def _packing(ends: Tensor, longest: int) -> PackedSeqParams:
     )
 
 
-def _up(length: int, multiple: int) -> int:
+def row_multiple(context_size: int) -> int:
+    """Return the number of which the length of each row must be a multiple on so many context-parallel ranks."""
+    return 2 * context_size if context_size > 1 else 1
+
+
+def up(length: int, multiple: int) -> int:
+    """Return a length rounded up to a multiple."""
     return -(-length // multiple) * multiple

@@ -37,13 +37,19 @@ def token_multiple(config: TransformerConfig) -> int:
     return get_fp8_align_size(config.fp8_recipe) if config.fp8 else 1
 
 
-def alignment_of(config: TransformerConfig) -> Alignment:
-    """Return this rank's alignment of sequences."""
+def alignment_of(config: TransformerConfig, budgets: tuple[int, ...]) -> Alignment:
+    """Return this rank's alignment of sequences.
+
+    Args:
+        config: Megatron's.
+        budgets: Numbers of tokens to which packed microbatches are padded; none if they are as long as their rows.
+    """
     return Alignment(
         context_size=parallel_state.get_context_parallel_world_size(),
         context_rank=parallel_state.get_context_parallel_rank(),
         sequence_size=config.tensor_model_parallel_size if config.sequence_parallel else 1,
         multiple=token_multiple(config),
+        budgets=budgets,
     )
 
 
@@ -130,8 +136,20 @@ class ReadingModel:
         return [parameter for chunk in self.chunks for parameter in chunk.parameters()]
 
     def lay_out(self, rows: Rows) -> Layout:
-        """The layout of a microbatch for this rank."""
-        return lay_out(rows, self.alignment, packed=self.is_packed)
+        """The layout of a microbatch for this rank.
+
+        Raises:
+            ValueError: If rows that stay together are longer than the buffers of tensor-parallel products.
+        """
+        layout = lay_out(rows, self.alignment, packed=self.is_packed)
+        length = layout.input_ids.shape[1] * self.alignment.context_size
+        if self.config.tp_comm_overlap and length != self.alignment.lengths[0]:
+            raise ValueError(
+                f"megatron_cfg.megatron_kwargs.tp_comm_overlap has buffers for microbatches of "
+                f"{self.alignment.lengths[0]} tokens, and one has {length}, because its rows stay together; increase "
+                "sequence_packing.train_mb_tokens and logprob_mb_tokens"
+            )
+        return layout
 
     def reads(
         self, hidden: Tensor, layout: Layout, rows: Rows, reads: Sequence[Read], temperature: float

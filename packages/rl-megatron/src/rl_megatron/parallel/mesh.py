@@ -19,6 +19,7 @@ from rl_core.model import Rendezvous
 from rl_core.torch.process_group import join_process_group
 from rl_megatron.config import MegatronConfig
 from rl_megatron.parallel.random import seed_all
+from rl_megatron.parallel.userbuffers import close_buffers
 
 
 @dataclass(frozen=True)
@@ -128,6 +129,7 @@ def _layout(rendezvous: Rendezvous, backend: MegatronConfig) -> Mapping[str, int
 
 
 def leave_groups() -> None:
-    """Leave all groups, Megatron's and torch's."""
+    """Leave all groups, Megatron's and torch's, and free the buffers that were made with them."""
+    close_buffers()
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
