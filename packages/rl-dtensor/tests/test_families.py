@@ -97,7 +97,7 @@ def test_experts_beside_shared_ones_are_split(ranks, tmp_path, family, mesh):
 
 
 @pytest.mark.parametrize(
-    "mesh", partly_exhaustive(["tp2+sp", "cp2", "cp2 ulysses", "pp2", "ep2 x fsdp2"], always=["tp2+sp", "cp2", "pp2"])
+    "mesh", partly_exhaustive(["tp2+sp", "cp2", "cp2 ulysses", "pp2", "ep2 x fsdp2"], always=["tp2+sp", "cp2"])
 )
 def test_llama_4_is_the_same_packed_and_split(ranks, tmp_path, mesh):
     """Attention in chunks, temperatures by place, and experts that are called with all tokens."""
@@ -210,10 +210,10 @@ def test_weights_that_a_layer_reads_and_features_that_count_together_are_whole_o
     assert "tokens cannot be split between its layers; set sequence_parallel=false" in refused.reason
 
 
+@pytest.mark.parametrize("mesh", partly_exhaustive(["tp2", "tp2+sp"], always=["tp2+sp"]))
 @pytest.mark.parametrize("family", partly_exhaustive(["olmo2", "phi3", "glm4", "cohere"], always=["olmo2", "glm4"]))
-def test_plans_of_transformers_hold_on_tensor_parallel_meshes(ranks, tmp_path, family):
+def test_plans_of_transformers_hold_on_tensor_parallel_meshes(ranks, tmp_path, family, mesh):
     folder = write_tiny(AutoConfig.for_model(family), tmp_path)
-    ways = (("tp2", False), ("tp2+sp", False), ("tp2+sp", True))
-    cases = [case_on(MESHES, mesh, is_packed=True, has_adapters=adapters) for mesh, adapters in ways]
+    cases = [case_on(MESHES, mesh, is_packed=True, has_adapters=adapters) for adapters in (False, True)]
     found = list(CHECK.check_family(ranks, folder, cases))
-    assert [case.verdict for case in found] == ["exact"] * 3, found
+    assert [case.verdict for case in found] == ["exact"] * 2, found

@@ -10,6 +10,7 @@ from rl_core.model import ModelSpec
 from rl_core.model_config import ModelConfig
 from rl_core.selfcheck.cases import MeshCase
 from rl_core.selfcheck.pooled_model import PooledModel
+from rl_core.testing.exhaustive import exhaustive
 from rl_megatron.selfcheck import CHECK
 
 _, SEQUENCE = SHARED_KEYS_LAYOUTS["tp4+sp"]
@@ -35,7 +36,8 @@ CASES = {
         ("biases", True),
         ("windows, rows over ranks", False),
         ("gates", False),
-        ("gates", True),
+        # adapters of attention without gates are above, and all weights of attention with gates
+        pytest.param("gates", True, marks=exhaustive),
     ],
 )
 def test_steps_and_weights_are_those_of_one_process(ranks, tmp_path, case, has_adapters):
