@@ -127,6 +127,7 @@ def dtensor() -> Backend:
         Kind(DENSE, "hsdp 2x2"),
         Kind(DENSE, "cp2 x tp2"),
         Kind(ROUTED, "ep2 x fsdp2"),
+        Kind(ROUTED, "ep2 x fsdp2", further={"tensor_parallel_size": 2}, name="tensor-parallel too"),
     )
     return Backend("rl_dtensor", MESHES, CHECK, write_tiny, kinds)
 

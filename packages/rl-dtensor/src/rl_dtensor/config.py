@@ -81,9 +81,10 @@ class DTensorConfig(BackendConfig):
     elsewhere. Torch's flash attention is FlashAttention 3 on Hopper and 4 on Blackwell if the package is installed.
     Only `eager` and `flex` support sinks."""
     fused_kernels: bool = True
-    """Compute RMSNorm with the residual before it, rotary embeddings with the norms of heads, and SwiGLU of layers by
-    Triton kernels on GPUs: less memory traffic, and rounding once instead of after each operation. Modules whose code
-    computes something else keep it, and so do layers that `compile` compiles. Other devices compute as with `false`."""
+    """Compute RMSNorm with the residual before it, rotary embeddings with the norms of heads, SwiGLU of layers, and
+    copies of tokens for their experts by Triton kernels on GPUs: less memory traffic, and rounding once instead of
+    after each operation. Modules whose code computes something else keep it, and so do layers that `compile` compiles.
+    Other devices compute as with `false`."""
     cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory and load parameters layer by layer. On `cpu` they
     are there already."""

@@ -12,7 +12,7 @@ from triton.compiler import ASTSource
 
 from rl_core.torch.heads.logprobs import Head, LogitTransform, head_reads
 from rl_core.torch.kernels.norm import NormForm, add_rms_norm, rms_norm
-from rl_core.torch.kernels.permutation import collect, spread_weighted
+from rl_core.torch.kernels.permutation import collect, spread, spread_weighted
 from rl_core.torch.kernels.programs import norm, permutation, rotary, swiglu, vocabulary
 from rl_core.torch.kernels.rotary import HeadNorm, rotated
 from rl_core.torch.kernels.swiglu import swiglu as gated
@@ -144,3 +144,10 @@ def test_programs_compile_for_hopper_without_spills(launches, tmp_path, name):
         found = resources(program, args, dict(options), tmp_path)
         assert found["LOCAL"] == found["STACK"] == 0, (program.__name__, found)
         assert found["REG"] <= 65536 // (32 * options["num_warps"])
+
+
+def test_copies_of_tokens_launch_nothing_if_kernels_are_turned_off(launches):
+    places = torch.tensor([[1], [0]])
+    rows, weights = spread_weighted(leaf(2, 16), leaf(2, 1), places, 2, fused=False)
+    backward(collect(spread(rows, places, 2, fused=False), places, fused=False), weights)
+    assert not launches
