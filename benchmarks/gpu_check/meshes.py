@@ -119,7 +119,13 @@ def dtensor() -> Backend:
         Kind(DENSE, "tp2+sp", has_adapters=True),
         Kind(ROUTED, "fsdp2"),
         Kind(DENSE, "fsdp2"),
-        Kind(DENSE, "fsdp2", further={"compile": True}, name="compiled"),
+        Kind(
+            DENSE,
+            "tp2",
+            # fused kernels would leave nothing to compile
+            further={"compile": True, "fused_kernels": False, "recompute": "selective"},
+            name="compiled, recomputed selectively",
+        ),
         Kind(DENSE, "tp2"),
         Kind(DENSE, "cp2"),
         Kind(DENSE, "cp2 ulysses"),

@@ -58,9 +58,6 @@ def test_ranks_are_counted_from_the_mesh():
             "tensor_parallel_size=2",
         ),
         ({"expert_dispatcher": "deep_ep"}, "expert_dispatcher", "expert_parallel_size=2 or more, or remove"),
-        ({"compile": True, "recompute": "selective"}, "compile", "recompute=auto or full"),
-        ({"compile": True, "tensor_parallel_size": 2}, "compile", "tensor_parallel_size=1, or compile=false"),
-        ({"compile": True, "attention_backend": "flex"}, "compile", "attention_backend=auto"),
         ({"pipeline_chunks_per_rank": 2}, "pipeline_chunks_per_rank", "pipeline_chunks_per_rank=1"),
         ({"tensor_parallel_size": 3}, "tensor_parallel_size", "4 attention heads. Set it to 2"),
         ({"tensor_parallel_size": 4}, "tensor_parallel_size", "2 key-value heads. Set it to 2"),
@@ -132,12 +129,20 @@ def test_a_kernel_without_the_soft_cap_of_the_model_is_refused(tmp_path):
     assert not problems(str(tmp_path), {"attention_backend": "sdpa"})
 
 
-def test_layers_with_experts_are_not_compiled(tmp_path):
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"recompute": "selective"},
+        {"tensor_parallel_size": 2},
+        {"context_parallel_size": 2},
+        {"pipeline_parallel_size": 2},
+        {"expert_parallel_size": 2},
+    ],
+    ids=str,
+)
+def test_layers_can_be_compiled_on_every_mesh(tmp_path, settings):
     (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 2, "num_experts": 4}))
-    problem = problems(str(tmp_path), {"compile": True})["dtensor_cfg.compile"]
-    assert "4 experts" in problem.reason
-    assert "compile=false" in problem.remedy
-    assert not problems(str(tmp_path))
+    assert not problems(str(tmp_path), {"compile": True, **settings})
 
 
 def test_attention_that_a_device_or_a_precision_cannot_run_is_refused():

@@ -83,7 +83,7 @@ class DTensorConfig(BackendConfig):
     fused_kernels: bool = True
     """Compute RMSNorm with the residual before it, rotary embeddings with the norms of heads, SwiGLU of layers, and
     copies of tokens for their experts by Triton kernels on GPUs: less memory traffic, and rounding once instead of
-    after each operation. Modules whose code computes something else keep it, and so do layers that `compile` compiles.
+    after each operation. Modules whose code computes something else keep it, unless `compile` compiles it.
     Other devices compute as with `false`."""
     cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory and load parameters layer by layer. On `cpu` they
@@ -99,6 +99,7 @@ class DTensorConfig(BackendConfig):
     as little as the device's memory allows for a microbatch of the largest size: nothing, or as many layers as
     necessary selectively, or as many as necessary in full. It logs its choice; on `cpu` it is `none`."""
     compile: bool = False
-    """Compile each layer, except its attention, with `torch.compile`. Compilation happens when the layer first runs and
-    takes about a minute in every process; on `cpu` it needs a C++ compiler. Supports data parallelism only, and no
-    `recompute=selective`."""
+    """Compile parts of layers with `torch.compile`: norms with the residual before them, rotary embeddings, activations
+    and gates, where no fused kernel computes them. Matrix products, attention, experts and communication stay outside.
+    One program serves rows of all lengths. It is made when it first runs, in every process; on `cpu` that needs a C++
+    compiler. Of families that `fused_kernels` covers, nothing is left to compile."""

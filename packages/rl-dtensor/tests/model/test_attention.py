@@ -6,13 +6,13 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama import modeling_llama
 
 from rl_core.data.batch import TOKENS
 from rl_core.plugins.install_command import install_command
 from rl_core.torch.loss import Rows
-from rl_dtensor.model import compilation, kernels
+from rl_dtensor.model import kernels
 from rl_dtensor.model.attention import ROWS, attention_for, row_attention, rows_problem
 from rl_dtensor.model.kernels import Softmax, kernel_of, varlen
 from rl_dtensor.model.layout import Alignment, Segment, Segments, lay_out
@@ -355,10 +355,3 @@ def test_a_failure_that_data_would_not_mend_is_not_taken_for_an_answer(monkeypat
     monkeypatch.setattr(body_of(hf), "forward", broken)
     with pytest.raises(KeyError, match="layout"):
         rows_problem(hf)
-
-
-def test_compiling_one_model_leaves_the_attention_of_others_as_it_is(monkeypatch):
-    monkeypatch.setattr(compilation, "compiler_problem", lambda: "")
-    before = AttentionInterface()[ROWS]
-    compilation.compile_layers([torch.nn.Linear(2, 2)])
-    assert AttentionInterface()[ROWS] is before

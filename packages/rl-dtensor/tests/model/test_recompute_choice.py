@@ -50,10 +50,6 @@ def test_no_more_is_recomputed_than_must_be(room, plan):
     assert smallest_plan(plans_of(4), LAYERS, 10, room) == plan
 
 
-def test_layers_that_can_only_be_recomputed_whole_are_as_few_as_must_be():
-    assert smallest_plan(plans_of(4, has_selective=False), LAYERS, 10, 399) == RecomputePlan(2, 0)
-
-
 @pytest.fixture
 def alone():
     """A group of this process."""

@@ -291,6 +291,5 @@ def attention_for(
     return own if backend == "auto" else backend
 
 
-# the bounds of rows are numbers that change with every microbatch, which compiled code must not hold
-# (without an entry for masks, models make none, nor do they look for rows in the positions, for which the host waits)
-AttentionInterface.register(ROWS, torch.compiler.disable(row_attention))
+# without an entry for masks, models make none, nor do they look for rows in the positions, for which the host waits
+AttentionInterface.register(ROWS, row_attention)

@@ -201,6 +201,8 @@ class _Builder:
             fuse_layers(hf, decoder_layers(hf))
         if self.mesh.experts is not None:
             dispatch_experts(hf, self._dispatch, fused=self._fuses)
+        if self.backend.compile:
+            compile_layers(hf, decoder_layers(hf))
         widen(hf, None if self._trains_all else kept.stored)
         hf.requires_grad_(self._trains_all)
         if self.config.lora_cfg.enabled:
@@ -212,7 +214,7 @@ class _Builder:
 
     @property
     def _fuses(self) -> bool:
-        return self.backend.fused_kernels and not self.backend.compile and runs_kernels(self.mesh.device)
+        return self.backend.fused_kernels and runs_kernels(self.mesh.device)
 
     @cached_property
     def _dispatch(self) -> Dispatch:
@@ -274,8 +276,6 @@ class _Builder:
             )
         experts = [] if mesh.experts is None else self._split_experts(hf, mesh.experts)
         checkpoint_activations(hf, decoder_layers(hf), recompute)
-        if backend.compile:
-            compile_layers(decoder_layers(hf))
         model = ReadingModel(
             hf,
             role,

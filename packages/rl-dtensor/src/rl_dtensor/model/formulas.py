@@ -25,6 +25,12 @@ EPSILONS = ("variance_epsilon", "eps", "epsilon")
 ROTATE = "apply_rotary_pos_emb"
 """Name that families have for the function that rotates queries and keys."""
 
+ROTATION = ["q", "k", "cos", "sin", "unsqueeze_dim"]
+"""Its arguments in most families."""
+
+ACTIVATIONS = ("act_fn", "activation_fn")
+"""Names that families have for the activation of an MLP."""
+
 PRE_NORM_LAYER = """\
 residual = hidden_states
 hidden_states = self.input_layernorm(hidden_states)
@@ -110,24 +116,49 @@ def _is_norm(module: nn.Module, form: NormForm) -> bool:
 
 
 @_with_values
-def is_gated_mlp(module: nn.Module) -> bool:
-    """Return whether a module computes `down_proj(silu(gate_proj(x)) * up_proj(x))` and nothing else."""
+def computes_by_row(module: nn.Module) -> bool:
+    """Return whether a module without parts computes each vector of features `[..., features]` of one tensor by
+    itself."""
+    takes_one = len(inspect.signature(type(module).forward).parameters) == 2
+    held = {name: each for name, each in module._parameters.items() if each is not None}
+    if "forward" in vars(module) or not takes_one or module._modules or module._buffers:
+        return False
+    if len({each.shape for each in held.values()}) > 1 or any(each.dim() != 1 for each in held.values()):
+        return False
+    width = next((len(each) for each in held.values()), 4)
+    generator = torch.Generator().manual_seed(0)
+    parameters = {name: nn.Parameter(torch.randn(width, generator=generator)) for name in held}
+    own = _on(module, parameters={**module._parameters, **parameters})
+    x = torch.randn(2, 3, width, generator=generator)
+    together, apart = (_tried(type(module).forward, own, each) for each in (x, x.view(6, width)))
+    are_found = isinstance(together, Tensor) and isinstance(apart, Tensor) and together.shape == x.shape
+    return are_found and torch.allclose(together.view(6, width), apart, rtol=1e-6)
+
+
+def activation_of(module: nn.Module) -> nn.Module | None:
+    """Return the activation of an MLP; None if it has none of the usual names."""
+    return next((module._modules[name] for name in ACTIVATIONS if name in module._modules), None)
+
+
+@_with_values
+def is_gated_mlp(module: nn.Module, activation: Callable[[Tensor], Tensor] = F.silu) -> bool:
+    """Return whether a module computes `down_proj(activation(gate_proj(x)) * up_proj(x))` and nothing else."""
 
     def formula(parts: Mapping[str, nn.Module], x: Tensor) -> Tensor:
-        out: Tensor = parts["down_proj"](F.silu(parts["gate_proj"](x)) * parts["up_proj"](x))
+        out: Tensor = parts["down_proj"](activation(parts["gate_proj"](x)) * parts["up_proj"](x))
         return out
 
     return _is_mlp(module, {"gate_proj": (4, 6), "up_proj": (4, 6), "down_proj": (6, 4)}, formula)
 
 
 @_with_values
-def is_packed_mlp(module: nn.Module) -> bool:
-    """Return whether a module computes `down_proj(silu(gate) * up)` of the halves of `gate_up_proj(x)`, and nothing
-    else."""
+def is_packed_mlp(module: nn.Module, activation: Callable[[Tensor], Tensor] = F.silu) -> bool:
+    """Return whether a module computes `down_proj(activation(gate) * up)` of the halves of `gate_up_proj(x)`, and
+    nothing else."""
 
     def formula(parts: Mapping[str, nn.Module], x: Tensor) -> Tensor:
         gate, up = parts["gate_up_proj"](x).chunk(2, -1)
-        out: Tensor = parts["down_proj"](F.silu(gate) * up)
+        out: Tensor = parts["down_proj"](activation(gate) * up)
         return out
 
     return _is_mlp(module, {"gate_up_proj": (4, 12), "down_proj": (6, 4)}, formula)
@@ -140,7 +171,7 @@ def _is_mlp(
 ) -> bool:
     """Return whether a module with linear layers of these names computes a formula of them."""
     others = module._modules.keys() - sizes.keys()
-    if not sizes.keys() <= module._modules.keys() or others - {"act_fn", "activation_fn"} or module._parameters:
+    if not sizes.keys() <= module._modules.keys() or others - set(ACTIVATIONS) or module._parameters:
         return False
     if "forward" in vars(module) or len(inspect.signature(type(module).forward).parameters) != 2:
         return False
@@ -168,10 +199,8 @@ def has_plain_gate(module: nn.Module) -> bool:
 @cache
 @_with_values
 def is_plain_rotation(rotate: Callable[..., Any]) -> bool:
-    """Return whether a function of queries, keys, cosines and sines rotates as Llama does, in the dtype of the
-    products, and takes angles of a part of each head if it takes any."""
-    if list(inspect.signature(rotate).parameters) != ["q", "k", "cos", "sin", "unsqueeze_dim"]:
-        return False
+    """Return whether a function of the arguments `ROTATION` rotates as Llama does, in the dtype of the products, and
+    takes angles of a part of each head if it takes any."""
     generator = torch.Generator().manual_seed(0)
     for size, dtype in ((8, torch.float64), (8, torch.bfloat16), (4, torch.float64)):
         q, k, angle = (
@@ -191,13 +220,19 @@ def is_plain_rotation(rotate: Callable[..., Any]) -> bool:
     return True
 
 
-def rotating_forward(module: nn.Module) -> FunctionType | None:
-    """Return the function of an attention module that calls a plain rotation by its name; None if there is none."""
+def calling_rotation(module: nn.Module) -> FunctionType | None:
+    """Return the function of an attention module that calls a rotation by its name; None if there is none."""
     forward = type(module).forward
     if "forward" in vars(module) or not isinstance(forward, FunctionType) or ROTATE not in forward.__code__.co_names:
         return None
     rotate = forward.__globals__.get(ROTATE)
-    return forward if callable(rotate) and is_plain_rotation(rotate) else None
+    return forward if callable(rotate) and list(inspect.signature(rotate).parameters) == ROTATION else None
+
+
+def rotating_forward(module: nn.Module) -> FunctionType | None:
+    """Return the same if that rotation is a plain one."""
+    forward = calling_rotation(module)
+    return forward if forward is not None and is_plain_rotation(forward.__globals__[ROTATE]) else None
 
 
 @cache

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from functools import wraps
 from typing import Any
 
@@ -22,6 +22,7 @@ from rl_core.torch.kernels.norm import NormForm, add_rms_norm, rms_norm, takes_n
 from rl_core.torch.kernels.swiglu import swiglu, swiglu_of_halves
 from rl_dtensor.model.expert_layers import fuse_experts
 from rl_dtensor.model.formulas import (
+    activation_of,
     is_gated_mlp,
     is_packed_mlp,
     is_pre_norm_layer,
@@ -57,7 +58,7 @@ def fuse_layers(hf: PreTrainedModel, layers: Sequence[nn.Module]) -> Counter[str
             "experts": fuse_experts(hf),
             "rotations": len(rotations),
             "normed rotations": defer_norms(hf, [each for each in rotations if each.has_norms(forms)], forms),
-            "residuals": sum(_fuse_residuals(layer, forms) for layer in layers),
+            "residuals": sum(fuse_residuals(layer, forms, takes) for layer in layers),
         }
     )
     logger.info("fused kernels in %s: %s", type(hf).__name__, ", ".join(f"{n} {kind}" for kind, n in counts.items()))
@@ -98,8 +99,7 @@ def _fuse_mlps(hf: PreTrainedModel) -> int:
         names = frozenset(module._modules)
         if "down_proj" not in names:
             continue
-        activation = module._modules.get("act_fn") or module._modules.get("activation_fn")
-        kind = (type(module), str(activation), names)
+        kind = (type(module), str(activation_of(module)), names)
         if kind not in tried:
             fuse = {is_gated_mlp: _fuse_gated, is_packed_mlp: _fuse_packed}
             tried[kind] = next((fuse[is_kind] for is_kind in fuse if is_kind(module)), None)
@@ -138,11 +138,17 @@ def _fuse_packed(module: Any) -> None:
     module.forward = forward
 
 
-def _fuse_residuals(layer: Any, forms: dict[int, NormForm]) -> bool:
-    """Fuse the sums of a layer with the norms behind them, if its code is that of most families; whether it is."""
+def fuse_residuals(layer: Any, norms: Container[int], takes: Callable[[Tensor], bool]) -> bool:
+    """Leave the sums of a layer to the norms behind them, if its code is that of most families; whether it is.
+
+    Args:
+        layer: Layer, changed in place.
+        norms: Identities of norms that also take an addend, and return the sum as well if called with `with_sum`.
+        takes: Returns whether they take a tensor; the layer's own code computes with others.
+    """
     kind: Any = type(layer)
-    norms = [layer._modules.get(name) for name in ("input_layernorm", "post_attention_layernorm")]
-    if "forward" in vars(layer) or not is_pre_norm_layer(kind) or any(id(norm) not in forms for norm in norms):
+    own = [layer._modules.get(name) for name in ("input_layernorm", "post_attention_layernorm")]
+    if "forward" in vars(layer) or not is_pre_norm_layer(kind) or any(id(norm) not in norms for norm in own):
         return False
     original = layer.forward
 

@@ -211,7 +211,6 @@ def lay_out(rows: Rows, alignment: Alignment, *, is_packed: bool) -> Layout:
         places, position = places[:, own], position[:, own]
     flat = places.reshape(-1)
     device = rows.offsets.device
-    # the first begins its storage: elsewhere compiled layers would guard where it does
     position_ids, at, *held = to_device([position, flat, *HeldTokens.arrays(flat, offsets)], device)
     is_token = at >= 0
     return Layout(

@@ -72,22 +72,19 @@ def recompute_plan(
         max_tokens(config, sizes.cp),
         passes_kept(sizes.pp, chunks),
     )
-    plans = plans_of(here, has_selective=not backend.compile)
-    return memory.choose(plans, counted[-here:], logs=mesh.rank == 0).of_chunks(chunks)
+    return memory.choose(plans_of(here), counted[-here:], logs=mesh.rank == 0).of_chunks(chunks)
 
 
-def plans_of(num_layers: int, *, has_selective: bool = True) -> list[RecomputePlan]:
+def plans_of(num_layers: int) -> list[RecomputePlan]:
     """Return the plans from the one that recomputes least to the one that recomputes most.
 
     Recomputing selectively costs little and comes first; then whole layers replace it, one after another.
 
     Args:
         num_layers: Number of layers.
-        has_selective: False if layers can only be recomputed as a whole.
     """
-    plans = [RecomputePlan(0, num) for num in range(num_layers + 1)] if has_selective else []
-    plans += [RecomputePlan(num, num_layers - num if has_selective else 0) for num in range(num_layers + 1)]
-    return plans
+    selective = [RecomputePlan(0, num) for num in range(num_layers + 1)]
+    return selective + [RecomputePlan(num, num_layers - num) for num in range(num_layers + 1)]
 
 
 @dataclass(frozen=True)

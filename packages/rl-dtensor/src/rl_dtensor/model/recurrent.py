@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -92,8 +91,6 @@ class _RowsOfLayer:
         first, *others = inspect.signature(original).parameters.values()
         needed = [other.name for other in others if other.default is other.empty and other.kind != other.VAR_KEYWORD]
 
-        # the bounds of rows are numbers that change with every microbatch, which compiled code must not hold
-        @torch.compiler.disable
         @wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:
             if self._layout is None:

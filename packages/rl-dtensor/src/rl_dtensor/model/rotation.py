@@ -104,14 +104,25 @@ class Rotation:
 
 
 def fuse_rotation(module: Any) -> Rotation:
-    """Run an attention layer's own code with another function of the name of its rotation."""
+    """Rotate an attention layer's queries and keys by kernels."""
     own = cast("FunctionType", rotating_forward(module))
     rotation = Rotation(module, own.__globals__[ROTATE])
-    names = {**own.__globals__, ROTATE: rotation}
+    rotate_by(rotation, module, own)
+    return rotation
+
+
+def rotate_by(rotate: Callable[..., tuple[Tensor, Tensor]], module: Any, own: FunctionType) -> None:
+    """Run an attention layer's own code with another function of the name of its rotation.
+
+    Args:
+        rotate: Function of the arguments of the rotation.
+        module: Attention layer.
+        own: Function of its class, which calls the rotation by its name.
+    """
+    names = {**own.__globals__, ROTATE: rotate}
     forward = FunctionType(own.__code__, names, own.__name__, own.__defaults__, own.__closure__)
     forward.__kwdefaults__ = own.__kwdefaults__
     module.forward = MethodType(wraps(own)(forward), module)
-    return rotation
 
 
 def defer_norms(hf: PreTrainedModel, rotations: Sequence[Rotation], forms: dict[int, NormForm]) -> int:

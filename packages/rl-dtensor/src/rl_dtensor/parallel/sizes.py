@@ -92,31 +92,6 @@ def combination_problems(config: DTensorConfig) -> Iterator[Problem]:
             "without expert parallelism",
             remedy="Set expert_parallel_size=2 or more, or remove this key",
         )
-    if config.compile and config.recompute == "selective":
-        yield Problem(
-            f"{SECTION}.compile",
-            "cannot be combined with recompute=selective, because compiling fuses the operations that it selects from",
-            remedy="Set recompute=auto or full, or compile=false",
-        )
-    axes = {
-        "tensor_parallel_size": config.tensor_parallel_size,
-        "context_parallel_size": config.context_parallel_size,
-        "pipeline_parallel_size": config.pipeline_parallel_size,
-        "expert_parallel_size": config.expert_parallel_size,
-    }
-    for name, size in axes.items():
-        if config.compile and size > 1:
-            yield Problem(
-                f"{SECTION}.compile",
-                f"supports data parallelism only, but {name} is {size}",
-                remedy=f"Set {name}=1, or compile=false",
-            )
-    if config.compile and config.attention_backend == "flex":
-        yield Problem(
-            f"{SECTION}.compile",
-            "cannot be combined with attention_backend=flex, which is compiled separately",
-            remedy="Set attention_backend=auto, or compile=false",
-        )
     if config.pipeline_chunks_per_rank > 1 and config.pipeline_parallel_size == 1:
         yield Problem(
             f"{SECTION}.pipeline_chunks_per_rank",
@@ -154,12 +129,6 @@ def shape_problems(config: DTensorConfig, model: Mapping[str, Any]) -> Iterator[
                 remedy=f"Set it to {_nearest(own_kv, cp)}, or set context_parallel_method=all_gather",
             )
     experts = num_experts_of(model)
-    if experts and config.compile:
-        yield Problem(
-            f"{SECTION}.compile",
-            f"does not support layers with experts, and this model has {experts} experts",
-            remedy="Set compile=false",
-        )
     ep = config.expert_parallel_size
     if ep > 1 and model and not any("expert" in name for name in model):
         yield Problem(
