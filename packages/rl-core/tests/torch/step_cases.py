@@ -10,6 +10,7 @@ from joined_rank import joined
 
 from rl_core.data.batch import Batch
 from rl_core.data.microbatch import Batching
+from rl_core.data.pipeline import Pipeline
 from rl_core.metrics import Metric
 from rl_core.model import LOGPROBS
 from rl_core.selfcheck.rank_pool import Rank
@@ -56,3 +57,9 @@ def run_pass(rank: Rank, batch: Batch, loss: Squares, max_tokens: int) -> tuple[
                 loss_pass.microbatch(rows, {"logprobs": rows["tokens"] * parameter}).backward()
         grad = np.zeros(()) if parameter.grad is None else parameter.grad.numpy()
         return loss_pass.metrics(), grad, len(plan)
+
+
+def num_planned(rank: Rank, batch: Batch, batching: Batching, pipeline: Pipeline) -> int:
+    """The number of microbatches for a pipeline."""
+    with joined(rank):
+        return len(plan_together(batch, batching, None, pipeline=pipeline))

@@ -2,9 +2,11 @@
 
 import numpy as np
 import pytest
-from step_cases import Squares, run_pass
+from step_cases import Squares, num_planned, run_pass
 
 from rl_core.data.batch import Batch
+from rl_core.data.microbatch import Batching
+from rl_core.data.pipeline import Pipeline
 from rl_core.data.ragged import Ragged
 from rl_core.errors import WorkerError
 from rl_core.metrics import reduce_metrics
@@ -37,6 +39,13 @@ def test_a_loss_that_depends_on_nothing_has_no_gradient(pool):
     ((metrics, gradient, _),) = pool.run(run_pass, [(make_batch(), Squares("detached"), 100)])
     assert gradient == 0
     assert metrics["loss"].result() > 0
+
+
+@pytest.mark.parametrize(("row_multiple", "num_microbatches"), [(None, 7), (1, 2)])
+def test_a_pipeline_gets_no_more_microbatches_than_must_be_padded(pool, row_multiple, num_microbatches):
+    batch = Batch({"tokens": Ragged.from_rows([[1] * 200] * 20)})
+    batching = Batching(packed=True, max_tokens=2048, max_rows=None, row_multiple=row_multiple)
+    assert pool.run(num_planned, [(batch, batching, Pipeline(4))]) == [num_microbatches]
 
 
 @pytest.mark.parametrize(
