@@ -1,6 +1,7 @@
 """Every Markdown document of the project is correct: its blocks run as printed, or are checked."""
 
 import os
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from document_checks import (
     unknown_keys,
 )
 
+from rl_core import fork_server
 from rl_core.testing.documents import Document, Workbook, documents_of, read_document
 
 DOCUMENTS = documents_of(ROOT)
@@ -31,8 +33,32 @@ INTERNAL = {ROOT / "docs" / "architecture.md", ROOT / "AGENTS.md"}
 every_document = pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 
 
+RL_MODULES = (
+    "rl_launch.cli.app",
+    "rl_launch.commands.catalog",
+    "rl_launch.commands.explain",
+    "rl_launch.commands.train",
+)
+"""Modules that most commands of `rl` import, which takes longer than all else that they do."""
+
+
 @pytest.fixture(scope="session")
-def worked(once, quickstart):
+def commands(once) -> Path:
+    """Folder of the command `rl` as a program that starts with its modules imported."""
+    server = fork_server.shell_command(sys.executable, RL_MODULES, idle_s=120)
+    script = shlex.quote(str(Path(sys.executable).with_name("rl")))
+
+    def make(folder: Path) -> None:
+        folder.mkdir()
+        rl = folder / "rl"
+        rl.write_text(f'#!/bin/sh\nexec {server} {script} "$@"\n')
+        rl.chmod(0o755)
+
+    return once("commands", make)
+
+
+@pytest.fixture(scope="session")
+def worked(once, commands, quickstart):
     """The working folder of a document whose blocks have run, after the quickstart, which makes their model."""
 
     def work(path: Path) -> Path:
@@ -45,15 +71,16 @@ def worked(once, quickstart):
                 folder.mkdir()
             else:
                 shutil.copytree(before, folder, symlinks=True)
-            run_blocks(document, folder)
+            run_blocks(document, folder, commands)
 
         return once("document-" + str(path.relative_to(ROOT)).replace(os.sep, "-"), make)
 
     return work
 
 
-def run_blocks(document: Document, folder: Path) -> None:
-    variables = {"HF_HUB_OFFLINE": "1", "COLUMNS": "80", "OMP_NUM_THREADS": None}
+def run_blocks(document: Document, folder: Path, commands: Path) -> None:
+    path = os.pathsep.join([str(commands), str(Path(sys.executable).parent), os.environ["PATH"]])
+    variables = {"HF_HUB_OFFLINE": "1", "COLUMNS": "80", "OMP_NUM_THREADS": None, "PATH": path}
     workbook = Workbook(folder, variables)
     for block in document.blocks:
         if block.checked:

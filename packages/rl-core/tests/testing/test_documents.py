@@ -1,3 +1,5 @@
+import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -180,6 +182,16 @@ def test_a_command_may_have_to_fail(written, workbook):
     assert outputs(written("```sh fails", "echo why", "false", "```"), workbook) == ["why\n"]
     with pytest.raises(DocumentError, match="exit code 0"):
         outputs(written("```sh fails", "true", "```"), workbook)
+
+
+def test_commands_of_the_interpreter_come_first_unless_a_path_is_given(written, workbook, tmp_path):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho another\n")
+    python.chmod(0o755)
+    block = written("```sh", "python -c 'import sys; print(sys.executable)'", "```")
+    assert outputs(block, workbook) == [f"{sys.executable}\n"]
+    given = Workbook(workbook.folder, {"PATH": f"{tmp_path}:{os.environ['PATH']}"})
+    assert outputs(block, given) == ["another\n"]
 
 
 def test_commands_see_the_given_variables(written, tmp_path):

@@ -216,7 +216,8 @@ class Workbook:
 
     Args:
         folder: The working folder, which files are written to and commands run in.
-        variables: Environment variables of what runs, in addition to this process's own; None removes one.
+        variables: Environment variables of what runs, in addition to this process's own; None removes one. Without a
+            `PATH` among them, the folder of the interpreter comes first in it.
         timeout: Timeout of a block, in seconds.
         printed: What the last block printed.
     """
@@ -289,7 +290,8 @@ class Workbook:
         variables = {name: value for name, value in changed.items() if value is not None}
         # the interpreter's own folder first: `rl` and `python` are those of the tests
         own, path = str(Path(sys.executable).parent), variables.get("PATH", "")
-        variables["PATH"] = path if path.split(os.pathsep)[0] == own else f"{own}{os.pathsep}{path}"
+        if "PATH" not in self.variables and path.split(os.pathsep)[0] != own:
+            variables["PATH"] = f"{own}{os.pathsep}{path}"
         if any(self.folder.glob("*.dist-info")):
             # a project that the reader has installed
             variables["PYTHONPATH"] = os.pathsep.join(filter(None, [str(self.folder), variables.get("PYTHONPATH")]))
