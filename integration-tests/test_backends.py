@@ -13,7 +13,8 @@ HF = "policy.generation.backend=hf"
 """The generator of meshes that send their weights as others do: it starts sooner than vLLM."""
 
 MESHES = {
-    "megatron": ["policy.megatron_cfg.enabled=true"],
+    "megatron": ["policy.megatron_cfg.enabled=true", HF],
+    "megatron, sent to vllm": ["policy.megatron_cfg.enabled=true"],
     "tp2": ["policy.dtensor_cfg.tensor_parallel_size=2"],
     "cp2": ["policy.dtensor_cfg.context_parallel_size=2", HF],
     "pp2": ["policy.dtensor_cfg.pipeline_parallel_size=2", HF],

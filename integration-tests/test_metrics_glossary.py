@@ -16,14 +16,14 @@ def documented() -> list[str]:
     return [name for cell in _ROW.findall(GLOSSARY.read_text(encoding="utf-8")) for name in re.findall("`(.+?)`", cell)]
 
 
-def test_every_metric_that_a_run_writes_is_in_the_glossary(whole_sft, whole_grpo):
+def test_every_metric_that_a_run_writes_is_in_the_glossary(quickstart):
     patterns = [_PLACEHOLDER.sub(".+", re.escape(name)) for name in documented()]
-    written = names_in(whole_sft, whole_grpo)
+    written = names_in(quickstart / "sft", quickstart / "grpo")
     assert [name for name in written if not any(re.fullmatch(pattern, name) for pattern in patterns)] == []
 
 
-def test_every_metric_of_the_glossary_is_written_or_in_the_source(whole_sft, whole_grpo):
-    written = names_in(whole_sft, whole_grpo)
+def test_every_metric_of_the_glossary_is_written_or_in_the_source(quickstart):
+    written = names_in(quickstart / "sft", quickstart / "grpo")
     source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "packages").glob("*/src/**/*.py"))
     unknown = [name for name in documented() if name not in written and not is_in(source, name)]
     assert unknown == []
