@@ -201,7 +201,7 @@ def test_conversations_under_way_go_on_after_the_driver_was_killed(driver, tmp_p
     _, alive = psutil.wait_procs(run.kill_all(), 60)
     assert not alive
     (killed / "gate").touch()
-    Run.start(run.folder, *told).finish()
+    driver.train(run.folder, *told)
 
     # what waited when the driver was killed had made two turns, which were not made again
     waited = notes(killed, "waiting")

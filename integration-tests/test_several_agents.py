@@ -311,8 +311,8 @@ grpo:
     first: {opponent: {update_every: 2, share: 0.5}}
     second: {opponent: {update_every: 2, share: 0.5}}
 data:
-  train: {data_path: prompts.jsonl, env_name: "larger.py:Larger"}
-  validation: {data_path: prompts.jsonl, env_name: "larger.py:Larger"}
+  train: {data_path: HERE/prompts.jsonl, env_name: "HERE/larger.py:Larger"}
+  validation: {data_path: HERE/prompts.jsonl, env_name: "HERE/larger.py:Larger"}
 checkpointing: {save_period: 3, keep_top_k: null, metric_name: null}
 cluster: {cpu_ranks_per_node: 1}
 """
@@ -363,16 +363,16 @@ def games_of(folder):
     }
 
 
-def test_a_killed_run_goes_on_against_the_same_opponents(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_killed_run_goes_on_against_the_same_opponents(driver, tmp_path):
+    recipe = tmp_path / "larger.yaml"
+    recipe.write_text(SETTINGS.replace("HERE", str(tmp_path)))
     (tmp_path / "larger.py").write_text(LARGER)
-    (tmp_path / "larger.yaml").write_text(SETTINGS)
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"{n}+1="}) + "\n" for n in range(18)))
-    run = Run.start(tmp_path / "run", "larger.yaml")
+    run = Run.start(tmp_path / "run", str(recipe))
     run.await_step(5)
     run.kill_all()
     undisturbed, measured = games_of(run.folder), figures(run.folder)
-    Run.start(tmp_path / "run", "larger.yaml").finish()
+    driver.train(run.folder, str(recipe))
 
     # steps after the checkpoint were made again, the fifth against a version that was taken again
     games, figures_again = games_of(run.folder), figures(run.folder)
