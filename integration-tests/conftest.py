@@ -22,12 +22,12 @@ __all__ = ["pytest_configure"]
 
 LONGEST_FIRST = (
     "test_documents",
-    # needs no quickstart, which the first and the third wait for
+    # these two need no quickstart, which the first makes and those after them wait for
     "test_algorithms",
+    "test_saved_conversations",
     "test_faults",
     "test_rehearsal",
     "test_asynchronous",
-    "test_saved_conversations",
     "test_preferences",
     "test_slurm",
     "test_several_agents",
