@@ -19,6 +19,8 @@ from rl_core.errors import ConfigError
 from rl_core.testing.documents import Block, Document, DocumentError, Workbook
 from rl_launch.cli.app import app
 from rl_launch.run_config.reading import read_plan
+from rl_launch.submit.profile import PROFILE, belongs_to_profile, read_profile
+from rl_launch.submit.targets import TARGETS
 
 ROOT = Path(__file__).parents[1]
 
@@ -54,13 +56,17 @@ _FENCED = re.compile(r"^ *(`{3,})[^\n]*\n.*?^ *\1`* *$", re.DOTALL | re.MULTILIN
 
 
 def check_yaml(block: Block, folder: Path) -> None:
-    """Resolve a config, or a fragment of one over a recipe.
+    """Resolve a config, a fragment of one over a recipe, or a profile of `rl submit`.
 
     Raises:
         DocumentError: if it is not valid.
     """
     keys = set(re.findall(r"^(\w+):", block.text, re.MULTILINE))
     text, path = block.text, folder / f"{block.document.stem}_line_{block.line}.yaml"
+    if keys <= set(TARGETS):
+        path.write_text(text, encoding="utf-8")
+        _read_profile(block, str(path), ())
+        return
     if not keys & {"algorithm", "defaults"}:
         text = f"defaults: {block.over or ('sft-squad' if 'sft' in keys else 'grpo-math-8b')}\n{text}"
     path.write_text(text, encoding="utf-8")
@@ -127,7 +133,11 @@ def _check_rl(block: Block, words: list[str], folder: Path) -> None:
         recipe, overrides = None, [recipe, *overrides]
     if isinstance(recipe, str) and (folder / recipe).exists():
         recipe = folder / recipe
-    if words[0] not in {"train", "doctor"}:
+    if words[0] == "submit" and recipe is not None:
+        settings = [override for override in overrides if belongs_to_profile(override)]
+        _read_profile(block, "", settings)
+        overrides = [override for override in overrides if override not in settings]
+    elif words[0] not in {"train", "doctor"}:
         return
     if recipe is None or _is_run_of_the_reader(recipe):
         for override in overrides:
@@ -186,6 +196,13 @@ def _resolved(block: Block, recipe: str | Path, overrides) -> None:
         raise DocumentError(f"{block.place}: {error}") from None
 
 
+def _read_profile(block: Block, name: str, overrides: Sequence[str]) -> None:
+    try:
+        read_profile(name, overrides)
+    except ConfigError as error:
+        raise DocumentError(f"{block.place}: {error}") from None
+
+
 def install(pyproject: Path) -> None:
     """Make a project known to processes that have its folder on their path, as `pip install -e` would."""
     project = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]
@@ -223,7 +240,7 @@ def _anchors(text: str) -> set[str]:
 
 def unknown_keys(document: Document) -> list[str]:
     """Config keys in the prose that no algorithm has."""
-    sections = {key.partition(".")[0] for recipe in SMALLEST for key in _keys_of(recipe)}
+    sections = {key.partition(".")[0] for recipe in SMALLEST for key in _keys_of(recipe)} | set(TARGETS)
     text = _prose(document.text)
     if document.path.name.startswith("coming-from-"):
         text = _FIRST_CELL.sub("", text)  # of another project
@@ -233,10 +250,11 @@ def unknown_keys(document: Document) -> list[str]:
 
 
 def _is_key(key: str) -> bool:
-    """Whether an algorithm's config has the key."""
+    """Whether an algorithm's config, or a profile, has the key."""
     # below a key with free entries, such as policy.optimizer.kwargs, anything goes
     free = {"kwargs", "settings", "env_vars", "custom_parallel_plan", "hf_config_overrides"}
-    return any(key in _keys_of(recipe) for recipe in SMALLEST) or bool(free & set(key.split(".")[:-1]))
+    known = any(key in _keys_of(recipe) for recipe in SMALLEST) or key in all_keys(PROFILE, {})
+    return known or bool(free & set(key.split(".")[:-1]))
 
 
 @cache

@@ -5,8 +5,10 @@ Everything lives in namespaces below one process, so that nothing is left on the
 
 import os
 import shutil
+import signal
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 _PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "ip", "unshare", "nsenter")
@@ -17,7 +19,7 @@ SlurmctldHost={first}
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
 CryptoType=crypto/munge
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/slurmd.%n.pid
@@ -31,12 +33,14 @@ SlurmdParameters=config_overrides
 MpiDefault=none
 ReturnToService=2
 SchedulerType=sched/builtin
+SchedulerParameters=sched_interval=2
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 KillWait=5
 MailProg=/bin/true
 NodeName={nodes} CPUs=2 RealMemory=4000 State=UNKNOWN
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+{further}
 """
 
 # inside namespaces that hide the machine's network, mounts and processes
@@ -93,10 +97,12 @@ class SlurmCluster:
     Args:
         folder: Folder for its configuration, state and logs.
         hosts: Names of the hosts.
+        further: Further lines of slurm.conf.
     """
 
-    def __init__(self, folder: Path, hosts: tuple[str, ...] = ("n1", "n2")) -> None:
-        self.folder, self.hosts = folder, hosts
+    def __init__(self, folder: Path, hosts: tuple[str, ...] = ("n1", "n2"), further: str = "") -> None:
+        self.folder, self.hosts, self._further = folder, hosts, further
+        self.living = list(hosts)
 
     def __enter__(self) -> "SlurmCluster":
         for name in ("state", *(f"spool.{host}" for host in self.hosts)):
@@ -104,7 +110,7 @@ class SlurmCluster:
         (self.folder / "munge.key").write_bytes(os.urandom(128))
         (self.folder / "munge.key").chmod(0o600)
         (self.folder / "slurm.conf").write_text(
-            _CONF.format(folder=self.folder, first=self.hosts[0], nodes=",".join(self.hosts))
+            _CONF.format(folder=self.folder, first=self.hosts[0], nodes=",".join(self.hosts), further=self._further)
         )
         (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
         addresses = [f"10.0.0.{number} {host}" for number, host in enumerate(self.hosts, 1)]
@@ -160,6 +166,12 @@ class SlurmCluster:
         assert done.returncode == 0, done.stdout
         return done.stdout
 
+    def kill(self, host: str) -> None:
+        """Kill a host with everything on it, as a power failure would."""
+        self.living.remove(host)
+        # the kernel ends the processes of a host with the first one, which `--kill-child` ends
+        os.kill(self._find(lambda words: words[0] == "unshare" and words[-1] == host), signal.SIGKILL)
+
     def logs(self) -> str:
         """Return everything that Slurm has logged."""
         found = [f"== {path.name}\n{path.read_text()}" for path in sorted(self.folder.glob("*.log"))]
@@ -174,13 +186,16 @@ class SlurmCluster:
             time.sleep(0.3)
             if all((self.folder / f"started.{host}").exists() for host in self.hosts):
                 try:
-                    states = self.run("sinfo", "--noheader", "--Node", "--format=%t").split()
+                    states = self.run("sinfo", "--noheader", "--Node", "--partition=all", "--format=%t").split()
                 except AssertionError as error:  # the controller does not answer yet
                     states = [str(error)]
 
     def _first_host(self) -> int:
         """Return the id of a process in all namespaces of the first host."""
-        wanted = ["slurmctld", "-D"]
+        return self._find(lambda words: words == ["slurmctld", "-D"])
+
+    def _find(self, is_wanted: Callable[[list[str]], bool]) -> int:
+        """Return the id of a process of this cluster by the words of its command."""
         for entry in Path("/proc").iterdir():
             if not entry.name.isdigit():
                 continue
@@ -189,6 +204,6 @@ class SlurmCluster:
                 environment = (entry / "environ").read_text().split("\0")
             except OSError:
                 continue
-            if words == wanted and f"FOLDER={self.folder}" in environment:
+            if words and is_wanted(words) and f"FOLDER={self.folder}" in environment:
                 return int(entry.name)
-        raise AssertionError("slurmctld is not running")
+        raise AssertionError(f"no such process\n{self.logs()}")

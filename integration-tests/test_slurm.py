@@ -1,92 +1,400 @@
-"""The batch script of docs/several-machines.md, run by a real Slurm on two hosts, which are namespaces."""
+"""Runs that `rl submit slurm` gives to a real Slurm, whose hosts are namespaces.
 
+Most tests have stand-ins for Ray and the driver, which take no time: they are about the script, the signals of Slurm
+and its queue. The others train.
+"""
+
+import os
 import re
+import signal
 import stat
 import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
-from runs import python_of, steps_of
+from runs import described, figures, python_of, steps_of
 from slurm_cluster import SlurmCluster, missing_requirement
 
 from rl_core.plugins import POLICIES
 from rl_core.testing.exhaustive import exhaustive
+from rl_launch.session.directory.exactly_once import prove
+from rl_launch.session.directory.run_folder import RunFolder
 from rl_launch.worker_envs.node_build import default_root
 
-PAGE = Path(__file__).parents[1] / "docs" / "several-machines.md"
+RL = Path(sys.executable).with_name("rl")
+
+PREEMPTION = """
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=low Nodes=ALL PriorityTier=1 GraceTime=8 PreemptMode=REQUEUE MaxTime=INFINITE State=UP
+PartitionName=high Nodes=ALL PriorityTier=9 PreemptMode=OFF MaxTime=INFINITE State=UP
+"""
+WARNING = "SlurmctldParameters=preempt_send_user_signal"
+
+# Does what its attempt's word in `plan` says: finish, fail, wait (and save when it is told to end), or stall.
+DRIVER = """#!/bin/bash
+for word in "$@"; do [[ $word != run_dir=* ]] || run=${word#run_dir=}; done
+echo "$*" >> "$run.drivers"
+attempt=$(wc -l < "$run.drivers")
+word=$(sed -n "${attempt}p" "$run.plan")
+mkdir -p "$run/checkpoints"
+save() { mkdir "$run/checkpoints/step_$attempt"; }
+trap 'save; exit 75' TERM
+case $word in
+    finish) save; exit 0 ;;
+    fail) exit 1 ;;
+    stall) exit 75 ;;
+    wait) while :; do sleep 0.2; done ;;
+esac
+"""
+RAY = """#!/bin/bash
+for word in "$@"; do [[ $word != --port=* ]] || port=${word#--port=}; done
+echo "Ray runtime started."
+[[ ! ${port:-} ]] || exec /usr/bin/python3 -c "import socket, sys, time
+listener = socket.create_server(('', int(sys.argv[1])))
+time.sleep(1000)" "$port"
+exec sleep 1000
+"""
+
+# Programs that start containers, without the containers.
+SRUN = """#!/bin/bash
+for word in "$@"; do [[ $word == --container-* ]] || words+=("$word"); done
+exec /usr/bin/srun "${words[@]}"
+"""
+APPTAINER = """#!/bin/bash
+while [[ $1 != /images/* ]]; do shift; done
+exec "${@:2}"
+"""
+
+STAND_INS = {"ray": RAY, "rl": DRIVER, "srun": SRUN, "apptainer": APPTAINER}
 
 pytestmark = [
     pytest.mark.skipif(bool(missing_requirement()), reason=missing_requirement() or "Slurm can run here"),
-    pytest.mark.timeout(600),  # a batch job with its own Ray on two hosts, which share the cores of one machine
+    pytest.mark.timeout(900),  # jobs with a Ray of their own on several hosts, which share the cores of one machine
 ]
+
+
+class Submitted:
+    """A run that `rl submit slurm` has given to a cluster.
+
+    Args:
+        slurm: The cluster.
+        folder: Folder for the run and what it needs.
+        words: Recipe, and keys of the run and the profile.
+        plan: What the stand-in for the driver does in each attempt; none for the real driver.
+    """
+
+    def __init__(self, slurm, folder, *words, plan=()):
+        self.slurm, self.run, self._words = slurm, folder / "run", words
+        home, fakes = folder / "home", folder / "fakes"
+        for each in (home, fakes):
+            each.mkdir(parents=True)
+        self.variables = {
+            "HOME": str(home),
+            "PATH": f"{Path(sys.executable).parent}:/usr/bin:/usr/sbin:/bin:/sbin",
+            "RL_HOME": str(default_root().parent),
+        }
+        self._settings = ["slurm.local_folder=/run", "slurm.time_limit=01:00:00", f"run_dir={self.run}"]
+        if plan:
+            for name, text in STAND_INS.items():
+                (fakes / name).write_text(text)
+                (fakes / name).chmod(0o755)
+            self._settings.append(f"slurm.setup=export PATH={fakes}:$PATH")
+            (folder / "run.plan").write_text("".join(f"{word}\n" for word in plan))
+        self.submit()
+
+    def submit(self):
+        """Submit it, for the first time or again."""
+        answer = self.rl("slurm", *self._words, *self._settings)
+        self.job = re.findall(r"^job (\d+)", answer, re.MULTILINE)[0]
+
+    def rl(self, *words):
+        """Output of `rl submit` on the first host."""
+        return self.slurm.run(str(RL), "submit", *words, **self.variables)
+
+    def shown(self, job=""):
+        """Fields of the job as Slurm shows it."""
+        return dict(
+            re.findall(r"(\w+)=(\S*)", self.slurm.run("scontrol", "--oneliner", "show", "job", job or self.job))
+        )
+
+    def await_state(self, *states, job="", timeout=600):
+        """Wait until the job is in one of these states, and return its fields."""
+        return self.until(lambda: (found := self.shown(job))["JobState"] in states and found, states, timeout)
+
+    def await_end(self, job=""):
+        """Wait for the end of the job; returns its state and exit code."""
+        ended = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+        found = self.await_state(*ended, job=job)
+        return f"{found['JobState']} {found['ExitCode']}"
+
+    def await_driver(self, number, timeout=120):
+        """Wait until the stand-in for the driver has started that many times."""
+        self.until(lambda: len(self.drivers) >= number, f"driver {number}", timeout)
+
+    def until(self, condition, awaited, timeout=120):
+        deadline = time.monotonic() + timeout
+        while not (found := condition()):
+            assert time.monotonic() < deadline, f"{awaited}\n{self.output}\n{self.slurm.logs()}"
+            time.sleep(0.2)
+        return found
+
+    @property
+    def drivers(self):
+        """Command lines of the drivers so far."""
+        path = self.run.with_name("run.drivers")
+        return path.read_text().splitlines() if path.exists() else []
+
+    @property
+    def output(self):
+        """Everything that the jobs have logged."""
+        found = [*(self.run / "jobs").glob("*.log"), *(self.run / "jobs").glob("*/*.log")]
+        return "\n".join(f"== {path}\n{path.read_text()}" for path in sorted(found))
+
+    @property
+    def attempts(self):
+        """Names of the attempts' folders."""
+        return sorted(path.name for path in (self.run / "jobs").iterdir() if path.is_dir())
+
+    def processes(self):
+        """Processes on all hosts that the job has started."""
+        # jobs of another cluster on this machine may have the same number
+        marks = {f"RL_JOB={self.job}", f"HOME={self.variables['HOME']}"}
+        return [each for each in psutil.process_iter() if marks <= environment_of(each)]
+
+    def stop_driver(self):
+        """Let the stand-in for the driver save and end."""
+        (driver,) = (each for each in self.processes() if "fakes/rl" in described(each))
+        driver.send_signal(signal.SIGTERM)
+
+    def assert_nothing_is_left(self):
+        """Assert that neither processes nor files of the job are on any host."""
+        self.until(lambda: not self.processes(), "processes of the job have ended")
+        for host in self.slurm.living:
+            assert "rl-" not in self.slurm.run("srun", f"--nodelist={host}", "ls", "/run", **self.variables)
+
+
+NODES = ("cluster.device=rehearsal", "cluster.num_nodes=2", "cluster.gpus_per_node=1")
+
+
+def is_ray_of(process, host):
+    """Whether a process is the stand-in for Ray on a host: the head on n1 listens, the other one on n2 sleeps."""
+    words = described(process)
+    return words == "sleep sleep 1000" if host == "n2" else "create_server" in words
+
+
+def is_script_of(process, submitted):
+    """Whether a process is the batch script of a run."""
+    words = described(process).split()
+    return len(words) == 3 and words[2].startswith(str(submitted.slurm.folder)) and words[2].endswith("slurm_script")
+
+
+def environment_of(process):
+    try:
+        return set(Path(f"/proc/{process.pid}/environ").read_text().split("\0"))
+    except OSError:
+        return set()
 
 
 @pytest.fixture
 def slurm(tmp_path):
-    (tmp_path / "slurm").mkdir()
     with SlurmCluster(tmp_path / "slurm") as cluster:
         yield cluster
 
 
-def batch_script(train: str) -> str:
-    """The script as printed, for two small hosts without GPUs of Ray's own finding, with another run."""
-    (script,) = re.findall(r"^```sh run\.sbatch check\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
-    sizes = "#SBATCH --nodes=2 --ntasks-per-node=1 --time=00:08:00"
-    for pattern, replacement in (
-        (r"^#SBATCH .*$", sizes),
-        (r"\bray start ", "ray start --num-gpus=1 --num-cpus=4 --object-store-memory=100000000 "),
-        (r"^rl train (?:.*\\\n)*.* &$", f"{train} &"),
-    ):
-        script, count = re.subn(pattern, replacement, script, flags=re.MULTILINE)
-        assert count, pattern
-    return script
+@pytest.fixture
+def bystander():
+    """A process of another job on the same machine."""
+    process = psutil.Popen(["sleep", "1000"], env={**os.environ, "RL_JOB": "1000000"})
+    yield process
+    assert process.is_running()
+    process.kill()
+    process.wait()
 
 
-def finished(slurm: SlurmCluster, script: str, folder: Path) -> tuple[str, str]:
-    """The exit code that Slurm reports of a script, and its output."""
-    path, output, home = folder / "run.sbatch", folder / "output", folder / "home"
-    path.write_text(script)
-    home.mkdir()
-    variables = {
-        "HOME": str(home),
-        "PATH": f"{Path(sys.executable).parent}:/usr/bin:/usr/sbin:/bin:/sbin",
-        "RAY_TMPDIR": "/run",
-        "RL_HOME": str(default_root().parent),
-    }
-    job = slurm.run("sbatch", "--parsable", f"--output={output}", f"--chdir={folder}", str(path), **variables).strip()
-    while True:
-        shown = slurm.run("scontrol", "show", "job", job)
-        (state,) = re.findall(r"JobState=(\S+)", shown)
-        if state not in {"PENDING", "RUNNING", "COMPLETING", "CONFIGURING"}:
-            break
-        time.sleep(1)
-    (code,) = re.findall(r" ExitCode=(\S+)", shown)
-    return f"{state} {code}", output.read_text()
-
-
-def test_the_printed_script_trains_over_two_hosts(slurm, tmp_path):
-    run = tmp_path / "run"
-    # the hosts reach nothing but each other
-    python_of(POLICIES, "dtensor")
-    train = (
-        "rl train sft-arithmetic cluster.device=rehearsal cluster.num_nodes=2 cluster.gpus_per_node=1 "
-        f"sft.max_num_steps=2 run_dir={run}"
-    )
-    state, output = finished(slurm, batch_script(train), tmp_path)
-    assert state == "COMPLETED 0:0", f"{output}\n{slurm.logs()}"
-    assert len(steps_of(run)) == 2
-    token = tmp_path / "home" / ".ray" / "auth_token"
-    assert stat.S_IMODE(token.stat().st_mode) == 0o600
+def test_a_run_saves_before_the_limit_and_is_continued_until_it_is_finished(slurm, tmp_path, bystander):
+    submitted = Submitted(slurm, tmp_path, "sft-arithmetic", *NODES, plan=("wait", "finish"))
+    submitted.await_driver(1)
+    slurm.run("scancel", "--batch", "--signal=USR1", submitted.job)
+    assert submitted.await_end() == "COMPLETED 0:0"
+    assert submitted.attempts == [f"{submitted.job}.0", f"{submitted.job}.1"]
+    assert sorted(path.name for path in (submitted.run / "checkpoints").iterdir()) == ["step_1", "step_2"]
+    assert "COMPLETED" in submitted.rl("status", str(submitted.run))
+    submitted.assert_nothing_is_left()
 
 
 @exhaustive
-def test_a_node_on_which_ray_does_not_start_fails_the_job(slurm, tmp_path):
-    script = batch_script("rl train sft-arithmetic")
-    broken, count = re.subn(r"(ray start .*)--address=", r"\1--no-such-option --address=", script)
-    assert count == 1
-    begun = time.monotonic()
-    state, output = finished(slurm, broken, tmp_path)
-    assert state == "FAILED 1:0", output
-    assert "no-such-option" in output
-    assert time.monotonic() - begun < 120
+@pytest.mark.parametrize(("plan", "num_attempts"), [(("fail",), 1), (("wait", "stall", "stall", "finish"), 3)])
+def test_a_run_that_fails_or_stays_where_it_is_is_not_continued(plan, num_attempts, slurm, tmp_path):
+    keys = ("slurm.max_attempts_without_checkpoint=2",)
+    submitted = Submitted(slurm, tmp_path, "sft-arithmetic", *NODES, *keys, plan=plan)
+    if plan[0] == "wait":
+        submitted.await_driver(1)
+        slurm.run("scancel", "--batch", "--signal=USR1", submitted.job)
+    assert submitted.await_end() == "FAILED 1:0"
+    assert len(submitted.attempts) == num_attempts
+    submitted.assert_nothing_is_left()
+
+
+@exhaustive
+@pytest.mark.parametrize(("options", "end"), [((), "COMPLETED 0:0"), (("--now",), "CANCELLED")])
+def test_a_cancelled_run_is_not_continued_and_saves_unless_it_is_ended_at_once(
+    options, end, slurm, tmp_path, bystander
+):
+    submitted = Submitted(slurm, tmp_path, "sft-arithmetic", *NODES, plan=("wait", "finish"))
+    submitted.await_driver(1)
+    submitted.rl("cancel", str(submitted.run), *options)
+    assert submitted.await_end().startswith(end)
+    assert len(submitted.attempts) == 1
+    assert options or (submitted.run / "checkpoints" / "step_1").is_dir()
+    submitted.assert_nothing_is_left()
+
+
+@exhaustive
+@pytest.mark.parametrize("runtime", ["pyxis", "apptainer"])
+def test_a_driver_in_a_container_is_told_to_save(runtime, slurm, tmp_path):
+    keys = (f"slurm.container.runtime={runtime}", "slurm.container.image=/images/rl")
+    submitted = Submitted(slurm, tmp_path, "sft-arithmetic", *NODES, *keys, plan=("wait", "finish"))
+    submitted.await_driver(1)
+    slurm.run("scancel", "--batch", "--signal=USR1", submitted.job)
+    assert submitted.await_end() == "COMPLETED 0:0"
+    assert sorted(path.name for path in (submitted.run / "checkpoints").iterdir()) == ["step_1", "step_2"]
+    submitted.assert_nothing_is_left()
+
+
+@exhaustive
+@pytest.mark.parametrize("warns", [True, False], ids=["with the site's signal", "without it"])
+def test_a_preempted_run_is_continued_after_the_other_job(warns, tmp_path, bystander):
+    with SlurmCluster(tmp_path / "slurm", further=PREEMPTION + (WARNING if warns else "")) as slurm:
+        submitted = Submitted(slurm, tmp_path, "sft-arithmetic", *NODES, "slurm.partition=low", plan=("wait", "finish"))
+        submitted.await_driver(1)
+        other = slurm.run(
+            "sbatch", "--parsable", "--partition=high", "--nodes=2", "--output=/dev/null", "--wrap=sleep 3"
+        )
+        assert submitted.await_end() == "COMPLETED 0:0"
+        assert slurm.run("scontrol", "show", "job", other.strip()).count("JobState=COMPLETED") == 1
+        assert len(submitted.drivers) == 2
+        # told in time, it saves
+        assert (submitted.run / "checkpoints" / "step_1").is_dir() == warns
+        submitted.assert_nothing_is_left()
+
+
+@exhaustive
+@pytest.mark.parametrize("host", ["n1", "n2"])
+def test_a_run_without_ray_on_its_first_node_is_continued_and_another_node_is_the_drivers_affair(host, slurm, tmp_path):
+    plan = ("wait", "finish") if host == "n1" else ("wait",)
+    submitted = Submitted(slurm, tmp_path, "sft-arithmetic", *NODES, plan=plan)
+    submitted.await_driver(1)
+    (ray,) = (each for each in submitted.processes() if is_ray_of(each, host))
+    ray.kill()
+    if host == "n2":
+        # the driver decides whether the rest is enough
+        submitted.until(lambda: "Ray has ended on all other nodes" in submitted.output, "the loss of Ray")
+        assert submitted.shown()["JobState"] == "RUNNING"
+        submitted.rl("cancel", str(submitted.run))
+    assert submitted.await_end() == "COMPLETED 0:0"
+    assert len(submitted.attempts) == len(plan)
+    submitted.assert_nothing_is_left()
+
+
+@exhaustive
+def test_a_run_on_a_lost_node_is_continued_on_others(tmp_path):
+    with SlurmCluster(tmp_path / "slurm", ("n1", "n2", "n3"), "SlurmdTimeout=6") as slurm:
+        submitted = Submitted(slurm, tmp_path, "sft-arithmetic", *NODES, plan=("wait", "finish"))
+        submitted.await_driver(1)
+        first, lost = slurm.run("scontrol", "show", "hostnames", submitted.shown()["NodeList"]).split()
+        assert first == "n1"  # Slurm's controller is there
+        slurm.kill(lost)
+        submitted.until(lambda: "Ray has ended on all other nodes" in submitted.output, "the loss of a node")
+        submitted.stop_driver()
+        assert submitted.await_end() == "COMPLETED 0:0"
+        assert len(submitted.attempts) == 2
+
+
+@exhaustive
+@pytest.mark.parametrize("continuation", ["array", "dependency"])
+def test_a_chain_of_jobs_ends_with_its_run(continuation, slurm, tmp_path, bystander):
+    keys = (f"slurm.continuation={continuation}", "slurm.max_jobs=4")
+    submitted = Submitted(slurm, tmp_path, "sft-arithmetic", *NODES, *keys, plan=("wait", "finish"))
+    other = slurm.run("sbatch", "--parsable", "--hold", "--output=/dev/null", "--wrap=true").strip()
+    submitted.await_driver(1)
+    (script,) = (each for each in psutil.process_iter() if is_script_of(each, submitted))
+    script.send_signal(signal.SIGUSR1)
+    submitted.await_driver(2)
+    submitted.until(lambda: slurm.run("squeue", "--noheader", "--format=%A").split() == [other], "the end of the chain")
+    assert len(submitted.attempts) == 2
+
+
+class Trained(Submitted):
+    """A run with the real Ray and driver."""
+
+    def __init__(self, slurm, folder, *words):
+        python_of(POLICIES, "dtensor")  # the hosts reach nothing but each other
+        super().__init__(slurm, folder, *words, "slurm.ray_options=[--object-store-memory=100000000]")
+
+    def await_step(self, step, timeout=600):
+        self.until(lambda: len(steps_of(self.run)) >= step, f"step {step}", timeout)
+
+
+def test_a_run_trains_over_two_hosts(slurm, tmp_path):
+    submitted = Trained(slurm, tmp_path, "sft-arithmetic", *NODES, "sft.max_num_steps=2")
+    assert submitted.await_end() == "COMPLETED 0:0", submitted.output
+    assert len(steps_of(submitted.run)) == 2
+    assert str(submitted.run) in submitted.rl("logs", str(submitted.run))
+    token = submitted.run / "jobs" / f"{submitted.job}.0" / "ray-token"
+    assert stat.S_IMODE(token.stat().st_mode) == 0o600
+    submitted.assert_nothing_is_left()
+
+
+GRPO = (
+    "grpo-arithmetic",
+    *NODES,
+    "policy.model_name=tiny-arithmetic",
+    "policy.generation.backend=hf",
+    "grpo.num_prompts_per_step=16",
+    "policy.train_global_batch_size=64",
+    "grpo.max_num_steps=8",
+    "grpo.val_period=0",
+    "checkpointing.metric_name=null",
+    "checkpointing.save_period=2",
+)
+
+
+def signalled(submitted):
+    """As before the time limit."""
+    submitted.slurm.run("scancel", "--batch", "--signal=USR1", submitted.job)
+
+
+def preempted(submitted):
+    submitted.slurm.run("sbatch", "--partition=high", "--nodes=2", "--output=/dev/null", "--wrap=sleep 3")
+
+
+def loses_a_node(submitted):
+    _, lost = submitted.slurm.run("scontrol", "show", "hostnames", submitted.shown()["NodeList"]).split()
+    submitted.slurm.kill(lost)
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory, rl):
+    """Folder of the run that nothing happened to."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    result = rl("train", *GRPO, f"run_dir={folder}")
+    assert result.code == 0, result.output
+    return folder
+
+
+@exhaustive
+@pytest.mark.parametrize("event", [signalled, preempted, loses_a_node])
+def test_an_interrupted_run_is_continued_bit_for_bit(event, whole_run, tmp_path, bystander):
+    with SlurmCluster(tmp_path / "slurm", ("n1", "n2", "n3"), f"{PREEMPTION}\nSlurmdTimeout=6") as slurm:
+        submitted = Trained(slurm, tmp_path, *GRPO, "slurm.partition=low")
+        submitted.await_step(3)
+        event(submitted)
+        assert submitted.await_end() == "COMPLETED 0:0", submitted.output
+        assert len(submitted.attempts) == 2
+        assert [line["step"] for line in steps_of(submitted.run)] == list(range(1, 9))
+        assert figures(submitted.run) == figures(whole_run)
+        assert prove(RunFolder(submitted.run)).holds
+        submitted.assert_nothing_is_left()

@@ -18,6 +18,7 @@ from rl_launch.cli import (
     evaluation_commands,
     run_commands,
     stacks_commands,
+    submit_commands,
     view_commands,
 )
 from rl_launch.cli.completion import complete_override, complete_recipe
@@ -45,6 +46,7 @@ app.add_typer(
 )
 app.command("recipes")(catalog_commands.recipes)
 app.command("init")(catalog_commands.init)
+app.add_typer(submit_commands.app, name="submit", help="Run a recipe as a job of a queue, and follow or end the job.")
 app.add_typer(doctor_commands.app, name="doctor", help="Check this machine: rl doctor [RECIPE] [KEY=VALUE]...")
 
 Overrides = Annotated[

@@ -44,7 +44,7 @@ from rl_launch.session.directory.lock import FILE_NAME as LOCK
 from rl_launch.session.directory.lock import holder
 from rl_launch.session.directory.origins import write_origins
 from rl_launch.session.directory.remedies import finished
-from rl_launch.session.directory.row_files import names_without_rows
+from rl_launch.session.directory.row_files import names_of_run
 from rl_launch.session.directory.run_folder import CONFIG, RunFolder, is_run
 from rl_launch.session.directory.writable import check_writable
 from rl_launch.session.tracking.trackers import check_mlflow_store
@@ -233,7 +233,7 @@ def check_run_dir(
                 f"{run_dir} already holds a run that did not branch from {branch_point}. Choose another run_dir for "
                 "the branch; to resume that run, leave --from out."
             )
-    names = names_without_rows(path) if path.is_dir() else set()
+    names = names_of_run(path) if path.is_dir() else set()
     if names and (LOCK not in names or directory.config.is_file()):
         directory.open(plan.root, fresh=fresh)
         directory.close()

@@ -19,6 +19,9 @@ from rl_launch.session.directory.writable import check_writable, make_folder
 FOLDER = "data"
 """In the folder of a run or an evaluation."""
 
+JOBS = "jobs"
+"""Folder of a run that holds the files of its jobs in a queue. It may exist before the run."""
+
 _NAME = re.compile(r"[\w-]+-[0-9a-f]{16}\.(jsonl|arrow)(\.part)?")
 
 
@@ -91,9 +94,15 @@ def names_without_rows(folder: Path) -> set[str]:
     return names - {FOLDER} if holds_only_rows(folder / FOLDER) else names
 
 
+def names_of_run(folder: Path) -> set[str]:
+    """Names in a folder that make it the folder of a run, or something else: those that may exist before a run are left
+    out."""
+    return names_without_rows(folder) - {JOBS}
+
+
 def _may_hold(folder: Path) -> bool:
     """Return whether a folder is new, empty, or belongs to a run or evaluation, perhaps with an interrupted start."""
-    names = names_without_rows(folder) if folder.is_dir() else set()
+    names = names_of_run(folder) if folder.is_dir() else set()
     return not names or bool(names & {CONFIG, *lock.FILE_NAMES})
 
 

@@ -20,7 +20,7 @@ from rl_launch.session.directory.labels import SECTION, Labels, write_labels
 from rl_launch.session.directory.lock import DirectoryLock
 from rl_launch.session.directory.recording import Recording, WholeConfig, changes_since, kept
 from rl_launch.session.directory.remedies import refusal, train_command
-from rl_launch.session.directory.row_files import names_without_rows
+from rl_launch.session.directory.row_files import names_of_run
 from rl_launch.session.directory.run_folder import CONFIG, DESCRIPTION, RunFolder, is_run
 from rl_launch.session.directory.user_files import FOLDER, changed_files, copies_of
 from rl_launch.session.directory.writable import check_writable, make_folder
@@ -151,7 +151,7 @@ class RunDirectory:
         unfinished = {f"{CONFIG}.part", f"{DESCRIPTION}.part", *own}
         if not (self.path / DESCRIPTION).exists() and not any(self.checkpoints.glob("*")):
             unfinished.add(CONFIG)
-        names = sorted(names_without_rows(self.path))
+        names = sorted(names_of_run(self.path))
         if set(names) <= unfinished and lock.FILE_NAME in names and not self._is_run():
             return []
         return [name for name in names if name not in lock.FILE_NAMES]

@@ -1,0 +1,175 @@
+"""`rl submit`: runs as jobs of a queue."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rl_launch.cli.completion import complete_override, complete_recipe
+from rl_launch.cli.failure import reported
+
+app = typer.Typer(no_args_is_help=True)
+
+Recipe = Annotated[
+    str,
+    typer.Argument(
+        metavar="RECIPE|FILE.yaml|RUN",
+        help="Name of a recipe, a YAML file, or a run directory to resume.",
+        autocompletion=complete_recipe,
+    ),
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[KEY=VALUE]...",
+        help="Config keys of the run, such as run_dir=DIR, and of the profile, such as slurm.partition=gpu.",
+        autocompletion=complete_override,
+    ),
+]
+Profile = Annotated[
+    str,
+    typer.Option(
+        "--profile", metavar="NAME|FILE.yaml", help="Settings of the site: ~/.config/rl/NAME.yaml (default: submit)."
+    ),
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, print the job's file, and submit nothing.")]
+Output = Annotated[
+    Path | None,
+    typer.Option("--output", "-o", metavar="FILE", help="Write the job's file to FILE, and submit nothing."),
+]
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="Run directory of a submitted run.")]
+
+
+@app.command()
+def slurm(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    profile: Profile = "",
+    dry_run: DryRun = False,
+    output: Output = None,
+) -> None:
+    """Submit a training run to Slurm, which continues it in further attempts until it is finished.
+
+    The job starts Ray on its nodes and rl train on the first. The run saves and ends before the time limit, and if the
+    job is preempted, and resumes when the job runs again. Set run_dir to a folder that all nodes see.
+    """
+    _submit("slurm", recipe, overrides or (), profile, dry_run, output)
+
+
+@app.command()
+def status(
+    run: Run,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Show the state of a submitted run: its job in the queue, and how far the run has come.
+
+    With --json: {"schema": 1, "target", "submitted", "jobs": {ID: {"state", "is_waiting", "is_over", "details": {NAME:
+    TEXT}}}, "run"}.
+    """
+    with reported():
+        from rl_launch.commands.submit import status_of
+
+        found = status_of(run.expanduser().absolute())
+        if as_json:
+            jobs = {job: asdict(each) for job, each in found.jobs.items()}
+            shown = {
+                "target": found.submission.target,
+                "submitted": found.submission.at,
+                "jobs": jobs,
+                "run": found.run,
+            }
+            sys.stdout.write(json.dumps({"schema": 1, **shown}, indent=2) + "\n")
+            return
+        for job, each in found.jobs.items():
+            details = ", ".join(f"{name} {value}" for name, value in each.details.items())
+            state = each.state or f"unknown to {found.submission.target}; it is over"
+            sys.stdout.write(f"job {job}: {state}{f' ({details})' if details else ''}\n")
+        sys.stdout.write(f"run: {found.run or 'not started yet'}\n")
+
+
+@app.command()
+def logs(
+    run: Run,
+    attempt: Annotated[
+        int, typer.Option("--attempt", metavar="N", help="Number of the attempt, from 0; -1 is the last.")
+    ] = -1,
+    follows: Annotated[
+        bool, typer.Option("--follow", "-f", help="Print further lines, of later attempts too, until the job is over.")
+    ] = False,
+) -> None:
+    """Print the driver's log of an attempt. RUN/jobs has the logs of all attempts, with those of Ray on each node."""
+    with reported():
+        from rl_launch.commands.submit import log_lines
+
+        for line in log_lines(run.expanduser().absolute(), attempt=attempt, follows=follows):
+            sys.stdout.write(f"{line}\n")
+            sys.stdout.flush()
+
+
+@app.command()
+def cancel(
+    run: Run,
+    now: Annotated[bool, typer.Option("--now", help="End the job at once, without another checkpoint.")] = False,
+) -> None:
+    """End the job of a run, which saves after its step and is not continued. rl submit with the same RUN resumes it."""
+    with reported():
+        from rl_launch.commands.submit import cancel as end
+
+        for line in end(run.expanduser().absolute(), at_once=now):
+            sys.stdout.write(f"{line}\n")
+
+
+@app.command()
+def attach(
+    run: Run,
+    node: Annotated[str, typer.Option("--node", metavar="NAME", help="A node of the job (default: the first).")] = "",
+) -> None:
+    """Open a shell in the running job of a run, from which ray status and rl stacks reach its Ray."""
+    with reported():
+        from rl_launch.commands.submit import attach_command
+
+        command = attach_command(run.expanduser().absolute(), node)
+        os.execvp(command[0], list(command))
+
+
+@app.command()
+def profile(
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys to set, such as slurm.partition=gpu.")
+    ] = None,
+    name: Profile = "",
+) -> None:
+    """Print every key of a profile with its value, where that was set, and its meaning."""
+    with reported():
+        from rl_core.config import explain
+        from rl_launch.cli.explanation_text import settings
+        from rl_launch.submit.profile import PROFILE, profiles_folder, read_profile
+
+        found = read_profile(name, overrides or ())
+        read = ", ".join(map(str, found.raw.files)) or f"no file; the default is {profiles_folder() / 'submit.yaml'}"
+        sys.stdout.write(f"{read}\n")
+        for section in explain(PROFILE, "", found).children:
+            sys.stdout.write(settings(section.key, explain(PROFILE, section.key, found).children))
+
+
+def _submit(
+    target: str, recipe: str, overrides: list[str] | tuple[str, ...], profile: str, dry_run: bool, output: Path | None
+) -> None:
+    with reported():
+        from rl_launch.commands.submit import plan_job, submit
+
+        job = plan_job(target, recipe, overrides, profile=profile)
+        if output is not None:
+            output.expanduser().write_text(job.text, encoding="utf-8")
+            sys.stdout.write(f"{output}\n")
+        elif dry_run:
+            sys.stdout.write(job.text)
+        else:
+            submission = submit(job)
+            sys.stdout.write(f"job {', '.join(submission.jobs)}\n{job.request.run_dir}\n")

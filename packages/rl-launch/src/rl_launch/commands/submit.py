@@ -1,0 +1,239 @@
+"""`rl submit`: runs as jobs of a queue."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rl_core.devices import CUDA, Device, device_named
+from rl_core.errors import ConfigError, RunDirectoryError
+from rl_launch.cluster.device import AUTO
+from rl_launch.commands.start import run_of
+from rl_launch.commands.train import check_run_dir, finished_metrics
+from rl_launch.root_config import ClusterConfig
+from rl_launch.run_config.plan import RunPlan
+from rl_launch.session.directory.row_files import JOBS
+from rl_launch.session.directory.run_folder import RunFolder, is_run
+from rl_launch.session.directory.writable import make_folder
+from rl_launch.submit.profile import belongs_to_profile, settings_of
+from rl_launch.submit.record import Submission, newest_submission, submission_of
+from rl_launch.submit.target import JobRequest, JobStatus, Target
+from rl_launch.submit.targets import TARGETS
+
+_POLL_S = 1.0
+DRIVER_LOG = "driver.log"
+
+
+@dataclass(frozen=True)
+class PlannedJob:
+    """A job that is checked and not submitted yet.
+
+    Args:
+        target: Queue that it is for.
+        plan: Plan of the run.
+        request: The run, as the target takes it.
+        text: The file that describes the job.
+    """
+
+    target: Target
+    plan: RunPlan
+    request: JobRequest[Any]
+    text: str
+
+
+@dataclass(frozen=True)
+class SubmittedRun:
+    """The state of a submitted run.
+
+    Args:
+        submission: Its last submission.
+        jobs: States of the jobs by id; of several, those that are over are left out if others are not.
+        run: How far the run has come; empty before its first start.
+    """
+
+    submission: Submission
+    jobs: Mapping[str, JobStatus]
+    run: str
+
+
+def plan_job(target: str, recipe: str, overrides: Sequence[str], *, profile: str = "") -> PlannedJob:
+    """Check a run as `rl train` does before it starts anything, and render its job.
+
+    Args:
+        target: Name of the target.
+        recipe: A recipe's name, a YAML file, or a run directory.
+        overrides: Keys of the run, and keys of the profile that begin with the name of a target.
+        profile: Name or path of the profile; empty for the default one.
+
+    Raises:
+        ConfigError: If the run or the profile has problems.
+        RunDirectoryError: If the run directory cannot be used, or holds a finished run.
+    """
+    settings = settings_of(target, profile, [each for each in overrides if belongs_to_profile(each)])
+    own = [each for each in overrides if not belongs_to_profile(each)]
+    given = run_of(recipe, own)
+    plan, run_dir = given.plan, given.run_dir.absolute()
+    if not plan.plugin.trains:
+        raise ConfigError(f"algorithm: {plan.plugin.name} does not train. Only training runs can be submitted")
+    check_run_dir(run_dir, plan, fresh=False)
+    if finished_metrics(run_dir, plan) is not None:
+        raise RunDirectoryError(
+            f"{run_dir} holds a finished run. Increase its number of steps, or choose another run_dir."
+        )
+    cluster, device = plan.config.cluster, _device(plan.config.cluster)
+    # the config of a run holds every key, also those that an earlier job has set
+    given_keys, resumes = {each.partition("=")[0] for each in own}, is_run(Path(recipe).expanduser())
+    request = JobRequest(
+        name=run_dir.name,
+        run_dir=run_dir,
+        train=("rl", "train", _absolute(recipe), *(each for each in own if not each.startswith("run_dir="))),
+        is_written=lambda key: key in given_keys or (not resumes and plan.resolved.raw.is_written(key)),
+        num_nodes=cluster.num_nodes,
+        gpus_per_node=cluster.gpus_per_node if device.has_gpus else 0,
+        device=device,
+        settings=settings,
+    )
+    return PlannedJob(TARGETS[target], plan, request, TARGETS[target].render(request))
+
+
+def submit(job: PlannedJob) -> Submission:
+    """Submit a planned job, and record that in the run directory, which is made.
+
+    Raises:
+        RunDirectoryError: If a job of the same run is in the queue.
+        RLError: If the queue refuses the job.
+    """
+    run_dir = job.request.run_dir
+    earlier = newest_submission(run_dir)
+    for id, status in states_of(earlier).items() if earlier is not None else ():
+        if not status.is_over:
+            raise RunDirectoryError(
+                f"{run_dir} is submitted as job {id} already ({status.state}). Wait for it, or end it with "
+                f"rl submit cancel {run_dir}."
+            )
+    make_folder(run_dir, job.plan.config.logger.run_dir_access)
+    job.request.jobs.mkdir(exist_ok=True)
+    file = job.request.jobs / job.target.file_name
+    file.write_text(job.text, encoding="utf-8")
+    submission = Submission.now(job.target.name, job.target.submit(file, job.request))
+    submission.write(run_dir)
+    return submission
+
+
+def status_of(run_dir: Path) -> SubmittedRun:
+    """Return the state of a submitted run.
+
+    Raises:
+        RunDirectoryError: If it was never submitted.
+    """
+    submission = submission_of(run_dir)
+    run = ""
+    if is_run(run_dir):
+        state = RunFolder(run_dir).state()
+        reason = f" ({state.reason})" if state.reason else ""
+        run = f"{state.status} at step {state.step}{f' of {state.max_steps}' if state.max_steps else ''}{reason}"
+    return SubmittedRun(submission, states_of(submission), run)
+
+
+def states_of(submission: Submission) -> dict[str, JobStatus]:
+    """Return the states of the jobs of a submission that are not over, or of the last one if all are."""
+    target = TARGETS[submission.target]
+    states = {job: target.status(job) for job in submission.jobs}
+    alive = {job: status for job, status in states.items() if not status.is_over}
+    return alive or dict(list(states.items())[-1:])
+
+
+def cancel(run_dir: Path, *, at_once: bool) -> Iterator[str]:
+    """End the jobs of a run; yields what happens to each, as a sentence.
+
+    Args:
+        run_dir: The run directory.
+        at_once: True to end them without another checkpoint.
+
+    Raises:
+        RunDirectoryError: If the run was never submitted.
+    """
+    submission = submission_of(run_dir)
+    # the last one first, so that none of them takes the place of one that ends
+    for job in reversed(list(states_of(submission))):
+        yield TARGETS[submission.target].cancel(job, at_once=at_once)
+
+
+def log_lines(run_dir: Path, *, attempt: int = -1, follows: bool = False) -> Iterator[str]:
+    """Yield the lines of the driver's log of one attempt.
+
+    Args:
+        run_dir: The run directory.
+        attempt: Number of the attempt, from 0; a negative number counts from the last.
+        follows: True to yield further lines, of later attempts too, until the jobs are over.
+
+    Raises:
+        RunDirectoryError: If there is no such attempt.
+    """
+    submission = submission_of(run_dir)
+    attempts = _attempts(run_dir, submission)
+    path = _numbered(run_dir, attempts, attempt) / DRIVER_LOG
+    read = 0
+    while True:
+        # both are asked before the file is read, so that its last lines are not missed
+        is_over = not follows or all(status.is_over for status in states_of(submission).values())
+        later = attempts[attempts.index(path.parent) + 1 :] if follows else ()
+        lines, read = _lines_from(path, read)
+        yield from lines
+        if later:
+            path, read = later[0] / DRIVER_LOG, 0
+        elif is_over:
+            return
+        else:
+            time.sleep(_POLL_S)
+        attempts = _attempts(run_dir, submission)
+
+
+def attach_command(run_dir: Path, node: str = "") -> Sequence[str]:
+    """Return the command that opens a shell in the running job of a run.
+
+    Raises:
+        RunDirectoryError: If no job of the run is running.
+    """
+    submission = submission_of(run_dir)
+    states = states_of(submission)
+    if not any(not status.is_over and not status.is_waiting for status in states.values()):
+        shown = ", ".join(f"job {job} is {status.state or 'over'}" for job, status in states.items())
+        raise RunDirectoryError(f"no job of {run_dir} is running: {shown}.")
+    return TARGETS[submission.target].attach(_numbered(run_dir, _attempts(run_dir, submission), -1), node)
+
+
+def _attempts(run_dir: Path, submission: Submission) -> Sequence[Path]:
+    return TARGETS[submission.target].attempts(run_dir / JOBS)
+
+
+def _numbered(run_dir: Path, attempts: Sequence[Path], number: int) -> Path:
+    try:
+        return attempts[number]
+    except IndexError:
+        known = f"it has attempts 0 to {len(attempts) - 1}" if attempts else "no job of it has started yet"
+        raise RunDirectoryError(f"{run_dir} has no attempt {number}: {known}.") from None
+
+
+def _lines_from(path: Path, start: int) -> tuple[list[str], int]:
+    """Return the complete lines of a file from a position, and the position after them."""
+    if not path.is_file():
+        return [], start
+    with path.open("rb") as file:
+        file.seek(start)
+        whole, _, _ = file.read().rpartition(b"\n")
+    return whole.decode(errors="replace").splitlines(), start + len(whole) + bool(whole)
+
+
+def _device(cluster: ClusterConfig) -> Device:
+    """Return the device of the job; the machine that submits it need not have it."""
+    return CUDA if cluster.device == AUTO else device_named(cluster.device)
+
+
+def _absolute(recipe: str) -> str:
+    """Return the path of a recipe that is a file or a run, or its name."""
+    path = Path(recipe).expanduser()
+    return str(path.absolute()) if path.exists() else recipe

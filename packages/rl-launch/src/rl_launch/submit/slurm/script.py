@@ -1,0 +1,175 @@
+"""The batch script of a run: `job.sh`, with its header, its settings and its commands filled in."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shlex
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+
+from rl_core.config import as_written
+from rl_launch.submit.slurm.config import SlurmConfig
+from rl_launch.submit.slurm.container import in_container
+from rl_launch.submit.target import JobRequest
+
+_REFERENCE = re.compile(r"\$\{oc\.env:(\w+)\}")
+_STEP = "srun --overlap --whole"
+_NUM_NAME_CHARACTERS = 24
+
+CONTINUATIONS: Mapping[str, str] = {
+    "requeue": """\
+continue_later() { scontrol requeue "$SLURM_JOB_ID"; }
+end_chain() { :; }""",
+    "array": """\
+# The array's next task continues the run. There is none once the run is finished, or has failed.
+continue_later() { :; }
+end_chain() { scancel --state=PENDING "$SLURM_ARRAY_JOB_ID"; }""",
+    "dependency": """\
+# The next job of this name continues the run. There is none once the run is finished, or has failed.
+continue_later() { :; }
+end_chain() { scancel --state=PENDING --name="$SLURM_JOB_NAME" --user="$(id -un)"; }""",
+}
+"""How an attempt is followed by another, and how that is prevented."""
+
+LIMIT_KEY = "checkpointing.checkpoint_must_save_by"
+REPLACEMENT_KEY = "cluster.replacement_timeout_s"
+"""Keys of the run's config that the script sets, unless the user does."""
+
+REPLACEMENT_S = 30
+"""Time for devices of a lost process to become free again. A job gets no node in place of a lost one."""
+
+_LIMIT = """\
+# the time that the job has left, as DD:HH:MM:SS
+limit=''
+if end_time=$(date -d "$(job_field EndTime)" +%s 2> /dev/null); then
+    left=$((end_time - $(date +%s) - save_margin_s))
+    ((left > 0)) || left=1
+    limit=$((left / 86400)):$((left / 3600 % 24)):$((left / 60 % 60)):$((left % 60))
+fi"""
+
+
+def render(request: JobRequest[SlurmConfig]) -> str:
+    """Return the batch script of a run."""
+    own_limit = request.is_written(LIMIT_KEY)
+    filled = {
+        "HEADER": "\n".join(_header(request)),
+        "SETTINGS": "\n".join(_settings(request)),
+        "COMMANDS": "\n".join(_commands(request)),
+        "CONTINUATION": CONTINUATIONS[request.settings.continuation],
+        "LIMIT": "" if own_limit else _LIMIT,
+        "TRAIN": _train(request, own_limit=own_limit),
+    }
+    script = files(__package__).joinpath("job.sh").read_text(encoding="utf-8")
+    for name, text in filled.items():
+        script = script.replace(f"@{name}@\n", f"{text}\n" if text else "").replace(f"@{name}@", text)
+    return re.sub(r"\n{3,}", "\n\n", script)
+
+
+def job_name(request: JobRequest[SlurmConfig]) -> str:
+    """Return the name of the jobs of a run, which no other run has."""
+    readable = re.sub(r"[^\w.-]", "-", request.name)[:_NUM_NAME_CHARACTERS]
+    return f"{readable}-{hashlib.sha256(str(request.run_dir).encode()).hexdigest()[:8]}"
+
+
+def _header(request: JobRequest[SlurmConfig]) -> Iterator[str]:
+    yield f"# Trains {request.run_dir}, in as many attempts as it takes."
+    yield "# Written by `rl submit slurm`; jobs/ in the run directory has the logs of each attempt."
+    for option in _sbatch_options(request):
+        yield f"#SBATCH {option}"
+
+
+def _sbatch_options(request: JobRequest[SlurmConfig]) -> Iterator[str]:
+    settings = request.settings
+    yield f"--job-name={job_name(request)}"
+    for name in ("partition", "account", "qos"):
+        if value := getattr(settings, name):
+            yield f"--{name}={value}"
+    if settings.time_limit:
+        yield f"--time={settings.time_limit}"
+    yield f"--nodes={request.num_nodes}"
+    yield "--ntasks-per-node=1"
+    if request.device.has_gpus and not request.device.is_logical:
+        kind = f"{settings.gpu_type}:" if settings.gpu_type else ""
+        yield f"--gpus-per-node={kind}{request.gpus_per_node}"
+    if settings.exclusive:
+        yield "--exclusive"
+        yield "--mem=0"
+    if settings.cpus_per_node:
+        yield f"--cpus-per-task={settings.cpus_per_node}"
+    if settings.memory_per_node:
+        yield f"--mem={settings.memory_per_node}"
+    yield f"--signal=B:USR1@{settings.save_margin_s}"
+    yield "--requeue"
+    yield "--no-kill"
+    if settings.continuation == "array":
+        yield f"--array=1-{settings.max_jobs}%1"
+    if settings.continuation == "dependency":
+        yield "--dependency=singleton"
+    yield "--open-mode=append"
+    yield f"--output={_in_header(str(request.jobs / '%j.log'))}"
+    yield from settings.sbatch_options
+
+
+def _in_header(path: str) -> str:
+    return f'"{path}"' if re.search(r"\s", path) else path
+
+
+def _settings(request: JobRequest[SlurmConfig]) -> Iterator[str]:
+    settings = request.settings
+    values = {
+        "run": str(request.run_dir),
+        "local_folder": settings.local_folder,
+        "first_port": settings.first_port,
+        "num_gpus": request.gpus_per_node if request.device.has_gpus else 0,
+        "save_margin_s": settings.save_margin_s,
+        "max_attempts_without_checkpoint": settings.max_attempts_without_checkpoint,
+    }
+    if request.is_written(LIMIT_KEY):
+        del values["save_margin_s"]
+    yield from (f"{name}={shlex.quote(str(value))}" for name, value in values.items())
+    if settings.container.image is None:
+        yield f"export PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH"
+    yield f"ray_options=({' '.join(map(shlex.quote, settings.ray_options))})"
+    written = as_written(settings)["env_vars"]
+    yield from (f"export {name}={_value(text)}" for name, text in written.items())
+    if settings.setup.strip():
+        yield settings.setup.strip()
+
+
+def _value(text: str) -> str:
+    """A value for bash, in which interpolations of environment variables are bash's own."""
+    parts = _REFERENCE.split(text)
+    words = [f'"${{{part}}}"' if place % 2 else part and shlex.quote(part) for place, part in enumerate(parts)]
+    return "".join(words) or "''"
+
+
+def _commands(request: JobRequest[SlurmConfig]) -> Iterator[str]:
+    inside = in_container(request)
+    mark = 'env "RL_JOB=$job"'
+    # options of srun take effect in a step only
+    at_first = (
+        [f'{_STEP} --nodes=1 --ntasks=1 --nodelist="$first"', *inside.step_options] if inside.step_options else []
+    )
+    yield _array("on_first", [mark, *at_first, *inside.command])
+    sizes = "--nodes=$((SLURM_NNODES - 1)) --ntasks=$((SLURM_NNODES - 1)) --ntasks-per-node=1"
+    where = '--exclude="$first" --no-kill --kill-on-bad-exit=0'
+    yield _array("on_others", [mark, f"{_STEP} {sizes}", where, *inside.step_options, *inside.command])
+
+
+def _array(name: str, lines: Sequence[str]) -> str:
+    """An array of bash, given as lines of words."""
+    return f"{name}=({lines[0]})" if len(lines) == 1 else "\n    ".join([f"{name}=(", *lines]) + "\n)"
+
+
+def _train(request: JobRequest[SlurmConfig], *, own_limit: bool) -> str:
+    command, overrides = request.train[:3], list(request.train[3:])
+    overrides.append(f"run_dir={request.run_dir}")
+    if not request.is_written(REPLACEMENT_KEY):
+        overrides.append(f"{REPLACEMENT_KEY}={REPLACEMENT_S}")
+    words = [shlex.join(command), *map(shlex.quote, overrides)]
+    if not own_limit:
+        words.append(f'${{limit:+"{LIMIT_KEY}=$limit"}}')
+    return " \\\n    ".join(words)

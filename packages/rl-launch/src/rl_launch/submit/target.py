@@ -1,0 +1,126 @@
+"""A queue that runs are submitted to, as a protocol: each kind of queue implements it in a folder of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+from rl_core.config import Config
+from rl_core.devices import Device
+from rl_launch.session.directory.row_files import JOBS
+
+S = TypeVar("S", bound=Config)
+
+
+@dataclass(frozen=True)
+class JobRequest(Generic[S]):
+    """A run that is to be a job, and the settings of the queue.
+
+    Args:
+        name: Name of the run, for people.
+        run_dir: Absolute path of the run directory, which every node sees.
+        train: Words of the command that starts or resumes the run, beginning with `rl`.
+        is_written: Returns whether the user set a key of the run's config; the others may be set by the target.
+        num_nodes: Number of nodes.
+        gpus_per_node: GPUs to use on each node; 0 on the CPU.
+        device: Kind of device of the models.
+        settings: Settings of the target.
+    """
+
+    name: str
+    run_dir: Path
+    train: tuple[str, ...]
+    is_written: Callable[[str], bool]
+    num_nodes: int
+    gpus_per_node: int
+    device: Device
+    settings: S
+
+    @property
+    def jobs(self) -> Path:
+        """Folder of the files of the run's jobs."""
+        return self.run_dir / JOBS
+
+
+@dataclass(frozen=True)
+class JobStatus:
+    """The state of a job.
+
+    Args:
+        state: State in the queue's own words, such as `RUNNING`; empty if the queue has forgotten the job.
+        is_waiting: True if the job is in the queue and does not run yet.
+        is_over: True if the job has ended and will not run again.
+        details: Further facts by name: nodes, time left, reason.
+    """
+
+    state: str
+    is_waiting: bool
+    is_over: bool
+    details: Mapping[str, str]
+
+
+class Target(Protocol):
+    """A kind of queue. None of its methods keeps state: a job is known by its id and the folder of its run."""
+
+    @property
+    def name(self) -> str:
+        """Name of the target: its command, and the section of a profile that holds its settings."""
+        ...
+
+    @property
+    def settings(self) -> type[Config]:
+        """Type of that section."""
+        ...
+
+    @property
+    def file_name(self) -> str:
+        """Name of the file that `render` writes, in the folder of jobs."""
+        ...
+
+    def render(self, request: JobRequest[Any]) -> str:
+        """Return the file that describes the job.
+
+        Raises:
+            ConfigProblems: If the settings do not go with the run.
+        """
+        ...
+
+    def submit(self, file: Path, request: JobRequest[Any]) -> tuple[str, ...]:
+        """Submit a rendered file; returns the ids of the jobs, which run one after another.
+
+        Raises:
+            RLError: If the queue refuses it, with its message.
+        """
+        ...
+
+    def status(self, job: str) -> JobStatus:
+        """Return the state of a job."""
+        ...
+
+    def cancel(self, job: str, *, at_once: bool) -> str:
+        """End a job that does not continue; returns what happens, as a sentence.
+
+        Args:
+            job: Id of the job.
+            at_once: True to end it without another checkpoint.
+        """
+        ...
+
+    def attempts(self, jobs: Path) -> Sequence[Path]:
+        """Return the log folders of all attempts at a run, the oldest first; each has `driver.log`.
+
+        Args:
+            jobs: Folder of the run's jobs.
+        """
+        ...
+
+    def attach(self, attempt: Path, node: str) -> Sequence[str]:
+        """Return the command that opens a shell in the job of an attempt that is running.
+
+        Args:
+            attempt: Log folder of the attempt.
+            node: Name of the node; empty for the first.
+        """
+        ...

@@ -1,0 +1,72 @@
+import pytest
+
+from rl_core.errors import ConfigError, ConfigProblems
+from rl_launch.submit.profile import belongs_to_profile, read_profile, settings_of
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    (tmp_path / "rl").mkdir()
+    return tmp_path / "rl"
+
+
+def problems(*overrides):
+    """Problems with keys of the section slurm, as key and remedy."""
+    with pytest.raises(ConfigProblems) as caught:
+        read_profile("", [f"slurm.{each}" for each in overrides])
+    return {problem.key: problem for problem in caught.value.problems}
+
+
+def test_the_default_profile_need_not_exist():
+    assert settings_of("slurm", "").partition is None
+
+
+def test_a_profile_is_read_by_name_and_by_path_and_the_command_line_wins(folder):
+    (folder / "submit.yaml").write_text("slurm: {partition: gpu, time_limit: 04:00:00}\n")
+    (folder / "big.yaml").write_text("defaults: submit.yaml\nslurm: {partition: big}\n")
+    assert settings_of("slurm", "").partition == "gpu"
+    assert settings_of("slurm", "big").time_limit == "04:00:00"
+    assert settings_of("slurm", str(folder / "big.yaml")).partition == "big"
+    assert settings_of("slurm", "big", ["slurm.partition=small"]).partition == "small"
+
+
+def test_a_profile_that_does_not_exist_is_refused_with_the_nearest(folder):
+    (folder / "north.yaml").write_text("slurm: {}\n")
+    with pytest.raises(ConfigError, match=r"no profile 'nort'.* has north\. Did you mean north\?"):
+        read_profile("nort")
+
+
+def test_an_unknown_key_is_refused_with_the_nearest(folder):
+    (folder / "submit.yaml").write_text("slurm: {partiton: gpu}\n")
+    with pytest.raises(ConfigError, match=r"slurm\.partiton .*submit\.yaml:1.*partition"):
+        read_profile("")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["time_limit=4h"], "slurm.time_limit"),
+        (["cpus_per_node=8"], "slurm.cpus_per_node"),
+        (["max_jobs=3"], "slurm.max_jobs"),
+        (["sbatch_options=[--time=3]"], "slurm.sbatch_options"),
+        (["sbatch_options=[nodes]"], "slurm.sbatch_options"),
+        (["env_vars.A-B=1"], "slurm.env_vars.A-B"),
+        (["env_vars.HF_TOKEN=hf_1"], "slurm.env_vars.HF_TOKEN"),
+        (["local_folder=/a/path/that/is/too/long"], "slurm.local_folder"),
+        (["container.image=/i.sif"], "slurm.container.image"),
+        (["container.runtime=pyxis"], "slurm.container.image"),
+        (["container={runtime: pyxis, image: i, mounts: [data]}"], "slurm.container.mounts"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(overrides, key):
+    assert set(problems(*overrides)) == {key}
+
+
+def test_an_option_of_the_script_is_refused_with_the_key_that_sets_it():
+    assert problems("sbatch_options=[--time=3]")["slurm.sbatch_options"].remedy == "Use slurm.time_limit"
+
+
+def test_keys_of_profiles_begin_with_a_target():
+    assert belongs_to_profile("slurm.partition=gpu")
+    assert not belongs_to_profile("cluster.num_nodes=2")
