@@ -48,7 +48,7 @@ def test_compiled_layers_train_and_stream_as_one_process(
     graphs = ranks.run("dtensor_factories:count_compiled", [()] * num_ranks)
     assert outcome.verdict == "exact", outcome
     # up to six parts, with and without gradients, and those of a rank's single token; no more for other lengths
-    assert all(5 <= count <= 20 for count in graphs), graphs
+    assert all(0 < count <= 20 for count in graphs), graphs
 
 
 def test_a_machine_without_a_compiler_is_told_before_the_run(tmp_path, monkeypatch):
