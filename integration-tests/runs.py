@@ -22,7 +22,7 @@ from rl_launch.worker_envs import ROLLOUT_WORKER, provision, worker_env
 SAME = ("train/loss", "train/grad_norm", "reward/mean", "val/loss")
 """Metrics that must not depend on faults and interruptions of a run."""
 
-NUM_PROMPTS = 16
+NUM_PROMPTS = 8
 """Of a step of the runs of GRPO."""
 
 TRANSFORMERS = ("torch", "transformers.generation.utils", "transformers.models.qwen3.modeling_qwen3")

@@ -157,10 +157,10 @@ class ElasticRun:
 def test_updates_in_flight_interrupt_rollouts_that_go_on_as_if_nothing_had_happened(driver, grpo, tmp_path):
     in_flight = ("grpo.async_grpo.max_trajectory_age_steps=3", "grpo.async_grpo.in_flight_weight_updates=true")
     # one at a time and with no wait for a version: the first update finds completions of later steps unfinished, unless
-    # the first step trains longer than it takes to generate three
+    # the first step trains longer than it takes to generate two
     vllm = ("policy.generation.backend=vllm", "policy.generation.vllm_cfg.max_num_seqs=1")
     folder = tmp_path / "run"
-    driver.train(folder, *grpo, "grpo.max_num_steps=4", *AHEAD, *LONG, *in_flight, *vllm)
+    driver.train(folder, *grpo, "grpo.max_num_steps=3", *AHEAD, *LONG, *in_flight, *vllm)
     rollouts = rollouts_of(folder)
     for step, rows in rollouts.items():
         for row in rows:

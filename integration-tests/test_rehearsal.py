@@ -62,13 +62,13 @@ def test_a_run_with_generation_apart_outlives_a_node(grpo, whole_hf, cluster, tm
     cluster.add(num_gpus=0)
     for _ in range(3):
         cluster.add(num_gpus=2)
-    arguments = (*grpo, STEPS, HF, *NODES, *APART, TENSOR)
+    arguments = (*grpo, "grpo.max_num_steps=5", HF, *NODES, *APART, TENSOR)
     run = Run.start(tmp_path / "run", *arguments, RAY_ADDRESS=cluster.address)
     run.await_step(4)
     used = next(node for node in cluster.nodes[1:] if node.runs("ray::WorkerHost"))
     used.kill()
     run.finish()
-    assert_a_plain_run(run, whole_hf)
+    assert_a_plain_run(run, whole_hf, 5)
     assert logs_of(run.folder).count("restarting from checkpoint step_") == 1
 
 
