@@ -52,7 +52,9 @@ CASES = {
     "cpu": request(device=CPU, gpus_per_node=0),
     "array": request("continuation=array", "max_jobs=4"),
     "dependency": request("continuation=dependency"),
-    "pyxis": request("container.runtime=pyxis", "container.image=/i/rl.sqsh", "container.mounts=[/data:/data:ro]"),
+    "pyxis": request(
+        "container.runtime=pyxis", "container.image=/i/rl.sqsh", "container.mounts=[/data:/data:ro, /models]"
+    ),
     "apptainer": request("container.runtime=apptainer", "container.image=/i/r l.sif", "container.options=[--cleanenv]"),
     "own limit": request(is_written=lambda key: key == LIMIT_KEY),
     "spaces": request(
@@ -157,7 +159,7 @@ def test_containers_see_the_run_the_job_and_what_the_user_mounts():
     for name in ("on_first", "on_others"):
         assert array(render(CASES["pyxis"]), name)[-2:] == [
             "--container-image=/i/rl.sqsh",
-            f"--container-mounts={own},/data:/data:ro",
+            f"--container-mounts={own},/data:/data:ro,/models:/models",
         ]
         assert array(render(CASES["apptainer"]), name)[-7:] == [
             "apptainer", "exec", "--nv", "--bind", own, "--cleanenv", "/i/r l.sif"

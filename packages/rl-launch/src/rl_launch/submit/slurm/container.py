@@ -63,7 +63,8 @@ def _mounts(request: JobRequest[SlurmConfig]) -> list[str]:
     recipe = Path(request.train[2])
     own = [request.run_dir, *([recipe.parent] if recipe.is_absolute() else [])]
     paths = [f"{path}:{path}" for path in dict.fromkeys(map(str, own))]
-    return [*map(_escaped, paths), "$scratch:$scratch", *map(_escaped, request.settings.container.mounts)]
+    given = [mount if ":" in mount else f"{mount}:{mount}" for mount in request.settings.container.mounts]
+    return [*map(_escaped, paths), "$scratch:$scratch", *map(_escaped, given)]
 
 
 def _escaped(text: str) -> str:
