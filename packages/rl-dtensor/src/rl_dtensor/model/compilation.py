@@ -79,7 +79,8 @@ def compile_layers(hf: PreTrainedModel, layers: Sequence[nn.Module]) -> Counter[
 
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a function of tensors once for all sizes of their dims but the last."""
-    run = torch.compile(function, fullgraph=True, recompile_limit=MOST_VARIANTS)
+    to_graph: Any = torch.compile  # declared without `recompile_limit`
+    run = to_graph(function, fullgraph=True, recompile_limit=MOST_VARIANTS)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         for each in (*args, *kwargs.values()):
