@@ -17,7 +17,7 @@ from rl_core.model_config import LoraConfig, ModelConfig, SequencePackingConfig
 from rl_core.selfcheck.pooled_model import PooledModel
 from rl_megatron.config import MegatronConfig
 from rl_megatron.model.architecture import transformer_config
-from rl_megatron.model.recompute import cheap_modules, recompute_fields
+from rl_megatron.model.recompute import cheap_modules, layers_per_rank, recompute_fields
 
 LENGTHS = [11, 32, 21]
 LARGE = {"hidden_size": 128, "intermediate_size": 320, "num_attention_heads": 8, "head_dim": 16}
@@ -161,6 +161,27 @@ def test_virtual_stages_recompute_the_first_layers_of_each(alone):
     split = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 3, "tokens": 4096}
     assert chosen("dense", 60, **split)["recompute_num_layers"] == 3
     assert chosen("dense", 1, **split)["recompute_num_layers"] == 6
+
+
+@pytest.mark.parametrize(
+    ("settings", "layers"),
+    [
+        ({}, 36),
+        ({"pipeline_model_parallel_size": 4}, 9),
+        ({"pipeline_model_parallel_size": 4, "num_layers_in_first_pipeline_stage": 12}, 12),
+        ({"pipeline_model_parallel_size": 3, "num_layers_in_last_pipeline_stage": 8}, 14),
+        (
+            {
+                "pipeline_model_parallel_size": 2,
+                "virtual_pipeline_model_parallel_size": 2,
+                "megatron_kwargs": {"pipeline_model_parallel_layout": "Et*10|t*9|t*6|t*11L"},
+            },
+            20,
+        ),
+    ],
+)
+def test_the_largest_pipeline_rank_decides(engine_kernels, settings, layers):
+    assert layers_per_rank(shape_of("dense", **settings)[2]) == layers
 
 
 def test_what_is_chosen_by_hand_is_what_megatron_gets(alone):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import LayerType
 from transformers import PreTrainedConfig
 
 from rl_core.model_config import ModelConfig
@@ -68,14 +69,14 @@ def recompute_fields(
     capacity = least_capacity(mesh.kind.capacity_bytes, mesh.control)
     if not capacity:
         return {}
-    chunks, here = backend.virtual_pipeline_model_parallel_size or 1, -(-shape.num_layers // mesh.layout["pp"])
+    chunks = shape.virtual_pipeline_model_parallel_size or 1
     try:
         shapes = LayerShapes(shape, has_te=has_te, longest=config.max_total_sequence_length).layers()
     except ActivationsUnknown as problem:
         if mesh.rank == 0:
             log_unknown(problem)
         return whole
-    held = shapes[-here:]
+    held = shapes[-layers_per_rank(shape) :]
     parameters = RankParameters.of(hf, shape, held, mesh)
     memory = ActivationMemory(
         capacity,
@@ -91,6 +92,17 @@ def recompute_fields(
         number = plan.of_chunks(chunks).num_full
         return {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": number}
     return {}
+
+
+def layers_per_rank(config: TransformerConfig) -> int:
+    """Return the maximum number of layers of a pipeline rank."""
+    layout: Any = config.pipeline_model_parallel_layout
+    if layout is not None:
+        return max(sum(stage.count(LayerType.decoder) for stage in stages) for stages in layout.layout)
+    ends = (config.num_layers_in_first_pipeline_stage, config.num_layers_in_last_pipeline_stage)
+    given = [number for number in ends if number is not None]
+    others = config.pipeline_model_parallel_size - len(given)
+    return max(given + ([(config.num_layers - sum(given)) // others] if others else []))
 
 
 def parts_of(config: TransformerConfig) -> set[str]:
