@@ -147,7 +147,7 @@ def test_the_state_of_a_job_and_its_run(queue, tmp_path):
     queue.show(SHOWN.format(job=7, state="RUNNING"))
     answer = rl("status", run)
     assert "job 7: RUNNING (nodes n[1-2], restarts 2, running for 00:01:05, limit 04:00:00" in answer.output
-    assert "run: not started yet" in answer.output
+    assert "run: nothing in this folder yet" in answer.output
     shown = json.loads(rl("status", run, "--json").output)
     assert shown["jobs"]["7"]["is_over"] is False
 

@@ -63,6 +63,21 @@ def slurm(
 
 
 @app.command()
+def kubernetes(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    profile: Profile = "",
+    dry_run: DryRun = False,
+    output: Output = None,
+) -> None:
+    """Submit a training run to Kubernetes as a RayJob of KubeRay, which continues it in a new cluster if one is lost.
+
+    The run directory is on a volume of the cluster. The run_dir of this machine records the job, and receives its logs.
+    """
+    _submit("kubernetes", recipe, overrides or (), profile, dry_run, output)
+
+
+@app.command()
 def status(
     run: Run,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
@@ -90,7 +105,7 @@ def status(
             details = ", ".join(f"{name} {value}" for name, value in each.details.items())
             state = each.state or f"unknown to {found.submission.target}; it is over"
             sys.stdout.write(f"job {job}: {state}{f' ({details})' if details else ''}\n")
-        sys.stdout.write(f"run: {found.run or 'not started yet'}\n")
+        sys.stdout.write(f"run: {found.run or 'nothing in this folder yet'}\n")
 
 
 @app.command()

@@ -95,6 +95,7 @@ def plan_job(target: str, recipe: str, overrides: Sequence[str], *, profile: str
         gpus_per_node=cluster.gpus_per_node if device.has_gpus else 0,
         device=device,
         settings=settings,
+        config=plan.config,
     )
     return PlannedJob(TARGETS[target], plan, request, TARGETS[target].render(request))
 

@@ -55,5 +55,7 @@ def submission_of(run_dir: Path) -> Submission:
         RunDirectoryError: If it was never submitted.
     """
     if (found := newest_submission(run_dir)) is None:
-        raise RunDirectoryError(f"{run_dir} was not submitted. Use rl submit slurm RECIPE run_dir={run_dir}.")
+        raise RunDirectoryError(
+            f"{run_dir} was not submitted. Use rl submit slurm or rl submit kubernetes with run_dir={run_dir}."
+        )
     return found

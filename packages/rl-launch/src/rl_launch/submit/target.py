@@ -9,6 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from rl_core.config import Config
 from rl_core.devices import Device
+from rl_launch.root_config import RunConfig
 from rl_launch.session.directory.row_files import JOBS
 
 S = TypeVar("S", bound=Config)
@@ -27,6 +28,7 @@ class JobRequest(Generic[S]):
         gpus_per_node: GPUs to use on each node; 0 on the CPU.
         device: Kind of device of the models.
         settings: Settings of the target.
+        config: Config of the run.
     """
 
     name: str
@@ -37,6 +39,7 @@ class JobRequest(Generic[S]):
     gpus_per_node: int
     device: Device
     settings: S
+    config: RunConfig
 
     @property
     def jobs(self) -> Path:

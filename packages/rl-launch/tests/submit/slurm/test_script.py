@@ -10,11 +10,15 @@ import pytest
 
 from rl_core.config import assemble, load, resolve
 from rl_core.devices import CPU, CUDA, REHEARSAL
+from rl_launch.run_config.reading import read_plan
 from rl_launch.submit.slurm.config import SlurmConfig
 from rl_launch.submit.slurm.script import LIMIT_KEY, job_name, render
 from rl_launch.submit.target import JobRequest
 
 PROFILE = assemble("Profile", {"slurm": SlurmConfig})
+
+
+PLAN = read_plan("grpo-math-8b")
 
 
 def request(*settings, **changes):
@@ -27,6 +31,7 @@ def request(*settings, **changes):
         "num_nodes": 2,
         "gpus_per_node": 8,
         "device": CUDA,
+        "config": PLAN.config,
     }
     root = resolve(load({}, [f"slurm.{each}" for each in settings]), PROFILE).config
     references = {path[1:]: text for path, text in root.references.items()}

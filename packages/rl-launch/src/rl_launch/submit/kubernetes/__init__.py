@@ -1,0 +1,1 @@
+"""Runs as RayJobs of KubeRay: the manifests, and how they are applied, followed and deleted with kubectl."""

@@ -1,0 +1,175 @@
+"""The manifests of a job: a RayJob of KubeRay, or a RayCluster for interactive use, and the files of its pods."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import re
+import shlex
+from collections.abc import Iterator
+from importlib.resources import files
+from pathlib import Path, PurePosixPath
+from typing import Any, cast
+
+import yaml
+
+from rl_core.config import Config, Problem, load, refusal
+from rl_launch.submit.kubernetes.config import KubernetesConfig
+from rl_launch.submit.kubernetes.pods import FILES, HEAD_PORT, WORKER_PORT, PodSetting, head, worker
+from rl_launch.submit.kubernetes.queues import queued
+from rl_launch.submit.kubernetes.recipe import FILE_NAME, recipe_files
+from rl_launch.submit.target import JobRequest
+
+_SCRIPTS = ("run.sh", "stop.sh")
+_NUM_NAME_CHARACTERS = 24
+_MOST_BYTES = 1_000_000
+"""Size of a ConfigMap that the API server accepts, with room for its names."""
+
+
+def manifests(request: JobRequest[KubernetesConfig]) -> list[dict[str, Any]]:
+    """Return the manifests of a run.
+
+    Raises:
+        ConfigProblems: If the settings do not go with the run; lists all problems.
+    """
+    if problems := list(_problems(request)):
+        raise refusal(problems, load({}))
+    settings = request.settings
+    labels = {
+        # KubeRay itself sets app.kubernetes.io/name, by which its services find the head
+        "app.kubernetes.io/part-of": "rl",
+        "app.kubernetes.io/instance": job_name(request),
+        "app.kubernetes.io/managed-by": "rl-launch",
+    }
+    metadata: dict[str, Any] = {"name": job_name(request), "labels": {**labels, **queued(settings.queue).job_labels}}
+    if settings.namespace is not None:
+        metadata["namespace"] = settings.namespace
+    cluster = _cluster(request, labels)
+    if settings.interactive:
+        return [{"apiVersion": "ray.io/v1", "kind": "RayCluster", "metadata": metadata, "spec": cluster}]
+    job = {
+        # submitted by the operator: a pod for that could be evicted, and is not part of a gang
+        "submissionMode": "HTTPMode",
+        "jobId": job_name(request),
+        "entrypoint": f"bash {FILES}/run.sh {shlex.join(_train(request))}",
+        "backoffLimit": settings.max_attempts - 1,
+        "shutdownAfterJobFinishes": True,
+        "rayClusterSpec": cluster,
+    }
+    config_map = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": _files(request)}
+    return [config_map, {"apiVersion": "ray.io/v1", "kind": "RayJob", "metadata": metadata, "spec": job}]
+
+
+def to_text(documents: list[dict[str, Any]]) -> str:
+    """Return manifests as a file for kubectl."""
+    return "---\n".join(yaml.dump(each, Dumper=_Dumper, sort_keys=False, width=120) for each in documents)
+
+
+def job_name(request: JobRequest[KubernetesConfig]) -> str:
+    """Return the name of the job of a run, which no other run has; a label of DNS that begins with a letter."""
+    readable = re.sub(r"[^a-z0-9]+", "-", request.name.lower())[:_NUM_NAME_CHARACTERS].strip("-")
+    digest = hashlib.sha256(str(run_folder(request) or request.run_dir).encode()).hexdigest()[:8]
+    return "-".join(filter(None, ("rl", readable, digest)))
+
+
+def run_folder(request: JobRequest[KubernetesConfig]) -> PurePosixPath | None:
+    """Return the run directory in the pods; None if it is not on a volume that all pods write to."""
+    settings, given = request.settings, PurePosixPath(request.run_dir)
+    choices = [given, *([PurePosixPath(settings.runs_folder) / given.name] if settings.runs_folder else [])]
+    return next((each for each in choices if any(map(each.is_relative_to, _writable(settings)))), None)
+
+
+def _writable(settings: KubernetesConfig) -> list[str]:
+    return [volume.path for volume in settings.volumes if not volume.read_only]
+
+
+def _problems(request: JobRequest[KubernetesConfig]) -> Iterator[Problem]:
+    settings = request.settings
+    if settings.image is None:
+        yield Problem("kubernetes.image", "must be set", remedy="See docs/images.md")
+    for role in ("head", "workers"):
+        for name in ("cpus", "memory"):
+            if getattr(getattr(settings, role), name) is None:
+                yield Problem(f"kubernetes.{role}.{name}", "must be set")
+    if request.config.cluster.autoscaling:
+        remedy = "Set cluster.num_nodes to the number of nodes"
+        yield Problem("cluster.autoscaling", "the cluster of a job has a fixed size", got=True, remedy=remedy)
+    if not settings.interactive and run_folder(request) is None:
+        folders = [f"{path}/..." for path in _writable(settings)]
+        yield Problem(
+            "kubernetes.runs_folder",
+            "must be on a volume that all pods write to",
+            got=settings.runs_folder,
+            allowed=", ".join(folders) or "none, because kubernetes.volumes has no such volume",
+        )
+    if sum(len(text.encode()) for text in _files(request).values()) > _MOST_BYTES:
+        yield Problem("", "the recipe and its code are larger than 1 MB", remedy="Put the code into the image")
+
+
+def _cluster(request: JobRequest[KubernetesConfig], labels: dict[str, str]) -> dict[str, Any]:
+    settings = request.settings
+    of_job = {
+        "RL_RUN_DIR": str(run_folder(request)),
+        "RL_JOB": job_name(request),
+        "RL_MAX_ATTEMPTS_WITHOUT_CHECKPOINT": str(settings.max_attempts_without_checkpoint),
+        # between SIGTERM and SIGKILL, when the job is stopped
+        "RAY_JOB_STOP_WAIT_TIME_S": str(settings.save_margin_s),
+    }
+    setting = PodSetting(
+        settings,
+        queued(settings.queue),
+        labels,
+        {} if settings.interactive else of_job,
+        "" if settings.interactive else job_name(request),
+    )
+    has_gpus = request.device.has_gpus and not request.device.is_logical
+    return {
+        "rayVersion": importlib.metadata.version("ray"),
+        "authOptions": {"mode": "token"},
+        "headGroupSpec": {
+            # the models' ranks belong on the workers
+            "rayStartParams": {"num-cpus": "0", "num-gpus": "0", "port": str(HEAD_PORT), "dashboard-host": "0.0.0.0"},
+            "template": head(setting),
+        },
+        "workerGroupSpecs": [
+            {
+                "groupName": "workers",
+                "replicas": request.num_nodes,
+                "minReplicas": request.num_nodes,
+                "maxReplicas": request.num_nodes,
+                "rayStartParams": {"num-gpus": str(request.gpus_per_node), "node-manager-port": str(WORKER_PORT)},
+                "template": worker(setting, request.gpus_per_node if has_gpus else 0),
+            }
+        ],
+    }
+
+
+def _train(request: JobRequest[KubernetesConfig]) -> list[str]:
+    command, overrides = list(request.train[:3]), list(request.train[3:])
+    if _is_file(request):
+        # the config of the file has the overrides
+        command[2], overrides = f"{FILES}/{FILE_NAME}", []
+    return [*command, *overrides, f"run_dir={run_folder(request)}"]
+
+
+def _files(request: JobRequest[KubernetesConfig]) -> dict[str, str]:
+    scripts = {name: files(__package__).joinpath(name).read_text(encoding="utf-8") for name in _SCRIPTS}
+    return scripts | (recipe_files(cast(Config, request.config)) if _is_file(request) else {})
+
+
+def _is_file(request: JobRequest[KubernetesConfig]) -> bool:
+    return Path(request.train[2]).is_file()
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes strings of several lines as blocks, and shared parts anew in each place."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _block(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Dumper.add_representer(str, _block)
