@@ -6,7 +6,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl_core.selfcheck.rank_pool import Rank
-from rl_dtensor.model import build, fusion, rotation
+from rl_dtensor.model import build, expert_layers, fusion, rotation
 from rl_dtensor.model.build import decoder_layers
 from rl_dtensor.model.fusion import fuse_layers
 from rl_dtensor.model.tiny import made_tiny, shrink
@@ -74,6 +74,7 @@ def fuse_formulas(rank: Rank) -> None:
         (module, name, getattr(module, name))
         for module, names in {
             build: ("runs_kernels", "fuse_layers"),
+            expert_layers: ("takes",),
             fusion: ("takes", "takes_norm"),
             rotation: ("takes", "takes_norm"),
         }.items()

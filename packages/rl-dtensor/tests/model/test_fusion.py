@@ -66,6 +66,7 @@ MESH_CASES = [
     ("qwen3_moe", "fsdp2", True, False, {"recompute": "selective"}),
     ("gemma2", "cp2", False, False, {}),
     ("mixtral", "ep2 x fsdp2", True, False, {}),
+    ("qwen3_moe", "tp2", True, True, {}),
     ("llama", "pp2", False, True, {"recompute": "full"}),
     ("phi3", "tp2", True, False, {}),
 ]

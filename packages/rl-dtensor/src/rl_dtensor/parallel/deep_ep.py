@@ -100,7 +100,7 @@ class _Dispatch(torch.autograd.Function):
         by_rank, by_node, by_expert, goes, _ = trip.buffer.get_dispatch_layout(ids, trip.num_experts)
         rows, row_ids, row_weights, counts, trip.handle, trip.event = trip.buffer.dispatch(
             hidden.contiguous(),
-            topk_idx=ids,
+            topk_idx=ids.contiguous(),
             topk_weights=weights.contiguous(),
             num_tokens_per_rank=by_rank,
             num_tokens_per_rdma_rank=by_node,

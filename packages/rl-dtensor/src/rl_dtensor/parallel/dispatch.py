@@ -62,7 +62,7 @@ def group_tokens(
     *,
     fused: bool = True,
 ) -> Grouped:
-    """Group tokens by expert on this rank: the `Dispatch` of experts that one rank has.
+    """Group tokens by expert on the rank that has the experts.
 
     Args:
         hidden: `[tokens, hidden]`.
