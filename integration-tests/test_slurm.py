@@ -348,14 +348,16 @@ def test_a_run_trains_over_two_hosts(slurm, tmp_path):
     submitted.assert_nothing_is_left()
 
 
+NUM_STEPS = 16
+"""Most of which are left when a run is interrupted after the third."""
+
 GRPO = (
     "grpo-arithmetic",
     *NODES,
-    "policy.model_name=tiny-arithmetic",
     "policy.generation.backend=hf",
     "grpo.num_prompts_per_step=16",
     "policy.train_global_batch_size=64",
-    "grpo.max_num_steps=8",
+    f"grpo.max_num_steps={NUM_STEPS}",
     "grpo.val_period=0",
     "checkpointing.metric_name=null",
     "checkpointing.save_period=2",
@@ -394,7 +396,7 @@ def test_an_interrupted_run_is_continued_bit_for_bit(event, whole_run, tmp_path,
         event(submitted)
         assert submitted.await_end() == "COMPLETED 0:0", submitted.output
         assert len(submitted.attempts) == 2
-        assert [line["step"] for line in steps_of(submitted.run)] == list(range(1, 9))
+        assert [line["step"] for line in steps_of(submitted.run)] == list(range(1, NUM_STEPS + 1))
         assert figures(submitted.run) == figures(whole_run)
         assert prove(RunFolder(submitted.run)).holds
         submitted.assert_nothing_is_left()
