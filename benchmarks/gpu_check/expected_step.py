@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from transformers import AutoConfig
 
 from gpu_check.expected import Chip
 from gpu_check.setup import Shape
-from rl_core.torch.training.flops import AttentionShape, ModelShape
+from rl_core.torch.training.flops import AttentionShape
 from rl_dtensor.config import DTensorConfig
 from rl_dtensor.ledger.step import Workload, model_costs
 
@@ -18,17 +20,17 @@ ADAMW_BYTES = 28
 
 
 def step_seconds(
-    chip: Chip, folder: Path, shape: Shape, lengths: np.ndarray, backend: DTensorConfig, *, chunk_size: int
+    chip: Chip, folder: Path, shape: Shape, lengths: np.ndarray, settings: Mapping[str, Any], *, chunk_size: int
 ) -> float:
     """Seconds of a step of one rank on packed rows, if nothing waits.
 
     Args:
         folder: The model's files.
         lengths: Number of tokens of each row.
-        backend: Recomputation, among other settings.
+        settings: Settings of rl-dtensor that are not the default, such as `recompute`.
         chunk_size: Tokens whose logits exist at one time.
     """
-    config = AutoConfig.from_pretrained(folder)
+    config, backend = AutoConfig.from_pretrained(folder), DTensorConfig(**settings)
     num_tokens = int(lengths.sum())
     counted = model_costs(config, backend, Workload(num_tokens, chunk_size=chunk_size), num_ranks=1).training
     repeats = 1 if backend.recompute == "full" else 0
@@ -40,13 +42,6 @@ def step_seconds(
     moved = counted.other.bytes + counted.sharding.bytes
     num_parameters = shape.num_layer_weights + shape.num_head_weights
     return seconds + (moved + ADAMW_BYTES * num_parameters) / chip.memory_bytes
-
-
-def model_shape(shape: Shape) -> ModelShape:
-    """The shape, as model FLOPs are counted."""
-    matrices = shape.num_layer_weights + shape.num_head_weights
-    attention = AttentionShape(shape.heads, shape.head_dim, shape.head_dim)
-    return ModelShape(matrices, matrices, (attention,) * shape.layers)
 
 
 def attention_flops(shape: Shape, lengths: np.ndarray) -> float:

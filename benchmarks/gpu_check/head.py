@@ -70,7 +70,7 @@ def _memory(setup: Setup, report: Report, states: Tensor, weight: Tensor, target
         took = seconds_of(both, setup, repeats=2)
         peak = accelerator.peak_bytes() - held
         flops = 8 * len(states) * weight.numel()
-        expected = setup.chip and flops / 1e12 / _seconds(setup.chip, states, weight, flops, chunk)
+        expected = setup.chip and _expected(setup.chip, states, weight, flops, chunk)
         report.speed(f"chunks of {chunk}", "TFLOP/s", flops / took / 1e12, expected, "the ledger's bytes and products")
         rows.append((str(chunk), f"{took * 1e3:.1f}", f"{flops / took / 1e12:.1f}", f"{peak / 1e9:.2f}"))
         if not accelerator.measures_memory:
@@ -86,9 +86,11 @@ def _memory(setup: Setup, report: Report, states: Tensor, weight: Tensor, target
     )
 
 
-def _seconds(chip: Chip, states: Tensor, weight: Tensor, flops: float, chunk: int) -> float:
-    """Expected seconds of both passes, by the bytes that the ledger counts."""
-    from rl_dtensor.ledger.head import head_costs
-
+def _expected(chip: Chip, states: Tensor, weight: Tensor, flops: float, chunk: int) -> float | None:
+    """Expected TFLOP/s of both passes, by the bytes that the ledger counts; None if rl-dtensor cannot be imported."""
+    try:
+        from rl_dtensor.ledger.head import head_costs
+    except ModuleNotFoundError:
+        return None
     costs = head_costs(states.shape[1], len(weight), len(states), chunk_size=chunk, entropy=True).training
-    return flops / chip.products + costs.other.bytes / chip.memory_bytes
+    return flops / 1e12 / (flops / chip.products + costs.other.bytes / chip.memory_bytes)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from gpu_check.accelerator import Accelerator
+    from rl_core.torch.training.flops import ModelShape
 
 VOCAB = 151936
 
@@ -41,6 +42,15 @@ class Shape:
     def num_head_weights(self) -> int:
         """Weights of the head, which are those of the embedding."""
         return self.vocab * self.hidden
+
+    @property
+    def model(self) -> ModelShape:
+        """The shape, as model FLOPs are counted."""
+        from rl_core.torch.training.flops import AttentionShape, ModelShape
+
+        matrices = self.num_layer_weights + self.num_head_weights
+        attention = AttentionShape(self.heads, self.head_dim, self.head_dim)
+        return ModelShape(matrices, matrices, (attention,) * self.layers)
 
 
 SHAPES = {

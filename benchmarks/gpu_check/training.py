@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from gpu_check.expected_step import model_shape, step_seconds
 from gpu_check.oracle import PlainModel, relative
 from gpu_check.report import Report, Skip
 from gpu_check.setup import Setup, Shape
@@ -21,7 +20,6 @@ from rl_core.model import LOGPROBS
 from rl_core.plugins import BackendPlugin
 from rl_core.torch.training.flops import peak_flops
 from rl_core.torch.training.worker import TrainingWorker
-from rl_dtensor.config import DTensorConfig
 
 ORACLE = "transformers in float32, row by row"
 LENGTHS = (9, 3, 64, 1, 33, 2, 17)
@@ -43,6 +41,9 @@ class Case:
     settings: Mapping[str, Any]
 
 
+StepSeconds = Callable[..., float]
+"""`gpu_check.expected_step.step_seconds`."""
+
 CASES = (
     Case("packed", "none", {"recompute": "none"}),
     Case("packed", "selective", {"recompute": "selective"}),
@@ -53,10 +54,11 @@ CASES = (
 
 def check(setup: Setup, report: Report) -> None:
     """rl-dtensor's worker."""
+    from gpu_check.expected_step import step_seconds
     from rl_dtensor.plugin import PLUGIN
 
     check_parity(PLUGIN, setup, report)
-    check_shapes(PLUGIN, setup, report, CASES)
+    check_shapes(PLUGIN, setup, report, CASES, step_seconds=step_seconds)
 
 
 def check_parity(plugin: BackendPlugin, setup: Setup, report: Report, kind: str = "", **backend: Any) -> None:
@@ -92,8 +94,20 @@ def check_parity(plugin: BackendPlugin, setup: Setup, report: Report, kind: str 
                     report.within(f"{subject}: {name} over {NUM_STEPS} steps", ORACLE, error, bound)
 
 
-def check_shapes(plugin: BackendPlugin, setup: Setup, report: Report, cases: tuple[Case, ...], kind: str = "") -> None:
-    """Loss, speed and memory of real shapes, or of a tiny one if the setup is small."""
+def check_shapes(
+    plugin: BackendPlugin,
+    setup: Setup,
+    report: Report,
+    cases: tuple[Case, ...],
+    kind: str = "",
+    step_seconds: StepSeconds | None = None,
+) -> None:
+    """Loss, speed and memory of real shapes, or of a tiny one if the setup is small.
+
+    Args:
+        kind: Kind of the backend's layers, for the report.
+        step_seconds: Expected seconds of a packed step of the backend, as `gpu_check.expected_step` counts them.
+    """
     rows: list[tuple[str, ...]] = []
     for name, shape in setup.models.items():
         batch = batch_of(list(_lengths(setup)), shape.vocab)
@@ -107,7 +121,9 @@ def check_shapes(plugin: BackendPlugin, setup: Setup, report: Report, cases: tup
                 subject = f"{kind}{name}, {case.layout}, recompute {case.recompute}"
                 with report.attempt(subject):
                     try:
-                        rows.append((subject, *_measured(plugin, setup, report, subject, shape, batch, case, expected)))
+                        found, speed = _measured(plugin, setup, report, subject, shape, batch, case, expected)
+                        rows.append((subject, *found))
+                        _expect(setup, report, subject, shape, batch, case, speed, step_seconds)
                     except torch.OutOfMemoryError:
                         raise Skip("out of memory") from None
     report.figures(
@@ -133,8 +149,9 @@ def _measured(
     batch: Batch,
     case: Case,
     expected: np.ndarray,
-) -> tuple[str, ...]:
-    """A line of figures; the loss is compared with the oracle's, and must fall on a repeated batch."""
+) -> tuple[tuple[str, ...], float]:
+    """A line of figures, and tokens per second; the loss is compared with the oracle's, and must fall on a repeated
+    batch."""
     lengths = batch.ragged("tokens").lengths
     num_tokens = int(lengths.sum())
     layout = packed(num_tokens) if case.layout == "packed" else padded(len(lengths))
@@ -158,15 +175,15 @@ def _measured(
     report.within(f"{subject}: first loss", ORACLE, relative(losses[0], loss), BOUNDS["bfloat16"][0])
     falls = losses[-1] < losses[0]
     report.holds(f"{subject}: the loss falls", "a repeated batch", falls, f"{losses[0]:.3f} to {losses[-1]:.3f}")
-    rate = model_shape(shape).training_flops(lengths) / took
-    _expect(setup, report, subject, shape, lengths, case, num_tokens / took)
-    return (
+    rate = shape.model.training_flops(lengths) / took
+    line = (
         f"{num_tokens / took:.0f}",
         f"{rate / 1e12:.2f}",
         _share_of_peak(setup, rate),
         f"{peak_bytes / 1e9:.1f}",
         f"{losses[0]:.3f} to {losses[-1]:.3f}",
     )
+    return line, num_tokens / took
 
 
 def _timed_step(worker: TrainingWorker, setup: Setup, batch: Batch) -> tuple[dict[str, float], float]:
@@ -177,20 +194,20 @@ def _timed_step(worker: TrainingWorker, setup: Setup, batch: Batch) -> tuple[dic
 
 
 def _expect(
-    setup: Setup, report: Report, subject: str, shape: Shape, lengths: np.ndarray, case: Case, speed: float
+    setup: Setup,
+    report: Report,
+    subject: str,
+    shape: Shape,
+    batch: Batch,
+    case: Case,
+    speed: float,
+    step_seconds: StepSeconds | None,
 ) -> None:
     """Compare with what the ledger's counts of a packed step come to on this chip; it does not count padding."""
     expected = None
-    if setup.chip is not None and case.layout == "packed":
-        backend = DTensorConfig(**case.settings)
-        took = step_seconds(
-            setup.chip,
-            setup.folder(shape, dtype="bfloat16"),
-            shape,
-            lengths,
-            backend,
-            chunk_size=_chunk_size(setup),
-        )
+    if setup.chip is not None and step_seconds is not None and case.layout == "packed":
+        lengths, folder = batch.ragged("tokens").lengths, setup.folder(shape, dtype="bfloat16")
+        took = step_seconds(setup.chip, folder, shape, lengths, case.settings, chunk_size=_chunk_size(setup))
         expected = int(lengths.sum()) / took
     report.speed(subject, "tokens/s", speed, expected, "the ledger's bytes and products" if expected else "")
 

@@ -127,11 +127,9 @@ def test_measurements_are_printed_beside_what_was_expected(benchmarks):
 
 def test_the_expected_step_takes_what_its_products_take_and_what_it_moves(benchmarks, tmp_path):
     from gpu_check.expected import H100, chip_named
-    from gpu_check.expected_step import model_shape, step_seconds
+    from gpu_check.expected_step import step_seconds
     from gpu_check.setup import SHAPES
     from transformers import Qwen3Config
-
-    from rl_dtensor.config import DTensorConfig
 
     assert chip_named("NVIDIA H100 80GB HBM3") == H100
     assert chip_named("") is None
@@ -147,10 +145,10 @@ def test_the_expected_step_takes_what_its_products_take_and_what_it_moves(benchm
         tie_word_embeddings=True,
     ).save_pretrained(tmp_path)
     none, full = (
-        step_seconds(H100, tmp_path, shape, lengths, DTensorConfig(recompute=recompute), chunk_size=2048)
+        step_seconds(H100, tmp_path, shape, lengths, {"recompute": recompute}, chunk_size=2048)
         for recompute in ("none", "full")
     )
-    least = model_shape(shape).training_flops(lengths) / H100.products
+    least = shape.model.training_flops(lengths) / H100.products
     assert least < none < 3 * least
     # the layers' products once more, and more bytes
     again = 2 * 8192 * shape.num_layer_weights / H100.products
