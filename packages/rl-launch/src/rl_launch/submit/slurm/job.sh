@@ -169,7 +169,7 @@ export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$logs/ray-token
 export RAY_worker_niceness=0 RAY_prestart_worker_first_driver=0
 (umask 077 && od -An -vtx1 -N32 /dev/urandom | tr -d ' \n' > "$RAY_AUTH_TOKEN_PATH")
 
-"${on_first[@]}" bash -c "$(code_of run_ray)" run_ray --head --port="$port" --ray-client-server-port=$((port + 7)) \
+"${on_first[@]}" bash -c "$(code_of run_ray)" run_ray --head --port="$port" \
     --include-dashboard=false --no-monitor --disable-usage-stats "${ray_options[@]}" 2> "$logs/first.log" &
 head=$!
 until (($(num_started) == 1)); do
