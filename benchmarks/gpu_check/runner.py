@@ -38,6 +38,7 @@ class Section:
         needs: modules without which it is skipped.
         spoils: whether its process cannot run another section after it.
         budget_s: Seconds that it may take.
+        takes_all_gpus: True for a process of its own that sees all GPUs of the check instead of the first.
     """
 
     function: str
@@ -45,6 +46,7 @@ class Section:
     needs: tuple[str, ...] = ("torch",)
     spoils: bool = False
     budget_s: float = 150.0
+    takes_all_gpus: bool = False
 
 
 DTENSOR = ("torch", "transformers", "safetensors", "peft", "rl_dtensor.worker")
@@ -102,6 +104,8 @@ SECTIONS = {
         "Steps of both backends on several GPUs against float64 in one process: every kind of mesh, experts, adapters "
         "and compiled layers. Needs --gpus 2 or more.",
         ("torch", "transformers", "safetensors", "peft"),
+        spoils=True,
+        takes_all_gpus=True,
     ),
 }
 
@@ -130,7 +134,9 @@ class Runner:
         """All findings of a section, and its failure if there was one."""
         if budget_s <= 0:
             return [Finding(WHOLE, RUNS, "failed", "not started: the time of --total is used up")]
-        pipe = self._start()
+        if section.takes_all_gpus:
+            self._end()
+        pipe = self._start(self._setup.num_gpus if section.takes_all_gpus else 1)
         pipe.send(section)
         entries, failure = _gather(pipe, budget_s)
         if failure:
@@ -143,12 +149,12 @@ class Runner:
             self._end()
         return entries
 
-    def _start(self) -> Connection:
+    def _start(self, num_gpus: int) -> Connection:
         if self._process is None or not self._process.is_alive():
             self._end()
             self._pipe, theirs = self._context.Pipe()
             # not a daemon, for it has children of its own
-            self._process = self._context.Process(target=_serve, args=(theirs, self._setup, self._stacks))
+            self._process = self._context.Process(target=_serve, args=(theirs, self._setup, self._stacks, num_gpus))
             self._process.start()
             theirs.close()
         return self._pipe
@@ -188,10 +194,11 @@ def _gather(pipe: Connection, budget_s: float) -> tuple[list[Entry], str]:
         entries.append(entry)
 
 
-def _serve(pipe: Connection, setup: Setup, stacks: Path) -> None:
+def _serve(pipe: Connection, setup: Setup, stacks: Path, num_gpus: int) -> None:
     os.setpgid(0, 0)
-    # a worker's process sees exactly one GPU, which is the first of these except in the section `meshes`
-    os.environ.setdefault("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(setup.num_gpus))))
+    # a worker's process sees exactly one GPU
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(setup.num_gpus)))
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible.split(",")[:num_gpus])
     with stacks.open("a") as file:  # after a truncation, appended to from the start
         file.truncate(0)
         faulthandler.enable(file)
