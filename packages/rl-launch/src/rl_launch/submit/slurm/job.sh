@@ -18,6 +18,7 @@ readonly unfinished=75
 
 # What a signal asks for: to continue in another attempt, or to cancel the run.
 stop=''
+port=''
 # Process ids.
 head='' others='' driver=''
 
@@ -52,13 +53,17 @@ prepare() {
     (umask 077 && mkdir -p "$scratch") && [[ -O $scratch ]]
 }
 
+# Whether Ray's client is installed, whose server would take a port that all jobs on this node share.
+has_client() { "$(dirname "$(command -v ray)")/python3" -c 'import grpc' 2> /dev/null; }
+
 # Ray on this node. If the job is cancelled, Slurm sends SIGTERM here. A busy node may miss a deadline of Ray's.
 run_ray() {
-    local log
+    local log options=("$@")
     log=$logs/ray-$(hostname).log
+    [[ $1 != --head ]] || ! has_client || options+=(--ray-client-server-port=$((port + 7)))
     trap 'clean; exit 143' TERM
     for _ in {1..3}; do
-        RL_JOB=$job ray start --block --num-cpus="$SLURM_CPUS_ON_NODE" "$@" > "$log" 2>&1 &
+        RL_JOB=$job ray start --block --num-cpus="$SLURM_CPUS_ON_NODE" "${options[@]}" > "$log" 2>&1 &
         wait $!
         [[ ! $(has_started "$log") ]] || break
         prepare
@@ -84,7 +89,7 @@ run_driver() {
 }
 
 # Code for `bash -c` that calls one of these functions with arguments, in a process of its own.
-code_of() { echo "$(declare -p job logs scratch); $(declare -f is_running has_started clean prepare "$1"); $1 \"\$@\""; }
+code_of() { echo "$(declare -p job logs scratch port); $(declare -f is_running has_started has_client clean prepare "$1"); $1 \"\$@\""; }
 
 on_each_node() {
     local num_nodes
