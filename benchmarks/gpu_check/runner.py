@@ -80,7 +80,7 @@ SECTIONS = {
     ),
     "engine": Section(
         "gpu_check.engine:check",
-        "vLLM beside a worker on the same device: start, weight transfers, logprobs, sleep and waking.",
+        "vLLM and a worker on the same device: start, weight transfers, logprobs, sleep and waking.",
         ("torch", "transformers", "safetensors", "rl_dtensor.worker", "vllm", "rl_vllm.generator"),
         spoils=True,
         budget_s=300.0,

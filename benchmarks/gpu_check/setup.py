@@ -44,6 +44,19 @@ class Shape:
         return self.vocab * self.hidden
 
     @property
+    def fields(self) -> dict[str, int]:
+        """Fields of its Hugging Face config."""
+        return {
+            "hidden_size": self.hidden,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.key_value_heads,
+            "intermediate_size": self.inner,
+            "head_dim": self.head_dim,
+            "vocab_size": self.vocab,
+        }
+
+    @property
     def model(self) -> ModelShape:
         """The shape, as model FLOPs are counted."""
         from rl_core.torch.training.flops import AttentionShape, ModelShape
@@ -134,13 +147,7 @@ class Setup:
                 dtype=dtype,
                 seed=seed,
                 max_shard_size="5GB",
-                hidden_size=shape.hidden,
-                num_hidden_layers=shape.layers,
-                num_attention_heads=shape.heads,
-                num_key_value_heads=shape.key_value_heads,
-                intermediate_size=shape.inner,
-                head_dim=shape.head_dim,
-                vocab_size=shape.vocab,
+                **shape.fields,
                 max_position_embeddings=32768,
                 initializer_range=shape.spread,
             )

@@ -134,16 +134,7 @@ def test_the_expected_step_takes_what_its_products_take_and_what_it_moves(benchm
     assert chip_named("NVIDIA H100 80GB HBM3") == H100
     assert chip_named("") is None
     shape, lengths = SHAPES["0.6B"], np.full(8, 1024)
-    Qwen3Config(
-        hidden_size=shape.hidden,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.key_value_heads,
-        intermediate_size=shape.inner,
-        head_dim=shape.head_dim,
-        vocab_size=shape.vocab,
-        tie_word_embeddings=True,
-    ).save_pretrained(tmp_path)
+    Qwen3Config(**shape.fields, tie_word_embeddings=True).save_pretrained(tmp_path)
     none, full = (
         step_seconds(H100, tmp_path, shape, lengths, {"recompute": recompute}, chunk_size=2048)
         for recompute in ("none", "full")
