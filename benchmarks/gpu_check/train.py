@@ -90,7 +90,7 @@ def _config(setup: Setup, run_dir: Path) -> dict[str, Any]:
         "env": {"math": {"answer_format": "numeric"}},
         "checkpointing": {"enabled": False},
         "profiling": {"steps": [NUM_STEPS, NUM_STEPS], "tools": ["torch"]},
-        "cluster": {"device": setup.device, "gpus_per_node": 1},
+        "cluster": {"device": setup.device, "gpus_per_node": 1, "worker_envs": "shared"},
     }
 
 
