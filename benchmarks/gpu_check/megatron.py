@@ -13,8 +13,8 @@ from gpu_check.setup import Setup
 from gpu_check.training import Case, check_parity, check_shapes
 
 CASES = (
-    Case("packed", "none", {"recompute": "none"}),
-    Case("packed", "full", {"recompute": "full"}),
+    Case("packed", {"recompute": "none"}),
+    Case("packed", {"recompute": "full"}),
 )
 ROUNDS = 10
 

@@ -58,6 +58,9 @@ SECTIONS = {
         "Every attention backend of rl-dtensor on rows of mixed lengths, forward and backward.",
         DTENSOR,
     ),
+    "kernels": Section(
+        "gpu_check.kernels:check", "Fused kernels against their formulas, and how fast they move their bytes."
+    ),
     "head": Section("gpu_check.head:check", "Logprobs and entropy of a large vocabulary, and their memory by chunk."),
     "training": Section(
         "gpu_check.training:check",

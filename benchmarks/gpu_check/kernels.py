@@ -1,0 +1,178 @@
+"""Fused kernels at the sizes of an 8B model and of a mixture of experts: values, gradients, and speed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from gpu_check.environment import seconds_of
+from gpu_check.report import Report, Skip
+from gpu_check.setup import VOCAB, Setup
+from rl_core.torch.kernels.devices import takes
+from rl_core.torch.kernels.norm import NormForm, add_rms_norm, rms_norm
+from rl_core.torch.kernels.permutation import collect, group_by_expert, spread
+from rl_core.torch.kernels.rotary import HeadNorm, rotated
+from rl_core.torch.kernels.swiglu import swiglu, swiglu_of_halves
+from rl_core.torch.kernels.vocabulary import LogitForm, softmax_statistics
+
+ORACLE = "the formula in float64"
+BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+"""Of the largest difference, relative to the largest value; values that are used again are rounded again."""
+NUM_CHECKED = 300
+"""Tokens whose values are compared, which no block divides."""
+SOFTMAX = "softmax of logits"
+FORM = NormForm(1e-6)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kernel.
+
+    Args:
+        function: Function of the tensors; one tensor or several.
+        shapes: Maps a number of tokens to the shapes of the inputs.
+        num_moved: Maps the inputs to the elements that forward and backward pass must read and write.
+    """
+
+    function: Callable[..., Tensor | tuple[Tensor, ...]]
+    shapes: Callable[[int], Sequence[tuple[int, ...]]]
+    num_moved: Callable[[Sequence[Tensor]], int]
+
+
+def check(setup: Setup, report: Report) -> None:
+    """Each kernel against its formula, then how fast it moves its bytes."""
+    rows: list[tuple[str, ...]] = []
+    for name, case in _cases(setup).items():
+        for dtype, bound in BOUNDS.items():
+            subject = f"{name}, {str(dtype).removeprefix('torch.')}"
+            with report.attempt(subject):
+                inputs = _drawn(case.shapes(setup.pick(20, NUM_CHECKED)), setup, dtype)
+                report.holds(f"{subject}: device", "runs the kernel", takes(*inputs) == setup.kind.runs_on_gpus, "")
+                report.within(subject, ORACLE, _worst_error(case.function, inputs), bound)
+        with report.attempt(f"{name}: speed"):
+            rows.append((name, *_speed(setup, report, name, case)))
+    with report.attempt(SOFTMAX):
+        rows.append((SOFTMAX, *_softmax(setup, report)))
+    report.figures("Forward and backward, bfloat16", ("kernel", "ms", "GB/s"), rows)
+
+
+def _cases(setup: Setup) -> dict[str, Case]:
+    hidden, heads, size, inner = setup.pick(64, 4096), setup.pick(2, 32), setup.pick(32, 128), setup.pick(96, 12288)
+    experts, chosen, width = setup.pick(4, 128), setup.pick(2, 8), setup.pick(64, 2048)
+    generator = torch.Generator().manual_seed(0)
+
+    def places(num_tokens: int) -> tuple[Tensor, int]:
+        ids = torch.rand(num_tokens, experts, generator=generator).topk(chosen).indices.to(setup.torch_device)
+        found, ends = group_by_expert(ids, experts)
+        return found, int(ends[-1])
+
+    def spread_and_collect(x: Tensor) -> Tensor:
+        found, num_rows = routed[len(x)]
+        return collect(spread(x, found, num_rows), found)
+
+    counts = setup.pick(20, NUM_CHECKED), setup.pick(64, 8192)
+    routed = {count: places(count) for count in counts}
+    angles = torch.rand(1, max(counts), size, device=setup.torch_device, dtype=torch.float64)
+
+    def turned(x: Tensor, weight: Tensor) -> Tensor:
+        cos, sin = (part[:, : x.shape[2]].to(x.dtype) for part in (angles.cos(), angles.sin()))
+        return rotated(x, cos, sin, HeadNorm(weight, FORM))
+
+    return {
+        "RMSNorm": Case(
+            lambda x, weight: rms_norm(x, weight, FORM),
+            lambda tokens: [(tokens, hidden), (hidden,)],
+            lambda inputs: 5 * inputs[0].numel(),
+        ),
+        "RMSNorm of a sum": Case(
+            lambda x, addend, weight: add_rms_norm(x, addend, weight, FORM),
+            lambda tokens: [(tokens, hidden), (tokens, hidden), (hidden,)],
+            lambda inputs: 8 * inputs[0].numel(),
+        ),
+        "norm and rotation of heads": Case(
+            turned,
+            lambda tokens: [(1, heads, tokens, size), (size,)],
+            lambda inputs: 5 * inputs[0].numel(),
+        ),
+        "SwiGLU": Case(
+            swiglu,
+            lambda tokens: [(tokens, inner), (tokens, inner)],
+            lambda inputs: 8 * inputs[0].numel(),
+        ),
+        "weighted SwiGLU of halves": Case(
+            swiglu_of_halves,
+            lambda tokens: [(tokens, inner), (tokens,)],
+            lambda inputs: 4 * inputs[0].numel(),
+        ),
+        "tokens to experts and back": Case(
+            spread_and_collect,
+            lambda tokens: [(tokens, width)],
+            lambda inputs: 4 * (1 + chosen) * inputs[0].numel(),
+        ),
+    }
+
+
+def _drawn(shapes: Sequence[tuple[int, ...]], setup: Setup, dtype: torch.dtype) -> list[Tensor]:
+    generator = torch.Generator(setup.torch_device).manual_seed(0)
+    return [torch.randn(*shape, device=setup.torch_device, generator=generator).to(dtype) for shape in shapes]
+
+
+def _results(function: Callable[..., Tensor | tuple[Tensor, ...]], leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    results = function(*leaves)
+    return results if isinstance(results, tuple) else (results,)
+
+
+def _worst_error(function: Callable[..., Tensor | tuple[Tensor, ...]], inputs: Sequence[Tensor]) -> float:
+    """Largest relative difference of results and gradients; NaN if there is one."""
+    kernels, formulas = (
+        _with_gradients(function, [tensor.to(dtype) for tensor in inputs]) for dtype in (inputs[0].dtype, torch.float64)
+    )
+    errors = [
+        (found.double() - expected).abs().max() / expected.abs().max()
+        for found, expected in zip(kernels, formulas, strict=True)
+    ]
+    return torch.stack(errors).max().item()
+
+
+def _with_gradients(function: Callable[..., Tensor | tuple[Tensor, ...]], inputs: Sequence[Tensor]) -> list[Tensor]:
+    leaves = [tensor.detach().requires_grad_() for tensor in inputs]
+    results = _results(function, leaves)
+    generator = torch.Generator(inputs[0].device).manual_seed(1)
+    grads = [torch.randn(*each.shape, device=each.device, generator=generator).to(each.dtype) for each in results]
+    return [*(each.detach() for each in results), *torch.autograd.grad(results, leaves, grads)]
+
+
+def _speed(setup: Setup, report: Report, name: str, case: Case) -> tuple[str, str]:
+    """Milliseconds and bytes per second."""
+    inputs = _drawn(case.shapes(setup.pick(64, 8192)), setup, torch.bfloat16)
+    leaves = [tensor.requires_grad_() for tensor in inputs]
+    grads = [torch.randn_like(each) for each in _results(case.function, leaves)]
+
+    def both() -> None:
+        torch.autograd.grad(_results(case.function, leaves), leaves, grads)
+
+    return _figures(setup, report, name, both, 2 * case.num_moved(inputs))
+
+
+def _softmax(setup: Setup, report: Report) -> tuple[str, str]:
+    """Statistics of a chunk of logits, which are read once; section `head` has their gradient."""
+    products = torch.randn(setup.pick(16, 2048), setup.pick(509, VOCAB), device=setup.torch_device).bfloat16()
+    form = LogitForm(temperature=0.7)
+    if not takes(products):
+        raise Skip("no kernel runs on this device")
+    found = softmax_statistics(products, form)
+    expected = form(products.double()).logsumexp(-1)
+    error = (found.largest.double() + found.total.double().log() - expected).abs().max().item()
+    report.within("logarithm of the sum of a softmax", ORACLE, error, BOUNDS[torch.float32])
+    return _figures(setup, report, SOFTMAX, partial(softmax_statistics, products, form), 2 * products.numel())
+
+
+def _figures(setup: Setup, report: Report, name: str, work: Callable[[], object], num_bytes: int) -> tuple[str, str]:
+    took = seconds_of(work, setup, repeats=setup.pick(2, 20))
+    expected = setup.chip and setup.chip.memory_bytes / 1e9
+    report.speed(name, "GB/s", num_bytes / took / 1e9, expected, "bytes of inputs and outputs")
+    return f"{took * 1e3:.3f}", f"{num_bytes / took / 1e9:.0f}"
