@@ -212,7 +212,8 @@ def _expect(
     speed: float,
     step_seconds: StepSeconds | None,
 ) -> None:
-    """Compare with what the ledger's counts of a packed step come to on this chip; it counts neither padding nor compiled code."""
+    """Compare with what the ledger's counts of a step come to on this chip; it counts neither padding nor compiled
+    code."""
     expected = None
     is_counted = case.layout == "packed" and not case.settings.get("compile")
     if setup.chip is not None and step_seconds is not None and is_counted:
