@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from document_runs import commands, worked
 from driver_process import CommandResult, DriverProcess
 from runs import NUM_PROMPTS, STARTED, lines_of
 
@@ -18,11 +19,11 @@ from rl_core.testing import exhaustive
 from rl_core.testing.documents import add_to_hub
 from rl_core.testing.exhaustive import pytest_configure
 
-__all__ = ["pytest_configure"]
+__all__ = ["commands", "pytest_configure", "worked"]
 
 LONGEST_FIRST = (
-    "test_documents",
-    # these two need no quickstart, which the first makes and those after them wait for
+    "test_quickstart",
+    # these need no quickstart, which the first makes and those after them wait for
     "test_algorithms",
     "test_saved_conversations",
     "test_faults",
@@ -30,6 +31,9 @@ LONGEST_FIRST = (
     "test_asynchronous",
     "test_preferences",
     "test_slurm",
+    "test_gpu_check",
+    "test_guides",
+    "test_documents",
     "test_several_agents",
     "test_code_agents",
     "test_backends",
