@@ -22,18 +22,22 @@ import sys
 import tarfile
 import tempfile
 import tomllib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from importlib.metadata import Distribution, distributions
 from pathlib import Path
 
+from packaging.requirements import Requirement
+
 ROOT = Path(__file__).resolve().parents[1]
-WANTED = ("vllm", "ray", "omegaconf", "pydantic", "transformers", "peft", "megatron-core", "psutil", "nvidia-ml-py")
+EXTRAS = {"rl-core": "ray", "rl-dtensor": "worker", "rl-megatron": "worker", "rl-vllm": "cuda"}
+"""Extras whose requirements are wanted with those of all packages."""
 NEWER = frozenset({"transformers", "peft", "tokenizers", "huggingface-hub", "typing-extensions", "anyio", "httpx"})
 """Packages that are carried even if the machine has another version of them."""
 UNUSED = re.compile(
     r"(nvidia|torch|triton|opencv|rl|z3|cuda|nccl|tokenspeed)-.*|torch|triton|tilelang|flashinfer-python|torchcodec|"
     r"mistral-common|pynvvideocodec|instanttensor|pycountry|cryptography|anthropic|supervisor|quack-kernels|sentry-sdk|"
-    r"rignore|fastar|numba|llvmlite|scipy|pandas"
+    r"rignore|fastar|numba|llvmlite|scipy|pandas|uv"
 )
 """Distributions that no section imports; `nvidia-ml-py` is kept."""
 DROPPED = re.compile(
@@ -77,13 +81,25 @@ def normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name.strip().lower())
 
 
+def requirements() -> Iterator[str]:
+    """What the packages of this repository require of others, with extras and without versions."""
+    for path in sorted(ROOT.glob("packages/*/pyproject.toml")):
+        project = tomllib.loads(path.read_text())["project"]
+        extra = project.get("optional-dependencies", {}).get(EXTRAS.get(project["name"], ""), [])
+        for each in map(Requirement, [*project["dependencies"], *extra]):
+            if not each.name.startswith("rl-"):
+                yield each.name + (f"[{','.join(sorted(each.extras))}]" if each.extras else "")
+
+
 def install(site: Path, python: str, there: dict[str, str]) -> None:
     """Install the wanted packages at the lock's versions beside the machine's torch, with all that they need."""
-    pins = {each["name"]: each["version"] for each in tomllib.loads((ROOT / "uv.lock").read_text())["package"]}
+    locked = tomllib.loads((ROOT / "uv.lock").read_text())["package"]
+    times = Counter(each["name"] for each in locked)  # one with several versions is left to the resolver
+    pins = {each["name"]: f"=={each['version']}" for each in locked if times[each["name"]] == 1}
     overrides = site.with_name("overrides.txt")
     held = ("torch", "torchvision", "torchaudio", "triton")
     overrides.write_text("".join(f"{name}=={there[name]}\n" for name in held if name in there))
-    wanted = [f"{name}=={pins[name]}" for name in WANTED]
+    wanted = [each + pins.get(each.partition("[")[0], "") for each in sorted({*requirements()})]
     target = ["--target", str(site), "--python-version", python, "--python-platform", "x86_64-manylinux_2_35"]
     # without the workspace's own overrides, which name another torch
     command = ["uv", "pip", "install", "-q", "--no-config", *target, "--override", str(overrides), *wanted]
