@@ -167,9 +167,9 @@ IN_ENVIRONMENTS = ("grpo-multi-env-tiny", "grpo-sliding-puzzle-tiny", "grpo-tool
 """Recipes of environments that need no sandbox, which take steps in these rather than with a reward of the tests."""
 
 TINY_GRPO = [name for name in recipe_names() if name.endswith("-tiny") and read_raw(name).select("algorithm") == "grpo"]
-VARIANTS = [name for name in TINY_GRPO if name not in (*IN_ENVIRONMENTS, "grpo-agent-tiny")]
+VARIANTS = [name for name in TINY_GRPO if name not in IN_ENVIRONMENTS and read_raw(name).select("grpo.agent") is None]
 """Recipes of losses and estimators, whose values the tests of rl-algos compare with closed forms; `test_conversations`
-has the recipe of an agent."""
+and `test_code_agents` have the recipes of agents."""
 
 KILLED = ("ppo", "dpo", "kto", "rm", "distillation", "offline distillation")
 """Families whose models are not those of the runs that `test_faults` kills."""

@@ -9,6 +9,7 @@ from rl_algos.data.hub_datasets import DATASETS, with_known
 from rl_algos.evaluation.config import EvaluationConfig, TaskConfig
 from rl_algos.evaluation.tasks import TASKS, task_named, task_of
 from rl_algos.grpo.config import GRPOConfig
+from rl_algos.rollouts.agent_config import AgentConfig
 from rl_algos.rollouts.checks import evaluation_problems, task_problems
 from rl_algos.rollouts.data import RolloutData, load, prepare
 from rl_algos.rollouts.driver.source import PacedRolloutSource
@@ -157,6 +158,17 @@ def test_a_model_without_a_run_stops_where_its_template_ends_a_turn(file):
     assert plan.tasks[0].groups[0].sampling.stop_token_ids == ends
     assert plan.needs.program == PROGRAMS["multi_turn"]
     assert plan.needs.max_seconds is None
+
+
+@pytest.mark.parametrize("place", [None, "process", "environment"])
+def test_the_first_rows_are_tried_on_their_environment_unless_it_runs_the_agent_of_the_run(file, place):
+    of_model = evaluation_of(make_config(tasks=[mine(file)])).attempts()
+    places = [f"{file}, line 1", f"{file}, line 2"]
+    assert sorted({attempt.place for attempt in of_model["math"]}) == places
+    agent = None if place is None else AgentConfig(command=["python", "agent.py"], reward="environment", place=place)
+    data = DataConfig(train=DatasetConfig(data_path=str(file)))
+    run = make_config(data=data, grpo=GRPOConfig(agent=agent), tasks=[mine(file)])
+    assert evaluation_of(run).attempts() == ({} if place == "environment" else of_model)
 
 
 TOOL = '''

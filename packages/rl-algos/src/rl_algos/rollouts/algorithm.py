@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from rl_algos.data.examples import Datasets
 from rl_algos.data.preview import RowReader
 from rl_algos.rollouts import data, inputs
-from rl_algos.rollouts.config import EvaluationRoot, RolloutRoot
+from rl_algos.rollouts.config import EvaluationRoot, RolloutRoot, rollout_config
 from rl_algos.rollouts.data import RolloutData
 from rl_algos.rollouts.evaluation import RolloutEvaluation
 from rl_algos.rollouts.setup import needs
@@ -32,7 +32,7 @@ class RolloutAlgorithm(Algorithm[C, Datasets, RolloutData]):
         return data.load(config)
 
     def attempts(self, config: C, loaded: Datasets) -> Mapping[str, Sequence[Attempt]]:
-        return data.attempts(config, loaded)
+        return data.attempts(loaded, rollout_config(config).agent)
 
     def prepare(self, config: C, tokenizer: Any, loaded: Datasets) -> RolloutData:
         return data.prepare(config, tokenizer, loaded)

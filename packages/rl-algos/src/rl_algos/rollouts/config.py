@@ -303,7 +303,7 @@ class RolloutRoot(EvaluationRoot, DataRoot, Protocol):
     """The resolved config of a run that trains on its own rollouts. One of its sections extends `RolloutConfig`."""
 
 
-def rollout_config(config: object) -> RolloutConfig:
+def rollout_config(config: RolloutRoot) -> RolloutConfig:
     """Return the section of a resolved config that extends `RolloutConfig`: the section of its algorithm."""
     found = [section for section in vars(config).values() if isinstance(section, RolloutConfig)]
     assert len(found) == 1, f"an algorithm that trains on its rollouts has one RolloutConfig, this has {len(found)}"

@@ -16,7 +16,7 @@ from rl_algos.data.examples import NO_ENVIRONMENT, Dataset, Datasets, RowCheck, 
 from rl_algos.data.flow import FlowStream
 from rl_algos.data.preview import RowReader, Text, UnusedRow
 from rl_algos.data.stream import Stream
-from rl_algos.rollouts.agent_config import SCORED_BY_AGENT
+from rl_algos.rollouts.agent_config import SCORED_BY_AGENT, AgentConfig
 from rl_algos.rollouts.config import EvaluationRoot, PolicyGradientConfig, RolloutRoot, rollout_config
 from rl_algos.rollouts.training.rewards import EFFORT
 from rl_core.config import Config
@@ -167,10 +167,14 @@ def _effort_problem(config: RolloutRoot, example: Example) -> str:
     return f"its {EFFORT} is {level!r}; {key} has {', '.join(levels)}"
 
 
-def attempts(config: RolloutRoot, datasets: Datasets) -> Mapping[str, list[Attempt]]:
-    """The first rows of every dataset with responses, by the environment that scores them."""
+def attempts(datasets: Datasets, agent: AgentConfig | None) -> Mapping[str, list[Attempt]]:
+    """Return the first rows of every dataset with responses, by the environment that scores them.
+
+    Args:
+        datasets: Datasets of a run or an evaluation.
+        agent: Agent that plays the rollouts, if any. Rows of an environment that runs it have no attempts.
+    """
     found: dict[str, list[Attempt]] = {}
-    agent = rollout_config(config).agent
     runs_agents = agent is not None and agent.place == "environment"
     for dataset in (*datasets.train, *datasets.validation):
         for row_id in islice(dataset.examples, TRIED_ROWS):

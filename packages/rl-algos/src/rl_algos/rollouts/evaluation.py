@@ -9,10 +9,11 @@ from typing import Any
 from rl_algos.data.config import DataConfig
 from rl_algos.data.examples import Dataset, Datasets, load_datasets
 from rl_algos.data.faults import with_section
-from rl_algos.evaluation.config import EvaluationConfig, TaskConfig
+from rl_algos.evaluation.config import TaskConfig
 from rl_algos.evaluation.summary import Scoring, powers_of_two
 from rl_algos.evaluation.tasks import task_of
-from rl_algos.rollouts.config import RolloutConfig
+from rl_algos.rollouts.agent_config import AgentConfig
+from rl_algos.rollouts.config import EvaluationRoot, RolloutConfig
 from rl_algos.rollouts.data import AnswerCheck, tools_by_environment
 from rl_algos.rollouts.data import attempts as attempts_on_data
 from rl_algos.rollouts.driver.evaluation_plan import EvaluationPlan, EvaluationTask
@@ -62,9 +63,9 @@ class RolloutEvaluation:
         DataError: Naming dataset and row, and the remedy.
     """
 
-    def __init__(self, config: Any, load: Callable[[Any], Datasets] | None = None) -> None:
+    def __init__(self, config: EvaluationRoot, load: Callable[[Any], Datasets] | None = None) -> None:
         self._config, self._load_data = config, load
-        self._settings: EvaluationConfig = config.eval
+        self._settings = config.eval
         self._of_run = next((each for each in vars(config).values() if isinstance(each, RolloutConfig)), None)
         of_run = getattr(config, "data", None)
         tasks = [task_of(each, self._settings, of_run) for each in self._settings.tasks]
@@ -76,7 +77,7 @@ class RolloutEvaluation:
     def attempts(self) -> Mapping[str, list[Attempt]]:
         """First rows of the data with responses, by the environment that scores them."""
         every = [dataset for loaded in self._loaded for dataset in loaded.datasets]
-        return attempts_on_data(self._config, Datasets([], every))
+        return attempts_on_data(Datasets([], every), self._agent)
 
     def plan(self, tokenizer: Any) -> EvaluationPlan:
         """The rollouts of the evaluation.
@@ -117,9 +118,14 @@ class RolloutEvaluation:
             max_turns=turns,
             renders_anew=renders_anew,
             max_seconds=seconds,
-            agent=self._of_run.agent if self._of_run else None,
+            agent=self._agent,
         )
         return EvaluationPlan(tasks, needs, self._scoring(max(task.num_samples for task in tasks)))
+
+    @property
+    def _agent(self) -> AgentConfig | None:
+        """Agent that plays the rollouts, if the run has one."""
+        return self._of_run.agent if self._of_run else None
 
     @property
     def _max_turns(self) -> tuple[int, str]:
@@ -173,8 +179,8 @@ class RolloutEvaluation:
         # of the training data only what rows are held out from is read
         held_out = [dataset for dataset in data.train_datasets if dataset.split_validation_size is not None]
         data = data.model_copy(update={"train": held_out or data.validation})
-        config = self._config.model_copy(update={"data": data})
-        loaded = self._load_data(config)
+        of_run: Any = self._config  # it has data, so it is the config of a run
+        loaded = self._load_data(of_run.model_copy(update={"data": data}))
         return _Loaded(None, loaded.validation, data)
 
     def _planned(

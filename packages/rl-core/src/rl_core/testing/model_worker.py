@@ -566,6 +566,26 @@ class ModelWorkerSuite:
             model.load(str(tmp_path / "start"))
             assert model.train_steps([make_batch()] * 2, TokenLoss()) == expected
 
+    def test_a_model_that_does_not_train_saves_and_loads_all_its_weights(
+        self, pool: RankPool, folder: Path, tmp_path: Path
+    ) -> None:
+        trained, exported, converted = (str(tmp_path / name) for name in ("trained", "exported", "converted"))
+        frozen, few, many = ModelSpec(trains=False), min(self.worlds), max(self.worlds)
+        with self._model(pool, folder, few, optimizer=SGD) as model:
+            model.train_step(make_batch(), TokenLoss())
+            model.save(trained)
+            model.export(exported)
+            expected = model.infer(make_batch(), [LOGPROBS]).ragged("logprobs").values
+        with self._model(pool, Path(exported), many, frozen) as model:
+            model.save(converted)
+        for path in (trained, converted):
+            with self._model(pool, folder, few, frozen) as model:
+                before = model.infer(make_batch(), [LOGPROBS]).ragged("logprobs").values
+                assert np.abs(before - expected).max() > 10 * self.tolerance, "the step changed too little to be seen"
+                model.load(path)
+                found = model.infer(make_batch(), [LOGPROBS]).ragged("logprobs").values
+            self._assert_close(found, expected, "logprobs")
+
     def test_the_same_seed_gives_the_same_bits(self, pool: RankPool, folder: Path) -> None:
         runs = []
         for _ in range(2):

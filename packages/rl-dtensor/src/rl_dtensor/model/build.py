@@ -170,6 +170,7 @@ class _Builder:
             weights=weights,
             shape=shape,
             mesh=self.mesh,
+            is_adapted=self.config.lora_cfg.enabled,
             asks_for_dropout=any(map(is_dropout, self.config.hf_config_overrides)),
             replicated=[each for chunk in chunks for each in self._replicated(chunk, kept)] if replicates else None,
         )

@@ -195,6 +195,7 @@ class ShardedModel:
         shape: Shape of the whole model.
         replicated: Parameters of this rank that train and that every rank of its stage has whole, in float32; None if
             no stage has any.
+        is_adapted: True if the model has adapters, on this rank or another.
         asks_for_dropout: Whether the user set the model's dropout, which is then active under every loss.
     """
 
@@ -209,6 +210,7 @@ class ShardedModel:
         shape: ModelShape,
         mesh: Mesh,
         replicated: Sequence[nn.Parameter] | None = None,
+        is_adapted: bool = False,
         asks_for_dropout: bool = False,
     ) -> None:
         self.asks_for_dropout = asks_for_dropout
@@ -219,6 +221,7 @@ class ShardedModel:
         self.weights = weights
         self.shape = shape
         self.replicated = replicated
+        self._is_adapted = is_adapted
         self._split_tokens = mesh.sizes.tp if chunks[0].head_shard.tokens_are_split else 1
 
     @property
@@ -249,12 +252,14 @@ class ShardedModel:
         return [local(parameter) for parameter in self.trained()]
 
     def state(self) -> dict[str, Tensor]:
-        """Tensors that steps change, by name: parameters that train, adapters among them, and persistent buffers."""
+        """Tensors that a checkpoint holds, by name: persistent buffers and all parameters, or only the adapters and a
+        score head of a model with adapters."""
         tied = self.weights.tied
         found: dict[str, Tensor] = {}
         for chunk in self.chunks:
             for name, parameter in chunk.hf.named_parameters():
-                if parameter.requires_grad:
+                # without adapters, all parameters train or none
+                if parameter.requires_grad or not self._is_adapted:
                     found[tied.get(name, name)] = parameter
             kept = persistent(chunk.hf)
             found |= {name: kept[name] for name, _ in chunk.hf.named_buffers() if name in kept}

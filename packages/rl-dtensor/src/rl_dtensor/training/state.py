@@ -24,8 +24,8 @@ OPTIMIZER_PREFIX = "optimizer/"
 
 
 class TrainingState:
-    """The `rl_core.torch.training.backend.RankState` of a sharded model: parameters that train, persistent buffers and
-    the optimizer's state, as DTensors if they are sharded.
+    """The `rl_core.torch.training.backend.RankState` of a sharded model: the tensors of `ShardedModel.state` and the
+    optimizer's state, as DTensors if they are sharded.
 
     Args:
         optimizer: None if the model does not train.
@@ -56,7 +56,7 @@ class TrainingState:
             self._restore_optimizer(self._optimizer, {key: state[key] for key in saved})
 
     def weights(self) -> dict[str, Any]:
-        """Parameters that train, and persistent buffers, by name, in host memory."""
+        """The tensors of `ShardedModel.state` by name, in host memory."""
         return _host_copies(self._model_state())
 
     def restore_weights(self, path: Path) -> None:
