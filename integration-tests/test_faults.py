@@ -46,6 +46,17 @@ def kill_and_resume(run, num_kills, steps, *arguments, **variables):
     return run
 
 
+def tellable(orders, *, deadline_s):
+    """Settings with which the environment that takes orders scores all prompts."""
+    return (
+        "data.train.env_name=tellable",
+        "data.validation.env_name=tellable",
+        f"env.tellable.orders={orders}",
+        "env.tellable.answer_format=numeric",
+        f"env.tellable.deadline_s={deadline_s}",
+    )
+
+
 def completions_of(folder, *, until):
     """Prompts and completions of these steps, in order."""
     return {
@@ -81,15 +92,7 @@ def test_a_grpo_run_outlives_the_death_of_everything_it_started(generator, num_k
     # all in one run, as every start of a run takes its engine's own time
     orders, before = tmp_path / "orders", shared_memory()
     orders.mkdir()
-    told = (
-        *grpo,
-        f"policy.generation.backend={generator}",
-        "data.train.env_name=tellable",
-        "data.validation.env_name=tellable",
-        f"env.tellable.orders={orders}",
-        "env.tellable.answer_format=numeric",
-        "env.tellable.deadline_s=20",
-    )
+    told = (*grpo, f"policy.generation.backend={generator}", *tellable(orders, deadline_s=20))
     variables = {"PYTHONPATH": tellable_environment.install(tmp_path / "plugin")}
 
     run = Run.start(tmp_path / "run", *told, **variables)
@@ -142,10 +145,16 @@ def test_a_grpo_run_outlives_the_death_of_everything_it_started(generator, num_k
 
 @exhaustive
 def test_a_grpo_run_outlives_an_engine_that_dies_beside_its_replica(grpo, whole_grpo, tmp_path):
-    before = shared_memory()
-    run = Run.start(tmp_path / "run", *grpo, "policy.generation.vllm_cfg.own_process=true", "grpo.max_num_steps=4")
-    run.await_step(1)
+    orders, before = tmp_path / "orders", shared_memory()
+    orders.mkdir()
+    # the third step waits for the kill, and the engine has got weights twice by then
+    (orders / "hold").write_text(prompts_of(whole_grpo)[3][0])
+    told = (*grpo, *tellable(orders, deadline_s=840), "grpo.max_num_steps=4")
+    variables = {"PYTHONPATH": tellable_environment.install(tmp_path / "plugin")}
+    run = Run.start(tmp_path / "run", *told, "policy.generation.vllm_cfg.own_process=true", **variables)
+    run.await_file(orders / "held")
     run.kill_one("VLLM::EngineCore")
+    (orders / "hold").unlink()
     run.finish()
     assert figures(run.folder) == figures(whole_grpo, until=4)
     log = logs_of(run.folder)
