@@ -125,9 +125,16 @@ class Run:
 
 def family(root):
     """A process and all that it has started, itself or through a fork server."""
-    found = [root, *root.children(recursive=True)]
-    forks = [process for each in found for fork in _forks(each) for process in family(fork)]
-    return list(dict.fromkeys([*found, *forks]))
+    found, waiting = {}, [root]
+    while waiting:
+        first = waiting.pop()
+        if first in found:  # an engine has a descriptor of the worker that started it
+            continue
+        with suppress(psutil.NoSuchProcess):
+            started = [first, *first.children(recursive=True)]
+            found |= dict.fromkeys(started)
+            waiting += [fork for each in started for fork in _forks(each)]
+    return list(found)
 
 
 def _forks(process):
