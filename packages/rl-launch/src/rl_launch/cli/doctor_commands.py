@@ -6,13 +6,18 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Annotated
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
+from rl_core.errors import ConfigError
 from rl_launch.cli.completion import complete_override, complete_recipe
 from rl_launch.cli.failure import reported
+
+if TYPE_CHECKING:
+    from rl_launch.doctor import Report
 
 _STYLES = {"exact": "green", "off": "bold red", "refused": "dim"}
 
@@ -45,30 +50,63 @@ def machine(
         list[str] | None,
         typer.Argument(metavar="[KEY=VALUE]...", help="Config keys to set.", autocompletion=complete_override),
     ] = None,
+    cluster: Annotated[
+        bool,
+        typer.Option(
+            "--cluster",
+            help="Check the nodes of the Ray cluster that the recipe would use, and measure their network, instead of "
+            "checking this machine.",
+        ),
+    ] = False,
+    timeout: Annotated[
+        float | None,
+        typer.Option("--timeout", min=1, help="With --cluster: limit of each probe in seconds (default: 60)."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Check whether a recipe can run on this machine. The exit code is 1 if it cannot. `rl doctor RECIPE` is the same.
+    """Check whether a recipe can run on this machine, or with --cluster on the nodes at RAY_ADDRESS. The exit code is 1
+    if it cannot. `rl doctor RECIPE` is the same.
 
     With --json: {"schema": 1, "recipe", "device": "cpu"|"cuda"|"rehearsal", "can_run": bool, "checks": [{"name",
-    "status": "ok"|"warning"|"missing", "found", "remedy"}, ...]}.
+    "status": "ok"|"warning"|"missing", "found", "remedy"}, ...]}. With --cluster also {"nodes": [{"name", "address",
+    "hostname", "num_devices", "problem", "clock": {"offset_s", "uncertainty_s"}|null, "readings": {...}|null}, ...],
+    "transfers": [{"sender", "receiver", "bytes_per_s", "problem"}, ...], "all_reduce": {"num_ranks", "num_nodes",
+    "num_bytes", "seconds", "bus_bytes_per_s", "problems", "skipped", ...}}.
     """
     with reported():
-        from rl_launch.doctor import CHECKS, Machine, examine, needs_of
-
         if "=" in recipe:
             recipe, overrides = "grpo-arithmetic", [recipe, *(overrides or ())]
+        if timeout is not None and not cluster:
+            raise ConfigError("--timeout limits the probes of --cluster. Add --cluster, or remove it.")
+        if cluster:
+            _examine_cluster(recipe, overrides or (), timeout, as_json=as_json)
+            return
+        from rl_launch.doctor import CHECKS, Machine, examine, needs_of
+
         here = Machine()
         report = examine(here, needs_of(recipe, overrides or (), num_gpus=here.num_gpus), CHECKS)
-        if as_json:
-            sys.stdout.write(json.dumps(report.as_json(), indent=2) + "\n")
-        else:
-            from rich.console import Console
+        _answer(report, report.as_json() if as_json else None)
 
-            from rl_launch.doctor.show import show
 
-            show(report, Console())
-        if not report.can_run:
-            raise typer.Exit(1)
+def _examine_cluster(recipe: str, overrides: Sequence[str], timeout: float | None, *, as_json: bool) -> None:
+    from rl_launch.doctor.cluster.examination import TIMEOUT_S, examine_cluster
+
+    found = examine_cluster(recipe, overrides, timeout_s=timeout or TIMEOUT_S)
+    _answer(found.report, found.as_json() if as_json else None)
+
+
+def _answer(report: Report, object_: Mapping[str, Any] | None) -> None:
+    """Print a report, or the object instead, and exit with 1 if the recipe cannot run."""
+    if object_ is not None:
+        sys.stdout.write(json.dumps(object_, indent=2) + "\n")
+    else:
+        from rich.console import Console
+
+        from rl_launch.doctor.show import show
+
+        show(report, Console())
+    if not report.can_run:
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -167,7 +167,9 @@ class Nodes:
             )
             problems = {node: sight.problem for node, sight in seen.items() if sight.problem}
             answered = [node for node in seen if node not in problems]
-            problems |= dict.fromkeys(self._unanswered(place, token, answered), "its files there are not visible here")
+            problems |= dict.fromkeys(
+                unanswered(place, token, answered, SHARED_FOLDER_PATIENCE_S), "its files there are not visible here"
+            )
         finally:
             shutil.rmtree(place, ignore_errors=True)
         if problems:
@@ -178,16 +180,6 @@ class Nodes:
             )
         for key, folder in self._model_folders.items():
             self._check_listing(key, folder, {node: seen[node].listings[folder] for node in seen}, addresses)
-
-    def _unanswered(self, place: Path, token: str, nodes: Sequence[str]) -> list[str]:
-        end = time.monotonic() + SHARED_FOLDER_PATIENCE_S
-        while True:
-            # a listing makes a network file system look again
-            names = {entry.name for entry in place.iterdir()}
-            left = [node for node in nodes if node not in names or (place / node).read_text() != token]
-            if not left or time.monotonic() >= end:
-                return left
-            time.sleep(0.1)
 
     def _check_listing(self, key: str, folder: str, listings: Mapping[str, str], addresses: Mapping[str, str]) -> None:
         mine = listing(folder)
@@ -290,6 +282,25 @@ class Nodes:
         """Call a function on each node, with its own arguments."""
         refs = {node: _pinned(function, node).remote(*arguments(node)) for node in addresses}
         return _collect(refs, addresses, awaited, self._answer_timeout_s)
+
+
+def unanswered(place: Path, token: str, names: Sequence[str], patience_s: float) -> list[str]:
+    """Return the nodes whose answer `rl_launch.cluster.node_task.meet` wrote is not visible on the driver's node.
+
+    Args:
+        place: Folder of the answers.
+        token: Contents of each.
+        names: Names of their files.
+        patience_s: How long a shared file system may take to show them.
+    """
+    end = time.monotonic() + patience_s
+    while True:
+        # a listing makes a network file system look again
+        found = {entry.name for entry in place.iterdir()}
+        left = [name for name in names if name not in found or (place / name).read_text() != token]
+        if not left or time.monotonic() >= end:
+            return left
+        time.sleep(0.1)
 
 
 def _pinned(function: Callable[..., Any], node: str) -> Any:

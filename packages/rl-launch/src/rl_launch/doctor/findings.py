@@ -53,11 +53,13 @@ class Report:
         recipe: Name of the recipe.
         device: Name of the device that it would run on here.
         findings: Findings in the order of the checks.
+        place: Where it would run, for the verdict.
     """
 
     recipe: str
     device: str
     findings: tuple[Finding, ...]
+    place: str = "here"
 
     @property
     def can_run(self) -> bool:

@@ -47,5 +47,6 @@ def lines(report: Report) -> Iterator[str]:
 def verdict(report: Report) -> str:
     """The verdict in one sentence."""
     if report.can_run:
-        return f"{report.recipe} can run here, on {'GPUs' if device_named(report.device).runs_on_gpus else 'the CPU'}."
-    return f"{report.recipe} cannot run here: {', '.join(finding.name for finding in report.missing)}."
+        device = "GPUs" if device_named(report.device).runs_on_gpus else "the CPU"
+        return f"{report.recipe} can run {report.place}, on {device}."
+    return f"{report.recipe} cannot run {report.place}: {', '.join(finding.name for finding in report.missing)}."

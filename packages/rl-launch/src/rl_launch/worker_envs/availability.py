@@ -47,12 +47,14 @@ class Availability:
         packages: Requirements of the worker's engine, versions by name: installed, or pinned if it is to be built.
         torch: The build that the worker would import; None if there is none.
         problem: Why it is unavailable.
+        python: Its interpreter; empty if it does not exist yet.
     """
 
     status: Status
     packages: Mapping[str, str] = field(default_factory=dict)
     torch: TorchBuild | None = None
     problem: str = ""
+    python: str = ""
 
 
 def availability_of(
@@ -61,7 +63,7 @@ def availability_of(
     """Return the environment that `provision` with the same arguments would find or build for each spec."""
     wanted = list(dict.fromkeys(specs))
     lacking = {spec: missing(spec) if mode != "isolated" else ["cluster.worker_envs is isolated"] for spec in wanted}
-    found = {spec: _installed(spec, "driver", sys.path) for spec in wanted if not lacking[spec]}
+    found = {spec: _installed(spec, "driver", sys.path, sys.executable) for spec in wanted if not lacking[spec]}
     rest = [spec for spec in wanted if lacking[spec]]
     if mode == "shared":
         return found | {spec: Availability("unavailable", problem="; ".join(lacking[spec])) for spec in rest}
@@ -79,16 +81,18 @@ def _apart(spec: WorkerEnvSpec, root: str | None) -> Availability:
     except (WorkerEnvironmentError, EnvBuildError, OSError) as error:
         return Availability("unavailable", problem=str(error))
     if python is not None:
-        return _installed(spec, "built", [str(Path(python).parents[1] / f"lib/python{plan.python}/site-packages")])
+        return _installed(
+            spec, "built", [str(Path(python).parents[1] / f"lib/python{plan.python}/site-packages")], python
+        )
     pins = by_name(shipped_pins(spec.wanted) or "")
     packages = {name: _pinned(pins[name]) for name in _engine(spec) if name in pins}
     return Availability("to build", packages, TorchBuild(_pinned(pins["torch"])) if "torch" in pins else None)
 
 
-def _installed(spec: WorkerEnvSpec, status: Status, path: list[str]) -> Availability:
+def _installed(spec: WorkerEnvSpec, status: Status, path: list[str], python: str) -> Availability:
     found = {name: _distribution(name, path) for name in _engine(spec)}
     packages = {name: each.version for name, each in found.items() if each is not None}
-    return Availability(status, packages, _torch(_distribution("torch", path)))
+    return Availability(status, packages, _torch(_distribution("torch", path)), python=python)
 
 
 def _engine(spec: WorkerEnvSpec) -> list[str]:

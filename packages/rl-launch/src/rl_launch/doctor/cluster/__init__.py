@@ -1,0 +1,1 @@
+"""`rl doctor --cluster`: checks and measurements of the nodes of a Ray cluster before a run uses them."""

@@ -1,0 +1,239 @@
+"""The examination of a cluster: probes on its nodes, in the order in which they depend on one another."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from uuid import uuid4
+
+import ray
+from ray._private.state import available_resources_per_node
+
+from rl_core.devices import Device
+from rl_launch.cluster.device import check_devices
+from rl_launch.cluster.node_task import listing
+from rl_launch.cluster.nodes import PreparedNode, unanswered
+from rl_launch.cluster.ray_address import check_ray_address
+from rl_launch.cluster.virtual_cluster import VirtualCluster
+from rl_launch.doctor.cluster.judgement import judged
+from rl_launch.doctor.cluster.measurements import TRANSFER_S, measure_all_reduce, measure_transfers
+from rl_launch.doctor.cluster.node_probe import NodeProbe
+from rl_launch.doctor.cluster.probes import Probes
+from rl_launch.doctor.cluster.report import ClusterReport
+from rl_launch.doctor.cluster.survey import AllReduce, ClusterNode, Survey
+from rl_launch.doctor.findings import Report
+from rl_launch.run_config.inputs import model_names
+from rl_launch.run_config.plan import RunPlan
+from rl_launch.run_config.reading import read_plan
+from rl_launch.runtime.role_envs import role_specs
+from rl_launch.worker_envs import availability_of, chosen_variables, worker_variables
+
+TIMEOUT_S = 60.0
+"""Default limit of each probe in seconds."""
+
+_PATIENCE_S = 30.0
+"""How long a file of one node may take to become visible on another."""
+
+_ALL_REDUCE_LIMITS = 3
+"""Limit of the all-reduce, which imports torch on every node, in limits of a probe."""
+
+
+def examine_cluster(
+    recipe: str,
+    overrides: Sequence[str] = (),
+    *,
+    timeout_s: float = TIMEOUT_S,
+    transfer_s: float = TRANSFER_S,
+    probe: type[NodeProbe] = NodeProbe,
+) -> ClusterReport:
+    """Examine the Ray cluster that a run of a recipe would use: the one that RAY_ADDRESS names, or else a Ray that is
+    started on this machine. Nothing is left running on any node.
+
+    Args:
+        recipe: Its name, a YAML file, or a run directory.
+        overrides: `key=value`.
+        timeout_s: Limit of each probe in seconds; that of the all-reduce is three times as long.
+        transfer_s: Duration of each transfer between two nodes in seconds.
+        probe: Class of the probes.
+
+    Raises:
+        ConfigError: If the config is wrong, or no cluster answers.
+    """
+    plan = read_plan(recipe, overrides)
+    config = plan.config.cluster
+    check_ray_address()
+    check_devices(config)
+    device = plan.device
+    with VirtualCluster.of(config, device) as cluster:
+        survey = _survey(plan, cluster, timeout_s=timeout_s, transfer_s=transfer_s, probe=probe)
+    findings = tuple(judged(survey))
+    return ClusterReport(Report(Path(recipe).stem, device.name, findings, place="on this cluster"), survey)
+
+
+def _survey(
+    plan: RunPlan, cluster: VirtualCluster, *, timeout_s: float, transfer_s: float, probe: type[NodeProbe]
+) -> Survey:
+    nodes = _living_nodes(cluster.device)
+    silent: dict[str, str] = {}
+    runs = Path(plan.config.run_dir).expanduser().parent if plan.config.run_dir else Path("runs")
+    names = model_names(plan)
+    folders = {key: name for key, name in names.items() if Path(name).is_dir()}
+    # a path that does not exist is reported by the checks of the recipe
+    hub_names = sorted({name for name in names.values() if name not in folders.values() and name[0] not in "/.~"})
+    chosen = chosen_variables(plan.config.cluster.env_vars)
+    with Probes(list(nodes.values()), silent, timeout_s=timeout_s, probe=probe) as probes:
+        readings = probes.ask(lambda actor, _: actor.readings.remote(str(runs.absolute())), "facts of the node")
+        clocks = probes.clocks()
+        patience_s = min(_PATIENCE_S, timeout_s / 2)
+        unshared, unlike_models = _folders(probes, nodes, runs.absolute(), folders, patience_s)
+        hub = _hub(probes, hub_names, chosen, timeout_s / 2) if hub_names else None
+        rates, broken = measure_transfers(probes, nodes, seconds=transfer_s)
+    survey = Survey(
+        device=cluster.device,
+        num_nodes=cluster.num_nodes,
+        ranks_per_node=cluster.ranks_per_node,
+        autoscaling=plan.config.cluster.autoscaling,
+        nodes=nodes,
+        versions={"python": platform.python_version(), "ray": ray.__version__},
+        runs=runs,
+        silent=silent,
+        clocks=clocks,
+        readings=readings,
+        unshared=unshared,
+        unlike_models=unlike_models,
+        hub=hub,
+        rates=rates,
+        broken=broken,
+    )
+    return replace(survey, all_reduce=_all_reduce(plan, cluster, survey, silent, chosen, timeout_s, probe))
+
+
+def _living_nodes(device: Device) -> dict[str, ClusterNode]:
+    """Living nodes of Ray by name, the driver's first."""
+    home = ray.get_runtime_context().get_node_id()
+    living = sorted((node for node in ray.nodes() if node["Alive"]), key=lambda node: node["NodeID"] != home)
+    uses = Counter(node["NodeManagerHostname"] for node in living)
+    found = {}
+    for node in living:
+        hostname, address, resources = node["NodeManagerHostname"], node["NodeManagerAddress"], node["Resources"]
+        name = hostname if uses[hostname] == 1 else address
+        found[name] = ClusterNode(
+            name=name,
+            id=node["NodeID"],
+            address=address,
+            hostname=hostname,
+            num_devices=int(resources.get("GPU" if device.has_gpus else "CPU", 0)),
+            object_store_bytes=int(resources.get("object_store_memory", 0)),
+            is_drivers=node["NodeID"] == home,
+        )
+    return found
+
+
+def _folders(
+    probes: Probes, nodes: Mapping[str, ClusterNode], runs: Path, folders: Mapping[str, str], patience_s: float
+) -> tuple[dict[str, str], dict[str, dict[str, str]]]:
+    """Nodes that do not share the folder of runs, and nodes that do not have a model folder, by its key."""
+    others = [name for name in probes.names if not nodes[name].is_drivers]
+    if not others:
+        return {}, {}
+    token = uuid4().hex
+    absent = [each for each in (runs, *runs.parents) if not each.exists()]
+    place = runs / f".doctor-{token[:8]}"
+    try:
+        place.mkdir(parents=True)
+    except OSError as error:
+        return {name: f"it cannot be made: {error.strerror}" for name in probes.names if nodes[name].is_drivers}, {}
+    try:
+        (place / "driver").write_text(token)
+        seen = probes.ask(
+            lambda actor, name: actor.meet.remote(
+                str(place), token, nodes[name].id, list(folders.values()), patience_s
+            ),
+            "the check of the run directory",
+            others,
+        )
+        unshared = {name: sight.problem for name, sight in seen.items() if sight.problem}
+        answered = [nodes[name].id for name in seen if name not in unshared]
+        unseen = unanswered(place, token, answered, patience_s)
+        unshared |= {name: "its files there are not visible here" for name in seen if nodes[name].id in unseen}
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+        with suppress(OSError):  # others use them meanwhile
+            for each in absent:
+                each.rmdir()
+    unlike: dict[str, dict[str, str]] = {}
+    for key, folder in folders.items():
+        mine = listing(folder)
+        listings = {name: sight.listings[folder] for name, sight in seen.items() if folder in sight.listings}
+        unlike[f"{key} {folder}"] = {
+            name: "its files differ from the driver's" if found else "it does not exist"
+            for name, found in listings.items()
+            if found != mine
+        }
+    return unshared, unlike
+
+
+def _hub(probes: Probes, names: Sequence[str], variables: Mapping[str, str], timeout_s: float) -> dict[str, str]:
+    """Problems of nodes with the model hub, or with its cache if HF_HUB_OFFLINE is set."""
+    chosen = {**os.environ, **variables}
+    if chosen.get("HF_HUB_OFFLINE", "").lower() in {"1", "on", "true", "yes"}:
+        absent = probes.ask(
+            lambda actor, _: actor.absent_in_cache.remote(list(names), dict(variables)), "the cache of the hub"
+        )
+        return {name: f"not in the cache of the hub: {', '.join(found)}" for name, found in absent.items() if found}
+    endpoint = chosen.get("HF_ENDPOINT") or "https://huggingface.co"
+    url = f"{endpoint.rstrip('/')}/{names[0]}/resolve/main/config.json"
+    found = probes.ask(lambda actor, _: actor.hub_problem.remote(url, timeout_s), "the hub")
+    return {name: f"{endpoint} cannot be reached: {problem}" for name, problem in found.items() if problem}
+
+
+def _all_reduce(
+    plan: RunPlan,
+    cluster: VirtualCluster,
+    survey: Survey,
+    silent: dict[str, str],
+    chosen: Mapping[str, str],
+    timeout_s: float,
+    probe: type[NodeProbe],
+) -> AllReduce:
+    device, ranks = cluster.device, cluster.ranks_per_node
+    nodes = [survey.nodes[name] for name in survey.usable if name in survey.readings]
+    if len(nodes) * ranks < 2:
+        return AllReduce(skipped="there is only one rank")
+    specs = role_specs(plan.backends, [], device)
+    offers = availability_of(specs.values(), plan.config.cluster.worker_envs)
+    offer = next((offers[spec] for spec in specs.values() if offers[spec].torch is not None), None)
+    if offer is None or not offer.python:
+        return AllReduce(
+            skipped="the environment of the recipe's workers is not built yet",
+            remedy="Run rl worker-envs with the recipe, then this command again.",
+        )
+    if device.has_gpus:
+        free = {node: each.get("GPU", 0) for node, each in available_resources_per_node().items()}
+        if busy := [node.name for node in nodes if free.get(node.id, 0) < ranks]:
+            return AllReduce(
+                skipped=f"GPUs of {', '.join(busy)} are in use by other runs of this Ray cluster",
+                remedy="Run this command when they have ended.",
+            )
+    general = {**worker_variables(offer.python), **device.worker_variables(1)}
+    variables = {}
+    for node in nodes:
+        network = PreparedNode(node.address, survey.readings[node.name].facts, {}).network_variables
+        variables[node.name] = {**general, **network, **cluster.network_variables, **chosen}
+    num_gpus = device.num_gpus(ranks)
+    with Probes(nodes, silent, timeout_s=timeout_s, num_gpus=num_gpus, probe=probe) as probes:
+        return measure_all_reduce(
+            probes,
+            nodes,
+            device,
+            python=offer.python,
+            ranks_per_node=ranks,
+            variables=variables,
+            timeout_s=_ALL_REDUCE_LIMITS * timeout_s,
+        )
