@@ -7,7 +7,7 @@ import platform
 import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from uuid import uuid4
@@ -94,24 +94,24 @@ def _survey(
         unshared, unlike_models = _folders(probes, nodes, runs.absolute(), folders, patience_s)
         hub = _hub(probes, hub_names, chosen, timeout_s / 2) if hub_names else None
         rates, broken = measure_transfers(probes, nodes, seconds=transfer_s)
-    survey = Survey(
-        device=cluster.device,
-        num_nodes=cluster.num_nodes,
-        ranks_per_node=cluster.ranks_per_node,
-        autoscaling=plan.config.cluster.autoscaling,
-        nodes=nodes,
-        versions={"python": platform.python_version(), "ray": ray.__version__},
-        runs=runs,
-        silent=silent,
-        clocks=clocks,
-        readings=readings,
-        unshared=unshared,
-        unlike_models=unlike_models,
-        hub=hub,
-        rates=rates,
-        broken=broken,
-    )
-    return replace(survey, all_reduce=_all_reduce(plan, cluster, survey, silent, chosen, timeout_s, probe))
+        survey = Survey(
+            device=cluster.device,
+            num_nodes=cluster.num_nodes,
+            ranks_per_node=cluster.ranks_per_node,
+            autoscaling=plan.config.cluster.autoscaling,
+            nodes=nodes,
+            versions={"python": platform.python_version(), "ray": ray.__version__},
+            runs=runs,
+            silent=silent,
+            clocks=clocks,
+            readings=readings,
+            unshared=unshared,
+            unlike_models=unlike_models,
+            hub=hub,
+            rates=rates,
+            broken=broken,
+        )
+        return replace(survey, all_reduce=_all_reduce(plan, cluster, survey, probes, chosen, timeout_s))
 
 
 def _living_nodes(device: Device) -> dict[str, ClusterNode]:
@@ -197,10 +197,9 @@ def _all_reduce(
     plan: RunPlan,
     cluster: VirtualCluster,
     survey: Survey,
-    silent: dict[str, str],
+    probes: Probes,
     chosen: Mapping[str, str],
     timeout_s: float,
-    probe: type[NodeProbe],
 ) -> AllReduce:
     device, ranks = cluster.device, cluster.ranks_per_node
     nodes = [survey.nodes[name] for name in survey.usable if name in survey.readings]
@@ -214,7 +213,7 @@ def _all_reduce(
             skipped="the environment of the recipe's workers is not built yet",
             remedy="Run rl worker-envs with the recipe, then this command again.",
         )
-    if device.has_gpus:
+    if device.runs_on_gpus:
         free = {node: each.get("GPU", 0) for node, each in available_resources_per_node().items()}
         if busy := [node.name for node in nodes if free.get(node.id, 0) < ranks]:
             return AllReduce(
@@ -226,8 +225,10 @@ def _all_reduce(
     for node in nodes:
         network = PreparedNode(node.address, survey.readings[node.name].facts, {}).network_variables
         variables[node.name] = {**general, **network, **cluster.network_variables, **chosen}
-    num_gpus = device.num_gpus(ranks)
-    with Probes(nodes, silent, timeout_s=timeout_s, num_gpus=num_gpus, probe=probe) as probes:
+    with ExitStack() as held:
+        if device.runs_on_gpus:
+            # Ray gives them GPUs that no run uses meanwhile
+            probes = held.enter_context(Probes(nodes, probes.silent, timeout_s=timeout_s, num_gpus=ranks))
         return measure_all_reduce(
             probes,
             nodes,

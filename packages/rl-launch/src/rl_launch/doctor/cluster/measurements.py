@@ -81,7 +81,8 @@ def measure_all_reduce(
         variables: Environment variables of the ranks of each node that differ from those of its Ray, by name.
         timeout_s: Limit in seconds.
     """
-    has_python = probes.ask(lambda actor, _: actor.has_program.remote(python), "a look at its files")
+    names = [node.name for node in nodes]
+    has_python = probes.ask(lambda actor, _: actor.has_program.remote(python), "a look at its files", names)
     if lacking := [name for name, found in has_python.items() if not found]:
         return AllReduce(
             skipped=f"{python} does not exist on {', '.join(lacking)}",
