@@ -79,7 +79,7 @@ def examine_cluster(
 def _survey(
     plan: RunPlan, cluster: VirtualCluster, *, timeout_s: float, transfer_s: float, probe: type[NodeProbe]
 ) -> Survey:
-    nodes = _living_nodes(cluster.device)
+    nodes = living_nodes(cluster.device)
     silent: dict[str, str] = {}
     runs = Path(plan.config.run_dir).expanduser().parent if plan.config.run_dir else Path("runs")
     names = model_names(plan)
@@ -114,10 +114,13 @@ def _survey(
         return replace(survey, all_reduce=_all_reduce(plan, cluster, survey, probes, chosen, timeout_s))
 
 
-def _living_nodes(device: Device) -> dict[str, ClusterNode]:
+def living_nodes(device: Device) -> dict[str, ClusterNode]:
     """Living nodes of Ray by name, the driver's first."""
     home = ray.get_runtime_context().get_node_id()
-    living = sorted((node for node in ray.nodes() if node["Alive"]), key=lambda node: node["NodeID"] != home)
+    living = sorted(
+        (node for node in ray.nodes() if node["Alive"]),
+        key=lambda node: (node["NodeID"] != home, node["NodeManagerHostname"], node["NodeManagerAddress"]),
+    )
     uses = Counter(node["NodeManagerHostname"] for node in living)
     found = {}
     for node in living:

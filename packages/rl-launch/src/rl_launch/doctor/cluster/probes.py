@@ -96,7 +96,7 @@ class Probes:
         finished, found = set(done), {}
         for name, ref in refs.items():
             if ref not in finished:
-                self.silent[name] = f"it did not answer within {limit:.0f} s while waiting for {awaited}"
+                self.silent[name] = f"it did not answer within {limit:g} s while waiting for {awaited}"
                 continue
             try:
                 found[name] = ray.get(ref)
