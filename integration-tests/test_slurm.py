@@ -77,6 +77,20 @@ def test_a_run_that_fails_or_stays_where_it_is_is_not_continued(plan, num_attemp
 
 
 @exhaustive
+@pytest.mark.parametrize(
+    ("plan", "end", "commands"),
+    [(("fail",), "FAILED 1:0", ["doctor"]), (("finish", "finish"), "COMPLETED 0:0", ["doctor", "train"])],
+)
+def test_nodes_are_examined_before_the_run_which_does_not_start_if_they_are_not_fit(
+    plan, end, commands, slurm, tmp_path
+):
+    submitted = Submitted(slurm, tmp_path, "sft-arithmetic", *NODES, "slurm.preflight=true", plan=plan)
+    assert submitted.await_end() == end
+    assert [each.split()[0] for each in submitted.drivers] == commands
+    submitted.assert_nothing_is_left()
+
+
+@exhaustive
 @pytest.mark.parametrize(("options", "end"), [((), "COMPLETED 0:0"), (("--now",), "CANCELLED")])
 def test_a_cancelled_run_is_not_continued_and_saves_unless_it_is_ended_at_once(
     options, end, slurm, tmp_path, bystander

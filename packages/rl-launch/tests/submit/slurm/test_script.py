@@ -62,6 +62,7 @@ CASES = {
     ),
     "apptainer": request("container.runtime=apptainer", "container.image=/i/r l.sif", "container.options=[--cleanenv]"),
     "own limit": request(is_written=lambda key: key == LIMIT_KEY),
+    "preflight": request("preflight=true", run_dir=Path("/s/a run")),
     "spaces": request(
         "setup=module load cuda",
         "env_vars.A=it's",
@@ -120,6 +121,13 @@ def test_keys_that_the_user_set_are_left_alone():
     assert script.count(LIMIT_KEY) == 1
     assert "replacement_timeout_s" not in script
     assert "cluster.replacement_timeout_s=30" in render(request())
+
+
+def test_the_nodes_are_examined_before_the_run_if_the_profile_says_so():
+    script = render(CASES["preflight"])
+    doctor = "rl doctor --cluster grpo-math-8b grpo.max_num_steps=100 'run_dir=/s/a run'"
+    assert script.index("export RAY_ADDRESS") < script.index(doctor) < script.index("rl train grpo-math-8b")
+    assert "rl doctor" not in render(request())
 
 
 def test_further_options_of_sbatch_are_passed_on():

@@ -104,6 +104,9 @@ class SlurmConfig(Config):
     allow a requeue; the rest is cancelled once the run is finished or has failed."""
     max_jobs: int = Field(default=8, gt=1)
     """Number of jobs with `continuation: array` or `dependency`."""
+    preflight: bool = False
+    """Examine the nodes before the run starts, with `rl doctor --cluster`. The job fails if the run would, and its log
+    names the nodes."""
     max_attempts_without_checkpoint: int = Field(default=3, gt=0)
     """Number of attempts in a row without a new checkpoint after which the run is not continued."""
     local_folder: str = "/tmp"

@@ -195,6 +195,8 @@ say "Ray runs on $SLURM_NNODES nodes at $address"
 export RAY_ADDRESS=$address
 declare -p RAY_ADDRESS RAY_AUTH_MODE RAY_AUTH_TOKEN_PATH > "$logs/ray.env" # for rl submit attach
 
+@PREFLIGHT@
+
 @LIMIT@
 "${on_first[@]}" bash -c "$(code_of run_driver)" run_driver \
     @TRAIN@ \

@@ -50,6 +50,21 @@ if end_time=$(date -d "$(job_field EndTime)" +%s 2> /dev/null); then
     limit=$((left / 86400)):$((left / 3600 % 24)):$((left / 60 % 60)):$((left % 60))
 fi"""
 
+_PREFLIGHT = """\
+# Look at the nodes and their network.
+"${on_first[@]}" bash -c "$(code_of run_driver)" run_driver \\
+    @DOCTOR@ \\
+    > "$logs/doctor.log" 2>&1 &
+driver=$!
+while is_running "$driver"; do pause; done
+wait "$driver"
+status=$?
+driver=''
+check_start "$head"
+grep -e '^missing' -e '^warning' -e '^error' "$logs/doctor.log"
+((status == 0)) || end 1 "the nodes are not fit for the run. See $logs/doctor.log"
+"""
+
 
 def render(request: JobRequest[SlurmConfig]) -> str:
     """Return the batch script of a run."""
@@ -59,6 +74,7 @@ def render(request: JobRequest[SlurmConfig]) -> str:
         "SETTINGS": "\n".join(_settings(request)),
         "COMMANDS": "\n".join(_commands(request)),
         "CONTINUATION": CONTINUATIONS[request.settings.continuation],
+        "PREFLIGHT": _preflight(request) if request.settings.preflight else "",
         "LIMIT": "" if own_limit else _LIMIT,
         "TRAIN": _train(request, own_limit=own_limit),
     }
@@ -162,6 +178,11 @@ def _commands(request: JobRequest[SlurmConfig]) -> Iterator[str]:
 def _array(name: str, lines: Sequence[str]) -> str:
     """An array of bash, given as lines of words."""
     return f"{name}=({lines[0]})" if len(lines) == 1 else "\n    ".join([f"{name}=(", *lines]) + "\n)"
+
+
+def _preflight(request: JobRequest[SlurmConfig]) -> str:
+    words = ("rl", "doctor", "--cluster", *request.train[2:], f"run_dir={request.run_dir}")
+    return _PREFLIGHT.replace("@DOCTOR@", shlex.join(words)).rstrip()
 
 
 def _train(request: JobRequest[SlurmConfig], *, own_limit: bool) -> str:
