@@ -70,6 +70,7 @@ def test_a_cluster_that_is_not_there_is_missing():
     [
         (["nonesuch"], "there is no recipe 'nonesuch'"),
         (["grpo.sede=1"], "grpo.seed?"),
+        (["--timeout=5"], "Add --cluster"),
     ],
 )
 def test_wrong_use_is_one_message(arguments, said):
