@@ -101,8 +101,9 @@ def install(site: Path, python: str, there: dict[str, str]) -> None:
     overrides.write_text("".join(f"{name}=={there[name]}\n" for name in held if name in there))
     wanted = [each + pins.get(each.partition("[")[0], "") for each in sorted({*requirements()})]
     target = ["--target", str(site), "--python-version", python, "--python-platform", "x86_64-manylinux_2_35"]
-    # without the workspace's own overrides, which name another torch
-    command = ["uv", "pip", "install", "-q", "--no-config", *target, "--override", str(overrides), *wanted]
+    # without the workspace's own overrides, which name another torch; copies, as libraries are changed in their place
+    options = ["-q", "--no-config", "--link-mode", "copy"]
+    command = ["uv", "pip", "install", *options, *target, "--override", str(overrides), *wanted]
     subprocess.run(command, check=True)
 
 
