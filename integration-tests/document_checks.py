@@ -37,7 +37,7 @@ SMALLEST = (
 
 _ASSIGNMENT = re.compile(r"^\w+=")
 _BETWEEN_COMMANDS = frozenset({"&&", "||", "|", ";", "&"})
-_LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
+_LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 _INLINE_CODE = re.compile(r"`([^`\n]+)`")
 _KEY = re.compile(r"^([a-z_0-9]+(?:\.[a-z_0-9]+)+)(?:=\S*)?$")
 _FILE_SUFFIXES = frozenset({".json", ".jsonl", ".log", ".py", ".yaml"})
@@ -221,7 +221,7 @@ def _require(condition: bool, block: Block, message: str) -> None:
 
 
 def broken_links(document: Document) -> list[str]:
-    """Links to files or headings of this project that do not exist."""
+    """Links to files, figures or headings of this project that do not exist."""
     broken = []
     for link in _LINK.findall(_prose(document.text)):
         name, _, anchor = link.partition("#")

@@ -10,6 +10,7 @@ from document_checks import (
     unknown_commands,
     unknown_keys,
 )
+from quoted_messages import quoted_messages, unknown_messages
 
 from rl_core.testing.documents import DocumentError, read_document
 
@@ -79,12 +80,23 @@ def test_keys_that_no_config_has_are_found(written):
     assert unknown_keys(written(text)) == ["grpo.sead"]
 
 
+def test_quoted_messages_that_nothing_prints_are_found(written):
+    printed = ["no answer within ... s", "the process ended", "... is in use by ...", "rank ... failed: ..."]
+    # a word is wrong; the order is wrong; only a docstring has it; nothing is quoted
+    absent = ["no answer in ... s", "failed: ... rank", "A worker's process ended without an answer", "..."]
+    text = "".join(f"> `{message}`\n\nWhy.\n\n" for message in [*printed, *absent])
+    document = written(f"{text}> ``with `ticks` in it``\n\n> A quotation.\n")
+    assert quoted_messages(document) == [*printed, *absent, "with `ticks` in it"]
+    assert unknown_messages(document) == [*absent, "with `ticks` in it"]
+
+
 def test_links_to_nothing_are_found(written, tmp_path):
     (tmp_path / "other.md").write_text("# A heading, with `code`\n")
     links = (
-        "[a](other.md#a-heading-with-code) [b](https://example.org/x) [c](nowhere.md) [d](other.md#nowhere) [e](#gone)"
+        "[a](other.md#a-heading-with-code) [b](https://example.org/x) [c](nowhere.md) [d](other.md#nowhere) [e](#gone) "
+        "![f](figures/nowhere.svg)"
     )
-    assert broken_links(written(links)) == ["nowhere.md", "other.md#nowhere", "#gone"]
+    assert broken_links(written(links)) == ["nowhere.md", "other.md#nowhere", "#gone", "figures/nowhere.svg"]
 
 
 def test_places_in_the_project_that_do_not_exist_are_found(written):

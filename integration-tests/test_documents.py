@@ -13,6 +13,7 @@ from document_checks import (
     unknown_keys,
 )
 from document_runs import DOCUMENTS, GUIDES, name_of
+from quoted_messages import quoted_messages, unknown_messages
 
 from rl_core.testing.documents import read_document
 
@@ -43,6 +44,12 @@ def test_files_modules_and_tests_exist(path):
 @every_document
 def test_config_keys_exist(path):
     assert unknown_keys(read_document(path)) == []
+
+
+def test_messages_in_troubleshooting_are_printed():
+    page = read_document(ROOT / "docs" / "troubleshooting.md")
+    assert len(quoted_messages(page)) > 30
+    assert unknown_messages(page) == []
 
 
 @pytest.mark.parametrize("path", [path for path in DOCUMENTS if path not in INTERNAL], ids=lambda path: path.name)

@@ -39,6 +39,7 @@ LANGUAGES = RUN | PARSED | {"mermaid", "text"}
 _DOCUMENTS = (
     "*.md",
     "docs/*.md",
+    "docs/concepts/*.md",
     "benchmarks/*.md",
     "packages/*/*.md",
     "packages/*/docs/*.md",
