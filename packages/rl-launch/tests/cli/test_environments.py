@@ -235,5 +235,8 @@ def test_a_config_is_checked_with_its_environment_and_data(tmp_path):
     assert "up to 2 turns each" in answer.output
     both = rl("check", "guess.yaml", "--data", "rows.jsonl")
     assert "--data and --prompt" in both.output
+    named_by_rows = rl("check", "grpo-arithmetic")
+    assert named_by_rows.exit_code == 0, named_by_rows.output
+    assert "The answer is" in named_by_rows.output
     (tmp_path / "sft.yaml").write_text("defaults: sft-arithmetic\n")
     assert "sft.yaml does not use an environment" in rl("check", "sft.yaml").output

@@ -43,6 +43,7 @@ class GivenRow:
         messages: Messages of its prompt.
         fields: Fields of the row, which the environment can request.
         is_text: Whether the row gives the prompt as plain text.
+        environment: Name of the environment that scores it in a run; empty if nothing names one.
     """
 
     id: str
@@ -50,6 +51,7 @@ class GivenRow:
     messages: tuple[Message, ...]
     fields: Mapping[str, Any]
     is_text: bool = False
+    environment: str = ""
 
     def attempts(self, responses: Sequence[str] = ()) -> list[Attempt]:
         """The row with responses that a policy might give, its answer in several forms, and with further ones."""
@@ -130,14 +132,16 @@ def _of_config(source: str, overrides: Sequence[str], data: GivenData) -> GivenE
     if data.source or data.prompt:
         raise ConfigError(f"{source} contains its data. Omit --data and --prompt, or pass only the environment")
     config: Any = read_plan(source, overrides).config
-    names = list(dict.fromkeys(each.env_name for each in config.data.train_datasets if each.env_name))
-    if not hasattr(config, "env") or not names:
+    rows = _rows(config) if hasattr(config, "env") else []
+    in_datasets = [each.env_name for each in config.data.train_datasets if each.env_name]
+    names = list(dict.fromkeys([*in_datasets, *(row.environment for row in rows if row.environment)]))
+    if not names:
         raise ConfigError(f"{source} does not use an environment")
     if len(names) > 1:
         raise ConfigError(
             f"{source} has several environments: {', '.join(names)}. Pass one of them, with its data in --data"
         )
-    return _given(config, names[0], _rows(config))
+    return _given(config, names[0], rows)
 
 
 def _check_name(name: str) -> None:
@@ -178,7 +182,9 @@ def _rows(config: Any) -> list[GivenRow]:
     for dataset in datasets:
         for row_id in islice(dataset.examples, MOST_ROWS - len(found)):
             example = dataset.examples[row_id]
-            found.append(GivenRow(row_id, dataset.place(row_id), example.messages, info_of(example), example.is_text))
+            name = dataset.settings.env_name or example.environment
+            place, fields = dataset.place(row_id), info_of(example)
+            found.append(GivenRow(row_id, place, example.messages, fields, example.is_text, name))
     return found
 
 
