@@ -1,0 +1,71 @@
+"""`rl doctor --cluster` on Ray nodes of this machine, one of which has a folder of its own or a slow network."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from logical_cluster import LogicalCluster
+
+from rl_core.testing.exhaustive import exhaustive
+from rl_launch.doctor.cluster.examination import examine_cluster
+from rl_launch.doctor.cluster.node_probe import NodeProbe
+
+SO_MAX_PACING_RATE = 47
+ON_CPU = ("sft-arithmetic", "cluster.device=cpu", "cluster.cpu_ranks_per_node=1")
+
+pytestmark = pytest.mark.timeout(900)  # nodes of Ray, and torch on each, share the cores of one machine
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    with LogicalCluster(tmp_path / "ray") as nodes:
+        yield nodes
+
+
+@exhaustive
+def test_a_node_that_does_not_see_the_run_directory_is_named_and_all_ranks_are_measured(cluster, tmp_path):
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    cluster.add()
+    unshared = cluster.add(hides=[folder])
+    command = [str(Path(sys.executable).with_name("rl")), "doctor", "--cluster", *ON_CPU]
+    found = subprocess.run(
+        [*command, "cluster.num_nodes=2", "--timeout=120", f"run_dir={folder}/run"],
+        env={**os.environ, "RAY_ADDRESS": cluster.address},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert found.returncode == 1, found.stderr
+    assert f"missing  run directory on {unshared.address}: {folder}: it does not exist" in found.stdout
+    assert "ok       ports:" in found.stdout
+    assert "by gloo over 2 ranks on 2 nodes" in found.stdout
+    assert not list(folder.iterdir())
+    left = [node.runs("ray::NodeProbe") or node.runs("rl_core.torch.all_reduce") for node in cluster.nodes]
+    assert not any(left)
+
+
+@exhaustive
+def test_a_node_that_sends_slowly_is_named(cluster, tmp_path, monkeypatch):
+    cluster.add()
+    slow, _ = cluster.add().address, cluster.add()
+
+    class SlowProbe(NodeProbe):
+        def connect(self, address, port):
+            connection = super().connect(address, port)
+            if self._address == slow:
+                connection.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, 200_000)
+            return connection
+
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    monkeypatch.setenv("RL_HOME", str(tmp_path / "home"))
+    keys = [*ON_CPU[1:], "cluster.num_nodes=3", "cluster.worker_envs=isolated", f"run_dir={tmp_path}/run"]
+    found = examine_cluster(ON_CPU[0], keys, timeout_s=120, transfer_s=0.1, probe=SlowProbe)
+    said = {finding.name: finding for finding in found.report.findings}
+    assert "sends at" in said[f"bandwidth of {slow}"].found
+    assert said["run directory"].status == "ok"
+    assert "not built" in said["all-reduce"].found
+    assert len(found.survey.clocks) == 3
