@@ -1,9 +1,11 @@
-"""`rl doctor --cluster` on Ray nodes of this machine, one of which has a folder of its own or a slow network."""
+"""`rl doctor --cluster` on Ray nodes of this machine, of which one has a folder of its own, is slow, or dies."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -49,23 +51,31 @@ def test_a_node_that_does_not_see_the_run_directory_is_named_and_all_ranks_are_m
 
 
 @exhaustive
-def test_a_node_that_sends_slowly_is_named(cluster, tmp_path, monkeypatch):
+def test_a_node_that_sends_slowly_and_one_that_dies_meanwhile_are_named(cluster, tmp_path, monkeypatch):
     cluster.add()
-    slow, _ = cluster.add().address, cluster.add()
+    slow, _, doomed = (cluster.add().address for _ in range(3))
 
-    class SlowProbe(NodeProbe):
+    class FailingProbe(NodeProbe):
         def connect(self, address, port):
             connection = super().connect(address, port)
             if self._address == slow:
                 connection.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, 200_000)
             return connection
 
+        def listen(self):
+            if self._address == doomed:
+                os.kill(os.getppid(), signal.SIGKILL)  # Ray on this node
+                time.sleep(1000)
+            return super().listen()
+
     monkeypatch.setenv("RAY_ADDRESS", cluster.address)
     monkeypatch.setenv("RL_HOME", str(tmp_path / "home"))
     keys = [*ON_CPU[1:], "cluster.num_nodes=3", "cluster.worker_envs=isolated", f"run_dir={tmp_path}/run"]
-    found = examine_cluster(ON_CPU[0], keys, timeout_s=120, transfer_s=0.1, probe=SlowProbe)
+    found = examine_cluster(ON_CPU[0], keys, timeout_s=120, transfer_s=0.1, probe=FailingProbe)
     said = {finding.name: finding for finding in found.report.findings}
     assert "sends at" in said[f"bandwidth of {slow}"].found
     assert said["run directory"].status == "ok"
     assert "not built" in said["all-reduce"].found
-    assert len(found.survey.clocks) == 3
+    assert said[f"node {doomed}"].found == "it was lost while waiting for a free port"
+    assert len(found.survey.clocks) == 4
+    assert len(found.survey.rates) == 6

@@ -3,11 +3,12 @@
 import subprocess
 import sys
 
+import ray
 from ray import cloudpickle
 
-import rl_launch.doctor.cluster.probes  # noqa: F401 - registers the modules that are sent
 from rl_launch.doctor.cluster.node_probe import NodeProbe
 from rl_launch.doctor.cluster.node_readings import Readings
+from rl_launch.doctor.cluster.probes import Probes
 
 NODE = """
 import sys
@@ -39,3 +40,24 @@ def test_a_node_without_this_project_runs_the_probe():
     assert set(readings.rooms) == {"runs", "temporary files", "Ray", "RL_HOME"}
     assert set(readings.limits) == {"nofile", "nproc", "memlock"}
     assert readings.facts.interface == "lo"
+
+
+def test_nodes_that_are_late_lost_or_fail_are_named_and_left_out(monkeypatch):
+    results = {"fine": 1, "lost": ray.exceptions.RayActorError(), "fails": OSError("no space")}
+    results["fails"] = ray.exceptions.RayTaskError("listen", "", results["fails"])
+
+    def get(ref):
+        if isinstance(results[ref], Exception):
+            raise results[ref]
+        return results[ref]
+
+    monkeypatch.setattr(ray, "wait", lambda refs, **_: ([ref for ref in refs if ref in results], ["late"]))
+    monkeypatch.setattr(ray, "get", get)
+    probes = Probes([], {}, timeout_s=5)
+    refs = {name: name for name in ("fine", "late", "lost", "fails")}
+    assert probes.answers(refs, "a free port") == {"fine": 1}
+    assert probes.silent == {
+        "late": "it did not answer within 5 s while waiting for a free port",
+        "lost": "it was lost while waiting for a free port",
+        "fails": "a free port: OSError: no space",
+    }
