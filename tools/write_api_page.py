@@ -25,10 +25,11 @@ _SENTENCE_END = re.compile(r"(?<=\.)(?<!Dr\.)\s(?=[A-Z`])")
 
 def page() -> str:
     """Return the text of the page."""
-    return _OPENING + "".join(f"\n## {package}\n\n{_lines(package)}" for package in _public_packages())
+    return _OPENING + "".join(f"\n## {package}\n\n{_lines(package)}" for package in public_packages())
 
 
-def _public_packages() -> list[str]:
+def public_packages() -> list[str]:
+    """Return the packages and modules that have a stub with public names, in the order of the page."""
     found = []
     for package in PACKAGES:
         source = ROOT / "packages" / package.replace("_", "-") / "src"

@@ -67,7 +67,7 @@ def search(text: str, source: str = "", overrides: Sequence[str] = ()) -> Search
         return Search((), ())
     keys = [
         found
-        for found in (_keys_of(source, overrides) if source else _keys_of_all())
+        for found in (_keys_of(source, overrides) if source else every_key())
         # entries of lists have no names
         if not found.explanation.key.endswith("]")
     ]
@@ -78,7 +78,11 @@ def search(text: str, source: str = "", overrides: Sequence[str] = ()) -> Search
     return Search(best, _joined([found for rank, found in ranked if rank > first]))
 
 
-def _keys_of_all() -> Iterator[FoundKey]:
+def every_key() -> Iterator[FoundKey]:
+    """Every key of the configs of all installed algorithms and of the settings of all installed datasets.
+
+    A key that several of them have with different meanings is in it once for each.
+    """
     roots = roots_of_all()
     every = ((explanation, name) for name, root in roots.items() for explanation in explain_all(root))
     for explanation, names in _gathered(every):

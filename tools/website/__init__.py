@@ -1,0 +1,1 @@
+"""The documentation site: pages of the checkout, generated reference pages, and the build with Zensical."""

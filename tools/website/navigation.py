@@ -1,0 +1,75 @@
+"""The navigation of the site, in the order of the index of the guides."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import PurePosixPath
+from typing import Any
+
+from website.source import SiteError, place_of
+
+SECTIONS = ("Start", "Guides", "Concepts", "Recipes", "Reference", "Troubleshooting", "Comparison", "Contribute")
+"""Sections of the navigation; headings of the second level of the index place pages in them."""
+
+_LINE = re.compile(r"^(?P<level>##+) (?P<heading>.+)$|\]\((?P<target>[^)#\s]+\.md)\)", re.MULTILINE)
+
+Entries = list[Any]
+"""Places of pages, and groups as mappings of one name to entries, as mkdocs.yml has them."""
+
+
+def navigation(
+    index: str, index_path: str, pages: Iterable[str], generated: Mapping[str, Entries], unlisted: Sequence[str]
+) -> Entries:
+    """Return the navigation.
+
+    A section has the pages that the index links to below its heading, in that order and in groups by its headings of
+    the third level; then the page that has its name (`troubleshooting.md`) and the pages of the folder that has its
+    name (`concepts/`), the index of the folder first; then generated pages. A section without pages is left out.
+
+    Args:
+        index: Text of the index.
+        index_path: Path of the index in the checkout.
+        pages: Places of all pages that are not generated.
+        generated: Entries of generated pages by section.
+        unlisted: Prefixes of places that the index need not list.
+
+    Raises:
+        SiteError: if the index has an unknown section, or a page is in no section.
+    """
+    sections: dict[str, Entries] = {name: [] for name in SECTIONS}
+    section, target, listed = "", list[Any](), set[str]()
+    for found in _LINE.finditer(index):
+        heading = found["heading"]
+        if found["level"] == "##":
+            if heading not in sections:
+                raise SiteError(f"{index_path}: {heading!r} is not a section; allowed: {', '.join(SECTIONS)}")
+            section, target = heading, sections[heading]
+        elif found["level"] == "###":
+            target = []
+            sections[section].append({heading: target})
+        elif found["target"] and section:
+            place = place_of(_joined(index_path, found["target"]))
+            if place not in listed:
+                listed.add(place)
+                target.append(place)
+    rest = sorted(set(pages) - listed, key=lambda place: (not place.endswith("index.md"), place))
+    for name, entries in sections.items():
+        own = [place for place in rest if place.startswith((f"{name.lower()}/", f"{name.lower()}.md"))]
+        entries += own
+        entries += generated.get(name, [])
+        listed.update(own)
+    missing = [place for place in rest if place not in listed and not place.startswith(tuple(unlisted))]
+    if missing:
+        raise SiteError(f"docs/{missing[0]}: the page is in no section of the site; link to it in {index_path}")
+    return [{name: entries} for name, entries in sections.items() if entries]
+
+
+def _joined(path: str, target: str) -> str:
+    parts = list[str](PurePosixPath(path).parent.parts)
+    for part in PurePosixPath(target).parts:
+        if part == "..":
+            parts.pop()
+        else:
+            parts.append(part)
+    return "/".join(parts)
