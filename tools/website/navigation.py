@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -19,20 +19,19 @@ Entries = list[Any]
 
 
 def navigation(
-    index: str, index_path: str, pages: Iterable[str], generated: Mapping[str, Entries], unlisted: Sequence[str]
+    index: str, index_path: str, pages: Iterable[str], further: Mapping[str, Entries]
 ) -> Entries:
     """Return the navigation.
 
     A section has the pages that the index links to below its heading, in that order and in groups by its headings of
     the third level; then the page that has its name (`troubleshooting.md`) and the pages of the folder that has its
-    name (`concepts/`), the index of the folder first; then generated pages. A section without pages is left out.
+    name (`concepts/`), the index of the folder first; then further entries. A section without pages is left out.
 
     Args:
         index: Text of the index.
         index_path: Path of the index in the checkout.
-        pages: Places of all pages that are not generated.
-        generated: Entries of generated pages by section.
-        unlisted: Prefixes of places that the index need not list.
+        pages: Places of all pages that need a place in the navigation.
+        further: Further entries of sections.
 
     Raises:
         SiteError: if the index has an unknown section, or a page is in no section.
@@ -53,16 +52,26 @@ def navigation(
             if place not in listed:
                 listed.add(place)
                 target.append(place)
+    listed.update(places_in(list(further.values())))
     rest = sorted(set(pages) - listed, key=lambda place: (not place.endswith("index.md"), place))
     for name, entries in sections.items():
         own = [place for place in rest if place.startswith((f"{name.lower()}/", f"{name.lower()}.md"))]
         entries += own
-        entries += generated.get(name, [])
+        entries += further.get(name, [])
         listed.update(own)
-    missing = [place for place in rest if place not in listed and not place.startswith(tuple(unlisted))]
+    missing = [place for place in rest if place not in listed]
     if missing:
         raise SiteError(f"docs/{missing[0]}: the page is in no section of the site; link to it in {index_path}")
     return [{name: entries} for name, entries in sections.items() if entries]
+
+
+def places_in(entries: Any) -> Iterator[str]:
+    """Yield the places in entries of a navigation, in order."""
+    if isinstance(entries, str):
+        yield entries
+    else:
+        for each in entries.values() if isinstance(entries, Mapping) else entries:
+            yield from places_in(each)
 
 
 def _joined(path: str, target: str) -> str:

@@ -1,0 +1,1 @@
+"""Pages that are generated: from schemas, parsers, docstrings, sources and results."""

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from write_api_page import public_packages
 
-from rl_core.exports import homes_of
 from rl_core.testing.public_names import summaries_of
 from website.reference.text import code, prose, table
 
@@ -31,12 +30,12 @@ def pages() -> dict[str, str]:
 
 
 def _names(package: str) -> str:
-    homes, summaries = homes_of(package), summaries_of(package)
+    summaries = summaries_of(package)
     index = table(
         ("name", "about"),
-        ((f"[{code(name)}](#{package}.{name})", prose(text)) for name, text in summaries.items()),
+        ((f"[{code(name)}][{package}.{name}]", prose(text)) for name, text in summaries.items()),
     )
-    bodies = (f"::: {homes[name]}.{name}\n" for name in summaries)
+    bodies = (f"::: {package}.{name}\n" for name in summaries)
     return index + "\n" + "\n".join(bodies)
 
 
