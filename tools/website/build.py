@@ -63,9 +63,9 @@ def contents(checkout: Checkout) -> tuple[Entries, dict[str, str]]:
         raise SiteError(f"docs/{both[0]}: a generated page has this place; rename the page")
     index = (checkout.root / _INDEX).read_text(encoding="utf-8")
     home = ["index.md", place_of(_INDEX)]
-    further = _further(written, generated)
+    further = {"Start": [{"All pages": home[1]}], **_further(written, generated)}
     entries = navigation(index, _INDEX, [place for place in written if place not in home], further)
-    return [*home, *entries], {**written, **generated}
+    return [{"Home": home[0]}, *entries], {**written, **generated}
 
 
 def reference(root: Path) -> dict[str, str]:

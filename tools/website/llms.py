@@ -22,7 +22,7 @@ def index(navigation: Entries, pages: Mapping[str, str]) -> str:
     home = pages["index.md"]
     lines = [f"# {_title(home)}\n\n> {_first_sentence(home)}\n"]
     for section in navigation:
-        if isinstance(section, Mapping):
+        if list(places_in(section)) != ["index.md"]:
             lines += _section(section, pages)
     return "\n".join(lines)
 

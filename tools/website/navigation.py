@@ -12,15 +12,13 @@ from website.source import SiteError, place_of
 SECTIONS = ("Start", "Guides", "Concepts", "Recipes", "Reference", "Troubleshooting", "Comparison", "Contribute")
 """Sections of the navigation; headings of the second level of the index place pages in them."""
 
-_LINE = re.compile(r"^(?P<level>##+) (?P<heading>.+)$|\]\((?P<target>[^)#\s]+\.md)\)", re.MULTILINE)
+_LINE = re.compile(r"^(?P<level>##+) (?P<heading>.+)$|\]\((?P<target>[^)#\s]+\.md)(?:#[^)\s]*)?\)", re.MULTILINE)
 
 Entries = list[Any]
 """Places of pages, and groups as mappings of one name to entries, as mkdocs.yml has them."""
 
 
-def navigation(
-    index: str, index_path: str, pages: Iterable[str], further: Mapping[str, Entries]
-) -> Entries:
+def navigation(index: str, index_path: str, pages: Iterable[str], further: Mapping[str, Entries]) -> Entries:
     """Return the navigation.
 
     A section has the pages that the index links to below its heading, in that order and in groups by its headings of

@@ -82,8 +82,8 @@ def _default(option: Any) -> str:
     default = option.default
     if option.required:
         return "must be given"
-    is_unset = default is None or callable(default) or default in ("", False) or not isinstance(default, str | int | float)
-    return "" if is_unset else code(str(default))
+    is_shown = isinstance(default, str | int | float) and default not in ("", False)
+    return code(str(default)) if is_shown else ""
 
 
 def _first_line(command: Any) -> str:

@@ -26,7 +26,7 @@ def pages() -> dict[str, str]:
     """Return the text of each page by its place: an index, and a page for each section at the root of a config."""
     found: dict[str, list[FoundKey]] = {}
     for each in (*_keys(), *_of_profile()):
-        page = page_of(each.explanation.key, is_section=each.explanation.type.startswith("section"))
+        page = page_of(each.explanation)
         found.setdefault(page.partition(".html")[0] + ".md", []).append(each)
     rules = _rules()
     texts = {place: _page(keys, rules) for place, keys in found.items()}

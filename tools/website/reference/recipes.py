@@ -9,9 +9,8 @@ from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
-from rl_core.config import changed_to_yaml
+from rl_core.config import Config, changed_to_yaml
 from rl_launch.commands.catalog import Recipe, recipes
-from rl_launch.commands.documentation import page_of
 from rl_launch.commands.recipe_files import recipe_text
 from rl_launch.run_config.reading import read_plan
 from website.reference.text import block, code, prose, table
@@ -24,6 +23,10 @@ A recipe is a config that comes with rl-launch. `rl train NAME` runs it, `rl ini
 edit, and [recipes and config](../recipes-and-config.md) describes how to write one.
 
 """
+_CHANGED = """These are the recipe's own keys and the keys of the recipes that it inherits from, as
+`rl config show {} --changed` prints them."""
+_MEASURED = """Start and end of its metrics in three seeds, with the settings of the benchmark
+`benchmarks/learning.py` ({}), and the curves of all its recipes:"""
 
 
 def pages(root: Path) -> dict[str, str]:
@@ -46,15 +49,18 @@ def _page(recipe: Recipe, measured: str) -> str:
     parts = [
         f"# {recipe.name}\n\n{prose(recipe.summary)}\n",
         block("sh", f"rl train {recipe.name}"),
-        f"It trains with [{code(recipe.algorithm)}](../{page_of(recipe.algorithm, is_section=True)})."
-        if recipe.algorithm in type(config).model_fields
-        else f"It trains with {code(recipe.algorithm)}.",
+        f"Its algorithm is {_algorithm(recipe, config)}.",
         f"\n## File\n\n{block('yaml', recipe_text(recipe.name))}",
-        f"## Keys that differ from the defaults\n\nThese are the recipe's own keys and those of the recipes that it "
-        f"inherits from, as `rl config show {recipe.name} --changed` prints them.\n\n"
-        f"{block('yaml', changed_to_yaml(config))}",
+        f"## Keys that differ from the defaults\n\n{_CHANGED.format(recipe.name)}\n",
+        block("yaml", changed_to_yaml(config)),
     ]
-    return "\n".join(parts).replace(".html#", ".md#") + measured
+    return "\n".join(parts) + measured
+
+
+def _algorithm(recipe: Recipe, config: Config) -> str:
+    name = code(recipe.algorithm)
+    has_section = recipe.algorithm in type(config).model_fields
+    return f"[{name}](../reference/config/{recipe.algorithm}.md)" if has_section else name
 
 
 def _measured(root: Path) -> Mapping[str, str]:
@@ -68,8 +74,7 @@ def _measured(root: Path) -> Mapping[str, str]:
             found[case] = "\n".join(
                 [
                     "\n## Results\n",
-                    "Start and end of its metric in three seeds, with the settings of the benchmark "
-                    f"`benchmarks/learning.py` ({code(name)}), and the curves of all its recipes:\n",
+                    f"{_MEASURED.format(code(name))}\n",
                     *lines[:2],
                     *rows,
                     f"\n![Curves of every recipe of the benchmark](../{_RESULTS.removesuffix('.md')}.png)\n",

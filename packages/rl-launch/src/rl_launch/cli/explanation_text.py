@@ -36,6 +36,8 @@ def explained(each: Explained) -> str:
     if each.condition:
         lines.extend(_wrapped(f"only with {each.condition}", "  "))
     lines.extend(_keys(explanation.children, "  ", each.child_conditions))
+    if address := _address(explanation):
+        lines.append(f"  documentation: {address}")
     return "\n".join(lines) + "\n"
 
 
@@ -164,6 +166,12 @@ def _lines(text: str, indent: str, further: str) -> list[str]:
 
 def _width() -> int:
     return min(shutil.get_terminal_size().columns, _WIDEST)
+
+
+def _address(explanation: Explanation) -> str:
+    from rl_launch.commands.documentation import address_of
+
+    return address_of(explanation)
 
 
 def _short(value: Any) -> str:

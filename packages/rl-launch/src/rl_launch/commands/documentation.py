@@ -2,30 +2,42 @@
 
 from __future__ import annotations
 
+from functools import cache
 from importlib.metadata import metadata
+
+from rl_core.config import Explanation
+from rl_launch.commands.key_search import every_key
 
 _FOLDER = "reference/config"
 _UNNAMED = "index"
 """Page of keys that are in no section."""
 
 
-def page_of(key: str, *, is_section: bool = False) -> str:
+def page_of(explanation: Explanation) -> str:
     """Return the page and anchor of a config key, relative to the site's root, such as
-    `reference/config/grpo.html#grpo.seed`.
-
-    Args:
-        key: Dotted; an entry of a list has the place of the list.
-        is_section: True if the key is a section, which has a page if it is at the root.
+    `reference/config/grpo.html#grpo.seed`. An entry of a list has the place of the list.
     """
-    key = key.partition("[")[0]
+    key = _without_places(explanation.key)
     section, dot, _ = key.partition(".")
-    return f"{_FOLDER}/{section if dot or is_section else _UNNAMED}.html#{key}"
+    return f"{_FOLDER}/{section if dot or explanation.type == 'section' else _UNNAMED}.html#{key}"
 
 
-def address_of(place: str) -> str:
-    """Return the address of a place on the site: with the address that this package's metadata have for its
-    documentation, and relative to the site's root if they have none.
+def address_of(explanation: Explanation) -> str:
+    """Return the address of a config key in the documentation: below the address of the documentation in the metadata
+    of this package, or relative to the site's root if they have none. Empty if the documentation does not have the key,
+    such as those of your own environments.
     """
+    if _without_places(explanation.key) not in _documented():
+        return ""
     urls = dict(url.split(", ", 1) for url in metadata("rl-launch").get_all("Project-URL") or ())
-    base = urls.get("Documentation", "")
-    return f"{base.rstrip('/')}/{place}" if base else place
+    base = urls.get("Documentation", "").rstrip("/")
+    return f"{base}/{page_of(explanation)}" if base else page_of(explanation)
+
+
+@cache
+def _documented() -> frozenset[str]:
+    return frozenset(each.explanation.key for each in every_key())
+
+
+def _without_places(key: str) -> str:
+    return key.partition("[")[0]

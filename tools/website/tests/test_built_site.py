@@ -1,0 +1,55 @@
+"""The built site, as a reader opens it from `file://`."""
+
+import importlib
+import re
+from importlib.resources import files
+
+import pytest
+from browser import PROGRAM, browser
+from write_api_page import public_packages
+
+pytest.importorskip("zensical", reason="needs the dependency group site")
+
+PAGES = ("index", "reference/config/grpo", "reference/python/rl_core", "recipes/grpo-arithmetic", "metrics")
+SEARCHED = "num_generations_per_prompt"
+
+
+def test_every_public_name_is_documented_on_its_page(html):
+    for package in public_packages():
+        text = (html / f"reference/python/{package}.html").read_text()
+        names = set(importlib.import_module(package).__all__) - {"__version__"}
+        assert names - set(re.findall(rf'id="{re.escape(package)}\.(\w+)"', text)) == set(), package
+
+
+def test_pages_load_nothing_from_elsewhere(html):
+    remote = re.compile(r"<(?:script|img|iframe)[^>]*src=\"?https?:|<link[^>]*(?:stylesheet|preconnect)[^>]*https?:")
+    assert [path.name for path in html.rglob("*.html") if remote.search(path.read_text())] == []
+
+
+def test_no_page_shows_a_fence(html):
+    assert [path.name for path in html.rglob("*.html") if re.search(r"<p>`{3}\w", path.read_text())] == []
+
+
+@pytest.mark.skipif(PROGRAM is None, reason="no Chromium")
+def test_pages_open_without_problems_and_search_finds_a_key(html, tmp_path):
+    axe = (files("axe_core_python") / "axe.min.js").read_text()
+    with browser(tmp_path / "profile") as page:
+        for name in PAGES:
+            for width, scheme in ((1440, "light"), (390, "dark")):
+                page.size(width)
+                page.scheme(scheme)
+                page.open((html / f"{name}.html").as_uri())
+                page.wait("document.readyState == 'complete' && document.querySelector('h1')")
+                assert page.js("document.documentElement.scrollWidth") <= width, name
+                page.js(f"{axe}; 0")
+                assert page.js(_SERIOUS) == [], (name, scheme)
+        page.size(1440)
+        page.js("document.querySelector('[data-md-component=search], .md-search__button, label[for=__search]').click()")
+        page.wait("document.querySelector('input[type=search], input[role=combobox], .md-search__input')")
+        assert page.problems == []
+        assert [url for url in page.requests if not url.startswith(("file:", "data:", "about:", "blob:"))] == []
+
+
+_SERIOUS = """axe.run(document, {resultTypes: ['violations']}).then(found => found.violations
+    .filter(each => ['serious', 'critical'].includes(each.impact))
+    .map(each => each.id + ': ' + each.nodes.slice(0, 3).map(node => node.html.slice(0, 120)).join(' | ')))"""
