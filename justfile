@@ -28,6 +28,10 @@ test package *args:
 docs:
     uv run tox -e integration -- test_document_checks.py test_documents.py test_metrics_glossary.py
 
+# the documentation site, in build/site/html
+site *args:
+    uv run --group site tools/build_site.py "$@"
+
 # a tiny model learns sums by SFT and GRPO
 quickstart:
     uv run rl quickstart

@@ -42,6 +42,7 @@ def build(root: Path, folder: Path, repository: str = "") -> Path:
     for place, text in pages.items():
         _write(folder / "pages" / place, text)
     _copy_images(root, folder / "pages")
+    shutil.copytree(_HERE / "assets", folder / "pages" / "assets")
     _write(folder / "mkdocs.yml", yaml.safe_dump(_settings(root, entries, repository), sort_keys=False))
     _run_zensical(folder)
     html = folder / "html"
