@@ -65,7 +65,7 @@ def contents(checkout: Checkout) -> tuple[Entries, dict[str, str]]:
     index = (checkout.root / _INDEX).read_text(encoding="utf-8")
     home = ["index.md", place_of(_INDEX)]
     further = {"Start": [{"All pages": home[1]}], **_further(written, generated)}
-    entries = navigation(index, _INDEX, [place for place in written if place not in home], further)
+    entries = navigation(index, _INDEX, {place: text for place, text in written.items() if place not in home}, further)
     return [{"Home": home[0]}, *entries], {**written, **generated}
 
 
@@ -91,7 +91,8 @@ def _further(written: dict[str, str], generated: dict[str, str]) -> dict[str, En
     """Entries of sections that the index does not list: generated pages, packages, results and rules of the project."""
 
     def below(folder: str, pages: dict[str, str]) -> Entries:
-        return [place for place in pages if place.startswith(f"{folder}/")]
+        found = [place for place in pages if place.startswith(f"{folder}/")]
+        return sorted(found, key=lambda place: (place.rpartition("/")[0], not place.endswith("/index.md"), place))
 
     return {
         "Recipes": below(recipes.FOLDER, generated),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -18,17 +18,18 @@ Entries = list[Any]
 """Places of pages, and groups as mappings of one name to entries, as mkdocs.yml has them."""
 
 
-def navigation(index: str, index_path: str, pages: Iterable[str], further: Mapping[str, Entries]) -> Entries:
+def navigation(index: str, index_path: str, pages: Mapping[str, str], further: Mapping[str, Entries]) -> Entries:
     """Return the navigation.
 
     A section has the pages that the index links to below its heading, in that order and in groups by its headings of
     the third level; then the page that has its name (`troubleshooting.md`) and the pages of the folder that has its
-    name (`concepts/`), the index of the folder first; then further entries. A section without pages is left out.
+    name (`concepts/`), the index of the folder first and others in its order; then further entries. A section without
+    pages is left out.
 
     Args:
         index: Text of the index.
         index_path: Path of the index in the checkout.
-        pages: Places of all pages that need a place in the navigation.
+        pages: Markdown of each page that needs a place in the navigation, by its place.
         further: Further entries of sections.
 
     Raises:
@@ -51,9 +52,13 @@ def navigation(index: str, index_path: str, pages: Iterable[str], further: Mappi
                 listed.add(place)
                 target.append(place)
     listed.update(places_in(list(further.values())))
-    rest = sorted(set(pages) - listed, key=lambda place: (not place.endswith("index.md"), place))
+    rest = sorted(set(pages) - listed)
     for name, entries in sections.items():
-        own = [place for place in rest if place.startswith((f"{name.lower()}/", f"{name.lower()}.md"))]
+        folder = name.lower()
+        own = [place for place in rest if place.startswith((f"{folder}/", f"{folder}.md"))]
+        # the page of the section, its index, pages that the index links to, others
+        first = [f"{folder}.md", f"{folder}/index.md", *_linked_from(f"{folder}/index.md", pages)]
+        own.sort(key=lambda place: first.index(place) if place in first else len(first))
         entries += own
         entries += further.get(name, [])
         listed.update(own)
@@ -61,6 +66,12 @@ def navigation(index: str, index_path: str, pages: Iterable[str], further: Mappi
     if missing:
         raise SiteError(f"docs/{missing[0]}: the page is in no section of the site; link to it in {index_path}")
     return [{name: entries} for name, entries in sections.items() if entries]
+
+
+def _linked_from(place: str, pages: Mapping[str, str]) -> list[str]:
+    """The places that a page links to, in order."""
+    targets = (found["target"] for found in _LINE.finditer(pages.get(place, "")))
+    return list(dict.fromkeys(_joined(place, target) for target in targets if target))
 
 
 def places_in(entries: Any) -> Iterator[str]:

@@ -24,7 +24,7 @@ INDEX = """# Guides
 
 [rules](../RULES.md)
 """
-PAGES = ["a.md", "b.md", "c.md", "d.md", "RULES.md"]
+PAGES = dict.fromkeys(["a.md", "b.md", "c.md", "d.md", "RULES.md"], "")
 
 
 def made(pages, further=None):
@@ -40,19 +40,20 @@ def test_pages_have_the_order_of_the_index():
 
 
 def test_a_section_has_its_folder_its_page_and_further_entries():
-    pages = [*PAGES, "concepts/z.md", "concepts/index.md", "concepts/m.md", "troubleshooting.md", "results/x.md"]
+    own = ["concepts/b.md", "concepts/m.md", "concepts/z.md", "troubleshooting.md", "results/x.md"]
+    pages = {**PAGES, **dict.fromkeys(own, ""), "concepts/index.md": "[z](z.md#a), [m](m.md), [a](../a.md)"}
     found = made(pages, {"Concepts": [{"Results": ["results/x.md"]}]})
     results = {"Results": ["results/x.md"]}
-    assert found[2] == {"Concepts": ["concepts/index.md", "concepts/m.md", "concepts/z.md", results]}
+    assert found[2] == {"Concepts": ["concepts/index.md", "concepts/z.md", "concepts/m.md", "concepts/b.md", results]}
     assert found[3] == {"Troubleshooting": ["troubleshooting.md"]}
     assert sorted(places_in(found)) == sorted(pages)
 
 
 def test_a_page_without_a_section_is_refused():
     with pytest.raises(SiteError, match=r"docs/lost\.md: .* link to it in docs/README\.md"):
-        made([*PAGES, "lost.md"])
+        made({**PAGES, "lost.md": ""})
 
 
 def test_an_unknown_section_is_refused():
     with pytest.raises(SiteError, match="'Startt' is not a section; allowed: Start, Guides"):
-        navigation("## Startt\n", "docs/README.md", [], {})
+        navigation("## Startt\n", "docs/README.md", {}, {})
