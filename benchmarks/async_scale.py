@@ -186,6 +186,9 @@ class ScriptedPool:
     def idle_share(self) -> None:
         """Nothing: the script does not measure it."""
 
+    def speculation(self) -> None:
+        """Nothing: no engine drafts."""
+
     def _group(self, task: RolloutTask) -> RolloutGroup:
         count = len(task.seeds)
         stop_reason: StopReason = "stop"

@@ -98,6 +98,9 @@ class InstantPool:
         self._num_tasks = 0
         self._version = 0
 
+    def speculation(self) -> None:
+        """Nothing: no engine drafts."""
+
     def submit(self, tasks: Sequence[Any]) -> list[int]:
         tickets = list(range(self._num_tasks, self._num_tasks + len(tasks)))
         self._num_tasks += len(tasks)

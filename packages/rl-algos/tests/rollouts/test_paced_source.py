@@ -63,6 +63,11 @@ class ShuffledPool:
 
     num_replicas = 2
 
+    speculated = None
+
+    def speculation(self):
+        return self.speculated
+
     def idle_share(self):
         return self.idle
 

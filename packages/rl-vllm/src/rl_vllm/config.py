@@ -6,17 +6,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from rl_core.config import Config, Problem, ProblemError, WhenChanged
+from rl_core.config import Config, PathText, Problem, ProblemError, WhenChanged
 from rl_core.devices import Device
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
 """vLLM silently raises a lower temperature to the first and refuses one above the second."""
 
 _PLACED = "the runtime places replicas and their ranks. Give generation more devices"
-_SPECULATION = (
-    "speculative decoding, with a draft model or n-grams, is not supported: a draft model would keep its old weights "
-    "after a weight sync, and no method has been verified to report the policy's logprobs"
-)
+_SPECULATION = "set `vllm_cfg.speculation`, which refuses what would be wrong"
 _SAMPLING = "sampling parameters come from `policy.generation` only"
 _TASK = "the engine only generates"
 _ADAPTERS = "`policy.generation.lora_sync` determines how the policy's adapters are applied"
@@ -84,9 +81,90 @@ OWNED_ARGUMENTS = {
 def _owned_problem(name: str) -> Problem:
     cause, _, setting = OWNED_ARGUMENTS[name].partition("set ")
     reason = ": ".join(filter(None, ("cannot be set here", cause.removesuffix("; "))))
-    is_draft = OWNED_ARGUMENTS[name] == _SPECULATION
     remedy = f"Set {setting}" if setting else ""
-    return Problem(f"vllm_kwargs.{name}", reason, remedy=remedy, feature="speculative decoding" if is_draft else "")
+    return Problem(f"vllm_kwargs.{name}", reason, remedy=remedy)
+
+
+MODEL_DRAFTERS = ("draft_model", "eagle3")
+"""Methods of speculative decoding whose drafts come from a model."""
+
+_REFUSED_METHODS = {
+    "suffix": "needs arctic-inference 0.1.1, which has no builds and is not among the packages of the engine",
+    "mtp": (
+        "drafts with the model's heads for multi-token prediction, which no training backend trains or sends with a "
+        "weight version: they would keep the weights of the model's files"
+    ),
+}
+
+
+class SpeculationConfig(Config):
+    """Speculative decoding: a drafter proposes several tokens, and one step of the model accepts or replaces them.
+
+    Neither the distribution of the tokens nor their logprobs depend on the drafter, which may be far from the policy:
+    it then costs more than it saves. A request's tokens depend on its seed and on the drafter's proposals.
+    """
+
+    when_changed = WhenChanged.RESUME
+
+    method: Literal["ngram", "draft_model", "eagle3", "suffix", "mtp"]
+    """Drafter: `ngram` continues the last tokens as they continued earlier in the same row, without a model.
+    `draft_model` is a smaller model with the same vocabulary, and `eagle3` a head on the policy's hidden states; both
+    keep the weights of their files while the policy trains. `suffix` and `mtp` are refused, with the reason."""
+    num_tokens: int = Field(default=3, ge=1, le=64)
+    """Maximum number of tokens in a draft."""
+    model: PathText | None = None
+    """`draft_model` and `eagle3`: folder of the drafter's files, on every node."""
+    prompt_lookup_min: int | None = Field(default=None, ge=1)
+    """`ngram`: smallest number of last tokens that must occur earlier in the row; 2 if unset."""
+    prompt_lookup_max: int | None = Field(default=None, ge=1)
+    """`ngram`: largest number of last tokens that are looked up; 5, or `prompt_lookup_min` if that is larger, if
+    unset."""
+    min_tokens_per_step: float = Field(default=1.3, ge=1)
+    """Break-even: the run warns in a step in which requests got fewer tokens per engine step
+    (`speculation/tokens_per_step`), because the drafts then cost more than they save. Measure it for your model and
+    device: the time of an engine step with drafts divided by its time without."""
+
+    @model_validator(mode="after")
+    def _refuse_methods(self) -> SpeculationConfig:
+        reason = _REFUSED_METHODS.get(self.method)
+        if reason:
+            remedy = "Set ngram, or draft_model or eagle3 with a drafter in a folder of its own"
+            raise ProblemError(Problem("method", reason, got=self.method, remedy=remedy))
+        return self
+
+    @model_validator(mode="after")
+    def _refuse_keys_of_other_methods(self) -> SpeculationConfig:
+        if self.method in MODEL_DRAFTERS:
+            if self.model is None:
+                reason = f"is needed by method {self.method}"
+                raise ProblemError(Problem("model", reason, remedy="Set it to the folder of the drafter"))
+            unread = ("prompt_lookup_min", "prompt_lookup_max")
+        else:
+            unread = ("model",)
+        for name in unread:
+            if (value := getattr(self, name)) is not None:
+                reason = f"is not read by method {self.method}"
+                raise ProblemError(Problem(name, reason, got=value, remedy="Remove this key, or set another method"))
+        return self
+
+    @model_validator(mode="after")
+    def _refuse_empty_range(self) -> SpeculationConfig:
+        smallest, largest = self.lookup
+        if smallest > largest:
+            reason = f"is larger than prompt_lookup_max, which is {largest}"
+            raise ProblemError(Problem("prompt_lookup_min", reason, got=smallest, remedy="Lower it"))
+        return self
+
+    @property
+    def has_weights(self) -> bool:
+        """Return whether the drafter is a model."""
+        return self.method in MODEL_DRAFTERS
+
+    @property
+    def lookup(self) -> tuple[int, int]:
+        """Smallest and largest number of last tokens that `ngram` looks up."""
+        smallest = self.prompt_lookup_min or min(2, self.prompt_lookup_max or 2)
+        return smallest, self.prompt_lookup_max or max(5, smallest)
 
 
 class VllmConfig(Config):
@@ -120,7 +198,11 @@ class VllmConfig(Config):
     starts in half the time without it; with opponents always true."""
     sleep_level: Annotated[Literal[1, 2] | None, WhenChanged.RESUME] = None
     """Treatment of the weights when the engine sleeps on a GPU: 1 keeps them in host memory, 2 drops them, and they are
-    sent again. If unset, 2, because a weight sync follows nearly every sleep; 1 if no weights are sent."""
+    sent again. If unset, 2, because a weight sync follows nearly every sleep; 1 if no weights are sent, or if a
+    drafter has weights that nobody sends."""
+    speculation: SpeculationConfig | None = None
+    """Speculative decoding; off if unset. It pays where a step of the engine waits for memory rather than for
+    computation: large models, few requests at a time, long completions."""
     vllm_kwargs: dict[str, Any] = {}
     """Further arguments of vLLM's engine, passed on unchanged."""
 
@@ -136,6 +218,25 @@ class VllmConfig(Config):
         if self.own_process is False and self.num_ranks > 1:
             reason = f"must be true because each of the {self.num_ranks} ranks is a separate process"
             raise ProblemError(Problem("own_process", reason, got=False, remedy="Remove this key"))
+        return self
+
+    @model_validator(mode="after")
+    def _refuse_what_speculation_excludes(self) -> VllmConfig:
+        if self.speculation is None:
+            return self
+        on = f"vllm_cfg.speculation (method {self.speculation.method})"
+        if self.pipeline_parallel_size > 1:
+            reason = f"must be 1 with {on}: drafts have not been verified across pipeline ranks"
+            remedy = "Use tensor_parallel_size, or remove speculation"
+            raise ProblemError(
+                Problem("pipeline_parallel_size", reason, got=self.pipeline_parallel_size, remedy=remedy)
+            )
+        if self.speculation.has_weights and self.sleep_level == 2:
+            reason = f"would drop the drafter's weights, which nobody sends again, with {on}"
+            raise ProblemError(Problem("sleep_level", reason, got=2, remedy="Set 1, or remove this key"))
+        if self.speculation.method == "ngram" and self.vllm_kwargs.get("async_scheduling"):
+            reason = f"does not work with {on}: the engine looks up n-grams between two steps"
+            raise ProblemError(Problem("vllm_kwargs.async_scheduling", reason, got=True, remedy="Remove this key"))
         return self
 
     def is_eager(self, device: Device) -> bool:

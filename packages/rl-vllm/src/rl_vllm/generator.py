@@ -62,7 +62,9 @@ class VllmGenerator:
         self._lifecycle = Lifecycle()
         self._applies_adapters = config.lora_sync == "adapter"
         drops_weights = placement.awaits_weights and not self._applies_adapters
-        self._sleep_level = 1 if placement.keeps_weights else backend.sleep_level or (2 if drops_weights else 1)
+        has_drafter = backend.speculation is not None and backend.speculation.has_weights
+        keeps_weights = placement.keeps_weights or has_drafter
+        self._sleep_level = 1 if keeps_weights else backend.sleep_level or (2 if drops_weights else 1)
         self._num_completions = 0
 
     @property
@@ -111,7 +113,8 @@ class VllmGenerator:
         if own_process:
             from rl_vllm.engine.process_engine import ProcessEngine
 
-            self._engine = await ProcessEngine.start(arguments, reports_load=self._placement.reports_load)
+            reports_load = self._placement.reports_load or self._backend.speculation is not None
+            self._engine = await ProcessEngine.start(arguments, reports_load=reports_load)
         else:
             from rl_vllm.engine.local_engine import LocalEngine
 
@@ -135,6 +138,8 @@ class VllmGenerator:
                 f"a prompt of {num_prompt_tokens} tokens leaves no room for a completion; it may have 1 to "
                 f"{self._max_len - 1}"
             )
+        if self._backend.speculation is not None and request.sampling.min_p:
+            raise RequestRefused("vLLM does not apply min_p to drafts (vllm_cfg.speculation); use top_p or top_k")
         max_tokens = min(request.sampling.max_new_tokens, room)
         async with self._lifecycle.request():
             version = self._lifecycle.version
@@ -273,6 +278,7 @@ class VllmGenerator:
         """
         await self._running().check()
         load = self._running().load if self._placement.reports_load else {}
+        speculation = self._backend.speculation
         return {
             "weight_version": self._lifecycle.version,
             "num_requests": self._lifecycle.num_requests,
@@ -281,6 +287,7 @@ class VllmGenerator:
             **load,
             # those that are not let in yet, as during a pause, and those in the engine's queue
             "num_waiting": self._lifecycle.num_waiting + load.get("num_waiting", 0),
+            **({} if speculation is None else self._running().speculation(speculation.min_tokens_per_step).as_health()),
         }
 
     async def close(self) -> None:

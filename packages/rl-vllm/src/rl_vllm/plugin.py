@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from rl_core.config import Problem
@@ -11,7 +12,7 @@ from rl_core.hf_config import num_positions, rope_parameters, switches_at
 from rl_core.model_config import LoraConfig, ModelConfig, local_hf_config
 from rl_core.plugins import BackendPlugin, Preload, Requirement
 from rl_core.run_config import RunConfig
-from rl_vllm.config import MAX_TEMPERATURE, MIN_TEMPERATURE, VllmConfig
+from rl_vllm.config import MAX_TEMPERATURE, MIN_TEMPERATURE, SpeculationConfig, VllmConfig
 from rl_vllm.engine.process_env import import_variables
 
 MAX_ADAPTER_DIM = 512
@@ -119,6 +120,45 @@ def _temperatures(section: Any, config: RunConfig) -> Iterable[Problem]:
             )
 
 
+def _speculation(section: Any, config: RunConfig) -> Iterable[Problem]:
+    generation = section.generation
+    speculation = generation.vllm_cfg.speculation
+    if speculation is None:
+        return
+    if generation.min_p:
+        yield Problem(
+            "generation.min_p",
+            "does not work with vllm_cfg.speculation: vLLM accepts drafts without it, so that tokens and logprobs "
+            "would be those of another distribution",
+            got=generation.min_p,
+            remedy="Set top_p or top_k instead, or remove generation.vllm_cfg.speculation",
+        )
+    if speculation.model is not None:
+        yield from _drafter(speculation, section)
+
+
+def _drafter(speculation: SpeculationConfig, policy: ModelConfig) -> Iterable[Problem]:
+    """Problems of a drafter's files."""
+    key = "generation.vllm_cfg.speculation.model"
+    fields = local_hf_config(ModelConfig(model_name=speculation.model))
+    if not fields:
+        reason, remedy = "is not a folder of this machine with the files of a model", "Download the drafter first"
+        yield Problem(key, reason, got=speculation.model, remedy=remedy)
+        return
+    if Path(speculation.model).expanduser().resolve() == Path(policy.model_name).expanduser().resolve():
+        reason = "is the policy's own model, which costs as much as it saves"
+        yield Problem(key, reason, got=speculation.model, remedy="Set a smaller model of the same family")
+        return
+    names = fields.get("architectures") or ()
+    if speculation.method == "eagle3" and not any("Eagle3" in name for name in names):
+        reason = f"is not an EAGLE-3 head: its architecture is {', '.join(names) or 'not given'}"
+        yield Problem(key, reason, got=speculation.model, remedy="Set another folder, or method to draft_model")
+    rows, drafted = local_hf_config(policy).get("vocab_size"), fields.get("vocab_size")
+    if rows and rows != drafted:
+        reason = f"has {drafted} tokens, but the policy's model has {rows}: they do not share a vocabulary"
+        yield Problem(key, reason, got=speculation.model, remedy="Set a drafter of the same model family")
+
+
 def routing_problem(config: VllmConfig, device: Device) -> str:
     """Why completions cannot carry the experts that tokens were sent to; empty if they can."""
     if not device.runs_on_gpus:
@@ -126,6 +166,11 @@ def routing_problem(config: VllmConfig, device: Device) -> str:
         return (
             f"on {device.name} vLLM has only model runner V1, and only V2, which needs Triton, reports routing. Set "
             "generation.backend=hf or megatron"
+        )
+    if config.speculation is not None:
+        return (
+            "vLLM has not been verified to leave out the routing of drafts that were not accepted. Remove "
+            "generation.vllm_cfg.speculation"
         )
     if config.pipeline_parallel_size > 1:
         return "only the last of several pipeline ranks reports. Set generation.vllm_cfg.pipeline_parallel_size=1"
@@ -135,6 +180,11 @@ def routing_problem(config: VllmConfig, device: Device) -> str:
 def adapter_problem(config: VllmConfig, model: ModelConfig, device: Device) -> str:
     """Why the engine cannot apply the adapters of this model by itself; empty if it can."""
     lora = model.lora_cfg
+    if config.speculation is not None:
+        return (
+            "speculative decoding has not been verified with adapters that vLLM applies. Set lora_sync=merged, or "
+            "remove generation.vllm_cfg.speculation"
+        )
     if lora.dim > MAX_ADAPTER_DIM:
         return f"vLLM applies adapters up to dim {MAX_ADAPTER_DIM}, but lora_cfg.dim is {lora.dim}"
     if lora.target_parameters:
@@ -179,7 +229,7 @@ PLUGIN = BackendPlugin(
     requirement=Requirement("rl-vllm", {"cpu": ("cpu",), "cuda": ("cuda",)}, imports=("vllm",)),
     ranks=_ranks,
     preload=_preload,
-    checks=(_room_for_prompts, _positions, _rotary_scales, _heads, _temperatures),
+    checks=(_room_for_prompts, _positions, _rotary_scales, _heads, _temperatures, _speculation),
     routing_problem=routing_problem,
     adapter_problem=adapter_problem,
     keeps_cache=True,

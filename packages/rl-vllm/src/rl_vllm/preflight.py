@@ -7,10 +7,34 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
+from rl_core.hf_config import with_overrides
+from rl_core.model_config import language_fields
+
 
 def problems(section: Mapping[str, Any]) -> list[str]:
-    """Engine arguments that this vLLM does not have."""
-    given = section["generation"]["vllm_cfg"]["vllm_kwargs"]
+    """Engine arguments that this vLLM does not have, and models that it is not to decode speculatively."""
+    backend = section["generation"]["vllm_cfg"]
+    return [*_unknown_arguments(backend["vllm_kwargs"]), *_states_with_drafts(section, backend.get("speculation"))]
+
+
+def _states_with_drafts(section: Mapping[str, Any], speculation: Mapping[str, Any] | None) -> list[str]:
+    if speculation is None:
+        return []
+    from transformers import PreTrainedConfig
+
+    from rl_vllm.engine.arguments import has_states
+
+    stored, _ = PreTrainedConfig.get_config_dict(section["model_name"])
+    if not has_states(with_overrides(language_fields(stored), section["hf_config_overrides"])):
+        return []
+    reason = (
+        f"has not been verified with models that keep states of sequences (Mamba, linear attention), as "
+        f"{section['model_name']} does: a draft that is refused must leave no trace in them. Remove it"
+    )
+    return [f"generation.vllm_cfg.speculation: {reason}"]
+
+
+def _unknown_arguments(given: Mapping[str, Any]) -> list[str]:
     if not given:
         return []
     from vllm import AsyncEngineArgs

@@ -14,6 +14,6 @@ from rl_vllm.config import VllmConfig
         {"spec_method": "ngram"},
     ],
 )
-def test_speculative_decoding_is_refused_whether_or_not_there_is_a_draft_model(arguments):
-    with pytest.raises(ValidationError, match="speculative decoding, with a draft model or n-grams, is not supported"):
+def test_speculative_decoding_is_set_by_its_own_section(arguments):
+    with pytest.raises(ValidationError, match=r"set here.*Set `vllm_cfg\.speculation`"):
         VllmConfig(vllm_kwargs=arguments)

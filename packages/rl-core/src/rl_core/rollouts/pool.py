@@ -10,6 +10,7 @@ from rl_core.rollouts.environment import StepResult
 from rl_core.rollouts.generation import SamplingParams
 from rl_core.rollouts.group import RolloutGroup
 from rl_core.rollouts.rollout import Completion, Prompt
+from rl_core.rollouts.speculation import SpeculationCounts
 from rl_core.weights import WeightUpdate
 
 Ticket = NewType("Ticket", int)
@@ -128,4 +129,8 @@ class RolloutPool(Protocol):
         """Share of the replicas' time since the last call in which they had no rollout under way; None if nothing was
         measured.
         """
+        ...
+
+    def speculation(self) -> SpeculationCounts | None:
+        """Counts of speculative decoding since the last call, of all replicas that answer; None if they do without."""
         ...

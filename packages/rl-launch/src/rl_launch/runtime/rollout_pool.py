@@ -14,6 +14,7 @@ from rl_core.ray.rows import refs_of, stored_groups
 from rl_core.rollouts.generation import PauseMode
 from rl_core.rollouts.group import GroupReport, RolloutGroup
 from rl_core.rollouts.pool import RolloutTask, RolloutTurns, Ticket
+from rl_core.rollouts.speculation import SpeculationCounts
 from rl_core.weights import WeightUpdate
 from rl_launch.placement.residency import Residency
 from rl_launch.runtime.dispatch import Dispatch
@@ -21,6 +22,7 @@ from rl_launch.runtime.elastic_replicas import ElasticReplicas
 from rl_launch.runtime.environment_watch import EnvironmentWatch
 from rl_launch.runtime.replica import FinishedCall, ProgressWatch, Replica
 from rl_launch.runtime.replica_group import ReplicaGroup, WeightSender
+from rl_launch.runtime.speculation_watch import SpeculationWatch
 
 _log = logging.getLogger(__name__)
 
@@ -80,6 +82,7 @@ class RolloutPool:
         self._stall_timeout_s = stall_timeout_s
         self._check_period_s = min(CHECK_PERIOD_S, stall_timeout_s / 4)
         self._watches: dict[Replica, ProgressWatch] = {}
+        self._speculation = SpeculationWatch()
         self._done: deque[tuple[Ticket, RolloutGroup]] = deque()
         self._submitted_ns: dict[Ticket, int] = {}
         self.on_group: GroupListener | None = None
@@ -188,6 +191,12 @@ class RolloutPool:
                 continue
             idle_s, total_s = idle_s + idle, total_s + total
         return idle_s / total_s if total_s > 0 else None
+
+    def speculation(self) -> SpeculationCounts | None:
+        """Counts of speculative decoding since the last call, of all replicas that answer; None if they do without.
+        Logs a warning when it begins to cost more than it saves.
+        """
+        return self._speculation.take(self.living_replicas)
 
     def write_rollouts(self, path: str, rows: RemoteRows, advantages: Sequence[float | None]) -> None:
         """Write the records of rollouts with a rollout worker, so that no strings are sent to this process. Any thread

@@ -73,6 +73,9 @@ class LastFirstPool:
     def idle_share(self):
         return None
 
+    def speculation(self):
+        return None
+
     def _rollout(self, task, place):
         reward = 0.0 if int(task.prompt.id[1:]) % 5 == 0 else float(place)
         return Rollout(

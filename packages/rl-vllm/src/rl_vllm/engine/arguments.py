@@ -25,6 +25,7 @@ from rl_core.rollouts.generation import GenerationRequest, Placement
 from rl_core.torch.files.language_part import language_config, read_language_config
 from rl_core.torch.training.lora import is_adapted
 from rl_vllm.config import MAX_TEMPERATURE, MIN_TEMPERATURE, VllmConfig
+from rl_vllm.engine.speculation import speculative_config
 from rl_vllm.patches.continued_text import NUM_SAMPLED
 
 GIB = 2**30
@@ -43,14 +44,20 @@ class AsSent:
     The field `quantization_config` is removed, because some of vLLM's models (gpt-oss) only ask whether there is one,
     and read it if it is None.
 
+    vLLM also calls it for the config of a drafter, which is loaded from its own files and stays as it is.
+
     Args:
         fields: Name to value; those of a nested config form a separate mapping.
+        drafter: Folder of the drafter; empty if there is none.
     """
 
     fields: Mapping[str, Any]
+    drafter: str = ""
 
     def __call__(self, config: PreTrainedConfig) -> PreTrainedConfig:
         """Change a config in place, and return it, or the one within it."""
+        if self.drafter and config.name_or_path == self.drafter:
+            return config
         config = language_config(config)
         _set_fields(config, self.fields)
         for each in (config, config.get_text_config()):
@@ -88,6 +95,9 @@ def engine_arguments(
     utilization /= placement.num_engines
     kv_cache_gib = 1.0 if on_cpu and backend.kv_cache_gib is None else backend.kv_cache_gib
     smallest_batch = max(max_len + 1, CPU_BATCH_TOKENS) if on_cpu else None
+    drafting = speculative_config(backend.speculation)
+    if smallest_batch is not None and drafting is not None:
+        smallest_batch += 1  # the draft model's place for the token that it begins with
     starts_empty = _starts_empty(backend, placement)
     stored, _ = PreTrainedConfig.get_config_dict(model.model_name)
     fields = with_overrides(language_fields(stored), model.hf_config_overrides)
@@ -100,7 +110,7 @@ def engine_arguments(
         tokenizer=model.tokenizer.name,
         dtype=model.precision,
         # the policy has dequantised what is quantised in the files, and sends it so
-        hf_overrides=AsSent(changed) if starts_empty else overrides,
+        hf_overrides=AsSent(changed, (drafting or {}).get("model", "")) if starts_empty else overrides,
         enforce_eager=eager,
         # scoring a row of full length asks for one more token, which is discarded
         max_model_len=max_len + 1,
@@ -121,13 +131,14 @@ def engine_arguments(
         generation_config="vllm",
         override_generation_config=_attention_of_generation(fields),
         seed=0,
+        speculative_config=drafting,
         disable_log_stats=True,
         **(_adapter_arguments(model) if applies_adapters else {}),
         **{
             "load_format": "dummy" if starts_empty else "auto",
             "language_model_only": is_composite(stored),
             # prefixes of states are cached only where prompts are read in parts; None is vLLM's own choice
-            "enable_prefix_caching": False if on_cpu and _has_states(fields) else None,
+            "enable_prefix_caching": False if on_cpu and has_states(fields) else None,
             **(_latent_attention_on_cpu(fields) if on_cpu else {}),
             **backend.vllm_kwargs,
         },
@@ -207,7 +218,7 @@ def _latent_attention_on_cpu(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {"attention_backend": "CPU_MLA"} if fields.get("kv_lora_rank") is not None else {}
 
 
-def _has_states(fields: Mapping[str, Any]) -> bool:
+def has_states(fields: Mapping[str, Any]) -> bool:
     """Return whether vLLM keeps a state of each sequence for layers of this model, as for Mamba and linear attention,
     in addition to or instead of keys and values.
 

@@ -17,7 +17,9 @@ from vllm.v1.engine.output_processor import OutputProcessor
 
 from rl_core.errors import GeneratorError, RequestRefused
 from rl_core.rollouts.generation import GenerationRequest
+from rl_core.rollouts.speculation import SpeculationCounts
 from rl_vllm.engine.arguments import sampling_params, scoring_params
+from rl_vllm.engine.speculation import DraftCounts
 from rl_vllm.patches.continued_text import continue_texts
 
 
@@ -26,18 +28,21 @@ class Engine(ABC):
 
     Args:
         processor: VLLM's, which the tokens of every step pass through.
+        drafts: Counts of its drafts, if it decodes speculatively.
 
     Attributes:
         adapter: That requests are computed with; set by `use_adapter`.
     """
 
-    def __init__(self, processor: OutputProcessor) -> None:
+    def __init__(self, processor: OutputProcessor, drafts: DraftCounts) -> None:
         self.adapter: LoRARequest | None = None
-        self._num_sampled = 0
+        self._num_sampled = self._num_steps = 0
+        self._drafts = drafts
         process = processor.process_outputs
 
         def count(outputs: Sequence[EngineCoreOutput], *args: Any, **kwargs: Any) -> Any:
             self._num_sampled += sum(len(output.new_token_ids) for output in outputs)
+            self._num_steps += sum(bool(output.new_token_ids) for output in outputs)
             return process(outputs, *args, **kwargs)
 
         # vLLM's own statistics cost more, and their interface is not stable
@@ -48,6 +53,17 @@ class Engine(ABC):
     def num_sampled(self) -> int:
         """Tokens sampled so far, those of requests in flight included."""
         return self._num_sampled
+
+    def speculation(self, break_even: float) -> SpeculationCounts:
+        """Counts of speculative decoding so far.
+
+        Args:
+            break_even: See `SpeculationCounts`.
+        """
+        drafts = self._drafts
+        accepted = tuple(drafts.num_accepted)
+        counts = (self._num_sampled, self._num_steps, drafts.num_drafts, drafts.num_draft_tokens)
+        return SpeculationCounts(*counts, accepted, break_even)
 
     def use_adapter(self, version: int | None) -> None:
         """Compute later requests with the adapters that were received with a weight version, or with none."""

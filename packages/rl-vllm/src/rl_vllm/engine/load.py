@@ -1,4 +1,4 @@
-"""The load of an engine in its own processes, from the statistics that its scheduler sends with every step."""
+"""The load and the drafts of an engine in its own processes, from the statistics that its scheduler sends."""
 
 from __future__ import annotations
 
@@ -8,12 +8,20 @@ from vllm.config import VllmConfig
 from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.metrics.stats import SchedulerStats
 
+from rl_vllm.engine.speculation import DraftCounts
+
 
 class Load:
-    """The newest load of an engine, as entries of `Generator.health`."""
+    """What an engine reports of its steps.
+
+    Attributes:
+        newest: The newest load, as entries of `Generator.health`.
+        drafts: Counts of speculative decoding.
+    """
 
     def __init__(self) -> None:
         self.newest: dict[str, float] = {}
+        self.drafts = DraftCounts()
 
     def logger(self, config: VllmConfig, engine_index: int = 0) -> StatLoggerBase:
         """The logger that an engine reports to; a factory for vLLM."""
@@ -24,13 +32,8 @@ class Load:
         self.newest["num_running"] = stats.num_running_reqs
         self.newest["num_waiting"] = stats.num_waiting_reqs + stats.num_skipped_waiting_reqs
         self.newest["kv_cache_usage"] = stats.kv_cache_usage
-        drafts = stats.spec_decoding_stats
-        if drafts is not None:
-            self._count("num_draft_tokens", drafts.num_draft_tokens)
-            self._count("num_accepted_tokens", drafts.num_accepted_tokens)
-
-    def _count(self, name: str, more: int) -> None:
-        self.newest[name] = self.newest.get(name, 0) + more
+        if stats.spec_decoding_stats is not None:
+            self.drafts.take(stats.spec_decoding_stats)
 
 
 class _LoadLogger(StatLoggerBase):

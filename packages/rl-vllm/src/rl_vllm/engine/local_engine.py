@@ -18,6 +18,11 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from rl_core.errors import GeneratorError, RequestRefused
 from rl_core.torch.generation.step_thread import StepThread
 from rl_vllm.engine.engine import Engine, failures, generates, one_line
+from rl_vllm.engine.speculation import DraftCounts
+from rl_vllm.patches.kernel_overrides import skip_odd_namespaces
+
+# an engine may have been here before, or another library that uses numba
+skip_odd_namespaces()
 
 Result = TypeVar("Result")
 
@@ -36,7 +41,10 @@ class LocalEngine(Engine):
     """vLLM's engine without its own processes: it is there in half the time, and nothing travels to it."""
 
     def __init__(self, thread: StepThread[SteppedEngine], engine: SteppedEngine) -> None:
-        super().__init__(engine.vllm.output_processor)
+        drafts = DraftCounts()
+        super().__init__(engine.vllm.output_processor, drafts)
+        if engine.vllm.vllm_config.speculative_config is not None:
+            drafts.follow(engine.vllm.engine_core.engine_core.scheduler)
         self._thread = thread
         self._engine = engine
         self._submitted: list[Request] = []

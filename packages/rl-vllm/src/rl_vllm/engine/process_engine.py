@@ -31,7 +31,7 @@ class ProcessEngine(Engine):
     """vLLM's asynchronous engine, whose ranks and scheduler are other processes. They end when this one does."""
 
     def __init__(self, engine: AsyncLLM, roots: Sequence[BaseProcess], output: EngineOutput, load: Load) -> None:
-        super().__init__(engine.output_processor)
+        super().__init__(engine.output_processor, load.drafts)
         above = [psutil.Process(root.pid) for root in roots]
         self._engine = engine
         self._roots = roots
@@ -48,7 +48,7 @@ class ProcessEngine(Engine):
 
         Args:
             arguments: Of vLLM.
-            reports_load: Have its scheduler send statistics with every step, for `load`.
+            reports_load: Have its scheduler send statistics with every step, for `load`, and for `speculation`.
 
         Raises:
             GeneratorError: With the engine's reason, if it does not come up.

@@ -139,11 +139,16 @@ class PacedRolloutSource:
             collected[id(group)].set_aside(reason)
 
     def metrics(self) -> Mapping[str, float]:
-        """The number of replicas and, above staleness 0, ages of the groups that were collected since the last `adopt`,
-        how many are under way or finished behind them, the share of the step's time that was spent waiting for them,
-        and the share of the replicas' time since the last call in which they had no rollouts.
+        """The number of replicas, what speculative decoding did since the last call and, above staleness 0, ages of the
+        groups that were collected since the last `adopt`, how many are under way or finished behind them, the share of
+        the step's time that was spent waiting for them, and the share of the replicas' time since the last call in
+        which they had no rollouts.
         """
-        replicas = {"generation/replicas": float(self._pool.num_replicas)}
+        speculation = self._pool.speculation()
+        replicas = {
+            "generation/replicas": float(self._pool.num_replicas),
+            **({} if speculation is None else speculation.metrics()),
+        }
         if not self._max_staleness:
             return replicas
         groups = [draw.group for draw in self._in(DrawState.COLLECTED)]

@@ -1,0 +1,147 @@
+"""Speculative decoding gives the tokens and logprobs of the model alone, whatever its drafter proposes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from spoilable_generator import SpoilableGenerator
+from transformers import AutoModelForCausalLM
+
+from rl_core.errors import RequestRefused
+from rl_core.model_config import GenerationConfig
+from rl_core.rollouts.generation import GenerationRequest, Placement, SamplingParams
+from rl_core.rollouts.rollout import Completion
+from rl_core.rollouts.speculation import SpeculationCounts
+from rl_core.testing.torch.reference_model import ReferenceModel, processed_logprobs, write_reference_model
+from rl_core.testing.weights import model_config, prompt
+from rl_vllm import VllmConfig
+from rl_vllm.config import SpeculationConfig
+
+TOLERANCE = 1e-4
+BINS = 25
+
+
+def write_drafter(folder: Path, target: Path) -> Path:
+    """A model near another, so that it proposes tokens that are accepted and tokens that are not."""
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    noise = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=noise), alpha=0.03)
+    model.save_pretrained(folder)
+    return folder
+
+
+def chance_of_uniform(drawn: np.ndarray) -> float:
+    """Chance that equally likely bins are as uneven as these counts or more: Pearson's chi-squared test."""
+    expected = drawn.sum() / len(drawn)
+    statistic = ((drawn - expected) ** 2 / expected).sum()
+    degrees = torch.tensor(len(drawn) - 1.0, dtype=torch.float64)
+    return float(torch.special.gammaincc(degrees / 2, torch.tensor(statistic, dtype=torch.float64) / 2))
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A started generator on its own event loop, and the oracle."""
+
+    runner: asyncio.Runner
+    generator: SpoilableGenerator
+    reference: ReferenceModel
+
+    def generate(self, requests: list[GenerationRequest]) -> list[Completion]:
+        async def together() -> list[Completion]:
+            return await asyncio.gather(*map(self.generator.generate, requests))
+
+        return self.runner.run(together())
+
+    def counts(self) -> SpeculationCounts:
+        found = SpeculationCounts.of_health(self.runner.run(self.generator.health()))
+        assert found is not None
+        return found
+
+
+@pytest.fixture(scope="module", params=["ngram", "draft_model"])
+def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    target = write_reference_model(tmp_path_factory.mktemp("target"), seed=0)
+    if request.param == "ngram":
+        speculation = SpeculationConfig(method="ngram", prompt_lookup_min=1)
+    else:
+        drafter = write_drafter(tmp_path_factory.mktemp("drafter"), target)
+        speculation = SpeculationConfig(method=request.param, model=str(drafter))
+    backend = VllmConfig(kv_cache_gib=0.25, speculation=speculation)
+    generator = SpoilableGenerator(GenerationConfig(), backend, model_config(target), Placement("cpu"))
+    with asyncio.Runner() as runner:
+        runner.run(generator.start())
+        yield Bench(runner, generator, ReferenceModel(target))
+        runner.run(generator.close())
+
+
+def test_greedy_tokens_are_those_of_the_model_alone(bench: Bench) -> None:
+    requests = [GenerationRequest(prompt(length), SamplingParams(24, temperature=0), 0) for length in (7, 40)]
+    for request, completion in zip(requests, bench.generate(requests), strict=True):
+        assert completion.token_ids.tolist() == bench.reference.greedy(request.token_ids, 24)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(24, temperature=0.7),
+        SamplingParams(24, top_p=0.8),
+        SamplingParams(24, temperature=1.4, top_k=5),
+        SamplingParams(24, temperature=0.8, top_k=20, top_p=0.9),
+    ],
+    ids=str,
+)
+def test_tokens_are_drawn_from_the_model_and_have_its_logprobs(bench: Bench, sampling: SamplingParams) -> None:
+    before = bench.counts()
+    # each row has every token twice, so that n-grams are found
+    tokens = np.tile(prompt(60), 2)
+    requests = [GenerationRequest(tokens, sampling, seed) for seed in range(100)]
+    uniform, random = [], np.random.default_rng(0)
+    for completion in bench.generate(requests):
+        found = completion.logprobs
+        expected = bench.reference.nearest_logprobs(found, tokens, completion.token_ids, sampling)
+        np.testing.assert_allclose(found, expected, atol=TOLERANCE)
+        rows = bench.reference.logits([*tokens, *completion.token_ids])[len(tokens) - 1 : -1]
+        for logits, token in zip(rows, completion.token_ids, strict=True):
+            likely = np.exp(processed_logprobs(logits, sampling))
+            # the place of the token's share among those of the tokens from the most likely one
+            uniform.append(likely[likely > likely[token]].sum() + random.random() * likely[token])
+    drawn, _ = np.histogram(uniform, BINS, (0.0, 1.0))
+    assert chance_of_uniform(drawn) > 1e-4
+    counts = bench.counts().since(before)
+    # accepted drafts and refused ones are among what was compared
+    assert counts.num_accepted[0] > 50
+    assert counts.num_drafts - counts.num_accepted[0] > 50
+
+
+def test_a_seed_gives_the_same_tokens_alone_and_in_a_batch(bench: Bench) -> None:
+    requests = [GenerationRequest(np.tile(prompt(9, seed), 2), SamplingParams(24), seed) for seed in range(12)]
+    together = bench.generate(requests)
+    for index in (0, 7):
+        assert bench.generate([requests[index]])[0].token_ids.tolist() == together[index].token_ids.tolist()
+
+
+def test_every_token_and_draft_is_counted(bench: Bench) -> None:
+    before = bench.counts()
+    num_tokens = sum(
+        len(each.token_ids)
+        for each in bench.generate([GenerationRequest(prompt(9, i), SamplingParams(40), i) for i in range(8)])
+    )
+    counts = bench.counts().since(before)
+    assert counts.num_tokens == num_tokens == 320
+    assert counts.num_draft_tokens <= 3 * counts.num_drafts
+    assert list(counts.num_accepted) == sorted(counts.num_accepted, reverse=True)
+    # a completion may end within a draft, whose other accepted tokens are left out
+    assert counts.num_steps <= num_tokens <= counts.num_steps + sum(counts.num_accepted)
+
+
+def test_a_request_with_min_p_is_refused(bench: Bench) -> None:
+    with pytest.raises(RequestRefused, match="min_p"):
+        bench.generate([GenerationRequest(prompt(4), SamplingParams(4, min_p=0.1), 0)])
