@@ -99,42 +99,34 @@ def test_greedy_tokens_are_those_of_the_model_alone(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize(
-    "sampling",
-    [
-        SamplingParams(24, temperature=0.7),
-        SamplingParams(24, top_p=0.8),
-        SamplingParams(24, temperature=1.4, top_k=5),
-        SamplingParams(24, temperature=0.8, top_k=20, top_p=0.9),
-    ],
-    ids=str,
+    "sampling", [SamplingParams(16, temperature=0.7), SamplingParams(16, top_k=20, top_p=0.9)], ids=str
 )
 def test_tokens_are_drawn_from_the_model_and_have_its_logprobs(bench: Bench, sampling: SamplingParams) -> None:
     before = bench.counts()
     # what the model continues with is in the row, so that n-grams are found and accepted
     tokens = np.array([*prompt(9), *bench.reference.greedy(prompt(9), 80), *prompt(9)], np.int32)
-    requests = [GenerationRequest(tokens, sampling, seed) for seed in range(100)]
+    requests = [GenerationRequest(tokens, sampling, seed) for seed in range(64)]
     uniform, random = [], np.random.default_rng(0)
     for completion in bench.generate(requests):
-        found = completion.logprobs
-        expected = bench.reference.nearest_logprobs(found, tokens, completion.token_ids, sampling)
-        np.testing.assert_allclose(found, expected, atol=TOLERANCE)
-        rows = bench.reference.logits([*tokens, *completion.token_ids])[len(tokens) - 1 : -1]
-        for logits, token in zip(rows, completion.token_ids, strict=True):
-            likely = np.exp(processed_logprobs(logits, sampling))
+        logits = bench.reference.logits([*tokens, *completion.token_ids])[len(tokens) - 1 : -1]
+        for row, token, logprob in zip(logits, completion.token_ids, completion.logprobs, strict=True):
+            expected = processed_logprobs(row, sampling)
+            assert abs(logprob - expected[token]) < TOLERANCE
+            likely = np.exp(expected)
             # the place of the token's share among those of the tokens from the most likely one
             uniform.append(likely[likely > likely[token]].sum() + random.random() * likely[token])
     drawn, _ = np.histogram(uniform, BINS, (0.0, 1.0))
     assert chance_of_uniform(drawn) > 1e-4
     counts = bench.counts().since(before)
     # accepted drafts and refused ones are among what was compared
-    assert counts.num_accepted[0] > 20
-    assert counts.num_drafts - counts.num_accepted[0] > 20
+    assert counts.num_accepted[0] >= 5
+    assert counts.num_drafts - counts.num_accepted[0] >= 20
 
 
 def test_a_seed_gives_the_same_tokens_alone_and_in_a_batch(bench: Bench) -> None:
-    requests = [GenerationRequest(np.tile(prompt(9, seed), 2), SamplingParams(24), seed) for seed in range(12)]
+    requests = [GenerationRequest(np.tile(prompt(9, seed), 2), SamplingParams(24), seed) for seed in range(8)]
     together = bench.generate(requests)
-    for index in (0, 7):
+    for index in (0, 5):
         assert bench.generate([requests[index]])[0].token_ids.tolist() == together[index].token_ids.tolist()
 
 

@@ -138,9 +138,9 @@ class SpeculationConfig(Config):
             if self.model is None:
                 reason = f"is needed by method {self.method}"
                 raise ProblemError(Problem("model", reason, remedy="Set it to the folder of the drafter"))
-            unread = ("prompt_lookup_min", "prompt_lookup_max")
+            unread = ["prompt_lookup_min", "prompt_lookup_max"]
         else:
-            unread = ("model",)
+            unread = ["model"]
         for name in unread:
             if (value := getattr(self, name)) is not None:
                 reason = f"is not read by method {self.method}"

@@ -12,7 +12,7 @@ from rl_core.hf_config import num_positions, rope_parameters, switches_at
 from rl_core.model_config import LoraConfig, ModelConfig, local_hf_config
 from rl_core.plugins import BackendPlugin, Preload, Requirement
 from rl_core.run_config import RunConfig
-from rl_vllm.config import MAX_TEMPERATURE, MIN_TEMPERATURE, SpeculationConfig, VllmConfig
+from rl_vllm.config import MAX_TEMPERATURE, MIN_TEMPERATURE, VllmConfig
 from rl_vllm.engine.process_env import import_variables
 
 MAX_ADAPTER_DIM = 512
@@ -134,29 +134,29 @@ def _speculation(section: Any, config: RunConfig) -> Iterable[Problem]:
             remedy="Set top_p or top_k instead, or remove generation.vllm_cfg.speculation",
         )
     if speculation.model is not None:
-        yield from _drafter(speculation, section)
+        yield from _drafter(speculation.method, speculation.model, section)
 
 
-def _drafter(speculation: SpeculationConfig, policy: ModelConfig) -> Iterable[Problem]:
+def _drafter(method: str, folder: str, policy: ModelConfig) -> Iterable[Problem]:
     """Problems of a drafter's files."""
     key = "generation.vllm_cfg.speculation.model"
-    fields = local_hf_config(ModelConfig(model_name=speculation.model))
+    fields = local_hf_config(ModelConfig(model_name=folder))
     if not fields:
         reason, remedy = "is not a folder of this machine with the files of a model", "Download the drafter first"
-        yield Problem(key, reason, got=speculation.model, remedy=remedy)
+        yield Problem(key, reason, got=folder, remedy=remedy)
         return
-    if Path(speculation.model).expanduser().resolve() == Path(policy.model_name).expanduser().resolve():
+    if Path(folder).expanduser().resolve() == Path(policy.model_name).expanduser().resolve():
         reason = "is the policy's own model, which costs as much as it saves"
-        yield Problem(key, reason, got=speculation.model, remedy="Set a smaller model of the same family")
+        yield Problem(key, reason, got=folder, remedy="Set a smaller model of the same family")
         return
     names = fields.get("architectures") or ()
-    if speculation.method == "eagle3" and not any("Eagle3" in name for name in names):
+    if method == "eagle3" and not any("Eagle3" in name for name in names):
         reason = f"is not an EAGLE-3 head: its architecture is {', '.join(names) or 'not given'}"
-        yield Problem(key, reason, got=speculation.model, remedy="Set another folder, or method to draft_model")
+        yield Problem(key, reason, got=folder, remedy="Set another folder, or method to draft_model")
     rows, drafted = local_hf_config(policy).get("vocab_size"), fields.get("vocab_size")
     if rows and rows != drafted:
         reason = f"has {drafted} tokens, but the policy's model has {rows}: they do not share a vocabulary"
-        yield Problem(key, reason, got=speculation.model, remedy="Set a drafter of the same model family")
+        yield Problem(key, reason, got=folder, remedy="Set a drafter of the same model family")
 
 
 def routing_problem(config: VllmConfig, device: Device) -> str:

@@ -37,8 +37,14 @@ class SpeculationCounts:
         if _BREAK_EVEN not in health:
             return None
         accepted = itertools.takewhile(lambda value: value is not None, map(health.get, _positions()))
-        counts = [health[name] for name in ("num_tokens", "num_steps", "num_drafts", "num_draft_tokens")]
-        return cls(*counts, tuple(accepted), health[_BREAK_EVEN])
+        return cls(
+            num_tokens=health["num_tokens"],
+            num_steps=health["num_steps"],
+            num_drafts=health["num_drafts"],
+            num_draft_tokens=health["num_draft_tokens"],
+            num_accepted=tuple(accepted),
+            break_even=health[_BREAK_EVEN],
+        )
 
     def as_health(self) -> dict[str, float]:
         """Return them as entries of `Generator.health`."""
