@@ -33,7 +33,8 @@ def write_config(folder: Path, **fields: object) -> Path:
     [
         ({"method": "suffix"}, r"method: got .suffix..*arctic-inference"),
         ({"method": "mtp"}, r"method: got .mtp..*no training backend trains"),
-        ({"method": "eagle3"}, "model: is needed by method eagle3"),
+        ({"method": "eagle3", "model": "head"}, r"method: got .eagle3.*weights are sent"),
+        ({"method": "draft_model"}, "model: is needed by method draft_model"),
         ({"method": "ngram", "model": "drafter"}, "model: got .drafter..*is not read by method ngram"),
         ({"method": "draft_model", "model": "drafter", "prompt_lookup_max": 3}, "prompt_lookup_max.*not read"),
         ({"method": "ngram", "prompt_lookup_min": 4, "prompt_lookup_max": 3}, "prompt_lookup_min.*larger"),
@@ -49,7 +50,7 @@ def test_what_cannot_be_done_is_refused_with_its_key(settings: dict[str, Any], r
     ("settings", "reason"),
     [
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size: got 2.*vllm_cfg.speculation"),
-        ({"sleep_level": 2, "speculation": {"method": "eagle3", "model": "head"}}, "sleep_level: got 2.*drafter"),
+        ({"sleep_level": 2, "speculation": {"method": "draft_model", "model": "near"}}, "sleep_level: got 2.*drafter"),
         ({"vllm_kwargs": {"async_scheduling": True}}, "async_scheduling"),
     ],
     ids=str,
@@ -83,14 +84,12 @@ def test_models_with_states_are_refused_before_anything_starts(
 def test_a_drafter_has_files_and_the_vocabulary_of_the_model(tmp_path: Path) -> None:
     target = write_config(tmp_path / "target")
 
-    def found(drafter: Path, method: str = "draft_model") -> str:
-        speculation = SpeculationConfig(method=method, model=str(drafter))
+    def found(drafter: Path) -> str:
+        speculation = SpeculationConfig(method="draft_model", model=str(drafter))
         problem = problems(str(target), vllm_cfg=VllmConfig(speculation=speculation))
         return "".join(each.reason for each in problem.values())
 
     assert not found(write_config(tmp_path / "near"))
-    assert not found(write_config(tmp_path / "head", architectures=["LlamaForCausalLMEagle3"]), "eagle3")
-    assert "not an EAGLE-3 head" in found(tmp_path / "near", "eagle3")
     assert "has 65 tokens" in found(write_config(tmp_path / "other", vocab_size=65))
     assert "not a folder" in found(tmp_path / "absent")
     assert "policy's own" in found(target)

@@ -85,10 +85,11 @@ def _owned_problem(name: str) -> Problem:
     return Problem(f"vllm_kwargs.{name}", reason, remedy=remedy)
 
 
-MODEL_DRAFTERS = ("draft_model", "eagle3")
-"""Methods of speculative decoding whose drafts come from a model."""
-
 _REFUSED_METHODS = {
+    "eagle3": (
+        "drafts from the policy's hidden states, embedding and head, and has not been verified with an engine whose "
+        "weights are sent"
+    ),
     "suffix": "needs arctic-inference 0.1.1, which has no builds and is not among the packages of the engine",
     "mtp": (
         "drafts with the model's heads for multi-token prediction, which no training backend trains or sends with a "
@@ -108,12 +109,12 @@ class SpeculationConfig(Config):
 
     method: Literal["ngram", "draft_model", "eagle3", "suffix", "mtp"]
     """Drafter: `ngram` continues the last tokens as they continued earlier in the same row, without a model.
-    `draft_model` is a smaller model with the same vocabulary, and `eagle3` a head on the policy's hidden states; both
-    keep the weights of their files while the policy trains. `suffix` and `mtp` are refused, with the reason."""
+    `draft_model` is a smaller model with the same vocabulary, which keeps the weights of its files while the policy
+    trains. `eagle3`, `suffix` and `mtp` are refused, with the reason."""
     num_tokens: int = Field(default=3, ge=1, le=64)
     """Maximum number of tokens in a draft."""
     model: PathText | None = None
-    """`draft_model` and `eagle3`: folder of the drafter's files, on every node."""
+    """`draft_model`: folder of the drafter's files, on every node."""
     prompt_lookup_min: int | None = Field(default=None, ge=1)
     """`ngram`: smallest number of last tokens that must occur earlier in the row; 2 if unset."""
     prompt_lookup_max: int | None = Field(default=None, ge=1)
@@ -128,13 +129,13 @@ class SpeculationConfig(Config):
     def _refuse_methods(self) -> SpeculationConfig:
         reason = _REFUSED_METHODS.get(self.method)
         if reason:
-            remedy = "Set ngram, or draft_model or eagle3 with a drafter in a folder of its own"
+            remedy = "Set ngram, or draft_model with a drafter in a folder of its own"
             raise ProblemError(Problem("method", reason, got=self.method, remedy=remedy))
         return self
 
     @model_validator(mode="after")
     def _refuse_keys_of_other_methods(self) -> SpeculationConfig:
-        if self.method in MODEL_DRAFTERS:
+        if self.has_weights:
             if self.model is None:
                 reason = f"is needed by method {self.method}"
                 raise ProblemError(Problem("model", reason, remedy="Set it to the folder of the drafter"))
@@ -158,7 +159,7 @@ class SpeculationConfig(Config):
     @property
     def has_weights(self) -> bool:
         """Return whether the drafter is a model."""
-        return self.method in MODEL_DRAFTERS
+        return self.method == "draft_model"
 
     @property
     def lookup(self) -> tuple[int, int]:

@@ -134,10 +134,10 @@ def _speculation(section: Any, config: RunConfig) -> Iterable[Problem]:
             remedy="Set top_p or top_k instead, or remove generation.vllm_cfg.speculation",
         )
     if speculation.model is not None:
-        yield from _drafter(speculation.method, speculation.model, section)
+        yield from _drafter(speculation.model, section)
 
 
-def _drafter(method: str, folder: str, policy: ModelConfig) -> Iterable[Problem]:
+def _drafter(folder: str, policy: ModelConfig) -> Iterable[Problem]:
     """Problems of a drafter's files."""
     key = "generation.vllm_cfg.speculation.model"
     fields = local_hf_config(ModelConfig(model_name=folder))
@@ -149,10 +149,6 @@ def _drafter(method: str, folder: str, policy: ModelConfig) -> Iterable[Problem]
         reason = "is the policy's own model, which costs as much as it saves"
         yield Problem(key, reason, got=folder, remedy="Set a smaller model of the same family")
         return
-    names = fields.get("architectures") or ()
-    if method == "eagle3" and not any("Eagle3" in name for name in names):
-        reason = f"is not an EAGLE-3 head: its architecture is {', '.join(names) or 'not given'}"
-        yield Problem(key, reason, got=folder, remedy="Set another folder, or method to draft_model")
     rows, drafted = local_hf_config(policy).get("vocab_size"), fields.get("vocab_size")
     if rows and rows != drafted:
         reason = f"has {drafted} tokens, but the policy's model has {rows}: they do not share a vocabulary"
