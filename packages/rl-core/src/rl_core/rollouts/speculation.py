@@ -36,13 +36,13 @@ class SpeculationCounts:
         """Return the counts in a report of `Generator.health`; None if it has none."""
         if _BREAK_EVEN not in health:
             return None
-        accepted = itertools.takewhile(lambda value: value is not None, map(health.get, _positions()))
+        positions = itertools.takewhile(health.__contains__, _positions())
         return cls(
             num_tokens=health["num_tokens"],
             num_steps=health["num_steps"],
             num_drafts=health["num_drafts"],
             num_draft_tokens=health["num_draft_tokens"],
-            num_accepted=tuple(accepted),
+            num_accepted=tuple(health[name] for name in positions),
             break_even=health[_BREAK_EVEN],
         )
 
