@@ -6,6 +6,7 @@ import importlib.metadata
 import os
 import platform
 import re
+import subprocess
 import time
 import tomllib
 from collections.abc import Callable
@@ -79,10 +80,19 @@ def _machine(setup: Setup) -> list[tuple[str, str]]:
             ("memory", f"{properties.total_memory / 1e9:.1f} GB"),
             ("in use before the check", f"{setup.accelerator.used_bytes() / 1e9:.2f} GB"),
             ("CUDA of torch", str(torch.version.cuda)),
-            ("CUDA of the driver", str(torch._C._cuda_getDriverVersion())),
+            ("driver", _driver()),
             ("NCCL", ".".join(map(str, torch.cuda.nccl.version()))),
         ]
     return rows
+
+
+def _driver() -> str:
+    """Version of NVIDIA's driver."""
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()[0]
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        return "unknown: nvidia-smi does not answer"
 
 
 def _products(setup: Setup, report: Report) -> None:

@@ -45,7 +45,7 @@ def runs_kernels(device: torch.device) -> bool:
         return _counted.get() or is_interpreted()
     if device.type not in ("cuda", "meta") or not _has_triton():
         return False
-    return device.type == "meta" or not torch.cuda.is_available() or _starts()
+    return device.type == "meta" or _starts()
 
 
 def takes(*tensors: Tensor | None) -> bool:
@@ -86,7 +86,10 @@ def _has_triton() -> bool:
 
 @cache
 def _starts() -> bool:
-    """Return whether Triton starts on this machine's GPU; it compiles the module that loads kernels."""
+    """Return whether Triton starts on this machine's GPU; it compiles the module that loads kernels. Without a GPU there
+    are only tensors without data, which need no start."""
+    if not torch.cuda.is_available():
+        return True
     try:
         driver = importlib.import_module("triton.runtime.driver")
         return driver.driver.active.utils is not None

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rl_core.torch.kernels.devices import num_programs, takes
+from rl_core.torch.kernels.operators import operator
 
 LARGEST_SIZE = 16_384
 """Largest number of features that one program holds."""
@@ -148,7 +149,7 @@ def _launch(size: int) -> dict[str, int]:
     return {"ROWS": rows, "COLUMNS": columns, "num_warps": max(4, min(16, rows * columns // 512))}
 
 
-@torch.library.custom_op("rl_core::rms_norm", mutates_args=(), device_types=("cpu", "cuda"))
+@operator("rms_norm")
 def _forward(
     x: Tensor,
     addend: Tensor | None,
@@ -202,7 +203,7 @@ def _empty(
     return x.new_empty((num, size), dtype=dtype), total, x.new_empty(num, dtype=torch.float32)
 
 
-@torch.library.custom_op("rl_core::rms_norm_backward", mutates_args=(), device_types=("cpu", "cuda"))
+@operator("rms_norm_backward")
 def _backward(
     grad: Tensor,
     by_total: Tensor | None,

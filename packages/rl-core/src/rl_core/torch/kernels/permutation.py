@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rl_core.torch.kernels.devices import takes
+from rl_core.torch.kernels.operators import operator
 
 BLOCK = 1024
 """Entries of a row that one program copies."""
@@ -169,7 +170,7 @@ def _launch(num_tokens: int, size: int) -> tuple[tuple[int, int], dict[str, int]
     return (num_tokens, -(-size // block)), {"BLOCK": block, "num_warps": 4}
 
 
-@torch.library.custom_op("rl_core::spread_rows", mutates_args=(), device_types=("cpu", "cuda"))
+@operator("spread_rows")
 def _spread(x: Tensor, weights: Tensor | None, places: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     from rl_core.torch.kernels.programs.permutation import spread_rows
 
@@ -199,7 +200,7 @@ def _spread_empty(x: Tensor, weights: Tensor | None, places: Tensor, num_rows: i
     return x.new_empty((num_rows, x.shape[1])), x.new_empty(0) if weights is None else weights.new_empty(num_rows)
 
 
-@torch.library.custom_op("rl_core::collect_rows", mutates_args=(), device_types=("cpu", "cuda"))
+@operator("collect_rows")
 def _collect(rows: Tensor, weights: Tensor | None, places: Tensor) -> tuple[Tensor, Tensor]:
     from rl_core.torch.kernels.programs.permutation import collect_rows
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from rl_core.torch.kernels.devices import num_programs, takes
 from rl_core.torch.kernels.norm import NormForm
+from rl_core.torch.kernels.operators import operator
 
 LARGEST_HEAD = 512
 """Largest heads that one program holds several of."""
@@ -139,7 +140,7 @@ def _angle_places(cos: Tensor) -> tuple[int, int]:
     return 0 if len(cos) == 1 else cos.stride(0), cos.stride(1)
 
 
-@torch.library.custom_op("rl_core::rotated", mutates_args=(), device_types=("cpu", "cuda"))
+@operator("rotated")
 def _forward(
     x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None, eps: float, offset: float, rounds_first: bool
 ) -> Tensor:
@@ -179,7 +180,7 @@ def _empty(
     return _by_token(x, torch.promote_types(dtype, cos.dtype))
 
 
-@torch.library.custom_op("rl_core::rotated_backward", mutates_args=(), device_types=("cpu", "cuda"))
+@operator("rotated_backward")
 def _backward(
     grad: Tensor,
     x: Tensor | None,

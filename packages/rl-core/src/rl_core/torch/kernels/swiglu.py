@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rl_core.torch.kernels.devices import takes
+from rl_core.torch.kernels.operators import operator
 
 BLOCK = 1024
 """Entries of a row that one program computes."""
@@ -91,7 +92,7 @@ def _launch(num: int, size: int) -> tuple[tuple[int], dict[str, int]]:
     return (num * num_blocks,), {"num_blocks": num_blocks, "BLOCK": block, "num_warps": 4}
 
 
-@torch.library.custom_op("rl_core::swiglu", mutates_args=(), device_types=("cpu", "cuda"))
+@operator("swiglu")
 def _forward(gate: Tensor, up: Tensor, weights: Tensor | None) -> Tensor:
     from rl_core.torch.kernels.programs.swiglu import swiglu_forward
 
@@ -118,7 +119,7 @@ def _empty(gate: Tensor, up: Tensor, weights: Tensor | None) -> Tensor:
     return gate.new_empty(gate.shape)
 
 
-@torch.library.custom_op("rl_core::swiglu_backward", mutates_args=(), device_types=("cpu", "cuda"))
+@operator("swiglu_backward")
 def _backward(grad: Tensor, gate: Tensor, up: Tensor, weights: Tensor | None, in_one: bool) -> tuple[Tensor, Tensor]:
     from rl_core.torch.kernels.programs.swiglu import swiglu_backward
 
