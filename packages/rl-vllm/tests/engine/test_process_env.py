@@ -12,6 +12,7 @@ from rl_vllm.engine import process_env
 
 def test_a_replica_on_gpus_keeps_the_gpus_that_it_was_shown() -> None:
     found = process_env.variables(Placement("cuda"))
+    assert found["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
     assert "CUDA_VISIBLE_DEVICES" not in found
     assert "TORCHDYNAMO_DISABLE" not in found
     assert not [name for name in found if name.startswith("VLLM_CPU")]

@@ -38,6 +38,8 @@ def variables(placement: Placement) -> dict[str, str]:
         "OMP_NUM_THREADS": str(placement.cpu_threads),
     }
     if placement.kind.runs_on_gpus:
+        # its kernel serves no request with a seed or with logprobs after top_p, as all are, and is compiled at the start
+        found["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
         return found
     # binding threads to cores is left to the scheduler: several replicas and trainers share them
     found["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
