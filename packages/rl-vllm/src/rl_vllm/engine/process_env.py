@@ -38,7 +38,7 @@ def variables(placement: Placement) -> dict[str, str]:
         "OMP_NUM_THREADS": str(placement.cpu_threads),
     }
     if placement.kind.runs_on_gpus:
-        # its kernel serves no request with a seed or with logprobs after top_p, as all are, and is compiled at the start
+        # its kernel is compiled at the start, and serves no request with a seed or logprobs after top_p, as all are
         found["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
         return found
     # binding threads to cores is left to the scheduler: several replicas and trainers share them
