@@ -19,8 +19,9 @@ logger = logging.getLogger(__name__)
 DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 """Dtypes that the kernels take; they compute in float32."""
 
-PROGRAMS_PER_PROCESSOR = 4
-"""Programs that share one multiprocessor, of kernels whose programs loop over rows."""
+PROGRAMS_PER_PROCESSOR = 8
+"""Programs that share one multiprocessor, of kernels whose programs loop over rows. Of 2 to 32, 8 were the fastest on an
+H100 for rotations, and as fast as any for norms."""
 
 _counted: ContextVar[bool] = ContextVar("_counted", default=False)
 
