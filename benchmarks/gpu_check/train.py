@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -90,8 +91,14 @@ def _config(setup: Setup, run_dir: Path) -> dict[str, Any]:
         "env": {"math": {"answer_format": "numeric"}},
         "checkpointing": {"enabled": False},
         "profiling": {"steps": [NUM_STEPS, NUM_STEPS], "tools": ["torch"]},
-        "cluster": {"device": setup.device, "gpus_per_node": 1, "worker_envs": "shared"},
+        "cluster": {"device": setup.device, "gpus_per_node": 1, **_engines_here()},
     }
+
+
+def _engines_here() -> dict[str, str]:
+    """Workers use the environment of this process if it has the engines: packages that are taken from a checkout cannot
+    be installed elsewhere."""
+    return {"worker_envs": "shared"} if find_spec("vllm") else {}
 
 
 def _steps(report: Report, steps: Sequence[dict[str, Any]], run_dir: Path) -> None:
