@@ -35,9 +35,9 @@ EXTRAS = {"rl-core": "ray", "rl-dtensor": "worker", "rl-megatron": "worker", "rl
 NEWER = frozenset({"transformers", "peft", "tokenizers", "huggingface-hub", "typing-extensions", "anyio", "httpx"})
 """Packages that are carried even if the machine has another version of them."""
 UNUSED = re.compile(
-    r"(nvidia|torch|triton|opencv|rl|z3|cuda|nccl|tokenspeed)-.*|torch|triton|tilelang|flashinfer-python|torchcodec|"
+    r"(nvidia|torch|triton|rl|z3|cuda|nccl|tokenspeed)-.*|torch|triton|tilelang|flashinfer-python|torchcodec|"
     r"mistral-common|pynvvideocodec|instanttensor|pycountry|cryptography|anthropic|supervisor|quack-kernels|sentry-sdk|"
-    r"rignore|fastar|numba|llvmlite|scipy|pandas|uv"
+    r"rignore|fastar|uv"
 )
 """Distributions that no section imports; `nvidia-ml-py` is kept."""
 DROPPED = re.compile(

@@ -24,8 +24,9 @@ from rl_dtensor.model.settings import device_problems, without_sinks, without_so
 
 LENGTHS = (1, 700, 37, 1500, 3, 129, 512, 64)
 SMALL_LENGTHS = (1, 21, 5, 64, 3)
-BOUND = {torch.bfloat16: 2e-2, torch.float32: 2e-4}
-"""Of the root mean square of differences, relative to that of the oracle, in the worst row."""
+BOUND = {torch.bfloat16: 1.5e-2, torch.float32: 2e-4}
+"""Of the root mean square of differences in the worst row, relative to that of the oracle, in the row or in all rows,
+whichever is larger."""
 
 GENERATIONS = {"auto": "FA2", "flash_attention_2": "FA2", "flash_attention_3": "FA3"}
 """Flash attention's generation of a backend; `auto` is torch's."""
@@ -125,8 +126,10 @@ def _worst_error(
     for name, ours, theirs in zip(("output", "dq", "dk", "dv"), found, expected, strict=True):
         scale = theirs.square().mean().sqrt().item()
         for row, (start, end) in enumerate(bounds):
+            # keys of a short row get more weight each, so its gradients are larger, and rounded in proportion
+            own = theirs[0, start:end].square().mean().sqrt().item()
             difference = (ours[0, start:end].float() - theirs[0, start:end]).square().mean().sqrt().item()
-            errors.append((name, row, difference / scale))
+            errors.append((name, row, difference / max(scale, own)))
     nan = [error for error in errors if error[2] != error[2]]
     return nan[0] if nan else max(errors, key=lambda error: error[2])
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rl_core.errors import Origin, WorkerDied
+from rl_core.errors import Origin, WorkerDied, WorkerError
 from rl_core.rollouts.speculation import SpeculationCounts
 from rl_launch.runtime import speculation_watch
 from rl_launch.runtime.speculation_watch import SpeculationWatch
@@ -54,8 +54,14 @@ def test_a_step_has_what_all_replicas_added_since_the_one_before(watch: Speculat
     assert watch.take(replicas) == counts(6, 4)
 
 
-def test_engines_without_drafts_are_asked_once(watch: SpeculationWatch) -> None:
-    dead, plain = Replica(WorkerDied("the process ended", Origin("rollout worker", 0, "node", ""))), Replica(None)
+ORIGIN = Origin("rollout worker", 0, "node", "speculation")
+
+
+@pytest.mark.parametrize(
+    "failure", [WorkerDied("the process ended", ORIGIN), WorkerError("RuntimeError", "it does not start", "", ORIGIN)]
+)
+def test_engines_without_drafts_are_asked_once(watch: SpeculationWatch, failure: Exception) -> None:
+    dead, plain = Replica(failure), Replica(None)
     assert watch.take([dead]) is None
     assert watch.take([dead, plain]) is None
     assert watch.take([dead, plain]) is None

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import reduce
 from operator import add
 
-from rl_core.errors import GeneratorError, WorkerDied
+from rl_core.errors import RLError
 from rl_core.ray.calls import fetch
 from rl_core.rollouts.speculation import SpeculationCounts
 from rl_launch.runtime.replica import Replica
@@ -62,8 +62,8 @@ class SpeculationWatch:
         for replica, call in calls:
             try:
                 health = fetch(call, replica.origin("speculation"), max(0.0, end - time.monotonic()))
-            except (GeneratorError, WorkerDied) as error:
-                # a dead one is noticed and replaced by the next call that needs it
+            except RLError as error:
+                # a broken one is noticed and replaced by the next call that needs it
                 _log.debug("%s", error)
                 continue
             answers[replica] = SpeculationCounts.of_health(health)
