@@ -57,12 +57,12 @@ class Engines:
     """The scripted engines.
 
     Args:
-        replicas: number of them.
-        slots: rollouts that a replica decodes at a time.
-        median_tokens: of a rollout.
-        max_tokens: of a rollout.
-        seconds_per_token: of each rollout, whatever else is decoded.
-        update_seconds: of a weight update in flight.
+        replicas: Number of replicas.
+        slots: Number of rollouts that a replica decodes at a time.
+        median_tokens: Median length of a rollout.
+        max_tokens: Maximum length of a rollout.
+        seconds_per_token: Duration of a token of each rollout, whatever else is decoded.
+        update_seconds: Duration of a weight update in flight.
     """
 
     replicas: int
@@ -131,7 +131,7 @@ class ScriptedPool:
     """A `RolloutPool` of scripted replicas.
 
     Args:
-        in_flight: whether rollouts go on after a weight update, or end before it.
+        in_flight: True if rollouts continue after a weight update, False if they end before it.
     """
 
     def __init__(self, script: Script, engines: Engines, *, in_flight: bool) -> None:
@@ -216,10 +216,10 @@ class Measured:
     """A simulated run.
 
     Args:
-        step_seconds: of a step, simulated; the first is left out.
-        idle: share of it in which nothing was trained.
-        most_under_way: rollouts at a time, begun or waiting.
-        cpu_seconds: of the driver per 1,000 finished rollouts.
+        step_seconds: Simulated duration of a step; the first is left out.
+        idle: Share of it in which nothing was trained.
+        most_under_way: Maximum number of rollouts at a time, in progress or waiting.
+        cpu_seconds: Processor time of the driver for 1,000 finished rollouts.
     """
 
     step_seconds: float
@@ -233,9 +233,9 @@ class Setting:
     """A case of the simulation.
 
     Args:
-        train_seconds: of training a step.
-        staleness: of the source.
-        in_flight: whether rollouts go on after a weight update, or end before it.
+        train_seconds: Duration of training in a step.
+        staleness: Staleness limit of the source.
+        in_flight: True if rollouts continue after a weight update, False if they end before it.
     """
 
     train_seconds: float

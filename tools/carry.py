@@ -6,7 +6,7 @@
     ssh MACHINE 'cd checkout && PYTHONPATH=~/site python3 benchmarks/gpu_check.py'
 
 Packages that are there already stay out, and so do those that vLLM imports for other devices, formats and models only.
-The machine keeps its torch: vLLM's kernels use torch's stable ABI and load beside versions near the one they name. Of
+The machine keeps its torch: vLLM's kernels use torch's stable ABI and load with versions near the one they name. Of
 each CUDA library only code for one architecture is kept, which makes vLLM's 330 MB 45. The parts are small enough to be
 sent one by one.
 """
@@ -92,7 +92,7 @@ def requirements() -> Iterator[str]:
 
 
 def install(site: Path, python: str, there: dict[str, str]) -> None:
-    """Install the wanted packages at the lock's versions beside the machine's torch, with all that they need."""
+    """Install the wanted packages at the lock's versions, for the machine's torch, with all that they need."""
     locked = tomllib.loads((ROOT / "uv.lock").read_text())["package"]
     times = Counter(each["name"] for each in locked)  # one with several versions is left to the resolver
     pins = {each["name"]: f"=={each['version']}" for each in locked if times[each["name"]] == 1}

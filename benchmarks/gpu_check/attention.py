@@ -1,4 +1,4 @@
-"""Attention of packed and padded rows, by every backend, beside plain products in float32, row by row."""
+"""Attention of packed and padded rows, by every backend, compared with plain products in float32, row by row."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def _side_by_side(part: Tensor, lengths: Sequence[int]) -> Tensor:
 
 
 def _by_row(parts: Sequence[Tensor], lengths: Sequence[int], case: Case) -> Tensor:
-    """The oracle: a softmax of products for each row alone."""
+    """The oracle: a softmax of products, row by row."""
     repeats = case.heads // case.key_value_heads
     outputs = []
     for query, key, value in zip(*(part.split(list(lengths), 2) for part in parts), strict=True):

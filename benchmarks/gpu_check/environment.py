@@ -104,7 +104,7 @@ def _products(setup: Setup, report: Report) -> None:
     report.speed("product of matrices", "TFLOP/s", rate / 1e12, chip and chip.products / 1e12, "large products")
     name = setup.kind.chip
     if not name:
-        report.skip("the GPU's peak is known", "there is no GPU")
+        report.skip("the GPU's peak is known", "this machine has no GPU")
         return
     peak = peak_flops(name)
     report.holds("the GPU's peak is known", "rl_core.torch.training.flops", peak is not None, name)
