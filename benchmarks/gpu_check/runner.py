@@ -167,7 +167,8 @@ class Runner:
         """The stacks of the process, or its last ones if it died; empty if it does not write any in time."""
         assert self._process is not None
         if self._process.is_alive():
-            os.kill(self._process.pid or 0, STACKS)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._process.pid or 0, STACKS)
             self._process.join(STACKS_S)
         return self._stacks.read_text(errors="replace") if self._stacks.exists() else ""
 

@@ -116,11 +116,13 @@ def test_it_can_be_shipped_to_a_node_that_has_none_of_this():
     cloudpickle = pytest.importorskip("ray.cloudpickle")
     from rl_launch.worker_envs import node_build
 
+    registered = node_build.__name__ in cloudpickle.list_registry_pickle_by_value()  # by a test before this one
     cloudpickle.register_pickle_by_value(node_build)
     try:
         shipped = cloudpickle.dumps((node_build.build, PLAN))
     finally:
-        cloudpickle.unregister_pickle_by_value(node_build)
+        if not registered:
+            cloudpickle.unregister_pickle_by_value(node_build)
     script = (
         "import sys, pickle; sys.modules['rl_launch'] = None; sys.modules['rl_core'] = None\n"
         "from ray import cloudpickle; build, plan = pickle.loads(sys.stdin.buffer.read())\n"
