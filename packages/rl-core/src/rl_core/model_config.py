@@ -193,6 +193,31 @@ class LoraConfig(Config):
         return self.alpha / (math.sqrt(self.dim) if self.use_rslora else self.dim)
 
 
+Part = Literal["frozen", "trained", "adapters"]
+"""How a part of a model trains."""
+
+
+class VisionConfig(Config):
+    """Images: whether a vision-language model sees them, and which of its parts train."""
+
+    when_changed: ClassVar[WhenChanged | None] = WhenChanged.NEW_RUN
+
+    enabled: bool = False
+    """Train and serve a vision-language model with its vision tower, so that conversations may have images. Otherwise
+    such a model is trained and served as its language model."""
+    tower: Part = "frozen"
+    """How the vision tower trains: not at all (`frozen`), with all its weights (`trained`), or with low-rank adapters
+    as `lora_cfg` sets them (`adapters`)."""
+    projector: Part = "frozen"
+    """How the layers between vision tower and language model train, with the same choices."""
+    min_pixels: Annotated[int | None, WhenChanged.BRANCH] = Field(default=None, gt=0)
+    """Number of pixels to which smaller images are enlarged; if unset, as the model's image processor sets it."""
+    max_pixels: Annotated[int | None, WhenChanged.BRANCH] = Field(default=None, gt=0)
+    """Number of pixels to which larger images are reduced; if unset, as the model's image processor sets it."""
+    max_images: Annotated[int, WhenChanged.RESUME] = Field(default=16, gt=0)
+    """Maximum number of images in a row."""
+
+
 class ModelConfig(Config):
     """A model: its files, tokenizer, batch sizes, precision, optimizer, adapters, and the backend that trains it."""
 
@@ -231,6 +256,7 @@ class ModelConfig(Config):
     scheduler: list[SchedulerConfig] = []
     """Learning-rate schedules in order; with an empty list the learning rate is constant."""
     lora_cfg: LoraConfig = LoraConfig()
+    vision: VisionConfig = VisionConfig()
     sequence_packing: SequencePackingConfig = SequencePackingConfig()
     dynamic_batching: DynamicBatchingConfig = DynamicBatchingConfig()
     env_vars: Annotated[EnvVars, WhenChanged.RESUME] = {}

@@ -64,6 +64,8 @@ class GenerationRequest:
             A stop string may begin in them.
         first_version: Weight version that sampled the first of these; None if there are none. An engine that keeps keys
             and values over weight updates has them from then (`Placement.keeps_cache`). `digest` leaves it out.
+        images: Digests of the images among the tokens, in order (`rl_core.images`). `token_ids` has all tokens of each
+            image, as the model sees them, not one placeholder.
     """
 
     token_ids: np.ndarray
@@ -71,12 +73,13 @@ class GenerationRequest:
     seed: int
     num_sampled: int = 0
     first_version: int | None = None
+    images: tuple[str, ...] = ()
 
     @property
     def digest(self) -> str:
         """The same for equal requests, in every process; hexadecimal."""
         tokens = np.ascontiguousarray(self.token_ids, dtype=np.int32).tobytes()
-        others = repr((self.sampling, self.seed, self.num_sampled)).encode()
+        others = repr((self.sampling, self.seed, self.num_sampled, *self.images)).encode()
         return hashlib.blake2b(tokens + others, digest_size=16).hexdigest()
 
 

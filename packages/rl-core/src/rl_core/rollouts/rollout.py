@@ -120,6 +120,8 @@ class Rollout:
             worker fills it in. None if every rollout is a play of its own.
         is_opponent: True if other weights than the policy's sampled it: older ones, or those of another model. It
             trains nothing; a rollout worker fills it in.
+        images: Digests of the images among the tokens of each segment, in order (`rl_core.images`); those of a rollout
+            of one row are one entry. Empty without images.
     """
 
     prompt_id: str
@@ -139,6 +141,7 @@ class Rollout:
     peers: str = ""
     play: int | None = None
     is_opponent: bool = False
+    images: tuple[tuple[str, ...], ...] = ()
 
     def __post_init__(self) -> None:
         if self.segments and sum(self.segments) != len(self.tokens):
