@@ -9,15 +9,21 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from io import BytesIO
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING, Any
-
-from rl_core.rollouts.rollout import Message
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+    from PIL.ImageFile import ImageFile
+
+    from rl_core.rollouts.rollout import Message
 
 IMAGES = "images"
 """Column of a batch, uint8 `[images of the row, DIGEST_BYTES]`: the digests of each row's images in the order of their
@@ -27,6 +33,16 @@ DIGEST_BYTES = 16
 
 STORE_VARIABLE = "RL_IMAGES"
 """Environment variable of all processes of a run that names the folder of its images."""
+
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
+"""Formats that are read. Others that pillow knows start programs (EPS), or are rare as photographs."""
+
+_MODES = frozenset("1 L LA P PA RGB RGBA RGBa RGBX CMYK YCbCr HSV I;16 I;16L I;16B".split())
+_TRANSPARENT = frozenset("LA PA RGBA RGBa".split())
+_ORIENTATION = 0x0112
+_TURNED = range(5, 9)
+"""Values of the EXIF orientation that exchange width and height."""
+_DIGEST = re.compile(f"[0-9a-f]{{{2 * DIGEST_BYTES}}}")
 
 
 class ImageError(ValueError):
@@ -85,27 +101,89 @@ class ImageStore:
         return cls(folder)
 
     def path(self, digest: str) -> Path:
-        """Return the file of an image."""
+        """Return the file of an image.
+
+        Raises:
+            ImageError: If it is not a digest.
+        """
+        if not _DIGEST.fullmatch(digest):
+            raise ImageError(f"{digest[:80]!r} is not the digest of an image; put the image into the store first")
         return self.folder / digest[:2] / digest
 
     def put(self, data: bytes) -> ImageRef:
-        """Keep an image. Equal bytes are kept once.
+        """Keep an image. Equal bytes are kept once, and several processes may keep images at the same time.
 
         Args:
-            data: Bytes of a file in a format that pillow reads.
+            data: Bytes of a file in one of `FORMATS`.
 
         Raises:
-            ImageError: If it is none, has more than one frame, or is larger than accepted.
+            ImageError: If it is not a valid image, has several frames, or is larger than accepted.
+            ImportError: If pillow is not installed.
         """
-        raise NotImplementedError
+        if not data:
+            raise ImageError("the image is empty: it has 0 bytes")
+        if len(data) > self.limits.max_bytes:
+            raise ImageError(f"the image has {len(data):,} bytes; at most {self.limits.max_bytes:,} are accepted")
+        digest = digest_of(data)
+        path = self.path(digest)
+        is_kept = path.is_file() and path.stat().st_size == len(data)
+        image = self._checked(data, decode=not is_kept)
+        if not is_kept:
+            _write(path, data)
+        width, height = image.size
+        return ImageRef(digest, *((height, width) if _orientation(image) in _TURNED else (width, height)))
 
     def open(self, digest: str) -> Image:
-        """Return the pixels of an image in RGB, turned as its file asks for.
+        """Return the pixels of an image in RGB, turned as its file asks for; transparent parts are white.
 
         Raises:
-            ImageError: If it is not there.
+            ImageError: If it is not in the store, or its file is damaged.
+            ImportError: If pillow is not installed.
         """
-        raise NotImplementedError
+        path = self.path(digest)
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            raise ImageError(f"the image {digest} is not in {self.folder}") from None
+        if digest_of(data) != digest:
+            raise ImageError(f"the file of the image {digest} in {self.folder} is damaged; remove it")
+        return _upright_rgb(self._checked(data, decode=True))
+
+    def _checked(self, data: bytes, *, decode: bool) -> ImageFile:
+        """Return the image of a file; its size is checked before a pixel is decoded."""
+        pillow = _pillow()
+        try:
+            image: ImageFile = pillow.open(BytesIO(data), formats=FORMATS)
+            self._check_header(image)
+            if decode:
+                image.load()
+                _orientation(image)
+        except (ImageError, ImportError):
+            raise
+        except pillow.UnidentifiedImageError:
+            raise ImageError(f"it is not an image in one of the formats {', '.join(FORMATS)}") from None
+        except pillow.DecompressionBombError:
+            raise ImageError(self._too_large("far too many")) from None
+        except Exception as error:  # noqa: BLE001 - decoders raise errors of any kind for damaged files
+            raise ImageError(f"the image is truncated or damaged ({_one_line(error)})") from None
+        return image
+
+    def _check_header(self, image: ImageFile) -> None:
+        width, height = image.size
+        if width < 1 or height < 1:
+            raise ImageError(f"the image has no pixels: its size is {width} x {height}")
+        if width * height > self.limits.max_pixels:
+            raise ImageError(self._too_large(f"{width} x {height}"))
+        # the second frame of an MPO file is a preview, or the picture of a second lens
+        num_frames = getattr(image, "n_frames", 1)
+        if image.format != "MPO" and num_frames > 1:
+            raise ImageError(f"the image is animated or has pages: it has {num_frames} frames; keep one of them")
+        if image.mode not in _MODES:
+            raise ImageError(f"the image has pixels of the mode {image.mode!r}; convert it to RGB")
+
+    def _too_large(self, size: str) -> str:
+        limit = self.limits.max_pixels
+        return f"the image has {size} pixels; at most {limit:,} are accepted. Reduce it"
 
 
 def digest_of(data: bytes) -> str:
@@ -120,3 +198,50 @@ def image_refs(messages: Sequence[Message]) -> Iterator[ImageRef]:
         for part in content if isinstance(content, list | tuple) else ():
             if isinstance(part, Mapping) and part.get("type") == "image":
                 yield ImageRef(part["image"], part["width"], part["height"])
+
+
+@cache
+def _pillow() -> Any:
+    """The module `PIL.Image` with the plugins of `FORMATS`, and without its warnings of large images: they are
+    refused."""
+    try:
+        from PIL import Image, TiffImagePlugin, WebPImagePlugin  # noqa: F401
+    except ImportError as error:
+        raise ImportError(f"images need pillow: pip install 'rl-core[vision]' ({error})") from error
+    warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
+    return Image
+
+
+def _orientation(image: Image) -> int:
+    value = image.getexif().get(_ORIENTATION, 1)
+    return value if isinstance(value, int) else 1
+
+
+def _upright_rgb(image: Image) -> Image:
+    from PIL import ImageOps
+
+    image = ImageOps.exif_transpose(image)
+    if image.mode.startswith("I;16"):  # 16 bits of grey, which `convert` would cut off at 255
+        return image.point(lambda value: value / 256).convert("L").convert("RGB")
+    if image.mode in _TRANSPARENT or "transparency" in image.info:
+        image = image.convert("RGBA")
+        white = _pillow().new("RGBA", image.size, (255, 255, 255, 255))
+        image = _pillow().alpha_composite(white, image)
+    return image.convert("RGB")
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Write a file that is complete once it has its name, whoever else writes it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+        try:
+            file.write(data)
+            file.flush()
+            Path(file.name).replace(path)
+        except BaseException:
+            Path(file.name).unlink(missing_ok=True)
+            raise
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:120] or type(error).__name__
