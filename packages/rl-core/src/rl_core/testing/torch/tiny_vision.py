@@ -1,0 +1,357 @@
+"""Tiny random vision-language models for tests: weights, tokenizer and processor files, made without a network."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedTokenizerFast
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+VOCAB_SIZE = 384
+
+EOS_TOKEN_ID = 2
+
+TEXT: Mapping[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 2048,
+    "initializer_range": 0.15,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": EOS_TOKEN_ID,
+}
+"""Fields of the language model's config, the same in all families."""
+
+
+@dataclass(frozen=True)
+class TinyFamily:
+    """A family at a tiny size.
+
+    Args:
+        text: Fields of its language model in addition to `TEXT`.
+        vision: Fields of its vision tower.
+        whole: Fields of the composite config; a value that is a token stands for its id.
+        tokens: Special tokens of its tokenizer, in addition to the common ones.
+        named: Attributes of its tokenizer that processors look for.
+        image: Text of an image in its chat template.
+        processor: Class and fields of its processor.
+        image_processor: Class and fields of its image processor.
+        video_processor: Class of its video processor; empty if it has none.
+    """
+
+    text: Mapping[str, Any]
+    vision: Mapping[str, Any]
+    whole: Mapping[str, Any]
+    tokens: Sequence[str]
+    image: str
+    processor: Mapping[str, Any]
+    image_processor: Mapping[str, Any]
+    named: Mapping[str, str] | None = None
+    video_processor: str = ""
+
+
+_MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
+_QWEN_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+_QWEN_IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
+_QWEN_WHOLE = {
+    "image_token_id": "<|image_pad|>",
+    "video_token_id": "<|video_pad|>",
+    "vision_start_token_id": "<|vision_start|>",
+    "vision_end_token_id": "<|vision_end|>",
+}
+_HALF = [0.5, 0.5, 0.5]
+
+
+def _qwen_images(patch_size: int) -> dict[str, Any]:
+    # as many pixels as one merged patch, and as 16 of them
+    side = 2 * patch_size
+    return {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "patch_size": patch_size,
+        "temporal_patch_size": 2,
+        "merge_size": 2,
+        "size": {"shortest_edge": side * side, "longest_edge": 16 * side * side},
+        "image_mean": _HALF,
+        "image_std": _HALF,
+    }
+
+
+_QWEN3_VISION = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "patch_size": 16,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 64,
+    "initializer_range": 0.15,
+}
+
+_SIGLIP = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "patch_size": 14,
+    "initializer_range": 0.15,
+}
+
+_IDEFICS_TOKENS = (
+    "<fake_token_around_image>",
+    "<image>",
+    "<end_of_utterance>",
+    "<global-img>",
+    *(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)),
+)
+
+
+def _idefics(kind: str, **processor: Any) -> TinyFamily:
+    images = {
+        "image_processor_type": f"{kind}ImageProcessor",
+        "do_image_splitting": True,
+        "size": {"longest_edge": 112},
+        "max_image_size": {"longest_edge": 56},
+        "image_mean": _HALF,
+        "image_std": _HALF,
+    }
+    return TinyFamily(
+        text={"model_type": "llama"},
+        vision={**_SIGLIP, "image_size": 56},
+        whole={"image_token_id": "<image>", "scale_factor": 2, "pad_token_id": 0},
+        tokens=_IDEFICS_TOKENS,
+        image="<image>",
+        processor={"processor_class": f"{kind}Processor", "image_seq_len": 4, **processor},
+        image_processor=images,
+        video_processor="SmolVLMVideoProcessor" if kind == "SmolVLM" else "",
+    )
+
+
+FAMILIES: Mapping[str, TinyFamily] = {
+    "qwen2_5_vl": TinyFamily(
+        # its heads are as wide as they can be
+        text={"rope_parameters": _MROPE, "num_attention_heads": 2},
+        vision={
+            "depth": 2,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_heads": 2,
+            "patch_size": 14,
+            "window_size": 56,
+            "fullatt_block_indexes": [1],
+            "out_hidden_size": 64,
+            "initializer_range": 0.15,
+        },
+        whole=_QWEN_WHOLE,
+        tokens=_QWEN_TOKENS,
+        image=_QWEN_IMAGE,
+        processor={"processor_class": "Qwen2_5_VLProcessor"},
+        image_processor=_qwen_images(14),
+        video_processor="Qwen2VLVideoProcessor",
+    ),
+    "qwen3_vl": TinyFamily(
+        text={"rope_parameters": {**_MROPE, "mrope_interleaved": True}},
+        vision={**_QWEN3_VISION, "deepstack_visual_indexes": [0, 1]},
+        whole=_QWEN_WHOLE,
+        tokens=_QWEN_TOKENS,
+        image=_QWEN_IMAGE,
+        processor={"processor_class": "Qwen3VLProcessor"},
+        image_processor=_qwen_images(16),
+        video_processor="Qwen3VLVideoProcessor",
+    ),
+    "qwen3_5": TinyFamily(
+        text={
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.25,
+                "mrope_section": [2, 1, 1],
+                "mrope_interleaved": True,
+            },
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_key_head_dim": 32,
+            "linear_value_head_dim": 32,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 2,
+        },
+        vision=_QWEN3_VISION,
+        whole=_QWEN_WHOLE,
+        tokens=_QWEN_TOKENS,
+        image=_QWEN_IMAGE,
+        processor={"processor_class": "Qwen3VLProcessor"},
+        image_processor=_qwen_images(16),
+        video_processor="Qwen3VLVideoProcessor",
+    ),
+    "gemma3": TinyFamily(
+        text={
+            "query_pre_attn_scalar": 32,
+            "sliding_window": 16,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+        vision={**_SIGLIP, "image_size": 56},
+        whole={
+            "mm_tokens_per_image": 4,
+            "initializer_range": 0.15,
+            "boi_token_index": "<start_of_image>",
+            "eoi_token_index": "<end_of_image>",
+            "image_token_index": "<image_soft_token>",
+        },
+        tokens=("<start_of_image>", "<end_of_image>", "<image_soft_token>", "\n", "\n\n", "\n\n\n", "\n\n\n\n"),
+        named={
+            "boi_token": "<start_of_image>",
+            "eoi_token": "<end_of_image>",
+            "image_token": "<image_soft_token>",
+        },
+        image="<start_of_image>",
+        processor={"processor_class": "Gemma3Processor", "image_seq_length": 4},
+        image_processor={
+            "image_processor_type": "Gemma3ImageProcessor",
+            "size": {"height": 56, "width": 56},
+            "image_seq_length": 4,
+            "image_mean": _HALF,
+            "image_std": _HALF,
+        },
+    ),
+    "idefics3": _idefics("Idefics3"),
+    "smolvlm": _idefics("SmolVLM"),
+    "internvl": TinyFamily(
+        text={"model_type": "qwen2"},
+        vision={**_SIGLIP, "image_size": [56, 56], "patch_size": [14, 14], "layer_scale_init_value": 0.5},
+        whole={"image_token_id": "<IMG_CONTEXT>", "image_seq_length": 4},
+        tokens=("<img>", "</img>", "<IMG_CONTEXT>", "<video>"),
+        named={
+            "start_image_token": "<img>",
+            "end_image_token": "</img>",
+            "context_image_token": "<IMG_CONTEXT>",
+            "video_token": "<video>",
+        },
+        image="<IMG_CONTEXT>\n",
+        processor={"processor_class": "InternVLProcessor", "image_seq_length": 4},
+        image_processor={
+            "image_processor_type": "GotOcr2ImageProcessor",
+            "crop_to_patches": True,
+            "min_patches": 1,
+            "max_patches": 4,
+            "size": {"height": 56, "width": 56},
+            "image_mean": _HALF,
+            "image_std": _HALF,
+        },
+        video_processor="InternVLVideoProcessor",
+    ),
+}
+"""The families by their `model_type`."""
+
+
+def write_tiny_vision_model(folder: Path, family: str, *, dtype: str = "float32", seed: int = 0, **text: Any) -> Path:
+    """Write a random vision-language model of 10^5 parameters with its tokenizer and processor.
+
+    Args:
+        folder: Folder of the model; made.
+        family: One of `FAMILIES`.
+        dtype: Dtype of the weights.
+        seed: Seed of the weights.
+        **text: Fields of the language model's config, in place of those of `TEXT` and the family.
+    """
+    kind = FAMILIES[family]
+    tokenizer = _tokenizer(kind)
+    ids = tokenizer.get_vocab()
+    fields = {
+        **{name: ids.get(value, value) if isinstance(value, str) else value for name, value in kind.whole.items()},
+        "tie_word_embeddings": text.get("tie_word_embeddings", False),
+        "text_config": {**TEXT, "tie_word_embeddings": False, **kind.text, **text},
+        "vision_config": dict(kind.vision),
+    }
+    config = AutoConfig.for_model(family, **fields)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForImageTextToText.from_config(config, dtype=getattr(torch, dtype))
+        _shake(model)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    _write_processor(folder, kind)
+    return folder
+
+
+def tiny_image(seed: int, width: int = 56, height: int = 56) -> Image:
+    """Return an image of coarse random blocks, in RGB."""
+    from PIL import Image
+
+    generator = torch.Generator().manual_seed(seed)
+    blocks = torch.randint(0, 256, (4, 4, 3), dtype=torch.uint8, generator=generator)
+    return Image.fromarray(blocks.numpy(), "RGB").resize((width, height), Image.Resampling.NEAREST)
+
+
+def tiny_png(seed: int, width: int = 56, height: int = 56) -> bytes:
+    """Return the same as the bytes of a PNG file."""
+    file = io.BytesIO()
+    tiny_image(seed, width, height).save(file, format="PNG")
+    return file.getvalue()
+
+
+def _shake(model: torch.nn.Module) -> None:
+    """Move vectors away from the zeros and ones that they start with, so that each counts."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1 or not parameter.any():
+                parameter.add_(0.1 * torch.randn_like(parameter))
+
+
+def _tokenizer(kind: TinyFamily) -> PreTrainedTokenizerFast:
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    common = ["<pad>", "<|im_start|>", "<|im_end|>"]
+    tokenizer = Tokenizer(models.BPE({token: index for index, token in enumerate([*common, *alphabet])}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = [token for token in kind.tokens if token.strip()]
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in (*common, *special)])
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in kind.tokens if not token.strip()])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<|im_start|>",
+        eos_token="<|im_end|>",
+        extra_special_tokens=dict(kind.named or {}),
+        chat_template=_template(kind.image),
+    )
+
+
+def _template(image: str) -> str:
+    """ChatML in which a part of a content that is an image is the placeholder of the family."""
+    return (
+        "{%- for message in messages -%}"
+        "{{- '<|im_start|>' + message['role'] + '\\n' -}}"
+        "{%- if message['content'] is string -%}{{- message['content'] -}}"
+        "{%- else -%}{%- for part in message['content'] -%}"
+        "{%- if part['type'] == 'image' -%}{{- " + json.dumps(image) + " -}}"
+        "{%- else -%}{{- part['text'] -}}{%- endif -%}"
+        "{%- endfor -%}{%- endif -%}"
+        "{{- '<|im_end|>\\n' -}}"
+        "{%- endfor -%}"
+        "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
+    )
+
+
+def _write_processor(folder: Path, kind: TinyFamily) -> None:
+    """Write what `AutoProcessor` and `AutoImageProcessor` read. Processors themselves would write the same, but some
+    need packages that only videos use."""
+    images = {**kind.image_processor, "processor_class": kind.processor["processor_class"]}
+    (folder / "preprocessor_config.json").write_text(json.dumps(images, indent=2, sort_keys=True))
+    (folder / "processor_config.json").write_text(json.dumps(dict(kind.processor), indent=2, sort_keys=True))
+    if kind.video_processor:
+        videos = {**kind.image_processor, "video_processor_type": kind.video_processor}
+        del videos["image_processor_type"]
+        (folder / "video_preprocessor_config.json").write_text(json.dumps(videos, indent=2, sort_keys=True))
