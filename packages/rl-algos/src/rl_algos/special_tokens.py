@@ -23,6 +23,7 @@ from typing import Any
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from rl_algos.images.image_tokens import texts_of
 from rl_core.rollouts.rollout import Message
 from rl_core.template_ends import template_ends
 
@@ -79,16 +80,14 @@ class SpecialTokens:
 
     def first_in(self, messages: Iterable[Message]) -> str:
         """Return the first special token in the content of messages; empty if there is none."""
-        contents = (message.get("content") for message in messages)
-        found = (self._in_content.search(content) for content in contents if isinstance(content, str))
+        contents = (text for message in messages for text in texts_of(message))
+        found = map(self._in_content.search, contents)
         return next((match[0] for match in found if match), "")
 
     def hidden(self, messages: Sequence[Message]) -> list[Message]:
         """Return the messages with placeholders for special tokens in their content, except in the assistant's."""
         return [
-            {**message, "content": self._in_content.sub(self._hide, content)}
-            if isinstance(content := message.get("content"), str) and message.get("role") != "assistant"
-            else message
+            message if message.get("role") == "assistant" else {**message, **self._hidden_content(message)}
             for message in messages
         ]
 
@@ -144,6 +143,18 @@ class SpecialTokens:
             eos_token=self._replacements.get(end, end),
             clean_up_tokenization_spaces=False,
         )
+
+    def _hidden_content(self, message: Message) -> dict[str, Any]:
+        content = message.get("content")
+        if isinstance(content, str):
+            return {"content": self._in_content.sub(self._hide, content)}
+        if isinstance(content, list | tuple):
+            return {"content": tuple(map(self._hidden_part, content))}
+        return {}
+
+    def _hidden_part(self, part: Mapping[str, Any]) -> Mapping[str, Any]:
+        is_text = part.get("type") == "text"
+        return {**part, "text": self._in_content.sub(self._hide, part["text"])} if is_text else part
 
     def _hide(self, match: re.Match[str]) -> str:
         return self._placeholders[match[0]]

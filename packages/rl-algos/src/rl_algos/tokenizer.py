@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
 import numpy as np
-from jinja2 import TemplateRuntimeError
+from jinja2 import TemplateError, TemplateRuntimeError
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import cached_file
 
 from rl_algos import hub
+from rl_algos.images.image_tokens import ATTRIBUTE, check_images, image_tokens, read_image_tokens, texts_of, with_images
 from rl_algos.special_tokens import SPLIT, special_tokens, splits_prompts
 from rl_algos.tool_calls.formats import format_of
 from rl_core.errors import ConfigError, DataError
-from rl_core.model_config import TokenizerConfig
+from rl_core.model_config import TokenizerConfig, VisionConfig
 from rl_core.rollouts.rollout import Message
+from rl_core.template_ends import POLICY_MARK
 
 # AutoTokenizer imports torch if it is installed (3 s); the fast class reads the same tokenizer.json
 _FILES = "tokenizer.json"
@@ -26,16 +29,21 @@ _FILES = "tokenizer.json"
 _RENDERING_S = 20.0
 """Seconds within which a chat template must render a short conversation; known ones take milliseconds."""
 
+_TEXT_ONLY = VisionConfig()
+
 _ENDS = "ids_of_generation_ends"
 """Attribute of a loaded tokenizer; see `generation_ends`."""
 
 
-def load_tokenizer(config: TokenizerConfig, model_name: str) -> PreTrainedTokenizerFast:
-    """The tokenizer of a local folder or a hub name, with the configured chat template and its variables.
+def load_tokenizer(
+    config: TokenizerConfig, model_name: str, vision: VisionConfig = _TEXT_ONLY
+) -> PreTrainedTokenizerFast:
+    """The tokenizer of a local folder or a hub name, with the configured chat template and its variables, and with what
+    the model's processor writes for images if `vision` is enabled.
 
     Raises:
-        ConfigError: If the files of a fast tokenizer, the end-of-sequence token or the template's file are missing, or
-            the template does not end.
+        ConfigError: If the files of a fast tokenizer, the end-of-sequence token or the template's file are missing, the
+            template does not end, or the model cannot read images.
     """
     name = config.name or model_name
     key = "policy.tokenizer.name" if config.name else "policy.model_name"
@@ -52,14 +60,19 @@ def load_tokenizer(config: TokenizerConfig, model_name: str) -> PreTrainedTokeni
         )
     setattr(tokenizer, _ENDS, _read_generation_ends(tokenizer, model_name))
     setattr(tokenizer, SPLIT, config.split_special_tokens)
+    images = read_image_tokens(tokenizer, model_name, vision)
+    setattr(tokenizer, ATTRIBUTE, images)
+    own_template = tokenizer.chat_template if images is None else images.chat_template or tokenizer.chat_template
     try:
-        tokenizer.chat_template = config.template_text() or tokenizer.chat_template
+        tokenizer.chat_template = config.template_text() or own_template
     except ValueError as error:
         raise ConfigError(f"policy.tokenizer.chat_template: {error}") from error
     if config.chat_template_kwargs:
         require_chat_template(tokenizer)
         tokenizer.chat_template = config.with_variables(tokenizer.chat_template)
     _check_rendering_ends(tokenizer)
+    if images is not None:
+        _check_images_shown(tokenizer)
     return tokenizer
 
 
@@ -192,8 +205,9 @@ def render(
     require_chat_template(tokenizer)
     as_text = format_of(tokenizer.chat_template).arguments_as_text
     shown: list[Any] | None = [dict(tool) for tool in tools] or None
+    in_parts = image_tokens(tokenizer) is not None and _wants_parts(tokenizer, tokenizer.chat_template)
     try:
-        plain = [_as_templates_take_it(message, arguments_as_text=as_text) for message in messages]
+        plain = [_as_templates_take_it(message, arguments_as_text=as_text, in_parts=in_parts) for message in messages]
         return str(
             tokenizer.apply_chat_template(
                 plain, tools=shown, chat_template=template, tokenize=False, add_generation_prompt=add_generation_prompt
@@ -204,11 +218,16 @@ def render(
         raise TemplateRuntimeError(f"{type(error).__name__}: {error}") from error
 
 
-def _as_templates_take_it(message: Message, *, arguments_as_text: bool) -> dict[str, Any]:
-    """A message with a string as its content, and with arguments of calls as a string if the template joins them."""
+def _as_templates_take_it(message: Message, *, arguments_as_text: bool, in_parts: bool) -> dict[str, Any]:
+    """A message with a string or a list of parts as its content, of which images have no more than their type, and with
+    arguments of calls as a string if the template joins them."""
     plain = dict(message)
-    if plain.get("content") is None:
-        plain["content"] = ""
+    content = plain.get("content") or ""
+    if isinstance(content, list | tuple):
+        content = [{"type": "image"} if part["type"] == "image" else dict(part) for part in content]
+    elif in_parts:
+        content = [{"type": "text", "text": content}] if content else []
+    plain["content"] = content
     if arguments_as_text and plain.get("tool_calls"):
         plain["tool_calls"] = [_with_text(call) for call in plain["tool_calls"]]
     return plain
@@ -225,19 +244,21 @@ def encode_prompt(
     tokenizer: PreTrainedTokenizerFast, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
 ) -> np.ndarray:
     """Tokens of the conversation up to the start of the policy's next turn; special tokens in its content are text or
-    not, as `policy.tokenizer.split_special_tokens` says.
+    not, as `policy.tokenizer.split_special_tokens` says. Each image has all its tokens.
 
     Returns:
         int32 `[tokens]`.
 
     Raises:
         ConfigError, jinja2.TemplateError: as `render`.
-        DataError: If the template leaves out a message of the system or the user.
+        DataError: If the template leaves out a message of the system or the user, or the model cannot read its images.
     """
     special = special_tokens(tokenizer)
     shown = special.hidden(messages) if splits_prompts(tokenizer) else messages
+    check_images(tokenizer, shown)
     text = render(tokenizer, shown, add_generation_prompt=True, tools=tools)
     check_shown(shown, text)
+    text, _ = with_images(tokenizer, shown, text)
     # the template adds the special tokens
     return np.asarray(special.encode(text), dtype=np.int32)
 
@@ -246,14 +267,45 @@ def check_shown(messages: Sequence[Message], text: str) -> None:
     """Raise a `DataError` if a message of the system or the user is missing from the rendered conversation."""
     shown = squeezed(text)
     for index, message in enumerate(messages):
-        content = message.get("content")
-        if message["role"] not in ("system", "developer", "user") or not isinstance(content, str):
+        if message["role"] not in ("system", "developer", "user"):
             continue
-        if squeezed(content) not in shown:
+        missing = next((content for content in texts_of(message) if squeezed(content) not in shown), None)
+        if missing is not None:
             raise DataError(
                 f"the chat template does not show message {index} (from 0), whose role is {message['role']!r}: "
-                f"{content[:80]!r}; set policy.tokenizer.chat_template to a template that does, or remove the message"
+                f"{missing[:80]!r}; set policy.tokenizer.chat_template to a template that does, or remove the message"
             )
+
+
+@lru_cache(maxsize=8)
+def _wants_parts(tokenizer: Any, template: str) -> bool:
+    """Return whether a chat template only shows a content that is a list of parts, as some of vision-language models
+    do."""
+
+    def shows(content: Any) -> bool:
+        try:
+            return POLICY_MARK in tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
+        except (TypeError, ValueError, LookupError, AttributeError, TemplateError):
+            return False
+
+    return not shows(POLICY_MARK) and shows([{"type": "text", "text": POLICY_MARK}])
+
+
+def _check_images_shown(tokenizer: PreTrainedTokenizerFast) -> None:
+    """Raise a `ConfigError` if the chat template does not write one placeholder for an image."""
+    tokens = image_tokens(tokenizer)
+    if tokens is None or tokenizer.chat_template is None:
+        return
+    asked: Message = {"role": "user", "content": ({"type": "image"}, {"type": "text", "text": POLICY_MARK})}
+    try:
+        text = render(tokenizer, [asked], add_generation_prompt=True)
+    except TemplateError as error:
+        text = f"{type(error).__name__}: {error}"
+    if text.count(tokens.marks.placeholder) != 1 or POLICY_MARK not in text:
+        raise ConfigError(
+            "policy.tokenizer.chat_template: the template does not show a message with an image and a text: it must "
+            f"write {tokens.marks.placeholder} for the image. Use the template of the model's processor"
+        )
 
 
 def squeezed(text: str) -> str:

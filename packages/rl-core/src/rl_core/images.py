@@ -37,8 +37,8 @@ STORE_VARIABLE = "RL_IMAGES"
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 """Formats that are read. Others that pillow knows start programs (EPS), or are rare as photographs."""
 
-_MODES = frozenset("1 L LA P PA RGB RGBA RGBa RGBX CMYK YCbCr HSV I;16 I;16L I;16B".split())
-_TRANSPARENT = frozenset("LA PA RGBA RGBa".split())
+_PLAIN = ("1", "L", "P", "RGB", "RGBX", "CMYK", "YCbCr", "HSV", "I;16", "I;16L", "I;16B")
+_TRANSPARENT = ("LA", "PA", "RGBA", "RGBa")
 _ORIENTATION = 0x0112
 _TURNED = range(5, 9)
 """Values of the EXIF orientation that exchange width and height."""
@@ -178,7 +178,7 @@ class ImageStore:
         num_frames = getattr(image, "n_frames", 1)
         if image.format != "MPO" and num_frames > 1:
             raise ImageError(f"the image is animated or has pages: it has {num_frames} frames; keep one of them")
-        if image.mode not in _MODES:
+        if image.mode not in (*_PLAIN, *_TRANSPARENT):
             raise ImageError(f"the image has pixels of the mode {image.mode!r}; convert it to RGB")
 
     def _too_large(self, size: str) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from rl_algos.images.image_tokens import check_images, with_images
 from rl_algos.sft.config import LearnedTurns
 from rl_algos.sft.marked_template import Span
 from rl_algos.sft.turn_spans import find_turns
@@ -30,7 +31,7 @@ def encode_conversation(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Tokens of a conversation with a mask of the loss: the assistant's text and the token that ends its turn.
 
-    The assistant's text is what `rl_algos.sft.turn_spans.find_turns` finds and proves.
+    Each image has all its tokens, which are not learned. The assistant's text is what `rl_algos.sft.turn_spans.find_turns` finds and proves.
 
     Args:
         tokenizer: Tokenizer with a chat template.
@@ -43,7 +44,8 @@ def encode_conversation(
         int32 `[tokens]` and uint8 `[tokens]`; the mask of the first token, which nothing predicts, is 0.
 
     Raises:
-        DataError: If no message of the assistant is to be learned, or if the template does not tell its turns apart.
+        DataError: If no message of the assistant is to be learned, if the template does not tell its turns apart, or if
+            the model cannot read the images.
         jinja2.TemplateError: if the template refuses the messages.
     """
     learned = learned_messages(messages, learn)
@@ -53,8 +55,11 @@ def encode_conversation(
     special = special_tokens(tokenizer)
     if splits_prompts(tokenizer):
         plain = special.hidden(plain)
+    check_images(tokenizer, plain)
     turns = find_turns(tokenizer, plain, learned, tools)
-    reader, text, spans = tokenizer, turns.text, turns.spans
+    reader = tokenizer
+    text, ends = with_images(tokenizer, plain, turns.text, [place for span in turns.spans for place in span])
+    spans = tuple(zip(ends[::2], ends[1::2], strict=True))
     if special.has_placeholders(text):
         reader = special.renamed
         text, places = special.for_renamed(text, [place for span in spans for place in span])

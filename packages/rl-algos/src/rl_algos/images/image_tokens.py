@@ -1,0 +1,237 @@
+"""Images in rendered conversations: placeholders are replaced by what the model's processor writes for each image."""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import import_module
+from typing import Any
+
+from rl_algos.images.expansions import EXPANSIONS, ImageMarks
+from rl_core.errors import ConfigError, DataError
+from rl_core.images import ImageRef, image_refs
+from rl_core.model_config import VisionConfig
+from rl_core.rollouts.rollout import Message
+
+ATTRIBUTE = "images_of_model"
+"""Attribute of a loaded tokenizer; see `image_tokens`."""
+
+
+@dataclass(frozen=True)
+class ImageTokens:
+    """The strings that a model reads for images. Equal for equal models, and small when it is pickled.
+
+    Args:
+        processor: Class of the model's processor, one of `EXPANSIONS`.
+        fields: Fields of the processor, as JSON.
+        image_processor: Class of the image processor as `module:name`, and its fields as JSON, with the limits of
+            pixels in `policy.vision`.
+        marks: Special tokens of the family.
+        max_images: `policy.vision.max_images`.
+        chat_template: Chat template in the files of the processor; None if they have none.
+    """
+
+    processor: str
+    fields: str
+    image_processor: tuple[str, str]
+    marks: ImageMarks
+    max_images: int
+    chat_template: str | None = None
+
+    def of(self, width: int, height: int) -> str:
+        """Return the string of an image by its size in pixels.
+
+        Raises:
+            DataError: If the image processor refuses such an image.
+        """
+        return _written(self, width, height)
+
+    def check(self, messages: Sequence[Message]) -> None:
+        """Raise a `DataError` if messages cannot be read with their images: the assistant's have one, there are too
+        many, or a text has a token of images."""
+        count = sum(1 for _ in image_refs(messages))
+        if count > self.max_images:
+            raise DataError(
+                f"the conversation has {count} images, more than policy.vision.max_images = {self.max_images}; "
+                "increase it, or remove the row"
+            )
+        reserved = (self.marks.placeholder, self.marks.token, *self.marks.others)
+        for index, message in enumerate(messages):
+            if message.get("role") == "assistant" and any(True for _ in image_refs([message])):
+                raise DataError(
+                    f"message {index} (from 0) of the assistant has an image, but models write no images; move it to "
+                    "a message of the user"
+                )
+            for text in texts_of(message):
+                found = next((token for token in reserved if token in text), None)
+                if found is not None:
+                    raise DataError(
+                        f"message {index} (from 0) contains {found!r}, a token of images, in its text; remove it, or "
+                        "give the image as a part of the message or in a column of images"
+                    )
+
+    def expanded(self, text: str, images: Sequence[ImageRef], positions: Sequence[int] = ()) -> tuple[str, list[int]]:
+        """Return a rendered text with the strings of its images, and where positions in the text are in it.
+
+        Args:
+            text: Rendered conversation with a placeholder for each image.
+            images: Images in the order of the placeholders.
+            positions: Positions in the text, none of them within a placeholder.
+
+        Raises:
+            DataError: If there is another number of placeholders.
+        """
+        pieces = text.split(self.marks.placeholder)
+        if len(pieces) - 1 != len(images):
+            raise DataError(
+                f"the chat template writes {len(pieces) - 1} image placeholders ({self.marks.placeholder}) for "
+                f"{len(images)} images; set policy.tokenizer.chat_template to the template of the model's processor"
+            )
+        written = [self.of(image.width, image.height) for image in images]
+        ends, moved, end = [0], [0], 0
+        for piece, new in zip(pieces, written, strict=False):
+            end += len(piece) + len(self.marks.placeholder)
+            ends.append(end)
+            moved.append(moved[-1] + len(new) - len(self.marks.placeholder))
+        places = [position + moved[bisect_right(ends, position) - 1] for position in positions]
+        return "".join(each for pair in zip(pieces, [*written, ""], strict=True) for each in pair), places
+
+
+def image_tokens(tokenizer: Any) -> ImageTokens | None:
+    """Return how images are written for the model of a loaded tokenizer; None without `policy.vision.enabled`."""
+    found: ImageTokens | None = getattr(tokenizer, ATTRIBUTE, None)
+    return found
+
+
+def check_images(tokenizer: Any, messages: Sequence[Message]) -> None:
+    """Raise a `DataError` if messages have images that the model of a tokenizer cannot read; see
+    `ImageTokens.check`."""
+    tokens = image_tokens(tokenizer)
+    if tokens is not None:
+        tokens.check(messages)
+    elif next(image_refs(messages), None) is not None:
+        raise DataError(
+            "the conversation has images, but the model is trained without its vision tower; set "
+            "policy.vision.enabled: true, with a vision-language model, or remove the images"
+        )
+
+
+def with_images(
+    tokenizer: Any, messages: Sequence[Message], text: str, positions: Sequence[int] = ()
+) -> tuple[str, list[int]]:
+    """Return the rendered text of messages with the strings of their images; see `ImageTokens.expanded`."""
+    tokens = image_tokens(tokenizer)
+    return (text, list(positions)) if tokens is None else tokens.expanded(text, list(image_refs(messages)), positions)
+
+
+def texts_of(message: Message) -> Iterator[str]:
+    """Yield the strings of a message's content."""
+    content = message.get("content")
+    if isinstance(content, str):
+        yield content
+    elif isinstance(content, list | tuple):
+        yield from (part["text"] for part in content if isinstance(part, Mapping) and part.get("type") == "text")
+
+
+def read_image_tokens(tokenizer: Any, model_name: str, vision: VisionConfig) -> ImageTokens | None:
+    """Read how the processor of a model writes images; None without `vision.enabled`.
+
+    Args:
+        tokenizer: Tokenizer of the model.
+        model_name: Local folder or hub name.
+        vision: Section `policy.vision`.
+
+    Raises:
+        ConfigError: If the model has no processor, the processor is not supported, or pillow is not installed.
+    """
+    if not vision.enabled:
+        return None
+    fields, template = _processor_fields(model_name)
+    name = fields["processor_class"]
+    if name not in EXPANSIONS:
+        raise ConfigError(
+            f"policy.vision.enabled: {model_name!r} has the processor {name or 'of no class'}, which is not "
+            f"supported; supported: {', '.join(EXPANSIONS)}"
+        )
+    expansion = EXPANSIONS[name]
+    try:
+        marks = expansion.marks(tokenizer)
+    except AttributeError as error:
+        raise ConfigError(
+            f"policy.vision.enabled: the tokenizer of {model_name!r} lacks a token that {name} writes for images "
+            f"({error})"
+        ) from None
+    known = tokenizer.get_vocab()
+    if missing := next((token for token in (marks.placeholder, marks.token) if token not in known), None):
+        raise ConfigError(
+            f"policy.vision.enabled: the tokenizer of {model_name!r} has no token {missing!r}, which {name} writes"
+        )
+    images = _image_processor(model_name, vision, limits_pixels=expansion.limits_pixels, name=name)
+    return ImageTokens(name, json.dumps(fields, sort_keys=True), images, marks, vision.max_images, template)
+
+
+def _processor_fields(model_name: str) -> tuple[dict[str, Any], str | None]:
+    from transformers.image_processing_base import ImageProcessingMixin
+    from transformers.processing_utils import ProcessorMixin
+
+    fields: dict[str, Any] = {}
+    for read in (ProcessorMixin.get_processor_dict, ImageProcessingMixin.get_image_processor_dict):
+        try:
+            fields = {**read(model_name)[0], **fields}
+        except (OSError, ValueError):  # one of the two files is enough
+            continue
+    template = fields.get("chat_template")
+    kept = {key: value for key, value in fields.items() if key in ("image_seq_len", "image_seq_length")}
+    return {"processor_class": str(fields.get("processor_class", "")), **kept}, template if template else None
+
+
+def _image_processor(model_name: str, vision: VisionConfig, *, limits_pixels: bool, name: str) -> tuple[str, str]:
+    """The class of the image processor, and its fields as JSON with the limits of pixels."""
+    _require_pillow()
+    from transformers import AutoImageProcessor
+
+    limits = {"shortest_edge": vision.min_pixels, "longest_edge": vision.max_pixels}
+    given = {key: value for key, value in limits.items() if value is not None}
+    if given and not limits_pixels:
+        key = "min_pixels" if vision.min_pixels is not None else "max_pixels"
+        raise ConfigError(
+            f"policy.vision.{key}: {name} does not resize images to a number of pixels. Remove this key, or set the "
+            "size in the preprocessor_config.json of the model"
+        )
+    try:
+        processor = AutoImageProcessor.from_pretrained(model_name, backend="pil")
+    except (OSError, ValueError, ImportError) as error:
+        raise ConfigError(
+            f"policy.vision.enabled: the image processor of {model_name!r} cannot be read: {error}"
+        ) from error
+    described = json.loads(processor.to_json_string())
+    if given:
+        described["size"] = {**{key: described["size"][key] for key in limits}, **given}
+    kind = type(processor)
+    return f"{kind.__module__}:{kind.__qualname__}", json.dumps(described, sort_keys=True)
+
+
+def _require_pillow() -> None:
+    try:
+        import PIL  # noqa: F401
+    except ImportError as error:
+        raise ConfigError("policy.vision.enabled: images need pillow: pip install 'rl-core[vision]'") from error
+
+
+@lru_cache(maxsize=1 << 16)
+def _written(tokens: ImageTokens, width: int, height: int) -> str:
+    expansion, fields = EXPANSIONS[tokens.processor], json.loads(tokens.fields)
+    try:
+        return expansion.write(_made(*tokens.image_processor), fields, tokens.marks, height, width)
+    except ValueError as error:
+        raise DataError(f"an image of {width} x {height} pixels cannot be used: {error}") from None
+
+
+@lru_cache(maxsize=8)
+def _made(kind: str, fields: str) -> Any:
+    """An image processor, which needs no torch."""
+    module, _, name = kind.partition(":")
+    return getattr(import_module(module), name).from_dict(json.loads(fields))
