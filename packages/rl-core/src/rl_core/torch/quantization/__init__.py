@@ -1,0 +1,1 @@
+"""Numeric formats of few bits: values, scales, and the error that rounding may make."""
