@@ -63,7 +63,7 @@ def matrix(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> torch
 def test_the_values_are_those_of_the_format():
     codes = torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn)
     assert torch.equal(codes.double(), VALUES)
-    assert LARGEST == VALUES[-1]
+    assert VALUES[-1] == LARGEST
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
