@@ -9,7 +9,13 @@ from rl_launch.show.advice import advice
 
 CONFIG = {
     "grpo": {"num_prompts_per_step": 10, "num_generations_per_prompt": 4},
-    "policy": {"generation": {"backend": "vllm", "max_new_tokens": 64}},
+    "policy": {
+        "generation": {
+            "backend": "vllm",
+            "max_new_tokens": 64,
+            "vllm_cfg": {"speculation": {"method": "ngram", "min_tokens_per_step": 1.3}},
+        }
+    },
 }
 NUM_STEPS = 16
 
@@ -26,6 +32,8 @@ def healthy(step):
         "policy/kl": 0.001 * step,
         "policy/clipped": 0.1,
         "mismatch/kl": 1e-4,
+        "speculation/tokens_per_step": 1.8,
+        "speculation/acceptance_rate": 0.5 - 0.005 * step,
         "train/skipped_steps": 0.0,
         "val/loss": 2.0 - 0.1 * step,
     }
@@ -78,6 +86,16 @@ def test_a_healthy_run_is_left_alone():
             lambda step: {"rollout/truncated": 0.4},
             "40% of the rollouts reach the token limit",
             "policy.generation.max_new_tokens",
+        ),
+        (
+            lambda step: {"speculation/tokens_per_step": 1.1},
+            "does not pay: requests get 1.10 tokens per engine step, and 1.3",
+            "min_tokens_per_step",
+        ),
+        (
+            lambda step: {"speculation/acceptance_rate": 0.6 - 0.03 * step},
+            "the policy leaves its drafter behind: 52% of the drafted tokens were accepted at first, 16% now",
+            "speculation.model",
         ),
         (lambda step: {"val/loss": 1.0 + abs(step - 4)}, "the validation loss increases", "checkpointing.metric_name"),
     ],

@@ -52,6 +52,9 @@ DOMINATES = {"generation": 0.7, "training": 0.7, "logprobs": 0.4, "validation": 
 PROMPTS = "num_prompts_per_step"
 """Key of the section that says how a run rolls out."""
 
+STALE_DRAFTER = 0.7
+"""A drafter is left behind if its rate of accepted tokens falls below this share of the rate at first."""
+
 Rows = Sequence[Mapping[str, Any]]
 
 
@@ -261,6 +264,31 @@ def _truncated(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
         )
 
 
+def _speculation(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
+    section = "policy.generation.vllm_cfg.speculation"
+    gained = _last_quarter("speculation/tokens_per_step", rows)
+    break_even = _at(config, f"{section}.min_tokens_per_step")
+    if gained and isinstance(break_even, int | float) and fmean(gained) < break_even:
+        yield Advice(
+            f"speculative decoding does not pay: requests get {fmean(gained):.2f} tokens per engine step, and "
+            f"{break_even:g} are the break-even",
+            f"remove {section}, lower its num_tokens, or name a drafter that is closer to the policy; if engine steps "
+            "with drafts take less time than you stated, lower min_tokens_per_step",
+            metrics=("speculation/tokens_per_step", "speculation/acceptance_rate"),
+        )
+        return
+    rate = "speculation/acceptance_rate"
+    first, last = _first_quarter(rate, rows), _last_quarter(rate, rows)
+    if len(rows) >= FEWEST_STEPS and first and fmean(last) < STALE_DRAFTER * fmean(first):
+        yield Advice(
+            f"the policy leaves its drafter behind: {fmean(first):.0%} of the drafted tokens were accepted at first, "
+            f"{fmean(last):.0%} now",
+            f"what is sampled stays exact, but slower. Train the drafter on the run's rollouts and name it in "
+            f"{section}.model, or lower num_tokens",
+            metrics=(rate, "speculation/tokens_per_step"),
+        )
+
+
 def _overfit(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
     seen = [(row["step"], row["val/loss"]) for row in rows if row.get("val/loss") is not None]
     if len(seen) < 3:
@@ -288,6 +316,7 @@ _RULES: tuple[Callable[[Rows, Mapping[str, Any]], Iterator[Advice]], ...] = (
     _kl,
     _clipped,
     _truncated,
+    _speculation,
     _overfit,
 )
 
