@@ -70,7 +70,7 @@ def test_a_message_has_one_form_however_it_is_written(message, read):
 @pytest.mark.parametrize(
     ("message", "problem"),
     [
-        pytest.param({"role": "user", "content": [{"type": "image_url"}]}, "part of type 'image_url'", id="an image"),
+        pytest.param({"role": "user", "content": [{"type": "video"}]}, "part of type 'video'", id="a video"),
         pytest.param({"role": "user", "content": [{"type": "text"}]}, "part of type 'text'", id="a part without text"),
         pytest.param({"role": "user", "content": [3]}, "part of type 'int'", id="a number as part"),
         pytest.param({"role": "user", "content": {"text": "x"}}, "`content` must be a string", id="an object"),

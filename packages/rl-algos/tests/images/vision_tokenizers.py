@@ -28,6 +28,7 @@ class Family:
     folder: Path
     tokenizer: Any
     processor: Any
+    text_tokenizer: Any
 
     def expected(self, messages: Any, **options: Any) -> list[int]:
         """Tokens as the processor of transformers makes them, of messages with images of the size of their parts."""
@@ -43,7 +44,8 @@ def family(name: str) -> Family:
     # the package that spells numbers is for videos only
     processing_smolvlm.num2words = processing_smolvlm.num2words or str
     tokenizer = load_tokenizer(TokenizerConfig(), str(folder), ENABLED)
-    return Family(name, folder, tokenizer, AutoProcessor.from_pretrained(folder))
+    text_tokenizer = load_tokenizer(TokenizerConfig(), str(folder))
+    return Family(name, folder, tokenizer, AutoProcessor.from_pretrained(folder), text_tokenizer)
 
 
 def image(width: int, height: int, number: int = 0) -> dict[str, Any]:

@@ -245,3 +245,8 @@ def _write(path: Path, data: bytes) -> None:
 
 def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:120] or type(error).__name__
+
+
+def image_digests(messages: Sequence[Message]) -> tuple[str, ...]:
+    """Return the digests of the images of messages, in order."""
+    return tuple(ref.digest for ref in image_refs(messages))

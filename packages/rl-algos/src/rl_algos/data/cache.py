@@ -32,6 +32,22 @@ def folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "rl" / "data"
 
 
+def claimed(name: str) -> Path:
+    """A folder in the cache for files that are written otherwise than by `stored`; for this user only.
+
+    Raises:
+        DataError: If the cache cannot be written or belongs to another user, with the remedy.
+    """
+    path = folder() / name
+    try:
+        _claim(folder())
+        _evict_once(folder())
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unwritable(error) from error
+    return path
+
+
 def digest(*parts: str | bytes) -> str:
     """A name that differs if any part does."""
     whole = hashlib.blake2b(digest_size=20)
@@ -82,9 +98,7 @@ def stored(
                 Path(file.name).unlink(missing_ok=True)
                 raise
     except OSError as error:
-        raise DataError(
-            f"the data cache in {folder()} cannot be written: {error}; set XDG_CACHE_HOME to a folder with free space"
-        ) from error
+        raise _unwritable(error) from error
     return path
 
 
@@ -109,6 +123,12 @@ def evict(max_bytes: int, unused_s: float) -> int:
         excess -= fact.st_size
         num_removed += 1
     return num_removed
+
+
+def _unwritable(error: OSError) -> DataError:
+    return DataError(
+        f"the data cache in {folder()} cannot be written: {error}; set XDG_CACHE_HOME to a folder with free space"
+    )
 
 
 def _claim(path: Path) -> None:

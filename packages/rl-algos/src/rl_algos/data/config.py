@@ -79,6 +79,12 @@ class DatasetConfig(Config):
     weight: float | None = Field(default=None, gt=0)
     """Weight of the dataset when rows are drawn, relative to the other datasets. If unset for all of them, datasets are
     drawn in proportion to their rows."""
+    images_key: str | None = None
+    """Column with the images of a row: one or a list. They take the places of `<image>` in the text, and of parts
+    `{type: image}` without an image, in order. If unset, the column `images`, or else `image`."""
+    image_folder: PathText | None = None
+    """Folder of the images that rows name by a path. If unset, the folder of `data_path`. Images outside it are
+    refused."""
     env_name: str | None = None
     """Environment that scores completions: your own function (`file.py:function` or `package.module:function`), an
     installed environment, or one of `env`. If unset, the row gives its name."""
@@ -88,7 +94,7 @@ class DatasetConfig(Config):
     """Text file with a system message, which becomes the first message."""
     processor: str | None = None
     """Function that converts a row to a conversation: a built-in name (`math_problem`, `multiple_choice`, `gsm8k`,
-    `squad`, ..., and for preferences `preference`, `helpsteer3`, `ultrafeedback`), or your own function as
+    `squad`, `llava`, ..., and for preferences `preference`, `helpsteer3`, `ultrafeedback`), or your own function as
     `file.py:function` or `package.module:function`, which is called as `function(row, settings)` and returns an
     `Example`.
 
@@ -111,6 +117,10 @@ class DatasetDefaults(Config):
     """`output_key` of datasets that do not set it."""
     columns: dict[str, str] | None = None
     """`columns` of datasets that do not set it."""
+    images_key: str | None = None
+    """`images_key` of datasets that do not set it."""
+    image_folder: PathText | None = None
+    """`image_folder` of datasets that do not set it."""
     env_name: str | None = None
     """`env_name` of datasets that do not set it."""
     prompt_file: PathText | None = None
@@ -139,6 +149,9 @@ class DataConfig(Config):
     malformed: OnFault = "error"
     """What to do with rows that are malformed or lack a column: `error` ends the run, `skip` excludes them and logs
     their number and the first one. A file that cannot be read at all always ends the run."""
+    allow_image_urls: bool = False
+    """Download images that rows give as http and https URLs, at most 32 MiB in 30 seconds each, and keep them in the
+    data cache. Otherwise such rows are malformed, because a dataset would choose what this machine connects to."""
     shuffle: bool = True
     """Shuffle the training rows anew in every epoch; otherwise they keep their order."""
     num_workers: Annotated[int, WhenChanged.RESUME] = Field(default=0, ge=0)

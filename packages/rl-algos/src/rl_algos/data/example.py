@@ -45,6 +45,7 @@ class Example:
             there are none.
         tools: JSON schemas of the tools that the assistant may call.
         is_text: Whether the row gives the conversation as plain text, which is then its only message.
+        num_unplaced_images: Images in the row's column of images that the conversation has no place for.
     """
 
     messages: tuple[Message, ...]
@@ -56,6 +57,7 @@ class Example:
     solution: Any = None
     tools: tuple[Mapping[str, Any], ...] = ()
     is_text: bool = False
+    num_unplaced_images: int = 0
 
     @property
     def is_unanswered(self) -> bool:

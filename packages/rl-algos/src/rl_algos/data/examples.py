@@ -26,6 +26,7 @@ from rl_algos.data.pass_rates import positions_within
 from rl_algos.data.permutation import permutation
 from rl_algos.data.preference import preference
 from rl_algos.data.processors import arranged, check_streamable, processor
+from rl_algos.data.row_images import RowImages
 from rl_algos.data.template import Surround
 from rl_core.errors import DataError
 from rl_core.rollouts.rollout import Message
@@ -237,7 +238,7 @@ def load_datasets(
     settings = config.train_datasets if purpose == "train" else config.validation_datasets
     # one after another, so that the rows of only one are read while its examples are made
     datasets = [
-        _dataset(_opened(name, one, purpose, default, check, SAMPLE), one.split or purpose, config.malformed)
+        _dataset(_opened(name, one, config, purpose, default, check, SAMPLE), one.split or purpose, config.malformed)
         for name, one in zip(dataset_names(settings, purpose), settings, strict=True)
     ]
     return [dataset.within_pass_rates() for dataset in datasets] if purpose == "train" else datasets
@@ -287,15 +288,22 @@ def open_datasets(
     """
     settings = config.train_datasets if purpose == "train" else config.validation_datasets
     named = zip(dataset_names(settings, purpose), settings, strict=True)
-    return [_opened(name, one, purpose, default, check, sample) for name, one in named]
+    return [_opened(name, one, config, purpose, default, check, sample) for name, one in named]
 
 
 def _opened(
-    name: str, settings: DatasetConfig, purpose: Purpose, default: Processor, check: RowCheck | None, sample: int
+    name: str,
+    settings: DatasetConfig,
+    config: DataConfig,
+    purpose: Purpose,
+    default: Processor,
+    check: RowCheck | None,
+    sample: int,
 ) -> OpenDataset:
     source: Purpose = "train" if settings.split_validation_size is not None else purpose
     settings = with_known(settings, source, of_preferences=default is preference)
-    convert = _Convert(processor(settings, default), Surround.of(settings), settings, check)
+    images = RowImages.of(settings, allow_urls=config.allow_image_urls)
+    convert = _Convert(processor(settings, default), Surround.of(settings), images, settings, check)
     streamed = None
     if settings.streaming and purpose == "train":
         check_streamable(settings)
@@ -375,6 +383,7 @@ def _converted(
 class _Convert:
     processor: Processor
     surround: Surround
+    images: RowImages
     settings: DatasetConfig
     check: RowCheck | None
 
@@ -382,6 +391,7 @@ class _Convert:
         row = _renamed(row, self.settings.columns)
         refuse_surrogates(row)
         example = self.surround.apply(self.processor(row, self.settings), row)
+        example, row = self.images.place(example, row)
         # a reward asks for any field of the row by name
         fields = {name: value for name, value in row.items() if name not in _READ}
         example = replace(example, info={**fields, **example.info})

@@ -105,6 +105,15 @@ DATASETS: Mapping[str, HubDataset] = {
         splits={"train": "validation", "validation": "test"},
         environment="math",
     ),
+    "hiyouga/geometry3k": HubDataset("geometry problems with a figure", "geometry3k", environment="math"),
+    "leonardPKU/clevr_cogen_a_train": HubDataset(
+        "questions that count objects in rendered scenes", "clevr_count", splits=_ONLY_TRAIN, environment="math"
+    ),
+    "lmms-lab/RefCOCO": HubDataset(
+        "expressions for objects in photographs, with their boxes",
+        "refcoco",
+        splits={"train": "val", "validation": "test"},
+    ),
     "rajpurkar/squad": HubDataset("questions about passages, answered by a part of the passage", "squad"),
     "OpenAssistant/oasst1": HubDataset("conversations by volunteers, along the best replies", "oasst"),
     "OpenAssistant/oasst2": HubDataset("conversations by volunteers, along the best replies", "oasst"),

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import glob
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from pydantic import ValidationError
 
@@ -13,6 +13,7 @@ from rl_algos import hub
 from rl_algos.data import remote
 from rl_algos.data.config import DatasetConfig
 from rl_algos.data.files import Row, Rows, kind_of, kinds, read
+from rl_algos.data.lazily import Lazily
 from rl_core.config import did_you_mean
 from rl_core.errors import DataError
 from rl_core.plugins import DATASETS, names, plugin, resolve
@@ -130,7 +131,26 @@ def _load_hub(settings: DatasetConfig, purpose: str) -> Any:
             f"it is not installed{near}, and the hub reports: {str(error).strip()}; "
             "check the name, `split` and `subset`, or set `data_path` to local files"
         ) from error
-    return rows
+    return _undecoded(rows)
+
+
+def _undecoded(rows: Any) -> Any:
+    """Rows of `datasets` with the bytes of their images, which it would decode otherwise."""
+    import datasets
+
+    def has_images(feature: Any) -> bool:
+        if isinstance(feature, Mapping):
+            return any(map(has_images, feature.values()))
+        if isinstance(feature, list | tuple):
+            return any(map(has_images, feature))
+        return isinstance(feature, datasets.Image) or has_images(getattr(feature, "feature", ()))
+
+    if rows.features is None or not has_images(rows.features):
+        return rows
+    if not isinstance(rows, datasets.Dataset):
+        return rows.decode(False)
+    tables = rows.with_format("arrow")
+    return Lazily(len(rows), lambda index: tables[index].to_pylist()[0])
 
 
 def _read_path(path: str, split: str | None) -> Rows:
@@ -150,10 +170,10 @@ def _read_saved(folder: Path, split: str | None) -> Sequence[Row]:
     if not isinstance(saved, datasets.DatasetDict):
         if split is not None:
             raise DataError(f"{folder} contains one dataset without splits, got split: {split!r}. Remove `split`")
-        return saved
+        return cast("Sequence[Row]", _undecoded(saved))
     if split not in saved:
         raise DataError(f"{folder} has the splits {', '.join(saved)}, got {split!r}; set `split` to one of them")
-    return saved[split]
+    return cast("Sequence[Row]", _undecoded(saved[split]))
 
 
 def _remote_files(url: str, split: str | None) -> list[remote.RemoteFile]:

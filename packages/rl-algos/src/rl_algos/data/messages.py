@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from itertools import groupby
 from typing import Any
 
 from rl_core.errors import DataError
@@ -35,8 +36,9 @@ def is_plain_text(value: Any) -> bool:
 
 
 def as_messages(value: Any) -> tuple[Message, ...]:
-    """Read a list of chat messages. Text parts of a content are joined, the arguments of tool calls become objects,
-    and keys without a value are left out.
+    """Read a list of chat messages. Text parts of a content are joined, unless it has images, which become parts
+    `{"type": "image", "image": SOURCE}` (without `image` if a column has them). The arguments of tool calls become
+    objects, and keys without a value are left out.
 
     Raises:
         DataError: If it is anything else.
@@ -98,24 +100,51 @@ def _message(message: Any) -> Message:
     return {**plain, "content": content or ""}
 
 
-def _content(content: Any, role: str) -> str | None:
+def _content(content: Any, role: str) -> str | tuple[Mapping[str, Any], ...] | None:
     if content is None or isinstance(content, str):
         return content
     if not isinstance(content, list | tuple):
         raise DataError(f"the {role} message's `content` must be a string, got {content!r}")
-    return "".join(_part(part, role) for part in content)
+    parts = [_part(part, role) for part in content]
+    if all(isinstance(part, str) for part in parts):
+        return "".join(map(str, parts))
+    return joined_parts(parts)
 
 
-def _part(part: Any, role: str) -> str:
+def joined_parts(parts: Iterable[str | Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
+    """Return strings and parts as parts of a content, with neighbouring strings joined and without empty ones."""
+    joined: list[Mapping[str, Any]] = []
+    for is_text, run in groupby(parts, key=lambda part: isinstance(part, str)):
+        if not is_text:
+            joined += [part for part in run if isinstance(part, Mapping)]
+        elif text := "".join(map(str, run)):
+            joined.append({"type": "text", "text": text})
+    return tuple(joined)
+
+
+_IMAGE_KEYS = ("image", "image_url", "url", "path", "bytes", "base64")
+"""Keys under which parts of the type `image`, `image_url` or `input_image` have their image."""
+
+
+def _part(part: Any, role: str) -> str | Mapping[str, Any]:
     if isinstance(part, str):
         return part
     kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
     if isinstance(part, Mapping) and kind == "text" and isinstance(part.get("text"), str):
         return str(part["text"])
+    if isinstance(part, Mapping) and kind in ("image", "image_url", "input_image"):
+        found = {key: part[key] for key in _IMAGE_KEYS if part.get(key) is not None}
+        if len(found) > 1:
+            raise DataError(f"the {role} message has an image with both `{'` and `'.join(found)}`; keep one")
+        return {"type": "image", **({"image": _source(*next(iter(found.items())))} if found else {})}
     raise DataError(
-        f"the {role} message has a part of type {kind!r}; only parts of type 'text' with a `text` can be read: "
-        f"{shown(part)}"
+        f"the {role} message has a part of type {kind!r}; only parts of type 'text' with a `text`, and images, can be "
+        f"read: {shown(part)}"
     )
+
+
+def _source(key: str, value: Any) -> Any:
+    return f"data:;base64,{value}" if key == "base64" and isinstance(value, str) else value
 
 
 def _calls(calls: Any) -> list[dict[str, Any]]:

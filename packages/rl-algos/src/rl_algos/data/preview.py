@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,9 @@ from jinja2 import TemplateError
 from rl_algos.data.config import DatasetConfig
 from rl_algos.data.example import Example, Processor, by_keys
 from rl_algos.data.examples import RowCheck
+from rl_algos.images.image_tokens import image_tokens
 from rl_core.errors import DataError
+from rl_core.images import ImageRef
 
 
 @dataclass(frozen=True)
@@ -23,11 +26,13 @@ class Text:
         title: Name among the strings of its row, such as `chosen`; empty if there is no other.
         tokens: int32 `[tokens]`.
         learned: uint8 `[tokens]`, 1 on the tokens that the loss applies to; 0 on all of a prompt.
+        images: Its images, in the order of their tokens.
     """
 
     title: str
     tokens: np.ndarray
     learned: np.ndarray
+    images: tuple[ImageRef, ...] = ()
 
 
 class UnusedRow(DataError):
@@ -107,7 +112,8 @@ class RowReader:
 
 
 def spans(tokenizer: Any, text: Text) -> Iterator[tuple[str, bool]]:
-    """Yield the parts of a string, special tokens included, each with whether the loss applies to it.
+    """Yield the parts of a string, special tokens included, each with whether the loss applies to it. Images are shown
+    by their digest and size.
 
     Args:
         tokenizer: Tokenizer that made the tokens.
@@ -116,8 +122,26 @@ def spans(tokenizer: Any, text: Text) -> Iterator[tuple[str, bool]]:
     bounds = np.flatnonzero(np.diff(text.learned.astype(np.int8), prepend=-1))
     # a part alone may be decoded in another way than within the string, such as without a space before it
     starts = [_decoded(tokenizer, text.tokens[:start]) for start in bounds] + [_decoded(tokenizer, text.tokens)]
+    images = _shown_images(tokenizer, text)
     for bound, start, end in zip(bounds, starts, starts[1:], strict=False):
-        yield end[len(start) :], bool(text.learned[bound])
+        part = end[len(start) :]
+        while images and images[0][0] in part:
+            written, name = images.popleft()
+            part = part.replace(written, name, 1)
+        yield part, bool(text.learned[bound])
+
+
+def _shown_images(tokenizer: Any, text: Text) -> deque[tuple[str, str]]:
+    """The string of each image that a model reads, and its name for people: digest, size and number of tokens."""
+    tokens = image_tokens(tokenizer)
+    if tokens is None:
+        return deque()
+    shown: deque[tuple[str, str]] = deque()
+    for image in text.images:
+        written = tokens.of(image.width, image.height)
+        count = written.count(tokens.marks.token)
+        shown.append((written, f"[image {image.digest}, {image.width} x {image.height}, {count} tokens]"))
+    return shown
 
 
 def _decoded(tokenizer: Any, tokens: np.ndarray) -> str:

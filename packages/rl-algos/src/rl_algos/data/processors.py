@@ -12,6 +12,7 @@ from rl_algos.data.choices import gpqa, multiple_choice
 from rl_algos.data.config import DatasetConfig
 from rl_algos.data.example import Example, Processor, by_keys
 from rl_algos.data.files import Rows
+from rl_algos.data.image_problems import clevr_count, geometry3k, llava, refcoco
 from rl_algos.data.preference import helpsteer3, preference, ultrafeedback
 from rl_algos.data.problems import dapo_math, gsm8k, math_problem, numina_cot, openmathinstruct2, openr1_math, squad
 from rl_core.config import did_you_mean
@@ -20,10 +21,13 @@ from rl_core.plugins import resolve
 from rl_core.plugins.user_code import is_in_file, place_of, raised_at
 
 PROCESSORS: Mapping[str, Processor] = {
+    "clevr_count": clevr_count,
     "dapo_math": dapo_math,
+    "geometry3k": geometry3k,
     "gpqa": gpqa,
     "gsm8k": gsm8k,
     "helpsteer3": helpsteer3,
+    "llava": llava,
     "math_problem": math_problem,
     "multiple_choice": multiple_choice,
     "numina_cot": numina_cot,
@@ -32,6 +36,7 @@ PROCESSORS: Mapping[str, Processor] = {
     "openmathinstruct2": openmathinstruct2,
     "openr1_math": openr1_math,
     "preference": preference,
+    "refcoco": refcoco,
     "squad": squad,
     "ultrafeedback": ultrafeedback,
 }

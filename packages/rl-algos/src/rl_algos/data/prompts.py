@@ -14,6 +14,7 @@ from rl_algos.data.config import DataConfig
 from rl_algos.data.example import Example, info_of
 from rl_algos.data.examples import Dataset
 from rl_algos.data.flow import FlowStream
+from rl_algos.data.row_images import check_placed
 from rl_algos.data.stream import Stream
 from rl_algos.data.streamed import flow_stream
 from rl_algos.special_tokens import warn_of_special_tokens
@@ -109,6 +110,7 @@ class EncodePrompt:
                 "the conversation ends with an assistant message, so there is nothing to sample; "
                 "end it with a user message"
             )
+        check_placed(self.tokenizer, example)
         tools = tools_for(example, self.tools.get(self.environment or example.environment, ()))
         tokens = encode_prompt(self.tokenizer, example.messages, tools)
         if example.tools and np.array_equal(tokens, encode_prompt(self.tokenizer, example.messages)):

@@ -5,12 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from rl_algos.data.config import DatasetConfig
 from rl_algos.data.example import Example, column
+from rl_algos.data.messages import joined_parts
 from rl_core.errors import ConfigError, DataError
+
+_IMAGE = "\ue000image\ue001"
+"""Stands for an image while a template is filled."""
 
 _PLACEHOLDER = re.compile(r"\{\{|\}\}|\{([A-Za-z_]\w*)\}")
 
@@ -87,12 +92,24 @@ class Surround:
             if not users:
                 raise DataError("prompt_file needs a user message, but the conversation has none")
             last = messages[users[-1]]
-            messages[users[-1]] = {**last, "content": self.prompt.fill(str(last["content"]), row)}
+            messages[users[-1]] = {**last, "content": self._filled(last["content"], row)}
         if self.system is not None:
             if messages and messages[0]["role"] == "system":
                 raise DataError("the row already has a system message; remove it, or remove system_prompt_file")
             messages.insert(0, {"role": "system", "content": self.system})
         return replace(example, messages=tuple(messages), is_text=example.is_text and self.system is None)
+
+    def _filled(self, content: Any, row: Mapping[str, Any]) -> Any:
+        """The content with the template around it; images of a content in parts stay where they are in its text."""
+        assert self.prompt is not None
+        if isinstance(content, str):
+            return self.prompt.fill(content, row)
+        images = [part for part in content if part["type"] == "image"]
+        text = self.prompt.fill("".join(part.get("text", _IMAGE) for part in content), row)
+        pieces = text.split(_IMAGE)
+        if len(pieces) != len(images) + 1:
+            raise DataError("prompt_file must contain {input} once, because the input has images")
+        return joined_parts(each for pair in zip_longest(pieces, images, fillvalue="") for each in pair)
 
 
 def _text(key: str, path: str) -> str:

@@ -52,7 +52,7 @@ class ImageTokens:
     def check(self, messages: Sequence[Message]) -> None:
         """Raise a `DataError` if messages cannot be read with their images: the assistant's have one, there are too
         many, or a text has a token of images."""
-        count = sum(1 for _ in image_refs(messages))
+        count = sum(map(num_images, messages))
         if count > self.max_images:
             raise DataError(
                 f"the conversation has {count} images, more than policy.vision.max_images = {self.max_images}; "
@@ -60,7 +60,7 @@ class ImageTokens:
             )
         reserved = (self.marks.placeholder, self.marks.token, *self.marks.others)
         for index, message in enumerate(messages):
-            if message.get("role") == "assistant" and any(True for _ in image_refs([message])):
+            if message.get("role") == "assistant" and num_images(message):
                 raise DataError(
                     f"message {index} (from 0) of the assistant has an image, but models write no images; move it to "
                     "a message of the user"
@@ -112,7 +112,7 @@ def check_images(tokenizer: Any, messages: Sequence[Message]) -> None:
     tokens = image_tokens(tokenizer)
     if tokens is not None:
         tokens.check(messages)
-    elif next(image_refs(messages), None) is not None:
+    elif any(map(num_images, messages)):
         raise DataError(
             "the conversation has images, but the model is trained without its vision tower; set "
             "policy.vision.enabled: true, with a vision-language model, or remove the images"
@@ -125,6 +125,13 @@ def with_images(
     """Return the rendered text of messages with the strings of their images; see `ImageTokens.expanded`."""
     tokens = image_tokens(tokenizer)
     return (text, list(positions)) if tokens is None else tokens.expanded(text, list(image_refs(messages)), positions)
+
+
+def num_images(message: Message) -> int:
+    """Return the number of images in a message."""
+    content = message.get("content")
+    parts = content if isinstance(content, list | tuple) else ()
+    return sum(isinstance(part, Mapping) and part.get("type") == "image" for part in parts)
 
 
 def texts_of(message: Message) -> Iterator[str]:

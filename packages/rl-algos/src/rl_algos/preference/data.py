@@ -13,6 +13,7 @@ from rl_algos.data.examples import Dataset, Datasets, load_examples
 from rl_algos.data.lazily import RowMapping
 from rl_algos.data.preference import preference
 from rl_algos.data.preview import RowReader, Text, UnusedRow
+from rl_algos.data.row_images import check_placed
 from rl_algos.preference.comparison import Comparison, Pairing, Verdict, comparisons, verdicts
 from rl_algos.preference.config import PreferenceConfig, PreferenceRoot
 from rl_algos.preference.encoding import EncodedResponse, encode_response
@@ -21,6 +22,7 @@ from rl_algos.special_tokens import warn_of_special_tokens
 from rl_algos.supervised.data import SupervisedData, longest_row, row_limit, supervised_data
 from rl_algos.tokenizer import require_chat_template
 from rl_core.errors import DataError
+from rl_core.images import image_refs
 
 _log = logging.getLogger(__name__)
 
@@ -83,7 +85,7 @@ def preference_reader(
     def encode(tokenizer: Any, example: Example, _settings: DatasetConfig) -> list[Text]:
         if by is not None:
             judged = _EncodeJudged(tokenizer, by)(example)
-            return [_text(f"response, {by} {verdict:g}", response) for response, verdict in judged]
+            return [_text(f"response, {by} {verdict:g}", response, example) for response, verdict in judged]
         pairs = _EncodePairs(tokenizer, section.pairing, needs_margin)(example)
         if not pairs:
             raise UnusedRow("no response is better than another")
@@ -92,16 +94,16 @@ def preference_reader(
             text
             for number, (better, worse, margin) in zip(numbers, pairs, strict=True)
             for text in (
-                _text(f"chosen{number}" + ("" if margin is None else f", margin {margin:g}"), better),
-                _text(f"rejected{number}", worse),
+                _text(f"chosen{number}" + ("" if margin is None else f", margin {margin:g}"), better, example),
+                _text(f"rejected{number}", worse, example),
             )
         ]
 
     return RowReader(encode, *row_limit(config.data, config.policy), processor=preference)
 
 
-def _text(title: str, response: EncodedResponse) -> Text:
-    return Text(title, response.tokens, response.loss_mask)
+def _text(title: str, response: EncodedResponse, example: Example) -> Text:
+    return Text(title, response.tokens, response.loss_mask, tuple(image_refs(example.messages)))
 
 
 def pair_rows(
@@ -149,6 +151,7 @@ class _EncodePairs:
     needs_margin: bool
 
     def __call__(self, example: Example) -> list[tuple[EncodedResponse, EncodedResponse, float | None]]:
+        check_placed(self.tokenizer, example)
         return [self._pair(example, found) for found in comparisons(example, self.pairing)]
 
     def _pair(self, example: Example, found: Comparison) -> tuple[EncodedResponse, EncodedResponse, float | None]:
@@ -170,6 +173,7 @@ class _EncodeJudged:
     by: Verdict
 
     def __call__(self, example: Example) -> list[tuple[EncodedResponse, float]]:
+        check_placed(self.tokenizer, example)
         return [
             (encode_response(self.tokenizer, example.messages, response.messages, example.tools), verdict)
             for response, verdict in verdicts(example, self.by)

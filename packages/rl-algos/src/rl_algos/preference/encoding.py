@@ -11,6 +11,7 @@ import numpy as np
 from rl_algos.data.stored_rows import storable
 from rl_algos.sft.conversation import LEARNED_FLAGS, encode_conversation
 from rl_core.errors import DataError
+from rl_core.images import image_digests
 from rl_core.rollouts.rollout import Message
 
 
@@ -22,10 +23,12 @@ class EncodedResponse:
     Args:
         tokens: int32 `[tokens]`.
         loss_mask: uint8 `[tokens]`, 1 on the assistant's text in the response.
+        images: Digests of the images, in the order of their tokens.
     """
 
     tokens: np.ndarray
     loss_mask: np.ndarray
+    images: tuple[str, ...] = ()
 
 
 def encode_response(
@@ -50,7 +53,7 @@ def encode_response(
     tokens, mask = encode_conversation(tokenizer, [*map(_not_learned, prompt), *response], tools=tools)
     if not mask.any():
         raise DataError("the response is empty: it contains no assistant text")
-    return EncodedResponse(tokens, mask)
+    return EncodedResponse(tokens, mask, image_digests([*prompt, *response]))
 
 
 def _not_learned(message: Message) -> Message:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from rl_algos.images.columns import with_image_column
 from rl_core.data.batch import TOKENS, Batch, Column
 from rl_core.data.microbatch import PAIR
 from rl_core.data.ragged import Ragged
@@ -73,10 +74,11 @@ def judged_batch(rows: Sequence[JudgedRow]) -> Batch:
 
 
 def _batch(responses: Sequence[tuple[str, EncodedResponse]]) -> Batch:
-    return Batch(
+    batch = Batch(
         {
             ID: np.array([id for id, _ in responses]),
             TOKENS: Ragged.from_rows([response.tokens for _, response in responses], dtype=np.int32),
             LOSS_MASK: Ragged.from_rows([response.loss_mask for _, response in responses], dtype=np.uint8),
         }
     )
+    return with_image_column(batch, [response.images for _, response in responses])

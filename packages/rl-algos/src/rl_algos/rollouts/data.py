@@ -23,6 +23,7 @@ from rl_core.config import Config
 from rl_core.environments.instance import instance_of, problem_with, row_check_of, tools_of, unknown_environment
 from rl_core.environments.trial import Attempt, attempts_on
 from rl_core.errors import DataError
+from rl_core.images import image_refs
 from rl_core.rollouts.rollout import Prompt
 
 TRIED_ROWS = 2
@@ -270,7 +271,8 @@ def prompt_reader(config: RolloutRoot, check: RowCheck | None = None, *, needs_e
             tools[name] = tools_by_environment(config, [name]).get(name, ()) if name else ()
         offered = {name: tools[name]} if tools[name] else {}
         tokens = EncodePrompt(tokenizer, offered, settings.env_name)(example)
-        return [Text("prompt", tokens, np.zeros(len(tokens), dtype=np.uint8))]
+        learned = np.zeros(len(tokens), dtype=np.uint8)
+        return [Text("prompt", tokens, learned, tuple(image_refs(example.messages)))]
 
     return RowReader(encode, limit, key, check=check, environment=environment)
 

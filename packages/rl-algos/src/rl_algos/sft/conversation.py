@@ -31,7 +31,8 @@ def encode_conversation(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Tokens of a conversation with a mask of the loss: the assistant's text and the token that ends its turn.
 
-    Each image has all its tokens, which are not learned. The assistant's text is what `rl_algos.sft.turn_spans.find_turns` finds and proves.
+    Each image has all its tokens, which are not learned. The assistant's text is what
+    `rl_algos.sft.turn_spans.find_turns` finds and proves.
 
     Args:
         tokenizer: Tokenizer with a chat template.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -16,7 +16,9 @@ from rl_algos.data.flow import FlowStream
 from rl_algos.data.messages import conversation
 from rl_algos.data.preview import RowReader, Text
 from rl_algos.data.prompts import weights_of
+from rl_algos.data.row_images import check_placed
 from rl_algos.data.streamed import flow_stream
+from rl_algos.images.columns import with_image_column
 from rl_algos.sft.config import LearnedTurns, SFTRoot
 from rl_algos.sft.conversation import encode_conversation
 from rl_algos.special_tokens import warn_of_special_tokens
@@ -25,9 +27,13 @@ from rl_algos.tokenizer import require_chat_template
 from rl_core.data.batch import TOKENS, Batch
 from rl_core.data.ragged import Ragged
 from rl_core.errors import DataError
+from rl_core.images import image_digests, image_refs
 from rl_core.model_config import ModelConfig
 
 _log = logging.getLogger(__name__)
+
+Encoded: TypeAlias = tuple[np.ndarray, np.ndarray, tuple[str, ...]]
+"""Tokens int32 `[tokens]`, the mask of the loss uint8 `[tokens]`, and the digests of the images."""
 
 
 @dataclass(frozen=True)
@@ -39,12 +45,14 @@ class TrainingRow:
         tokens: int32 `[tokens]`.
         loss_mask: uint8 `[tokens]`, 1 on what is learned.
         dataset: Name of its dataset.
+        images: Digests of its images, in the order of their tokens.
     """
 
     id: str
     tokens: np.ndarray
     loss_mask: np.ndarray
     dataset: str = ""
+    images: tuple[str, ...] = ()
 
 
 def prepare_examples(config: SFTRoot, tokenizer: Any, datasets: Datasets) -> SupervisedData[TrainingRow]:
@@ -71,7 +79,7 @@ def prepare_examples(config: SFTRoot, tokenizer: Any, datasets: Datasets) -> Sup
             streamed,
             data,
             EncodeExample(tokenizer, sft.learn),
-            _training_row,
+            _streamed_row,
             length=lambda encoded: len(encoded[0]),
             limit=limit,
             seed=sft.seed,
@@ -92,24 +100,27 @@ def conversation_reader(data: DataConfig, policy: ModelConfig, learn: LearnedTur
     """How conversations to learn from are read."""
 
     def encode(tokenizer: Any, example: Example, _settings: DatasetConfig) -> list[Text]:
-        return [Text("", *EncodeExample(tokenizer, learn)(example))]
+        tokens, mask, _ = EncodeExample(tokenizer, learn)(example)
+        return [Text("", tokens, mask, tuple(image_refs(example.messages)))]
 
     return RowReader(encode, *row_limit(data, policy))
 
 
 def to_batch(rows: Sequence[TrainingRow]) -> Batch:
-    """Rows as the columns that `NLLLoss` needs."""
-    return Batch(
+    """Rows as the columns that `NLLLoss` needs, and their images if there are any."""
+    batch = Batch(
         {
             TOKENS: Ragged.from_rows([row.tokens for row in rows], dtype=np.int32),
             "loss_mask": Ragged.from_rows([row.loss_mask for row in rows], dtype=np.uint8),
         }
     )
+    return with_image_column(batch, [row.images for row in rows])
 
 
 @dataclass(frozen=True)
 class EncodeExample:
-    """Encodes the conversation of an example with its answer, as `encode_conversation` does.
+    """Encodes the conversation of an example with its answer, as `encode_conversation` does, and gives the digests of
+    its images.
 
     Args:
         tokenizer: Tokenizer as `rl_algos.tokenizer.load_tokenizer` returns it.
@@ -119,19 +130,24 @@ class EncodeExample:
     tokenizer: Any
     learn: LearnedTurns
 
-    def __call__(self, example: Example) -> tuple[np.ndarray, np.ndarray]:
+    def __call__(self, example: Example) -> Encoded:
+        check_placed(self.tokenizer, example)
         messages = example.messages
         said = example.answer if example.solution is None else example.solution
         if not example.has_response and said is not None:
             said = said if isinstance(said, str | list | tuple | dict) else str(said)
             messages = (*messages, *conversation(said, role="assistant"))
-        return encode_conversation(self.tokenizer, messages, learn=self.learn, tools=example.tools)
+        tokens, mask = encode_conversation(self.tokenizer, messages, learn=self.learn, tools=example.tools)
+        return tokens, mask, image_digests(messages)
 
 
-def _training_row(
-    dataset: Dataset, row_id: str, _example: Example, encoded: tuple[np.ndarray, np.ndarray]
-) -> TrainingRow:
-    return TrainingRow(row_id, *encoded, dataset.name)
+def _streamed_row(dataset: Dataset, row_id: str, _example: Example, encoded: Encoded) -> TrainingRow:
+    return _training_row(dataset, row_id, encoded)
+
+
+def _training_row(dataset: Dataset, row_id: str, encoded: Encoded) -> TrainingRow:
+    tokens, mask, images = encoded
+    return TrainingRow(row_id, tokens, mask, dataset.name, images)
 
 
 def _num_learned(row: TrainingRow) -> int:
@@ -145,9 +161,9 @@ def training_rows(
     warn_of_special_tokens(dataset.name, dataset.conversations(), tokenizer)
     encoded = dataset.encode(EncodeExample(tokenizer, learn), config.num_workers)
     kept = dataset.within_limit(
-        encoded, (len(tokens) for tokens, _ in encoded.values_in_order), limit, overlong=config.overlong
+        encoded, (len(tokens) for tokens, _, _ in encoded.values_in_order), limit, overlong=config.overlong
     )
-    rows = kept.rows(lambda row_id, encoded: TrainingRow(row_id, *encoded, dataset.name))
+    rows = kept.rows(lambda row_id, encoded: _training_row(dataset, row_id, encoded))
     _warn_of_unknown(rows, dataset, tokenizer)
     if not any(row.loss_mask.any() for row in rows):
         raise DataError(

@@ -119,6 +119,9 @@ def _row(given: GivenRows, row: ShownRow) -> dict[str, Any]:
                 "num_tokens": len(text.tokens),
                 "num_learned": int(text.learned.sum()),
                 "too_long": is_too_long,
+                "images": [
+                    {"digest": image.digest, "width": image.width, "height": image.height} for image in text.images
+                ],
                 "spans": [{"text": part, "learned": is_learned} for part, is_learned in _spans(given, text)],
             }
             for text, is_too_long in zip(row.texts, row.too_long, strict=True)

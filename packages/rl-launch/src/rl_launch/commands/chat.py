@@ -191,7 +191,7 @@ def serving(plan: RunPlan, sampling: Sampling, *, num_turns: int, seed: int = 0)
     check_models(model_names(plan))
     plan = with_local_models(plan)
     policy = plan.config.policy
-    tokenizer = load_tokenizer(policy.tokenizer, policy.model_name)
+    tokenizer = load_tokenizer(policy.tokenizer, policy.model_name, policy.vision)
     check_tokenizer(tokenizer, policy)
     ends = check_turns(
         policy, tokenizer, {}, program=DEFAULT_PROGRAM, max_turns=num_turns, turns_key="policy", renders_anew=True

@@ -305,6 +305,7 @@ def _tokenizer(config: Any) -> Any:
     settings, model = config.policy.tokenizer, config.policy.model_name
     if settings.name in MADE_HERE:
         settings = settings.model_copy(update={"name": str(tiny_model())})
-    tokenizer = load_tokenizer(settings, str(tiny_model()) if model in MADE_HERE else str(Path(model).expanduser()))
+    folder = str(tiny_model()) if model in MADE_HERE else str(Path(model).expanduser())
+    tokenizer = load_tokenizer(settings, folder, config.policy.vision)
     require_chat_template(tokenizer)
     return tokenizer

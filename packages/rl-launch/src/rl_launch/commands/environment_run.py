@@ -136,7 +136,7 @@ def model_player(model: str, overrides: Sequence[str], course: Course, given: Gi
         raise ConfigError(f"the generator {backend.plugin.name} cannot be used here: {'; '.join(problems)}")
     gpus = (device.visible() or ("0",))[:1] if device.has_gpus and local_gpus() else ()
     policy = config.policy
-    tokenizer = load_tokenizer(policy.tokenizer, policy.model_name)
+    tokenizer = load_tokenizer(policy.tokenizer, policy.model_name, policy.vision)
     tools = {given.instance.name: given.tools} if given.tools else {}
     ends = check_turns(
         policy,

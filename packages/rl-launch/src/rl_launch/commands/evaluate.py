@@ -68,7 +68,7 @@ def evaluate(plan: RunPlan, *, folder: str | Path) -> EvaluationResult:
     # imports transformers, which takes a second
     from rl_algos.tokenizer import load_tokenizer
 
-    tokenizer = load_tokenizer(config.policy.tokenizer, config.policy.model_name)
+    tokenizer = load_tokenizer(config.policy.tokenizer, config.policy.model_name, config.policy.vision)
     check_tokenizer(tokenizer, config.policy)
     rollouts: EvaluationPlan = evaluation.plan(tokenizer)
     identity, samples = identity_of(config, rollouts), {task.name: task.num_samples for task in rollouts.tasks}

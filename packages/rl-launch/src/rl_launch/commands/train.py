@@ -164,7 +164,7 @@ def _run(
     given = plan.raw
     plan = with_local_models(plan)
     config, algorithm = plan.config, plan.algorithm
-    tokenizer = load_tokenizer(config.policy.tokenizer, config.policy.model_name)
+    tokenizer = load_tokenizer(config.policy.tokenizer, config.policy.model_name, config.policy.vision)
     check_tokenizer(tokenizer, config.policy)
     data = algorithm.prepare(config, tokenizer, loaded)
     needs = algorithm.rollouts(config, data) if plan.plugin.generates else None

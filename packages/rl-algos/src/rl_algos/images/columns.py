@@ -1,0 +1,24 @@
+"""The column of images of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from rl_core.data.batch import Batch
+from rl_core.data.ragged import Ragged
+from rl_core.images import DIGEST_BYTES, IMAGES
+
+
+def with_image_column(batch: Batch, images: Sequence[Sequence[str]]) -> Batch:
+    """Return a batch with the column `rl_core.images.IMAGES`; as it is if no row has an image.
+
+    Args:
+        batch: Batch of rows.
+        images: Digests of each row's images, in the order of their tokens.
+    """
+    if not any(images):
+        return batch
+    rows = [np.frombuffer(bytes.fromhex("".join(digests)), dtype=np.uint8) for digests in images]
+    return batch.with_columns({IMAGES: Ragged.from_rows(rows, np.uint8, (DIGEST_BYTES,))})
