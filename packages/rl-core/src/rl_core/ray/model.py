@@ -17,6 +17,7 @@ from rl_core.data.batch import Batch, RemoteColumn, RemoteRows, RowStore
 from rl_core.data.microbatch import PAIR, shard
 from rl_core.data.shuffle import Shard, plan_shuffle
 from rl_core.errors import Origin, RLError, WorkerDied, WorkerError, WorkerStalled
+from rl_core.images import IMAGES
 from rl_core.mesh import Coordinates
 from rl_core.metrics import combine
 from rl_core.model import Loss, Metrics, Part, Read, SavedFile, read_columns
@@ -128,7 +129,7 @@ class RemoteModel:
         rows = self._rows_per_shard(batch)
         id_columns = read_columns(reads)
         batch.require(*id_columns)
-        names = dict.fromkeys((*self._columns, PAIR, *id_columns))
+        names = dict.fromkeys((*self._columns, PAIR, IMAGES, *id_columns))
         inputs = batch.only([name for name in names if name in batch])
         options = {"reference": reference, "temperature": temperature}
         shards = self._send(inputs, rows)
@@ -246,7 +247,7 @@ class RemoteModel:
 
     def _loss_call(self, method: str, batch: Batch, loss: Loss) -> Metrics:
         required = ("tokens", *loss.columns, *read_columns(loss.reads))
-        names = dict.fromkeys((*self._columns, PAIR, *required))
+        names = dict.fromkeys((*self._columns, PAIR, IMAGES, *required))
         inputs = batch.only([name for name in names if name in batch])
         inputs.require(*required)
         return combine(self._call_shards(method, inputs, loss))
@@ -259,7 +260,7 @@ class RemoteModel:
         """Gather the rows of each shard, except those that were before for the same batch."""
         column = batch.columns["tokens"]
         key = column.rows if isinstance(column, RemoteColumn) else None
-        is_plain = tuple(batch) == self._columns
+        is_plain = tuple(name for name in batch if name != IMAGES) == self._columns
         if key is not None and is_plain and key in self._sent:
             return self._sent[key]
         plan = plan_shuffle(batch, rows, self._num_pickers(int(batch.lengths.sum())))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,13 +11,39 @@ from torch import Tensor
 
 from rl_core.data.batch import TOKENS, Batch
 from rl_core.data.ragged import Ragged
+from rl_core.images import IMAGES
 from rl_core.torch.host_arrays import to_device
 from rl_core.torch.loss import Rows
 
+ImageColumns = Callable[[Batch], Mapping[str, np.ndarray]]
+"""From rows with images to the columns by which a model sees them, on the host: of any lengths and of the dtypes that
+they have on the device."""
 
-def to_rows(batch: Batch, device: torch.device) -> Rows:
+
+def no_images(batch: Batch) -> Mapping[str, np.ndarray]:
+    """Return no columns, for a model that sees no images.
+
+    Raises:
+        ValueError: Naming the first row that has images.
+    """
+    lengths = batch.ragged(IMAGES).lengths if IMAGES in batch else np.zeros(0)
+    if not lengths.any():
+        return {}
+    row = int(np.flatnonzero(lengths)[0])
+    raise ValueError(
+        f"row {row} has {lengths[row]} images, but this model is used as a language model. Train a vision-language "
+        "model with rl-dtensor and vision.enabled=true in its section, or leave out rows with images"
+    )
+
+
+def to_rows(batch: Batch, device: torch.device, *, images: ImageColumns = no_images) -> Rows:
     """All columns of a local batch on the device, by one copy that the host does not wait for; floating columns become
     float32, `tokens` int64.
+
+    Args:
+        batch: Local batch.
+        device: Device of the columns.
+        images: Function that makes columns of the images of rows, which replace `rl_core.images.IMAGES`.
 
     Raises:
         ValueError: Naming a column that is not numeric or not aligned with `tokens`, or a row without tokens.
@@ -28,11 +54,14 @@ def to_rows(batch: Batch, device: torch.device) -> Rows:
     columns = {}
     for name in batch:
         column = batch[name]
+        if name == IMAGES:
+            continue
         if isinstance(column, Ragged) and not np.array_equal(column.offsets, tokens.offsets):
             raise ValueError(f"column {name!r} is not aligned with {TOKENS!r}: its rows have other lengths")
         values = column.values if isinstance(column, Ragged) else column
         columns[name] = _for_device(name, values)
     columns[TOKENS] = columns[TOKENS].astype(np.int64)
+    columns |= images(batch)
     offsets, *moved = to_device([tokens.offsets, *columns.values()], device)
     return Rows.laid_out(offsets, dict(zip(columns, moved, strict=True)), tokens.offsets, columns)
 

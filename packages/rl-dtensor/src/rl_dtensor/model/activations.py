@@ -142,7 +142,7 @@ def activations_of(
 
     place = torch.zeros(1, 1, dtype=torch.long, device="meta")
     inputs = {"input_ids": place, "attention_mask": torch.ones_like(place)}
-    if hf.config._attn_implementation == ROWS:
+    if hf.config.get_text_config()._attn_implementation == ROWS:
         layout = Layout(
             Rows(place[0], {TOKENS: place[0]}), place, place, place[0], None, bounds=((0, 1),), length=1, context=None
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -12,11 +13,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+)
 
 from rl_core.model import HEADLESS_ROLES, ModelSpec, Role
 from rl_core.model_config import ModelConfig
@@ -50,7 +55,10 @@ from rl_dtensor.model.settings import device_problems, kernel_problems, largest_
 from rl_dtensor.model.shape import shape_of
 from rl_dtensor.model.tiny import is_dropout
 from rl_dtensor.model.units import ends_of, units_of
-from rl_dtensor.model.weights import SCORE, Catalog, Weights, tied_pairs
+from rl_dtensor.model.vision.build import VisionParts, build_problems, vision_of
+from rl_dtensor.model.vision.vision import Vision
+from rl_dtensor.model.weights import SCORE, Catalog, Weights, persistent, tied_pairs
+from rl_dtensor.parallel.body import body_of, is_composite
 from rl_dtensor.parallel.dispatch import Dispatch
 from rl_dtensor.parallel.dispatchers import dispatcher
 from rl_dtensor.parallel.experts import expert_modules, split_experts
@@ -75,8 +83,9 @@ def build_model(
     Raises:
         ValueError: If the files, the config, the mesh and the role do not fit together.
     """
-    hf_config = read_hf_config(folder, config.hf_config_overrides)
+    hf_config = read_hf_config(folder, config.hf_config_overrides, is_whole=config.vision.enabled)
     problems = (
+        *build_problems(config.vision, backend, hf_config, spec.role),
         *device_problems(backend, precision=config.precision, device=mesh.kind),
         *shape_problems(backend, _fields(hf_config)),
         *kernel_problems(backend, _fields(hf_config)),
@@ -86,7 +95,7 @@ def build_model(
     if backend.attention_backend == "auto" and mesh.kind.runs_on_gpus:
         activate_flash_attention(largest_head(_fields(hf_config)))
     initial = InitialFactors.of(config.lora_cfg, spec.seed)
-    files = WeightFiles.of(folder)
+    files = WeightFiles.of(folder, is_whole=config.vision.enabled)
     model = unloaded_model(config, backend, spec, hf_config, files=files, is_packed=is_packed, mesh=mesh)
     _load(model, files, role=spec.role, initial=initial)
     if spec.role not in HEADLESS_ROLES:
@@ -204,14 +213,23 @@ class _Builder:
             dispatch_experts(hf, self._dispatch, fused=self._fuses)
         if self.backend.compile:
             compile_layers(hf, decoder_layers(hf))
-        widen(hf, None if self._trains_all else kept.stored)
+        parts = VisionParts.of(hf, self.config.vision)
+        widen(hf, self._widened(hf, kept, parts))
         hf.requires_grad_(self._trains_all)
+        parts.freeze(hf)
         if self.config.lora_cfg.enabled:
             with torch.device("meta"):
-                add_adapters(hf, self.config.lora_cfg)
+                add_adapters(hf, self.config.lora_cfg, is_left_out=parts.has_no_adapter)
             if self.spec.trains:
                 _widen_trained(hf)
         return hf
+
+    def _widened(self, hf: PreTrainedModel, kept: Kept, parts: VisionParts) -> Set[str] | None:
+        """Names of the tensors that are held in float32; None for all."""
+        if not self._trains_all:
+            return kept.stored
+        frozen = parts.frozen(hf)
+        return kept.stored | (persistent(hf).keys() - frozen) if frozen else None
 
     @property
     def _fuses(self) -> bool:
@@ -287,6 +305,7 @@ class _Builder:
             is_last=is_last,
             head=HeadShard(vocab, backend.sequence_parallel),
             replay=replay,
+            vision=self._vision(hf),
         )
         self._shard(model, ends, experts, kept)
         if stages is not None:
@@ -322,6 +341,12 @@ class _Builder:
             for parameter in self._replicated(model, kept):
                 parameter.data = parameter.data.to(mesh.device)
 
+    def _vision(self, hf: PreTrainedModel) -> Vision | None:
+        if not self.config.vision.enabled:
+            return None
+        part = (self.mesh.on("tp"), self.mesh.sizes.tp) if self.backend.sequence_parallel else (0, 1)
+        return vision_of(hf, self.config.vision, self.files.folder, self._compute, token_part=part)
+
     def _alignment(self) -> Alignment:
         sizes = self.mesh.sizes
         tokens = sizes.tp if self.backend.sequence_parallel else 1
@@ -346,10 +371,11 @@ def _fields(config: PreTrainedConfig) -> dict[str, Any]:
 def decoder_layers(hf: PreTrainedModel) -> list[nn.Module]:
     """The repeated layers, which are gathered one at a time: those that the family names, or else its largest list of
     modules of one kind."""
-    names = set(hf._no_split_modules or ())
-    layers = [module for module in hf.modules() if type(module).__name__ in names]
+    part = body_of(hf) if is_composite(hf) else hf
+    names = set(part._no_split_modules or ())
+    layers = [module for module in part.modules() if type(module).__name__ in names]
     if not layers:
-        lists = [module for module in hf.modules() if isinstance(module, nn.ModuleList)]
+        lists = [module for module in part.modules() if isinstance(module, nn.ModuleList)]
         alike = [module for module in lists if len({type(layer) for layer in module}) == 1]
         layers = list(max(alike, key=lambda module: sum(part.numel() for part in module.parameters()), default=()))
     inner = {id(module) for layer in layers for module in layer.modules() if module is not layer}
@@ -369,20 +395,23 @@ def _on_meta(
     is_split: bool,
     longest_row: int,
 ) -> PreTrainedModel:
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    is_whole = config.get_text_config() is not config
+    classes = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if is_whole else MODEL_FOR_CAUSAL_LM_MAPPING
+    if type(config) not in classes:
         raise ValueError(f"{config.model_type} models are not causal language models")
-    auto: Any = AutoModelForCausalLM
+    auto: Any = AutoModelForImageTextToText if is_whole else AutoModelForCausalLM
     if role in HEADLESS_ROLES:
         config.num_labels = 1
         auto = AutoModelForSequenceClassification
 
     def built(attention: str) -> PreTrainedModel:
         with torch.device("meta"):
-            hf: PreTrainedModel = auto.from_config(config, dtype=dtype, attn_implementation=attention)
+            chosen = {"text_config": attention, "vision_config": "sdpa"} if is_whole else attention
+            hf: PreTrainedModel = auto.from_config(config, dtype=dtype, attn_implementation=chosen)
         fix_frequencies(hf, longest_row)
         return hf
 
-    family: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    family: Any = classes[type(config)]
     choose = partial(
         attention_for,
         config,

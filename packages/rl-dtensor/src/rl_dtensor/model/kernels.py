@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
@@ -62,7 +62,9 @@ Attend = Callable[[Tensor, Tensor, Tensor, Segments, Softmax], Tensor]
 """From `[batch, heads, tokens, head_dim]`, with fewer heads for keys and values if they are grouped, to the same of the
 queries. The segments cover the queries in order; the last query of each is at its last key."""
 
-_Row = Callable[[Tensor, Tensor, Tensor, Softmax], Tensor]
+_Row = Callable[[Tensor, Tensor, Tensor, Softmax, Tensor | None], Tensor]
+"""Of one segment. The last argument, bool `[batch, 1, queries, keys]`, is which keys each query sees, if not those up to
+its own."""
 
 
 def kernel_of(backend: AttentionBackend) -> Attend:
@@ -117,15 +119,21 @@ def _by_row(
         key, value = key.index_select(2, segments.keys), value.index_select(2, segments.keys)
     num_queries, num_keys = segments.lengths
     parts = zip(query.split(num_queries, 2), key.split(num_keys, 2), value.split(num_keys, 2), strict=True)
-    return torch.cat([attend_row(*part, softmax) for part in parts], dim=2)
+    masks: Sequence[Tensor | None] = [None] * len(num_queries)
+    if segments.blocks is not None:
+        masks = segments.block_masks(softmax.window)
+    return torch.cat([attend_row(*part, softmax, mask) for part, mask in zip(parts, masks, strict=True)], dim=2)
 
 
-def _sdpa_row(query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
+def _sdpa_row(query: Tensor, key: Tensor, value: Tensor, softmax: Softmax, seen: Tensor | None) -> Tensor:
     """On GPUs only the kernel for causal attention of equal heads takes grouped ones; every other kernel that is fast
     there wants as many of keys and values, and without them torch makes all scores."""
     num_queries, num_keys = query.shape[2], key.shape[2]
-    is_plain = num_queries == num_keys and (softmax.window is None or num_keys <= softmax.window)
-    mask = None if is_plain else _seen(num_queries, num_keys, softmax.window, query.device)
+    is_short = softmax.window is None or num_keys <= softmax.window
+    is_plain = seen is None and num_queries == num_keys and is_short
+    mask = seen
+    if seen is None and not is_plain:
+        mask = _seen(num_queries, num_keys, softmax.window, query.device)
     has_dropout = softmax.dropout > 0.0 and current_flash_attention_impl() is not None
     if has_dropout or not (is_plain and _fits_flash(query, value) and query.shape[-1] == value.shape[-1]):
         key, value = _for_each_head(query, key, value)
@@ -148,11 +156,12 @@ def _for_each_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, T
     return (key, value) if repeats == 1 else (key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1))
 
 
-def _eager_row(query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
+def _eager_row(query: Tensor, key: Tensor, value: Tensor, softmax: Softmax, seen: Tensor | None) -> Tensor:
     """Matrix products and a softmax, in float32 at least."""
     key, value = _for_each_head(query, key, value)
     scaling = query.shape[-1] ** -0.5 if softmax.scaling is None else softmax.scaling
-    seen = _seen(query.shape[2], key.shape[2], softmax.window, query.device)
+    if seen is None:
+        seen = _seen(query.shape[2], key.shape[2], softmax.window, query.device)
     scores = query @ key.transpose(2, 3) * scaling
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     if softmax.softcap is not None:
@@ -232,7 +241,7 @@ def _flex(query: Tensor, key: Tensor, value: Tensor, segments: Segments, softmax
         key,
         value,
         score_mod=None if softmax.softcap is None else _capped(softmax.softcap),
-        block_mask=_block_mask(segments, softmax.window, key.shape[2]),
+        block_mask=_block_mask(segments, softmax.window, key.shape[2], len(query)),
         scale=softmax.scaling,
         enable_gqa=query.shape[1] != key.shape[1],
         return_aux=AuxRequest(lse=softmax.sinks is not None),
@@ -259,14 +268,23 @@ def _compiled_flex() -> Any:
 
 
 @lru_cache(maxsize=8)
-def _block_mask(segments: Segments, window: int | None, num_keys: int) -> Any:
+def _block_mask(segments: Segments, window: int | None, num_keys: int, num_rows: int) -> Any:
     first, last = segments.seen_keys
+    blocks = segments.blocks
 
     def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         seen = (key >= first[query]) & (key <= last[query])
         return seen if window is None else seen & (key > last[query] - window)
 
-    return create_block_mask(sees, None, None, len(first), num_keys, segments.device, _compile=first.is_cuda)
+    if blocks is None:
+        return create_block_mask(sees, None, None, len(first), num_keys, segments.device, _compile=first.is_cuda)
+
+    def sees_images(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        own = blocks[batch, last[query]]
+        seen = sees(batch, head, query, key) | ((own == blocks[batch, key]) & (own >= 0))
+        return seen if window is None else seen & (key > last[query] - window)
+
+    return create_block_mask(sees_images, num_rows, None, len(first), num_keys, segments.device, _compile=first.is_cuda)
 
 
 def _flash(package: str, remedy: str, *, takes_dropout: bool = False) -> Attend:
@@ -289,7 +307,8 @@ def _flash(package: str, remedy: str, *, takes_dropout: bool = False) -> Attend:
             **dropout,
         }
 
-    def attend_row(query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
+    def attend_row(query: Tensor, key: Tensor, value: Tensor, softmax: Softmax, seen: Tensor | None) -> Tensor:
+        assert seen is None, "flash attention takes no mask"
         parts = (part.transpose(1, 2) for part in _of_one_size(query, key, value))
         out = _output(functions.flash_attn_func(*parts, **options(query, softmax)))
         return out.transpose(1, 2)[..., : value.shape[-1]]
@@ -317,10 +336,11 @@ def _auto(query: Tensor, key: Tensor, value: Tensor, segments: Segments, softmax
     """On GPUs torch's flash attention, or flex for scores that it does not know, if it can run; else row by row."""
     is_packed = len(query) == 1
     on_gpu = query.is_cuda and softmax.dropout == 0.0
-    if not softmax.is_plain:
+    if not softmax.is_plain or segments.blocks is not None:
         if on_gpu and min(query.shape[-1], value.shape[-1]) >= LEAST_FLEX_DIM:
             return _flex(query, key, value, segments, softmax)
-        return _by_row(query, key, value, segments, softmax, attend_row=_eager_row)
+        row = _sdpa_row if softmax.is_plain else _eager_row
+        return _by_row(query, key, value, segments, softmax, attend_row=row)
     if on_gpu and query.dtype in HALF and is_packed and _fits_flash(query, value):
         return _varlen(query, key, value, segments, softmax)
     return _by_row(query, key, value, segments, softmax, attend_row=_sdpa_row)

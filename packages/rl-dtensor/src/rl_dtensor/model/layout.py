@@ -18,6 +18,10 @@ from rl_core.torch.host_arrays import to_device
 from rl_core.torch.loss import Rows
 from rl_core.torch.training.zigzag import zigzag_order, zigzag_slices, zigzag_tokens
 
+IMAGE_BLOCKS = "image_blocks"
+"""Column of rows in which the tokens of an image see one another, int64 `[tokens]`: the number of each token's image;
+-1 for text. Rows without such images lack it."""
+
 
 @dataclass(frozen=True)
 class Context:
@@ -61,10 +65,17 @@ class Segment:
     Args:
         query: Start and end among this rank's tokens.
         key: Start and end in the whole sequence.
+        beyond: Number of those keys that come after the last query: of an image that it belongs to.
     """
 
     query: tuple[int, int]
     key: tuple[int, int]
+    beyond: int = 0
+
+    @property
+    def ahead(self) -> int:
+        """Distance from a query among this rank's tokens to its own key in the sequence."""
+        return self.key[1] - self.beyond - self.query[1]
 
 
 class Segments:
@@ -78,11 +89,15 @@ class Segments:
         query_ends: Int32 `[segments + 1]`, where queries start and end.
         key_ends: Int32 `[segments + 1]`, where keys start and end, those of all segments one after another.
         keys: Int64 indices of those keys in the sequence; None if they are the sequence.
+        blocks: Int64 `[batch, length]`, the image of each token of the sequence, whose tokens see one another; -1 for
+            text. None if no tokens see what follows them.
     """
 
-    def __init__(self, items: Sequence[Segment], device: torch.device) -> None:
+    def __init__(self, items: Sequence[Segment], device: torch.device, blocks: np.ndarray | None = None) -> None:
         self.device = device
         self._items = tuple(items)
+        self._masks: dict[int | None, list[Tensor]] = {}
+        self.blocks: Tensor | None = None if blocks is None else to_device([blocks], device)[0]
         self._chunked: dict[int, Segments] = {}
         queries = [item.query[1] - item.query[0] for item in items]
         keys = [item.key[1] - item.key[0] for item in items]
@@ -98,9 +113,29 @@ class Segments:
     def seen_keys(self) -> tuple[Tensor, Tensor]:
         """int64 `[queries]` each: the first and the last key in the sequence that a query may see."""
         first = np.repeat([item.key[0] for item in self._items], self.lengths[0])
-        ahead = np.repeat([item.key[1] - item.query[1] for item in self._items], self.lengths[0])
+        ahead = np.repeat([item.ahead for item in self._items], self.lengths[0])
         moved = to_device([first, np.arange(len(ahead)) + ahead], self.device)
         return moved[0], moved[1]
+
+    def block_masks(self, window: int | None) -> list[Tensor]:
+        """bool `[batch, 1, queries, keys]` of each segment: the keys that each query sees, kept for all layers of the
+        same window.
+
+        Args:
+            window: Tokens that each token sees, itself and those after it in its image included; all if None.
+        """
+        assert self.blocks is not None, "segments without images"
+        if window not in self._masks:
+            self._masks[window] = [self._block_mask(item, self.blocks, window) for item in self._items]
+        return self._masks[window]
+
+    def _block_mask(self, item: Segment, blocks: Tensor, window: int | None) -> Tensor:
+        query = torch.arange(item.query[0] + item.ahead, item.query[1] + item.ahead, device=self.device)
+        key = torch.arange(*item.key, device=self.device)
+        of_query, of_key = blocks[:, query, None], blocks[:, None, key]
+        distance = query[:, None] - key
+        seen = (distance >= 0) | ((of_query == of_key) & (of_query >= 0))
+        return (seen if window is None else seen & (distance < window))[:, None]
 
     def chunked(self, size: int) -> Segments:
         """The same queries, which see no key before their chunk: `size` consecutive tokens of their row."""
@@ -139,6 +174,8 @@ class Layout:
             cannot be seen from within it.
         length: Length of the whole sequence.
         context: The ranks that share the tokens of each row; None if this rank holds whole rows.
+        blocks: Int64 `[batch, length]` on the host, the image of each token of the whole sequence, as `IMAGE_BLOCKS`;
+            None if no tokens see what follows them.
 
     Attributes:
         segments: What this rank's queries attend to; with the `ulysses` method, its heads of the queries of all ranks.
@@ -158,6 +195,7 @@ class Layout:
         bounds: Sequence[tuple[int, int]],
         length: int,
         context: Context | None,
+        blocks: np.ndarray | None = None,
     ) -> None:
         self.rows = rows
         self.input_ids = input_ids
@@ -171,7 +209,7 @@ class Layout:
         chunks: Sequence[tuple[int, int]] = ((0, length),)
         if context is not None and context.method == "all_gather":
             chunks = context.chunks(length)
-        self.segments = Segments(_segments(chunks, bounds), device)
+        self.segments = Segments(_segments(chunks, bounds, blocks), device, blocks)
         if context is not None:
             order = context.places(length).numpy()
             self.rank_places, self.key_places = to_device([order, order.argsort()], device)
@@ -189,16 +227,27 @@ class Layout:
         return batch, seq
 
 
-def _segments(chunks: Sequence[tuple[int, int]], bounds: Sequence[tuple[int, int]]) -> list[Segment]:
-    """Those of the queries in these chunks of the sequence, chunk by chunk."""
+def _segments(
+    chunks: Sequence[tuple[int, int]], bounds: Sequence[tuple[int, int]], blocks: np.ndarray | None = None
+) -> list[Segment]:
+    """Those of the queries in these chunks of the sequence, chunk by chunk; to their keys belong the rest of an image
+    that a chunk ends in."""
     found, own = [], 0
     for start, end in chunks:
         for first, last in bounds:
             begin, stop = max(start, first), min(end, last)
             if begin < stop:
-                found.append(Segment((own + begin - start, own + stop - start), (first, stop)))
+                beyond = 0 if blocks is None else _rest_of_image(blocks[:, :last], stop)
+                found.append(Segment((own + begin - start, own + stop - start), (first, stop + beyond), beyond))
         own += end - start
     return found
+
+
+def _rest_of_image(blocks: np.ndarray, stop: int) -> int:
+    """Number of tokens from `stop` on that belong to the image of the token before, in any sequence."""
+    last = blocks[:, stop - 1, None]
+    goes_on = ((blocks[:, stop:] == last) & (last >= 0)).any(0)
+    return len(goes_on) if goes_on.all() else int(goes_on.argmin())
 
 
 def lay_out(rows: Rows, alignment: Alignment, *, is_packed: bool) -> Layout:
@@ -206,6 +255,9 @@ def lay_out(rows: Rows, alignment: Alignment, *, is_packed: bool) -> Layout:
     offsets, context = rows.host_offsets, alignment.context
     places, position, bounds = (_packed if is_packed else _padded)(offsets, alignment.multiple)
     length = places.shape[1]
+    blocks = None
+    if IMAGE_BLOCKS in rows:
+        blocks = np.where(places < 0, -1, rows.host_column(IMAGE_BLOCKS)[places])
     if context is not None:
         own = zigzag_tokens(length, context.size, context.rank).numpy()
         places, position = places[:, own], position[:, own]
@@ -223,6 +275,7 @@ def lay_out(rows: Rows, alignment: Alignment, *, is_packed: bool) -> Layout:
         bounds=bounds,
         length=length,
         context=context,
+        blocks=blocks,
     )
 
 

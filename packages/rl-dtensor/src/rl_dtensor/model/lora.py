@@ -9,6 +9,7 @@ experts in the last dim of `up`, where no mesh can split them.)
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -62,15 +63,22 @@ class Adapter:
         return (total + (added.mT if self.is_transposed else added)).to(dtype)
 
 
-def add_adapters(hf: PreTrainedModel, config: LoraConfig) -> None:
+def add_adapters(
+    hf: PreTrainedModel, config: LoraConfig, *, is_left_out: Callable[[str], bool] = lambda _: False
+) -> None:
     """Put adapters on linear layers and stacked experts of a model and freeze everything else but a score head.
+
+    Args:
+        hf: Model, changed in place.
+        config: Which layers get adapters, and their size.
+        is_left_out: Returns whether a module of this name belongs to a part without adapters.
 
     Raises:
         ValueError: If the config names no layer of the model, or something of it that gets no adapter.
     """
     _check_targets(hf, config)
     stacks = {name: module for name, module in stacked_weights(hf).items() if is_adapted_stack(name, config)}
-    targets = adapted_modules(hf, config)
+    targets = [name for name in adapted_modules(hf, config) if not is_left_out(name)]
     if not targets and not stacks:
         raise nothing_adapted(config, type(hf).__name__)
     hf.requires_grad_(False)

@@ -25,6 +25,7 @@ from rl_dtensor.model.attention import ROWS
 from rl_dtensor.model.kernels import Attend
 from rl_dtensor.model.layout import Alignment, Layout, lay_out
 from rl_dtensor.model.replay import Replay
+from rl_dtensor.model.vision.vision import Vision
 from rl_dtensor.model.weights import Weights, persistent
 from rl_dtensor.parallel.body import body_of
 from rl_dtensor.parallel.fsdp import local
@@ -62,6 +63,7 @@ class ReadingModel(nn.Module):
         is_packed: Rows lie end to end instead of being padded.
         is_last: True if it has the last layers and the head.
         replay: Replay of the generator's routing; None if its routers choose.
+        vision: How it sees the images of rows; None if it does not.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class ReadingModel(nn.Module):
         is_last: bool,
         head: HeadShard,
         replay: Replay | None = None,
+        vision: Vision | None = None,
     ) -> None:
         super().__init__()
         self.hf = hf
@@ -87,8 +90,9 @@ class ReadingModel(nn.Module):
         self.is_last = is_last
         self.head_shard = head
         self.replay = replay
+        self.vision = vision
         self.transform = logit_transform(hf.config)
-        self.sees_rows = hf.config._attn_implementation == ROWS
+        self.sees_rows = hf.config.get_text_config()._attn_implementation == ROWS
         self.takes_positions = "position_ids" in inspect.signature(body_of(hf).forward).parameters
 
     def forward(
@@ -168,7 +172,11 @@ class ReadingModel(nn.Module):
 
     def _hidden(self, layout: Layout, entered: Tensor | None) -> Tensor:
         """`[batch, seq, hidden]`, after the last norm if this is the last stage."""
-        hidden: Tensor = body_of(self.hf)(use_cache=False, **self._inputs(layout, entered)).last_hidden_state
+        inputs = self._inputs(layout, entered)
+        if self.vision is not None:
+            del inputs["input_ids"]
+            inputs |= self.vision.inputs(self.hf, layout)
+        hidden: Tensor = body_of(self.hf)(use_cache=False, **inputs).last_hidden_state
         return hidden
 
     def _inputs(self, layout: Layout, entered: Tensor | None) -> dict[str, Any]:

@@ -6,15 +6,18 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from rl_core.torch.training.flops import ModelShape, attention_shapes, setting
+from rl_dtensor.parallel.body import body_of, is_composite
 from rl_dtensor.parallel.experts import expert_modules
 
 
 def shape_of(hf: PreTrainedModel) -> ModelShape:
-    """The shape of a model with its adapters, before anything is split; it may be on `meta`."""
+    """The shape of a model with its adapters, before anything is split; it may be on `meta`. A vision tower, whose work
+    does not follow from the tokens, is left out."""
     config = hf.config.get_text_config()
     stacked = {id(module) for module in expert_modules(hf)}
     matrices = trained = 0
-    for module in hf.modules():
+    seen = [hf] if not is_composite(hf) else [body_of(hf), hf.get_output_embeddings()]
+    for module in (module for part in seen for module in part.modules()):
         if isinstance(module, nn.Embedding):  # looked up; a tied head multiplies with it under its own name
             continue
         for parameter in module._parameters.values():

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from torch import nn
 from transformers import PreTrainedModel
 
+from rl_dtensor.model.vision.parts import vision_layers
+from rl_dtensor.parallel.body import is_composite
 from rl_dtensor.parallel.experts import STACK_DIMS, expert_modules
 from rl_dtensor.parallel.fsdp import Units
 from rl_dtensor.parallel.stages import Stages
@@ -63,6 +65,7 @@ def units_of(
         embedding,
         end,
         wide,
+        vision_layers(hf) if is_composite(hf) else (),
     )
 
 

@@ -33,6 +33,7 @@ class Units:
         embedding: The embedding, unless it shares its weight with the head.
         end: Final norm and head, which a pass reads last; empty if they share parameters with others.
         wide: Small heads that compute in float32 whatever the rest does.
+        tower: Repeated layers of a vision tower, in order.
     """
 
     layers: Sequence[nn.Module]
@@ -41,6 +42,7 @@ class Units:
     embedding: nn.Module | None
     end: Sequence[nn.Module]
     wide: Sequence[nn.Module]
+    tower: Sequence[nn.Module] = ()
 
 
 def shard_model(
@@ -94,7 +96,7 @@ def shard_model(
         shard(head, precision=in_float32)
     for module in [module for modules in units.experts.values() for module in modules]:
         shard(module, over=mesh.expert_sharding)
-    for layer in units.layers:
+    for layer in (*units.tower, *units.layers):
         shard(layer)
     if units.embedding is not None:
         shard(units.embedding)
@@ -106,10 +108,12 @@ def shard_model(
     shard(root)
     if units.stacks:
         _gather_ahead(units)
-    first = cast("FSDPModule", units.embedding if units.embedding is not None else units.layers[0])
-    if not first._get_fsdp_state()._states_to_backward_prefetch:
-        # nothing comes before it: by default it would gather what the microbatch before it ended with
-        first.set_modules_to_backward_prefetch([first])
+    for module in (units.embedding if units.embedding is not None else units.layers[0], *units.tower[:1]):
+        first = cast("FSDPModule", module)
+        if not first._get_fsdp_state()._states_to_backward_prefetch:
+            # nothing comes before it, or a tower that may be frozen: by default it would gather what the microbatch
+            # before it ended with
+            first.set_modules_to_backward_prefetch([first])
 
 
 def shard_of_stack(parameter: Tensor, num_ranks: int) -> Shard:

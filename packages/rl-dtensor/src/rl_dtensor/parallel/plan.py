@@ -202,10 +202,11 @@ def _check_blocks(hf: PreTrainedModel, plan: Mapping[str, Style]) -> None:
 
 def _layers_plan(hf: PreTrainedModel, layers: Sequence[nn.Module]) -> dict[str, Style]:
     prefix = f"{body_name(hf)}."
-    kind = hf.config.model_type
+    text = hf.config.get_text_config()
+    kind = text.model_type
     if kind in PLANS:
         return {prefix + pattern: style for pattern, style in PLANS[kind].items()}
-    stated = dict(hf.config.base_model_tp_plan or {})
+    stated = dict(text.base_model_tp_plan or {})
     experts = {pattern for pattern, word in stated.items() if word == "moe_tp_experts"}
     plan: dict[str, Style] = {}
     for pattern, word in stated.items():

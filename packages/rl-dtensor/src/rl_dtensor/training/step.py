@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
@@ -16,6 +17,7 @@ from rl_core.data.batch import Batch
 from rl_core.data.pipeline import Pipeline
 from rl_core.data.ragged import Ragged
 from rl_core.metrics import Metric
+from rl_core.torch.rows import no_images
 from rl_core.torch.training.backend import Microbatch, Pass
 from rl_core.torch.training.flops import ModelShape
 from rl_dtensor.model.model import ShardedModel
@@ -64,6 +66,12 @@ class DTensorModel:
         """The experts that tokens were sent to, if routing is replayed."""
         replay = self.sharded.chunks[0].replay
         return {} if replay is None else replay.columns_of(batch, for_loss=for_loss)
+
+    def image_columns(self, batch: Batch) -> Mapping[str, np.ndarray]:
+        """Pixels of the images of rows, and what takes the place of their tokens; rows with images are refused if the
+        model sees none."""
+        vision = self.sharded.chunks[0].vision
+        return no_images(batch) if vision is None else vision.columns(batch)
 
     def read(self, run: Pass) -> list[Any]:
         """Forward through all stages."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -22,6 +23,7 @@ from rl_core.data.batch import Batch
 from rl_core.data.pipeline import Pipeline
 from rl_core.data.ragged import Ragged
 from rl_core.metrics import Metric
+from rl_core.torch.rows import no_images
 from rl_core.torch.training.backend import Microbatch, Pass
 from rl_core.torch.training.flops import ModelShape
 from rl_megatron.model.model import ReadingModel, forget_embeddings, forget_tokens
@@ -88,6 +90,10 @@ class MegatronModel:
     def extra_columns(self, batch: Batch, *, for_loss: bool) -> Mapping[str, Ragged]:
         """The experts that tokens were sent to, if routing is replayed."""
         return {} if self.reading.replay is None else self.reading.replay.columns_of(batch, for_loss=for_loss)
+
+    def image_columns(self, batch: Batch) -> Mapping[str, np.ndarray]:
+        """Refuse images."""
+        return no_images(batch)
 
     def read(self, run: Pass) -> list[Any]:
         """Forward through all stages."""

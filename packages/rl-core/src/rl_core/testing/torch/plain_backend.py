@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -33,7 +34,7 @@ from rl_core.torch.loss import Rows
 from rl_core.torch.optim.optimizer import build_optimizer
 from rl_core.torch.process_group import join_process_group
 from rl_core.torch.residency.module_residency import Residency
-from rl_core.torch.rows import padded
+from rl_core.torch.rows import no_images, padded
 from rl_core.torch.training.backend import Microbatch, Pass, TrainingParts
 from rl_core.torch.training.checkpoint_files import read_tensors
 from rl_core.torch.training.save_plan import KeptSavePlanner
@@ -161,6 +162,10 @@ class PlainModel:
     def extra_columns(self, batch: Batch, *, for_loss: bool) -> Mapping[str, Ragged]:
         """None."""
         return {}
+
+    def image_columns(self, batch: Batch) -> Mapping[str, np.ndarray]:
+        """Refuse images."""
+        return no_images(batch)
 
     def read(self, run: Pass) -> list[Any]:
         """One microbatch after another."""

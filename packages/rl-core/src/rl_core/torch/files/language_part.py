@@ -48,15 +48,40 @@ def read_language_config(source: Path | str, overrides: Mapping[str, Any]) -> An
 
     whole = AutoConfig.from_pretrained(source, trust_remote_code=False)
     config = language_config(whole)
-    own = config.to_dict()
-    unknown = sorted(set(overrides) - set(own))
-    if unknown:
-        raise ValueError(f"hf_config_overrides {unknown} are not fields of a {type(config).__name__}")
-    merged = with_overrides(own, overrides)
+    merged = _overridden(config, overrides)
     if config is whole:
         changed = {name: merged[name] for name in overrides}
         return AutoConfig.from_pretrained(source, trust_remote_code=False, **changed)
     return type(config).from_dict(merged)
+
+
+def read_composite_config(source: Path | str, overrides: Mapping[str, Any]) -> Any:
+    """Return the config of the whole composite model in a folder, or of a hub name, with overrides of its text.
+
+    Raises:
+        ValueError: If it is not a composite model, or naming overrides that are not fields of its text.
+    """
+    from transformers import AutoConfig
+
+    whole = AutoConfig.from_pretrained(source, trust_remote_code=False)
+    text = whole.get_text_config()
+    if text is whole:
+        raise ValueError(f"{whole.model_type} models see no images; set vision.enabled=false")
+    if not overrides:
+        return whole
+    fields = {**whole.to_dict(), "text_config": _overridden(text, overrides)}
+    if "tie_word_embeddings" in overrides:
+        fields["tie_word_embeddings"] = overrides["tie_word_embeddings"]
+    return type(whole).from_dict(fields)
+
+
+def _overridden(config: Any, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a config with overrides."""
+    own = config.to_dict()
+    unknown = sorted(set(overrides) - set(own))
+    if unknown:
+        raise ValueError(f"hf_config_overrides {unknown} are not fields of a {type(config).__name__}")
+    return with_overrides(own, overrides)
 
 
 def language_names(stored: Iterable[str]) -> dict[str, str]:

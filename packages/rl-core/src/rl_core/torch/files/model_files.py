@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rl_core.model_config import TokenizerConfig, is_composite
 from rl_core.torch.files.block_scales import BlockScaledWeight
-from rl_core.torch.files.language_part import language_names, read_language_config
+from rl_core.torch.files.language_part import language_names, read_composite_config, read_language_config
 from rl_core.torch.files.mxfp4 import MXFP4Weight
 from rl_core.torch.files.stored import FLOATING, Slices, StoredTensor, StoredWeight
 
@@ -36,6 +36,9 @@ PATTERNS = [
     "*.model.v3",
     f"{TEMPLATES}/*.jinja",
 ]
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+"""Files of the processor of a model that sees images."""
+
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -57,7 +60,9 @@ TOKENIZER_FILES = (
 TEMPLATE = "chat_template.jinja"
 
 
-def copy_side_files(target: Path, *, source: Path, tokenizer: Path, settings: TokenizerConfig) -> None:
+def copy_side_files(
+    target: Path, *, source: Path, tokenizer: Path, settings: TokenizerConfig, is_whole: bool = False
+) -> None:
     """Copy the files of an export other than config and weights into a folder: the generation config, the tokenizer's
     files, and the chat template as it is configured.
 
@@ -66,8 +71,9 @@ def copy_side_files(target: Path, *, source: Path, tokenizer: Path, settings: To
         source: Folder of the model that the generation config is copied from.
         tokenizer: Folder of the tokenizer.
         settings: Settings of the tokenizer.
+        is_whole: True of a model that sees images, whose processor's files are copied too.
     """
-    _copy_files((GENERATION_CONFIG,), source, target)
+    _copy_files((GENERATION_CONFIG, *(PROCESSOR_FILES if is_whole else ())), source, target)
     copy_tokenizer(target, tokenizer=tokenizer, settings=settings)
 
 
@@ -114,15 +120,20 @@ def model_folder(name: str) -> Path:
     return Path(snapshot_download(name, allow_patterns=PATTERNS))
 
 
-def read_hf_config(folder: Path, overrides: Mapping[str, Any]) -> Any:
+def read_hf_config(folder: Path, overrides: Mapping[str, Any], *, is_whole: bool = False) -> Any:
     """Return the model's `transformers` config with overrides; of a composite model that of its text.
 
     It does not say how weights are quantised on disk: they are dequantised when they are read, and exported so.
 
+    Args:
+        folder: Folder of the model.
+        overrides: Fields of the language model's config.
+        is_whole: True for the whole config of a composite model.
+
     Raises:
         ValueError: Naming overrides that are not fields of this config.
     """
-    config = read_language_config(folder, overrides)
+    config = (read_composite_config if is_whole else read_language_config)(folder, overrides)
     vars(config).pop("quantization_config", None)
     return config
 
@@ -168,14 +179,18 @@ class WeightFiles:
     stored_as: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, folder: Path) -> WeightFiles:
+    def of(cls, folder: Path, *, is_whole: bool = False) -> WeightFiles:
         """Reads the index, or the names in the single file.
+
+        Args:
+            folder: Folder of the model.
+            is_whole: True for all weights of a composite model, by their own names.
 
         Raises:
             ValueError: If the folder has no safetensors.
         """
         file_of = _files_of_tensors(folder)
-        if not _is_composite(folder):
+        if is_whole or not _is_composite(folder):
             return cls(folder, file_of)
         stored_as = language_names(file_of)
         return cls(folder, {name: file_of[stored] for name, stored in stored_as.items()}, stored_as)

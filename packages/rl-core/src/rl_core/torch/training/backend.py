@@ -31,6 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -186,6 +187,18 @@ class RankModel(Protocol):
 
         Raises:
             ValueError: If the batch lacks one that a loss needs.
+        """
+        ...
+
+    def image_columns(self, batch: Batch) -> Mapping[str, np.ndarray]:
+        """Columns by which passes see the images of rows, made on the host; `rl_core.torch.rows.no_images` of a model
+        that sees none.
+
+        Args:
+            batch: Rows of one microbatch.
+
+        Raises:
+            ValueError: Naming a row whose images cannot be used.
         """
         ...
 

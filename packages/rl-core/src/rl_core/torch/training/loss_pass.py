@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rl_core.data.batch import TOKENS, Batch
 from rl_core.data.microbatch import PAIR
+from rl_core.images import IMAGES
 from rl_core.metrics import Metric, Reduction
 from rl_core.model import UNDIVIDED, Loss, read_columns
 from rl_core.plugins import resolve
@@ -46,7 +47,7 @@ class LossPass:
         self.loss = loss
         named = (*loss.columns, *read_columns(loss.reads))
         batch.require(TOKENS, *named)
-        self.columns = batch.only([name for name in batch if name in {TOKENS, PAIR, *named}]).local()
+        self.columns = batch.only([name for name in batch if name in {TOKENS, PAIR, IMAGES, *named}]).local()
         self._compute: Compute = resolve(implementation_name(loss, loss.implementation))
         self._local_totals = {name: float(total) for name, total in loss.totals(self.columns).items()}
         self.totals = _summed(self._local_totals, group)

@@ -15,6 +15,7 @@ from rl_core.data.batch import TOKENS, Batch
 from rl_core.data.microbatch import PAIR, Batching
 from rl_core.data.pipeline import Pipeline
 from rl_core.data.ragged import Ragged
+from rl_core.images import IMAGES
 from rl_core.metrics import Metric
 from rl_core.model import DIVERGENCES, Loss, Read, read_columns
 from rl_core.torch.heads.reads import ROW_READS
@@ -45,14 +46,14 @@ def run_reads(
     extra = model.extra_columns(batch, for_loss=False)
     id_columns = read_columns(reads)
     batch.require(*id_columns)
-    batch = batch.only([name for name in batch if name in (TOKENS, PAIR, *id_columns)]).local()
+    batch = batch.only([name for name in batch if name in (TOKENS, PAIR, IMAGES, *id_columns)]).local()
     plan = plan_together(batch, batching, mesh.control, pipeline=model.pipeline)
-    inputs = batch.only([TOKENS, *id_columns])
+    inputs = batch.only([name for name in (TOKENS, IMAGES, *id_columns) if name in batch])
 
     def collect(microbatch: Microbatch, columns: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
         return {name: _on_the_way(column) for name, column in columns.items()} if microbatch.is_own else None
 
-    microbatches = _on_device(inputs.with_columns(extra), plan, id_columns, mesh)
+    microbatches = _on_device(inputs.with_columns(extra), plan, id_columns, model, mesh)
     results = model.read(Pass(microbatches, reads, temperature, collect, _num_tokens(inputs)))
     mesh.kind.synchronize()
     if not mesh.coordinates.leads:
@@ -225,7 +226,7 @@ def _pass(
     columns = loss_pass.columns.with_columns(model.extra_columns(batch, for_loss=True))
     plan = plan_together(columns, batching, mesh.control, pipeline=model.pipeline)
     loss = loss_pass.loss
-    microbatches = _on_device(columns, plan, read_columns(loss.reads), mesh)
+    microbatches = _on_device(columns, plan, read_columns(loss.reads), model, mesh)
     compares = not _OF_OTHER_PASSES.isdisjoint(loss.columns)
     return Pass(microbatches, loss.reads, loss.temperature, on_reads, _num_tokens(columns), compares)
 
@@ -234,10 +235,12 @@ def _num_tokens(batch: Batch) -> int:
     return int(batch.ragged(TOKENS).offsets[-1])
 
 
-def _on_device(batch: Batch, plan: Sequence[np.ndarray], id_columns: Sequence[str], mesh: RankMesh) -> Microbatches:
+def _on_device(
+    batch: Batch, plan: Sequence[np.ndarray], id_columns: Sequence[str], model: RankModel, mesh: RankMesh
+) -> Microbatches:
     def make(rows: np.ndarray) -> Microbatch:
         if not len(rows):
             return Microbatch(idle_rows(mesh.device, id_columns), is_own=False)
-        return Microbatch(to_rows(batch.select(rows), mesh.device), is_own=True)
+        return Microbatch(to_rows(batch.select(rows), mesh.device, images=model.image_columns), is_own=True)
 
     return prepared_ahead([partial(make, rows) for rows in plan], mesh.device)

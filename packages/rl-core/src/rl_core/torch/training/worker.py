@@ -252,7 +252,13 @@ class TrainingWorker:
     def _write_side_files(self, path: Path, dtype: str) -> None:
         """Write the files of an export other than its weights."""
         write_hf_config(self._model, path, role=self._spec.role, dtype=dtype, tokenizer=self._tokenizer)
-        copy_side_files(path, source=self._folder, tokenizer=self._tokenizer, settings=self._config.tokenizer)
+        copy_side_files(
+            path,
+            source=self._folder,
+            tokenizer=self._tokenizer,
+            settings=self._config.tokenizer,
+            is_whole=self._config.vision.enabled,
+        )
         if self._spec.role not in HEADLESS_ROLES:
             complete_generation_config(path)
 

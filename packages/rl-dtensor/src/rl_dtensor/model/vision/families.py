@@ -1,0 +1,191 @@
+"""What differs between families of vision-language models: the names of their parts, and how they see an image."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Arrays = Mapping[str, np.ndarray]
+"""Results of an image processor by name, for some images."""
+
+GRID = "image_grid_thw"
+PIXELS = "pixel_values"
+PIXEL_MASK = "pixel_attention_mask"
+
+
+@dataclass(frozen=True)
+class Features:
+    """What a vision tower and its projector make of images.
+
+    Args:
+        values: `[image tokens, hidden]`, in the order of the images' tokens.
+        deep: More of them, added to the hidden states after each of the first layers; often none.
+    """
+
+    values: Tensor
+    deep: Sequence[Tensor] = ()
+
+
+@dataclass(frozen=True)
+class VisionFamily:
+    """A family of vision-language models.
+
+    Args:
+        tower: Names of the modules of the vision tower.
+        projector: Names of the modules between tower and language model, which may lie inside the tower.
+        columns: Results of the image processor that the tower takes.
+        num_tokens: Function from the config and the columns of one image to the number of its tokens.
+        features: Function from the model without its head and columns of images to their features.
+        blank: Function from the config to the columns of the smallest image.
+        has_axes: True if tokens have three places each (M-RoPE), given by `get_rope_index` of the model.
+        is_batched: True if results of its image processor have a first dim of rows.
+        sees_both_ways: True if the tokens of an image see one another, also those that follow.
+        unused: Names of modules in the tower on which no feature depends.
+    """
+
+    tower: tuple[str, ...]
+    projector: tuple[str, ...]
+    columns: tuple[str, ...]
+    num_tokens: Callable[[Any, Arrays], int]
+    features: Callable[[Any, Mapping[str, Tensor]], Features]
+    blank: Callable[[Any], Arrays]
+    has_axes: bool = False
+    is_batched: bool = False
+    sees_both_ways: bool = False
+    unused: tuple[str, ...] = ()
+
+
+def _grid_tokens(config: Any, image: Arrays) -> int:
+    return int(prod(image[GRID][0].tolist())) // config.vision_config.spatial_merge_size**2
+
+
+def _grid_blank(config: Any) -> Arrays:
+    vision = config.vision_config
+    side = vision.spatial_merge_size
+    width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    return {
+        PIXELS: np.zeros((side * side, width), np.float32),
+        GRID: np.array([[1, side, side]], np.int64),
+    }
+
+
+def _grid_features(model: Any, columns: Mapping[str, Tensor]) -> Features:
+    return Features(model.visual(columns[PIXELS], grid_thw=columns[GRID]).pooler_output)
+
+
+def _deep_features(model: Any, columns: Mapping[str, Tensor]) -> Features:
+    output = model.visual(columns[PIXELS], grid_thw=columns[GRID])
+    return Features(output.pooler_output, output.deepstack_features)
+
+
+def _crop_features(model: Any, columns: Mapping[str, Tensor]) -> Features:
+    return Features(model.get_image_features(pixel_values=columns[PIXELS]).pooler_output.flatten(0, 1))
+
+
+def _masked_crop_features(model: Any, columns: Mapping[str, Tensor]) -> Features:
+    output = model.get_image_features(
+        pixel_values=columns[PIXELS][None], pixel_attention_mask=columns[PIXEL_MASK][None].bool()
+    )
+    return Features(output.pooler_output.flatten(0, 1))
+
+
+def _crop_size(config: Any) -> tuple[int, int]:
+    size = config.vision_config.image_size
+    return (size, size) if isinstance(size, int) else tuple(size)
+
+
+def _crop_blank(config: Any) -> Arrays:
+    return {PIXELS: np.zeros((1, 3, *_crop_size(config)), np.float32)}
+
+
+def _masked_crop_blank(config: Any) -> Arrays:
+    # an image of zeros is taken for padding
+    size = _crop_size(config)
+    return {PIXELS: np.ones((1, 3, *size), np.float32), PIXEL_MASK: np.ones((1, *size), np.int64)}
+
+
+def _crop_tokens_of(per_crop: Callable[[Any], int]) -> Callable[[Any, Arrays], int]:
+    return lambda config, image: len(image[PIXELS]) * per_crop(config)
+
+
+def _shuffled_tokens(config: Any) -> int:
+    """Tokens of a crop whose patches are joined by `scale_factor` in both directions."""
+    vision = config.vision_config
+    return int((vision.image_size // vision.patch_size) ** 2 // config.scale_factor**2)
+
+
+def _qwen(merger: tuple[str, ...], features: Callable[[Any, Mapping[str, Tensor]], Features]) -> VisionFamily:
+    return VisionFamily(
+        tower=("model.visual",),
+        projector=tuple(f"model.visual.{name}" for name in merger),
+        columns=(PIXELS, GRID),
+        num_tokens=_grid_tokens,
+        features=features,
+        blank=_grid_blank,
+        has_axes=True,
+    )
+
+
+_IDEFICS = VisionFamily(
+    tower=("model.vision_model",),
+    projector=("model.connector",),
+    columns=(PIXELS, PIXEL_MASK),
+    num_tokens=_crop_tokens_of(_shuffled_tokens),
+    features=_masked_crop_features,
+    blank=_masked_crop_blank,
+    is_batched=True,
+)
+
+VISION_FAMILIES: Mapping[str, VisionFamily] = {
+    "qwen2_5_vl": _qwen(("merger",), _grid_features),
+    "qwen3_vl": _qwen(("merger", "deepstack_merger_list"), _deep_features),
+    "gemma3": VisionFamily(
+        tower=("model.vision_tower",),
+        projector=("model.multi_modal_projector",),
+        columns=(PIXELS,),
+        num_tokens=_crop_tokens_of(lambda config: int(config.mm_tokens_per_image)),
+        features=_crop_features,
+        blank=_crop_blank,
+        sees_both_ways=True,
+        unused=("model.vision_tower.head",),
+    ),
+    "idefics3": _IDEFICS,
+    "smolvlm": _IDEFICS,
+    "internvl": VisionFamily(
+        tower=("model.vision_tower",),
+        projector=("model.multi_modal_projector",),
+        columns=(PIXELS,),
+        num_tokens=_crop_tokens_of(lambda config: int(config.image_seq_length)),
+        features=_crop_features,
+        blank=_crop_blank,
+    ),
+}
+"""Model type to family."""
+
+
+def is_floating(name: str) -> bool:
+    """Return whether a column has pixels, which are held in the compute dtype."""
+    return name == PIXELS
+
+
+def as_held(values: np.ndarray, dtype: torch.dtype) -> np.ndarray:
+    """Return pixels in the dtype that the model computes in; half precision as int16 of the same bits, which numpy has.
+
+    Args:
+        values: float32.
+        dtype: Dtype in which the model computes.
+    """
+    if dtype.itemsize == torch.float32.itemsize:
+        return values
+    return torch.from_numpy(values).to(dtype).view(torch.int16).numpy()
+
+
+def as_computed(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the pixels that `as_held` returned, on the device, in the dtype that the model computes in."""
+    return values.view(dtype) if values.dtype == torch.int16 else values
