@@ -68,6 +68,18 @@ LINEAR = {"name": "torch.optim.lr_scheduler.LinearLR"}
             ["dropout=0", "target_parameters"],
         ),
         ({"lora_cfg": {"adapter": "folder"}}, "lora_cfg.adapter", ["lora_cfg.enabled=true"]),
+        ({"vision": {"tower": "trained"}}, "vision.tower", ["vision.enabled=true"]),
+        ({"vision": {"enabled": True, "tower": "adapters"}}, "vision.tower", ["lora_cfg.enabled", "trained"]),
+        (
+            {"vision": {"enabled": True, "projector": "trained"}, "lora_cfg": {"enabled": True}},
+            "vision.projector",
+            ["lora_cfg.enabled=true", "adapters"],
+        ),
+        (
+            {"vision": {"enabled": True, "min_pixels": 9, "max_pixels": 4}},
+            "vision.min_pixels",
+            ["more than max_pixels", "4"],
+        ),
         ({"hf_config_overrides": {"rope_theta": 1e6}}, "hf_config_overrides.rope_theta", ["rope_parameters: {"]),
     ],
 )

@@ -267,6 +267,7 @@ class ModelConfig(Config):
         problems = (
             *_batching_problems(self),
             *_adapter_problems(self.lora_cfg),
+            *_vision_problems(self.vision, self.lora_cfg),
             *_schedule_problems(self.scheduler),
             *_optimizer_problems(self.optimizer),
             *_argument_problems(self),
@@ -315,6 +316,35 @@ def _adapter_problems(lora: LoraConfig) -> Iterator[Problem]:
             "no inputs to drop",
             got=lora.dropout,
             remedy="Set dropout=0, or leave target_parameters empty",
+        )
+
+
+def _vision_problems(vision: VisionConfig, lora: LoraConfig) -> Iterator[Problem]:
+    for name in ("tower", "projector"):
+        key, chosen = f"vision.{name}", getattr(vision, name)
+        if chosen != "frozen" and not vision.enabled:
+            yield Problem.unused(key, "with vision.enabled=false", remedy="Set vision.enabled=true, or remove this key")
+        elif chosen == "adapters" and not lora.enabled:
+            yield Problem(
+                key,
+                "needs low-rank adapters, but lora_cfg.enabled is false",
+                got=chosen,
+                allowed="frozen, trained",
+            )
+        elif chosen == "trained" and lora.enabled:
+            yield Problem(
+                key,
+                "cannot be combined with lora_cfg.enabled=true, whose files hold adapters only",
+                got=chosen,
+                allowed="frozen, adapters",
+            )
+    least, most = vision.min_pixels, vision.max_pixels
+    if least is not None and most is not None and least > most:
+        yield Problem(
+            "vision.min_pixels",
+            f"is more than max_pixels, which is {most}",
+            got=least,
+            remedy="Lower min_pixels, or raise max_pixels",
         )
 
 
@@ -369,11 +399,18 @@ def _argument_problems(model: ModelConfig) -> Iterator[Problem]:
 def local_hf_config(policy: ModelConfig) -> dict[str, Any]:
     """Fields of the language model's Hugging Face config with the overrides, if its `config.json` is on this machine;
     empty if it is not, or is not valid JSON."""
+    fields = local_whole_config(policy)
+    return with_overrides(language_fields(fields), policy.hf_config_overrides) if fields else {}
+
+
+def local_whole_config(policy: ModelConfig) -> dict[str, Any]:
+    """Fields of the whole Hugging Face config of a model, without overrides, if its `config.json` is on this machine;
+    empty if it is not, or is not valid JSON."""
     try:
         fields = json.loads((Path(policy.model_name).expanduser() / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return with_overrides(language_fields(fields), policy.hf_config_overrides) if isinstance(fields, dict) else {}
+    return fields if isinstance(fields, dict) else {}
 
 
 def is_composite(fields: Mapping[str, Any]) -> bool:

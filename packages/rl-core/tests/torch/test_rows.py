@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from rl_core.data.batch import Batch
 from rl_core.data.ragged import Ragged
+from rl_core.images import DIGEST_BYTES, IMAGES
 from rl_core.model import ENTROPY, SCORES, VALUES, logprobs_at, topk
 from rl_core.torch.heads.reads import check_reads, score_reads, value_reads
 from rl_core.torch.rows import idle_rows, packed, padded, to_rows
@@ -95,3 +96,24 @@ def test_an_idle_row_is_a_row():
     assert len(idle_rows(CPU)) == 1
     assert idle_rows(CPU, ["ids"])["ids"].tolist() == [[-1], [-1]]
     assert packed(idle_rows(CPU)).input_ids.shape == (1, 2)
+
+
+def with_images(counts):
+    digests = [np.zeros((count, DIGEST_BYTES), np.uint8) for count in counts]
+    return Batch(
+        {"tokens": Ragged.from_rows([[1, 2], [3]]), IMAGES: Ragged.from_rows(digests, np.uint8, (DIGEST_BYTES,))}
+    )
+
+
+def test_images_are_refused_by_a_model_that_sees_none():
+    with pytest.raises(ValueError, match="row 1 has 2 images, but this model is used as a language model"):
+        to_rows(with_images([0, 2]), CPU)
+    assert IMAGES not in to_rows(with_images([0, 0]), CPU).columns
+
+
+def test_images_are_replaced_by_the_columns_that_a_model_makes_of_them():
+    made = {"pixels": np.ones((5, 3), np.float32), "bits": np.array([1, 2, 3], np.int16)}
+    rows = to_rows(with_images([1, 0]), CPU, images=lambda batch: made)
+    assert rows["pixels"].shape == (5, 3)
+    assert rows["bits"].dtype == torch.int16
+    assert set(rows.columns) == {"tokens", "pixels", "bits"}

@@ -7,12 +7,13 @@ from typing import Any
 
 from rl_core.config import Problem
 from rl_core.devices import DEVICES
-from rl_core.model_config import local_hf_config
+from rl_core.model_config import local_hf_config, local_whole_config
 from rl_core.plugins import BackendPlugin, Requirement
 from rl_core.run_config import RunConfig
 from rl_core.selfcheck.cases import MeshCase, at_most_two
 from rl_dtensor.config import DTensorConfig
 from rl_dtensor.model.settings import device_problems, kernel_problems
+from rl_dtensor.model.vision.settings import vision_problems
 from rl_dtensor.parallel.sizes import combination_problems, num_ranks, shape_problems
 
 SIZES = {
@@ -43,6 +44,11 @@ def check_mesh(section: Any, config: RunConfig) -> Iterable[Problem]:
     yield from kernel_problems(backend, model)
 
 
+def check_vision(section: Any, config: RunConfig) -> Iterable[Problem]:
+    """Settings that do not go with a vision-language model."""
+    return vision_problems(section.vision, section.dtensor_cfg, local_whole_config(section))
+
+
 def check_device(section: Any, config: RunConfig) -> Iterable[Problem]:
     """Settings that the run's device, or the model's precision, cannot run."""
     device = DEVICES.get(config.cluster.device)  # `auto` may still become any
@@ -54,7 +60,20 @@ def kernels(config: DTensorConfig) -> tuple[Requirement, ...]:
     return (FLASH,) if config.attention_backend == "flash_attention_2" else ()
 
 
-HELD_FAMILIES = frozenset({"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma3_text"})
+HELD_FAMILIES = frozenset(
+    {
+        "llama",
+        "mistral",
+        "mixtral",
+        "qwen2",
+        "qwen3",
+        "qwen3_moe",
+        "gemma3_text",
+        # with images: `tests/test_vision.py`
+        "qwen2_5_vl_text",
+        "qwen3_vl_text",
+    }
+)
 """Model types that the tests of this package train on every mesh."""
 
 
@@ -87,7 +106,7 @@ PLUGIN = BackendPlugin(
     ),
     further=kernels,
     ranks=num_ranks,
-    checks=(check_mesh, check_device),
+    checks=(check_mesh, check_vision, check_device),
     preflight="rl_dtensor.preflight:check",
     selfcheck="rl_dtensor.selfcheck:cases_of",
     mesh_case=mesh_case,

@@ -4,9 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from rl_core.model_config import TokenizerConfig
-from rl_core.torch.files.model_files import copy_side_files
+from rl_core.torch.files.model_files import WeightFiles, copy_side_files
 
 OWN = "{{ messages[0].content }}"
 
@@ -65,3 +67,20 @@ def test_templates_by_name_are_copied_with_the_tokenizer(tmp_path):
     target.mkdir()
     copy_side_files(target, source=source, tokenizer=source, settings=TokenizerConfig())
     assert (target / "additional_chat_templates" / "tools.jinja").read_text() == "{{ messages }}"
+
+
+def test_a_tower_is_read_by_other_names_that_files_have_for_it(tmp_path: Path) -> None:
+    stored = ["vision_tower.vision_model.head.weight", "model.vision_tower.vision_model.head.bias", "lm_head.weight"]
+    save_file({name: torch.full((2,), place) for place, name in enumerate(stored)}, tmp_path / "model.safetensors")
+    files = WeightFiles.of(tmp_path, is_whole=True)
+    with files.open() as opened:
+        found = {name: int(opened.read(name, ())[0]) for name in files.names}
+    assert found == {"vision_tower.head.weight": 0, "model.vision_tower.head.bias": 1, "lm_head.weight": 2}
+
+
+def test_an_export_of_a_model_that_sees_images_has_the_files_of_its_processor(source: Path) -> None:
+    (source / "preprocessor_config.json").write_text("{}")
+    target = source.with_name("whole")
+    target.mkdir()
+    copy_side_files(target, source=source, tokenizer=source, settings=TokenizerConfig(), is_whole=True)
+    assert (target / "preprocessor_config.json").is_file()

@@ -63,8 +63,8 @@ Attend = Callable[[Tensor, Tensor, Tensor, Segments, Softmax], Tensor]
 queries. The segments cover the queries in order; the last query of each is at its last key."""
 
 _Row = Callable[[Tensor, Tensor, Tensor, Softmax, Tensor | None], Tensor]
-"""Of one segment. The last argument, bool `[batch, 1, queries, keys]`, is which keys each query sees, if not those up to
-its own."""
+"""Of one segment. The last argument, bool `[batch, 1, queries, keys]`, is the keys that each query sees; None for those
+up to its own."""
 
 
 def kernel_of(backend: AttentionBackend) -> Attend:

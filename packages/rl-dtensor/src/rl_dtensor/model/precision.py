@@ -101,6 +101,8 @@ def computed_in_float32(
     """
     if not by_family and not by_files:
         return set()
+    if config.get_text_config() is not config:  # no tiny model is made of a vision tower
+        return set(by_family)
     try:
         tiny = _tiny(config, compute)
     except ConfigError:

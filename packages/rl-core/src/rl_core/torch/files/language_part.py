@@ -20,6 +20,10 @@ KEY_MAPPING = {rf"^language_model\.{re.escape(HEAD)}": HEAD, LANGUAGE_PREFIX.pat
 counts."""
 
 
+_WRAPPED_TOWER = re.compile(r"^((?:model\.)?vision_tower\.)vision_model\.")
+"""Start of the names of a SigLIP tower's weights in files of `transformers` before 5.19, and in those of the hub."""
+
+
 def language_config(config: HFConfig) -> Any:
     """Return the `transformers` config of a language model; of a composite model that of its text, if `transformers`
     has a causal language model of that kind."""
@@ -82,6 +86,13 @@ def _overridden(config: Any, overrides: Mapping[str, Any]) -> dict[str, Any]:
     if unknown:
         raise ValueError(f"hf_config_overrides {unknown} are not fields of a {type(config).__name__}")
     return with_overrides(own, overrides)
+
+
+def tower_names(stored: Iterable[str]) -> dict[str, str]:
+    """Names of the weights of a vision tower, as `transformers` writes them, to other names that files have for
+    them."""
+    renamed = {_WRAPPED_TOWER.sub(r"\1", name): name for name in stored}
+    return {name: other for name, other in renamed.items() if name != other}
 
 
 def language_names(stored: Iterable[str]) -> dict[str, str]:

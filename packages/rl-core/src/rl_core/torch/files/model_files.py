@@ -17,7 +17,12 @@ from torch import Tensor
 
 from rl_core.model_config import TokenizerConfig, is_composite
 from rl_core.torch.files.block_scales import BlockScaledWeight
-from rl_core.torch.files.language_part import language_names, read_composite_config, read_language_config
+from rl_core.torch.files.language_part import (
+    language_names,
+    read_composite_config,
+    read_language_config,
+    tower_names,
+)
 from rl_core.torch.files.mxfp4 import MXFP4Weight
 from rl_core.torch.files.stored import FLOATING, Slices, StoredTensor, StoredWeight
 
@@ -190,7 +195,10 @@ class WeightFiles:
             ValueError: If the folder has no safetensors.
         """
         file_of = _files_of_tensors(folder)
-        if is_whole or not _is_composite(folder):
+        if is_whole:
+            others = tower_names(file_of)
+            return cls(folder, _renamed(file_of, others), others)
+        if not _is_composite(folder):
             return cls(folder, file_of)
         stored_as = language_names(file_of)
         return cls(folder, {name: file_of[stored] for name, stored in stored_as.items()}, stored_as)
@@ -228,6 +236,12 @@ class WeightFiles:
             for name in self.file_of
             if name.endswith(how.scales) and name.removesuffix(how.scales) + how.values in self.file_of
         }
+
+
+def _renamed(file_of: Mapping[str, str], others: Mapping[str, str]) -> dict[str, str]:
+    """Files by name, with names in place of other ones."""
+    own = {other: name for name, other in others.items()}
+    return {own.get(name, name): file for name, file in file_of.items()}
 
 
 def _files_of_tensors(folder: Path) -> dict[str, str]:

@@ -1,0 +1,241 @@
+"""Vision-language models on every mesh: rows with several images, with none, and with one in a later turn."""
+
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText
+from vision_cases import Rows, VisionOracle
+
+from rl_core.data.batch import TOKENS
+from rl_core.errors import WorkerError
+from rl_core.images import IMAGES, ImageStore
+from rl_core.model import LOGPROBS, ModelSpec
+from rl_core.model_config import LoraConfig, ModelConfig, SequencePackingConfig, VisionConfig
+from rl_core.selfcheck.losses import TokenLoss
+from rl_core.selfcheck.pooled_model import PooledModel
+from rl_core.selfcheck.torch.adapted import adapt
+from rl_core.testing.exhaustive import partly_exhaustive
+from rl_core.testing.model_worker import SGD
+from rl_core.testing.torch.tiny_vision import write_tiny_vision_model
+from rl_dtensor.model.vision.families import VISION_FAMILIES
+from rl_dtensor.model.vision.settings import FAMILIES
+from rl_dtensor.selfcheck import MESHES, streamed
+
+FACTORY = "dtensor_factories:build"
+TRAINED = VisionConfig(enabled=True, tower="trained", projector="trained")
+HELD = ("1", "fsdp2", "tp2", "tp2+sp", "cp2", "cp2 ulysses")
+"""Meshes on which every family is exact."""
+
+CASES = partly_exhaustive(
+    [(family, mesh, is_packed) for family in FAMILIES for mesh in HELD for is_packed in (True, False)],
+    always=[
+        ("qwen2_5_vl", "cp2", True),
+        ("qwen3_vl", "tp2+sp", True),
+        ("gemma3", "cp2", True),
+        ("gemma3", "1", False),
+        ("idefics3", "fsdp2", True),
+        ("internvl", "fsdp2", True),
+        ("smolvlm", "1", True),
+    ],
+)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory, ranks):
+    folder = tmp_path_factory.mktemp("images")
+    ranks.run("vision_cases:use_store", [(str(folder),)] * 2)
+    return ImageStore(folder)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+
+    def written(family):
+        if not (folder / family).exists():
+            write_tiny_vision_model(folder / family, family)
+        return folder / family
+
+    return written
+
+
+def config_of(folder, vision=TRAINED, *, is_packed=True, **fields):
+    return ModelConfig(
+        model_name=str(folder),
+        precision="float32",
+        optimizer=SGD,
+        vision=vision,
+        sequence_packing=SequencePackingConfig(enabled=is_packed),
+        max_total_sequence_length=256,
+        **fields,
+    )
+
+
+def assert_steps_like(model, oracle, rows):
+    found = model.infer(rows.batch(), [LOGPROBS]).ragged("logprobs").values
+    assert found == pytest.approx(oracle.infer(rows.batch(), [LOGPROBS])["logprobs"], abs=1e-5)
+    for seed in range(2):
+        batch = rows.batch(seed=seed)
+        metrics, expected = model.train_step(batch, TokenLoss()), oracle.train_step(batch, TokenLoss(), SGD, 1.0)
+        assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-5)
+
+
+def assert_weights_like(weights, oracle):
+    """Weights by file names, against those of the oracle, saved as `transformers` saves them."""
+    expected = oracle.model.hf.state_dict()
+    assert len(weights) == len(expected)
+    for name, weight in expected.items():
+        torch.testing.assert_close(weights[name].double(), weight, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("family", "mesh", "is_packed"), CASES)
+def test_reads_and_steps_are_those_of_transformers(ranks, models, store, family, mesh, is_packed):
+    folder, (num_ranks, settings) = models(family), MESHES[mesh]
+    rows, oracle = Rows(folder, store), VisionOracle(folder, store)
+    config = config_of(folder, is_packed=is_packed)
+    with PooledModel(ranks, FACTORY, config, ModelSpec(), num_ranks, **settings) as model:
+        assert_steps_like(model, oracle, rows)
+
+
+@pytest.mark.parametrize("family", partly_exhaustive(FAMILIES, always=["qwen2_5_vl", "gemma3"]))
+def test_exports_and_weight_updates_are_files_of_transformers(ranks, models, store, tmp_path, family):
+    folder = models(family)
+    rows, oracle = Rows(folder, store), VisionOracle(folder, store)
+    with PooledModel(ranks, FACTORY, config_of(folder), ModelSpec(), 2) as model:
+        model.train_step(rows.batch(), TokenLoss())
+        oracle.train_step(rows.batch(), TokenLoss(), SGD, 1.0)
+        model.export(str(tmp_path / "exported"))
+        sent = streamed(model)
+    loaded, info = AutoModelForImageTextToText.from_pretrained(tmp_path / "exported", output_loading_info=True)
+    assert not any(info.values()), info
+    assert_weights_like(loaded.state_dict(), oracle)
+    assert (tmp_path / "exported" / "preprocessor_config.json").read_text() == (
+        folder / "preprocessor_config.json"
+    ).read_text()
+    shutil.rmtree(tmp_path / "exported")
+    loaded.save_pretrained(tmp_path / "exported")
+    from rl_core.selfcheck.torch.selfcheck import WeightFiles
+
+    files = WeightFiles.of(tmp_path / "exported", is_whole=True)
+    with files.open() as opened:
+        assert sent.keys() == files.names
+        for name, tensor in sent.items():
+            assert torch.equal(tensor, opened.read(name, ())), name
+
+
+def test_frozen_parts_keep_their_weights_and_have_no_state(ranks, models, store):
+    folder = models("qwen3_vl")
+    rows, oracle = Rows(folder, store), VisionOracle(folder, store)
+    family = VISION_FAMILIES["qwen3_vl"]
+    before = {name: weight.clone() for name, weight in oracle.model.hf.named_parameters()}
+    frozen = {
+        name
+        for name in before
+        if name.startswith(family.tower) and not any(name.startswith(f"{each}.") for each in family.projector)
+    }
+    for name, parameter in oracle.model.hf.named_parameters():
+        parameter.requires_grad_(name not in frozen)
+    vision = VisionConfig(enabled=True, projector="trained")
+    with PooledModel(ranks, FACTORY, config_of(folder, vision), ModelSpec(), 2) as model:
+        assert_steps_like(model, oracle, rows)
+        weights = streamed(model)
+    for name in frozen:
+        assert torch.equal(weights[name], before[name].float()), name
+    assert not any(torch.equal(weights[name], before[name].float()) for name in before if "projector" in name)
+
+
+@pytest.mark.parametrize("part", ["frozen", "adapters"])
+def test_adapters_sit_on_the_language_model_and_on_the_parts_that_ask_for_them(ranks, models, store, part, tmp_path):
+    folder = models("gemma3")
+    lora = LoraConfig(enabled=True)
+    rows, oracle = Rows(folder, store), VisionOracle(folder, store)
+    left_out = {"frozen": ["vision_tower", "multi_modal_projector"], "adapters": []}[part]
+    adapt_parts(oracle.model.hf, lora, left_out)
+    vision = VisionConfig(enabled=True, tower=part, projector=part)
+    config = config_of(folder, vision, lora_cfg=lora)
+    with PooledModel(ranks, FACTORY, config, ModelSpec(), 2) as model:
+        assert_steps_like(model, oracle, rows)
+        model.export_adapter(str(tmp_path / "adapter"))
+    from safetensors import safe_open
+
+    with safe_open(tmp_path / "adapter" / "adapter_model.safetensors", "pt") as file:
+        assert any("vision_tower" in name for name in file.keys()) == (part == "adapters")  # noqa: SIM118
+
+
+def adapt_parts(hf, lora, left_out):
+    """Adapters on a whole model, except on some of its parts."""
+    apart = [hf.get_submodule(f"model.{name}") for name in left_out]
+    held = {name: getattr(hf.model, name) for name in left_out}
+    for name in left_out:
+        delattr(hf.model, name)
+    adapt(hf, lora)
+    for name, module in held.items():
+        setattr(hf.model, name, module)
+    for module in apart:
+        module.requires_grad_(False)
+
+
+def test_rows_without_images_are_bit_equal_to_those_of_a_model_that_sees_none(ranks, models, store):
+    folder = models("gemma3")
+    batch = Rows(folder, store).batch([1, 1])
+    found = {}
+    for vision in (VisionConfig(), TRAINED):
+        with PooledModel(ranks, FACTORY, config_of(folder, vision), ModelSpec(), 2) as model:
+            found[vision] = model.infer(batch, [LOGPROBS]).ragged("logprobs").values
+    assert np.array_equal(found[VisionConfig()], found[TRAINED])
+
+
+def test_a_checkpoint_resumes_on_another_mesh(ranks, models, store, tmp_path):
+    folder = models("qwen2_5_vl")
+    rows = Rows(folder, store)
+    with PooledModel(ranks, FACTORY, config_of(folder), ModelSpec(), 2) as model:
+        model.train_step(rows.batch(seed=0), TokenLoss())
+        model.save(str(tmp_path))
+        model.finish_save()
+        expected = model.train_step(rows.batch(seed=1), TokenLoss())
+    with PooledModel(ranks, FACTORY, config_of(folder), ModelSpec(), 1) as model:
+        model.load(str(tmp_path))
+        metrics = model.train_step(rows.batch(seed=1), TokenLoss())
+    assert {name: metrics[name] for name in ("loss", "grad_norm")} == pytest.approx(
+        {name: expected[name] for name in ("loss", "grad_norm")}, rel=1e-5
+    )
+
+
+def test_rows_whose_images_cannot_be_used_are_refused_by_name(ranks, models, store):
+    folder = models("qwen2_5_vl")
+    rows = Rows(folder, store)
+    batch = rows.batch([0])
+    digests = batch.ragged(IMAGES)
+    fewer = batch.with_columns({IMAGES: type(digests).from_rows([digests[0][:1]], np.uint8, (16,))})
+    missing = batch.with_columns({IMAGES: digests.like(np.zeros_like(digests.values))})
+    one = VisionConfig(enabled=True, max_images=1)
+    with PooledModel(ranks, FACTORY, config_of(folder, one), ModelSpec(), 1) as model:
+        for broken, message in (
+            (batch, "row 0 has 2 images and vision.max_images is 1"),
+            (fewer, r"row 0 has 12 image tokens .* its 1 images have \[4\]"),
+            (missing, "row 0: the image 00000000000000000000000000000000 is not in"),
+            (batch.only([TOKENS]), "row 0 has 12 image tokens .* no images"),
+        ):
+            with pytest.raises(WorkerError, match=message):
+                model.infer(broken, [LOGPROBS])
+    with (
+        PooledModel(ranks, FACTORY, config_of(models("gemma3"), VisionConfig()), ModelSpec(), 1) as model,
+        pytest.raises(WorkerError, match="row 0 has 2 images, but this model is used as a language model"),
+    ):
+        model.infer(batch, [LOGPROBS])
+
+
+@pytest.mark.parametrize(
+    ("family", "role", "settings", "message"),
+    [
+        ("qwen2_5_vl", "critic", {}, "vision.enabled: .*not supported for a critic"),
+        ("qwen3_5", "policy", {}, "vision.enabled: .*not supported for qwen3_5 models"),
+        ("qwen2_5_vl", "policy", {"pipeline_parallel_size": 2}, "pipeline_parallel_size: must be 1"),
+    ],
+)
+def test_what_is_not_exact_is_refused_by_name(ranks, models, store, family, role, settings, message):
+    config = config_of(models(family))
+    with pytest.raises(WorkerError, match=message):
+        PooledModel(ranks, FACTORY, config, ModelSpec(role=role), 2, **settings)
