@@ -165,7 +165,7 @@ def prompt(number: int, asked: str, **info: Any) -> Prompt:
 def learn(monkeypatch):
     """Train a table, and return what every step recorded."""
     real = worker_module.resolve
-    monkeypatch.setattr(worker_module, "load_tokenizer", lambda config, name: TOKENIZER)
+    monkeypatch.setattr(worker_module, "load_tokenizer", lambda *_: TOKENIZER)
     monkeypatch.setattr(worker_module, "resolve", lambda path: TableGenerator if path == "table" else real(path))
 
     def run(table, environment, prompts, *, program="multi_turn", seed, args=None, **settings):

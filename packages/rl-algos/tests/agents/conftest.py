@@ -52,7 +52,7 @@ def make_worker(monkeypatch, tmp_path):
     def make(config, reply=lambda prompt, seed: "5", *, function=None, files=None, environments=None, **settings):
         tokenizer = settings.pop("chat", None) or make_tokenizer()
         max_tokens = settings.pop("max_tokens", 512)
-        monkeypatch.setattr(worker_module, "load_tokenizer", lambda config, name: tokenizer)
+        monkeypatch.setattr(worker_module, "load_tokenizer", lambda *_: tokenizer)
         spec = RolloutWorkerSpec(
             generator="scripted",
             generator_args=(reply, tokenizer),

@@ -85,6 +85,17 @@ def num_positions(fields: Mapping[str, Any]) -> int | None:
     return max(stated, *(_scaled(layer, stated) for layer in layers))
 
 
+def image_token(fields: Mapping[str, Any]) -> int | None:
+    """Return the id of the tokens that stand for an image in the input of a composite model; None if its config has
+    none.
+
+    Args:
+        fields: Fields of the whole model's config.
+    """
+    given = [fields.get(name) for name in ("image_token_id", "image_token_index")]
+    return next((token for token in given if isinstance(token, int)), None)
+
+
 def unread_quantisation(fields: Mapping[str, Any]) -> str:
     """Return the name of the quantisation of a model's files if they cannot be dequantised when they are read; empty
     otherwise."""

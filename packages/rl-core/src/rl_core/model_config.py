@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from rl_core.config import Config, EnvVars, PathText, Problem, ProblemError, WhenChanged, did_you_mean
-from rl_core.hf_config import with_overrides
+from rl_core.hf_config import image_token, with_overrides
 from rl_core.optimizer_arguments import OPTIMIZERS, SCHEDULES, UNSUPPORTED
 from rl_core.token_filter import TokenFilter
 from rl_core.weights import WeightSyncChoice, WeightSyncEncoding
@@ -401,6 +401,19 @@ def local_hf_config(policy: ModelConfig) -> dict[str, Any]:
     empty if it is not, or is not valid JSON."""
     fields = local_whole_config(policy)
     return with_overrides(language_fields(fields), policy.hf_config_overrides) if fields else {}
+
+
+def local_image_token(policy: ModelConfig) -> int | None:
+    """Id of the tokens that stand for an image in the input of a model on this machine that is trained with images;
+    None for any other model."""
+    return image_token(local_whole_config(policy)) if policy.vision.enabled else None
+
+
+def local_family(policy: ModelConfig) -> str | None:
+    """Type of a model on this machine, of a composite model as a whole (`model_type` of its `config.json`); None if it
+    is not on this machine."""
+    family = local_whole_config(policy).get("model_type")
+    return family if isinstance(family, str) else None
 
 
 def local_whole_config(policy: ModelConfig) -> dict[str, Any]:

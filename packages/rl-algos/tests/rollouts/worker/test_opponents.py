@@ -75,7 +75,7 @@ class Game:
 @pytest.fixture
 def make_worker(monkeypatch):
     real = worker_module.resolve
-    monkeypatch.setattr(worker_module, "load_tokenizer", lambda config, name: TOKENIZER)
+    monkeypatch.setattr(worker_module, "load_tokenizer", lambda *_: TOKENIZER)
     monkeypatch.setattr(worker_module, "resolve", lambda path: Engine if path == "engine" else real(path))
 
     def make(*needs, first_agent=""):

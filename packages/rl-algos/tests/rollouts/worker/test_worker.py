@@ -68,7 +68,7 @@ class Tokenizer:
 
 @pytest.fixture
 def make_worker(monkeypatch):
-    monkeypatch.setattr(worker_module, "load_tokenizer", lambda config, name: Tokenizer())
+    monkeypatch.setattr(worker_module, "load_tokenizer", lambda *_: Tokenizer())
 
     def make(answer, failing="", refused_seed=-1):
         spec = RolloutWorkerSpec(

@@ -20,6 +20,7 @@ from typing import Any
 from rl_core.environments.messages import LENGTH, STACKS, Build, Close, MalformedAnswer, Message
 from rl_core.environments.rewards import RewardSum
 from rl_core.errors import EnvironmentTimeout, WorkerDied, WorkerError
+from rl_core.images import STORE_VARIABLE
 from rl_core.plugins.user_code import FromFile, is_own
 from rl_core.stacks import PREFIX_VARIABLE
 
@@ -52,7 +53,7 @@ _PATHS_LOCALE_AND_CACHES = """
     NLTK_DATA MPLCONFIGDIR RL_HOME
     SSL_CERT_FILE SSL_CERT_DIR REQUESTS_CA_BUNDLE CURL_CA_BUNDLE
 """
-PASSED = frozenset([*_PATHS_LOCALE_AND_CACHES.split(), PREFIX_VARIABLE])
+PASSED = frozenset([*_PATHS_LOCALE_AND_CACHES.split(), PREFIX_VARIABLE, STORE_VARIABLE])
 """Names that an environment's process sees as its parent does."""
 
 PASSED_PREFIXES = ("LC_", "PYTHON")

@@ -34,6 +34,7 @@ from rl_core.environments.messages import (
     write_built,
     write_problem,
 )
+from rl_core.environments.observed_images import with_kept_images
 from rl_core.environments.reward_function import as_environment
 from rl_core.environments.rewards import RewardSum, SummedRewards
 from rl_core.errors import WorkerError
@@ -181,7 +182,8 @@ class EnvironmentProcess:
         else:
             self._states.pop(conversation.id, None)
         try:
-            answer = plain_result(result)
+            # images stay in the run's store: an answer with their bytes would travel as far as the driver
+            answer = plain_result(dataclasses.replace(result, observation=with_kept_images(result.observation)))
         except MemoryError:
             raise
         except Exception as error:  # noqa: BLE001  # an environment's failure becomes a report

@@ -9,6 +9,7 @@ from typing import Any
 
 from rl_core.environments.gather_runner import GatherRunner
 from rl_core.environments.messages import read_value, write_value
+from rl_core.environments.observed_images import parts_of
 from rl_core.environments.reward_function import as_environment
 from rl_core.environments.tools import MalformedCall, Tool, as_text
 from rl_core.rollouts.environment import Conversation, Environment, StepResult, ToolCall, UnusableAnswer
@@ -43,6 +44,9 @@ class ToolEnvironment:
     The dict of a conversation is saved after every turn, so that the conversation resumes if its process ends and no
     call is made twice. A dict that holds more than numbers, strings, bytes, arrays, and lists, tuples and dicts of
     these is not saved.
+
+    A tool may return images: one of pillow, or a list of strings, images and parts as in messages. The policy sees
+    them if it is trained with its vision tower.
 
     Args:
         tools: Functions, as `rl_core.environments.tools.Tool` takes them. The calls of a turn are made in order.
@@ -110,8 +114,8 @@ class ToolEnvironment:
             messages.append({"role": "tool", "name": call.name, "content": content, "tool_call_id": call.id})
         return StepResult(done=False, observation=tuple(messages), state=play, info=_counts(play))
 
-    async def _result(self, call: ToolCall, conversation: Conversation, play: _Play) -> tuple[str, bool]:
-        """The result of a call, and whether it is an error."""
+    async def _result(self, call: ToolCall, conversation: Conversation, play: _Play) -> tuple[Any, bool]:
+        """The result of a call, as a string or as parts with images, and whether it is an error."""
         if call.error:
             return f"Error: the tool call cannot be read: {call.error}", True
         tool = self._tools.get(call.name)
@@ -120,7 +124,11 @@ class ToolEnvironment:
         try:
             offered = {"state": play.values, "row": conversation.info, "conversation_seed": conversation.seed}
             result = tool.call(call.arguments, offered)
-            text = as_text(await result if inspect.isawaitable(result) else result)
+            result = await result if inspect.isawaitable(result) else result
+            parts = parts_of(result)
+            if parts is not None:
+                return parts, False
+            text = as_text(result)
         except MalformedCall as error:
             return f"Error: {error}", True
         except MemoryError:

@@ -82,6 +82,11 @@ def applies_no_adapters(config: object, model: ModelConfig, device: Device) -> s
     return "it does not apply adapters. Set lora_sync=merged, or choose generation.backend=vllm"
 
 
+def serves_images(config: object, model: ModelConfig, device: Device) -> str:
+    """For a generator that serves every model with images, if it serves any."""
+    return ""
+
+
 @dataclass(frozen=True)
 class Preload:
     """Modules that a worker process imports before its work is known, so that many processes can share one import.
@@ -129,6 +134,10 @@ class BackendPlugin:
             apply the low-rank adapters of the policy itself (`GenerationConfig.lora_sync`); empty if it can.
         keeps_cache: True if a generator can continue with keys and values of a request that a weight update interrupted
             (`Placement.keeps_cache`).
+        images: What the environment needs in addition if the model takes images (`policy.vision.enabled`); None for a
+            backend that refuses such models.
+        image_problem: For a generator with `images`: function from its config, the model and the device to why it
+            cannot serve this model with images; empty if it can.
         held_families: Model types (as in `config.json`) whose every mesh the backend's own tests hold; a run of another
             family checks its case first.
         family_table: `"package:file"` with results of the self-check, which a run reads instead of checking again; as
@@ -151,6 +160,8 @@ class BackendPlugin:
     routing_problem: Callable[[Any, Device], str] = reports_no_routing
     adapter_problem: Callable[[Any, ModelConfig, Device], str] = applies_no_adapters
     keeps_cache: bool = False
+    images: Requirement | None = None
+    image_problem: Callable[[Any, ModelConfig, Device], str] = serves_images
     held_families: frozenset[str] = frozenset()
     family_table: str = ""
 

@@ -11,8 +11,17 @@ from numpy.typing import DTypeLike
 
 from rl_core.data.batch import TOKENS, Batch, Column
 from rl_core.data.ragged import Ragged
+from rl_core.images import DIGEST_BYTES, IMAGES
 from rl_core.rollouts.record import rollout_record
-from rl_core.rollouts.rollout import Prompt, Rollout, Status, StopReason, WeightSpan, unknown_routing
+from rl_core.rollouts.rollout import (
+    Prompt,
+    Rollout,
+    Status,
+    StopReason,
+    WeightSpan,
+    has_images,
+    unknown_routing,
+)
 
 LOSS_MASK = "loss_mask"
 GENERATION_LOGPROBS = "generation_logprobs"
@@ -219,8 +228,9 @@ class RolloutGroup:
         rollouts: What is known of each without reading its columns.
         columns: A row per rollout, or per segment of one that has several: `tokens` int32, `loss_mask` uint8,
             `generation_logprobs` float32 and `weight_versions` int32 `[tokens]` (`NOT_SAMPLED` where `loss_mask` is 0),
-            `routed_experts` int16 `[tokens, layers, experts_per_token]` if the engine reports them, and `record` uint8
-            `[bytes]`, a JSON object for people at the first row of each rollout.
+            `routed_experts` int16 `[tokens, layers, experts_per_token]` if the engine reports them, `images` uint8
+            `[images, rl_core.images.DIGEST_BYTES]` if there are any, and `record` uint8 `[bytes]`, a JSON object for
+            people at the first row of each rollout.
         opponents: Rollouts of the same plays that opponents sampled: they are recorded, and nothing is trained on them
             or measured by them. None if there are none.
     """
@@ -292,6 +302,7 @@ def parts_of(groups: Sequence[tuple[Prompt, Sequence[Rollout]]]) -> tuple[list[G
         WEIGHT_VERSIONS: column(lambda rollout: rollout.weight_versions, np.int32),
     }
     columns.update(_routing(rollouts))
+    columns.update(_images(rollouts))
     record = [
         part
         for prompt, own in groups
@@ -318,6 +329,18 @@ def _routing(rollouts: Sequence[Rollout]) -> dict[str, Column]:
         )
     ]
     return {ROUTED_EXPERTS: Ragged.from_rows(rows, np.int16, shapes[0])}
+
+
+def _images(rollouts: Sequence[Rollout]) -> dict[str, Column]:
+    """The column of images, if a rollout has any."""
+    if not has_images(rollouts):
+        return {}
+    rows = [
+        np.frombuffer(bytes.fromhex("".join(digests)), dtype=np.uint8)
+        for rollout in rollouts
+        for digests in rollout.images or ((),) * max(len(rollout.segments), 1)
+    ]
+    return {IMAGES: Ragged.from_rows(rows, np.uint8, (DIGEST_BYTES,))}
 
 
 _NO_RECORD = np.zeros(0, dtype=np.uint8)

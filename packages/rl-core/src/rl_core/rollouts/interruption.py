@@ -65,6 +65,7 @@ class PartialCompletion:
             seed=self._request.seed,
             num_sampled=self._request.num_sampled + self.num_sampled,
             first_version=self._first_version,
+            images=self._request.images,
         )
 
     def add(self, part: Completion) -> None:

@@ -44,17 +44,22 @@ class GenerationClient(Protocol):
         *,
         draw: int | None = None,
         agent: str = "",
+        images: Sequence[str] = (),
     ) -> Completion:
         """Continue the tokens; seeds follow from the run's seed, the prompt and the rollout.
 
         Args:
-            token_ids: int32 `[tokens]`.
+            token_ids: int32 `[tokens]`, with all tokens of each image.
             sampling: How to draw; None for `sampling`.
             draw: For a program that has several requests in flight: the number of earlier requests that are equal to
                 this one. The seed then follows from the request and this number, so that it does not depend on the
                 order in which requests come. None numbers the requests in order.
             agent: Name of the agent whose turn it is, in a play of several: other weights than the policy's answer for
                 one that is an opponent. Empty for the policy.
+            images: Digests of the images among the tokens, in order (`rl_core.images`).
+
+        Raises:
+            ValueError: If the policy sampled a token that stands for an image.
         """
         ...
 
@@ -69,7 +74,8 @@ class GenerationClient(Protocol):
     def continuation(self, turn: Message, observation: Sequence[Message], sampled: np.ndarray) -> np.ndarray:
         """int32 tokens to append after `sampled`, the newest turn, so that the policy can answer `observation`.
 
-        `turn` is the message of the newest turn. Raises `ValueError` if the chat template cannot render that.
+        `turn` is the message of the newest turn. Images of the observation are among the tokens with all of theirs.
+        Raises `ValueError` if the chat template cannot render that.
         """
         ...
 
@@ -80,7 +86,8 @@ class GenerationClient(Protocol):
 
         They begin with `so_far`, the tokens that the engine consumed and sampled last, if the rendered text begins with
         the text of these: nothing is tokenised again then. Otherwise the template has rewritten what it had rendered
-        before, and all of them are of the new text. The tools are those of the prompt by default.
+        before, and all of them are of the new text. The tools are those of the prompt by default. Images of the
+        messages are among the tokens with all of theirs.
         """
         ...
 

@@ -149,6 +149,11 @@ class Rollout:
                 f"a rollout of {self.prompt_id} has segments of {sum(self.segments)} tokens, but {len(self.tokens)} "
                 "tokens; every token belongs to one segment"
             )
+        if self.images and len(self.images) != max(len(self.segments), 1):
+            raise ValueError(
+                f"a rollout of {self.prompt_id} has images of {len(self.images)} segments, but it has "
+                f"{max(len(self.segments), 1)}; every segment has a tuple of digests, which may be empty"
+            )
         in_spans = sum(span.num_tokens for span in self.spans)
         if in_spans != self.num_sampled:
             raise ValueError(
@@ -179,8 +184,14 @@ class Rollout:
         return np.split(values, np.cumsum(self.segments)[:-1]) if self.segments else [values]
 
     @classmethod
-    def failed(cls, prompt: Prompt, reason: str) -> Rollout:
-        """Return a rollout that is not trained on, with the reason."""
+    def failed(cls, prompt: Prompt, reason: str, images: tuple[str, ...] = ()) -> Rollout:
+        """Return a rollout that is not trained on, with the reason.
+
+        Args:
+            prompt: Its prompt.
+            reason: Why it failed.
+            images: Digests of the images of the prompt, in order.
+        """
         length = len(prompt.token_ids)
         return cls(
             prompt_id=prompt.id,
@@ -193,7 +204,13 @@ class Rollout:
             stop_reason="abort",
             status="failed",
             failure=reason,
+            images=(images,) if images else (),
         )
+
+
+def has_images(rollouts: Sequence[Rollout]) -> bool:
+    """Return whether the columns of these rollouts name images."""
+    return any(any(rollout.images) for rollout in rollouts)
 
 
 def has_routing(rollouts: Sequence[Rollout]) -> bool:

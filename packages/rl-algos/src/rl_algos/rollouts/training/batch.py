@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from rl_algos.rollouts.config import RolloutConfig
+from rl_algos.rollouts.training.images import with_images
 from rl_algos.rollouts.training.rewards import are_cut
 from rl_algos.rollouts.training.routing import with_routing
 from rl_algos.rollouts.training.segments import (
@@ -31,13 +32,15 @@ def build_batch(groups: Sequence[RolloutGroup], config: RolloutConfig) -> Batch:
     """One row per rollout, or per segment if the config splits rollouts, with the column `rollout`: `tokens`,
     `loss_mask` and `generation_logprobs` by token. If plays have several rollouts, there is the column `play`.
 
+    If rollouts have images, there is the column `images`, empty in rows without any.
+
     Rollouts that train nothing (failed; cut off, with overlong filtering) have an empty loss mask. The token-aligned
     columns stay where they are.
 
     Raises:
         ConfigError: If rollouts have several segments, and the config does not say so.
     """
-    parts = with_routing([group.columns for group in groups])
+    parts = with_images(with_routing([group.columns for group in groups]))
     shared = set.intersection(*(set(part) for part in parts)) - {RECORD}
     names = [name for name in parts[0] if name in shared]
     batch = Batch.concat([part.only(names) for part in parts])

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from jinja2 import TemplateError
 
+from rl_algos.images.image_tokens import check_images, image_tokens, with_images
 from rl_algos.rollouts.worker.continuation import Continuation
 from rl_algos.rollouts.worker.turn_ends import TurnEnds, find_turn_ends
 from rl_algos.special_tokens import special_tokens, splits_observations, splits_prompts
@@ -65,6 +66,19 @@ class Chat:
         written = [self._as_written(call) for call in calls]
         return Reply(text, {"role": "assistant", "content": parsed.content, "tool_calls": written}, calls)
 
+    def require_no_image(self, sampled: np.ndarray) -> None:
+        """Raise a `ValueError` if the policy sampled a token that stands for an image.
+
+        Args:
+            sampled: int32 `[tokens]`.
+        """
+        if self._image_token is not None and (sampled == self._image_token).any():
+            shown = self.shown(np.array([self._image_token]))
+            raise ValueError(
+                f"the policy sampled the token {shown!r} (id {self._image_token}), which stands for an image that "
+                "nobody has shown"
+            )
+
     def encoded(self, text: str) -> np.ndarray:
         """int32 `[tokens]` of a text as it is, in which the texts of special tokens are these."""
         return np.asarray(self._tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)
@@ -84,7 +98,9 @@ class Chat:
         """See `rl_core.rollouts.program.GenerationClient.rendered`; includes the tools that the policy may call."""
         special = special_tokens(self._tokenizer)
         told = self._with_plain_content([self._with_arguments(message) for message in messages])
+        check_images(self._tokenizer, told)
         text = render(self._tokenizer, told, add_generation_prompt=True, tools=tools)
+        text, _ = with_images(self._tokenizer, told, text)
         before = self.shown(so_far)
         keeps = special.shown(text).startswith(before)
         kept, rest = (so_far, special.after(text, len(before))) if keeps else (so_far[:0], text)
@@ -119,6 +135,12 @@ class Chat:
         except (ConfigError, TemplateError):
             return ""
         return next((mark for mark in THOUGHTS if prompt.rstrip().endswith(mark)), "")
+
+    @cached_property
+    def _image_token(self) -> int | None:
+        """Id of the tokens that stand for an image; None for a model that takes none."""
+        images = image_tokens(self._tokenizer)
+        return None if images is None else int(self._tokenizer.convert_tokens_to_ids(images.marks.token))
 
     @cached_property
     def _continuation(self) -> Continuation:

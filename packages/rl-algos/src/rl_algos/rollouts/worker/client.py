@@ -97,8 +97,9 @@ class PlayClient:
         *,
         draw: int | None = None,
         agent: str = "",
+        images: Sequence[str] = (),
     ) -> Completion:
-        request = GenerationRequest(token_ids, sampling or self._sampling, self._seed)
+        request = GenerationRequest(token_ids, sampling or self._sampling, self._seed, images=tuple(images))
         request = dataclasses.replace(request, seed=self._next_seed() if draw is None else _seed_of(request, draw))
         opponent = self._opponents.get(agent)
         if opponent is not None:
@@ -110,6 +111,7 @@ class PlayClient:
             with self._services.generating:
                 self._completions[digest] = await generate_whole(generator.generate, request)
         completion = self._newest = self._completions[digest]
+        self._services.chat.require_no_image(completion.token_ids)
         if opponent is None:
             self._version = completion.spans[0].version if completion.spans else 0
         else:

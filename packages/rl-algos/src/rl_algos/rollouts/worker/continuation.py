@@ -9,8 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from rl_algos.images.image_tokens import check_images, with_images
 from rl_algos.rollouts.worker.turn_ends import TurnEnds
 from rl_algos.special_tokens import special_tokens, splits_observations
+from rl_algos.tokenizer import render
 from rl_core.rollouts.rollout import Message
 from rl_core.template_ends import OTHER_MARK, POLICY_MARK
 
@@ -24,7 +26,8 @@ class Continuation:
     A short conversation is rendered twice: with marks instead of the texts, which shows where the end of the policy's
     turn is, and with the real answer, of which everything after that place is taken. So it does not matter how the
     template would write the policy's turn: its tokens stay as they were sampled, thoughts and tool calls included.
-    Special tokens in the content of an answer are tokenised as text unless the tokenizer's settings say otherwise.
+    Special tokens in the content of an answer are tokenised as text unless the tokenizer's settings say otherwise, and
+    its images have all their tokens.
 
     Args:
         tokenizer: Tokenizer with a chat template.
@@ -51,12 +54,14 @@ class Continuation:
 
         Raises:
             ValueError: If the template does not render the observation after the turn.
+            DataError: If the model cannot read the images of the observation.
         """
         calls = [call.get("id", "") for call in turn.get("tool_calls", ())]
         kinds = [{key: value for key, value in message.items() if key != "content"} for message in observation]
         before, end = self._seam(json.dumps([calls, kinds], sort_keys=True, default=str))
         special = special_tokens(self._tokenizer)
         told = special.hidden(observation) if splits_observations(self._tokenizer) else observation
+        check_images(self._tokenizer, told)
         text = self._render([*self._opening(calls), *told])
         if not text.startswith(before):
             raise ValueError(
@@ -64,7 +69,8 @@ class Continuation:
                 "cannot be continued; set policy.tokenizer.chat_template to a template that does not"
             )
         missing = "" if self._has_ended(sampled, end) else end
-        return np.asarray(special.encode(missing + text[len(before) :]), dtype=np.int32)
+        following, _ = with_images(self._tokenizer, told, text[len(before) :])
+        return np.asarray(special.encode(missing + following), dtype=np.int32)
 
     def _has_ended(self, sampled: np.ndarray, end: str) -> bool:
         """Return whether the sampled turn ends such that the text after `end` can follow."""
@@ -114,11 +120,7 @@ class Continuation:
         return [{"role": "user", "content": "x"}, turn]
 
     def _render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        return str(
-            self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
-            )
-        )
+        return render(self._tokenizer, messages, add_generation_prompt=True)
 
 
 def rewrites_history(tokenizer: Any, ends: TurnEnds) -> bool:

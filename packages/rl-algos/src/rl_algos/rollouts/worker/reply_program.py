@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from rl_algos.rollouts.worker.transcript import Transcript
+from rl_core.images import image_digests
 from rl_core.rollouts.environment import StepResult
 from rl_core.rollouts.program import GenerationClient
 from rl_core.rollouts.rollout import Prompt, Rollout
@@ -33,8 +35,10 @@ class ReplyProgram:
         if room < 1:
             raise ValueError(f"the prompt has {len(prompt.token_ids)} tokens; a rollout may have {self._max_tokens}")
         sampling = dataclasses.replace(client.sampling, max_new_tokens=min(room, client.sampling.max_new_tokens))
-        transcript = Transcript(prompt)
-        completion = await client.generate(prompt.token_ids, sampling)
+        images = image_digests(prompt.messages)
+        told: dict[str, Any] = {"images": images} if images else {}
+        transcript = Transcript(prompt, images=images)
+        completion = await client.generate(prompt.token_ids, sampling, **told)
         transcript.add_completion(completion)
         reply = client.read(completion.token_ids)
         transcript.add_result(reply.text, StepResult(done=True), ends=True)

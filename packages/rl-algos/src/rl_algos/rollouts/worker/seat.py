@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from rl_algos.rollouts.worker.transcript import Transcript
+from rl_core.images import image_digests
 from rl_core.rollouts.environment import Conversation, StepResult
 from rl_core.rollouts.generation import SamplingParams
 from rl_core.rollouts.program import GenerationClient, Reply
@@ -49,7 +50,7 @@ class Seat:
         client: Client of the play.
         limits: Limits of the rollout.
         messages: What the agent has seen before its first turn.
-        tokens: int32 `[tokens]`, these messages as the engine consumes them.
+        tokens: int32 `[tokens]`, these messages as the engine consumes them, with all tokens of their images.
         agent: Name of the agent; empty for the only one.
     """
 
@@ -68,7 +69,7 @@ class Seat:
         self._limits = limits
         self._messages: list[Message] = list(messages)
         self._num_prompt_messages = len(messages)
-        self._transcript = Transcript(prompt, tokens)
+        self._transcript = Transcript(prompt, tokens, images=image_digests(messages))
         self._sampling = client.sampling
         self._num_turns = 0
         self._completion: Completion | None = None
@@ -110,6 +111,8 @@ class Seat:
         told: dict[str, Any] = {"agent": self.agent} if self.agent else {}
         if draw is not None:
             told["draw"] = draw
+        if self._transcript.images:
+            told["images"] = self._transcript.images
         self._completion = await self._client.generate(self._transcript.tokens, self._within(), **told)
         self._transcript.add_completion(self._completion)
         self._reply = self._client.read(self._completion.token_ids)
@@ -163,7 +166,7 @@ class Seat:
             following = self._following(so_far, observation)
             if len(following) < self._limits.max_tokens:
                 self._end_turn(observation)
-                self._transcript.go_on(following)
+                self._transcript.go_on(following, image_digests(self._messages))
                 return True
         self._is_truncated = True
         return False

@@ -19,15 +19,17 @@ class Transcript:
     Args:
         prompt: The prompt.
         first: int32 `[tokens]`, what the engine consumed first; None for the tokens of the prompt.
+        images: Digests of the images among these tokens, in order.
     """
 
-    def __init__(self, prompt: Prompt, first: np.ndarray | None = None) -> None:
+    def __init__(self, prompt: Prompt, first: np.ndarray | None = None, *, images: Sequence[str] = ()) -> None:
         self._prompt = prompt
         self._tokens: list[np.ndarray] = []
         self._mask: list[np.ndarray] = []
         self._logprobs: list[np.ndarray] = []
         self._routing: list[list[np.ndarray]] = [[]]
         self._begins = [0]
+        self._images: list[tuple[str, ...]] = [tuple(images)]
         self._spans: list[WeightSpan] = []
         self._turns: list[Turn] = []
         self._rewards: Counter[str] = Counter()
@@ -40,18 +42,30 @@ class Transcript:
         """int32 `[tokens]` of the last segment: those that the engine consumed and sampled last."""
         return np.concatenate(self._tokens[self._begins[-1] :])
 
-    def go_on(self, tokens: np.ndarray) -> None:
-        """Take what the engine consumes next; a segment begins unless it begins with all tokens of the last one."""
+    @property
+    def images(self) -> tuple[str, ...]:
+        """Digests of the images among `tokens`, in order."""
+        return self._images[-1]
+
+    def go_on(self, tokens: np.ndarray, images: Sequence[str] = ()) -> None:
+        """Take what the engine consumes next; a segment begins unless it begins with all tokens of the last one.
+
+        Args:
+            tokens: int32 `[tokens]`.
+            images: Digests of the images among them, in order.
+        """
         before = self.tokens
         if np.array_equal(tokens[: len(before)], before):
+            self._images[-1] = tuple(images)
             self.add_context(tokens[len(before) :])
             return
-        self.begin(tokens)
+        self.begin(tokens, images)
 
-    def begin(self, tokens: np.ndarray) -> None:
-        """Begin a segment."""
+    def begin(self, tokens: np.ndarray, images: Sequence[str] = ()) -> None:
+        """Begin a segment; as `go_on`."""
         self._begins.append(len(self._tokens))
         self._routing.append([])
+        self._images.append(tuple(images))
         self.add_context(tokens)
 
     def add_context(self, tokens: np.ndarray) -> None:
@@ -99,6 +113,7 @@ class Transcript:
             info=dict(self._info),
             routed_experts=self._routed_experts(segments),
             segments=segments if len(segments) > 1 else (),
+            images=tuple(self._images) if any(self._images) else (),
         )
 
     def _segments(self) -> tuple[int, ...]:

@@ -22,7 +22,8 @@ from rl_algos.tokenizer import load_tokenizer
 from rl_core import spans
 from rl_core.data.batch import Batch
 from rl_core.errors import GeneratorError, RequestRefused
-from rl_core.model_config import TokenizerConfig
+from rl_core.images import image_digests
+from rl_core.model_config import TokenizerConfig, VisionConfig
 from rl_core.plugins import resolve
 from rl_core.plugins.user_code import FromFile
 from rl_core.profiling import ProfileOrder, ProfileReport
@@ -32,7 +33,7 @@ from rl_core.rollouts.group import RECORD, GroupReport, parts_of
 from rl_core.rollouts.pool import RolloutTask, RolloutTurns
 from rl_core.rollouts.program import PreparedProgram, RolloutProgram
 from rl_core.rollouts.record import write_records
-from rl_core.rollouts.rollout import Prompt, Rollout, has_routing
+from rl_core.rollouts.rollout import Prompt, Rollout, has_images, has_routing
 from rl_core.weights import Manifest
 
 _log = logging.getLogger(__name__)
@@ -58,6 +59,7 @@ class RolloutWorkerSpec:
         max_steps: Number of training steps of the run, which rewards may ask for; 1 outside training.
         logs: Folder of the run's logs.
         opponents: Opponents of the policy, whose engines run next to its own.
+        vision: Settings of images.
     """
 
     generator: str
@@ -70,6 +72,7 @@ class RolloutWorkerSpec:
     max_steps: int = 1
     logs: str = ""
     opponents: tuple[OpponentSpec, ...] = ()
+    vision: VisionConfig = dataclasses.field(default_factory=VisionConfig)
 
 
 class RolloutWorker:
@@ -88,7 +91,8 @@ class RolloutWorker:
         self._program: RolloutProgram = program(**spec.program_args)
         self._logs = Path(spec.logs)
         self._max_seconds = spec.max_seconds
-        chat = Chat(load_tokenizer(spec.tokenizer, spec.model_name), spec.tokenizer.tool_format)
+        tokenizer = load_tokenizer(spec.tokenizer, spec.model_name, spec.vision)
+        chat = Chat(tokenizer, spec.tokenizer.tool_format)
         self._services = PlayServices(self._generator, chat, dict(environments), spec.max_steps)
         self._finished: deque[tuple[int, asyncio.Task[Group]]] = deque()
         self._any_finished = asyncio.Event()
@@ -257,7 +261,10 @@ class RolloutWorker:
 
 def _has_columns_of(rollouts: Sequence[Rollout], task: asyncio.Task[Group]) -> bool:
     """Return whether a group that ended did not fail, and has the columns of another."""
-    return task.exception() is None and has_routing(task.result()[1]) == has_routing(rollouts)
+    if task.exception() is not None:
+        return False
+    _, others = task.result()
+    return has_routing(others) == has_routing(rollouts) and has_images(others) == has_images(rollouts)
 
 
 def _rollouts_of(played: Rollout | Sequence[Rollout]) -> Sequence[Rollout]:
@@ -277,4 +284,4 @@ def _numbered(plays: Sequence[Sequence[Rollout]]) -> list[Rollout]:
 def _failed(prompt: Prompt, error: Exception) -> Sequence[Rollout]:
     reason = f"{type(error).__name__}: {error}"
     _log.warning("rollout of %s failed: %s", prompt, reason)
-    return (Rollout.failed(prompt, reason),)
+    return (Rollout.failed(prompt, reason, image_digests(prompt.messages)),)

@@ -1,0 +1,112 @@
+"""Images in what environments and tools answer, put into the run's store by the process that has them.
+
+An answer then names its images by digest and size, and their bytes go no further than the node's file system.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rl_core.images import ImageError, ImageStore
+from rl_core.rollouts.rollout import Message
+
+IMAGE, TEXT = "image", "text"
+"""Types of the parts of a content."""
+
+_DATA_URL = "data:"
+
+
+def is_image(value: Any) -> bool:
+    """Return whether a value is an image of pillow, which need not be installed."""
+    return any(each.__module__ == "PIL.Image" and each.__qualname__ == "Image" for each in type(value).__mro__)
+
+
+def parts_of(result: Any) -> tuple[Mapping[str, Any], ...] | None:
+    """Return the parts of a content with images: an image of pillow, or a list of parts, images of pillow and strings;
+    None for anything else.
+
+    Args:
+        result: Result of a tool, or content of a message.
+    """
+    if is_image(result):
+        return ({"type": IMAGE, "image": result},)
+    if not isinstance(result, list | tuple):
+        return None
+    parts = tuple(part for each in result if (part := _part(each)) is not None)
+    has_image = any(part["type"] == IMAGE for part in parts)
+    return parts if has_image and len(parts) == len(result) else None
+
+
+def with_kept_images(messages: Sequence[Message]) -> tuple[Message, ...]:
+    """Return messages whose images are in the run's store.
+
+    An image part has under `image` the bytes of a file, a data URL, an image of pillow, or the digest of an image that
+    is in the store with its `width` and `height`, as prompts have it.
+
+    Args:
+        messages: Observation of an environment.
+
+    Raises:
+        ImageError: For anything else, and for an image that is not accepted.
+        ImportError: If pillow is not installed.
+    """
+    return tuple(map(_kept, messages))
+
+
+def _kept(message: Any) -> Any:
+    if not isinstance(message, Mapping):
+        return message  # refused later, as any answer of a wrong form
+    parts = parts_of(message.get("content"))
+    if parts is None:
+        return message
+    return {**message, "content": [_kept_part(part) if part["type"] == IMAGE else part for part in parts]}
+
+
+def _kept_part(part: Mapping[str, Any]) -> Mapping[str, Any]:
+    image = part.get("image")
+    if isinstance(image, str) and not image.startswith(_DATA_URL):
+        if not {"width", "height"} <= part.keys():
+            raise ImageError(
+                f"an image part has {image[:80]!r}; give the bytes of a file, a data URL, an image of pillow, or what "
+                "`ImageRef.part` returns"
+            )
+        return part
+    return ImageStore.of_run().put(_bytes_of(image)).part()
+
+
+def _bytes_of(image: Any) -> bytes:
+    if isinstance(image, bytes | bytearray | memoryview):
+        return bytes(image)
+    if isinstance(image, str):
+        return _decoded(image)
+    if is_image(image):
+        file = io.BytesIO()
+        image.save(file, format="PNG")
+        return file.getvalue()
+    raise ImageError(
+        f"an image part has a {type(image).__qualname__}; give the bytes of a file, a data URL, or an image of pillow"
+    )
+
+
+def _decoded(url: str) -> bytes:
+    kind, comma, data = url.partition(",")
+    if not comma or not kind.endswith(";base64"):
+        raise ImageError(f"the data URL {url[:40]!r} must begin with data:image/FORMAT;base64,")
+    try:
+        return base64.b64decode(data, validate=True)
+    except binascii.Error as error:
+        raise ImageError(f"the data URL {url[:40]!r} is not valid base64: {error}") from None
+
+
+def _part(value: Any) -> Mapping[str, Any] | None:
+    if isinstance(value, str):
+        return {"type": TEXT, "text": value}
+    if is_image(value):
+        return {"type": IMAGE, "image": value}
+    if isinstance(value, Mapping) and value.get("type") in (IMAGE, TEXT) and value["type"] in value:
+        return value
+    return None
