@@ -49,17 +49,6 @@ def check_layout(section: Any, config: RunConfig) -> Iterable[Problem]:
         )
 
 
-def check_vision(section: Any, config: RunConfig) -> Iterable[Problem]:
-    """Refuse images, which this backend does not train on."""
-    if section.vision.enabled:
-        yield Problem(
-            "vision.enabled",
-            "is not supported by the megatron backend",
-            got=True,
-            remedy="Train with dtensor_cfg.enabled=true, or set this key to false to train the language model",
-        )
-
-
 def check_shape(section: Any, config: RunConfig) -> Iterable[Problem]:
     """Yield the sizes of the layout that do not divide the model, if the model's config is on this machine."""
     backend: MegatronConfig = section.megatron_cfg
@@ -242,7 +231,6 @@ def _check_experts(backend: MegatronConfig) -> Iterable[Problem]:
 
 CHECKS = (
     check_layout,
-    check_vision,
     check_shape,
     check_rope,
     check_recompute,

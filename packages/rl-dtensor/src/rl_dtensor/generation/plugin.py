@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
-
-from rl_core.config import Problem
 from rl_core.plugins import BackendPlugin, Requirement, reports_routing
-from rl_core.run_config import RunConfig
 from rl_dtensor.generation.config import HFConfig
 
 
@@ -15,17 +10,6 @@ def ranks(backend: HFConfig) -> int:
     """A replica is one process on one device."""
     del backend
     return 1
-
-
-def check_vision(section: Any, config: RunConfig) -> Iterable[Problem]:
-    """Refuse images, which this generator does not see."""
-    if section.vision.enabled:
-        yield Problem(
-            "generation.backend",
-            "sees no images, but vision.enabled is true",
-            got="hf",
-            remedy="Set it to vllm, or vision.enabled=false",
-        )
 
 
 PLUGIN = BackendPlugin(
@@ -39,6 +23,5 @@ PLUGIN = BackendPlugin(
         imports=("torch", "transformers", "safetensors"),
     ),
     ranks=ranks,
-    checks=(check_vision,),
     routing_problem=reports_routing,
 )
