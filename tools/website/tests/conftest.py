@@ -16,3 +16,10 @@ def html() -> Path:
     if not (found / "llms.txt").is_file():
         pytest.skip("the site is not built: python tools/build_site.py")
     return found
+
+
+@pytest.fixture(scope="session")
+def pages(html: Path) -> dict[str, str]:
+    """The Markdown from which the site was built, by place."""
+    folder = html.parent / "pages"
+    return {path.relative_to(folder).as_posix(): path.read_text() for path in folder.rglob("*.md")}

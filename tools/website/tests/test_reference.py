@@ -6,8 +6,6 @@ from importlib.metadata import entry_points
 
 import pytest
 import typer
-from website.build import reference
-from website.reference.errors import messages
 from website.reference.run_files import is_listed
 from website.reference.text import code, prose, table
 from write_api_page import public_packages
@@ -25,13 +23,12 @@ from rl_launch.submit.profile import PROFILE
 _ID = re.compile(r"\{ #(\S+) \}$", re.MULTILINE)
 
 
-@pytest.fixture(scope="module")
-def pages():
-    return reference(ROOT)
-
-
 def ids(pages, folder):
     return {name for place, text in pages.items() if place.startswith(folder) for name in _ID.findall(text)}
+
+
+def section(text, anchor):
+    return text.partition(f"{{ #{anchor} }}\n")[2].partition("\n#")[0]
 
 
 def test_every_config_key_has_an_entry(pages):
@@ -42,8 +39,7 @@ def test_every_config_key_has_an_entry(pages):
 
 
 def test_an_entry_has_type_default_documentation_and_what_a_change_means(pages):
-    text = pages["reference/config/grpo.md"]
-    entry = text.partition("`grpo.seed` { #grpo.seed }\n")[2].partition("\n#")[0]
+    entry = section(pages["reference/config/grpo.md"], "grpo.seed")
     assert entry.strip().splitlines() == [
         "Seed for data order, sampling and dropout.",
         "",
@@ -66,10 +62,10 @@ def test_every_command_and_option_is_listed(pages):
             page = pages[f"reference/cli/{(*path, name)[0]}.md"]
             anchor = "-".join(("rl", *path, name))
             assert f"{{ #{anchor} }}" in page
-            section = page.partition(f"{{ #{anchor} }}")[2].partition("\n#")[0]
+            text = section(page, anchor)
             for each in below.params:
                 if each.param_type_name == "option" and not each.hidden:
-                    assert all(f"`{option}" in section for option in each.opts), (anchor, each.opts)
+                    assert all(f"`{option}" in text for option in each.opts), (anchor, each.opts)
             walk(below, (*path, name))
 
     walk(typer.main.get_command(app), ())
@@ -92,9 +88,18 @@ def test_every_error_is_listed_with_messages(pages):
     kinds = {
         name for name, each in vars(rl_core.errors).items() if isinstance(each, type) and issubclass(each, RLError)
     }
-    assert ids(pages, "reference/errors.md") == kinds
-    assert len(messages(ROOT)["ConfigError"]) > 150
+    assert ids(pages, "reference/errors.md") == {*kinds, "problems"}
+    assert section(pages["reference/errors.md"], "ConfigError").count("\n- ") > 150
     assert "- --model and --scripted cannot be combined\n" in pages["reference/errors.md"]
+
+
+def test_problems_of_config_keys_are_listed_with_reasons_and_remedies(pages):
+    text = section(pages["reference/errors.md"], "problems")
+    assert text.count("\n- ") > 300
+    # of a `Problem` in a `ProblemError`, of one in a list, and of one that is made of variables
+    assert "- `target`: needs an initial weight. Set weight above 0\n" in text
+    assert "is for training datasets only; validation would score a selection of its rows. Remove this key\n" in text
+    assert "`dpo.sft_average_log_probs`: has no effect with dpo.sft\\_loss\\_weight=0." in text
 
 
 def test_every_recipe_has_a_page_with_command_file_and_changed_keys(pages):
