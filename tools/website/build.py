@@ -47,6 +47,7 @@ def build(root: Path, folder: Path, repository: str = "") -> Path:
     _run_zensical(folder)
     html = folder / "html"
     _use_local_shim(html)
+    _use_own_search(html)
     _write(html / "llms.txt", llms.index(entries, pages))
     _write(html / "llms-full.txt", llms.full(entries, pages))
     return html
@@ -143,6 +144,11 @@ def _use_local_shim(html: Path) -> None:
         up = "../" * (len(page.relative_to(html).parts) - 1)
         page.write_text(text.replace(_REMOTE_SHIM, f"{up}{_SHIM}"), encoding="utf-8")
     shutil.copyfile(_HERE / "vendor" / "iframe-worker" / "shim.js", html / _SHIM)
+
+
+def _use_own_search(html: Path) -> None:
+    (worker,) = (html / "assets" / "javascripts" / "workers").glob("search.*.js")
+    shutil.copyfile(_HERE / "search_worker.js", worker)
 
 
 def _write(path: Path, text: str) -> None:
