@@ -32,6 +32,8 @@ SHAPING = (
 )
 """Further keys that decide how a split model computes."""
 
+VISION = Requirement("rl-dtensor", {"cpu": ("vision",), "cuda": ("vision",)}, ("PIL", "torchvision"))
+
 FLASH = Requirement("rl-dtensor", extras={"cuda": ("flash",)})
 
 
@@ -105,6 +107,7 @@ PLUGIN = BackendPlugin(
         imports=("torch", "transformers", "safetensors"),
     ),
     further=kernels,
+    images=VISION,
     ranks=num_ranks,
     checks=(check_mesh, check_vision, check_device),
     preflight="rl_dtensor.preflight:check",

@@ -240,6 +240,27 @@ def test_adapters_that_the_generator_does_not_apply_are_refused(overrides, messa
         read_plan("grpo-arithmetic", [*ON_CPU, *overrides])
 
 
+IMAGES = "policy.vision.enabled=true"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "config", "message"),
+    [
+        ([HF], {}, r"policy.generation.backend .*got \"hf\": .*images"),
+        (["policy.megatron_cfg.enabled=true"], {}, "policy.vision.enabled .*training backend megatron"),
+        ([], {"model_type": "llama", "image_token_id": None}, "policy.vision.enabled .*needs a vision-language model"),
+        ([], {"model_type": "gemma3", "image_token_index": 5}, "on cpu vLLM's attention"),
+        ([], {"model_type": "llava", "image_token_index": 5}, "models of the type llava"),
+        (["policy.generation.vllm_cfg.speculation={method: ngram}"], {}, "speculative decoding .*images"),
+        ([*ADAPTERS], {}, "lora_sync .*vision.enabled"),
+    ],
+)
+def test_images_that_a_backend_does_not_take_are_refused(overrides, config, message, tmp_path):
+    stored = {"model_type": "qwen2_5_vl", "image_token_id": 5, **config}
+    with pytest.raises(ConfigError, match=message):
+        read_plan("grpo-arithmetic", [*ON_CPU, IMAGES, folder_with(tmp_path, **stored), *overrides])
+
+
 def test_a_run_sends_what_the_config_says():
     changes = ["policy.generation.weight_sync=disk", "policy.generation.weight_sync_encoding=changes"]
     topology = read_plan("grpo-arithmetic", [*ON_CPU, *changes]).backends.topology(1, 2, CPU)

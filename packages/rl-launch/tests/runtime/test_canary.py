@@ -39,6 +39,14 @@ def test_rows_are_the_beginnings_of_the_first_prompts():
     assert canary().rows.values.dtype == np.int32
 
 
+def test_rows_have_no_tokens_of_images():
+    rows = list(canary(image_token=7, prompts=[(7,) * 30, (1, 7, 7, *range(10, 40))]).rows)
+    assert [row.tolist() for row in rows] == [[1, *range(10, 40)]]
+    drawn = canary(image_token=7, prompts=()).rows
+    assert len(drawn)
+    assert not (drawn.values == 7).any()
+
+
 @pytest.mark.parametrize("prompts", [(), [(1, 2, 3)]], ids=["none", "too short"])
 def test_rows_are_random_without_prompts(prompts):
     rows = list(canary(prompts=prompts).rows)

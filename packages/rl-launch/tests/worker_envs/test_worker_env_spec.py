@@ -4,8 +4,10 @@ import pytest
 
 from rl_algos.requirement import LOSSES
 from rl_core.devices import CPU, CUDA
+from rl_core.environments.config import EnvironmentConfig
+from rl_core.environments.instance import EnvironmentInstance
 from rl_core.model import ModelSpec
-from rl_core.model_config import ColocatedConfig, GenerationConfig, ModelConfig
+from rl_core.model_config import ColocatedConfig, GenerationConfig, ModelConfig, VisionConfig
 from rl_core.plugins import GENERATORS, POLICIES, Requirement, algorithm_named, plugin
 from rl_launch.backends import Backends, GenerationBackend, ModelBackend
 from rl_launch.run_config.plan import RunPlan
@@ -102,3 +104,18 @@ def test_the_package_of_a_loss_that_the_config_names_reaches_the_models(monkeypa
     assert Wanted("their-losses") in specs["policy"].wanted
     assert "their_losses" in specs["policy"].imports
     assert Wanted("their-losses") not in role_specs(plain, (), CPU)["policy"].wanted
+
+
+def test_workers_of_models_with_images_have_what_reads_them():
+    model = ModelConfig(model_name="any", vision=VisionConfig(enabled=True))
+    dtensor, vllm = plugin(POLICIES, "dtensor"), plugin(GENERATORS, "vllm")
+    policy = ModelBackend(dtensor, model, dtensor.config(), "policy", ModelSpec(), SHARED)
+    generation = GenerationBackend(vllm, GenerationConfig(), vllm.config(), model)
+    instance = EnvironmentInstance("screen", "any:Environment", EnvironmentConfig(), Requirement("rl-envs"))
+    specs = role_specs(Backends({"policy": policy}, generation), [instance], CPU)
+    assert Wanted("rl-dtensor", ("vision", "worker")) in specs["policy"].wanted
+    for role in ("policy", "generation", "env.screen"):
+        assert Wanted("rl-core", ("ray", "vision")) in specs[role].wanted, role
+        assert "PIL" in specs[role].imports
+    plain = role_specs(Backends({"policy": replace(policy, config=MODEL)}), [instance], CPU)
+    assert not any("vision" in wanted.extras for spec in plain.values() for wanted in spec.wanted)

@@ -29,6 +29,7 @@ from rl_launch.run_config.checks import check_placement
 from rl_launch.run_config.inputs import check_inputs
 from rl_launch.run_config.plan import RunPlan
 from rl_launch.runtime.environment_trials import try_here, try_in
+from rl_launch.session.directory.run_images import name_images
 
 _log = logging.getLogger(__name__)
 
@@ -59,6 +60,7 @@ def evaluate(plan: RunPlan, *, folder: str | Path) -> EvaluationResult:
     place.check()
     check_devices(config.cluster)
     check_inputs(plan, is_evaluation=True)
+    name_images(config.policy.vision, place.path)
     evaluation = plan.algorithm.evaluation(config)
     trials = [Trial(instance_of(config.env, name), each) for name, each in evaluation.attempts().items()]
     untried = try_here(trials, config.cluster.worker_envs)

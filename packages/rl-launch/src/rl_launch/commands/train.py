@@ -46,6 +46,7 @@ from rl_launch.session.directory.origins import write_origins
 from rl_launch.session.directory.remedies import finished
 from rl_launch.session.directory.row_files import names_of_run
 from rl_launch.session.directory.run_folder import CONFIG, RunFolder, is_run
+from rl_launch.session.directory.run_images import name_images
 from rl_launch.session.directory.writable import check_writable
 from rl_launch.session.tracking.trackers import check_mlflow_store
 from rl_launch.session.tracking.writers import check_writers
@@ -108,6 +109,7 @@ def train(
     metrics = finished_metrics(run_dir, plan) if branch is None else None
     if metrics is not None:
         return Outcome(metrics)
+    name_images(config.policy.vision, run_dir)
     check_writers(config.logger)
     check_monitoring(config.logger)
     check_mlflow_store(config.logger)

@@ -21,7 +21,9 @@ from rl_core.devices import Device
 from rl_core.errors import ConfigError
 from rl_core.model import HEADLESS_ROLES
 from rl_core.model_config import (
+    local_family,
     local_hf_config,
+    local_image_token,
     num_experts_of,
 )
 from rl_launch.backends import (
@@ -96,6 +98,31 @@ def _model_fact_checks(plan: RunPlan) -> Iterator[Problem]:
             has_scalar_head=False,
             is_trained_from=False,
         )
+
+
+def _vision_checks(plan: RunPlan) -> Iterator[Problem]:
+    backends = plan.backends
+    for model in backends.models.values():
+        if model.config.vision.enabled and model.plugin.images is None:
+            reason = f"is not supported by the training backend {model.plugin.name}"
+            remedy = "Use dtensor, or set it to false, which trains the language model only"
+            yield Problem(f"{model.section}.vision.enabled", reason, got=True, remedy=remedy)
+        elif model.config.vision.enabled and local_family(model.config) and local_image_token(model.config) is None:
+            reason = f"needs a vision-language model, but {model.config.model_name} takes no images"
+            yield Problem(f"{model.section}.vision.enabled", reason, got=True, remedy="Remove this key")
+    generation = backends.generation
+    if generation is None or not generation.model.vision.enabled:
+        return
+    if generation.plugin.images is None:
+        reason = "takes no images, but policy.vision.enabled is true"
+        remedy = "Set vllm, or remove policy.vision.enabled"
+        yield Problem("policy.generation.backend", reason, got=generation.plugin.name, remedy=remedy)
+    elif plan.config.cluster.device != AUTO or not os.environ.get("RAY_ADDRESS"):
+        # on another machine's cluster the generator checks it when it starts
+        device = resolve_device(plan.config.cluster)
+        if problem := generation.plugin.image_problem(generation.backend, generation.model, device):
+            reason = f"is not supported by generation.backend={generation.plugin.name} here: {problem}"
+            yield Problem("policy.vision.enabled", reason, got=True)
 
 
 def _algorithm_checks(plan: RunPlan) -> Iterator[Problem]:
@@ -291,6 +318,7 @@ BACKEND_CHECKS: tuple[Check, ...] = (
     _backend_checks,
     _replay_checks,
     _lora_sync_checks,
+    _vision_checks,
     _topology_checks,
     profiled_rank_checks,
 )

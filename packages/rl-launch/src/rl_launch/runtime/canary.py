@@ -62,6 +62,7 @@ class Canary:
         prompts: Sequence[Sequence[int]] = (),
         num_rows: int = 2,
         length: int = 24,
+        image_token: int | None = None,
     ) -> Canary:
         """The beginnings of the run's own prompts, whose tokens are likely as those of rollouts are. Rows of random
         tokens if there are too few: their logprobs are so low that rounding changes them more.
@@ -73,10 +74,14 @@ class Canary:
             prompts: Token ids of prompts of the run.
             num_rows: Number of random rows.
             length: Number of tokens of each random row.
+            image_token: Id of the tokens that stand for an image, which are left out: the rows have no images. The
+                weights of the vision tower are compared when they arrive, as all others are.
         """
-        rows = [np.asarray(prompt, dtype=np.int32)[:MAX_LENGTH] for prompt in prompts[:MAX_ROWS]]
+        own = [np.asarray(prompt, dtype=np.int32) for prompt in prompts[:MAX_ROWS]]
+        rows = [row for prompt in own if len(row := _without(image_token, prompt)[:MAX_LENGTH])]
         if sum(map(len, rows)) < MIN_TOKENS:
-            rows = list(np.random.default_rng(0).integers(0, vocabulary, (num_rows, length), dtype=np.int32))
+            drawn = np.random.default_rng(0).integers(0, vocabulary, (num_rows, length), dtype=np.int32)
+            rows = [_without(image_token, row) for row in drawn]
         default = {"float32": 1e-3}.get(precision, 0.1)
         return cls(Ragged.from_rows(rows), default if tolerance is None else tolerance)
 
@@ -147,3 +152,7 @@ class Canary:
 def _difference(rows: Sequence[np.ndarray], expected: Ragged) -> float:
     """Mean absolute difference of the row that differs most; NaN if one has a NaN."""
     return float(np.max([np.abs(score - wanted).mean() for score, wanted in zip(rows, expected, strict=True)]))
+
+
+def _without(token: int | None, row: np.ndarray) -> np.ndarray:
+    return row if token is None else row[row != token]

@@ -241,6 +241,7 @@ class Replicas:
             max_steps=self._needs.max_steps,
             logs=self._logs,
             opponents=opponents,
+            vision=backend.model.vision,
         )
 
     def _opponent(self, need: OpponentNeed, placement: Placement) -> OpponentSpec:

@@ -19,6 +19,7 @@ from rl_core.config import EnvVars
 from rl_core.devices import Device
 from rl_core.environments.instance import instance_of
 from rl_core.errors import ConfigError
+from rl_core.model_config import local_image_token
 from rl_core.plugins import BackendPlugin, RolloutNeeds
 from rl_core.ray.model import RemoteModel
 from rl_core.run import Components
@@ -357,6 +358,7 @@ class Runtime:
             precision=self._backends.models[POLICY].config.precision,
             tolerance=self._backends.generation.config.canary_tolerance,
             prompts=prompts,
+            image_token=local_image_token(self._backends.models[POLICY].config),
         )
         kind = self.topology.transport
         return WeightSync(

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from rl_core.images import STORE_VARIABLE
 from rl_launch.worker_envs.node_build import default_root
 
 # an outer `uv run` sets these, by which a worker would use the driver's project
@@ -37,6 +38,9 @@ FORWARDED_PREFIXES = (
     "VLLM_",
 )
 """Prefixes of the driver's variables that its workers get on every node."""
+
+FORWARDED = frozenset({STORE_VARIABLE})
+"""Names of further such variables."""
 
 OF_THE_MACHINE = frozenset({"CUDA_HOME", "CUDA_PATH", "CUDA_VISIBLE_DEVICES", "MKL_NUM_THREADS", "OMP_NUM_THREADS"})
 """Variables with paths and counts of one machine, and with devices that placement assigns."""
@@ -92,7 +96,9 @@ def forwarded_variables() -> dict[str, str]:
     return {
         name: value
         for name, value in os.environ.items()
-        if name.startswith(FORWARDED_PREFIXES) and name not in OF_THE_MACHINE and not _SECRET.search(name)
+        if (name in FORWARDED or name.startswith(FORWARDED_PREFIXES))
+        and name not in OF_THE_MACHINE
+        and not _SECRET.search(name)
     }
 
 

@@ -14,6 +14,7 @@ from typing import IO
 from rl_launch.session.config import Access
 from rl_launch.session.directory import lock
 from rl_launch.session.directory.run_folder import CONFIG
+from rl_launch.session.directory.run_images import FOLDER as IMAGES
 from rl_launch.session.directory.writable import check_writable, make_folder
 
 FOLDER = "data"
@@ -89,8 +90,9 @@ def holds_only_rows(folder: Path) -> bool:
 
 
 def names_without_rows(folder: Path) -> set[str]:
-    """Names in a folder of a run, except a folder of rows that a start which was killed has left."""
-    names = {entry.name for entry in folder.iterdir()}
+    """Names in a folder of a run, except a folder of images, which are there before the run is, and a folder of rows
+    that a start which was killed has left."""
+    names = {entry.name for entry in folder.iterdir()} - {IMAGES}
     return names - {FOLDER} if holds_only_rows(folder / FOLDER) else names
 
 
