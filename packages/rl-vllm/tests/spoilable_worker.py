@@ -19,7 +19,9 @@ class SpoilableWorker(EngineWorker):
     _spoiled_layer = ""
 
     def make_receiver(self, manifest: Manifest) -> WeightReceiver:
-        self._packed_head = self.get_model().lm_head.cpu_linear
+        # a model with images has its head within
+        head = getattr(self.get_model(), "lm_head", None)
+        self._packed_head = None if head is None else head.cpu_linear
         receiver = super().make_receiver(manifest)
         if self._reloads:
             receiver._planned = None
@@ -52,6 +54,17 @@ class SpoilableWorker(EngineWorker):
             return out
 
         layer.cpu_linear = spoiled
+
+    def change_layer(self, part: str) -> None:
+        """Make the first layer with a matrix that has this in its name compute with other values than it received."""
+        named = self.get_model().named_modules()
+        layers = [layer for path, layer in named if part in path and list(layer.parameters(recurse=False))]
+        layer = next(each for each in layers if any(value.ndim > 1 for value in each.parameters(recurse=False)))
+        if hasattr(layer, "cpu_linear"):
+            compute = layer.cpu_linear
+            layer.cpu_linear = lambda x, weight, bias: compute(x, weight, bias) + 1
+        else:
+            next(value for value in layer.parameters(recurse=False) if value.ndim > 1).data.add_(1)
 
     def spoil_factor_on_arrival(self, path: str) -> None:
         """Have a layer keep another second factor than arrives, from now on; none if the path is empty."""

@@ -24,9 +24,11 @@ from rl_vllm.engine.parent_watch import end_with, forget_cpu_groups, forget_sema
 from rl_vllm.patches.bare_model import without_adapters
 from rl_vllm.patches.empty_top_k import filter_no_logits
 from rl_vllm.patches.expert_routing import complete_routing_on_cpu
+from rl_vllm.patches.numbers_of_videos import spell_no_numbers
 from rl_vllm.patches.per_layer_inputs import embed_tokens_for_each_layer
 from rl_vllm.patches.rotary_embeddings import flatten_heads_on_cpu
 from rl_vllm.patches.sampling_of_drafts import repeat_sampling_parameters_on_cpu
+from rl_vllm.patches.siglip_names import name_siglip_weights
 from rl_vllm.weights.adapter_receiver import AdapterReceiver
 from rl_vllm.weights.load_plan import LoadPlan, plan_load
 from rl_vllm.weights.planned_load import PlannedLoad
@@ -38,6 +40,8 @@ complete_routing_on_cpu()
 embed_tokens_for_each_layer()
 repeat_sampling_parameters_on_cpu()
 filter_no_logits()
+name_siglip_weights()
+spell_no_numbers()
 
 Report = dict[str, Any]
 """Plain data: `value`, or `error` with the names of the `tensors` at fault."""

@@ -19,7 +19,7 @@ from rl_vllm.config import VllmConfig
 from rl_vllm.engine import process_env
 from rl_vllm.engine.lifecycle import PARTS, Lifecycle
 from rl_vllm.engine.parent_watch import forget_semaphores
-from rl_vllm.plugin import adapter_problem, routing_problem
+from rl_vllm.plugin import adapter_problem, image_problem, routing_problem
 
 if TYPE_CHECKING:
     from rl_vllm.engine.engine import Engine
@@ -86,6 +86,10 @@ class VllmGenerator:
             problem = adapter_problem(self._backend, self._model, self._placement.kind)
             if problem:
                 raise GeneratorError(f"adapters cannot be sent separately: {problem}")
+        if self._model.vision.enabled:
+            problem = image_problem(self._backend, self._model, self._placement.kind)
+            if problem:
+                raise GeneratorError(f"the model cannot be served with images: {problem}")
         eager = self._backend.is_eager(self._placement.kind)
         # engines in threads of one process would share vLLM's global state
         several = self._placement.num_engines > 1
@@ -99,7 +103,7 @@ class VllmGenerator:
             self._placement, eager=eager, num_ranks=self.num_ranks, own_process=own_process, environ=os.environ
         )
         # vLLM reads the environment when it is imported
-        from rl_vllm.engine.arguments import engine_arguments
+        from rl_vllm.engine.arguments import engine_arguments, image_token_of
 
         arguments = engine_arguments(
             self._backend,
@@ -122,6 +126,8 @@ class VllmGenerator:
         forget_semaphores()
         if self._placement.keeps_cache:
             self._engine.require_prefix_cache()
+        if self._model.vision.enabled:
+            self._engine.take_images(image_token=image_token_of(self._model), max_images=self._model.vision.max_images)
         self._lifecycle.load(awaits_weights=self._placement.awaits_weights)
 
     async def generate(self, request: GenerationRequest) -> Completion:
@@ -187,6 +193,7 @@ class VllmGenerator:
         if (
             "weights" not in self._lifecycle.asleep
         ):  # the KV cache may sleep already, after a weight sync that broke off
+            await self._running().forget_images()
             await self._running().sleep(self._sleep_level)
             self._lifecycle.sleep()
         if self._sleep_level == 1:
@@ -257,6 +264,7 @@ class VllmGenerator:
             )
         if not self._placement.keeps_cache:
             await self._running().forget_prefixes()
+        await self._running().forget_images()
         self._running().use_adapter(version if manifest.num_factors else None)
         self._lifecycle.commit(version)
 

@@ -9,7 +9,7 @@ from typing import Any
 from rl_core.config import Problem
 from rl_core.devices import Device
 from rl_core.hf_config import num_positions, rope_parameters, switches_at
-from rl_core.model_config import LoraConfig, ModelConfig, local_hf_config
+from rl_core.model_config import LoraConfig, ModelConfig, local_family, local_hf_config
 from rl_core.plugins import BackendPlugin, Preload, Requirement
 from rl_core.run_config import RunConfig
 from rl_vllm.config import MAX_TEMPERATURE, MIN_TEMPERATURE, VllmConfig
@@ -155,6 +155,32 @@ def _drafter(folder: str, policy: ModelConfig) -> Iterable[Problem]:
         yield Problem(key, reason, got=folder, remedy="Set a drafter of the same model family")
 
 
+IMAGE_FAMILIES = ("gemma3", "idefics3", "internvl", "qwen2_5_vl", "qwen3_vl", "smolvlm")
+"""Types of the models that are served with images: the tests of this package compare them with transformers."""
+
+BIDIRECTIONAL = ("gemma3",)
+"""Types of models in which the tokens of an image see one another in both directions. vLLM's attention on CPU (0.32)
+computes it for none."""
+
+
+def image_problem(config: VllmConfig, model: ModelConfig, device: Device) -> str:
+    """Why the engine cannot serve this model with images; empty if it can."""
+    family = local_family(model)
+    if family is not None and family not in IMAGE_FAMILIES:
+        return (
+            f"vLLM has not been verified with images of models of the type {family}, only of "
+            f"{', '.join(IMAGE_FAMILIES)}. Set it to false, which trains and serves the language model only"
+        )
+    if family in BIDIRECTIONAL and not device.runs_on_gpus:
+        return (
+            f"on {device.name} vLLM's attention does not let the tokens of an image see one another in both "
+            f"directions, as models of the type {family} do. Use GPUs, or another model"
+        )
+    if config.speculation is not None:
+        return "speculative decoding has not been verified with images. Remove generation.vllm_cfg.speculation"
+    return ""
+
+
 def routing_problem(config: VllmConfig, device: Device) -> str:
     """Why completions cannot carry the experts that tokens were sent to; empty if they can."""
     if not device.runs_on_gpus:
@@ -180,6 +206,11 @@ def adapter_problem(config: VllmConfig, model: ModelConfig, device: Device) -> s
         return (
             "speculative decoding has not been verified with adapters that vLLM applies. Set lora_sync=merged, or "
             "remove generation.vllm_cfg.speculation"
+        )
+    if model.vision.enabled:
+        return (
+            "adapters that vLLM applies have not been verified with models that take images (vision.enabled). Set "
+            "lora_sync=merged"
         )
     if lora.dim > MAX_ADAPTER_DIM:
         return f"vLLM applies adapters up to dim {MAX_ADAPTER_DIM}, but lora_cfg.dim is {lora.dim}"
@@ -229,6 +260,9 @@ PLUGIN = BackendPlugin(
     routing_problem=routing_problem,
     adapter_problem=adapter_problem,
     keeps_cache=True,
+    # they come with vLLM
+    images=Requirement("rl-vllm", imports=("PIL", "torchvision")),
+    image_problem=image_problem,
     preflight="rl_vllm.preflight:problems",
 )
 """The generator, found by the entry point `rl.generators:vllm`."""

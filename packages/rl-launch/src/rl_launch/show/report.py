@@ -12,6 +12,7 @@ from rl_algos.evaluation.reasons import reason_counts
 from rl_core.errors import RunDirectoryError
 from rl_launch.session.checkpoints.checkpoints import ADAPTER, EXPORT
 from rl_launch.session.directory.run_folder import Description, RunFolder
+from rl_launch.session.directory.run_images import text_of_content
 from rl_launch.session.directory.run_state import RunState
 from rl_launch.session.rollouts.rollout_store import Kind
 from rl_launch.show.advice import Advice, advice
@@ -284,7 +285,7 @@ def _sample(record: Mapping[str, Any]) -> Sample:
     system = prompt[0].get("content", "") if prompt[0].get("role") == "system" else ""
     return Sample(
         reward=None if has_failed else reward_of(record),
-        prompt=str(prompt[-1].get("content", "")),
+        prompt=text_of_content(prompt[-1].get("content", "")),
         response=response_of(record),
         why=str(record.get("failure" if has_failed else "stop_reason", "")),
         num_tokens=int(record.get("num_sampled", 0)),

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rl_core.config.tree import mapped
+from rl_launch.session.directory.run_images import text_of_content
 from rl_launch.show.condition import Condition
 from rl_launch.show.selection import RecordValues, response_of
 
@@ -60,12 +61,8 @@ def previews(record: dict[str, Any]) -> dict[str, str]:
 
 
 def text_of(content: Any) -> str:
-    """Return the text of a message's content, which is a string or a list of parts."""
-    if isinstance(content, str):
-        return content
-    if isinstance(content, list):
-        return "\n".join(str(part.get("text", "")) if isinstance(part, dict) else str(part) for part in content)
-    return "" if content is None else str(content)
+    """Return the text of a message's content, which is a string or a list of parts; images are named."""
+    return text_of_content(content)
 
 
 def _line(text: str) -> str:

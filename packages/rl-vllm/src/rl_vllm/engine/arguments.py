@@ -18,9 +18,9 @@ from vllm.config.lora import MaxLoRARanks
 from vllm.model_executor.models import ModelRegistry
 from vllm.sampling_params import RequestOutputKind
 
-from rl_core.errors import RequestRefused
-from rl_core.hf_config import with_overrides
-from rl_core.model_config import ModelConfig, is_composite, language_fields
+from rl_core.errors import GeneratorError, RequestRefused
+from rl_core.hf_config import image_token, with_overrides
+from rl_core.model_config import ModelConfig, VisionConfig, is_composite, language_fields
 from rl_core.rollouts.generation import GenerationRequest, Placement
 from rl_core.torch.files.language_part import language_config, read_language_config
 from rl_core.torch.training.lora import is_adapted
@@ -41,6 +41,8 @@ class AsSent:
     """Change of a Hugging Face config, as vLLM calls it, to that of the model whose weights are sent: of a composite
     model its language model, with some fields, and without quantisation.
 
+    A model that is served with its vision tower keeps its whole config, and the fields are those of its text.
+
     The field `quantization_config` is removed, because some of vLLM's models (gpt-oss) only ask whether there is one,
     and read it if it is None.
 
@@ -49,17 +51,19 @@ class AsSent:
     Args:
         fields: Name to value; those of a nested config form a separate mapping.
         drafter: Folder of the drafter; empty if there is none.
+        with_images: True if the model is served with its vision tower.
     """
 
     fields: Mapping[str, Any]
     drafter: str = ""
+    with_images: bool = False
 
     def __call__(self, config: PreTrainedConfig) -> PreTrainedConfig:
         """Change a config in place, and return it, or the one within it."""
         if self.drafter and config.name_or_path == self.drafter:
             return config
-        config = language_config(config)
-        _set_fields(config, self.fields)
+        config = config if self.with_images else language_config(config)
+        _set_fields(config.get_text_config() if self.with_images else config, self.fields)
         for each in (config, config.get_text_config()):
             vars(each).pop("quantization_config", None)
         return config
@@ -110,7 +114,11 @@ def engine_arguments(
         tokenizer=model.tokenizer.name,
         dtype=model.precision,
         # the policy has dequantised what is quantised in the files, and sends it so
-        hf_overrides=AsSent(changed, (drafting or {}).get("model", "")) if starts_empty else overrides,
+        hf_overrides=(
+            AsSent(changed, (drafting or {}).get("model", ""), with_images=model.vision.enabled)
+            if starts_empty
+            else overrides
+        ),
         enforce_eager=eager,
         # scoring a row of full length asks for one more token, which is discarded
         max_model_len=max_len + 1,
@@ -136,13 +144,49 @@ def engine_arguments(
         **(_adapter_arguments(model) if applies_adapters else {}),
         **{
             "load_format": "dummy" if starts_empty else "auto",
-            "language_model_only": is_composite(stored),
+            **(
+                image_arguments(model.vision) if model.vision.enabled else {"language_model_only": is_composite(stored)}
+            ),
             # prefixes of states are cached only where prompts are read in parts; None is vLLM's own choice
             "enable_prefix_caching": False if on_cpu and has_states(fields) else None,
             **(_latent_attention_on_cpu(fields) if on_cpu else {}),
             **backend.vllm_kwargs,
         },
     )
+
+
+def image_arguments(vision: VisionConfig) -> dict[str, Any]:
+    """Return the arguments with which the engine serves requests with images.
+
+    vLLM's cache of processed images is off, because it hands the engine an image once and nothing in its place later,
+    which requests that are made here (`rl_vllm.engine.image_inputs`) cannot rely on; that module has its own.
+    """
+    pixels = {"min_pixels": vision.min_pixels, "max_pixels": vision.max_pixels}
+    given = {name: value for name, value in pixels.items() if value is not None}
+    return {
+        "limit_mm_per_prompt": {"image": vision.max_images, "video": 0, "audio": 0},
+        "mm_processor_cache_gb": 0.0,
+        # by the processor, as for the trainer: vLLM's own layer for it keeps its constants among the weights, where an
+        # engine that starts without weights has random ones (0.32)
+        "mm_device_do_normalize": False,
+        "mm_processor_kwargs": given or None,
+    }
+
+
+def image_token_of(model: ModelConfig) -> int:
+    """Return the id of the tokens that stand for an image.
+
+    Raises:
+        GeneratorError: If the model has none.
+    """
+    stored, _ = PreTrainedConfig.get_config_dict(model.model_name)
+    token = image_token(stored)
+    if token is None:
+        raise GeneratorError(
+            f"policy.vision.enabled: the config of {model.model_name} names no image token, so it takes no images. Set "
+            "it to false, or choose a vision-language model"
+        )
+    return token
 
 
 def _adapter_arguments(model: ModelConfig) -> dict[str, Any]:

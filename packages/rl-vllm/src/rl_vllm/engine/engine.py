@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
 from vllm import SamplingParams as VllmSamplingParams
 from vllm.exceptions import GracefulHTTPError, VLLMClientError
 from vllm.lora.request import LoRARequest
+from vllm.renderers import BaseRenderer
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from vllm.v1.engine.output_processor import OutputProcessor
@@ -19,8 +21,12 @@ from rl_core.errors import GeneratorError, RequestRefused
 from rl_core.rollouts.generation import GenerationRequest
 from rl_core.rollouts.speculation import SpeculationCounts
 from rl_vllm.engine.arguments import sampling_params, scoring_params
+from rl_vllm.engine.image_inputs import ImageInputs
 from rl_vllm.engine.speculation import DraftCounts
 from rl_vllm.patches.continued_text import continue_texts
+
+EnginePrompt = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
+"""vLLM's prompt of a request, or a function that makes it, which takes too long for the event loop."""
 
 
 class Engine(ABC):
@@ -38,6 +44,7 @@ class Engine(ABC):
         self.adapter: LoRARequest | None = None
         self._num_sampled = self._num_steps = 0
         self._drafts = drafts
+        self._image_inputs: ImageInputs | None = None
         process = processor.process_outputs
 
         def count(outputs: Sequence[EngineCoreOutput], *args: Any, **kwargs: Any) -> Any:
@@ -71,6 +78,15 @@ class Engine(ABC):
         name = f"version-{version}"
         self.adapter = None if version is None else LoRARequest(name, version, lora_path=name)
 
+    def take_images(self, *, image_token: int, max_images: int) -> None:
+        """Serve requests with images from now on.
+
+        Args:
+            image_token: Id of the tokens that stand for an image.
+            max_images: Maximum number of images of a request.
+        """
+        self._image_inputs = ImageInputs(self.renderer, image_token=image_token, max_images=max_images)
+
     async def generate(self, request: GenerationRequest, *, max_tokens: int, salt: str | None = None) -> Any:
         """vLLM's `CompletionOutput` of one request; concurrent ones are decoded together.
 
@@ -78,9 +94,12 @@ class Engine(ABC):
             request: Prompt tokens and sampling parameters.
             max_tokens: Maximum number of new tokens, used instead of the request's `max_new_tokens`.
             salt: Keys and values in the prefix cache are used only by requests with the same salt.
+
+        Raises:
+            RequestRefused: If the engine does not take the request or its images.
         """
         params = sampling_params(request, max_tokens=max_tokens)
-        return (await self.run(tokens_prompt(request.token_ids, salt), params)).outputs[0]
+        return (await self.run(self._prompt(request, salt), params)).outputs[0]
 
     async def score(self, token_ids: np.ndarray, *, salt: str | None = None) -> Sequence[float]:
         """Logprobs at temperature 1 of all tokens but the first."""
@@ -102,6 +121,23 @@ class Engine(ABC):
         if not await self.reset_prefix_cache():
             raise GeneratorError("the engine kept its prefix cache: requests are in flight")
 
+    async def forget_images(self) -> None:
+        """Empty the cache of what the vision tower computed, if the engine has one."""
+        if self._image_inputs is not None:
+            await self.reset_encoder_cache()
+
+    def _prompt(self, request: GenerationRequest, salt: str | None) -> EnginePrompt:
+        if request.images:
+            if self._image_inputs is None:
+                raise RequestRefused(
+                    f"the request has {len(request.images)} images, but the engine serves a language model only; set "
+                    "policy.vision.enabled=true"
+                )
+            return partial(self._image_inputs.prompt, request.token_ids, request.images, salt)
+        if self._image_inputs is not None:
+            self._image_inputs.require_text(request.token_ids)
+        return tokens_prompt(request.token_ids, salt)
+
     @property
     @abstractmethod
     def load(self) -> Mapping[str, float]:
@@ -109,11 +145,16 @@ class Engine(ABC):
 
     @property
     @abstractmethod
+    def renderer(self) -> BaseRenderer:
+        """VLLM's renderer of prompts, which has the processor of images."""
+
+    @property
+    @abstractmethod
     def caches_prefixes(self) -> bool:
         """Return whether the engine has a prefix cache."""
 
     @abstractmethod
-    async def run(self, prompt: Mapping[str, Any], params: VllmSamplingParams) -> Any:
+    async def run(self, prompt: EnginePrompt, params: VllmSamplingParams) -> Any:
         """vLLM's `RequestOutput` of one request, computed with `adapter`; cancelling the call takes it out of the
         engine."""
 
@@ -138,6 +179,10 @@ class Engine(ABC):
     @abstractmethod
     async def reset_prefix_cache(self) -> bool:
         """Empty the prefix cache; returns whether it was possible."""
+
+    @abstractmethod
+    async def reset_encoder_cache(self) -> None:
+        """Empty the cache of what the vision tower computed."""
 
     @abstractmethod
     async def check(self) -> None:

@@ -12,12 +12,13 @@ from typing import Any, TypeVar
 from vllm import AsyncEngineArgs
 from vllm import SamplingParams as VllmSamplingParams
 from vllm.lora.request import LoRARequest
+from vllm.renderers import BaseRenderer
 from vllm.v1.engine import FinishReason
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from rl_core.errors import GeneratorError, RequestRefused
 from rl_core.torch.generation.step_thread import StepThread
-from rl_vllm.engine.engine import Engine, failures, generates, one_line
+from rl_vllm.engine.engine import Engine, EnginePrompt, failures, generates, one_line
 from rl_vllm.engine.speculation import DraftCounts
 from rl_vllm.patches.kernel_overrides import skip_odd_namespaces
 
@@ -31,7 +32,7 @@ Result = TypeVar("Result")
 class Request:
     """A prompt on its way through the engine, and who waits for the answer."""
 
-    prompt: Mapping[str, Any]
+    prompt: EnginePrompt
     params: VllmSamplingParams
     adapter: LoRARequest | None
     output: Future[Any] = field(default_factory=Future)
@@ -79,10 +80,14 @@ class LocalEngine(Engine):
         return {"num_running": num_running, "num_waiting": num_waiting, "kv_cache_usage": usage}
 
     @property
+    def renderer(self) -> BaseRenderer:
+        return self._engine.vllm.renderer
+
+    @property
     def caches_prefixes(self) -> bool:
         return bool(self._engine.vllm.vllm_config.cache_config.enable_prefix_caching)
 
-    async def run(self, prompt: Mapping[str, Any], params: VllmSamplingParams) -> Any:
+    async def run(self, prompt: EnginePrompt, params: VllmSamplingParams) -> Any:
         await self.check()
         request = Request(prompt, params, self.adapter)
         if not self._submitted:
@@ -108,6 +113,9 @@ class LocalEngine(Engine):
 
     async def reset_prefix_cache(self) -> bool:
         return await self._between_steps(lambda engine: engine.reset_prefix_cache())
+
+    async def reset_encoder_cache(self) -> None:
+        await self._between_steps(lambda engine: engine.reset_encoder_cache())
 
     async def check(self) -> None:
         if self._thread.failure is not None:
@@ -148,8 +156,13 @@ class SteppedEngine:
         for request in requests:
             name = str(next(self._ids))
             try:
-                internal = self.vllm.add_request(name, request.prompt, request.params, lora_request=request.adapter)
+                # images are processed in this thread, so that requests stay in order
+                prompt = request.prompt() if callable(request.prompt) else request.prompt
+                internal = self.vllm.add_request(name, prompt, request.params, lora_request=request.adapter)
                 self._id_of[name] = internal
+            except RequestRefused as error:
+                _fail(request, error)
+                continue
             except Exception as error:  # noqa: BLE001 - becomes the failure of the request
                 _fail(request, RequestRefused(f"the engine refused a request: {error}"))
                 continue

@@ -14,11 +14,12 @@ from typing import Any
 import psutil
 from vllm import AsyncEngineArgs
 from vllm import SamplingParams as VllmSamplingParams
+from vllm.renderers import BaseRenderer
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from rl_core.errors import GeneratorError
-from rl_vllm.engine.engine import Engine, failures, generates, one_line
+from rl_vllm.engine.engine import Engine, EnginePrompt, failures, generates, one_line
 from rl_vllm.engine.engine_output import EngineOutput, ends_of
 from rl_vllm.engine.load import Load
 
@@ -75,17 +76,21 @@ class ProcessEngine(Engine):
         return self._load.newest
 
     @property
+    def renderer(self) -> BaseRenderer:
+        return self._engine.renderer
+
+    @property
     def caches_prefixes(self) -> bool:
         return bool(self._engine.vllm_config.cache_config.enable_prefix_caching)
 
-    async def run(self, prompt: Mapping[str, Any], params: VllmSamplingParams) -> Any:
-        prompt = {"type": "token", **prompt}
+    async def run(self, prompt: EnginePrompt, params: VllmSamplingParams) -> Any:
+        given = await asyncio.to_thread(prompt) if callable(prompt) else {"type": "token", **prompt}
         name = str(next(self._ids))
         if generates(params):
             self._generating.add(name)
         try:
             async with self._failures():
-                async for output in self._engine.generate(prompt, params, name, lora_request=self.adapter):
+                async for output in self._engine.generate(given, params, name, lora_request=self.adapter):
                     if output.finished:
                         return output
         finally:
@@ -111,6 +116,10 @@ class ProcessEngine(Engine):
     async def reset_prefix_cache(self) -> bool:
         async with self._failures():
             return await self._engine.reset_prefix_cache()
+
+    async def reset_encoder_cache(self) -> None:
+        async with self._failures():
+            await self._engine.reset_encoder_cache()
 
     async def check(self) -> None:
         async with self._failures():

@@ -14,9 +14,11 @@ file                      fault                                           seen i
 `expert_routing`          the router on CPU ignores sigmoids and biases   0.32.0     none found
 `head_bias`               each load makes another bias of the head        0.32.0     pull request 46835
 `kernel_overrides`        no engine starts on CPU once numba is loaded    0.32.0     none found
+`numbers_of_videos`       SmolVLM's images need a package for videos      0.32.0     none found
 `per_layer_inputs`        Gemma 3n leaves out embeddings for each layer   0.32.0     none found
 `rotary_embeddings`       the kernel on CPU takes heads for tokens        0.32.0     none found
 `sampling_of_drafts`      temperatures of drafts on CPU are arbitrary     0.32.0     issue 55005
+`siglip_names`            SigLIP towers have other names in transformers  0.32.0     none found
 ========================  ==============================================  =========  ================
 
 Removal tests, in `tests/`:
@@ -30,9 +32,11 @@ Removal tests, in `tests/`:
 - `expert_routing`: `patches/test_expert_routing.py::test_vllms_router_on_cpu_leaves_out_sigmoids_and_biases`
 - `head_bias`: `patches/test_head_bias.py::test_vllm_makes_another_bias_in_every_load`
 - `kernel_overrides`: `patches/test_kernel_overrides.py::test_vllm_takes_any_attribute_for_a_mapping`
+- `numbers_of_videos`: `patches/test_numbers_of_videos.py::test_the_processor_asks_for_the_package_at_once`
 - `per_layer_inputs`:
   `patches/test_per_layer_inputs.py::test_vllms_language_model_of_gemma_3n_does_not_embed_tokens_for_each_layer`
 - `rotary_embeddings`:
   `patches/test_rotary_embeddings.py::test_vllms_kernel_is_wrong_for_heads_in_a_dimension_of_their_own`
 - `sampling_of_drafts`: `patches/test_sampling_of_drafts.py::test_vllms_fallback_leaves_the_output_as_it_was`
+- `siglip_names`: `patches/test_siglip_names.py::test_vllm_does_not_know_the_names_of_transformers`
 """

@@ -28,6 +28,7 @@ from vllm.model_executor.model_loader.reload.utils import (
 from rl_core.torch.transport.parts import Parts, Region, parts_of
 from rl_core.weights import Manifest, TensorSpec
 from rl_vllm.patches.head_bias import keep_head_bias
+from rl_vllm.patches.siglip_names import unused_names
 
 LOADER_ERRORS = (KeyError, ValueError, AttributeError, AssertionError, RuntimeError, TypeError, IndexError)
 """Errors of vLLM's loaders for a tensor that they do not know, or of the wrong shape."""
@@ -128,9 +129,11 @@ def plan_load(model: nn.Module, manifest: Manifest) -> LoadPlan:
         sent = [spec.name for spec in manifest.tensors]
         taken = {piece.name for pieces in plan.pieces.values() for piece in pieces} | recorder.touched
         plan.unfed = refused.keys() & manifest.tied.keys()
+        unused = unused_names(model, sent)
         plan.unknown = {name: "no parameter takes it" for name in sent if name not in taken} | {
             name: reason for name, reason in refused.items() if name not in plan.unfed
         }
+        plan.unknown = {name: reason for name, reason in plan.unknown.items() if name not in unused}
         _share_with_aliases(plan, aliases)
         plan.missing = _missing(model, recorder.numel, aliases, sent)
     return plan

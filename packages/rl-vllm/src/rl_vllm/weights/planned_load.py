@@ -15,13 +15,19 @@ from math import prod
 import torch
 from torch import Tensor, nn
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.conv import ConvLayerBase
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import materialize_layer, restore_layer_on_meta
 from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers, get_layer_tensors
+from vllm.model_executor.models.gemma3_mm import Gemma3MultiModalProjector
 
 from rl_vllm.weights.load_plan import Filling, LoadPlan, Piece
+
+VISION_LAYERS = (ConvLayerBase, nn.Conv2d, nn.Conv3d, nn.Embedding, Gemma3MultiModalProjector)
+"""Layers of vision towers, and one that projects their results, with weights of several dimensions that no method
+processes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,6 +176,8 @@ def is_plain(layer: nn.Module) -> bool:
     """Return whether a layer computes with its weights as they are, or with a copy that is packed but not quantised."""
     if isinstance(layer, LinearBase | VocabParallelEmbedding):
         return isinstance(layer.quant_method, UnquantizedLinearMethod | UnquantizedEmbeddingMethod)
+    if isinstance(layer, VISION_LAYERS):
+        return True
     return all(parameter.ndim == 1 for parameter in layer.parameters(recurse=False))
 
 

@@ -10,6 +10,7 @@ from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 
+from rl_core.torch.transport.parts import Region
 from rl_vllm.weights.load_plan import LoadPlan, Piece
 from rl_vllm.weights.planned_load import is_plain
 
@@ -21,7 +22,7 @@ class WeightProbe:
 
     A few columns of every matrix are kept, different ones in each version, the same ones of matrices of one width. A
     layer applied to one-hot rows must give them back exactly, whatever packed copy it computes with: products with 1
-    and 0 do not round. Vectors and scalars are kept whole.
+    and 0 do not round. Vectors, scalars and the weights of convolutions are kept whole.
     Layers that quantise, and stacked expert weights, whose layout the kernels choose, are left to the coverage check.
 
     Args:
@@ -64,7 +65,7 @@ class WeightProbe:
     def _put_vector(self, name: str, piece: Piece, block: Tensor) -> None:
         length = max(p.write.offset + prod(p.write.size) for p in self._pieces[name])
         expected = self._expected.setdefault(name, block.new_zeros(length))
-        expected[piece.write.offset : piece.write.offset + block.numel()] = block
+        expected[piece.write.offset : piece.write.offset + block.numel()] = block.reshape(-1)
 
     def _put_columns(self, name: str, piece: Piece, block: Tensor) -> None:
         width = self._widths[name]
@@ -113,7 +114,8 @@ class WeightProbe:
         wrong: list[str] = []
         for piece in self._pieces[name]:
             top = piece.write.offset // self._widths.get(name, 1)
-            if bad[top : top + prod(piece.write.size[:1])].any() and piece.name not in wrong:
+            num_rows = piece.write.size[0] if name in self._widths else prod(piece.write.size)
+            if bad[top : top + num_rows].any() and piece.name not in wrong:
                 wrong.append(piece.name)
         return wrong
 
@@ -141,7 +143,14 @@ def _is_block(piece: Piece) -> bool:
         return not piece.read.size
     if len(write.size) == 1:
         return write.stride == (1,) and len(piece.read.size) == 1
-    return len(write.size) == 2 and write.stride[1] == 1 and len(piece.read.size) == 2
+    if len(write.size) > 2:
+        return _is_contiguous(write)
+    return write.stride[1] == 1 and len(piece.read.size) == 2
+
+
+def _is_contiguous(region: Region) -> bool:
+    steps = [prod(region.size[place + 1 :]) for place in range(len(region.size))]
+    return list(region.stride) == steps
 
 
 def _beyond_rounding(actual: Tensor, expected: Tensor, bad: Tensor) -> Tensor:
