@@ -159,12 +159,6 @@ def compare_mismatch(
     )
 
 
-def randomrandom_prompts(lengths: Sequence[int], vocab: int) -> list[np.ndarray]:
-    """int32 tokens of each prompt."""
-    random = np.random.default_rng(0)
-    return [random.integers(3, vocab, length).astype(np.int32) for length in lengths]
-
-
 def random_prompts(lengths: Sequence[int], vocab: int) -> list[np.ndarray]:
     """int32 tokens of each prompt."""
     random = np.random.default_rng(0)

@@ -89,6 +89,13 @@ SECTIONS = {
         spoils=True,
         budget_s=300.0,
     ),
+    "quantised": Section(
+        "gpu_check.quantised:check",
+        "vLLM with weights in 8 bits: versions of a worker's weights, quantised again and verified, and its speed.",
+        ("torch", "transformers", "safetensors", "rl_dtensor.worker", "vllm", "rl_vllm.generator"),
+        spoils=True,
+        budget_s=900.0,  # an engine for each method
+    ),
     "resume": Section("gpu_check.resume:check", "A checkpoint, restored in another worker.", DTENSOR),
     "forks": Section("gpu_check.forks:check", "Workers that a fork server starts, on this device.", DTENSOR),
     "megatron": Section(

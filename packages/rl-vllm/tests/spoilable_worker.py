@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from rl_core.weights import Manifest
 from rl_vllm.engine_worker import EngineWorker
 from rl_vllm.weights.planned_load import PlannedLoad
+from rl_vllm.weights.quantised_layers import quantised_layers
 from rl_vllm.weights.weight_receiver import WeightReceiver
 
 
@@ -65,6 +68,25 @@ class SpoilableWorker(EngineWorker):
             layer.cpu_linear = lambda x, weight, bias: compute(x, weight, bias) + 1
         else:
             next(value for value in layer.parameters(recurse=False) if value.ndim > 1).data.add_(1)
+
+    def quantised(self) -> dict[str, Any]:
+        """Values, scales and the place in memory of the weights of all layers that quantise, by name."""
+        return {
+            path: (layer.held().values.clone(), layer.held().scales.clone(), layer.module.weight.data_ptr())
+            for path, layer in quantised_layers(self.get_model()).items()
+        }
+
+    def set_scale(self, path: str, index: int, factor: float) -> None:
+        """Multiply a scale that a layer computes with."""
+        quantised_layers(self.get_model())[path].scales.view(-1)[index] *= factor
+
+    def set_scales(self, path: str, scales: Any) -> None:
+        """Replace the scales that a layer computes with."""
+        quantised_layers(self.get_model())[path].scales.view(-1).copy_(scales.view(-1))
+
+    def flip_value(self, path: str, row: int, column: int) -> None:
+        """Flip the lowest bit of a value that a layer computes with."""
+        quantised_layers(self.get_model())[path].held().values.view(torch.uint8)[row, column] ^= 1
 
     def spoil_factor_on_arrival(self, path: str) -> None:
         """Have a layer keep another second factor than arrives, from now on; none if the path is empty."""

@@ -1,4 +1,4 @@
-"""This package's section of the GPU check runs on a CPU, small, with the turns of a GPU."""
+"""This package's sections of the GPU check run on a CPU, small, with the turns of a GPU."""
 
 import multiprocessing
 from pathlib import Path
@@ -9,8 +9,9 @@ BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize("section", ["engine", "quantised"])
 @pytest.mark.skipif(not BENCHMARKS.is_dir(), reason="benchmarks are in a checkout alone")
-def test_the_section_agrees_with_its_oracles(tmp_path, monkeypatch):
+def test_the_section_agrees_with_its_oracles(tmp_path, monkeypatch, section):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     from gpu_check.uninstalled import offer
 
@@ -20,7 +21,7 @@ def test_the_section_agrees_with_its_oracles(tmp_path, monkeypatch):
     from gpu_check.setup import Setup
 
     with Runner(Setup("rehearsal", True, tmp_path), multiprocessing.get_context("forkserver")) as runner:
-        entries = runner.run(SECTIONS["engine"], 560)
+        entries = runner.run(SECTIONS[section], 560)
     findings = [entry for entry in entries if isinstance(entry, Finding)]
     assert [finding for finding in findings if finding.verdict in ("off", "failed")] == []
     assert "the sender's" in [finding.oracle for finding in findings]

@@ -14,7 +14,9 @@ from rl_algos.policy_gradient.plugin import loss_fn_section
 from rl_algos.rollouts.config import AsyncConfig
 from rl_core.config import ProblemError, assemble, load, resolve
 from rl_core.errors import ConfigProblems
-from rl_core.model_config import GenerationConfig
+from rl_core.model_config import BackendConfig, EngineConfig, GeneratingModelConfig, GenerationConfig
+
+POLICY = GeneratingModelConfig(model_name="model", train_global_batch_size=8)
 
 TIS = {"importance": {}}
 GSPO = {"surrogate": "gspo", "aggregation": "sequence-mean"}
@@ -160,7 +162,7 @@ def test_what_goes_together_is_a_loss(written):
     config = SimpleNamespace(
         grpo=GRPOConfig(num_prompts_per_step=4, num_generations_per_prompt=2),
         loss_fn=section,
-        policy=SimpleNamespace(train_global_batch_size=8, generation=GenerationConfig()),
+        policy=POLICY,
     )
     loss = loss_of(config, config.grpo)
     # the config holds the objects that the loss is made of
@@ -196,7 +198,7 @@ def ahead(loss_fn):
             async_grpo=AsyncConfig(enabled=True, max_trajectory_age_steps=2),
         ),
         loss_fn=loss_fn,
-        policy=SimpleNamespace(train_global_batch_size=8, generation=GenerationConfig()),
+        policy=POLICY,
     )
     return list(loss_problems(config, config.grpo))
 
@@ -212,7 +214,7 @@ def test_weights_by_age_need_rollouts_that_run_ahead():
     config = SimpleNamespace(
         grpo=GRPOConfig(num_prompts_per_step=4, num_generations_per_prompt=2),
         loss_fn=decaying,
-        policy=SimpleNamespace(train_global_batch_size=8, generation=GenerationConfig()),
+        policy=POLICY,
     )
     (problem,) = loss_problems(config, config.grpo)
     assert_fields(problem, "loss_fn.staleness", {"is_unused": True, MENTIONS: ["grpo.async_grpo.enabled=true"]})
@@ -222,6 +224,76 @@ def test_a_loss_that_does_not_correct_is_refused_for_older_rollouts():
     (problem,) = ahead(configured({}))
     mentions = ["grpo.async_grpo", "2 steps", "loss_fn.importance.high=2", "loss_fn.ratio_denominator=generation"]
     assert_fields(problem, "loss_fn.importance", {"is_unused": False, MENTIONS: mentions})
+
+
+class Quantising(EngineConfig):
+    @property
+    def reduced_precision(self):
+        return "vllm_cfg.quantization.method=fp8"
+
+
+class In8Bits(BackendConfig):
+    @property
+    def reduced_precision(self):
+        return "dtensor_cfg.float8.recipe=rowwise"
+
+
+class PolicyIn8Bits(GeneratingModelConfig):
+    dtensor_cfg: BackendConfig = BackendConfig()
+
+
+class QuantisedGeneration(GenerationConfig):
+    vllm_cfg: Quantising = Quantising()
+
+
+REDUCED = {
+    "rollouts": PolicyIn8Bits(model_name="model", train_global_batch_size=8, generation=QuantisedGeneration()),
+    "training": PolicyIn8Bits(model_name="model", train_global_batch_size=8, dtensor_cfg=In8Bits()),
+}
+KEYS = {
+    "rollouts": "policy.generation.vllm_cfg.quantization.method=fp8",
+    "training": "policy.dtensor_cfg.float8.recipe=rowwise",
+}
+
+
+def in_fewer_bits(policy, loss_fn):
+    """Problems of a loss if a part of the policy computes in fewer bits."""
+    config = SimpleNamespace(
+        grpo=GRPOConfig(num_prompts_per_step=4, num_generations_per_prompt=2), loss_fn=loss_fn, policy=policy
+    )
+    return list(loss_problems(config, config.grpo))
+
+
+@pytest.mark.parametrize("part", REDUCED)
+def test_a_loss_that_does_not_correct_is_refused_if_a_part_computes_in_fewer_bits(part):
+    (problem,) = in_fewer_bits(REDUCED[part], configured({}))
+    mentions = [KEYS[part], "loss_fn.importance.high=2", "loss_fn.allow_uncorrected_precision=true"]
+    assert_fields(problem, "loss_fn.importance", {"is_unused": False, MENTIONS: mentions})
+
+
+@pytest.mark.parametrize("part", REDUCED)
+@pytest.mark.parametrize("written", [TIS, {"ratio_denominator": "generation"}, {"allow_uncorrected_precision": True}])
+def test_a_loss_that_corrects_or_is_told_not_to_takes_fewer_bits(part, written):
+    assert in_fewer_bits(REDUCED[part], configured(written)) == []
+
+
+def test_a_backend_that_is_not_chosen_does_not_count():
+    class TwoBackends(PolicyIn8Bits):
+        megatron_cfg: BackendConfig = BackendConfig()
+
+    policy = TwoBackends(
+        model_name="model", train_global_batch_size=8, dtensor_cfg=In8Bits(), megatron_cfg=BackendConfig(enabled=True)
+    )
+    assert in_fewer_bits(policy, configured({})) == []
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_loss_of_ones_own_takes_fewer_bits_if_it_reads_the_logprobs_of_the_engine(tmp_path, reads):
+    columns = ("loss_mask", "advantages", *(["generation_logprobs"] if reads else []))
+    (tmp_path / "mine.py").write_text(LOSS_CLASS.format(columns=columns))
+    written = {"name": f"{tmp_path}/mine.py:Mine"}
+    found = in_fewer_bits(REDUCED["rollouts"], loss_fn_section(written).model_validate(written))
+    assert [problem.key for problem in found] == ([] if reads else ["loss_fn.name"])
 
 
 @pytest.mark.parametrize("reads", [True, False])
@@ -241,7 +313,7 @@ def test_a_loss_of_ones_own_takes_segments_if_it_reads_what_they_are_part_of(tmp
     config = SimpleNamespace(
         grpo=GRPOConfig(num_prompts_per_step=4, num_generations_per_prompt=2, rewritten_history=policy),
         loss_fn=loss_fn_section(written).model_validate(written),
-        policy=SimpleNamespace(train_global_batch_size=8, generation=GenerationConfig()),
+        policy=POLICY,
     )
     found = [problem.key for problem in loss_problems(config, config.grpo)]
     expected = {("split", False): ["grpo.rewritten_history"], ("keep", True): ["loss_fn.name"]}

@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import Field, field_validator, model_validator
 
@@ -36,6 +36,22 @@ class BackendConfig(Config):
 
     enabled: Annotated[bool | None, WhenChanged.NEW_RUN] = None
     """Train with this backend. A model trains with exactly one backend: dtensor, if none is enabled."""
+
+    @property
+    def reduced_precision(self) -> str:
+        """Key and value, relative to the model's section, by which training computes in fewer bits than
+        `policy.precision`; empty if there is none."""
+        return ""
+
+
+class EngineConfig(Config):
+    """Base of a generation engine's settings."""
+
+    @property
+    def reduced_precision(self) -> str:
+        """Key and value, relative to `policy.generation`, by which the engine computes in fewer bits than
+        `policy.precision`; empty if there is none."""
+        return ""
 
 
 class TokenizerConfig(Config):
@@ -502,8 +518,8 @@ class GenerationConfig(Config):
     canary_tolerance: Annotated[float | None, WhenChanged.RESUME] = Field(default=None, gt=0)
     """Mean difference between the engine's logprobs and the policy's for the same prompts that is accepted after any
     weight sync. If unset, 0.001 in float32 and 0.1 in bfloat16. More is accepted, with a warning, if the first version
-    showed more: up to three times its difference, and never more than ten times this value. An engine that quantises
-    weights needs a larger one."""
+    showed more: up to three times its difference, and never more than ten times this value. What quantised weights
+    of an engine may change is measured and added; a quantised KV cache needs a larger value."""
     weight_sync: Annotated[WeightSyncChoice, WhenChanged.RESUME] = "auto"
     """Transport of weights to the generators. `ipc`: through memory of a GPU, or of a node, that policy and generator
     share. `collective`: NCCL, or gloo on CPU. `disk`: through files under `weights/` in the run directory, one version
@@ -535,3 +551,27 @@ class GeneratingModelConfig(ModelConfig):
     installed backends and engines."""
 
     generation: GenerationConfig = GenerationConfig()
+
+
+def reduced_precision(model: Any) -> list[str]:
+    """Keys and values, relative to the model's section, by which its training or its engine computes in fewer bits than
+    `precision`. Rollouts and training then differ by more than the order of sums.
+
+    Args:
+        model: Section of a model with an engine, a `GeneratingModelConfig`.
+    """
+    backends = _sections(model, BackendConfig)
+    chosen = [backend for backend in backends if backend.enabled] or backends
+    engines = _sections(model.generation, EngineConfig)
+    trained = [backend.reduced_precision for backend in chosen]
+    served = [f"generation.{engine.reduced_precision}" for engine in engines if engine.reduced_precision]
+    return [found for found in (*trained, *served) if found]
+
+
+_Section = TypeVar("_Section", bound=Config)
+
+
+def _sections(config: Config, kind: type[_Section]) -> list[_Section]:
+    """Sections within a section that are of a kind."""
+    values = (getattr(config, name) for name in type(config).model_fields)
+    return [value for value in values if isinstance(value, kind)]

@@ -21,6 +21,9 @@ class Generator:
         self.events.append("pause")
         self.modes.append(mode)
 
+    async def health(self):
+        return {"weight_version": 3, "quantisation_noise": 0.125}
+
     def __getattr__(self, method):
         async def answer(*args):
             self.events.append(method)
@@ -41,6 +44,7 @@ def test_a_replica_with_its_own_devices_scores_the_canary_before_it_resumes():
     assert generator.events == ["pause", "begin", "receive", "commit", "score", "score"]
     assert taken.digests == ["digest"]
     assert [len(scores) for scores in taken.scores] == [3, 2]
+    assert taken.quantisation_noise == 0.125
 
 
 def test_a_replica_that_takes_turns_scores_once_it_has_room_for_a_cache():

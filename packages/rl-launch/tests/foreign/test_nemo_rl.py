@@ -69,6 +69,23 @@ def test_the_monitoring_of_gpus_is_that_of_all_machines_and_workers(tmp_path):
     assert answer(found, "logger.gpu_monitoring.flush_interval").kind is Kind.NOT_NEEDED
 
 
+def test_rollouts_in_8_bits_keep_their_layers_in_bfloat16(tmp_path):
+    changes = {
+        "policy__generation__vllm_cfg__precision": "fp8",
+        "policy__generation__vllm_cfg__num_first_layers_in_bf16": 1,
+        "policy__generation__vllm_cfg__num_last_layers_in_bf16": 2,
+        "policy__generation__vllm_cfg__quantization_ignored_layer_kws": ["o_proj"],
+    }
+    found = imported(tmp_path, **changes)
+    assert found.features == {}
+    config = read_plan(found.recipe).config
+    quantization = config.policy.generation.vllm_cfg.quantization
+    assert quantization.method == "fp8_per_block"
+    assert (quantization.num_first_layers_in_bf16, quantization.num_last_layers_in_bf16) == (1, 2)
+    assert quantization.ignored_layers == ["*o_proj*"]
+    assert config.loss_fn.allow_uncorrected_precision
+
+
 def test_features_that_are_not_offered_are_refused_together(tmp_path):
     found = imported(
         tmp_path,

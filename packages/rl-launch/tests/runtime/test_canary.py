@@ -20,15 +20,15 @@ def canary(**settings):
     return Canary.of(50, **{"precision": "bfloat16", "prompts": PROMPTS, **settings})
 
 
-def check(found, version, *differences):
+def check(found, version, *differences, **settings):
     """Compare with engines whose logprobs are off by these means, with a spread."""
     rng = np.random.default_rng(version)
-    expected = Ragged.from_rows([np.full(len(row), -1.0, np.float32) for row in found.rows])
+    expected = Ragged.from_rows([-1.5 + np.arange(len(row), dtype=np.float32) % 2 for row in found.rows])
     scores = []
     for difference in differences:
         noise = [rng.exponential(size=len(row)).astype(np.float32) for row in expected]
         scores.append([row + difference * each / each.mean() for row, each in zip(expected, noise, strict=True)])
-    found.check(version, expected, ENGINES[: len(scores)], scores)
+    found.check(version, expected, ENGINES[: len(scores)], scores, **settings)
 
 
 def test_rows_are_the_beginnings_of_the_first_prompts():
@@ -120,3 +120,14 @@ def test_a_resumed_run_judges_by_the_first_version_of_the_run():
     check(resumed, 7, 2 * MIXTURE)
     with pytest.raises(WeightSyncError, match=r"the first version differed by 0\.25"):
         check(resumed, 8, 4 * MIXTURE)
+
+
+def test_the_measured_error_of_quantised_weights_is_added_to_what_is_accepted():
+    """Logprobs have a standard deviation of about 0.5."""
+    found = canary()
+    check(found, 1, 0.12, quantisation_noise=0.2)
+    check(found, 2, 0.19, quantisation_noise=0.2)
+    with pytest.raises(WeightSyncError, match=r"more than 0\.2 .*, and 0\.1 for the measured error of"):
+        check(found, 3, 0.21, quantisation_noise=0.2)
+    with pytest.raises(WeightSyncError, match=r"more than 0\.1 "):
+        check(found, 3, 0.19)

@@ -8,12 +8,15 @@ from pydantic import Field, model_validator
 
 from rl_core.config import Config, PathText, Problem, ProblemError, WhenChanged
 from rl_core.devices import Device
+from rl_core.model_config import EngineConfig
+from rl_vllm.quantization_config import QuantizationConfig
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
 """vLLM silently raises a lower temperature to the first and refuses one above the second."""
 
 _PLACED = "the runtime places replicas and their ranks. Give generation more devices"
 _SPECULATION = "set `vllm_cfg.speculation`, which refuses what would be wrong"
+_QUANTIZATION = "set `vllm_cfg.quantization`, which verifies every weight sync"
 _SAMPLING = "sampling parameters come from `policy.generation` only"
 _TASK = "the engine only generates"
 _ADAPTERS = "`policy.generation.lora_sync` determines how the policy's adapters are applied"
@@ -68,6 +71,8 @@ OWNED_ARGUMENTS = {
     "override_generation_config": _SAMPLING,
     "pipeline_parallel_size": "set `vllm_cfg.pipeline_parallel_size`",
     "prefill_context_parallel_size": "a replica has tensor_parallel_size x pipeline_parallel_size ranks",
+    "quantization": _QUANTIZATION,
+    "quantization_config": _QUANTIZATION,
     "runner": _TASK,
     "seed": "every request carries its own seed",
     "skip_tokenizer_init": "stop strings need the tokenizer",
@@ -174,7 +179,7 @@ class SpeculationConfig(Config):
         return smallest, self.prompt_lookup_max or max(5, smallest)
 
 
-class VllmConfig(Config):
+class VllmConfig(EngineConfig):
     """Settings of the vLLM generator."""
 
     tensor_parallel_size: Annotated[int, WhenChanged.RESUME] = Field(default=1, gt=0)
@@ -189,7 +194,11 @@ class VllmConfig(Config):
     """Size of the KV cache per rank in GiB. If unset, 1 on CPU, and on a GPU the memory that `gpu_memory_utilization`
     leaves."""
     kv_cache_dtype: str = "auto"
-    """Dtype of the KV cache; `auto` is the dtype of the model."""
+    """Dtype of the KV cache; `auto` is the dtype of the model. `fp8` (E4M3) halves its size: keys and values are
+    divided by the scales in the model's files, and by 1 if these have none. Needs a device with kernels for it, and a
+    correction in the loss."""
+    quantization: QuantizationConfig | None = None
+    """Quantised weights in rollouts; none if unset."""
     max_model_len: int | None = Field(default=None, gt=1)
     """Maximum number of tokens in a prompt and its completion; `policy.max_total_sequence_length` if unset."""
     max_num_seqs: Annotated[int, WhenChanged.RESUME] = Field(default=256, gt=0)
@@ -245,6 +254,22 @@ class VllmConfig(Config):
             reason = f"does not work with {on}: the engine looks up n-grams between two steps"
             raise ProblemError(Problem("vllm_kwargs.async_scheduling", reason, got=True, remedy="Remove this key"))
         return self
+
+    @model_validator(mode="after")
+    def _refuse_what_quantization_excludes(self) -> VllmConfig:
+        if self.quantization is not None and self.speculation is not None and self.speculation.has_weights:
+            reason = "has not been verified with a drafter, which would be quantised as well"
+            remedy = "Set vllm_cfg.speculation.method=ngram, or remove one of the two"
+            raise ProblemError(Problem("quantization", reason, got=self.quantization.method, remedy=remedy))
+        return self
+
+    @property
+    def reduced_precision(self) -> str:
+        """See `EngineConfig`."""
+        if self.quantization is not None:
+            return f"vllm_cfg.quantization.method={self.quantization.method}"
+        is_reduced = "8" in self.kv_cache_dtype or "4" in self.kv_cache_dtype
+        return f"vllm_cfg.kv_cache_dtype={self.kv_cache_dtype}" if is_reduced else ""
 
     def is_eager(self, device: Device) -> bool:
         """Return whether the model runs without compilation and CUDA graphs."""

@@ -32,6 +32,7 @@ from rl_vllm.patches.siglip_names import name_siglip_weights
 from rl_vllm.weights.adapter_receiver import AdapterReceiver
 from rl_vllm.weights.load_plan import LoadPlan, plan_load
 from rl_vllm.weights.planned_load import PlannedLoad
+from rl_vllm.weights.quantisation_check import QuantisationError
 from rl_vllm.weights.weight_receiver import WeightReceiver
 
 # vLLM imports this module in every process of an engine, before it makes the model
@@ -64,6 +65,7 @@ class EngineWorker:
     _planned: tuple[Manifest, LoadPlan, PlannedLoad | None] | None = None
     _receiving: ReceivingEnd | None = None
     _recording: Profile | None = None
+    _uses_oracle = False
 
     def end_with_parent(self, pid: int) -> Report:
         """End the engine's processes as soon as process `pid` ends, with nothing left in shared memory."""
@@ -72,13 +74,15 @@ class EngineWorker:
         write_stacks_of_child(f"engine-rank-{self.rank}")
         return self._reported(end_with, pid)
 
-    def begin_receiving(self, manifest: bytes, scale: float) -> Report:
+    def begin_receiving(self, manifest: bytes, scale: float, uses_oracle: bool = False) -> Report:
         """Plan the load of a manifest: `unknown` tensors to the reason, and `missing` ones.
 
         Args:
             manifest: Pickled `Manifest` of the tensors to receive.
             scale: Factor of an adapter's product, for the factors of adapters among the tensors.
+            uses_oracle: Compare quantised weights in float64 with those that arrive.
         """
+        self._uses_oracle = uses_oracle
         return self._reported(self._begin, pickle.loads(manifest), scale)
 
     def receive_weights(self, order: bytes, first_rank: int) -> Report:
@@ -90,6 +94,12 @@ class EngineWorker:
         """
         transport, device = pickle.loads(order)
         return self._reported(self._receive, transport, device.at(self.local_rank), first_rank + self.rank)
+
+    def quantisation_error(self) -> Report:
+        """Number of layers of this rank that quantise the weights that are being received, and the sum of the squares
+        of their relative errors; None if it was not measured."""
+        error = QuantisationError(0, None) if self._receiver is None else self._receiver.quantisation_error
+        return {"value": (error.num_layers, error.sum_of_squares)}
 
     def check_received(self) -> Report:
         """Names of tensors that this rank does not compute with."""
@@ -112,7 +122,9 @@ class EngineWorker:
     def make_receiver(self, manifest: Manifest) -> WeightReceiver:
         """Return the receiver of a manifest without factors of adapters, for this rank's model."""
         plan, planned = self._plan(manifest)
-        return WeightReceiver(self.get_model(), self.vllm_config.model_config, manifest, plan, planned)
+        return WeightReceiver(
+            self.get_model(), self.vllm_config.model_config, manifest, plan, planned, uses_oracle=self._uses_oracle
+        )
 
     def _plan(self, manifest: Manifest) -> tuple[LoadPlan, PlannedLoad | None]:
         """Plan of the load of these tensors; made once, as versions of one policy differ only in their values."""

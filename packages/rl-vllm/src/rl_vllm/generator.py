@@ -13,6 +13,7 @@ from rl_core.errors import GeneratorError, RequestRefused, WeightSyncError
 from rl_core.model_config import GenerationConfig, ModelConfig
 from rl_core.profiling import ProfileOrder, ProfileReport
 from rl_core.rollouts.generation import GenerationRequest, PauseMode, Placement
+from rl_core.rollouts.quantisation import QUANTISATION_NOISE, quantisation_noise
 from rl_core.rollouts.rollout import Completion, WeightSpan
 from rl_core.weights import Manifest, Transport
 from rl_vllm.config import VllmConfig
@@ -66,6 +67,8 @@ class VllmGenerator:
         keeps_weights = placement.keeps_weights or has_drafter
         self._sleep_level = 1 if keeps_weights else backend.sleep_level or (2 if drops_weights else 1)
         self._num_completions = 0
+        self._num_syncs = 0
+        self._quantisation_noise: float | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -100,11 +103,17 @@ class VllmGenerator:
             )
         own_process = several or self._backend.has_own_process(self._placement.kind)
         process_env.apply(
-            self._placement, eager=eager, num_ranks=self.num_ranks, own_process=own_process, environ=os.environ
+            self._placement,
+            eager=eager,
+            num_ranks=self.num_ranks,
+            own_process=own_process,
+            environ=os.environ,
+            quantises=self._backend.quantization is not None,
         )
         # vLLM reads the environment when it is imported
         from rl_vllm.engine.arguments import engine_arguments, image_token_of
 
+        self._check_kernels()
         arguments = engine_arguments(
             self._backend,
             self._model,
@@ -129,6 +138,20 @@ class VllmGenerator:
         if self._model.vision.enabled:
             self._engine.take_images(image_token=image_token_of(self._model), max_images=self._model.vision.max_images)
         self._lifecycle.load(awaits_weights=self._placement.awaits_weights)
+
+    def _check_kernels(self) -> None:
+        """Refuse quantised weights and caches that this machine has no kernels for.
+
+        Raises:
+            GeneratorError: With the reason, and what the machine has kernels for.
+        """
+        if not self._backend.reduced_precision:
+            return
+        from rl_vllm.engine.quantisation_kernels import quantisation_problems
+
+        problems = quantisation_problems(self._backend.quantization, self._backend.kv_cache_dtype)
+        if problems:
+            raise GeneratorError("; ".join(f"vllm_cfg.{problem}" for problem in problems))
 
     async def generate(self, request: GenerationRequest) -> Completion:
         """One completion; concurrent calls are batched by the engine.
@@ -223,7 +246,9 @@ class VllmGenerator:
         """
         self._lifecycle.begin(manifest)
         scale = self._model.lora_cfg.scale
-        plans = await self._on_every_rank("begin_receiving", pickle.dumps(manifest), scale)
+        quantization = self._backend.quantization
+        uses_oracle = quantization is not None and self._num_syncs % quantization.oracle_every == 0
+        plans = await self._on_every_rank("begin_receiving", pickle.dumps(manifest), scale, uses_oracle)
         # with pipeline parallelism each rank knows its own layers only
         unknown = [name for name in plans[0]["unknown"] if all(name in plan["unknown"] for plan in plans)]
         missing = list(dict.fromkeys(name for plan in plans for name in plan["missing"]))
@@ -256,6 +281,8 @@ class VllmGenerator:
             WeightSyncError: Naming the stale tensors; nothing is served then until a transfer succeeds.
         """
         manifest = self._lifecycle.announced(version)
+        if self._backend.quantization is not None:
+            self._measure(await self._on_every_rank("quantisation_error"))
         stale = await self._on_every_rank("check_received")
         names = tuple(dict.fromkeys(name for found in stale for name in found))
         if names:
@@ -267,6 +294,7 @@ class VllmGenerator:
         await self._running().forget_images()
         self._running().use_adapter(version if manifest.num_factors else None)
         self._lifecycle.commit(version)
+        self._num_syncs += 1
 
     async def start_profile(self, order: ProfileOrder) -> ProfileReport:
         """Begin to record every rank of the engine, in the process and thread that compute.
@@ -295,6 +323,7 @@ class VllmGenerator:
             **load,
             # those that are not let in yet, as during a pause, and those in the engine's queue
             "num_waiting": self._lifecycle.num_waiting + load.get("num_waiting", 0),
+            **({} if self._quantisation_noise is None else {QUANTISATION_NOISE: self._quantisation_noise}),
             **({} if speculation is None else self._running().speculation(speculation.min_tokens_per_step).as_health()),
         }
 
@@ -304,6 +333,24 @@ class VllmGenerator:
         self._lifecycle.close()
         if engine is not None:
             await engine.end()
+
+    def _measure(self, ranks: Sequence[tuple[int, float | None]]) -> None:
+        """Take the error of quantised weights from what the ranks measured.
+
+        Raises:
+            WeightSyncError: If no layer quantises its weights.
+        """
+        num_layers = sum(count for count, _ in ranks)
+        if not num_layers:
+            raise WeightSyncError(
+                "vllm_cfg.quantization is set, but no linear layer of this model is quantised: its names match "
+                "ignored_layers, or vLLM does not quantise this family's layers. Remove vllm_cfg.quantization"
+            )
+        squares = [found for _, found in ranks if found is not None]
+        if squares:
+            # tensor-parallel ranks have parts of the same layers
+            num_matrices = num_layers // self._backend.tensor_parallel_size
+            self._quantisation_noise = quantisation_noise((sum(squares) / num_layers) ** 0.5, num_matrices)
 
     def _completion(self, output: Any, version: int, num_prompt_tokens: int) -> Completion:
         if output.finish_reason not in ("stop", "length", "abort"):

@@ -137,6 +137,29 @@ def _speculation(section: Any, config: RunConfig) -> Iterable[Problem]:
         yield from _drafter(speculation.model, section)
 
 
+def _quantization(section: Any, config: RunConfig) -> Iterable[Problem]:
+    quantization = section.generation.vllm_cfg.quantization
+    if quantization is None:
+        return
+    key = "generation.vllm_cfg.quantization"
+    if section.precision != "bfloat16":
+        yield Problem(
+            f"{key}.method",
+            f"quantises weights in bfloat16, but policy.precision is {section.precision}",
+            got=quantization.method,
+            remedy="Set policy.precision=bfloat16, or remove generation.vllm_cfg.quantization",
+        )
+    num_layers = local_hf_config(section).get("num_hidden_layers", 0)
+    kept = quantization.num_first_layers_in_bf16 + quantization.num_last_layers_in_bf16
+    if num_layers and kept >= num_layers:
+        yield Problem(
+            f"{key}.num_first_layers_in_bf16",
+            f"and num_last_layers_in_bf16 together leave none of the model's {num_layers} layers to quantise",
+            got=quantization.num_first_layers_in_bf16,
+            remedy="Lower one of them",
+        )
+
+
 def _drafter(folder: str, policy: ModelConfig) -> Iterable[Problem]:
     """Problems of a drafter's files."""
     key = "generation.vllm_cfg.speculation.model"
@@ -212,6 +235,11 @@ def adapter_problem(config: VllmConfig, model: ModelConfig, device: Device) -> s
             "adapters that vLLM applies have not been verified with models that take images (vision.enabled). Set "
             "lora_sync=merged"
         )
+    if config.quantization is not None:
+        return (
+            "adapters that vLLM applies to quantised weights have not been verified. Set lora_sync=merged, or remove "
+            "generation.vllm_cfg.quantization"
+        )
     if lora.dim > MAX_ADAPTER_DIM:
         return f"vLLM applies adapters up to dim {MAX_ADAPTER_DIM}, but lora_cfg.dim is {lora.dim}"
     if lora.target_parameters:
@@ -256,7 +284,7 @@ PLUGIN = BackendPlugin(
     requirement=Requirement("rl-vllm", {"cpu": ("cpu",), "cuda": ("cuda",)}, imports=("vllm",)),
     ranks=_ranks,
     preload=_preload,
-    checks=(_room_for_prompts, _positions, _rotary_scales, _heads, _temperatures, _speculation),
+    checks=(_room_for_prompts, _positions, _rotary_scales, _heads, _temperatures, _speculation, _quantization),
     routing_problem=routing_problem,
     adapter_problem=adapter_problem,
     keeps_cache=True,

@@ -12,9 +12,24 @@ from rl_core.model_config import language_fields
 
 
 def problems(section: Mapping[str, Any]) -> list[str]:
-    """Engine arguments that this vLLM does not have, and models that it is not to decode speculatively."""
+    """Engine arguments that this vLLM does not have, models that it is not to decode speculatively, and formats of
+    weights and caches that this machine has no kernels for."""
     backend = section["generation"]["vllm_cfg"]
-    return [*_unknown_arguments(backend["vllm_kwargs"]), *_states_with_drafts(section, backend.get("speculation"))]
+    return [
+        *_unknown_arguments(backend["vllm_kwargs"]),
+        *_states_with_drafts(section, backend.get("speculation")),
+        *_formats_without_kernels(backend.get("quantization"), backend.get("kv_cache_dtype", "auto")),
+    ]
+
+
+def _formats_without_kernels(quantization: Mapping[str, Any] | None, kv_cache_dtype: str) -> list[str]:
+    if quantization is None and kv_cache_dtype == "auto":
+        return []
+    from rl_vllm.engine.quantisation_kernels import quantisation_problems
+    from rl_vllm.quantization_config import QuantizationConfig
+
+    config = None if quantization is None else QuantizationConfig.model_validate(dict(quantization))
+    return [f"generation.vllm_cfg.{problem}" for problem in quantisation_problems(config, kv_cache_dtype)]
 
 
 def _states_with_drafts(section: Mapping[str, Any], speculation: Mapping[str, Any] | None) -> list[str]:

@@ -12,6 +12,7 @@ from rl_algos.rollouts.checks import filter_problems
 from rl_algos.rollouts.config import PolicyGradientConfig
 from rl_core.config import Problem
 from rl_core.data.microbatch import PAIR
+from rl_core.model_config import reduced_precision
 from rl_core.problems import NOT_GIVEN
 
 
@@ -64,24 +65,48 @@ def _reference(config: ObjectiveRoot, algorithm: PolicyGradientConfig) -> Iterat
 
 
 def _uncorrected(config: ObjectiveRoot, algorithm: PolicyGradientConfig) -> Iterator[Problem]:
-    """Find a loss that takes what older weights sampled for what the policy samples."""
-    if not algorithm.max_staleness:
+    """Find a loss that takes what older weights, or an engine in fewer bits, sampled for what the policy samples."""
+    if algorithm.max_staleness:
+        cause = f"{algorithm.section}.async_grpo allows rollouts that are {algorithm.max_staleness} steps old"
+        why = "the loss does not correct for their age otherwise"
+        otherwise = f"set {algorithm.section}.async_grpo.enabled=false"
+        yield from _without_correction(config, algorithm, cause, why, otherwise)
         return
-    cause = f"{algorithm.section}.async_grpo allows rollouts that are {algorithm.max_staleness} steps old"
-    synchronous = f"set {algorithm.section}.async_grpo.enabled=false"
+    reduced = " and ".join(f"policy.{found}" for found in reduced_precision(config.policy))
+    if not reduced or (isinstance(config.loss_fn, LossConfig) and config.loss_fn.allow_uncorrected_precision):
+        return
+    cause = f"the engine and the trainer compute in different precisions ({reduced})"
+    remedy = "remove that key"
+    if isinstance(config.loss_fn, LossConfig):
+        remedy += ", or set loss_fn.allow_uncorrected_precision=true to train without a correction"
+    yield from _without_correction(config, algorithm, cause, "the loss does not correct for it otherwise", remedy)
+
+
+def _without_correction(
+    config: ObjectiveRoot, algorithm: PolicyGradientConfig, cause: str, why: str, otherwise: str
+) -> Iterator[Problem]:
+    """Find a loss that does not read, or does not use, the logprobs with which tokens were sampled.
+
+    Args:
+        config: Resolved config of the run.
+        algorithm: Config section of the algorithm.
+        cause: What makes the correction necessary.
+        why: What is wrong without it.
+        otherwise: The remedy that avoids the cause.
+    """
     if not isinstance(config.loss_fn, LossConfig):
         if "generation_logprobs" not in columns_of(config, algorithm):
             yield Problem(
                 "loss_fn.name",
-                f"does not read generation_logprobs, so it cannot correct for old rollouts, but {cause}",
+                f"does not read generation_logprobs, so it cannot correct for what the engine sampled, but {cause}",
                 got=config.loss_fn.name,
-                remedy=f"Add the column, or {synchronous}",
+                remedy=f"Add the column, or {otherwise}",
             )
     elif config.loss_fn.importance is None and config.loss_fn.ratio_denominator == "prev":
         yield Problem(
             "loss_fn.importance",
-            f"must be set, because {cause} and the loss does not correct for their age otherwise",
-            remedy="Set loss_fn.importance.high=2, or loss_fn.ratio_denominator=generation",
+            f"must be set, because {cause} and {why}",
+            remedy=f"Set loss_fn.importance.high=2, or loss_fn.ratio_denominator=generation, or {otherwise}",
         )
 
 

@@ -44,6 +44,9 @@ class LossConfig(NamedConfig):
     importance: ImportanceCorrection | None = None
     """Weight the policy term by `exp(prev - generation)` (logprobs), because the engine samples from a distribution
     that differs from the trainer's. `{}` uses the defaults; null turns the correction off."""
+    allow_uncorrected_precision: bool = False
+    """Accept rollouts or training in fewer bits than `policy.precision` (`vllm_cfg.quantization`, FP8 training) without
+    a correction. Otherwise such a run must set `importance`, or `ratio_denominator` to `generation`."""
     staleness: StalenessDecay | None = None
     """Weight the policy term of a token by the age of the weights that sampled it; null weights all ages equally."""
     filters: Filters = Filters()

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rl_core.rollouts.generation import Generator
+from rl_core.rollouts.quantisation import noise_of
 from rl_core.weights import Manifest, Transport
 
 
@@ -40,10 +41,12 @@ class Taken:
     Args:
         digests: Digests of all weights as received, per engine rank.
         scores: Float32 `[tokens]` per row of the canary; none yet if the replica takes turns.
+        quantisation_noise: As `rl_core.rollouts.quantisation.quantisation_noise`; 0 if the replica does not quantise.
     """
 
     digests: Sequence[str]
     scores: Sequence[np.ndarray]
+    quantisation_noise: float = 0.0
 
 
 async def take_over(generator: Generator, manifest: Manifest, delivery: Delivery) -> Taken:
@@ -59,7 +62,8 @@ async def take_over(generator: Generator, manifest: Manifest, delivery: Delivery
     await generator.begin(manifest)
     digests = await generator.receive(delivery.transport, delivery.first_rank)
     await generator.commit(manifest.version)
-    return Taken(digests, [] if delivery.takes_turns else await _scores(generator, delivery.canary))
+    noise = noise_of(await generator.health())
+    return Taken(digests, [] if delivery.takes_turns else await _scores(generator, delivery.canary), noise)
 
 
 async def score_canary(generator: Generator, canary: Sequence[np.ndarray]) -> Sequence[np.ndarray]:

@@ -147,7 +147,8 @@ class Generator(WeightSink, Protocol):
         Monitoring also reads these, if the engine has them: `num_running` and `num_waiting`, requests that it decodes
         and those that wait for it; `kv_cache_usage`, 0 to 1; `weight_version`; `num_draft_tokens` and
         `num_accepted_tokens`, of speculative decoding so far. An engine that decodes speculatively also has the other
-        entries of `SpeculationCounts.as_health`.
+        entries of `SpeculationCounts.as_health`. An engine that quantises its weights has `quantisation_noise`
+        (`rl_core.rollouts.quantisation`).
         """
         ...
 

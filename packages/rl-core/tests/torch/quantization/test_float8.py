@@ -125,6 +125,13 @@ def test_powers_of_two_are_the_next_above(granularity):
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_columns_are_dequantised_alike(granularity):
+    found = Float8Recipe(granularity).quantise(matrix(200, 300))
+    columns = torch.tensor([0, 5, 127, 128, 299])
+    assert torch.equal(found.dequantised_columns(columns), found.dequantise()[:, columns])
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_zeros_have_a_scale_and_stay_zero(granularity):
     weight = torch.zeros(256, 256)
     found = Float8Recipe(granularity).quantise(weight)

@@ -41,6 +41,10 @@ class Canary:
     versions may show `FACTOR` times as much, or the configured tolerance if that is more; the first, and all others,
     never more than `CEILING` times the configured one. Differences above the configured one are logged.
 
+    An engine that quantises its weights reports how far that moves its logits, relative to their spread: an estimate
+    from the error that it measured on the weights of a sync (`rl_core.rollouts.quantisation`). Times the spread of the
+    policy's logprobs, which is that of its logits, this is added to what is accepted.
+
     Args:
         rows: Int32, fixed for the run.
         tolerance: Mean absolute difference of logprobs that is accepted of any version.
@@ -105,6 +109,8 @@ class Canary:
         expected: Ragged,
         origins: Sequence[Origin],
         scores: Sequence[Sequence[np.ndarray]],
+        *,
+        quantisation_noise: float = 0.0,
     ) -> None:
         """Compare logprobs of the rows.
 
@@ -113,22 +119,25 @@ class Canary:
             expected: Logprobs of the policy with that version.
             origins: Engines that scored the rows.
             scores: Their logprobs.
+            quantisation_noise: Relative error of logits by the quantisation of weights; 0 without it.
 
         Raises:
             WeightSyncError: Naming an engine that computes something else.
         """
         found = {origin: _difference(rows, expected) for origin, rows in zip(origins, scores, strict=True)}
-        limit = self.limit
+        quantised = quantisation_noise * _spread(expected)
+        limit = self.limit + quantised
         for origin, difference in found.items():
             if not difference <= limit:
                 raise WeightSyncError(
                     f"{origin}: logprobs with weight version {version} differ from the policy's by {difference:.3g} on "
-                    f"average, more than {limit:.3g} ({self._reason()}); the engine does not compute the same results "
-                    "as the policy. If it quantises weights or caches, increase policy.generation.canary_tolerance"
+                    f"average, more than {limit:.3g} ({self._reason(quantised)}); the engine does not compute the "
+                    "same results as the policy. If it quantises the KV cache, increase "
+                    "policy.generation.canary_tolerance"
                 )
         largest = max(found.values(), default=0.0)
-        if largest > self._largest:
-            self._largest = largest
+        if largest - quantised > self._largest:
+            self._largest = largest - quantised
             _log.warning(
                 "logprobs of the engine with weight version %d differ from the policy's by %.3g on average, more than "
                 "policy.generation.canary_tolerance (%g); up to %.3g is accepted, as engines and trainers round "
@@ -139,14 +148,20 @@ class Canary:
                 limit,
             )
         if self._first is None and found:
-            self._first = largest
+            self._first = max(largest - quantised, 0.0)
 
-    def _reason(self) -> str:
+    def _reason(self, quantised: float) -> str:
+        further = f", and {quantised:.3g} for the measured error of quantised weights" if quantised else ""
         if self._first is None:
-            return f"{CEILING:g} times policy.generation.canary_tolerance"
+            return f"{CEILING:g} times policy.generation.canary_tolerance{further}"
         if self.limit == self.tolerance:
-            return "policy.generation.canary_tolerance"
-        return f"the first version differed by {self._first:.3g}"
+            return f"policy.generation.canary_tolerance{further}"
+        return f"the first version differed by {self._first:.3g}{further}"
+
+
+def _spread(expected: Ragged) -> float:
+    """Standard deviation of the logprobs of all tokens but the first of each row, which has none."""
+    return float(np.concatenate([row[1:] for row in expected]).std())
 
 
 def _difference(rows: Sequence[np.ndarray], expected: Ragged) -> float:

@@ -162,7 +162,9 @@ class OpponentSync:
                 raise WeightSyncError(
                     f"{origin}: received weights with digests {', '.join(found.digests)}; written were {written.digest}"
                 )
-        self._sync.canary.check(version, written.expected, origins, [found.scores for found in taken])
+        noise = max((found.quantisation_noise for found in taken), default=0.0)
+        scores = [found.scores for found in taken]
+        self._sync.canary.check(version, written.expected, origins, scores, quantisation_noise=noise)
         gather([replica.call("resume_opponent", name) for replica in replicas], origins, LOAD_TIMEOUT_S)
         _log.info("opponent %s plays with weight version %d", name, version)
 

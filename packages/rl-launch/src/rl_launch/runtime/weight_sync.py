@@ -221,7 +221,9 @@ class WeightSync:
             self._policy.offload(["parameters"])
             self._residency.hand_over(GENERATION)
             scores = self._all(replicas, "score_canary", tuple(self.canary.rows))
-        self.canary.check(update.version, expected, [replica.origin(CANARY) for replica in replicas], scores)
+        noise = max((found.quantisation_noise for found in taken), default=0.0)
+        origins = [replica.origin(CANARY) for replica in replicas]
+        self.canary.check(update.version, expected, origins, scores, quantisation_noise=noise)
         refs = [replica.generator("resume") for replica in replicas]
         gather(refs, [replica.origin("weight sync (resume)") for replica in replicas], self._timeout_s)
         self._served = _started(replicas)

@@ -25,6 +25,7 @@ from rl_core.rollouts.generation import GenerationRequest, Placement
 from rl_core.torch.files.language_part import language_config, read_language_config
 from rl_core.torch.training.lora import is_adapted
 from rl_vllm.config import MAX_TEMPERATURE, MIN_TEMPERATURE, VllmConfig
+from rl_vllm.engine.quantisation import quantisation_arguments
 from rl_vllm.engine.speculation import speculative_config
 from rl_vllm.patches.continued_text import NUM_SAMPLED
 
@@ -150,6 +151,7 @@ def engine_arguments(
             # prefixes of states are cached only where prompts are read in parts; None is vLLM's own choice
             "enable_prefix_caching": False if on_cpu and has_states(fields) else None,
             **(_latent_attention_on_cpu(fields) if on_cpu else {}),
+            **quantisation_arguments(backend.quantization, fields),
             **backend.vllm_kwargs,
         },
     )
@@ -217,10 +219,9 @@ def adapted_layers(model: ModelConfig) -> list[str]:
 
 def _starts_empty(backend: VllmConfig, placement: Placement) -> bool:
     """Return whether the weights that are sent are all that the engine needs, so that it can start with random ones.
-    Scales of weights or caches that the engine quantises come only from the model's files.
+    Scales of a cache that the engine quantises come only from the model's files.
     """
-    quantises = backend.kv_cache_dtype != "auto" or any("quantization" in name for name in backend.vllm_kwargs)
-    return placement.awaits_weights and not quantises
+    return placement.awaits_weights and backend.kv_cache_dtype == "auto"
 
 
 def _attention_of_generation(fields: Mapping[str, Any]) -> dict[str, Any]:

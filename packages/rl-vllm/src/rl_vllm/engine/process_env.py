@@ -20,6 +20,11 @@ CPU_DEFAULTS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64"}
 which batches of ever other sizes fill and do not use again."""
 
 
+QUANTISED_DEFAULTS = {"VLLM_USE_DEEP_GEMM": "0"}
+"""Set for quantised weights unless the user has set them. With DeepGEMM vLLM quantises blocks a second time, with other
+scales, which a weight sync would refuse."""
+
+
 def import_variables(device: Device, *, eager: bool) -> dict[str, str]:
     """Return the variables that vLLM and torch read when they are imported."""
     # the sampler compiles a kernel of its own otherwise, whatever `enforce_eager` says
@@ -47,7 +52,13 @@ def variables(placement: Placement) -> dict[str, str]:
 
 
 def apply(
-    placement: Placement, *, eager: bool, num_ranks: int, own_process: bool, environ: MutableMapping[str, str]
+    placement: Placement,
+    *,
+    eager: bool,
+    num_ranks: int,
+    own_process: bool,
+    environ: MutableMapping[str, str],
+    quantises: bool = False,
 ) -> None:
     """Set the environment of this process and of the engine's, before vLLM is imported."""
     environ.update(variables(placement))
@@ -57,6 +68,8 @@ def apply(
     defaults = import_variables(placement.kind, eager=eager)
     if not placement.kind.runs_on_gpus:
         defaults |= CPU_DEFAULTS
+    if quantises:
+        defaults |= QUANTISED_DEFAULTS
     for name, value in defaults.items():
         environ.setdefault(name, value)
     prefix = bytecode_folder(environ)

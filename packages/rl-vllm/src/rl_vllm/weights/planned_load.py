@@ -24,6 +24,10 @@ from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffe
 from vllm.model_executor.models.gemma3_mm import Gemma3MultiModalProjector
 
 from rl_vllm.weights.load_plan import Filling, LoadPlan, Piece
+from rl_vllm.weights.quantised_layers import is_quantising
+
+_IS_PROCESSED = "_already_called_process_weights_after_loading"
+"""Attribute with which vLLM's methods that quantise keep themselves from doing it twice."""
 
 VISION_LAYERS = (ConvLayerBase, nn.Conv2d, nn.Conv3d, nn.Embedding, Gemma3MultiModalProjector)
 """Layers of vision towers, and one that projects their results, with weights of several dimensions that no method
@@ -92,7 +96,8 @@ class PlannedLoad:
             names = _own_tensors(path, module, plan)
             if not names:
                 continue
-            if not is_plain(module) or not all(_is_filled(path, module, name, plan) for name in names):
+            is_known = is_plain(module) or is_quantising(module)
+            if not is_known or not all(_is_filled(path, module, name, plan) for name in names):
                 return None
             pieces = [(name, piece) for name in names for piece in plan.pieces[_full(path, name)]]
             fillings = [(name, each) for name in names for each in plan.fillings.get(_full(path, name), ())]
@@ -130,6 +135,7 @@ class _OpenLayer:
         self._num_left = layer.num_pieces
         self._live = get_layer_params_buffers(layer.module)[0]
         if layer.is_processed:
+            vars(layer.module).pop(_IS_PROCESSED, None)
             info = get_layerwise_info(layer.module)
             restore_layer_on_meta(layer.module, info)
             materialize_layer(layer.module, info)
@@ -183,9 +189,11 @@ def is_plain(layer: nn.Module) -> bool:
 
 def _own_tensors(path: str, module: nn.Module, plan: LoadPlan) -> list[str]:
     """Parameters of a layer as a checkpoint fills them, except those that it shares with an earlier layer, and buffers
-    that it fills."""
+    that it fills. The scales of a layer that quantises are its own."""
     recorded = get_layerwise_info(module).restore_metadata[0]
     parameters, buffers = get_layer_params_buffers(module)
+    if is_quantising(module):
+        parameters = {name: tensor for name, tensor in parameters.items() if name in recorded or name == "bias"}
     filled = {name for name in buffers if _full(path, name) in plan.pieces}
     return [name for name in sorted({*recorded, *parameters, *filled}) if _full(path, name) not in plan.aliases]
 

@@ -23,7 +23,8 @@ class WeightProbe:
     A few columns of every matrix are kept, different ones in each version, the same ones of matrices of one width. A
     layer applied to one-hot rows must give them back exactly, whatever packed copy it computes with: products with 1
     and 0 do not round. Vectors, scalars and the weights of convolutions are kept whole.
-    Layers that quantise, and stacked expert weights, whose layout the kernels choose, are left to the coverage check.
+    Weights of layers that quantise are left to `QuantisationCheck`, and stacked expert weights, whose layout the
+    kernels choose, to the coverage check.
 
     Args:
         model: This rank's part of the engine's model.
@@ -42,7 +43,8 @@ class WeightProbe:
         self._version = version
         for name, pieces in plan.pieces.items():
             layer = model.get_submodule(name.rpartition(".")[0])
-            if name not in plan.opaque and is_plain(layer) and all(_is_block(piece) for piece in pieces):
+            is_kept = is_plain(layer) or name.rpartition(".")[2] == "bias"
+            if name not in plan.opaque and is_kept and all(_is_block(piece) for piece in pieces):
                 self._watch(name, layer, pieces)
 
     def _watch(self, name: str, layer: nn.Module, pieces: list[Piece]) -> None:

@@ -17,6 +17,7 @@ from rl_vllm.patches.expert_layers import packs_experts
 from rl_vllm.weights.load_plan import LoadPlan, fed_names
 from rl_vllm.weights.planned_load import PlannedLoad
 from rl_vllm.weights.probe import WeightProbe
+from rl_vllm.weights.quantisation_check import QuantisationCheck, QuantisationError
 
 
 class WeightReceiver:
@@ -28,6 +29,7 @@ class WeightReceiver:
         manifest: Manifest of only the weights, without factors of adapters.
         plan: Plan of the load into this rank's model.
         planned: That load, if the plan is all it takes.
+        uses_oracle: Compare quantised weights in float64 with those that arrived.
 
     Attributes:
         parts: Parts of the tensors, that this rank keeps.
@@ -40,6 +42,8 @@ class WeightReceiver:
         manifest: Manifest,
         plan: LoadPlan,
         planned: PlannedLoad | None,
+        *,
+        uses_oracle: bool = False,
     ) -> None:
         self._model = model
         self._model_config = model_config
@@ -48,15 +52,17 @@ class WeightReceiver:
         self._planned = planned
         self.parts = plan.parts(manifest)
         self._probe: WeightProbe | None = None
+        self._quantisation = QuantisationCheck(model, manifest.version, uses_oracle=uses_oracle)
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Load the weights as they arrive, by the names that they are sent under; each lasts until its turn is over."""
         self._probe = WeightProbe(self._model, self.plan, self._manifest.version)
         sampled = self._sampled(tensors)
-        if self._planned is None:
-            self._reload(sampled)
-        else:
-            self._planned.load(sampled)
+        with self._quantisation.watching():
+            if self._planned is None:
+                self._reload(sampled)
+            else:
+                self._planned.load(sampled)
         self.repack_tied()
 
     def _reload(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -77,11 +83,33 @@ class WeightReceiver:
             if isinstance(layer, VocabParallelEmbedding) and owner.setdefault(id(layer.weight), layer) is not layer:
                 layer.quant_method.process_weights_after_loading(layer)
 
+    @property
+    def quantisation_error(self) -> QuantisationError:
+        """The error of the layers that quantise their weights."""
+        return self._quantisation.error
+
     def stale(self) -> list[str]:
-        """Hugging Face names of the tensors that this rank does not compute with."""
+        """Hugging Face names of the tensors that this rank does not compute with.
+
+        Raises:
+            WeightSyncError: If nothing was received, or naming layers that do not hold what their recipe of
+                quantisation makes of the weights that were received.
+        """
         if self._probe is None:
             raise WeightSyncError(f"weight version {self._manifest.version} was announced but never received")
+        faults = self._quantisation.faults()
+        if faults:
+            reasons = "; ".join(f"{path} ({', '.join(found)})" for path, found in faults.items())
+            raise WeightSyncError(
+                f"weight version {self._manifest.version}: quantised weights are wrong in {reasons}",
+                tuple(self._fused_names(faults)),
+            )
         return self._probe.stale()
+
+    def _fused_names(self, paths: Iterable[str]) -> Iterator[str]:
+        """Hugging Face names of the weights of layers of the engine."""
+        for path in paths:
+            yield from dict.fromkeys(piece.name for piece in self.plan.pieces.get(f"{path}.weight", ()))
 
     def _sampled(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         assert self._probe is not None

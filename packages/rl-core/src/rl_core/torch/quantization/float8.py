@@ -94,6 +94,19 @@ class Float8Weight:
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         return self.values.to(wide).mul_(self._factors(wide)).to(dtype)
 
+    def dequantised_columns(self, columns: Tensor) -> Tensor:
+        """Return some columns of `dequantise()`, float32 `[rows, columns]`.
+
+        Args:
+            columns: int64, the columns.
+        """
+        scales = self.scales
+        if self.granularity == "per_block":
+            scales = scales[:, columns // BLOCK].repeat_interleave(BLOCK, 0)[: len(self.values)]
+        # 8-bit floats cannot be indexed on every device
+        found = self.values.view(torch.uint8)[:, columns].view(torch.float8_e4m3fn)
+        return found.float().mul_(scales)
+
     def half_steps(self) -> Tensor:
         """Largest error of each value that rounding to the nearest explains, float64 `[rows, columns]`.
 

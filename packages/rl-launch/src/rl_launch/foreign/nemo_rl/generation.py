@@ -8,6 +8,8 @@ from rl_launch.foreign.translation import Translation
 from rl_launch.foreign_keys.table import Kind
 
 _GENERATORS = {"vllm", "hf", "megatron"}
+_IN_BF16 = ("num_first_layers_in_bf16", "num_last_layers_in_bf16")
+_IGNORED = "quantization_ignored_layer_kws"
 
 
 def translate_asynchrony(config: Translation) -> None:
@@ -97,20 +99,36 @@ def _lengths(config: Translation, section: str) -> None:
         config.unneeded(key, "it follows policy.max_total_sequence_length")
 
 
+def _quantization(config: Translation, engine: str) -> None:
+    """Rollouts in 8 bits, which NeMo RL quantises in blocks of 128 by 128 and does not require a correction for."""
+    here = f"{engine}.quantization"
+    config.put(f"{here}.method", "fp8_per_block")
+    text = f"{here}.method: fp8_per_block"
+    if config.algorithm != "distillation" and not config.get("loss_fn.use_importance_sampling_correction"):
+        config.put("loss_fn.allow_uncorrected_precision", True)
+        text += ", and loss_fn.allow_uncorrected_precision, because the loss does not correct for it"
+    config.follows([f"{engine}.precision"], text)
+    for name in _IN_BF16:
+        config.rename(f"{engine}.{name}", f"{here}.{name}")
+    if config.get(f"{engine}.{_IGNORED}"):
+        config.put(f"{here}.ignored_layers", [f"*{word}*" for word in config.get(f"{engine}.{_IGNORED}")])
+    config.follows([f"{engine}.{_IGNORED}"], f"{here}.ignored_layers")
+
+
 def _vllm(config: Translation, section: str) -> None:
     engine, further = f"{section}.vllm_cfg", f"{section}.vllm_cfg.vllm_kwargs"
     precision, policy = config.get(f"{engine}.precision"), config.get("policy.precision", "bfloat16")
-    if precision in ("fp8", "mxfp8"):
-        config.put(f"{further}.quantization", precision)
-        config.put(f"{section}.canary_tolerance", 0.5)
-        config.follows(
-            [f"{engine}.precision"],
-            f"{further}.quantization, and {section}.canary_tolerance, for logprobs that 8 bits round",
-        )
+    if precision == "fp8":
+        _quantization(config, engine)
+    elif precision == "mxfp8":
+        config.refuse(f"{engine}.precision", "generation in MXFP8")
     elif precision in (None, policy):
         config.unneeded(f"{engine}.precision", "it is policy.precision")
     else:
         config.refuse(f"{engine}.precision", f"generation in {precision} beside training in {policy}")
+    if precision != "fp8":
+        for name in (*_IN_BF16, _IGNORED):
+            config.unneeded(f"{engine}.{name}", f"{engine}.precision is not fp8")
     experts = config.get(f"{engine}.expert_parallel_size", 1)
     if experts == 1:
         config.unneeded(f"{engine}.expert_parallel_size", "experts are not sharded over ranks")
