@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -16,10 +15,13 @@ from transformers import AutoModelForCausalLM
 from rl_core.errors import RequestRefused
 from rl_core.model_config import GenerationConfig
 from rl_core.rollouts.generation import GenerationRequest, Placement, SamplingParams
+from rl_core.rollouts.interruption import generate_whole
 from rl_core.rollouts.rollout import Completion
 from rl_core.rollouts.speculation import SpeculationCounts
-from rl_core.testing.torch.reference_model import ReferenceModel, processed_logprobs, write_reference_model
-from rl_core.testing.weights import model_config, prompt
+from rl_core.testing.exhaustive import partly_exhaustive
+from rl_core.testing.torch.reference_model import processed_logprobs, write_reference_model
+from rl_core.testing.torch.weight_sender import SenderProcess
+from rl_core.testing.weights import Bench, model_config, prompt
 from rl_vllm import VllmConfig
 from rl_vllm.config import SpeculationConfig
 
@@ -46,13 +48,8 @@ def chance_of_uniform(drawn: np.ndarray) -> float:
     return float(torch.special.gammaincc(degrees / 2, torch.tensor(statistic, dtype=torch.float64) / 2))
 
 
-@dataclass(frozen=True)
-class Bench:
-    """A started generator on its own event loop, and the oracle."""
-
-    runner: asyncio.Runner
-    generator: SpoilableGenerator
-    reference: ReferenceModel
+class SpeculationBench(Bench):
+    """A started generator with the models it is sent, and the counts of its drafts."""
 
     def generate(self, requests: list[GenerationRequest]) -> list[Completion]:
         async def together() -> list[Completion]:
@@ -77,7 +74,7 @@ def _interpreted() -> Iterator[None]:
 @pytest.fixture(scope="module", params=["ngram", "draft_model"])
 def bench(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, _interpreted: None
-) -> Iterator[Bench]:
+) -> Iterator[SpeculationBench]:
     target = write_reference_model(tmp_path_factory.mktemp("target"), seed=0)
     if request.param == "ngram":
         speculation = SpeculationConfig(method="ngram", prompt_lookup_min=1)
@@ -86,13 +83,18 @@ def bench(
         speculation = SpeculationConfig(method=request.param, model=str(drafter))
     backend = VllmConfig(kv_cache_gib=0.25, speculation=speculation)
     generator = SpoilableGenerator(GenerationConfig(), backend, model_config(target), Placement("cpu"))
-    with asyncio.Runner() as runner:
-        runner.run(generator.start())
-        yield Bench(runner, generator, ReferenceModel(target))
-        runner.run(generator.close())
+    other = write_reference_model(tmp_path_factory.mktemp("other"), seed=1)
+    sender = SenderProcess()
+    bench = SpeculationBench(generator, target, other, sender)
+    try:
+        yield bench
+    finally:
+        bench.runner.run(generator.close())
+        bench.runner.close()
+        sender.close()
 
 
-def test_greedy_tokens_are_those_of_the_model_alone(bench: Bench) -> None:
+def test_greedy_tokens_are_those_of_the_model_alone(bench: SpeculationBench) -> None:
     requests = [GenerationRequest(prompt(length), SamplingParams(24, temperature=0), 0) for length in (7, 40)]
     for request, completion in zip(requests, bench.generate(requests), strict=True):
         assert completion.token_ids.tolist() == bench.reference.greedy(request.token_ids, 24)
@@ -101,7 +103,9 @@ def test_greedy_tokens_are_those_of_the_model_alone(bench: Bench) -> None:
 @pytest.mark.parametrize(
     "sampling", [SamplingParams(16, temperature=0.7), SamplingParams(16, top_k=20, top_p=0.9)], ids=str
 )
-def test_tokens_are_drawn_from_the_model_and_have_its_logprobs(bench: Bench, sampling: SamplingParams) -> None:
+def test_tokens_are_drawn_from_the_model_and_have_its_logprobs(
+    bench: SpeculationBench, sampling: SamplingParams
+) -> None:
     before = bench.counts()
     # what the model continues with is in the row, so that n-grams are found and accepted
     tokens = np.array([*prompt(9), *bench.reference.greedy(prompt(9), 80), *prompt(9)], np.int32)
@@ -123,14 +127,14 @@ def test_tokens_are_drawn_from_the_model_and_have_its_logprobs(bench: Bench, sam
     assert counts.num_drafts - counts.num_accepted[0] >= 20
 
 
-def test_a_seed_gives_the_same_tokens_alone_and_in_a_batch(bench: Bench) -> None:
+def test_a_seed_gives_the_same_tokens_alone_and_in_a_batch(bench: SpeculationBench) -> None:
     requests = [GenerationRequest(np.tile(prompt(9, seed), 2), SamplingParams(24), seed) for seed in range(8)]
     together = bench.generate(requests)
     for index in (0, 5):
         assert bench.generate([requests[index]])[0].token_ids.tolist() == together[index].token_ids.tolist()
 
 
-def test_every_token_and_draft_is_counted(bench: Bench) -> None:
+def test_every_token_and_draft_is_counted(bench: SpeculationBench) -> None:
     before = bench.counts()
     num_tokens = sum(
         len(each.token_ids)
@@ -144,6 +148,63 @@ def test_every_token_and_draft_is_counted(bench: Bench) -> None:
     assert counts.num_steps <= num_tokens <= counts.num_steps + sum(counts.num_accepted)
 
 
-def test_a_request_with_min_p_is_refused(bench: Bench) -> None:
+def test_a_request_with_min_p_is_refused(bench: SpeculationBench) -> None:
     with pytest.raises(RequestRefused, match="min_p"):
         bench.generate([GenerationRequest(prompt(4), SamplingParams(4, min_p=0.1), 0)])
+
+
+@pytest.mark.parametrize("num_updates", partly_exhaustive([6, 50], always=[6]))
+def test_updates_in_flight_leave_every_token_with_the_logprob_of_its_weights(
+    bench: SpeculationBench, num_updates: int
+) -> None:
+    folders: dict[int, Path] = {}
+    sampling = SamplingParams(min(240, 24 * num_updates))
+    requests = [GenerationRequest(prompt(3 + seed), sampling, seed) for seed in range(3)]
+
+    async def updating() -> list[Completion]:
+        folders[await bench.sync(bench.first)] = bench.first
+        tasks = [asyncio.create_task(generate_whole(bench.generator.generate, request)) for request in requests]
+        for update in range(num_updates):
+            sampled = (await bench.generator.health())["num_sampled"]
+            while not all(task.done() for task in tasks) and (
+                (await bench.generator.health())["num_sampled"] < sampled + 12
+            ):
+                await asyncio.sleep(0.002)
+            folder = bench.first if update % 2 else bench.second
+            folders[await bench.sync(folder, mode="interrupt")] = folder
+        return await asyncio.gather(*tasks)
+
+    num_spans = 0
+    for request, completion in zip(requests, bench.runner.run(updating()), strict=True):
+        start = 0
+        for span in completion.spans:
+            tokens = np.concatenate([request.token_ids, completion.token_ids[: start + span.num_tokens]])
+            logits = bench.references[folders[span.version]].logits(tokens.tolist())
+            for place in range(start, start + span.num_tokens):
+                expected = processed_logprobs(logits[len(request.token_ids) + place - 1], request.sampling)
+                assert abs(completion.logprobs[place] - expected[completion.token_ids[place]]) < TOLERANCE
+            start += span.num_tokens
+        num_spans += len(completion.spans)
+    assert num_spans >= num_updates
+    bench.runner.run(bench.sync(bench.first))
+
+
+def test_a_drafter_that_is_left_behind_costs_acceptance_alone(bench: SpeculationBench) -> None:
+    tokens = np.array([*prompt(9), *bench.reference.greedy(prompt(9), 80), *prompt(9)], np.int32)
+    request = GenerationRequest(tokens, SamplingParams(48, temperature=0), 0)
+
+    def acceptance() -> float:
+        before = bench.counts()
+        (completion,) = bench.generate([request])
+        reference = bench.references[bench.second if is_stale else bench.first]
+        assert completion.token_ids.tolist() == reference.greedy(tokens, 48)
+        counts = bench.counts().since(before)
+        return sum(counts.num_accepted) / max(counts.num_draft_tokens, 1)
+
+    is_stale = False
+    near = acceptance()
+    bench.runner.run(bench.sync(bench.second))
+    is_stale = True
+    far = acceptance()
+    bench.runner.run(bench.sync(bench.first))
+    assert far < near
