@@ -22,6 +22,7 @@ from rl_core.testing.torch.weight_sender import SenderProcess
 from rl_vllm import VllmConfig
 from rl_vllm import generator as generator_module
 from rl_vllm.plugin import IMAGE_FAMILIES, image_problem
+from rl_vllm.quantization_config import QuantizationConfig
 
 TOLERANCE = 1e-4
 
@@ -141,15 +142,17 @@ def test_a_request_whose_images_and_tokens_differ_is_refused_by_name(bench: Benc
     bench.check(bench.first, tokens, shown)
 
 
-@pytest.mark.parametrize("problem", ["family", "attention on cpu", "none"])
+@pytest.mark.parametrize("problem", ["family", "attention on cpu", "8 bits", "none"])
 def test_what_is_not_exact_is_refused_by_name(problem: str, tmp_path: Path) -> None:
     family, device, reason = {
         "family": ("llava", "cuda", "models of the type llava"),
         "attention on cpu": ("gemma3", "cpu", "in both directions"),
+        "8 bits": ("qwen3_vl", "cuda", "generation.vllm_cfg.quantization"),
         "none": ("gemma3", "cuda", ""),
     }[problem]
+    config = VllmConfig(quantization=QuantizationConfig(method="fp8_per_channel") if problem == "8 bits" else None)
     (tmp_path / "config.json").write_text(f'{{"model_type": "{family}", "image_token_id": 5}}')
-    found = image_problem(VllmConfig(), ModelConfig(model_name=str(tmp_path)), device_named(device))
+    found = image_problem(config, ModelConfig(model_name=str(tmp_path)), device_named(device))
     assert bool(found) == bool(reason)
     assert reason in found
 

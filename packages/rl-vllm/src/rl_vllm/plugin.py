@@ -201,6 +201,8 @@ def image_problem(config: VllmConfig, model: ModelConfig, device: Device) -> str
         )
     if config.speculation is not None:
         return "speculative decoding has not been verified with images. Remove generation.vllm_cfg.speculation"
+    if config.quantization is not None:
+        return "weights in 8 bits have not been verified with images. Remove generation.vllm_cfg.quantization"
     return ""
 
 

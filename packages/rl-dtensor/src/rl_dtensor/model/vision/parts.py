@@ -15,7 +15,8 @@ from rl_dtensor.parallel.body import body_of
 
 def parts_that(vision: VisionConfig, family: VisionFamily, choice: Part) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the names of the modules whose parameters train in a way, and of those inside them that do not."""
-    chosen, others = [], []
+    chosen: list[str] = []
+    others: list[str] = []
     for part, names in ((vision.tower, family.tower), (vision.projector, family.projector)):
         (chosen if part == choice else others).extend(names)
     return tuple(chosen), tuple(others)
