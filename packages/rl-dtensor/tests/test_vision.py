@@ -5,7 +5,8 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForImageTextToText
+from safetensors import safe_open
+from transformers import AutoConfig, AutoModelForImageTextToText
 from vision_cases import Rows, VisionOracle
 
 from rl_core.data.batch import TOKENS
@@ -19,6 +20,7 @@ from rl_core.selfcheck.torch.adapted import adapt
 from rl_core.testing.exhaustive import partly_exhaustive
 from rl_core.testing.model_worker import SGD
 from rl_core.testing.torch.tiny_vision import write_tiny_vision_model
+from rl_core.torch.files.model_files import WeightFiles
 from rl_dtensor.model.vision.families import VISION_FAMILIES
 from rl_dtensor.model.vision.settings import FAMILIES
 from rl_dtensor.selfcheck import MESHES, streamed
@@ -33,6 +35,7 @@ CASES = partly_exhaustive(
     always=[
         ("qwen2_5_vl", "cp2", True),
         ("qwen3_vl", "tp2+sp", True),
+        ("qwen3_5", "fsdp2", True),
         ("gemma3", "cp2", True),
         ("gemma3", "1", False),
         ("idefics3", "fsdp2", True),
@@ -53,10 +56,11 @@ def store(tmp_path_factory, ranks):
 def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
 
-    def written(family):
-        if not (folder / family).exists():
-            write_tiny_vision_model(folder / family, family)
-        return folder / family
+    def written(family, *, is_tied=False):
+        path = folder / ("tied" if is_tied else "apart") / family
+        if not path.exists():
+            write_tiny_vision_model(path, family, tie_word_embeddings=is_tied)
+        return path
 
     return written
 
@@ -99,11 +103,29 @@ def test_reads_and_steps_are_those_of_transformers(ranks, models, store, family,
         assert_steps_like(model, oracle, rows)
 
 
-@pytest.mark.parametrize("family", partly_exhaustive(FAMILIES, always=["qwen2_5_vl", "gemma3"]))
-def test_exports_and_weight_updates_are_files_of_transformers(ranks, models, store, tmp_path, family):
-    folder = models(family)
-    rows, oracle = Rows(folder, store), VisionOracle(folder, store)
+@pytest.mark.parametrize("rows", [[0, 1], [2]], ids=["a rank with text only", "a rank without rows"])
+def test_ranks_without_images_take_part(ranks, models, store, rows):
+    folder = models("qwen3_vl")
+    made, oracle = Rows(folder, store), VisionOracle(folder, store)
+    batch = made.batch(rows)
     with PooledModel(ranks, FACTORY, config_of(folder), ModelSpec(), 2) as model:
+        metrics, expected = model.train_step(batch, TokenLoss()), oracle.train_step(batch, TokenLoss(), SGD, 1.0)
+        assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-5)
+        weights = streamed(model)
+    assert_weights_like(weights, oracle)
+
+
+@pytest.mark.parametrize(
+    ("family", "is_tied"),
+    partly_exhaustive(
+        [(family, is_tied) for family in FAMILIES for is_tied in (True, False)],
+        always=[("qwen2_5_vl", False), ("gemma3", True)],
+    ),
+)
+def test_exports_and_weight_updates_are_files_of_transformers(ranks, models, store, tmp_path, family, is_tied):
+    folder = models(family, is_tied=is_tied)
+    rows, oracle = Rows(folder, store), VisionOracle(folder, store)
+    with PooledModel(ranks, FACTORY, config_of(folder), ModelSpec(), 2, tensor_parallel_size=1 + is_tied) as model:
         model.train_step(rows.batch(), TokenLoss())
         oracle.train_step(rows.batch(), TokenLoss(), SGD, 1.0)
         model.export(str(tmp_path / "exported"))
@@ -116,8 +138,6 @@ def test_exports_and_weight_updates_are_files_of_transformers(ranks, models, sto
     ).read_text()
     shutil.rmtree(tmp_path / "exported")
     loaded.save_pretrained(tmp_path / "exported")
-    from rl_core.selfcheck.torch.selfcheck import WeightFiles
-
     files = WeightFiles.of(tmp_path / "exported", is_whole=True)
     with files.open() as opened:
         assert sent.keys() == files.names
@@ -141,40 +161,43 @@ def test_frozen_parts_keep_their_weights_and_have_no_state(ranks, models, store)
     with PooledModel(ranks, FACTORY, config_of(folder, vision), ModelSpec(), 2) as model:
         assert_steps_like(model, oracle, rows)
         weights = streamed(model)
-    for name in frozen:
-        assert torch.equal(weights[name], before[name].float()), name
-    assert not any(torch.equal(weights[name], before[name].float()) for name in before if "projector" in name)
+    for name, weight in before.items():
+        assert torch.equal(weights[name], weight.float()) == (name in frozen), name
 
 
-@pytest.mark.parametrize("part", ["frozen", "adapters"])
-def test_adapters_sit_on_the_language_model_and_on_the_parts_that_ask_for_them(ranks, models, store, part, tmp_path):
+@pytest.mark.parametrize(
+    ("part", "mesh"),
+    partly_exhaustive(
+        [(part, mesh) for part in ("frozen", "adapters") for mesh in HELD],
+        always=[("frozen", "fsdp2"), ("adapters", "tp2+sp")],
+    ),
+)
+def test_adapters_sit_on_the_language_model_and_on_the_parts_that_ask_for_them(
+    ranks, models, store, tmp_path, part, mesh
+):
     folder = models("gemma3")
     lora = LoraConfig(enabled=True)
     rows, oracle = Rows(folder, store), VisionOracle(folder, store)
-    left_out = {"frozen": ["vision_tower", "multi_modal_projector"], "adapters": []}[part]
-    adapt_parts(oracle.model.hf, lora, left_out)
+    family = VISION_FAMILIES["gemma3"]
+    adapt_parts(oracle.model.hf, lora, [*family.tower, *family.projector] if part == "frozen" else family.unused)
     vision = VisionConfig(enabled=True, tower=part, projector=part)
     config = config_of(folder, vision, lora_cfg=lora)
-    with PooledModel(ranks, FACTORY, config, ModelSpec(), 2) as model:
+    num_ranks, settings = MESHES[mesh]
+    with PooledModel(ranks, FACTORY, config, ModelSpec(), num_ranks, **settings) as model:
         assert_steps_like(model, oracle, rows)
         model.export_adapter(str(tmp_path / "adapter"))
-    from safetensors import safe_open
-
     with safe_open(tmp_path / "adapter" / "adapter_model.safetensors", "pt") as file:
         assert any("vision_tower" in name for name in file.keys()) == (part == "adapters")  # noqa: SIM118
 
 
 def adapt_parts(hf, lora, left_out):
     """Adapters on a whole model, except on some of its parts."""
-    apart = [hf.get_submodule(f"model.{name}") for name in left_out]
-    held = {name: getattr(hf.model, name) for name in left_out}
+    held = {name: hf.get_submodule(name) for name in left_out}
     for name in left_out:
-        delattr(hf.model, name)
+        hf.set_submodule(name, torch.nn.Identity())
     adapt(hf, lora)
     for name, module in held.items():
-        setattr(hf.model, name, module)
-    for module in apart:
-        module.requires_grad_(False)
+        hf.set_submodule(name, module.requires_grad_(False))
 
 
 def test_rows_without_images_are_bit_equal_to_those_of_a_model_that_sees_none(ranks, models, store):
@@ -231,11 +254,12 @@ def test_rows_whose_images_cannot_be_used_are_refused_by_name(ranks, models, sto
     ("family", "role", "settings", "message"),
     [
         ("qwen2_5_vl", "critic", {}, "vision.enabled: .*not supported for a critic"),
-        ("qwen3_5", "policy", {}, "vision.enabled: .*not supported for qwen3_5 models"),
+        ("llava", "policy", {}, "vision.enabled: .*not supported for llava models"),
+        ("qwen3", "policy", {}, "qwen3 models see no images; set vision.enabled=false"),
         ("qwen2_5_vl", "policy", {"pipeline_parallel_size": 2}, "pipeline_parallel_size: must be 1"),
     ],
 )
-def test_what_is_not_exact_is_refused_by_name(ranks, models, store, family, role, settings, message):
-    config = config_of(models(family))
+def test_what_is_not_exact_is_refused_by_name(ranks, tmp_path, family, role, settings, message):
+    AutoConfig.for_model(family).save_pretrained(tmp_path)
     with pytest.raises(WorkerError, match=message):
-        PooledModel(ranks, FACTORY, config, ModelSpec(role=role), 2, **settings)
+        PooledModel(ranks, FACTORY, config_of(tmp_path), ModelSpec(role=role), 2, **settings)

@@ -43,13 +43,13 @@ class Rows:
         self.digests = [store.put(tiny_png(seed, *size)).digest for seed, size in enumerate(SIZES)]
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self.processor = _processor(folder, self.tokenizer)
-        conversations = (
+        conversations: Sequence[Sequence[Sequence[Any]]] = (
             [("user", "look", 0, "and", 1), ("assistant", "both are red")],
             [("user", "no picture"), ("assistant", "indeed")],
             [("user", "wait"), ("assistant", "yes?"), ("user", 2, "now"), ("assistant", "blue")],
         )
         self.shown = [[part for turn in each for part in turn if isinstance(part, int)] for each in conversations]
-        self.tokens = [self._tokens(*each) for each in zip(conversations, self.shown, strict=True)]
+        self.tokens = [self._tokens(turns, shown) for turns, shown in zip(conversations, self.shown, strict=True)]
 
     def batch(self, rows: Sequence[int] = (0, 1, 2), seed: int = 0) -> Batch:
         """Rows with the columns of `rl_core.selfcheck.losses.TokenLoss` and their images."""
@@ -112,10 +112,11 @@ class _Seeing(nn.Module):
 
     def forward(self, input_ids: Tensor) -> Any:
         is_image = (input_ids == self.hf.config.image_token_id).int()
-        kinds = {"gemma3": "token_type_ids", "qwen2_5_vl": "mm_token_type_ids", "qwen3_vl": "mm_token_type_ids"}
-        told = {kinds[self.hf.config.model_type]: is_image} if self.hf.config.model_type in kinds else {}
-        if not self.shown and self.hf.config.model_type != "gemma3":
-            told = {}
+        kind, told = self.hf.config.model_type, {}
+        if kind == "gemma3":
+            told = {"token_type_ids": is_image}
+        elif kind.startswith("qwen") and self.shown:
+            told = {"mm_token_type_ids": is_image}
         seen = {
             name: each.double() if each.is_floating_point() else each
             for name, each in self.shown.items()

@@ -70,8 +70,11 @@ class VisionParts:
                 parameter.requires_grad_(False)
 
     def has_no_adapter(self, name: str) -> bool:
-        """Return whether a layer belongs to a part without adapters."""
-        return self.family is not None and is_in_part(name, without_adapters(self.vision, self.family))
+        """Return whether a layer belongs to a part without adapters, or to one on which no result depends."""
+        if self.family is None:
+            return False
+        is_unused = name.startswith(tuple(f"{each}." for each in self.family.unused))
+        return is_unused or is_in_part(name, without_adapters(self.vision, self.family))
 
 
 def vision_of(

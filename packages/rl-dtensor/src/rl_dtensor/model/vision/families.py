@@ -145,6 +145,7 @@ _IDEFICS = VisionFamily(
 VISION_FAMILIES: Mapping[str, VisionFamily] = {
     "qwen2_5_vl": _qwen(("merger",), _grid_features),
     "qwen3_vl": _qwen(("merger", "deepstack_merger_list"), _deep_features),
+    "qwen3_5": _qwen(("merger",), _grid_features),
     "gemma3": VisionFamily(
         tower=("model.vision_tower",),
         projector=("model.multi_modal_projector",),

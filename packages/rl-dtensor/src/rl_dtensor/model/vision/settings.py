@@ -10,10 +10,10 @@ from rl_core.model_config import VisionConfig
 from rl_dtensor.config import DTensorConfig
 from rl_dtensor.parallel.sizes import SECTION
 
-FAMILIES = ("qwen2_5_vl", "qwen3_vl", "gemma3", "idefics3", "smolvlm", "internvl")
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma3", "idefics3", "smolvlm", "internvl")
 """Model types that train with images."""
 
-SIZED = ("qwen2_5_vl", "qwen3_vl")
+SIZED = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
 """Those of them whose image processors scale images to a number of pixels."""
 
 BOTH_WAYS = ("gemma3",)
