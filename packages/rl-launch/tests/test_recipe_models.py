@@ -16,6 +16,8 @@ SHAPES = {
     "Qwen/Qwen2.5-1.5B": (28, 12, 2, 0, 131072),
     "Qwen/Qwen2.5-1.5B-Instruct": (28, 12, 2, 0, 32768),
     "Qwen/Qwen2.5-7B-Instruct": (28, 28, 4, 0, 32768),
+    "Qwen/Qwen2.5-VL-3B-Instruct": (36, 16, 2, 0, 128000),
+    "Qwen/Qwen2.5-VL-7B-Instruct": (28, 28, 4, 0, 128000),
     "Qwen/Qwen2.5-32B": (64, 40, 8, 0, 131072),
     "Qwen/Qwen3-30B-A3B": (48, 32, 4, 128, 40960),
     "Qwen/Qwen3-4B-Instruct-2507": (36, 32, 8, 0, 262144),

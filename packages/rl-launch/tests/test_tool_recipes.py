@@ -11,7 +11,7 @@ from rl_algos.rollouts.data import load, prepare
 from rl_algos.sft.data import prepare_examples
 from rl_algos.tiny_model import UNKNOWN, make_tokenizer
 from rl_core.environments.instance import instance_of, tools_of
-from rl_launch.model_files.local_models import MADE_HERE, TINY, WARMED_UP
+from rl_launch.model_files.local_models import MADE_HERE, TINY, TINY_VISION, WARMED_UP
 from rl_launch.run_config.reading import read_plan
 
 ON_CPU = ["cluster.device=cpu"]
@@ -64,11 +64,12 @@ def test_a_warm_up_learns_how_its_environment_is_answered(recipe):
 
 
 def test_every_warmed_up_model_comes_from_the_tiny_one_and_starts_a_recipe():
-    assert {TINY, *WARMED_UP} == MADE_HERE
+    assert {TINY, TINY_VISION, *WARMED_UP} == MADE_HERE
     for recipe in WARMED_UP.values():
-        assert read_plan(recipe, ON_CPU).config.policy.model_name == TINY
+        begins = TINY_VISION if recipe == "sft-vlm-tiny" else TINY
+        assert read_plan(recipe, ON_CPU).config.policy.model_name == begins
     started = {read_plan(recipe, ON_CPU).config.policy.model_name for recipe in TINY_RECIPES}
-    assert started == set(WARMED_UP) - {"tiny-arithmetic-sft"}
+    assert started == set(WARMED_UP) - {"tiny-arithmetic-sft", "tiny-vision-sft"}
 
 
 def test_the_policy_of_grpo_tools_is_shown_python():

@@ -105,6 +105,9 @@ DATASETS: Mapping[str, HubDataset] = {
         splits={"train": "validation", "validation": "test"},
         environment="math",
     ),
+    "HuggingFaceH4/llava-instruct-mix-vsft": HubDataset(
+        "conversations about photographs that LLaVA learned from", splits=_TESTED
+    ),
     "hiyouga/geometry3k": HubDataset("geometry problems with a figure", "geometry3k", environment="math"),
     "leonardPKU/clevr_cogen_a_train": HubDataset(
         "questions that count objects in rendered scenes", "clevr_count", splits=_ONLY_TRAIN, environment="math"

@@ -20,7 +20,7 @@ from rl_core.config import assemble, did_you_mean, load, resolve
 from rl_core.errors import ConfigError, DataError
 from rl_core.plugins import ALGORITHMS, DATASETS, Algorithm, algorithm_named, implementation_of, names
 from rl_launch.commands.explain import names_config
-from rl_launch.model_files.local_models import MADE_HERE, TINY, tiny_model
+from rl_launch.model_files.local_models import MADE_HERE, TINY, untrained_model
 from rl_launch.recipes import recipe_names
 from rl_launch.run_config.reading import read_plan
 from rl_launch.run_config.root_types import type_of
@@ -304,8 +304,8 @@ def _tokenizer(config: Any) -> Any:
 
     settings, model = config.policy.tokenizer, config.policy.model_name
     if settings.name in MADE_HERE:
-        settings = settings.model_copy(update={"name": str(tiny_model())})
-    folder = str(tiny_model()) if model in MADE_HERE else str(Path(model).expanduser())
+        settings = settings.model_copy(update={"name": str(untrained_model(settings.name))})
+    folder = str(untrained_model(model)) if model in MADE_HERE else str(Path(model).expanduser())
     tokenizer = load_tokenizer(settings, folder, config.policy.vision)
     require_chat_template(tokenizer)
     return tokenizer

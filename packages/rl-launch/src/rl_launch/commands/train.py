@@ -21,7 +21,7 @@ from rl_core.errors import ConfigError, RLError, RunDirectoryError
 from rl_core.plugins import AlgorithmEvaluation, export_suffixes
 from rl_launch.cluster.device import check_devices
 from rl_launch.cluster.ray_address import check_ray_address
-from rl_launch.model_files.local_models import MADE_HERE, TINY, WARMED_UP, models_folder, tiny_model
+from rl_launch.model_files.local_models import MADE_HERE, TINY, TINY_VISION, WARMED_UP, models_folder, untrained_model
 from rl_launch.model_files.model_facts import check_tokenizer
 from rl_launch.model_files.model_folder import adapter_problems
 from rl_launch.monitoring.run_monitoring import RunMonitoring, check_monitoring
@@ -271,7 +271,7 @@ def check_adapters_of_made_models(plan: RunPlan) -> None:
         section, lora = plan.section(key), plan.section(key).lora_cfg
         if section.model_name in MADE_HERE and lora.enabled and lora.target_modules and not lora.match_all_linear:
             # the warmed-up model, which takes minutes to make, has the same layers
-            folder = str(tiny_model())
+            folder = str(untrained_model(section.model_name))
             for problem in adapter_problems(f"{key}.lora_cfg.target_modules", folder, lora.target_modules):
                 raise ConfigError(f"{problem.key}: {problem.message}")
 
@@ -297,8 +297,8 @@ def _local_model(name: str) -> str:
     """The folder of a model that is made on this machine, made if need be; any other name unchanged, except that `~` is
     replaced by the home folder.
     """
-    if name == TINY:
-        return str(tiny_model())
+    if name in (TINY, TINY_VISION):
+        return str(untrained_model(name))
     if name in WARMED_UP:
         return str(_warmed_up_model(name))
     return str(Path(name).expanduser()) if name.startswith("~") else name
@@ -328,10 +328,10 @@ def _warmed_up_model(name: str) -> Path:
     run_dir = finished.with_name(finished.name.replace(name, recipe, 1))
     if not finished.exists():
         if other := holder(run_dir):
-            _log.info("waiting for %s, which trains %s by SFT in %s", other, TINY, run_dir)
+            _log.info("waiting for %s, which trains %s by SFT in %s", other, plan.config.policy.model_name, run_dir)
             while holder(run_dir):
                 time.sleep(1)
-        _log.info("training %s by SFT once, in %s", TINY, run_dir)
+        _log.info("training %s by SFT once, in %s", plan.config.policy.model_name, run_dir)
         train(plan, run_dir=run_dir, title="warm-up").exit_if_stopped()
         with suppress(FileExistsError):  # the one that was waited for has made it meanwhile
             finished.symlink_to((newest_checkpoint(run_dir) / "hf").relative_to(finished.parent), True)

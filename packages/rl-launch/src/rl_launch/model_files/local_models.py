@@ -14,6 +14,9 @@ _log = logging.getLogger(__name__)
 TINY = "tiny-arithmetic"
 """A Qwen3 of about 0.7M parameters with random weights, and a tokenizer of single characters."""
 
+TINY_VISION = "tiny-vision"
+"""A Qwen2.5-VL of about 0.6M parameters with random weights, and a tokenizer of single characters."""
+
 WARMED_UP: Mapping[str, str] = {
     "tiny-arithmetic-sft": "sft-arithmetic",
     "tiny-tools-sft": "sft-tools-tiny",
@@ -21,12 +24,15 @@ WARMED_UP: Mapping[str, str] = {
     "tiny-sliding-puzzle-sft": "sft-sliding-puzzle-tiny",
     "tiny-nim-sft": "sft-nim-tiny",
     "tiny-proposer-sft": "sft-proposer-tiny",
+    "tiny-vision-sft": "sft-vlm-tiny",
 }
-"""The same after a recipe of supervised fine-tuning, by name: it gets some rows right, so that rewards differ from the
+"""These after a recipe of supervised fine-tuning, by name: it gets some rows right, so that rewards differ from the
 first step."""
 
-MADE_HERE = frozenset({TINY, *WARMED_UP})
+MADE_HERE = frozenset({TINY, TINY_VISION, *WARMED_UP})
 """Names of the models that are made on this machine."""
+
+_OF_IMAGES = frozenset({TINY_VISION, "tiny-vision-sft"})
 
 
 def model_folders(models: Mapping[str, ModelConfig]) -> dict[str, str]:
@@ -43,6 +49,24 @@ def model_folders(models: Mapping[str, ModelConfig]) -> dict[str, str]:
 def models_folder() -> Path:
     """The folder of the models that are made here."""
     return default_root().parent / "models"
+
+
+def untrained_model(name: str) -> Path:
+    """The folder of the untrained model that one of `MADE_HERE` is or begins as, made if it is not there yet. It has
+    the tokenizer and the layers of the model."""
+    return tiny_vision_model() if name in _OF_IMAGES else tiny_model()
+
+
+def tiny_vision_model() -> Path:
+    """The folder of `tiny-vision`, made if it is not there yet."""
+    folder = models_folder() / TINY_VISION
+    if not (folder / "model.safetensors").exists():
+        # imports transformers, which takes a second
+        from rl_algos.tiny_vision_model import make_tiny_vision_model
+
+        _log.info("making %s in %s", TINY_VISION, folder)
+        make_tiny_vision_model(folder)
+    return folder
 
 
 def tiny_model() -> Path:

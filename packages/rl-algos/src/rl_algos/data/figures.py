@@ -1,0 +1,130 @@
+"""Generated pictures of coloured squares, with questions that a tiny vision-language model learns in minutes."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import Field
+
+from rl_algos.data.lazily import Lazily
+from rl_algos.data.permutation import permutation
+from rl_algos.data.row_images import PLACE
+from rl_core.config import Config
+from rl_core.errors import ConfigError, DataError
+from rl_core.plugins import DatasetPlugin, Requirement
+
+SQUARE = 28
+"""Pixels of a side of a square, which is a token of the tiny model."""
+
+COLOURS: Mapping[str, tuple[int, int, int]] = {"red": (230, 30, 30), "green": (30, 200, 60), "blue": (40, 60, 230)}
+
+
+class FiguresSettings(Config):
+    """Generated pictures of coloured squares, and questions about them."""
+
+    task: Literal["count", "area"] = "count"
+    """`count`: how many of the squares have a colour. `area`: the number of squares of a rectangle in one colour."""
+    grid: int = Field(default=2, ge=2, le=3)
+    """Squares on each side of a picture; the pictures of `area` have one more."""
+    num_rows: int | None = Field(default=None, gt=0)
+    """Rows of the split; all its questions if unset."""
+    validation_fraction: float = Field(default=0.1, gt=0, lt=1)
+    """Share of all questions that are reserved for validation."""
+    seed: int = Field(default=0, ge=0)
+    """Seed of the choice of questions for validation, and of the order of rows."""
+
+
+def load(settings: Mapping[str, Any], split: str) -> Sequence[dict[str, Any]]:
+    """Rows with a picture; `train` and `validation` share no question about a picture.
+
+    A row has `messages`, `images`, `answer` and `environment`, so that it serves reinforcement learning and supervised
+    fine-tuning alike. Pictures are drawn when a row is read.
+
+    Raises:
+        DataError: If the split is unknown, or has fewer questions than the requested rows.
+        ConfigError: If pillow is not installed.
+    """
+    config = FiguresSettings.model_validate(dict(settings))
+    if split not in ("train", "validation"):
+        raise DataError(f"figures has the splits train and validation, got {split!r}")
+    total = _num_counts(config.grid) if config.task == "count" else len(_rectangles(config.grid + 1))
+    order = permutation(total, config.seed)
+    num_held_out = max(1, round(config.validation_fraction * total))
+    chosen = order[:num_held_out] if split == "validation" else order[num_held_out:]
+    count = len(chosen) if config.num_rows is None else config.num_rows
+    if count > len(chosen):
+        raise DataError(
+            f"figures: {split} has {len(chosen)} different questions, got num_rows: {count}. Lower num_rows, or "
+            "increase grid"
+        )
+    make = _counted if config.task == "count" else _measured
+    return Lazily(count, lambda index: make(config.grid, int(chosen[index])))
+
+
+DATASET = DatasetPlugin(
+    name="figures",
+    load="rl_algos.data.figures:load",
+    requirement=Requirement("rl-algos"),
+    settings=FiguresSettings,
+)
+
+
+def _num_counts(grid: int) -> int:
+    num_colours: int = len(COLOURS)
+    return num_colours ** (grid * grid) * num_colours
+
+
+def _counted(grid: int, number: int) -> dict[str, Any]:
+    """A picture of squares of any colours, and the number of those of one colour."""
+    number, asked = divmod(number, len(COLOURS))
+    squares = []
+    for _ in range(grid * grid):
+        number, colour = divmod(number, len(COLOURS))
+        squares.append(colour)
+    name = list(COLOURS)[asked]
+    return _row(np.array(squares).reshape(grid, grid), f"How many {name}?", squares.count(asked))
+
+
+def _rectangles(grid: int) -> list[tuple[int, ...]]:
+    """All rectangles in a grid, as top, bottom, left and right, in each colour on each other one."""
+    sides = list(combinations(range(grid + 1), 2))
+    pairs = [(ink, paper) for ink in range(len(COLOURS)) for paper in range(len(COLOURS)) if ink != paper]
+    return [(*rows, *columns, *pair) for rows in sides for columns in sides for pair in pairs]
+
+
+def _measured(grid: int, number: int) -> dict[str, Any]:
+    """A picture of a rectangle, and its area."""
+    top, bottom, left, right, ink, paper = _rectangles(grid + 1)[number]
+    squares = np.full((grid + 1, grid + 1), paper)
+    squares[top:bottom, left:right] = ink
+    return _row(squares, f"Area of {list(COLOURS)[ink]}?", (bottom - top) * (right - left))
+
+
+def _row(squares: np.ndarray, question: str, answer: int) -> dict[str, Any]:
+    return {
+        "messages": [{"role": "user", "content": f"{PLACE}{question}"}],
+        "images": [_picture(squares)],
+        "answer": str(answer),
+        "environment": "math",
+    }
+
+
+def _picture(squares: np.ndarray) -> bytes:
+    """A PNG file.
+
+    Args:
+        squares: Numbers of colours, `[rows, columns]`.
+    """
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise ConfigError("data: the dataset figures needs pillow: pip install 'rl-core[vision]'") from error
+    colours = np.array(list(COLOURS.values()), dtype=np.uint8)
+    pixels = colours[squares].repeat(SQUARE, axis=0).repeat(SQUARE, axis=1)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()
