@@ -33,6 +33,9 @@ from rl_core.errors import WorkerEnvironmentError as WorkerEnvironmentError
 from rl_core.errors import WorkerError as WorkerError
 from rl_core.errors import WorkerStalled as WorkerStalled
 from rl_core.exports import lazy_exports as lazy_exports
+from rl_core.images import ImageError as ImageError
+from rl_core.images import ImageRef as ImageRef
+from rl_core.images import ImageStore as ImageStore
 from rl_core.metrics import Metric as Metric
 from rl_core.model import ENTROPY as ENTROPY
 from rl_core.model import LOGPROBS as LOGPROBS

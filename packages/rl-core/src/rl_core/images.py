@@ -12,6 +12,7 @@ import os
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from io import BytesIO
@@ -126,12 +127,18 @@ class ImageStore:
             raise ImageError(f"the image has {len(data):,} bytes; at most {self.limits.max_bytes:,} are accepted")
         digest = digest_of(data)
         path = self.path(digest)
-        is_kept = path.is_file() and path.stat().st_size == len(data)
-        image = self._checked(data, decode=not is_kept)
+        with self._refusals():
+            image = self._opened(data)
+            width, height = image.size
+            turned = _orientation(image) in _TURNED
+            is_kept = path.is_file() and path.stat().st_size == len(data)
+            if not is_kept:
+                # reads the whole file, of a JPEG at an eighth of its size
+                image.draft("RGB", (max(width // 8, 1), max(height // 8, 1)))
+                image.load()
         if not is_kept:
             _write(path, data)
-        width, height = image.size
-        return ImageRef(digest, *((height, width) if _orientation(image) in _TURNED else (width, height)))
+        return ImageRef(digest, *((height, width) if turned else (width, height)))
 
     def open(self, digest: str) -> Image:
         """Return the pixels of an image in RGB, turned as its file asks for; transparent parts are white.
@@ -147,17 +154,21 @@ class ImageStore:
             raise ImageError(f"the image {digest} is not in {self.folder}") from None
         if digest_of(data) != digest:
             raise ImageError(f"the file of the image {digest} in {self.folder} is damaged; remove it")
-        return _upright_rgb(self._checked(data, decode=True))
+        with self._refusals():
+            return _upright_rgb(self._opened(data))
 
-    def _checked(self, data: bytes, *, decode: bool) -> ImageFile:
-        """Return the image of a file; its size is checked before a pixel is decoded."""
+    def _opened(self, data: bytes) -> ImageFile:
+        """Return the image of a file, of which no pixel is decoded yet: its size is checked first."""
+        image: ImageFile = _pillow().open(BytesIO(data), formats=FORMATS)
+        self._check_header(image)
+        return image
+
+    @contextmanager
+    def _refusals(self) -> Iterator[None]:
+        """Raise an `ImageError` for what decoders raise."""
         pillow = _pillow()
         try:
-            image: ImageFile = pillow.open(BytesIO(data), formats=FORMATS)
-            self._check_header(image)
-            if decode:
-                image.load()
-                _orientation(image)
+            yield
         except (ImageError, ImportError):
             raise
         except pillow.UnidentifiedImageError:
@@ -166,7 +177,6 @@ class ImageStore:
             raise ImageError(self._too_large("far too many")) from None
         except Exception as error:  # noqa: BLE001 - decoders raise errors of any kind for damaged files
             raise ImageError(f"the image is truncated or damaged ({_one_line(error)})") from None
-        return image
 
     def _check_header(self, image: ImageFile) -> None:
         width, height = image.size

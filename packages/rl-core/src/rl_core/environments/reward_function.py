@@ -228,7 +228,7 @@ def _token_ids(conversation: Conversation) -> list[int] | None:
 def _prompt(conversation: Conversation) -> str:
     """Text of the newest message before the policy's."""
     content = next((m.get("content") for m in reversed(conversation.messages) if m.get("role") != "assistant"), "")
-    if isinstance(content, list):
+    if isinstance(content, list | tuple):
         return "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
     return "" if content is None else str(content)
 
