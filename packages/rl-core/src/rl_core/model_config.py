@@ -419,10 +419,14 @@ def local_hf_config(policy: ModelConfig) -> dict[str, Any]:
     return with_overrides(language_fields(fields), policy.hf_config_overrides) if fields else {}
 
 
-def local_image_token(policy: ModelConfig) -> int | None:
-    """Id of the tokens that stand for an image in the input of a model on this machine that is trained with images;
-    None for any other model."""
-    return image_token(local_whole_config(policy)) if policy.vision.enabled else None
+def local_whole_config(policy: ModelConfig) -> dict[str, Any]:
+    """Fields of the whole Hugging Face config of a model, without overrides, if its `config.json` is on this machine;
+    empty if it is not, or is not valid JSON."""
+    try:
+        fields = json.loads((Path(policy.model_name).expanduser() / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return fields if isinstance(fields, dict) else {}
 
 
 def local_family(policy: ModelConfig) -> str | None:
@@ -432,14 +436,10 @@ def local_family(policy: ModelConfig) -> str | None:
     return family if isinstance(family, str) else None
 
 
-def local_whole_config(policy: ModelConfig) -> dict[str, Any]:
-    """Fields of the whole Hugging Face config of a model, without overrides, if its `config.json` is on this machine;
-    empty if it is not, or is not valid JSON."""
-    try:
-        fields = json.loads((Path(policy.model_name).expanduser() / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return fields if isinstance(fields, dict) else {}
+def local_image_token(policy: ModelConfig) -> int | None:
+    """Id of the tokens that stand for an image in the input of a model on this machine that is trained with images;
+    None for any other model."""
+    return image_token(local_whole_config(policy)) if policy.vision.enabled else None
 
 
 def is_composite(fields: Mapping[str, Any]) -> bool:

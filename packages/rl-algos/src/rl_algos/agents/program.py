@@ -25,6 +25,7 @@ from rl_algos.agents.session import AgentSession
 from rl_algos.agents.task_board import LeaseExpired, TaskBoard
 from rl_algos.rollouts.agent_config import AgentConfig
 from rl_core.errors import EnvironmentFailed
+from rl_core.images import image_digests
 from rl_core.plugins.user_code import FromFile
 from rl_core.rollouts.environment import Conversation
 from rl_core.rollouts.program import GenerationClient
@@ -99,7 +100,13 @@ class AgentProgram:
 
         Raises:
             AgentFailed: If the agent fails, there is no reward, or it was killed `MAX_RESTARTS` times and once more.
+            ValueError: If the prompt has images, which agents are not given.
         """
+        if image_digests(prompt.messages):
+            raise ValueError(
+                "the prompt has images, but agents call the policy with text only; remove the section `agent`, or the "
+                "images"
+            )
         num_restarts = 0
         while True:
             try:
