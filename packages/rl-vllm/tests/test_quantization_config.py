@@ -19,7 +19,7 @@ from rl_vllm import VllmConfig, VllmGenerator, preflight
 from rl_vllm.engine import quantisation_kernels
 from rl_vllm.engine.arguments import engine_arguments
 from rl_vllm.plugin import PLUGIN, adapter_problem
-from rl_vllm.quantization_config import QuantizationConfig
+from rl_vllm.quantization_config import ROUTERS, QuantizationConfig
 
 PER_CHANNEL = QuantizationConfig(method="fp8_per_channel")
 
@@ -97,7 +97,7 @@ def test_vllm_gets_the_method_and_the_layers_that_keep_their_precision(tmp_path:
     args = found.quantization_config
     assert args.moe is None
     assert str(args.linear) == "fp8_per_block_static"
-    assert args.ignore == ["*layers.0.*", "*layers.2.*", "*layers.3.*", "*.o_proj"]
+    assert args.ignore == [*ROUTERS, "*layers.0.*", "*layers.2.*", "*layers.3.*", "*.o_proj"]
     assert found.load_format == "dummy", "scales are made of the weights that are sent"
 
 

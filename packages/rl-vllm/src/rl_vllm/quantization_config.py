@@ -10,6 +10,9 @@ from rl_core.config import Config, Problem, ProblemError, WhenChanged
 
 Method = Literal["fp8_per_channel", "fp8_per_block", "fp8_per_tensor", "mxfp8", "nvfp4"]
 
+ROUTERS = ("*.gate", "*.router", "*.shared_expert_gate")
+"""Patterns of the names of linear layers that choose experts."""
+
 _REFUSED_METHODS = {
     "mxfp8": (
         "stores scales in an order that vLLM's kernels choose, so that a weight sync could not be verified against "
@@ -23,8 +26,8 @@ class QuantizationConfig(Config):
     """Rollouts with quantised weights.
 
     The policy sends its weights in `policy.precision`. Every rank of the engine quantises them again at each weight
-    sync, and the sync is refused if the engine does not hold what its recipe gives. Embeddings, the head, norms and
-    the experts of a mixture keep their precision.
+    sync, and the sync is refused if the engine does not hold what its recipe gives. Embeddings, the head, norms,
+    routers and the experts of a mixture keep their precision.
     """
 
     when_changed = WhenChanged.RESUME
@@ -62,4 +65,4 @@ class QuantizationConfig(Config):
         """
         first = range(min(self.num_first_layers_in_bf16, num_layers))
         last = range(max(num_layers - self.num_last_layers_in_bf16, 0), num_layers)
-        return [*(f"*layers.{layer}.*" for layer in sorted({*first, *last})), *self.ignored_layers]
+        return [*ROUTERS, *(f"*layers.{layer}.*" for layer in sorted({*first, *last})), *self.ignored_layers]

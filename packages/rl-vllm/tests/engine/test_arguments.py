@@ -90,7 +90,6 @@ def test_weights_that_will_be_sent_are_not_loaded(folder: Path) -> None:
 def test_weights_are_loaded_if_some_of_them_come_from_the_files_alone(folder: Path) -> None:
     awaiting = Placement("cuda", awaits_weights=True)
     assert started_with(folder, awaiting, kv_cache_dtype="fp8").load_format == "auto"
-    assert started_with(folder, awaiting, vllm_kwargs={"quantization": "fp8"}).load_format == "auto"
 
 
 def test_an_engine_computes_with_dequantised_weights_if_they_will_be_sent(folder: Path) -> None:
@@ -98,7 +97,9 @@ def test_an_engine_computes_with_dequantised_weights_if_they_will_be_sent(folder
     awaiting = Placement("cuda", awaits_weights=True)
     assert started_with(folder, awaiting).hf_overrides == AsSent({})
     assert started_with(folder, awaiting).load_format == "dummy"
-    assert started_with(folder, awaiting, vllm_kwargs={"quantization": "fp8"}).hf_overrides == {}
+    quantised = started_with(folder, awaiting, quantization={"method": "fp8_per_channel"})
+    assert quantised.hf_overrides == AsSent({}), "what the engine quantises itself, it makes of what is sent"
+    assert started_with(folder, awaiting, kv_cache_dtype="fp8").hf_overrides == {}
     assert started_with(folder, Placement("cuda")).hf_overrides == {}
 
 

@@ -81,3 +81,12 @@ def test_bytecode_goes_to_the_cache_only_where_there_is_none(tmp_path: Path, mon
     compiled.parent.mkdir()
     compiled.write_bytes(b"")
     assert process_env.bytecode_folder(environ) is None
+
+
+def test_engines_that_quantise_leave_out_the_kernels_that_quantise_twice() -> None:
+    for chosen, expected in (({}, "0"), ({"VLLM_USE_DEEP_GEMM": "1"}, "1")):
+        environ = dict(chosen)
+        process_env.apply(
+            Placement("cuda"), eager=True, num_ranks=1, own_process=False, environ=environ, quantises=True
+        )
+        assert environ["VLLM_USE_DEEP_GEMM"] == expected

@@ -107,7 +107,8 @@ class BackendPlugin:
     Args:
         name: As users write it.
         key: Where its config lives, in a model's section (`dtensor_cfg`) or in `policy.generation` (`vllm_cfg`).
-        config: Type of that config; a training backend's extends `rl_core.model_config.BackendConfig`.
+        config: Type of that config; a training backend's extends `rl_core.model_config.BackendConfig`, an engine's that
+            may compute in fewer bits `rl_core.model_config.EngineConfig`.
         worker: `"package.module:Class"`, a `ModelWorker` or a `Generator`, imported in the worker's environment.
         requirement: What that environment needs.
         preload: Function from the backend's config and the device to what its workers import in any case; if None, the
