@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from vllm import _custom_ops as ops
+from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.kernels.linear import init_fp8_linear_kernel
 from vllm.model_executor.kernels.linear.scaled_mm import MarlinFP8ScaledMMLinearKernel
 from vllm.model_executor.layers.quantization.online.fp8 import OnlineLinearBase
@@ -25,7 +26,9 @@ def quantisation_problems(quantization: QuantizationConfig | None, kv_cache_dtyp
         quantization: Settings of the weights; None if they are not quantised.
         kv_cache_dtype: Dtype of the KV cache.
     """
-    found = []
+    found: list[str] = []
+    if not current_platform.is_cpu() and not torch.cuda.is_available():
+        return found  # a machine without the engine's devices; the engine checks its own
     if quantization is not None:
         reasons = {method: _method_problem(method) for method in METHODS}
         if reason := reasons[quantization.method]:
@@ -42,8 +45,6 @@ def quantisation_problems(quantization: QuantizationConfig | None, kv_cache_dtyp
 
 def _method_problem(method: str) -> str:
     """Why this machine cannot run a method; empty if it can. vLLM chooses its kernel for a layer of a common size."""
-    from vllm.config import VllmConfig, set_current_vllm_config
-
     try:
         with set_current_vllm_config(VllmConfig()):
             _try_method(METHODS[method])
@@ -53,7 +54,7 @@ def _method_problem(method: str) -> str:
 
 
 def _try_method(kind: type[OnlineLinearBase]) -> None:
-    """Make a method's kernel, and quantise a small matrix by the kernel that it quantises with."""
+    """Make a method's kernel. On CPU, quantise a small matrix as well: some builds of vLLM lack the kernel for it."""
     recipe = RECIPES[kind]
     keys = {"per_channel": kFp8StaticChannelSym, "per_block": kFp8Static128BlockSym, "per_tensor": kFp8StaticTensorSym}
     kernel = init_fp8_linear_kernel(
@@ -65,9 +66,13 @@ def _try_method(kind: type[OnlineLinearBase]) -> None:
     )
     if recipe.granularity == "per_channel" and isinstance(kernel, MarlinFP8ScaledMMLinearKernel):
         raise ValueError("it needs a kernel that multiplies in 8 bits (GPUs from compute capability 8.9 on)")
-    if recipe.granularity == "per_tensor":
-        weight = torch.ones(16, 16, dtype=torch.bfloat16, device=current_platform.device_type)
-        ops.scaled_fp8_quant(weight, scale=torch.ones(1, device=weight.device))
+    if recipe.granularity == "per_tensor" and current_platform.is_cpu():
+        try:
+            ops.scaled_fp8_quant(torch.ones(16, 16, dtype=torch.bfloat16), scale=torch.ones(1))
+        except RuntimeError as error:
+            raise ValueError(
+                "vLLM's build for this CPU has no kernel that quantises a matrix with one scale"
+            ) from error
 
 
 def _cache_problem() -> str:
