@@ -8,9 +8,10 @@
     python benchmarks/gpu_check.py --gpus 2 --device rehearsal
 
 It needs torch, transformers, peft, safetensors, numpy, pydantic, omegaconf and PyYAML; megatron-core and psutil for the
-section `megatron`; vLLM for `engine`; for `train` also Ray and what else `rl-launch` depends on. A section whose
-packages are missing says so and is skipped. The packages of this repository need not be installed: they are taken from
-`packages/*/src` of the checkout. For a machine without a package index, `tools/carry.py` packs what is missing there.
+section `megatron`; torchao for `float8`; vLLM for `engine`; for `train` also Ray and what else `rl-launch` depends on.
+A section whose packages are missing says so and is skipped. The packages of this repository need not be installed: they
+are taken from `packages/*/src` of the checkout. For a machine without a package index, `tools/carry.py` packs what is
+missing there.
 
 Every section prints a verdict per check against a named oracle: ok, off, failed or skipped. A section that fails, ends
 its process or runs over its budget is reported, and the others still run. Measurements are listed once more at the end,

@@ -68,6 +68,11 @@ SECTIONS = {
         "A step of rl-dtensor's worker: its loss, gradient, speed and memory by layout and recomputation.",
         DTENSOR,
     ),
+    "float8": Section(
+        "gpu_check.float8:check",
+        "Linear layers of rl-dtensor in float8: products, gradients, speed and steps by recipe.",
+        (*DTENSOR, "torchao"),
+    ),
     "syncs": Section(
         "gpu_check.syncs:check", "Places at which the host waits for the device during a training step.", DTENSOR
     ),

@@ -190,3 +190,34 @@ def test_deep_ep_needs_gpus_and_bfloat16():
     assert "bfloat16" in problems(dtensor_cfg=chosen, device="cuda", precision="float32")[key].remedy
     assert not problems(dtensor_cfg=chosen, device="cuda", precision="bfloat16")
     assert not problems(dtensor_cfg=chosen, device="auto", precision="bfloat16")
+
+
+def test_float8_needs_a_gpu_or_says_that_it_is_an_emulation():
+    key = "dtensor_cfg.float8.enabled"
+    found = problems(dtensor_cfg={"float8": {"enabled": True}})
+    assert "compute capability 8.9 or higher, but the device is cpu" in found[key].message
+    assert "dtensor_cfg.float8.emulate=true" in found[key].remedy
+    assert key in problems(dtensor_cfg={"float8": {"enabled": True}}, device="rehearsal")
+    assert not problems(dtensor_cfg={"float8": {"enabled": True}}, device="cuda")
+    assert not problems(dtensor_cfg={"float8": {"enabled": True, "emulate": True}})
+    found = problems(dtensor_cfg={"float8": {"enabled": True}}, device="cuda", precision="float32")
+    assert "precision=bfloat16" in found[key].remedy
+
+
+def test_torchao_is_installed_only_where_it_is_asked_for():
+    assert not PLUGIN.further(DTensorConfig())
+    (needed,) = PLUGIN.further(DTensorConfig(float8={"enabled": True, "emulate": True}))
+    assert (needed.distribution, needed.extras["cuda"]) == ("rl-dtensor", ("float8",))
+
+
+@pytest.mark.parametrize(
+    ("dtensor_cfg", "policy", "key", "advice"),
+    [
+        ({}, {"lora_cfg": {"enabled": True}}, "dtensor_cfg.qat.enabled", "lora_cfg.enabled=false"),
+        ({"float8": {"enabled": True, "emulate": True}}, {}, "dtensor_cfg.qat.enabled", "Remove dtensor_cfg.float8"),
+        ({"qat": {"enabled": True, "format": "mxfp4", "group_size": 64}}, {}, "dtensor_cfg.qat.group_size", "emove"),
+    ],
+)
+def test_rounding_that_contradicts_other_settings_is_refused(dtensor_cfg, policy, key, advice):
+    found = problems(dtensor_cfg={"qat": {"enabled": True}, **dtensor_cfg}, **policy)
+    assert advice in found[key].remedy

@@ -171,3 +171,19 @@ def test_names_that_moved_are_handed_to_megatron(pretended, monkeypatch):
     for found, expected in zip(*results, strict=True):
         torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
     assert engine_names.found("transformer_engine.pytorch.module.base:get_workspace") is None
+
+
+@pytest.mark.parametrize(
+    ("recipe", "found", "remedy"),
+    [
+        ("tensorwise", (8, 0), "set megatron_cfg.fp8_cfg.enabled=false"),
+        ("blockwise", (8, 9), "set it to delayed or tensorwise"),
+        ("mxfp8", (9, 0), "set it to delayed or tensorwise or blockwise"),
+        ("blockwise", (9, 0), ""),
+        ("mxfp8", (10, 0), ""),
+    ],
+)
+def test_a_recipe_that_a_gpu_does_not_run_is_refused(recipe, found, remedy):
+    problem = preflight.capability_problem(recipe, found)
+    assert problem.endswith(remedy)
+    assert bool(problem) == bool(remedy)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from rl_core.config import WhenChanged
+from rl_core.config import Config, WhenChanged
 from rl_core.model_config import BackendConfig
 
 Style = Literal[
@@ -32,6 +32,60 @@ GradientAccumulation = Literal["auto", "sharded", "unsharded"]
 
 ExpertDispatcher = Literal["all_to_all", "deep_ep"]
 """Transport of tokens to the ranks of their experts; see `rl_dtensor.parallel.dispatch`."""
+
+
+Float8Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
+"""Recipes of torchao; see `rl_dtensor.model.float8`."""
+
+
+class Float8Config(Config):
+    """Matrix products of linear layers in 8 bits (float8), by torchao."""
+
+    enabled: bool = False
+    """Compute the products of linear layers, forward and backward, on 8-bit values with scales that are measured in
+    every pass. Parameters, gradients, optimizer state, checkpoints and weight sync keep their precision. The head, the
+    embedding, routers, stacked experts and adapters keep `precision`. Needs `rl-dtensor[float8]` and GPUs of compute
+    capability 8.9 or higher, or `emulate`."""
+    recipe: Float8Recipe = "rowwise"
+    """Values that share a scale: all of a tensor (`tensorwise`, the fastest; gradients have 5 bits of exponent), or
+    each row and column (`rowwise`, with powers of two as scales). `rowwise_with_gw_hp` computes the gradients of
+    weights in `precision`, the most exact."""
+    emulate: bool = False
+    """Round values to 8 bits and multiply them in `precision`: the error of float8 without its speed, on any device.
+    For tests, and to find out what a recipe does to a model without a GPU."""
+    num_first_layers_in_bf16: int = Field(default=0, ge=0)
+    """Number of layers at the start of the model that keep `precision`."""
+    num_last_layers_in_bf16: int = Field(default=0, ge=0)
+    """Number of layers at the end of the model that keep `precision`."""
+    exclude_modules: list[str] = []
+    """Names, or endings of names, of linear layers that keep `precision`, such as `o_proj` or `mlp.down_proj`."""
+
+
+class QATConfig(Config):
+    """Quantisation-aware training: the model trains with the rounded weights that an engine will serve."""
+
+    when_changed: ClassVar[WhenChanged | None] = WhenChanged.BRANCH
+
+    enabled: bool = False
+    """Compute with weights of linear layers that are rounded to `format` in every pass; gradients pass the rounding
+    unchanged (the straight-through estimator, arXiv:1308.3432). Parameters, checkpoints and exports keep the exact
+    weights, whose rounding `rl convert --quantize` writes for engines. The head, the embedding, routers and stacked
+    experts are not rounded."""
+    format: Literal["int4", "mxfp4", "float8"] = "int4"
+    """Format of the weights: 4-bit integers with a scale for each group of `group_size` inputs (`int4`, symmetric, as
+    w4a16 checkpoints have them), 4-bit floating point with a power of two for each 32 inputs (`mxfp4`), or 8-bit
+    floating point with a scale per output (`float8`)."""
+    group_size: int = Field(default=128, gt=0)
+    """Number of inputs that share a scale. Used only for `int4`."""
+    sync: Annotated[Literal["rounded", "exact"], WhenChanged.RESUME] = "rounded"
+    """Weights that generators receive: `rounded` ones, so that an engine which computes in `precision` samples from the
+    policy that is trained; or `exact` ones, for an engine that rounds them itself in the same format."""
+    num_first_layers_in_bf16: int = Field(default=0, ge=0)
+    """Number of layers at the start of the model whose weights are not rounded."""
+    num_last_layers_in_bf16: int = Field(default=0, ge=0)
+    """Number of layers at the end of the model whose weights are not rounded."""
+    exclude_modules: list[str] = []
+    """Names, or endings of names, of linear layers whose weights are not rounded."""
 
 
 class DTensorConfig(BackendConfig):
@@ -103,3 +157,5 @@ class DTensorConfig(BackendConfig):
     and gates, where no fused kernel computes them. Matrix products, attention, experts and communication stay outside.
     One program serves rows of all lengths. It is made when it first runs, in every process; on `cpu` that needs a C++
     compiler. Of families that `fused_kernels` covers, nothing is left to compile."""
+    float8: Float8Config = Float8Config()
+    qat: QATConfig = QATConfig()

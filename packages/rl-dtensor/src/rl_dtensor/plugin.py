@@ -12,6 +12,7 @@ from rl_core.plugins import BackendPlugin, Requirement
 from rl_core.run_config import RunConfig
 from rl_core.selfcheck.cases import MeshCase, at_most_two
 from rl_dtensor.config import DTensorConfig
+from rl_dtensor.model.low_precision_checks import low_precision_problems
 from rl_dtensor.model.settings import device_problems, kernel_problems
 from rl_dtensor.model.vision.settings import vision_problems
 from rl_dtensor.parallel.sizes import combination_problems, num_ranks, shape_problems
@@ -35,6 +36,7 @@ SHAPING = (
 VISION = Requirement("rl-dtensor", {"cpu": ("vision",), "cuda": ("vision",)}, ("PIL", "torchvision"))
 
 FLASH = Requirement("rl-dtensor", extras={"cuda": ("flash",)})
+FLOAT8 = Requirement("rl-dtensor", extras={"cpu": ("float8",), "cuda": ("float8",)}, imports=("torchao",))
 
 
 def check_mesh(section: Any, config: RunConfig) -> Iterable[Problem]:
@@ -54,12 +56,15 @@ def check_vision(section: Any, config: RunConfig) -> Iterable[Problem]:
 def check_device(section: Any, config: RunConfig) -> Iterable[Problem]:
     """Settings that the run's device, or the model's precision, cannot run."""
     device = DEVICES.get(config.cluster.device)  # `auto` may still become any
-    yield from device_problems(section.dtensor_cfg, precision=section.precision, device=device)
+    backend, precision = section.dtensor_cfg, section.precision
+    yield from device_problems(backend, precision=precision, device=device)
+    yield from low_precision_problems(backend, section.lora_cfg, precision=precision, device=device)
 
 
 def kernels(config: DTensorConfig) -> tuple[Requirement, ...]:
-    """Return what the chosen attention needs in addition to torch, if a package index has it."""
-    return (FLASH,) if config.attention_backend == "flash_attention_2" else ()
+    """Return what the chosen attention and precision need in addition to torch, if a package index has it."""
+    flash = (FLASH,) if config.attention_backend == "flash_attention_2" else ()
+    return (*flash, FLOAT8) if config.float8.enabled else flash
 
 
 HELD_FAMILIES = frozenset(

@@ -11,6 +11,7 @@ from rl_core.model_config import ModelConfig, OptimizerConfig, SchedulerConfig
 from rl_core.torch.optim.optimizer import build_schedule
 from rl_dtensor.config import DTensorConfig
 from rl_dtensor.model.compilation import compiler_problem
+from rl_dtensor.model.float8 import import_problem
 from rl_dtensor.model.kernels import kernel_of
 from rl_dtensor.parallel.deep_ep import deep_ep_buffer
 from rl_dtensor.training.optimizer import build_sharded_optimizer
@@ -18,7 +19,7 @@ from rl_dtensor.training.optimizer import build_sharded_optimizer
 
 def check(section: Mapping[str, Any]) -> list[str]:
     """Problems of a model's section of a resolved config, as text: the optimizer and the schedules are built on one
-    parameter, the attention backend and the dispatcher of experts are imported."""
+    parameter; the attention backend, the dispatcher of experts and float8 are imported."""
     fields = ModelConfig.model_fields
     optimizer_config = OptimizerConfig.model_validate(section.get("optimizer", fields["optimizer"].default))
     schedules = [SchedulerConfig.model_validate(entry) for entry in section.get("scheduler", [])]
@@ -31,5 +32,8 @@ def check(section: Mapping[str, Any]) -> list[str]:
         build_schedule(schedules, optimizer)
     except ValueError as error:
         return [str(error)]
-    problem = compiler_problem() if backend.compile else ""
-    return [problem] if problem else []
+    problems = (
+        compiler_problem() if backend.compile else "",
+        import_problem() if backend.float8.enabled else "",
+    )
+    return [problem for problem in problems if problem]

@@ -17,7 +17,7 @@ from rl_core.data.ragged import Ragged
 from rl_core.errors import ConfigProblems, RLError
 from rl_core.model import LOGPROBS, SCORES, SavedFile
 from rl_launch.cli import app
-from rl_launch.commands import convert, convert_pickled
+from rl_launch.commands import convert, torch_conversion
 from rl_launch.commands.conversion_check import Probe
 from rl_launch.commands.conversion_source import checkpoint_of
 from rl_launch.commands.convert import Verification, _made, to_checkpoint, to_hugging_face
@@ -144,13 +144,13 @@ def pickled(model, monkeypatch):
     (model / "model.safetensors").rename(model / "pytorch_model.bin")
     seen = SimpleNamespace(calls=[], answer={"num_tensors": 1, "num_files": 1, "num_bytes": 4, "shared": ["a", "b"]})
 
-    def answer(python, source, target):
-        seen.calls.append((source, target))
+    def answer(python, script, source, target, *arguments):
+        seen.calls.append((source, target, *arguments))
         (target / "model.safetensors").write_text("weights")
         return seen.answer
 
-    monkeypatch.setattr(convert_pickled, "_answer", answer)
-    monkeypatch.setattr(convert_pickled.DriverEnvs, "provided", lambda specs, mode: provided(seen, specs, mode))
+    monkeypatch.setattr(torch_conversion, "_answer", answer)
+    monkeypatch.setattr(torch_conversion.DriverEnvs, "provided", lambda specs, mode: provided(seen, specs, mode))
     return seen
 
 
@@ -193,6 +193,36 @@ def test_a_problem_of_pickled_weights_leaves_nothing(pickled, tmp_path):
     answer = CliRunner().invoke(app, ["convert", "model", "out"])
     assert (answer.exit_code, "model: pytorch_model.bin holds more than tensors" in answer.stderr) == (2, True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
+
+
+def test_a_model_is_quantised_where_torch_is(model, pickled, tmp_path):
+    (model / "pytorch_model.bin").rename(model / "model.safetensors")
+    pickled.answer = {"num_quantised": 2, "num_bytes": 4, "num_bytes_before": 8, "relative_error": 0.1}
+    options = ["--quantize", "int4", "--group-size", "64", "--exclude", "o_proj", "--exclude", "model.layers.0"]
+    answer = CliRunner().invoke(app, ["convert", "model", "out", *options])
+    assert (answer.exit_code, answer.stdout) == (0, "out\n"), answer.stderr
+    [(source, target, settings)] = pickled.calls
+    assert (str(source), target.parent, target.name) == ("model", tmp_path, ".out.converting")
+    assert json.loads(settings) == {"format": "int4", "group_size": 64, "exclude": ["o_proj", "model.layers.0"]}
+    assert (tmp_path / "out/model.safetensors").read_text() == "weights"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--quantize", "int3"], "--quantize: got 'int3'; allowed: int4, mxfp4, float8"),
+        (["--quantize", "int4"], "--quantize: model is not a folder with a model in Hugging Face files"),
+        (["--quantize", "mxfp4", "--group-size", "64"], "--group-size has no effect with --quantize mxfp4"),
+        (["--quantize", "int4", "--to", "dtensor"], "--quantize cannot be combined with --to"),
+        (["--exclude", "o_proj"], "--group-size and --exclude have no effect without --quantize"),
+    ],
+)
+def test_a_quantisation_that_cannot_be_is_refused(pickled, tmp_path, arguments, message):
+    answer = CliRunner().invoke(app, ["convert", "model", "out", *arguments])
+    assert answer.exit_code == 2
+    assert message in " ".join(answer.stderr.split())
+    assert not pickled.calls
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_run_directory_stands_for_its_newest_checkpoint(run_dir):

@@ -12,6 +12,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from rl_core.model_config import ModelConfig, OptimizerConfig, SchedulerConfig
 from rl_core.torch.optim.optimizer import build_optimizer, build_schedule
+from rl_megatron.config import Fp8Config
 from rl_megatron.engine_names import name_problems
 from rl_megatron.transformer_fields import FUSIONS, WITH_TE
 
@@ -21,6 +22,10 @@ NO_DEEP_EP = (
     "cluster.worker_envs=shared; or set alltoall"
 )
 """Problem of a dispatcher that no environment has which is built for workers."""
+
+
+CAPABILITIES = {"delayed": (8, 9), "tensorwise": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0)}
+"""Lowest compute capability that a recipe of Transformer Engine runs on."""
 
 
 def check(section: Mapping[str, Any]) -> list[str]:
@@ -39,6 +44,10 @@ def check(section: Mapping[str, Any]) -> list[str]:
     has_te = importlib.util.find_spec("transformer_engine") is not None
     if is_8_bit and not has_te:
         return ["megatron_cfg.fp8_cfg.enabled needs Transformer Engine, which is not installed: rl-megatron[te]"]
+    if is_8_bit and torch.cuda.is_available():
+        recipe = Fp8Config.model_validate(backend["fp8_cfg"]).fp8_recipe
+        if problem := capability_problem(recipe, torch.cuda.get_device_capability()):
+            return [problem]
     if backend.get("moe_token_dispatcher_type") == "flex" and importlib.util.find_spec("deep_ep") is None:
         return [NO_DEEP_EP]
     given = backend.get("megatron_kwargs", {})
@@ -48,6 +57,19 @@ def check(section: Mapping[str, Any]) -> list[str]:
     if is_used and torch.cuda.is_available():
         problems += name_problems(given)
     return problems
+
+
+def capability_problem(recipe: str, found: tuple[int, int]) -> str:
+    """Return why GPUs of a compute capability do not run a recipe of 8-bit products; empty if they do."""
+    least = CAPABILITIES[recipe]
+    if found >= least:
+        return ""
+    possible = [name for name, capability in CAPABILITIES.items() if found >= capability]
+    remedy = f"set it to {' or '.join(possible)}" if possible else "set megatron_cfg.fp8_cfg.enabled=false"
+    return (
+        f"megatron_cfg.fp8_cfg.fp8_recipe={recipe} needs GPUs of compute capability {least[0]}.{least[1]} or higher, "
+        f"and this one has {found[0]}.{found[1]}; {remedy}"
+    )
 
 
 def kwargs_problems(given: Mapping[str, Any], *, has_te: bool) -> Iterator[str]:

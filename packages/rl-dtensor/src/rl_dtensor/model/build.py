@@ -43,9 +43,12 @@ from rl_dtensor.model.kernels import kernel_of
 from rl_dtensor.model.layout import Alignment, Context, lay_out
 from rl_dtensor.model.loading import rebuild_buffers, set_head
 from rl_dtensor.model.lora import BASE, adapters_of, add_adapters, init_adapters
+from rl_dtensor.model.low_precision import lower_precision, token_multiple
+from rl_dtensor.model.low_precision_checks import low_precision_problems
 from rl_dtensor.model.model import HeadShard, ReadingModel, ShardedModel
 from rl_dtensor.model.precision import Kept, widen
 from rl_dtensor.model.probes import check_logits, check_packing, probe_row
+from rl_dtensor.model.qat import fit_to_ranks, formats_of
 from rl_dtensor.model.recompute import checkpoint_activations
 from rl_dtensor.model.recompute_choice import recompute_plan
 from rl_dtensor.model.recurrent import run_rows_alone
@@ -89,6 +92,7 @@ def build_model(
         *device_problems(backend, precision=config.precision, device=mesh.kind),
         *shape_problems(backend, _fields(hf_config)),
         *kernel_problems(backend, _fields(hf_config)),
+        *low_precision_problems(backend, config.lora_cfg, precision=config.precision, device=mesh.kind),
     )
     for problem in problems:
         raise ValueError(f"{problem.key}: {problem.message}")
@@ -166,11 +170,12 @@ class _Builder:
             recompute = recompute_plan(self.config, backend, whole, layers, mesh=self.mesh, trains_all=self._trains_all)
         self._prepare(whole, kept)
         initial.check(adapters_of(whole))
-        shape = shape_of(whole)
+        shape, formats = shape_of(whole), formats_of(whole)
         here = [chunk * sizes.pp + self.mesh.on("pp") for chunk in range(backend.pipeline_chunks_per_rank)]
         wholes = [whole, *(self._prepare(self._on_meta(), kept) for _ in here[1:])]
         chunks = [self._chunk(hf, stages, stage, kept, recompute) for hf, stage in zip(wholes, here, strict=True)]
-        weights = Weights(catalog.keeping(kept.stored), [chunk.hf for chunk in chunks], self.mesh)
+        served = formats if self.backend.qat.sync == "rounded" else {}
+        weights = Weights(catalog.keeping(kept.stored), [chunk.hf for chunk in chunks], self.mesh, served)
         return ShardedModel(
             chunks,
             here,
@@ -222,6 +227,7 @@ class _Builder:
                 add_adapters(hf, self.config.lora_cfg, is_left_out=parts.has_no_adapter)
             if self.spec.trains:
                 _widen_trained(hf)
+        lower_precision(hf, decoder_layers(hf), self.backend, kept.stored)
         return hf
 
     def _widened(self, hf: PreTrainedModel, kept: Kept, parts: VisionParts) -> Set[str] | None:
@@ -293,6 +299,7 @@ class _Builder:
                 has_split_head=not is_headless,
                 apart=[] if mesh.experts is None else expert_modules(hf),
             )
+            fit_to_ranks(hf)
         experts = [] if mesh.experts is None else self._split_experts(hf, mesh.experts)
         checkpoint_activations(hf, decoder_layers(hf), recompute)
         model = ReadingModel(
@@ -349,7 +356,7 @@ class _Builder:
 
     def _alignment(self) -> Alignment:
         sizes = self.mesh.sizes
-        tokens = sizes.tp if self.backend.sequence_parallel else 1
+        tokens = (sizes.tp if self.backend.sequence_parallel else 1) * token_multiple(self.backend)
         if sizes.cp == 1:
             return Alignment(tokens)
         context = Context(self.mesh.group("cp"), self.mesh.on("cp"), sizes.cp, self.backend.context_parallel_method)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rl_core.torch.files.model_files import READ_AS_WEIGHTS, OpenWeights, WeightFiles
+from rl_core.torch.quantization.formats import WeightFormat, rounded
 from rl_core.torch.training.lora import LORA_A, LORA_B, WEIGHT
 from rl_core.weights import TensorSpec
 from rl_dtensor.model.lora import BASE, Adapter, adapters_of
@@ -121,10 +123,18 @@ class Weights:
     Args:
         catalog: Catalog of the whole model.
         chunks: The parts of it that this rank holds, sharded.
+        served: Name of each weight that generators get rounded, to its format.
     """
 
-    def __init__(self, catalog: Catalog, chunks: Sequence[PreTrainedModel], mesh: Mesh) -> None:
+    def __init__(
+        self,
+        catalog: Catalog,
+        chunks: Sequence[PreTrainedModel],
+        mesh: Mesh,
+        served: Mapping[str, WeightFormat] = MappingProxyType({}),
+    ) -> None:
         self.catalog = catalog
+        self._served = served
         self._mesh = mesh
         self._tensors: dict[str, Tensor] = {}
         self._adapters: dict[str, Adapter] = {}
@@ -192,7 +202,13 @@ class Weights:
         return range(self._mesh.world_size)
 
     def stream(
-        self, dtype: str, *, everywhere: bool = True, bucket_bytes: int = 0, merges_adapters: bool = True
+        self,
+        dtype: str,
+        *,
+        everywhere: bool = True,
+        bucket_bytes: int = 0,
+        merges_adapters: bool = True,
+        served: bool = False,
     ) -> Iterator[Sequence[tuple[str, Tensor]]]:
         """Parameter by parameter its whole tensors, in the order of `specs`; collective. They are gathered one at a
         time and reach all ranks, whatever is asked for.
@@ -202,9 +218,12 @@ class Weights:
             everywhere: Not used: every rank gets whole tensors.
             bucket_bytes: Not used: tensors are gathered one at a time.
             merges_adapters: True if adapters are added to the weights that they sit on.
+            served: True for the weights that generators compute with.
         """
         for entry in self.catalog.entries:
             tensor = self._whole(entry, getattr(torch, entry.dtype_in(dtype)), merges_adapters=merges_adapters)
+            if served and entry.name in self._served:
+                tensor = rounded(tensor, self._served[entry.name])
             yield [(piece.name, tensor[piece.region] if piece.region else tensor) for piece in entry.pieces]
 
     def adapter_specs(self, dtype: str) -> list[TensorSpec]:

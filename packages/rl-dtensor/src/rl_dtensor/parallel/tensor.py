@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
@@ -167,7 +166,7 @@ class _Splitter:
         self._distribute(module, {"weight": Shard(1), "bias": Replicate()})
 
         def forward(x: Tensor) -> Tensor:
-            out = self._close(F.linear(x, module.weight))
+            out = self._close(product(module, x))
             return out if module.bias is None else out + module.bias
 
         _compute_with(module, forward)
@@ -180,7 +179,7 @@ class _Splitter:
         self._distribute(module, dict.fromkeys(module._parameters, Shard(0)))
 
         def forward(x: Tensor) -> Tensor:
-            products = F.linear(enter(x, self._group), module.weight, module.bias)
+            products = type(module).forward(module, enter(x, self._group))
             return gather(products, -1, self._group, sums_grad=False)
 
         _compute_with(module, forward)
@@ -193,7 +192,7 @@ class _Splitter:
         self._distribute(module, {"weight": Shard(1), "bias": Replicate()})
 
         def forward(x: Tensor) -> Tensor:
-            out = leave(F.linear(split(x, -1, self._group), module.weight), self._group)
+            out = leave(product(module, split(x, -1, self._group)), self._group)
             return out if module.bias is None else out + module.bias
 
         _compute_with(module, forward)
@@ -267,6 +266,16 @@ class _Splitter:
         if self._tokens_are_split:
             return scatter_sum(products, SEQUENCE, self._group)
         return leave(products, self._group)
+
+
+def product(module: nn.Linear, x: Tensor) -> Tensor:
+    """What a linear layer computes by its class, without the bias."""
+    held = module.__dict__["_parameters"]
+    module.__dict__["_parameters"] = {**held, "bias": None}
+    try:
+        return type(module).forward(module, x)
+    finally:
+        module.__dict__["_parameters"] = held
 
 
 def _compute_with(module: nn.Module, forward: Callable[..., Tensor]) -> None:

@@ -194,26 +194,61 @@ def convert(
         str | None,
         typer.Option("--verify-with", metavar="BACKEND", help="Verify the Hugging Face files with this backend."),
     ] = None,
+    quantize: Annotated[
+        str | None,
+        typer.Option(
+            "--quantize",
+            metavar="FORMAT",
+            help="Quantise linear layers of Hugging Face files for vLLM: int4, mxfp4 or float8.",
+        ),
+    ] = None,
+    group_size: Annotated[
+        int | None, typer.Option("--group-size", help="Inputs that share a scale with int4; 128 if not given.")
+    ] = None,
+    exclude: Annotated[
+        list[str] | None,
+        typer.Option("--exclude", metavar="NAME", help="Layer that --quantize leaves out, such as o_proj; repeatable."),
+    ] = None,
 ) -> None:
     """Convert between checkpoints of training backends, adapters and Hugging Face files, and verify the result.
 
     Writes Hugging Face files, or with --to a checkpoint of a training backend. Weights in pytorch_model.bin become
-    safetensors, without running code from the pickle.
+    safetensors, without running code from the pickle. --quantize writes Hugging Face files in which linear layers have
+    few bits, as vLLM reads them.
     """
     with reported():
         from rl_core.errors import ConfigError
-        from rl_launch.commands.convert import HUGGING_FACE, Verification, to_checkpoint, to_hugging_face
+        from rl_launch.commands.convert import (
+            HUGGING_FACE,
+            Verification,
+            to_checkpoint,
+            to_hugging_face,
+            to_quantized,
+        )
+        from rl_launch.commands.convert_quantized import Quantization
         from rl_launch.session import show_logs
 
+        if quantize is not None:
+            if to is not None or adapter or verify_with is not None or not verify:
+                raise ConfigError("--quantize cannot be combined with --to, --adapter, --no-verify or --verify-with")
+            if group_size is not None and quantize != "int4":
+                raise ConfigError(f"--group-size has no effect with --quantize {quantize}")
+            show_logs()
+            how = Quantization(quantize, group_size or 128, tuple(exclude or ()))
+            to_quantized(Path(source).expanduser(), target.expanduser(), how, overrides or ())
+            sys.stdout.write(f"{target}\n")
+            return
+        if group_size is not None or exclude:
+            raise ConfigError("--group-size and --exclude have no effect without --quantize")
         if verify_with is not None and not verify:
             raise ConfigError("--verify-with and --no-verify cannot be combined")
         show_logs()
-        how = Verification(verify, verify_with)
+        verification = Verification(verify, verify_with)
         if to is None or to == HUGGING_FACE:
             found = Path(source).expanduser()
-            to_hugging_face(found, target.expanduser(), overrides or (), adapter=adapter, verification=how)
+            to_hugging_face(found, target.expanduser(), overrides or (), adapter=adapter, verification=verification)
         else:
-            to_checkpoint(source, target.expanduser(), to, overrides or (), adapter=adapter, verification=how)
+            to_checkpoint(source, target.expanduser(), to, overrides or (), adapter=adapter, verification=verification)
         sys.stdout.write(f"{target}\n")
 
 

@@ -33,6 +33,7 @@ from rl_launch.commands.conversion_source import (
     without_adapters,
 )
 from rl_launch.commands.convert_pickled import is_pickled, write_safetensors
+from rl_launch.commands.convert_quantized import Quantization, write_quantized
 from rl_launch.commands.train import with_local_models
 from rl_launch.model_files.adapter_folder import AdapterFolder
 from rl_launch.model_files.model_folder import hf_config_fields
@@ -115,6 +116,24 @@ def to_hugging_face(
             _log.info("the adapters are not verified, because adapters with a %s head cannot be read here", found.role)
         elif verification.enabled:
             conversion.check_files(_at(folder, found, adapter=adapter), f"the files in {target}")
+
+
+def to_quantized(source: Path, target: Path, how: Quantization, overrides: Sequence[str] = ()) -> None:
+    """Write a model in Hugging Face files with its linear layers quantised, as vLLM reads them.
+
+    Args:
+        source: Folder with Hugging Face files of a model that is not quantised.
+        target: A new folder.
+        how: Format, and layers to leave out.
+        overrides: `cluster.worker_envs=...`; no other key has an effect.
+
+    Raises:
+        ConfigError, WorkerEnvironmentError: Before anything is written.
+        RLError: If it fails; nothing is left at `target` then.
+    """
+    _check_target(target)
+    with _made(target) as folder:
+        write_quantized(source, folder, how, overrides)
 
 
 def to_checkpoint(

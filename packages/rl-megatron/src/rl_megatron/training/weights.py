@@ -143,6 +143,7 @@ class Weights:
         everywhere: bool = False,
         bucket_bytes: int = BUCKET_BYTES,
         merges_adapters: bool = True,
+        served: bool = False,
     ) -> Iterator[list[tuple[str, Tensor | None]]]:
         """Parameter by parameter its tensors by Hugging Face name, in the order of `specs`; collective.
 
@@ -152,6 +153,7 @@ class Weights:
             bucket_bytes: Number of bytes of the parameters that are gathered at one time, the last of them
                 excepted. No rank holds more in addition to its own.
             merges_adapters: True if adapters are added to the weights that they sit on.
+            served: Not used: generators compute with the weights that are trained.
         """
         adapters = self._model.adapters if merges_adapters else {}
         bucket: list[WeightMap] = []

@@ -253,7 +253,13 @@ class PlainWeights:
         return [TensorSpec(name, tuple(parameter.shape), dtype) for name, parameter in self._named.items()]
 
     def stream(
-        self, dtype: str, *, everywhere: bool = True, bucket_bytes: int = 0, merges_adapters: bool = True
+        self,
+        dtype: str,
+        *,
+        everywhere: bool = True,
+        bucket_bytes: int = 0,
+        merges_adapters: bool = True,
+        served: bool = False,
     ) -> Iterator[Sequence[tuple[str, Tensor]]]:
         """All parameters, one by one, on every rank."""
         for name, parameter in self._named.items():

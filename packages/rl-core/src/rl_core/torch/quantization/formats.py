@@ -130,3 +130,13 @@ def weight_format(name: str, group_size: int) -> WeightFormat:
     if name not in formats:
         raise ValueError(f"{name!r} is not a format of weights; choose one of {', '.join(formats)}")
     return formats[name]
+
+
+@torch.no_grad()
+def rounded(weight: Tensor, fmt: WeightFormat) -> Tensor:
+    """A matrix as it is after it was quantised, in its own dtype.
+
+    Raises:
+        ValueError: If it is not a matrix, or its groups do not fill its rows.
+    """
+    return fmt.quantise(weight).dequantise(weight.dtype)

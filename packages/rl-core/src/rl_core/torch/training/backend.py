@@ -244,7 +244,13 @@ class RankWeights(Protocol):
         ...
 
     def stream(
-        self, dtype: str, *, everywhere: bool = ..., bucket_bytes: int = ..., merges_adapters: bool = True
+        self,
+        dtype: str,
+        *,
+        everywhere: bool = ...,
+        bucket_bytes: int = ...,
+        merges_adapters: bool = True,
+        served: bool = False,
     ) -> Iterator[Sequence[tuple[str, Tensor | None]]]:
         """Parameter by parameter its tensors by name; collective. Each is whole or, on a rank that does not get it,
         None.
@@ -254,6 +260,8 @@ class RankWeights(Protocol):
             everywhere: True if every rank gets them whole.
             bucket_bytes: About how many bytes are brought together at one time.
             merges_adapters: True if adapters are added to the weights that they sit on.
+            served: True for the weights that generators compute with, if they differ from those that are trained:
+                rounded ones in quantisation-aware training.
         """
         ...
 

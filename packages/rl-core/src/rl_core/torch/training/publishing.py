@@ -44,6 +44,7 @@ def stream_of(
             everywhere=everywhere,
             bucket_bytes=transport.bucket_bytes,
             merges_adapters=manifest.form == "merged",
+            served=True,
         )
     if manifest.num_factors:
         for named in weights.adapters(dtype, everywhere=everywhere):

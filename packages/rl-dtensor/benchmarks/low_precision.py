@@ -1,0 +1,164 @@
+"""Learning curves of float8 against bfloat16, and what rounding to few bits costs with and without training for it.
+
+    python packages/rl-dtensor/benchmarks/low_precision.py > benchmarks/results/low_precision.md
+
+A small random Qwen3 learns rows of a rule: the next token is the sum of the two before it, modulo the vocabulary. Every
+variant takes the same steps on the same rows; seeds change model and rows. Float8 is emulated, so the errors are those
+of a GPU and the times are not. It needs torchao.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+import numpy as np
+import torch
+from figures import surroundings, table
+from safetensors.torch import load_file, save_file
+from training import NextToken, config_of, one_rank, packed
+from transformers import AutoConfig
+
+from rl_core.data.batch import Batch
+from rl_core.data.ragged import Ragged
+from rl_core.model_config import OptimizerConfig
+from rl_core.selfcheck.torch.selfcheck import write_random
+from rl_core.torch.quantization.formats import rounded, weight_format
+
+VOCAB, LENGTH, ROWS = 31, 24, 24
+GROUP = 32
+RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+FORMATS = ("int4", "mxfp4")
+SHOWN = (1, 25, 50, 75, 100)
+"""Percentages of the steps whose losses the table has."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=200, help="of each variant (%(default)s)")
+    parser.add_argument("--seeds", type=int, default=3, help="(%(default)s)")
+    parser.add_argument("--quick", action="store_true", help="see that it runs: a few steps of two seeds")
+    chosen = parser.parse_args()
+    steps, seeds = (6, 2) if chosen.quick else (chosen.steps, chosen.seeds)
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        curves, losses = _train_all(Path(folder), steps, seeds)
+    print("# Few bits\n")
+    print(
+        "`packages/rl-dtensor/benchmarks/low_precision.py` makes this page and says how. A 2-layer Qwen3 of hidden size 64 "
+        f"learns sums modulo {VOCAB} in {steps} steps. Losses are means over {seeds} seeds, ± their standard deviation.\n"
+    )
+    print(f"{surroundings('torch', 'torchao')}\n")
+    print("## Float8\n")
+    print("Mean loss over the steps before.\n")
+    print(table(("precision", *(f"{share} %" for share in SHOWN)), _curve_rows(curves, steps)))
+    print("\n## Weights of few bits\n")
+    print(
+        "Loss on rows that were not trained on. *exact*: with the weights in bfloat16. *rounded*: with the weights of "
+        "linear layers rounded afterwards. *trained for it*: trained with `qat`, and served rounded. *share*: of what "
+        "rounding loses, what training for it still loses.\n"
+    )
+    print(table(("format", "exact", "rounded", "trained for it", "share"), _format_rows(losses)))
+
+
+def _train_all(folder: Path, steps: int, seeds: int) -> tuple[dict[str, list[list[float]]], dict[str, list[float]]]:
+    """Losses by step of every precision and seed, and final losses by name."""
+    float8 = {f"float8, {each}": {"float8": {"enabled": True, "emulate": True, "recipe": each}} for each in RECIPES}
+    qat = {"int4": {"qat": {"enabled": True, "format": "int4", "group_size": GROUP}}}
+    qat["mxfp4"] = {"qat": {"enabled": True, "format": "mxfp4"}}
+    curves: dict[str, list[list[float]]] = {}
+    losses: dict[str, list[float]] = {}
+    for seed in range(seeds):
+        source = _write_model(folder / f"model_{seed}", seed)
+        test = next(_batches(seed + 1000))
+        for name, settings in {"bfloat16": {}, **float8, **qat}.items():
+            target = folder / f"{name}_{seed}".replace(", ", "_")
+            curve = _train(source, target, steps, seed, settings)
+            if name in qat:
+                losses.setdefault(f"{name} aware", []).append(_loss(_rounded(target, name), test))
+            else:
+                curves.setdefault(name, []).append(curve)
+            print(name, seed, f"{curve[-1]:.3f}", file=sys.stderr)
+        plain = folder / f"bfloat16_{seed}"
+        losses.setdefault("exact", []).append(_loss(plain, test))
+        for name in FORMATS:
+            losses.setdefault(f"{name} rounded", []).append(_loss(_rounded(plain, name), test))
+    return curves, losses
+
+
+def _write_model(folder: Path, seed: int) -> Path:
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 2}
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": VOCAB, "max_position_embeddings": 64}
+    return write_random(AutoConfig.for_model("qwen3", **heads, **sizes), folder, seed)
+
+
+def _batches(seed: int) -> Iterator[Batch]:
+    """Rows in which every token is the sum of the two before it."""
+    random = np.random.default_rng(seed)
+    while True:
+        rows = random.integers(0, VOCAB, (ROWS, LENGTH))
+        for place in range(2, LENGTH):
+            rows[:, place] = (rows[:, place - 1] + rows[:, place - 2]) % VOCAB
+        yield Batch({"tokens": Ragged.from_rows(list(rows), dtype=np.int32)})
+
+
+def _config(source: Path) -> Any:
+    optimizer = OptimizerConfig(name="torch.optim.AdamW", kwargs={"lr": 3e-3, "weight_decay": 0.0})
+    return config_of(source, LENGTH, precision="bfloat16", optimizer=optimizer, **packed(ROWS * LENGTH))
+
+
+def _train(source: Path, target: Path, steps: int, seed: int, settings: Mapping[str, Any]) -> list[float]:
+    """Losses by step; the trained model is exported."""
+    batches = _batches(seed)
+    with one_rank(_config(source), **settings) as worker:
+        losses = [worker.train_step(next(batches), NextToken())["loss"].result() for _ in range(steps)]
+        worker.export(str(target))
+    return losses
+
+
+def _loss(source: Path, batch: Batch) -> float:
+    with one_rank(_config(source)) as worker:
+        return worker.evaluate(batch, NextToken())["loss"].result()
+
+
+def _rounded(source: Path, name: str) -> Path:
+    """The same model with the weights of its linear layers rounded to a format."""
+    fmt, target = weight_format(name, GROUP), source.with_name(f"{source.name}_{name}_rounded")
+    tensors = load_file(source / "model.safetensors")
+    target.mkdir()
+    (target / "config.json").write_text((source / "config.json").read_text())
+    served = {
+        each: rounded(tensor.bfloat16(), fmt) if tensor.ndim == 2 and ".layers." in each else tensor
+        for each, tensor in tensors.items()
+    }
+    save_file(served, target / "model.safetensors", {"format": "pt"})
+    return target
+
+
+def _curve_rows(curves: Mapping[str, list[list[float]]], steps: int) -> Iterator[tuple[str, ...]]:
+    ends = [max(1, steps * share // 100) for share in SHOWN]
+    spans = list(zip([0, *ends[:-1]], ends, strict=True))
+    for name, by_seed in curves.items():
+        yield name, *(_spread([mean(curve[start:end]) for curve in by_seed]) for start, end in spans)
+
+
+def _format_rows(losses: Mapping[str, list[float]]) -> Iterator[tuple[str, ...]]:
+    exact = losses["exact"]
+    for name in FORMATS:
+        plain, aware = losses[f"{name} rounded"], losses[f"{name} aware"]
+        lost = mean(plain) - mean(exact)
+        share = f"{100 * (mean(aware) - mean(exact)) / lost:.0f} %" if lost > 0 else "-"
+        yield name, _spread(exact), _spread(plain), _spread(aware), share
+
+
+def _spread(values: list[float]) -> str:
+    return f"{mean(values):.3f} ± {stdev(values):.3f}" if len(values) > 1 else f"{values[0]:.3f}"
+
+
+if __name__ == "__main__":
+    main()
