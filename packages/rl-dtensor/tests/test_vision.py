@@ -79,7 +79,9 @@ def config_of(folder, vision=TRAINED, *, is_packed=True, **fields):
 
 def assert_steps_like(model, oracle, rows):
     found = model.infer(rows.batch(), [LOGPROBS]).ragged("logprobs").values
-    assert found == pytest.approx(oracle.infer(rows.batch(), [LOGPROBS])["logprobs"], abs=1e-5)
+    # float32 rounds more in layers that carry a state along a row
+    tolerance = 3e-5 if oracle.model.hf.config.model_type == "qwen3_5" else 1e-5
+    assert found == pytest.approx(oracle.infer(rows.batch(), [LOGPROBS])["logprobs"], abs=tolerance)
     for seed in range(2):
         batch = rows.batch(seed=seed)
         metrics, expected = model.train_step(batch, TokenLoss()), oracle.train_step(batch, TokenLoss(), SGD, 1.0)
@@ -232,7 +234,8 @@ def test_rows_whose_images_cannot_be_used_are_refused_by_name(ranks, models, sto
     batch = rows.batch([0])
     digests = batch.ragged(IMAGES)
     fewer = batch.with_columns({IMAGES: type(digests).from_rows([digests[0][:1]], np.uint8, (16,))})
-    missing = batch.with_columns({IMAGES: digests.like(np.zeros_like(digests.values))})
+    unknown = np.zeros((1, 16), np.uint8)
+    missing = batch.with_columns({IMAGES: type(digests).from_rows([unknown], np.uint8, (16,))})
     one = VisionConfig(enabled=True, max_images=1)
     with PooledModel(ranks, FACTORY, config_of(folder, one), ModelSpec(), 1) as model:
         for broken, message in (
@@ -256,7 +259,7 @@ def test_rows_whose_images_cannot_be_used_are_refused_by_name(ranks, models, sto
         ("qwen2_5_vl", "critic", {}, "vision.enabled: .*not supported for a critic"),
         ("llava", "policy", {}, "vision.enabled: .*not supported for llava models"),
         ("qwen3", "policy", {}, "qwen3 models see no images; set vision.enabled=false"),
-        ("qwen2_5_vl", "policy", {"pipeline_parallel_size": 2}, "pipeline_parallel_size: must be 1"),
+        ("qwen2_5_vl", "policy", {"pipeline_parallel_size": 2}, "pipeline_parallel_size: .*must be 1"),
     ],
 )
 def test_what_is_not_exact_is_refused_by_name(ranks, tmp_path, family, role, settings, message):
