@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,10 @@ from rl_vllm.engine_worker import EngineWorker
 from rl_vllm.weights.planned_load import PlannedLoad
 from rl_vllm.weights.quantised_layers import quantised_layers
 from rl_vllm.weights.weight_receiver import WeightReceiver
+
+
+def _one_more(compute: Any, x: Any, weight: Any, bias: Any) -> Any:
+    return compute(x, weight, bias) + 1
 
 
 class SpoilableWorker(EngineWorker):
@@ -60,14 +65,15 @@ class SpoilableWorker(EngineWorker):
 
     def change_layer(self, part: str) -> None:
         """Make the first layer with a matrix that has this in its name compute with other values than it received."""
-        named = self.get_model().named_modules()
-        layers = [layer for path, layer in named if part in path and list(layer.parameters(recurse=False))]
-        layer = next(each for each in layers if any(value.ndim > 1 for value in each.parameters(recurse=False)))
-        if hasattr(layer, "cpu_linear"):
-            compute = layer.cpu_linear
-            layer.cpu_linear = lambda x, weight, bias: compute(x, weight, bias) + 1
-        else:
-            next(value for value in layer.parameters(recurse=False) if value.ndim > 1).data.add_(1)
+        for path, layer in self.get_model().named_modules():
+            matrices = [each for each in layer.parameters(recurse=False) if each.ndim > 1]
+            if part in path and hasattr(layer, "cpu_linear"):
+                layer.cpu_linear = partial(_one_more, layer.cpu_linear)
+                return
+            if part in path and matrices:
+                matrices[0].data.add_(1)
+                return
+        raise ValueError(f"no layer has {part} in its name")
 
     def quantised(self) -> dict[str, Any]:
         """Values, scales and the place in memory of the weights of all layers that quantise, by name."""
