@@ -11,6 +11,7 @@ from pathlib import Path
 
 from website.build import build
 from website.source import SiteError
+from website.versions import LATEST, publish
 
 ROOT = Path(__file__).parents[1]
 
@@ -22,9 +23,15 @@ def main(arguments: list[str] | None = None) -> int:
         "--output", type=Path, default=ROOT / "build" / "site", metavar="FOLDER", help="a folder, which is replaced"
     )
     parser.add_argument("--repository", default="", metavar="URL", help="where the sources that pages link to are")
+    parser.add_argument(
+        "--publish", type=Path, metavar="FOLDER", help="also put the site into this folder, next to other versions"
+    )
+    parser.add_argument("--version", default=LATEST, metavar="NAME", help="its name there: latest (default), or 0.2.0")
     options = parser.parse_args(arguments)
     try:
         html = build(ROOT, options.output.absolute(), options.repository)
+        if options.publish is not None:
+            html = publish(html, options.publish.absolute(), options.version)
     except SiteError as error:
         sys.stderr.write(f"{error}\n")
         return 1

@@ -1,7 +1,9 @@
 """Puts the tools and the browser of the tests of `rl view` on the path, and finds the site that was built."""
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,3 +25,15 @@ def pages(html: Path) -> dict[str, str]:
     """The Markdown from which the site was built, by place."""
     folder = html.parent / "pages"
     return {path.relative_to(folder).as_posix(): path.read_text() for path in folder.rglob("*.md")}
+
+
+@pytest.fixture(scope="session")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A page of Chromium."""
+    # with the tests of `rl view`, whose folder is on the path from here on
+    from browser import PROGRAM, browser
+
+    if PROGRAM is None:
+        pytest.skip("no Chromium")
+    with browser(tmp_path_factory.mktemp("browser") / "profile") as opened:
+        yield opened

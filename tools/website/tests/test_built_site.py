@@ -5,7 +5,6 @@ import re
 from importlib.resources import files
 
 import pytest
-from browser import PROGRAM, browser
 from write_api_page import public_packages
 
 pytest.importorskip("zensical", reason="needs the dependency group site")
@@ -34,34 +33,32 @@ def test_no_page_shows_a_fence(html):
     assert [path.name for path in html.rglob("*.html") if re.search(r"<p>`{3}\w", path.read_text())] == []
 
 
-@pytest.mark.skipif(PROGRAM is None, reason="no Chromium")
-def test_pages_open_without_problems_and_search_finds_a_key(html, tmp_path):
+def test_pages_open_without_problems_and_search_finds_a_key(html, page):
     axe = (files("axe_core_python") / "axe.min.js").read_text()
-    with browser(tmp_path / "profile") as page:
-        page.scheme("dark")
-        width, scheme = 390, "slate"
-        for name in PAGES:
-            page.size(width)
-            page.open((html / f"{name}.html").as_uri())
-            page.wait("document.readyState == 'complete' && document.querySelector('h1')")
-            # the scheme of the system on the first page, the chosen one on later pages
-            assert page.js(_SCHEME) == scheme, name
-            assert page.js("document.documentElement.scrollWidth") <= width, name
-            page.js(f"{axe}; 0")
-            assert page.js(_serious(_EVERYTHING if name == PAGES[0] else _CONTENT)) == [], (name, scheme)
-            width, scheme = (1440, "default") if scheme == "slate" else (390, "slate")
-            page.size(width)
-            page.js("document.querySelector('[data-md-component=palette] label:not([hidden])').click()")
-            page.wait(f"{_SCHEME} == '{scheme}'")
-            assert page.js("document.documentElement.scrollWidth") <= width, name
-            assert page.js(_serious(_CONTENT, _APPEARANCE)) == [], (name, scheme)
-        page.size(1440)
-        page.js("document.querySelector('.md-search__button').click()")
-        page.wait("document.activeElement.matches('input') || document.activeElement.shadowRoot")
-        page.call("Input.insertText", text=SEARCHED)
-        page.wait(_FOUND)
-        assert page.problems == []
-        assert [url for url in page.requests if not url.startswith(("file:", "data:", "about:", "blob:"))] == []
+    page.scheme("dark")
+    width, scheme = 390, "slate"
+    for name in PAGES:
+        page.size(width)
+        page.open((html / f"{name}.html").as_uri())
+        page.wait("document.readyState == 'complete' && document.querySelector('h1')")
+        # the scheme of the system on the first page, the chosen one on later pages
+        assert page.js(_SCHEME) == scheme, name
+        assert page.js("document.documentElement.scrollWidth") <= width, name
+        page.js(f"{axe}; 0")
+        assert page.js(_serious(_EVERYTHING if name == PAGES[0] else _CONTENT)) == [], (name, scheme)
+        width, scheme = (1440, "default") if scheme == "slate" else (390, "slate")
+        page.size(width)
+        page.js("document.querySelector('[data-md-component=palette] label:not([hidden])').click()")
+        page.wait(f"{_SCHEME} == '{scheme}'")
+        assert page.js("document.documentElement.scrollWidth") <= width, name
+        assert page.js(_serious(_CONTENT, _APPEARANCE)) == [], (name, scheme)
+    page.size(1440)
+    page.js("document.querySelector('.md-search__button').click()")
+    page.wait("document.activeElement.matches('input') || document.activeElement.shadowRoot")
+    page.call("Input.insertText", text=SEARCHED)
+    page.wait(_FOUND)
+    assert page.problems == []
+    assert [url for url in page.requests if not url.startswith(("file:", "data:", "about:", "blob:"))] == []
 
 
 _SCHEME = "document.body.getAttribute('data-md-color-scheme')"
