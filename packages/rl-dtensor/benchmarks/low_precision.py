@@ -50,8 +50,10 @@ def main() -> None:
         curves, losses = _train_all(Path(folder), steps, seeds)
     print("# Few bits\n")
     print(
-        "`packages/rl-dtensor/benchmarks/low_precision.py` makes this page and says how. A 2-layer Qwen3 of hidden size 64 "
-        f"learns sums modulo {VOCAB} in {steps} steps. Losses are means over {seeds} seeds, ± their standard deviation.\n"
+        "`packages/rl-dtensor/benchmarks/low_precision.py` makes this page and says how. A 2-layer Qwen3 of hidden size"
+    )
+    print(
+        f"64 learns sums modulo {VOCAB} in {steps} steps. Losses are means over {seeds} seeds, ± standard deviation.\n"
     )
     print(f"{surroundings('torch', 'torchao')}\n")
     print("## Float8\n")
