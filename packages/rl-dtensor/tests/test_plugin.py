@@ -221,3 +221,9 @@ def test_torchao_is_installed_only_where_it_is_asked_for():
 def test_rounding_that_contradicts_other_settings_is_refused(dtensor_cfg, policy, key, advice):
     found = problems(dtensor_cfg={"qat": {"enabled": True}, **dtensor_cfg}, **policy)
     assert advice in found[key].remedy
+
+
+def test_float8_is_a_precision_that_the_loss_must_correct_for_and_rounded_weights_are_not():
+    float8 = DTensorConfig(float8={"enabled": True, "emulate": True})
+    assert float8.reduced_precision == "dtensor_cfg.float8.enabled=true"
+    assert not DTensorConfig(qat={"enabled": True}).reduced_precision

@@ -141,3 +141,8 @@ def test_ranks_may_share_key_value_heads(tmp_path):
 
 def test_a_fork_server_can_import_what_a_worker_and_a_generator_do():
     assert fork_problem("rl_megatron.worker", "rl_megatron.generation.generator") == ""
+
+
+def test_8_bit_products_are_a_precision_that_the_loss_must_correct_for():
+    assert MegatronConfig(fp8_cfg={"enabled": True}).reduced_precision == "megatron_cfg.fp8_cfg.enabled=true"
+    assert not MegatronConfig().reduced_precision

@@ -159,3 +159,8 @@ class DTensorConfig(BackendConfig):
     compiler. Of families that `fused_kernels` covers, nothing is left to compile."""
     float8: Float8Config = Float8Config()
     qat: QATConfig = QATConfig()
+
+    @property
+    def reduced_precision(self) -> str:
+        """See `BackendConfig.reduced_precision`. Weights that `qat` rounds are those that generators get."""
+        return "dtensor_cfg.float8.enabled=true" if self.float8.enabled else ""

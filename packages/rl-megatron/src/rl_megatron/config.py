@@ -110,6 +110,11 @@ class MegatronConfig(BackendConfig):
     fields that the device or the layers of the run do not support."""
 
     @property
+    def reduced_precision(self) -> str:
+        """See `BackendConfig.reduced_precision`."""
+        return f"{KEY}.fp8_cfg.enabled=true" if self.fp8_cfg.enabled else ""
+
+    @property
     def pads_microbatches(self) -> bool:
         """Return whether packed microbatches are padded to one length."""
         if self.fixed_length_microbatches == "auto":
