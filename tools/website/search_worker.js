@@ -24,7 +24,7 @@
   const COMMON = new Set(
     ("a about after all also always am an and any are as at be because been before but by can cannot could did do does doesn don error " +
       "for from get give given go had has have how i if in into is isn it its just like many me much my need never no not of on " +
-      "one only or our own set should so some still t than that the their them then there these they this to too up us use " +
+      "one only or our own pass set should so some still t than that the their them then there these they this to too up us use " +
       "used using want was we what when where which while who why will with won would you your").split(" "),
   );
   // words of readers, and the words of these pages for them
@@ -39,7 +39,7 @@
     opd: "distillation", plateau: "flat", preempted: "preemption", prompt: "row", ratio: "mismatch", requeue: "continue",
     restart: "resume continue", sample: "rollout", save: "checkpoint", sglang: "vllm", snapshot: "checkpoint",
     speed: "slow", stagnate: "flat", stale: "staleness age", stuck: "hang", sweep: "ablation", throughput: "slow tokens_per_second",
-    trajectory: "rollout", tune: "sft", upload: "push", verification: "answer grader", verifier: "reward", verify: "answer check", wandb: "tracker", worker: "process", zero: "0",
+    trajectory: "rollout", truth: "answer", tune: "sft", upload: "push", verification: "answer grader", verifier: "reward", verify: "answer check", wandb: "tracker", worker: "process", zero: "0",
   }; // prettier-ignore
 
   const WORD = /<[^>]*>|&\w+;|[\p{L}\p{N}_]+/gu;
