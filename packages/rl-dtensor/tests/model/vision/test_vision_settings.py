@@ -18,7 +18,7 @@ def test_every_family_that_is_accepted_is_there():
     ("vision", "backend", "kind", "key"),
     [
         (SEEING, {"pipeline_parallel_size": 2}, "qwen2_5_vl", "dtensor_cfg.pipeline_parallel_size"),
-        (SEEING, {}, "qwen3_5", "vision.enabled"),
+        (SEEING, {}, "llava", "vision.enabled"),
         (SEEING, {"attention_backend": "flash_attention_2"}, "gemma3", "dtensor_cfg.attention_backend"),
         (VisionConfig(enabled=True, max_pixels=100), {}, "internvl", "vision.max_pixels"),
     ],
@@ -31,4 +31,4 @@ def test_what_cannot_run_is_named(vision, backend, kind, key):
 def test_what_can_run_is_accepted():
     sized = VisionConfig(enabled=True, min_pixels=10, max_pixels=100)
     assert not list(vision_problems(sized, DTensorConfig(), {"model_type": "qwen3_vl"}))
-    assert not list(vision_problems(VisionConfig(), DTensorConfig(), {"model_type": "qwen3_5"}))
+    assert not list(vision_problems(VisionConfig(), DTensorConfig(), {"model_type": "llava"}))
