@@ -4,6 +4,7 @@ import pytest
 from rl_algos.dpo.kto import mismatched, with_reference_point
 from rl_core.data.batch import Batch
 from rl_core.data.ragged import Ragged
+from rl_core.images import DIGEST_BYTES, IMAGES
 
 
 def batch():
@@ -34,6 +35,13 @@ def test_every_prompt_gets_the_response_of_the_next_row():
     assert [row.tolist() for row in found.ragged("tokens")] == [[10, 11, 2, 3, 4], [20, 5, 6], [30, 31, 32, 1]]
     assert [row.tolist() for row in found.ragged("loss_mask")] == [[0, 0, 1, 0, 1], [0, 1, 1], [0, 0, 0, 1]]
     assert [len(row) for row in mismatched(batch(), 4).ragged("tokens")] == [4, 3, 4]
+
+
+def test_prompts_keep_their_images():
+    rows = [np.full((count, DIGEST_BYTES), count, np.uint8) for count in (1, 0, 2)]
+    images = Ragged.from_rows(rows, np.uint8, (DIGEST_BYTES,))
+    found = mismatched(batch().with_columns({IMAGES: images}), 10)
+    assert found.ragged(IMAGES).equals(images)
 
 
 def test_the_reference_point_is_the_mean_over_the_whole_batch():

@@ -10,7 +10,9 @@ from rl_algos.data.preference import preference
 from rl_algos.preference.data import judged_rows, pair_rows
 from rl_algos.preference.reference import ReferenceLogprobs
 from rl_algos.preference.rows import judged_batch, pair_batch
+from rl_core.data.ragged import Ragged
 from rl_core.errors import DataError
+from rl_core.images import DIGEST_BYTES, IMAGES
 from rl_core.model import LOGPROBS
 from rl_core.testing.fakes import FakeModel
 
@@ -186,3 +188,13 @@ def test_the_reference_is_read_once_for_each_row_if_it_is_kept(tmp_path, tokeniz
         expected = FakeModel().infer(batch, [LOGPROBS], reference=True).ragged("logprobs")
         np.testing.assert_array_equal(found.values, expected.values)
     assert [len(batch) for _, batch in policy.calls] == ([6, 4] if cached else [6, 8, 6])
+
+
+def test_the_reference_sees_the_images_of_rows(tmp_path, tokenizer):
+    batch = pair_batch(pairs(tmp_path, tokenizer, [PAIR]))
+    images = Ragged.from_rows([np.full((1, DIGEST_BYTES), row, np.uint8) for row in (1, 2)], np.uint8, (DIGEST_BYTES,))
+    policy = FakeModel()
+    ReferenceLogprobs(cached=False)(batch.with_columns({IMAGES: images}), policy)
+    ((_, read),) = policy.calls
+    assert set(read) == {"tokens", IMAGES}
+    np.testing.assert_array_equal(read.ragged(IMAGES).values, images.values)

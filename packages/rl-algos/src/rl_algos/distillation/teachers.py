@@ -7,6 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
+from rl_algos.images.columns import seen_columns
 from rl_algos.losses.distillation import (
     TEACHER_HIDDEN,
     TEACHER_IDS,
@@ -14,7 +15,7 @@ from rl_algos.losses.distillation import (
     TEACHER_NUMBER,
     TEACHER_TOKEN_LOGPROBS,
 )
-from rl_core.data.batch import TOKENS, Batch
+from rl_core.data.batch import Batch
 from rl_core.data.ragged import Ragged
 from rl_core.model import Model, Read
 from rl_core.rollouts.group import RolloutGroup
@@ -78,7 +79,7 @@ class Teachers:
             batch: Batch with the tokens of all rows.
             roles: Roles of each row's teacher.
         """
-        names, tokens = np.asarray(roles), batch.only([TOKENS])
+        names, tokens = np.asarray(roles), seen_columns(batch)
         rows, parts = [], []
         for role in dict.fromkeys(roles):
             own = np.flatnonzero(names == role)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from rl_algos.images.columns import seen_columns
 from rl_core.data.batch import TOKENS, Batch
 from rl_core.data.ragged import Ragged
+from rl_core.images import IMAGES
 from rl_core.model import LOGPROBS, Model
 from rl_core.rollouts.group import LOSS_MASK
 
@@ -24,7 +26,7 @@ def with_reference_point(batch: Batch, policy: Model, *, max_tokens: int) -> Bat
     """
     others = mismatched(batch, max_tokens)
     own, ref = (
-        policy.infer(others.only([TOKENS]), [LOGPROBS], reference=reference).ragged("logprobs")
+        policy.infer(seen_columns(others), [LOGPROBS], reference=reference).ragged("logprobs")
         for reference in (False, True)
     )
     mask = others.ragged(LOSS_MASK)
@@ -37,7 +39,8 @@ def with_reference_point(batch: Batch, policy: Model, *, max_tokens: int) -> Bat
 
 def mismatched(batch: Batch, max_tokens: int) -> Batch:
     """Tokens and `loss_mask` of the prompt of each row with the response of the next one, that of the first after the
-    last; cut to `max_tokens`."""
+    last; cut to `max_tokens`. Images are those of the row, which are taken to be in its prompt; a model refuses rows
+    in which they are elsewhere, as their tokens are then missing."""
     tokens, mask = batch.ragged(TOKENS), batch.ragged(LOSS_MASK)
     starts = [int(np.argmax(row > 0)) for row in mask]
     rows = []
@@ -55,5 +58,6 @@ def mismatched(batch: Batch, max_tokens: int) -> Batch:
         {
             TOKENS: Ragged.from_rows([row for row, _ in rows], dtype=np.int32),
             LOSS_MASK: Ragged.from_rows([row for _, row in rows], dtype=np.uint8),
+            **{name: column for name, column in batch.columns.items() if name == IMAGES},
         }
     )

@@ -6,9 +6,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rl_core.data.batch import Batch
+from rl_core.data.batch import TOKENS, Batch
 from rl_core.data.ragged import Ragged
 from rl_core.images import DIGEST_BYTES, IMAGES
+
+
+def seen_columns(batch: Batch) -> Batch:
+    """Return a batch with only what passes of a model read of its rows: the tokens, and the images if it has some."""
+    return batch.only([name for name in (TOKENS, IMAGES) if name in batch])
 
 
 def with_image_column(batch: Batch, images: Sequence[Sequence[str]]) -> Batch:

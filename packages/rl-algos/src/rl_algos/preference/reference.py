@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from rl_algos.images.columns import seen_columns
 from rl_algos.preference.rows import ID
-from rl_core.data.batch import TOKENS, Batch
+from rl_core.data.batch import Batch
 from rl_core.data.ragged import Ragged
 from rl_core.model import LOGPROBS, Model
 
@@ -36,4 +37,4 @@ class ReferenceLogprobs:
 
 
 def _read(batch: Batch, policy: Model) -> Batch:
-    return policy.infer(batch.only([TOKENS]), [LOGPROBS], reference=True)
+    return policy.infer(seen_columns(batch), [LOGPROBS], reference=True)
