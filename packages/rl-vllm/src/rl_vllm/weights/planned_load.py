@@ -22,6 +22,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import materialize_layer, restore_layer_on_meta
 from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers, get_layer_tensors
 from vllm.model_executor.models.gemma3_mm import Gemma3MultiModalProjector
+from vllm.model_executor.models.interns1_vit import InternS1VisionEmbeddings
 
 from rl_vllm.weights.load_plan import Filling, LoadPlan, Piece
 from rl_vllm.weights.quantised_layers import is_quantising
@@ -29,9 +30,16 @@ from rl_vllm.weights.quantised_layers import is_quantising
 _IS_PROCESSED = "_already_called_process_weights_after_loading"
 """Attribute with which vLLM's methods that quantise keep themselves from doing it twice."""
 
-VISION_LAYERS = (ConvLayerBase, nn.Conv2d, nn.Conv3d, nn.Embedding, Gemma3MultiModalProjector)
-"""Layers of vision towers, and one that projects their results, with weights of several dimensions that no method
-processes."""
+VISION_LAYERS = (
+    ConvLayerBase,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.Embedding,
+    nn.Linear,
+    Gemma3MultiModalProjector,
+    InternS1VisionEmbeddings,
+)
+"""Layers of vision towers and projectors with weights of several dimensions that no method processes."""
 
 
 @dataclass(frozen=True, eq=False)
