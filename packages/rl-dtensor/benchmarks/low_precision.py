@@ -1,6 +1,6 @@
 """Learning curves of float8 against bfloat16, and what rounding to few bits costs with and without training for it.
 
-    python packages/rl-dtensor/benchmarks/low_precision.py > benchmarks/results/low_precision.md
+    python packages/rl-dtensor/benchmarks/low_precision.py
 
 A small random Qwen3 learns rows of a rule: the next token is the sum of the two before it, modulo the vocabulary. Every
 variant takes the same steps on the same rows; seeds change model and rows. Float8 is emulated, so the errors are those
@@ -49,9 +49,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         curves, losses = _train_all(Path(folder), steps, seeds)
     print("# Few bits\n")
-    print(
-        "`packages/rl-dtensor/benchmarks/low_precision.py` makes this page and says how. A 2-layer Qwen3 of hidden size"
-    )
+    print("Made by `packages/rl-dtensor/benchmarks/low_precision.py`. A 2-layer Qwen3 of hidden size")
     print(
         f"64 learns sums modulo {VOCAB} in {steps} steps. Losses are means over {seeds} seeds, ± standard deviation.\n"
     )

@@ -31,6 +31,7 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2": (2, {"pipeline_parallel_size": 2}),
 }
 SGD = OptimizerConfig(name="torch.optim.SGD", kwargs={"lr": 0.05})
+ADAMW = OptimizerConfig(name="torch.optim.AdamW", kwargs={"lr": 3e-3, "weight_decay": 0.0})
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 ROUNDING = 2.0**-4 / 3**0.5
 """Root mean square of errors up to half a step of 3 bits of mantissa, at the lower end of a binade."""
@@ -50,7 +51,7 @@ def build(ranks: Any, folder: Path, mesh: str = "fsdp2", *, lora: bool = False, 
         model_name=str(folder),
         precision="bfloat16",
         sequence_packing=SequencePackingConfig(train_mb_tokens=32, logprob_mb_tokens=32),
-        optimizer=SGD,
+        optimizer=settings.pop("optimizer", SGD),
         max_grad_norm=None,
         lora_cfg=LoraConfig(enabled=lora, dim=16),
     )
@@ -129,6 +130,25 @@ def test_a_step_is_that_of_bfloat16_but_for_the_rounding(ranks, folder, tmp_path
     assert loss != plain_loss
     assert 0.97 < angle(step, plain) < 0.99999
     assert all(bool(each.any()) for each in step.values())
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_a_model_learns_as_much_as_in_bfloat16(ranks, folder, recipe):
+    nll = TokenLoss(entropy_weight=0, topk_weight=0, candidates_weight=0, sequence_weight=0)
+    rows = make_batch((12,) * 8, seed=5)
+    ones = np.ones(96)
+    columns = ("loss_mask", "weights")
+    counted = {name: rows.ragged("tokens").like(ones.astype(rows.ragged(name).values.dtype)) for name in columns}
+    batch = rows.with_columns(counted)
+    curves = []
+    for settings in ({}, float8(recipe)):
+        with build(ranks, folder, optimizer=ADAMW, **settings) as model:
+            curves.append([step["nll"] for step in model.train_steps([batch] * 25, nll)])
+    plain, found = map(np.array, curves)
+    learned = plain[0] - plain[-1]
+    assert learned > 1
+    assert np.abs(found - plain).max() < 0.1 * learned
+    assert not np.array_equal(found, plain)
 
 
 def test_layers_that_are_left_out_compute_as_before(ranks, folder):
