@@ -134,6 +134,8 @@ class SchedulerConfig(Config):
 
 
 class SequencePackingConfig(Config):
+    """Rows that are packed into microbatches by their numbers of tokens."""
+
     when_changed: ClassVar[WhenChanged | None] = WhenChanged.RESUME
 
     enabled: bool = True
@@ -147,6 +149,8 @@ class SequencePackingConfig(Config):
 
 
 class DynamicBatchingConfig(Config):
+    """Microbatches of padded rows with about the same number of tokens."""
+
     when_changed: ClassVar[WhenChanged | None] = WhenChanged.RESUME
 
     enabled: bool = False
@@ -463,6 +467,8 @@ def num_experts_of(fields: Mapping[str, Any]) -> int:
 
 
 class ColocatedResources(Config):
+    """Devices that are reserved for generation."""
+
     gpus_per_node: int | None = Field(default=None, gt=0)
     """Number of GPUs per node reserved for generation."""
     num_nodes: int | None = Field(default=None, gt=0)
@@ -470,6 +476,8 @@ class ColocatedResources(Config):
 
 
 class ColocatedConfig(Config):
+    """Devices of generation: those of the policy, or its own."""
+
     when_changed: ClassVar[WhenChanged | None] = WhenChanged.RESUME
 
     enabled: bool = True

@@ -65,6 +65,8 @@ class EnvironmentsConfig(Config):
 
 
 class RootConfig(Config):
+    """Keys that every config has, whatever its algorithm."""
+
     algorithm: Annotated[str, WhenChanged.NEW_RUN]
     """Name of the algorithm, such as `grpo` (`rl recipes` lists the recipes with their algorithms), or `file.py:NAME`
     for an algorithm in your own file."""

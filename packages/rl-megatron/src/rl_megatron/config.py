@@ -16,6 +16,8 @@ KEY = "megatron_cfg"
 
 
 class Fp8Config(Config):
+    """Matrix products in 8-bit floating point."""
+
     enabled: bool = False
     """Multiply matrices in 8-bit floating point. Needs Transformer Engine and a GPU that supports it."""
     fp8: Literal["e4m3", "hybrid"] = "hybrid"
@@ -25,6 +27,8 @@ class Fp8Config(Config):
 
 
 class DistributedDataParallelConfig(Config):
+    """Reduction of gradients over data-parallel ranks."""
+
     grad_reduce_in_fp32: bool = True
     """Sum gradients over microbatches and ranks in float32; otherwise in the compute dtype, which halves their memory
     and traffic but rounds."""

@@ -19,6 +19,8 @@ OnFault = Literal["error", "skip"]
 
 
 class PassRateConfig(Config):
+    """Selection of rows by the share of samples that an evaluation found right."""
+
     results: PathText
     """Folder that `rl eval` wrote when it evaluated these rows, with several samples per prompt. Prompts are matched as
     strings."""
@@ -109,6 +111,8 @@ class DatasetConfig(Config):
 
 
 class DatasetDefaults(Config):
+    """Settings that datasets share unless they set their own."""
+
     subset: str | None = None
     """`subset` of datasets that do not set it."""
     input_key: str | None = None

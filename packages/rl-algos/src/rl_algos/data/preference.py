@@ -22,7 +22,9 @@ _SCORES = (("score_chosen", "score_rejected"), ("chosen_score", "rejected_score"
 
 
 def preference(row: Mapping[str, Any], settings: DatasetConfig) -> Example:
-    """Responses and the verdict on them, in any of these columns:
+    """Return the responses and the verdict on them.
+
+    The row has any of these columns:
 
     - `chosen` and `rejected`: each a string, a list of messages, or the whole conversation, also as one string with
       `Human:` and `Assistant:` before the turns (Anthropic's hh-rlhf); a `margin` says by how much one is better, or

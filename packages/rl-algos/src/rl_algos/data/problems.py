@@ -77,7 +77,7 @@ def squad(row: Mapping[str, Any], _settings: DatasetConfig) -> Example:
 
 
 def boxed(text: str) -> str | None:
-    """The content of the last `\\boxed{}`; None if there is none, or its braces are not closed."""
+    r"""The content of the last `\boxed{}`; None if there is none, or its braces are not closed."""
     start = text.rfind("\\boxed{")
     if start < 0:
         return None

@@ -23,6 +23,8 @@ class EstimatorConfig(NamedConfig):
 
 
 class OpponentConfig(Config):
+    """Other weights that take the turns of an agent: an older version of the policy, or another model."""
+
     update_every: int | None = Field(default=None, gt=0)
     """Number of steps after which the opponent takes over the policy's weights, as they are then; in between it keeps
     them. It starts with the initial weights."""

@@ -17,6 +17,8 @@ _LEASE_S = 300.0
 
 
 class AgentConfig(Config):
+    """An agent that calls the policy over HTTP: a function, a command or a program elsewhere."""
+
     run: PathText | None = None
     """Function that plays one rollout, as `file.py:function` or `package.module:function`. It is called as
     `run(base_url, api_key, prompt)` in a process of its own for each rollout, may be `async`, and returns the reward: a

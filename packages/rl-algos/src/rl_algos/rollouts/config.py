@@ -16,6 +16,8 @@ from rl_core.model_config import GenerationConfig, TokenizerConfig
 
 
 class AsyncConfig(Config):
+    """Rollouts that are generated while the policy trains, with a limit on their age."""
+
     when_changed: ClassVar[WhenChanged | None] = WhenChanged.RESUME
 
     enabled: bool = False
@@ -35,6 +37,8 @@ class AsyncConfig(Config):
 
 
 class CurriculumConfig(Config):
+    """Shares of datasets that follow the success of the policy on them."""
+
     enabled: bool = False
     """Draw more prompts from datasets that the policy sometimes solves, and fewer from datasets that it always or never
     solves: the weight of a dataset is multiplied by `4 s (1 - s)`, where s is the share of its rollouts that succeed.
@@ -179,6 +183,8 @@ class RolloutConfig(Config):
 
 
 class RewardScalingConfig(Config):
+    """Linear map of rewards from one range to another."""
+
     enabled: bool = False
     """Map rewards linearly from the source range to the target range, and clamp them to it."""
     source_min: float = 0.0
@@ -192,6 +198,8 @@ class RewardScalingConfig(Config):
 
 
 class RewardShapingConfig(Config):
+    """Changes of rewards by the length, the ending and the format of a response."""
+
     enabled: bool = False
     """Adjust rewards by the length, the ending, the repetitions and the format of a response, with the keys below."""
     max_response_length: int = Field(default=512, gt=0)

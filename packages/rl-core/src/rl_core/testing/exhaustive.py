@@ -31,14 +31,17 @@ def _exhaustive(case: Any) -> Any:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option `--every-case`."""
     parser.addoption("--every-case", action="store_true", help="also the cases that largely repeat others")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    """Add the marker `exhaustive`."""
     config.addinivalue_line("markers", "exhaustive: takes long and largely repeats others; runs only with --every-case")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the cases that are marked `exhaustive`, unless every case is asked for."""
     if config.getoption("--every-case"):
         return
     left_out = [item for item in items if item.get_closest_marker("exhaustive")]

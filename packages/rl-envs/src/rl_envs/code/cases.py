@@ -44,7 +44,9 @@ Tests = InputOutput | Calls | Assertions
 
 
 def read_tests(info: Mapping[str, Any], most: int | None) -> Tests:
-    """The tests in a prompt's info, which has either of these fields:
+    """Return the tests in a prompt's info.
+
+    The info has either of these fields:
 
     - `tests`: a list of `{"input": text, "output": text}`; with a field `function`, of `{"arguments": [...],
       "result": value}`, or `"results"` with all values that are right. The list may be written as JSON.

@@ -106,7 +106,7 @@ class _Reader:
         return kind in ("open", "frac", "binom") and self._tokens[self._at - 1][0] == "close"
 
     def _mixed(self, whole: Fraction) -> Fraction:
-        """The fraction of a mixed number such as `3\\frac{1}{2}`."""
+        r"""The fraction of a mixed number such as `3\frac{1}{2}`."""
         part = self._power()
         if whole.denominator != 1 or whole < 0 or not 0 <= part < 1:
             raise NotExact("not a mixed number")

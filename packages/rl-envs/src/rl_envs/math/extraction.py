@@ -118,7 +118,7 @@ def _without_reason(text: str) -> str:
 
 
 def _said_in(boxed: str) -> str:
-    """The answer of a box that holds a sentence, such as `\\text{The answer is 4}`; else the box."""
+    r"""The answer of a box that holds a sentence, such as `\text{The answer is 4}`; else the box."""
     sentence = _SENTENCE.fullmatch(boxed)
     return boxed if sentence is None else _after_marker(sentence[1]) or boxed
 

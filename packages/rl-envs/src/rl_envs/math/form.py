@@ -245,7 +245,7 @@ def _pair_or_interval(brackets: str, items: Sequence[str], depth: int) -> Form |
 
 
 def _bounded(text: str, depth: int) -> Form | None:
-    """The interval of an inequality of one variable, such as `x \\le 2` or `1 < x < 2`."""
+    r"""The interval of an inequality of one variable, such as `x \le 2` or `1 < x < 2`."""
     pieces = [piece.strip() for piece in _RELATION.split(text)]
     if len(pieces) not in (3, 5) or any(not piece for piece in pieces):
         return None

@@ -63,7 +63,7 @@ _KNOWN = re.compile(r"\nX?(?:o?[LWHl]\.?|o?(?:[LWHl][.e]|[WH])[^\n,k][^\n]*)\n?"
 
 
 def letter_of(text: str) -> str | None:
-    """Return the letter, upper case, of `B`, `(b)`, `B) 12`, `\\text{B}` or `Option B`; None for anything else."""
+    r"""Return the letter, upper case, of `B`, `(b)`, `B) 12`, `\text{B}` or `Option B`; None for anything else."""
     tokens = read_tokens(text.strip())
     if _KNOWN.fullmatch(tokens.kinds) is None:
         return None

@@ -35,7 +35,9 @@ class RepositoryTask:
 
 
 def read_task(info: Mapping[str, Any], folder: Path) -> RepositoryTask:
-    """The task in a prompt's info, which has these fields:
+    """Return the task in a prompt's info.
+
+    The info has these fields:
 
     - `repository`: path of a folder, or of a git bundle (`.bundle`); or files as an object of paths and strings.
     - `commit` (optional): branch, tag or commit of a bundle or of a folder that is a git repository.

@@ -166,6 +166,8 @@ class CallbackConfig(Config):
 
 
 class WandbConfig(Config):
+    """Run in Weights & Biases."""
+
     project: str = "rl"
     """Project of the run."""
     entity: str | None = None
@@ -178,6 +180,8 @@ class WandbConfig(Config):
 
 
 class MLflowConfig(Config):
+    """Run in MLflow."""
+
     experiment_name: str = "rl"
     """Experiment of the run."""
     run_name: str | None = None
@@ -188,6 +192,8 @@ class MLflowConfig(Config):
 
 
 class TrackioConfig(Config):
+    """Run in trackio."""
+
     project: str = "rl"
     """Project of the run."""
     name: str | None = None

@@ -198,8 +198,10 @@ class Weights:
         return self._gathering.first_holder(entry.target, share)
 
     def is_counted(self, parameter: nn.Parameter) -> bool:
-        """Return whether no other rank of the same data-parallel index holds the same elements, so that they count once
-        in a norm. (Megatron marks split parameters only if it initialises them.)"""
+        """Return whether no other rank of the same data-parallel index holds the same elements.
+
+        Such elements count once in a norm. Megatron marks split parameters only if it initialises them.
+        """
         return self._counted[parameter]
 
     @property
