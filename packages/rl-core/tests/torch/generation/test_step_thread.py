@@ -1,5 +1,6 @@
 """The thread of an in-process engine: steps while there is work, calls in between, one end for all."""
 
+import asyncio
 import queue
 import threading
 from concurrent.futures import Future
@@ -74,6 +75,14 @@ def test_a_call_that_raises_fails_alone(thread, work):
     with pytest.raises(ZeroDivisionError):
         thread.call(lambda: 1 // 0).result(10)
     assert thread.call(lambda: work.add(1)).result(10).result(10) == 1
+
+
+def test_an_iterator_that_ends_in_a_call_is_told_to_who_awaits_it(thread):
+    async def ended() -> None:
+        await asyncio.wrap_future(thread.call(lambda: next(iter(()))))
+
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        asyncio.run(asyncio.wait_for(ended(), 10))
 
 
 def test_a_step_that_raises_ends_all_with_its_reason(thread, work):

@@ -87,6 +87,8 @@ class StepThread(Generic[Work]):
                 return
             try:
                 future.set_result(function())
+            except StopIteration as error:  # which a future of asyncio does not take, so that nobody would hear of it
+                future.set_exception(RuntimeError(f"StopIteration: {error}"))
             except BaseException as error:  # noqa: BLE001 - becomes the failure of whoever waits
                 future.set_exception(error)
 
