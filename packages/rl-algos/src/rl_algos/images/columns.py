@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from rl_core.data.batch import TOKENS, Batch
-from rl_core.data.ragged import Ragged
-from rl_core.images import DIGEST_BYTES, IMAGES
+from rl_core.data.image_column import image_column
+from rl_core.images import IMAGES
 
 
 def seen_columns(batch: Batch) -> Batch:
@@ -23,7 +21,4 @@ def with_image_column(batch: Batch, images: Sequence[Sequence[str]]) -> Batch:
         batch: Batch of rows.
         images: Digests of each row's images, in the order of their tokens.
     """
-    if not any(images):
-        return batch
-    rows = [np.frombuffer(bytes.fromhex("".join(digests)), dtype=np.uint8) for digests in images]
-    return batch.with_columns({IMAGES: Ragged.from_rows(rows, np.uint8, (DIGEST_BYTES,))})
+    return batch.with_columns({IMAGES: image_column(images)}) if any(images) else batch

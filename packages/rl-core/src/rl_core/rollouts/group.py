@@ -10,8 +10,9 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from rl_core.data.batch import TOKENS, Batch, Column
+from rl_core.data.image_column import image_column
 from rl_core.data.ragged import Ragged
-from rl_core.images import DIGEST_BYTES, IMAGES
+from rl_core.images import IMAGES
 from rl_core.rollouts.record import rollout_record
 from rl_core.rollouts.rollout import (
     Prompt,
@@ -335,12 +336,8 @@ def _images(rollouts: Sequence[Rollout]) -> dict[str, Column]:
     """The column of images, if a rollout has any."""
     if not has_images(rollouts):
         return {}
-    rows = [
-        np.frombuffer(bytes.fromhex("".join(digests)), dtype=np.uint8)
-        for rollout in rollouts
-        for digests in rollout.images or ((),) * max(len(rollout.segments), 1)
-    ]
-    return {IMAGES: Ragged.from_rows(rows, np.uint8, (DIGEST_BYTES,))}
+    rows = [digests for rollout in rollouts for digests in rollout.images or ((),) * max(len(rollout.segments), 1)]
+    return {IMAGES: image_column(rows)}
 
 
 _NO_RECORD = np.zeros(0, dtype=np.uint8)

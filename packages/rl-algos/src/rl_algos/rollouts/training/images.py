@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from rl_core.data.batch import Batch, RemoteRows
-from rl_core.data.ragged import Ragged
-from rl_core.images import DIGEST_BYTES, IMAGES
+from rl_core.data.image_column import image_column
+from rl_core.images import IMAGES
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,8 +22,7 @@ class NoImages:
 
     def fetch(self) -> Batch:
         """Make the column."""
-        offsets = np.zeros(self.num_rows + 1, dtype=np.int64)
-        return Batch({IMAGES: Ragged(np.zeros((0, DIGEST_BYTES), dtype=np.uint8), offsets)})
+        return Batch({IMAGES: image_column([()] * self.num_rows)})
 
 
 def with_images(batches: Sequence[Batch]) -> list[Batch]:
