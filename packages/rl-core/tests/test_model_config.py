@@ -73,7 +73,7 @@ LINEAR = {"name": "torch.optim.lr_scheduler.LinearLR"}
         (
             {"vision": {"enabled": True, "projector": "trained"}, "lora_cfg": {"enabled": True}},
             "vision.projector",
-            ["lora_cfg.enabled=true", "adapters"],
+            ["lora_cfg.enabled=false", "adapters"],
         ),
         (
             {"vision": {"enabled": True, "min_pixels": 9, "max_pixels": 4}},
@@ -87,7 +87,7 @@ def test_settings_that_contradict_each_other_are_named(settings, key, mentions):
     (problem,) = problems_of(lambda: ModelConfig(model_name="m", **settings))
     assert problem.key == key
     assert all(mention in f"{problem.reason}. {problem.remedy}" for mention in mentions), problem
-    assert problem.is_unused == (key == "lora_cfg.adapter")
+    assert problem.is_unused == (settings in ({"lora_cfg": {"adapter": "folder"}}, {"vision": {"tower": "trained"}}))
     if key == "lora_cfg.dropout":
         assert problem.got == 0.1
 

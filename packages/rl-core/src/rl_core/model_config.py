@@ -349,14 +349,14 @@ def _vision_problems(vision: VisionConfig, lora: LoraConfig) -> Iterator[Problem
                 key,
                 "needs low-rank adapters, but lora_cfg.enabled is false",
                 got=chosen,
-                allowed="frozen, trained",
+                remedy="Set lora_cfg.enabled=true, or train all weights of this part: trained",
             )
         elif chosen == "trained" and lora.enabled:
             yield Problem(
                 key,
                 "cannot be combined with lora_cfg.enabled=true, whose files hold adapters only",
                 got=chosen,
-                allowed="frozen, adapters",
+                remedy="Set adapters or frozen, or lora_cfg.enabled=false",
             )
     least, most = vision.min_pixels, vision.max_pixels
     if least is not None and most is not None and least > most:
