@@ -581,5 +581,4 @@ _Section = TypeVar("_Section", bound=Config)
 
 def _sections(config: Config, kind: type[_Section]) -> list[_Section]:
     """Sections within a section that are of a kind."""
-    values = (getattr(config, name) for name in type(config).model_fields)
-    return [value for value in values if isinstance(value, kind)]
+    return [value for value in vars(config).values() if isinstance(value, kind)]
