@@ -13,7 +13,7 @@ CONFIG = {
         "generation": {
             "backend": "vllm",
             "max_new_tokens": 64,
-            "vllm_cfg": {"speculation": {"method": "ngram", "min_tokens_per_step": 1.3}},
+            "vllm_cfg": {"speculation": {"method": "draft_model", "model": "drafter", "min_tokens_per_step": 1.3}},
         }
     },
 }
@@ -139,6 +139,11 @@ def test_fine_tuning_whose_loss_does_not_move_is_told(last, is_found):
     rows = [{"step": 1, "train/loss": 4.619}, {"step": 2, "train/loss": last}]
     said = [each.found for each in advice(rows, {}, {"sft": {}})]
     assert said == (["the loss does not decrease: 4.619 at first, 4.616 after 2 steps"] if is_found else [])
+
+
+def test_n_grams_that_are_accepted_less_often_are_no_drafter_left_behind():
+    rows = [{"step": step, "speculation/acceptance_rate": 0.6 - 0.03 * step} for step in range(1, NUM_STEPS + 1)]
+    assert advice(rows, {}, {"policy": {"generation": {"vllm_cfg": {"speculation": {"method": "ngram"}}}}}) == []
 
 
 def test_a_short_run_has_no_trends():

@@ -223,20 +223,13 @@ def convert(
             Verification,
             to_checkpoint,
             to_hugging_face,
-            to_quantized,
         )
-        from rl_launch.commands.convert_quantized import Quantization
         from rl_launch.session import show_logs
 
         if quantize is not None:
             if to is not None or adapter or verify_with is not None or not verify:
                 raise ConfigError("--quantize cannot be combined with --to, --adapter, --no-verify or --verify-with")
-            if group_size is not None and quantize != "int4":
-                raise ConfigError(f"--group-size has no effect with --quantize {quantize}")
-            show_logs()
-            how = Quantization(quantize, group_size or 128, tuple(exclude or ()))
-            to_quantized(Path(source).expanduser(), target.expanduser(), how, overrides or ())
-            sys.stdout.write(f"{target}\n")
+            _quantize(source, target.expanduser(), quantize, group_size, exclude or [], overrides or [])
             return
         if group_size is not None or exclude:
             raise ConfigError("--group-size and --exclude have no effect without --quantize")
@@ -250,6 +243,21 @@ def convert(
         else:
             to_checkpoint(source, target.expanduser(), to, overrides or (), adapter=adapter, verification=verification)
         sys.stdout.write(f"{target}\n")
+
+
+def _quantize(
+    source: str, target: Path, name: str, group_size: int | None, exclude: list[str], overrides: list[str]
+) -> None:
+    from rl_core.errors import ConfigError
+    from rl_launch.commands.convert import to_quantized
+    from rl_launch.commands.convert_quantized import Quantization
+    from rl_launch.session import show_logs
+
+    if group_size is not None and name != "int4":
+        raise ConfigError(f"--group-size has no effect with --quantize {name}")
+    show_logs()
+    to_quantized(Path(source).expanduser(), target, Quantization(name, group_size or 128, tuple(exclude)), overrides)
+    sys.stdout.write(f"{target}\n")
 
 
 @app.command()

@@ -279,7 +279,9 @@ def _speculation(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
         return
     rate = "speculation/acceptance_rate"
     first, last = _first_quarter(rate, rows), _last_quarter(rate, rows)
-    if len(rows) >= FEWEST_STEPS and first and fmean(last) < STALE_DRAFTER * fmean(first):
+    # n-grams of the row are never left behind
+    has_weights = _at(config, f"{section}.model") is not None
+    if has_weights and len(rows) >= FEWEST_STEPS and first and fmean(last) < STALE_DRAFTER * fmean(first):
         yield Advice(
             f"the policy leaves its drafter behind: {fmean(first):.0%} of the drafted tokens were accepted at first, "
             f"{fmean(last):.0%} now",
