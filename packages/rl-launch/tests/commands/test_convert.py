@@ -383,7 +383,7 @@ def test_a_checkpoint_becomes_one_of_another_backend(number_run, started, tmp_pa
 
 def test_a_model_that_is_made_here_is_found_for_its_probe(started, model, tmp_path, monkeypatch):
     (model / "number").write_text("2.5")
-    monkeypatch.setattr("rl_launch.commands.train.tiny_model", lambda: model)
+    monkeypatch.setattr("rl_launch.model_files.local_models.tiny_model", lambda: model)
     monkeypatch.setattr(NumberModel, "__init__", lambda self, source, spoils: setattr(self, "_number", 2.5))
     to_checkpoint("tiny-arithmetic", tmp_path / "new", "dtensor")
     assert (tmp_path / "new" / "policy" / "trainer.pt").read_text() == "2.5"
