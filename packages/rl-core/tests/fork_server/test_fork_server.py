@@ -173,6 +173,17 @@ def test_what_was_started_outlives_its_server(machine: Machine) -> None:
     assert output == "done\n"
 
 
+def test_a_server_that_dies_as_it_forks_has_started_the_process_once(machine: Machine) -> None:
+    # a server forks first to count its own threads
+    death = (
+        "import os\nforks = []\n"
+        "os.register_at_fork(after_in_parent=lambda: os.kill(os.getpid(), 9) if forks else forks.append(os.getpid()))"
+    )
+    module = machine.add("engine", death)
+    _, output, _ = machine.run("import engine, time; time.sleep(0.5); print(len(engine.forks))", module)
+    assert (output, machine.imports) == ("1", ["engine"])
+
+
 def test_a_file_that_changed_is_imported_again(machine: Machine) -> None:
     module = machine.add("engine", "value = 1")
     code = "import engine; print(engine.value)"

@@ -130,6 +130,8 @@ class Server:
             os.utime(self._address)
         pid = os.fork()
         if not pid:
+            # said here, before the command begins: a launcher that hears of no process starts another
+            send_answer(connection, pid=os.getpid())
             self._forget(connection)
             return request, streams
         for each in streams:
@@ -152,7 +154,6 @@ class Server:
         self._processes[process] = (pid, connection)
         self._selector.register(process, selectors.EVENT_READ, self._ended)
         self._selector.register(connection, selectors.EVENT_READ, self._left)
-        send_answer(connection, pid=pid)
 
     def _ended(self, process: int) -> None:
         pid, connection = self._processes.pop(process)
