@@ -42,7 +42,8 @@ def folder_of(name, folder):
     write_weights(path / "model.safetensors")
     (path / "tokenizer.json").touch()
     shape = dict(zip(FIELDS, SHAPES[name], strict=True))
-    (path / "config.json").write_text(json.dumps({"model_type": "qwen3", **shape}))
+    kind = {"model_type": "qwen2_5_vl", "image_token_id": 151655} if "VL" in name else {"model_type": "qwen3"}
+    (path / "config.json").write_text(json.dumps({**kind, **shape}))
     return path
 
 
