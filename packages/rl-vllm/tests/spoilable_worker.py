@@ -41,8 +41,9 @@ class SpoilableWorker(EngineWorker):
 
     def loads_by_plan(self, opaque: str = "") -> bool:
         """Whether a plan is all it takes to load the last manifest, or would be if a parameter's loader computed."""
-        assert self._planned is not None
-        _, plan, _ = self._planned
+        planned = self.target("policy").planned
+        assert planned is not None
+        _, plan, _ = planned
         dtype = self.vllm_config.model_config.dtype
         return (
             PlannedLoad.of(self.get_model(), replace(plan, opaque=plan.opaque | ({opaque} - {""})), dtype) is not None

@@ -136,7 +136,7 @@ class TestVllmGenerator(VllmSuite):
             await bench.generator.pause()
             await bench.generator.begin(manifest)
             transport = Transport("ipc", _address(), 1, timeout_s=SYNC_TIMEOUT_S)
-            sending = bench.sender.send(bench.second, manifest, transport, Fault())
+            sending = bench.senders["policy"].send(bench.second, manifest, transport, Fault())
             await bench.generator.receive(transport, 1)
             sending.result(SYNC_TIMEOUT_S)
             for column in range(64):

@@ -86,12 +86,14 @@ def bench(
     other = write_reference_model(tmp_path_factory.mktemp("other"), seed=1)
     sender = SenderProcess()
     bench = SpeculationBench(generator, target, other, sender)
+    bench.senders["drafter"] = SenderProcess()
     try:
         yield bench
     finally:
         bench.runner.run(generator.close())
         bench.runner.close()
-        sender.close()
+        for each in bench.senders.values():
+            each.close()
 
 
 def test_greedy_tokens_are_those_of_the_model_alone(bench: SpeculationBench) -> None:
@@ -208,3 +210,25 @@ def test_a_drafter_that_is_left_behind_costs_acceptance_alone(bench: Speculation
     far = acceptance()
     bench.runner.run(bench.sync(bench.first))
     assert far < near
+
+
+@pytest.mark.parametrize("bench", ["draft_model"], indirect=True)
+def test_a_drafter_that_is_sent_the_weights_of_the_model_drafts_what_it_samples(bench: SpeculationBench) -> None:
+    request = GenerationRequest(prompt(9), SamplingParams(48, temperature=0), 0)
+
+    def acceptance() -> float:
+        before = bench.counts()
+        (completion,) = bench.generate([request])
+        assert completion.token_ids.tolist() == bench.references[served].greedy(prompt(9), 48)
+        counts = bench.counts().since(before)
+        return sum(counts.num_accepted) / counts.num_draft_tokens
+
+    served = bench.second
+    bench.runner.run(bench.sync(bench.second))
+    stale = acceptance()
+    bench.runner.run(bench.sync(bench.second, target="drafter"))
+    assert stale < acceptance() == 1
+    served = bench.first
+    for target in ("policy", "drafter"):
+        bench.runner.run(bench.sync(bench.first, target=target))
+    assert acceptance() == 1

@@ -18,6 +18,9 @@ WeightForm = Literal["merged", "factored", "adapter"]
 """Form in which the weights of a model with low-rank adapters travel: the adapters merged into the weights, the weights
 as they are followed by the factors of the adapters, or only these factors. Without adapters there is only `merged`."""
 
+WeightTarget = Literal["policy", "drafter"]
+"""Model of a generator that weights are for: the one that it serves, or the one whose drafts that one verifies."""
+
 MIN_SECRET_BYTES = 16
 """Minimum length of a transport's secret."""
 
@@ -42,12 +45,14 @@ class Manifest:
         num_factors: How many of the tensors, the last ones, are factors of low-rank adapters, which the receiver
             applies itself: `LAYER.lora_A.weight` `[dim, inputs]` and `LAYER.lora_B.weight` `[outputs, dim]`. If all
             are, the receiver keeps the weights that it has. 0 if adapters are merged into the weights.
+        target: The generator's model that they are for.
     """
 
     version: int
     tensors: tuple[TensorSpec, ...]
     tied: Mapping[str, str] = field(default_factory=dict)
     num_factors: int = 0
+    target: WeightTarget = "policy"
 
     @property
     def factors(self) -> tuple[TensorSpec, ...]:

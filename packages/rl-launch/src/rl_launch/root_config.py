@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
-from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeVar, cast
+from typing import Annotated, Any, ClassVar, Final, Literal, Protocol, TypeVar, cast
 
 from pydantic import Field
 
@@ -13,8 +13,11 @@ from rl_core.config import Config, EnvVars, PathText, WhenChanged
 from rl_core.model_config import GeneratingModelConfig
 from rl_launch.session.config import CallbackConfig, CheckpointingConfig, LoggerConfig, ProfilingConfig
 
-POLICY = "policy"
+POLICY: Final = "policy"
 """Role and config section of the model whose weights are published and exported."""
+
+DRAFTER: Final = "drafter"
+"""Role and config section of a draft model that trains with the policy and whose weights are published with its."""
 
 
 class ClusterConfig(Config):

@@ -51,14 +51,14 @@ def test_colocated_generation_has_the_policys_devices():
     assert topology.replicas_per_node == 4
     assert topology.takes_turns("policy")
     assert topology.takes_turns("generation")
-    assert topology.transport == "ipc"
+    assert topology.transport_of("policy") == "ipc"
 
 
 def test_on_one_node_separate_generation_takes_devices_from_the_policy():
     topology = make(policy(), generation(apart(gpus=2)))
     assert (topology.devices("policy"), topology.devices("generation")) == (Devices(1, 6), Devices(1, 2))
     assert not topology.takes_turns("policy")
-    assert topology.transport == "collective"
+    assert topology.transport_of("policy") == "collective"
 
 
 def test_on_several_nodes_separate_generation_takes_whole_nodes():
@@ -70,7 +70,7 @@ def test_cores_are_not_divided_among_replicas():
     topology = make(policy(), generation(ranks=1), device=CPU, ranks=2)
     assert topology.replicas_per_node == 1
     assert not topology.takes_turns("policy")
-    assert topology.transport == "ipc"
+    assert topology.transport_of("policy") == "ipc"
 
 
 def test_models_share_devices_or_have_their_own():
@@ -92,7 +92,7 @@ def test_a_rehearsal_has_the_topology_of_gpus():
         ((policy(), teacher(), generation(apart(nodes=1))), 4),
     ):
         rehearsed, real = (make(*claims, num_nodes=num_nodes, device=device) for device in (REHEARSAL, CUDA))
-        assert (rehearsed.transport, rehearsed.replicas_per_node) == (real.transport, real.replicas_per_node)
+        assert (rehearsed.transport_of("policy"), rehearsed.replicas_per_node) == (real.transport_of("policy"), real.replicas_per_node)
         for claim in claims:
             assert rehearsed.takes_turns(claim.name) == real.takes_turns(claim.name)
 
@@ -196,7 +196,7 @@ def test_the_encoding_changes_needs_a_transport_over_the_network():
     ],
 )
 def test_a_transport_that_works_is_taken_as_it_was_chosen(topology, transport):
-    assert topology.transport == transport
+    assert topology.transport_of("policy") == transport
     assert list(weight_sync_problems(topology)) == []
 
 

@@ -264,7 +264,7 @@ def test_images_that_a_backend_does_not_take_are_refused(overrides, config, mess
 def test_a_run_sends_what_the_config_says():
     changes = ["policy.generation.weight_sync=disk", "policy.generation.weight_sync_encoding=changes"]
     topology = read_plan("grpo-arithmetic", [*ON_CPU, *changes]).backends.topology(1, 2, CPU)
-    assert (topology.transport, topology.weight_sync_encoding) == ("disk", "changes")
+    assert (topology.transport_of("policy"), topology.weight_sync_encoding) == ("disk", "changes")
 
 
 @pytest.mark.parametrize("generator", [HF, MEGATRON])

@@ -13,10 +13,11 @@ from rl_core.errors import CheckpointDamaged, Origin, RunDirectoryError, WeightS
 from rl_core.plugins import OpponentNeed
 from rl_core.rollouts.delivery import Taken
 from rl_core.weights import Manifest, TensorSpec
-from rl_launch.runtime import opponents, weight_sync
+from rl_launch.runtime import opponents, weight_sync, weight_transfer
 from rl_launch.runtime.canary import Canary
 from rl_launch.runtime.opponents import OpponentSync, is_due, playing
 from rl_launch.runtime.weight_sync import WeightSync
+from rl_launch.runtime.weight_transfer import WeightTransfer
 from rl_launch.runtime.written_versions import WrittenVersions, digest_of
 
 SHARD = "model.safetensors"
@@ -81,8 +82,9 @@ class Replica:
 def at_once(monkeypatch):
     for module in (weight_sync, opponents):
         monkeypatch.setattr(module, "gather", lambda refs, origins, timeout=None: list(refs))
+    for module in (weight_transfer, opponents):
         monkeypatch.setattr(module.ray, "put", lambda value: value)
-    monkeypatch.setattr(weight_sync, "settle", lambda refs, origins, timeout, **rest: (list(refs), []))
+    monkeypatch.setattr(weight_transfer, "settle", lambda refs, origins, timeout, **rest: (list(refs), []))
 
 
 class Run:
@@ -91,14 +93,16 @@ class Run:
     def __init__(self, folder: Path, *needs: OpponentNeed, num_replicas=2):
         self.policy, addresses = Policy(), itertools.count()
         canary = Canary.of(50, precision="float32")
-        self.sync = WeightSync(
+        way = WeightTransfer(
             self.policy,
+            "policy",
             kind="collective",
             meet=lambda: f"here:{next(addresses)}",
-            canary=canary,
             residency=None,
+            gives_way=False,
             bucket_bytes=2**20,
         )
+        self.sync = WeightSync(way, canary=canary, residency=None)
         self.opponents = OpponentSync(needs, self.sync, WrittenVersions(folder))
         self.replicas = [Replica() for _ in range(num_replicas)]
         for each in self.replicas:

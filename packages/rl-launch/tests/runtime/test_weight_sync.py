@@ -1,6 +1,7 @@
 """The order of a weight sync and what makes it refuse, with a policy and replicas that only remember tensors."""
 
 import itertools
+from functools import partial
 
 import numpy as np
 import pytest
@@ -19,9 +20,10 @@ from rl_core.errors import (
 from rl_core.rollouts.delivery import Taken
 from rl_core.weights import Manifest, TensorSpec
 from rl_launch.placement.residency import Residency, Tenant
-from rl_launch.runtime import weight_sync
+from rl_launch.runtime import weight_sync, weight_transfer
 from rl_launch.runtime.canary import Canary
-from rl_launch.runtime.weight_sync import WeightSync, joined
+from rl_launch.runtime.weight_sync import WeightSync
+from rl_launch.runtime.weight_transfer import WeightTransfer, joined
 
 MANIFEST = (TensorSpec("embed", (2,), "float32"), TensorSpec("norm", (1,), "float32"))
 FACTORS = (TensorSpec("q.lora_A.weight", (1, 2), "float32"), TensorSpec("q.lora_B.weight", (2, 1), "float32"))
@@ -75,7 +77,7 @@ class Replica:
     def __init__(self, events, *, received="all", score=-1.0, broken_attempts=99):
         self.events, self.received, self.score, self.broken_attempts = events, received, score, broken_attempts
         self.num_starts = 1
-        self.first_ranks, self.in_flight = [], []
+        self.first_ranks, self.in_flight, self.targets = [], [], []
         self.failure = None
 
     def call(self, method, *args):
@@ -83,7 +85,8 @@ class Replica:
         if method == "score_canary":
             return self._scores(args[0])
         assert method == "take_over"
-        _, delivery = args
+        manifest, delivery = args
+        self.targets.append(manifest.target)
         self.first_ranks.append(delivery.first_rank)
         self.in_flight.append(delivery.in_flight)
         if self.failure:
@@ -112,22 +115,27 @@ def events(monkeypatch):
         return ([], failures) if failures else (list(refs), [])
 
     monkeypatch.setattr(weight_sync, "gather", lambda refs, origins, timeout=None: list(refs))
-    monkeypatch.setattr(weight_sync, "settle", settle)
-    monkeypatch.setattr(weight_sync.ray, "put", lambda value: value)
+    monkeypatch.setattr(weight_transfer, "settle", settle)
+    monkeypatch.setattr(weight_transfer.ray, "put", lambda value: value)
     return []
 
 
-def make_sync(events, residency=None, kind="ipc", **settings):
+def way_of(model, target="policy", *, residency=None, kind="ipc"):
     addresses = itertools.count(1)
-    return WeightSync(
-        Policy(events),
+    return WeightTransfer(
+        model,
+        target,
         kind=kind,
-        meet=lambda: f"here:{next(addresses)}",
-        canary=Canary.of(50, precision="float32"),
+        meet=lambda: f"{target}:{next(addresses)}",
         residency=residency,
+        gives_way=residency is not None,
         bucket_bytes=2**20,
-        **settings,
     )
+
+
+def make_sync(events, residency=None, kind="ipc", **settings):
+    way = way_of(Policy(events), residency=residency, kind=kind)
+    return WeightSync(way, canary=Canary.of(50, precision="float32"), residency=residency, **settings)
 
 
 def test_a_version_is_served_only_after_transfer_and_commit(events):
@@ -149,8 +157,8 @@ def test_the_policy_begins_to_score_the_canary_before_anyone_takes_memory_and_is
     residency.join("policy", Tenant(lambda: None, lambda: None), present=True)
     sync = make_sync(events, residency if shares_devices else None)
     sync.send(sync.publish(), [Replica(events)])
-    assert sync._policy.begun_after == []
-    assert sync._policy.awaited_after[-1] == "take_over"
+    assert sync._policy.model.begun_after == []
+    assert sync._policy.model.awaited_after[-1] == "take_over"
 
 
 def test_on_shared_devices_memory_is_freed_before_it_is_taken(events):
@@ -194,7 +202,7 @@ def test_what_arrives_broken_twice_is_refused_and_never_served(events):
 
 def test_ranks_of_the_policy_that_send_different_weights_are_refused(events):
     sync = make_sync(events)
-    sync._policy.digests = [["all"], ["other"]]
+    sync._policy.model.digests = [["all"], ["other"]]
     with pytest.raises(WeightSyncError, match="sent as version 1 were all, other"):
         sync.send(sync.publish(), [Replica(events)])
 
@@ -204,7 +212,7 @@ def test_what_arrives_broken_once_is_sent_again_over_another_connection(events):
     sync.send(sync.publish(), [Replica(events, received="other", broken_attempts=1)])
     assert events.count("take_over") == 2
     assert events.count("resume") == 1
-    first, second = sync._policy.transports
+    first, second = sync._policy.model.transports
     assert first.address != second.address
 
 
@@ -212,25 +220,25 @@ def test_all_transfers_share_a_connection_and_the_manifest_until_a_replica_is_st
     sync, replica = make_sync(events), Replica(events)
     for _ in range(3):
         sync.send(sync.publish(), [replica])
-    assert len(set(sync._policy.transports)) == 1
+    assert len(set(sync._policy.model.transports)) == 1
     assert events.count("manifest") == 1
     assert [event for event in events if event.startswith("send")] == ["send 1 to 2", "send 2 to 2", "send 3 to 2"]
     replica.num_starts += 1
     sync.send(sync.publish(), [replica])
     sync.send(sync.publish(), [replica])
-    assert len(set(sync._policy.transports)) == 2
+    assert len(set(sync._policy.model.transports)) == 2
 
 
 def test_adapters_travel_alone_once_a_replica_has_the_weights_that_they_sit_on(events):
     sync, replica = make_sync(events, sends_adapters=True), Replica(events)
     for _ in range(3):
         sync.send(sync.publish(), [replica])
-    assert sync._policy.forms == ["factored", "adapter", "adapter"]
+    assert sync._policy.model.forms == ["factored", "adapter", "adapter"]
     assert events.count("manifest") == 2
     replica.num_starts += 1
     for _ in range(2):
         sync.send(sync.publish(), [replica])
-    assert sync._policy.forms[3:] == ["factored", "adapter"]
+    assert sync._policy.model.forms[3:] == ["factored", "adapter"]
 
 
 @pytest.mark.parametrize("failing", [{"received": "other"}, {"score": -2.0}], ids=["transfer", "canary"])
@@ -242,18 +250,18 @@ def test_after_a_failure_the_weights_are_sent_again_with_their_adapters(events, 
         sync.send(sync.publish(), [replica])
     vars(replica).update(received="all", score=-1.0)
     sync.send(sync.publish(), [replica])
-    assert sync._policy.forms == ["factored", "adapter", "factored", "factored"]
+    assert sync._policy.model.forms == ["factored", "adapter", "factored", "factored"]
 
 
 def test_weights_on_disk_are_written_before_a_replica_is_paused(events, monkeypatch):
     settled = []
-    settle = weight_sync.settle
+    settle = weight_transfer.settle
 
     def noting(refs, *args, **kwargs):
         settled.append((len(refs), "take_over" in events))
         return settle(refs, *args, **kwargs)
 
-    monkeypatch.setattr(weight_sync, "settle", noting)
+    monkeypatch.setattr(weight_transfer, "settle", noting)
     sync = make_sync(events, kind="disk")
     sync.send(sync.publish(), [Replica(events)])
     assert settled[0] == (2, False)
@@ -284,7 +292,7 @@ def test_restored_weights_are_published_under_the_version_they_had(events):
 def test_weights_that_the_policy_no_longer_has_are_not_sent(events):
     sync = make_sync(events)
     update = sync.publish()
-    sync._policy.revision += 1
+    sync._policy.model.revision += 1
     with pytest.raises(WeightSyncError, match="version 1 is stale"):
         sync.send(update, [Replica(events)])
     assert events == []
@@ -302,7 +310,7 @@ def test_an_earlier_version_is_not_sent_in_the_place_of_a_later_one(events):
 def test_when_a_receiver_fails_the_sender_is_interrupted_and_both_are_reported(events):
     sync, replica = make_sync(events), Replica(events)
     replica.failure = GeneratorError("the engine died: out of memory")
-    sync._policy.failure = WeightSyncError("lost receiver rank 1 during bucket 3")
+    sync._policy.model.failure = WeightSyncError("lost receiver rank 1 during bucket 3")
     with pytest.raises(GeneratorError, match=r"^the engine died: out of memory; besides: lost receiver rank 1"):
         sync.send(sync.publish(), [replica])
     (interruption,) = [event for event in events if event.startswith("interrupt")]
@@ -316,6 +324,56 @@ def test_a_transfer_that_stalls_leaves_the_stacks_of_the_sender(events):
     with pytest.raises(WorkerStalled, match=r"rollout worker rank 0 .*no answer"):
         sync.send(sync.publish(), [replica])
     assert "stacks" in events
+
+
+def with_drafter(events, residency=None):
+    drafter = Policy([])
+    drafter.events = events
+    sync = make_sync(events, residency, drafter=way_of(drafter, "drafter", residency=residency))
+    return sync, drafter
+
+
+def test_a_draft_model_follows_the_policy_before_anything_is_served(events):
+    sync, replica = with_drafter(events)[0], Replica(events)
+    for _ in range(2):
+        sync.send(sync.publish(), [replica])
+    transfer = ["take_over", "send {} to 2", "take_over", "resume"]
+    sent = [event.format(version) for version in (1, 2) for event in ["send {} to 2", *transfer]]
+    assert [event for event in events if event != "manifest"] == sent
+    assert events.count("manifest") == 2
+    assert replica.targets == ["policy", "drafter"] * 2
+
+
+def test_a_draft_model_takes_its_turn_between_the_policy_and_the_replicas(events):
+    residency = Residency()
+    for name in ("policy", "drafter"):
+        leave, enter = (partial(events.append, f"{name} {event}") for event in ("leaves", "enters"))
+        residency.join(name, Tenant(leave, enter), present=name == "policy")
+    sync, _ = with_drafter(events, residency)
+    sync.send(sync.publish(), [Replica(events)])
+    of_policy, of_drafter = events[: events.index("policy leaves")], events[events.index("policy leaves") :]
+    assert of_policy[-2:] == ["take_over", "offload parameters"]
+    assert of_drafter == [
+        "policy leaves",
+        "drafter enters",
+        "offload optimizer",
+        "manifest",
+        "send 1 to 1",
+        "take_over",
+        "offload parameters",
+        "score_canary",
+        "resume",
+    ]
+    assert residency.resident == "generation"
+
+
+def test_weights_of_a_draft_model_that_arrive_broken_are_sent_again_and_never_served(events):
+    sync, drafter = with_drafter(events)
+    drafter.digests = [["of another model"], []]
+    with pytest.raises(WeightSyncError, match="sent as version 1 were of another model"):
+        sync.send(sync.publish(), [Replica(events)])
+    assert events.count("take_over") == 4
+    assert "resume" not in events
 
 
 ORIGIN = Origin("policy", 1, "here", "weight sync (send)")

@@ -6,12 +6,12 @@ import pickle
 import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
 import torch
-from vllm.config import set_current_vllm_config
+from vllm.config import ModelConfig, set_current_vllm_config
 from vllm.lora.model_manager import LoRAModelManager
 
 from rl_core.devices import Device
@@ -19,7 +19,7 @@ from rl_core.errors import WeightSyncError
 from rl_core.profiling import Profile, ProfileReport
 from rl_core.stacks import write_stacks_of_child
 from rl_core.torch.transport import ReceivingEnd
-from rl_core.weights import Manifest, Transport
+from rl_core.weights import Manifest, Transport, WeightTarget
 from rl_vllm.engine.parent_watch import end_with, forget_cpu_groups, forget_semaphores
 from rl_vllm.patches.bare_model import without_adapters
 from rl_vllm.patches.empty_top_k import filter_no_logits
@@ -48,6 +48,30 @@ Report = dict[str, Any]
 """Plain data: `value`, or `error` with the names of the `tensors` at fault."""
 
 
+@dataclass
+class Target:
+    """A model of this rank that weights are sent to, and what stays from one transfer to the next.
+
+    Args:
+        model: This rank's part of it.
+        config: vLLM's.
+        end: Connection to the sender; it ends with this process.
+        planned: The last manifest, the plan of its load, and that load if the plan is all it takes.
+    """
+
+    model: torch.nn.Module
+    config: ModelConfig
+    end: ReceivingEnd | None = None
+    planned: tuple[Manifest, LoadPlan, PlannedLoad | None] | None = None
+
+    def plan(self, manifest: Manifest) -> tuple[LoadPlan, PlannedLoad | None]:
+        """Plan of the load of these tensors; made once, as versions of one model differ only in their values."""
+        if self.planned is None or self.planned[0] != replace(manifest, version=self.planned[0].version):
+            plan = plan_load(self.model, manifest)
+            self.planned = manifest, plan, PlannedLoad.of(self.model, plan, self.config.dtype)
+        return self.planned[1:]
+
+
 class EngineWorker:
     """Worker extension that receives weights; vLLM mixes it into its worker class and calls it on every rank."""
 
@@ -62,8 +86,6 @@ class EngineWorker:
     _manifest: Manifest | None = None
     _receiver: WeightReceiver | None = None
     _adapters: AdapterReceiver | None = None
-    _planned: tuple[Manifest, LoadPlan, PlannedLoad | None] | None = None
-    _receiving: ReceivingEnd | None = None
     _recording: Profile | None = None
     _uses_oracle = False
 
@@ -120,19 +142,26 @@ class EngineWorker:
         return _plain(self._recording.stop() if self._recording is not None else ProfileReport())
 
     def make_receiver(self, manifest: Manifest) -> WeightReceiver:
-        """Return the receiver of a manifest without factors of adapters, for this rank's model."""
-        plan, planned = self._plan(manifest)
-        return WeightReceiver(
-            self.get_model(), self.vllm_config.model_config, manifest, plan, planned, uses_oracle=self._uses_oracle
-        )
+        """Return the receiver of a manifest without factors of adapters, for this rank's model that it is for."""
+        target = self.target(manifest.target)
+        plan, planned = target.plan(manifest)
+        return WeightReceiver(target.model, target.config, manifest, plan, planned, uses_oracle=self._uses_oracle)
 
-    def _plan(self, manifest: Manifest) -> tuple[LoadPlan, PlannedLoad | None]:
-        """Plan of the load of these tensors; made once, as versions of one policy differ only in their values."""
-        if self._planned is None or self._planned[0] != replace(manifest, version=self._planned[0].version):
-            model = self.get_model()
-            plan = plan_load(model, manifest)
-            self._planned = manifest, plan, PlannedLoad.of(model, plan, self.vllm_config.model_config.dtype)
-        return self._planned[1:]
+    def target(self, name: WeightTarget) -> Target:
+        """This rank's part of one of the engine's models.
+
+        Raises:
+            WeightSyncError: If the engine has no such model.
+        """
+        targets: dict[WeightTarget, Target] = vars(self).setdefault("_targets", {})
+        if name not in targets and name == "policy":
+            targets[name] = Target(self.get_model(), self.vllm_config.model_config)
+        elif name not in targets:
+            drafter = getattr(getattr(self.model_runner, "drafter", None), "model", None)
+            if drafter is None:
+                raise WeightSyncError("the engine has no draft model that weights could be sent to")
+            targets[name] = Target(drafter, self.vllm_config.speculative_config.draft_model_config)
+        return targets[name]
 
     def _begin(self, manifest: Manifest, scale: float) -> dict[str, Any]:
         self._manifest = self._receiver = self._adapters = None
@@ -150,11 +179,10 @@ class EngineWorker:
 
     def _receive(self, transport: Transport, device: Device, rank: int) -> str:
         manifest = self._announced()
-        if self._receiving is None:
-            # it ends with this process
-            self._receiving = ReceivingEnd(device)
+        target = self.target(manifest.target)
+        target.end = target.end or ReceivingEnd(device)
         parts = {} if self._receiver is None else self._receiver.parts
-        with self._receiving.transfer(manifest, transport, rank, parts) as tensors:
+        with target.end.transfer(manifest, transport, rank, parts) as tensors:
             arriving = iter(tensors)
             if self._receiver is not None:
                 self._receiver.load(islice(arriving, len(manifest.tensors) - manifest.num_factors))

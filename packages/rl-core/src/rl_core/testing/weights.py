@@ -17,7 +17,7 @@ from rl_core.model_config import ModelConfig
 from rl_core.rollouts.generation import GenerationRequest, Generator, PauseMode, SamplingParams
 from rl_core.testing.torch.reference_model import VOCAB_SIZE, ReferenceModel, write_reference_model
 from rl_core.testing.torch.weight_sender import EMBEDDING, HEAD, Fault, SenderProcess, digest_of, manifest_of
-from rl_core.weights import Manifest, Transport, TransportKind
+from rl_core.weights import Manifest, Transport, TransportKind, WeightTarget
 
 CONTEXT = 256
 """Maximum number of tokens of a row in `model_config`."""
@@ -44,9 +44,9 @@ class Bench:
         self.first = first
         self.second = second
         self.references = {folder: ReferenceModel(folder) for folder in (first, second)}
-        self.sender = sender
+        self.senders: dict[WeightTarget, SenderProcess] = {"policy": sender}
         self.version = 0
-        self._ways: dict[TransportKind, Transport] = {}
+        self._ways: dict[tuple[TransportKind, WeightTarget], Transport] = {}
         self.runner.run(generator.start())
 
     @property
@@ -63,18 +63,19 @@ class Bench:
         fault: Fault | None = None,
         shared: Path | None = None,
         mode: PauseMode = "finish",
+        target: WeightTarget = "policy",
     ) -> int:
         """Bring the generator to a folder's weights, in rl-launch's order of calls; returns the version it then has."""
         self.version += 1
-        manifest = replace(manifest or manifest_of(folder, 0), version=self.version)
+        manifest = replace(manifest or manifest_of(folder, 0), version=self.version, target=target)
         generator = self.generator
-        transport = self._ways.pop(kind, None) or Transport(
+        transport = self._ways.pop((kind, target), None) or Transport(
             kind, str(shared) if kind == "disk" else _address(), generator.num_ranks, 64 * 1024, SYNC_TIMEOUT_S
         )
         await generator.pause(mode)
         try:
             await generator.begin(manifest)
-            sending = self.sender.send(folder, manifest, transport, fault or Fault())
+            sending = self.senders[target].send(folder, manifest, transport, fault or Fault())
             try:
                 received = await generator.receive(transport, 1)
             finally:
@@ -87,7 +88,7 @@ class Bench:
                 assert sent == [digest_of(folder, manifest, transport.bucket_bytes)]
             await generator.commit(self.version)
             # the ends stay connected until a transfer fails
-            self._ways[kind] = transport
+            self._ways[kind, target] = transport
         finally:
             await generator.resume()
         return self.version
@@ -180,7 +181,7 @@ class WeightSinkSuite:
             await bench.generator.pause()
             await bench.generator.begin(manifest)
             transport = Transport("ipc", _address(), bench.generator.num_ranks, timeout_s=SYNC_TIMEOUT_S)
-            sending = bench.sender.send(bench.second, manifest, transport, Fault())
+            sending = bench.senders["policy"].send(bench.second, manifest, transport, Fault())
             await bench.generator.receive(transport, 1)
             sending.result(SYNC_TIMEOUT_S)
             await self.make_head_stale(bench.generator)

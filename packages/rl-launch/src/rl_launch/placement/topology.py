@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 from rl_core.config import Problem
 from rl_core.devices import Device
 from rl_core.model_config import ColocatedConfig
 from rl_core.problems import NOT_GIVEN
-from rl_core.weights import TransportKind, WeightSyncChoice, WeightSyncEncoding
+from rl_core.weights import TransportKind, WeightSyncChoice, WeightSyncEncoding, WeightTarget
 
 GENERATION = "generation"
 """Name of generation among the holders of devices, and its role in messages."""
@@ -135,19 +136,18 @@ class Topology:
         """True if replicas can join and leave during the run."""
         return self.replica_bounds != ReplicaBounds()
 
-    @property
-    def transport(self) -> TransportKind:
-        """Transport of weights: the configured one. With `auto`, memory if the sender and receivers share it, otherwise
-        collectives.
+    def transport_of(self, role: str) -> TransportKind:
+        """Return the transport of a model's weights: the configured one. With `auto`, memory if the sender and
+        receivers share it, otherwise collectives.
         """
         if self.weight_sync != "auto":
             return self.weight_sync
-        return "ipc" if self.shares_memory else "collective"
+        return "ipc" if self.shares_memory(role) else "collective"
 
-    @property
-    def shares_memory(self) -> bool:
-        """True if every receiver of weights can access the memory of a sender, on its GPU or its node."""
-        return GENERATION in self.sharing and (self.shared.num_nodes == 1 or self.device.has_gpus)
+    def shares_memory(self, role: str) -> bool:
+        """Return whether every receiver of a model's weights can access the memory of a sender, on its GPU or its
+        node."""
+        return {GENERATION, role} <= {*self.sharing} and (self.shared.num_nodes == 1 or self.device.has_gpus)
 
 
 def plan(
@@ -189,13 +189,16 @@ def colocated_problems(claims: Sequence[Claim]) -> Iterator[Problem]:
 
 
 def weight_sync_problems(topology: Topology) -> Iterator[Problem]:
-    """Yield the problems of a transport that cannot work with the placement of policy and generation."""
+    """Yield the problems of a transport that cannot work with the placement of generation and of the models whose
+    weights are sent to it."""
     key = "policy.generation.weight_sync"
-    if topology.weight_sync == "ipc" and not topology.shares_memory:
+    senders = [name for name in get_args(WeightTarget) if name in topology.claims]
+    apart = [name for name in senders if not topology.shares_memory(name)]
+    if topology.weight_sync == "ipc" and apart:
         yield Problem(
             key,
-            "needs memory that the generators share with the policy, but they have their own devices or are on other "
-            "nodes",
+            f"needs memory that the generators share with the {apart[0]}, but they have their own devices or are on "
+            "other nodes",
             got="ipc",
             allowed="auto, collective, disk",
         )
@@ -206,7 +209,7 @@ def weight_sync_problems(topology: Topology) -> Iterator[Problem]:
             got="collective",
             allowed="auto, ipc, disk",
         )
-    if topology.weight_sync_encoding == "changes" and topology.transport == "ipc":
+    if topology.weight_sync_encoding == "changes" and topology.transport_of("policy") == "ipc":
         yield Problem(
             f"{key}_encoding",
             "saves network traffic, but the policy and the generators share memory (weight_sync=ipc)",

@@ -15,7 +15,8 @@ from rl_core.plugins import OpponentNeed
 from rl_core.ray.calls import gather
 from rl_core.rollouts.delivery import Delivery, Taken
 from rl_core.weights import Transport, WeightUpdate
-from rl_launch.runtime.weight_sync import Receiver, WeightSync
+from rl_launch.runtime.weight_sync import WeightSync
+from rl_launch.runtime.weight_transfer import Receiver
 from rl_launch.runtime.written_versions import WrittenVersions
 
 _log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from rl_core.plugins import Preload
 from rl_launch.cluster.nodes import Nodes
 from rl_launch.cluster.virtual_cluster import VirtualCluster, WorkerProcess
 from rl_launch.placement.topology import GENERATION, Topology
-from rl_launch.root_config import POLICY
+from rl_launch.root_config import DRAFTER, POLICY
 from rl_launch.worker_envs import chosen_variables, worker_variables
 
 
@@ -61,7 +61,7 @@ def with_allocators(preloads: Mapping[str, Preload], topology: Topology) -> dict
     """
 
     def allocating(role: str, preload: Preload) -> Preload:
-        shares_memory = role == POLICY and topology.transport == "ipc"
+        shares_memory = role in (POLICY, DRAFTER) and topology.transport_of(role) == "ipc"
         chosen = topology.device.allocator_variables(shares_memory=shares_memory)
         return replace(preload, variables={**chosen, **preload.variables})
 

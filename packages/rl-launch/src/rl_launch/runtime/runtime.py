@@ -23,6 +23,7 @@ from rl_core.model_config import local_image_token
 from rl_core.plugins import BackendPlugin, RolloutNeeds
 from rl_core.ray.model import RemoteModel
 from rl_core.run import Components
+from rl_core.weights import WeightTarget
 from rl_launch.backends import Backends
 from rl_launch.cluster.node_task import usable_cores
 from rl_launch.cluster.nodes import Nodes
@@ -31,7 +32,7 @@ from rl_launch.model_files.local_models import model_folders
 from rl_launch.monitoring.poller import Monitored
 from rl_launch.placement.residency import Residency
 from rl_launch.placement.topology import GENERATION, Topology
-from rl_launch.root_config import POLICY
+from rl_launch.root_config import DRAFTER, POLICY
 from rl_launch.run_config.plan import RunPlan
 from rl_launch.runtime.canary import Canary
 from rl_launch.runtime.elastic_replicas import ElasticReplicas
@@ -48,6 +49,7 @@ from rl_launch.runtime.replicas import Replicas
 from rl_launch.runtime.role_envs import role_specs
 from rl_launch.runtime.rollout_pool import RolloutPool
 from rl_launch.runtime.weight_sync import WeightSync
+from rl_launch.runtime.weight_transfer import WeightTransfer
 from rl_launch.runtime.written_versions import WrittenVersions
 from rl_launch.session.config import ProfilingConfig
 from rl_launch.worker_envs.driver_envs import DriverEnvs
@@ -224,7 +226,7 @@ class Runtime:
         by_role, started = start(models, replicas)
         self._ranks = by_role
         residency = self._residency if takes_turns else None
-        sync = self._weight_sync(by_role[POLICY], models, residency, vocabulary, needs.sample_prompts)
+        sync = self._weight_sync(by_role, models, residency, vocabulary, needs.sample_prompts)
         elastic = self._elastic(replicas) if self.topology.is_elastic else None
         opponents = self._opponents(needs, sync)
         weights = sync if opponents is None else opponents
@@ -346,7 +348,7 @@ class Runtime:
 
     def _weight_sync(
         self,
-        policy: RemoteModel,
+        by_role: Mapping[str, RemoteModel],
         models: Models,
         residency: Residency | None,
         vocabulary: int,
@@ -360,15 +362,26 @@ class Runtime:
             prompts=prompts,
             image_token=local_image_token(self._backends.models[POLICY].config),
         )
-        kind = self.topology.transport
+        folders = self._weight_folders()
+
+        def way(role: WeightTarget) -> WeightTransfer:
+            kind = self.topology.transport_of(role)
+            return WeightTransfer(
+                by_role[role],
+                role,
+                kind=kind,
+                meet=models.group(role).meeting_point if kind != "disk" else folders,
+                residency=self._residency if self.topology.takes_turns(role) else None,
+                gives_way=self.topology.takes_turns(role) and self.topology.takes_turns(GENERATION),
+                bucket_bytes=self.topology.device.bucket_bytes,
+                sends_changes=self.topology.weight_sync_encoding == "changes" and kind != "ipc",
+            )
+
         return WeightSync(
-            policy,
-            kind=kind,
-            meet=models.group(POLICY).meeting_point if kind != "disk" else self._weight_folders(),
+            way(POLICY),
             canary=canary,
             residency=residency,
-            bucket_bytes=self.topology.device.bucket_bytes,
-            sends_changes=self.topology.weight_sync_encoding == "changes",
+            drafter=way(DRAFTER) if DRAFTER in by_role else None,
             sends_adapters=self._backends.generation.config.lora_sync == "adapter",
         )
 

@@ -1,0 +1,243 @@
+"""The way of one model's weights to the generators: its connection, and what both ends say of a transfer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any, Protocol
+
+import numpy as np
+import ray
+
+from rl_core import spans
+from rl_core.errors import GeneratorError, Origin, RLError, WeightSyncError, WorkerDied, WorkerError, WorkerStalled
+from rl_core.model import Part
+from rl_core.ray.calls import settle
+from rl_core.ray.model import RemoteModel
+from rl_core.rollouts.delivery import Delivery, Taken
+from rl_core.weights import Manifest, Transport, TransportKind, WeightForm, WeightTarget
+from rl_launch.placement.residency import Residency
+
+_log = logging.getLogger(__name__)
+
+WEIGHT_SYNC = "weight sync"
+"""Track of its spans in the driver."""
+
+GRACE_S = 30.0
+"""After a first failure in a transfer, how long the other side may take to end, so that both are heard."""
+
+
+class Receiver(Protocol):
+    """A replica, as weight sync calls it."""
+
+    num_ranks: int
+    num_starts: int
+
+    def call(self, method: str, *args: Any) -> ray.ObjectRef:
+        """Call the replica's rollout worker."""
+        ...
+
+    def generator(self, method: str, *args: Any) -> ray.ObjectRef:
+        """Call the replica itself."""
+        ...
+
+    def origin(self, phase: str) -> Origin:
+        """The replica and a phase of its work, for messages."""
+        ...
+
+
+class WeightTransfer:
+    """Sends the weights of one model to replicas. All transfers use one connection and its buffers; another one is
+    opened after a failure, and once a replica has been started anew.
+
+    Args:
+        model: The sender.
+        target: The generators' model that the weights are for; also the sender's role.
+        kind: Kind of transport.
+        meet: Makes the address at which sender and receivers meet, or the folder that they share.
+        residency: Residency of the devices that the sender shares with others; None if it shares none.
+        gives_way: True if replicas are among these others: the sender frees the devices for them, part by part.
+        bucket_bytes: Most bytes in flight at a time.
+        sends_changes: True if a transfer carries only what changed since the one before, to the same replicas.
+        timeout_s: Bound of each phase.
+    """
+
+    def __init__(
+        self,
+        model: RemoteModel,
+        target: WeightTarget,
+        *,
+        kind: TransportKind,
+        meet: Callable[[], str],
+        residency: Residency | None,
+        gives_way: bool,
+        bucket_bytes: int,
+        sends_changes: bool = False,
+        timeout_s: float = 600.0,
+    ) -> None:
+        self.model = model
+        self.bucket_bytes = bucket_bytes
+        self._target: WeightTarget = target
+        self._kind: TransportKind = kind
+        self._meet = meet
+        self._residency = residency
+        self._gives_way = gives_way
+        self._sends_changes = sends_changes
+        self._timeout_s = timeout_s
+        self._manifests: dict[WeightForm, Manifest] = {}
+        self._transport: Transport | None = None
+        self._receivers: list[tuple[Receiver, int]] = []
+
+    def hold(self) -> AbstractContextManager[None]:
+        """Context in which the model is on its devices; it stays there until another needs them."""
+        return self._residency.hold(self._target) if self._residency else nullcontext()
+
+    def leave(self, part: Part) -> None:
+        """Free the devices of a part of the model for the replicas, if they share them."""
+        if self._gives_way:
+            self.model.offload([part])
+
+    def manifest(self, form: WeightForm, version: int) -> Manifest:
+        """Return the manifest of a form, which the model has to make only once: versions differ in their values."""
+        if form not in self._manifests:
+            self._manifests[form] = self.model.manifest(version, form)
+        return replace(self._manifests[form], version=version, target=self._target)
+
+    def send(
+        self,
+        manifest: Manifest,
+        replicas: Sequence[Receiver],
+        *,
+        canary: Sequence[np.ndarray] = (),
+        takes_turns: bool = False,
+        in_flight: bool = False,
+    ) -> list[Taken]:
+        """Send the weights, watch both sides at the same time, and compare what they sent with what arrived.
+
+        Args:
+            manifest: Tensors of this version, in the order they are sent.
+            replicas: Replicas that receive the weights.
+            canary: Token rows that the replicas score with them.
+            takes_turns: As `Delivery.takes_turns`.
+            in_flight: As `Delivery.in_flight`.
+
+        Raises:
+            RLError: The cause of the failure, followed by what the other side said.
+        """
+        transport = self._connected(replicas)
+        self._transport = None  # until this transfer has succeeded
+        shared = ray.put(manifest)
+        sending, senders = self.model.start_send(shared, transport)
+        with spans.span(WEIGHT_SYNC, "transfer" if self._target == "policy" else f"transfer of the {self._target}"):
+            if not transport.ends_meet:
+                self._settled(sending, senders, manifest, transport)
+            first_ranks = np.cumsum([1] + [replica.num_ranks for replica in replicas])
+            taking = [
+                replica.call("take_over", shared, Delivery(transport, int(first), tuple(canary), takes_turns, in_flight))
+                for replica, first in zip(replicas, first_ranks, strict=False)
+            ]
+            takers = [replica.origin("weight sync (take over)") for replica in replicas]
+            answers = self._settled([*taking, *sending], [*takers, *senders], manifest, transport)
+        taken: list[Taken] = answers[: len(taking)]
+        _check_digests(taken, takers, answers[len(taking) :], manifest.version)
+        self._transport = transport
+        return taken
+
+    def write(self, manifest: Manifest, folder: str) -> str:
+        """Write the weights into a folder that all nodes share; returns the digest of all of them."""
+        transport = Transport("disk", folder, num_receivers=1, bucket_bytes=self.bucket_bytes, timeout_s=self._timeout_s)
+        self._transport = None  # the model has one connection at a time
+        sending, senders = self.model.start_send(ray.put(manifest), transport)
+        answers = self._settled(sending, senders, manifest, transport)
+        (digest,) = {digest for digests in answers for digest in digests}
+        return digest
+
+    def _settled(
+        self, refs: Sequence[ray.ObjectRef], origins: Sequence[Origin], manifest: Manifest, transport: Transport
+    ) -> list[Any]:
+        """Answers of senders, of receivers or of both."""
+
+        def give_up(error: RLError) -> None:
+            stacks = f"; {self.model.write_stacks()}" if isinstance(error, WorkerStalled) else ""
+            _log.warning("weight version %d: %s%s", manifest.version, error, stacks)
+            self.model.interrupt_send(transport, f"another part of the transfer failed: {error}")
+
+        answers, failures = settle(refs, origins, 2 * self._timeout_s, grace_s=GRACE_S, on_failure=give_up)
+        if failures:
+            raise joined(failures)
+        return answers
+
+    def _connected(self, replicas: Sequence[Receiver]) -> Transport:
+        """The transport of the last transfer if the same processes are at its ends, or another one.
+
+        The memory of a GPU is accessible only from that GPU, so every rank of the model sends to the engine rank on
+        the same GPU.
+        """
+        receivers = started(replicas)
+        if self._transport is not None and receivers == self._receivers:
+            return self._transport
+        self._receivers = receivers
+        per_gpu = self._kind == "ipc" and self._gives_way
+        return Transport(
+            self._kind,
+            self._meet(),
+            1 if per_gpu else sum(replica.num_ranks for replica in replicas),
+            bucket_bytes=self.bucket_bytes,
+            every_rank_sends=per_gpu,
+            timeout_s=self._timeout_s,
+            sends_changes=self._sends_changes,
+        )
+
+
+def started(replicas: Sequence[Receiver]) -> list[tuple[Receiver, int]]:
+    """Replicas with how often each was started, which tells its processes apart."""
+    return [(replica, replica.num_starts) for replica in replicas]
+
+
+def _check_digests(
+    taken: Sequence[Taken], takers: Sequence[Origin], sent_by_rank: Sequence[Sequence[str]], version: int
+) -> None:
+    """Raise a `WeightSyncError` if an engine rank received other weights than every rank sent."""
+    by_rank = {tuple(digests) for digests in sent_by_rank if digests}
+    # receivers that keep other parts have other digests, but every rank that sends must have sent the same
+    sent: set[str] = set(*by_rank) if len(by_rank) == 1 else set()
+    for found, origin in zip(taken, takers, strict=True):
+        for rank, digest in enumerate(found.digests):
+            if digest not in sent:
+                listed = ", ".join(sorted({digest for digests in by_rank for digest in digests})) or "none"
+                raise WeightSyncError(
+                    f"{origin}: engine rank {rank} received weights with digest {digest}; sent as version "
+                    f"{version} were {listed}"
+                )
+
+
+def joined(failures: Sequence[RLError]) -> RLError:
+    """One error for the failures of a transfer, in the order in which they happened: the cause, then the others.
+
+    A process or an engine that ended is the cause, even if another failure was noticed first.
+    """
+    cause = min(failures, key=_rank)
+    others = [str(error) for error in failures if str(cause) not in str(error)]
+    if not others:
+        return cause
+    besides = f"; besides: {'; '.join(dict.fromkeys(others))}"
+    match cause:
+        case WorkerDied():
+            return type(cause)(f"{cause.args[0]}{besides}", cause.origin)
+        case WeightSyncError():
+            return WeightSyncError(f"{cause}{besides}", cause.tensors)
+        case WorkerError():
+            return WorkerError(cause.kind, f"{cause.message}{besides}", cause.traceback, cause.origin)
+        case GeneratorError():
+            return GeneratorError(f"{cause}{besides}")
+        case _:
+            return RLError(f"{cause}{besides}")
+
+
+def _rank(error: RLError) -> int:
+    if isinstance(error, WorkerDied) and not isinstance(error, WorkerStalled):
+        return 0
+    # ranks that only repeat another's failure come last
+    return {GeneratorError: 1, WeightSyncError: 2, WorkerError: 2, WorkerStalled: 3}.get(type(error), 4)
