@@ -13,13 +13,15 @@ from rl_algos.losses.surrogates import GSPO, Clip
 from rl_algos.policy_gradient.adaptive import AdaptiveKL
 from rl_algos.policy_gradient.objective import Objective
 from rl_algos.policy_gradient.step_statistics import rollouts_of_rows
+from rl_algos.rollouts.driver.drafter import Drafter
 from rl_algos.rollouts.driver.steps import RolloutSteps
 from rl_algos.rollouts.driver.validation import Validation
 from rl_algos.rollouts.training.batch import build_batch
 from rl_algos.rollouts.training.rewards import varies
 from rl_algos.rollouts.training.segments import ROLLOUT
 from rl_core.data.microbatch import PAIR
-from rl_core.errors import DataError
+from rl_core.data.ragged import Ragged
+from rl_core.errors import ConfigError, DataError
 from rl_core.rollouts.generation import SamplingParams
 from rl_core.rollouts.group import RolloutGroup
 from rl_core.rollouts.rollout import Prompt, Rollout, Turn, WeightSpan
@@ -32,13 +34,15 @@ def even_share(prompt, tokens):
     return float(np.mean(tokens % 2 == 0))
 
 
-def run_loop(run, *, loss=None, objective=None, reward=even_share, prompts=PROMPTS, model=None, rows=4, **settings):
+def run_loop(
+    run, *, loss=None, objective=None, reward=even_share, prompts=PROMPTS, model=None, rows=4, drafter=None, **settings
+):
     config = GRPOConfig(**{"num_prompts_per_step": 2, "num_generations_per_prompt": 4, "max_num_steps": 5} | settings)
     policy = model or FakeModel()
     source = FakeRolloutSource(prompts, reward, num_generations=4)
     validation = Validation(PROMPTS[-7:], SamplingParams(max_new_tokens=3, temperature=0), config)
     greedy = SamplingParams(max_new_tokens=3, temperature=0) if reads(config, "baselines") else None
-    steps = RolloutSteps(config, source, FakeWeights(policy), validation, run, greedy)
+    steps = RolloutSteps(config, source, FakeWeights(policy), validation, run, greedy, drafter=drafter)
     train(config, objective or Objective(loss or PolicyLoss()), policy=policy, steps=steps, rows_per_minibatch=rows)
     return policy
 
@@ -48,6 +52,24 @@ def test_each_step_generates_reads_logprobs_trains_and_syncs_in_this_order():
     policy = run_loop(run, max_num_steps=2)
     assert run.phases == ["weight_sync", *["generation", "logprobs", "training", "weight_sync"] * 2]
     assert [name for name, _ in policy.calls] == ["infer", "train_step", "train_step"] * 2
+
+
+def test_a_draft_model_learns_from_the_rollouts_of_a_step_before_they_are_synced_and_is_saved(tmp_path):
+    run, drafter = FakeRun(tmp_path), FakeModel()
+    policy = run_loop(run, max_num_steps=2, rows=8, drafter=Drafter(drafter, 4))
+    assert run.phases[1:] == ["generation", "logprobs", "training", "drafter_training", "weight_sync"] * 2
+    trained = [batch.ragged("tokens") for name, batch in policy.calls if name == "train_step"]
+    drafted = [batch.ragged("tokens") for name, batch in drafter.calls]
+    assert [name for name, _ in drafter.calls] == ["train_step"] * 4
+    assert np.array_equal(np.concatenate([each.values for each in drafted]), Ragged.concat(trained).values)
+    assert {"drafter/loss", "train/loss"} <= run.metrics[1].keys()
+    assert (tmp_path / "drafter" / "model.json").exists()
+
+
+def test_a_loop_that_gives_no_rollouts_cannot_train_a_draft_model():
+    steps = RolloutSteps(GRPOConfig(), None, None, None, FakeRun(), drafter=Drafter(FakeModel(), 4))
+    with pytest.raises(ConfigError, match=r"^drafter: .*without the batch"):
+        steps.sync(1)
 
 
 def test_the_values_of_tokens_are_recorded_as_the_loss_reads_them():

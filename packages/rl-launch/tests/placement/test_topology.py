@@ -92,7 +92,10 @@ def test_a_rehearsal_has_the_topology_of_gpus():
         ((policy(), teacher(), generation(apart(nodes=1))), 4),
     ):
         rehearsed, real = (make(*claims, num_nodes=num_nodes, device=device) for device in (REHEARSAL, CUDA))
-        assert (rehearsed.transport_of("policy"), rehearsed.replicas_per_node) == (real.transport_of("policy"), real.replicas_per_node)
+        assert (rehearsed.transport_of("policy"), rehearsed.replicas_per_node) == (
+            real.transport_of("policy"),
+            real.replicas_per_node,
+        )
         for claim in claims:
             assert rehearsed.takes_turns(claim.name) == real.takes_turns(claim.name)
 

@@ -240,6 +240,53 @@ def test_adapters_that_the_generator_does_not_apply_are_refused(overrides, messa
         read_plan("grpo-arithmetic", [*ON_CPU, *overrides])
 
 
+@pytest.fixture
+def small(tmp_path):
+    """A folder that passes for a draft model's."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    folder_with(folder, vocab_size=103, max_position_embeddings=1024)
+    return folder
+
+
+def drafting(folder):
+    return f"policy.generation.vllm_cfg.speculation={{method: draft_model, model: {folder}}}"
+
+
+def test_a_drafter_that_trains_has_a_section_like_the_policy_and_is_exported(small):
+    short = "drafter.max_total_sequence_length=32"
+    plan = read_plan("grpo-arithmetic", [*ON_CPU, drafting(small), f"drafter.model_name={small}", short])
+    need = plan.plugin.models(plan.config)["drafter"]
+    assert (need.section, need.spec.trains, need.exported) == ("drafter", True, True)
+    assert "drafter" in plan.backends.topology(1, 1, CPU).claims
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([], r"drafter .*trains a draft model, but the generator .*vllm.* drafts with none.*method: draft_model"),
+        (["policy.generation.vllm_cfg.speculation={method: ngram}"], "drafter .*drafts with none"),
+        ([HF], "drafter .*hf.* drafts with none"),
+        (["{other}"], "drafter.model_name .*got .*the generator drafts with .*other"),
+        (["{small}", "drafter.max_total_sequence_length=16"], r"drafter.max_total_sequence_length .*at least .*\(32\)"),
+        (["{small}", "drafter.train_global_batch_size=100"], "drafter.train_global_batch_size .*must divide"),
+    ],
+    ids=str,
+)
+def test_a_drafter_that_the_generator_does_not_draft_with_is_refused(overrides, message, small, tmp_path):
+    (tmp_path / "other").mkdir()
+    folder_with(tmp_path / "other", vocab_size=103)
+    named = {"{small}": drafting(small), "{other}": drafting(tmp_path / "other")}
+    given = [named.get(each, each) for each in overrides]
+    with pytest.raises(ConfigError, match=message):
+        read_plan("grpo-arithmetic", [*ON_CPU, f"drafter.model_name={small}", *given])
+
+
+def test_an_algorithm_that_generates_nothing_trains_no_drafter():
+    with pytest.raises(ConfigError, match="drafter"):
+        read_plan("sft-arithmetic", [*ON_CPU, "drafter.model_name=small"])
+
+
 IMAGES = "policy.vision.enabled=true"
 
 
@@ -357,6 +404,7 @@ def test_models_that_users_name_have_sections_of_their_own():
         ("grpo", {"grpo": 3, "policy": {"lora_cfg": None}}, "policy", 1e-6, 512),
         ("ppo", {"ppo": {"num_prompts_per_step": 64}}, "value", 1e-5, 16),
         ("ppo", {"ppo": {"num_prompts_per_step": 7}}, "policy", 1e-6, 7),
+        ("ppo", {"ppo": {"num_prompts_per_step": 64}, "drafter": {"model_name": "m"}}, "drafter", 1e-5, 16),
         ("distillation", {"distillation": {"num_prompts_per_step": 8}}, "policy", 1e-5, 8),
     ],
 )

@@ -95,7 +95,7 @@ def test_a_healthy_run_is_left_alone():
         (
             lambda step: {"speculation/acceptance_rate": 0.6 - 0.03 * step},
             "the policy leaves its drafter behind: 52% of the drafted tokens were accepted at first, 16% now",
-            "speculation.model",
+            "the section drafter",
         ),
         (lambda step: {"val/loss": 1.0 + abs(step - 4)}, "the validation loss increases", "checkpointing.metric_name"),
     ],

@@ -121,7 +121,7 @@ class SpeculationConfig(Config):
     method: Literal["ngram", "draft_model", "eagle3", "suffix", "mtp"]
     """Drafter: `ngram` continues the last tokens as they continued earlier in the same row, without a model.
     `draft_model` is a smaller model with the same vocabulary, which keeps the weights of its files while the policy
-    trains. `eagle3`, `suffix` and `mtp` are refused, with the reason."""
+    trains, unless the section `drafter` trains it too. `eagle3`, `suffix` and `mtp` are refused, with the reason."""
     num_tokens: int = Field(default=3, ge=1, le=64)
     """Maximum number of tokens in a draft."""
     model: PathText | None = None

@@ -278,6 +278,10 @@ def _preload(config: VllmConfig, device: Device) -> Preload:
     return Preload(modules, import_variables(device, eager=config.is_eager(device)))
 
 
+def _draft_model(config: VllmConfig) -> str | None:
+    return None if config.speculation is None else config.speculation.model
+
+
 PLUGIN = BackendPlugin(
     name="vllm",
     key="vllm_cfg",
@@ -293,6 +297,7 @@ PLUGIN = BackendPlugin(
     # they come with vLLM
     images=Requirement("rl-vllm", imports=("PIL", "torchvision")),
     image_problem=image_problem,
+    draft_model=_draft_model,
     preflight="rl_vllm.preflight:problems",
 )
 """The generator, found by the entry point `rl.generators:vllm`."""

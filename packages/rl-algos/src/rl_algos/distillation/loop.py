@@ -40,6 +40,6 @@ def train(
             batch = teachers.scored(build_batch(groups, config), groups)
         with run.phase("training"):
             updates = [policy.train_step(minibatch, loss) for minibatch in minibatches(batch, rows_per_minibatch)]
-        steps.sync(step)
+        steps.sync(step, batch)
         run.record(step, {**training_metrics(updates), **rollout_metrics(groups)})
         run.record_rollouts(step, groups, np.zeros(0), batch=batch)

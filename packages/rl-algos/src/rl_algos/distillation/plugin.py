@@ -130,10 +130,10 @@ PLUGIN = replace(
         sections={"distillation": DistillationConfig, "loss_fn": DistillationLossConfig},
         implementation="rl_algos.distillation.algorithm:Distillation",
         models=models,
+        model_sections=model_sections,
         training_defaults=training_defaults,
         checks=(check_rollouts,),
     ),
-    model_sections=model_sections,
     validation_metrics=rollout_validation_metrics,
 )
 OFFLINE = supervised_algorithm(

@@ -44,7 +44,7 @@ def train(
             updates = [policy.train_step(minibatch, loss) for minibatch in parts]
             if run.due(config.reference_sync_period, step):
                 policy.update_reference(config.reference_mixup_alpha)
-        steps.sync(step)
+        steps.sync(step, batch)
         metrics = training_metrics(updates)
         run.record(step, {**metrics, **objective.observe(metrics)})
         run.record(step, {**rollout_metrics(groups, advantages), **signal_metrics(groups, aside)})

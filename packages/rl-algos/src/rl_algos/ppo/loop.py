@@ -62,7 +62,7 @@ def train(
                     policy.update_reference(config.reference_mixup_alpha)
             metrics = training_metrics(of_policy)
             run.record(step, {**metrics, **objective.observe(metrics)})
-        steps.sync(step)
+        steps.sync(step, batch)
         run.record(step, value_metrics(batch, values, estimates))
         run.record(step, rollout_metrics(groups, estimates.advantages))
         run.record_rollouts(step, [*groups, *aside], by_rollout(estimates.advantages, groups), batch=batch)

@@ -10,6 +10,8 @@ from typing import Any
 from rl_algos.rollouts.agent_config import SCORED_BY_AGENT, AgentConfig
 from rl_algos.rollouts.config import EvaluationRoot, PolicyGradientConfig, RolloutRoot, rollout_config
 from rl_algos.rollouts.data import RolloutData
+from rl_algos.rollouts.drafter import DRAFTER, drafter_section
+from rl_algos.rollouts.driver.drafter import Drafter
 from rl_algos.rollouts.driver.mixture import Mixture
 from rl_algos.rollouts.driver.source import PacedRolloutSource
 from rl_algos.rollouts.driver.steps import RolloutSteps
@@ -129,7 +131,13 @@ def steps_of(config: RolloutRoot, components: Components, run: Run, *, with_gree
         None if components.evaluation is None else TaskEvaluation(components.evaluation, config.eval),
         mixture_of(config, data),
         components.opponents,
+        _drafter(config, components),
     )
+
+
+def _drafter(config: RolloutRoot, components: Components) -> Drafter | None:
+    section = drafter_section(config)
+    return None if section is None else Drafter(components.models[DRAFTER], section.train_global_batch_size)
 
 
 def mixture_of(config: RolloutRoot, data: RolloutData) -> Mixture | None:

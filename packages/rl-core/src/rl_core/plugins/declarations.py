@@ -82,6 +82,11 @@ def applies_no_adapters(config: object, model: ModelConfig, device: Device) -> s
     return "it does not apply adapters. Set lora_sync=merged, or choose generation.backend=vllm"
 
 
+def drafts_with_no_model(config: object) -> str | None:
+    """For a generator that never decodes speculatively with a draft model."""
+    return None
+
+
 def serves_images(config: object, model: ModelConfig, device: Device) -> str:
     """For a generator that serves every model with images, if it serves any."""
     return ""
@@ -139,6 +144,8 @@ class BackendPlugin:
             backend that refuses such models.
         image_problem: For a generator with `images`: function from its config, the model and the device to why it
             cannot serve this model with images; empty if it can.
+        draft_model: For a generator: function from its config to the draft model that it decodes speculatively with and
+            takes the weights of (`rl_core.weights.Manifest.target`), a folder or hub name; None if there is none.
         held_families: Model types (as in `config.json`) whose every mesh the backend's own tests hold; a run of another
             family checks its case first.
         family_table: `"package:file"` with results of the self-check, which a run reads instead of checking again; as
@@ -163,6 +170,7 @@ class BackendPlugin:
     keeps_cache: bool = False
     images: Requirement | None = None
     image_problem: Callable[[Any, ModelConfig, Device], str] = serves_images
+    draft_model: Callable[[Any], str | None] = drafts_with_no_model
     held_families: frozenset[str] = frozenset()
     family_table: str = ""
 

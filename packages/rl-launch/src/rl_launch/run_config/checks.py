@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any, cast
 
 from rl_core.config import (
@@ -43,7 +44,7 @@ from rl_launch.placement.topology import (
     topology_problems,
     weight_sync_problems,
 )
-from rl_launch.root_config import POLICY, ClusterConfig, RunConfig
+from rl_launch.root_config import DRAFTER, POLICY, ClusterConfig, RunConfig
 from rl_launch.run_config.plan import RunPlan, plugin_of
 from rl_launch.run_config.profiling_checks import profiled_rank_checks, profiling_checks
 from rl_launch.session.callbacks.callback_classes import callback_problems
@@ -259,6 +260,27 @@ def _replay_problem(
     return Problem(key, reason, got=True, remedy=f"Otherwise set {model.plugin.replay_key}=false")
 
 
+def _drafter_checks(plan: RunPlan) -> Iterator[Problem]:
+    """Yield the problems of training a draft model that the generator does not draft with."""
+    backends = plan.backends
+    if DRAFTER not in backends.models or backends.generation is None:
+        return
+    generation, name = backends.generation, backends.models[DRAFTER].config.model_name
+    drafts_with = generation.plugin.draft_model(generation.backend)
+    if drafts_with is None:
+        yield Problem(
+            DRAFTER,
+            f"trains a draft model, but the generator ({generation.plugin.name}) drafts with none",
+            remedy=(
+                f"Set policy.generation.vllm_cfg.speculation={{method: draft_model, model: {name}}}, or remove this "
+                "section"
+            ),
+        )
+    elif Path(drafts_with).expanduser() != Path(name).expanduser():
+        reason = f"is trained, but the generator drafts with {drafts_with}"
+        yield Problem(f"{DRAFTER}.model_name", reason, got=name, remedy="Set both to the same folder")
+
+
 def _topology_checks(plan: RunPlan) -> Iterator[Problem]:
     yield from colocated_problems(plan.backends.claims)
     yield from _placement_problems(plan.config.cluster, plan.backends)
@@ -319,6 +341,7 @@ BACKEND_CHECKS: tuple[Check, ...] = (
     _replay_checks,
     _lora_sync_checks,
     _vision_checks,
+    _drafter_checks,
     _topology_checks,
     profiled_rank_checks,
 )

@@ -135,7 +135,9 @@ class WeightTransfer:
                 self._settled(sending, senders, manifest, transport)
             first_ranks = np.cumsum([1] + [replica.num_ranks for replica in replicas])
             taking = [
-                replica.call("take_over", shared, Delivery(transport, int(first), tuple(canary), takes_turns, in_flight))
+                replica.call(
+                    "take_over", shared, Delivery(transport, int(first), tuple(canary), takes_turns, in_flight)
+                )
                 for replica, first in zip(replicas, first_ranks, strict=False)
             ]
             takers = [replica.origin("weight sync (take over)") for replica in replicas]
@@ -147,7 +149,9 @@ class WeightTransfer:
 
     def write(self, manifest: Manifest, folder: str) -> str:
         """Write the weights into a folder that all nodes share; returns the digest of all of them."""
-        transport = Transport("disk", folder, num_receivers=1, bucket_bytes=self.bucket_bytes, timeout_s=self._timeout_s)
+        transport = Transport(
+            "disk", folder, num_receivers=1, bucket_bytes=self.bucket_bytes, timeout_s=self._timeout_s
+        )
         self._transport = None  # the model has one connection at a time
         sending, senders = self.model.start_send(ray.put(manifest), transport)
         answers = self._settled(sending, senders, manifest, transport)

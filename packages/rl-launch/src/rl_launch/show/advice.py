@@ -282,11 +282,12 @@ def _speculation(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
     # n-grams of the row are never left behind
     has_weights = _at(config, f"{section}.model") is not None
     if has_weights and len(rows) >= FEWEST_STEPS and first and fmean(last) < STALE_DRAFTER * fmean(first):
+        trains = _at(config, "drafter.model_name") is not None
+        follow = "Raise drafter.optimizer.kwargs.lr" if trains else "Add the section drafter, so that it trains as well"
         yield Advice(
             f"the policy leaves its drafter behind: {fmean(first):.0%} of the drafted tokens were accepted at first, "
             f"{fmean(last):.0%} now",
-            f"what is sampled stays exact, but slower. Train the drafter on the run's rollouts and name it in "
-            f"{section}.model, or lower num_tokens",
+            f"what is sampled stays exact, but slower. {follow}, or lower num_tokens",
             metrics=(rate, "speculation/tokens_per_step"),
         )
 

@@ -7,11 +7,15 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from rl_algos.rollouts.config import RolloutConfig
+from rl_algos.rollouts.drafter import DRAFTER
 from rl_algos.rollouts.driver.collect import collect_groups, greedy_groups
+from rl_algos.rollouts.driver.drafter import Drafter
 from rl_algos.rollouts.driver.mixture import Mixture
 from rl_algos.rollouts.driver.reward_watch import RewardWatch
 from rl_algos.rollouts.driver.task_evaluation import TaskEvaluation
 from rl_algos.rollouts.driver.validation import RolloutValidation
+from rl_core.data.batch import Batch
+from rl_core.errors import ConfigError
 from rl_core.model import Saved
 from rl_core.rollouts.generation import SamplingParams
 from rl_core.rollouts.group import RolloutGroup
@@ -48,7 +52,7 @@ class RolloutSteps:
             batch = build_batch(groups, config)
             with run.phase("training"):
                 updates = [policy.train_step(minibatch, loss) for minibatch in minibatches(batch, rows)]
-            steps.sync(step)
+            steps.sync(step, batch)
             run.record(step, training_metrics(updates))
 
     Args:
@@ -61,6 +65,7 @@ class RolloutSteps:
         evaluation: Evaluation of the tasks that the run scores in addition to its validation data; None for none.
         mixture: Mixture of the datasets that the prompts come from; None for one.
         opponents: Older weights of the policy that play against it; None for none.
+        drafter: Draft model that trains with the policy; None for none.
     """
 
     config: RolloutConfig
@@ -72,6 +77,7 @@ class RolloutSteps:
     evaluation: TaskEvaluation | None = None
     mixture: Mixture | None = None
     opponents: Saved | None = None
+    drafter: Drafter | None = None
 
     def take(self, *, models: Mapping[str, Saved], state: Mapping[str, Checkpointable] | None = None) -> Iterator[Step]:
         """Steps still to do, until `config.max_num_steps`, or until the data or the run ends.
@@ -84,7 +90,11 @@ class RolloutSteps:
         held: dict[str, Checkpointable] = {"rollouts": self.rollouts, "weights": self.weights, **(state or {})}
         if self.mixture is not None and self.mixture.has_curriculum:
             held["curriculum"] = self.mixture
-        saved = models if self.opponents is None else {**models, "opponents": self.opponents}
+        saved = dict(models)
+        if self.opponents is not None:
+            saved["opponents"] = self.opponents
+        if self.drafter is not None:
+            saved[DRAFTER] = self.drafter.model
         numbers = run.steps(config.max_num_steps, models=saved, state=held)
         watch = RewardWatch()
         with run.phase("weight_sync"):
@@ -110,8 +120,24 @@ class RolloutSteps:
                 self.validation(self.rollouts, run, step=number)
             self._evaluate_tasks(number)
 
-    def sync(self, number: int) -> None:
-        """Bring the generators to the weights that the step has trained."""
+    def sync(self, number: int, batch: Batch | None = None) -> None:
+        """Bring the generators to the weights that the step has trained.
+
+        Args:
+            number: Number of the step.
+            batch: Its rollouts, from which a draft model learns first; a loop that gives none cannot train one.
+
+        Raises:
+            ConfigError: If there is a draft model to train and no batch.
+        """
+        if self.drafter is not None:
+            if batch is None:
+                raise ConfigError(
+                    f"{DRAFTER}: the loop of this algorithm does not support it, because it calls `steps.sync` without "
+                    "the batch of the step. Remove this section, or pass the batch"
+                )
+            with self.run.phase("drafter_training"):
+                self.run.record(number, self.drafter.learn(batch))
         with self.run.phase("weight_sync"):
             update = self.weights.publish()
             self.rollouts.adopt(update)
