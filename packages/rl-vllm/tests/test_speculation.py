@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from spoilable_generator import SpoilableGenerator
 from transformers import AutoModelForCausalLM
 
@@ -37,6 +39,56 @@ def write_drafter(folder: Path, target: Path) -> Path:
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=noise), alpha=0.03)
     model.save_pretrained(folder)
+    return folder
+
+
+def write_eagle_head(folder: Path, target: Path) -> Path:
+    """An EAGLE-3 head that knows which token follows which: its attention finds the last token again, and its own
+    output layer maps that token's embedding to what the model predicts after it."""
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    config = model.config
+    width, vocabulary = config.hidden_size, config.vocab_size
+    with torch.no_grad():
+        embedding = model.get_input_embeddings().weight
+        normalised = embedding / (embedding.square().mean(1, keepdim=True) + config.rms_norm_eps).sqrt()
+        following = model(torch.arange(vocabulary)[:, None]).logits[:, 0]
+        head = torch.linalg.lstsq(normalised, following).solution.T.contiguous()
+    ones, zeros, eye = torch.ones(width), torch.zeros(width, width), torch.eye(width)
+    of_embedding = torch.cat([eye, zeros], 1)
+    layer = {
+        "input_layernorm.weight": ones,
+        "hidden_norm.weight": ones,
+        "post_attention_layernorm.weight": ones,
+        "self_attn.q_proj.weight": 30 * of_embedding,
+        "self_attn.k_proj.weight": of_embedding,
+        "self_attn.v_proj.weight": of_embedding,
+        "self_attn.o_proj.weight": eye,
+        "mlp.gate_proj.weight": zeros,
+        "mlp.up_proj.weight": zeros,
+        "mlp.down_proj.weight": zeros,
+    }
+    weights = {f"midlayer.{name}": weight.clone() for name, weight in layer.items()}
+    weights |= {"fc.weight": torch.zeros(width, 2 * width), "norm.weight": ones.clone(), "lm_head.weight": head}
+    folder.mkdir(exist_ok=True)
+    save_file(weights, folder / "model.safetensors")
+    written = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "vocab_size": vocabulary,
+        "draft_vocab_size": vocabulary,
+        "hidden_size": width,
+        "intermediate_size": width,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "head_dim": width,
+        "max_position_embeddings": config.max_position_embeddings,
+        "rms_norm_eps": config.rms_norm_eps,
+        "tie_word_embeddings": False,
+        "dtype": "float32",
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1]},
+    }
+    (folder / "config.json").write_text(json.dumps(written))
     return folder
 
 
@@ -71,7 +123,10 @@ def _interpreted() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module", params=["ngram", "draft_model"])
+@pytest.fixture(
+    scope="module",
+    params=partly_exhaustive(["ngram", "draft_model", "eagle3"], always=["ngram", "draft_model"]),
+)
 def bench(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, _interpreted: None
 ) -> Iterator[SpeculationBench]:
@@ -79,7 +134,8 @@ def bench(
     if request.param == "ngram":
         speculation = SpeculationConfig(method="ngram", prompt_lookup_min=1)
     else:
-        drafter = write_drafter(tmp_path_factory.mktemp("drafter"), target)
+        write = write_drafter if request.param == "draft_model" else write_eagle_head
+        drafter = write(tmp_path_factory.mktemp("drafter"), target)
         speculation = SpeculationConfig(method=request.param, model=str(drafter))
     backend = VllmConfig(kv_cache_gib=0.25, speculation=speculation)
     generator = SpoilableGenerator(GenerationConfig(), backend, model_config(target), Placement("cpu"))

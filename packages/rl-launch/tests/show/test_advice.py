@@ -66,6 +66,15 @@ def test_a_healthy_run_is_left_alone():
             "no rollout of 16 steps has a reward other than 1, so",
             "rl env run",
         ),
+        (
+            lambda step: {
+                "reward/mean": 0.05 * (step == 1),
+                "reward/std": 0.1 * (step == 1),
+                "rollout/groups_without_signal": 10.0,
+            },
+            "no rollout of 15 of 16 steps has a reward, so",
+            "rl env run",
+        ),
         (lambda step: {"train/skipped_steps": float(step == 3)}, "1 optimizer steps were skipped", "kwargs.lr"),
         (lambda step: {"mismatch/kl": 0.05}, "mismatch/kl is 0.05", "loss_fn.importance.high=2"),
         (lambda step: {"idle/trainer": 0.4}, "waits for rollouts 40% of", "grpo.async_grpo.max_trajectory_age_steps"),

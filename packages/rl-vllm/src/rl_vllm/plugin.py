@@ -279,7 +279,8 @@ def _preload(config: VllmConfig, device: Device) -> Preload:
 
 
 def _draft_model(config: VllmConfig) -> str | None:
-    return None if config.speculation is None else config.speculation.model
+    speculation = config.speculation
+    return speculation.model if speculation is not None and speculation.method == "draft_model" else None
 
 
 PLUGIN = BackendPlugin(

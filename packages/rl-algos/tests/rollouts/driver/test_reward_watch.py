@@ -41,10 +41,20 @@ def test_other_equal_rewards_are_reported_with_their_value(said):
     assert "the same reward, -1," in said()[0]
 
 
-@pytest.mark.parametrize("late", [[0.0, 1.0], [1.0, 1.0]])
-def test_a_reward_that_differs_in_time_ends_the_watch(said, late):
+@pytest.mark.parametrize("other", [[0.0, 1.0], [1.0, 1.0]])
+def test_only_successive_steps_count(said, other):
     watch = RewardWatch()
-    for rewards in ([0.0, 0.0], late, *[[0.0, 0.0]] * 2 * PATIENCE):
+    for rewards in (*[[0.0, 0.0]] * (PATIENCE - 1), other, *[[0.0, 0.0]] * (PATIENCE - 1), other):
+        watch.observe([make_group("a", rewards)])
+    assert said() == []
+    for _ in range(PATIENCE):
+        watch.observe([make_group("a", [0.0, 0.0])])
+    assert f"all {2 * PATIENCE} rollouts of {PATIENCE} steps have the same reward, 0," in said()[0]
+
+
+def test_rollouts_that_all_earn_what_the_first_did_not_are_no_reason_for_a_warning(said):
+    watch = RewardWatch()
+    for rewards in ([0.0, 1.0], *[[1.0, 1.0]] * 2 * PATIENCE):
         watch.observe([make_group("a", rewards)])
     assert said() == []
 

@@ -285,15 +285,15 @@ def with_local_models(plan: RunPlan) -> RunPlan:
         section = plan.section(key)
         tokenizer = section.tokenizer.model_copy(update={"chat_template": section.tokenizer.template_text()})
         if tokenizer.name is not None:
-            tokenizer = tokenizer.model_copy(update={"name": _local_model(tokenizer.name)})
-        changed = {"model_name": _local_model(section.model_name), "tokenizer": tokenizer}
+            tokenizer = tokenizer.model_copy(update={"name": local_model(tokenizer.name)})
+        changed = {"model_name": local_model(section.model_name), "tokenizer": tokenizer}
         config = with_section(config, key, with_values(section, changed))
     for key, name in plan.plugin.further_models(config).items():
-        config = with_section(config, key, _local_model(name))
+        config = with_section(config, key, local_model(name))
     return plan.with_config(config)
 
 
-def _local_model(name: str) -> str:
+def local_model(name: str) -> str:
     """The folder of a model that is made on this machine, made if need be; any other name unchanged, except that `~` is
     replaced by the home folder.
     """

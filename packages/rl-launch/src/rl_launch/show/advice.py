@@ -49,6 +49,9 @@ OVERFIT = 0.05
 DOMINATES = {"generation": 0.7, "training": 0.7, "logprobs": 0.4, "validation": 0.3, "data": 0.2, "weight_sync": 0.25}
 """Share of the time, by phase, beyond which there is advice."""
 
+MOST_EQUAL = 0.75
+"""Nothing is learned in a run if all rewards are equal in more than this share of its steps."""
+
 PROMPTS = "num_prompts_per_step"
 """Key of the section that says how a run rolls out."""
 
@@ -150,10 +153,12 @@ def _off_policy(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
 def _nothing_earned(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
     if not _all_equal(rows):
         return
-    reward = _values("reward/mean", rows)[0]
+    rewards = _values("reward/mean", rows)
+    reward, num_steps = min(rewards), _num_equal(rows)
     earned = "has a reward" if reward == 0 else f"has a reward other than {reward:.4g}"
+    steps = f"{num_steps} steps" if num_steps == len(rewards) else f"{num_steps} of {len(rewards)} steps"
     yield Advice(
-        f"no rollout of {len(_values('reward/mean', rows))} steps {earned}, so nothing is learned",
+        f"no rollout of {steps} {earned}, so nothing is learned",
         "read the responses in the samples. Can the environment parse them? rl env check RUN shows what its code "
         "looks for, and rl env run scores a response that you type. If it can, warm up the policy with SFT, or choose "
         "easier prompts",
@@ -162,9 +167,15 @@ def _nothing_earned(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
 
 
 def _all_equal(rows: Rows) -> bool:
-    """Return whether all rewards of a run are the same."""
-    means, spreads = _values("reward/mean", rows), _values("reward/std", rows)
-    return bool(spreads) and not any(spreads) and len(set(means)) == 1
+    """Return whether all rewards are the same in most steps of a run, and the lowest of the run."""
+    return bool(rows) and _num_equal(rows) > MOST_EQUAL * len(rows)
+
+
+def _num_equal(rows: Rows) -> int:
+    """Number of steps in which all rewards are the lowest of the run."""
+    found = [(row["reward/mean"], row["reward/std"]) for row in rows if {"reward/mean", "reward/std"} <= row.keys()]
+    lowest = min((mean for mean, _ in found), default=0.0)
+    return sum(each == (lowest, 0) for each in found)
 
 
 def _signal(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
@@ -186,7 +197,7 @@ def _signal(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
 
 def _flat(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
     values, spread = _values("reward/mean", rows), _values("reward/std", rows)
-    if len(values) < FEWEST_STEPS or not spread or not fmean(spread):
+    if len(values) < FEWEST_STEPS or not spread or not fmean(spread) or _all_equal(rows):
         return
     half = len(values) // 2
     moved = fmean(values[half:]) - fmean(values[:half])

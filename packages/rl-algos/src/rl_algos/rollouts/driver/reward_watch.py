@@ -1,4 +1,4 @@
-"""A warning about rewards that teach nothing from the first step on."""
+"""A warning about rewards that teach nothing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rl_core.errors import RLError
 from rl_core.rollouts.group import RECORD, RolloutGroup
 
 PATIENCE = 3
-"""Steps with equal rewards before the warning."""
+"""Successive steps with equal rewards before the warning."""
 
 _MOST_GROUPS, _MOST_RESPONSES, _MOST_CHARACTERS = 8, 3, 60
 
@@ -21,30 +21,36 @@ _log = logging.getLogger(__name__)
 
 
 class RewardWatch:
-    """Warns once if all rollouts of the first steps have earned the same, and shows what they answered."""
+    """Warns once if all rollouts of successive steps have earned the same, and none earned less before; shows what they
+    answered.
+
+    Equal rewards above earlier ones are those of a policy that has learned its task.
+    """
 
     def __init__(self) -> None:
         self._num_steps, self._num_rollouts = 0, 0
-        self._reward: float | None = None
-        self._is_over = False
+        self._reward = self._lowest = np.inf
+        self._has_warned = False
 
     def observe(self, groups: Sequence[RolloutGroup]) -> None:
-        """Look at the rollouts of a step, until one differs or the warning was given."""
-        if self._is_over:
+        """Look at the rollouts of a step, until the warning was given."""
+        if self._has_warned:
             return
         scored = [group for group in groups if any("reward" in each for each in group.rollouts.rewards)]
         rewards = np.concatenate([group.rewards() for group in scored]) if scored else np.zeros(0)
         rewards = rewards[np.isfinite(rewards)]
         if not len(rewards):
             return
-        self._reward = float(rewards[0]) if self._reward is None else self._reward
-        if np.any(rewards != self._reward):
-            self._is_over = True
+        self._lowest = min(self._lowest, float(rewards.min()))
+        if np.any(rewards != self._lowest):
+            self._num_steps, self._num_rollouts = 0, 0
             return
+        if self._reward != self._lowest:
+            self._num_steps, self._num_rollouts, self._reward = 0, 0, self._lowest
         self._num_steps += 1
         self._num_rollouts += len(rewards)
         if self._num_steps == PATIENCE:
-            self._is_over = True
+            self._has_warned = True
             _log.warning("%s", self._text(scored))
 
     def _text(self, groups: Sequence[RolloutGroup]) -> str:
