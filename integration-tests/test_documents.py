@@ -23,6 +23,12 @@ CHANGELOGS = sorted(ROOT.glob("packages/*/CHANGELOG.md"))
 INTERNAL = {ROOT / "docs" / "architecture.md", ROOT / "AGENTS.md"}
 """Documents for those who change the packages, which name modules."""
 
+READ_IN_PARTS = {"api.md", "metrics.md", "architecture.md"}
+"""Guides that nobody reads from start to end: two references, which are looked up, and the map of the code."""
+
+MAX_WORDS = 2000
+"""Ten minutes at 200 words a minute, tables and code included."""
+
 every_document = pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
 
 
@@ -46,8 +52,13 @@ def test_config_keys_exist(path):
     assert unknown_keys(read_document(path)) == []
 
 
-def test_messages_in_troubleshooting_are_printed():
-    page = read_document(ROOT / "docs" / "troubleshooting.md")
+@pytest.mark.parametrize("path", [path for path in GUIDES if path.name not in READ_IN_PARTS], ids=name_of)
+def test_a_guide_takes_at_most_ten_minutes_to_read(path):
+    assert len(path.read_text(encoding="utf-8").split()) <= MAX_WORDS
+
+
+def test_quoted_messages_are_printed():
+    page = read_document(ROOT / "docs" / "messages.md")
     assert len(quoted_messages(page)) > 30
     assert unknown_messages(page) == []
 
