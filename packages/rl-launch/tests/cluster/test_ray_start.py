@@ -61,3 +61,15 @@ def test_without_a_handler_of_this_program_rays_stays(monkeypatch):
         assert signal.getsignal(signal.SIGTERM) is theirs
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize(("load", "said"), [(100_000.0, "load 100000 on .* cores.*less busy"), (0.0, "rl doctor")])
+def test_a_ray_that_never_starts_is_explained(monkeypatch, load, said):
+    monkeypatch.setattr(ray_start.time, "sleep", lambda _: None)
+    monkeypatch.setattr(ray_start.os, "getloadavg", lambda: (load, load, load))
+
+    def start() -> NoReturn:
+        raise RuntimeError("it timed out")
+
+    with pytest.raises(RLError, match=rf"Ray did not start in 3 attempts; the last said: it timed out\n.*{said}"):
+        ray_start.retried(start, lambda: None)

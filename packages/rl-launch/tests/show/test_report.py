@@ -1,6 +1,7 @@
 """A run summed up, on a terminal, as JSON and as images."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -10,6 +11,7 @@ from typer.testing import CliRunner
 from rl_core.errors import RunDirectoryError
 from rl_launch.cli import app
 from rl_launch.session.checkpoints.manifest import Manifest
+from rl_launch.session.directory.run_state import RunState
 from rl_launch.show import report_of, show
 from rl_launch.show.terminal import shortened
 
@@ -137,8 +139,11 @@ def test_reasons_of_failures_in_any_step_are_in_the_advice(record):
     assert "--where status=failed --step 4" in found.remedy
 
 
-def test_a_run_without_steps_says_so(record):
-    assert "No steps are recorded yet" in printed(report_of(record([])))
+def test_a_run_without_steps_refers_to_its_log(record):
+    report = report_of(record([]))
+    assert "No steps are recorded. See logs/driver.log" in printed(report)
+    failed = replace(report, state=RunState("failed"))
+    assert "No steps are recorded. See logs/error.log" in printed(failed)
 
 
 def test_a_long_text_keeps_its_beginning_and_end():

@@ -314,7 +314,7 @@ def _rewards(plays: Sequence[_Play]) -> Finding:
     found = _failures(plays, "rewards", ("answer",), f"finite: {said}")
     if found.status == "failed" or len(plays) < 2 or any(min(each) != max(each) for each in values.values()):
         return found
-    remedy = "give a response that must earn something with --response TEXT; if it earns the same, the parser is wrong"
+    remedy = "pass a response that must earn more with --response TEXT; if it earns the same, correct the reward"
     return Finding("rewards", f"finite, and all {len(plays)} responses earn the same: {said}", "warned", remedy)
 
 

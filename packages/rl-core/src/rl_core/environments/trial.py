@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 SLOW_S = 5.0
+_SLOW = "trying the environment %s on the first rows takes more than %g s: its process is still starting or scoring"
 """Seconds after which a log line reports that an environment's trial is still in progress."""
 
 _REMEDY = " A reward is a number for every response, such as 0.0 for one that it cannot read."
@@ -123,9 +124,7 @@ async def _try_out(trials: Sequence[Trial]) -> Verdict:
 async def _try_one(trial: Trial, verdict: Verdict) -> None:
     instance, config = trial.instance, trial.instance.config
     pool = EnvironmentPool.of(instance.environment, config.model_copy(update={"num_workers": 1}), name=instance.label)
-    slow = asyncio.get_running_loop().call_later(
-        SLOW_S, logger.info, "trying the environment %s on the first rows takes more than %g s", instance.label, SLOW_S
-    )
+    slow = asyncio.get_running_loop().call_later(SLOW_S, logger.info, _SLOW, instance.label, SLOW_S)
     try:
         await _attempt_all(pool, trial, verdict)
     except WorkerError as error:

@@ -16,7 +16,7 @@ Name = Annotated[
     str,
     typer.Argument(
         metavar="NAME|FILE.yaml",
-        help="An installed environment, file.py:NAME, package.module:NAME, or a config with an environment and data.",
+        help="An installed environment, file.py:NAME, package.module:NAME, or a recipe, YAML file or run directory.",
         autocompletion=complete_environment,
     ),
 ]

@@ -98,7 +98,7 @@ def _cluster(machine: Machine, needs: Needs, version: str, address: str) -> Find
             "ray",
             "warning",
             f"{version}; another Ray is running here (process {', '.join(map(str, processes))}) and uses memory",
-            "A run starts its own Ray. Set RAY_ADDRESS=auto to use the other one instead, or stop it: ray stop.",
+            "A run starts its own Ray. To use the other one instead, set RAY_ADDRESS=auto.",
         )
     return Finding("ray", "ok", f"{version}; no other Ray is running here")
 

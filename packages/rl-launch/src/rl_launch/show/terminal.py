@@ -42,7 +42,8 @@ def show(report: Report, console: Console) -> None:
         _show_rollouts(report.rollouts, console, width)
         return
     if not report.series:
-        console.print("No steps are recorded yet. See logs/driver.log for the progress of the run.", highlight=False)
+        log = "logs/error.log for the reason" if report.state.status == "failed" else "logs/driver.log for its progress"
+        console.print(f"No steps are recorded. See {log}.", highlight=False)
         return
     console.print()
     for line in _charts(report, width):

@@ -135,8 +135,8 @@ def _newest_ledger(run: RunFolder) -> tuple[SavedCheckpoint, Ledger]:
             raise RunDirectoryError(f"{checkpoint.path} has a ledger that cannot be read: {error}") from None
         return checkpoint, ledger
     raise RunDirectoryError(
-        f"{run.path} has no checkpoint with a ledger of prompts. Runs that roll out prompts save one with every "
-        "checkpoint (checkpointing.save_period)."
+        f"{run.path} has no checkpoint with a ledger of prompts, which lists the prompts that were drawn and trained. "
+        "Runs with rollouts save it with every checkpoint (checkpointing.save_period)."
     )
 
 
