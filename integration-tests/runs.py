@@ -278,6 +278,11 @@ def by_transformers(script, *arguments, given=""):
 
 def python_of(group, name):
     """Interpreter of the environment that a worker of a plugin has."""
-    also = LOSSES if group == POLICIES else ROLLOUT_WORKER
-    spec = worker_env(plugin(group, name).requirement, "cpu", also=(also,))
+    spec = worker_env_of(group, name)
     return provision([spec])[spec]
+
+
+def worker_env_of(group, name):
+    """The environment that a worker of a plugin has."""
+    also = LOSSES if group == POLICIES else ROLLOUT_WORKER
+    return worker_env(plugin(group, name).requirement, "cpu", also=(also,))

@@ -1,10 +1,12 @@
-"""Take over compiled modules from the other environments of tox: `python tools/share_bytecode.py`.
+"""Take over compiled modules from the other environments of tox: `python tools/share_bytecode.py [FOLDER]`.
 
 The environments of the packages have most of their distributions in common. To compile what tests import of torch and
 transformers takes seconds, in each environment and, because the workers of xdist start together, in each worker.
 
 Python compares a compiled module with the size and time of its source, which uv links into every environment. A module
 of another version is compiled again.
+
+Environments are those of `FOLDER`, or the folder that the environment of the interpreter is in.
 """
 
 from __future__ import annotations
@@ -39,9 +41,9 @@ def take_over(ours: Path, theirs: Path) -> int:
 
 
 def main() -> None:
-    """Take over what the environments next to this one have compiled."""
+    """Take over what other environments have compiled."""
     ours = Path(sysconfig.get_path("purelib"))
-    environments = Path(sys.prefix).parent
+    environments = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(sys.prefix).parent
     for theirs in environments.glob(f"*/{ours.relative_to(sys.prefix)}"):
         if theirs != ours:
             take_over(ours, theirs)
