@@ -22,6 +22,7 @@ from rl_core.torch.transport import ReceivingEnd
 from rl_core.weights import Manifest, Transport, WeightTarget
 from rl_vllm.engine.parent_watch import end_with, forget_cpu_groups, forget_semaphores
 from rl_vllm.patches.bare_model import without_adapters
+from rl_vllm.patches.draft_files import load_drafters_as_configured
 from rl_vllm.patches.empty_top_k import filter_no_logits
 from rl_vllm.patches.expert_routing import complete_routing_on_cpu
 from rl_vllm.patches.numbers_of_videos import spell_no_numbers
@@ -39,6 +40,7 @@ from rl_vllm.weights.weight_receiver import WeightReceiver
 flatten_heads_on_cpu()
 complete_routing_on_cpu()
 embed_tokens_for_each_layer()
+load_drafters_as_configured()
 repeat_sampling_parameters_on_cpu()
 filter_no_logits()
 name_siglip_weights()

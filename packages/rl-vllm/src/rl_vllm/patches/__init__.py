@@ -9,6 +9,7 @@ file                      fault                                           seen i
 `bare_model`              adapters rename the parameters of their layers  0.32.0     issue 39934
 `continued_text`          stop strings are not found across interruptions 0.32.0     none found
 `direct_copies`           a reload drops what a model copies by itself    0.32.0     pull request 57795
+`draft_files`             draft models are loaded as the model is         0.32.0     pull request 55337
 `empty_top_k`             a filter on CPU fails in a step without drafts  0.32.0     none found
 `expert_layers`           a reload on CPU does not pack experts again     0.32.0     pull request 40390
 `expert_routing`          the router on CPU ignores sigmoids and biases   0.32.0     none found
@@ -27,6 +28,7 @@ Removal tests, in `tests/`:
 - `continued_text`: `patches/test_continued_text.py::test_vllm_looks_for_stop_strings_only_in_the_tokens_of_a_request`
 - `direct_copies`: `patches/test_direct_copies.py::test_vllms_reload_drops_what_a_model_copies_itself` and
   `patches/test_direct_copies.py::test_gpt_oss_copies_its_sinks_by_itself`
+- `draft_files`: `patches/test_draft_files.py::test_vllms_loader_of_draft_models_drops_their_load_config`
 - `empty_top_k`: `patches/test_empty_top_k.py::test_vllms_filter_fails_for_no_logits`
 - `expert_layers`: `patches/test_expert_layers.py::test_vllms_method_packs_only_when_it_makes_the_kernel`
 - `expert_routing`: `patches/test_expert_routing.py::test_vllms_router_on_cpu_leaves_out_sigmoids_and_biases`
