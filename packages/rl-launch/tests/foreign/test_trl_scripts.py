@@ -73,6 +73,13 @@ def test_grpo(tmp_path):
     assert any(note.startswith("run_name: ") and "(line 13)" in note for note in found.notes)
 
 
+@pytest.mark.parametrize(("builder", "file"), [("json", "prompts.jsonl"), ("parquet", "prompts.parquet")])
+def test_a_dataset_of_a_local_file(tmp_path, builder, file):
+    script = GRPO.replace('"a/math"', f'"{builder}", data_files="{file}"')
+    found, _ = imported(tmp_path, script)
+    assert found.recipe["data"]["train"] == {"data_path": file}
+
+
 def test_sft_with_adapters(tmp_path):
     _, config = imported(tmp_path, SFT)
     assert (config.algorithm, config.policy.model_name, config.data.train.subset) == ("sft", "x/y", "all")

@@ -44,6 +44,7 @@ _PREFERENCE_LOSSES = {
 }
 _KTO_WEIGHTS = ("desirable_weight", "undesirable_weight")
 _TRACKERS = ("wandb", "mlflow", "tensorboard")
+_FILES = (".csv", ".json", ".jsonl", ".parquet")
 _UNKNOWN_LENGTH = 1000
 """Steps of a decay if neither the file nor the data say how many steps there are."""
 
@@ -191,7 +192,7 @@ def _data(config: Translation) -> None:
             config.refuse(key, "a mixture in `datasets`. List the datasets in data.train")
     if name is None:
         return
-    local = any(str(name).startswith(each) for each in ("/", "./", "~")) or str(name).endswith((".json", ".jsonl"))
+    local = any(str(name).startswith(each) for each in ("/", "./", "~")) or str(name).endswith(_FILES)
     config.put(f"data.train.{'data_path' if local else 'dataset_name'}", name)
     subset, split = config.get("dataset_config"), config.get("dataset_train_split")
     if split and not local:

@@ -23,6 +23,10 @@ _OF_ADAPTERS = {
 """Arguments of peft's `LoraConfig` by the names that TRL's command line has for them."""
 
 
+_FILE_FORMATS = ("csv", "json", "parquet")
+"""Formats that `load_dataset` reads from `data_files`."""
+
+
 @dataclass(frozen=True)
 class Script:
     """The arguments of a script.
@@ -78,15 +82,22 @@ def read_script(path: Path) -> Script:
                     if key in _OF_ADAPTERS:
                         _take(_OF_ADAPTERS[key], node, constants, values, unread)
             case "load_dataset" if "dataset_name" not in values:
-                given = dict(_arguments(call, "path", "name"))
-                for key, name in (
-                    ("path", "dataset_name"),
-                    ("name", "dataset_config"),
-                    ("split", "dataset_train_split"),
-                ):
-                    if key in given:
-                        _take(name, given[key], constants, values, unread)
+                _take_dataset(call, constants, values, unread)
     return Script(_ALGORITHMS[_name(config)], values, unread)
+
+
+def _take_dataset(
+    call: ast.Call, constants: Mapping[str, Any], values: dict[str, Any], unread: dict[str, int]
+) -> None:
+    given = dict(_arguments(call, "path", "name"))
+    path = given.get("path")
+    if isinstance(path, ast.Constant) and path.value in _FILE_FORMATS and "data_files" in given:
+        # the first argument is a format, not a dataset of the hub
+        _take("dataset_name", given["data_files"], constants, values, unread)
+        return
+    for key, name in (("path", "dataset_name"), ("name", "dataset_config"), ("split", "dataset_train_split")):
+        if key in given:
+            _take(name, given[key], constants, values, unread)
 
 
 def _name(call: ast.Call) -> str:
