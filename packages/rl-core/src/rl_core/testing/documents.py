@@ -8,7 +8,8 @@ as a reader would:
 - `python` runs in a new interpreter; a session with `>>>` is a doctest.
 - `sh` runs as one script of bash, which ends at the first command that fails.
 - `json`, `jsonl` and `toml` are parsed. `yaml` is left to the caller, who knows its schema. `mermaid`, a figure, and
-  `text` are not looked at, but a file that `text` names is written; `text output` is what the block before it prints, with `...` for anything.
+  `text` are not looked at, but a file that `text` names is written; `text output` is what the block before it prints,
+  with `...` for anything.
 
 Further words of the info string say how a block is tested: `check` if it needs more than a laptop, so that commands are
 left to the caller to check, and Python only imports what it names; `fails` if its last command must fail; `in=PACKAGE`

@@ -86,9 +86,7 @@ def read_script(path: Path) -> Script:
     return Script(_ALGORITHMS[_name(config)], values, unread)
 
 
-def _take_dataset(
-    call: ast.Call, constants: Mapping[str, Any], values: dict[str, Any], unread: dict[str, int]
-) -> None:
+def _take_dataset(call: ast.Call, constants: Mapping[str, Any], values: dict[str, Any], unread: dict[str, int]) -> None:
     given = dict(_arguments(call, "path", "name"))
     path = given.get("path")
     if isinstance(path, ast.Constant) and path.value in _FILE_FORMATS and "data_files" in given:
