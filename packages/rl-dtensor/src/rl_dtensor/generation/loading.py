@@ -21,6 +21,7 @@ from rl_core.model_config import ModelConfig, is_composite
 from rl_core.torch.files.language_part import KEY_MAPPING, read_language_config
 from rl_core.torch.files.model_files import WeightFiles, model_folder
 from rl_core.torch.training.flops import CHUNKED, RECURRENT_LAYERS, ROW_LAYERS
+from rl_dtensor.generation.attention import attend_in_groups
 from rl_dtensor.generation.cache import Kind, RowCache, has_states, row_layers
 from rl_dtensor.generation.whole_rows import last_logits
 from rl_dtensor.model.precision import Kept, widen
@@ -57,6 +58,7 @@ def load_model(model: ModelConfig, attn_implementation: str, device: torch.devic
             f"transformers does not compute the attention of {model.model_name} with sdpa; set "
             "hf_cfg.attn_implementation=eager"
         )
+    attend_in_groups()
     result: Any = AutoModelForCausalLM.from_pretrained(
         model.model_name,
         config=config,
