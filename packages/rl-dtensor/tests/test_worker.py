@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from rl_core.selfcheck.rank_pool import RankPool
-from rl_core.testing.exhaustive import partly_exhaustive
+from rl_core.testing.exhaustive import exhaustive, partly_exhaustive
 from rl_core.testing.model_worker import LAYOUTS, ModelWorkerSuite
 
 
@@ -47,6 +47,11 @@ class MeshSuite(PooledSuite):
     def test_every_read_of_a_policy_is_that_of_transformers(self, pool: RankPool, folder: Path, layout: str) -> None:
         super().test_every_read_of_a_policy_is_that_of_transformers(pool, folder, layout)
 
+    # ranks of these meshes share all rows, so that none is without
+    @exhaustive
+    def test_ranks_without_rows_join_in(self, pool: RankPool, folder: Path) -> None:
+        super().test_ranks_without_rows_join_in(pool, folder)
+
     test_losses_gradients_and_weights_are_those_of_one_process = None
     test_the_norm_is_reported_before_clipping = None
     test_schedules_follow_one_another = None
@@ -60,11 +65,21 @@ class MeshSuite(PooledSuite):
     test_half_precision_is_near = None
 
 
-class TestTensorParallel(MeshSuite):
+class GradientSuite(MeshSuite):
+    """Every rank has a part of each gradient, as in `TestDTensorWorker`; a stage of a pipeline has gradients alone."""
+
+    @exhaustive
+    def test_a_gradient_that_is_not_finite_skips_the_optimizer_and_not_the_schedule(
+        self, pool: RankPool, folder: Path
+    ) -> None:
+        super().test_a_gradient_that_is_not_finite_skips_the_optimizer_and_not_the_schedule(pool, folder)
+
+
+class TestTensorParallel(GradientSuite):
     factory = "dtensor_factories:build_tensor_parallel"
 
 
-class TestContextParallel(MeshSuite):
+class TestContextParallel(GradientSuite):
     """Its ranks share parameters and files as those of `TestDTensorWorker` do, so that only reads and losses differ."""
 
     factory = "dtensor_factories:build_context_parallel"
