@@ -33,3 +33,10 @@ def test_an_environment_without_a_file_that_can_be_read_has_none(tmp_path):
     (tmp_path / "broken.py").write_text("def (")
     for name in ("math", "package.module:Door", f"{tmp_path}/none.py:Door", f"{tmp_path}/broken.py:Door"):
         assert sought_texts(name) == []
+
+
+def test_the_constant_parts_of_a_composed_string_are_found(tmp_path):
+    (tmp_path / "sums.py").write_text(
+        'def score(response, answer):\n    return response in ("It is " + answer, f"{answer}!")\n'
+    )
+    assert [each.text for each in sought_texts(f"{tmp_path}/sums.py:score")] == ["It is ", "!"]

@@ -83,6 +83,12 @@ def _texts(node: ast.expr) -> Iterator[str]:
     match node:
         case ast.Constant(value=str(text)) if text:
             yield text
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            yield from _texts(left)
+            yield from _texts(right)
+        case ast.JoinedStr(values=items):
+            for item in items:
+                yield from _texts(item)
         case ast.Tuple(elts=items) | ast.List(elts=items) | ast.Set(elts=items):
             for item in items:
                 yield from _texts(item)
