@@ -70,9 +70,12 @@ def test_the_answer_is_what_is_learned(folder, store):
     assert tokenizer.decode(tokens[mask > 0]) == f"{row.answer}<|end|>"
 
 
-@pytest.mark.parametrize(("task", "grid", "num"), [("count", 2, 243), ("count", 3, 59049), ("area", 2, 216)])
-def test_splits_share_no_question_and_answers_are_right(task, grid, num):
-    settings = {"task": task, "grid": grid}
+@pytest.mark.parametrize(
+    ("task", "grid", "num_colours", "num"),
+    [("count", 2, 3, 243), ("count", 3, 3, 59049), ("count", 3, 2, 1024), ("area", 2, 3, 216), ("area", 2, 2, 72)],
+)
+def test_splits_share_no_question_and_answers_are_right(task, grid, num_colours, num):
+    settings = {"task": task, "grid": grid, "num_colours": num_colours}
     train, validation = load(settings, "train"), load(settings, "validation")
     assert len(train) + len(validation) == num
     seen = set()
@@ -80,9 +83,10 @@ def test_splits_share_no_question_and_answers_are_right(task, grid, num):
         pixels = np.asarray(Image.open(io.BytesIO(row["images"][0])))
         name = next(name for name in COLOURS if name in row["messages"][0]["content"])
         squares = pixels[SQUARE // 2 :: SQUARE, SQUARE // 2 :: SQUARE]
+        assert len(np.unique(squares.reshape(-1, 3), axis=0)) <= num_colours
         assert int((squares == COLOURS[name]).all(-1).sum()) == int(row["answer"])
         seen.add((row["images"][0], row["messages"][0]["content"]))
-    assert len(seen) == 40
+    assert len(seen) == len(validation[:20]) + 20
 
 
 def test_more_rows_than_questions_and_unknown_splits_are_refused():

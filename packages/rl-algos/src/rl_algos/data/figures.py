@@ -30,6 +30,8 @@ class FiguresSettings(Config):
     """`count`: how many of the squares have a colour. `area`: the number of squares of a rectangle in one colour."""
     grid: int = Field(default=2, ge=2, le=3)
     """Squares on each side of a picture; the pictures of `area` have one more."""
+    num_colours: int = Field(default=3, ge=2, le=3)
+    """Number of colours of the squares; fewer make the questions easier."""
     num_rows: int | None = Field(default=None, gt=0)
     """Rows of the split; all its questions if unset."""
     validation_fraction: float = Field(default=0.1, gt=0, lt=1)
@@ -51,7 +53,9 @@ def load(settings: Mapping[str, Any], split: str) -> Sequence[dict[str, Any]]:
     config = FiguresSettings.model_validate(dict(settings))
     if split not in ("train", "validation"):
         raise DataError(f"figures has the splits train and validation, got {split!r}")
-    total = _num_counts(config.grid) if config.task == "count" else len(_rectangles(config.grid + 1))
+    colours = list(COLOURS)[: config.num_colours]
+    is_count = config.task == "count"
+    total = _num_counts(config.grid, len(colours)) if is_count else len(_rectangles(config.grid + 1, len(colours)))
     order = permutation(total, config.seed)
     num_held_out = max(1, round(config.validation_fraction * total))
     chosen = order[:num_held_out] if split == "validation" else order[num_held_out:]
@@ -59,10 +63,10 @@ def load(settings: Mapping[str, Any], split: str) -> Sequence[dict[str, Any]]:
     if count > len(chosen):
         raise DataError(
             f"figures: {split} has {len(chosen)} different questions, got num_rows: {count}. Lower num_rows, or "
-            "increase grid"
+            "increase grid or num_colours"
         )
-    make = _counted if config.task == "count" else _measured
-    return Lazily(count, lambda index: make(config.grid, int(chosen[index])))
+    make = _counted if is_count else _measured
+    return Lazily(count, lambda index: make(config.grid, colours, int(chosen[index])))
 
 
 DATASET = DatasetPlugin(
@@ -73,35 +77,34 @@ DATASET = DatasetPlugin(
 )
 
 
-def _num_counts(grid: int) -> int:
-    num_colours: int = len(COLOURS)
-    return num_colours ** (grid * grid) * num_colours
+def _num_counts(grid: int, num_colours: int) -> int:
+    num_pictures: int = num_colours ** (grid * grid)
+    return num_pictures * num_colours
 
 
-def _counted(grid: int, number: int) -> dict[str, Any]:
+def _counted(grid: int, colours: Sequence[str], number: int) -> dict[str, Any]:
     """A picture of squares of any colours, and the number of those of one colour."""
-    number, asked = divmod(number, len(COLOURS))
+    number, asked = divmod(number, len(colours))
     squares = []
     for _ in range(grid * grid):
-        number, colour = divmod(number, len(COLOURS))
+        number, colour = divmod(number, len(colours))
         squares.append(colour)
-    name = list(COLOURS)[asked]
-    return _row(np.array(squares).reshape(grid, grid), f"How many {name}?", squares.count(asked))
+    return _row(np.array(squares).reshape(grid, grid), f"How many {colours[asked]}?", squares.count(asked))
 
 
-def _rectangles(grid: int) -> list[tuple[int, ...]]:
+def _rectangles(grid: int, num_colours: int) -> list[tuple[int, ...]]:
     """All rectangles in a grid, as top, bottom, left and right, in each colour on each other one."""
     sides = list(combinations(range(grid + 1), 2))
-    pairs = [(ink, paper) for ink in range(len(COLOURS)) for paper in range(len(COLOURS)) if ink != paper]
+    pairs = [(ink, paper) for ink in range(num_colours) for paper in range(num_colours) if ink != paper]
     return [(*rows, *columns, *pair) for rows in sides for columns in sides for pair in pairs]
 
 
-def _measured(grid: int, number: int) -> dict[str, Any]:
+def _measured(grid: int, colours: Sequence[str], number: int) -> dict[str, Any]:
     """A picture of a rectangle, and its area."""
-    top, bottom, left, right, ink, paper = _rectangles(grid + 1)[number]
+    top, bottom, left, right, ink, paper = _rectangles(grid + 1, len(colours))[number]
     squares = np.full((grid + 1, grid + 1), paper)
     squares[top:bottom, left:right] = ink
-    return _row(squares, f"Area of {list(COLOURS)[ink]}?", (bottom - top) * (right - left))
+    return _row(squares, f"Area of {colours[ink]}?", (bottom - top) * (right - left))
 
 
 def _row(squares: np.ndarray, question: str, answer: int) -> dict[str, Any]:
