@@ -249,6 +249,7 @@ def measured_steps(
     tokens: int,
     chosen: argparse.Namespace,
     measured: Callable[[RunSession], M] = MeasuredRun,  # type: ignore[assignment]  # the default of M
+    stream: Stream[Prompt] | None = None,
 ) -> M:
     """Run the loop.
 
@@ -258,6 +259,7 @@ def measured_steps(
         tokens: Tokens of each rollout.
         chosen: Sizes, as the command line gives them.
         measured: Makes the run that the loop sees.
+        stream: Prompts; `prompts(chosen.prompts)` if unset.
     """
     from rl_core.ray.calls import gather
     from rl_core.ray.model import RemoteModel
@@ -284,9 +286,8 @@ def measured_steps(
         max_num_steps=chosen.steps + 1,
     )
     sampling = SamplingParams(tokens)
-    source = PacedRolloutSource(
-        pool, Stream([prompts(chosen.prompts)]), sampling=sampling, num_generations=chosen.group, seed=0
-    )
+    given = stream or Stream([prompts(chosen.prompts)])
+    source = PacedRolloutSource(pool, given, sampling=sampling, num_generations=chosen.group, seed=0)
     settings = read_plan("grpo-arithmetic", ["checkpointing.enabled=false"]).config
     with RunSession(run_dir, settings, title="driver") as session:
         session.write_rollouts_by(pool.write_rollouts)

@@ -11,6 +11,7 @@ import numpy as np
 
 from rl_algos.rollouts.worker.worker import RolloutWorker
 from rl_core.data.batch import Batch
+from rl_core.images import image_digests
 from rl_core.metrics import Metric
 from rl_core.model import Loss, Read
 from rl_core.rollouts.group import GroupReport, parts_of
@@ -85,6 +86,7 @@ class SimulatedReplica:
         sampled = self._random.integers(50_000, size=self._length, dtype=np.int32)
         before, reward = len(prompt.token_ids), float(np.mean(sampled % 2 == 0))
         mask = np.concatenate([np.zeros(before, dtype=np.uint8), np.ones(self._length, dtype=np.uint8)])
+        images = image_digests(prompt.messages)
         return Rollout(
             prompt_id=prompt.id,
             tokens=np.concatenate([prompt.token_ids, sampled]),
@@ -94,4 +96,5 @@ class SimulatedReplica:
             turns=(Turn(self._text, None, {"reward": reward}),),
             rewards={"reward": reward},
             stop_reason="stop",
+            images=(images,) if images else (),
         )
