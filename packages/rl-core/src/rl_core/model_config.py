@@ -245,8 +245,8 @@ class ModelConfig(Config):
     """Model to load: a folder with Hugging Face files, or a hub name."""
     tokenizer: TokenizerConfig = TokenizerConfig()
     train_global_batch_size: int = Field(default=512, gt=0)
-    """Number of rows in one optimizer step. The default comes from the algorithm: for GRPO and distillation all
-    rollouts of a step, for PPO a quarter of them."""
+    """Number of rows in one optimizer step; for DPO, reward models and other losses on pairs, the number of pairs. The
+    default comes from the algorithm: for GRPO and distillation all rollouts of a step, for PPO a quarter of them."""
     train_micro_batch_size: Annotated[int, WhenChanged.RESUME] = Field(default=4, gt=0)
     """Number of rows in one training forward pass, unless packing or dynamic batching sets a token budget."""
     logprob_batch_size: Annotated[int, WhenChanged.RESUME] = Field(default=4, gt=0)
