@@ -50,6 +50,8 @@ def test_pages_open_without_problems_and_search_finds_a_key(html, page):
         page.size(width)
         page.js("document.querySelector('[data-md-component=palette] label:not([hidden])').click()")
         page.wait(f"{_SCHEME} == '{scheme}'")
+        # colours move for a moment
+        page.wait("document.getAnimations().every(each => each.playState != 'running')")
         assert page.js("document.documentElement.scrollWidth") <= width, name
         assert page.js(_serious(_CONTENT, _APPEARANCE)) == [], (name, scheme)
     page.size(1440)
