@@ -109,7 +109,7 @@ class Rollouts:
             try:
                 await bench.generator.begin(manifest)
                 transport = Transport("ipc", _address(), 1, timeout_s=SYNC_TIMEOUT_S)
-                sending = bench.sender.send(folder, manifest, transport, Fault())
+                sending = bench.senders["policy"].send(folder, manifest, transport, Fault())
                 await bench.generator.receive(transport, 1)
                 sending.result(SYNC_TIMEOUT_S)
                 for method, *args in calls:
