@@ -29,7 +29,7 @@ def test_rollouts_that_earn_nothing_are_reported_once_with_what_they_answered(sa
         assert len(said()) == (step >= PATIENCE)
         watch.observe([answered("a", "left", "left", "go right"), answered("b", "left")])
     (message,) = said()
-    assert message.startswith(f"all {4 * PATIENCE} rollouts of {PATIENCE} steps have the same reward, 0,")
+    assert message.startswith(f"all {4 * PATIENCE} rollouts of {PATIENCE} steps in a row have the same reward, 0,")
     assert "most often they end with 'left' (3x), 'go right' (1x)." in message
     assert "rl env run" in message
 
@@ -49,7 +49,7 @@ def test_only_successive_steps_count(said, other):
     assert said() == []
     for _ in range(PATIENCE):
         watch.observe([make_group("a", [0.0, 0.0])])
-    assert f"all {2 * PATIENCE} rollouts of {PATIENCE} steps have the same reward, 0," in said()[0]
+    assert f"all {2 * PATIENCE} rollouts of {PATIENCE} steps in a row have the same reward, 0," in said()[0]
 
 
 def test_rollouts_that_all_earn_what_the_first_did_not_are_no_reason_for_a_warning(said):

@@ -55,7 +55,7 @@ class RewardWatch:
 
     def _text(self, groups: Sequence[RolloutGroup]) -> str:
         said = (
-            f"all {self._num_rollouts} rollouts of {PATIENCE} steps have the same reward, {self._reward:.4g}, so the "
+            f"all {self._num_rollouts} rollouts of {PATIENCE} steps in a row have the same reward, {self._reward:.4g}, so the "
             "policy learns nothing"
         )
         common = ", ".join(f"{text!r} ({count}x)" for text, count in commonest(groups[:_MOST_GROUPS]))
