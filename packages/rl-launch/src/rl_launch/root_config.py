@@ -26,8 +26,8 @@ class ClusterConfig(Config):
     when_changed: ClassVar[WhenChanged | None] = WhenChanged.RESUME
 
     num_nodes: int = Field(default=1, gt=0)
-    """Number of machines. More than one machine needs a Ray cluster, whose address is in RAY_ADDRESS, unless `device` is
-    `rehearsal`."""
+    """Number of machines. More than one machine needs a Ray cluster, whose address is in RAY_ADDRESS, unless `device`
+    is `rehearsal`."""
     gpus_per_node: int = Field(default=1, gt=0)
     """Number of GPUs to use on each machine."""
     device: Literal["auto", "cuda", "cpu", "rehearsal"] = "auto"

@@ -55,8 +55,8 @@ class RewardWatch:
 
     def _text(self, groups: Sequence[RolloutGroup]) -> str:
         said = (
-            f"all {self._num_rollouts} rollouts of {PATIENCE} steps in a row have the same reward, {self._reward:.4g}, so the "
-            "policy learns nothing"
+            f"all {self._num_rollouts} rollouts of {PATIENCE} steps in a row have the same reward, {self._reward:.4g}, "
+            "so the policy learns nothing"
         )
         common = ", ".join(f"{text!r} ({count}x)" for text, count in commonest(groups[:_MOST_GROUPS]))
         shown = f"; most often they end with {common}" if common else ""
