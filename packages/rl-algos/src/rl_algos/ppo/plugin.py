@@ -8,7 +8,7 @@ from rl_algos.losses.custom import loss_requirements
 from rl_algos.policy_gradient.loss_checks import loss_problems
 from rl_algos.policy_gradient.plugin import loss_fn_section, policy_need
 from rl_algos.ppo.config import PPOConfig, PPORoot
-from rl_algos.rollouts.checks import minibatch_problem, reward_problems
+from rl_algos.rollouts.checks import length_problem, minibatch_problem, reward_problems
 from rl_algos.rollouts.plugin import rollout_algorithm
 from rl_core.config import Problem
 from rl_core.model import ModelSpec
@@ -34,15 +34,7 @@ def check(config: PPORoot) -> Iterable[Problem]:
 
 def _critic(config: PPORoot) -> Iterator[Problem]:
     yield from minibatch_problem(config, "value.train_global_batch_size", config.value.train_global_batch_size)
-    longest = config.policy.max_total_sequence_length
-    if config.value.max_total_sequence_length < longest:
-        yield Problem(
-            "value.max_total_sequence_length",
-            f"must be at least policy.max_total_sequence_length ({longest}), because the critic reads the policy's "
-            "rollouts",
-            got=config.value.max_total_sequence_length,
-            remedy=f"Set it to {longest}",
-        )
+    yield from length_problem(config, "value", config.value.max_total_sequence_length)
     if config.ppo.critic_warmup_steps >= config.ppo.max_num_steps:
         yield Problem(
             "ppo.critic_warmup_steps",

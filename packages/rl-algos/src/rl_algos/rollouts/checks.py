@@ -212,6 +212,25 @@ def minibatch_problem(config: RolloutRoot, key: str, rows: int) -> Iterator[Prob
         )
 
 
+def length_problem(config: RolloutRoot, section: str, length: int) -> Iterator[Problem]:
+    """The problem of a model that reads the policy's rollouts and is too short for them.
+
+    Args:
+        config: Resolved config of the run.
+        section: Key of the model's section.
+        length: Its `max_total_sequence_length`.
+    """
+    longest = config.policy.max_total_sequence_length
+    if length < longest:
+        yield Problem(
+            f"{section}.max_total_sequence_length",
+            f"must be at least policy.max_total_sequence_length ({longest}), because this model reads the policy's "
+            "rollouts",
+            got=length,
+            remedy=f"Set it to {longest}",
+        )
+
+
 def _sampling(config: RolloutRoot) -> Iterator[Problem]:
     generation = config.policy.generation
     if generation.max_new_tokens >= config.policy.max_total_sequence_length:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
-from rl_algos.rollouts.checks import minibatch_problem
+from rl_algos.rollouts.checks import length_problem, minibatch_problem
 from rl_algos.rollouts.config import RolloutRoot, rollout_config
 from rl_core.config import Problem
 from rl_core.model import ModelSpec
@@ -57,15 +57,8 @@ def defaults_with_drafter(
 
 def drafter_problems(config: RolloutRoot) -> Iterator[Problem]:
     """Problems of the draft model's section."""
-    drafter, longest = drafter_section(config), config.policy.max_total_sequence_length
+    drafter = drafter_section(config)
     if drafter is None:
         return
     yield from minibatch_problem(config, f"{DRAFTER}.train_global_batch_size", drafter.train_global_batch_size)
-    if drafter.max_total_sequence_length < longest:
-        yield Problem(
-            f"{DRAFTER}.max_total_sequence_length",
-            f"must be at least policy.max_total_sequence_length ({longest}), because the drafter learns from the "
-            "policy's rollouts",
-            got=drafter.max_total_sequence_length,
-            remedy=f"Set it to {longest}",
-        )
+    yield from length_problem(config, DRAFTER, drafter.max_total_sequence_length)

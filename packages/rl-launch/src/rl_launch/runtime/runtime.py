@@ -374,7 +374,7 @@ class Runtime:
                 residency=self._residency if self.topology.takes_turns(role) else None,
                 gives_way=self.topology.takes_turns(role) and self.topology.takes_turns(GENERATION),
                 bucket_bytes=self.topology.device.bucket_bytes,
-                sends_changes=self.topology.weight_sync_encoding == "changes" and kind != "ipc",
+                sends_changes=self.topology.weight_sync_encoding == "changes",
             )
 
         return WeightSync(
