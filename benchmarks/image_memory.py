@@ -95,10 +95,7 @@ def main() -> None:
             f"pictures of {chosen.pixels} x {chosen.pixels} pixels, files of {each / 1024:.0f} KiB and "
             f"{tokens_of(chosen.pixels)} tokens each; MiB\n"
         )
-        # one Ray for all processes, which takes longer to start than a step
-        with VirtualCluster(device=device_named("cpu"), num_nodes=1, ranks_per_node=1):
-            address = ray.get_runtime_context().gcs_address
-            found = [row for count in chosen.images for row in rows(folder, count, each, chosen.pixels, address)]
+        found = [row for count in chosen.images for row in rows(folder, count, each, chosen.pixels)]
         print(table(HEAD, found))
 
 
@@ -108,13 +105,13 @@ HEAD = (
 )  # fmt: skip
 
 
-def rows(folder: Path, count: int, each: float, pixels: int, ray_address: str) -> list[tuple[str, ...]]:
+def rows(folder: Path, count: int, each: float, pixels: int) -> list[tuple[str, ...]]:
     """Rows of the table: the same number of prompts with pictures and without."""
     found = []
     for kind in ("pictures", "text"):
         file = folder / f"{kind}_{count}.jsonl"
         write_rows(file, kind, count, tokens_of(pixels))
-        environ = {**os.environ, "RL_IMAGES": str(folder / f"store_{kind}_{count}"), "RAY_ADDRESS": ray_address}
+        environ = {**os.environ, "RL_IMAGES": str(folder / f"store_{kind}_{count}")}
         command = [sys.executable, __file__, "--measure", str(file), str(count)]
         done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True, check=True)
         values = json.loads(done.stdout.splitlines()[-1])
