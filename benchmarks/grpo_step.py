@@ -6,8 +6,8 @@ Both train the same model on the same prompts on the same cores, in float32: equ
 temperature 1, one AdamW update a step, no reference policy, and no pass for the logprobs before the update, which with
 one update equal those of the update's own pass. All completions are equally long, or, as in `skewed`, have lengths of
 a distribution whose 99th percentile is eight medians, as those of real tasks do. Ours is the whole product: Ray, vLLM
-(or `--generator hf`), FSDP2 ranks, packed rows where lengths differ, verified weight sync. TRL generates with
-`transformers`, its way on a CPU, and has no weights to sync.
+(or `--generator vllm-compiled`, which takes minutes to start on a CPU, or `hf`), FSDP2 ranks, packed rows where lengths
+differ, verified weight sync. TRL generates with `transformers`, its way on a CPU, and has no weights to sync.
 """
 
 from __future__ import annotations
@@ -49,10 +49,11 @@ LOCK = Path(__file__).parents[1] / "packages/rl-launch/src/rl_launch/worker_envs
 
 PHASES = ("generation", "logprobs", "training", "weight_sync")
 GENERATORS: dict[str, Callable[[int], dict]] = {
-    "vllm": lambda rows: {"vllm_cfg": {"max_num_seqs": rows}},
-    "hf": lambda rows: {"hf_cfg": {"max_batch_size": rows}},
+    "vllm": lambda rows: {"backend": "vllm", "vllm_cfg": {"max_num_seqs": rows}},
+    "vllm-compiled": lambda rows: {"backend": "vllm", "vllm_cfg": {"max_num_seqs": rows, "enforce_eager": False}},
+    "hf": lambda rows: {"backend": "hf", "hf_cfg": {"max_batch_size": rows}},
 }
-"""Generators of our side, with their settings for a number of completions at a time."""
+"""Generators of our side: their settings for a number of completions at a time."""
 
 LEARNING_RATE = 1e-6
 PROMPT_ROOM = 32
@@ -241,7 +242,6 @@ def our_config(size: Size, plan: Plan, folder: Path) -> dict:
             "sequence_packing": {"enabled": size.lengths is not None},  # equal rows need none
             "optimizer": {"name": "torch.optim.AdamW", "kwargs": {"lr": LEARNING_RATE, "weight_decay": 0.0}},
             "generation": {
-                "backend": plan.generator,
                 "max_new_tokens": size.tokens,
                 "temperature": 1.0,
                 **GENERATORS[plan.generator](size.rows),

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from measurement import surroundings, table
+from pictures import write_captions, write_preferences
 
 import rl_launch
 from rl_core.errors import RLError
@@ -80,14 +81,29 @@ class Case:
     warm_key: str = "policy.model_name"
     """Key that is given the warmed-up model; empty if none is."""
     beside: Beside = nullcontext
+    data: Callable[[Path], Sequence[str]] | None = None
+    """Writes files of data to a folder, and returns the keys that name them."""
 
-    def settings_of(self, seed: int, warm: Path) -> list[str]:
-        """Keys of the run with a seed."""
+    def settings_of(self, seed: int, warm: Path, files: Path) -> list[str]:
+        """Keys of the run with a seed.
+
+        Args:
+            seed: The seed.
+            warm: Model that SFT has warmed up.
+            files: Folder for the case's files of data.
+        """
         start = [f"{self.warm_key}={warm}"] if self.warm_key else []
-        return [*start, *ON_CPU, *self.settings, f"{self.section}.seed={seed}"]
+        data: Sequence[str] = ()
+        if self.data is not None:
+            files.mkdir(parents=True, exist_ok=True)
+            data = self.data(files)
+        return [*start, *ON_CPU, *data, *self.settings, f"{self.section}.seed={seed}"]
 
 
 ON_CPU = ("cluster.device=cpu", "cluster.cpu_ranks_per_node=1", "logger.tensorboard_enabled=false")
+
+TWO_RANKS = "cluster.cpu_ranks_per_node=2"
+"""As the recipe has it: most of a step is the training's."""
 
 MOST_RANKS = 3
 """Of any case."""
@@ -116,6 +132,17 @@ def in_environment(recipe: str, *settings: str) -> Case:
     """A recipe of an environment, from the model that its own warm-up makes: reward on held-out rows, with vLLM."""
     validates = ("grpo.val_at_start=true", "grpo.val_at_end=true", UNCHOSEN)
     return Case(recipe, "grpo", (Measure("val/accuracy", rises_by(0.3)),), (*validates, *settings), warm_key="")
+
+
+def of_pictures(recipe: str) -> Case:
+    """A recipe of GRPO about pictures: mean reward of the first step and of the last, with vLLM."""
+    return Case(
+        recipe,
+        "grpo",
+        (Measure("reward/mean", rises_by(0.3)),),
+        ("grpo.val_at_end=true", UNCHOSEN, TWO_RANKS),
+        warm_key="",
+    )
 
 
 def estimator(value: str, *settings: str) -> Case:
@@ -201,6 +228,33 @@ CASES = {
     ),
     "distillation": distillation("distill-tiny", *GENERATION),
     "offline-distillation": distillation("distill-offline-tiny"),
+    "vision-count": of_pictures("grpo-clevr-count-tiny"),
+    "vision-geometry": of_pictures("grpo-vlm-geometry-tiny"),
+    "vision-caption": Case(
+        "sft-vlm-tiny",
+        "sft",
+        (Measure("val/loss", falls_to(0.1)),),
+        (
+            "sft.val_at_start=true",
+            "sft.val_at_end=true",
+            "sft.max_num_steps=300",
+            "policy.max_total_sequence_length=80",
+        ),
+        warm_key="",
+        data=write_captions,
+    ),
+    "vision-preference": Case(
+        "dpo-tiny",
+        "dpo",
+        (Measure("val/accuracy", rises_by(0.2)), Measure("val/margin", rises_by(0.5))),
+        (
+            "dpo.val_at_end=true",
+            "policy.model_name=tiny-vision-sft",
+            "policy.vision={enabled: true, tower: trained, projector: trained}",
+        ),
+        warm_key="",
+        data=write_preferences,
+    ),
 }
 
 
@@ -269,7 +323,9 @@ def make_runs(cases: Mapping[str, Case], seeds: Sequence[int], folder: Path, *, 
             sys.exit("the model to start from does not exist")
     model = RunFolder(warm).checkpoints()[-1].path / "hf" if is_finished(warm) else warm
     tasks = [
-        Task(case.recipe, case.settings_of(seed, model), run_dir(folder, name, seed), case.beside)
+        Task(
+            case.recipe, case.settings_of(seed, model, folder / "data" / name), run_dir(folder, name, seed), case.beside
+        )
         for seed in seeds  # so that each algorithm has one run soon
         for name, case in cases.items()
     ]
