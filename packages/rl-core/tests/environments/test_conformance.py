@@ -10,7 +10,7 @@ from rl_core.config import Config
 from rl_core.environments.config import EnvironmentConfig
 from rl_core.environments.conformance import Conformance, check
 from rl_core.environments.instance import instance_of, tools_of
-from rl_core.environments.trial import Attempt
+from rl_core.environments.trial import Attempt, answer_forms, attempts_on
 from rl_core.rollouts.environment import Conversation
 
 GOOD = """
@@ -89,6 +89,25 @@ def test_rewards_that_never_differ_hold_and_are_warned_of(tmp_path: Path) -> Non
     assert finding.name == "rewards"
     assert finding.said == "finite, and all 6 responses earn the same: reward 0 to 0"
     assert "--response TEXT" in finding.remedy
+
+
+def test_a_form_that_alone_earns_the_most_is_named(tmp_path: Path) -> None:
+    def reward(code: str) -> str:
+        body = f"def score(response, answer):\n    return float({code})\n"
+        kind = type("Environments", (Config,), {"__annotations__": {"mine": EnvironmentConfig}})
+        (tmp_path / "form.py").write_text(body)
+        instance = instance_of(kind(mine=EnvironmentConfig(type=f"{tmp_path / 'form.py'}:score")), "mine")
+        rows = [
+            attempt
+            for row, answer in enumerate("47")
+            for attempt in attempts_on("", str(row), [], {"answer": answer}, answer_forms({"answer": answer}))
+        ]
+        return said(check(instance, rows), "rewards")
+
+    only = r"of each row's responses only '\\boxed{4}' earns the most, so the prompt must ask for this form"
+    assert reward("'boxed' in response") == f"finite: reward 0 to 1; {only}"
+    assert reward("answer in response") == "finite: reward 0 to 1"
+    assert reward("answer == '4' and response == answer") == "finite: reward 0 to 1"
 
 
 def test_a_game_is_played_over_several_turns(tmp_path: Path) -> None:

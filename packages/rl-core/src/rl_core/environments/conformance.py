@@ -27,6 +27,9 @@ MAX_TURNS = 4
 BATCH = 8
 """Maximum number of conversations of a call in the check of batches."""
 
+MIN_FORMS = 4
+"""Minimum number of responses to a row that show whether one form alone is rewarded."""
+
 Status = Literal["ok", "warned", "failed", "skipped"]
 
 
@@ -312,10 +315,33 @@ def _rewards(plays: Sequence[_Play]) -> Finding:
         return _failures(plays, "rewards", ("answer",), "none were given")
     said = ", ".join(f"{name} {min(found):g} to {max(found):g}" for name, found in values.items())
     found = _failures(plays, "rewards", ("answer",), f"finite: {said}")
-    if found.status == "failed" or len(plays) < 2 or any(min(each) != max(each) for each in values.values()):
+    if found.status == "failed" or len(plays) < 2:
         return found
+    if any(min(each) != max(each) for each in values.values()):
+        form = _only_form(plays)
+        return replace(found, said=f"{found.said}; of each row's responses only {form}") if form else found
     remedy = "pass a response that must earn more with --response TEXT; if it earns the same, correct the reward"
     return Finding("rewards", f"finite, and all {len(plays)} responses earn the same: {said}", "warned", remedy)
+
+
+def _only_form(plays: Sequence[_Play]) -> str:
+    """The first row's response of the most reward, in words, if each row has just one such response, which is the same
+    form in all; empty if not.
+    """
+    rows: dict[str, list[_Play]] = {}
+    for play in plays:
+        rows.setdefault(play.attempt.conversation.id.rpartition("/")[0], []).append(play)
+    places = []
+    for several in rows.values():
+        totals = [play.sample().rewards.get("reward", 0.0) for play in several if play.answers]
+        best = [place for place, total in enumerate(totals) if total == max(totals)]
+        if len(best) != 1 or len(totals) < MIN_FORMS:
+            return ""
+        places += best
+    if len(set(places)) != 1:
+        return ""
+    text = next(iter(rows.values()))[places[0]].attempt.conversation.completion
+    return f"{text!r:.60} earns the most, so the prompt must ask for this form"
 
 
 _COMPARED = ("repeats", "state", "batches", "resume")

@@ -216,7 +216,7 @@ def _pool(plan: RunPlan, needs: RolloutNeeds) -> Iterator[RolloutPool]:
     check_placement(plan, device)
     envs = provision_workers(plan, needs, device)
     check_engines(plan, envs, device)
-    _log.info("starting %s", plan.backends.generation.plugin.name)
+    _log.info("starting Ray and %s", plan.backends.generation.plugin.name)
     with (
         tempfile.TemporaryDirectory(prefix="rl-chat-") as logs,
         VirtualCluster.of(plan.config.cluster, device) as cluster,

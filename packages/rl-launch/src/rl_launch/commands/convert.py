@@ -364,6 +364,7 @@ def _cluster(target: Path, sources: Sequence[Source]) -> Iterator[Start]:
                 model.load(str((source.checkpoint / POLICY).absolute()), files=files)
             yield model
 
+    _log.info("starting Ray")
     with _folder_beside(target, "logs") as logs, VirtualCluster.of(cluster_config, device) as cluster:
         yield start
 

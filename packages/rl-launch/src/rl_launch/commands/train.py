@@ -188,7 +188,6 @@ def _run(
     check_placement(plan, device)
     check_profiling(plan, device)
     envs = provision_workers(plan, needs, device)
-    _log.info("checking models and engines in their environments")
     try_in(envs.interpreters, untried)
     check_engines(plan, envs, device)
     for role, model in plan.backends.models.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -55,6 +56,8 @@ from rl_launch.session.config import ProfilingConfig
 from rl_launch.worker_envs.driver_envs import DriverEnvs
 from rl_launch.worker_envs.engine_checks import engine_problems
 
+_log = logging.getLogger(__name__)
+
 
 def provision_workers(plan: RunPlan, needs: RolloutNeeds | None, device: Device) -> DriverEnvs:
     """Environments on this node for every kind of worker the run has.
@@ -74,6 +77,7 @@ def check_engines(plan: RunPlan, envs: DriverEnvs, device: Device) -> None:
     Raises:
         ConfigError: If there are problems; lists all of them.
     """
+    _log.info("checking models and engines in their environments")
     backends = plan.backends
     chosen = [(role, model.section, model.plugin) for role, model in backends.models.items()]
     if backends.generation is not None:
