@@ -22,12 +22,12 @@ Squares = tuple[str, str, str, str]
 
 def write_captions(folder: Path) -> list[str]:
     """Captions of all pictures in three colours, which name the squares row by row; returns the keys of the data."""
-    return _write(folder, list(_captions(folder)), "processor: llava, image_folder: .")
+    return _write(folder, list(_captions(folder)), ", processor: llava")
 
 
 def write_preferences(folder: Path) -> list[str]:
     """The right count of red or green squares before each wrong one; returns the keys of the data."""
-    return _write(folder, list(_preferences(folder)), "image_folder: .")
+    return _write(folder, list(_preferences(folder)), "")
 
 
 def _captions(folder: Path) -> Iterator[dict[str, Any]]:
@@ -56,8 +56,8 @@ def _draw(folder: Path, squares: Squares) -> str:
     return name
 
 
-def _write(folder: Path, rows: list[dict[str, Any]], keys: str) -> list[str]:
+def _write(folder: Path, rows: list[dict[str, Any]], further: str) -> list[str]:
     parts = {"validation": rows[::HELD_OUT], "train": [row for place, row in enumerate(rows) if place % HELD_OUT]}
     for part, chosen in parts.items():
         (folder / f"{part}.json").write_text(json.dumps(chosen))
-    return [f"data.{part}={{data_path: {folder / part}.json, {keys}}}" for part in parts]
+    return [f"data.{part}={{data_path: {folder / part}.json, image_folder: {folder}{further}}}" for part in parts]

@@ -241,7 +241,7 @@ def test_prompts_that_leave_no_room_are_refused_and_counted(file, tokenizer):
 def test_an_evaluation_without_a_prompt_that_fits_is_refused(file, tokenizer):
     with pytest.raises(ConfigError, match="no prompt leaves room for a completion: context overflow"):
         evaluation_of(make_config(tasks=[mine(file)], total=10)).plan(tokenizer)
-    with pytest.raises(ConfigError, match="8 new tokens of mine leave no room"):
+    with pytest.raises(ConfigError, match="8 new tokens leave no room for a prompt of task mine"):
         evaluation_of(make_config(tasks=[mine(file)], total=8)).plan(tokenizer)
 
 

@@ -104,7 +104,7 @@ def test_a_form_that_alone_earns_the_most_is_named(tmp_path: Path) -> None:
         ]
         return said(check(instance, rows), "rewards")
 
-    only = r"of each row's responses only '\\boxed{4}' earns the most, so the prompt must ask for this form"
+    only = r"of each row's responses only '\\boxed{4}' earns the most"
     assert reward("'boxed' in response") == f"finite: reward 0 to 1; {only}"
     assert reward("answer in response") == "finite: reward 0 to 1"
     assert reward("answer == '4' and response == answer") == "finite: reward 0 to 1"

@@ -1,5 +1,6 @@
 """Nodes are real ones of Ray, on this machine; a path under /proc/self/cwd is seen by the driver alone."""
 
+import re
 import subprocess
 import sys
 import time
@@ -13,7 +14,7 @@ from rl_core.devices import CPU, CUDA, REHEARSAL
 from rl_core.errors import ConfigError, Origin, WorkerDied, WorkerEnvironmentError, WorkerStalled
 from rl_core.plugins import Requirement
 from rl_launch.cluster.device import resolve_device
-from rl_launch.cluster.nodes import Nodes
+from rl_launch.cluster.nodes import Nodes, log_places
 from rl_launch.cluster.start_wait import Bound, gather_start
 from rl_launch.cluster.virtual_cluster import VirtualCluster
 from rl_launch.placement.bundles import PlacementError, PlacementTimeouts
@@ -67,13 +68,16 @@ def test_auto_is_cuda_on_a_cluster_whose_other_nodes_have_gpus(machines, pair, m
     assert resolve_device(ClusterConfig()) == CUDA
 
 
-def test_devices_are_reserved_node_by_node_and_what_there_is_not_is_told_at_once(pair):
+def test_devices_are_reserved_node_by_node_and_what_there_is_not_is_told_at_once(pair, caplog):
     with cluster_of(num_nodes=2) as cluster:
         reserved = cluster.reserve(2, 2)
         assert {bundles[0].node for bundles in reserved} == {node.node_id for node in pair}
         assert [[cluster.node_of(bundle) for bundle in bundles] for bundles in reserved] == [
             [bundle.node for bundle in bundles] for bundles in reserved
         ]
+        with caplog.at_level("INFO"):
+            log_places({f"policy-{rank}": bundles[0].node for rank, bundles in enumerate(reserved)})
+        assert re.search(r"node 1, 127\S+: policy-0\n.*node 2, 127\S+: policy-1\n", caplog.text)
         with pytest.raises(
             PlacementError, match=r"cluster\.gpus_per_node request 3 x 2 GPU, 2 CPU, each on one node, but"
         ):

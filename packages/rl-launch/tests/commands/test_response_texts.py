@@ -40,3 +40,12 @@ def test_the_constant_parts_of_a_composed_string_are_found(tmp_path):
         'def score(response, answer):\n    return response in ("It is " + answer, f"{answer}!")\n'
     )
     assert [each.text for each in sought_texts(f"{tmp_path}/sums.py:score")] == ["It is ", "!"]
+
+
+def test_texts_of_other_definitions_of_the_file_are_left_out(tmp_path):
+    (tmp_path / "two.py").write_text(
+        'import re\nBOX = re.compile("box")\n\ndef read(text):\n    return BOX.search(text)\n\n'
+        'def boxed(response):\n    return read(response)\n\ndef other(response):\n    return response == "yes"\n'
+    )
+    assert [each.text for each in sought_texts(f"{tmp_path}/two.py:boxed")] == ["box"]
+    assert [each.text for each in sought_texts(f"{tmp_path}/two.py:other")] == ["yes"]

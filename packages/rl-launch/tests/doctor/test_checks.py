@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from machines import ENGINE, H200, HERE, NO_UV, TO_BUILD, TRAINER, FakeMachine, needs, space
 
-from rl_core.devices import CUDA
+from rl_core.devices import CUDA, REHEARSAL
 from rl_launch.doctor import CHECKS, Check, examine
 from rl_launch.doctor.gpus import GpuDriver
 from rl_launch.worker_envs import Availability
@@ -111,6 +111,7 @@ def test_a_shared_environment_that_lacks_something_is_to_be_completed():
 
 def test_a_cluster_of_many_machines_needs_an_address():
     assert finding("ray", FakeMachine(), num_nodes=2).status == "missing"
+    assert finding("ray", FakeMachine(), num_nodes=2, device=REHEARSAL).status == "ok"
     reached = FakeMachine(ray_address="head:6379", listening=frozenset({"head:6379"}))
     assert finding("ray", reached, num_nodes=2).status == "ok"
     through_client = FakeMachine(ray_address="ray://head:10001", listening=frozenset({"head:10001"}))

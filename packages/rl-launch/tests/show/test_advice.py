@@ -59,12 +59,12 @@ def test_a_healthy_run_is_left_alone():
         (
             lambda step: {"reward/mean": 0.0, "reward/std": 0.0, "rollout/groups_without_signal": 10.0},
             "no rollout of 16 steps has a reward, so",
-            "rl env run",
+            "easier prompts",
         ),
         (
             lambda step: {"reward/mean": 1.0, "reward/std": 0.0, "rollout/groups_without_signal": 10.0},
             "no rollout of 16 steps has a reward other than 1, so",
-            "rl env run",
+            "If all earn the same, correct the reward",
         ),
         (
             lambda step: {

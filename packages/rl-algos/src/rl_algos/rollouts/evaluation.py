@@ -195,8 +195,8 @@ class RolloutEvaluation:
         limit = total - sampling.max_new_tokens
         if limit < 1:
             raise ConfigError(
-                f"eval: {sampling.max_new_tokens} new tokens of {name} leave no room for a prompt within "
-                f"policy.max_total_sequence_length ({total}); increase it, or lower eval.max_new_tokens"
+                f"eval: {sampling.max_new_tokens} new tokens leave no room for a prompt of task {name} within "
+                f"policy.max_total_sequence_length ({total}); lower eval.max_new_tokens, or increase that"
             )
         limit = min(loaded.data.max_input_seq_length or limit, limit)
         whole = loaded.data.model_copy(update={"max_input_seq_length": None})

@@ -39,6 +39,7 @@ def test_other_equal_rewards_are_reported_with_their_value(said):
     for _ in range(PATIENCE):
         watch.observe([make_group("a", [-1.0, -1.0])])
     assert "the same reward, -1," in said()[0]
+    assert "tells such responses apart" in said()[0]
 
 
 @pytest.mark.parametrize("other", [[0.0, 1.0], [1.0, 1.0]])

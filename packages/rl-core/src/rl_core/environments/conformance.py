@@ -319,13 +319,16 @@ def _rewards(plays: Sequence[_Play]) -> Finding:
         return found
     if any(min(each) != max(each) for each in values.values()):
         form = _only_form(plays)
-        return replace(found, said=f"{found.said}; of each row's responses only {form}") if form else found
+        if not form:
+            return found
+        said = f"{found.said}; of each row's responses only {form} earns the most"
+        return replace(found, said=said, remedy="ask for this form in the prompt, or let the reward read others")
     remedy = "pass a response that must earn more with --response TEXT; if it earns the same, correct the reward"
     return Finding("rewards", f"finite, and all {len(plays)} responses earn the same: {said}", "warned", remedy)
 
 
 def _only_form(plays: Sequence[_Play]) -> str:
-    """The first row's response of the most reward, in words, if each row has just one such response, which is the same
+    """The first row's response of the most reward, if each row has just one such response, which is the same
     form in all; empty if not.
     """
     rows: dict[str, list[_Play]] = {}
@@ -341,7 +344,7 @@ def _only_form(plays: Sequence[_Play]) -> str:
     if len(set(places)) != 1:
         return ""
     text = next(iter(rows.values()))[places[0]].attempt.conversation.completion
-    return f"{text!r:.60} earns the most, so the prompt must ask for this form"
+    return f"{text!r:.60}"
 
 
 _COMPARED = ("repeats", "state", "batches", "resume")

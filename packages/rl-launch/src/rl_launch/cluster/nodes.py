@@ -351,3 +351,19 @@ def _by_reason(problems: Mapping[str, str], addresses: Mapping[str, str]) -> str
     for node, reason in problems.items():
         groups.setdefault(reason, []).append(addresses[node])
     return "; ".join(f"on {', '.join(found)} {reason}" for reason, found in groups.items())
+
+
+def log_places(workers: Mapping[str, str]) -> None:
+    """Write which workers are on which node, if there are several.
+
+    Args:
+        workers: Ray's id of each worker's node, by the worker's name.
+    """
+    by_node: dict[str, list[str]] = {}
+    for name, node in workers.items():
+        by_node.setdefault(node, []).append(name)
+    if len(by_node) < 2:
+        return
+    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    for number, (node, names) in enumerate(by_node.items(), start=1):
+        _log.info("node %d, %s: %s", number, addresses.get(node, "unknown"), ", ".join(names))

@@ -16,7 +16,7 @@ from rl_core.ray.calls import gather
 
 _log = logging.getLogger(__name__)
 
-REPORT_S = 60.0
+REPORT_S = 30.0
 """Seconds between two lines that name the missing workers."""
 
 
@@ -63,10 +63,10 @@ def gather_start(refs: Sequence[ray.ObjectRef], origins: Sequence[Origin], bound
             first = f"{missing[0].role} rank {missing[0].rank} on {missing[0].node}"
             workers = f"{first} and {others} more" if others else first
             waited = time.monotonic() - begun
-            _log.info("still waiting for %s after %.0f s: %s%s", awaited, waited, workers, _busy())
+            _log.info("still waiting for %s after %.0f s: %s%s", awaited, waited, workers, busy())
 
 
-def _busy() -> str:
+def busy() -> str:
     """A remark if this machine has far more to do than CPUs; empty otherwise."""
     load, num_cpus = os.getloadavg()[0], os.cpu_count() or 1
     return f" (this machine is busy: a load of {load:.0f} on {num_cpus} CPUs)" if load > 2 * num_cpus else ""

@@ -29,14 +29,14 @@ def as_text(found: Conformance, sought: Sequence[SoughtText] = ()) -> str:
 
     Args:
         found: Findings of the checks, and sample rewards.
-        sought: Strings that the code of the environment looks for, shown if the check of rewards gives a warning.
+        sought: Strings that the code of the environment looks for, shown below the remedy of the rewards.
     """
     lines = []
     for finding in found.findings:
         lines.append(f"{_MARKS[finding.status]}  {finding.name:10}  {finding.said}")
         if finding.remedy:
             lines.append(f"{'':18}remedy: {finding.remedy}")
-        if sought and finding.name == "rewards" and finding.status == "warned":
+        if sought and finding.name == "rewards" and finding.remedy and finding.status != "failed":
             lines.append(f"{'':18}its code looks for:")
             lines += [f"{'':20}{each}" for each in sought]
     samples = found.samples[:MOST_SAMPLES]

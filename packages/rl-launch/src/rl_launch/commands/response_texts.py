@@ -36,12 +36,13 @@ class SoughtText:
 
 def sought_texts(name: str) -> list[SoughtText]:
     """Return the regular expressions and constant strings that an environment's code compares with something, in the
-    order of the file; empty for one that is not in a file, or whose file cannot be read.
+    order of the file; empty for one that is not in a file, or whose file cannot be read. Its code is its definition and
+    those of the file that this refers to.
 
     Args:
         name: `file.py:NAME`.
     """
-    file, colon, _ = name.rpartition(":")
+    file, colon, attribute = name.rpartition(":")
     path = Path(file).expanduser()
     if not colon or path.suffix != ".py":
         return []
@@ -49,10 +50,37 @@ def sought_texts(name: str) -> list[SoughtText]:
         tree = ast.parse(path.read_text(encoding="utf-8"))
     except (OSError, SyntaxError, ValueError):
         return []
-    found = [
-        SoughtText(f"{path.name}:{line}", text, how) for line, text, how in sorted(_found(tree), key=itemgetter(0))
-    ]
+    texts = [each for statement in _used_by(tree, attribute) for each in _found(statement)]
+    found = [SoughtText(f"{path.name}:{line}", text, how) for line, text, how in sorted(texts, key=itemgetter(0))]
     return found[:_MOST]
+
+
+def _used_by(tree: ast.Module, name: str) -> list[ast.stmt]:
+    """Return the statements of a module that define a name, and the names that these refer to."""
+    defined: dict[str, list[ast.stmt]] = {}
+    for statement in tree.body:
+        for each in _names_defined(statement):
+            defined.setdefault(each, []).append(statement)
+    used: list[ast.stmt] = []
+    waiting = list(defined.get(name, tree.body))
+    while waiting:
+        statement = waiting.pop()
+        if statement in used:
+            continue
+        used.append(statement)
+        names = {node.id for node in ast.walk(statement) if isinstance(node, ast.Name)}
+        waiting += [other for each in names for other in defined.get(each, ())]
+    return used
+
+
+def _names_defined(statement: ast.stmt) -> Iterator[str]:
+    match statement:
+        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+            yield name
+        case ast.Assign() | ast.AnnAssign():
+            for node in ast.walk(statement):
+                if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                    yield node.id
 
 
 def _found(tree: ast.AST) -> Iterator[tuple[int, str, str]]:

@@ -75,12 +75,13 @@ def ray(machine: Machine, needs: Needs) -> Iterator[Finding]:
 
 def _cluster(machine: Machine, needs: Needs, version: str, address: str) -> Finding:
     processes = machine.ray_processes
-    if not address and needs.num_nodes > 1:
+    if not address and needs.num_nodes > 1 and not needs.device.is_logical:
         return Finding(
             "ray",
             "missing",
             f"{version}; the recipe needs {needs.num_nodes} machines, but RAY_ADDRESS is not set",
-            "Start Ray on the machines and set RAY_ADDRESS, or set cluster.num_nodes=1.",
+            "Start Ray on the machines and set RAY_ADDRESS, set cluster.num_nodes=1, or rehearse it on this machine "
+            "with cluster.device=rehearsal.",
         )
     if address:
         _, _, place = address.rpartition("/")

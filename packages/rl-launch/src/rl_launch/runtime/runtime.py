@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import logging
 import shutil
+import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -27,7 +28,8 @@ from rl_core.run import Components
 from rl_core.weights import WeightTarget
 from rl_launch.backends import Backends
 from rl_launch.cluster.node_task import usable_cores
-from rl_launch.cluster.nodes import Nodes
+from rl_launch.cluster.nodes import Nodes, log_places
+from rl_launch.cluster.start_wait import REPORT_S, busy
 from rl_launch.cluster.virtual_cluster import VirtualCluster
 from rl_launch.model_files.local_models import model_folders
 from rl_launch.monitoring.poller import Monitored
@@ -111,9 +113,13 @@ def check_engines(plan: RunPlan, envs: DriverEnvs, device: Device) -> None:
         )
         return [f"{key}.{text}" for text in texts]
 
+    begun = time.monotonic()
     with ThreadPoolExecutor(max_workers=2) as threads:
-        problems = [problem for several in threads.map(problems_of, *zip(*chosen, strict=True)) for problem in several]
-    if problems:
+        answers = {threads.submit(problems_of, *each): each[0] for each in chosen}
+        while waiting := wait(answers, REPORT_S).not_done:
+            roles = ", ".join(role for answer, role in answers.items() if answer in waiting)
+            _log.info("still checking after %.0f s: %s%s", time.monotonic() - begun, roles, busy())
+    if problems := [problem for answer in answers for problem in answer.result()]:
         raise ConfigError("\n".join(problems))
 
 
@@ -235,6 +241,7 @@ class Runtime:
         opponents = self._opponents(needs, sync)
         weights = sync if opponents is None else opponents
         pool = self._pool(started, residency, replicas.environment_watch(), weights=weights, elastic=elastic)
+        log_places({worker.name: worker.node for worker in self.monitored()})
         return Components(models=by_role, data=data, weights=sync, pool=pool, opponents=opponents)
 
     def processes(self) -> list[NamedActor]:
@@ -263,6 +270,7 @@ class Runtime:
         models.begin()
         models.build_in_turns()
         self._ranks = models.finish()
+        log_places({worker.name: worker.node for worker in self.monitored()})
         return self._ranks
 
     def evaluation_pool(self, needs: RolloutNeeds) -> RolloutPool:

@@ -90,7 +90,8 @@ def advice(
         failures: Number of failed rollouts by their reason, as far as records of them are kept.
     """
     found = [each for rule in _RULES for each in rule(rows, config)]
-    return [*_failed(rows, config, failures or {}), *found, *_slow(timings, config)]
+    slow = [] if _all_equal(rows) else _slow(timings, config)  # a run that learns nothing is in no hurry
+    return [*_failed(rows, config, failures or {}), *found, *slow]
 
 
 def _failed(rows: Rows, config: Mapping[str, Any], failures: Mapping[str, int]) -> Iterator[Advice]:
@@ -155,13 +156,22 @@ def _nothing_earned(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
         return
     rewards = _values("reward/mean", rows)
     reward, num_steps = min(rewards), _num_equal(rows)
-    earned = "has a reward" if reward == 0 else f"has a reward other than {reward:.4g}"
     steps = f"{num_steps} steps" if num_steps == len(rewards) else f"{num_steps} of {len(rewards)} steps"
+    if reward == 0:
+        earned = "has a reward"
+        remedy = (
+            "Can the environment parse them? rl env check RUN shows what its code looks for, and rl env run RUN scores "
+            "a response that you type. If it can, warm up the policy with SFT, or choose easier prompts"
+        )
+    else:
+        earned = f"has a reward other than {reward:.4g}"
+        remedy = (
+            "Does the environment tell right from wrong? rl env check RUN scores typical answers, and rl env run RUN "
+            "one that you type. If all earn the same, correct the reward"
+        )
     yield Advice(
         f"no rollout of {steps} {earned}, so nothing is learned",
-        "read the responses in the samples. Can the environment parse them? rl env check RUN shows what its code "
-        "looks for, and rl env run scores a response that you type. If it can, warm up the policy with SFT, or choose "
-        "easier prompts",
+        f"read the responses in the samples. {remedy}",
         metrics=("reward/mean", "reward/std"),
     )
 

@@ -61,8 +61,9 @@ class RewardWatch:
         common = ", ".join(f"{text!r} ({count}x)" for text, count in commonest(groups[:_MOST_GROUPS]))
         shown = f"; most often they end with {common}" if common else ""
         names = ", ".join(sorted({group.prompt.environment for group in groups}))
+        reads = "can read such responses" if self._reward == 0 else "tells such responses apart"
         return (
-            f"{said}{shown}. Check that the environment {names} can read such responses: `rl env check` shows what its "
+            f"{said}{shown}. Check that the environment {names} {reads}: `rl env check` shows what its "
             "code looks for, `rl env run` scores a response that you type, and `rl show` lists more of them"
         )
 
