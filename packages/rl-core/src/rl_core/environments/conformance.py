@@ -328,23 +328,23 @@ def _rewards(plays: Sequence[_Play]) -> Finding:
 
 
 def _only_form(plays: Sequence[_Play]) -> str:
-    """The first row's response of the most reward, if each row has just one such response, which is the same
-    form in all; empty if not.
+    """The first row's response of the most reward, if each row has just one such response, which is the same form in
+    all; empty if not.
     """
     rows: dict[str, list[_Play]] = {}
     for play in plays:
         rows.setdefault(play.attempt.conversation.id.rpartition("/")[0], []).append(play)
-    places = []
-    for several in rows.values():
-        totals = [play.sample().rewards.get("reward", 0.0) for play in several if play.answers]
-        best = [place for place, total in enumerate(totals) if total == max(totals)]
-        if len(best) != 1 or len(totals) < MIN_FORMS:
-            return ""
-        places += best
-    if len(set(places)) != 1:
+    num_forms = max(map(len, rows.values()))
+    whole = [row for row in rows.values() if len(row) == num_forms and all(play.answers for play in row)]
+    if num_forms < MIN_FORMS or not whole:
         return ""
-    text = next(iter(rows.values()))[places[0]].attempt.conversation.completion
-    return f"{text!r:.60}"
+    best = set()
+    for row in whole:
+        totals = [play.sample().rewards.get("reward", 0.0) for play in row]
+        if totals.count(max(totals)) > 1:
+            return ""
+        best.add(totals.index(max(totals)))
+    return f"{whole[0][best.pop()].attempt.conversation.completion!r:.60}" if len(best) == 1 else ""
 
 
 _COMPARED = ("repeats", "state", "batches", "resume")
