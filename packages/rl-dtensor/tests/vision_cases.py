@@ -91,12 +91,16 @@ class VisionOracle(Oracle):
         self._store = store
         self._processor = AutoImageProcessor.from_pretrained(folder)
 
+    def show(self, digests: Sequence[str]) -> None:
+        """Show the model these images with the next row."""
+        images = [self._store.open(each) for each in digests]
+        self.model.shown = dict(self._processor(images=images, return_tensors="pt")) if images else {}
+
     def _reads(self, batch: Batch, reads: Sequence[Read], temperature: float) -> Mapping[str, Tensor]:
         names = (TOKENS, *read_columns(reads))
         parts = []
         for row, digests in enumerate(batch.ragged(IMAGES)):
-            images = [self._store.open(bytes(each).hex()) for each in digests]
-            self.model.shown = dict(self._processor(images=images, return_tensors="pt")) if images else {}
+            self.show([bytes(each).hex() for each in digests])
             columns = {name: torch.as_tensor(batch.ragged(name)[row]).long() for name in names}
             parts.append(self._row(columns, reads, temperature))
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}

@@ -293,7 +293,12 @@ IMAGES = "policy.vision.enabled=true"
 @pytest.mark.parametrize(
     ("overrides", "config", "message"),
     [
-        ([HF], {}, r"policy.generation.backend .*got \"hf\": .*images"),
+        ([MEGATRON], {}, r"policy.generation.backend .*got \"megatron\": .*images"),
+        (
+            [HF],
+            {"model_type": "llava", "image_token_index": 5},
+            "generation.backend=hf .* this one is a llava",
+        ),
         (["policy.megatron_cfg.enabled=true"], {}, "policy.vision.enabled .*training backend megatron"),
         ([], {"model_type": "llama", "image_token_id": None}, "policy.vision.enabled .*needs a vision-language model"),
         ([], {"model_type": "gemma3", "image_token_index": 5}, "on cpu vLLM's attention"),

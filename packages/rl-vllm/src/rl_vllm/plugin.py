@@ -197,7 +197,7 @@ def image_problem(config: VllmConfig, model: ModelConfig, device: Device) -> str
     if family in BIDIRECTIONAL and not device.runs_on_gpus:
         return (
             f"on {device.name} vLLM's attention does not let the tokens of an image see one another in both "
-            f"directions, as models of the type {family} do. Use GPUs, or another model"
+            f"directions, as models of the type {family} do. Use GPUs, or generation.backend=hf"
         )
     if config.speculation is not None:
         return "speculative decoding has not been verified with images. Remove generation.vllm_cfg.speculation"

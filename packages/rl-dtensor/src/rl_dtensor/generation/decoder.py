@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rl_core.devices import Device
+from rl_core.errors import RequestRefused
 from rl_core.torch.generation.row import Row
 from rl_core.torch.heads.logprobs import CHUNK_SIZE
 from rl_core.torch.residency.module_residency import ModuleResidency
@@ -19,6 +20,7 @@ from rl_core.weights import Manifest
 from rl_dtensor.generation.batch import DecodingBatch
 from rl_dtensor.generation.cache import Kind, RowCache, has_states
 from rl_dtensor.generation.config import HFConfig
+from rl_dtensor.generation.images import PromptImages
 from rl_dtensor.generation.weights import WeightAdoption
 from rl_dtensor.generation.whole_rows import WholeRowBatch
 from rl_dtensor.model.names import FileNames
@@ -33,6 +35,7 @@ class HFDecoder:
         kinds: Kinds of the layers of its cache; None if it is decoded without one.
         chunk_size: Tokens whose logits exist at one time when given ones are scored; None for the default.
         recorder: Recorder of the experts that tokens are sent to; None if they are not reported.
+        images: Reader of the images of prompts; None for a language model.
     """
 
     def __init__(
@@ -44,16 +47,18 @@ class HFDecoder:
         *,
         chunk_size: int | None,
         recorder: RoutingRecorder | None,
+        images: PromptImages | None = None,
     ) -> None:
         self.module = module
         self._config = config
         self._device = device.torch_device
         self._chunk_size = chunk_size or CHUNK_SIZE
         self._kinds = kinds
+        self._images = images
         self._batch: DecodingBatch | WholeRowBatch = (
             WholeRowBatch(module, self._device, recorder, most_tokens=config.max_prefill_tokens)
             if kinds is None
-            else DecodingBatch(module, kinds, self._device, recorder)
+            else DecodingBatch(module, kinds, self._device, recorder, images)
         )
         self._residency = ModuleResidency(module, device)
 
@@ -79,7 +84,7 @@ class HFDecoder:
                 if joining and padded > self._config.max_prefill_tokens:
                     break
                 waiting.popleft()
-                if row.future.cancelled():
+                if row.future.cancelled() or not self._accepts(row):
                     continue
                 joining.append(row)
                 longest = max(longest, row.num_prompt_tokens)
@@ -87,6 +92,22 @@ class HFDecoder:
                 num_joined += len(joining)
                 self._batch.join(joining, version)
         return num_joined
+
+    def _accepts(self, row: Row) -> bool:
+        """Return whether a row's images can be read; one whose images cannot fails."""
+        try:
+            if self._images is not None:
+                self._images.check(row.request)
+            elif row.request.images:
+                raise RequestRefused(
+                    f"the request has {len(row.request.images)} images, but the engine serves a language model only; "
+                    "set policy.vision.enabled"
+                )
+        except RequestRefused as error:
+            if row.future.set_running_or_notify_cancel():
+                row.future.set_exception(error)
+            return False
+        return True
 
     def step(self, version: int) -> int:
         """Sample one token for every row."""

@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     PreTrainedConfig,
     PreTrainedModel,
 )
 
 from rl_core.errors import ConfigError
 from rl_core.model_config import ModelConfig, is_composite
-from rl_core.torch.files.language_part import KEY_MAPPING, read_language_config
+from rl_core.torch.files.language_part import KEY_MAPPING, read_composite_config, read_language_config
 from rl_core.torch.files.model_files import WeightFiles, model_folder
 from rl_core.torch.training.flops import CHUNKED, RECURRENT_LAYERS, ROW_LAYERS
 from rl_dtensor.generation.attention import attend_in_groups
@@ -40,14 +41,15 @@ _FAMILY_ERRORS = (AttributeError, KeyError, RuntimeError, TypeError, ValueError)
 
 
 def load_model(model: ModelConfig, attn_implementation: str, device: torch.device) -> PreTrainedModel:
-    """The causal language model `model.model_name` in its precision, without dropout.
+    """The causal language model `model.model_name` in its precision, without dropout; with `vision.enabled` the whole
+    vision-language model.
 
     Raises:
         ConfigError: For a field in `hf_config_overrides` that the model does not have, attention that
             `attn_implementation` does not compute, or weights that are missing.
     """
     config = hf_config(model)
-    fields = config.to_dict()
+    fields = config.get_text_config().to_dict()
     if fields.get("attn_logit_softcapping") and attn_implementation == "sdpa":
         raise ConfigError(
             f"sdpa computes attention without the softcap that {model.model_name} has; "
@@ -59,13 +61,15 @@ def load_model(model: ModelConfig, attn_implementation: str, device: torch.devic
             "hf_cfg.attn_implementation=eager"
         )
     attend_in_groups()
-    result: Any = AutoModelForCausalLM.from_pretrained(
+    auto: Any = AutoModelForImageTextToText if model.vision.enabled else AutoModelForCausalLM
+    is_part = not model.vision.enabled and is_composite(PreTrainedConfig.get_config_dict(model.model_name)[0])
+    result: Any = auto.from_pretrained(
         model.model_name,
         config=config,
         dtype=getattr(torch, model.precision),
         attn_implementation=attn_implementation,
         output_loading_info=True,
-        key_mapping=KEY_MAPPING if is_composite(PreTrainedConfig.get_config_dict(model.model_name)[0]) else None,
+        key_mapping=KEY_MAPPING if is_part else None,
     )
     loaded, info = result
     if info["missing_keys"]:  # transformers has filled them at random
@@ -150,7 +154,7 @@ def cache_layers(hf: PreTrainedModel, name: str) -> tuple[Kind, ...] | None:
 
 def _row_layers(config: PreTrainedConfig) -> tuple[Kind, ...]:
     """Same as `row_layers`; also raises `ValueError` for layers of types that a `RowCache` is not known to serve."""
-    foreign = sorted(set(config.to_dict().get("layer_types") or ()) - _LAYER_TYPES)
+    foreign = sorted(set(config.get_text_config().to_dict().get("layer_types") or ()) - _LAYER_TYPES)
     if foreign:
         raise ValueError(f"its layers are {', '.join(foreign)}, and a cache serves {', '.join(sorted(_LAYER_TYPES))}")
     return row_layers(config)
@@ -190,9 +194,11 @@ def _tolerance(logits: Tensor) -> float:
 
 
 def hf_config(model: ModelConfig) -> PreTrainedConfig:
-    """The language model's Hugging Face config with the overrides; raises `ConfigError` naming one it does not know."""
+    """The Hugging Face config of the language model, or with `vision.enabled` of the whole model, with the overrides;
+    raises `ConfigError` naming one it does not know."""
+    read = read_composite_config if model.vision.enabled else read_language_config
     try:
-        config: PreTrainedConfig = read_language_config(model.model_name, model.hf_config_overrides)
+        config: PreTrainedConfig = read(model.model_name, model.hf_config_overrides)
     except ValueError as error:
         raise ConfigError(f"{model.model_name}: {error}") from None
     return config

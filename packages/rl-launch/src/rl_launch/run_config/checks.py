@@ -116,7 +116,7 @@ def _vision_checks(plan: RunPlan) -> Iterator[Problem]:
         return
     if generation.plugin.images is None:
         reason = "takes no images, but policy.vision.enabled is true"
-        remedy = "Set vllm, or remove policy.vision.enabled"
+        remedy = "Set vllm or hf, or remove policy.vision.enabled"
         yield Problem("policy.generation.backend", reason, got=generation.plugin.name, remedy=remedy)
     elif plan.config.cluster.device != AUTO or not os.environ.get("RAY_ADDRESS"):
         # on another machine's cluster the generator checks it when it starts

@@ -1,0 +1,108 @@
+"""Prompts with images, as the model that decodes their rows reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rl_core.data.batch import TOKENS, Batch
+from rl_core.data.image_column import image_column
+from rl_core.data.ragged import Ragged
+from rl_core.errors import RequestRefused
+from rl_core.images import IMAGES
+from rl_core.model_config import VisionConfig
+from rl_core.rollouts.generation import GenerationRequest
+from rl_core.torch.host_arrays import to_device
+from rl_dtensor.model.vision.columns import AXES, PREFIX, ImageColumns
+from rl_dtensor.model.vision.families import VISION_FAMILIES, as_computed, is_floating
+from rl_dtensor.model.vision.pixels import ProcessedImages
+
+
+@dataclass(frozen=True)
+class ShownRows:
+    """What a pass over whole prompts is given of their images.
+
+    Args:
+        arguments: Further arguments of the model: pixels, and what belongs to them.
+        axes: Int64 `[tokens, 3]` of each row, the places of its tokens in time, height and width; None if the family
+            has one place for each token, or no row has images.
+    """
+
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    axes: Sequence[np.ndarray] | None = None
+
+    def shifts(self, lengths: Sequence[int]) -> list[int]:
+        """Return how much further than its number the place of each row's next token is: an image has more tokens than
+        places."""
+        if self.axes is None:
+            return [0] * len(lengths)
+        return [int(row.max()) + 1 - length for row, length in zip(self.axes, lengths, strict=True)]
+
+
+TEXT = ShownRows()
+"""Of prompts without images."""
+
+
+class PromptImages:
+    """Reads the images of prompts, in the thread that decodes. Processed images are kept for the rows of a group.
+
+    Args:
+        hf: Whole vision-language model.
+        folder: Folder of the model, with the files of its image processor.
+        vision: Settings of images.
+    """
+
+    def __init__(self, hf: PreTrainedModel, folder: Path, vision: VisionConfig) -> None:
+        self._family = VISION_FAMILIES[hf.config.model_type]
+        self._compute = hf.dtype
+        self._device = hf.device
+        self._token: int = hf.config.image_token_id
+        images = ProcessedImages(folder, self._family, vision, self._compute)
+        self._columns = ImageColumns(self._family, hf.base_model, images, max_images=vision.max_images)
+
+    def check(self, request: GenerationRequest) -> None:
+        """Refuse a prompt whose images cannot be read, or do not have the tokens that it has for them.
+
+        Raises:
+            RequestRefused: With the reason.
+        """
+        try:
+            self._columns(_batch_of([request]))
+        except ValueError as error:
+            raise RequestRefused(str(error).removeprefix("row 0: ").replace("row 0", "the request")) from error
+
+    def of(self, requests: Sequence[GenerationRequest], tokens: Tensor) -> ShownRows:
+        """Return what a pass is given of the images of prompts.
+
+        Args:
+            requests: Prompts, each of which `check` accepts.
+            tokens: Int64 `[rows, columns]` on the host, their tokens behind padding, which is no token of images.
+        """
+        columns = self._columns(_batch_of(requests))
+        if not columns:
+            return TEXT
+        names = self._family.columns
+        held = dict(zip(names, to_device([columns[PREFIX + name] for name in names], self._device), strict=True))
+        arguments: dict[str, Any] = {
+            name: as_computed(values, self._compute) if is_floating(name) else values for name, values in held.items()
+        }
+        if self._family.is_batched:
+            arguments = {name: values[None] for name, values in arguments.items()}
+        if self._family.sees_both_ways:
+            arguments["token_type_ids"] = (tokens == self._token).int().to(self._device)
+        axes = None
+        if AXES in columns:
+            ends = np.cumsum([len(request.token_ids) for request in requests])[:-1]
+            axes = np.split(columns[AXES], ends)
+        return ShownRows(arguments, axes)
+
+
+def _batch_of(requests: Sequence[GenerationRequest]) -> Batch:
+    tokens = Ragged.from_rows([request.token_ids for request in requests], np.int32)
+    return Batch({TOKENS: tokens, IMAGES: image_column([request.images for request in requests])})

@@ -1,0 +1,154 @@
+"""Completions of prompts with images, whose logprobs are those of transformers in float64."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from vision_cases import Rows, VisionOracle
+
+from rl_core.errors import RequestRefused
+from rl_core.images import STORE_VARIABLE, ImageStore
+from rl_core.model_config import GenerationConfig, ModelConfig, VisionConfig
+from rl_core.rollouts.generation import GenerationRequest, Placement, SamplingParams
+from rl_core.rollouts.interruption import generate_whole
+from rl_core.rollouts.rollout import Completion
+from rl_core.testing.exhaustive import partly_exhaustive
+from rl_core.testing.torch.tiny_vision import write_tiny_vision_model
+from rl_core.testing.torch.weight_sender import Fault, SenderProcess, manifest_of
+from rl_core.weights import Transport
+from rl_dtensor.generation.config import HFConfig
+from rl_dtensor.generation.generator import HFGenerator
+from rl_dtensor.model.vision.settings import FAMILIES
+
+
+@dataclass
+class Bench:
+    """A generator of a family, rows with images, and what transformers computes of them."""
+
+    runner: asyncio.Runner
+    generator: HFGenerator
+    folder: Path
+    store: ImageStore
+    rows: Rows
+    oracle: VisionOracle
+
+    def request(self, row: int, *, max_new_tokens: int = 8) -> GenerationRequest:
+        digests = tuple(self.rows.digests[each] for each in self.rows.shown[row])
+        tokens = np.array(self.rows.tokens[row], np.int32)
+        return GenerationRequest(tokens, SamplingParams(max_new_tokens, temperature=0), row, images=digests)
+
+    def complete(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        async def together() -> list[Completion]:
+            return await asyncio.gather(*(self.generator.generate(request) for request in requests))
+
+        return self.runner.run(together())
+
+    def logprobs(self, request: GenerationRequest, sampled: np.ndarray) -> np.ndarray:
+        """Logprobs of sampled tokens in one pass over the row."""
+        self.oracle.show(request.images)
+        row = torch.from_numpy(np.concatenate([request.token_ids, sampled]).astype(np.int64))[None]
+        with torch.no_grad():
+            scores = self.oracle.model(row).logits.log_softmax(-1)[0, :-1]
+        return scores.gather(1, row[0, 1:, None])[:, 0].numpy()[len(request.token_ids) - 1 :]
+
+
+@pytest.fixture(scope="module", params=partly_exhaustive(FAMILIES, always=["qwen2_5_vl", "qwen3_vl", "gemma3"]))
+def bench(request, tmp_path_factory):
+    folder: Path = tmp_path_factory.mktemp("prompts") / request.param
+    write_tiny_vision_model(folder, request.param)
+    store = ImageStore(folder / "images")
+    config = ModelConfig(
+        model_name=str(folder),
+        precision="float32",
+        max_total_sequence_length=256,
+        vision=VisionConfig(enabled=True, max_images=2),
+    )
+    with pytest.MonkeyPatch.context() as patch, asyncio.Runner() as runner:
+        patch.setenv(STORE_VARIABLE, str(folder / "images"))
+        generator = HFGenerator(GenerationConfig(), HFConfig(), config, Placement("cpu"))
+        runner.run(generator.start())
+        yield Bench(runner, generator, folder, store, Rows(folder, store), VisionOracle(folder, store))
+        runner.run(generator.close())
+
+
+def test_rows_with_images_and_without_are_decoded_together(bench):
+    requests = [bench.request(row) for row in range(3)]
+    for request, found in zip(requests, bench.complete(requests), strict=True):
+        np.testing.assert_allclose(found.logprobs, bench.logprobs(request, found.token_ids), atol=1e-4)
+
+
+def test_a_row_that_joins_others_has_its_own_places(bench):
+    async def joining() -> list[Completion]:
+        first = asyncio.create_task(bench.generator.generate(bench.request(0, max_new_tokens=40)))
+        while not (await bench.generator.health())["num_running"]:
+            await asyncio.sleep(0.001)
+        return [await bench.generator.generate(bench.request(2)), await first]
+
+    for row, found in zip((2, 0), bench.runner.run(joining()), strict=True):
+        np.testing.assert_allclose(found.logprobs, bench.logprobs(bench.request(row), found.token_ids), atol=1e-4)
+
+
+def test_an_interrupted_completion_goes_on_after_its_images(bench):
+    request = bench.request(2, max_new_tokens=12)
+
+    async def interrupted() -> Completion:
+        whole = asyncio.create_task(generate_whole(bench.generator.generate, request))
+        before = (await bench.generator.health())["num_sampled"]
+        while (await bench.generator.health())["num_sampled"] < before + 3:
+            await asyncio.sleep(0)
+        await bench.generator.pause("interrupt")
+        await bench.generator.resume()
+        return await whole
+
+    found = bench.runner.run(interrupted())
+    assert len(found.token_ids) == 12
+    np.testing.assert_allclose(found.logprobs, bench.logprobs(request, found.token_ids), atol=1e-4)
+
+
+def test_a_prompt_whose_images_do_not_fit_fails_alone(bench):
+    good, unknown = bench.request(0), bench.request(2)
+    unknown = GenerationRequest(unknown.token_ids, unknown.sampling, 0, images=("0" * 32,))
+    textual = GenerationRequest(good.token_ids, good.sampling, 0)
+
+    async def together() -> list[Completion | BaseException]:
+        tasks = (bench.generator.generate(each) for each in (good, unknown, textual))
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    found, missing, without = bench.runner.run(together())
+    assert isinstance(found, Completion)
+    assert isinstance(missing, RequestRefused)
+    assert "0" * 32 in str(missing)
+    assert isinstance(without, RequestRefused)
+    assert "image tokens" in str(without)
+
+
+def test_the_weights_of_all_parts_are_replaced(bench, tmp_path):
+    folder = write_tiny_vision_model(tmp_path / bench.folder.name, bench.folder.name, seed=1)
+    request, (before,) = bench.request(0), bench.complete([bench.request(0)])
+    manifest = manifest_of(folder, 1)
+    transport = Transport("disk", str(tmp_path / "weights"), 1, 64 * 1024, 60.0)
+
+    async def sync() -> None:
+        await bench.generator.pause()
+        await bench.generator.begin(manifest)
+        sending = sender.send(folder, manifest, transport, Fault())
+        await bench.generator.receive(transport, 1)
+        await asyncio.wrap_future(sending)
+        await bench.generator.commit(1)
+        await bench.generator.resume()
+
+    sender = SenderProcess()
+    try:
+        bench.runner.run(sync())
+    finally:
+        sender.close()
+    bench.oracle = VisionOracle(folder, bench.store)
+    (found,) = bench.complete([request])
+    np.testing.assert_allclose(found.logprobs, bench.logprobs(request, found.token_ids), atol=1e-4)
+    assert found.token_ids.tolist() != before.token_ids.tolist()
