@@ -132,6 +132,9 @@ def test_exports_and_weight_updates_are_files_of_transformers(ranks, models, sto
         oracle.train_step(rows.batch(), TokenLoss(), SGD, 1.0)
         model.export(str(tmp_path / "exported"))
         sent = streamed(model)
+        assert set(model.manifest(1).tied.values()) == (
+            {next(name for name in sent if "embed_tokens" in name)} if is_tied else set()
+        )
     loaded, info = AutoModelForImageTextToText.from_pretrained(tmp_path / "exported", output_loading_info=True)
     assert not any(info.values()), info
     assert_weights_like(loaded.state_dict(), oracle)

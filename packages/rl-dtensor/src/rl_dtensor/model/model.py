@@ -262,7 +262,7 @@ class ShardedModel:
     def state(self) -> dict[str, Tensor]:
         """Tensors that a checkpoint holds, by name: persistent buffers and all parameters, or only the adapters and a
         score head of a model with adapters."""
-        tied = self.weights.tied
+        tied = self.weights.catalog.tied
         found: dict[str, Tensor] = {}
         for chunk in self.chunks:
             for name, parameter in chunk.hf.named_parameters():

@@ -55,10 +55,12 @@ class Catalog:
     Args:
         entries: Entries in the model's order, a shared parameter once.
         tied: Each further name of a shared parameter to its first.
+        tied_in_files: The same, by the names in the files.
     """
 
     entries: tuple[Entry, ...]
     tied: Mapping[str, str]
+    tied_in_files: Mapping[str, str]
     ignored: tuple[str, ...]
     kind: str
 
@@ -77,7 +79,8 @@ class Catalog:
             for name, tensor in persistent(hf).items()
         ]
         ignored = (*(hf._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$")
-        return cls(tuple(entries), tied_names(hf), ignored, type(hf).__name__)
+        in_files = {alias: owner for owner, alias in tied_pairs(hf)}
+        return cls(tuple(entries), tied_names(hf), in_files, ignored, type(hf).__name__)
 
     def keeping(self, float32: Set[str]) -> Catalog:
         """The same, with names of tensors that stay float32."""
@@ -146,8 +149,8 @@ class Weights:
 
     @property
     def tied(self) -> Mapping[str, str]:
-        """Each further name of a shared parameter to its first."""
-        return self.catalog.tied
+        """Each name that is not sent, to the name of the tensor that it equals, as in the files."""
+        return self.catalog.tied_in_files
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
         """The parameters and persistent buffers of this rank by name."""
@@ -173,7 +176,7 @@ class Weights:
             if sources[entry.name] is None and entry.name not in set(new) and piece.name not in stored
         ]
         known = {piece.name for found in sources.values() for piece in found or ()}
-        known |= {*self.tied, *(entry.name for entry in self.catalog.entries), *foreign}
+        known |= {*self.tied, *self.catalog.tied, *(entry.name for entry in self.catalog.entries), *foreign}
         ignored = [re.compile(pattern) for pattern in self.catalog.ignored]
         unexpected = [name for name in sorted(stored) if name not in known and not any(p.search(name) for p in ignored)]
         with files.open() as opened, torch.no_grad():

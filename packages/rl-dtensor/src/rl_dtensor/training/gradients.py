@@ -43,7 +43,7 @@ def local_grads(model: ShardedModel) -> list[Tensor]:
 
 def sum_tied(model: ShardedModel, mesh: Mesh) -> None:
     """Add up the gradients of an embedding and of the tied head that another pipeline rank has; collective."""
-    shared = set(model.weights.tied.values())
+    shared = set(model.weights.catalog.tied.values())
     if mesh.sizes.pp == 1 or not shared:
         return
     for name in sorted(shared):
@@ -103,7 +103,7 @@ def _like(parameter: Tensor, part: Tensor) -> Tensor:
 
 def _is_tied_copy(model: ShardedModel, parameter: nn.Parameter) -> bool:
     """Return whether it is a tied head on another rank than the embedding."""
-    if model.num_stages == 1 or not model.weights.tied or not model.chunks[-1].is_last:
+    if model.num_stages == 1 or not model.weights.catalog.tied or not model.chunks[-1].is_last:
         return False
     head = model.hf.get_output_embeddings()
     return isinstance(head, nn.Linear) and head.weight is parameter
