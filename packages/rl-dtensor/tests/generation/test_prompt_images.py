@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -16,11 +17,12 @@ from rl_core.errors import RequestRefused
 from rl_core.images import STORE_VARIABLE, ImageStore
 from rl_core.model_config import GenerationConfig, ModelConfig, VisionConfig
 from rl_core.rollouts.generation import GenerationRequest, Placement, SamplingParams
-from rl_core.rollouts.interruption import generate_whole
-from rl_core.rollouts.rollout import Completion
+from rl_core.rollouts.interruption import PartialCompletion
+from rl_core.rollouts.rollout import Completion, WeightSpan
 from rl_core.testing.exhaustive import partly_exhaustive
 from rl_core.testing.torch.tiny_vision import write_tiny_vision_model
 from rl_core.testing.torch.weight_sender import Fault, SenderProcess, manifest_of
+from rl_core.torch.generation.row import Row
 from rl_core.weights import Transport
 from rl_dtensor.generation.config import HFConfig
 from rl_dtensor.generation.generator import HFGenerator
@@ -84,31 +86,30 @@ def test_rows_with_images_and_without_are_decoded_together(bench):
 
 
 def test_a_row_that_joins_others_has_its_own_places(bench):
-    async def joining() -> list[Completion]:
-        first = asyncio.create_task(bench.generator.generate(bench.request(0, max_new_tokens=40)))
-        while not (await bench.generator.health())["num_running"]:
-            await asyncio.sleep(0.001)
-        return [await bench.generator.generate(bench.request(2)), await first]
+    requests = [bench.request(0), bench.request(2)]
 
-    for row, found in zip((2, 0), bench.runner.run(joining()), strict=True):
-        np.testing.assert_allclose(found.logprobs, bench.logprobs(bench.request(row), found.token_ids), atol=1e-4)
+    def joining() -> list[Completion]:
+        decoder, rows = bench.generator._engine.model, [Row(request, 8, None) for request in requests]
+        for row in rows:
+            decoder.admit(deque([row]), 0)
+            decoder.step(0)
+        while decoder.rows:
+            decoder.step(0)
+        return [row.future.result(0) for row in rows]
+
+    for request, found in zip(requests, bench.generator._engine.call(joining).result(), strict=True):
+        np.testing.assert_allclose(found.logprobs, bench.logprobs(request, found.token_ids), atol=1e-4)
 
 
-def test_an_interrupted_completion_goes_on_after_its_images(bench):
+def test_an_interrupted_completion_continues_after_its_images(bench):
     request = bench.request(2, max_new_tokens=12)
-
-    async def interrupted() -> Completion:
-        whole = asyncio.create_task(generate_whole(bench.generator.generate, request))
-        before = (await bench.generator.health())["num_sampled"]
-        while (await bench.generator.health())["num_sampled"] < before + 3:
-            await asyncio.sleep(0)
-        await bench.generator.pause("interrupt")
-        await bench.generator.resume()
-        return await whole
-
-    found = bench.runner.run(interrupted())
-    assert len(found.token_ids) == 12
-    np.testing.assert_allclose(found.logprobs, bench.logprobs(request, found.token_ids), atol=1e-4)
+    [whole] = bench.complete([request])
+    partial = PartialCompletion(request)
+    kept = {"token_ids": whole.token_ids[:5], "logprobs": whole.logprobs[:5], "spans": (WeightSpan(0, 5),)}
+    partial.add(replace(whole, stop_reason="abort", **kept))
+    [rest] = bench.complete([partial.rest])
+    assert rest.token_ids.tolist() == whole.token_ids[5:].tolist()
+    np.testing.assert_allclose(rest.logprobs, whole.logprobs[5:], atol=1e-4)
 
 
 def test_a_prompt_whose_images_do_not_fit_fails_alone(bench):

@@ -28,7 +28,7 @@ BATCH = 8
 """Maximum number of conversations of a call in the check of batches."""
 
 MIN_FORMS = 4
-"""Minimum number of responses to a row that show whether one form alone is rewarded."""
+"""Minimum number of responses to a row that show whether only one form is rewarded."""
 
 Status = Literal["ok", "warned", "failed", "skipped"]
 

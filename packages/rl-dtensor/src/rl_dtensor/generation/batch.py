@@ -139,7 +139,7 @@ class DecodingBatch:
 
 
 def _places(shown: ShownRows, lengths: Sequence[int], columns: int) -> Tensor:
-    """Places of rows behind padding, whose places are 0: int64 `[rows, columns]`, with axes `[3, rows, columns]`."""
+    """Places of left-padded rows, 0 for padding: int64 `[rows, columns]`, with axes `[3, rows, columns]`."""
     if shown.axes is None:
         start = torch.tensor([[columns - length] for length in lengths])
         return (torch.arange(columns)[None] - start).clamp(min=0)

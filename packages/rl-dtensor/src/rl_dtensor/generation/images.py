@@ -82,7 +82,7 @@ class PromptImages:
 
         Args:
             requests: Prompts, each of which `check` accepts.
-            tokens: Int64 `[rows, columns]` on the host, their tokens behind padding, which is no token of images.
+            tokens: Int64 `[rows, columns]` on the host, left-padded with a token that stands for no image.
         """
         columns = self._columns(_batch_of(requests))
         if not columns:
