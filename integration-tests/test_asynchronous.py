@@ -69,6 +69,8 @@ def test_a_run_ahead_of_training_keeps_its_bound_and_loses_no_prompt(grpo, tmp_p
     assert proof.num_compared == 6
 
 
+# rl-launch proves the same of sessions that are killed after each kind of record, and `test_rehearsal` loses a node
+@exhaustive
 def test_no_prompt_is_lost_or_trained_twice_whatever_is_killed(num_kills, grpo, tmp_path):
     """A trainer, a replica, a process of the environments, the driver, a node or all of it is killed at random moments,
     `--kills` times; the proof must hold after each.

@@ -195,6 +195,8 @@ def test_a_full_disk_ends_a_run_that_goes_on_once_there_is_room(sft, whole_sft, 
     assert figures(small_disk) == figures(whole_sft)
 
 
+# rl-launch signals the process group of a session, and that of a driver whose Ray goes on
+@exhaustive
 def test_a_signal_to_all_of_a_run_saves_and_ends_it(driver, sft, whole_sft, tmp_path):
     run = Run.start(tmp_path / "run", *sft)
     run.await_step(10)

@@ -8,6 +8,8 @@ from collections import Counter
 import psutil
 from runs import Run, rollouts_of
 
+from rl_core.testing.exhaustive import exhaustive
+
 GAMES = '''
 import json
 import os
@@ -191,6 +193,8 @@ def notes(folder, name):
     return [tuple(json.loads(line)) for line in (folder / name).read_text().splitlines()]
 
 
+# rl-algos resumes conversations with a saved state, without one and under another name
+@exhaustive
 def test_conversations_under_way_go_on_after_the_driver_was_killed(driver, tmp_path):
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     told = arguments(killed)

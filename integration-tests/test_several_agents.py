@@ -10,12 +10,13 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import shutil
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
-from runs import Run, by_transformers, figures, rollouts_of
+from runs import by_transformers, figures, rollouts_of
 
 from rl_algos.grpo.config import GRPOConfig
 from rl_algos.grpo.loop import train
@@ -363,19 +364,20 @@ def games_of(folder):
     }
 
 
-def test_a_killed_run_goes_on_against_the_same_opponents(driver, tmp_path):
+def test_a_resumed_run_goes_on_against_the_same_opponents(driver, tmp_path):
     recipe = tmp_path / "larger.yaml"
     recipe.write_text(SETTINGS.replace("HERE", str(tmp_path)))
     (tmp_path / "larger.py").write_text(LARGER)
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"{n}+1="}) + "\n" for n in range(18)))
-    run = Run.start(tmp_path / "run", str(recipe))
-    run.await_step(5)
-    run.kill_all()
-    undisturbed, measured = games_of(run.folder), figures(run.folder)
-    driver.train(run.folder, str(recipe))
+    folder = tmp_path / "run"
+    driver.train(folder, str(recipe), "grpo.max_num_steps=5")
+    # as if it had been killed then
+    shutil.rmtree(folder / "checkpoints" / "step_5")
+    undisturbed, measured = games_of(folder), figures(folder)
+    driver.train(folder, str(recipe))
 
     # steps after the checkpoint were made again, the fifth against a version that was taken again
-    games, figures_again = games_of(run.folder), figures(run.folder)
+    games, figures_again = games_of(folder), figures(folder)
     assert {step: games[step] for step in undisturbed} == undisturbed
     assert {step: figures_again[step] for step in measured} == measured
     assert len(games) == 9
@@ -388,12 +390,12 @@ def test_a_killed_run_goes_on_against_the_same_opponents(driver, tmp_path):
         plays = [(row["prompt_id"], row["play"]) for row in opponents]
         assert len(set(plays)) == len(plays)
 
-    checkpoint = run.folder / "checkpoints" / "step_9"
+    checkpoint = folder / "checkpoints" / "step_9"
     (version,) = (checkpoint / "opponents").glob("version_*")
     assert version.name == "version_9"
     said = json.loads(by_transformers(BY_TRANSFORMERS, checkpoint, version))
-    validated = [json.loads(line) for line in (run.folder / "rollouts" / "val_9.jsonl").read_text().splitlines()]
+    validated = [json.loads(line) for line in (folder / "rollouts" / "val_9.jsonl").read_text().splitlines()]
     of_opponent = [row for row in validated if row.get("opponent") and row["agent"] == "second"]
     assert {tuple(row["weight_versions"]) for row in of_opponent} == {(9,)}
     assert {row["turns"][0]["text"] for row in of_opponent} == {said}
-    assert not (run.folder / "opponents").exists()
+    assert not (folder / "opponents").exists()

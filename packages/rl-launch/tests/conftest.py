@@ -9,6 +9,10 @@ from pathlib import Path
 import pytest
 import typer.testing
 
+from rl_core.testing.exhaustive import pytest_addoption, pytest_collection_modifyitems, pytest_configure
+
+__all__ = ["pytest_addoption", "pytest_collection_modifyitems", "pytest_configure"]
+
 # builds the commands of an app anew at every call, which takes longer than most of them
 typer.testing._get_command = cache(typer.testing._get_command)
 

@@ -12,6 +12,7 @@ from bad_input_cases import Case
 from broken_data_cases import CASES as BROKEN_DATA
 from typer.testing import CliRunner
 
+from rl_core.testing.exhaustive import partly_exhaustive
 from rl_launch.cli import app
 
 CASES = (*BAD_INPUT, *BROKEN_DATA)
@@ -97,7 +98,16 @@ def fresh_interpreter():
         process.stdin.close()
 
 
-@pytest.mark.parametrize("name", IN_A_FRESH_INTERPRETER)
+FIRST = (
+    "unknown key",
+    "missing data file",
+    "a reward that is None",
+    "busy run directory",
+    "batch sizes that do not divide",
+)
+
+
+@pytest.mark.parametrize("name", partly_exhaustive(IN_A_FRESH_INTERPRETER, always=FIRST))
 def test_no_ray_is_loaded_for_bad_input(name, fresh_interpreter, tmp_path):
     case = next(case for case in CASES if case.name == name)
     kept = case.files(tmp_path / "work")

@@ -44,15 +44,14 @@ def open_model(ranks, folder, layout, *, trains=False, **settings):
 
 
 CASES = [(family, layout) for family in FAMILIES for layout in layouts_of(family)]
-IN_EVERY_LAYOUT = ("llama", "deepseek_v3")
-"""Families of which the others' weights are laid out alike: dense ones, and experts beside latent attention."""
 ALWAYS = [
     (family, layout)
     for family, layout in CASES
-    if family in IN_EVERY_LAYOUT
+    if (family == "llama" and layout in LAYOUTS)
+    or (family == "deepseek_v3" and layout in EXPERT_LAYOUTS)
     or layout in ("tp2 pp2+sp", "tp2 etp2 ep2+sp")
-    or (family == "qwen3_moe" and layout in EXPERT_LAYOUTS)
 ]
+"""Every family in the layout that splits most, dense weights in every layout, and experts in those of experts."""
 
 
 @pytest.mark.parametrize(("family", "layout"), partly_exhaustive(CASES, always=ALWAYS))

@@ -45,9 +45,17 @@ PADDED = [
 PLACES = [(family, layout) for family in MODELS for layout in MODELS[family]]
 PACKED_AND_PADDED = ("packed-16", "padded-3")
 CASES = [(*place, batching) for place in PLACES for batching in PACKED_AND_PADDED] + PADDED
-ALWAYS = [(*place, PACKED_AND_PADDED[number % 2]) for number, place in enumerate(PLACES)]
-ALWAYS += [case for case in PADDED if case[:2] in (("qwen3", "cp2"), ("qwen3_moe", "tp2 ep2+sp"))]
-"""Every family in every layout: the rows of every other one are packed. Some microbatches are of one length."""
+IN_ALL = (
+    ("qwen3", LAYOUTS),
+    ("qwen3_moe", EXPERT_LAYOUTS),
+    ("qwen3_next", LARGE_LAYOUTS),
+    ("deepseek_v3", LARGE_LAYOUTS),
+)
+"""Families and layouts of which the others' are parts: dense layers, experts, states, and latent attention."""
+FIRST = [(family, layout) for family, layouts in IN_ALL for layout in layouts]
+ALWAYS = [(*place, PACKED_AND_PADDED[number % 2]) for number, place in enumerate(FIRST)]
+ALWAYS += [("qwen3_moe", "tp2 ep2+sp", FIXED)]
+"""The rows of every other one are packed. Some microbatches are of one length."""
 
 
 @pytest.fixture(scope="module")

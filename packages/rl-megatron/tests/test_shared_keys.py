@@ -32,8 +32,9 @@ CASES = {
     ("case", "has_adapters"),
     [
         ("sequence", True),
+        # adapters of attention with biases are those of attention without
         ("biases", False),
-        ("biases", True),
+        pytest.param("biases", True, marks=exhaustive),
         ("windows, rows over ranks", False),
         ("gates", False),
         # adapters of attention without gates are above, and all weights of attention with gates

@@ -9,6 +9,7 @@ from rl_core.config import explain, load, resolve, to_yaml
 from rl_core.devices import CPU
 from rl_core.errors import ConfigError
 from rl_core.model_config import GenerationConfig, ModelConfig
+from rl_core.testing.exhaustive import partly_exhaustive
 from rl_launch.commands.train import with_local_models
 from rl_launch.recipes import RECIPES
 from rl_launch.root_config import POLICY
@@ -27,7 +28,22 @@ def test_a_recipe_is_valid_on_a_machine_with_its_devices_and_short(recipe, monke
     assert len((RECIPES / f"{recipe}.yaml").read_text().splitlines()) <= 30
 
 
-@pytest.mark.parametrize("recipe", NAMES)
+OF_EACH_ALGORITHM = [
+    "distill-offline-tiny",
+    "distill-tiny",
+    "dpo-tiny",
+    "grpo-arithmetic",
+    "grpo-math-8b",
+    "grpo-multi-env-tiny",
+    "grpo-self-play-tiny",
+    "ppo-tiny",
+    "rm-tiny",
+    "sft-arithmetic",
+]
+"""Recipes with every kind of section; `tests/commands/test_schema.py` reads all."""
+
+
+@pytest.mark.parametrize("recipe", partly_exhaustive(NAMES, always=OF_EACH_ALGORITHM))
 def test_a_resolved_config_loads_back_to_itself(recipe, tmp_path):
     config = read_plan(recipe).config
     (tmp_path / "config.yaml").write_text(to_yaml(config))

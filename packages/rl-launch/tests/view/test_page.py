@@ -18,6 +18,7 @@ from made_runs import (
     rollout,
 )
 
+from rl_core.testing.exhaustive import partly_exhaustive
 from rl_launch.view.catalog import Catalog
 from rl_launch.view.export import export
 from rl_launch.view.server import ViewServer
@@ -102,7 +103,19 @@ VIEWS = {
 }
 
 
-@pytest.mark.parametrize("address", VIEWS)
+FIRST = (
+    "#/runs",
+    "#/run/one/rollouts",
+    "#/run/one/rollouts?open=12:1&as=diff&with=12:0",
+    "#/run/one/rollouts?open=12:1&as=tokens",
+    "#/run/one/timeline?trace=2",
+    "#/run/one/config?other=two",
+    "#/evaluations?first=evals/a&second=evals/b",
+)
+"""One of each kind of page; the others show the same parts with other choices."""
+
+
+@pytest.mark.parametrize("address", partly_exhaustive(VIEWS, always=FIRST))
 def test_every_view_is_shown_fits_and_can_be_read_aloud(view, page, address):
     view(address, VIEWS[address])
     for width in (390, 1440):
@@ -149,8 +162,15 @@ def test_hostile_rollouts_are_shown_as_text(view, page, root):
     assert page.js("document.documentElement.scrollWidth <= innerWidth")
 
 
-@pytest.mark.parametrize("theme", ["light", "dark"])
-@pytest.mark.parametrize("color", ["logprob", "difference", "loss_mask", "weight_version"])
+COLOURED = [
+    (color, theme) for color in ("logprob", "difference", "loss_mask", "weight_version") for theme in ("light", "dark")
+]
+
+
+@pytest.mark.parametrize(
+    ("color", "theme"),
+    partly_exhaustive(COLOURED, always=[("logprob", "light"), ("logprob", "dark"), ("weight_version", "dark")]),
+)
 def test_coloured_tokens_can_be_read_in_both_themes(view, page, theme, color):
     view(f"#/run/one/rollouts?open=12:1&as=tokens&color={color}", "document.querySelector('.tokens .token')")
     page.js(f"document.documentElement.dataset.theme = '{theme}'")

@@ -45,14 +45,14 @@ MODELS = {
 CASES = [
     ("qwen3", "tp2", "packed-16", LORA, {}),
     ("qwen3", "pp2 virtual", "padded-3", LORA, {"recompute": "full"}),
-    ("llama", "cp2", "packed-16", LORA, {}),
     ("llama", "tp2 pp2+sp", "padded-3", ATTENTION, {}),
-    ("qwen2_moe", "tp2 ep2+sp", "padded-3", UNGATED, {}),
     ("qwen3_moe", "tp2 etp2 ep2+sp", "packed-16", LORA, {}),
-    ("qwen3_next", "tp2 ep2+sp", "packed-16", UNGATED, {}),
     ("deepseek_v3", "tp2+sp", "packed-16", LORA, {}),
-    ("deepseek_v3 dense", "tp2", "padded-3", LORA, {}),
-    # attention as of qwen2_moe, and experts after dense layers as of deepseek_v3
+    # layouts and layers of those above, in other pairs
+    pytest.param("llama", "cp2", "packed-16", LORA, {}, marks=exhaustive),
+    pytest.param("qwen2_moe", "tp2 ep2+sp", "padded-3", UNGATED, {}, marks=exhaustive),
+    pytest.param("qwen3_next", "tp2 ep2+sp", "packed-16", UNGATED, {}, marks=exhaustive),
+    pytest.param("deepseek_v3 dense", "tp2", "padded-3", LORA, {}, marks=exhaustive),
     pytest.param("glm4_moe", "tp2 ep2+sp", "packed-16", LORA, {}, marks=exhaustive),
 ]
 
@@ -149,8 +149,8 @@ def test_a_checkpoint_has_the_adapters_alone_and_resumes_on_another_layout(ranks
     [
         ("qwen3", "tp2 pp2+sp", LORA),
         ("llama", "tp2", LoraConfig(enabled=True, dim=3, alpha=6, use_rslora=True, exclude_modules=["up_proj"])),
-        ("llama", "tp1", ATTENTION),
-        ("qwen3_moe", "tp2 etp2 ep2+sp", LORA),
+        pytest.param("llama", "tp1", ATTENTION, marks=exhaustive),
+        pytest.param("qwen3_moe", "tp2 etp2 ep2+sp", LORA, marks=exhaustive),
     ],
 )
 def test_peft_gives_the_logprobs_of_the_run(ranks, folders, tmp_path, model, layout, lora):

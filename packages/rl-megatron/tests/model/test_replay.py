@@ -10,6 +10,7 @@ from rl_core.model_config import ModelConfig, OptimizerConfig
 from rl_core.selfcheck.losses import TokenLoss
 from rl_core.selfcheck.pooled_model import PooledModel
 from rl_core.selfcheck.torch.oracle import Oracle
+from rl_core.testing.exhaustive import exhaustive
 from rl_core.testing.model_worker import LAYOUTS as BATCHINGS
 from rl_core.testing.model_worker import make_batch
 from rl_core.testing.torch.routed_oracle import RoutedOracle, with_random_routing
@@ -35,8 +36,8 @@ def prepared(tmp_path_factory):
     [
         ("tp2 ep2+sp", "packed-16", {}),
         ("pp2 virtual", "padded-3", RECOMPUTED),
-        ("cp2", "packed-16", {"recompute": "selective", "recompute_modules": ["moe"]}),
-        ("dp2", "padded-1", {}),
+        pytest.param("cp2", "packed-16", {"recompute": "selective", "recompute_modules": ["moe"]}, marks=exhaustive),
+        pytest.param("dp2", "padded-1", {}, marks=exhaustive),
     ],
 )
 def test_reads_and_a_step_follow_the_experts_of_the_batch(ranks, prepared, tmp_path, layout, batching, options):
