@@ -10,6 +10,7 @@ from rl_core.selfcheck.losses import TokenLoss
 from rl_core.selfcheck.pooled_model import PooledModel
 from rl_core.selfcheck.torch.oracle import Oracle
 from rl_core.selfcheck.torch.tiny_model import read_weights, write_composite, write_tiny_model
+from rl_core.testing.exhaustive import partly_exhaustive
 from rl_core.testing.model_worker import SGD, make_batch
 
 FACTORY = "dtensor_factories:build"
@@ -21,7 +22,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", partly_exhaustive(KINDS, always=["gemma3", "qwen3_5"]))
 def test_it_trains_and_exports_as_the_language_model_alone(ranks, tmp_path, kind):
     family, fields = KINDS[kind]
     language = write_tiny_model(tmp_path / "language", family, **fields)

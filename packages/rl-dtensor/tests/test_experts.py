@@ -35,7 +35,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(
-    ("family", "num_ranks", "settings", "lora"), partly_exhaustive(CASES, always=CASES[:2]), ids=str
+    ("family", "num_ranks", "settings", "lora"), partly_exhaustive(CASES, always=[CASES[1]]), ids=str
 )
 def test_split_experts_are_one_process(ranks, tmp_path, family, num_ranks, settings, lora):
     config = AutoConfig.for_model(family)

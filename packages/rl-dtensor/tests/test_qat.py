@@ -19,6 +19,7 @@ from rl_core.selfcheck.pooled_model import PooledModel
 from rl_core.selfcheck.rank_pool import free_port
 from rl_core.selfcheck.torch.received import receive
 from rl_core.selfcheck.torch.selfcheck import write_random
+from rl_core.testing.exhaustive import exhaustive
 from rl_core.testing.model_worker import make_batch
 from rl_core.torch.quantization.formats import rounded, weight_format
 from rl_core.weights import Transport
@@ -164,6 +165,8 @@ def test_a_format_that_does_not_fit_is_refused_by_name(ranks, folder, settings, 
         build(ranks, folder, mesh, **settings)
 
 
+# the tests above hold what it rests on: products and gradients are those of the weights that are served
+@exhaustive
 def test_training_with_rounded_weights_loses_less_than_half_of_what_rounding_loses(ranks, folder, tmp_path):
     """Both train as long; one of them with the rounding."""
     adamw = OptimizerConfig(name="torch.optim.AdamW", kwargs={"lr": 4e-3, "weight_decay": 0.0})

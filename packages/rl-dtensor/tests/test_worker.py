@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from rl_core.selfcheck.rank_pool import RankPool
-from rl_core.testing.exhaustive import exhaustive, partly_exhaustive
+from rl_core.testing.exhaustive import partly_exhaustive, with_exhaustive
 from rl_core.testing.model_worker import LAYOUTS, ModelWorkerSuite
 
 
@@ -34,11 +34,26 @@ class TestDTensorWorker(PooledSuite):
         super().test_losses_gradients_and_weights_are_those_of_one_process(pool, folder, tmp_path, layout)
 
 
+@with_exhaustive(
+    "test_a_batch_that_counts_for_nothing_changes_nothing",
+    "test_a_branch_steps_by_its_own_settings_on_another_number_of_ranks",
+    "test_a_checkpoint_holds_a_reference_that_has_moved",
+    "test_a_damaged_file_is_named_and_nothing_is_loaded",
+    "test_a_model_that_does_not_train_saves_and_loads_all_its_weights",
+    "test_a_reference_moves_towards_the_model_when_it_is_told_to",
+    "test_a_resumed_run_is_bit_equal",
+    "test_an_export_and_a_transfer_hold_the_same_weights",
+    "test_metrics_are_those_of_the_whole_batch",
+    "test_ranks_name_the_files_they_write_and_none_writes_what_another_steps",
+    # ranks of these meshes share all rows, so that none is without
+    "test_ranks_without_rows_join_in",
+    "test_the_reference_stays_what_it_was",
+)
 class MeshSuite(PooledSuite):
-    """Properties of a mesh that no other test shows: reads, roles, references and exports.
+    """Properties of a mesh that no other test shows: reads and roles.
 
-    Layouts, losses and weights are held against one process in `test_parity`, checkpoints in `test_checkpoint`, and
-    what knows nothing of the mesh in `TestDTensorWorker`.
+    Layouts, losses and weights are held against one process in `test_parity`, checkpoints and references in
+    `test_checkpoint`, and what knows nothing of the mesh in `TestDTensorWorker`.
     """
 
     worlds = (2,)
@@ -46,11 +61,6 @@ class MeshSuite(PooledSuite):
     @pytest.mark.parametrize("layout", ["packed-16", "padded-3"])
     def test_every_read_of_a_policy_is_that_of_transformers(self, pool: RankPool, folder: Path, layout: str) -> None:
         super().test_every_read_of_a_policy_is_that_of_transformers(pool, folder, layout)
-
-    # ranks of these meshes share all rows, so that none is without
-    @exhaustive
-    def test_ranks_without_rows_join_in(self, pool: RankPool, folder: Path) -> None:
-        super().test_ranks_without_rows_join_in(pool, folder)
 
     test_losses_gradients_and_weights_are_those_of_one_process = None
     test_the_norm_is_reported_before_clipping = None
@@ -65,14 +75,9 @@ class MeshSuite(PooledSuite):
     test_half_precision_is_near = None
 
 
+@with_exhaustive("test_a_gradient_that_is_not_finite_skips_the_optimizer_and_not_the_schedule")
 class GradientSuite(MeshSuite):
     """Every rank has a part of each gradient, as in `TestDTensorWorker`; a stage of a pipeline has gradients alone."""
-
-    @exhaustive
-    def test_a_gradient_that_is_not_finite_skips_the_optimizer_and_not_the_schedule(
-        self, pool: RankPool, folder: Path
-    ) -> None:
-        super().test_a_gradient_that_is_not_finite_skips_the_optimizer_and_not_the_schedule(pool, folder)
 
 
 class TestTensorParallel(GradientSuite):

@@ -15,6 +15,7 @@ from rl_core.selfcheck.pooled_model import PooledModel
 from rl_core.selfcheck.torch.oracle import Oracle
 from rl_core.selfcheck.torch.selfcheck import case_on
 from rl_core.selfcheck.torch.tiny_model import write_tiny_model
+from rl_core.testing.exhaustive import exhaustive, partly_exhaustive
 from rl_core.testing.model_worker import make_batch, make_pairs
 from rl_dtensor.selfcheck import MESHES, check_of, write_tiny
 
@@ -46,10 +47,11 @@ def with_adapter(oracle, folder):
     [
         ("1", LoraConfig(enabled=True, dim=4, alpha=8, use_rslora=True)),
         ("fsdp2", LoraConfig(enabled=True, exclude_modules=["0.mlp.up_proj"])),
-        ("tp2+sp", LoraConfig(enabled=True)),
-        ("tp2 x fsdp2", ATTENTION),
-        ("pp2 x fsdp2", LoraConfig(enabled=True, dim=3)),
         ("cp2 x tp2", ATTENTION),
+        # steps of adapters on these meshes are in `test_parity`
+        pytest.param("tp2+sp", LoraConfig(enabled=True), marks=exhaustive),
+        pytest.param("tp2 x fsdp2", ATTENTION, marks=exhaustive),
+        pytest.param("pp2 x fsdp2", LoraConfig(enabled=True, dim=3), marks=exhaustive),
     ],
 )
 def test_peft_gives_the_logprobs_of_the_run(ranks, folder, tmp_path, mesh, lora):
@@ -66,7 +68,9 @@ def test_peft_gives_the_logprobs_of_the_run(ranks, folder, tmp_path, mesh, lora)
     assert abs(found - before).max() > 1e-3
 
 
-@pytest.mark.parametrize(("mesh", "other"), [("fsdp2", "tp2"), ("pp2", "1")])
+@pytest.mark.parametrize(
+    ("mesh", "other"), partly_exhaustive([("fsdp2", "tp2"), ("pp2", "1")], always=[("fsdp2", "tp2")])
+)
 def test_a_model_starts_from_an_adapter_on_any_mesh(ranks, folder, tmp_path, mesh, other):
     batch, lora = make_batch(seed=7), LoraConfig(enabled=True, dim=4)
     with open_model(ranks, folder, mesh, lora) as model:
@@ -124,11 +128,11 @@ def mixture(tmp_path_factory):
 @pytest.mark.parametrize(
     ("family", "mesh"),
     [
-        ("qwen3_moe", "tp2+sp"),
         ("qwen3_moe", "ep2 x fsdp2"),
-        ("qwen3_moe", "pp2 x fsdp2"),
         ("gpt_oss", "1"),  # transposed weights, which the files hold stacked
-        ("glm4_moe", "fsdp2"),  # beside linear layers whose names end alike
+        pytest.param("qwen3_moe", "tp2+sp", marks=exhaustive),
+        pytest.param("qwen3_moe", "pp2 x fsdp2", marks=exhaustive),
+        pytest.param("glm4_moe", "fsdp2", marks=exhaustive),  # beside linear layers whose names end alike
     ],
 )
 def test_adapters_on_experts_train_merge_and_export_as_in_one_process(ranks, tmp_path, family, mesh):
@@ -140,7 +144,10 @@ def test_adapters_on_experts_train_merge_and_export_as_in_one_process(ranks, tmp
     assert outcome.verdict == "exact", outcome
 
 
-@pytest.mark.parametrize("lora", [EXPERTS, EXPERTS.model_copy(update={"match_all_linear": False})])
+ALONE = EXPERTS.model_copy(update={"match_all_linear": False})
+
+
+@pytest.mark.parametrize("lora", partly_exhaustive([EXPERTS, ALONE], always=[EXPERTS]))
 def test_peft_gives_the_logprobs_of_adapters_on_experts(ranks, mixture, tmp_path, lora):
     batch = make_batch(seed=7)
     with open_model(ranks, mixture, "ep2 x fsdp2", lora) as model:

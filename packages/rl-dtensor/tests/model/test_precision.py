@@ -275,8 +275,10 @@ def test_a_family_computes_in_the_dtypes_of_transformers(ranks, tmp_path, family
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param({"num_ranks": 4, "dp_replicate_size": 2}, id="hsdp 2x2"),
-        pytest.param({"num_ranks": 2, "tensor_parallel_size": 2, "sequence_parallel": True}, id="tp2+sp"),
+        pytest.param({"num_ranks": 4, "dp_replicate_size": 2}, id="hsdp 2x2", marks=exhaustive),
+        pytest.param(
+            {"num_ranks": 2, "tensor_parallel_size": 2, "sequence_parallel": True}, id="tp2+sp", marks=exhaustive
+        ),
         pytest.param({"num_ranks": 4, "expert_parallel_size": 2}, id="ep2 x fsdp2"),
     ],
 )

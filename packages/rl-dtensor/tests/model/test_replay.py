@@ -12,6 +12,7 @@ from rl_core.selfcheck.losses import TokenLoss
 from rl_core.selfcheck.pooled_model import PooledModel
 from rl_core.selfcheck.torch.oracle import Oracle
 from rl_core.selfcheck.torch.tiny_model import SIZES, write_tiny_model
+from rl_core.testing.exhaustive import exhaustive
 from rl_core.testing.model_worker import LAYOUTS as BATCHINGS
 from rl_core.testing.model_worker import make_batch
 from rl_core.testing.torch.routed_oracle import RoutedOracle, with_random_routing
@@ -54,10 +55,10 @@ def config_of(folder, batching="padded-3"):
     [
         ("1", "packed-16", RECOMPUTED),
         ("tp2+sp", "packed-16", {}),
-        ("tp2", "padded-3", {}),
-        ("ep2 x fsdp2", "padded-1", {}),
         ("pp2", "padded-3", {**RECOMPUTED, "pipeline_chunks_per_rank": 2}),
-        ("cp2", "packed-16", {"recompute": "selective"}),
+        pytest.param("tp2", "padded-3", {}, marks=exhaustive),
+        pytest.param("ep2 x fsdp2", "padded-1", {}, marks=exhaustive),
+        pytest.param("cp2", "packed-16", {"recompute": "selective"}, marks=exhaustive),
     ],
 )
 def test_reads_and_a_step_follow_the_experts_of_the_batch(ranks, prepared, tmp_path, mesh, batching, options):

@@ -10,6 +10,7 @@ from rl_core.model import ModelSpec
 from rl_core.model_config import ModelConfig, OptimizerConfig, SchedulerConfig
 from rl_core.selfcheck.losses import TokenLoss
 from rl_core.selfcheck.pooled_model import PooledModel
+from rl_core.testing.exhaustive import partly_exhaustive
 from rl_core.torch.optim.optimizer import build_optimizer, build_schedule
 from rl_dtensor.preflight import check
 from rl_dtensor.selfcheck import CHECK, write_tiny
@@ -111,7 +112,9 @@ def num_state_bytes(shards):
     return sum(entry.size.numel() * entry.properties.dtype.itemsize for entry in averages)
 
 
-@pytest.mark.parametrize("kwargs", [{"fused": True}, {"foreach": True}], ids=str)
+@pytest.mark.parametrize(
+    "kwargs", partly_exhaustive([{"fused": True}, {"foreach": True}], always=[{"fused": True}]), ids=str
+)
 def test_fused_and_grouped_steps_run_over_meshes_that_differ(ranks, experts, kwargs):
     """Experts and the rest are sharded over different meshes."""
     with open_model(ranks, experts, FULL_STATE, expert_parallel_size=2) as model:
@@ -151,7 +154,10 @@ def test_a_fused_step_that_cannot_run_on_sharded_parameters_is_refused(ranks, ex
     assert "leave fused out" in check({"optimizer": FUSED_SGD.model_dump()})[0]
 
 
-@pytest.mark.parametrize("optimizer", [HALF_STATE, OptimizerConfig(kwargs={"lr": 1e-3, "fused": True})], ids=str)
+FUSED = OptimizerConfig(kwargs={"lr": 1e-3, "fused": True})
+
+
+@pytest.mark.parametrize("optimizer", partly_exhaustive([HALF_STATE, FUSED], always=[HALF_STATE]), ids=str)
 def test_a_run_with_lean_or_fused_steps_resumes_bit_equal(ranks, experts, tmp_path, optimizer):
     settings = {"tensor_parallel_size": 2, "sequence_parallel": True}
     with open_model(ranks, experts, optimizer, **settings) as model:

@@ -5,7 +5,9 @@ A `conftest.py` that imports the three hooks has the option and the marker.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import functools
+import types
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import pytest
@@ -28,6 +30,20 @@ def partly_exhaustive(cases: Iterable[Any], *, always: Collection[Any]) -> list[
 
 def _exhaustive(case: Any) -> Any:
     return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=exhaustive)
+
+
+def with_exhaustive(*names: str) -> Callable[[type], type]:
+    """Decorator of a class of tests in which these, inherited from another class, are exhaustive."""
+
+    def marked(suite: type) -> type:
+        for name in names:
+            test = getattr(suite, name)
+            # a mark stays with the function, which is the other class's as well
+            own = types.FunctionType(test.__code__, test.__globals__, name, test.__defaults__, test.__closure__)
+            setattr(suite, name, exhaustive(functools.update_wrapper(own, test)))
+        return suite
+
+    return marked
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
