@@ -6,6 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from rl_core.testing.exhaustive import pytest_addoption, pytest_collection_modifyitems, pytest_configure
+
+__all__ = ["pytest_addoption", "pytest_collection_modifyitems", "pytest_configure"]
+
 TOOLS = Path(__file__).parent
 WORKSPACE = """
 [project]

@@ -5,6 +5,8 @@ import pytest
 from oldest import Source, oldest, versions
 from workspace import Package, packages
 
+from rl_core.testing.exhaustive import partly_exhaustive
+
 CORE = "packages/rl-core"
 USE = "packages/rl-vllm/src/rl_vllm/__init__.py"
 
@@ -51,19 +53,19 @@ def test_a_tag_is_its_version_and_the_tree_one_without_a_tag(released):
     assert [each.tag for each in versions(released.root, core)] == ["rl-core-v0.2.0", None]
 
 
-@pytest.mark.parametrize(
-    ("module", "code", "message"),
-    [
-        ("__init__", "from rl_core import added", "cannot import name 'added'"),
-        ("part", "import no_such_engine\nfrom rl_core import added", "rl_vllm.part, line 2: rl_core has no added"),
-        (
-            "part",
-            "def late():\n    import rl_core.new_part",
-            "rl_vllm.part, line 2: there is no module rl_core.new_part",
-        ),
-        ("part", "from rl_core import old\nold(keyword=1)", "unexpected keyword argument 'keyword'"),
-    ],
-)
+USES = [
+    ("__init__", "from rl_core import added", "cannot import name 'added'"),
+    ("part", "import no_such_engine\nfrom rl_core import added", "rl_vllm.part, line 2: rl_core has no added"),
+    (
+        "part",
+        "def late():\n    import rl_core.new_part",
+        "rl_vllm.part, line 2: there is no module rl_core.new_part",
+    ),
+    ("part", "from rl_core import old\nold(keyword=1)", "unexpected keyword argument 'keyword'"),
+]
+
+
+@pytest.mark.parametrize(("module", "code", "message"), partly_exhaustive(USES, always=USES[1:2]))
 def test_a_use_of_something_that_the_oldest_sibling_lacks_is_red_until_the_bound_is_raised(
     repository, module, code, message
 ):

@@ -10,6 +10,8 @@ from packaging.version import Version
 from release import next_breaking, plan, raised
 from workspace import packages
 
+from rl_core.testing.exhaustive import exhaustive
+
 
 def release(repository, *arguments):
     command = [sys.executable, "tools/release.py", *arguments]
@@ -59,6 +61,7 @@ def test_a_release_is_one_tagged_commit_with_its_distributions(repository):
     assert (repository / "packages/rl-launch/src/rl_launch/worker_envs/locks/rl-core.txt").exists()
 
 
+@exhaustive
 def test_a_breaking_release_raises_both_bounds_of_every_sibling(repository):
     done = release(repository, "rl-core", "0.3.0")
     assert done.returncode == 0, done.stderr
@@ -77,6 +80,7 @@ def test_all_packages_are_released_under_one_version(repository):
     assert len(list((repository / "dist").glob("*.whl"))) == 3
 
 
+@exhaustive
 def test_a_dry_run_does_everything_and_changes_nothing(repository):
     before = state(repository)
     done = release(repository, "rl-core", "0.2.1", "--dry-run")
@@ -96,6 +100,7 @@ def test_a_build_that_fails_changes_nothing(repository):
     assert state(repository) == before
 
 
+@exhaustive
 def test_a_file_that_a_build_leaves_out_ends_the_release(repository):
     (repository / "packages/rl-core/src/rl_core/data.json").write_text("{}\n")
     repository.append("packages/rl-core/pyproject.toml", 'exclude = ["*.json"]\n')
