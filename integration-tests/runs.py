@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -101,17 +101,23 @@ class Run:
         """Everything it has started, this process included."""
         return family(psutil.Process(self.process.pid))
 
-    def kill_one(self, words):
-        """Kill a process of the run by words of its name or command line. The driver is paused meanwhile: a look at all
-        processes takes as long as steps do, and the run could end before it."""
+    @contextmanager
+    def paused(self):
+        """Context in which the driver does nothing: a look at all processes takes as long as steps do, and the run could
+        end before it."""
         self.process.send_signal(signal.SIGSTOP)
         try:
+            yield
+        finally:
+            self.process.send_signal(signal.SIGCONT)
+
+    def kill_one(self, words):
+        """Kill a process of the run by words of its name or command line."""
+        with self.paused():
             processes = self.processes()
             found = [each for each in processes if words in described(each)]
             assert found, [described(each)[:80] for each in processes]
             found[0].kill()
-        finally:
-            self.process.send_signal(signal.SIGCONT)
 
     def kill_all(self):
         """Kill all processes, as an out-of-memory killer or a lost machine would; returns them."""

@@ -58,6 +58,21 @@ def test_colocated_grpo_over_two_nodes_is_a_plain_run(grpo, whole_hf, tmp_path):
     assert_a_plain_run(run, whole_hf, 3)
 
 
+def test_a_run_over_two_nodes_outlives_one(sft, whole_sft, cluster, tmp_path):
+    cluster.add(num_gpus=0)
+    for _ in range(3):
+        cluster.add(num_gpus=1)
+    run = Run.start(tmp_path / "run", *sft, *NODES, "cluster.gpus_per_node=1", RAY_ADDRESS=cluster.address)
+    run.await_step(5)
+    with run.paused():
+        used = next(node for node in cluster.nodes[1:] if node.runs("ray::WorkerHost"))
+        used.kill()
+    run.finish()
+    assert_same(steps_of(run.folder), steps_of(whole_sft), ("train/loss", "train/grad_norm"), 1e-3)
+    assert logs_of(run.folder).count("restarting from checkpoint step_") == 1
+
+
+@exhaustive
 def test_a_run_with_generation_apart_outlives_a_node(grpo, whole_hf, cluster, tmp_path):
     cluster.add(num_gpus=0)
     for _ in range(3):
