@@ -4,13 +4,16 @@ import os
 import shlex
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from document_checks import ROOT, check_commands, check_yaml, install
 
 from rl_core import fork_server
 from rl_core.testing.documents import Document, Workbook, documents_of, read_document
+from rl_core.testing.exhaustive import partly_exhaustive
 
 DOCUMENTS = documents_of(ROOT)
 GUIDES = [path for path in DOCUMENTS if path.is_relative_to(ROOT / "docs")]
@@ -22,6 +25,22 @@ RL_MODULES = (
     "rl_launch.commands.train",
 )
 """Modules that most commands of `rl` import, which takes longer than all else that they do."""
+
+
+LONG = (
+    "docs/ablations.md",
+    "docs/agents.md",
+    "docs/debugging.md",
+    "docs/resume-and-checkpoints.md",
+    "docs/several-agents.md",
+    "packages/rl-launch/README.md",
+)
+"""Documents whose runs take long and are in other tests too."""
+
+
+def parameters(documents: Sequence[Path]) -> list[Any]:
+    """The documents as parameters of a test that runs their blocks."""
+    return partly_exhaustive(documents, always=[each for each in documents if name_of(each) not in LONG])
 
 
 def name_of(path: Path) -> str:

@@ -12,7 +12,7 @@ from document_checks import (
     unknown_commands,
     unknown_keys,
 )
-from document_runs import DOCUMENTS, GUIDES, name_of
+from document_runs import DOCUMENTS, GUIDES, name_of, parameters
 from quoted_messages import quoted_messages, unknown_messages
 
 from rl_core.testing.documents import read_document
@@ -32,7 +32,7 @@ MAX_WORDS = 2000
 every_document = pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
 
 
-@pytest.mark.parametrize("path", [path for path in DOCUMENTS if path not in GUIDES], ids=name_of)
+@pytest.mark.parametrize("path", parameters([path for path in DOCUMENTS if path not in GUIDES]), ids=name_of)
 def test_blocks_run_as_printed(path, worked):
     worked(path)
 
