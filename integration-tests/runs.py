@@ -103,8 +103,7 @@ class Run:
 
     @contextmanager
     def paused(self):
-        """Context in which the driver does nothing: a look at all processes takes as long as steps do, and the run could
-        end before it."""
+        """Context in which the driver does nothing: the run could end before a look at all processes does."""
         self.process.send_signal(signal.SIGSTOP)
         try:
             yield
