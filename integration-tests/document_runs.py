@@ -33,6 +33,7 @@ LONG = (
     "docs/debugging.md",
     "docs/resume-and-checkpoints.md",
     "docs/several-agents.md",
+    "docs/tools.md",
     "packages/rl-launch/README.md",
 )
 """Documents whose runs take long and are in other tests too."""
