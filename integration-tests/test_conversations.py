@@ -130,6 +130,8 @@ SHORTENING = (
 """Drops all of an earlier turn but its last character, as templates of reasoning models drop thoughts."""
 
 
+# rl-algos compares the segments of rewritten histories with what a fake engine read
+@exhaustive
 def test_a_rewritten_history_is_trained_on_as_the_engine_read_it_at_each_turn(driver, warm_model, tmp_path):
     (tmp_path / "talk.py").write_text(ENVIRONMENT)
     (tmp_path / "shortening.jinja").write_text(SHORTENING)
