@@ -7,6 +7,8 @@ import pytest
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
+from rl_core.testing.exhaustive import exhaustive
+
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "docs/notebooks").glob("*.ipynb"))
 
@@ -64,6 +66,8 @@ rl_launch.train("grpo-arithmetic", {"data.train.env_name": score})
     assert "%%writefile mine.py" in caught.value.evalue
 
 
+# `driver` trains by the same call
+@exhaustive
 def test_the_first_run_trains_and_shows_its_rollouts(tmp_path):
     notebook = read(ROOT / "docs/notebooks/first_run.ipynb")
     run(notebook, tmp_path)
