@@ -64,11 +64,14 @@ class Read:
     of all tokens. `hidden` is float32 `[tokens, hidden]`: at index i the hidden state, after the last norm, that the
     head makes the distribution of token i from. `divergences` is float32 `[tokens, 6]`, the numbers of `DIVERGENCES`
     from the distribution of token i by another model, whose `hidden` a column of the batch has. There may be several
-    other models; another column tells which one's the hidden state of a token is.
+    other models; another column tells which one's the hidden state of a token is. `draft_losses`, which only a draft
+    head answers, is float32 `[tokens, k]`: at index i, j the cross-entropy of the head's distribution of token i, as
+    token j of a draft, from the distribution of the model that it drafts for; 0 where the row is too short for such a
+    draft, and where the column `loss_mask` is 0.
 
     Args:
         name: Name of the result.
-        k: Number of tokens of `topk`.
+        k: Number of tokens of `topk`, and of the drafts of `draft_losses`.
         below: Ids that `topk` chooses among, and that `divergences` compares one by one, are below it; 0 for all.
         column: That has the ids of `logprobs_at`, or the hidden states of the other model.
         token_filter: Token filter of `logprobs`, `entropy` and `collision`, those of the distribution over the tokens
@@ -81,7 +84,16 @@ class Read:
     """
 
     name: Literal[
-        "logprobs", "entropy", "collision", "topk", "logprobs_at", "scores", "values", "hidden", "divergences"
+        "logprobs",
+        "entropy",
+        "collision",
+        "topk",
+        "logprobs_at",
+        "scores",
+        "values",
+        "hidden",
+        "divergences",
+        "draft_losses",
     ]
     k: int = 0
     below: int = 0
@@ -127,6 +139,13 @@ def topk(k: int, *, below: int = 0) -> Read:
     if below and k > below:
         raise ValueError(f"topk({k}) of the {below} ids below {below}")
     return Read("topk", k, below)
+
+
+def draft_losses(k: int) -> Read:
+    """Read the losses of a draft head at the tokens of drafts of `k`."""
+    if k < 1:
+        raise ValueError(f"draft_losses needs k >= 1, got {k}")
+    return Read("draft_losses", k)
 
 
 def logprobs_at(column: str) -> Read:

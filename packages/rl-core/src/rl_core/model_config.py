@@ -238,6 +238,26 @@ class VisionConfig(Config):
     """Maximum number of images in a row."""
 
 
+class HeadOptimizerConfig(OptimizerConfig):
+    """Optimizer of a draft head."""
+
+    kwargs: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.01, "betas": [0.9, 0.999], "eps": 1e-8}
+    """Arguments of that class, such as the learning rate `lr`."""
+
+
+class DraftHeadConfig(Config):
+    """EAGLE-3 head (arXiv:2503.01840) that learns to draft what the policy samples, from its hidden states."""
+
+    model_name: Annotated[PathText, WhenChanged.NEW_RUN]
+    """Head to load: the same folder as `generation.vllm_cfg.speculation.model`."""
+    num_tokens: Annotated[int, WhenChanged.BRANCH] = Field(default=3, ge=1, le=16)
+    """Number of tokens of a draft for which the head is trained. After the first token the head reads hidden states of
+    its own, which it learns only if they are trained."""
+    max_grad_norm: Annotated[float | None, WhenChanged.BRANCH] = Field(default=1.0, gt=0)
+    """Maximum norm of the head's gradients, which are clipped to it; null does not clip."""
+    optimizer: HeadOptimizerConfig = HeadOptimizerConfig()
+
+
 class ModelConfig(Config):
     """A model: its files, tokenizer, batch sizes, precision, optimizer, adapters, and the backend that trains it."""
 
@@ -277,6 +297,8 @@ class ModelConfig(Config):
     """Learning-rate schedules in order; with an empty list the learning rate is constant."""
     lora_cfg: LoraConfig = LoraConfig()
     vision: VisionConfig = VisionConfig()
+    draft_head: DraftHeadConfig | None = None
+    """EAGLE-3 head that trains with the policy; if unset, the head that `generation` drafts with stays as it is."""
     sequence_packing: SequencePackingConfig = SequencePackingConfig()
     dynamic_batching: DynamicBatchingConfig = DynamicBatchingConfig()
     env_vars: Annotated[EnvVars, WhenChanged.RESUME] = {}
@@ -284,12 +306,14 @@ class ModelConfig(Config):
 
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> Self:
+        head = self.draft_head
         problems = (
             *_batching_problems(self),
             *_adapter_problems(self.lora_cfg),
             *_vision_problems(self.vision, self.lora_cfg),
             *_schedule_problems(self.scheduler),
-            *_optimizer_problems(self.optimizer),
+            *_optimizer_problems("optimizer", self.optimizer),
+            *(() if head is None else _optimizer_problems("draft_head.optimizer", head.optimizer)),
             *_argument_problems(self),
             *_override_problems(self.hf_config_overrides),
         )
@@ -387,10 +411,10 @@ def _schedule_problems(scheduler: list[SchedulerConfig]) -> Iterator[Problem]:
         )
 
 
-def _optimizer_problems(optimizer: OptimizerConfig) -> Iterator[Problem]:
+def _optimizer_problems(key: str, optimizer: OptimizerConfig) -> Iterator[Problem]:
     if optimizer.name in UNSUPPORTED:
         yield Problem(
-            "optimizer.name",
+            f"{key}.name",
             UNSUPPORTED[optimizer.name],
             got=optimizer.name,
             remedy="Choose another optimizer, such as torch.optim.AdamW",
@@ -401,6 +425,9 @@ def _optimizer_problems(optimizer: OptimizerConfig) -> Iterator[Problem]:
 def _argument_problems(model: ModelConfig) -> Iterator[Problem]:
     """Unknown arguments of torch's optimizers and schedules; other classes are checked in the worker's environment."""
     chosen = [("optimizer", model.optimizer.name, model.optimizer.kwargs, OPTIMIZERS)]
+    if model.draft_head is not None:
+        optimizer = model.draft_head.optimizer
+        chosen.append(("draft_head.optimizer", optimizer.name, optimizer.kwargs, OPTIMIZERS))
     chosen += [
         (f"scheduler[{place}]", entry.name, entry.kwargs, SCHEDULES)
         for place, entry in enumerate(model.scheduler)

@@ -12,6 +12,7 @@ from rl_core.plugins import BackendPlugin, Requirement
 from rl_core.run_config import RunConfig
 from rl_core.selfcheck.cases import MeshCase, at_most_two
 from rl_dtensor.config import DTensorConfig
+from rl_dtensor.draft_head.settings import draft_head_problems
 from rl_dtensor.model.low_precision_checks import low_precision_problems
 from rl_dtensor.model.settings import device_problems, kernel_problems
 from rl_dtensor.model.vision.settings import vision_problems
@@ -59,6 +60,11 @@ def check_device(section: Any, config: RunConfig) -> Iterable[Problem]:
     backend, precision = section.dtensor_cfg, section.precision
     yield from device_problems(backend, precision=precision, device=device)
     yield from low_precision_problems(backend, section.lora_cfg, precision=precision, device=device)
+
+
+def check_draft_head(section: Any, config: RunConfig) -> Iterable[Problem]:
+    """Settings that do not go with a draft head that trains."""
+    return draft_head_problems(section, section.dtensor_cfg)
 
 
 def kernels(config: DTensorConfig) -> tuple[Requirement, ...]:
@@ -114,11 +120,12 @@ PLUGIN = BackendPlugin(
     further=kernels,
     images=VISION,
     ranks=num_ranks,
-    checks=(check_mesh, check_vision, check_device),
+    checks=(check_mesh, check_vision, check_device, check_draft_head),
     preflight="rl_dtensor.preflight:check",
     selfcheck="rl_dtensor.selfcheck:cases_of",
     mesh_case=mesh_case,
     replay_key="moe_router_replay",
+    trains_draft_heads=True,
     held_families=HELD_FAMILIES,
     family_table="rl_dtensor:families.json",
 )

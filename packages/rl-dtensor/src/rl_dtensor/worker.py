@@ -54,10 +54,17 @@ def build_parts(
         GradientMemory.of(model.parameters(), cpu_offload=backend.cpu_offload),
         mesh,
     )
+    policy = DTensorModel(model, mesh, keeps_whole_gradients=keeps_whole)
+    built = None
+    if config.draft_head is not None and spec.trains:
+        from rl_dtensor.draft_head.build import build_draft_head  # imports the code of a family, for others in vain
+
+        built = build_draft_head(config, config.draft_head, backend, policy, mesh)
     return TrainingParts(
-        DTensorModel(model, mesh, keeps_whole_gradients=keeps_whole),
+        policy,
         model.weights,
         None if inner is None else ShardedOptimizer(inner, model, mesh),
         TrainingState(model, inner, mesh),
-        ModelResidency(model, inner, mesh.kind),
+        ModelResidency(model, inner, mesh.kind, None if built is None else (built.head, built.parts.optimizer.inner)),
+        None if built is None else built.parts,
     )

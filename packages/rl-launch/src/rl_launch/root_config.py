@@ -20,6 +20,11 @@ DRAFTER: Final = "drafter"
 """Role and config section of a draft model that trains with the policy and whose weights are published with its."""
 
 
+DRAFT_HEAD: Final = "draft_head"
+"""Section of the policy with a draft head that trains in its processes, and the name of that part of them. Its role is
+that of a draft model, which it excludes."""
+
+
 class ClusterConfig(Config):
     """Nodes, devices, worker environments and startup timeouts."""
 

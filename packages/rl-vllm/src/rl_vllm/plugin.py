@@ -283,6 +283,11 @@ def _draft_model(config: VllmConfig) -> str | None:
     return speculation.model if speculation is not None and speculation.method == "draft_model" else None
 
 
+def _draft_head(config: VllmConfig) -> str | None:
+    speculation = config.speculation
+    return speculation.model if speculation is not None and speculation.method == "eagle3" else None
+
+
 PLUGIN = BackendPlugin(
     name="vllm",
     key="vllm_cfg",
@@ -299,6 +304,7 @@ PLUGIN = BackendPlugin(
     images=Requirement("rl-vllm", imports=("PIL", "torchvision")),
     image_problem=image_problem,
     draft_model=_draft_model,
+    draft_head=_draft_head,
     preflight="rl_vllm.preflight:problems",
 )
 """The generator, found by the entry point `rl.generators:vllm`."""

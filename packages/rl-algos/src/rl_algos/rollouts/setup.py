@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
+from rl_algos.losses.drafts import DraftLoss
 from rl_algos.rollouts.agent_config import SCORED_BY_AGENT, AgentConfig
 from rl_algos.rollouts.config import EvaluationRoot, PolicyGradientConfig, RolloutRoot, rollout_config
 from rl_algos.rollouts.data import RolloutData
@@ -136,8 +137,13 @@ def steps_of(config: RolloutRoot, components: Components, run: Run, *, with_gree
 
 
 def _drafter(config: RolloutRoot, components: Components) -> Drafter | None:
-    section = drafter_section(config)
-    return None if section is None else Drafter(components.models[DRAFTER], section.train_global_batch_size)
+    section, head = drafter_section(config), config.policy.draft_head
+    if section is not None:
+        return Drafter(components.models[DRAFTER], section.train_global_batch_size)
+    if head is None:
+        return None
+    rows, loss = config.policy.train_global_batch_size, DraftLoss(head.num_tokens)
+    return Drafter(components.models[DRAFTER], rows, loss, "policy.draft_head")
 
 
 def mixture_of(config: RolloutRoot, data: RolloutData) -> Mixture | None:

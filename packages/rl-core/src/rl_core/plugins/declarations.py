@@ -146,6 +146,9 @@ class BackendPlugin:
             cannot serve this model with images; empty if it can.
         draft_model: For a generator: function from its config to the draft model that it decodes speculatively with and
             takes the weights of (`rl_core.weights.Manifest.target`), a folder or hub name; None if there is none.
+        draft_head: For a generator: function from its config to the folder of the draft head that it decodes
+            speculatively with and takes the weights of; None if there is none.
+        trains_draft_heads: True if a training backend trains a draft head with a policy (`ModelConfig.draft_head`).
         held_families: Model types (as in `config.json`) whose every mesh the backend's own tests hold; a run of another
             family checks its case first.
         family_table: `"package:file"` with results of the self-check, which a run reads instead of checking again; as
@@ -171,6 +174,8 @@ class BackendPlugin:
     images: Requirement | None = None
     image_problem: Callable[[Any, ModelConfig, Device], str] = serves_images
     draft_model: Callable[[Any], str | None] = drafts_with_no_model
+    draft_head: Callable[[Any], str | None] = drafts_with_no_model
+    trains_draft_heads: bool = False
     held_families: frozenset[str] = frozenset()
     family_table: str = ""
 

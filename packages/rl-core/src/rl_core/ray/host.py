@@ -10,6 +10,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -111,14 +112,14 @@ class WorkerHost:
             self._worker = _plainly(lambda: resolve(target)(*args, **kwargs))
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the worker."""
+        """Call a method of the worker, or of a part of it (`part.method`)."""
         with spans.span(CALLS, method):
-            return _plainly(lambda: getattr(self._worker, method)(*args, **kwargs))
+            return _plainly(lambda: attrgetter(method)(self._worker)(*args, **kwargs))
 
     def call_on(self, method: str, shard: Shard, args: Sequence[Any], kwargs: Mapping[str, Any], *chunks: Chunk) -> Any:
-        """Call a method of the worker on the rows of a shard."""
+        """Call a method of the worker, or of a part of it, on the rows of a shard."""
         with spans.span(CALLS, method):
-            return _plainly(lambda: getattr(self._worker, method)(shard.assemble(chunks), *args, **kwargs))
+            return _plainly(lambda: attrgetter(method)(self._worker)(shard.assemble(chunks), *args, **kwargs))
 
     def infer(
         self, shard: Shard, args: Sequence[Any], kwargs: Mapping[str, Any], *chunks: Chunk

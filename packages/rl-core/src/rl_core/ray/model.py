@@ -72,6 +72,7 @@ class RemoteModel:
         logs: Log of each rank, for messages.
         trains: As `rl_core.model.Model.trains`.
         columns: Columns that all its passes read in addition to `tokens`.
+        part: Name of the part of each worker that is called; the worker itself if empty.
     """
 
     def __init__(
@@ -86,8 +87,10 @@ class RemoteModel:
         logs: Sequence[str] = (),
         trains: bool = True,
         columns: Sequence[str] = (),
+        part: str = "",
     ) -> None:
         self.trains = trains
+        self._part = part
         self._columns = ("tokens", *columns)
         self._workers = list(workers)
         self._role = role
@@ -99,6 +102,26 @@ class RemoteModel:
         self._revision = 0
         self._sent: WeakKeyDictionary[RemoteRows, list[_Sent]] = WeakKeyDictionary()
         self._coordinates: list[Coordinates] = self.call_all("coordinates")
+
+    def part(self, name: str, *, role: str, section: str) -> RemoteModel:
+        """Return the facade of a part of the workers that trains as a model does, such as a draft head.
+
+        Args:
+            name: Name of the attribute of each worker.
+            role: Role of the part, for messages.
+            section: Dotted key of its config section, for messages.
+        """
+        return RemoteModel(
+            self._workers,
+            role=role,
+            section=section,
+            nodes=self._nodes,
+            hold=self._hold,
+            timeout_s=self._timeout_s,
+            logs=self._logs,
+            columns=self._columns[1:],
+            part=name,
+        )
 
     @property
     def workers(self) -> dict[str, ActorHandle]:
@@ -212,7 +235,8 @@ class RemoteModel:
         """
         # the model stays on its device until another is asked for, which the caller does when the send is over
         with self._hold():
-            refs: list[Any] = [worker.call.remote("send", manifest, transport) for worker in self._workers]
+            method = self._method("send")
+            refs: list[Any] = [worker.call.remote(method, manifest, transport) for worker in self._workers]
         return refs, self._origins("weight sync (send)")
 
     def interrupt_send(self, transport: Transport, reason: str) -> None:
@@ -242,7 +266,7 @@ class RemoteModel:
 
     def call_all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call every rank alike."""
-        calls = [worker.call.remote(method, *args, **kwargs) for worker in self._workers]
+        calls = [worker.call.remote(self._method(method), *args, **kwargs) for worker in self._workers]
         return self._gather(calls, method, self._timeout_s)
 
     def _loss_call(self, method: str, batch: Batch, loss: Loss) -> Metrics:
@@ -251,6 +275,9 @@ class RemoteModel:
         inputs = batch.only([name for name in names if name in batch])
         inputs.require(*required)
         return combine(self._call_shards(method, inputs, loss))
+
+    def _method(self, name: str) -> str:
+        return f"{self._part}.{name}" if self._part else name
 
     def _rows_per_shard(self, batch: Batch) -> list[np.ndarray]:
         groups = batch.array(PAIR) if PAIR in batch else None
@@ -285,7 +312,7 @@ class RemoteModel:
     def _call_shards(self, method: str, batch: Batch, *args: Any) -> list[Any]:
         shards = self._send(batch, self._rows_per_shard(batch))
         refs = [
-            worker.call_on.remote(method, *shards[place.on("dp")].of(args, {}))
+            worker.call_on.remote(self._method(method), *shards[place.on("dp")].of(args, {}))
             for worker, place in zip(self._workers, self._coordinates, strict=True)
         ]
         return self._gather(refs, method, self._timeout_s)

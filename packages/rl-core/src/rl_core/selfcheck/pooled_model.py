@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -45,7 +46,8 @@ class PooledModel:
         self.close()
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call a method of every rank with the same arguments; the results in rank order."""
+        """Call a method of every rank, or of a part of it (`part.method`), with the same arguments; the results in rank
+        order."""
         return self._pool.run(_call, [(method, args, kwargs)] * self._num_ranks)
 
     def infer(self, batch: Batch, reads: Sequence[Read], *, reference: bool = False, temperature: float = 1.0) -> Batch:
@@ -141,7 +143,7 @@ def _build(rank: Rank, factory: str, config: ModelConfig, spec: ModelSpec, setti
 
 
 def _call(rank: Rank, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return getattr(rank.held[HELD], method)(*args, **kwargs)
+    return attrgetter(method)(rank.held[HELD])(*args, **kwargs)
 
 
 def _close(rank: Rank) -> None:

@@ -116,6 +116,12 @@ def shard_model(
             first.set_modules_to_backward_prefetch([first])
 
 
+def shard_whole(root: nn.Module, *, mesh: Mesh, compute: torch.dtype) -> None:
+    """Shard a small module as one unit, whose parameters stay on the device; otherwise as `shard_model`."""
+    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    fully_shard(root, mesh=mesh.sharding, mp_policy=policy)
+
+
 def shard_of_stack(parameter: Tensor, num_ranks: int) -> Shard:
     """Return the dim along which stacked weights of experts are sharded: that of the experts if every rank gets as
     many, which copies least, otherwise the largest that the ranks divide, so that all of them hold something."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -21,12 +22,27 @@ def grad_norm(model: ShardedModel, mesh: Mesh) -> float:
     embedding.
     """
     replicated = {id(parameter) for parameter in model.replicated or ()}
+    return norm_of(
+        (
+            (parameter.grad, mesh.num_gradients if id(parameter) in replicated else 1)
+            for parameter in model.trained()
+            if parameter.grad is not None and not _is_tied_copy(model, parameter)
+        ),
+        mesh,
+    )
+
+
+def norm_of(grads: Iterable[tuple[Tensor, int]], mesh: Mesh) -> float:
+    """Norm of gradients together, the same on every rank; collective.
+
+    Args:
+        grads: This rank's parts, and the number of ranks that hold each alike, in addition to what its placement says.
+        mesh: Mesh of the ranks.
+    """
     squares: dict[tuple[int, torch.device], list[Tensor]] = {}
-    for parameter in model.trained():
-        if parameter.grad is not None and not _is_tied_copy(model, parameter):
-            copies = _num_copies(parameter.grad) * (mesh.num_gradients if id(parameter) in replicated else 1)
-            grad = local(parameter.grad)
-            squares.setdefault((copies, grad.device), []).append(grad)
+    for whole, alike in grads:
+        grad = local(whole)
+        squares.setdefault((_num_copies(whole) * alike, grad.device), []).append(grad)
     total = torch.zeros((), device=mesh.device)
     for (copies, _), grads in squares.items():
         norms = torch._foreach_norm(grads)

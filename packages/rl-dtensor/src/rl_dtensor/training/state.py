@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.optim import Optimizer
@@ -15,7 +16,6 @@ from torch.optim import Optimizer
 from rl_core.torch.optim.optimizer import counts_on_device
 from rl_core.torch.training.checkpoint_files import SHARDS, read_tensors
 from rl_core.torch.training.save_plan import KeptSavePlanner
-from rl_dtensor.model.model import ShardedModel
 from rl_dtensor.parallel.fsdp import local
 from rl_dtensor.parallel.mesh import Mesh
 
@@ -23,15 +23,27 @@ MODEL_PREFIX = "model/"
 OPTIMIZER_PREFIX = "optimizer/"
 
 
+class Stateful(Protocol):
+    """What has tensors that a checkpoint holds: a `ShardedModel`, or a draft head."""
+
+    def state(self) -> dict[str, Tensor]:
+        """The tensors by name."""
+        ...
+
+    def reshard_all(self) -> None:
+        """Free every gathered parameter."""
+        ...
+
+
 class TrainingState:
-    """The `rl_core.torch.training.backend.RankState` of a sharded model: the tensors of `ShardedModel.state` and the
-    optimizer's state, as DTensors if they are sharded.
+    """The `rl_core.torch.training.backend.RankState` of a sharded model or draft head: the tensors of its `state` and
+    the optimizer's state, as DTensors if they are sharded.
 
     Args:
         optimizer: None if the model does not train.
     """
 
-    def __init__(self, model: ShardedModel, optimizer: Optimizer | None, mesh: Mesh) -> None:
+    def __init__(self, model: Stateful, optimizer: Optimizer | None, mesh: Mesh) -> None:
         self._model = model
         self._weights = model.state()
         self._optimizer = optimizer
@@ -56,7 +68,7 @@ class TrainingState:
             self._restore_optimizer(self._optimizer, {key: state[key] for key in saved})
 
     def weights(self) -> dict[str, Any]:
-        """The tensors of `ShardedModel.state` by name, in host memory."""
+        """The tensors of the model's `state` by name, in host memory."""
         return _host_copies(self._model_state())
 
     def restore_weights(self, path: Path) -> None:

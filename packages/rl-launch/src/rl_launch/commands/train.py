@@ -27,7 +27,7 @@ from rl_launch.model_files.model_folder import adapter_problems
 from rl_launch.monitoring.run_monitoring import RunMonitoring, check_monitoring
 from rl_launch.placement.bundles import PlacementError
 from rl_launch.push.pusher import pusher_of
-from rl_launch.root_config import with_section, with_values
+from rl_launch.root_config import DRAFTER, with_section, with_values
 from rl_launch.run_config.checks import check_placement
 from rl_launch.run_config.inputs import check_inputs
 from rl_launch.run_config.plan import RunPlan
@@ -125,6 +125,8 @@ def train(
     pusher = pusher_of(config.checkpointing)
     restoration = Restoration(saves=config.checkpointing.enabled)
     exports = export_suffixes(plugin.models(config))
+    if config.policy.draft_head is not None:
+        exports[DRAFTER] = f"_{DRAFTER}"
     with RunMonitoring(config.logger, findings=findings, restarts=lambda: restoration.goes_on) as monitoring:
         sessions = partial(
             RunSession,

@@ -44,7 +44,7 @@ from rl_launch.placement.topology import (
     topology_problems,
     weight_sync_problems,
 )
-from rl_launch.root_config import DRAFTER, POLICY, ClusterConfig, RunConfig
+from rl_launch.root_config import DRAFT_HEAD, DRAFTER, POLICY, ClusterConfig, RunConfig
 from rl_launch.run_config.plan import RunPlan, plugin_of
 from rl_launch.run_config.profiling_checks import profiled_rank_checks, profiling_checks
 from rl_launch.session.callbacks.callback_classes import callback_problems
@@ -281,6 +281,40 @@ def _drafter_checks(plan: RunPlan) -> Iterator[Problem]:
         yield Problem(f"{DRAFTER}.model_name", reason, got=name, remedy="Set both to the same folder")
 
 
+def _draft_head_checks(plan: RunPlan) -> Iterator[Problem]:
+    """Yield the problems of a draft head that the generator does not draft with, or that cannot train."""
+    backends = plan.backends
+    for key in plan.model_sections:
+        if key != POLICY and plan.section(key).draft_head is not None:
+            reason = "trains a draft head, but generation serves only the policy, whose hidden states a head reads"
+            yield Problem(f"{key}.{DRAFT_HEAD}", reason, remedy=f"Write it as {POLICY}.{DRAFT_HEAD}")
+    policy, generation, key = backends.models.get(POLICY), backends.generation, f"{POLICY}.{DRAFT_HEAD}"
+    head = None if policy is None else policy.config.draft_head
+    if policy is None or head is None:
+        return
+    if not policy.plugin.trains_draft_heads:
+        reason = f"is not supported by the training backend {policy.plugin.name}"
+        yield Problem(key, reason, remedy="Train the policy with dtensor, or remove this section")
+    if DRAFTER in backends.models:
+        reason = f"trains a draft head, but {DRAFTER} trains a draft model, and generation drafts with one of them"
+        yield Problem(key, reason, remedy="Remove one of the two sections")
+        return
+    drafts_with = None if generation is None else generation.plugin.draft_head(generation.backend)
+    if drafts_with is None:
+        without = "this algorithm has no generator"
+        if generation is not None:
+            without = f"the generator ({generation.plugin.name}) drafts with none"
+        reason = f"trains a draft head, but {without}"
+        remedy = (
+            f"Set policy.generation.vllm_cfg.speculation={{method: eagle3, model: {head.model_name}}}, or remove this "
+            "section"
+        )
+        yield Problem(key, reason, remedy=remedy)
+    elif Path(drafts_with).expanduser() != Path(head.model_name).expanduser():
+        reason = f"is trained, but the generator drafts with {drafts_with}"
+        yield Problem(f"{key}.model_name", reason, got=head.model_name, remedy="Set both to the same folder")
+
+
 def _topology_checks(plan: RunPlan) -> Iterator[Problem]:
     yield from colocated_problems(plan.backends.claims)
     yield from _placement_problems(plan.config.cluster, plan.backends)
@@ -342,6 +376,7 @@ BACKEND_CHECKS: tuple[Check, ...] = (
     _lora_sync_checks,
     _vision_checks,
     _drafter_checks,
+    _draft_head_checks,
     _topology_checks,
     profiled_rank_checks,
 )

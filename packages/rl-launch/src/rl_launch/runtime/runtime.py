@@ -35,7 +35,7 @@ from rl_launch.model_files.local_models import model_folders
 from rl_launch.monitoring.poller import Monitored
 from rl_launch.placement.residency import Residency
 from rl_launch.placement.topology import GENERATION, Topology
-from rl_launch.root_config import DRAFTER, POLICY
+from rl_launch.root_config import DRAFT_HEAD, DRAFTER, POLICY
 from rl_launch.run_config.plan import RunPlan
 from rl_launch.runtime.canary import Canary
 from rl_launch.runtime.elastic_replicas import ElasticReplicas
@@ -242,7 +242,8 @@ class Runtime:
         weights = sync if opponents is None else opponents
         pool = self._pool(started, residency, replicas.environment_watch(), weights=weights, elastic=elastic)
         log_places({worker.name: worker.node for worker in self.monitored()})
-        return Components(models=by_role, data=data, weights=sync, pool=pool, opponents=opponents)
+        trained = self._with_draft_head(by_role)
+        return Components(models=trained, data=data, weights=sync, pool=pool, opponents=opponents)
 
     def processes(self) -> list[NamedActor]:
         """The processes of the run as they are now: ranks, rollout workers and environments."""
@@ -341,6 +342,12 @@ class Runtime:
             timeout_s=self._config.cluster.replacement_timeout_s,
         )
 
+    def _with_draft_head(self, by_role: Mapping[str, RemoteModel]) -> Mapping[str, RemoteModel]:
+        """The models, and the draft head that trains in the processes of the policy, if there is one."""
+        if self._backends.models[POLICY].config.draft_head is None:
+            return by_role
+        return {**by_role, DRAFTER: by_role[POLICY].part(DRAFT_HEAD, role=DRAFTER, section=f"{POLICY}.{DRAFT_HEAD}")}
+
     def _weight_folders(self) -> Callable[[], str]:
         """Give out folders for the weights that travel through files; nothing in them outlasts the run."""
         folder = Path(self._logs).parent / "weights"
@@ -376,11 +383,15 @@ class Runtime:
         )
         folders = self._weight_folders()
 
-        def way(role: WeightTarget) -> WeightTransfer:
+        senders = self._with_draft_head(by_role)
+
+        def way(target: WeightTarget) -> WeightTransfer:
+            role = target if target in by_role else POLICY
             kind = self.topology.transport_of(role)
             return WeightTransfer(
-                by_role[role],
-                role,
+                senders[target],
+                target,
+                tenant=role,
                 kind=kind,
                 meet=models.group(role).meeting_point if kind != "disk" else folders,
                 residency=self._residency if self.topology.takes_turns(role) else None,
@@ -393,7 +404,7 @@ class Runtime:
             way(POLICY),
             canary=canary,
             residency=residency,
-            drafter=way(DRAFTER) if DRAFTER in by_role else None,
+            drafter=way(DRAFTER) if DRAFTER in senders else None,
             sends_adapters=self._backends.generation.config.lora_sync == "adapter",
         )
 

@@ -51,13 +51,13 @@ class WeightSync:
 
     A new version is served only when every receiver acknowledged every tensor's digest, the engine's own check of its
     copies passed, and the canary's logprobs agree with the policy's. A version can be sent until the policy steps. The
-    weights of a draft model follow those of the policy, before anything is served.
+    weights of a drafter follow those of the policy, before anything is served.
 
     Args:
         policy: The policy's weights on their way.
         canary: What both sides must agree on.
         residency: Residency of the devices that policy and replicas share; None if they share none.
-        drafter: Weights of a draft model that trains with the policy; None without one.
+        drafter: Weights of a draft model or draft head that trains with the policy; None without one.
         sends_adapters: True if the adapters of the policy travel by themselves: beside the weights that they sit on
             to replicas that do not have these yet, and alone in every later transfer.
         timeout_s: Bound of each phase.
@@ -162,8 +162,10 @@ class WeightSync:
         taken = self._policy.send(manifest, replicas, canary=rows, takes_turns=takes_turns, in_flight=in_flight)
         expected = finish()
         scores = [found.scores for found in taken]
+        if self._drafter is not None and self._drafter.tenant == self._policy.tenant:
+            self._send_drafter(self._drafter, update.version, replicas)
         self._policy.leave("parameters")
-        if self._drafter is not None:
+        if self._drafter is not None and self._drafter.tenant != self._policy.tenant:
             self._send_drafter(self._drafter, update.version, replicas)
         if self._residency:
             self._residency.hand_over(GENERATION)
@@ -176,7 +178,8 @@ class WeightSync:
         self._served = started(replicas)
 
     def _send_drafter(self, drafter: WeightTransfer, version: int, replicas: Sequence[Receiver]) -> None:
-        """Bring the draft models of the replicas, which have taken over a version of the policy, to the trained one."""
+        """Bring the drafters of the replicas, which have taken over a version of the policy, to the trained one. A draft
+        head is sent before its policy leaves the devices, with which it leaves."""
         with drafter.hold():
             drafter.leave("optimizer")
             manifest = drafter.manifest("merged", version)

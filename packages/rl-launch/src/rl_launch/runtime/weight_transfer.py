@@ -54,12 +54,13 @@ class WeightTransfer:
 
     Args:
         model: The sender.
-        target: The generators' model that the weights are for; also the sender's role.
+        target: The generators' model that the weights are for.
         kind: Kind of transport.
         meet: Makes the address at which sender and receivers meet, or the folder that they share.
         residency: Residency of the devices that the sender shares with others; None if it shares none.
         gives_way: True if replicas are among these others: the sender frees the devices for them, part by part.
         bucket_bytes: Most bytes in flight at a time.
+        tenant: Role that holds the devices, if it is not the target: a draft head is where its policy is.
         sends_changes: True if a transfer carries only what changed since the one before, to the same replicas.
         timeout_s: Bound of each phase.
     """
@@ -74,11 +75,13 @@ class WeightTransfer:
         residency: Residency | None,
         gives_way: bool,
         bucket_bytes: int,
+        tenant: str = "",
         sends_changes: bool = False,
         timeout_s: float = 600.0,
     ) -> None:
         self.model = model
         self.bucket_bytes = bucket_bytes
+        self.tenant = tenant or target
         self._target: WeightTarget = target
         self._kind: TransportKind = kind
         self._meet = meet
@@ -92,7 +95,7 @@ class WeightTransfer:
 
     def hold(self) -> AbstractContextManager[None]:
         """Context in which the model is on its devices; it stays there until another needs them."""
-        return self._residency.hold(self._target) if self._residency else nullcontext()
+        return self._residency.hold(self.tenant) if self._residency else nullcontext()
 
     def leave(self, part: Part) -> None:
         """Free the devices of a part of the model for the replicas, if they share them."""

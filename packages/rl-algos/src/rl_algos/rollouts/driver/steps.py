@@ -65,7 +65,7 @@ class RolloutSteps:
         evaluation: Evaluation of the tasks that the run scores in addition to its validation data; None for none.
         mixture: Mixture of the datasets that the prompts come from; None for one.
         opponents: Older weights of the policy that play against it; None for none.
-        drafter: Draft model that trains with the policy; None for none.
+        drafter: Drafter that trains with the policy; None for none.
     """
 
     config: RolloutConfig
@@ -125,16 +125,16 @@ class RolloutSteps:
 
         Args:
             number: Number of the step.
-            batch: Its rollouts, from which a draft model learns first; a loop that gives none cannot train one.
+            batch: Its rollouts, from which a drafter learns first; a loop that gives none cannot train one.
 
         Raises:
-            ConfigError: If there is a draft model to train and no batch.
+            ConfigError: If there is a drafter to train and no batch.
         """
         if self.drafter is not None:
             if batch is None:
                 raise ConfigError(
-                    f"{DRAFTER}: the loop of this algorithm does not support it, because it calls `steps.sync` without "
-                    "the batch of the step. Remove this section, or pass the batch"
+                    f"{self.drafter.section}: the loop of this algorithm does not support it, because it calls "
+                    "`steps.sync` without the batch of the step. Remove this section, or pass the batch"
                 )
             with self.run.phase("drafter_training"):
                 self.run.record(number, self.drafter.learn(batch))

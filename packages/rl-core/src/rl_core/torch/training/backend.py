@@ -350,11 +350,34 @@ class RankState(Protocol):
 
 
 @dataclass(frozen=True)
+class HeadParts:
+    """A draft head that lives with the model that it drafts for.
+
+    Args:
+        folder: Folder of the files that it was loaded from.
+        model: Its passes, which answer only `draft_losses`; passes of the other model are part of them.
+        weights: Weights that generators receive, by the names of its files.
+        exported: All tensors of its files.
+        optimizer: Optimizer of the head.
+        state: State for checkpoints.
+    """
+
+    folder: Path
+    model: RankModel
+    weights: RankWeights
+    exported: RankWeights
+    optimizer: RankOptimizer
+    state: RankState
+
+
+@dataclass(frozen=True)
 class TrainingParts:
     """A model as a backend builds it.
 
     Args:
         optimizer: None if the model does not train.
+        residency: Also of the draft head.
+        draft_head: Draft head that trains with the model; None without one.
     """
 
     model: RankModel
@@ -362,3 +385,4 @@ class TrainingParts:
     optimizer: RankOptimizer | None
     state: RankState
     residency: Residency
+    draft_head: HeadParts | None = None

@@ -26,6 +26,7 @@ from rl_core.torch.training.adapter_export import export_adapter
 from rl_core.torch.training.backend import RankMesh, TrainingParts
 from rl_core.torch.training.checkpoint import Checkpoint
 from rl_core.torch.training.checkpoint_files import exported_files, verify_files
+from rl_core.torch.training.draft_head import DraftHead
 from rl_core.torch.training.export import complete_generation_config, export_dtype, export_weights, write_hf_config
 from rl_core.torch.training.flops import peak_flops, speed_metrics
 from rl_core.torch.training.publishing import manifest_of, send_weights, stream_of
@@ -49,6 +50,9 @@ class TrainingWorker:
         build: Function from the folder of the model's files to its parts; collective.
         row_multiple: Number of which each packed row fills a multiple, if the model pads packed microbatches to their
             token budget; None if it does not.
+
+    Attributes:
+        draft_head: Draft head that trains with the model; None without one.
 
     Raises:
         ValueError: If files, config, role and settings do not fit together.
@@ -89,6 +93,16 @@ class TrainingWorker:
         self._skipped = SkippedSteps(config.max_skipped_steps)
         self._peak = self._peak_of_shard()
         self._checkpoint = Checkpoint(parts.state, inner, self._schedule, self._mesh, self._spec.seed, self._reference)
+        self.draft_head = None
+        if parts.draft_head is not None:
+            self.draft_head = DraftHead(
+                config,
+                parts.draft_head,
+                self._mesh,
+                parts.residency,
+                batching=self._training,
+                seed=self._spec.seed,
+            )
 
     def coordinates(self) -> Coordinates:
         """This rank's place on the mesh."""
@@ -229,13 +243,15 @@ class TrainingWorker:
         """
         self._checkpoint.close()
         self._sending.close()
+        if self.draft_head is not None:
+            self.draft_head.close()
         try:
             dist.monitored_barrier(group=self._mesh.control, timeout=CLOSE_TIMEOUT)
         finally:
             self._mesh.leave()
         self._model.close()
         del self._model, self._weights, self._optimizer, self._schedule
-        del self._reference, self._residency, self._checkpoint
+        del self._reference, self._residency, self._checkpoint, self.draft_head
         # modules and wrappers form cycles, which keep memory and the sockets of groups until they are collected
         gc.collect()
         self._mesh.kind.release_memory()
