@@ -99,9 +99,7 @@ def reference_losses(policy_folder, head_folder, rows, num_tokens):
         """One token's residual, query, key and value."""
         own = normed(hidden, part("hidden_norm"))
         both = torch.cat([normed(embedding[token], part("input_layernorm")), own])
-        query, key, value = (
-            (part(f"self_attn.{name}_proj") @ both).view(1, -1, DIM) for name in ("q", "k", "v")
-        )
+        query, key, value = ((part(f"self_attn.{name}_proj") @ both).view(1, -1, DIM) for name in ("q", "k", "v"))
         place = torch.tensor([place])
         residual = own if config.get("norm_before_residual") else hidden
         return residual, rotated(query, place), rotated(key, place), value
@@ -122,7 +120,9 @@ def reference_losses(policy_folder, head_folder, rows, num_tokens):
             out = policy(tokens[None], output_hidden_states=True)
             entered = []
             hook = policy.model.layers[-1].register_forward_hook(
-                lambda _, __, output, kept=entered: kept.append(output if isinstance(output, torch.Tensor) else output[0])
+                lambda _, __, output, kept=entered: kept.append(
+                    output if isinstance(output, torch.Tensor) else output[0]
+                )
             )
             policy(tokens[None])
             hook.remove()

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from spoilable_generator import SpoilableGenerator
 from transformers import AutoModelForCausalLM
 
@@ -299,3 +299,53 @@ def test_a_drafter_that_is_sent_the_weights_of_the_model_drafts_what_it_samples(
     for target in ("policy", "drafter"):
         bench.runner.run(bench.sync(bench.first, target=target))
     assert acceptance() == 1
+
+
+@pytest.mark.parametrize("has_output_layer", partly_exhaustive([True, False], always=[True]))
+def test_a_head_that_is_sent_drafts_with_its_new_weights(
+    has_output_layer: bool, tmp_path: Path, _interpreted: None
+) -> None:
+    target, other = (write_reference_model(tmp_path / name, seed=seed) for seed, name in enumerate(("first", "second")))
+    stale, trained = (write_eagle_head(tmp_path / f"head of {folder.name}", folder) for folder in (target, other))
+    if not has_output_layer:
+        # it drafts with the output layer of the model, and so does not depend on what it is sent alone
+        for folder in (stale, trained):
+            drop_output_layer(folder)
+    backend = VllmConfig(kv_cache_gib=0.25, speculation=SpeculationConfig(method="eagle3", model=str(stale)))
+    generator = SpoilableGenerator(GenerationConfig(), backend, model_config(target), AWAITING)
+    bench = SpeculationBench(generator, target, other, SenderProcess())
+    bench.senders["drafter"] = SenderProcess()
+    # the head finds the token that comes after its last one, and knows which follows
+    requests = [
+        GenerationRequest(np.array([token, *prompt(5)], np.int32), SamplingParams(24, temperature=0), 0)
+        for token in range(2, 34)
+    ]
+
+    def acceptance() -> float:
+        before = bench.counts()
+        for request, completion in zip(requests, bench.generate(requests), strict=True):
+            assert completion.token_ids.tolist() == bench.references[other].greedy(request.token_ids, 24)
+        counts = bench.counts().since(before)
+        return counts.num_accepted[0] / counts.num_drafts
+
+    try:
+        bench.runner.run(bench.sync(other))
+        before = acceptance()
+        bench.runner.run(bench.sync(trained, target="drafter"))
+        after = acceptance()
+        if has_output_layer:
+            assert after > before
+        bench.runner.run(bench.sync(other))
+        bench.runner.run(bench.sync(trained, target="drafter"))
+        assert acceptance() == after
+    finally:
+        bench.runner.run(generator.close())
+        bench.runner.close()
+        for each in bench.senders.values():
+            each.close()
+
+
+def drop_output_layer(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    del weights["lm_head.weight"]
+    save_file(weights, folder / "model.safetensors")

@@ -25,6 +25,7 @@ from rl_vllm.patches.bare_model import without_adapters
 from rl_vllm.patches.draft_files import load_drafters_as_configured
 from rl_vllm.patches.empty_top_k import filter_no_logits
 from rl_vllm.patches.expert_routing import complete_routing_on_cpu
+from rl_vllm.patches.layers_of_heads import keep_layers_of_heads
 from rl_vllm.patches.numbers_of_videos import spell_no_numbers
 from rl_vllm.patches.per_layer_inputs import embed_tokens_for_each_layer
 from rl_vllm.patches.rotary_embeddings import flatten_heads_on_cpu
@@ -34,12 +35,14 @@ from rl_vllm.weights.adapter_receiver import AdapterReceiver
 from rl_vllm.weights.load_plan import LoadPlan, plan_load
 from rl_vllm.weights.planned_load import PlannedLoad
 from rl_vllm.weights.quantisation_check import QuantisationError
+from rl_vllm.weights.shared_layers import without_layers_of
 from rl_vllm.weights.weight_receiver import WeightReceiver
 
 # vLLM imports this module in every process of an engine, before it makes the model
 flatten_heads_on_cpu()
 complete_routing_on_cpu()
 embed_tokens_for_each_layer()
+keep_layers_of_heads()
 load_drafters_as_configured()
 repeat_sampling_parameters_on_cpu()
 filter_no_logits()
@@ -58,13 +61,19 @@ class Target:
         model: This rank's part of it.
         config: vLLM's.
         end: Connection to the sender; it ends with this process.
+        host: Model that it may share layers with, whose weights arrive with that model's; None for the engine's own.
         planned: The last manifest, the plan of its load, and that load if the plan is all it takes.
     """
 
     model: torch.nn.Module
     config: ModelConfig
+    host: torch.nn.Module | None = None
     end: ReceivingEnd | None = None
     planned: tuple[Manifest, LoadPlan, PlannedLoad | None] | None = None
+
+    def apart(self) -> AbstractContextManager[None]:
+        """Context in which it has only the layers that it does not share."""
+        return nullcontext() if self.host is None else without_layers_of(self.host, self.model)
 
     def plan(self, manifest: Manifest) -> tuple[LoadPlan, PlannedLoad | None]:
         """Plan of the load of these tensors; made once, as versions of one model differ only in their values."""
@@ -162,7 +171,8 @@ class EngineWorker:
             drafter = getattr(getattr(self.model_runner, "drafter", None), "model", None)
             if drafter is None:
                 raise WeightSyncError("the engine has no draft model that weights could be sent to")
-            targets[name] = Target(drafter, self.vllm_config.speculative_config.draft_model_config)
+            config = self.vllm_config.speculative_config.draft_model_config
+            targets[name] = Target(drafter, config, self.get_model())
         return targets[name]
 
     def _begin(self, manifest: Manifest, scale: float) -> dict[str, Any]:
@@ -170,7 +180,8 @@ class EngineWorker:
         unknown: dict[str, str] = {}
         missing: list[str] = []
         if manifest.form != "adapter":
-            self._receiver = self.make_receiver(manifest.without_factors())
+            with self.target(manifest.target).apart():
+                self._receiver = self.make_receiver(manifest.without_factors())
             unknown, missing = dict(self._receiver.plan.unknown), list(self._receiver.plan.missing)
         if manifest.num_factors:
             self._adapters = AdapterReceiver(self._adapter_manager(), manifest, scale)
@@ -184,7 +195,7 @@ class EngineWorker:
         target = self.target(manifest.target)
         target.end = target.end or ReceivingEnd(device)
         parts = {} if self._receiver is None else self._receiver.parts
-        with target.end.transfer(manifest, transport, rank, parts) as tensors:
+        with target.apart(), target.end.transfer(manifest, transport, rank, parts) as tensors:
             arriving = iter(tensors)
             if self._receiver is not None:
                 self._receiver.load(islice(arriving, len(manifest.tensors) - manifest.num_factors))
@@ -197,8 +208,9 @@ class EngineWorker:
         return tensors.digest
 
     def _check(self) -> list[str]:
-        self._announced()
-        stale = [] if self._receiver is None else self._receiver.stale()
+        manifest = self._announced()
+        with self.target(manifest.target).apart():
+            stale = [] if self._receiver is None else self._receiver.stale()
         if self._adapters is not None:
             stale += self._adapters.stale()
         self._manifest = self._receiver = self._adapters = None

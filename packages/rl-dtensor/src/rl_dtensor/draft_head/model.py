@@ -30,6 +30,7 @@ from rl_dtensor.parallel.mesh import Mesh
 from rl_dtensor.training.gradients import norm_of
 from rl_dtensor.training.step import DTensorModel
 
+
 class ShardedHead:
     """This rank's part of a head.
 
@@ -141,9 +142,7 @@ class DraftHeadModel:
         rows = microbatch.rows
         states = reader.read(rows)
         layout = lay_out(rows, Alignment(), is_packed=True)
-        columns = {
-            read.name: self._head.module(states, layout, _wanted(rows), read.k) for read in run.reads
-        }
+        columns = {read.name: self._head.module(states, layout, _wanted(rows), read.k) for read in run.reads}
         return run.on_reads(microbatch, columns)
 
 
