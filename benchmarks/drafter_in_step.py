@@ -1,16 +1,18 @@
 """How many drafted tokens are accepted while the policy moves away from where its drafter began, with a drafter that
 stays as it is and with one that trains in every step.
 
-    python benchmarks/drafter_in_step.py [--steps 30] [--seeds 1]
+    python benchmarks/drafter_in_step.py [--drafter model|head] [--steps 30] [--seeds 1]
 
-Both runs are what `rl train grpo-arithmetic` makes on the CPU, with a reward that the warmed-up model hardly earns: the
-share of sevens among 16 characters. The policy learns within a few updates to write something else than sums. The
-drafter begins as a copy of the policy, the best that a frozen one can be.
+The drafter is a draft model (`model`) or an EAGLE-3 head that reads the policy's hidden states (`head`). Both runs are what `rl train grpo-arithmetic` makes on the CPU, with a reward that the warmed-up model hardly earns: the
+share of sevens among 16 characters. The policy learns within a few updates to write something else than sums. A draft
+model begins as a copy of the policy, the best that a frozen one can be. A head begins with what it learned from random
+weights in a run of `--warmup` steps whose policy stays as it is.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -19,7 +21,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import numpy as np
 from measurement import read_metrics, rl_command, run_logged, surroundings, table
+from safetensors.numpy import save_file
 
 from rl_launch.commands.train import local_model
 
@@ -43,13 +47,22 @@ SETTINGS = (
     "policy.generation.max_new_tokens=16",
     "policy.generation.backend=vllm",
 )
-DRAFTER = (
+OF_MODEL = (
     "drafter.precision=float32",
     "drafter.max_total_sequence_length=32",
     "drafter.train_micro_batch_size=64",
     "drafter.sequence_packing={enabled: false}",
     "drafter.optimizer.kwargs.lr=1e-3",
 )
+OF_HEAD = ("policy.draft_head.optimizer.kwargs.lr=1e-3",)
+WARMUP = (
+    "checkpointing.enabled=true",
+    "checkpointing.metric_name=null",
+    "policy.optimizer.kwargs.lr=0",
+    "policy.train_global_batch_size=16",
+    "policy.draft_head.optimizer.kwargs.lr=3e-3",
+)
+"""Settings of the run in which a head learns to follow a policy that stays as it is: eight updates per step."""
 PARTS = 5
 """Rows of the table; each is the mean of a part of the steps."""
 
@@ -58,26 +71,84 @@ def main() -> None:
     """Make both runs for every seed and print their acceptance by step."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=30, help="steps, one update of the policy each (default 30)")
+    parser.add_argument("--drafter", choices=("model", "head"), default="model")
+    parser.add_argument("--warmup", type=int, default=30, help="steps in which a head learns first (default 30)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1], metavar="SEED")
     options = parser.parse_args()
     print(surroundings("rl-core", "rl-launch", "rl-vllm"), end="\n\n")
     with tempfile.TemporaryDirectory(prefix="rl-drafter-") as scratch:
         folder = Path(scratch)
         (folder / "sevens.py").write_text(REWARD, encoding="utf-8")
-        shutil.copytree(local_model("tiny-arithmetic-sft"), folder / "drafter")
+        if options.drafter == "model":
+            shutil.copytree(local_model("tiny-arithmetic-sft"), folder / "drafter")
+        else:
+            make_head(folder, options.warmup)
         for seed in options.seeds:
-            found = {name: made(folder, name, options.steps, seed) for name in ("frozen", "trained")}
+            found = {name: made(folder, options.drafter, name, options.steps, seed) for name in ("frozen", "trained")}
             print(f"Seed {seed}:\n\n{shown(found)}\n", flush=True)
 
 
-def made(folder: Path, name: str, num_steps: int, seed: int) -> list[dict[str, Any]]:
+def made(folder: Path, kind: str, name: str, num_steps: int, seed: int) -> list[dict[str, Any]]:
     """Make a run whose drafter is frozen or trained; returns its metrics by step."""
     drafter = folder / "drafter"
-    speculation = f"policy.generation.vllm_cfg.speculation={{method: draft_model, model: {drafter}, num_tokens: 3}}"
-    trained = (f"drafter.model_name={drafter}", *DRAFTER) if name == "trained" else ()
-    settings = (*SETTINGS, speculation, *trained, f"grpo.max_num_steps={num_steps}", f"grpo.seed={seed}")
+    sections = {
+        "model": (f"drafter.model_name={drafter}", *OF_MODEL),
+        "head": (f"policy.draft_head.model_name={drafter}", *OF_HEAD),
+    }
+    trained = sections[kind] if name == "trained" else ()
+    settings = (*SETTINGS, speculation(kind, drafter), *trained, f"grpo.max_num_steps={num_steps}", f"grpo.seed={seed}")
     run_rl(folder, "grpo-arithmetic", f"{name}-{seed}", *settings)
     return read_metrics(folder / f"{name}-{seed}")
+
+
+def speculation(kind: str, drafter: Path) -> str:
+    """The setting by which the engine drafts three tokens with a draft model or a head."""
+    method = {"model": "draft_model", "head": "eagle3"}[kind]
+    return f"policy.generation.vllm_cfg.speculation={{method: {method}, model: {drafter}, num_tokens: 3}}"
+
+
+def make_head(folder: Path, num_steps: int) -> None:
+    """Write a head into the subfolder `drafter` that has learned to follow the policy before it trains."""
+    random = folder / "random"
+    write_random_head(random, json.loads((Path(local_model("tiny-arithmetic-sft")) / "config.json").read_text()))
+    settings = (*SETTINGS, speculation("head", random), f"policy.draft_head.model_name={random}", *WARMUP)
+    run_rl(folder, "grpo-arithmetic", "warmup", *settings, f"grpo.max_num_steps={num_steps}", "grpo.seed=0")
+    (newest,) = (folder / "warmup" / "checkpoints").glob(f"step_{num_steps}")
+    shutil.copytree(newest / "hf_drafter", folder / "drafter")
+
+
+def write_random_head(folder: Path, policy: Mapping[str, Any]) -> None:
+    """Write an EAGLE-3 head with random weights and an output layer of its own."""
+    width, heads = policy["hidden_size"], policy["num_attention_heads"] * policy["head_dim"]
+    kv_heads, inner = policy["num_key_value_heads"] * policy["head_dim"], policy["intermediate_size"]
+    shapes = {
+        "fc": (width, 3 * width),
+        "midlayer.self_attn.q_proj": (heads, 2 * width),
+        "midlayer.self_attn.k_proj": (kv_heads, 2 * width),
+        "midlayer.self_attn.v_proj": (kv_heads, 2 * width),
+        "midlayer.self_attn.o_proj": (width, heads),
+        "midlayer.mlp.gate_proj": (inner, width),
+        "midlayer.mlp.up_proj": (inner, width),
+        "midlayer.mlp.down_proj": (width, inner),
+        "lm_head": (policy["vocab_size"], width),
+    }
+    norms = [f"midlayer.{name}" for name in ("hidden_norm", "input_layernorm", "post_attention_layernorm")]
+    random = np.random.default_rng(0)
+    weights = {name: random.normal(0, width**-0.5, shape).astype(np.float32) for name, shape in shapes.items()}
+    weights |= {name: np.ones(width, np.float32) for name in (*norms, "norm")}
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        **{name: policy[name] for name in (*names, "max_position_embeddings", "rms_norm_eps")},
+        "draft_vocab_size": policy["vocab_size"],
+        "num_hidden_layers": 1,
+        "dtype": "float32",
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]},
+    }
+    folder.mkdir()
+    save_file({f"{name}.weight": weight for name, weight in weights.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
 def run_rl(folder: Path, recipe: str, name: str, *settings: str) -> None:

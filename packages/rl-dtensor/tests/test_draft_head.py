@@ -28,8 +28,9 @@ ADAM = HeadOptimizerConfig(kwargs={"lr": 1e-2})
 class PooledHead(PooledModel):
     """A policy with a head, which the calls of `train_head` and those of `draft_head.` are of."""
 
-    def train_head(self, batch, loss=HeadLoss()):
-        return reduce_metrics(self._call_shards("draft_head.train_step", batch, self._rows_per_shard(batch), loss))
+    def train_head(self, batch):
+        rows = self._rows_per_shard(batch)
+        return reduce_metrics(self._call_shards("draft_head.train_step", batch, rows, HeadLoss()))
 
 
 def open_model(ranks, policy, head, num_ranks=1, *, packed=True, num_tokens=3, **settings):

@@ -302,9 +302,7 @@ def test_a_drafter_that_is_sent_the_weights_of_the_model_drafts_what_it_samples(
 
 
 @pytest.mark.parametrize("has_output_layer", partly_exhaustive([True, False], always=[True]))
-def test_a_head_that_is_sent_drafts_with_its_new_weights(
-    has_output_layer: bool, tmp_path: Path, _interpreted: None
-) -> None:
+def test_a_head_that_is_sent_drafts_with_its_new_weights(has_output_layer: bool, tmp_path: Path) -> None:
     target, other = (write_reference_model(tmp_path / name, seed=seed) for seed, name in enumerate(("first", "second")))
     stale, trained = (write_eagle_head(tmp_path / f"head of {folder.name}", folder) for folder in (target, other))
     if not has_output_layer:

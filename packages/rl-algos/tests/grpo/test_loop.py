@@ -8,6 +8,7 @@ from rl_algos.grpo.config import EstimatorConfig, GRPOConfig
 from rl_algos.grpo.estimators import reads
 from rl_algos.grpo.loop import train
 from rl_algos.losses.aggregation import Aggregation
+from rl_algos.losses.drafts import DraftLoss
 from rl_algos.losses.policy import KLPenalty, PolicyLoss
 from rl_algos.losses.surrogates import GSPO, Clip
 from rl_algos.policy_gradient.adaptive import AdaptiveKL
@@ -66,9 +67,26 @@ def test_a_draft_model_learns_from_the_rollouts_of_a_step_before_they_are_synced
     assert (tmp_path / "drafter" / "model.json").exists()
 
 
-def test_a_loop_that_gives_no_rollouts_cannot_train_a_draft_model():
-    steps = RolloutSteps(GRPOConfig(), None, None, None, FakeRun(), drafter=Drafter(FakeModel(), 4))
-    with pytest.raises(ConfigError, match=r"^drafter: .*without the batch"):
+def test_a_draft_head_learns_by_its_own_loss_and_is_saved_as_a_draft_model_is(tmp_path):
+    run, head = FakeRun(tmp_path), FakeModel()
+    run_loop(run, max_num_steps=2, rows=8, drafter=Drafter(head, 8, DraftLoss(3), "policy.draft_head"))
+    assert run.phases[1:] == ["generation", "logprobs", "training", "drafter_training", "weight_sync"] * 2
+    assert [name for name, _ in head.calls] == ["train_step"] * 2
+    assert "drafter/loss" in run.metrics[1]
+    assert (tmp_path / "drafter" / "model.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("drafter", "section"),
+    [
+        (Drafter(FakeModel(), 4), "drafter"),
+        (Drafter(FakeModel(), 4, DraftLoss(3), "policy.draft_head"), "policy.draft_head"),
+    ],
+    ids=["model", "head"],
+)
+def test_a_loop_that_gives_no_rollouts_cannot_train_a_drafter(drafter, section):
+    steps = RolloutSteps(GRPOConfig(), None, None, None, FakeRun(), drafter=drafter)
+    with pytest.raises(ConfigError, match=rf"^{section}: .*without the batch"):
         steps.sync(1)
 
 

@@ -303,6 +303,59 @@ def test_an_algorithm_that_generates_nothing_trains_no_drafter():
         read_plan("sft-arithmetic", [*ON_CPU, "drafter.model_name=small"])
 
 
+def headed(folder):
+    return f"policy.generation.vllm_cfg.speculation={{method: eagle3, model: {folder}}}"
+
+
+def test_a_draft_head_trains_in_the_processes_of_the_policy(small):
+    plan = read_plan("grpo-arithmetic", [*ON_CPU, headed(small), f"policy.draft_head.model_name={small}"])
+    head = plan.backends.models["policy"].config.draft_head
+    assert (head.model_name, head.num_tokens, head.optimizer.kwargs["lr"]) == (str(small), 3, 1e-4)
+    assert list(plan.backends.models) == ["policy"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([], r"policy.draft_head .*trains a draft head, but the generator .*vllm.* drafts with none.*method: eagle3"),
+        (["{draft_model}"], "policy.draft_head .*drafts with none"),
+        ([HF], "policy.draft_head .*hf.* drafts with none"),
+        (["{other}"], "policy.draft_head.model_name .*got .*the generator drafts with .*other"),
+        (["{head}", "policy.draft_head.num_tokens=0"], "num_tokens"),
+        (["{head}", "policy.draft_head.optimizer.kwargs.rate=1"], "draft_head.optimizer.kwargs.rate .*not an argument"),
+        (["{head}", "policy.dtensor_cfg.tensor_parallel_size=2"], "tensor_parallel_size .*must be 1 with draft_head"),
+        (["{head}", "policy.dtensor_cfg.context_parallel_size=2"], "context_parallel_size .*must be 1"),
+        (
+            ["{head}", "policy.dtensor_cfg.pipeline_parallel_size=2"],
+            "pipeline_parallel_size .*must be 1",
+        ),
+        (["{head}", "policy.lora_cfg.enabled=true"], "lora_cfg.enabled .*not been verified with draft_head"),
+        (["{head}", "policy.vision.enabled=true"], "vision.enabled .*not supported with draft_head"),
+        (["{head}", "policy.megatron_cfg.enabled=true"], "draft_head .*not supported by the training backend megatron"),
+        (["{head}", "drafter.model_name={small}"], "policy.draft_head .*drafter trains a draft model.*one of the two"),
+    ],
+    ids=str,
+)
+def test_a_draft_head_that_cannot_train_is_refused(overrides, message, small, tmp_path):
+    (tmp_path / "other").mkdir()
+    folder_with(tmp_path / "other", vocab_size=103)
+    named = {"{head}": headed(small), "{draft_model}": drafting(small), "{other}": headed(tmp_path / "other")}
+    given = [named.get(each, each.replace("{small}", str(small))) for each in overrides]
+    with pytest.raises(ConfigError, match=message):
+        read_plan("grpo-arithmetic", [*ON_CPU, f"policy.draft_head.model_name={small}", *given])
+
+
+def test_only_the_policy_trains_a_draft_head(small):
+    given = [headed(small), f"value.draft_head.model_name={small}"]
+    with pytest.raises(ConfigError, match=r"value.draft_head .*generation serves only the policy"):
+        read_plan("ppo-tiny", given)
+
+
+def test_an_algorithm_that_generates_nothing_trains_no_head(small):
+    with pytest.raises(ConfigError, match=r"policy.draft_head .*this algorithm has no generator"):
+        read_plan("sft-arithmetic", [*ON_CPU, f"policy.draft_head.model_name={small}"])
+
+
 IMAGES = "policy.vision.enabled=true"
 
 

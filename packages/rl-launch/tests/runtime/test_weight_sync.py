@@ -120,7 +120,7 @@ def events(monkeypatch):
     return []
 
 
-def way_of(model, target="policy", *, residency=None, kind="ipc"):
+def way_of(model, target="policy", *, residency=None, kind="ipc", tenant=""):
     addresses = itertools.count(1)
     return WeightTransfer(
         model,
@@ -130,6 +130,7 @@ def way_of(model, target="policy", *, residency=None, kind="ipc"):
         residency=residency,
         gives_way=residency is not None,
         bucket_bytes=2**20,
+        tenant=tenant,
     )
 
 
@@ -365,6 +366,20 @@ def test_a_draft_model_takes_its_turn_between_the_policy_and_the_replicas(events
         "resume",
     ]
     assert residency.resident == "generation"
+
+
+def test_a_draft_head_is_sent_before_its_policy_leaves_the_devices(events):
+    residency = Residency()
+    leave, enter = (partial(events.append, f"policy {event}") for event in ("leaves", "enters"))
+    residency.join("policy", Tenant(leave, enter), present=True)
+    head = Policy([])
+    head.events = events
+    drafter = way_of(head, "drafter", residency=residency, tenant="policy")
+    sync, replica = make_sync(events, residency, drafter=drafter), Replica(events)
+    sync.send(sync.publish(), [replica])
+    assert replica.targets == ["policy", "drafter"]
+    sent = [event for event in events if event.startswith(("send", "offload parameters", "policy"))]
+    assert sent == ["send 1 to 1", "send 1 to 1", "offload parameters"]
 
 
 def test_weights_of_a_draft_model_that_arrive_broken_are_sent_again_and_never_served(events):

@@ -118,7 +118,8 @@ class SpeculationConfig(Config):
     """Drafter: `ngram` continues the last tokens as they continued earlier in the same row, without a model.
     `draft_model` is a smaller model with the same vocabulary, which keeps the weights of its files while the policy
     trains, unless the section `drafter` trains it too. `eagle3` is an EAGLE-3 head for this policy, which reads its
-    hidden states and keeps its own weights, unless the section `policy.draft_head` trains it too. `suffix` and `mtp` are refused, with the reason."""
+    hidden states and keeps the weights of its files, unless `policy.draft_head` trains it too. `suffix` and `mtp` are
+    refused, with the reason."""
     num_tokens: int = Field(default=3, ge=1, le=64)
     """Maximum number of tokens in a draft."""
     model: PathText | None = None

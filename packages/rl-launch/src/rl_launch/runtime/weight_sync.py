@@ -162,11 +162,12 @@ class WeightSync:
         taken = self._policy.send(manifest, replicas, canary=rows, takes_turns=takes_turns, in_flight=in_flight)
         expected = finish()
         scores = [found.scores for found in taken]
-        if self._drafter is not None and self._drafter.tenant == self._policy.tenant:
-            self._send_drafter(self._drafter, update.version, replicas)
-        self._policy.leave("parameters")
-        if self._drafter is not None and self._drafter.tenant != self._policy.tenant:
-            self._send_drafter(self._drafter, update.version, replicas)
+        drafter = self._drafter
+        has_head = drafter is not None and drafter.tenant == self._policy.tenant
+        if not has_head:  # which leaves with its policy
+            self._policy.leave("parameters")
+        if drafter is not None:
+            self._send_drafter(drafter, update.version, replicas)
         if self._residency:
             self._residency.hand_over(GENERATION)
             scores = self._all(replicas, "score_canary", rows)
@@ -178,8 +179,7 @@ class WeightSync:
         self._served = started(replicas)
 
     def _send_drafter(self, drafter: WeightTransfer, version: int, replicas: Sequence[Receiver]) -> None:
-        """Bring the drafters of the replicas, which have taken over a version of the policy, to the trained one. A draft
-        head is sent before its policy leaves the devices, with which it leaves."""
+        """Bring the drafters of the replicas, which have taken over a version of the policy, to the trained one."""
         with drafter.hold():
             drafter.leave("optimizer")
             manifest = drafter.manifest("merged", version)

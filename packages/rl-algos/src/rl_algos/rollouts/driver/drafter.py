@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rl_algos.losses.nll import NLLLoss
 from rl_algos.rollouts.drafter import DRAFTER
@@ -30,7 +30,7 @@ class Drafter:
 
     model: Model
     rows: int
-    loss: Loss = NLLLoss()
+    loss: Loss = field(default_factory=NLLLoss)
     section: str = DRAFTER
 
     def learn(self, batch: Batch) -> dict[str, Metric]:
