@@ -12,7 +12,7 @@ from rl_algos.data.config import DataRoot
 from rl_algos.evaluation.config import EvaluationConfig
 from rl_algos.rollouts.agent_config import AgentConfig
 from rl_core.config import Config, WhenChanged
-from rl_core.model_config import GenerationConfig, TokenizerConfig
+from rl_core.model_config import DraftHeadConfig, GenerationConfig, TokenizerConfig
 
 
 class AsyncConfig(Config):
@@ -285,6 +285,11 @@ class GeneratingPolicy(Protocol):
     @property
     def tokenizer(self) -> TokenizerConfig:
         """The tokenizer and its chat template."""
+        ...
+
+    @property
+    def draft_head(self) -> DraftHeadConfig | None:
+        """Draft head that trains with the policy; None without one."""
         ...
 
 

@@ -142,7 +142,9 @@ class DraftHeadModel:
         rows = microbatch.rows
         states = reader.read(rows)
         layout = lay_out(rows, Alignment(), is_packed=True)
-        columns = {read.name: self._head.module(states, layout, _wanted(rows), read.k) for read in run.reads}
+        columns: dict[str, Tensor] = {
+            read.name: self._head.module(states, layout, _wanted(rows), read.k) for read in run.reads
+        }
         return run.on_reads(microbatch, columns)
 
 

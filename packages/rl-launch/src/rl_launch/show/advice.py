@@ -303,8 +303,9 @@ def _speculation(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
     # n-grams of the row are never left behind
     has_weights = _at(config, f"{section}.model") is not None
     if has_weights and len(rows) >= FEWEST_STEPS and first and fmean(last) < STALE_DRAFTER * fmean(first):
-        trains = _at(config, "drafter.model_name") is not None
-        follow = "Raise drafter.optimizer.kwargs.lr" if trains else "Add the section drafter, so that it trains as well"
+        drafter = "policy.draft_head" if _at(config, f"{section}.method") == "eagle3" else "drafter"
+        trains = _at(config, f"{drafter}.model_name") is not None
+        follow = f"Raise {drafter}.optimizer.kwargs.lr" if trains else f"Add the section {drafter}, so that it trains"
         yield Advice(
             f"the policy leaves its drafter behind: {fmean(first):.0%} of the drafted tokens were accepted at first, "
             f"{fmean(last):.0%} now",
