@@ -3,9 +3,10 @@ stays as it is and with one that trains in every step.
 
     python benchmarks/drafter_in_step.py [--drafter model|head] [--steps 30] [--seeds 1]
 
-The drafter is a draft model (`model`) or an EAGLE-3 head that reads the policy's hidden states (`head`). Both runs are what `rl train grpo-arithmetic` makes on the CPU, with a reward that the warmed-up model hardly earns: the
-share of sevens among 16 characters. The policy learns within a few updates to write something else than sums. A draft
-model begins as a copy of the policy, the best that a frozen one can be. A head begins with what it learned from random
+The drafter is a draft model (`model`) or an EAGLE-3 head that reads the policy's hidden states (`head`). Both runs are
+what `rl train grpo-arithmetic` makes on the CPU, with a reward that the warmed-up model hardly earns: the share of
+sevens among 16 characters. The policy learns within a few updates to write something else than sums. A draft model
+begins as a copy of the policy, the best that a frozen one can be. A head begins with what it learned from random
 weights in a run of `--warmup` steps whose policy stays as it is.
 """
 

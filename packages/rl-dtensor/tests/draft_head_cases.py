@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from rl_core.model import draft_losses
 from rl_core.torch.loss import LossSums, MetricSum
+from rl_dtensor.draft_head import attention
 
 WIDTH, VOCABULARY, HEADS, KV_HEADS, DIM = 32, 101, 4, 2, 8
 AUX = [0, 1, 2]
@@ -173,3 +174,8 @@ def compute(loss, reads, rows):
     losses = reads["draft_losses"]
     metrics = {f"loss_{place}": MetricSum(losses[:, place].sum(), "tokens") for place in range(loss.num_tokens)}
     return LossSums({"tokens": losses.sum() / loss.num_tokens}, metrics)
+
+
+def attend_in_parts(rank, size):
+    """Have this process attend from drafts of `size` tokens at a time."""
+    attention.CHUNK = size

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from draft_head_cases import HeadLoss, reference_losses, write_head
+from draft_head_cases import HeadLoss, attend_in_parts, reference_losses, write_head
 from safetensors.torch import load_file
 
 from rl_core.metrics import reduce_metrics
@@ -33,10 +33,10 @@ class PooledHead(PooledModel):
         return reduce_metrics(self._call_shards("draft_head.train_step", batch, rows, HeadLoss()))
 
 
-def open_model(ranks, policy, head, num_ranks=1, *, packed=True, num_tokens=3, **settings):
+def open_model(ranks, policy, head, num_ranks=1, *, packed=True, num_tokens=3, precision="float32", **settings):
     config = ModelConfig(
         model_name=str(policy),
-        precision="float32",
+        precision=precision,
         train_micro_batch_size=2,
         sequence_packing=SequencePackingConfig(enabled=packed, train_mb_tokens=24 if packed else None),
         draft_head=DraftHeadConfig(model_name=str(head), num_tokens=num_tokens, optimizer=ADAM),
@@ -82,13 +82,36 @@ def test_losses_are_those_of_drafts_that_an_engine_makes(ranks, policy, kind, tm
 
 
 def test_padded_and_packed_rows_and_two_ranks_make_the_same_steps(ranks, policy, head):
-    found = {}
-    for name, num_ranks, packed in (("packed", 1, True), ("padded", 1, False), ("two ranks", 2, True)):
-        with open_model(ranks, policy, head, num_ranks, packed=packed) as model:
-            steps = [model.train_head(make_batch(seed=seed)) for seed in range(3)]
-        found[name] = [(step["loss"], step["grad_norm"]) for step in steps]
-    for name in ("padded", "two ranks"):
-        assert np.array(found[name]) == pytest.approx(np.array(found["packed"]), rel=1e-4), name
+    def steps(num_ranks, **settings):
+        with open_model(ranks, policy, head, num_ranks, **settings) as model:
+            found = [model.train_head(make_batch(seed=seed)) for seed in range(3)]
+        return np.array([(step["loss"], step["grad_norm"]) for step in found])
+
+    expected = steps(1)
+    for others in ((1, {"packed": False}), (2, {}), (2, {"dp_replicate_size": 2})):
+        assert steps(others[0], **others[1]) == pytest.approx(expected, rel=1e-4), others
+
+
+def test_a_head_in_half_precision_has_nearly_the_same_losses(ranks, policy, head):
+    batch = make_batch()
+    with open_model(ranks, policy, head, 2, precision="bfloat16") as model:
+        found = model.train_head(batch)
+        assert model.train_head(batch)["loss"] < found["loss"]
+    reference = expected(policy, head, batch)
+    assert {name: found[name] for name in reference} == pytest.approx(reference, rel=0.02)
+
+
+def test_a_long_row_is_attended_to_in_parts(ranks, policy, head):
+    batch = make_batch(lengths=(3, 40, 2))
+    with open_model(ranks, policy, head) as model:
+        whole = model.train_head(batch)
+    with open_model(ranks, policy, head) as model:
+        ranks.run(attend_in_parts, [(7,)])
+        parts = model.train_head(batch)
+        ranks.run(attend_in_parts, [(512,)])
+    reference = expected(policy, head, batch)
+    for found in (whole, parts):
+        assert {name: found[name] for name in reference} == pytest.approx(reference, rel=EXACT)
 
 
 def test_a_head_learns_and_leaves_its_policy_alone(ranks, policy, head):
