@@ -17,9 +17,26 @@ class RowLoss:
     reads: tuple[Read, ...] = (LOGPROBS,)
 
 
+class RowHead:
+    """A part of a rank that trains on all rows that it is given."""
+
+    def __init__(self, coordinates: Coordinates):
+        self._coordinates = coordinates
+
+    def coordinates(self):
+        return self._coordinates
+
+    def train_step(self, batch, loss):
+        return {"num_rows": Metric(float(len(batch)), reduction="sum")} if self._coordinates.leads else {}
+
+    def send(self, manifest, transport):
+        return ["digest of the head"]
+
+
 class RowWorker:
     def __init__(self, coordinates: Coordinates):
         self._coordinates = coordinates
+        self.head = RowHead(coordinates)
         self.has_device = True
         self.reference_factor = 2.0
 

@@ -178,6 +178,18 @@ def test_columns_that_a_dead_process_did_not_leave_are_a_death(model, start):
         batch.ragged("tokens")
 
 
+def test_a_part_of_the_workers_is_called_as_a_model(model):
+    batch = local_batch(11)
+    head, revision = model.part("head", role="drafter", section="policy.head"), model.revision
+    prepared = batch.with_columns({"prev_logprobs": batch.ragged("tokens")})
+    assert head.train_step(prepared, RowLoss())["num_rows"].value == 11
+    refs, origins = head.start_send(None, None)
+    assert gather(refs, origins, 60) == [["digest of the head"]] * 4
+    assert (head.revision, model.revision) == (1, revision)
+    with pytest.raises(WorkerError, match=r"^drafter \(config section policy\.head\) rank \d on here during"):
+        head.call_all("missing")
+
+
 def test_a_failure_names_the_config_section_that_keys_in_it_are_relative_to(workers):
     model = RemoteModel(workers, role="teacher", section="teachers.first", nodes=["here"] * 4, timeout_s=120)
     with pytest.raises(WorkerError, match=r"^teacher \(config section teachers\.first\) rank \d on here during"):
