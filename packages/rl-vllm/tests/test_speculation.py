@@ -301,14 +301,12 @@ def test_a_drafter_that_is_sent_the_weights_of_the_model_drafts_what_it_samples(
     assert acceptance() == 1
 
 
-@pytest.mark.parametrize("has_output_layer", partly_exhaustive([True, False], always=[True]))
-def test_a_head_that_is_sent_drafts_with_its_new_weights(has_output_layer: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", partly_exhaustive(["own", "shared", "reduced"], always=["own"]))
+def test_a_head_that_is_sent_drafts_with_its_new_weights(kind: str, tmp_path: Path) -> None:
     target, other = (write_reference_model(tmp_path / name, seed=seed) for seed, name in enumerate(("first", "second")))
     stale, trained = (write_eagle_head(tmp_path / f"head of {folder.name}", folder) for folder in (target, other))
-    if not has_output_layer:
-        # it drafts with the output layer of the model, and so does not depend on what it is sent alone
-        for folder in (stale, trained):
-            drop_output_layer(folder)
+    for folder in (stale, trained):
+        change_output_layer(folder, kind)
     backend = VllmConfig(kv_cache_gib=0.25, speculation=SpeculationConfig(method="eagle3", model=str(stale)))
     generator = SpoilableGenerator(GenerationConfig(), backend, model_config(target), AWAITING)
     bench = SpeculationBench(generator, target, other, SenderProcess())
@@ -331,7 +329,7 @@ def test_a_head_that_is_sent_drafts_with_its_new_weights(has_output_layer: bool,
         before = acceptance()
         bench.runner.run(bench.sync(trained, target="drafter"))
         after = acceptance()
-        if has_output_layer:
+        if kind != "shared":  # which drafts with the layer of the model already
             assert after > before
         bench.runner.run(bench.sync(other))
         bench.runner.run(bench.sync(trained, target="drafter"))
@@ -343,7 +341,16 @@ def test_a_head_that_is_sent_drafts_with_its_new_weights(has_output_layer: bool,
             each.close()
 
 
-def drop_output_layer(folder: Path) -> None:
-    weights = load_file(folder / "model.safetensors")
-    del weights["lm_head.weight"]
+def change_output_layer(folder: Path, kind: str) -> None:
+    """Remove the output layer of a head, or reduce it to every other token of the vocabulary."""
+    weights, path = load_file(folder / "model.safetensors"), folder / "config.json"
+    head = weights.pop("lm_head.weight")
+    config = json.loads(path.read_text())
+    if kind == "own":
+        weights["lm_head.weight"] = head
+    elif kind == "reduced":
+        ids = torch.arange(0, len(head), 2)
+        weights |= {"lm_head.weight": head[ids].clone(), "d2t": ids - torch.arange(len(ids))}
+        config["draft_vocab_size"] = len(ids)
     save_file(weights, folder / "model.safetensors")
+    path.write_text(json.dumps(config))
