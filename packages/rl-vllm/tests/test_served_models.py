@@ -102,9 +102,7 @@ def minimax_m2() -> PreTrainedModel:
 
 
 # what makes the others differ is held in test_rotary_embeddings, test_arguments and test_expert_routing too
-@pytest.mark.parametrize(
-    "make", partly_exhaustive([cohere2, gemma3n, lfm2, llama4, minimax_m2], always=[gemma3n])
-)
+@pytest.mark.parametrize("make", partly_exhaustive([cohere2, gemma3n, lfm2, llama4, minimax_m2], always=[gemma3n]))
 def test_a_model_is_served_as_transformers_computes_it(tmp_path: Path, make: Callable[[], PreTrainedModel]) -> None:
     folder = write_reference_model(tmp_path, seed=1)
     torch.manual_seed(1)
