@@ -34,6 +34,7 @@ LONG = (
     "docs/resume-and-checkpoints.md",
     "docs/several-agents.md",
     "docs/tools.md",
+    "packages/rl-envs/README.md",
     "packages/rl-launch/README.md",
 )
 """Documents whose runs take long and are in other tests too."""

@@ -10,7 +10,7 @@ from rl_core.testing.exhaustive import pytest_addoption, pytest_collection_modif
 """
 TESTS = """
 import pytest
-from rl_core.testing.exhaustive import exhaustive, partly_exhaustive
+from rl_core.testing.exhaustive import exhaustive, partly_exhaustive, with_exhaustive
 
 @exhaustive
 def test_alone():
@@ -23,14 +23,32 @@ def test_letters(letter):
 @pytest.mark.parametrize(("letter", "number"), partly_exhaustive([("c", 1), ("d", 2)], always=[("c", 1)]))
 def test_pairs(letter, number):
     assert (letter, number) in {("c", 1), ("d", 2)}
+
+class Suite:
+    @pytest.mark.parametrize("number", [1, 2])
+    def test_inherited(self, number):
+        pass
+
+class TestAll(Suite):
+    pass
+
+@with_exhaustive("test_inherited")
+class TestFew(Suite):
+    pass
 """
 
 
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ([], ["test_letters[b]", "test_pairs[c-1]"]),
-        (["--every-case"], ["test_alone", "test_letters[a]", "test_letters[b]", "test_pairs[c-1]", "test_pairs[d-2]"]),
+        ([], ["test_letters[b]", "test_pairs[c-1]", *(f"TestAll::test_inherited[{number}]" for number in (1, 2))]),
+        (
+            ["--every-case"],
+            [
+                *("test_alone", "test_letters[a]", "test_letters[b]", "test_pairs[c-1]", "test_pairs[d-2]"),
+                *(f"{suite}::test_inherited[{number}]" for suite in ("TestAll", "TestFew") for number in (1, 2)),
+            ],
+        ),
     ],
 )
 def test_exhaustive_cases_run_with_the_option_alone(tmp_path, options, expected):
