@@ -17,6 +17,10 @@ from typing import Any
 PROGRAM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
+class Refused(AssertionError):
+    """What a browser answers to a call that it did not carry out."""
+
+
 class Page:
     """A page, with everything that it has written to the console and asked the network for."""
 
@@ -40,7 +44,8 @@ class Page:
         while True:
             answer = self._next()
             if answer.get("id") == self._number:
-                assert "error" not in answer, answer["error"]
+                if "error" in answer:
+                    raise Refused(answer["error"]["message"])
                 return answer["result"]
             self._note(answer)
 
@@ -77,8 +82,11 @@ class Page:
         """Wait until an expression holds."""
         end = time.monotonic() + timeout_s
         while time.monotonic() < end:
-            if self.js(f"(async () => !!(document.body && await ({condition})))()"):
-                return
+            try:
+                if self.js(f"(async () => !!(document.body && await ({condition})))()"):
+                    return
+            except Refused:  # the page was left while it was asked
+                pass
             time.sleep(0.05)
         raise AssertionError(
             f"{condition} did not become true; the page has {self.js('location.hash')} and the problems {self.problems}"
