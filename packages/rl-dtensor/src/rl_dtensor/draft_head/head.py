@@ -81,8 +81,9 @@ class DraftAttention(nn.Module):
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.head_dim: int = config.head_dim
-        heads, kv_heads = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
+        self.head_dim: int = config.head_dim or config.hidden_size // config.num_attention_heads
+        heads = config.num_attention_heads * self.head_dim
+        kv_heads = (config.num_key_value_heads or config.num_attention_heads) * self.head_dim
         self.q_proj = nn.Linear(2 * config.hidden_size, heads, bias=False)
         self.k_proj = nn.Linear(2 * config.hidden_size, kv_heads, bias=False)
         self.v_proj = nn.Linear(2 * config.hidden_size, kv_heads, bias=False)

@@ -42,7 +42,8 @@ class PolicyReader:
         self._layers = decoder_layers(self._chunk.hf)
         self._embedding = None
         if not shape.has_embedding:
-            self._embedding = whole(self._chunk.hf.get_input_embeddings().weight, policy.compute)
+            layer: Any = self._chunk.hf.get_input_embeddings()
+            self._embedding = whole(layer.weight, policy.compute)
         self._head = PolicyHead(_whole_head(self._chunk, policy.compute), draft_ids)
         policy.train(False)
 

@@ -44,8 +44,8 @@ def norm_of(grads: Iterable[tuple[Tensor, int]], mesh: Mesh) -> float:
         grad = local(whole)
         squares.setdefault((_num_copies(whole) * alike, grad.device), []).append(grad)
     total = torch.zeros((), device=mesh.device)
-    for (copies, _), grads in squares.items():
-        norms = torch._foreach_norm(grads)
+    for (copies, _), shards in squares.items():
+        norms = torch._foreach_norm(shards)
         total += torch.stack([norm.float() for norm in norms]).to(mesh.device).square().sum() / copies
     dist.all_reduce(total)
     squared = total.item()
