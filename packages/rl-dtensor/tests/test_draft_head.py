@@ -135,7 +135,7 @@ def test_a_head_reads_the_policy_as_it_is(ranks, policy, head, tmp_path):
     assert {name: found[name] for name in reference} == pytest.approx(reference, rel=EXACT)
 
 
-def test_a_head_resumes_bit_for_bit_beside_its_policy(ranks, policy, head, tmp_path):
+def test_a_head_resumes_bit_for_bit_with_its_policy(ranks, policy, head, tmp_path):
     batches = [make_batch(seed=seed) for seed in range(4)]
 
     def train(model, batches):

@@ -14,6 +14,7 @@ from rl_dtensor.config import DTensorConfig
 from rl_dtensor.model.build import build_model
 from rl_dtensor.parallel.accumulation import GradientMemory, keeps_whole_gradients
 from rl_dtensor.parallel.mesh import Mesh
+from rl_dtensor.training.gradients import grad_norm
 from rl_dtensor.training.optimizer import build_sharded_optimizer
 from rl_dtensor.training.residency import ModelResidency
 from rl_dtensor.training.state import TrainingState
@@ -63,7 +64,7 @@ def build_parts(
     return TrainingParts(
         policy,
         model.weights,
-        None if inner is None else ShardedOptimizer(inner, model, mesh),
+        None if inner is None else ShardedOptimizer(inner, model, lambda: grad_norm(model, mesh)),
         TrainingState(model, inner, mesh),
         ModelResidency(model, inner, mesh.kind, None if built is None else (built.head, built.parts.optimizer.inner)),
         None if built is None else built.parts,

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
+from dataclasses import dataclass
 
 import torch
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from rl_core.model_config import DraftHeadConfig, ModelConfig
-from rl_core.torch.collective_errors import on_rank0
-from rl_core.torch.files.model_files import WeightFiles, model_folder
+from rl_core.torch.files.model_files import WeightFiles, fetched_folder
 from rl_core.torch.training.backend import HeadParts
 from rl_dtensor.config import DTensorConfig
 from rl_dtensor.draft_head.head import EagleHead
-from rl_dtensor.draft_head.model import DraftHeadModel, HeadOptimizer, ShardedHead
+from rl_dtensor.draft_head.model import DraftHeadModel, ShardedHead
 from rl_dtensor.draft_head.settings import draft_head_problems
 from rl_dtensor.draft_head.shape import DRAFT_TO_TARGET, TARGET_TO_DRAFT, HeadShape
 from rl_dtensor.draft_head.weights import HeadWeights, is_drafted, load_head, read_map
@@ -23,9 +23,10 @@ from rl_dtensor.parallel.fsdp import shard_whole
 from rl_dtensor.parallel.mesh import Mesh
 from rl_dtensor.training.optimizer import build_sharded_optimizer
 from rl_dtensor.training.state import TrainingState
-from rl_dtensor.training.step import DTensorModel
+from rl_dtensor.training.step import DTensorModel, ShardedOptimizer
 
 
+@dataclass(frozen=True)
 class BuiltHead:
     """A head, and its parts for the training worker.
 
@@ -34,9 +35,8 @@ class BuiltHead:
         parts: Its parts.
     """
 
-    def __init__(self, head: ShardedHead, parts: HeadParts) -> None:
-        self.head = head
-        self.parts = parts
+    head: ShardedHead
+    parts: HeadParts
 
 
 def build_draft_head(
@@ -56,7 +56,7 @@ def build_draft_head(
     """
     for problem in draft_head_problems(config, backend):
         raise ValueError(f"{problem.key}: {problem.message}")
-    folder = _fetch(settings.model_name, mesh)
+    folder = fetched_folder(os.path.expanduser(settings.model_name), mesh.control)
     files = WeightFiles.of(folder)
     hf = policy.hf_config.get_text_config()
     (chunk,) = policy.sharded.chunks
@@ -89,15 +89,7 @@ def build_draft_head(
         DraftHeadModel(head, policy, mesh),
         HeadWeights(module, sent, mesh),
         HeadWeights(module, exported, mesh),
-        HeadOptimizer(inner, head, mesh),
+        ShardedOptimizer(inner, head, lambda: head.grad_norm(mesh)),
         TrainingState(head, inner, mesh),
     )
     return BuiltHead(head, parts)
-
-
-def _fetch(name: str, mesh: Mesh) -> Path:
-    """A folder or hub name as a folder; one rank downloads, the others find it in the cache."""
-    folders: list[Path] = []
-    name = str(Path(name).expanduser()) if name.startswith("~") else name
-    on_rank0(mesh.control, lambda: folders.append(model_folder(name)))
-    return folders[0] if folders else model_folder(name)

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.optim import Optimizer
 
 from rl_core.data.batch import Batch
 from rl_core.data.pipeline import Pipeline
@@ -54,6 +53,10 @@ class ShardedHead:
     def state(self) -> dict[str, Tensor]:
         """Tensors that a checkpoint holds, by name."""
         return {name: parameter for name, parameter in self.module.named_parameters() if parameter.requires_grad}
+
+    def grad_norm(self, mesh: Mesh) -> float:
+        """Norm of the whole gradient, the same on every rank; collective."""
+        return norm_of([(each.grad, 1) for each in self.trained() if each.grad is not None], mesh)
 
     def reshard_all(self) -> None:
         """Free every gathered parameter."""
@@ -146,38 +149,6 @@ class DraftHeadModel:
             read.name: self._head.module(states, layout, _wanted(rows), read.k) for read in run.reads
         }
         return run.on_reads(microbatch, columns)
-
-
-class HeadOptimizer:
-    """The `rl_core.torch.training.backend.RankOptimizer` of a head.
-
-    Args:
-        inner: Steps this rank's shards.
-    """
-
-    def __init__(self, inner: Optimizer, head: ShardedHead, mesh: Mesh) -> None:
-        self.inner = inner
-        self._head = head
-        self._mesh = mesh
-
-    def grad_norm(self) -> float:
-        """Norm of the whole gradient; collective."""
-        return norm_of([(grad, 1) for grad in self._grads()], self._mesh)
-
-    def scale_grads(self, factor: float) -> None:
-        """Multiply this rank's shards of the gradient."""
-        torch._foreach_mul_([local(grad) for grad in self._grads()], factor)
-
-    def step(self) -> None:
-        """Step this rank's shards."""
-        self.inner.step()
-
-    def zero_grad(self) -> None:
-        """Free the gradients."""
-        self.inner.zero_grad(set_to_none=True)
-
-    def _grads(self) -> list[Tensor]:
-        return [parameter.grad for parameter in self._head.trained() if parameter.grad is not None]
 
 
 def _wanted(rows: Rows) -> Tensor:

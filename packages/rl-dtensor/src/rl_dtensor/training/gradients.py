@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,14 @@ from torch.distributed.tensor import DTensor
 from rl_dtensor.model.model import ShardedModel
 from rl_dtensor.parallel.fsdp import local
 from rl_dtensor.parallel.mesh import Mesh
+
+
+class Trained(Protocol):
+    """What has parameters that train: a `ShardedModel`, or a draft head."""
+
+    def trained(self) -> list[nn.Parameter]:
+        """Parameters of this rank that train."""
+        ...
 
 
 def grad_norm(model: ShardedModel, mesh: Mesh) -> float:
@@ -52,7 +61,7 @@ def norm_of(grads: Iterable[tuple[Tensor, int]], mesh: Mesh) -> float:
     return math.sqrt(squared) if squared >= 0 else math.nan
 
 
-def local_grads(model: ShardedModel) -> list[Tensor]:
+def local_grads(model: Trained) -> list[Tensor]:
     """This rank's part of the gradient of every parameter that has one."""
     return [local(parameter.grad) for parameter in model.trained() if parameter.grad is not None]
 

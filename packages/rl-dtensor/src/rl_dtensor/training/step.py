@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, cast
 
@@ -23,7 +23,7 @@ from rl_core.torch.training.flops import ModelShape
 from rl_dtensor.model.model import ShardedModel
 from rl_dtensor.parallel.accumulation import Accumulation
 from rl_dtensor.parallel.mesh import Mesh
-from rl_dtensor.training.gradients import average_replicated, grad_norm, local_grads, sum_tied
+from rl_dtensor.training.gradients import Trained, average_replicated, local_grads, sum_tied
 from rl_dtensor.training.pipeline import run_pipeline
 
 
@@ -110,20 +110,22 @@ class DTensorModel:
 
 
 class ShardedOptimizer:
-    """The `rl_core.torch.training.backend.RankOptimizer` over a sharded model's parameters.
+    """The `rl_core.torch.training.backend.RankOptimizer` over the parameters of a sharded model or draft head.
 
     Args:
         inner: Steps this rank's shards.
+        model: Has the gradients.
+        norm: Function to the norm of all of them; collective.
     """
 
-    def __init__(self, inner: Optimizer, model: ShardedModel, mesh: Mesh) -> None:
+    def __init__(self, inner: Optimizer, model: Trained, norm: Callable[[], float]) -> None:
         self.inner = inner
         self._model = model
-        self._mesh = mesh
+        self._norm = norm
 
     def grad_norm(self) -> float:
         """Norm of the whole gradient; collective."""
-        return grad_norm(self._model, self._mesh)
+        return self._norm()
 
     def scale_grads(self, factor: float) -> None:
         """Multiply this rank's shards of the gradient."""

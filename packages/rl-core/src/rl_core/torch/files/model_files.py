@@ -14,8 +14,10 @@ from typing import Any
 
 from safetensors import safe_open
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from rl_core.model_config import TokenizerConfig, is_composite
+from rl_core.torch.collective_errors import on_rank0
 from rl_core.torch.files.block_scales import BlockScaledWeight
 from rl_core.torch.files.language_part import (
     language_names,
@@ -123,6 +125,19 @@ def model_folder(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
     return Path(snapshot_download(name, allow_patterns=PATTERNS))
+
+
+def fetched_folder(name: str, control: ProcessGroup) -> Path:
+    """Return what `model_folder` does on every rank; one of them downloads, the others find it in the cache.
+    Collective.
+
+    Args:
+        name: Folder or hub name.
+        control: All ranks, on gloo.
+    """
+    folders: list[Path] = []
+    on_rank0(control, lambda: folders.append(model_folder(name)))
+    return folders[0] if folders else model_folder(name)
 
 
 def read_hf_config(folder: Path, overrides: Mapping[str, Any], *, is_whole: bool = False) -> Any:

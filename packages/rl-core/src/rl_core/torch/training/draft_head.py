@@ -8,17 +8,17 @@ from pathlib import Path
 
 from rl_core.data.batch import Batch
 from rl_core.data.microbatch import Batching
-from rl_core.mesh import Coordinates
 from rl_core.metrics import Metric
-from rl_core.model import Loss, Part, SavedFile
+from rl_core.model import Loss, SavedFile
 from rl_core.model_config import DraftHeadConfig, ModelConfig
 from rl_core.torch.collective_errors import on_rank0
 from rl_core.torch.files.model_files import CONFIG
 from rl_core.torch.residency.module_residency import Residency
 from rl_core.torch.training.backend import HeadParts, RankMesh
 from rl_core.torch.training.checkpoint import Checkpoint
-from rl_core.torch.training.checkpoint_files import exported_files, verify_files
+from rl_core.torch.training.checkpoint_files import exported_files
 from rl_core.torch.training.export import export_dtype, export_weights
+from rl_core.torch.training.kept_part import KeptPart
 from rl_core.torch.training.publishing import manifest_of, send_weights, stream_of
 from rl_core.torch.training.skipped_steps import SkippedSteps
 from rl_core.torch.training.step import run_train_step
@@ -28,7 +28,7 @@ from rl_core.weights import Manifest, Transport, WeightForm
 DRAFT_LOSSES = "draft_losses"
 
 
-class DraftHead:
+class DraftHead(KeptPart):
     """The part of a `TrainingWorker` that trains, saves and sends its draft head.
 
     It has the methods of a `rl_core.ModelWorker` that a model which only trains needs, so that
@@ -64,10 +64,6 @@ class DraftHead:
         self._sending = SendingEnd(mesh.kind)
         self._checkpoint = Checkpoint(parts.state, parts.optimizer.inner, None, mesh, seed)
 
-    def coordinates(self) -> Coordinates:
-        """This rank's place on the mesh."""
-        return self._mesh.coordinates
-
     def train_step(self, batch: Batch, loss: Loss) -> Mapping[str, Metric]:
         """One optimizer step of the head on all ranks' shards, from a pass of the model as it is; this rank's part of
         the metrics.
@@ -91,25 +87,6 @@ class DraftHead:
             mesh=self._mesh,
         )
 
-    def save(self, path: str, *, wait: bool = True) -> None:
-        """Write the head and its optimizer under `path`."""
-        self._residency.require("parameters", "optimizer")
-        self._checkpoint.save(Path(path), wait=wait)
-
-    def finish_save(self, *, wait: bool = True) -> tuple[SavedFile, ...] | None:
-        """The files that this rank wrote for the last save; None while they are being written."""
-        return self._checkpoint.finish_save(wait=wait)
-
-    def load(self, path: str, *, files: Sequence[SavedFile] = ()) -> None:
-        """Restore what `save` wrote, on any number of ranks.
-
-        Raises:
-            CheckpointDamaged: On every rank, naming the first of the files that is missing or differs.
-        """
-        self._residency.require("parameters", "optimizer")
-        verify_files(Path(path), files, self._mesh.control)
-        self._checkpoint.load(Path(path))
-
     def export(self, path: str) -> tuple[SavedFile, ...]:
         """Write the head's config and weights in the format of the files that it was loaded from."""
         self._residency.require("parameters")
@@ -132,14 +109,6 @@ class DraftHead:
         self._residency.require("parameters")
         stream = stream_of(self._parts.weights, manifest, transport, self._precision)
         return send_weights(self._sending, stream, manifest, transport, self._mesh)
-
-    def offload(self, parts: Sequence[Part] = ("parameters", "optimizer")) -> None:
-        """Move these parts of the model and of its head to host memory."""
-        self._residency.offload(parts)
-
-    def onload(self, parts: Sequence[Part] = ("parameters", "optimizer")) -> None:
-        """Bring these parts of the model and of its head back."""
-        self._residency.onload(parts)
 
     def close(self) -> None:
         """End the connection to receivers, and wait for what is being written."""

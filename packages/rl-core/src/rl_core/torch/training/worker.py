@@ -14,21 +14,21 @@ import torch.distributed as dist
 
 from rl_core.data.batch import TOKENS, Batch
 from rl_core.data.microbatch import Batching
-from rl_core.mesh import Coordinates
 from rl_core.metrics import Metric
-from rl_core.model import HEADLESS_ROLES, Loss, ModelSpec, Part, Read, SavedFile
+from rl_core.model import HEADLESS_ROLES, Loss, ModelSpec, Read, SavedFile
 from rl_core.model_config import ModelConfig
 from rl_core.torch.collective_errors import on_rank0
-from rl_core.torch.files.model_files import copy_side_files, copy_tokenizer, model_folder
+from rl_core.torch.files.model_files import copy_side_files, copy_tokenizer, fetched_folder
 from rl_core.torch.heads.reads import check_reads
 from rl_core.torch.optim.optimizer import build_schedule
 from rl_core.torch.training.adapter_export import export_adapter
 from rl_core.torch.training.backend import RankMesh, TrainingParts
 from rl_core.torch.training.checkpoint import Checkpoint
-from rl_core.torch.training.checkpoint_files import exported_files, verify_files
+from rl_core.torch.training.checkpoint_files import exported_files
 from rl_core.torch.training.draft_head import DraftHead
 from rl_core.torch.training.export import complete_generation_config, export_dtype, export_weights, write_hf_config
 from rl_core.torch.training.flops import peak_flops, speed_metrics
+from rl_core.torch.training.kept_part import KeptPart
 from rl_core.torch.training.publishing import manifest_of, send_weights, stream_of
 from rl_core.torch.training.reference import Reference
 from rl_core.torch.training.skipped_steps import SkippedSteps
@@ -39,7 +39,7 @@ from rl_core.weights import Manifest, Transport, WeightForm
 CLOSE_TIMEOUT = timedelta(seconds=30)
 
 
-class TrainingWorker:
+class TrainingWorker(KeptPart):
     """An `rl_core.ModelWorker` on the parts that a backend builds (`rl_core.torch.TrainingParts`).
 
     Args:
@@ -82,8 +82,9 @@ class TrainingWorker:
         self._training = Batching.of(config, training=True, row_multiple=row_multiple)
         self._reading = Batching.of(config, training=False, row_multiple=row_multiple)
         self._mesh.seed(self._spec.seed)
-        self._folder = self._fetch(config.model_name)
-        self._tokenizer = self._folder if config.tokenizer.name is None else self._fetch(config.tokenizer.name)
+        control, tokenizer = self._mesh.control, config.tokenizer.name
+        self._folder = fetched_folder(config.model_name, control)
+        self._tokenizer = self._folder if tokenizer is None else fetched_folder(tokenizer, control)
         parts = build(self._folder)
         self._model, self._weights, self._optimizer = parts.model, parts.weights, parts.optimizer
         self._residency = parts.residency
@@ -103,10 +104,6 @@ class TrainingWorker:
                 batching=self._training,
                 seed=self._spec.seed,
             )
-
-    def coordinates(self) -> Coordinates:
-        """This rank's place on the mesh."""
-        return self._mesh.coordinates
 
     def infer(
         self, batch: Batch, reads: Sequence[Read], *, reference: bool = False, temperature: float = 1.0
@@ -164,27 +161,6 @@ class TrainingWorker:
         flops = self._model.shape.training_flops(batch.ragged(TOKENS).lengths)
         return {**metrics, **speed_metrics(flops, time.perf_counter() - start, self._peak)}
 
-    def save(self, path: str, *, wait: bool = True) -> None:
-        """Write parameters, optimizer, schedule and RNG under `path`, and the reference if it has been updated. Without
-        `wait` they are copied to host memory, which must have room for them, and written in the background; the
-        reference is copied either way."""
-        self._residency.require("parameters", "optimizer")
-        self._checkpoint.save(Path(path), wait=wait)
-
-    def finish_save(self, *, wait: bool = True) -> tuple[SavedFile, ...] | None:
-        """The files that this rank wrote for the last save; None while they are being written."""
-        return self._checkpoint.finish_save(wait=wait)
-
-    def load(self, path: str, *, files: Sequence[SavedFile] = ()) -> None:
-        """Restore what `save` wrote, on any number of ranks and any mesh.
-
-        Raises:
-            CheckpointDamaged: On every rank, naming the first of the files that is missing or differs.
-        """
-        self._residency.require("parameters", "optimizer")
-        verify_files(Path(path), files, self._mesh.control)
-        self._checkpoint.load(Path(path))
-
     def export(self, path: str) -> tuple[SavedFile, ...]:
         """Write config, generation config, tokenizer files and weights that `transformers` loads; weights in the dtype
         that the source has on disk, float32 if `precision` is."""
@@ -219,14 +195,6 @@ class TrainingWorker:
         self._residency.require("parameters")
         stream = stream_of(self._weights, manifest, transport, self._config.precision)
         return send_weights(self._sending, stream, manifest, transport, self._mesh)
-
-    def offload(self, parts: Sequence[Part] = ("parameters", "optimizer")) -> None:
-        """Move these parts to host memory; on `cpu` they are there already, and only later use is refused."""
-        self._residency.offload(parts)
-
-    def onload(self, parts: Sequence[Part] = ("parameters", "optimizer")) -> None:
-        """Bring these parts back to the device."""
-        self._residency.onload(parts)
 
     def interrupt(self, transport: Transport, reason: str) -> None:
         """End this process's `send` over a transport soon, as nobody will receive it; called by another thread."""
@@ -296,9 +264,3 @@ class TrainingWorker:
         self._residency.require(*(("parameters", "optimizer") if trains else ("parameters",)))
         if trains and not self._spec.trains:
             raise ValueError("this model does not train; build it with ModelSpec(trains=True)")
-
-    def _fetch(self, name: str) -> Path:
-        """A folder or hub name as a folder; one rank downloads, the others find it in the cache."""
-        folders: list[Path] = []
-        on_rank0(self._mesh.control, lambda: folders.append(model_folder(name)))
-        return folders[0] if folders else model_folder(name)
