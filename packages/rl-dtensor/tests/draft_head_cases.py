@@ -1,13 +1,14 @@
 """Heads on disk, and a plain float64 computation of their losses."""
 
 import json
+import tempfile
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl_core.model import draft_losses
 from rl_core.torch.loss import LossSums, MetricSum
@@ -149,6 +150,100 @@ def reference_losses(policy_folder, head_folder, rows, num_tokens):
                 hidden = layer(residual, query, own_keys, own_values)
                 logprobs = (output @ normed(hidden, head["norm.weight"])).log_softmax(-1)
                 losses[target, step] = -(targets[target - 1] * logprobs).sum()
+        found.append(losses)
+    return found
+
+
+def write_glm(folder, *, seed=5, num_layers=1, **fields):
+    """A random GLM-4.5 model with a layer for multi-token prediction, by the names of its published files."""
+    config = AutoConfig.for_model(
+        "glm4_moe",
+        vocab_size=VOCABULARY,
+        hidden_size=WIDTH,
+        intermediate_size=48,
+        moe_intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        head_dim=DIM,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        first_k_dense_replace=1,
+        max_position_embeddings=256,
+        num_nextn_predict_layers=num_layers,
+        **fields,
+    )
+    random = torch.Generator().manual_seed(seed)
+    longer = AutoModelForCausalLM.from_config(_longer(config)).float()
+    for parameter in longer.parameters():
+        noise = torch.randn(parameter.shape, generator=random) * 0.2
+        parameter.data = noise if parameter.dim() > 1 else 1 + noise
+    for layer in longer.model.layers[1:]:
+        layer.mlp.gate.e_score_correction_bias.copy_(torch.randn(4, generator=random) * 0.2)
+    longer.save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps({**config.to_dict(), "architectures": ["Glm4MoeForCausalLM"]}))
+    weights = load_file(folder / "model.safetensors")
+    own = {"eh_proj": torch.randn(WIDTH, 2 * WIDTH, generator=random) * 0.2}
+    own |= {name: 1 + torch.randn(WIDTH, generator=random) * 0.2 for name in ("enorm", "hnorm", "shared_head.norm")}
+    own |= {"embed_tokens": weights["model.embed_tokens.weight"], "shared_head.head": weights["lm_head.weight"]}
+    weights |= {f"{OF_HEAD}{name}.weight": tensor.clone() for name, tensor in own.items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+OF_HEAD = "model.layers.2."
+
+
+def _longer(config):
+    return type(config).from_dict({**config.to_dict(), "num_hidden_layers": config.num_hidden_layers + 1})
+
+
+def reference_mtp_losses(policy_folder, head_folder, rows, num_tokens):
+    """As `reference_losses`, of the layer for multi-token prediction of a GLM-4.5 model: each draft is a row of its
+    own, of the inputs of the row up to where it begins and those of its tokens."""
+    precise = {"dtype": torch.float64, "attn_implementation": "eager", "experts_implementation": "eager"}
+    policy = AutoModelForCausalLM.from_pretrained(policy_folder, **precise)
+    weights = load_file(head_folder / "model.safetensors")
+    with tempfile.TemporaryDirectory() as folder:
+        # the last layer of a model with one layer more
+        others = load_file(policy_folder / "model.safetensors")
+        of_layer = {name: tensor for name, tensor in weights.items() if name.startswith(OF_HEAD)}
+        _longer(policy.config).save_pretrained(folder)
+        save_file(others | of_layer, f"{folder}/model.safetensors", metadata={"format": "pt"})
+        longer = AutoModelForCausalLM.from_pretrained(folder, **precise)
+    own = {name.removeprefix(OF_HEAD): tensor.double() for name, tensor in weights.items()}
+    embedding, output = policy.get_input_embeddings().weight, policy.get_output_embeddings().weight
+    eps = policy.config.rms_norm_eps
+
+    def scaled(x, name):
+        return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * own[f"{name}.weight"]
+
+    def joined(hidden, token, place):
+        embedded = embedding[token] if place else torch.zeros(WIDTH, dtype=torch.float64)
+        return own["eh_proj.weight"] @ torch.cat([scaled(embedded, "enorm"), scaled(hidden, "hnorm")])
+
+    found = []
+    for row in rows:
+        tokens = torch.as_tensor(row).long()
+        with torch.no_grad():
+            out = policy(tokens[None], output_hidden_states=True)
+            targets, last = out.logits[0].softmax(-1), out.hidden_states[-1][0]
+            losses = torch.zeros(len(tokens), num_tokens, dtype=torch.float64)
+            of_row = [joined(last[place], tokens[place + 1], place) for place in range(len(tokens) - 1)]
+            for start in range(len(tokens) - 1):
+                inputs, hidden = of_row[: start + 1], last[start]
+                for step in range(min(num_tokens, len(tokens) - start - 2)):
+                    if step:
+                        inputs.append(joined(hidden, tokens[start + 1 + step], start + step))
+                    states = torch.stack(inputs)[None]
+                    length = states.shape[1]
+                    mask = torch.full((length, length), -torch.inf, dtype=torch.float64).triu(1)[None, None]
+                    cos_sin = longer.model.rotary_emb(states, torch.arange(length)[None])
+                    given = longer.model.layers[-1](states, attention_mask=mask, position_embeddings=cos_sin)
+                    hidden = (given if isinstance(given, torch.Tensor) else given[0])[0, -1]
+                    logprobs = (output @ scaled(hidden, "shared_head.norm")).log_softmax(-1)
+                    target = start + 2 + step
+                    losses[target, step] = -(targets[target - 1] * logprobs).sum()
         found.append(losses)
     return found
 

@@ -1,10 +1,18 @@
-"""An EAGLE-3 head that trains in the processes of its policy."""
+"""A head that trains in the processes of its policy."""
 
 import json
 
 import numpy as np
 import pytest
-from draft_head_cases import HeadLoss, attend_in_parts, reference_losses, write_head
+from draft_head_cases import (
+    OF_HEAD,
+    HeadLoss,
+    attend_in_parts,
+    reference_losses,
+    reference_mtp_losses,
+    write_glm,
+    write_head,
+)
 from safetensors.torch import load_file
 
 from rl_core.metrics import reduce_metrics
@@ -54,10 +62,15 @@ def head(tmp_path_factory):
     return write_head(tmp_path_factory.mktemp("head"))
 
 
-def expected(policy, head, batch, num_tokens=3):
+@pytest.fixture(scope="module")
+def glm(tmp_path_factory):
+    return write_glm(tmp_path_factory.mktemp("glm"))
+
+
+def expected(policy, head, batch, num_tokens=3, reference=reference_losses):
     rows = list(batch.ragged("tokens"))
     masks = list(batch.ragged("loss_mask"))
-    losses = reference_losses(policy, head, rows, num_tokens)
+    losses = reference(policy, head, rows, num_tokens)
     total = sum(int(mask.sum()) for mask in masks)
     sums = sum((found.numpy() * (mask[:, None] > 0)).sum(0) for found, mask in zip(losses, masks, strict=True))
     return {f"loss_{place}": value / total for place, value in enumerate(sums)}
@@ -200,7 +213,7 @@ def test_a_head_leaves_the_device_with_its_policy(ranks, policy, head):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"architectures": ["LlamaForCausalLM"]}, "does not hold an EAGLE-3 head"),
+        ({"architectures": ["LlamaForCausalLM"]}, "does not hold a draft head"),
         ({"norm_before_fc": True}, "norm_before_fc=True"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state=False"),
         ({"vocab_size": 80}, "knows 80 tokens and the policy 101"),
@@ -218,3 +231,60 @@ def test_a_head_of_another_kind_or_policy_is_refused(ranks, policy, tmp_path, fi
 def test_a_policy_that_is_split_is_refused(ranks, policy, head, size):
     with pytest.raises(Exception, match=f"{size}: got 2: must be 1 with draft_head"):
         open_model(ranks, policy, head, 2, **{size: 2})
+
+
+class TestMultiTokenPrediction:
+    """The layer for multi-token prediction in the files of a GLM-4.5 model."""
+
+    def test_losses_are_those_of_drafts_that_an_engine_makes(self, ranks, glm):
+        batch = make_batch()
+        with open_model(ranks, glm, glm) as model:
+            found = model.train_head(batch)
+        reference = expected(glm, glm, batch, reference=reference_mtp_losses)
+        assert {name: found[name] for name in reference} == pytest.approx(reference, rel=EXACT)
+
+    def test_it_learns_alike_on_two_ranks_and_leaves_its_policy_alone(self, ranks, glm):
+        def steps(num_ranks):
+            with open_model(ranks, glm, glm, num_ranks) as model:
+                before = model.infer(make_batch(), [LOGPROBS])["logprobs"].values
+                found = [model.train_head(make_batch()) for _ in range(6)]
+                assert np.array_equal(model.infer(make_batch(), [LOGPROBS])["logprobs"].values, before)
+            return np.array([(step["loss"], step["grad_norm"]) for step in found])
+
+        alone = steps(1)
+        assert alone[-1, 0] < 0.9 * alone[0, 0]
+        assert steps(2) == pytest.approx(alone, rel=1e-4)
+
+    def test_an_export_and_what_is_sent_have_the_names_of_its_files(self, ranks, glm, tmp_path):
+        with open_model(ranks, glm, glm, 2) as model:
+            model.call("draft_head.export", str(tmp_path / "untrained"))
+            model.train_head(make_batch())
+            model.call("draft_head.export", str(tmp_path / "trained"))
+            manifest = model.call("draft_head.manifest", 1)[0]
+            loss = model.train_head(make_batch())["loss"]
+        weights = load_file(glm / "model.safetensors")
+        of_policy = {f"{OF_HEAD}{name}.weight" for name in ("embed_tokens", "shared_head.head")}
+        own = {name for name in weights if name.startswith(OF_HEAD)} - of_policy
+        exported, trained = (load_file(tmp_path / name / "model.safetensors") for name in ("untrained", "trained"))
+        assert exported.keys() == trained.keys() == {spec.name for spec in manifest.tensors} == own
+        for name in own:
+            assert exported[name].equal(weights[name])
+            assert trained[name].equal(weights[name]) == name.endswith("e_score_correction_bias")
+        with open_model(ranks, glm, tmp_path / "trained") as model:
+            assert model.train_head(make_batch())["loss"] == pytest.approx(loss, rel=1e-5)
+
+    @pytest.mark.parametrize(
+        ("fields", "message"),
+        [
+            ({"num_layers": 0}, "num_nextn_predict_layers=0"),
+            ({"num_layers": 2}, "num_nextn_predict_layers=2"),
+        ],
+        ids=str,
+    )
+    def test_files_without_exactly_one_are_refused(self, ranks, glm, tmp_path, fields, message):
+        with pytest.raises(Exception, match=message):
+            open_model(ranks, glm, write_glm(tmp_path, **fields))
+
+    def test_files_of_another_model_are_refused(self, ranks, policy, glm):
+        with pytest.raises(Exception, match="does not fit the policy: its model_type is glm4_moe"):
+            open_model(ranks, policy, glm)

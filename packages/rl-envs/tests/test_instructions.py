@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from typing import Any
 
 import pytest
@@ -166,12 +165,11 @@ def test_counts_agree_with_plain_patterns(response: str) -> None:
 
 
 @pytest.mark.parametrize("piece", ["[", "\n", " ", "<<", "*", "* \n", '!"', "a", "p.s.", "```\n", "Section 1"])
-def test_every_check_takes_little_time_on_repeats(piece: str) -> None:
-    response = "x" + piece * (60_000 // len(piece))
-    begin = time.process_time()
+def test_every_check_takes_linear_time_on_repeats(piece: str) -> None:
+    """In quadratic time one would take longer than a test may."""
+    response = "x" + piece * (1_000_000 // len(piece))
     for name, (arguments, _, _) in CASES.items():
         is_followed(name, response, arguments)
-    assert time.process_time() - begin < 2.0
 
 
 class TestConformance(EnvironmentSuite):

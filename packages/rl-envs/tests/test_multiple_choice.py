@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from itertools import product
 from typing import Any
 
@@ -403,16 +402,8 @@ def test_any_text_is_read(pieces: list[str]) -> None:
     ["A and ", "(", "**", r"\boxed{", "answer ", "The answer is not ", "A) 1\n", "A, ", "<answer>", "i.e. ", " "],
 )
 def test_reading_takes_linear_time(piece: str) -> None:
-    def seconds(size: int) -> float:
-        begin = time.process_time()
-        stated_letter((piece * size)[:size])
-        return time.process_time() - begin
-
-    def least(size: int) -> float:
-        # whatever else the machine does only adds to it
-        return min(seconds(size) for _ in range(3))
-
-    assert least(64_000) < 16 * max(least(8_000), 0.01)
+    """In quadratic time it would take longer than a test may."""
+    stated_letter((piece * 300_000)[:300_000])
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -223,17 +222,15 @@ class TestEngineInItsOwnProcess(VllmSuite):
         """Last: it leaves no engine behind."""
         engine = next(p for p in psutil.Process().children() if "EngineCore" in " ".join(p.cmdline()) + p.name())
 
-        async def killing() -> float:
+        async def killing() -> None:
             requests = [GenerationRequest(prompt(5), SamplingParams(200), seed) for seed in range(8)]
             tasks = [asyncio.create_task(bench.generator.generate(request)) for request in requests]
             await asyncio.sleep(0.05)
             os.kill(engine.pid, signal.SIGKILL)
-            killed = time.monotonic()
             failures = await asyncio.gather(*tasks, return_exceptions=True)
             assert all(isinstance(failure, GeneratorError) for failure in failures)
-            return time.monotonic() - killed
 
-        assert bench.runner.run(killing()) < 60
+        bench.runner.run(killing())
         for call in (
             bench.generator.health(),
             bench.generator.generate(GenerationRequest(prompt(5), SamplingParams(1), 0)),

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from spoilable_generator import SpoilableGenerator
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Glm4MoeConfig, Glm4MoeForCausalLM
 
 from rl_core.errors import RequestRefused
 from rl_core.model_config import GenerationConfig
@@ -95,12 +95,71 @@ def write_eagle_head(folder: Path, target: Path) -> Path:
     return folder
 
 
+def write_glm(folder: Path, *, seed: int) -> Path:
+    """A GLM-4.5 model without its layer for multi-token prediction, and the tokenizer of `write_reference_model`."""
+    write_reference_model(folder, seed=seed)
+    torch.manual_seed(seed)
+    config = Glm4MoeConfig(
+        vocab_size=320,
+        hidden_size=64,
+        intermediate_size=128,
+        moe_intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        first_k_dense_replace=1,
+        max_position_embeddings=1024,
+        pad_token_id=0,
+        eos_token_id=2,
+        initializer_range=0.15,
+    )
+    Glm4MoeForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def write_mtp_layer(folder: Path, target: Path) -> Path:
+    """A layer for multi-token prediction that knows which token follows which: its first map takes a token's embedding
+    to near what the model predicts after it from, and its decoder layer adds little."""
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    config = model.config
+    width, number = config.hidden_size, config.num_hidden_layers
+    weights = {name: 0.01 * tensor for name, tensor in load_file(target / "model.safetensors").items()}
+    last = f"model.layers.{number - 1}."
+    layer = {name.removeprefix(last): tensor for name, tensor in weights.items() if name.startswith(last)}
+    with torch.no_grad():
+        embedding = model.get_input_embeddings().weight
+        normed = embedding / (embedding.square().mean(1, keepdim=True) + config.rms_norm_eps).sqrt()
+        ids = torch.arange(config.vocab_size)[:, None]
+        hidden = model(ids, output_hidden_states=True).hidden_states[-1][:, 0]
+        layer["eh_proj.weight"] = torch.cat(
+            [torch.linalg.lstsq(normed, hidden).solution.T, torch.zeros(width, width)], 1
+        )
+    ones = ("enorm", "hnorm", "input_layernorm", "post_attention_layernorm", "shared_head.norm")
+    layer |= {f"{name}.weight": torch.ones(width) for name in ones}
+    layer["embed_tokens.weight"] = embedding.detach()
+    layer["shared_head.head.weight"] = model.get_output_embeddings().weight.detach()
+    folder.mkdir(exist_ok=True)
+    save_file({f"model.layers.{number}.{name}": each.clone() for name, each in layer.items()}, folder / WEIGHTS)
+    written = {**config.to_dict(), "architectures": ["Glm4MoeForCausalLM"], "num_nextn_predict_layers": 1}
+    (folder / "config.json").write_text(json.dumps(written))
+    return folder
+
+
+WEIGHTS = "model.safetensors"
+
+
 def chance_of_uniform(drawn: np.ndarray) -> float:
     """Chance that equally likely bins are as uneven as these counts or more: Pearson's chi-squared test."""
     expected = drawn.sum() / len(drawn)
     statistic = ((drawn - expected) ** 2 / expected).sum()
     degrees = torch.tensor(len(drawn) - 1.0, dtype=torch.float64)
     return float(torch.special.gammaincc(degrees / 2, torch.tensor(statistic, dtype=torch.float64) / 2))
+
+
+DRAFTERS = {"draft_model": write_drafter, "eagle3": write_eagle_head, "mtp": write_mtp_layer}
 
 
 class SpeculationBench(Bench):
@@ -131,24 +190,24 @@ def _interpreted() -> Iterator[None]:
 
 @pytest.fixture(
     scope="module",
-    params=partly_exhaustive(["ngram", "draft_model", "eagle3"], always=["ngram", "draft_model"]),
+    params=partly_exhaustive(["ngram", "draft_model", "eagle3", "mtp"], always=["ngram", "draft_model"]),
 )
 def bench(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, _interpreted: None
 ) -> Iterator[SpeculationBench]:
-    target = write_reference_model(tmp_path_factory.mktemp("target"), seed=0)
+    write_model = write_glm if request.param == "mtp" else write_reference_model
+    target = write_model(tmp_path_factory.mktemp("target"), seed=0)
     if request.param == "ngram":
         speculation = SpeculationConfig(method="ngram", prompt_lookup_min=1)
     else:
-        write = write_drafter if request.param == "draft_model" else write_eagle_head
-        drafter = write(tmp_path_factory.mktemp("drafter"), target)
+        drafter = DRAFTERS[request.param](tmp_path_factory.mktemp("drafter"), target)
         speculation = SpeculationConfig(method=request.param, model=str(drafter))
     backend = VllmConfig(kv_cache_gib=0.25, speculation=speculation)
     generator = SpoilableGenerator(GenerationConfig(), backend, model_config(target), AWAITING)
-    other = write_reference_model(tmp_path_factory.mktemp("other"), seed=1)
+    other = write_model(tmp_path_factory.mktemp("other"), seed=1)
     sender = SenderProcess()
     bench = SpeculationBench(generator, target, other, sender)
-    if request.param == "eagle3":
+    if request.param in ("eagle3", "mtp"):
         # the head only knows which token follows which
         bench.fewest_accepted = 1
     bench.senders["drafter"] = SenderProcess()
@@ -301,13 +360,18 @@ def test_a_drafter_that_is_sent_the_weights_of_the_model_drafts_what_it_samples(
     assert acceptance() == 1
 
 
-@pytest.mark.parametrize("kind", partly_exhaustive(["own", "shared", "reduced"], always=["own"]))
+@pytest.mark.parametrize("kind", partly_exhaustive(["own", "shared", "reduced", "mtp"], always=["own"]))
 def test_a_head_that_is_sent_drafts_with_its_new_weights(kind: str, tmp_path: Path) -> None:
-    target, other = (write_reference_model(tmp_path / name, seed=seed) for seed, name in enumerate(("first", "second")))
-    stale, trained = (write_eagle_head(tmp_path / f"head of {folder.name}", folder) for folder in (target, other))
+    method = "mtp" if kind == "mtp" else "eagle3"
+    write_model = write_glm if kind == "mtp" else write_reference_model
+    target, other = (write_model(tmp_path / name, seed=seed) for seed, name in enumerate(("first", "second")))
+    stale, trained = (DRAFTERS[method](tmp_path / f"head of {folder.name}", folder) for folder in (target, other))
     for folder in (stale, trained):
-        change_output_layer(folder, kind)
-    backend = VllmConfig(kv_cache_gib=0.25, speculation=SpeculationConfig(method="eagle3", model=str(stale)))
+        if kind == "mtp":
+            remove_layers_of_the_model(folder)
+        else:
+            change_output_layer(folder, kind)
+    backend = VllmConfig(kv_cache_gib=0.25, speculation=SpeculationConfig(method=method, model=str(stale)))
     generator = SpoilableGenerator(GenerationConfig(), backend, model_config(target), AWAITING)
     bench = SpeculationBench(generator, target, other, SenderProcess())
     bench.senders["drafter"] = SenderProcess()
@@ -339,6 +403,13 @@ def test_a_head_that_is_sent_drafts_with_its_new_weights(kind: str, tmp_path: Pa
         bench.runner.close()
         for each in bench.senders.values():
             each.close()
+
+
+def remove_layers_of_the_model(folder: Path) -> None:
+    """Leave what a trainer sends and exports of a layer for multi-token prediction."""
+    weights = load_file(folder / WEIGHTS)
+    own = {name: each for name, each in weights.items() if not name.endswith(("embed_tokens.weight", "head.weight"))}
+    save_file(own, folder / WEIGHTS)
 
 
 def change_output_layer(folder: Path, kind: str) -> None:

@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import sys
-import time
 from pathlib import Path
 
 import aiohttp
@@ -130,7 +129,7 @@ def of_agents(folder):
 
 
 def test_an_agent_that_does_not_end_is_ended_with_everything_that_it_started(make_worker, play, tmp_path):
-    stays = "[sys.executable, '-c', 'import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(99)']"
+    stays = "[sys.executable, '-c', 'import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(3600)']"
     agent = function(
         tmp_path,
         f"""
@@ -144,12 +143,10 @@ def run(base_url, api_key, prompt):
     )
     config = AgentConfig(run="my_agent.py:run", grace_s=0.1, env={"FOLDER": str(tmp_path)})
     worker = make_worker(config, function=agent, max_seconds=1.5)
-    begun = time.monotonic()
     ([rollout], _) = asyncio.run(play(worker))
     assert rollout.status == "failed"
     assert "max_rollout_seconds" in rollout.failure
     assert of_agents(tmp_path) == []
-    assert time.monotonic() - begun < 60
 
 
 def test_rollouts_whose_agents_or_their_host_were_killed_begin_again(make_worker, play, tmp_path):

@@ -246,10 +246,12 @@ class HeadOptimizerConfig(OptimizerConfig):
 
 
 class DraftHeadConfig(Config):
-    """EAGLE-3 head (arXiv:2503.01840) that learns to draft what the policy samples, from its hidden states."""
+    """EAGLE-3 head (arXiv:2503.01840) or layer for multi-token prediction (arXiv:2412.19437) that learns to draft what
+    the policy samples, from its hidden states."""
 
     model_name: Annotated[PathText, WhenChanged.NEW_RUN]
-    """Head to load: the same folder as `generation.vllm_cfg.speculation.model`."""
+    """Head to load: the same folder as `generation.vllm_cfg.speculation.model`. A layer for multi-token prediction is
+    in the files of the policy's model; it trains in models of the type `glm4_moe`."""
     num_tokens: Annotated[int, WhenChanged.BRANCH] = Field(default=3, ge=1, le=16)
     """Number of tokens of a draft for which the head is trained. After the first token the head reads hidden states of
     its own, which it learns only if they are trained."""

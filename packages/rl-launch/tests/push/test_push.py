@@ -5,7 +5,6 @@ import json
 import logging
 import sys
 import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -212,10 +211,8 @@ def test_a_run_that_is_told_to_end_at_once_waits_for_nothing(tmp_path, api, capl
         if step == 3:
             raise KeyboardInterrupt
 
-    started = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        run(tmp_path / "run", push_to="hf://me/model", push_checkpoints="every", at_step=end, wait_s=60.0)
-    assert time.monotonic() - started < 10
+        run(tmp_path / "run", push_to="hf://me/model", push_checkpoints="every", at_step=end, wait_s=3600.0)
     assert "step 2 was not pushed (the run ended first); push it by: rl push" in caplog.text
     api.hold.set()
 

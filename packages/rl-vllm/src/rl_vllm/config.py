@@ -98,10 +98,6 @@ def _owned_problem(name: str) -> Problem:
 
 _REFUSED_METHODS = {
     "suffix": "needs arctic-inference 0.1.1, which has no builds and is not among the packages of the engine",
-    "mtp": (
-        "drafts with the model's heads for multi-token prediction, which no training backend trains or sends with a "
-        "weight version: they would keep the weights of the model's files"
-    ),
 }
 
 
@@ -118,12 +114,13 @@ class SpeculationConfig(Config):
     """Drafter: `ngram` continues the last tokens as they continued earlier in the same row, without a model.
     `draft_model` is a smaller model with the same vocabulary, which keeps the weights of its files while the policy
     trains, unless the section `drafter` trains it too. `eagle3` is an EAGLE-3 head for this policy, which reads its
-    hidden states and keeps the weights of its files, unless `policy.draft_head` trains it too. `suffix` and `mtp` are
-    refused, with the reason."""
+    hidden states and keeps the weights of its files, unless `policy.draft_head` trains it too; `mtp` is the same with
+    the layer for multi-token prediction in the files of the policy's model. `suffix` is refused, with the reason."""
     num_tokens: int = Field(default=3, ge=1, le=64)
     """Maximum number of tokens in a draft."""
     model: PathText | None = None
-    """`draft_model` and `eagle3`: folder of the drafter's files, on every node."""
+    """`draft_model`, `eagle3` and `mtp`: folder of the drafter's files, on every node; for `mtp` the folder of the
+    policy's model."""
     prompt_lookup_min: int | None = Field(default=None, ge=1)
     """`ngram`: smallest number of last tokens that must occur earlier in the row; 2 if unset."""
     prompt_lookup_max: int | None = Field(default=None, ge=1)
@@ -138,7 +135,7 @@ class SpeculationConfig(Config):
     def _refuse_methods(self) -> SpeculationConfig:
         reason = _REFUSED_METHODS.get(self.method)
         if reason:
-            remedy = "Set ngram, or draft_model or eagle3 with a drafter in a folder of its own"
+            remedy = "Set ngram, or draft_model, eagle3 or mtp with the folder of a drafter"
             raise ProblemError(Problem("method", reason, got=self.method, remedy=remedy))
         return self
 
@@ -168,7 +165,12 @@ class SpeculationConfig(Config):
     @property
     def has_weights(self) -> bool:
         """Return whether the drafter is a model."""
-        return self.method in ("draft_model", "eagle3")
+        return self.method != "ngram"
+
+    @property
+    def drafts_with_head(self) -> bool:
+        """Return whether the drafter reads the policy's hidden states."""
+        return self.method in ("eagle3", "mtp")
 
     @property
     def lookup(self) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from rl_core.hf_config import num_positions, rope_parameters, switches_at
 from rl_core.model_config import LoraConfig, ModelConfig, local_family, local_hf_config
 from rl_core.plugins import BackendPlugin, Preload, Requirement
 from rl_core.run_config import RunConfig
-from rl_vllm.config import MAX_TEMPERATURE, MIN_TEMPERATURE, VllmConfig
+from rl_vllm.config import MAX_TEMPERATURE, MIN_TEMPERATURE, SpeculationConfig, VllmConfig
 from rl_vllm.engine.process_env import import_variables
 
 MAX_ADAPTER_DIM = 512
@@ -134,7 +134,7 @@ def _speculation(section: Any, config: RunConfig) -> Iterable[Problem]:
             remedy="Set top_p or top_k instead, or remove generation.vllm_cfg.speculation",
         )
     if speculation.model is not None:
-        yield from _drafter(speculation.model, section)
+        yield from _drafter(speculation, section)
 
 
 def _quantization(section: Any, config: RunConfig) -> Iterable[Problem]:
@@ -160,15 +160,30 @@ def _quantization(section: Any, config: RunConfig) -> Iterable[Problem]:
         )
 
 
-def _drafter(folder: str, policy: ModelConfig) -> Iterable[Problem]:
+MTP_FAMILIES = ("glm4_moe",)
+"""Types of the models whose layers for multi-token prediction draft: the tests of this package compare them with
+transformers."""
+
+
+def _drafter(speculation: SpeculationConfig, policy: ModelConfig) -> Iterable[Problem]:
     """Problems of a drafter's files."""
-    key = "generation.vllm_cfg.speculation.model"
+    key, folder = "generation.vllm_cfg.speculation.model", speculation.model or ""
     fields = local_hf_config(ModelConfig(model_name=folder))
     if not fields:
         reason, remedy = "is not a folder of this machine with the files of a model", "Download the drafter first"
         yield Problem(key, reason, got=folder, remedy=remedy)
         return
-    if Path(folder).expanduser().resolve() == Path(policy.model_name).expanduser().resolve():
+    if speculation.method == "mtp":
+        if (family := fields.get("model_type")) not in MTP_FAMILIES:
+            reason = (
+                f"vLLM has not been verified with layers for multi-token prediction in models of the type {family}, "
+                f"only of {', '.join(MTP_FAMILIES)}"
+            )
+            yield Problem(key, reason, got=folder, remedy="Set another method")
+        elif not fields.get("num_nextn_predict_layers"):
+            reason = "has no layer for multi-token prediction: its config.json lacks num_nextn_predict_layers"
+            yield Problem(key, reason, got=folder, remedy="Set another method")
+    elif Path(folder).expanduser().resolve() == Path(policy.model_name).expanduser().resolve():
         reason = "is the policy's own model, which costs as much as it saves"
         yield Problem(key, reason, got=folder, remedy="Set a smaller model of the same family")
         return
@@ -285,7 +300,7 @@ def _draft_model(config: VllmConfig) -> str | None:
 
 def _draft_head(config: VllmConfig) -> str | None:
     speculation = config.speculation
-    return speculation.model if speculation is not None and speculation.method == "eagle3" else None
+    return speculation.model if speculation is not None and speculation.drafts_with_head else None
 
 
 PLUGIN = BackendPlugin(

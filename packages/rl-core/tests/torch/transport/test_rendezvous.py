@@ -106,9 +106,15 @@ def meeting(num_receivers: int = 1, timeout_s: float = 60.0) -> Iterator[Meeting
         yield found
 
 
+@pytest.fixture
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever waits for the handshake of another waits too long for the test."""
+    monkeypatch.setattr(rendezvous, "HANDSHAKE_S", 3600.0)
+
+
 @pytest.mark.parametrize(("attack", "reason"), ATTACKS.values(), ids=ATTACKS)
 def test_a_stranger_is_dropped_and_the_receiver_accepted(
-    attack: Attack, reason: str, caplog: pytest.LogCaptureFixture
+    attack: Attack, reason: str, caplog: pytest.LogCaptureFixture, patience: None
 ) -> None:
     with meeting() as met, caplog.at_level(logging.WARNING):
         with socket.create_connection(met.address, timeout=10) as stranger:
@@ -119,22 +125,18 @@ def test_a_stranger_is_dropped_and_the_receiver_accepted(
                 assert stranger.recv(1) == b""
             except OSError:  # it was dropped before it had sent or read everything
                 pass
-        started = time.monotonic()
         met.check_accepts()
-        assert time.monotonic() - started < rendezvous.HANDSHAKE_S
     (record,) = caplog.records
     assert "dropped 1 connections" in record.message
     assert reason in record.message
     assert met.transport.secret.hex() not in record.message
 
 
-def test_silent_strangers_delay_nobody() -> None:
+def test_silent_strangers_delay_nobody(patience: None) -> None:
     with meeting() as met, ExitStack() as stack:
         for _ in range(MAX_PENDING + 20):
             stack.enter_context(socket.create_connection(met.address, timeout=10))
-        started = time.monotonic()
         met.check_accepts()
-        assert time.monotonic() - started < rendezvous.HANDSHAKE_S
 
 
 def send_slowly(connection: socket.socket, data: bytes) -> None:

@@ -8,11 +8,34 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rl_dtensor.model.kernels import Attend, Softmax
+from rl_dtensor.model.layout import Segments
+
 CHUNK = 512
 """Number of queries for which the mask is in memory at a time."""
 
 KeysAndValues = tuple[Tensor, Tensor]
 """Keys and values, each `[1, heads, tokens, head_dim]`."""
+
+
+def attending_from_drafts(attend: Attend, past: list[KeysAndValues]) -> Attend:
+    """The attention of one pass of a head: over the row in the first pass, and in later ones also over the tokens of
+    the same draft.
+
+    Args:
+        attend: Kernel of the first pass.
+        past: Keys and values of earlier passes; those of this pass are added.
+    """
+
+    def attended(query: Tensor, key: Tensor, value: Tensor, segments: Segments, softmax: Softmax) -> Tensor:
+        past.append((key, value))
+        if len(past) == 1:
+            return attend(query, key, value, segments, softmax)
+        row, *drafted = past
+        scaling = query.shape[-1] ** -0.5 if softmax.scaling is None else softmax.scaling
+        return draft_attention(query, row, drafted, segments.lengths[0], scaling=scaling)
+
+    return attended
 
 
 def draft_attention(

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from torch import Tensor
 
 from rl_core.model_config import DraftHeadConfig, ModelConfig
-from rl_core.torch.files.model_files import WeightFiles, fetched_folder
+from rl_core.torch.files.model_files import CONFIG, WeightFiles, fetched_folder
 from rl_core.torch.training.backend import HeadParts
 from rl_dtensor.config import DTensorConfig
-from rl_dtensor.draft_head.head import EagleHead
+from rl_dtensor.draft_head.eagle import EagleHead
+from rl_dtensor.draft_head.eagle_shape import ARCHITECTURES, DRAFT_TO_TARGET, TARGET_TO_DRAFT, HeadShape
+from rl_dtensor.draft_head.head import Head
 from rl_dtensor.draft_head.model import DraftHeadModel, ShardedHead
-from rl_dtensor.draft_head.settings import draft_head_problems
-from rl_dtensor.draft_head.shape import DRAFT_TO_TARGET, TARGET_TO_DRAFT, HeadShape
+from rl_dtensor.draft_head.mtp import FAMILIES, MtpHead, is_mtp, with_one_more_layer
+from rl_dtensor.draft_head.settings import KEY, draft_head_problems
 from rl_dtensor.draft_head.weights import HeadWeights, is_drafted, load_head, read_map
-from rl_dtensor.model.build import decoder_layers
+from rl_dtensor.model.build import decoder_layers, model_on_meta
 from rl_dtensor.model.kernels import kernel_of
 from rl_dtensor.parallel.fsdp import shard_whole
 from rl_dtensor.parallel.mesh import Mesh
@@ -58,30 +62,13 @@ def build_draft_head(
         raise ValueError(f"{problem.key}: {problem.message}")
     folder = fetched_folder(os.path.expanduser(settings.model_name), mesh.control)
     files = WeightFiles.of(folder)
-    hf = policy.hf_config.get_text_config()
-    (chunk,) = policy.sharded.chunks
-    shape = HeadShape.of(
-        folder,
-        files.names,
-        num_layers=len(decoder_layers(chunk.hf)),
-        policy_width=hf.hidden_size,
-        vocabulary=hf.vocab_size,
-    )
     with torch.device("meta"):
-        module = EagleHead(
-            shape, attend=kernel_of(backend.attention_backend), chunk_size=config.logprob_chunk_size
-        ).float()
+        module = _head_in(folder, files, config, backend, policy).float()
     shard_whole(module, mesh=mesh, compute=getattr(torch, config.precision))
     module.to_empty(device=mesh.device)
-    module.rotary_emb = LlamaRotaryEmbedding(shape.config).to(mesh.device)
+    module.rebuild_rotary(mesh.device)
     load_head(module, files)
-    distances = read_map(files, mesh.device) if shape.is_reduced else None
-    draft_ids = None
-    sent, exported = {}, {}
-    if distances is not None:
-        draft_ids = distances + torch.arange(len(distances), device=mesh.device)
-        sent = {DRAFT_TO_TARGET: distances}
-        exported = {**sent, TARGET_TO_DRAFT: is_drafted(draft_ids, shape.vocabulary)}
+    draft_ids, sent, exported = _vocabulary(module, files, mesh.device)
     head = ShardedHead(module, draft_ids)
     inner = build_sharded_optimizer(settings.optimizer, [head.trained()])
     parts = HeadParts(
@@ -93,3 +80,55 @@ def build_draft_head(
         TrainingState(head, inner, mesh),
     )
     return BuiltHead(head, parts)
+
+
+def _head_in(
+    folder: Path, files: WeightFiles, config: ModelConfig, backend: DTensorConfig, policy: DTensorModel
+) -> Head:
+    """The head that a folder holds.
+
+    Raises:
+        ValueError: If it holds none, or not one of this policy.
+    """
+    fields = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    hf = policy.hf_config.get_text_config()
+    attend = kernel_of(backend.attention_backend)
+    if set(fields.get("architectures") or ()) & set(ARCHITECTURES):
+        (chunk,) = policy.sharded.chunks
+        shape = HeadShape.of(
+            folder,
+            files.names,
+            num_layers=len(decoder_layers(chunk.hf)),
+            policy_width=hf.hidden_size,
+            vocabulary=hf.vocab_size,
+        )
+        return EagleHead(shape, attend=attend, chunk_size=config.logprob_chunk_size)
+    if is_mtp(fields):
+        longer = model_on_meta(
+            with_one_more_layer(hf, folder, fields),
+            "policy",
+            backend.attention_backend,
+            dtype=torch.float32,
+            is_packed=True,
+            is_split=False,
+            longest_row=config.max_total_sequence_length,
+        )
+        return MtpHead(longer, attend=attend, chunk_size=config.logprob_chunk_size)
+    raise ValueError(
+        f"{KEY}: {folder} does not hold a draft head: its architectures are {fields.get('architectures')}; allowed are "
+        f"{', '.join(ARCHITECTURES)}, and models of the type {', '.join(FAMILIES)} with a layer for multi-token "
+        "prediction"
+    )
+
+
+def _vocabulary(
+    head: Head, files: WeightFiles, device: torch.device
+) -> tuple[Tensor | None, dict[str, Tensor], dict[str, Tensor]]:
+    """Int64 `[draft vocabulary]`, the policy's token of each output of a head, None if they are the same; the maps that
+    are sent with its weights, and those that are exported."""
+    if not isinstance(head, EagleHead) or not head.shape.is_reduced:
+        return None, {}, {}
+    distances = read_map(files, device)
+    draft_ids = distances + torch.arange(len(distances), device=device)
+    sent = {DRAFT_TO_TARGET: distances}
+    return draft_ids, sent, {**sent, TARGET_TO_DRAFT: is_drafted(draft_ids, head.shape.vocabulary)}

@@ -19,7 +19,7 @@ from rl_core.rollouts.group import LOSS_MASK
 from rl_core.torch.loss import Rows
 from rl_core.torch.rows import no_images
 from rl_core.torch.training.backend import Microbatch, Pass
-from rl_dtensor.draft_head.head import EagleHead
+from rl_dtensor.draft_head.head import Head
 from rl_dtensor.draft_head.policy_states import PolicyReader
 from rl_dtensor.model.layout import Alignment, lay_out
 from rl_dtensor.model.model import ShardedModel
@@ -38,7 +38,7 @@ class ShardedHead:
         draft_ids: Int64 `[draft vocabulary]`, the token of each of its outputs; None if they are the policy's.
     """
 
-    def __init__(self, module: EagleHead, draft_ids: Tensor | None) -> None:
+    def __init__(self, module: Head, draft_ids: Tensor | None) -> None:
         self.module = module
         self.draft_ids = draft_ids
 
@@ -87,7 +87,7 @@ class DraftHeadModel:
     @property
     def hf_config(self) -> Any:
         """Config of the head."""
-        return self._head.module.shape.config
+        return self._head.module.config
 
     @property
     def architecture(self) -> str:
@@ -136,7 +136,7 @@ class DraftHeadModel:
         """Context with a reader of the policy as it is; afterwards nothing is gathered."""
         policy: ShardedModel = self._policy.sharded
         try:
-            yield PolicyReader(policy, self._head.module.shape, self._head.draft_ids)
+            yield PolicyReader(policy, self._head.module, self._head.draft_ids)
         finally:
             policy.reshard_all()
             self._head.reshard_all()

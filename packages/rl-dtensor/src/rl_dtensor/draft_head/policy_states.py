@@ -12,12 +12,11 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from rl_core.model import HIDDEN
-from rl_core.torch.heads.logprobs import Head
+from rl_core.torch.heads import logprobs
 from rl_core.torch.heads.split_reads import join_tokens
 from rl_core.torch.loss import Rows
-from rl_dtensor.draft_head.head import PolicyStates
+from rl_dtensor.draft_head.head import Head, PolicyStates
 from rl_dtensor.draft_head.losses import PolicyHead
-from rl_dtensor.draft_head.shape import HeadShape
 from rl_dtensor.model.build import decoder_layers
 from rl_dtensor.model.model import ReadingModel, ShardedModel
 from rl_dtensor.parallel.fsdp import whole
@@ -31,17 +30,17 @@ class PolicyReader:
 
     Args:
         policy: Whole layers of a policy, which no rank shares.
-        shape: Form of the head.
+        head: The head.
         draft_ids: Int64 `[draft vocabulary]`, the token of each output of the head; None if they are the same.
     """
 
-    def __init__(self, policy: ShardedModel, shape: HeadShape, draft_ids: Tensor | None) -> None:
+    def __init__(self, policy: ShardedModel, head: Head, draft_ids: Tensor | None) -> None:
         (self._chunk,) = policy.chunks
         self._policy = policy
-        self._shape = shape
+        self._read = head.layers
         self._layers = decoder_layers(self._chunk.hf)
         self._embedding = None
-        if not shape.has_embedding:
+        if head.own_embedding is None:
             layer: Any = self._chunk.hf.get_input_embeddings()
             self._embedding = whole(layer.weight, policy.compute)
         self._head = PolicyHead(_whole_head(self._chunk, policy.compute), draft_ids)
@@ -56,16 +55,16 @@ class PolicyReader:
         held = layout.held
         entered = [
             join_tokens(seen[layer].flatten(0, 1)[held.positions], held.tokens, rows.num_tokens, None)
-            for layer in self._shape.layers
+            for layer in self._read
         ]
-        joined = torch.cat(entered, -1).to(self._policy.compute)
+        joined = torch.cat(entered, -1).to(self._policy.compute) if entered else last[:, :0]
         return PolicyStates(joined, last, self._embedding, self._head)
 
     @contextmanager
     def _watching(self) -> Iterator[dict[int, Tensor]]:
         """Context that keeps the hidden states `[batch, seq, hidden]` that enter the layers of a pass."""
         seen: dict[int, Tensor] = {}
-        hooks = [self._watch(layer, seen) for layer in self._shape.layers]
+        hooks = [self._watch(layer, seen) for layer in self._read]
         try:
             yield seen
         finally:
@@ -88,7 +87,7 @@ def _keep_output(seen: dict[int, Tensor], layer: int, module: nn.Module, args: S
     seen[layer] = output if isinstance(output, Tensor) else output[0]
 
 
-def _whole_head(chunk: ReadingModel, compute: torch.dtype) -> Head:
+def _whole_head(chunk: ReadingModel, compute: torch.dtype) -> logprobs.Head:
     layer: Any = chunk.hf.get_output_embeddings()
     bias = None if layer.bias is None else whole(layer.bias, compute)
-    return Head(whole(layer.weight, compute), bias, chunk.transform)
+    return logprobs.Head(whole(layer.weight, compute), bias, chunk.transform)

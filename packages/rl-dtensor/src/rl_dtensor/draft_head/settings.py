@@ -8,6 +8,8 @@ from rl_core.config import Problem
 from rl_core.model_config import ModelConfig
 from rl_dtensor.config import DTensorConfig
 
+KEY = "draft_head.model_name"
+
 SIZES = ("tensor_parallel_size", "context_parallel_size", "pipeline_parallel_size")
 """Sizes along which no policy is split whose hidden states a head reads."""
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rl_core.torch.files.model_files import WeightFiles
 from rl_core.weights import TensorSpec
-from rl_dtensor.draft_head.head import EagleHead
-from rl_dtensor.draft_head.shape import DRAFT_TO_TARGET, KEY, TARGET_TO_DRAFT
+from rl_dtensor.draft_head.eagle_shape import DRAFT_TO_TARGET
+from rl_dtensor.draft_head.head import Head
+from rl_dtensor.draft_head.settings import KEY
 from rl_dtensor.model.names import Piece
 from rl_dtensor.model.weights import read_into
 from rl_dtensor.parallel.fsdp import whole
@@ -22,12 +23,14 @@ class HeadWeights:
 
     Args:
         head: This rank's part.
-        maps: Tensors of the files that do not train, such as the map between both vocabularies.
+        maps: Tensors of the files that are none of the head's, such as the map between both vocabularies.
     """
 
-    def __init__(self, head: EagleHead, maps: Mapping[str, Tensor], mesh: Mesh) -> None:
-        self._tensors = {head.shape.in_files(name): parameter for name, parameter in head.named_parameters()}
-        self._maps = dict(maps)
+    def __init__(self, head: Head, maps: Mapping[str, Tensor], mesh: Mesh) -> None:
+        stored = list(_stored(head))
+        self._weights = [(pieces, tensor) for pieces, tensor in stored if isinstance(tensor, nn.Parameter)]
+        buffers = [(pieces, tensor) for pieces, tensor in stored if not isinstance(tensor, nn.Parameter)]
+        self._fixed = {piece.name: tensor for (piece,), tensor in buffers} | dict(maps)
         self._mesh = mesh
 
     @property
@@ -41,10 +44,9 @@ class HeadWeights:
         return range(self._mesh.world_size)
 
     def specs(self, dtype: str) -> list[TensorSpec]:
-        """All tensors, weights in a dtype."""
-        weights = [TensorSpec(name, tuple(tensor.shape), dtype) for name, tensor in self._tensors.items()]
-        maps = [TensorSpec(name, tuple(map_.shape), _name_of(map_.dtype)) for name, map_ in self._maps.items()]
-        return weights + maps
+        """All tensors, parameters in a dtype."""
+        weights = [TensorSpec(piece.name, piece.shape, dtype) for pieces, _ in self._weights for piece in pieces]
+        return weights + [TensorSpec(name, tuple(own.shape), _name_of(own.dtype)) for name, own in self._fixed.items()]
 
     def stream(
         self,
@@ -55,11 +57,13 @@ class HeadWeights:
         merges_adapters: bool = True,
         served: bool = False,
     ) -> Iterator[Sequence[tuple[str, Tensor]]]:
-        """Whole tensors one by one in the order of `specs`, on every rank; collective. Only `dtype` is used."""
-        for name, tensor in self._tensors.items():
-            yield [(name, whole(tensor, getattr(torch, dtype)))]
-        for name, map_ in self._maps.items():
-            yield [(name, map_)]
+        """Whole tensors in the order of `specs`, those of one parameter at a time, on every rank; collective. Only
+        `dtype` is used."""
+        for pieces, tensor in self._weights:
+            gathered = whole(tensor, getattr(torch, dtype))
+            yield [(piece.name, gathered[piece.region]) for piece in pieces]
+        for name, own in self._fixed.items():
+            yield [(name, own)]
 
     def adapter_specs(self, dtype: str) -> list[TensorSpec]:
         """Return nothing: a head has no adapters."""
@@ -70,23 +74,30 @@ class HeadWeights:
         yield from ()
 
 
-def load_head(head: EagleHead, files: WeightFiles) -> None:
+def load_head(head: Head, files: WeightFiles) -> None:
     """Fill this rank's part of a head from its files.
 
     Raises:
         ValueError: Naming tensors that are missing or unexpected, or one of another shape.
     """
-    names = {head.shape.in_files(name): parameter for name, parameter in head.named_parameters()}
-    missing = sorted(names.keys() - files.names)
-    unexpected = sorted(files.names - names.keys() - {DRAFT_TO_TARGET, TARGET_TO_DRAFT})
+    stored = [(piece, tensor) for pieces, tensor in _stored(head) for piece in pieces]
+    names = {piece.name for piece, _ in stored}
+    missing = sorted(names - files.names)
+    unexpected = sorted(head.names_among(files.names) - names)
     if missing or unexpected:
         raise ValueError(
-            f"{KEY}: the weights in {files.folder} are not those of an EAGLE-3 head: missing {missing or 'none'}; "
+            f"{KEY}: the weights in {files.folder} are not those of {head.kind}: missing {missing or 'none'}; "
             f"unexpected {unexpected or 'none'}"
         )
     with files.open() as opened, torch.no_grad():
-        for name, parameter in names.items():
-            read_into(opened, Piece(name, (), tuple(parameter.shape)), parameter)
+        for piece, tensor in stored:
+            read_into(opened, piece, tensor)
+
+
+def _stored(head: Head) -> Iterator[tuple[Sequence[Piece], Tensor]]:
+    """This rank's part of each parameter and persistent buffer, and the tensors of the files that make it up."""
+    for name, tensor in head.state_dict(keep_vars=True).items():
+        yield list(head.pieces(name, tuple(tensor.shape))), tensor
 
 
 def read_map(files: WeightFiles, device: torch.device) -> Tensor:

@@ -200,7 +200,7 @@ class _Builder:
 
     def _on_meta(self) -> PreTrainedModel:
         """The whole model in the compute dtype."""
-        return _on_meta(
+        return model_on_meta(
             self.hf_config,
             self.spec.role,
             self.backend.attention_backend,
@@ -392,7 +392,7 @@ def decoder_layers(hf: PreTrainedModel) -> list[nn.Module]:
     return layers
 
 
-def _on_meta(
+def model_on_meta(
     config: PreTrainedConfig,
     role: Role,
     backend: AttentionBackend,
@@ -402,6 +402,20 @@ def _on_meta(
     is_split: bool,
     longest_row: int,
 ) -> PreTrainedModel:
+    """A whole model without data.
+
+    Args:
+        config: Its config.
+        role: What it is trained for.
+        backend: Value of `dtensor_cfg.attention_backend`.
+        dtype: Dtype of its parameters.
+        is_packed: True if rows lie end to end.
+        is_split: True if rows are split over ranks, by context or sequence parallelism.
+        longest_row: Maximum number of tokens in a row.
+
+    Raises:
+        ValueError: If it is not a causal language model, or rows of it cannot be packed or split.
+    """
     is_whole = config.get_text_config() is not config
     classes = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if is_whole else MODEL_FOR_CAUSAL_LM_MAPPING
     if type(config) not in classes:

@@ -6,11 +6,12 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from rl_core.torch.files.model_files import READ_AS_WEIGHTS, OpenWeights, WeightFiles
 from rl_core.torch.quantization.formats import WeightFormat, rounded
@@ -78,7 +79,11 @@ class Catalog:
             )
             for name, tensor in persistent(hf).items()
         ]
-        ignored = (*(hf._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$")
+        ignored = (
+            *(hf._keys_to_ignore_on_load_unexpected or ()),
+            r"rotary_emb\.inv_freq$",
+            *_beyond_the_last(hf.config),
+        )
         in_files = {alias: owner for owner, alias in tied_pairs(hf)}
         return cls(tuple(entries), tied_names(hf), in_files, ignored, type(hf).__name__)
 
@@ -286,6 +291,14 @@ class Weights:
         if self._mesh.sizes.pp > 1:
             dist.broadcast(gathered, group=self._mesh.group("pp"), group_src=stage)
         return gathered
+
+
+def _beyond_the_last(config: PreTrainedConfig) -> list[str]:
+    """Patterns of the names of layers for multi-token prediction, which files have after those of the model."""
+    text: Any = config.get_text_config()
+    first = getattr(text, "num_hidden_layers", 0)
+    num_layers = getattr(text, "num_nextn_predict_layers", None) or 0
+    return [rf"^model\.layers\.{number}\." for number in range(first, first + num_layers)]
 
 
 def persistent(hf: PreTrainedModel) -> dict[str, Tensor]:

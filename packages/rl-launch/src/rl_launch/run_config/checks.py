@@ -306,8 +306,8 @@ def _draft_head_checks(plan: RunPlan) -> Iterator[Problem]:
             without = f"the generator ({generation.plugin.name}) drafts with none"
         reason = f"trains a draft head, but {without}"
         remedy = (
-            f"Set policy.generation.vllm_cfg.speculation={{method: eagle3, model: {head.model_name}}}, or remove this "
-            "section"
+            f"Set policy.generation.vllm_cfg.speculation={{method: eagle3, model: {head.model_name}}}, with method mtp "
+            "for a layer for multi-token prediction, or remove this section"
         )
         yield Problem(key, reason, remedy=remedy)
     elif Path(drafts_with).expanduser() != Path(head.model_name).expanduser():

@@ -303,7 +303,7 @@ def _speculation(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
     # n-grams of the row are never left behind
     has_weights = _at(config, f"{section}.model") is not None
     if has_weights and len(rows) >= FEWEST_STEPS and first and fmean(last) < STALE_DRAFTER * fmean(first):
-        drafter = "policy.draft_head" if _at(config, f"{section}.method") == "eagle3" else "drafter"
+        drafter = "policy.draft_head" if _at(config, f"{section}.method") in ("eagle3", "mtp") else "drafter"
         trains = _at(config, f"{drafter}.model_name") is not None
         follow = f"Raise {drafter}.optimizer.kwargs.lr" if trains else f"Add the section {drafter}, so that it trains"
         yield Advice(

@@ -11,8 +11,8 @@ from typing import Any
 from transformers import LlamaConfig
 
 from rl_core.torch.files.model_files import CONFIG
+from rl_dtensor.draft_head.settings import KEY
 
-KEY = "draft_head.model_name"
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 """Architectures that vLLM serves as `Eagle3LlamaForCausalLM`."""
 
@@ -75,7 +75,7 @@ class HeadShape:
             vocabulary: Number of tokens of the policy.
 
         Raises:
-            ValueError: If it is not an EAGLE-3 head, not of this policy, or of a form that is not trained.
+            ValueError: If it is not a head of this policy, or of a form that is not trained.
         """
         fields = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         nested = fields.get("eagle_config") or {}
@@ -127,11 +127,6 @@ class HeadShape:
 
 
 def _check_form(folder: Path, fields: dict[str, Any]) -> None:
-    if not set(fields.get("architectures") or ()) & set(ARCHITECTURES):
-        raise ValueError(
-            f"{KEY}: {folder} does not hold an EAGLE-3 head: its architectures are {fields.get('architectures')}; "
-            f"allowed are {', '.join(ARCHITECTURES)}"
-        )
     for name, allowed in _FORMS.items():
         if fields.get(name, allowed) != allowed:
             raise ValueError(
