@@ -8,6 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from rl_core.imports import without_collections
+
 _NEVER = "ray"
 """A package that reads, when it is imported, variables that differ between processes."""
 
@@ -17,11 +19,12 @@ _GPU_MEMORY = "/dev/nvidia-uvm"
 
 def import_all(modules: Sequence[str]) -> str:
     """Import modules. Returns why this process must not be forked any more, empty if it may be."""
-    for module in modules:
-        try:
-            importlib.import_module(module)
-        except Exception as error:  # noqa: BLE001 - the process that imports it again tells the user
-            return f"{module} cannot be imported: {error!r}"
+    with without_collections():
+        for module in modules:
+            try:
+                importlib.import_module(module)
+            except Exception as error:  # noqa: BLE001 - the process that imports it again tells the user
+                return f"{module} cannot be imported: {error!r}"
     if not hasattr(os, "pidfd_open"):
         return "this system has no pidfd_open"
     if _NEVER in sys.modules:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import gc
 import os
 import selectors
 import signal
@@ -21,7 +20,7 @@ from rl_core.fork_server.request import Request, receive_request, send_answer
 
 _CHECK_PERIOD_S = 5.0
 _REQUEST_TIMEOUT_S = 10.0
-MOST_SERVERS = 6
+MOST_SERVERS = 12
 """Of one user on one machine: each takes up to a gigabyte."""
 
 _LEAST_MEMORY = 0.1
@@ -87,9 +86,6 @@ class Server:
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
         self._processes: dict[int, tuple[int, socket.socket]] = {}
-        # what is alive now is never freed: its memory stays shared with the forks
-        gc.collect()
-        gc.freeze()
 
     def serve(self) -> tuple[Request, list[int]] | None:
         """Serve until idle or out of date; returns twice in a fork, there with the request and its streams."""

@@ -22,6 +22,7 @@ from rl_core.data.shuffle import Chunk, Pick, Shard, pick
 from rl_core.devices.device import NODE_ADDRESS, node_address
 from rl_core.devices.rehearsal import hide_real_gpus
 from rl_core.errors import RLError, WorkerError
+from rl_core.imports import without_collections
 from rl_core.plugins import plugin_packages, resolve
 from rl_core.profiling import Profile, ProfileOrder, ProfileReport
 from rl_core.ray.bounded_log import keep_bounded
@@ -109,7 +110,7 @@ class WorkerHost:
     def build(self, target: str, *args: Any, **kwargs: Any) -> None:
         """Build the worker `"package.module:Class"`, imported in this process."""
         with spans.span(CALLS, "start"):
-            self._worker = _plainly(lambda: resolve(target)(*args, **kwargs))
+            self._worker = _plainly(lambda: _imported(target)(*args, **kwargs))
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the worker, or of a part of it (`part.method`)."""
@@ -186,7 +187,7 @@ class AsyncWorkerHost:
     async def start(self, target: str, *args: Any, **kwargs: Any) -> Any:
         """Build the worker `"package.module:Class"`, imported in this process, and await its `start`."""
         with spans.span(CALLS, "start"):
-            self._worker = _plainly(lambda: resolve(target)(*args, **kwargs))
+            self._worker = _plainly(lambda: _imported(target)(*args, **kwargs))
             return await AsyncWorkerHost.call(self, "start")
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -272,6 +273,11 @@ def plain(error: BaseException) -> RLError:
         return error
     kind = f"{type(error).__module__}.{type(error).__qualname__}"
     return WorkerError(kind, str(error), "".join(traceback.format_exception(error)))
+
+
+def _imported(target: str) -> Any:
+    with without_collections():
+        return resolve(target)
 
 
 def _plainly(work: Callable[[], Any]) -> Any:

@@ -38,7 +38,7 @@ def preload(*modules: str) -> None:
     Holds for all pools of this process; call it before the first of them starts. The modules must leave no thread and
     no CUDA context behind.
     """
-    _context.set_forkserver_preload(list(modules))
+    _context.set_forkserver_preload(["rl_core.selfcheck.quick_imports", *modules])
 
 
 @dataclass
@@ -210,6 +210,8 @@ def _received(connection: Connection, rank: int) -> tuple[Any, Exception | None]
 
 
 def _serve(connection: Connection, variables: dict[str, str]) -> None:
+    gc.freeze()
+    gc.enable()
     os.environ.update(variables)
     held: dict[str, Any] = {}
     is_frozen = False
