@@ -1,11 +1,12 @@
 """How many drafted tokens are accepted while the policy moves away from where its drafter began, with a drafter that
 stays as it is and with one that trains in every step.
 
-    python benchmarks/drafter_in_step.py [--drafter model|head] [--steps 30] [--seeds 1]
+    python benchmarks/drafter_in_step.py [--drafter model|head|mtp] [--steps 30] [--seeds 1]
 
-The drafter is a draft model (`model`) or an EAGLE-3 head that reads the policy's hidden states (`head`). Both runs are
-what `rl train grpo-arithmetic` makes on the CPU, with a reward that the warmed-up model hardly earns: the share of
-sevens among 16 characters. The policy learns within a few updates to write something else than sums. A draft model
+The drafter is a draft model (`model`), an EAGLE-3 head that reads the policy's hidden states (`head`), or the layer for
+multi-token prediction of a GLM-4.5 model (`mtp`), whose weights are random. Both runs are what
+`rl train grpo-arithmetic` makes on the CPU, with a reward that the model hardly earns at first: the share of sevens
+among 16 characters. The policy learns within a few updates to write something else than sums. A draft model
 begins as a copy of the policy, the best that a frozen one can be. A head begins with what it learned from random
 weights in a run of `--warmup` steps whose policy stays as it is.
 """
@@ -23,9 +24,14 @@ from statistics import fmean
 from typing import Any
 
 import numpy as np
+import torch
 from measurement import read_metrics, rl_command, run_logged, surroundings, table
 from safetensors.numpy import save_file
+from safetensors.torch import load_file
+from safetensors.torch import save_file as save_torch_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from rl_algos.tiny_model import make_tiny_model
 from rl_launch.commands.train import local_model
 
 REWARD = '''"""The share of sevens."""
@@ -72,7 +78,7 @@ def main() -> None:
     """Make both runs for every seed and print their acceptance by step."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=30, help="steps, one update of the policy each (default 30)")
-    parser.add_argument("--drafter", choices=("model", "head"), default="model")
+    parser.add_argument("--drafter", choices=("model", "head", "mtp"), default="model")
     parser.add_argument("--warmup", type=int, default=30, help="steps in which a head learns first (default 30)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1], metavar="SEED")
     options = parser.parse_args()
@@ -82,8 +88,12 @@ def main() -> None:
         (folder / "sevens.py").write_text(REWARD, encoding="utf-8")
         if options.drafter == "model":
             shutil.copytree(local_model("tiny-arithmetic-sft"), folder / "drafter")
+        elif options.drafter == "mtp":
+            write_glm(folder / "glm")
+            make_head(folder, "mtp", folder / "glm", options.warmup)
         else:
-            make_head(folder, options.warmup)
+            write_random_head(folder / "random")
+            make_head(folder, "head", folder / "random", options.warmup)
         for seed in options.seeds:
             found = {name: made(folder, options.drafter, name, options.steps, seed) for name in ("frozen", "trained")}
             print(f"Seed {seed}:\n\n{shown(found)}\n", flush=True)
@@ -96,30 +106,69 @@ def made(folder: Path, kind: str, name: str, num_steps: int, seed: int) -> list[
         "model": (f"drafter.model_name={drafter}", *OF_MODEL),
         "head": (f"policy.draft_head.model_name={drafter}", *OF_HEAD),
     }
+    sections["mtp"] = sections["head"]
+    begun = (*SETTINGS, *policy(folder, kind), speculation(kind, drafter))
     trained = sections[kind] if name == "trained" else ()
-    settings = (*SETTINGS, speculation(kind, drafter), *trained, f"grpo.max_num_steps={num_steps}", f"grpo.seed={seed}")
+    settings = (*begun, *trained, f"grpo.max_num_steps={num_steps}", f"grpo.seed={seed}")
     run_rl(folder, "grpo-arithmetic", f"{name}-{seed}", *settings)
     return read_metrics(folder / f"{name}-{seed}")
 
 
 def speculation(kind: str, drafter: Path) -> str:
-    """The setting by which the engine drafts three tokens with a draft model or a head."""
-    method = {"model": "draft_model", "head": "eagle3"}[kind]
+    """The setting by which the engine drafts three tokens."""
+    method = {"model": "draft_model", "head": "eagle3", "mtp": "mtp"}[kind]
     return f"policy.generation.vllm_cfg.speculation={{method: {method}, model: {drafter}, num_tokens: 3}}"
 
 
-def make_head(folder: Path, num_steps: int) -> None:
-    """Write a head into the subfolder `drafter` that has learned to follow the policy before it trains."""
-    random = folder / "random"
-    write_random_head(random, json.loads((Path(local_model("tiny-arithmetic-sft")) / "config.json").read_text()))
-    settings = (*SETTINGS, speculation("head", random), f"policy.draft_head.model_name={random}", *WARMUP)
+def policy(folder: Path, kind: str) -> tuple[str, ...]:
+    """The setting of the policy, unless it is that of the recipe."""
+    return (f"policy.model_name={folder / 'glm'}",) if kind == "mtp" else ()
+
+
+def make_head(folder: Path, kind: str, random: Path, num_steps: int) -> None:
+    """Write a head into the subfolder `drafter` that has learned from random weights to follow the policy before it
+    trains."""
+    begun = (*policy(folder, kind), speculation(kind, random), f"policy.draft_head.model_name={random}")
+    settings = (*SETTINGS, *begun, *WARMUP)
     run_rl(folder, "grpo-arithmetic", "warmup", *settings, f"grpo.max_num_steps={num_steps}", "grpo.seed=0")
     (newest,) = (folder / "warmup" / "checkpoints").glob(f"step_{num_steps}")
     shutil.copytree(newest / "hf_drafter", folder / "drafter")
 
 
-def write_random_head(folder: Path, policy: Mapping[str, Any]) -> None:
-    """Write an EAGLE-3 head with random weights and an output layer of its own."""
+def write_glm(folder: Path) -> None:
+    """Write a GLM-4.5 model with random weights, also of its layer for multi-token prediction, and the tokenizer of the
+    recipe."""
+    make_tiny_model(folder)
+    path, weights = folder / "config.json", folder / "model.safetensors"
+    tiny = json.loads(path.read_text())
+    names = ("vocab_size", "max_position_embeddings", "eos_token_id", "pad_token_id")
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "moe_intermediate_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1,
+        **{name: tiny[name] for name in names},
+    }
+    torch.manual_seed(0)
+    longer = AutoModelForCausalLM.from_config(AutoConfig.for_model("glm4_moe", num_hidden_layers=3, **sizes)).float()
+    longer.save_pretrained(folder)
+    fields = AutoConfig.for_model("glm4_moe", num_hidden_layers=2, num_nextn_predict_layers=1, **sizes).to_dict()
+    path.write_text(json.dumps({**fields, "architectures": ["Glm4MoeForCausalLM"], "dtype": "float32"}))
+    width = sizes["hidden_size"]
+    own = {"eh_proj": torch.randn(width, 2 * width) * width**-0.5}
+    own |= {name: torch.ones(width) for name in ("enorm", "hnorm", "shared_head.norm")}
+    tensors = load_file(weights) | {f"model.layers.2.{name}.weight": tensor for name, tensor in own.items()}
+    save_torch_file(tensors, weights, metadata={"format": "pt"})
+
+
+def write_random_head(folder: Path) -> None:
+    """Write an EAGLE-3 head of the recipe's policy with random weights and an output layer of its own."""
+    policy = json.loads((Path(local_model("tiny-arithmetic-sft")) / "config.json").read_text())
     width, heads = policy["hidden_size"], policy["num_attention_heads"] * policy["head_dim"]
     kv_heads, inner = policy["num_key_value_heads"] * policy["head_dim"], policy["intermediate_size"]
     shapes = {

@@ -1,5 +1,6 @@
 """Runs and commands one after another in one process and one Ray: most of a short run is their start."""
 
+import gc
 import json
 import os
 import subprocess
@@ -138,4 +139,5 @@ def printed_to(path: str) -> Iterator[None]:
 
 
 if __name__ == "__main__":
+    gc.set_threshold(50_000, 20, 50)  # as in `rl`
     main()

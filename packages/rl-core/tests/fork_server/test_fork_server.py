@@ -207,7 +207,7 @@ def test_a_package_that_was_installed_is_seen(machine: Machine) -> None:
     [
         ({"TORCH_SETTING": "2"}, False),
         ({"OMP_NUM_THREADS": "3"}, False),
-        ({"RAY_JOB_ID": "2", "PWD": "/", "PYTEST_CURRENT_TEST": "x"}, True),
+        ({"RAY_JOB_ID": "2", "PWD": "/", "PATH": "/bin", "PYTEST_CURRENT_TEST": "x"}, True),
         ({"RL_NODE_ADDRESS": "127.0.0.2", "GLOO_SOCKET_IFNAME": "lo", "SPT_NOENV": "1", "JPY_PARENT_PID": "7"}, True),
     ],
 )

@@ -13,10 +13,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 _OF_ONE_PROCESS = frozenset(
-    {"_", "COLUMNS", "GLOO_SOCKET_IFNAME", "LINES", "NCCL_SOCKET_IFNAME", "OLDPWD", "PWD", "PYTHONBREAKPOINT", "SHLVL"}
+    {
+        "_",
+        "COLUMNS",
+        "GLOO_SOCKET_IFNAME",
+        "LINES",
+        "NCCL_SOCKET_IFNAME",
+        "OLDPWD",
+        "PATH",
+        "PWD",
+        "PYTHONBREAKPOINT",
+        "SHLVL",
+    }
 )
-"""Variables that differ between processes and that no library reads when it is imported. All others count, but those
-of `_OF_ONE_PROGRAM`."""
+"""Variables that differ between processes and that no library reads when it is imported, except that torch looks for
+CUDA's compiler in `PATH`: processes with GPUs have no server. All others count, but those of `_OF_ONE_PROGRAM`."""
 
 _OF_ONE_PROGRAM = ("CRC32C_", "JPY_", "PYTEST_", "RAY_", "RL_", "SPT_")
 """Prefixes of variables that only one program reads. A server never imports it (TensorBoard's writer, Jupyter, pytest,
