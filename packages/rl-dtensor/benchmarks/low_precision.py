@@ -1,10 +1,11 @@
 """Learning curves of float8 against bfloat16, and what rounding to few bits costs with and without training for it.
 
-    python packages/rl-dtensor/benchmarks/low_precision.py
+    python packages/rl-dtensor/benchmarks/low_precision.py [--only float8|formats]
 
 A small random Qwen3 learns rows of a rule: the next token is the sum of the two before it, modulo the vocabulary. Every
 variant takes the same steps on the same rows; seeds change model and rows. Float8 is emulated, so the errors are those
-of a GPU and the times are not. It needs torchao.
+of a GPU and the times are not. It needs torchao. What rounding costs shows only once a model has learned: those that
+are compared there take three times the steps, with a learning rate that falls to 0.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -26,7 +27,7 @@ from transformers import AutoConfig
 
 from rl_core.data.batch import Batch
 from rl_core.data.ragged import Ragged
-from rl_core.model_config import OptimizerConfig
+from rl_core.model_config import OptimizerConfig, SchedulerConfig
 from rl_core.selfcheck.torch.selfcheck import write_random
 from rl_core.torch.quantization.formats import rounded, weight_format
 
@@ -34,61 +35,71 @@ VOCAB, LENGTH, ROWS = 31, 24, 24
 GROUP = 32
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 FORMATS = ("int4", "mxfp4")
+TEST_BATCHES = 40
 SHOWN = (1, 25, 50, 75, 100)
 """Percentages of the steps whose losses the table has."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=200, help="of each variant (%(default)s)")
+    parser.add_argument("--steps", type=int, default=200, help="of each variant in float8 (%(default)s)")
+    parser.add_argument("--only", choices=("float8", "formats"), help="one of the two parts")
     parser.add_argument("--seeds", type=int, default=3, help="(%(default)s)")
     parser.add_argument("--quick", action="store_true", help="see that it runs: a few steps of two seeds")
     chosen = parser.parse_args()
     steps, seeds = (6, 2) if chosen.quick else (chosen.steps, chosen.seeds)
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
-        curves, losses = _train_all(Path(folder), steps, seeds)
     print("# Few bits\n")
-    print("Made by `packages/rl-dtensor/benchmarks/low_precision.py`. A 2-layer Qwen3 of hidden size")
-    print(
-        f"64 learns sums modulo {VOCAB} in {steps} steps. Losses are means over {seeds} seeds, ± standard deviation.\n"
-    )
-    print(f"{surroundings('torch', 'torchao')}\n")
-    print("## Float8\n")
-    print("Mean loss over the steps before.\n")
-    print(table(("precision", *(f"{share} %" for share in SHOWN)), _curve_rows(curves, steps)))
-    print("\n## Weights of few bits\n")
-    print(
-        "Loss on rows that were not trained on. *exact*: with the weights in bfloat16. *rounded*: with the weights of "
-        "linear layers rounded afterwards. *trained for it*: trained with `qat`, and served rounded. *share*: of what "
-        "rounding loses, what training for it still loses.\n"
-    )
-    print(table(("format", "exact", "rounded", "trained for it", "share"), _format_rows(losses)))
+    print("Made by `packages/rl-dtensor/benchmarks/low_precision.py`. A 2-layer Qwen3 of hidden size 64 learns sums")
+    print(f"modulo {VOCAB}. Losses are means over {seeds} seeds, ± standard deviation.\n")
+    packages = ("torch",) if chosen.only == "formats" else ("torch", "torchao")
+    print(f"{surroundings(*packages)}\n")
+    with tempfile.TemporaryDirectory() as folder:
+        if chosen.only != "formats":
+            curves = _train_in_float8(Path(folder), steps, seeds)
+            print(f"## Float8\n\nMean loss over the steps before, of {steps}.\n")
+            print(table(("precision", *(f"{share} %" for share in SHOWN)), _curve_rows(curves, steps)))
+        if chosen.only != "float8":
+            losses = _train_for_formats(Path(folder), 3 * steps, seeds)
+            print(
+                f"\n## Weights of few bits\n\nLoss on {TEST_BATCHES * ROWS} rows that were not trained on, after "
+                f"{3 * steps} steps. *exact*: with the weights in bfloat16. *rounded*: with the weights of linear "
+                "layers rounded afterwards. *trained for it*: trained with `qat`, and served rounded. *share*: of what "
+                "rounding loses, what training for it still loses.\n"
+            )
+            print(table(("format", "exact", "rounded", "trained for it", "share"), _format_rows(losses)))
 
 
-def _train_all(folder: Path, steps: int, seeds: int) -> tuple[dict[str, list[list[float]]], dict[str, list[float]]]:
-    """Losses by step of every precision and seed, and final losses by name."""
-    float8 = {f"float8, {each}": {"float8": {"enabled": True, "emulate": True, "recipe": each}} for each in RECIPES}
-    qat = {"int4": {"qat": {"enabled": True, "format": "int4", "group_size": GROUP}}}
-    qat["mxfp4"] = {"qat": {"enabled": True, "format": "mxfp4"}}
+def _train_in_float8(folder: Path, steps: int, seeds: int) -> dict[str, list[list[float]]]:
+    """Losses by step of every precision and seed."""
+    variants = {f"float8, {each}": {"float8": {"enabled": True, "emulate": True, "recipe": each}} for each in RECIPES}
     curves: dict[str, list[list[float]]] = {}
+    for seed in range(seeds):
+        source = _write_model(folder / f"float8_{seed}", seed)
+        for name, settings in {"bfloat16": {}, **variants}.items():
+            curves.setdefault(name, []).append(_train(source, None, steps, seed, settings))
+            print(name, seed, f"{curves[name][-1][-1]:.3f}", file=sys.stderr)
+    return curves
+
+
+def _train_for_formats(folder: Path, steps: int, seeds: int) -> dict[str, list[float]]:
+    """Losses by name, of every seed."""
+    variants: dict[str, dict[str, Any]] = {"int4": {"qat": {"enabled": True, "format": "int4", "group_size": GROUP}}}
+    variants["mxfp4"] = {"qat": {"enabled": True, "format": "mxfp4"}}
     losses: dict[str, list[float]] = {}
     for seed in range(seeds):
-        source = _write_model(folder / f"model_{seed}", seed)
-        test = next(_batches(seed + 1000))
-        for name, settings in {"bfloat16": {}, **float8, **qat}.items():
-            target = folder / f"{name}_{seed}".replace(", ", "_")
-            curve = _train(source, target, steps, seed, settings)
-            if name in qat:
-                losses.setdefault(f"{name} aware", []).append(_loss(_rounded(target, name), test))
-            else:
-                curves.setdefault(name, []).append(curve)
+        source = _write_model(folder / f"formats_{seed}", seed)
+        rows = _batches(seed + 1000)
+        test = Batch.concat([next(rows) for _ in range(TEST_BATCHES)])
+        for name, settings in {"bfloat16": {}, **variants}.items():
+            curve = _train(source, folder / f"{name}_{seed}", steps, seed, settings, lr_falls=True)
             print(name, seed, f"{curve[-1]:.3f}", file=sys.stderr)
         plain = folder / f"bfloat16_{seed}"
         losses.setdefault("exact", []).append(_loss(plain, test))
         for name in FORMATS:
+            losses.setdefault(f"{name} aware", []).append(_loss(_rounded(folder / f"{name}_{seed}", name), test))
             losses.setdefault(f"{name} rounded", []).append(_loss(_rounded(plain, name), test))
-    return curves, losses
+    return losses
 
 
 def _write_model(folder: Path, seed: int) -> Path:
@@ -107,17 +118,24 @@ def _batches(seed: int) -> Iterator[Batch]:
         yield Batch({"tokens": Ragged.from_rows(list(rows), dtype=np.int32)})
 
 
-def _config(source: Path) -> Any:
+def _config(source: Path, schedule: Sequence[SchedulerConfig] = ()) -> Any:
     optimizer = OptimizerConfig(name="torch.optim.AdamW", kwargs={"lr": 3e-3, "weight_decay": 0.0})
-    return config_of(source, LENGTH, precision="bfloat16", optimizer=optimizer, **packed(ROWS * LENGTH))
+    return config_of(
+        source, LENGTH, precision="bfloat16", optimizer=optimizer, scheduler=list(schedule), **packed(ROWS * LENGTH)
+    )
 
 
-def _train(source: Path, target: Path, steps: int, seed: int, settings: Mapping[str, Any]) -> list[float]:
-    """Losses by step; the trained model is exported."""
+def _train(
+    source: Path, target: Path | None, steps: int, seed: int, settings: Mapping[str, Any], *, lr_falls: bool = False
+) -> list[float]:
+    """Losses by step; the trained model is exported if it has a folder."""
     batches = _batches(seed)
-    with one_rank(_config(source), **settings) as worker:
+    falling = {"start_factor": 1.0, "end_factor": 0.0, "total_iters": steps}
+    schedule = [SchedulerConfig(name="torch.optim.lr_scheduler.LinearLR", kwargs=falling)] if lr_falls else []
+    with one_rank(_config(source, schedule), **settings) as worker:
         losses = [worker.train_step(next(batches), NextToken())["loss"].result() for _ in range(steps)]
-        worker.export(str(target))
+        if target is not None:
+            worker.export(str(target))
     return losses
 
 

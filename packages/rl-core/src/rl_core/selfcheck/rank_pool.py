@@ -210,8 +210,6 @@ def _received(connection: Connection, rank: int) -> tuple[Any, Exception | None]
 
 
 def _serve(connection: Connection, variables: dict[str, str]) -> None:
-    gc.freeze()
-    gc.enable()
     os.environ.update(variables)
     held: dict[str, Any] = {}
     is_frozen = False
