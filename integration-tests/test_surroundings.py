@@ -90,7 +90,7 @@ def test_a_run_beside_somebody_elses_ray_keeps_to_itself_unless_it_is_sent_there
     assert figures(run.folder) == figures(whole_sft, until=done + 2)
 
 
-def test_a_cluster_that_is_gone_is_named_at_once(rl, tmp_path):
+def test_a_cluster_that_is_gone_is_named(rl, tmp_path):
     result = rl("train", "sft-arithmetic", f"run_dir={tmp_path / 'run'}", RAY_ADDRESS="127.0.0.1:9")
     assert result.code == 2
     (message, remedy) = result.output.splitlines()[-2:]

@@ -17,7 +17,7 @@ from rl_core.rollouts.generation import Placement
 from rl_vllm import VllmConfig, preflight
 from rl_vllm.config import SpeculationConfig
 from rl_vllm.engine.arguments import AsSent, engine_arguments
-from rl_vllm.plugin import adapter_problem, routing_problem
+from rl_vllm.plugin import PLUGIN, adapter_problem, routing_problem
 
 NGRAM = SpeculationConfig(method="ngram")
 
@@ -93,6 +93,24 @@ def test_a_drafter_has_files_and_the_vocabulary_of_the_model(tmp_path: Path) -> 
     assert "has 65 tokens" in found(write_config(tmp_path / "other", vocab_size=65))
     assert "not a folder" in found(tmp_path / "absent")
     assert "policy's own" in found(target)
+
+
+def test_a_layer_for_multi_token_prediction_is_in_the_files_of_a_verified_model(tmp_path: Path) -> None:
+    def found(name: str, **fields: object) -> str:
+        folder = write_config(tmp_path / name, **fields)
+        speculation = SpeculationConfig(method="mtp", model=str(folder))
+        problem = problems(str(folder), vllm_cfg=VllmConfig(speculation=speculation))
+        return "".join(each.reason for each in problem.values())
+
+    assert not found("with", model_type="glm4_moe", num_nextn_predict_layers=1)
+    assert "lacks num_nextn_predict_layers" in found("without", model_type="glm4_moe")
+    assert "not been verified" in found("other", model_type="qwen3_next", num_nextn_predict_layers=1)
+
+
+@pytest.mark.parametrize(("method", "trains"), [("eagle3", True), ("mtp", True), ("draft_model", False)])
+def test_heads_are_told_from_draft_models(method: Any, *, trains: bool) -> None:
+    config = VllmConfig(speculation=SpeculationConfig(method=method, model="near"))
+    assert (PLUGIN.draft_head(config), PLUGIN.draft_model(config)) == (("near", None) if trains else (None, "near"))
 
 
 def test_vllm_gets_the_drafter_from_its_files_and_the_target_empty(tmp_path: Path) -> None:

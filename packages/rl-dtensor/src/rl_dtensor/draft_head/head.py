@@ -1,4 +1,4 @@
-"""What every head has: losses of drafts that begin at each token, one pass for each token of a draft."""
+"""The losses of a head of any kind, of drafts that begin at each token: one pass for each token of a draft."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rl_dtensor.model.names import Piece
 
 
 class PolicyStates:
-    """What a head reads of its policy, at the tokens of some rows.
+    """States of a policy that its head reads, at the tokens of some rows.
 
     It is not a dataclass on purpose: FSDP rebuilds every dataclass among the arguments of a module.
 

@@ -94,7 +94,7 @@ class MtpHead(Head):
 
 
 def prefix_of(layer: int) -> str:
-    """What the names of a layer's tensors begin with in the files."""
+    """Beginning of the names of a layer's tensors in the files."""
     return f"model.layers.{layer}."
 
 

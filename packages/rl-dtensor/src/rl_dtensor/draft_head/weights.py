@@ -23,7 +23,7 @@ class HeadWeights:
 
     Args:
         head: This rank's part.
-        maps: Tensors of the files that are none of the head's, such as the map between both vocabularies.
+        maps: Tensors of the files that the module lacks, such as the map between both vocabularies.
     """
 
     def __init__(self, head: Head, maps: Mapping[str, Tensor], mesh: Mesh) -> None:
