@@ -4,9 +4,9 @@ stays as it is and with one that trains in every step.
     python benchmarks/drafter_in_step.py [--drafter model|head|mtp] [--steps 30] [--seeds 1]
 
 The drafter is a draft model (`model`), an EAGLE-3 head that reads the policy's hidden states (`head`), or the layer for
-multi-token prediction of a GLM-4.5 model (`mtp`), whose weights are random. Both runs are what
-`rl train grpo-arithmetic` makes on the CPU, with a reward that the model hardly earns at first: the share of sevens
-among 16 characters. The policy learns within a few updates to write something else than sums. A draft model
+multi-token prediction of a GLM-4.5 model (`mtp`), whose weights are random and which learns sums first. Both runs are
+what `rl train grpo-arithmetic` makes on the CPU, with a reward that the model hardly earns at first: the share of
+sevens among 16 characters. The policy learns within a few updates to write something else than sums. A draft model
 begins as a copy of the policy, the best that a frozen one can be. A head begins with what it learned from random
 weights in a run of `--warmup` steps whose policy stays as it is.
 """
@@ -89,8 +89,9 @@ def main() -> None:
         if options.drafter == "model":
             shutil.copytree(local_model("tiny-arithmetic-sft"), folder / "drafter")
         elif options.drafter == "mtp":
-            write_glm(folder / "glm")
-            make_head(folder, "mtp", folder / "glm", options.warmup)
+            write_glm(folder / "random")
+            teach_sums(folder)
+            make_head(folder, "mtp", folder / "random", options.warmup)
         else:
             write_random_head(folder / "random")
             make_head(folder, "head", folder / "random", options.warmup)
@@ -122,7 +123,15 @@ def speculation(kind: str, drafter: Path) -> str:
 
 def policy(folder: Path, kind: str) -> tuple[str, ...]:
     """The setting of the policy, unless it is that of the recipe."""
-    return (f"policy.model_name={folder / 'glm'}",) if kind == "mtp" else ()
+    return (f"policy.model_name={folder / 'policy'}",) if kind == "mtp" else ()
+
+
+def teach_sums(folder: Path) -> None:
+    """Write the model of the subfolder `random` into `policy` once it has learned sums as that of the recipe has."""
+    settings = ("cluster.device=cpu", "cluster.cpu_ranks_per_node=1", f"policy.model_name={folder / 'random'}")
+    run_rl(folder, "sft-arithmetic", "sums", *settings)
+    (newest,) = (folder / "sums" / "checkpoints").glob("step_*")
+    shutil.copytree(newest / "hf", folder / "policy")
 
 
 def make_head(folder: Path, kind: str, random: Path, num_steps: int) -> None:
