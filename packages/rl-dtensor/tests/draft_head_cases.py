@@ -154,24 +154,37 @@ def reference_losses(policy_folder, head_folder, rows, num_tokens):
     return found
 
 
-def write_glm(folder, *, seed=5, num_layers=1, **fields):
-    """A random GLM-4.5 model with a layer for multi-token prediction, by the names of its published files."""
+OF_FAMILY = {
+    "glm4_moe": {"num_key_value_heads": KV_HEADS, "head_dim": DIM},
+    "deepseek_v3": {
+        "num_key_value_heads": HEADS,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": DIM,
+        "qk_rope_head_dim": DIM,
+        "v_head_dim": DIM,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+}
+
+
+def write_mtp(folder, family="glm4_moe", *, seed=5):
+    """A random model with a layer for multi-token prediction, by the names of its published files."""
     config = AutoConfig.for_model(
-        "glm4_moe",
+        family,
         vocab_size=VOCABULARY,
         hidden_size=WIDTH,
         intermediate_size=48,
         moe_intermediate_size=24,
         num_hidden_layers=2,
         num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
-        head_dim=DIM,
         n_routed_experts=4,
         num_experts_per_tok=2,
         first_k_dense_replace=1,
         max_position_embeddings=256,
-        num_nextn_predict_layers=num_layers,
-        **fields,
+        num_nextn_predict_layers=1,
+        **OF_FAMILY[family],
     )
     random = torch.Generator().manual_seed(seed)
     longer = AutoModelForCausalLM.from_config(_longer(config)).float()
@@ -181,7 +194,7 @@ def write_glm(folder, *, seed=5, num_layers=1, **fields):
     for layer in longer.model.layers[1:]:
         layer.mlp.gate.e_score_correction_bias.copy_(torch.randn(4, generator=random) * 0.2)
     longer.save_pretrained(folder)
-    (folder / "config.json").write_text(json.dumps({**config.to_dict(), "architectures": ["Glm4MoeForCausalLM"]}))
+    (folder / "config.json").write_text(json.dumps({**config.to_dict(), "architectures": [type(longer).__name__]}))
     weights = load_file(folder / "model.safetensors")
     own = {"eh_proj": torch.randn(WIDTH, 2 * WIDTH, generator=random) * 0.2}
     own |= {name: 1 + torch.randn(WIDTH, generator=random) * 0.2 for name in ("enorm", "hnorm", "shared_head.norm")}
@@ -199,8 +212,8 @@ def _longer(config):
 
 
 def reference_mtp_losses(policy_folder, head_folder, rows, num_tokens):
-    """As `reference_losses`, of the layer for multi-token prediction of a GLM-4.5 model: each draft is a row of its
-    own, of the inputs of the row up to where it begins and those of its tokens."""
+    """As `reference_losses`, of a layer for multi-token prediction: each draft is a row of its own, of the inputs of the
+    row up to where it begins and those of its tokens."""
     precise = {"dtype": torch.float64, "attn_implementation": "eager", "experts_implementation": "eager"}
     policy = AutoModelForCausalLM.from_pretrained(policy_folder, **precise)
     weights = load_file(head_folder / "model.safetensors")

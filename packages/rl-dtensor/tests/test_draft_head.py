@@ -1,16 +1,18 @@
 """A head that trains in the processes of its policy."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
 from draft_head_cases import (
+    OF_FAMILY,
     OF_HEAD,
     HeadLoss,
     attend_in_parts,
     reference_losses,
     reference_mtp_losses,
-    write_glm,
+    write_mtp,
     write_head,
 )
 from safetensors.torch import load_file
@@ -62,9 +64,9 @@ def head(tmp_path_factory):
     return write_head(tmp_path_factory.mktemp("head"))
 
 
-@pytest.fixture(scope="module")
-def glm(tmp_path_factory):
-    return write_glm(tmp_path_factory.mktemp("glm"))
+@pytest.fixture(scope="module", params=partly_exhaustive(OF_FAMILY, always=["glm4_moe"]))
+def with_layer(request, tmp_path_factory):
+    return write_mtp(tmp_path_factory.mktemp("model"), request.param)
 
 
 def expected(policy, head, batch, num_tokens=3, reference=reference_losses):
@@ -234,18 +236,18 @@ def test_a_policy_that_is_split_is_refused(ranks, policy, head, size):
 
 
 class TestMultiTokenPrediction:
-    """The layer for multi-token prediction in the files of a GLM-4.5 model."""
+    """The layer for multi-token prediction in the files of a model."""
 
-    def test_losses_are_those_of_drafts_that_an_engine_makes(self, ranks, glm):
+    def test_losses_are_those_of_drafts_that_an_engine_makes(self, ranks, with_layer):
         batch = make_batch()
-        with open_model(ranks, glm, glm) as model:
+        with open_model(ranks, with_layer, with_layer) as model:
             found = model.train_head(batch)
-        reference = expected(glm, glm, batch, reference=reference_mtp_losses)
+        reference = expected(with_layer, with_layer, batch, reference=reference_mtp_losses)
         assert {name: found[name] for name in reference} == pytest.approx(reference, rel=EXACT)
 
-    def test_it_learns_alike_on_two_ranks_and_leaves_its_policy_alone(self, ranks, glm):
+    def test_it_learns_alike_on_two_ranks_and_leaves_its_policy_alone(self, ranks, with_layer):
         def steps(num_ranks):
-            with open_model(ranks, glm, glm, num_ranks) as model:
+            with open_model(ranks, with_layer, with_layer, num_ranks) as model:
                 before = model.infer(make_batch(), [LOGPROBS])["logprobs"].values
                 found = [model.train_head(make_batch()) for _ in range(6)]
                 assert np.array_equal(model.infer(make_batch(), [LOGPROBS])["logprobs"].values, before)
@@ -255,14 +257,14 @@ class TestMultiTokenPrediction:
         assert alone[-1, 0] < 0.9 * alone[0, 0]
         assert steps(2) == pytest.approx(alone, rel=1e-4)
 
-    def test_an_export_and_what_is_sent_have_the_names_of_its_files(self, ranks, glm, tmp_path):
-        with open_model(ranks, glm, glm, 2) as model:
+    def test_an_export_and_what_is_sent_have_the_names_of_its_files(self, ranks, with_layer, tmp_path):
+        with open_model(ranks, with_layer, with_layer, 2) as model:
             model.call("draft_head.export", str(tmp_path / "untrained"))
             model.train_head(make_batch())
             model.call("draft_head.export", str(tmp_path / "trained"))
             manifest = model.call("draft_head.manifest", 1)[0]
             loss = model.train_head(make_batch())["loss"]
-        weights = load_file(glm / "model.safetensors")
+        weights = load_file(with_layer / "model.safetensors")
         of_policy = {f"{OF_HEAD}{name}.weight" for name in ("embed_tokens", "shared_head.head")}
         own = {name for name in weights if name.startswith(OF_HEAD)} - of_policy
         exported, trained = (load_file(tmp_path / name / "model.safetensors") for name in ("untrained", "trained"))
@@ -270,21 +272,17 @@ class TestMultiTokenPrediction:
         for name in own:
             assert exported[name].equal(weights[name])
             assert trained[name].equal(weights[name]) == name.endswith("e_score_correction_bias")
-        with open_model(ranks, glm, tmp_path / "trained") as model:
+        with open_model(ranks, with_layer, tmp_path / "trained") as model:
             assert model.train_head(make_batch())["loss"] == pytest.approx(loss, rel=1e-5)
 
-    @pytest.mark.parametrize(
-        ("fields", "message"),
-        [
-            ({"num_layers": 0}, "num_nextn_predict_layers=0"),
-            ({"num_layers": 2}, "num_nextn_predict_layers=2"),
-        ],
-        ids=str,
-    )
-    def test_files_without_exactly_one_are_refused(self, ranks, glm, tmp_path, fields, message):
-        with pytest.raises(Exception, match=message):
-            open_model(ranks, glm, write_glm(tmp_path, **fields))
+    @pytest.mark.parametrize("count", [0, 2])
+    def test_files_without_exactly_one_are_refused(self, ranks, with_layer, tmp_path, count):
+        head = shutil.copytree(with_layer, tmp_path / "head")
+        config = json.loads((head / "config.json").read_text())
+        (head / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": count}))
+        with pytest.raises(Exception, match=f"num_nextn_predict_layers={count}"):
+            open_model(ranks, with_layer, head)
 
-    def test_files_of_another_model_are_refused(self, ranks, policy, glm):
-        with pytest.raises(Exception, match="does not fit the policy: its model_type is glm4_moe"):
-            open_model(ranks, policy, glm)
+    def test_files_of_another_model_are_refused(self, ranks, policy, with_layer):
+        with pytest.raises(Exception, match=r"does not fit the policy: its model_type is (deepseek_v3|glm4_moe)"):
+            open_model(ranks, policy, with_layer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from spoilable_generator import SpoilableGenerator
-from transformers import AutoModelForCausalLM, Glm4MoeConfig, Glm4MoeForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl_core.errors import RequestRefused
 from rl_core.model_config import GenerationConfig
@@ -95,19 +96,36 @@ def write_eagle_head(folder: Path, target: Path) -> Path:
     return folder
 
 
-def write_glm(folder: Path, *, seed: int) -> Path:
-    """A GLM-4.5 model without its layer for multi-token prediction, and the tokenizer of `write_reference_model`."""
+OF_FAMILY = {
+    "glm4_moe": {"num_key_value_heads": 2, "head_dim": 32},
+    # the only widths that vLLM has latent attention for on a CPU
+    "deepseek_v3": {
+        "num_key_value_heads": 4,
+        "q_lora_rank": 32,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 32,
+        "n_group": 1,
+        "topk_group": 1,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+    },
+}
+
+
+def write_mixture(folder: Path, *, seed: int, family: str = "glm4_moe") -> Path:
+    """A model without its layer for multi-token prediction, and the tokenizer of `write_reference_model`."""
     write_reference_model(folder, seed=seed)
     torch.manual_seed(seed)
-    config = Glm4MoeConfig(
+    config = AutoConfig.for_model(
+        family,
         vocab_size=320,
         hidden_size=64,
         intermediate_size=128,
         moe_intermediate_size=64,
         num_hidden_layers=2,
         num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
         n_routed_experts=4,
         num_experts_per_tok=2,
         first_k_dense_replace=1,
@@ -115,8 +133,9 @@ def write_glm(folder: Path, *, seed: int) -> Path:
         pad_token_id=0,
         eos_token_id=2,
         initializer_range=0.15,
+        **OF_FAMILY[family],
     )
-    Glm4MoeForCausalLM(config).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(config).float().save_pretrained(folder)
     return folder
 
 
@@ -143,7 +162,7 @@ def write_mtp_layer(folder: Path, target: Path) -> Path:
     layer["shared_head.head.weight"] = model.get_output_embeddings().weight.detach()
     folder.mkdir(exist_ok=True)
     save_file({f"model.layers.{number}.{name}": each.clone() for name, each in layer.items()}, folder / WEIGHTS)
-    written = {**config.to_dict(), "architectures": ["Glm4MoeForCausalLM"], "num_nextn_predict_layers": 1}
+    written = {**config.to_dict(), "architectures": [type(model).__name__], "num_nextn_predict_layers": 1}
     (folder / "config.json").write_text(json.dumps(written))
     return folder
 
@@ -195,7 +214,7 @@ def _interpreted() -> Iterator[None]:
 def bench(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, _interpreted: None
 ) -> Iterator[SpeculationBench]:
-    write_model = write_glm if request.param == "mtp" else write_reference_model
+    write_model = write_mixture if request.param == "mtp" else write_reference_model
     target = write_model(tmp_path_factory.mktemp("target"), seed=0)
     if request.param == "ngram":
         speculation = SpeculationConfig(method="ngram", prompt_lookup_min=1)
@@ -360,14 +379,15 @@ def test_a_drafter_that_is_sent_the_weights_of_the_model_drafts_what_it_samples(
     assert acceptance() == 1
 
 
-@pytest.mark.parametrize("kind", partly_exhaustive(["own", "shared", "reduced", "mtp"], always=["own"]))
+@pytest.mark.parametrize("kind", partly_exhaustive(["own", "shared", "reduced", *OF_FAMILY], always=["own"]))
 def test_a_head_that_is_sent_drafts_with_its_new_weights(kind: str, tmp_path: Path) -> None:
-    method = "mtp" if kind == "mtp" else "eagle3"
-    write_model = write_glm if kind == "mtp" else write_reference_model
+    method, write_model = "eagle3", write_reference_model
+    if kind in OF_FAMILY:
+        method, write_model = "mtp", partial(write_mixture, family=kind)
     target, other = (write_model(tmp_path / name, seed=seed) for seed, name in enumerate(("first", "second")))
     stale, trained = (DRAFTERS[method](tmp_path / f"head of {folder.name}", folder) for folder in (target, other))
     for folder in (stale, trained):
-        if kind == "mtp":
+        if method == "mtp":
             remove_layers_of_the_model(folder)
         else:
             change_output_layer(folder, kind)

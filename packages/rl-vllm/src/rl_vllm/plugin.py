@@ -160,7 +160,7 @@ def _quantization(section: Any, config: RunConfig) -> Iterable[Problem]:
         )
 
 
-MTP_FAMILIES = ("glm4_moe",)
+MTP_FAMILIES = ("deepseek_v3", "glm4_moe")
 """Types of the models whose layers for multi-token prediction draft: the tests of this package compare them with
 transformers."""
 

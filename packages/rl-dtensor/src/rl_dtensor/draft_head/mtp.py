@@ -1,4 +1,5 @@
-"""A layer for multi-token prediction (arXiv:2412.19437, section 2.2), as vLLM computes that of GLM-4.5."""
+"""A layer for multi-token prediction (arXiv:2412.19437, section 2.2), as vLLM computes that of DeepSeek-V3 and
+GLM-4.5."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from rl_dtensor.model.kernels import Attend
 from rl_dtensor.model.layout import Layout
 from rl_dtensor.model.names import FileNames, Piece
 
-FAMILIES = ("glm4_moe",)
+FAMILIES = ("deepseek_v3", "glm4_moe")
 """Types of the models whose files may hold one."""
 
 COUNT = "num_nextn_predict_layers"
