@@ -212,8 +212,8 @@ def _longer(config):
 
 
 def reference_mtp_losses(policy_folder, head_folder, rows, num_tokens):
-    """As `reference_losses`, of a layer for multi-token prediction: each draft is a row of its own, of the inputs of the
-    row up to where it begins and those of its tokens."""
+    """As `reference_losses`, of a layer for multi-token prediction: each draft is a row of its own, of the inputs of
+    the row up to where it begins and those of its tokens."""
     precise = {"dtype": torch.float64, "attn_implementation": "eager", "experts_implementation": "eager"}
     policy = AutoModelForCausalLM.from_pretrained(policy_folder, **precise)
     weights = load_file(head_folder / "model.safetensors")

@@ -12,8 +12,8 @@ from draft_head_cases import (
     attend_in_parts,
     reference_losses,
     reference_mtp_losses,
-    write_mtp,
     write_head,
+    write_mtp,
 )
 from safetensors.torch import load_file
 

@@ -251,8 +251,7 @@ class DraftHeadConfig(Config):
 
     model_name: Annotated[PathText, WhenChanged.NEW_RUN]
     """Head to load: the same folder as `generation.vllm_cfg.speculation.model`. A layer for multi-token prediction is
-    in the files of the policy's model; it trains in models of the types `deepseek_v3` and
-    `glm4_moe`."""
+    in the files of the policy's model; it trains in models of the types `deepseek_v3` and `glm4_moe`."""
     num_tokens: Annotated[int, WhenChanged.BRANCH] = Field(default=3, ge=1, le=16)
     """Number of tokens of a draft for which the head is trained. After the first token the head reads hidden states of
     its own, which it learns only if they are trained."""

@@ -41,6 +41,8 @@ SMALL: Mapping[str, Any] = {
     "mamba_n_heads": 4,
     "mamba_d_head": 16,
     "mamba_d_ssm": 64,
+    "chunk_size": 8,
+    "mamba_chunk_size": 8,
     "num_kv_shared_layers": 0,
     "vocab_size_per_layer_input": 101,
     "hidden_size_per_layer_input": 8,
