@@ -30,6 +30,22 @@ def test_a_class_is_named_with_its_module():
     assert "torch.optim.lr_scheduler.LinearLR" in problem.allowed
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("lr", None), ("lr", "fast"), ("lr", float("nan")), ("weight_decay", -0.1), ("weight_decay", True)],
+)
+def test_an_argument_that_is_no_number_from_0_on_is_refused(name, value):
+    (problem,) = problems_of(lambda: ModelConfig(model_name="m", optimizer=OptimizerConfig(kwargs={name: value})))
+    assert problem.key == f"optimizer.kwargs.{name}"
+    assert problem.got is value or problem.got == value
+
+
+def test_other_classes_judge_their_arguments_themselves():
+    optimizer = OptimizerConfig(name="transformers.Adafactor", kwargs={"lr": None})
+    assert ModelConfig(model_name="m", optimizer=optimizer)
+    assert ModelConfig(model_name="m", optimizer=OptimizerConfig(kwargs={"lr": 0}))
+
+
 def test_a_template_is_written_out_or_read_from_its_file(tmp_path):
     (tmp_path / "chat.jinja").write_text("{{ messages }}")
     assert TokenizerConfig().template_text() is None

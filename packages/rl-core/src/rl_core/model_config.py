@@ -108,6 +108,10 @@ class TokenizerConfig(Config):
             ) from error
 
 
+NUMBERS = frozenset({"lr", "weight_decay", "momentum"})
+"""Arguments that are numbers from 0 on in every optimizer of torch that has them."""
+
+
 class OptimizerConfig(Config):
     """Optimizer: a torch class and its arguments."""
 
@@ -422,6 +426,10 @@ def _optimizer_problems(key: str, optimizer: OptimizerConfig) -> Iterator[Proble
             remedy="Choose another optimizer, such as torch.optim.AdamW",
             feature=optimizer.name,
         )
+    for name, value in optimizer.kwargs.items() if optimizer.name in OPTIMIZERS else ():
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if name in NUMBERS and not (is_number and 0 <= value < math.inf):
+            yield Problem(f"{key}.kwargs.{name}", "must be a number that is finite and not negative", got=value)
 
 
 def _argument_problems(model: ModelConfig) -> Iterator[Problem]:

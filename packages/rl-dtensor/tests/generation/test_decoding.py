@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from transformers import (
     Qwen2Config,
 )
 
-from rl_core.errors import ConfigError, GeneratorError
+from rl_core.errors import ConfigError, GeneratorError, RequestRefused
 from rl_core.model_config import GenerationConfig, ModelConfig
 from rl_core.rollouts.generation import GenerationRequest, Placement, SamplingParams
 from rl_core.rollouts.rollout import Completion
@@ -247,6 +248,20 @@ def test_attention_that_sdpa_does_not_compute_is_refused(config: PreTrainedConfi
     with pytest.raises(ConfigError, match="attn_implementation=eager"):
         _generate(_config(tmp_path), _requests(1))
     assert _generate(_config(tmp_path), _requests(1), HFConfig(attn_implementation="eager"))
+
+
+def test_a_vision_language_model_without_a_language_model_of_its_own_is_refused(tmp_path: Path) -> None:
+    AutoConfig.for_model("qwen2_5_vl").save_pretrained(tmp_path)
+    said = r"no causal language model of the type qwen2_5_vl.*policy\.vision\.enabled=true"
+    with pytest.raises(ConfigError, match=said):
+        _generate(_config(tmp_path), _requests(1))
+
+
+def test_images_for_a_language_model_are_refused(tmp_path: Path) -> None:
+    model = _config(write_reference_model(tmp_path, seed=0))
+    (request,) = _requests(1)
+    with pytest.raises(RequestRefused, match=r"has images.*set policy\.vision\.enabled"):
+        _generate(model, [replace(request, images=("0" * 32,))])
 
 
 def test_an_engine_that_dies_fails_what_is_in_flight_and_all_that_follows(tmp_path: Path) -> None:

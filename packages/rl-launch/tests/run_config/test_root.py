@@ -28,6 +28,39 @@ def test_a_recipe_is_valid_on_a_machine_with_its_devices_and_short(recipe, monke
     assert len((RECIPES / f"{recipe}.yaml").read_text().splitlines()) <= 30
 
 
+@pytest.mark.parametrize(
+    "key",
+    [
+        "policy.dtensor_cfg.float8.recipe=tensorwise",
+        "policy.dtensor_cfg.qat.group_size=64",
+        "policy.dynamic_batching.train_mb_tokens=64",
+        "policy.lora_cfg.dim=16",
+        "policy.megatron_cfg.tensor_model_parallel_size=2",
+        "grpo.curriculum.window=9",
+    ],
+)
+def test_keys_of_a_section_that_nobody_switched_on_are_refused(key):
+    name = key.partition("=")[0]
+    section = name.rpartition(".")[0]
+    with pytest.raises(ConfigError) as refused:
+        read_plan("grpo-arithmetic", [*ON_CPU, key])
+    assert str(refused.value).count(name) == 1
+    assert f"has no effect without {section}.enabled=true" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["policy.lora_cfg.dim=16", "policy.lora_cfg.enabled=false"],
+        ["policy.lora_cfg.dim=8"],  # as it is by default
+        ["policy.dtensor_cfg.compile=false"],  # the backend that trains if none is enabled
+        ["policy.megatron_cfg.enabled=true", "policy.dtensor_cfg.recompute=full"],
+    ],
+)
+def test_a_section_that_is_switched_off_keeps_its_keys(overrides):
+    assert read_plan("grpo-arithmetic", [*ON_CPU, *overrides])
+
+
 OF_EACH_ALGORITHM = [
     "distill-offline-tiny",
     "distill-tiny",

@@ -100,8 +100,7 @@ class HFDecoder:
                 self._images.check(row.request)
             elif row.request.images:
                 raise RequestRefused(
-                    f"the request has {len(row.request.images)} images, but the engine serves a language model only; "
-                    "set policy.vision.enabled"
+                    "the request has images, but the engine serves a language model only; set policy.vision.enabled"
                 )
         except RequestRefused as error:
             if row.future.set_running_or_notify_cancel():

@@ -45,10 +45,16 @@ def load_model(model: ModelConfig, attn_implementation: str, device: torch.devic
     vision-language model.
 
     Raises:
-        ConfigError: For a field in `hf_config_overrides` that the model does not have, attention that
-            `attn_implementation` does not compute, or weights that are missing.
+        ConfigError: For a type of which `transformers` has no such model, a field in `hf_config_overrides` that the
+            model does not have, attention that `attn_implementation` does not compute, or weights that are missing.
     """
     config = hf_config(model)
+    if not model.vision.enabled and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        remedy = "set policy.vision.enabled=true, or" if config.get_text_config() is not config else "set"
+        raise ConfigError(
+            f"transformers has no causal language model of the type {config.model_type}, which {model.model_name} has; "
+            f"{remedy} another policy.generation.backend"
+        )
     fields = config.get_text_config().to_dict()
     if fields.get("attn_logit_softcapping") and attn_implementation == "sdpa":
         raise ConfigError(
@@ -104,7 +110,7 @@ def _keep_float32(hf: PreTrainedModel, folder: Path) -> None:
 
 
 def _has_sdpa(config: PreTrainedConfig) -> bool:
-    """Return whether the family's code takes `sdpa`; true of code that comes with the model, which says so itself."""
+    """Return whether the family's code takes `sdpa`; true of whole vision-language models."""
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return True
     family: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -22,6 +22,7 @@ from rl_core.devices import Device
 from rl_core.errors import ConfigError
 from rl_core.model import HEADLESS_ROLES
 from rl_core.model_config import (
+    BackendConfig,
     local_family,
     local_hf_config,
     local_image_token,
@@ -183,6 +184,36 @@ def _callback_checks(plan: RunPlan) -> Iterator[Problem]:
     yield from callback_problems(plan.config)
     if plan.config.callbacks and not plan.plugin.trains:
         yield Problem.unused("callbacks", f"with algorithm: {plan.plugin.name}, because only training calls them")
+
+
+def _switch_checks(plan: RunPlan) -> Iterator[Problem]:
+    """Yield the keys of sections that nobody switched on. One that is switched off may keep its keys."""
+    assert plan.raw is not None, "checks run on a config that was read"
+    backends = {model.section: model for model in plan.backends.models.values()}
+    for key, section, written in _sections(plan.root, plan.raw.plain()):
+        switch = type(section).model_fields.get("enabled")
+        if switch is None or switch.default or getattr(section, "enabled", None) or "enabled" in written:
+            continue
+        if isinstance(section, BackendConfig):
+            parent, _, own = key.rpartition(".")
+            model = backends.get(parent)
+            if model is None or model.plugin.key == own or model.backend.enabled:
+                continue
+        for name in written:
+            if is_changed(section, name):
+                remedy = f"Set {key}.enabled=true, or remove this key"
+                yield Problem.unused(f"{key}.{name}", f"without {key}.enabled=true", remedy=remedy)
+
+
+def _sections(
+    parent: Config, written: Mapping[str, Any], path: str = ""
+) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
+    """Path of every section that the user wrote, the section, and its keys with what was written."""
+    for name, values in written.items():
+        section = getattr(parent, name, None)
+        if isinstance(section, Config) and isinstance(values, Mapping):
+            yield path + name, section, values
+            yield from _sections(section, values, f"{path}{name}.")
 
 
 def _backend_checks(plan: RunPlan) -> Iterable[Problem]:
@@ -365,6 +396,7 @@ CHECKS: tuple[Check, ...] = (
     _checkpointing_checks,
     _push_checks,
     _callback_checks,
+    _switch_checks,
     profiling_checks,
 )
 """Checks of the config of a run."""
@@ -408,8 +440,12 @@ class PlanChecks:
             checks = [*self._checks]
         else:
             checks = [*self._checks, *self._backend_checks]
+        named: set[str] = set()
         for check in checks:
-            yield from check(plan)
+            for problem in check(plan):
+                if not problem.is_unused or problem.key not in named:  # without effect for one reason is enough
+                    yield problem
+                named.add(problem.key)
 
     def planned(self, resolved: Resolved[Any]) -> RunPlan:
         """Return the plan of the config that passed. It has the config as it was resolved, which also knows the
