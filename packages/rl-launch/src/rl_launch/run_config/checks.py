@@ -197,7 +197,7 @@ def _switch_checks(plan: RunPlan) -> Iterator[Problem]:
         if isinstance(section, BackendConfig):
             parent, _, own = key.rpartition(".")
             model = backends.get(parent)
-            if model is None or model.plugin.key == own or model.backend.enabled:
+            if model is None or model.plugin.key == own or getattr(model.backend, "enabled", None):
                 continue
         for name in written:
             if is_changed(section, name):
