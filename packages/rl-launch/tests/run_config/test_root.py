@@ -48,6 +48,11 @@ def test_keys_of_a_section_that_nobody_switched_on_are_refused(key):
     assert f"has no effect without {section}.enabled=true" in str(refused.value)
 
 
+def test_an_unknown_key_of_such_a_section_is_named_as_that():
+    with pytest.raises(ConfigError, match=r"policy\.lora_cfg\.dimm.*policy\.lora_cfg\.dim\?"):
+        read_plan("grpo-arithmetic", [*ON_CPU, "policy.lora_cfg.dimm=16"])
+
+
 @pytest.mark.parametrize(
     "overrides",
     [
