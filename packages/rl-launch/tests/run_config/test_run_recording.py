@@ -45,7 +45,8 @@ def test_what_is_kept_reads_back_to_the_same_run(tmp_path):
 
 def test_settings_of_what_is_not_used_are_no_difference(tmp_path):
     path = record(tmp_path, config(), "math")
-    other = config("policy.megatron_cfg.tensor_model_parallel_size=2", "env.reasoning_gym.format_reward=0.5")
+    megatron = "policy.megatron_cfg={enabled: false, tensor_model_parallel_size: 2}"
+    other = config(megatron, "env.reasoning_gym.format_reward=0.5")
     assert changes(path, other) == {}
 
 
