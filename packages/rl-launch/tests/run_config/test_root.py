@@ -57,6 +57,7 @@ def test_an_unknown_key_of_such_a_section_is_named_as_that():
     "overrides",
     [
         ["policy.lora_cfg.dim=16", "policy.lora_cfg.enabled=false"],
+        ["policy.megatron_cfg={enabled: false, fp8_cfg: {fp8: e4m3}}"],
         ["policy.lora_cfg.dim=8"],  # as it is by default
         ["policy.dtensor_cfg.compile=false"],  # the backend that trains if none is enabled
         ["policy.megatron_cfg.enabled=true", "policy.dtensor_cfg.recompute=full"],

@@ -208,10 +208,11 @@ def _switch_checks(plan: RunPlan) -> Iterator[Problem]:
 def _sections(
     parent: Config, written: Mapping[str, Any], path: str = ""
 ) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
-    """Path of every section that the user wrote, the section, and its keys with what was written."""
+    """Path of every section that the user wrote, the section, and its keys with what was written. One that is switched
+    off is left out, with all that is in it."""
     for name, values in written.items():
         section = getattr(parent, name, None)
-        if isinstance(section, Config) and isinstance(values, Mapping):
+        if isinstance(section, Config) and isinstance(values, Mapping) and values.get("enabled") is not False:
             yield path + name, section, values
             yield from _sections(section, values, f"{path}{name}.")
 
