@@ -1,6 +1,5 @@
 """Runs and commands one after another in one process and one Ray: most of a short run is their start."""
 
-import gc
 import json
 import os
 import subprocess
@@ -10,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+from rl_core.imports import collect_seldom
 
 
 @dataclass(frozen=True)
@@ -139,5 +140,5 @@ def printed_to(path: str) -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    gc.set_threshold(50_000, 20, 50)  # as in `rl`
+    collect_seldom()  # as in `rl`
     main()

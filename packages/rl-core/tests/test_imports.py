@@ -26,7 +26,7 @@ import rl_core.selfcheck.quick_imports
 assert not gc.isenabled()
 child = os.fork()
 if not child:
-    os._exit(0 if gc.isenabled() and gc.get_freeze_count() else 1)
+    os._exit(0 if gc.isenabled() and gc.get_freeze_count() and gc.get_threshold()[0] > 700 else 1)
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 """
 

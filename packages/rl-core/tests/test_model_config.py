@@ -34,7 +34,7 @@ def test_a_class_is_named_with_its_module():
     ("name", "value"),
     [("lr", None), ("lr", "fast"), ("lr", float("nan")), ("weight_decay", -0.1), ("weight_decay", True)],
 )
-def test_an_argument_that_is_no_number_from_0_on_is_refused(name, value):
+def test_an_argument_that_is_not_a_number_from_0_on_is_refused(name, value):
     (problem,) = problems_of(lambda: ModelConfig(model_name="m", optimizer=OptimizerConfig(kwargs={name: value})))
     assert problem.key == f"optimizer.kwargs.{name}"
     assert problem.got is value or problem.got == value

@@ -13,7 +13,7 @@ from pydantic import Field, field_validator, model_validator
 
 from rl_core.config import Config, EnvVars, PathText, Problem, ProblemError, WhenChanged, did_you_mean
 from rl_core.hf_config import image_token, with_overrides
-from rl_core.optimizer_arguments import OPTIMIZERS, SCHEDULES, UNSUPPORTED
+from rl_core.optimizer_arguments import NUMBERS, OPTIMIZERS, SCHEDULES, UNSUPPORTED
 from rl_core.token_filter import TokenFilter
 from rl_core.weights import WeightSyncChoice, WeightSyncEncoding
 
@@ -40,7 +40,7 @@ class BackendConfig(Config):
     @property
     def reduced_precision(self) -> str:
         """Key and value, relative to the model's section, by which training computes in fewer bits than
-        `policy.precision`; empty if there is none."""
+        `policy.precision`; empty if it does not."""
         return ""
 
 
@@ -50,7 +50,7 @@ class EngineConfig(Config):
     @property
     def reduced_precision(self) -> str:
         """Key and value, relative to `policy.generation`, by which the engine computes in fewer bits than
-        `policy.precision`; empty if there is none."""
+        `policy.precision`; empty if it does not."""
         return ""
 
 
@@ -106,10 +106,6 @@ class TokenizerConfig(Config):
                 f"{self.chat_template!r} is neither a Jinja template (it has no braces) nor a file that can be read: "
                 f"{error.strerror}"
             ) from error
-
-
-NUMBERS = frozenset({"lr", "weight_decay", "momentum"})
-"""Arguments that are numbers from 0 on in every optimizer of torch that has them."""
 
 
 class OptimizerConfig(Config):
@@ -426,14 +422,11 @@ def _optimizer_problems(key: str, optimizer: OptimizerConfig) -> Iterator[Proble
             remedy="Choose another optimizer, such as torch.optim.AdamW",
             feature=optimizer.name,
         )
-    for name, value in optimizer.kwargs.items() if optimizer.name in OPTIMIZERS else ():
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if name in NUMBERS and not (is_number and 0 <= value < math.inf):
-            yield Problem(f"{key}.kwargs.{name}", "must be a number that is finite and not negative", got=value)
 
 
 def _argument_problems(model: ModelConfig) -> Iterator[Problem]:
-    """Unknown arguments of torch's optimizers and schedules; other classes are checked in the worker's environment."""
+    """Unknown arguments of torch's optimizers and schedules, and values that no optimizer takes; other classes are
+    checked in the worker's environment."""
     chosen = [("optimizer", model.optimizer.name, model.optimizer.kwargs, OPTIMIZERS)]
     if model.draft_head is not None:
         optimizer = model.draft_head.optimizer
@@ -444,13 +437,20 @@ def _argument_problems(model: ModelConfig) -> Iterator[Problem]:
         if entry.name is not None
     ]
     for key, name, arguments, known in chosen:
-        for argument in arguments if name in known else ():
+        for argument, value in arguments.items() if name in known else ():
             if argument not in known[name]:
                 yield Problem(
                     f"{key}.kwargs.{argument}",
                     f"is not an argument of {name}{did_you_mean(argument, known[name])}",
                     allowed=", ".join(sorted(known[name])),
                 )
+            elif argument in NUMBERS and not _is_from_0_on(value):
+                reason = "must be a number that is finite and not negative"
+                yield Problem(f"{key}.kwargs.{argument}", reason, got=value)
+
+
+def _is_from_0_on(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
 
 
 def local_hf_config(policy: ModelConfig) -> dict[str, Any]:

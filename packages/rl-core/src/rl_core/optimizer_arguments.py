@@ -53,3 +53,6 @@ SCHEDULES: Mapping[str, frozenset[str]] = {
     }.items()
 }
 """Arguments that each class takes in addition to the optimizer, by its dotted name."""
+
+NUMBERS = frozenset({"alpha", "initial_accumulator_value", "lr", "lr_decay", "momentum", "rho", "weight_decay"})
+"""Arguments that are numbers from 0 on in every one of these optimizers that has them."""

@@ -6,10 +6,12 @@ from __future__ import annotations
 import gc
 import os
 
+from rl_core.imports import collect_seldom
+
 
 def _collect() -> None:
     gc.freeze()
-    gc.set_threshold(50_000, 20, 50)
+    collect_seldom()
     gc.enable()
 
 

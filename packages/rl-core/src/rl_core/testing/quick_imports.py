@@ -6,6 +6,8 @@ import gc
 
 import pytest
 
+from rl_core.imports import collect_seldom
+
 gc.disable()
 
 
@@ -13,5 +15,5 @@ gc.disable()
 def pytest_collection_finish() -> None:
     """Collect garbage from now on, as seldom as `rl` does, and never look through what was imported."""
     gc.freeze()
-    gc.set_threshold(50_000, 20, 50)
+    collect_seldom()
     gc.enable()

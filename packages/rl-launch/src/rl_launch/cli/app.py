@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from rl_core.imports import collect_seldom
 from rl_launch.cli import (
     catalog_commands,
     chat_commands,
@@ -290,6 +290,6 @@ def quickstart(
 def main() -> None:
     """Entry point of `rl`."""
     # imports make hundreds of thousands of objects that stay, which takes a fifth of their time at Python's threshold
-    gc.set_threshold(50_000, 20, 50)
+    collect_seldom()
     with quiet_without_reader():
         app()

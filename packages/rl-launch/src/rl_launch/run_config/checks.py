@@ -241,7 +241,7 @@ def _replay_checks(plan: RunPlan) -> Iterator[Problem]:
 
 
 def _lora_sync_checks(plan: RunPlan) -> Iterator[Problem]:
-    """Yield the problems of sending adapters only, if there are none or the generator does not apply them."""
+    """Yield the problems of sending only adapters that the policy lacks or the generator does not apply."""
     config, generation = plan.config, plan.backends.generation
     if generation is None or generation.config.lora_sync != "adapter":
         return
