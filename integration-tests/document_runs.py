@@ -29,8 +29,11 @@ RL_MODULES = (
 
 LONG = (
     "docs/ablations.md",
+    "docs/adding-an-algorithm.md",
     "docs/agents.md",
+    "docs/data-formats.md",
     "docs/debugging.md",
+    "docs/recipes-and-config.md",
     "docs/resume-and-checkpoints.md",
     "docs/several-agents.md",
     "docs/tools.md",

@@ -267,7 +267,7 @@ def test_policy_and_critic_learn(plain):
     assert steps[-1]["critic/loss"] < steps[0]["critic/loss"]
 
 
-@pytest.mark.parametrize("name", ["distillation", "offline distillation"])
+@pytest.mark.parametrize("name", partly_exhaustive(["distillation", "offline distillation"], always=["distillation"]))
 def test_a_teacher_is_learned_from(name, plain):
     steps = plain(name)
     assert [line["step"] for line in steps] == [1, 2, 3, 4]

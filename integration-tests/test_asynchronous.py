@@ -157,6 +157,7 @@ class ElasticRun:
         self.run = Run.start(self._folder / "run", *self._arguments, RAY_ADDRESS=self._cluster.address)
 
 
+@exhaustive
 def test_updates_in_flight_interrupt_rollouts_that_go_on_as_if_nothing_had_happened(driver, grpo, tmp_path):
     in_flight = ("grpo.async_grpo.max_trajectory_age_steps=3", "grpo.async_grpo.in_flight_weight_updates=true")
     # one at a time and with no wait for a version: the first update finds completions of later steps unfinished, unless

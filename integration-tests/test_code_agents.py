@@ -22,6 +22,7 @@ from rl_algos.agents.calls import Limits
 from rl_algos.agents.session import AgentSession
 from rl_algos.tiny_model import make_tiny_model
 from rl_core.rollouts.rollout import Prompt, Rollout
+from rl_core.testing.exhaustive import exhaustive
 from rl_envs.repository import coding_agent
 from rl_envs.sandbox.sandbox import Sandbox, SandboxUnavailable
 
@@ -378,6 +379,7 @@ def test_there_are_thirty_abuses_of_different_kinds() -> None:
     assert len({abuse.name for abuse in ABUSES}) == len(ABUSES) >= 30
 
 
+@exhaustive
 def test_the_tiny_recipe_trains_on_agents_in_sandboxes(loop: Loop, tmp_path: Path, rl: Any, metrics: Any) -> None:
     make_tiny_model(tmp_path / "model", characters="+=0123456789")
     done = rl(

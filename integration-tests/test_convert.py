@@ -56,6 +56,7 @@ def test_pickled_weights_become_safetensors(driver, tmp_path):
 TWO_RANKS = ("cluster.cpu_ranks_per_node=2", "policy.megatron_cfg.tensor_model_parallel_size=2")
 
 
+@exhaustive
 def test_a_run_becomes_a_checkpoint_of_the_other_backend_and_a_model(driver, quickstart, warm_model, tmp_path):
     checkpoint, target = tmp_path / "checkpoint", tmp_path / "hf"
     for source, made, arguments in (

@@ -4,9 +4,12 @@ from pathlib import Path
 
 import pytest
 
+from rl_core.testing.exhaustive import exhaustive
+
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 
 
+@exhaustive
 @pytest.mark.timeout(600)
 def test_three_steps_of_a_recipe_agree_with_their_oracles(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))

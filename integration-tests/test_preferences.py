@@ -69,6 +69,7 @@ def test_a_reward_model_loads_in_transformers_and_tells_right_from_wrong(reward_
     assert np.mean(right) > 0.5
 
 
+@exhaustive
 def test_a_reward_model_scores_rollouts(driver, grpo, reward_model, tmp_path):
     folder = next((reward_model / "checkpoints").glob("step_*")) / "hf"
     environment = f"env.preferred={{type: reward_model, model: {folder}, max_batch: 64}}"

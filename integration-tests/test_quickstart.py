@@ -7,6 +7,7 @@ import pytest
 from runs import by_transformers, python_of
 
 from rl_core.plugins import GENERATORS, POLICIES
+from rl_core.testing.exhaustive import exhaustive
 
 
 def newest_model(run_dir):
@@ -60,6 +61,7 @@ print("answer", tokenizer.decode(answer, skip_special_tokens=True))
     assert by_transformers(script, newest_model(quickstart / "grpo")).split()[-1].isdigit()
 
 
+@exhaustive
 def test_the_final_checkpoint_loads_in_vllm_and_scores_there_as_the_run_says(driver, quickstart, tmp_path):
     # no policy, and so no weight sync: the replica serves what it read from disk
     result = driver.rl("eval", str(quickstart / "grpo"), f"run_dir={tmp_path / 'eval'}")

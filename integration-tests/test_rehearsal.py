@@ -58,6 +58,7 @@ def test_colocated_grpo_over_two_nodes_is_a_plain_run(grpo, whole_hf, tmp_path):
     assert_a_plain_run(run, whole_hf, 3)
 
 
+@exhaustive
 def test_a_run_over_two_nodes_outlives_one(sft, whole_sft, cluster, tmp_path):
     cluster.add(num_gpus=0)
     for _ in range(3):

@@ -81,7 +81,7 @@ def weights_of(config):
 @pytest.mark.parametrize(
     ("backend", "generator", "is_packed"),
     [
-        pytest.param(DTENSOR, "hf", True, id="dtensor hf packed"),
+        pytest.param(DTENSOR, "hf", True, id="dtensor hf packed", marks=exhaustive),
         pytest.param(MEGATRON, "megatron", True, id="megatron megatron packed", marks=exhaustive),
         pytest.param(MEGATRON, "hf", False, id="megatron hf padded", marks=exhaustive),
     ],

@@ -34,7 +34,7 @@ from rl_core.rollouts.generation import SamplingParams
 from rl_core.rollouts.group import LOSS_MASK, RolloutGroup
 from rl_core.rollouts.pool import RolloutTask
 from rl_core.rollouts.rollout import Completion, Prompt, WeightSpan
-from rl_core.testing.exhaustive import partly_exhaustive
+from rl_core.testing.exhaustive import exhaustive, partly_exhaustive
 from rl_core.testing.fakes import FakeModel, FakeRolloutSource, FakeRun, FakeWeights
 from rl_envs.games.config import NimConfig, ProposedSumsConfig
 from rl_envs.games.nim import Nim
@@ -364,6 +364,7 @@ def games_of(folder):
     }
 
 
+@exhaustive
 def test_a_resumed_run_goes_on_against_the_same_opponents(driver, tmp_path):
     recipe = tmp_path / "larger.yaml"
     recipe.write_text(SETTINGS.replace("HERE", str(tmp_path)))

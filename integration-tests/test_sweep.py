@@ -2,9 +2,12 @@
 
 from pathlib import Path
 
+from rl_core.testing.exhaustive import exhaustive
+
 KEYS = ("sft.max_num_steps=3", "sft.val_period=3", "cluster.cpu_ranks_per_node=1")
 
 
+@exhaustive
 def test_the_runs_of_a_sweep_are_those_of_rl_train_to_the_last_bit(driver, rl, metrics, tmp_path):
     result = driver.rl("sweep", "sft-arithmetic", "sft.seed=1,2", *KEYS, f"run_dir={tmp_path / 'sweep'}")
     assert result.code == 0, result.output

@@ -5,7 +5,7 @@ import pytest
 from oldest import Source, oldest, versions
 from workspace import Package, packages
 
-from rl_core.testing.exhaustive import partly_exhaustive
+from rl_core.testing.exhaustive import exhaustive, partly_exhaustive
 
 CORE = "packages/rl-core"
 USE = "packages/rl-vllm/src/rl_vllm/__init__.py"
@@ -88,6 +88,7 @@ def test_a_use_of_something_that_the_oldest_sibling_lacks_is_red_until_the_bound
     assert "with rl-core 0.2.1 (tree)" in done.stdout
 
 
+@exhaustive
 def test_a_clone_without_tags_says_what_it_used(repository, tmp_path):
     done = check(repository, "rl-vllm")
     assert done.returncode == 0, done.stdout

@@ -29,6 +29,7 @@ def locked(repository):
     return {each["name"]: each["version"] for each in lock["package"]}
 
 
+@exhaustive
 def test_a_compatible_release_raises_the_bounds_of_the_siblings_that_need_it(released):
     done = release(released, "rl-core", "0.2.1", "--needs-new", "rl-vllm")
     assert done.returncode == 0, done.stderr
@@ -70,6 +71,7 @@ def test_a_breaking_release_raises_both_bounds_of_every_sibling(repository):
     assert "rl-vllm needs rl-core 0.3.0: release rl-vllm next" in done.stdout
 
 
+@exhaustive
 def test_all_packages_are_released_under_one_version(repository):
     done = release(repository, "all", "0.2.1")
     assert done.returncode == 0, done.stderr

@@ -19,7 +19,7 @@ from rl_core.selfcheck.pooled_model import PooledModel
 from rl_core.selfcheck.rank_pool import free_port
 from rl_core.selfcheck.torch.received import receive
 from rl_core.selfcheck.torch.selfcheck import write_random
-from rl_core.testing.exhaustive import exhaustive
+from rl_core.testing.exhaustive import exhaustive, partly_exhaustive
 from rl_core.testing.model_worker import make_batch
 from rl_core.torch.quantization.formats import rounded, weight_format
 from rl_core.weights import Transport
@@ -100,7 +100,10 @@ def logprobs(model: PooledModel) -> np.ndarray:
     return model.infer(make_batch(), [LOGPROBS]).ragged("logprobs").values
 
 
-@pytest.mark.parametrize(("name", "mesh"), [("int4", "fsdp2"), ("mxfp4", "pp2"), ("float8", "cp2")])
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    partly_exhaustive([("int4", "fsdp2"), ("mxfp4", "pp2"), ("float8", "cp2")], always=[("mxfp4", "pp2")]),
+)
 def test_a_model_computes_bit_for_bit_with_the_weights_that_are_served(ranks, folder, tmp_path, name, mesh):
     served = rounded_files(folder, FORMATS[name], torch.bfloat16, tmp_path / "served")
     with build(ranks, served, mesh) as model:
@@ -114,7 +117,7 @@ def test_a_model_computes_bit_for_bit_with_the_weights_that_are_served(ranks, fo
     assert all(torch.equal(masters[each], source[each].to(masters[each].dtype)) for each in masters)
 
 
-@pytest.mark.parametrize("name", ["int4", "float8"])
+@pytest.mark.parametrize("name", partly_exhaustive(["int4", "float8"], always=["int4"]))
 def test_split_rows_are_rounded_as_whole_ones(ranks, folder, tmp_path, name):
     served = rounded_files(folder, FORMATS[name], torch.float32, tmp_path / "served")
     with build(ranks, served, "tp2+sp", precision="float32") as model:
@@ -123,7 +126,9 @@ def test_split_rows_are_rounded_as_whole_ones(ranks, folder, tmp_path, name):
         assert np.array_equal(logprobs(model), expected)
 
 
-@pytest.mark.parametrize(("name", "mesh"), [("int4", "tp2+sp"), ("mxfp4", "fsdp2")])
+@pytest.mark.parametrize(
+    ("name", "mesh"), partly_exhaustive([("int4", "tp2+sp"), ("mxfp4", "fsdp2")], always=[("mxfp4", "fsdp2")])
+)
 def test_gradients_are_those_by_the_rounded_weights(ranks, folder, tmp_path, name, mesh):
     served = rounded_files(folder, FORMATS[name], torch.float32, tmp_path / "served")
     steps = {}

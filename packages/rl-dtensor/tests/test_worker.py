@@ -20,6 +20,8 @@ LAID_OUT = partly_exhaustive(LAYOUTS, always=["packed-16", "padded-3", "padded-a
 """Rows packed, padded, and padded by length; the others differ in the sizes of microbatches, which rl-core cuts."""
 
 
+# `test_checkpoint` has a reference that resumes on another mesh
+@with_exhaustive("test_a_checkpoint_holds_a_reference_that_has_moved")
 class TestDTensorWorker(PooledSuite):
     factory = "dtensor_factories:build"
 

@@ -22,6 +22,7 @@ from rl_core.model_config import GenerationConfig, LoraConfig
 from rl_core.rollouts.generation import GenerationRequest, Generator, Placement, SamplingParams
 from rl_core.rollouts.interruption import generate_whole
 from rl_core.rollouts.rollout import Completion
+from rl_core.testing.exhaustive import exhaustive, partly_exhaustive, with_exhaustive
 from rl_core.testing.generator import GeneratorSuite
 from rl_core.testing.torch.reference_model import EOS_TOKEN_ID, write_reference_model
 from rl_core.testing.torch.weight_sender import Fault, SenderProcess, manifest_of
@@ -207,6 +208,11 @@ class TestVllmGenerator(VllmSuite):
                 bench.runner.run(call)
 
 
+@with_exhaustive(
+    "test_every_token_has_the_logprob_of_the_weights_of_its_span",
+    "test_interruptions_change_no_greedy_completion",
+    "test_the_end_of_sequence_ends_only_completions_that_list_it",
+)
 class TestEngineInItsOwnProcess(VllmSuite):
     """As on GPUs."""
 
@@ -356,7 +362,7 @@ def test_a_model_that_is_not_there_is_reported(tmp_path: Path) -> None:
     assert "did not start" in _failure_of_start(make_generator(tmp_path))
 
 
-@pytest.mark.parametrize("settings", [{}, {"own_process": True}], ids=str)
+@pytest.mark.parametrize("settings", partly_exhaustive([{}, {"own_process": True}], always=[{}]), ids=str)
 def test_an_engine_that_dies_says_why_in_one_line(tmp_path: Path, settings: dict[str, object]) -> None:
     folder = write_reference_model(tmp_path, seed=1, head_dim=16)
     failure = _failure_of_start(make_generator(folder, **settings))
@@ -435,6 +441,7 @@ def logprobs_over_kept(first: Path, second: Path, row: np.ndarray, num_kept: int
     return logprobs.gather(1, tokens[0, 1:, None])[:, 0].numpy()
 
 
+@exhaustive
 def test_keys_and_values_are_not_kept_without_a_prefix_cache(tmp_path: Path) -> None:
     folder = write_reference_model(tmp_path, seed=1)
     settings = {"vllm_kwargs": {"enable_prefix_caching": False}}

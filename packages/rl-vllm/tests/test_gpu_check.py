@@ -5,9 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from rl_core.testing.exhaustive import exhaustive
+
 BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 
 
+@exhaustive
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("section", ["engine", "quantised"])
 @pytest.mark.skipif(not BENCHMARKS.is_dir(), reason="benchmarks are in a checkout alone")

@@ -25,11 +25,15 @@ from rl_core.fork_server.loaded import import_all
 from rl_core.model_config import GenerationConfig
 from rl_core.rollouts.generation import GenerationRequest, Placement, SamplingParams
 from rl_core.selfcheck.rank_pool import preload
+from rl_core.testing.exhaustive import exhaustive
 from rl_core.testing.torch.reference_model import ReferenceModel, write_reference_model
 from rl_core.testing.torch.weight_sender import Fault, SenderProcess, digest_of, manifest_of
 from rl_core.testing.weights import SYNC_TIMEOUT_S, _address, model_config, prompt
 from rl_core.weights import Transport
 from rl_vllm import PLUGIN, VllmConfig, VllmGenerator
+
+# `test_generator` has an engine with tensor-parallel ranks that are sent weights
+pytestmark = exhaustive
 
 START_S = 600.0
 PLACEMENT = Placement("rehearsal", gpus=("4", "7"), shares_devices=True, awaits_weights=True)

@@ -19,6 +19,7 @@ from rl_algos.rollouts.agent_config import AgentConfig
 from rl_algos.rollouts.training.batch import build_batch
 from rl_core.rollouts.group import RolloutGroup
 from rl_core.testing.documents import documents_for
+from rl_core.testing.exhaustive import partly_exhaustive
 
 ROOT = Path(__file__).parents[4]
 BLOCKS = {block.file: block.text for document in documents_for("rl-algos", ROOT) for block in document.blocks}
@@ -82,7 +83,7 @@ def test_every_agent_of_the_guide_is_run_in_its_framework():
     assert BLOCKS.keys() == FRAMEWORKS.keys()
 
 
-@pytest.mark.parametrize("file", FRAMEWORKS)
+@pytest.mark.parametrize("file", partly_exhaustive(FRAMEWORKS, always=["sdk_agent.py"]))
 def test_an_agent_in_an_unmodified_framework_is_trained_on_token_by_token(
     make_worker, play, python_with, tmp_path, file
 ):

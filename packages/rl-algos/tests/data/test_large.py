@@ -20,7 +20,7 @@ from rl_algos.preference.data import pair_rows
 from rl_algos.sft.config import SFTConfig
 from rl_algos.sft.data import prepare_examples
 from rl_core.errors import DataError
-from rl_core.testing.exhaustive import partly_exhaustive
+from rl_core.testing.exhaustive import exhaustive, partly_exhaustive
 
 NUM = 50
 
@@ -211,6 +211,7 @@ def grown(tmp_path, num_rows, environment):
     return said["mib"]
 
 
+@exhaustive
 def test_memory_does_not_grow_with_the_rows(tmp_path):
     """Six times the rows may cost what their positions need, not what rows and their tokens do."""
     environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
@@ -249,7 +250,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("num_rows", partly_exhaustive([200_000, 1_000_000], always=[200_000]))
+@pytest.mark.parametrize("num_rows", partly_exhaustive([50_000, 200_000, 1_000_000], always=[50_000]))
 def test_many_rows_are_shuffled_in_little_memory_and_resumed_in_the_midst_of_an_epoch(tmp_path, num_rows):
     """Held as examples they would take a KiB each; positions and one order take a tenth of it."""
     path, script = tmp_path / "rows.jsonl", tmp_path / "run.py"

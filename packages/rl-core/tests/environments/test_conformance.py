@@ -12,6 +12,7 @@ from rl_core.environments.conformance import Conformance, check
 from rl_core.environments.instance import instance_of, tools_of
 from rl_core.environments.trial import Attempt, answer_forms, attempts_on
 from rl_core.rollouts.environment import Conversation
+from rl_core.testing.exhaustive import partly_exhaustive
 
 GOOD = """
 def score(response, answer):
@@ -190,10 +191,9 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize(("code", "name", "expected", "says"), FAULTS.values(), ids=FAULTS)
-def test_a_fault_fails_its_check_alone_and_says_how_to_mend_it(
-    tmp_path: Path, code: str, name: str, expected: str, says: str
-) -> None:
+@pytest.mark.parametrize("fault", partly_exhaustive(FAULTS, always=["raises", "random", "global", "calls of tools"]))
+def test_a_fault_fails_its_check_alone_and_says_how_to_mend_it(tmp_path: Path, fault: str) -> None:
+    code, name, expected, says = FAULTS[fault]
     found = checked(tmp_path, code, name)
     assert failed(found) == [expected]
     assert says in said(found, expected)

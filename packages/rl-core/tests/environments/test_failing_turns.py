@@ -12,6 +12,7 @@ import pytest
 from pools import eventually, failures, is_running, pool, turn
 
 from rl_core.rollouts.environment import EnvironmentFailure, StepResult
+from rl_core.testing.exhaustive import partly_exhaustive
 
 
 def test_only_those_fail_whose_step_raises() -> None:
@@ -27,20 +28,21 @@ def test_only_those_fail_whose_step_raises() -> None:
     asyncio.run(run())
 
 
-@pytest.mark.parametrize(
-    ("word", "says", "max_batch"),
-    [
-        ("hang", "it was in _step (pool_environments.py:", 1),
-        ("hang", "it was in _step (pool_environments.py:", 64),
-        ("exit", "exit code 7", 1),
-        ("exit", "exit code 7", 64),
-        ("kill", "SIGKILL", 1),
-        ("kill", "SIGKILL", 64),
-        ("abort", "signal SIGABRT in _step (pool_environments.py:", 1),
-        ("abort", "signal SIGABRT in _step (pool_environments.py:", 64),
-        ("spin 900000000", "it was in _step (pool_environments.py:", 1),
-    ],
-)
+WAYS = [
+    ("hang", "it was in _step (pool_environments.py:", 1),
+    ("hang", "it was in _step (pool_environments.py:", 64),
+    ("exit", "exit code 7", 1),
+    ("exit", "exit code 7", 64),
+    ("kill", "SIGKILL", 1),
+    ("kill", "SIGKILL", 64),
+    ("abort", "signal SIGABRT in _step (pool_environments.py:", 1),
+    ("abort", "signal SIGABRT in _step (pool_environments.py:", 64),
+    ("spin 900000000", "it was in _step (pool_environments.py:", 1),
+]
+"""What a turn does, what is said of it, and the size of batches."""
+
+
+@pytest.mark.parametrize(("word", "says", "max_batch"), partly_exhaustive(WAYS, always=[WAYS[1], WAYS[2], WAYS[7]]))
 def test_a_hang_or_a_crash_costs_its_own_conversation_only(
     word: str, says: str, max_batch: int, caplog: pytest.LogCaptureFixture
 ) -> None:

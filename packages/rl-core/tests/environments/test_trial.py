@@ -13,6 +13,7 @@ from rl_core.environments.instance import EnvironmentInstance
 from rl_core.environments.trial import Trial, attempts_on, try_out
 from rl_core.plugins import Requirement
 from rl_core.plugins.user_code import FromFile
+from rl_core.testing.exhaustive import partly_exhaustive
 
 
 @pytest.fixture
@@ -63,32 +64,33 @@ def test_a_notebook_tries_environments_in_its_running_loop(trial):
     assert "the reward is None; return a number" in problem
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        (
-            "def score(response):\n    return None",
-            r"score \(reward\.py:1\): the reward is None; return a number",
-        ),
-        ("def score(response):\n    return 'good'", "the reward is 'good'"),
-        ("def score(response):\n    return float('nan')", "the reward is nan; return a finite number"),
-        ("def score(response, anwser):\n    return 1.0", r"asks for 'anwser'; did you mean answer\?"),
-        (
-            "def score(response):\n    return {}[response]",
-            r"raised KeyError: .*\(at reward\.py:2\)\. .* raises too",
-        ),
-        ("def score(response):\n    exit('done')", r"ended its process with SystemExit: done \(at reward\.py:2\)"),
-        ("import os\ndef score(response):\n    os._exit(5)", "ended: exit code 5"),
-        ("import no_such_package\ndef score(response):\n    return 1.0", "cannot be built: .* imports no_such_package"),
-        (
-            "def helper(): return SCALE\nhelper()\ndef score(response): ...",
-            r"NameError: .*\(at reward\.py:1\)",
-        ),
-        ("def score(response):\n    return {}", "the reward has no parts"),
-        ("class score: ...", "score is not an environment: it lacks the method `step`"),
-        ("score = 3", "3 is not a function"),
-    ],
-)
+UNUSABLE = [
+    (
+        "def score(response):\n    return None",
+        r"score \(reward\.py:1\): the reward is None; return a number",
+    ),
+    ("def score(response):\n    return 'good'", "the reward is 'good'"),
+    ("def score(response):\n    return float('nan')", "the reward is nan; return a finite number"),
+    ("def score(response, anwser):\n    return 1.0", r"asks for 'anwser'; did you mean answer\?"),
+    (
+        "def score(response):\n    return {}[response]",
+        r"raised KeyError: .*\(at reward\.py:2\)\. .* raises too",
+    ),
+    ("def score(response):\n    exit('done')", r"ended its process with SystemExit: done \(at reward\.py:2\)"),
+    ("import os\ndef score(response):\n    os._exit(5)", "ended: exit code 5"),
+    ("import no_such_package\ndef score(response):\n    return 1.0", "cannot be built: .* imports no_such_package"),
+    (
+        "def helper(): return SCALE\nhelper()\ndef score(response): ...",
+        r"NameError: .*\(at reward\.py:1\)",
+    ),
+    ("def score(response):\n    return {}", "the reward has no parts"),
+    ("class score: ...", "score is not an environment: it lacks the method `step`"),
+    ("score = 3", "3 is not a function"),
+]
+"""A reward, and what is said of it."""
+
+
+@pytest.mark.parametrize(("text", "says"), partly_exhaustive(UNUSABLE, always=UNUSABLE[::3]))
 def test_a_reward_that_cannot_be_used_is_named_with_its_line_and_the_row(trial, text, says):
     [problem] = try_out([trial(text, answer="3")]).problems
     assert problem.startswith(("environment reward.py:score", "the process of environment reward.py:score"))

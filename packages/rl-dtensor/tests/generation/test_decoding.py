@@ -26,6 +26,7 @@ from rl_core.model_config import GenerationConfig, ModelConfig
 from rl_core.rollouts.generation import GenerationRequest, Placement, SamplingParams
 from rl_core.rollouts.rollout import Completion
 from rl_core.selfcheck.torch.tiny_model import write_composite
+from rl_core.testing.exhaustive import exhaustive
 from rl_core.testing.torch.reference_model import ReferenceModel, write_reference_model
 from rl_dtensor.generation.config import HFConfig
 from rl_dtensor.generation.generator import HFGenerator
@@ -101,9 +102,9 @@ def test_rows_of_any_length_get_the_logprobs_of_a_plain_forward_pass(
     ("family", "fields"),
     [
         ("qwen3_next", {}),  # a gated delta rule
-        ("kimi_linear", {"linear_num_heads": 4, "linear_head_dim": 16}),
-        ("falcon_h1", {}),  # Mamba beside attention in every layer
-        ("jamba", {}),  # reads several tokens behind a state as if there were none
+        pytest.param("kimi_linear", {"linear_num_heads": 4, "linear_head_dim": 16}, marks=exhaustive),
+        pytest.param("falcon_h1", {}, marks=exhaustive),  # Mamba beside attention in every layer
+        pytest.param("jamba", {}, marks=exhaustive),  # reads several tokens behind a state as if there were none
         ("lfm2", {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2}),  # short convolutions
     ],
 )
@@ -183,8 +184,8 @@ def test_overrides_reach_the_model_and_unknown_ones_are_named(tmp_path: Path) ->
     ("family", "fields", "said"),
     [
         ("nemotron_h", {"time_step_min": 0.5}, "logprobs are off"),  # the limit of steps holds for one pass alone
-        ("recurrent_gemma", {}, "logprobs are off"),  # its states are not in the cache
-        ("minimax", {}, "MiniMax uses cache of its own"),
+        pytest.param("recurrent_gemma", {}, "logprobs are off", marks=exhaustive),  # its states are not in the cache
+        pytest.param("minimax", {}, "MiniMax uses cache of its own", marks=exhaustive),
         ("llama4_text", {}, "its layers are chunked_attention"),
     ],
 )

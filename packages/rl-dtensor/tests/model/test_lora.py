@@ -161,6 +161,7 @@ def test_peft_gives_the_logprobs_of_adapters_on_experts(ranks, mixture, tmp_path
     assert abs(found - before).max() > 1e-3
 
 
+@exhaustive
 def test_adapters_on_experts_go_on_from_a_checkpoint_or_a_folder_on_another_mesh(ranks, mixture, tmp_path):
     saved, adapter = str(tmp_path / "saved"), str(tmp_path / "adapter")
     with open_model(ranks, mixture, "ep2 x fsdp2", EXPERTS) as model:

@@ -9,6 +9,7 @@ from rl_core.model import LOGPROBS, ModelSpec
 from rl_core.model_config import ModelConfig, OptimizerConfig
 from rl_core.selfcheck.losses import TokenLoss
 from rl_core.selfcheck.pooled_model import PooledModel
+from rl_core.testing.exhaustive import exhaustive
 from rl_core.torch.training.recompute import RecomputePlan
 from rl_dtensor.model.recompute import checkpoint_activations
 from rl_dtensor.selfcheck import CHECK, shrink, write_tiny
@@ -57,10 +58,11 @@ def test_scores_are_computed_again_where_they_are_made():
 @pytest.mark.parametrize(
     ("family", "fields", "mesh", "checkpointing"),
     [
-        ("qwen3", {}, {"tensor_parallel_size": 2, "sequence_parallel": True}, (FULL, SELECTIVE)),
-        ("qwen3_moe", MOE, {"expert_parallel_size": 2}, (SELECTIVE,)),
+        pytest.param(
+            "qwen3", {}, {"tensor_parallel_size": 2, "sequence_parallel": True}, (FULL, SELECTIVE), id="tp2+sp"
+        ),
+        pytest.param("qwen3_moe", MOE, {"expert_parallel_size": 2}, (SELECTIVE,), id="ep2", marks=exhaustive),
     ],
-    ids=["tp2+sp", "ep2"],
 )
 def test_steps_are_the_same_to_the_last_bit(ranks, tmp_path, family, fields, mesh, checkpointing):
     folder = write_tiny(AutoConfig.for_model(family, **fields), tmp_path / "model")

@@ -108,9 +108,11 @@ def test_a_mixer_that_is_not_told_of_rows_says_so():
         (
             "qwen3_next",  # a gated delta rule; experts beside a shared one
             DELTA_RULE,
-            [("tp2+sp", True, True), ("cp2", True, True)],
+            [("cp2", True, True)],
         ),
-        pytest.param("qwen3_next", DELTA_RULE, [("ep2 x fsdp2", True, False)], marks=exhaustive),
+        pytest.param(
+            "qwen3_next", DELTA_RULE, [("tp2+sp", True, True), ("ep2 x fsdp2", True, False)], marks=exhaustive
+        ),
         ("nemotron_h", MAMBA, [("pp2", True, True)]),
         pytest.param("nemotron_h", MAMBA, [("tp2+sp", True, False)], marks=exhaustive),
         pytest.param("minimax", {}, [("cp2 x tp2", True, False)], marks=exhaustive),  # lightning attention

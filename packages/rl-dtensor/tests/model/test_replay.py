@@ -55,7 +55,7 @@ def config_of(folder, batching="padded-3"):
     [
         ("1", "packed-16", RECOMPUTED),
         ("tp2+sp", "packed-16", {}),
-        ("pp2", "padded-3", {**RECOMPUTED, "pipeline_chunks_per_rank": 2}),
+        pytest.param("pp2", "padded-3", {**RECOMPUTED, "pipeline_chunks_per_rank": 2}, marks=exhaustive),
         pytest.param("tp2", "padded-3", {}, marks=exhaustive),
         pytest.param("ep2 x fsdp2", "padded-1", {}, marks=exhaustive),
         pytest.param("cp2", "packed-16", {"recompute": "selective"}, marks=exhaustive),

@@ -9,22 +9,22 @@ from rl_core.selfcheck.losses import TokenLoss
 from rl_core.selfcheck.pooled_model import PooledModel
 from rl_core.selfcheck.torch.oracle import Oracle
 from rl_core.selfcheck.torch.tiny_model import write_tiny_model
+from rl_core.testing.exhaustive import partly_exhaustive
 from rl_core.testing.model_worker import SGD, make_batch
 
 FACTORY = "dtensor_factories:build"
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"dp_replicate_size": 2},
-        {"recompute": "full"},
-        {"cpu_offload": True},
-        {"attention_backend": "eager"},
-        {"dp_replicate_size": 2, "recompute": "full", "cpu_offload": True},
-    ],
-    ids=str,
-)
+SETTINGS = [
+    {"dp_replicate_size": 2},
+    {"recompute": "full"},
+    {"cpu_offload": True},
+    {"attention_backend": "eager"},
+    {"dp_replicate_size": 2, "recompute": "full", "cpu_offload": True},
+]
+
+
+@pytest.mark.parametrize("settings", partly_exhaustive(SETTINGS, always=SETTINGS[-2:]), ids=str)
 def test_two_steps_are_those_of_one_process(ranks, tmp_path, settings):
     folder = write_tiny_model(tmp_path / "model")
     config = ModelConfig(model_name=str(folder), precision="float32", optimizer=SGD)

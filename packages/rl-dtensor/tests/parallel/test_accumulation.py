@@ -16,6 +16,7 @@ from rl_core.model_config import ModelConfig, SequencePackingConfig
 from rl_core.selfcheck.losses import TokenLoss
 from rl_core.selfcheck.pooled_model import PooledModel
 from rl_core.selfcheck.torch.selfcheck import SGD
+from rl_core.testing.exhaustive import partly_exhaustive
 from rl_dtensor.parallel.accumulation import GradientMemory, keeps_whole_gradients
 from rl_dtensor.selfcheck import CHECK, write_tiny
 
@@ -70,7 +71,11 @@ def test_replicas_add_up_gradients_once_a_step(ranks, folder):
     assert each["scatters"] == NUM_MICROBATCHES * once["scatters"]
 
 
-@pytest.mark.parametrize(("num_ranks", "settings"), [(2, UNSHARDED), (4, {"dp_replicate_size": 2})], ids=str)
+@pytest.mark.parametrize(
+    ("num_ranks", "settings"),
+    partly_exhaustive([(2, UNSHARDED), (4, {"dp_replicate_size": 2})], always=[(2, UNSHARDED)]),
+    ids=str,
+)
 def test_a_pass_that_failed_leaves_nothing_to_the_next(ranks, folder, num_ranks, settings):
     batch = even_batch(num_ranks, seed=1)
     with open_model(ranks, folder, num_ranks, **settings) as model:

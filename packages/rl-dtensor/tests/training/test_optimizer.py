@@ -10,7 +10,7 @@ from rl_core.model import ModelSpec
 from rl_core.model_config import ModelConfig, OptimizerConfig, SchedulerConfig
 from rl_core.selfcheck.losses import TokenLoss
 from rl_core.selfcheck.pooled_model import PooledModel
-from rl_core.testing.exhaustive import partly_exhaustive
+from rl_core.testing.exhaustive import exhaustive, partly_exhaustive
 from rl_core.torch.optim.optimizer import build_optimizer, build_schedule
 from rl_dtensor.preflight import check
 from rl_dtensor.selfcheck import CHECK, write_tiny
@@ -128,6 +128,7 @@ def settings_of(ranks):
     return [settings for rank in ranks.run("dtensor_factories:optimizer_settings", [()] * 2) for settings in rank]
 
 
+@exhaustive
 def test_steps_are_fused_also_where_experts_have_a_mesh_of_their_own(ranks, experts):
     with open_model(ranks, experts, FULL_STATE, expert_parallel_size=2) as model:
         losses = [step["loss"] for step in steps(model, range(3))]
@@ -157,7 +158,7 @@ def test_a_fused_step_that_cannot_run_on_sharded_parameters_is_refused(ranks, ex
 FUSED = OptimizerConfig(kwargs={"lr": 1e-3, "fused": True})
 
 
-@pytest.mark.parametrize("optimizer", partly_exhaustive([HALF_STATE, FUSED], always=[HALF_STATE]), ids=str)
+@pytest.mark.parametrize("optimizer", partly_exhaustive([HALF_STATE, FUSED], always=[FUSED]), ids=str)
 def test_a_run_with_lean_or_fused_steps_resumes_bit_equal(ranks, experts, tmp_path, optimizer):
     settings = {"tensor_parallel_size": 2, "sequence_parallel": True}
     with open_model(ranks, experts, optimizer, **settings) as model:

@@ -9,9 +9,11 @@ from rl_core.model import LOGPROBS, ModelSpec
 from rl_core.model_config import ModelConfig, OptimizerConfig, SchedulerConfig
 from rl_core.selfcheck.losses import TokenLoss
 from rl_core.selfcheck.pooled_model import PooledModel
+from rl_core.testing.exhaustive import partly_exhaustive
 from rl_dtensor.selfcheck import CHECK, write_tiny
 
 ADAMW = OptimizerConfig(kwargs={"lr": 1e-2})
+PIPELINE = {"pipeline_parallel_size": 2}
 HALVING = [SchedulerConfig(name="torch.optim.lr_scheduler.StepLR", kwargs={"step_size": 1, "gamma": 0.5})]
 
 
@@ -37,7 +39,7 @@ def open_model(ranks, folder, **settings):
     return PooledModel(ranks, "rl_dtensor.selfcheck:build", config, ModelSpec(), 2, **settings)
 
 
-@pytest.mark.parametrize("mesh", [{}, {"pipeline_parallel_size": 2}], ids=str)
+@pytest.mark.parametrize("mesh", partly_exhaustive([{}, PIPELINE], always=[PIPELINE]), ids=str)
 def test_a_gradient_that_is_not_finite_skips_the_optimizer_and_not_the_schedule(ranks, folder, mesh):
     with open_model(ranks, folder, **mesh) as model:
         before = model.infer(CHECK.batch(0), [LOGPROBS]).ragged("logprobs")

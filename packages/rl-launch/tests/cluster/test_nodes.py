@@ -13,6 +13,7 @@ import rl_envs
 from rl_core.devices import CPU, CUDA, REHEARSAL
 from rl_core.errors import ConfigError, Origin, WorkerDied, WorkerEnvironmentError, WorkerStalled
 from rl_core.plugins import Requirement
+from rl_core.testing.exhaustive import exhaustive
 from rl_launch.cluster.device import resolve_device
 from rl_launch.cluster.nodes import Nodes, log_places
 from rl_launch.cluster.start_wait import Bound, gather_start
@@ -62,6 +63,7 @@ def test_auto_is_the_cpu_on_a_cluster_without_gpus_unless_it_may_add_some(machin
     VirtualCluster.of(ClusterConfig(device="cuda", autoscaling=True), CUDA).close()
 
 
+@exhaustive
 def test_auto_is_cuda_on_a_cluster_whose_other_nodes_have_gpus(machines, pair, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", machines.cluster.address)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -150,6 +152,7 @@ def driver_alone(tmp_path, monkeypatch):
     return str(UNSEEN / "here" / "bin" / "python")
 
 
+@exhaustive
 def test_a_node_without_the_drivers_environment_builds_it_for_itself(machines, pair, driver_alone, tmp_path, caplog):
     caplog.set_level("INFO", logger="rl_launch")
     envs = DriverEnvs("isolated", {"env.math": MATH}, {"env.math": driver_alone})

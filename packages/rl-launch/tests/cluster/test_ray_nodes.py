@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from rl_core.errors import ConfigError, RLError
+from rl_core.testing.exhaustive import exhaustive
 from rl_launch.cluster import virtual_cluster  # noqa: F401  # sets what Ray reads when it is imported
 from rl_launch.cluster.ray_nodes import MOST_NODES, RayNodes, logical_nodes, one_node
 
@@ -62,6 +63,7 @@ print(json.dumps([beside, services, mode, os.path.exists(session)]))
 """
 
 
+@exhaustive
 def test_a_run_starts_no_process_that_it_does_not_need_in_a_private_folder_that_it_removes():
     settings = {name: value for name, value in os.environ.items() if name != "RAY_TMPDIR"}
     done = subprocess.run(

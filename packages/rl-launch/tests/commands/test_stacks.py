@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from rl_core.errors import RunDirectoryError
 from rl_core.spans import machine_clock
+from rl_core.testing.exhaustive import exhaustive
 from rl_launch.cli import app
 from rl_launch.commands import stacks
 from rl_launch.commands.stacks import ask_nodes, stacks_of
@@ -81,6 +82,7 @@ def test_the_command_prints_text_or_json(run, worker):
     assert [each["name"] for each in found["processes"]] == ["policy-0", "policy-0, child"]
 
 
+@exhaustive
 def test_another_node_is_asked_by_a_task_that_needs_nothing_of_this_package(run, worker, machines):
     node = machines.add()
     found = ask_nodes([node.node_id], str(run / "logs" / "stacks"))

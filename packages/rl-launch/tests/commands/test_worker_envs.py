@@ -6,6 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rl_core.errors import ConfigError
+from rl_core.testing.exhaustive import exhaustive
 from rl_launch.cli import app
 from rl_launch.commands.worker_envs import build_worker_envs
 from rl_launch.worker_envs.node_build import find_built
@@ -14,6 +15,7 @@ from rl_launch.worker_envs.plan import local_plan
 ON_CPU = "cluster.device=cpu"
 
 
+@exhaustive
 def test_an_environment_that_was_built_ahead_is_the_one_that_a_run_finds(tmp_path, monkeypatch):
     from rl_launch.doctor.needs import needs_of
 

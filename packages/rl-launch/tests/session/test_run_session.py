@@ -29,6 +29,7 @@ from rl_core.rollouts.generation import SamplingParams
 from rl_core.rollouts.group import RolloutGroup
 from rl_core.rollouts.record import write_records
 from rl_core.rollouts.rollout import Prompt, Rollout, Turn, WeightSpan
+from rl_core.testing.exhaustive import partly_exhaustive
 from rl_core.testing.fakes import FakeModel, FakeWeights
 from rl_launch.session import RunSession, newest_checkpoint
 from rl_launch.session.directory.run_folder import RunFolder
@@ -72,8 +73,11 @@ def test_every_step_says_how_long_it_and_its_phases_took(tmp_path):
     assert 0 < row["time/training"] <= row["time/step"]
 
 
+KILLED = [(1, "step"), (4, "step"), (1, "save"), (4, "save"), (3, "background"), (5, "background")]
+
+
 @pytest.mark.parametrize(
-    ("kill_at", "kill_in"), [(1, "step"), (4, "step"), (1, "save"), (4, "save"), (3, "background"), (5, "background")]
+    ("kill_at", "kill_in"), partly_exhaustive(KILLED, always=[(4, "step"), (4, "save"), (5, "background")])
 )
 def test_a_killed_run_resumes_to_the_same_numbers(tmp_path, whole, kill_at, kill_in):
     process = start(tmp_path / "killed", kill_at, kill_in)
@@ -84,7 +88,7 @@ def test_a_killed_run_resumes_to_the_same_numbers(tmp_path, whole, kill_at, kill
     assert counting.metrics(tmp_path / "killed") == whole
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("number", partly_exhaustive([signal.SIGKILL, signal.SIGTERM], always=[signal.SIGKILL]))
 def test_a_run_that_is_ended_before_any_of_its_renames_resumes_to_the_same_numbers(tmp_path, whole, number):
     command = [sys.executable, counting.__file__, str(tmp_path / "runs"), "renames", str(int(number))]
     made = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)

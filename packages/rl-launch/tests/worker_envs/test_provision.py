@@ -9,6 +9,7 @@ import pytest
 
 from rl_core.errors import WorkerEnvironmentError
 from rl_core.plugins import Requirement
+from rl_core.testing.exhaustive import exhaustive
 from rl_launch.worker_envs import node_build, provision, worker_env
 from rl_launch.worker_envs.checkout import find_checkout
 from rl_launch.worker_envs.node_build import find_uv
@@ -40,6 +41,7 @@ def test_in_a_checkout_an_isolated_worker_runs_its_sources_and_has_nothing_else(
     assert [message.partition(": ")[2][:8] for message in caplog.messages] == ["built in", "cached"]
 
 
+@exhaustive
 def test_a_clean_installation_of_the_wheels_builds_from_what_it_ships(tmp_path):
     """Wheels in a fresh environment, no checkout in sight."""
     checkout = find_checkout()

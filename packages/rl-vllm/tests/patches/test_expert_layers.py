@@ -17,6 +17,7 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import Un
 
 from rl_core.model_config import GenerationConfig
 from rl_core.rollouts.generation import Placement
+from rl_core.testing.exhaustive import exhaustive
 from rl_core.testing.torch.reference_model import EOS_TOKEN_ID, VOCAB_SIZE, write_reference_model
 from rl_core.testing.torch.weight_sender import SenderProcess
 from rl_core.testing.weights import Bench, model_config, prompt
@@ -99,8 +100,14 @@ def declare_quantised(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("expert_size", "placement"),
-    [(32, Placement("cpu")), (24, Placement("cpu", awaits_weights=True))],
-    ids=["packed", "padded and packed, quantised in the files that it does not load"],
+    [
+        pytest.param(32, Placement("cpu"), id="packed", marks=exhaustive),
+        pytest.param(
+            24,
+            Placement("cpu", awaits_weights=True),
+            id="padded and packed, quantised in the files that it does not load",
+        ),
+    ],
 )
 def test_a_mixture_of_experts_serves_the_weights_that_it_is_sent(
     tmp_path: Path, expert_size: int, placement: Placement

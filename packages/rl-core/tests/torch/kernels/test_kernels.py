@@ -1,10 +1,17 @@
 """Kernels compute what the plain formulas do, in Triton's interpreter."""
 
+from itertools import product
+
 import kernel_cases
 import pytest
 
+from rl_core.testing.exhaustive import partly_exhaustive
+
 # by the largest value: float32 rounds to 6e-8 of it and bfloat16 to 4e-3; a value that is used again is rounded again
 TOLERANCE = {"float32": 1e-6, "bfloat16": 1e-2}
+ROTATIONS = list(product(TOLERANCE, (None, *kernel_cases.FORMS)))
+ROTATED = [("bfloat16", None), ("float32", "llama"), ("bfloat16", "gemma")]
+READS = [(dtype, *read) for dtype in TOLERANCE for read in (("plain", False), ("capped", False), ("capped", True))]
 
 
 def check(interpreter, dtype, function, *args):
@@ -25,8 +32,7 @@ def test_norms_have_the_dtype_of_the_formula(interpreter):
     assert {expected for _, expected in dtypes.values()} == {"torch.float32", "torch.bfloat16"}
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("norm", [None, *kernel_cases.FORMS])
+@pytest.mark.parametrize(("dtype", "norm"), partly_exhaustive(ROTATIONS, always=ROTATED))
 def test_rotations_are_those_of_the_formula(interpreter, norm, dtype):
     check(interpreter, dtype, kernel_cases.rotations, dtype, norm)
 
@@ -41,7 +47,9 @@ def test_rows_of_experts_are_those_of_the_formula(interpreter, dtype):
     check(interpreter, dtype, kernel_cases.permutations, dtype)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize(("transform", "is_split"), [("plain", False), ("capped", False), ("capped", True)])
+@pytest.mark.parametrize(
+    ("dtype", "transform", "is_split"),
+    partly_exhaustive(READS, always=[("float32", "plain", False), ("bfloat16", "capped", True)]),
+)
 def test_reads_of_a_head_are_those_of_whole_logits(interpreter, transform, is_split, dtype):
     check(interpreter, dtype, kernel_cases.heads, dtype, transform, is_split)

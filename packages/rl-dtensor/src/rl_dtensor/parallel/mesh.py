@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from itertools import combinations
 from typing import Any, Literal
 
 import torch
@@ -66,6 +67,9 @@ class Mesh:
         for problem in combination_problems(config):
             raise ValueError(f"{problem.key}: {problem.message}")
         sizes = AxisSizes.of(config, rendezvous.world_size)
+        if config.compile:
+            # compiled code asks a mesh itself for its groups
+            _forget_meshes()
         join_process_group(rendezvous)
         try:
             return cls.of_joined(rendezvous, sizes)
@@ -86,8 +90,14 @@ class Mesh:
             node_size: Number of ranks on each node; None to ask the other ranks.
         """
         timeout = timedelta(seconds=rendezvous.timeout_s)
-        everyone = dist.new_group(backend=control, timeout=timeout)
+        # first of all: groups are named by their number, and so those of equal meshes alike
+        axes = _device_mesh(rendezvous, {"pp": sizes.pp, "dp": sizes.dp, "cp": sizes.cp, "tp": sizes.tp})
+        dense = _device_mesh(
+            rendezvous, {"pp": sizes.pp, "dp_replicate": sizes.dp_replicate, "fsdp": sizes.fsdp, "tp": sizes.tp}
+        )
         experts = _expert_mesh(rendezvous, sizes)
+        _recall(axes, dense, experts)
+        everyone = dist.new_group(backend=control, timeout=timeout)
         exchanges: Sequence[dist.ProcessGroup] = []
         if experts is not None:
             node_size = node_size or _node_size(rendezvous, everyone)
@@ -98,10 +108,8 @@ class Mesh:
             sizes,
             rendezvous.kind,
             everyone,
-            _device_mesh(rendezvous, {"pp": sizes.pp, "dp": sizes.dp, "cp": sizes.cp, "tp": sizes.tp}),
-            _device_mesh(
-                rendezvous, {"pp": sizes.pp, "dp_replicate": sizes.dp_replicate, "fsdp": sizes.fsdp, "tp": sizes.tp}
-            ),
+            axes,
+            dense,
             experts,
             exchanges,
             _ends(rendezvous.rank, sizes, timeout),
@@ -173,14 +181,44 @@ class Mesh:
     def leave(self) -> None:
         """Leave the groups, and free their threads and connections."""
         dist.destroy_process_group()
+        # DTensor's caches keep the meshes, which would keep their groups, each with a thread that polls
+        for mesh in (self.axes, self.dense, self.experts):
+            if mesh is not None:
+                mesh._pg_registry.clear()
+
+
+_known: dict[DeviceMesh, list[str]] = {}
+"""Names of the groups of each mesh that DTensor's caches may hold."""
+
+
+def _recall(*meshes: DeviceMesh | None) -> None:
+    """Use what DTensor has cached with meshes of earlier models of this process, if it holds for these.
+
+    A cached result has the earlier mesh, which finds its groups by their names. It holds for an equal mesh whose groups
+    have these names. Where any of these or of their parts has others, everything is forgotten.
+    """
+    found = {
+        part: [group.group_name for group in part.get_all_groups()]
+        for mesh in meshes
+        if mesh is not None
+        for part in _parts(mesh)
+    }
+    if any(_known.get(part, names) != names for part, names in found.items()):
         _forget_meshes()
+    _known.update(found)
+
+
+def _parts(mesh: DeviceMesh) -> Iterator[DeviceMesh]:
+    """A mesh and all meshes of some of its axes."""
+    names = mesh.mesh_dim_names or ()
+    for count in range(1, len(names) + 1):
+        for chosen in combinations(names, count):
+            yield mesh[chosen]
 
 
 def _forget_meshes() -> None:
-    """Clear what DTensor has cached by mesh.
-
-    The caches keep all meshes of the process, and with them the destroyed groups, each with a thread that polls.
-    """
+    """Clear what DTensor has cached by mesh."""
+    _known.clear()
     _clear_sharding_prop_cache()
     clear_redistribute_planner_cache()
     _gen_transform_infos.cache_clear()
