@@ -1,11 +1,17 @@
 """Work inside a rank of a pool that joins a mesh and leaves it."""
 
 from dataclasses import replace
+from functools import partial
 from unittest import mock
 
+import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.debug import _get_fast_path_sharding_prop_cache_stats
 
+from rl_core.model import Rendezvous
 from rl_core.selfcheck.rank_pool import Rank
+from rl_core.torch.process_group import join_process_group
 from rl_dtensor.config import DTensorConfig
 from rl_dtensor.parallel import mesh
 
@@ -28,6 +34,32 @@ def join(rank: Rank) -> int:
     dist.barrier()
     joined.leave()
     return size
+
+
+def add_up(rank: Rank, expert_parallel_size: int, num_groups: int) -> tuple[float, int]:
+    """Add up a tensor that is split over all ranks.
+
+    Args:
+        num_groups: Groups that are made before those of the mesh, which then have other names.
+
+    Returns:
+        The sum, and how often DTensor worked out the placement of a result.
+    """
+    with mock.patch.object(mesh, "join_process_group", partial(_join_and_make, num_groups=num_groups)):
+        joined = mesh.Mesh.join(rank.rendezvous, DTensorConfig(expert_parallel_size=expert_parallel_size))
+    _, before = _get_fast_path_sharding_prop_cache_stats()
+    part = torch.full((3,), 1.0 + rank.rendezvous.rank)
+    total = DTensor.from_local(part, joined.dense["fsdp"], [Shard(0)]).sum().full_tensor()
+    _, after = _get_fast_path_sharding_prop_cache_stats()
+    dist.barrier()
+    joined.leave()
+    return float(total), after - before
+
+
+def _join_and_make(rendezvous: Rendezvous, num_groups: int) -> None:
+    join_process_group(rendezvous)
+    for _ in range(num_groups):
+        dist.new_group()
 
 
 def exchange_groups(rank: Rank, node_size: int) -> list[list[int]]:

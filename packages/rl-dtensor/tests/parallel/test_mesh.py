@@ -8,6 +8,20 @@ def test_a_rank_that_cannot_make_its_groups_leaves_those_it_has_and_may_join_aga
     assert ranks.run("mesh_cases:join", [()] * 2) == [2, 2]
 
 
+def test_what_dtensor_has_cached_serves_the_next_mesh_that_is_alike_and_no_other(ranks):
+    def num_worked_out(expert_parallel_size, num_groups):
+        found = ranks.run("mesh_cases:add_up", [(expert_parallel_size, num_groups)] * 2)
+        assert [total for total, _ in found] == [3 * (1 + 2)] * 2
+        return max(count for _, count in found)
+
+    assert num_worked_out(1, 1) > 0
+    assert num_worked_out(1, 1) == 0
+    assert num_worked_out(2, 1) == 0, "experts have a mesh of their own"
+    assert num_worked_out(1, 2) > 0, "groups have other names"
+    assert num_worked_out(1, 2) == 0
+    assert num_worked_out(1, 1) > 0
+
+
 @pytest.mark.parametrize(
     ("node_size", "expected"),
     [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from itertools import combinations
+from itertools import chain, combinations
 from typing import Any, Literal
 
 import torch
@@ -96,7 +96,7 @@ class Mesh:
             rendezvous, {"pp": sizes.pp, "dp_replicate": sizes.dp_replicate, "fsdp": sizes.fsdp, "tp": sizes.tp}
         )
         experts = _expert_mesh(rendezvous, sizes)
-        _recall(axes, dense, experts)
+        _recall(dense, experts)
         everyone = dist.new_group(backend=control, timeout=timeout)
         exchanges: Sequence[dist.ProcessGroup] = []
         if experts is not None:
@@ -187,8 +187,8 @@ class Mesh:
                 mesh._pg_registry.clear()
 
 
-_known: dict[DeviceMesh, list[str]] = {}
-"""Names of the groups of each mesh that DTensor's caches may hold."""
+_known: dict[tuple[object, ...], list[str]] = {}
+"""Names of the groups of each mesh that DTensor's caches may hold, by the world's size, its ranks and its axes."""
 
 
 def _recall(*meshes: DeviceMesh | None) -> None:
@@ -197,23 +197,23 @@ def _recall(*meshes: DeviceMesh | None) -> None:
     A cached result has the earlier mesh, which finds its groups by their names. It holds for an equal mesh whose groups
     have these names. Where any of these or of their parts has others, everything is forgotten.
     """
-    found = {
-        part: [group.group_name for group in part.get_all_groups()]
-        for mesh in meshes
-        if mesh is not None
-        for part in _parts(mesh)
-    }
-    if any(_known.get(part, names) != names for part, names in found.items()):
+    found: dict[tuple[object, ...], list[str]] = {}
+    for part in chain.from_iterable(_parts(mesh) for mesh in meshes if mesh is not None):
+        ranks = part.mesh
+        known_by = (dist.get_world_size(), tuple(ranks.flatten().tolist()), ranks.shape, part.mesh_dim_names)
+        found[known_by] = [group.group_name for group in part.get_all_groups()]
+    if any(_known.get(mesh, names) != names for mesh, names in found.items()):
         _forget_meshes()
     _known.update(found)
 
 
 def _parts(mesh: DeviceMesh) -> Iterator[DeviceMesh]:
-    """A mesh and all meshes of some of its axes."""
-    names = mesh.mesh_dim_names or ()
-    for count in range(1, len(names) + 1):
-        for chosen in combinations(names, count):
-            yield mesh[chosen]
+    """The meshes of some of a mesh's axes over which tensors may be split: a stage of a pipeline has its own."""
+    _, *axes = mesh.mesh_dim_names or ()
+    for count in range(1, len(axes) + 1):
+        for chosen in combinations(axes, count):
+            if chosen != ("dp_replicate",):
+                yield mesh[chosen]
 
 
 def _forget_meshes() -> None:
