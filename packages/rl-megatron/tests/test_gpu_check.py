@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from rl_core.testing.exhaustive import exhaustive
+
 BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 
 
-@pytest.mark.exhaustive
+@exhaustive
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(not BENCHMARKS.is_dir(), reason="benchmarks are in a checkout alone")
 def test_the_section_agrees_with_its_oracles(tmp_path, monkeypatch):
@@ -28,6 +30,7 @@ def test_the_section_agrees_with_its_oracles(tmp_path, monkeypatch):
     assert not any("cannot be imported" in finding.found for finding in findings)
 
 
+@exhaustive
 @pytest.mark.skipif(not BENCHMARKS.is_dir(), reason="benchmarks are in a checkout alone")
 def test_meshes_agree_with_one_process_on_two_ranks(ranks, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
@@ -46,7 +49,7 @@ def test_meshes_agree_with_one_process_on_two_ranks(ranks, tmp_path, monkeypatch
     }
 
 
-@pytest.mark.exhaustive
+@exhaustive
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(not BENCHMARKS.is_dir(), reason="benchmarks are in a checkout alone")
 def test_the_check_of_several_gpus_runs_whole_in_rehearsal():

@@ -9,10 +9,12 @@ from transformers import AutoConfig
 from rl_core.errors import ConfigError
 from rl_core.plugins import resolve
 from rl_core.selfcheck.torch.selfcheck import TOLERANCE, all_cases, case_on
+from rl_core.testing.exhaustive import exhaustive
 from rl_megatron.plugin import PLUGIN
 from rl_megatron.selfcheck import CHECK, LAYOUTS, write_tiny
 
 
+@exhaustive
 def test_a_family_is_right_where_it_trains_as_one_process_does(ranks, tmp_path):
     layouts = {name: LAYOUTS[name] for name in ("tp2+sp", "ep2")}
     folder = write_tiny(AutoConfig.for_model("qwen2"), tmp_path)

@@ -51,7 +51,7 @@ def counted(model):
 @pytest.mark.parametrize(
     ("family", "layout"),
     [
-        ("mistral", "dp2"),
+        pytest.param("mistral", "dp2", marks=exhaustive),
         ("qwen3", "tp2 pp2+sp"),
         ("deepseek_v3", "ep2"),
         pytest.param("llama", "cp2", marks=exhaustive),

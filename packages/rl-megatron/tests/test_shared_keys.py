@@ -36,7 +36,7 @@ CASES = {
         ("biases", False),
         pytest.param("biases", True, marks=exhaustive),
         ("windows, rows over ranks", False),
-        ("gates", False),
+        pytest.param("gates", False, marks=exhaustive),
         # adapters of attention without gates are above, and all weights of attention with gates
         pytest.param("gates", True, marks=exhaustive),
     ],

@@ -44,10 +44,10 @@ MODELS = {
 }
 CASES = [
     ("qwen3", "tp2", "packed-16", LORA, {}),
-    ("qwen3", "pp2 virtual", "padded-3", LORA, {"recompute": "full"}),
+    pytest.param("qwen3", "pp2 virtual", "padded-3", LORA, {"recompute": "full"}, marks=exhaustive),
     ("llama", "tp2 pp2+sp", "padded-3", ATTENTION, {}),
     ("qwen3_moe", "tp2 etp2 ep2+sp", "packed-16", LORA, {}),
-    ("deepseek_v3", "tp2+sp", "packed-16", LORA, {}),
+    pytest.param("deepseek_v3", "tp2+sp", "packed-16", LORA, {}, marks=exhaustive),
     # layouts and layers of those above, in other pairs
     pytest.param("llama", "cp2", "packed-16", LORA, {}, marks=exhaustive),
     pytest.param("qwen2_moe", "tp2 ep2+sp", "padded-3", UNGATED, {}, marks=exhaustive),
