@@ -199,14 +199,19 @@ def whole_sft(once, driver, sft) -> Path:
 
 
 @pytest.fixture(scope="session")
-def whole_grpo(once, driver, grpo, pytestconfig) -> Path:
-    """Folder of the GRPO run that nothing happened to; only the exhaustive tests need all of its steps."""
-    steps = () if pytestconfig.getoption("--every-case") else ("grpo.max_num_steps=4",)
-    return once("whole-grpo", lambda folder: driver.train(folder, *grpo, *steps))
+def few_steps(pytestconfig) -> tuple[str, ...]:
+    """Steps of the GRPO runs that nothing happens to: only exhaustive tests need all of them."""
+    return () if pytestconfig.getoption("--every-case") else ("grpo.max_num_steps=4",)
 
 
 @pytest.fixture(scope="session")
-def whole_hf(once, driver, grpo) -> Path:
+def whole_grpo(once, driver, grpo, few_steps) -> Path:
+    """Folder of the GRPO run that nothing happened to."""
+    return once("whole-grpo", lambda folder: driver.train(folder, *grpo, *few_steps))
+
+
+@pytest.fixture(scope="session")
+def whole_hf(once, driver, grpo, few_steps) -> Path:
     """Folder of that run with the trainer's own generator, on the CPU."""
     settings = ("policy.generation.backend=hf", "cluster.device=cpu")
-    return once("whole-hf", lambda folder: driver.train(folder, *grpo, *settings))
+    return once("whole-hf", lambda folder: driver.train(folder, *grpo, *few_steps, *settings))

@@ -24,7 +24,7 @@ from runs import (
     steps_of,
 )
 
-from rl_core.testing.exhaustive import exhaustive, partly_exhaustive
+from rl_core.testing.exhaustive import exhaustive
 from rl_launch.cli.failure import UNFINISHED
 
 
@@ -71,7 +71,6 @@ def prompts_of(folder):
     return {step: list(dict.fromkeys(row["prompt_id"] for row in rows)) for step, rows in rollouts_of(folder).items()}
 
 
-@exhaustive
 def test_an_sft_run_outlives_a_dead_rank_and_the_kill_of_all_it_started(num_kills, sft, whole_sft, tmp_path):
     before = shared_memory()
     run = Run.start(tmp_path / "run", *sft)
@@ -86,7 +85,8 @@ def test_an_sft_run_outlives_a_dead_rank_and_the_kill_of_all_it_started(num_kill
     assert_no_shared_memory_is_left(before)
 
 
-@pytest.mark.parametrize("generator", partly_exhaustive(["hf", "vllm"], always=["hf"]))
+@exhaustive
+@pytest.mark.parametrize("generator", ["hf", "vllm"])
 def test_a_grpo_run_outlives_the_death_of_everything_it_started(generator, num_kills, grpo, request, tmp_path):
     whole = request.getfixturevalue({"hf": "whole_hf", "vllm": "whole_grpo"}[generator])
     # all in one run, as every start of a run takes its engine's own time
