@@ -9,7 +9,7 @@ from rl_core.testing.exhaustive import pytest_addoption, pytest_collection_modif
 
 __all__ = ["pytest_addoption", "pytest_collection_modifyitems", "pytest_configure"]
 
-preload("rl_dtensor.worker")
+preload("rl_dtensor.worker", "peft")
 
 
 @pytest.fixture(scope="session")

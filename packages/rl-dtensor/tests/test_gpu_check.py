@@ -58,7 +58,7 @@ def runner(tmp_path, monkeypatch):
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", partly_exhaustive(QUICK, always=["resume"]))
+@pytest.mark.parametrize("name", partly_exhaustive(QUICK, always=[]))
 def test_quick_sections_of_this_package_agree_with_their_oracles(runner, name):
     from gpu_check.report import Finding
     from gpu_check.runner import SECTIONS
