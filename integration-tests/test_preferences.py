@@ -54,6 +54,7 @@ def test_a_policy_learns_what_is_preferred(driver, warm_model, tmp_path):
     assert last["val/margin"] > 0.05
 
 
+@exhaustive
 def test_a_reward_model_loads_in_transformers_and_tells_right_from_wrong(reward_model):
     lines = steps_of(reward_model)
     assert lines[-1]["val/accuracy"] > 0.6

@@ -5,6 +5,8 @@ from pathlib import Path
 
 from runs import rollouts_of, steps_of
 
+from rl_core.testing.exhaustive import exhaustive
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -36,6 +38,7 @@ def test_the_estimator_and_the_loss_of_the_readme_train_a_policy(driver, grpo, t
         assert max(abs(row["advantage"]) for row in rows) < line["advantage/max"]
 
 
+@exhaustive
 def test_the_algorithm_of_the_guide_trains_from_its_file(driver, tmp_path):
     write_files(ROOT / "docs/adding-an-algorithm.md", tmp_path, "focal.py", "focal.yaml")
     run = tmp_path / "run"
