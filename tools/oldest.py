@@ -128,7 +128,8 @@ def _extracted(root: Path, source: Source, target: Path) -> Path:
     command = ["git", "-C", str(root), "archive", "--format=tar", str(source.tag), name]
     archive = subprocess.run(command, capture_output=True, check=True).stdout
     with tarfile.open(fileobj=io.BytesIO(archive)) as content:
-        content.extractall(target, filter="data")
+        content.extraction_filter = getattr(tarfile, "data_filter", None)  # there is none before Python 3.11.4
+        content.extractall(target)
     return target / name
 
 

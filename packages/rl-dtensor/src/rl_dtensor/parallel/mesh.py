@@ -209,7 +209,7 @@ def _recall(*meshes: DeviceMesh | None) -> None:
 
 def _parts(mesh: DeviceMesh) -> Iterator[DeviceMesh]:
     """The meshes of some of a mesh's axes over which tensors may be split: a stage of a pipeline has its own."""
-    _, *axes = mesh.mesh_dim_names or ()
+    axes = (mesh.mesh_dim_names or ())[1:]
     for count in range(1, len(axes) + 1):
         for chosen in combinations(axes, count):
             if chosen != ("dp_replicate",):
