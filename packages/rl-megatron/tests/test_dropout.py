@@ -7,6 +7,7 @@ from rl_core.model import LOGPROBS, ModelSpec
 from rl_core.model_config import LoraConfig, ModelConfig
 from rl_core.selfcheck.losses import TokenLoss
 from rl_core.selfcheck.pooled_model import PooledModel
+from rl_core.testing.exhaustive import partly_exhaustive
 from rl_core.testing.model_worker import SGD, make_batch
 
 ADAPTERS = {"lora_cfg": LoraConfig(enabled=True, dropout=0.5)}
@@ -19,7 +20,7 @@ class ComparingLoss(TokenLoss):
     columns = (*TokenLoss.columns, "prev_logprobs")
 
 
-@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+@pytest.mark.parametrize("family", partly_exhaustive(["llama", "deepseek_v3"], always=["llama"]))
 @pytest.mark.parametrize(
     ("loss", "settings", "drops"),
     [

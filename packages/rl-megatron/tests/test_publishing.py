@@ -9,6 +9,7 @@ from rl_core.model_config import LoraConfig, ModelConfig
 from rl_core.selfcheck.losses import TokenLoss
 from rl_core.selfcheck.pooled_model import PooledModel
 from rl_core.selfcheck.torch.received import ranks_apart, receive, receiving_threads, sent_by_every_rank
+from rl_core.testing.exhaustive import exhaustive, partly_exhaustive
 from rl_core.testing.model_worker import make_batch
 from rl_core.testing.publishing import AdapterPublishingSuite, PublishingSuite
 
@@ -33,12 +34,12 @@ def open_model(ranks, folder, layout, **settings):
 @pytest.mark.parametrize(
     ("family", "layout"),
     [
-        ("qwen3", "tp2"),
-        ("llama", "pp2"),
+        pytest.param("qwen3", "tp2", marks=exhaustive),
+        pytest.param("llama", "pp2", marks=exhaustive),
         ("qwen3", "tp2 pp2+sp"),
         ("qwen3_moe", "ep2"),
         ("deepseek_v3", "tp2 etp2 ep2+sp"),
-        ("llama", "dp2"),
+        pytest.param("llama", "dp2", marks=exhaustive),
     ],
 )
 def test_every_rank_sends_everything_to_receivers_of_its_own(ranks, apart, tmp_path, family, layout):
@@ -71,7 +72,7 @@ def test_every_rank_sends_what_adapters_add(ranks, apart, tmp_path):
     assert not all(exported[name].equal(source[name]) for name in source)
 
 
-@pytest.mark.parametrize("layout", ["tp2", "pp2"])
+@pytest.mark.parametrize("layout", partly_exhaustive(["tp2", "pp2"], always=["pp2"]))
 class TestPublishing(PublishingSuite):
     @pytest.fixture(autouse=True)
     def chosen(self, layout):
@@ -84,7 +85,7 @@ class TestPublishing(PublishingSuite):
         return open_model(ranks, folder, self.layout)
 
 
-@pytest.mark.parametrize("layout", ["tp2", "pp2"])
+@pytest.mark.parametrize("layout", partly_exhaustive(["tp2", "pp2"], always=["tp2"]))
 class TestAdapterPublishing(AdapterPublishingSuite):
     @pytest.fixture(autouse=True)
     def chosen(self, layout):

@@ -13,6 +13,7 @@ from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl_core.model_config import ModelConfig
+from rl_core.testing.exhaustive import exhaustive
 from rl_megatron.checks import check_rope
 from rl_megatron.config import MegatronConfig
 from rl_megatron.families.catalog import family_of
@@ -91,13 +92,15 @@ def test_partly_rotated_heads_have_the_frequencies_of_transformers(tmp_path, fam
     "rope",
     [
         pytest.param(THETA, id="default"),
-        pytest.param(YARN, id="yarn"),
+        pytest.param(YARN, id="yarn", marks=exhaustive),
         pytest.param({**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}, id="as DeepSeek-V3 is published"),
         pytest.param({**YARN, "mscale": 0.7, "mscale_all_dim": 1.2}, id="different scales"),
-        pytest.param({**YARN, "mscale": 0.7}, id="a scale that transformers ignores"),
-        pytest.param({**YARN, "mscale_all_dim": 0.7}, id="a scale of attention alone"),
-        pytest.param({**YARN, "attention_factor": 0.9, "mscale_all_dim": 0.7}, id="an explicit factor"),
-        pytest.param({**YARN, "beta_fast": 16, "beta_slow": 2}, id="other bounds"),
+        pytest.param({**YARN, "mscale": 0.7}, id="a scale that transformers ignores", marks=exhaustive),
+        pytest.param({**YARN, "mscale_all_dim": 0.7}, id="a scale of attention alone", marks=exhaustive),
+        pytest.param(
+            {**YARN, "attention_factor": 0.9, "mscale_all_dim": 0.7}, id="an explicit factor", marks=exhaustive
+        ),
+        pytest.param({**YARN, "beta_fast": 16, "beta_slow": 2}, id="other bounds", marks=exhaustive),
     ],
 )
 def test_latent_attention_rotates_and_scales_as_transformers(ranks, tmp_path, rope):

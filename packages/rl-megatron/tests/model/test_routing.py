@@ -114,12 +114,10 @@ BALANCED = [
 FIRST = {
     ("aux_loss", "tp2+sp", "padded-3"),
     ("aux_loss", "cp2", "packed-whole"),
-    ("aux_loss", "ep2", "packed-16"),
-    ("seq_aux_loss", "dp2", "packed-16"),
     ("seq_aux_loss", "tp2 ep2+sp", "packed-whole"),
     ("seq_aux_loss", "pp2 virtual", "padded-1"),
 }
-"""Cases that have every split and every batching between them."""
+"""Cases that have every split of a model between them."""
 
 
 @pytest.mark.parametrize(
