@@ -31,6 +31,7 @@ torch.save({**weights, "lm_head.weight": weights["model.embed_tokens.weight"]}, 
 """
 
 
+@exhaustive
 def test_pickled_weights_become_safetensors(driver, tmp_path):
     source, target = tmp_path / "source", tmp_path / "target"
     make_tiny_model(source)

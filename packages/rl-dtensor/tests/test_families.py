@@ -64,7 +64,7 @@ def test_logits_that_are_made_some_other_way_are_refused(ranks, tmp_path):
         ("gpt2", True, True),  # sizes by other names, places by table, adapters on transposed weights
         pytest.param("gpt_neox", True, False, marks=exhaustive),  # a head that the files call something else
         pytest.param("biogpt", True, False, marks=exhaustive),  # layers that are not named
-        ("mamba", False, False),  # layers named with what is in them, and no attention
+        pytest.param("mamba", False, False, marks=exhaustive),  # layers named with what is in them, and no attention
         pytest.param("stablelm", False, False, marks=exhaustive),  # attention that is not told of rows
         pytest.param("falcon", False, False, marks=exhaustive),  # a table of attentions of its own
         pytest.param("bloom", False, False, marks=exhaustive),  # no places at all
@@ -181,7 +181,7 @@ CAPPED = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
             {},
             [("cp2 ulysses", True, True)],
         ),
-        ("gemma2", CAPPED, [("cp2", True, False)]),  # scores and logits with a cap
+        pytest.param("gemma2", CAPPED, [("cp2", True, False)], marks=exhaustive),  # scores and logits with a cap
         pytest.param("gpt_oss", {}, [("tp2+sp", True, False), ("ep2 x fsdp2", True, False)], marks=exhaustive),
         pytest.param("gemma2", CAPPED, [("tp2", True, True), ("pp2", False, False)], marks=exhaustive),
         # sinks of some layers, which have other key heads

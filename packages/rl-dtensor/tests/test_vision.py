@@ -33,7 +33,6 @@ HELD = ("1", "fsdp2", "tp2", "tp2+sp", "cp2", "cp2 ulysses")
 CASES = partly_exhaustive(
     [(family, mesh, is_packed) for family in FAMILIES for mesh in HELD for is_packed in (True, False)],
     always=[
-        ("qwen2_5_vl", "cp2", True),
         ("qwen3_vl", "tp2+sp", True),
         ("gemma3", "1", False),
     ],

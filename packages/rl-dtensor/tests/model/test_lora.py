@@ -46,7 +46,7 @@ def with_adapter(oracle, folder):
     ("mesh", "lora"),
     [
         ("1", LoraConfig(enabled=True, dim=4, alpha=8, use_rslora=True)),
-        ("fsdp2", LoraConfig(enabled=True, exclude_modules=["0.mlp.up_proj"])),
+        pytest.param("fsdp2", LoraConfig(enabled=True, exclude_modules=["0.mlp.up_proj"]), marks=exhaustive),
         ("cp2 x tp2", ATTENTION),
         # steps of adapters on these meshes are in `test_parity`
         pytest.param("tp2+sp", LoraConfig(enabled=True), marks=exhaustive),
@@ -129,7 +129,7 @@ def mixture(tmp_path_factory):
     ("family", "mesh"),
     [
         ("qwen3_moe", "ep2 x fsdp2"),
-        ("gpt_oss", "1"),  # transposed weights, which the files hold stacked
+        pytest.param("gpt_oss", "1", marks=exhaustive),  # transposed weights, which the files hold stacked
         pytest.param("qwen3_moe", "tp2+sp", marks=exhaustive),
         pytest.param("qwen3_moe", "pp2 x fsdp2", marks=exhaustive),
         pytest.param("glm4_moe", "fsdp2", marks=exhaustive),  # beside linear layers whose names end alike

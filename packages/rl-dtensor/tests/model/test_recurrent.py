@@ -116,8 +116,8 @@ def test_a_mixer_that_is_not_told_of_rows_says_so():
         ("nemotron_h", MAMBA, [("pp2", True, True)]),
         pytest.param("nemotron_h", MAMBA, [("tp2+sp", True, False)], marks=exhaustive),
         pytest.param("minimax", {}, [("cp2 x tp2", True, False)], marks=exhaustive),  # lightning attention
-        ("lfm2", CONVOLUTIONS, [("cp2 ulysses", True, False)]),  # short convolutions
-        pytest.param("lfm2", CONVOLUTIONS, [("tp2", True, False)], marks=exhaustive),
+        # short convolutions
+        pytest.param("lfm2", CONVOLUTIONS, [("cp2 ulysses", True, False), ("tp2", True, False)], marks=exhaustive),
     ],
 )
 def test_hybrid_models_train_as_one_process_of_transformers_does(ranks, tmp_path, family, fields, ways):

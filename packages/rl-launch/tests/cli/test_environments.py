@@ -8,6 +8,7 @@ import pytest
 from rl_process import RL
 from typer.testing import CliRunner
 
+from rl_core.testing.exhaustive import exhaustive
 from rl_launch.cli import app
 
 REWARDS = """
@@ -118,6 +119,7 @@ def test_a_rollout_that_fails_says_why_and_exits_with_1(script, says):
     assert says in answer.stdout
 
 
+@exhaustive
 def test_completions_come_by_a_pipe():
     done = subprocess.run(
         [*RL, "env", "run", "rewards.py:brief", "--data", "rows.jsonl"],

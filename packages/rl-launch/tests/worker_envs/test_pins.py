@@ -6,6 +6,7 @@ from packaging.requirements import Requirement as Pin
 
 from rl_algos.requirement import LOSSES
 from rl_core.plugins import Requirement
+from rl_core.testing.exhaustive import exhaustive
 from rl_launch.worker_envs import ROLLOUT_WORKER, worker_env
 from rl_launch.worker_envs.pins import by_name, export, shipped_pins
 from rl_launch.worker_envs.plan import portable_plan
@@ -74,6 +75,7 @@ def test_no_pins_are_made_up_for_what_is_not_ours():
     assert shipped_pins(worker_env(Requirement("someones-engine"), "cpu").wanted) is None
 
 
+@exhaustive
 def test_what_is_compiled_against_torch_is_installed_after_it_and_all_of_it_by_hash():
     spec = worker_env(Requirement("rl-dtensor", {"cuda": ("worker", "flash")}), "cuda", also=[LOSSES])
     plan = portable_plan(spec)

@@ -29,6 +29,7 @@ def seen_by(python):
 
 
 @pytest.mark.skipif(find_checkout() is None, reason="needs an editable installation")
+@exhaustive
 def test_in_a_checkout_an_isolated_worker_runs_its_sources_and_has_nothing_else(tmp_path, caplog, monkeypatch):
     caplog.set_level("INFO", logger="rl_launch")
     python = provision([MATH], "isolated", root=str(tmp_path))[MATH]

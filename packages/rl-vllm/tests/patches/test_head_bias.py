@@ -17,6 +17,7 @@ from vllm.model_executor.models.transformers.causal import CausalMixin
 
 from rl_core.model_config import GenerationConfig
 from rl_core.rollouts.generation import Placement
+from rl_core.testing.exhaustive import exhaustive
 from rl_core.testing.torch.reference_model import EOS_TOKEN_ID, VOCAB_SIZE, ReferenceModel, write_reference_model
 from rl_core.testing.torch.weight_sender import SenderProcess
 from rl_core.testing.weights import Bench, model_config, prompt
@@ -78,6 +79,7 @@ def write_phi(folder: Path, seed: int) -> Path:
     return folder
 
 
+@exhaustive
 def test_a_head_serves_every_bias_that_it_is_sent(tmp_path: Path) -> None:
     first, second = (write_phi(tmp_path / str(seed), seed) for seed in (1, 2))
     # before the engine, which changes classes of transformers to run such a model

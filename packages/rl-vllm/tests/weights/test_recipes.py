@@ -43,7 +43,8 @@ def test_per_channel(shape: tuple[int, int]) -> None:
 
 
 # vLLM compiles its function for each shape
-@pytest.mark.parametrize("shape", [pytest.param(SHAPES[0], marks=exhaustive), SHAPES[1]])
+@exhaustive
+@pytest.mark.parametrize("shape", SHAPES)
 def test_per_block(shape: tuple[int, int]) -> None:
     weight = weights(shape)
     assert_same(recipe_of("PerBlock"), weight, *per_block_cast_to_fp8(weight, block_size=[128, 128], use_ue8m0=False))
