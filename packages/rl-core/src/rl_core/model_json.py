@@ -17,9 +17,9 @@ _SPACE = re.compile(r"[ \t\n\r]*")
 _PIECE = re.compile(
     r"""
     [ \t\n\r,:\w.+\-]*+                                                        # numbers, words, commas and colons
-    (?: " (?: [^"\\\x00-\x1f]++ | \\["\\/bfnrtu] )*+ (?P<closed>")?+           # a string, perhaps without its end
+    (?: " (?: [^"\\\x00-\x1f]++ | \\["\\/bfnrtu] )* (?P<closed>")?             # a string, perhaps without its end
       | (?P<bracket>[\[\]{}])
-    )?+
+    )?
     """,
     re.VERBOSE | re.ASCII,
 )

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 _LINE_END = re.compile(r"\r\n?|\n")
 _OPENING = re.compile(
-    r"(?P<before>(?:[ \t]*+(?:>|(?:[-*+]|\d{1,9}[.)])(?=[ \t])))*+[ \t]*+)"
+    r"(?P<before>(?:[ \t]*+(?:>|(?:[-*+]|\d{1,9}[.)])(?=[ \t])))*[ \t]*+)"
     r"(?P<fence>`{3,}+(?=[^`]*+\Z)|~{3,}+)(?P<info>.*+)",
     re.DOTALL,
 )
