@@ -25,21 +25,25 @@ LONGEST_FIRST = (
     "test_quickstart",
     # these need no quickstart, which the first makes and those after them wait for
     "test_algorithms",
-    "test_saved_conversations",
     "test_faults",
-    "test_rehearsal",
-    "test_asynchronous",
-    "test_preferences",
-    "test_slurm",
-    "test_gpu_check",
-    "test_guides",
-    "test_documents",
     "test_several_agents",
     "test_code_agents",
+    "test_slurm",
+    "test_rehearsal",
+    "test_gpu_check",
+    "test_surroundings",
+    "test_data_plugins",
+    "test_document_checks",
+    "test_saved_conversations",
+    "test_asynchronous",
+    "test_guides",
+    "test_preferences",
+    "test_documents",
     "test_backends",
     "test_evaluations",
 )
-"""Modules that take most of a minute or more. Begun last, one of them would keep a single processor busy at the end."""
+"""Modules in the order in which they begin, before all others: those that take most of a minute or more, each of which
+would keep a single processor busy if it began last, and those that need not wait for the quickstart."""
 
 
 HUB_MODELS = ("Qwen/Qwen2.5-0.5B-Instruct",)
