@@ -71,7 +71,7 @@ def read_model_json_at(text: str, start: int, *, max_depth: int = MAX_DEPTH) -> 
     """
     start = after_space(text, start)
     if start == len(text):
-        raise MalformedJson("there is no JSON value", start)
+        raise MalformedJson("no JSON value was found", start)
     stop = _examined(text, start, max_depth) if text[start] in "[{" else len(text)
     part = text[start : stop + 2]  # the two characters let the decoder say what it cannot read
     try:

@@ -103,7 +103,7 @@ _VERBS_AFTER_A = re.compile("matches|fits|describes|says|states|shows|gives|sati
 
 @dataclass(frozen=True)
 class Tokens:
-    """A text as a grammar reads it.
+    """A response as a grammar reads it.
 
     Args:
         kinds: The role of each word or sign, one character each.
@@ -115,7 +115,7 @@ class Tokens:
 
 
 def read_tokens(text: str, num_choices: int = 26) -> Tokens:
-    """Return the tokens of a text, from the beginning of its first line on, in linear time.
+    """Return the tokens of a response, from the beginning of its first line on, in linear time.
 
     Args:
         text: Anything, with Markdown or LaTeX around its letters.
