@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import ray
-from local_ray import local_ray
 from ray import exceptions as failures
 from ray.exceptions import RayTaskError
 
@@ -35,14 +34,8 @@ WORKER = "stubborn_worker:StubbornWorker"
 ON_PATH = {"env_vars": {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])}}
 
 
-@pytest.fixture(scope="module")
-def cluster():
-    with local_ray():
-        yield
-
-
 @pytest.fixture
-def start(cluster, tmp_path):
+def start(local_ray, tmp_path):
     """Starts a worker that logs to `tmp_path / <number>.log`."""
     actors = []
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import ray
-from local_ray import local_ray
 from row_worker import RowLoss
 
 from rl_core.data.batch import Batch, RemoteColumn, RemoteRows
@@ -27,15 +26,19 @@ SHAPE = {"dp": 2, "tp": 2}
 
 
 @pytest.fixture(scope="module")
-def start():
+def start(local_ray):
+    actors = []
+
     def start(place):
         host = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(WorkerHost)
         actor = host.options(num_cpus=0, runtime_env=ON_PATH).remote()
         actor.build.remote("row_worker:RowWorker", place)
+        actors.append(actor)
         return actor
 
-    with local_ray():
-        yield start
+    yield start
+    for actor in actors:
+        ray.kill(actor)
 
 
 @pytest.fixture(scope="module")

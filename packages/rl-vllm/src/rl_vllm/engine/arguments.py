@@ -28,6 +28,9 @@ from rl_vllm.config import MAX_TEMPERATURE, MIN_TEMPERATURE, VllmConfig
 from rl_vllm.engine.quantisation import quantisation_arguments
 from rl_vllm.engine.speculation import speculative_config
 from rl_vllm.patches.continued_text import NUM_SAMPLED
+from rl_vllm.patches.model_inspection import inspect_in_this_process
+
+inspect_in_this_process()
 
 GIB = 2**30
 LINEAR = (nn.Linear.forward, Conv1D.forward)

@@ -16,6 +16,7 @@ file                      fault                                           seen i
 `head_bias`               each load makes another bias of the head        0.32.0     pull request 46835
 `kernel_overrides`        no engine starts on CPU once numba is loaded    0.32.0     none found
 `layers_of_heads`         heads share layers that are equal at first      0.32.0     none found
+`model_inspection`        a model's class is imported twice on CPU too   0.32.0     issue 19317
 `numbers_of_videos`       SmolVLM's images need a package for videos      0.32.0     none found
 `per_layer_inputs`        Gemma 3n leaves out embeddings for each layer   0.32.0     none found
 `rotary_embeddings`       the kernel on CPU takes heads for tokens        0.32.0     none found
@@ -36,6 +37,7 @@ Removal tests, in `tests/`:
 - `head_bias`: `patches/test_head_bias.py::test_vllm_makes_another_bias_in_every_load`
 - `kernel_overrides`: `patches/test_kernel_overrides.py::test_vllm_takes_any_attribute_for_a_mapping`
 - `layers_of_heads`: `patches/test_layers_of_heads.py::test_vllm_shares_layers_that_are_equal`
+- `model_inspection`: `patches/test_model_inspection.py::test_vllm_inspects_a_model_in_another_process`
 - `numbers_of_videos`: `patches/test_numbers_of_videos.py::test_the_processor_asks_for_the_package_at_once`
 - `per_layer_inputs`:
   `patches/test_per_layer_inputs.py::test_vllms_language_model_of_gemma_3n_does_not_embed_tokens_for_each_layer`

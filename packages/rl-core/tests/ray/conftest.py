@@ -1,8 +1,8 @@
-"""A Ray of one node, for the tests of a module."""
+"""A Ray of one node, which the tests share."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 
+import pytest
 import ray
 
 SETTINGS = {
@@ -18,7 +18,7 @@ ATTEMPTS = 3
 """Attempts to start it: a raylet misses its deadline of 30 s on a busy machine."""
 
 
-@contextmanager
+@pytest.fixture(scope="session")
 def local_ray() -> Iterator[None]:
     for attempt in range(1, ATTEMPTS + 1):
         try:
