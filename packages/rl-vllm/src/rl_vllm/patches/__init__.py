@@ -16,7 +16,7 @@ file                      fault                                           seen i
 `head_bias`               each load makes another bias of the head        0.32.0     pull request 46835
 `kernel_overrides`        no engine starts on CPU once numba is loaded    0.32.0     none found
 `layers_of_heads`         heads share layers that are equal at first      0.32.0     none found
-`model_inspection`        a model's class is imported twice on CPU too   0.32.0     issue 19317
+`model_inspection`        a model's class is imported twice on CPU too    0.32.0     issue 19317
 `numbers_of_videos`       SmolVLM's images need a package for videos      0.32.0     none found
 `per_layer_inputs`        Gemma 3n leaves out embeddings for each layer   0.32.0     none found
 `rotary_embeddings`       the kernel on CPU takes heads for tokens        0.32.0     none found
