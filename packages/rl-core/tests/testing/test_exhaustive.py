@@ -34,6 +34,11 @@ class TestAll(Suite):
 
 @with_exhaustive("test_inherited")
 class TestFew(Suite):
+    def test_own(self):
+        pass
+
+@with_exhaustive("test_own")
+class TestFewer(TestFew):
     pass
 """
 
@@ -41,12 +46,23 @@ class TestFew(Suite):
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ([], ["test_letters[b]", "test_pairs[c-1]", *(f"TestAll::test_inherited[{number}]" for number in (1, 2))]),
+        (
+            [],
+            [
+                *("test_letters[b]", "test_pairs[c-1]"),
+                *(f"TestAll::test_inherited[{number}]" for number in (1, 2)),
+                "TestFew::test_own",
+            ],
+        ),
         (
             ["--every-case"],
             [
                 *("test_alone", "test_letters[a]", "test_letters[b]", "test_pairs[c-1]", "test_pairs[d-2]"),
                 *(f"{suite}::test_inherited[{number}]" for suite in ("TestAll", "TestFew") for number in (1, 2)),
+                # the inherited ones first, as without the decorator
+                "TestFew::test_own",
+                *(f"TestFewer::test_inherited[{number}]" for number in (1, 2)),
+                "TestFewer::test_own",
             ],
         ),
     ],

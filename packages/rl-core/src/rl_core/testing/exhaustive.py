@@ -5,8 +5,6 @@ A `conftest.py` that imports the three hooks has the option and the marker.
 
 from __future__ import annotations
 
-import functools
-import types
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
@@ -36,14 +34,21 @@ def with_exhaustive(*names: str) -> Callable[[type], type]:
     """Decorator of a class of tests in which these, inherited from another class, are exhaustive."""
 
     def marked(suite: type) -> type:
-        for name in names:
-            test = getattr(suite, name)
-            # a mark stays with the function, which is the other class's as well
-            own = types.FunctionType(test.__code__, test.__globals__, name, test.__defaults__, test.__closure__)
-            setattr(suite, name, exhaustive(functools.update_wrapper(own, test)))
+        assert all(hasattr(suite, name) for name in names), names
+        # a mark would stay with the function, which is the other class's as well
+        setattr(suite, _EXHAUSTIVE_TESTS, getattr(suite, _EXHAUSTIVE_TESTS, frozenset()) | set(names))
         return suite
 
     return marked
+
+
+_EXHAUSTIVE_TESTS = "exhaustive_tests"
+"""Attribute of such a class: the names, with those of its base."""
+
+
+def _is_exhaustive(item: pytest.Item) -> bool:
+    of_class = getattr(getattr(item, "cls", None), _EXHAUSTIVE_TESTS, ())
+    return item.get_closest_marker("exhaustive") is not None or getattr(item, "originalname", None) in of_class
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -60,6 +65,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leave out the cases that are marked `exhaustive`, unless every case is asked for."""
     if config.getoption("--every-case"):
         return
-    left_out = [item for item in items if item.get_closest_marker("exhaustive")]
+    left_out = [item for item in items if _is_exhaustive(item)]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
