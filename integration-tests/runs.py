@@ -81,10 +81,10 @@ class Run:
             assert time.monotonic() < deadline, self.output
             time.sleep(0.1)
 
-    def await_log(self, words, timeout=840):
-        """Wait until the driver or a worker has logged these words."""
+    def await_log(self, *words, timeout=840):
+        """Wait until the driver or a worker has logged any of these words."""
         deadline = time.monotonic() + timeout
-        while words not in logs_of(self.folder):
+        while not any(each in logs_of(self.folder) for each in words):
             assert self.process.poll() is None, self.output
             assert time.monotonic() < deadline, self.output
             time.sleep(0.2)

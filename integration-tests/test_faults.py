@@ -102,6 +102,8 @@ def test_a_grpo_run_outlives_the_death_of_everything_it_started(generator, num_k
     run.kill_one("ray::RestartingHost")
     run.await_step(4)
     run.kill_one("ray::AsyncWorkerHost")
+    # before the kill of everything, which may follow at once
+    run.await_log("replacing it", "was interrupted")
     run = kill_and_resume(run, num_kills, (4, 6), *told, **variables)
 
     # early enough that a step is left for the crash, whichever of the next two hangs
