@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rl_core.testing.exhaustive import exhaustive, partly_exhaustive
+from rl_core.testing.exhaustive import partly_exhaustive
 
 BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 SECTIONS = (
@@ -68,7 +68,6 @@ def test_quick_sections_of_this_package_agree_with_their_oracles(runner, name):
     assert not {"off", "failed"} & set(verdicts)
 
 
-@exhaustive
 def test_sections_after_one_that_fails_still_run(runner):
     from gpu_check.report import Finding
     from gpu_check.runner import Section

@@ -27,7 +27,6 @@ from rl_algos.preference.rows import pair_batch
 from rl_algos.sft.data import EncodeExample, to_batch, training_rows
 from rl_core.errors import DataError
 from rl_core.images import IMAGES, ImageStore, digest_of, image_refs
-from rl_core.testing.exhaustive import exhaustive
 
 ONE, TWO = png(60, 30), png(28, 56, (200, 0, 0))
 
@@ -171,8 +170,6 @@ def test_text_has_no_column_of_images(tmp_path: Path) -> None:
     assert IMAGES not in to_batch(rows)
 
 
-# other tests have prompts and text made in processes, and images read in this one
-@exhaustive
 def test_rows_in_processes_and_on_disk_have_the_same_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = written(tmp_path / "data", {"image": "pictures/one.png", "prompt": "<image>?", "answer": "2"})
     kind = family("gemma3")

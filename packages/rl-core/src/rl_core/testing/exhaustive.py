@@ -13,6 +13,9 @@ import pytest
 exhaustive = pytest.mark.exhaustive
 """Marks such a test."""
 
+_OF_CLASS = "exhaustive_tests"
+"""Attribute of a class of tests: names of those that are exhaustive in it, with those of its base."""
+
 
 def partly_exhaustive(cases: Iterable[Any], *, always: Collection[Any]) -> list[Any]:
     """Cases of a parametrised test, all but some of which are exhaustive.
@@ -36,19 +39,16 @@ def with_exhaustive(*names: str) -> Callable[[type], type]:
     def marked(suite: type) -> type:
         assert all(hasattr(suite, name) for name in names), names
         # a mark would stay with the function, which is the other class's as well
-        setattr(suite, _EXHAUSTIVE_TESTS, getattr(suite, _EXHAUSTIVE_TESTS, frozenset()) | set(names))
+        setattr(suite, _OF_CLASS, getattr(suite, _OF_CLASS, frozenset()) | set(names))
         return suite
 
     return marked
 
 
-_EXHAUSTIVE_TESTS = "exhaustive_tests"
-"""Attribute of such a class: the names, with those of its base."""
-
-
 def _is_exhaustive(item: pytest.Item) -> bool:
-    of_class = getattr(getattr(item, "cls", None), _EXHAUSTIVE_TESTS, ())
-    return item.get_closest_marker("exhaustive") is not None or getattr(item, "originalname", None) in of_class
+    if item.get_closest_marker("exhaustive"):
+        return True
+    return isinstance(item, pytest.Function) and item.originalname in getattr(item.cls, _OF_CLASS, ())
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
