@@ -46,6 +46,7 @@ class TestDTensorWorker(PooledSuite):
     "test_a_resumed_run_is_bit_equal",
     "test_an_export_and_a_transfer_hold_the_same_weights",
     "test_metrics_are_those_of_the_whole_batch",
+    "test_norms_and_biases_are_not_decayed_if_the_config_says_so",
     "test_ranks_name_the_files_they_write_and_none_writes_what_another_steps",
     # ranks of these meshes share all rows, so that none is without
     "test_ranks_without_rows_join_in",

@@ -44,6 +44,20 @@ class BackendConfig(Config):
         return ""
 
 
+def _recompute(_: Any, section: Mapping[str, Any]) -> Mapping[str, Any]:
+    is_on = section.get("activation_checkpointing")
+    if is_on is None:
+        return {}
+    return {"recompute": section.get("recompute_granularity", "full") if is_on else "none"}
+
+
+RECOMPUTE_KEYS: Mapping[str, Rename] = {
+    "activation_checkpointing": Rename("recompute: full if true, none if false", _recompute),
+    "recompute_granularity": Rename("recompute", _recompute),
+}
+"""Keys that `recompute` of a training backend had in version 0.1.0."""
+
+
 class EngineConfig(Config):
     """Base of a generation engine's settings."""
 
@@ -116,6 +130,9 @@ class OptimizerConfig(Config):
     kwargs: dict[str, Any] = {"lr": 1e-6, "weight_decay": 0.01, "betas": [0.9, 0.999], "eps": 1e-8}
     """Arguments of that class, such as the learning rate `lr`. The default of `lr` comes from the algorithm and is ten
     times as high for adapters (`lora_cfg.enabled`)."""
+    decay_norms_and_biases: bool = True
+    """Apply `weight_decay` to every parameter. If false, the parameters of norms and all biases are not decayed, as in
+    the Trainer of transformers and TRL; all others are, also one-dimensional ones such as attention sinks."""
 
     _is_dotted = field_validator("name")(_dotted("torch.optim.AdamW"))
 
@@ -422,6 +439,9 @@ def _optimizer_problems(key: str, optimizer: OptimizerConfig) -> Iterator[Proble
             remedy="Choose another optimizer, such as torch.optim.AdamW",
             feature=optimizer.name,
         )
+    if not optimizer.decay_norms_and_biases and "weight_decay" not in OPTIMIZERS.get(optimizer.name, ("weight_decay",)):
+        without = f"with {optimizer.name}, which has no weight decay"
+        yield Problem.unused(f"{key}.decay_norms_and_biases", without, remedy="Remove this key")
 
 
 def _argument_problems(model: ModelConfig) -> Iterator[Problem]:

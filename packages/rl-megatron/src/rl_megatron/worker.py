@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from functools import partial
 from pathlib import Path
 
@@ -70,7 +71,8 @@ def build_parts(
     chunks = wrap_chunks(model, backend.distributed_data_parallel_config) if spec.trains else []
     optimizer = None
     if spec.trains:
-        optimizer = ShardedOptimizer(chunks, partial(_optimizer, config.optimizer), weights.is_counted)
+        build = partial(_optimizer, config.optimizer)
+        optimizer = ShardedOptimizer(chunks, build, weights.is_counted, weights.norms_and_biases)
     shape = shape_of(model, weights, trains_routers=not backend.freeze_moe_router)
     return TrainingParts(
         MegatronModel(model, chunks, weights, mesh, shape=shape, reports_layers=backend.moe_per_layer_logging),
@@ -81,5 +83,5 @@ def build_parts(
     )
 
 
-def _optimizer(config: OptimizerConfig, parameters: list[nn.Parameter]) -> Optimizer:
-    return build_optimizer(with_fused_step(config, parameters), parameters)
+def _optimizer(config: OptimizerConfig, parameters: list[nn.Parameter], undecayed: Set[nn.Parameter]) -> Optimizer:
+    return build_optimizer(with_fused_step(config, parameters), parameters, undecayed=undecayed)

@@ -352,6 +352,33 @@ class ModelWorkerSuite:
             rates = [model.train_step(make_batch((4, 5)), TokenLoss())["lr"] for _ in range(4)]
         assert rates == pytest.approx([5e-4, 7.5e-4, 1e-4, 1e-4])
 
+    def test_norms_and_biases_are_not_decayed_if_the_config_says_so(self, pool: RankPool, tmp_path: Path) -> None:
+        from torch.optim import AdamW
+
+        # A padding token has zeros as its embedding, behind which gradients of biases are huge.
+        folder = self._tiny_model(tmp_path / "model", "qwen2", pad_token_id=None)
+        optimizer = OptimizerConfig(
+            name="torch.optim.AdamW",
+            kwargs={"lr": 0.01, "weight_decay": 5.0, "eps": 1e-3},
+            decay_norms_and_biases=False,
+        )
+        for role, batch, loss in (("policy", make_batch(), TokenLoss()), ("reward_model", make_pairs(), PairLoss())):
+            path = tmp_path / role
+            with self._model(pool, folder, max(self.worlds), ModelSpec(role=role), optimizer=optimizer) as model:
+                model.export(str(path / "start"))
+                oracle = self._oracle(path / "start", role)
+                named = dict(oracle.model.named_parameters())
+                groups: list[list[Any]] = [[], []]
+                for name, parameter in named.items():
+                    groups["norm" in name or "bias" in name].append(parameter)
+                assert all(groups)
+                decayed, kept = ({"params": group} for group in groups)
+                oracle.optimizer = AdamW([decayed, {**kept, "weight_decay": 0.0}], **optimizer.kwargs)
+                self._assert_trains_like(model, oracle, [batch] * 2, loss)
+                model.export(str(path / "end"))
+            for name, parameter in self._oracle(path / "end", role).model.named_parameters():
+                self._assert_close(parameter.detach().numpy(), named[name].detach().numpy(), name)
+
     def test_the_reference_stays_what_it_was(self, pool: RankPool, folder: Path) -> None:
         batch = make_batch()
         with self._model(pool, folder, max(self.worlds), optimizer=SGD, keeps_reference=True) as model:
@@ -676,10 +703,10 @@ class ModelWorkerSuite:
         return PooledModel(pool, self.factory, config, spec, num_ranks)
 
     @staticmethod
-    def _tiny_model(folder: Path, family: str = "qwen3") -> Path:
+    def _tiny_model(folder: Path, family: str = "qwen3", **fields: Any) -> Path:
         from rl_core.selfcheck.torch.tiny_model import write_tiny_model
 
-        return write_tiny_model(folder, family)
+        return write_tiny_model(folder, family, **fields)
 
     def _oracle(self, folder: Path, role: Any = "policy") -> Any:
         from rl_core.selfcheck.torch.oracle import Oracle

@@ -6,6 +6,8 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LinearLR, SequentialLR, StepLR
 
+from rl_core.model_config import OptimizerConfig
+from rl_core.torch.optim.optimizer import build_optimizer
 from rl_core.torch.training.hyperparameters import Hyperparameters
 
 WARM_UP = {"start_factor": 0.1, "total_iters": 10}
@@ -102,3 +104,21 @@ def test_how_an_optimizer_steps_follows_from_its_own_config():
     before = copy.deepcopy(optimizer.param_groups[0]["foreach"])
     resumed.restore(state)
     assert optimizer.param_groups[0]["foreach"] is before is True
+
+
+@pytest.mark.parametrize("decays_all", [True, False])
+def test_a_branch_that_decays_other_parameters_has_its_own_groups(decays_all):
+    def groups(decays_all):
+        config = OptimizerConfig(kwargs={"lr": 0.5, "weight_decay": 0.1}, decay_norms_and_biases=decays_all)
+        optimizer = build_optimizer(config, [nn.Parameter(torch.zeros(2))])
+        return optimizer, warm_up(optimizer)
+
+    optimizer, scheduled = groups(decays_all)
+    first = Hyperparameters(optimizer, scheduled)
+    steps(optimizer, scheduled, 4)
+    state = saved(first)
+    expected = steps(optimizer, scheduled, 3)
+    optimizer, scheduled = groups(not decays_all)
+    Hyperparameters(optimizer, scheduled).restore(state)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == ([0.1, 0.0] if decays_all else [0.1])
+    assert steps(optimizer, scheduled, 3) == pytest.approx(expected)

@@ -54,5 +54,5 @@ def test_a_rank_compares_its_share_in_parts(monkeypatch):
             read.append((slices[0].start, slices[0].stop))
             return ROWS[slices]
 
-    assert not ties._differ(Opened(), "embedding", "head", 1, 2)
+    assert not ties.weights_differ(Opened(), "embedding", "head", 1, 2)
     assert read == [(3, 5), (3, 5), (5, 7), (5, 7)]

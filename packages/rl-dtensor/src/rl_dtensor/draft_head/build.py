@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rl_core.model_config import DraftHeadConfig, ModelConfig
 from rl_core.torch.files.model_files import CONFIG, WeightFiles, fetched_folder
+from rl_core.torch.optim.optimizer import norms_and_biases
 from rl_core.torch.training.backend import HeadParts
 from rl_dtensor.config import DTensorConfig
 from rl_dtensor.draft_head.eagle import EagleHead
@@ -70,7 +71,7 @@ def build_draft_head(
     load_head(module, files)
     draft_ids, sent, exported = _vocabulary(module, files, mesh.device)
     head = ShardedHead(module, draft_ids)
-    inner = build_sharded_optimizer(settings.optimizer, [head.trained()])
+    inner = build_sharded_optimizer(settings.optimizer, [head.trained()], norms_and_biases([head.module]))
     parts = HeadParts(
         folder,
         DraftHeadModel(head, policy, mesh),

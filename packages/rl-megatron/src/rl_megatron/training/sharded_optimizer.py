@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass
 
 import torch
@@ -58,23 +58,28 @@ class ShardedOptimizer:
 
     Args:
         chunks: Wrapped with `use_distributed_optimizer`, so that gradients are reduced and scattered.
-        build: Function from parameters to a torch optimizer.
+        build: Function from parameters, and those of them that are norms and biases, to a torch optimizer.
         is_counted: True if a parameter's elements on this rank count in the norm of all gradients.
+        norms_and_biases: Parameters of the model that the optimizer may leave without weight decay.
     """
 
     def __init__(
         self,
         chunks: list[DistributedDataParallel],
-        build: Callable[[list[nn.Parameter]], Optimizer],
+        build: Callable[[list[nn.Parameter], Set[nn.Parameter]], Optimizer],
         is_counted: Callable[[nn.Parameter], bool],
+        norms_and_biases: Set[nn.Parameter],
     ) -> None:
         self._chunks = chunks
         self._is_counted = is_counted
         self.shards = list(_shards(chunks))
         # an optimizer needs a parameter, and a rank may hold nothing but a buffer's padding
-        mains = [shard.main for shard in self.shards] or [torch.zeros(0)]
-        self.inner = build([nn.Parameter(main) for main in mains])
-        self.parameters: list[nn.Parameter] = self.inner.param_groups[0]["params"][: len(self.shards)]
+        mains = [nn.Parameter(shard.main) for shard in self.shards]
+        undecayed = {
+            main for main, shard in zip(mains, self.shards, strict=True) if shard.parameter in norms_and_biases
+        }
+        self.inner = build(mains or [nn.Parameter(torch.zeros(0))], undecayed)
+        self.parameters = mains
         self._runs: dict[nn.Parameter, list[tuple[Shard, nn.Parameter]]] = {}
         for shard, inner in zip(self.shards, self.parameters, strict=True):
             self._runs.setdefault(shard.parameter, []).append((shard, inner))

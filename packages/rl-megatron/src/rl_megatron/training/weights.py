@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from rl_core.torch.files.model_files import OpenWeights, WeightFiles
 from rl_core.torch.heads.scalar import new_head
+from rl_core.torch.optim.optimizer import is_norm_or_bias
 from rl_core.torch.training.lora import InitialFactors
 from rl_core.weights import TensorSpec, buckets, num_bytes
 from rl_megatron.conversion.names import held_weights
@@ -85,6 +86,16 @@ class Weights:
             self.held[entry.target]: entry.copy_of is None and (is_first or not isinstance(entry.split, Whole))
             for entry in self.maps
             if entry.target in self.held
+        }
+
+    @property
+    def norms_and_biases(self) -> set[nn.Parameter]:
+        """Parameters that are made of norms and biases of the Hugging Face model."""
+        return {
+            parameter
+            for entry in self.maps
+            if isinstance(parameter := self.held.get(entry.target), nn.Parameter)
+            and all(is_norm_or_bias(source.name) for source in entry.sources)
         }
 
     @property

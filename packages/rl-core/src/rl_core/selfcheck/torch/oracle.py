@@ -25,6 +25,9 @@ class Oracle:
 
     Args:
         folder: Hugging Face files.
+
+    Attributes:
+        optimizer: Steps the model; None until the first step builds it, unless it is set.
     """
 
     def __init__(self, folder: Path, role: Role = "policy") -> None:
@@ -35,7 +38,7 @@ class Oracle:
         eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
         self.model = auto.from_pretrained(folder, dtype=torch.float64, **eager, **labels).eval()
         self.role = role
-        self._optimizer: torch.optim.Optimizer | None = None
+        self.optimizer: torch.optim.Optimizer | None = None
 
     def infer(self, batch: Batch, reads: Sequence[Read], temperature: float = 1.0) -> dict[str, np.ndarray]:
         """Columns of the reads, rows end to end."""
@@ -55,11 +58,11 @@ class Oracle:
         self, batch: Batch, loss: Loss, optimizer: OptimizerConfig, max_grad_norm: float | None
     ) -> dict[str, float]:
         """One step of a torch optimizer, kept from call to call; `loss` and `grad_norm` as a worker reports them."""
-        if self._optimizer is None:
-            self._optimizer = resolve(":".join(optimizer.name.rsplit(".", 1)))(
+        if self.optimizer is None:
+            self.optimizer = resolve(":".join(optimizer.name.rsplit(".", 1)))(
                 self.model.parameters(), **optimizer.kwargs
             )
-        self._optimizer.zero_grad()
+        self.optimizer.zero_grad()
         value = self.loss(batch, loss)
         value.backward()
         grads = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
@@ -67,7 +70,7 @@ class Oracle:
         if max_grad_norm is not None and norm > max_grad_norm:
             for grad in grads:
                 grad *= max_grad_norm / norm
-        self._optimizer.step()
+        self.optimizer.step()
         return {"loss": value.item(), "grad_norm": norm}
 
     def _reads(self, batch: Batch, reads: Sequence[Read], temperature: float) -> Mapping[str, Tensor]:

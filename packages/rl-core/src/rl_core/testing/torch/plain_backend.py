@@ -31,7 +31,7 @@ from rl_core.torch.heads.logprobs import Head
 from rl_core.torch.heads.reads import language_reads
 from rl_core.torch.heads.scalar import new_head, scalar_reads
 from rl_core.torch.loss import Rows
-from rl_core.torch.optim.optimizer import build_optimizer
+from rl_core.torch.optim.optimizer import build_optimizer, norms_and_biases
 from rl_core.torch.process_group import join_process_group
 from rl_core.torch.residency.module_residency import Residency
 from rl_core.torch.rows import no_images, padded
@@ -67,8 +67,10 @@ def build_parts(config: ModelConfig, spec: ModelSpec, mesh: PlainMesh, folder: P
     if spec.role in HEADLESS_ROLES and SCORE not in WeightFiles.of(folder).names:
         head = hf.get_parameter(SCORE).detach()
         head.copy_(new_head(spec.role, head.shape, std=hf_config.initializer_range, seed=spec.seed))
-    optimizer = PlainOptimizer(build_optimizer(config.optimizer, hf.parameters()), hf) if spec.trains else None
-    inner = None if optimizer is None else optimizer.inner
+    optimizer, inner = None, None
+    if spec.trains:
+        inner = build_optimizer(config.optimizer, hf.parameters(), undecayed=norms_and_biases([hf]))
+        optimizer = PlainOptimizer(inner, hf)
     model = PlainModel(hf, spec.role, getattr(torch, config.precision), config.logprob_chunk_size)
     return TrainingParts(
         model, PlainWeights(hf), optimizer, PlainState(hf, inner, mesh), PlainResidency(hf, inner, mesh.kind)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
 from torch import nn
@@ -19,6 +20,9 @@ hand, so a checkpoint does not hold them."""
 
 FUSED = ("torch.optim.Adam", "torch.optim.AdamW")
 """Optimizers with a fused step for whole parameters on GPUs, and for DTensors."""
+
+_NORMS_AND_BIASES = re.compile(r"bias|layernorm|rmsnorm|(?:^|[._])norm(?:$|\.)")
+"""Part of the names of parameters that the Trainer of transformers does not decay."""
 
 
 def with_fused_step(config: OptimizerConfig, parameters: Sequence[nn.Parameter]) -> OptimizerConfig:
@@ -43,16 +47,59 @@ def counts_on_device(optimizer: Optimizer) -> bool:
     return bool(optimizer.defaults.get("fused") or optimizer.defaults.get("capturable"))
 
 
+def is_norm_or_bias(name: str, owner: nn.Module | None = None) -> bool:
+    """Return whether a parameter is not decayed if `decay_norms_and_biases` is false.
+
+    Args:
+        name: Name of the parameter in the whole model.
+        owner: Module that has the parameter, whose class may show that it is a norm if its name does not.
+    """
+    return bool(_NORMS_AND_BIASES.search(name.lower())) or "norm" in type(owner).__name__.lower()
+
+
+def norms_and_biases(modules: Iterable[nn.Module]) -> set[nn.Parameter]:
+    """Return the parameters of modules that are not decayed if `decay_norms_and_biases` is false."""
+    return {
+        parameter
+        for module in modules
+        for prefix, owner in module.named_modules()
+        for name, parameter in owner.named_parameters(recurse=False)
+        if is_norm_or_bias(f"{prefix}.{name}", owner)
+    }
+
+
 def build_optimizer(
-    config: OptimizerConfig, parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]]
+    config: OptimizerConfig, *groups: Iterable[nn.Parameter], undecayed: Set[nn.Parameter] = frozenset()
 ) -> Optimizer:
-    """The optimizer over the parameters, or over groups of them as torch takes them.
+    """Build an optimizer over groups of parameters.
+
+    Args:
+        config: Name and arguments of the optimizer.
+        groups: Parameters that the optimizer steps together.
+        undecayed: Parameters of any group that are not decayed if `decay_norms_and_biases` is false. Each group then
+            becomes two, of which either may be empty, so that ranks with different parameters have the same groups.
 
     Raises:
         ValueError: If the name is not an optimizer class, or the class does not take these arguments.
     """
     optimizer_class = _class_of(config.name, Optimizer, "optimizer.name")
-    return _built(optimizer_class, config.name, "optimizer", config.kwargs, list(parameters))
+    parts: list[dict[str, Any]] = [{"params": list(group)} for group in groups]
+    if not config.decay_norms_and_biases:
+        parts = [part for group in parts for part in _by_decay(group["params"], undecayed)]
+    optimizer: Optimizer = _built(optimizer_class, config.name, "optimizer", config.kwargs, parts)
+    if not config.decay_norms_and_biases and "weight_decay" not in optimizer.defaults:
+        raise ValueError(
+            f"optimizer.decay_norms_and_biases=false has no effect with {config.name}, which has no argument "
+            "weight_decay; remove this key"
+        )
+    return optimizer
+
+
+def _by_decay(group: Sequence[nn.Parameter], undecayed: Set[nn.Parameter]) -> list[dict[str, Any]]:
+    return [
+        {"params": [each for each in group if each not in undecayed]},
+        {"params": [each for each in group if each in undecayed], "weight_decay": 0.0},
+    ]
 
 
 def build_schedule(configs: Sequence[SchedulerConfig], optimizer: Optimizer) -> LRScheduler | None:
