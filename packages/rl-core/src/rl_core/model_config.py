@@ -5,27 +5,48 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import Field, field_validator, model_validator
 
-from rl_core.config import Config, EnvVars, PathText, Problem, ProblemError, WhenChanged, did_you_mean
+from rl_core.config import (
+    Config,
+    EnvVars,
+    PathText,
+    Problem,
+    ProblemError,
+    Rename,
+    WhenChanged,
+    did_you_mean,
+    nearest_as_remedy,
+)
+from rl_core.devices import Device
 from rl_core.hf_config import image_token, with_overrides
-from rl_core.optimizer_arguments import NUMBERS, OPTIMIZERS, SCHEDULES, UNSUPPORTED
+from rl_core.optimizer_arguments import (
+    NUMBERS,
+    OPTIMIZERS,
+    PAIRS,
+    REQUIRED,
+    SCHEDULES,
+    UNSUPPORTED,
+    UNSUPPORTED_SCHEDULES,
+)
 from rl_core.token_filter import TokenFilter
 from rl_core.weights import WeightSyncChoice, WeightSyncEncoding
 
 _DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 
 
-def _dotted(example: str) -> Callable[[str | None], str | None]:
-    """A validator of the dotted name of a class. Only an environment with torch can tell whether the class exists."""
+def _dotted(example: str, known: Collection[str]) -> Callable[[str | None], str | None]:
+    """Return a validator of the dotted name of a class, which suggests one of the known names."""
 
     def check(name: str | None) -> str | None:
         if name is not None and not _DOTTED.fullmatch(name):
-            raise ProblemError(Problem("", got=name, allowed=f"dotted name of a class, such as {example}"))
+            meant = nearest_as_remedy(f"{example.rpartition('.')[0]}.{name}", known)
+            allowed = f"dotted name of a class, such as {example}"
+            raise ProblemError(Problem("", got=name, allowed=allowed, remedy=meant))
         return name
 
     return check
@@ -70,6 +91,8 @@ class EngineConfig(Config):
 
 class TokenizerConfig(Config):
     """Tokenizer and chat template of a model."""
+
+    before_it_existed: ClassVar[Mapping[str, Any]] = {"split_special_tokens": "none"}
 
     name: PathText | None = None
     """Folder or hub name of the tokenizer; if unset, the model's own."""
@@ -134,7 +157,7 @@ class OptimizerConfig(Config):
     """Apply `weight_decay` to every parameter. If false, the parameters of norms and all biases are not decayed, as in
     the Trainer of transformers and TRL; all others are, also one-dimensional ones such as attention sinks."""
 
-    _is_dotted = field_validator("name")(_dotted("torch.optim.AdamW"))
+    _is_dotted = field_validator("name")(_dotted("torch.optim.AdamW", OPTIMIZERS))
 
 
 class SchedulerConfig(Config):
@@ -147,7 +170,7 @@ class SchedulerConfig(Config):
     milestones: list[int] | None = None
     """Steps at which the next schedule in the list takes over, in a separate entry without `name`."""
 
-    _is_dotted = field_validator("name")(_dotted("torch.optim.lr_scheduler.LinearLR"))
+    _is_dotted = field_validator("name")(_dotted("torch.optim.lr_scheduler.LinearLR", SCHEDULES))
 
 
 class SequencePackingConfig(Config):
@@ -411,7 +434,23 @@ def _vision_problems(vision: VisionConfig, lora: LoraConfig) -> Iterator[Problem
         )
 
 
+def _class_problems(key: str, name: str, known: Mapping[str, frozenset[str]], kind: str) -> Iterator[Problem]:
+    """A class that torch does not have. Those of other packages are looked up in the worker's environment."""
+    if name.startswith("torch.") and name not in known:
+        remedy = nearest_as_remedy(name, known) or f"Choose one of {', '.join(sorted(known))}"
+        yield Problem(f"{key}.name", f"is not {kind} of torch", got=name, remedy=remedy)
+
+
 def _schedule_problems(scheduler: list[SchedulerConfig]) -> Iterator[Problem]:
+    for place, entry in enumerate(scheduler):
+        if entry.name in UNSUPPORTED_SCHEDULES:
+            remedy = "Choose another schedule, such as torch.optim.lr_scheduler.CosineAnnealingLR"
+            if "combines" in UNSUPPORTED_SCHEDULES[entry.name]:
+                remedy = "Write its schedules as entries of scheduler, and their milestones in a separate entry"
+            reason = UNSUPPORTED_SCHEDULES[entry.name]
+            yield Problem(f"scheduler[{place}].name", reason, got=entry.name, remedy=remedy, feature=entry.name)
+        elif entry.name is not None:
+            yield from _class_problems(f"scheduler[{place}]", entry.name, SCHEDULES, "a learning-rate schedule")
     num_schedules = sum(entry.name is not None for entry in scheduler)
     milestones = [entry.milestones for entry in scheduler if entry.milestones is not None]
     num_milestones = sum(len(steps) for steps in milestones)
@@ -439,6 +478,8 @@ def _optimizer_problems(key: str, optimizer: OptimizerConfig) -> Iterator[Proble
             remedy="Choose another optimizer, such as torch.optim.AdamW",
             feature=optimizer.name,
         )
+    else:
+        yield from _class_problems(key, optimizer.name, OPTIMIZERS, "an optimizer")
     if not optimizer.decay_norms_and_biases and "weight_decay" not in OPTIMIZERS.get(optimizer.name, ("weight_decay",)):
         without = f"with {optimizer.name}, which has no weight decay"
         yield Problem.unused(f"{key}.decay_norms_and_biases", without, remedy="Remove this key")
@@ -457,6 +498,9 @@ def _argument_problems(model: ModelConfig) -> Iterator[Problem]:
         if entry.name is not None
     ]
     for key, name, arguments, known in chosen:
+        for argument in REQUIRED.get(name, ()) if name in known else ():
+            if argument not in arguments:
+                yield Problem(f"{key}.kwargs.{argument}", f"must be set, because {name} has no default for it")
         for argument, value in arguments.items() if name in known else ():
             if argument not in known[name]:
                 yield Problem(
@@ -464,13 +508,54 @@ def _argument_problems(model: ModelConfig) -> Iterator[Problem]:
                     f"is not an argument of {name}{did_you_mean(argument, known[name])}",
                     allowed=", ".join(sorted(known[name])),
                 )
-            elif argument in NUMBERS and not _is_from_0_on(value):
-                reason = "must be a number that is finite and not negative"
-                yield Problem(f"{key}.kwargs.{argument}", reason, got=value)
+            elif key.endswith("optimizer") and (reason := _value_problem(name, argument, value)):
+                yield Problem(f"{key}.kwargs.{argument}", reason, got=value, remedy=_with_a_point(value))
+
+
+def _value_problem(optimizer: str, argument: str, value: Any) -> str:
+    """Return why no value of this kind is accepted by an optimizer of torch; empty if it is."""
+    # the one optimizer with a pair under this name
+    takes_pair = argument in PAIRS or (argument == "eps" and optimizer == "torch.optim.Adafactor")
+    if takes_pair:
+        is_pair = isinstance(value, list | tuple) and len(value) == 2
+        if argument == "betas" and not (is_pair and all(_is_from_0_on(each) and each < 1 for each in value)):
+            return "must be a list of two numbers from 0 to less than 1"
+        return "" if is_pair else "must be a list of two numbers"
+    if (argument in NUMBERS or argument == "eps") and not _is_from_0_on(value):
+        return "must be a number that is finite and not negative"
+    return ""
+
+
+def _with_a_point(value: Any) -> str:
+    is_with_comma = isinstance(value, str) and re.fullmatch(r"\d+,\d+", value)
+    return f"Write {value.replace(',', '.')}, with a point" if is_with_comma else ""
 
 
 def _is_from_0_on(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
+
+
+def optimizer_problems(section: Any, unsupported: Mapping[str, str], device: Device | None) -> Iterator[Problem]:
+    """Yield the problems of optimizers that a backend, or the device of a run, cannot step.
+
+    Args:
+        section: Section of a model, a `ModelConfig`.
+        unsupported: Optimizer classes that the backend cannot step, each with the reason.
+        device: Device of the workers; None if it is not known yet.
+    """
+    head = section.draft_head
+    chosen = {"optimizer": section.optimizer} | ({} if head is None else {"draft_head.optimizer": head.optimizer})
+    for key, optimizer in chosen.items():
+        if optimizer.name in unsupported:
+            reason, remedy = unsupported[optimizer.name], "Choose another optimizer, such as torch.optim.AdamW"
+            yield Problem(f"{key}.name", reason, got=optimizer.name, remedy=remedy, feature=optimizer.name)
+        if optimizer.kwargs.get("differentiable") and optimizer.name in OPTIMIZERS:
+            reason = "records the step for gradients through it, which cannot be taken of a model that trains here"
+            yield Problem(f"{key}.kwargs.differentiable", reason, got=True, remedy="Remove this key")
+        is_on_cpu = device is not None and not device.runs_on_gpus
+        if optimizer.kwargs.get("capturable") and optimizer.name in OPTIMIZERS and is_on_cpu:
+            reason = f"needs GPUs, but the device is {device and device.name}"
+            yield Problem(f"{key}.kwargs.capturable", reason, got=True, remedy="Remove this key")
 
 
 def local_hf_config(policy: ModelConfig) -> dict[str, Any]:

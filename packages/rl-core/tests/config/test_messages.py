@@ -5,11 +5,24 @@
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
-from rl_core.config import Config, Problem, Resolved, all_keys, explain, load, nearest, resolve, show
+from rl_core.config import (
+    Config,
+    Problem,
+    Rename,
+    Resolved,
+    all_keys,
+    chosen,
+    explain,
+    load,
+    moved,
+    nearest,
+    resolve,
+    show,
+)
 from rl_core.errors import ConfigError, ConfigProblems
 
 HEAD = "algorithm: grpo\npolicy:\n  model_name: m\n"
@@ -23,7 +36,7 @@ PROBLEMS: dict[str, tuple[str, list[str], str, dict[str, str], list[str]]] = {
     "section misspelt": ("los_fn:\n  ratio_clip_min: 0.1\n", [], "los_fn (recipe.yaml:4)", {}, ["loss_fn"]),
     "section of another name": ("objective:\n  ratio_clip_min: 0.1\n", [], "objective (recipe.yaml:4)", {}, ["loss_fn.ratio_clip_min"]),
     "nothing near": ("", ["grpo.zzz=1"], "grpo.zzz (command line)", {"allowed": "max_num_steps, num_generations_per_prompt, num_prompts_per_step, reward_scaling, seed, use_leave_one_out_baseline"}, []),
-    "dots in YAML": ("grpo.seed: 3\n", [], "grpo.seed (recipe.yaml:1)", {}, ["grpo.seed=VALUE"]),
+    "dots in YAML": ("grpo.seed: 3\n", [], "grpo.seed (recipe.yaml:4)", {}, ["grpo.seed=VALUE"]),
     "text for int": ("grpo:\n  seed: four\n", [], "grpo.seed (recipe.yaml:5)", {"got": '"four"', "allowed": "int"}, []),
     "quoted number": ("grpo:\n  seed: '4'\n", [], "grpo.seed (recipe.yaml:5)", {"got": '"4"'}, ["quotes"]),
     "leading zero": ("grpo:\n  seed: 010\n", [], "grpo.seed (recipe.yaml:5)", {}, ["zeros"]),
@@ -83,12 +96,25 @@ ERRORS: dict[str, tuple[str, list[str], list[str]]] = {
     "control character": ("", ["policy.model_name='\x01'"], ["(command line): not valid YAML", "special characters"]),
     "tab": ("grpo:\n\tseed: 1\n", [], ["recipe.yaml:5", "indent with spaces"]),
     "colon in a value": ("grpo: a: b\n", [], ["recipe.yaml:4", "not valid YAML", "quote a value"]),
-    "unclosed": ("grpo: {seed: 1\n", [], ["recipe.yaml:5", "not valid YAML"]),
+    "unclosed": ("grpo: {seed: 1\n", [], ["recipe.yaml:4", "not valid YAML", "close the { of this line with }"]),
+    "unclosed before others": ("data:\n  train: {split: a\ngrpo: {seed: 1}\n", [], ["recipe.yaml:5", "close the {"]),
+    "unclosed quote": ("data:\n  train: \"a\ngrpo: {seed: 1}\n", [], ["recipe.yaml:5", "close the \""]),
+    "section without a colon": ("grpo\n  seed: 1\n", [], ["recipe.yaml:4", "not valid YAML", "as in grpo:"]),
+    "section without a colon after others": ("data: {}\n# words\ngrpo\n  seed: 1\n", [], ["recipe.yaml:6", "as in grpo:"]),
+    "key without a colon": ("grpo:\n  seed 1\n  max_num_steps: 3\n", [], ["recipe.yaml:5", "as in seed: 1"]),
+    "colon without a space": ("grpo:\n  seed:1\n\n  max_num_steps: 3\n", [], ["recipe.yaml:5", "as in seed: 1"]),
+    "only a colon without a space": ("grpo:\n  seed:1\n", [], ["grpo (recipe.yaml:4)", "seed: 1"]),
+    "value with a colon": ("grpo:\n  seed: 1: 2\n", [], ["recipe.yaml:5", "quote a value"]),
+    "less indented": ("grpo:\n    seed: 1\n  max_num_steps: 3\n", [], ["recipe.yaml:6", "equally"]),
     "tag": ("grpo:\n  seed: !!python/name:os.system x\n", [], ["recipe.yaml:5", "tag !!python/name:os.system is not allowed"]),
     "merge key": ("a: &a {seed: 1}\ngrpo:\n  <<: *a\n", [], ["recipe.yaml:6", "use `defaults:`"]),
     "alias in itself": ("grpo: &a\n  seed: *a\n", [], ["recipe.yaml:4", "anchor"]),
     "key that is no name": ("grpo:\n  ? [a, b]\n  : 1\n", [], ["recipe.yaml:5", "a key must be a name"]),
-    "no equals sign": ("", ["grpo.seed"], ["'grpo.seed' (command line)", "key=value"]),
+    "no equals sign": ("", ["grpo.seed"], ["'grpo.seed' (command line)", "key=value: grpo.seed=VALUE"]),
+    "a colon for the equals sign": ("", ["grpo.seed: 3"], ["(command line)", "key=value: grpo.seed=3"]),
+    "spaces around the equals sign": ("", ["grpo.seed", "=", "3"], ["without spaces: grpo.seed=3"]),
+    "a second recipe": ("", ["recipe"], ["'recipe' (command line)", "one recipe was given", "defaults:"]),
+    "an empty argument": ("", [""], ["'' (command line)", "key=value"]),
     "Hydra's plus": ("", ["+grpo.seed=3"], ["'+grpo.seed=3' (command line)", "without '+'"]),
     "empty segment": ("", ["grpo..seed=3"], ["'grpo..seed=3' (command line)", "names joined by dots"]),
     "list entry that is not there": ("data:\n  train:\n    - dataset_name: a\n", ["data.train[1].split=b"], ["'data.train[1].split=b' (command line)", "1 entries"]),
@@ -159,7 +185,7 @@ def test_a_check_across_sections_gets_the_origin_of_its_key(folder: Path, root: 
     [
         ("absent.yaml", ["there is no file absent.yaml"]),
         ("recpie.yaml", ["there is no file recpie.yaml", "did you mean recipe.yaml?"]),
-        ("grpo-mth", ["there is no recipe 'grpo-mth'", "did you mean grpo-math?", "recipes: grpo-math, sft"]),
+        ("grpo-mth", ["there is no recipe 'grpo-mth'", "did you mean grpo-math?"]),
         ("list.yaml", ["list.yaml:1", "`key: value` lines"]),
         ("binary.yaml", ["binary.yaml", "not a text file"]),
         ("control.yaml", ["control.yaml:2", "not valid YAML"]),
@@ -281,7 +307,12 @@ class Weighed(Config):
 
 
 class Renamed(Config):
-    renamed = {"penalty": "kl.weight", "use_x": "kind=x", "is_on": "kl: a section if true, null if false"}
+    renamed: ClassVar = {
+        "penalty": moved("kl.weight"),
+        "use_x": chosen("kind", "x"),
+        "use_z": chosen("kind", "z"),
+        "is_on": Rename("kl: a section if true, null if false", lambda on, _: {"kl": {} if on else None}),
+    }
 
     kl: Weighed | None = None
     kind: str = "y"
@@ -292,23 +323,41 @@ class RenamedRoot(Config):
 
 
 @pytest.mark.parametrize(
-    ("name", "now"),
+    ("name", "now", "in_general"),
     [
-        ("penalty", "part.kl.weight"),
-        ("use_x", "part.kind=x"),
-        ("is_on", "part.kl: a section if true, null if false"),
+        ("penalty", "part.kl.weight=1.0", "part.kl.weight"),
+        ("use_x", "part.kind=x", "part.kind=x if true"),
+        ("is_on", "part.kl={}", "part.kl: a section if true, null if false"),
     ],
 )
-def test_a_key_of_an_earlier_version_is_answered_with_the_new_one(name: str, now: str) -> None:
+def test_a_key_of_an_earlier_version_is_answered_with_the_new_one(name: str, now: str, in_general: str) -> None:
     def of_the_new_key(config: Any) -> list[Problem]:
         return [Problem("part.kl", "must be set")] if config.part.kl is None else []
 
     with pytest.raises(ConfigProblems) as refused:
-        resolve(load({"part": {name: 1}}), RenamedRoot, checks=[of_the_new_key])
+        resolve(load({"part": {name: 1.0}}), RenamedRoot, checks=[of_the_new_key])
     first, *others = refused.value.problems
-    assert first.key == f"part.{name}"
-    assert first.reason.endswith(f" {now}")
+    assert (first.key, first.message) == (f"part.{name}", f"is now {now}")
     # the check is of another key than `kind`
     assert others == ([Problem("part.kl", "must be set")] if name == "use_x" else [])
-    with pytest.raises(ConfigError, match=rf"part\.{name}: {re.escape(first.reason)}"):
+    with pytest.raises(ConfigError, match=rf"part\.{name}: is now {re.escape(in_general)}$"):
         explain(RenamedRoot, f"part.{name}")
+
+
+@pytest.mark.parametrize(
+    ("written", "answers"),
+    [
+        ({"use_x": False}, {"use_x": "Remove this line"}),
+        ({"use_x": True, "use_z": False}, {"use_x": "is now part.kind=x", "use_z": "Remove this line"}),
+        ({"use_x": True, "use_z": True}, {"use_x": "use_z is part.kind=z. Keep one", "use_z": "use_x is part.kind=x"}),
+        ({"use_x": True, "kind": "y"}, {"use_x": "is now part.kind=x, and kind is part.kind=y. Keep one of the two"}),
+        ({"use_x": True, "kind": "x"}, {"use_x": "is now part.kind=x"}),
+    ],
+)
+def test_answers_about_earlier_keys_follow_from_their_values(written: Any, answers: dict[str, str]) -> None:
+    with pytest.raises(ConfigProblems) as refused:
+        resolve(load({"part": written}), RenamedRoot)
+    found = {problem.key.removeprefix("part."): problem.message for problem in refused.value.problems}
+    assert found.keys() == answers.keys()
+    for name, answer in answers.items():
+        assert answer in found[name]

@@ -7,8 +7,8 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from rl_core.config import Config, WhenChanged
-from rl_core.model_config import BackendConfig
+from rl_core.config import Config, Rename, WhenChanged
+from rl_core.model_config import RECOMPUTE_KEYS, BackendConfig
 
 Style = Literal[
     "colwise",
@@ -92,10 +92,7 @@ class DTensorConfig(BackendConfig):
     """Training on PyTorch DTensor and FSDP2: mesh, memory and kernels."""
 
     when_changed: ClassVar[WhenChanged | None] = WhenChanged.RESUME
-    renamed: ClassVar[Mapping[str, str]] = {
-        "activation_checkpointing": "recompute: full if true, none if false",
-        "recompute_granularity": "recompute",
-    }
+    renamed: ClassVar[Mapping[str, Rename]] = RECOMPUTE_KEYS
 
     dp_replicate_size: int = Field(default=1, gt=0)
     """Number of replicas of the sharded parameters (HSDP); the ranks of each replica share one copy."""

@@ -7,8 +7,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from rl_core.config import Config, ProblemError, WhenChanged
-from rl_core.model_config import BackendConfig
+from rl_core.config import Config, ProblemError, Rename, WhenChanged
+from rl_core.model_config import RECOMPUTE_KEYS, BackendConfig
 from rl_megatron.transformer_fields import WITH_FIXED_LENGTH, name_problem
 
 KEY = "megatron_cfg"
@@ -36,12 +36,18 @@ class DistributedDataParallelConfig(Config):
     """Reduce gradients over the data-parallel ranks bucket by bucket during the backward pass."""
 
 
+def _recompute_modules(modules: Any, section: Mapping[str, Any]) -> Mapping[str, Any]:
+    # version 0.1.0 recorded them whether or not they had an effect
+    has_effect = section.get("activation_checkpointing", True) and section.get("recompute_granularity") != "full"
+    return {"recompute_modules": modules} if has_effect else {}
+
+
 class MegatronConfig(BackendConfig):
     """Training on Megatron Core: mesh, memory and kernels."""
 
-    renamed: ClassVar[Mapping[str, str]] = {
-        "activation_checkpointing": "recompute: full if true, none if false",
-        "recompute_granularity": "recompute",
+    renamed: ClassVar[Mapping[str, Rename]] = {
+        "recompute_modules": Rename("recompute_modules", _recompute_modules),
+        **RECOMPUTE_KEYS,
     }
 
     tensor_model_parallel_size: Annotated[int, WhenChanged.RESUME] = Field(default=1, gt=0)

@@ -16,13 +16,13 @@ from rl_algos.losses.policy import RatioDenominator
 from rl_algos.losses.staleness import StalenessDecay
 from rl_algos.losses.surrogates import Clip, Surrogate
 from rl_algos.policy_gradient.renamed_keys import RENAMED
-from rl_core.config import NamedConfig
+from rl_core.config import NamedConfig, Rename
 
 
 class LossConfig(NamedConfig):
     """The policy loss of GRPO and its family."""
 
-    renamed: ClassVar[Mapping[str, str]] = RENAMED
+    renamed: ClassVar[Mapping[str, Rename]] = RENAMED
 
     name: Literal["policy"] = "policy"
     """Name of the loss: `policy`, or your own class as `package.module:Class` or `file.py:Class`."""

@@ -25,12 +25,14 @@ from rl_core.config.json_schema import JsonSchema
 from rl_core.config.keys import all_keys
 from rl_core.config.load import RawConfig, load
 from rl_core.config.messages import Hint, by_another_name, did_you_mean, nearest, nearest_as_remedy
+from rl_core.config.renames import chosen, moved
 from rl_core.config.resolve import Resolved, Values, refusal, resolve, values_of
 from rl_core.config.schema import (
     Config,
     EnvVars,
     PathText,
     ProblemError,
+    Rename,
     WhenChanged,
     assemble,
     is_changed,
@@ -56,6 +58,7 @@ __all__ = [
     "Problem",
     "ProblemError",
     "RawConfig",
+    "Rename",
     "Resolved",
     "RuledChange",
     "Values",
@@ -66,6 +69,7 @@ __all__ = [
     "by_another_name",
     "changed_keys",
     "changed_to_yaml",
+    "chosen",
     "did_you_mean",
     "diff",
     "explain",
@@ -73,6 +77,7 @@ __all__ = [
     "is_changed",
     "keys_when_changed",
     "load",
+    "moved",
     "nearest",
     "nearest_as_remedy",
     "plain",

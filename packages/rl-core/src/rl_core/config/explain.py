@@ -68,7 +68,8 @@ def explain(root: type[Config], key: str, config: Resolved[Any] | Values | None 
         below = found.child(segment, value_at(tree, found.path))
         if below is None:
             known = by_another_name(root, (*found.path, segment), tree)
-            raise ConfigError(f"{key}: {known or f'no such key{did_you_mean(key, all_keys(root, tree))}'}")
+            reason = known.message if known else f"no such key{did_you_mean(key, all_keys(root, tree))}"
+            raise ConfigError(f"{key}: {reason}")
         found, explained = below, _explained(below, values, explained)
     value = value_at(tree, path) if values is not None else explained.default
     children = tuple(_explained(child, values, explained) for child in found.children(value))

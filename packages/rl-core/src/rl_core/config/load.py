@@ -5,14 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rl_core.config.keys import value_at
 from rl_core.config.messages import did_you_mean
+from rl_core.config.renames import upgraded
+from rl_core.config.schema import Config
 from rl_core.config.tree import (
-    COMMAND_LINE,
     DATASET,
     MISSING,
     Entry,
@@ -20,6 +21,7 @@ from rl_core.config.tree import (
     Origin,
     Unset,
     format_path,
+    given_in,
     leaves,
     mapped,
     natural,
@@ -89,6 +91,12 @@ class RawConfig:
         """The same with plain nested values laid over it, whose origin is named `source`."""
         return RawConfig(self.name, self.entry.under(Entry.of(dict(values), Origin(source))), self.files)
 
+    def upgraded(self, root: type[Config]) -> tuple[RawConfig, tuple[str, ...]]:
+        """The same under the keys of this version, if an earlier version recorded it, and the earlier keys that it had;
+        see `rl_core.config.renames`."""
+        entry, keys = upgraded(self.entry, root)
+        return replace(self, entry=entry), keys
+
 
 def load(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = (), *, search: Search = ()) -> RawConfig:
     """Read a recipe and what it inherits from, and lay overrides over it.
@@ -113,17 +121,17 @@ def load(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = (), 
     else:
         path = reader.find(str(source), None, None)
         name, entry = shown(path), reader.read(path, ())
-    return RawConfig(name, _with_file_paths(_with_overrides(entry, overrides)), tuple(reader.files))
+    return RawConfig(name, _with_file_paths(_with_overrides(entry, overrides, reader)), tuple(reader.files))
 
 
-def _with_overrides(entry: Entry, overrides: Sequence[str]) -> Entry:
+def _with_overrides(entry: Entry, overrides: Sequence[str], reader: _Reader) -> Entry:
     problems = []
     parsed: list[tuple[str, KeyPath, Entry]] = []
-    for text in overrides:
+    for text in _joined(overrides):
         try:
-            parsed.append((text, *_override(text)))
+            parsed.append((text, *_override(text, reader)))
         except ConfigError as error:
-            problems.append(f"{text!r} (command line): {error}")
+            problems.append(f"{text!r} ({given_in.get()}): {error}")
     # before any is set, so that their order does not matter
     for _, path, value in parsed:
         entry = _without_replaced_dataset(entry, path, value)
@@ -131,7 +139,7 @@ def _with_overrides(entry: Entry, overrides: Sequence[str]) -> Entry:
         try:
             entry = entry.with_entry(path, value)
         except ConfigError as error:
-            problems.append(f"{text!r} (command line): {error}")
+            problems.append(f"{text!r} ({given_in.get()}): {error}")
     if problems:
         raise ConfigError("\n".join(problems))
     return entry
@@ -186,7 +194,20 @@ def shown(path: Path) -> str:
         return str(path)
 
 
-def _override(text: str) -> tuple[KeyPath, Entry]:
+def _joined(overrides: Sequence[str]) -> Sequence[str]:
+    """Refuse an equals sign that is apart from its key and value.
+
+    Raises:
+        ConfigError: With the override as it should be.
+    """
+    for place, text in enumerate(overrides):
+        before = overrides[place - 1] if place else ""
+        if text.strip() == "=" and before and place + 1 < len(overrides):
+            raise ConfigError(f"write an override without spaces: {before}={overrides[place + 1]}")
+    return overrides
+
+
+def _override(text: str, reader: _Reader) -> tuple[KeyPath, Entry]:
     """The path and the value of an override.
 
     Raises:
@@ -195,13 +216,22 @@ def _override(text: str) -> tuple[KeyPath, Entry]:
     key, equals, value = text.partition("=")
     key = key.strip()
     if not equals:
-        raise ConfigError("an override is written key=value, for example grpo.seed=1")
+        raise ConfigError(_without_equals(key, reader))
     if key[:1] in ("+", "~", "-"):
         raise ConfigError(f"write key=value without {key[0]!r}: new keys need no prefix, and key=null clears one")
     path = parse_path(key)
     if path == ("defaults",):
         raise ConfigError("`defaults` belongs in a file: name another recipe instead")
-    return path, read_value(value, COMMAND_LINE)
+    return path, read_value(value, given_in.get())
+
+
+def _without_equals(text: str, reader: _Reader) -> str:
+    """Return the message about an argument that is not an override."""
+    if reader.is_config(text):
+        return "is a recipe, but one recipe was given already. To combine both, write a file with defaults: [A, B]"
+    if match := re.fullmatch(r"([\w.\[\]]+): *(.+)", text):
+        return f"an override is written key=value: {match[1]}={match[2]}"
+    return f"an override is written key=value: {text}=VALUE" if text else "an override is written key=value"
 
 
 class _Reader:
@@ -243,14 +273,24 @@ class _Reader:
         sibling = beside.with_name(f"{name}.yaml") if beside else None
         found = sibling if sibling and sibling.is_file() else self._recipe(name)
         if found is None:
-            folders = () if callable(self._search) else self._search
-            known = sorted({file.stem for folder in folders for file in folder.glob("*.yaml")})
-            listing = f"; recipes: {', '.join(known)}" if known else ""
-            raise ConfigError(
-                f"{place}there is no recipe {name!r}{did_you_mean(name, known)}{listing}"
-                "; a file is named with its .yaml ending"
-            )
+            raise ConfigError(f"{place}there is no recipe {name!r}{self._meant(name)}")
         return found
+
+    def is_config(self, name: str) -> bool:
+        """Return whether a string names a recipe or an existing YAML file."""
+        return Path(name).is_file() if name.endswith(_SUFFIXES) else self._recipe(name) is not None
+
+    def _meant(self, name: str) -> str:
+        """Return the advice for a name that is not a recipe."""
+        folders = () if callable(self._search) else self._search
+        known = sorted({file.stem for folder in folders for file in folder.glob("*.yaml")})
+        files = [f"{name}{suffix}" for suffix in _SUFFIXES if Path(f"{name}{suffix}").is_file()]
+        if near := did_you_mean(name, [*files, *known]):
+            return near
+        if Path(name).is_file():
+            return f". It is a file, but its name does not end in {' or '.join(_SUFFIXES)}"
+        listed = f"; rl recipes lists the {len(known)} recipes" if known else ""
+        return f"{listed}; a file is named with its .yaml ending"
 
     def _recipe(self, name: str) -> Path | None:
         if callable(self._search):

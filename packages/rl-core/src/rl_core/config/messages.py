@@ -11,8 +11,9 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from rl_core.config.keys import Key, all_keys, key_at, value_at
+from rl_core.config.renames import new_keys, replacement
 from rl_core.config.schema import Config, ProblemError
-from rl_core.config.tree import Entry, KeyPath, format_path, parse_path
+from rl_core.config.tree import DEFAULT, Entry, KeyPath, format_path, parse_path
 from rl_core.problems import Problem, show
 
 Hint = Callable[[str, Any], str]
@@ -77,8 +78,8 @@ def problems_in(
         if isinstance(raised, ProblemError):
             yield from (problem.at(_joined(path, problem.key)) for problem in raised.problems)
         elif group[0]["type"] == "extra_forbidden":
-            if reason := by_another_name(root, path, values):
-                yield Problem(format_path(path), reason)
+            if found := by_another_name(root, path, values):
+                yield found
             else:
                 yield _unknown(path, list(all_keys(root, values)), values, hint)
         else:
@@ -126,7 +127,10 @@ def _joined(section: KeyPath, key: str) -> str:
 
 def _line(problem: Problem, written: Entry) -> str:
     path, message = parse_path(problem.key) if problem.key else (), problem.message
-    entry, origin = written.get(path), written.nearest_origin(path)
+    entry = written.get(path) or written.get((problem.key,))
+    # a section that has to be set is named with the place around it; other keys that were not written have a default
+    around = written.nearest_origin(path) if "must be set" in problem.reason or not path else DEFAULT
+    origin = around if entry is None else entry.origin
     via = entry.value if entry is not None and isinstance(entry.value, str) and "${" in entry.value else ""
     place = f"{origin}, written as {via}" if via and via not in message else str(origin)
     return f"{format_path(path) or 'config'} ({place}): {message}"
@@ -147,26 +151,28 @@ def _path_in(values: Any, details: ErrorDetails) -> KeyPath:
     return tuple(path)
 
 
-def by_another_name(root: type[Config], path: KeyPath, values: Any) -> str:
-    """Return the message about another or an earlier name of a key of the same section; empty for any other name."""
-    *above, name = path
-    section = _section_around(root, path, values)
+def by_another_name(root: type[Config], path: KeyPath, values: Any) -> Problem | None:
+    """Return the problem of another or an earlier name of a key of the same section; None for any other name."""
+    *above, last = path
+    name, section = str(last), _section_around(root, path, values)
     if section is None:
-        return ""
-    if now := section.renamed.get(str(name)):
-        return f"is now {'.'.join(filter(None, (format_path(above), now)))}"
-    if (key := section.also_called.get(str(name))) is None:
-        return ""
+        return None
+    if name in section.renamed:
+        reason, remedy = replacement(section, path, value_at(values, path[:-1]))
+        return Problem(format_path(path), reason, remedy=remedy)
+    if (key := section.also_called.get(name)) is None:
+        return None
     meaning, _, _ = (section.model_fields[key].description or "").partition("\n\n")
-    return f"no such key; here it is {format_path((*above, key))}: {' '.join(meaning.split())}".rstrip(": ")
+    reason = f"no such key; here it is {format_path((*above, key))}: {' '.join(meaning.split())}".rstrip(": ")
+    return Problem(format_path(path), reason)
 
 
-def new_name(root: type[Config], path: KeyPath, values: Any) -> str:
-    """Return the key that replaces a key of an earlier version; empty for any other key."""
+def new_names(root: type[Config], path: KeyPath, values: Any) -> list[str]:
+    """Return the keys that replace a key of an earlier version; empty for any other key."""
     section = _section_around(root, path, values)
-    now = section.renamed.get(str(path[-1]), "") if section is not None else ""
-    key = re.match(r"[\w.]*", now)
-    return format_path((*path[:-1], *parse_path(key[0]))) if key and key[0] else ""
+    if section is None or str(path[-1]) not in section.renamed:
+        return []
+    return new_keys(section, path, value_at(values, path[:-1]))
 
 
 def _section_around(root: type[Config], path: KeyPath, values: Any) -> type[Config] | None:
@@ -222,6 +228,8 @@ def _remedy(value: Any, key: Key, name: str) -> str:
     if key.allowed == "section":
         if value is None:
             return "The section is empty: remove its line, or put keys below it"
+        if isinstance(value, str) and (match := re.fullmatch(r"(\w+):(\S.*)", value)):
+            return f"Write a space after the colon: {match[1]}: {match[2]}"
         return f"Set the keys below it, {name}.KEY"
     if value is None and not key.required:
         return f"Remove the key to use its default, {show(key.default)}"

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from rl_core.config.dump import escaped
 from rl_core.config.keys import Key, all_keys, key_at
 from rl_core.config.load import RawConfig, interpolate, interpolations
-from rl_core.config.messages import Hint, left_out_to_go_on, nearest, new_name, problems_in, report, without
+from rl_core.config.messages import Hint, left_out_to_go_on, nearest, new_names, problems_in, report, without
 from rl_core.config.schema import Config, plain
 from rl_core.config.secrets import hide_values, literal_credentials, with_references
 from rl_core.config.tree import MISSING, KeyPath, Origin, Unquoted, Unset, format_path, leaves, mapped, parse_path
@@ -144,7 +144,7 @@ def _further_problems(
         found = [problem for check in checks for problem in check(config)]
     known = list(all_keys(root, rest)) if found else []
     meant = [near for path in paths if found for near in nearest(format_path(path), known)]
-    meant += [now for path in paths if (now := new_name(root, path, values))]
+    meant += [now for path in paths for now in new_names(root, path, values)]
     return [each for each in found if not any(_is_about(each, near) for near in meant)]
 
 

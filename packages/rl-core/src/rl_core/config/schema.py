@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass
 from enum import Enum
@@ -66,7 +66,27 @@ class NamesPath:
     same path."""
 
 
-PathText = Annotated[str, NamesPath()]
+@dataclass(frozen=True)
+class Rename:
+    """The rename of a key of an earlier version.
+
+    Args:
+        now: The key of this version, relative to the section, with words on its value if that is not the same.
+        values: Function from its value and all values of its section to values by key of this version, relative to the
+            section; empty if the value needs no key.
+    """
+
+    now: str
+    values: Callable[[Any, Mapping[str, Any]], Mapping[str, Any]]
+
+
+def _not_empty(text: str) -> str:
+    if not text.strip():
+        raise ProblemError(Problem("", "is empty", got=text, remedy="Write a path or a name, or remove the key"))
+    return text
+
+
+PathText = Annotated[str, NamesPath(), AfterValidator(_not_empty)]
 """The path of a file or folder, or something else if there is no such file."""
 
 
@@ -83,10 +103,13 @@ class Config(BaseModel):
     """Names that keys of this section have in other sections or other libraries, and the keys: the error for such a
     name shows the key."""
 
-    renamed: ClassVar[Mapping[str, str]] = {}
-    """Keys that this section had in earlier versions, and what to write now, relative to the section: a key
-    (`kl.weight`), a key and its value (`surrogate=gspo`), or a key and an explanation. The error for such a
-    key shows it."""
+    renamed: ClassVar[Mapping[str, Rename]] = {}
+    """Keys that this section had in earlier versions; see `rl_core.config.renames`. A key of this version is among them
+    if it took other values."""
+
+    before_it_existed: ClassVar[Mapping[str, Any]] = {}
+    """Values of keys in the recorded config of a run that does not have them, because its version did not: the values
+    that mean what that version did, if the defaults do not."""
 
     named: ClassVar[type[Config] | None] = None
     """The type of further sections, whose names are up to the user; None if there are none."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -38,6 +39,7 @@ _SPECIAL = {".inf": "inf", "+.inf": "inf", "-.inf": "-inf", ".nan": "nan"}
 _NULL = ("", "~", "null", "Null", "NULL")
 _BOOL = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
 _TOO_DEEP = f"lists and mappings are nested more than {MAX_DEPTH} levels deep"
+_CLOSING = {"{": "}", "[": "]"}
 _TEXT, _LIST, _MAPPING = (f"tag:yaml.org,2002:{kind}" for kind in ("str", "seq", "map"))
 
 
@@ -100,6 +102,9 @@ class Origin:
 
 
 COMMAND_LINE = Origin("command line")
+PYTHON = Origin("overrides")
+given_in: ContextVar[Origin] = ContextVar("given_in", default=COMMAND_LINE)
+"""Origin of overrides: `PYTHON` for those of a function call."""
 DEFAULT = Origin("default")
 
 
@@ -320,12 +325,11 @@ def _compose(text: str, source: str | None) -> yaml.Node | None:
     try:
         return _composed(text)
     except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
         what = ", ".join(part for part in (error.context, error.problem) if part)
         if source is None:
             raise ConfigError(f"not valid YAML: {what}; quote the value to pass it as a string") from None
-        place = Origin(source, mark.line + 1 if mark else None)
-        raise ConfigError(f"{place}: not valid YAML: {what}{_remedy(error.problem or '')}") from None
+        line, remedy = _fault(error, text.splitlines())
+        raise ConfigError(f"{Origin(source, line)}: not valid YAML: {what}{remedy}") from None
     except yaml.reader.ReaderError as error:
         line = text[: error.position].count("\n") + 1
         before = f"{Origin(source, line)}: " if source else ""
@@ -342,12 +346,28 @@ def _composed(text: str) -> yaml.Node | None:
         loader.dispose()
 
 
-def _remedy(problem: str) -> str:
+def _fault(error: yaml.MarkedYAMLError, lines: list[str]) -> tuple[int | None, str]:
+    """Return the line that most likely has to be changed, and how. YAML notices a mistake where the text after it no
+    longer fits."""
+    problem, begun = error.problem or "", error.context_mark
+    mark = error.problem_mark or begun
+    line = mark.line + 1 if mark else None
     if r"'\t'" in problem:
-        return "; indent with spaces"
-    if "mapping values are not allowed" in problem:
-        return "; quote a value that contains `: `, and indent all keys of a section equally"
-    return ""
+        return line, "; indent with spaces"
+    if problem == "could not find expected ':'" and begun is not None:
+        return begun.line + 1, f"; write a colon and a space after the key, as in {lines[begun.line].strip()}: VALUE"
+    if begun is not None and ("flow" in (error.context or "") or "quoted" in (error.context or "")):
+        opened = lines[begun.line][begun.column : begun.column + 1]
+        return begun.line + 1, f"; close the {opened} of this line with {_CLOSING.get(opened, opened)}"
+    if "mapping values are not allowed" in problem and mark is not None:
+        before = next((at for at in range(mark.line - 1, -1, -1) if lines[at].strip(" -#")), None)
+        written = "" if before is None else lines[before].partition(" #")[0].strip()
+        if before is not None and written[:1] != "#" and ": " not in written and not written.endswith(":"):
+            key, colon, value = written.partition(":")
+            key, _, rest = (key, "", value) if colon else written.partition(" ")
+            return before + 1, f"; write a colon and a space after the key, as in {key}: {rest}".rstrip()
+        return line, "; quote a value that contains `: `, and indent all keys of a section equally"
+    return line, "; indent all keys of a section equally" if "block mapping" in (error.context or "") else ""
 
 
 class _Reader:

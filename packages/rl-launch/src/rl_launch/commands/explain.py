@@ -73,8 +73,8 @@ def explain_anywhere(key: str) -> list[Explained]:
             found.append((explain(root, key), [name]))
     if not found:
         path = tuple(key.split("."))
-        if elsewhere := next(filter(None, (by_another_name(root, path, {}) for root in roots.values())), ""):
-            raise ConfigError(f"{key}: {elsewhere}")
+        if elsewhere := next(filter(None, (by_another_name(root, path, {}) for root in roots.values())), None):
+            raise ConfigError(f"{key}: {elsewhere.message}")
         known = {each for root in roots.values() for each in all_keys(root, {})}
         raise ConfigError(f"{key}: no such key{did_you_mean(key, known)}")
     return [

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from rl_core.config import (
+    Config,
     Problem,
     RawConfig,
     assemble,
@@ -30,7 +33,9 @@ from rl_launch.run_config.checks import PlanChecks, model_checks
 from rl_launch.run_config.plan import RunPlan
 from rl_launch.run_config.root_types import algorithm_of, policy_type, root_type, type_of
 from rl_launch.run_config.validation_off import takes_out_validation, without_validation
-from rl_launch.session.directory.run_folder import is_run
+from rl_launch.session.directory.run_folder import CONFIG, DESCRIPTION, RunFolder, is_run
+
+_log = logging.getLogger(__name__)
 
 
 def read_plan(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> RunPlan:
@@ -99,7 +104,12 @@ def read_model_plan(source: Path | Mapping[str, Any], overrides: Sequence[str] =
     """
     raw = load(source, overrides)
     sections: dict[str, Any] = {"policy": policy_type(generates=False), "cluster": ClusterConfig}
-    kind = type_of(raw) if raw.select("algorithm") is not None else assemble("Model", sections)
+    if raw.select("algorithm") is None:
+        kind = assemble("Model", sections)
+        raw = of_this_version(raw, kind, source) if isinstance(source, Path) else raw
+    else:
+        raw = of_this_version(raw, type_of(raw), source) if isinstance(source, Path) else raw
+        kind = type_of(raw)
     checks = PlanChecks(raw, (), (model_checks,))
     return checks.planned(resolve(raw, kind, checks=[checks]))
 
@@ -113,13 +123,45 @@ def read_raw(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = 
         if problem := absent_run(str(source)):
             raise ConfigError(problem.message)
         folder = Path(source).expanduser()
-        written = folder / "config.yaml"
+        written = folder / CONFIG
         found = written if folder.is_dir() and written.is_file() else source
-    raw = with_models_of_runs(load(found, overrides, search=[RECIPES]))
+    raw = load(found, overrides, search=[RECIPES])
+    if not isinstance(found, Mapping) and _is_recorded(Path(found).expanduser()):
+        with suppress(ConfigError):  # reported when the config is read
+            raw = of_this_version(raw, type_of(raw), Path(found).expanduser())
+    raw = with_models_of_runs(raw)
     if takes_out_validation(raw):
         with suppress(ConfigError):  # reported when the config is read
             return without_validation(raw, algorithm_of(raw))
     return raw
+
+
+def of_this_version(raw: RawConfig, root: type[Config], path: Path) -> RawConfig:
+    """Return a recorded config under the keys of this version, and log its version if they are others. The type of the
+    result may be another, because the names of some sections' types are among the values.
+
+    Args:
+        raw: Values of the file.
+        root: Type of the config, by these values.
+        path: The `config.yaml` of a run or a checkpoint.
+    """
+    upgraded, keys = raw.upgraded(root)
+    if keys:
+        _log_version(path.parent, len(keys))
+    return upgraded
+
+
+def _is_recorded(path: Path) -> bool:
+    """Return whether a file is the config that a run or an evaluation wrote into its folder."""
+    return path.name == CONFIG and any((path.parent / name).is_file() for name in (DESCRIPTION, "eval.json"))
+
+
+@lru_cache
+def _log_version(folder: Path, num_keys: int) -> None:
+    # a command reads the config of a run several times
+    version = RunFolder(folder).description().versions.get("rl-launch") if is_run(folder) else None
+    keys = "1 key of it has another name" if num_keys == 1 else f"{num_keys} of its keys have other names"
+    _log.warning("%s was written by %s; %s now", folder, f"rl {version}" if version else "an earlier version", keys)
 
 
 def check_environments(raw: RawConfig) -> None:

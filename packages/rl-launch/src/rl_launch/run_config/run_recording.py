@@ -12,7 +12,7 @@ from rl_core.plugins import ENVIRONMENTS, GENERATORS, POLICIES, names
 from rl_launch.backends import installed
 from rl_launch.root_config import POLICY, RunConfig
 from rl_launch.run_config.plan import RunPlan
-from rl_launch.run_config.reading import check_environments
+from rl_launch.run_config.reading import check_environments, of_this_version
 from rl_launch.run_config.root_types import type_of
 from rl_launch.session.directory.recording import Recording
 
@@ -48,6 +48,7 @@ class RunRecording(Recording):
         """
         raw = load(path)
         check_environments(raw)
+        raw = of_this_version(raw, type_of(raw), path)
         return resolve(raw, type_of(raw)).config
 
     def _unused(self, plan: RunPlan) -> Iterator[tuple[str, ...]]:

@@ -1,0 +1,134 @@
+"""Keys of earlier versions: the values that they have under the keys of this version.
+
+A table in `Config.renamed` gives a function for each key that a section had. It translates the configs that runs of
+earlier versions recorded, and the messages about such keys in a user's file are made of its results, so the two cannot
+differ::
+
+    renamed = {
+        "learning_rate": moved("optimizer.lr"),
+        "use_cispo": chosen("surrogate.name", "cispo"),
+    }
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from rl_core.config.dump import to_override
+from rl_core.config.keys import Key
+from rl_core.config.schema import Config, Rename
+from rl_core.config.tree import Entry, KeyPath, format_path, leaves, natural, parse_path
+
+
+def moved(key: str, *, unless: Any = ...) -> Rename:
+    """Return the rename of a key whose values mean the same under another key.
+
+    Args:
+        key: The key of this version, relative to the section.
+        unless: A value that stands for the absence of the setting, and needs no key.
+    """
+    return Rename(key, lambda value, _: {} if value == unless else {key: value})
+
+
+def chosen(key: str, value: str) -> Rename:
+    """Return the rename of a switch, which chose a value of a key if it was on."""
+    return Rename(f"{key}={value} if true", lambda is_on, _: {key: value} if is_on else {})
+
+
+def upgraded(entry: Entry, root: type[Config]) -> tuple[Entry, tuple[str, ...]]:
+    """Return a config that an earlier version recorded, under the keys of this version.
+
+    Keys of this version that were written, as by overrides, win over those of earlier versions. A recorded config holds
+    every key, so one that is absent did not exist: its value is that of `Config.before_it_existed`, if there is one.
+
+    Args:
+        entry: The recorded config.
+        root: The config type.
+
+    Returns:
+        The config, and the keys of earlier versions that it had.
+    """
+    renamed: list[str] = []
+    return _upgraded(Key((), root), entry, renamed), tuple(renamed)
+
+
+def replacement(section: type[Config], path: KeyPath, written: Any) -> tuple[str, str]:
+    """Return the message about a key of an earlier version, for its value, and the remedy.
+
+    Args:
+        section: The section's type, which has the key in its `renamed`.
+        path: Path of the key.
+        written: Values of the section; without one for the key, the message is about the key in general.
+    """
+    *above, name = path
+    rename = section.renamed[str(name)]
+    if not isinstance(written, Mapping) or name not in written:
+        return f"is now {format_path((*above, rename.now))}", ""
+    values = rename.values(written[name], written)
+    if not values:
+        return "is a key of an earlier version, and this value needs no key", "Remove this line"
+    for other, theirs in _others(section, str(name), written):
+        for key in values.keys() & theirs.keys():
+            if values[key] != theirs[key]:
+                ours, others = (to_override(_below(above, key), each[key]) for each in (values, theirs))
+                return f"is now {ours}, and {other} is {others}", "Keep one of the two"
+    return f"is now {' '.join(to_override(_below(above, key), values[key]) for key in values)}", ""
+
+
+def new_keys(section: type[Config], path: KeyPath, written: Any) -> list[str]:
+    """Return the keys of this version that a key of an earlier version stands for; see `replacement`."""
+    *above, name = path
+    return [_below(above, key) for key in section.renamed[str(name)].values(written[name], written)]
+
+
+def _below(section: Iterable[str | int], key: str) -> str:
+    return format_path((*section, *parse_path(key)))
+
+
+def _others(section: type[Config], name: str, written: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the values under this version's keys of everything else in the section, by the key that is written."""
+    for other, value in written.items():
+        if other == name:
+            continue
+        if other in section.renamed:
+            yield other, section.renamed[other].values(value, written)
+        else:
+            yield other, {format_path((other, *path)): leaf for path, leaf in leaves(value).items()}
+
+
+def _upgraded(key: Key, entry: Entry, renamed: list[str]) -> Entry:
+    written = natural(entry.plain())
+    if isinstance(entry.value, list):
+        items = [_child(key, index, item, written, renamed) for index, item in enumerate(entry.value)]
+        return Entry(items, entry.origin)
+    if not isinstance(entry.value, dict):
+        return entry
+    section = key.section(written)
+    if section is not None and (section.renamed or section.before_it_existed):
+        entry = _of_this_version(section, entry, key.path, renamed)
+        written = natural(entry.plain())
+    children = {name: _child(key, name, each, written, renamed) for name, each in entry.value.items()}
+    return Entry(children, entry.origin)
+
+
+def _child(key: Key, segment: str | int, entry: Entry, written: Any, renamed: list[str]) -> Entry:
+    child = key.child(segment, written)
+    return entry if child is None else _upgraded(child, entry, renamed)
+
+
+def _of_this_version(section: type[Config], entry: Entry, path: KeyPath, renamed: list[str]) -> Entry:
+    written = natural(entry.plain())
+    new = Entry({name: each for name, each in entry.value.items() if name not in section.renamed}, entry.origin)
+    for name, rename in section.renamed.items():
+        if name not in written:
+            continue
+        for key, value in rename.values(written[name], written).items():
+            if new.get(parse_path(key)) is None:
+                new = new.with_entry(parse_path(key), Entry.of(value, entry.value[name].origin))
+        if name not in section.model_fields:
+            renamed.append(format_path((*path, name)))
+    for name, value in section.before_it_existed.items():
+        if name not in written:
+            new = new.with_entry((name,), Entry.of(value, entry.origin))
+    return new
