@@ -6,7 +6,7 @@ from typing import get_args
 
 import pytest
 
-from rl_core.model_config import LoraConfig, ModelConfig
+from rl_core.model_config import LoraConfig, ModelConfig, OptimizerConfig
 from rl_core.testing.isolation import fork_problem
 from rl_megatron.config import Fp8Config, MegatronConfig
 from rl_megatron.plugin import PLUGIN, num_ranks
@@ -22,6 +22,19 @@ def problems(policy=None, device="cpu", **settings):
 
 def test_defaults_have_no_problems():
     assert problems() == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "key"),
+    [
+        ("Adafactor", {}, "optimizer.name"),
+        ("AdamW", {"differentiable": True}, "optimizer.kwargs.differentiable"),
+        ("AdamW", {"capturable": True}, "optimizer.kwargs.capturable"),
+    ],
+)
+def test_an_optimizer_that_cannot_step_parts_of_parameters_is_refused(name, kwargs, key):
+    optimizer = OptimizerConfig(name=f"torch.optim.{name}", kwargs=kwargs)
+    assert list(problems(ModelConfig(model_name="model", optimizer=optimizer))) == [key]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
+from datetime import date
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
@@ -35,6 +36,9 @@ from rl_core.optimizer_arguments import (
 )
 from rl_core.token_filter import TokenFilter
 from rl_core.weights import WeightSyncChoice, WeightSyncEncoding
+
+_DATE_CODES = ("%d", "%-d", "%e", "%m", "%-m", "%b", "%B", "%Y", "%y", "%a", "%A", "%j", "%F", "%H", "%I", "%M", "%S", "%p")
+"""Codes of `strftime` that chat templates may use."""
 
 _DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 
@@ -100,6 +104,9 @@ class TokenizerConfig(Config):
     """Jinja chat template, or a path to one; if unset, the tokenizer's own."""
     chat_template_kwargs: dict[str, Any] = {}
     """Extra variables of the chat template."""
+    template_date: str = "2025-01-01"
+    """Date that a chat template writes which asks for the current one by `strftime_now`, as those of Llama and gpt-oss
+    do. It is the same in every process and after a resume, so that rows do not change overnight."""
     tool_format: Literal["hermes", "qwen_coder", "llama", "mistral", "deepseek", "glm", "harmony"] | None = None
     """Format in which the model writes tool calls, for environments with tools; if unset, it is read from the chat
     template. `hermes` is also the format of Qwen2.5 and Qwen3, `harmony` the format of gpt-oss."""
@@ -107,6 +114,14 @@ class TokenizerConfig(Config):
     """Content in which the string of a special token, such as `<|im_end|>`, is tokenised as ordinary text, so that it
     cannot end a turn or start one with another role: the answers of environments and tools (`observations`), or also
     the messages of datasets except the assistant's (`all`). Tokens that the chat template writes stay special."""
+
+    @field_validator("template_date", mode="before")
+    @classmethod
+    def _is_date(cls, value: Any) -> str:
+        try:
+            return date.fromisoformat(str(value)).isoformat()  # YAML reads a date without quotes as such
+        except ValueError:
+            raise ProblemError(Problem("", got=value, allowed="a date such as 2025-01-31")) from None
 
     @field_validator("chat_template_kwargs")
     @classmethod
@@ -126,6 +141,17 @@ class TokenizerConfig(Config):
         # JSON-like Python literals are Jinja literals
         variables = self.chat_template_kwargs.items()
         return "".join(f"{{% set {name} = {value!r} %}}" for name, value in variables) + template
+
+    def with_date(self, template: Any) -> Any:
+        """A template, or several by name, in which `strftime_now` writes `template_date`, if it is used."""
+        if isinstance(template, Mapping):
+            return {name: self.with_date(text) for name, text in template.items()}
+        if template is None or "strftime_now" not in template:
+            return template
+        day = date.fromisoformat(self.template_date)
+        written = "".join(f"|replace({code!r},{day.strftime(code)!r})" for code in _DATE_CODES)
+        # a macro takes precedence over the function of the same name that transformers offers
+        return f"{{% macro strftime_now(format) %}}{{{{ format{written} }}}}{{% endmacro +%}}{template}"
 
     def template_text(self) -> str | None:
         """The configured template, read from its file if `chat_template` names one; None if it is unset.

@@ -31,6 +31,9 @@ OPTIMIZERS: Mapping[str, frozenset[str]] = {
 }
 """Arguments that each class takes in addition to the parameters, by its dotted name."""
 
+_FUNCTION = "takes a Python function, which a config cannot contain"
+_LIST = "combines schedules, which are a list here"
+
 UNSUPPORTED: Mapping[str, str] = {
     "torch.optim.LBFGS": "computes the loss several times per step, but a training step computes it once",
     "torch.optim.Muon": "supports only the matrices of hidden layers, but the optimizer receives every parameter, "
@@ -39,20 +42,63 @@ UNSUPPORTED: Mapping[str, str] = {
 }
 """Optimizer classes that cannot train a model here, each with the reason."""
 
+OF_WHOLE_PARAMETERS: Mapping[str, str] = {
+    "torch.optim.Adafactor": "computes norms, and averages of rows and columns, of each whole parameter, but the "
+    "optimizer of a rank receives a part of it",
+}
+"""Optimizer classes that cannot step parameters of which each rank has a part, each with the reason."""
+
+UNSUPPORTED_SCHEDULES: Mapping[str, str] = {
+    f"torch.optim.lr_scheduler.{name}": reason
+    for name, reason in {
+        "ChainedScheduler": _LIST,
+        "LambdaLR": _FUNCTION,
+        "MultiplicativeLR": _FUNCTION,
+        "ReduceLROnPlateau": "follows a metric, but schedules here follow the number of steps",
+        "SequentialLR": _LIST,
+    }.items()
+}
+"""Schedule classes that cannot be used here, each with the reason."""
+
 SCHEDULES: Mapping[str, frozenset[str]] = {
     f"torch.optim.lr_scheduler.{name}": frozenset(arguments) | {"last_epoch"}
     for name, arguments in {
         "ConstantLR": ("factor", "total_iters"),
         "CosineAnnealingLR": ("T_max", "eta_min"),
         "CosineAnnealingWarmRestarts": ("T_0", "T_mult", "eta_min"),
+        "CyclicLR": (
+            *("base_lr", "max_lr", "step_size_up", "step_size_down", "mode", "gamma", "scale_fn", "scale_mode"),
+            *("cycle_momentum", "base_momentum", "max_momentum"),
+        ),
         "ExponentialLR": ("gamma",),
         "LinearLR": ("start_factor", "end_factor", "total_iters"),
         "MultiStepLR": ("milestones", "gamma"),
+        "OneCycleLR": (
+            *("max_lr", "total_steps", "epochs", "steps_per_epoch", "pct_start", "anneal_strategy", "cycle_momentum"),
+            *("base_momentum", "max_momentum", "div_factor", "final_div_factor", "three_phase"),
+        ),
         "PolynomialLR": ("total_iters", "power"),
         "StepLR": ("step_size", "gamma"),
     }.items()
 }
 """Arguments that each class takes in addition to the optimizer, by its dotted name."""
 
+REQUIRED: Mapping[str, tuple[str, ...]] = {
+    f"torch.optim.lr_scheduler.{name}": arguments
+    for name, arguments in {
+        "CosineAnnealingLR": ("T_max",),
+        "CosineAnnealingWarmRestarts": ("T_0",),
+        "CyclicLR": ("base_lr", "max_lr"),
+        "ExponentialLR": ("gamma",),
+        "MultiStepLR": ("milestones",),
+        "OneCycleLR": ("max_lr",),
+        "StepLR": ("step_size",),
+    }.items()
+}
+"""Arguments without a default, by the dotted name of the class."""
+
 NUMBERS = frozenset({"alpha", "initial_accumulator_value", "lr", "lr_decay", "momentum", "rho", "weight_decay"})
 """Arguments that are numbers from 0 on in every one of these optimizers that has them."""
+
+PAIRS = frozenset({"betas", "etas", "step_sizes"})
+"""Arguments that are two numbers in every one of these optimizers that has them."""

@@ -7,7 +7,8 @@ from typing import Any
 
 from rl_core.config import Problem
 from rl_core.devices import DEVICES
-from rl_core.model_config import local_hf_config, local_whole_config
+from rl_core.model_config import local_hf_config, local_whole_config, optimizer_problems
+from rl_core.optimizer_arguments import OF_WHOLE_PARAMETERS
 from rl_core.plugins import BackendPlugin, Requirement
 from rl_core.run_config import RunConfig
 from rl_core.selfcheck.cases import MeshCase, at_most_two
@@ -54,10 +55,18 @@ def check_vision(section: Any, config: RunConfig) -> Iterable[Problem]:
     return vision_problems(section.vision, section.dtensor_cfg, local_whole_config(section))
 
 
+UNSUPPORTED_OPTIMIZERS = {
+    **OF_WHOLE_PARAMETERS,
+    "torch.optim.Rprop": "uses operations that sharded parameters (DTensor) do not support",
+}
+"""Optimizer classes of torch that cannot step sharded parameters, each with the reason."""
+
+
 def check_device(section: Any, config: RunConfig) -> Iterable[Problem]:
     """Settings that the run's device, or the model's precision, cannot run."""
     device = DEVICES.get(config.cluster.device)  # `auto` may still become any
     backend, precision = section.dtensor_cfg, section.precision
+    yield from optimizer_problems(section, UNSUPPORTED_OPTIMIZERS, device)
     yield from device_problems(backend, precision=precision, device=device)
     yield from low_precision_problems(backend, section.lora_cfg, precision=precision, device=device)
 

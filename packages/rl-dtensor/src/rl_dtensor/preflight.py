@@ -6,8 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from rl_core.model_config import ModelConfig, OptimizerConfig, SchedulerConfig
+from rl_core.optimizer_arguments import OPTIMIZERS
 from rl_core.torch.optim.optimizer import build_schedule
 from rl_dtensor.config import DTensorConfig
 from rl_dtensor.model.compilation import compiler_problem
@@ -33,7 +38,27 @@ def check(section: Mapping[str, Any]) -> list[str]:
     except ValueError as error:
         return [str(error)]
     problems = (
+        "" if optimizer_config.name in OPTIMIZERS else _step_problem(optimizer_config),
         compiler_problem() if backend.compile else "",
         import_problem() if backend.float8.enabled else "",
     )
     return [problem for problem in problems if problem]
+
+
+def _step_problem(config: OptimizerConfig) -> str:
+    """Return why an optimizer of another package cannot step sharded parameters, by a step on one rank; empty if
+    DTensor supports it."""
+    dist.init_process_group(dist.Backend.FAKE, store=FakeStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        parameters = [torch.nn.Parameter(distribute_tensor(torch.ones(shape), mesh)) for shape in ((4, 4), (4,))]
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        build_sharded_optimizer(config, [parameters]).step()
+    except (RuntimeError, NotImplementedError) as error:
+        # Another failure may be one of this machine, such as a kernel that needs a GPU.
+        if any(word in str(error) for word in ("DTensor", "placement", "sharding strategy")):
+            return f"optimizer: {config.name} cannot step sharded parameters (DTensor): {str(error).splitlines()[0]}"
+    finally:
+        dist.destroy_process_group()
+    return ""

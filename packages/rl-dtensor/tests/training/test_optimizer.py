@@ -1,5 +1,7 @@
 """Optimizers and schedules by dotted name, and what is wrong with one in words."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -8,10 +10,13 @@ from transformers import AutoConfig
 from rl_core.errors import WorkerError
 from rl_core.model import ModelSpec
 from rl_core.model_config import ModelConfig, OptimizerConfig, SchedulerConfig
+from rl_core.optimizer_arguments import OPTIMIZERS
 from rl_core.selfcheck.losses import TokenLoss
 from rl_core.selfcheck.pooled_model import PooledModel
 from rl_core.testing.exhaustive import exhaustive, partly_exhaustive
 from rl_core.torch.optim.optimizer import build_optimizer, build_schedule
+from rl_dtensor.config import DTensorConfig
+from rl_dtensor.plugin import UNSUPPORTED_OPTIMIZERS, check_device
 from rl_dtensor.preflight import check
 from rl_dtensor.selfcheck import CHECK, write_tiny
 
@@ -82,6 +87,76 @@ def test_what_is_wrong_with_schedules_is_said(schedules, message):
 
 def test_defaults_pass_the_preflight():
     assert check({"model_name": "m"}) == []
+
+
+FLAGS = ("foreach", "maximize", "differentiable", "capturable", "fused")
+FURTHER = {
+    "Adam": ({"amsgrad": True}, {"decoupled_weight_decay": True}),
+    "AdamW": ({"amsgrad": True},),
+    "NAdam": ({"decoupled_weight_decay": True},),
+    "RAdam": ({"decoupled_weight_decay": True},),
+    "RMSprop": ({"momentum": 0.9}, {"centered": True}),
+    "SGD": ({"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}, {"momentum": 0.9, "dampening": 0.1}),
+}
+"""Arguments that change what an optimizer computes, by its name."""
+
+
+def variants():
+    """Configs of every optimizer of torch: plain, with each way to step, and with each formula."""
+    for name, arguments in OPTIMIZERS.items():
+        decay = {"weight_decay": 0.1} if "weight_decay" in arguments else {}
+        formulas = FURTHER.get(name.rpartition(".")[2], ())
+        ways = [{flag: True} for flag in FLAGS if flag in arguments]
+        grouped = [{**formula, "foreach": True} for formula in formulas]
+        for chosen in ({}, *ways, *formulas, *grouped):
+            yield OptimizerConfig(name=name, kwargs={"lr": 0.5, **decay, **chosen})
+
+
+def refusals(config):
+    """Problems of the driver and of the worker's environment."""
+    section = SimpleNamespace(
+        **dict(ModelConfig(model_name="m", optimizer=config, precision="float32")), dtensor_cfg=DTensorConfig()
+    )
+    run = SimpleNamespace(cluster=SimpleNamespace(device="cpu"))
+    light = [problem.message for problem in check_device(section, run)]
+    return light or check({"optimizer": config.model_dump()})
+
+
+def test_an_optimizer_steps_sharded_parameters_or_is_refused(ranks):
+    configs = [config for config in variants() if not refusals(config)]
+    assert {config.name for config in configs} == OPTIMIZERS.keys() - UNSUPPORTED_OPTIMIZERS
+    for num_ranks in (1, 2):
+        found = ranks.run("optimizer_cases:differences", [(configs,)] * num_ranks)
+        for config, *differences in zip(configs, *found, strict=True):
+            assert max(differences) < 1e-5, config
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "key", "mentions"),
+    [
+        ("Adafactor", {}, "optimizer.name", "whole parameter"),
+        ("Rprop", {}, "optimizer.name", "DTensor"),
+        ("AdamW", {"differentiable": True}, "optimizer.kwargs.differentiable", "Remove this key"),
+        ("SGD", {"differentiable": True}, "optimizer.kwargs.differentiable", "Remove this key"),
+        ("RAdam", {"capturable": True}, "optimizer.kwargs.capturable", "needs GPUs"),
+    ],
+)
+@pytest.mark.parametrize("of_head", [False, True])
+def test_an_optimizer_that_sharded_parameters_do_not_take_is_refused_by_the_driver(
+    name, kwargs, key, mentions, of_head
+):
+    chosen = {"name": f"torch.optim.{name}", "kwargs": kwargs}
+    settings = {"draft_head": {"model_name": "head", "optimizer": chosen}} if of_head else {"optimizer": chosen}
+    section = SimpleNamespace(**dict(ModelConfig(model_name="m", **settings)), dtensor_cfg=DTensorConfig())
+    (problem,) = check_device(section, SimpleNamespace(cluster=SimpleNamespace(device="cpu")))
+    assert problem.key == ("draft_head." if of_head else "") + key
+    assert mentions in problem.message
+
+
+def test_an_optimizer_of_another_package_is_tried_on_sharded_parameters():
+    (problem,) = check({"optimizer": {"name": "transformers.Adafactor", "kwargs": {}}})
+    assert "transformers.Adafactor cannot step sharded parameters" in problem
+    assert check({"optimizer": HALF_STATE.model_dump()}) == []
 
 
 FUSED_SGD = OptimizerConfig(name="torch.optim.SGD", kwargs={"lr": 0.1, "fused": True})

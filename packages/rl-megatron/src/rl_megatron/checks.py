@@ -7,7 +7,8 @@ from typing import Any
 
 from rl_core.config import Problem
 from rl_core.devices import DEVICES
-from rl_core.model_config import local_hf_config, num_experts_of
+from rl_core.model_config import local_hf_config, num_experts_of, optimizer_problems
+from rl_core.optimizer_arguments import OF_WHOLE_PARAMETERS
 from rl_core.run_config import RunConfig
 from rl_megatron.config import KEY, MegatronConfig
 from rl_megatron.families.rope import fusion_problem, rope_problem
@@ -110,6 +111,7 @@ def check_device(section: Any, config: RunConfig) -> Iterable[Problem]:
     """Yield the settings that no kernel of the run's device computes."""
     backend: MegatronConfig = section.megatron_cfg
     name = config.cluster.device
+    yield from optimizer_problems(section, OF_WHOLE_PARAMETERS, DEVICES.get(name))
     if name not in DEVICES or DEVICES[name].kernels == "cuda":  # auto may still become either
         return
     if backend.fp8_cfg.enabled:
