@@ -1,3 +1,4 @@
+import dataclasses
 import math
 
 import numpy as np
@@ -99,6 +100,21 @@ def test_a_reward_is_the_score_of_the_last_token_of_the_rendered_conversation(fo
     assert found.reward == pytest.approx(oracle(folder, tokens), abs=1e-3)
     assert found.done
     assert found.info == {"score": found.reward}
+
+
+def test_thoughts_are_not_scored(folder):
+    opened = dataclasses.replace(said("33"), opened_thoughts="<think>")
+    thinking = [said("<think>3</think>12"), said("<think>3"), opened]
+    scores = [reward(folder, each).reward for each in thinking]
+    assert scores == [reward(folder, said(text)).reward for text in ("12", "", "")]
+
+
+def test_thoughts_of_earlier_turns_are_not_scored(folder):
+    def after(content):
+        earlier = ({"role": "assistant", "content": content}, {"role": "user", "content": "1+1="})
+        return reward(folder, dataclasses.replace(said("12"), messages=(*earlier, *said("12").messages))).reward
+
+    assert after("<think>3</think>2") == after("2") != after("3")
 
 
 def test_responses_of_different_lengths_are_scored_together_as_alone(folder):

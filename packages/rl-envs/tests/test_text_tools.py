@@ -263,6 +263,9 @@ def test_tags_are_plain_text_in_the_format_of_the_model_and_calls_are_none_with_
     [
         pytest.param("<calculator>12*7</calculator>", False, False, id="a call"),
         pytest.param("<calculator>12*7", False, False, id="a call that its stop string ended"),
+        pytest.param("<think>Hm. <calculator>12*7</calculator>", False, False, id="a call that ends its thoughts"),
+        pytest.param("<think><calculator>12*7</calculator>No.</think>84", False, True, id="one in thoughts that end"),
+        pytest.param("<think><calculator>12*7</calculator>No.</think>", False, True, id="one in thoughts without more"),
         pytest.param("<calculator>12*7", True, True, id="a call that the token limit cut off"),
         pytest.param("<calculator>12*7</calculator> is", True, False, id="a call before the cut"),
     ],

@@ -1,7 +1,9 @@
 import asyncio
+import copy
 
 import pytest
-from scripted_client import END, ScriptedClient, check_recorded, says, session_of
+from chat_tokenizers import tokenizer_of
+from scripted_client import ADD, END, ScriptedClient, calls_of, check_recorded, says, session_of
 
 from rl_algos.agents.calls import Call, CallRefused
 
@@ -76,6 +78,30 @@ def test_two_requests_that_wait_for_a_call_that_is_refused_are_both_told_so():
         session = session_of(draws(), max_tokens=3)
         asked = await asyncio.gather(session.answer(CALL), session.answer(CALL, is_retry=True), return_exceptions=True)
         assert [(type(each), each.code) for each in asked] == [(CallRefused, "context_length_exceeded")] * 2
+
+    asyncio.run(main())
+
+
+def test_thoughts_that_the_prompt_opened_are_apart_from_the_text_even_if_they_do_not_end():
+    async def main():
+        tokenizer = copy.deepcopy(tokenizer_of("qwen3"))
+        tokenizer.chat_template += "{{- '<think>\\n' if add_generation_prompt -}}"
+        session = session_of(ScriptedClient(says("Hm.</think>\n\nHi.", "Hm, 42.", "42"), tokenizer))
+        choices = [(await session.answer(CALL)).choices[0] for _ in range(2)]
+        assert [(choice.thoughts, choice.text) for choice in choices] == [("Hm.", "Hi."), ("Hm, 42.", "")]
+        assert session.messages[-1]["content"] == ""
+        await session.answer(Call(text="1+1=<think>"))
+        assert session.opened_thoughts == "<think>"
+
+    asyncio.run(main())
+
+
+def test_a_call_that_cannot_be_read_is_recorded_with_its_turn():
+    async def main():
+        session = session_of(ScriptedClient(says("<tool_call>1</tool_call>", calls_of('{"a": 1}'))))
+        for _ in range(2):
+            await session.answer(Call(messages=(USER,), tools=({"type": "function", "function": ADD},)))
+        assert sorted(turn.has_invalid_call for turn in session.rollout().turns) == [False, True]
 
     asyncio.run(main())
 

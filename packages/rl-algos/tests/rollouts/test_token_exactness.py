@@ -114,6 +114,9 @@ class ScriptedEngine:
     def read(self, token_ids):
         return self.chat.read(token_ids, ENVIRONMENT.tools)
 
+    def shown(self, token_ids):
+        return self.chat.shown(token_ids)
+
     def continuation(self, turn, observation, sampled):
         self.observed.append(self.chat.continuation(turn, observation, sampled))
         return self.observed[-1]

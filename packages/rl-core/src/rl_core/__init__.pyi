@@ -93,6 +93,7 @@ from rl_core.rollouts.rollout import Prompt as Prompt
 from rl_core.rollouts.rollout import Rollout as Rollout
 from rl_core.rollouts.rollout import Turn as Turn
 from rl_core.rollouts.source import RolloutSource as RolloutSource
+from rl_core.rollouts.thoughts import final_text as final_text
 from rl_core.run import Checkpointable as Checkpointable
 from rl_core.run import Components as Components
 from rl_core.run import Run as Run

@@ -1,6 +1,8 @@
 import pytest
 
+from rl_core.environments.reward_function import as_environment
 from rl_core.environments.reward_parts import language_consistency, length_penalty, thinking_format
+from rl_core.rollouts.environment import Conversation
 
 
 @pytest.mark.parametrize(
@@ -18,6 +20,15 @@ from rl_core.environments.reward_parts import language_consistency, length_penal
 )
 def test_the_format_of_thoughts_is_one_block_and_an_answer(response, reward):
     assert thinking_format(response) == reward
+
+
+@pytest.mark.parametrize(
+    ("response", "reward"), [("Hm.</think>3", 1.0), ("3", 0.0), ("Hm.</think>", 0.0), ("<think>Hm.</think>3", 0.0)]
+)
+def test_the_prompt_may_have_opened_the_thoughts(response, reward):
+    conversation = Conversation("0", (), {}, response, opened_thoughts="<think>")
+    [result] = as_environment(thinking_format).step([conversation], [None])
+    assert result.rewards() == {"reward": reward}
 
 
 @pytest.mark.parametrize(("length", "penalty"), [(0, 0.0), (10, 0.0), (15, -0.5), (20, -1.0), (100, -1.0)])

@@ -83,6 +83,7 @@ class Choice:
         completion: The sampled tokens.
         pieces: Text of each token, if the call asked for logprobs.
         stop_string: String of `Call.stop_strings` that ended it, which is not part of `text`; empty for none.
+        has_invalid_call: True if a tool call of the turn cannot be read.
     """
 
     text: str
@@ -92,6 +93,7 @@ class Choice:
     completion: Completion
     pieces: tuple[str, ...] = ()
     stop_string: str = ""
+    has_invalid_call: bool = False
 
 
 @dataclass(frozen=True)

@@ -189,7 +189,8 @@ async def _scored(session: AgentSession, client: GenerationClient) -> Any:
     if not messages:
         raise AgentFailed("the agent ended without a completion of the policy, so there is nothing to score")
     text = str(messages[-1].get("content") or "")
-    scored = Conversation(session.id, messages, session.prompt.info, text)
+    opened = session.opened_thoughts
+    scored = Conversation(session.id, messages, session.prompt.info, text, opened_thoughts=opened)
     try:
         return (await client.step(scored)).rewards()
     except EnvironmentFailed as error:

@@ -17,11 +17,11 @@ from jinja2 import TemplateError
 
 from rl_algos.agents.calls import Answer, Call, CallRefused, Choice, FinishReason, Limits
 from rl_algos.agents.tree import CallTree, Node
-from rl_algos.tool_calls.parsed import THOUGHTS
 from rl_core.rollouts.environment import ToolCall
 from rl_core.rollouts.generation import SamplingParams
 from rl_core.rollouts.program import GenerationClient
 from rl_core.rollouts.rollout import Completion, Message, Prompt, Rollout
+from rl_core.rollouts.thoughts import THOUGHTS, opened_by
 
 
 @dataclass
@@ -84,6 +84,7 @@ class AgentSession:
         self._is_truncated = False
         self._is_closed = False
         self._messages: tuple[Message, ...] = ()
+        self._opened_thoughts = ""
         self.ignored: set[str] = set()
 
     @property
@@ -231,6 +232,12 @@ class AgentSession:
         """The conversation of the call that was answered last, with its completion."""
         return self._messages
 
+    @property
+    def opened_thoughts(self) -> str:
+        """Mark with which the text that was continued last opened thoughts; empty for a chat, whose thoughts are not in
+        `messages`."""
+        return self._opened_thoughts
+
     def rollouts(self) -> list[Rollout]:
         """Return the rollouts of all agents so far, by their names: one without reward earns that of the whole rollout.
 
@@ -290,9 +297,10 @@ class AgentSession:
             return Answer(answer_id, int(time.time()), (choice,) * call.num_choices, len(tokens), kept)
         self._count(call.num_choices)
         completions = await self._sampled(tokens, sampling, call.num_choices)
+        opened = opened_by(self._client.shown(tokens[-_PROMPT_END:]))
         choices, nodes = [], []
         for number, completion in enumerate(completions):
-            choice, message = self._read(call, completion, f"{answer_id}/{number}")
+            choice, message = self._read(call, completion, f"{answer_id}/{number}", opened)
             node = Node(
                 parent=parent,
                 context=tokens[kept:],
@@ -300,6 +308,7 @@ class AgentSession:
                 message=message,
                 text=self._client.read(completion.token_ids, ()).text,
                 key=_short(answer_id, str(number)),
+                has_invalid_call=choice.has_invalid_call,
                 shown="" if call.text is None else self._client.shown(np.concatenate([tokens, completion.token_ids])),
             )
             self._tree.add(node, call)
@@ -405,9 +414,17 @@ class AgentSession:
         if nodes:
             asked = call.messages if call.text is None else ({"role": "user", "content": call.text},)
             self._messages = (*asked, nodes[0].message)
+            self._opened_thoughts = "" if call.text is None else opened_by(call.text)
 
-    def _read(self, call: Call, completion: Completion, place: str) -> tuple[Choice, Message]:
-        """The completion as an answer, and as chat templates take it."""
+    def _read(self, call: Call, completion: Completion, place: str, opened: str) -> tuple[Choice, Message]:
+        """The completion as an answer, and as chat templates take it.
+
+        Args:
+            call: Call that it answers.
+            completion: Sampled tokens.
+            place: Id of the completion in the rollout.
+            opened: Mark with which the prompt opened thoughts; empty if it did not.
+        """
         pieces = tuple(self._client.pieces(completion.token_ids)) if call.wants_logprobs else ()
         reads_calls = call.text is None and call.reads_calls
         reply = self._client.read(completion.token_ids, call.tools if reads_calls else ())
@@ -426,12 +443,15 @@ class AgentSession:
             ]
         else:
             message["content"], stop = _before_stop(reply.text, call, completion)
-        thoughts, message["content"] = _split_thoughts(message["content"])
-        choice = Choice(message["content"], thoughts, calls, _reason(completion, calls), completion, pieces, stop)
+        thoughts, message["content"] = _split_thoughts(message["content"], opened, has_calls=bool(calls))
+        reason, is_invalid = _reason(completion, calls), reply.has_invalid_call
+        choice = Choice(message["content"], thoughts, calls, reason, completion, pieces, stop, is_invalid)
         return choice, message
 
 
 _NO_TOKENS = np.zeros(0, np.int32)
+_PROMPT_END = 32
+"""Number of tokens at the end of a prompt that are searched for a mark of thoughts."""
 _NOTHING = Completion(_NO_TOKENS, np.zeros(0, np.float32), "length", ())
 
 
@@ -451,15 +471,14 @@ def _before_stop(text: str, call: Call, completion: Completion) -> tuple[str, st
     return text[:end], stop
 
 
-def _split_thoughts(text: str) -> tuple[str, str]:
-    """The thoughts that a turn begins with, or that its prompt has opened, and the rest."""
-    for begin, end in THOUGHTS.items():
-        head, closed, rest = text.partition(end)
-        if closed and (begin not in head or head.lstrip().startswith(begin)):
-            return head.strip().removeprefix(begin).strip(), rest.lstrip("\n")
-        if not closed and text.lstrip().startswith(begin):
-            return text.lstrip().removeprefix(begin).strip(), ""
-    return "", text
+def _split_thoughts(text: str, opened: str, *, has_calls: bool) -> tuple[str, str]:
+    """The thoughts that a turn begins with, or that its prompt has opened, and the rest. Thoughts that the prompt
+    opened and a call ended are part of the rest, as for the parsers of calls."""
+    begin = next((mark for mark in THOUGHTS if text.lstrip().startswith(mark)), opened)
+    if not begin or (has_calls and THOUGHTS[begin] not in text):
+        return "", text
+    thoughts, _, rest = text.lstrip().removeprefix(begin).partition(THOUGHTS[begin])
+    return thoughts.strip(), rest.lstrip("\n")
 
 
 def _first_free(taken: set[int]) -> int:

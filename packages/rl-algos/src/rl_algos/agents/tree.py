@@ -27,6 +27,7 @@ class Node:
         message: The policy's turn, as chat templates take it.
         text: Text of the turn, for people to read.
         key: Digest of everything that decides the completion; equal in a run that is repeated.
+        has_invalid_call: True if a tool call of the turn cannot be read.
         shown: Text of the whole branch with special tokens, if it is a text that was continued as it is.
         observation: Messages with which the agent continued it first; None at the end of a branch.
         rewards: Rewards of the completion by name.
@@ -38,6 +39,7 @@ class Node:
     message: Message
     text: str
     key: str
+    has_invalid_call: bool = False
     shown: str = ""
     observation: tuple[Message, ...] | None = None
     rewards: dict[str, float] = field(default_factory=dict)
@@ -133,7 +135,8 @@ class CallTree:
                 trained.add(id(node))
                 transcript.add_completion(node.completion)
                 result = StepResult(reward=node.rewards or {}, observation=node.observation or ())
-                transcript.add_result(node.text, result, ends=node.observation is None)
+                ends = node.observation is None
+                transcript.add_result(node.text, result, ends=ends, has_invalid_call=node.has_invalid_call)
         transcript.add_rewards(rewards)
         is_cut = any(leaf.completion.stop_reason != "stop" for leaf in leaves)
         return transcript.rollout(truncated=is_truncated or is_cut)

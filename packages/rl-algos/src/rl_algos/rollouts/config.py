@@ -224,11 +224,12 @@ class RewardShapingConfig(Config):
     repetition_ngram_size: int = Field(default=20, gt=0)
     """Length of these n-grams in tokens."""
     malformed_thinking_penalty: float = Field(default=0.0, ge=0)
-    """Penalty for a rollout with a turn whose thoughts are not closed by exactly one `</think>`. If it is above 0, the
-    driver reads all responses."""
+    """Penalty for a rollout with a turn whose thoughts (`<think>...</think>`, or other marks such as Magistral's) are
+    not closed exactly once. The opening mark may be in the prompt. If it is above 0, the driver reads all responses."""
     invalid_tool_call_penalty: float = Field(default=0.0, ge=0)
-    """Penalty for a rollout with a `<tool_call>` that is not closed, or is not a JSON object with `name` and
-    `arguments`. If it is above 0, the driver reads all responses."""
+    """Penalty for a rollout with a tool call that cannot be read in the format of the policy
+    (`policy.tokenizer.tool_format`). It needs an environment with tools, or an agent. If it is above 0, the driver
+    reads all responses."""
 
 
 class PolicyGradientConfig(RolloutConfig):

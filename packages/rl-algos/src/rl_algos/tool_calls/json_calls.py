@@ -8,7 +8,6 @@ from functools import partial
 from rl_algos.tool_calls.objects import named_call, object_before, object_call, without_arguments
 from rl_algos.tool_calls.parsed import (
     MAX_CALLS,
-    THOUGHTS,
     BrokenCall,
     Parsed,
     Schemas,
@@ -18,6 +17,7 @@ from rl_algos.tool_calls.parsed import (
 )
 from rl_core.model_json import MalformedJson, after_space, read_model_json_at
 from rl_core.rollouts.environment import ToolCall
+from rl_core.rollouts.thoughts import THOUGHTS
 
 _TOOL_CALL = re.compile("</?tool_call>")
 _MISTRAL = "[TOOL_CALLS]"

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from rl_core.model_json import after_space
 from rl_core.rollouts.environment import ToolCall
+from rl_core.rollouts.thoughts import THOUGHTS
 
 Schemas = Mapping[str, Mapping[str, Any]]
 """JSON schemas of the parameters of tools, by the names of the tools."""
@@ -19,8 +20,6 @@ MAX_CALLS = 128
 TOOL_NAME = re.compile(r"[\w.\-:/]{1,128}")
 """Names of tools. An observation shows the name, so one that a model makes up must not hold text or marks."""
 
-THOUGHTS = {"<think>": "</think>", "[THINK]": "[/THINK]"}
-"""Marks that begin thoughts, and the marks that end them."""
 _THOUGHTS = re.compile("|".join(map(re.escape, THOUGHTS)))
 
 

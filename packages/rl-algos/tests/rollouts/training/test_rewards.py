@@ -9,8 +9,6 @@ from rollouts_builder import make_prompt, make_rollout
 from rl_algos.grpo.config import GRPOConfig
 from rl_algos.rollouts.config import RewardScalingConfig, RewardShapingConfig
 from rl_algos.rollouts.training.rewards import (
-    has_invalid_tool_call,
-    is_malformed_thinking,
     overlong_share,
     repeated_share,
     scale_rewards,
@@ -104,46 +102,9 @@ def test_repetition_costs_its_share_of_the_penalty_and_prompts_do_not_count():
     ]
 
 
-@pytest.mark.parametrize(
-    ("text", "malformed"),
-    [
-        ("<think>a</think>b", False),
-        ("a</think>b", False),
-        ("b", True),
-        ("<think>b", True),
-        ("</think><think>b", True),
-        ("<think>a</think></think>", True),
-        ("<think><think>a</think>", True),
-    ],
-)
-def test_thoughts_are_closed_once(text, malformed):
-    assert is_malformed_thinking(text) is malformed
-
-
-@pytest.mark.parametrize(
-    ("text", "invalid"),
-    [
-        ("no call", False),
-        (
-            '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call> and <tool_call>{"name": "b"}</tool_call>',
-            False,
-        ),
-        ('<tool_call>{"name": "add"}</tool_call><tool_call>{"name": "add"', True),
-        ("<tool_call>{name: add}</tool_call>", True),
-        ('<tool_call>{"name": 3}</tool_call>', True),
-        ('<tool_call>{"name": "add", "arguments": "a"}</tool_call>', True),
-        ('<tool_call>["add"]</tool_call>', True),
-    ],
-)
-def test_a_tool_call_is_closed_and_an_object_with_a_name(text, invalid):
-    assert has_invalid_tool_call(text) is invalid
-
-
 def test_penalties_of_text_look_at_every_turn():
-    texts = [("<think>a</think>b",), ("<think>a</think>", "<tool_call>1</tool_call>"), ("b", "c")]
-    rollouts = [
-        dataclasses.replace(make_rollout(PROMPT, 1.0), turns=tuple(Turn(text, None, {}) for text in turns))
-        for turns in texts
-    ]
+    said, calls = "[THINK]a[/THINK]b", Turn("a</think>b", None, {}, has_invalid_call=True)
+    turns = [(Turn(said, None, {}),), (Turn("<think>a", None, {}), calls), (Turn("b", None, {}),)]
+    rollouts = [dataclasses.replace(make_rollout(PROMPT, 1.0), turns=each) for each in turns]
     found = shaped([group_of(*rollouts)], malformed_thinking_penalty=0.25, invalid_tool_call_penalty=0.5)
     assert found == [1.0, 0.25, 0.75]

@@ -1,3 +1,5 @@
+import copy
+
 import numpy as np
 import pytest
 from chat_tokenizers import tokenizer_of
@@ -36,6 +38,8 @@ def test_a_call_is_read_from_tokens_and_its_answer_rendered_behind_them(family):
     reply = chat.read(sampled, TOOLS)
     [call] = reply.tool_calls
     assert (call.name, call.error, str(call.arguments["a"])) == ("add", "", "1")
+    assert not reply.has_invalid_call
+    assert chat.read(ids(tokenizer, text.replace("1", "<") + end), TOOLS).has_invalid_call or "{" not in text
     assert len(call.id) == 9
     result = {"role": "tool", "name": "add", "content": "the result", "tool_call_id": call.id}
     behind = tokenizer.decode(chat.continuation(reply.message, [result], sampled), skip_special_tokens=False)
@@ -49,6 +53,13 @@ def test_without_tools_a_turn_is_its_text():
     reply = Chat(tokenizer).read(ids(tokenizer, text + "<|im_end|>"))
     assert (reply.text, reply.tool_calls) == (text, ())
     assert reply.message == {"role": "assistant", "content": text}
+
+
+def test_the_marks_of_thoughts_stay_in_the_text_if_they_are_special_tokens():
+    tokenizer = copy.deepcopy(tokenizer_of("mistral"))
+    tokenizer.add_special_tokens({"additional_special_tokens": ["[THINK]", "[/THINK]"]})
+    reply = Chat(tokenizer).read(ids(tokenizer, "[THINK]Hm: 41[/THINK]42[TOOL_RESULTS]</s>"))
+    assert reply.text == "[THINK]Hm: 41[/THINK]42"
 
 
 def test_a_turn_in_channels_is_its_final_one_with_or_without_tools():

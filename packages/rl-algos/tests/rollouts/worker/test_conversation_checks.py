@@ -44,6 +44,17 @@ def test_a_turn_that_ends_with_plain_text_is_told_with_the_remedy(caplog, behind
     assert ("Set policy.generation.stop_strings: ['<|im_end|>']" in caplog.text) == is_told
 
 
+def test_penalties_that_no_turn_or_every_turn_would_get_are_refused():
+    calls = {"reward_shaping": {"enabled": True, "invalid_tool_call_penalty": 0.5}}
+    thoughts = {"reward_shaping": {"enabled": True, "malformed_thinking_penalty": 0.5}}
+    check(tokenizer_of("llama3_1"), TOOLS, max_rollout_turns=2, **calls)
+    check(tokenizer_of("llama3_1"), **thoughts)
+    with pytest.raises(ConfigError, match=r"invalid_tool_call_penalty: got 0\.5, but no environment .* has tools"):
+        check(tokenizer_of("llama3_1"), **calls)
+    with pytest.raises(ConfigError, match=r"malformed_thinking_penalty: got 0\.5, but .* a channel"):
+        check(tokenizer_of("gpt_oss"), **thoughts)
+
+
 def test_a_template_that_rewrites_turns_needs_a_decision_if_there_are_several():
     tokenizer = tokenizer_of("qwen3")
     check(tokenizer)

@@ -46,6 +46,9 @@ class Client:
     def read(self, token_ids):
         return self._chat.read(token_ids)
 
+    def shown(self, token_ids):
+        return self._chat.shown(token_ids)
+
     def continuation(self, turn, observation, sampled):
         return self._chat.continuation(turn, observation, sampled)
 

@@ -1,5 +1,6 @@
 import asyncio
 import dataclasses
+import json
 
 import numpy as np
 import pytest
@@ -8,8 +9,11 @@ from rl_algos.rollouts.worker.program import MultiTurnProgram
 from rl_core.rollouts.environment import Conversation, StepResult, ToolCall
 from rl_core.rollouts.generation import SamplingParams
 from rl_core.rollouts.program import Reply
+from rl_core.rollouts.record import rollout_record
 from rl_core.rollouts.rollout import Completion, Prompt, WeightSpan
 
+THINK = 99
+"""The token of a prompt that opens thoughts."""
 PROMPT = Prompt("p0", ({"role": "user", "content": "hi"},), np.array([1, 2, 3], np.int32), "game", {"goal": 9})
 
 
@@ -34,8 +38,11 @@ class ScriptedClient:
 
     def read(self, token_ids):
         text = "".join(chr(96 + token) for token in token_ids)
-        calls = (ToolCall(text, {}),) if text.startswith("h") else ()
+        calls = (ToolCall(text, {}, error="broken" if text == "hi" else ""),) if text.startswith("h") else ()
         return Reply(text, {"role": "assistant", "content": text}, calls)
+
+    def shown(self, token_ids):
+        return "<think>" if token_ids[-1] == THINK else ""
 
     def continuation(self, turn, observation, sampled):
         return np.array([50 + len(turn["content"])] * len(observation), np.int32)
@@ -112,6 +119,14 @@ def test_one_conversation_keeps_its_id_and_grows():
     assert second.info == {"goal": 9}
 
 
+def test_the_environment_sees_whether_the_prompt_of_a_turn_opened_thoughts():
+    opening = dataclasses.replace(PROMPT, token_ids=np.array([1, THINK], np.int32))
+    client = ScriptedClient([said(4), said(5)], [observed("next"), StepResult()])
+    asyncio.run(MultiTurnProgram(max_turns=2, max_tokens=50).run(opening, client))
+    assert [each.opened_thoughts for each in client.seen] == ["<think>", ""]
+    assert [each.final_text for each in client.seen] == ["", "e"]
+
+
 def test_two_rollouts_of_one_prompt_are_two_conversations():
     ids = set()
     for _ in range(2):
@@ -171,6 +186,13 @@ def test_the_environment_sees_the_calls_of_a_turn():
     client = ScriptedClient([said(8), said(5)], [observed(), StepResult()])
     play(client)
     assert [conversation.tool_calls for conversation in client.seen] == [(ToolCall("h", {}),), ()]
+
+
+def test_a_turn_is_recorded_with_a_call_that_cannot_be_read():
+    rollout = play(ScriptedClient([said(8), said(8, 9)], [observed(), StepResult()]))
+    assert [turn.has_invalid_call for turn in rollout.turns] == [False, True]
+    turns = json.loads(rollout_record(PROMPT, 0, rollout).tobytes())["turns"]
+    assert [turn.get("has_invalid_call", False) for turn in turns] == [False, True]
 
 
 def test_an_environment_that_goes_on_without_an_observation_is_refused():

@@ -18,6 +18,7 @@ _OF_ONE: Mapping[str, Callable[[Conversation], Any]] = {
     "prompt": lambda conversation: _prompt(conversation),
     "messages": lambda conversation: conversation.messages,
     "truncated": lambda conversation: conversation.truncated,
+    "opened_thoughts": lambda conversation: conversation.opened_thoughts,
     "tool_calls": lambda conversation: conversation.tool_calls,
     "trainer_state": lambda conversation: conversation.trainer_state,
     "conversation_seed": lambda conversation: conversation.seed,
@@ -48,9 +49,10 @@ def as_environment(score: Callable[..., Any]) -> Environment:
 
     A parameter is given what its name says: `response` (or `completion`), the text that the policy wrote; `prompt`, the
     text of the message that it answers; `messages`, the whole conversation; `truncated`, whether the response ran into
-    the token limit; `trainer_state`, the progress of the training (`rl_core.rollouts.environment.TrainerState`);
-    `conversation_seed`, the seed of the conversation, for a function that draws something at random;
-    `log_metric` and `log_extra`, functions that record what a person should see
+    the token limit; `opened_thoughts`, the mark with which the prompt opened thoughts, such as `<think>`
+    (`rl_core.final_text` returns the response after its thoughts); `trainer_state`, the progress of the training
+    (`rl_core.rollouts.environment.TrainerState`); `conversation_seed`, the seed of the conversation, for a function
+    that draws something at random; `log_metric` and `log_extra`, functions that record what a person should see
     (`rl_core.environments.reward_log.RewardLog`); any other name, that field of the prompt's row, such as `answer`. A
     parameter with a default may be missing from the row; `**row` takes the fields that no other parameter names. The
     function returns a number, or numbers by name, of which `reward` is trained on (their sum if it is absent). It may

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import re
 import unicodedata
 
-_THINKING = re.compile(r"\s*<think>(?:(?!</?think>).)+</think>(?:(?!</?think>).)*\S(?:(?!</?think>).)*", re.DOTALL)
+from rl_core.rollouts.thoughts import THOUGHTS, only_thoughts
 
 
-def thinking_format(response: str) -> float:
-    """1 if the response is one `<think>...</think>` and an answer after it, else 0."""
-    return float(_THINKING.fullmatch(response) is not None)
+def thinking_format(response: str, opened_thoughts: str = "") -> float:
+    """1 if the response is one `<think>...</think>` and an answer after it, else 0; the prompt may have opened it."""
+    found = only_thoughts(response, opened_thoughts)
+    begins = (opened_thoughts + response).lstrip().startswith(tuple(THOUGHTS))
+    return float(found is not None and begins and bool(found[0]) and bool(found[1].strip()))
 
 
 def length_penalty(response: str, max_characters: int = 4000) -> float:

@@ -10,6 +10,7 @@ import numpy as np
 
 from rl_core.rollouts.agent_run import AgentRun
 from rl_core.rollouts.rollout import Message
+from rl_core.rollouts.thoughts import final_text
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,8 @@ class Conversation:
         num_prompt_messages: Number of the first messages that are the prompt; None for all before the newest turn.
         is_text: Whether the row gave the prompt as plain text, which became the one message of the prompt.
         trainer_state: Progress of the training when the newest turn was sampled.
+        opened_thoughts: Mark with which the prompt of the newest turn opened thoughts, such as `<think>`; empty if it
+            did not.
         agent: Name of the agent that took the newest turn, if the play has several; `messages` are what it has seen.
             Empty for the only one.
         agent_run: The agent that the environment runs instead of scoring a turn; None if it does not run one.
@@ -103,10 +106,16 @@ class Conversation:
     num_prompt_messages: int | None = None
     is_text: bool = False
     trainer_state: TrainerState = TrainerState()
+    opened_thoughts: str = ""
     agent: str = ""
     agent_run: AgentRun | None = None
     seed: int = 0
     resumption: Resumption | None = field(default=None, compare=False)
+
+    @property
+    def final_text(self) -> str:
+        """Text of the newest turn after its last thoughts, which is what is graded; empty if they do not end."""
+        return final_text(self.completion, self.opened_thoughts)
 
     @property
     def prompt_messages(self) -> tuple[Message, ...]:

@@ -19,7 +19,7 @@ class Reply:
     """A parsed turn of the policy.
 
     Args:
-        text: Text of the turn, without special tokens.
+        text: Text of the turn, without special tokens except the marks of thoughts.
         message: As a chat template takes it, tool calls apart from the text.
         tool_calls: Tool calls of the turn.
     """
@@ -27,6 +27,11 @@ class Reply:
     text: str
     message: Message
     tool_calls: tuple[ToolCall, ...] = ()
+
+    @property
+    def has_invalid_call(self) -> bool:
+        """Return whether a tool call of the turn cannot be read."""
+        return any(call.error for call in self.tool_calls)
 
 
 class GenerationClient(Protocol):

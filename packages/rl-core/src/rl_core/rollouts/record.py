@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from rl_core.rollouts.rollout import Prompt, Rollout
+from rl_core.rollouts.rollout import Prompt, Rollout, Turn
 
 MOST_CHARACTERS = 4000
 """Of a value of the row in a record: hidden tests of a program may be megabytes, in every one of its rollouts."""
@@ -32,10 +32,7 @@ def rollout_record(prompt: Prompt, index: int, rollout: Rollout) -> np.ndarray:
         "index": index,
         "prompt": prompt.messages,
         "row": {name: _shown(value) for name, value in prompt.info.items()},
-        "turns": [
-            {"text": turn.text, "observation": turn.observation, "rewards": dict(turn.rewards)}
-            for turn in rollout.turns
-        ],
+        "turns": [_turn(turn) for turn in rollout.turns],
         "rewards": dict(rollout.rewards),
         "status": rollout.status,
         "failure": rollout.failure,
@@ -88,6 +85,11 @@ def _weight_spans(versions: np.ndarray) -> list[dict[str, int]]:
     return [
         {"start": start, "end": end, "version": int(versions[start])} for start, end in runs if versions[start] >= 0
     ]
+
+
+def _turn(turn: Turn) -> dict[str, Any]:
+    shown = {"text": turn.text, "observation": turn.observation, "rewards": dict(turn.rewards)}
+    return {**shown, "has_invalid_call": True} if turn.has_invalid_call else shown
 
 
 def _shown(value: Any) -> Any:

@@ -83,11 +83,19 @@ class Completion:
 
 @dataclass(frozen=True)
 class Turn:
-    """One exchange: the policy's text and the environment's answer (`None` at the end)."""
+    """One exchange: the policy's text and the environment's answer (`None` at the end).
+
+    Args:
+        text: Text of the policy.
+        observation: Answer of the environment.
+        rewards: Rewards by name.
+        has_invalid_call: True if the policy wrote a tool call that cannot be read.
+    """
 
     text: str
     observation: tuple[Message, ...] | None
     rewards: Mapping[str, float]
+    has_invalid_call: bool = False
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ class CodeEnvironment:
     def _score(self, conversation: Conversation) -> StepResult:
         config = self._config
         tests = read_tests(conversation.info, config.max_tests)
-        solution = program_in(conversation.completion)
+        solution = program_in(conversation.final_text)
         if solution is None:
             return StepResult(reward=0.0, info={"accuracy": 0.0, "has_code": 0.0, "problem": "no block of Python"})
         verdict = grade(

@@ -37,7 +37,7 @@ class GuessNumber:
 
     def _guess(self, turn: Conversation, num_before: int) -> StepResult:
         number = _answer(turn)
-        found = _NUMBER.findall(turn.completion)
+        found = _NUMBER.findall(turn.final_text)
         guess = int(found[-1]) if found else None
         info = {"accuracy": float(guess == number), "guesses": num_before + 1}
         if guess == number:

@@ -67,7 +67,7 @@ class Nim:
         pass
 
     def _move(self, turn: Conversation, pile: Pile, *, is_known: bool) -> StepResult:
-        numbers = _NUMBER.findall(turn.completion)
+        numbers = _NUMBER.findall(turn.final_text)
         move = int(numbers[-1]) if numbers else 0
         is_valid = 1 <= move <= min(pile.max_take, pile.stones)
         pile = pile.counted(move)

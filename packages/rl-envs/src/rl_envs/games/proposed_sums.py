@@ -34,7 +34,7 @@ class ProposedSums:
         pass
 
     def _proposed(self, turn: Conversation) -> StepResult:
-        found = _SUM.fullmatch(turn.completion)
+        found = _SUM.fullmatch(turn.final_text)
         operands = [int(number) for number in found.groups()] if found else []
         if not operands or max(operands) > _max_operand(turn):
             return StepResult(reward=self._config.invalid_reward, agent=PROPOSER, info={"valid": 0.0})
@@ -51,7 +51,7 @@ def _solved(turn: Conversation) -> StepResult:
     found = _SUM.fullmatch(str(turn.info["problem"]))
     if found is None:
         raise UnusableAnswer(f"the row's `problem` must be a sum such as 12+7, got {turn.info['problem']!r:.80}")
-    numbers = _NUMBER.findall(turn.completion)
+    numbers = _NUMBER.findall(turn.final_text)
     is_right = bool(numbers) and int(numbers[-1]) == sum(map(int, found.groups()))
     return StepResult(reward=float(is_right), agent=SOLVER, info={"accuracy": float(is_right)})
 

@@ -52,7 +52,7 @@ class SlidingPuzzle:
         return [Position(Board.read(rows), num_moves) for rows, num_moves in map(json.loads, saved)]
 
     def _move(self, turn: Conversation, position: Position) -> StepResult:
-        directions = _MOVE.findall(turn.completion)
+        directions = _MOVE.findall(turn.final_text)
         board = position.board.moved(directions[-1].lower()) if directions else None
         num_moves = position.num_moves + 1
         info = {"accuracy": 0.0, "moves": num_moves}

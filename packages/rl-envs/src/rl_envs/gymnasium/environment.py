@@ -38,7 +38,7 @@ class GymnasiumEnvironment:
         return [Game.restore(data) for data in saved]
 
     def _play(self, turn: Conversation, game: Game) -> StepResult:
-        action = game.action(turn.completion)
+        action = game.action(turn.final_text)
         if action is None:
             said = f"That is not a possible action. {game.rules}\n\n{game.text}"
             return _goes_on(game, said, self._config.invalid_reward)

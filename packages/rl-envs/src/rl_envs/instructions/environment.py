@@ -25,7 +25,7 @@ class InstructionsEnvironment:
     def _score(self, conversation: Conversation) -> StepResult:
         try:
             asked = instructions_of(conversation.info)
-            followed = [is_followed(name, conversation.completion, arguments) for name, arguments in asked]
+            followed = [is_followed(name, conversation.final_text, arguments) for name, arguments in asked]
         except ValueError as error:
             raise UnusableAnswer(str(error)) from None
         share = sum(followed) / len(followed)

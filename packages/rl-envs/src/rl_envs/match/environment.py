@@ -32,23 +32,26 @@ class MatchEnvironment:
         pass
 
     def _score(self, conversation: Conversation) -> StepResult:
-        text = self._answer(conversation.completion)
+        text = self._answer(conversation)
         try:
             matches = self._matches(text or "", conversation.info) and text is not None
         except ValueError as error:
             raise UnusableAnswer(str(error)) from None
         return StepResult(reward=float(matches), info={"accuracy": float(matches), "answer": (text or "")[:SHOWN]})
 
-    def _answer(self, completion: str) -> str | None:
-        """The text of the last pair of tags, or the whole completion."""
+    def _answer(self, conversation: Conversation) -> str | None:
+        """Return the text of the last pair of tags, or the whole text after the thoughts; None if there is none."""
+        text = conversation.final_text
+        if not text and (conversation.completion or conversation.opened_thoughts):
+            return None  # a pattern that allows the empty text must not pay for thoughts without an answer
         if (tag := self._config.answer_tag) is None:
-            return completion
+            return text
         opening, closing = f"<{tag}>", f"</{tag}>"
-        start = completion.rfind(opening, 0, max(0, completion.rfind(closing)))
+        start = text.rfind(opening, 0, max(0, text.rfind(closing)))
         if start < 0:
             return None
         start += len(opening)
-        return completion[start : completion.find(closing, start)]
+        return text[start : text.find(closing, start)]
 
     def _matches(self, text: str, info: Mapping[str, Any]) -> bool:
         match self._config.mode:

@@ -34,7 +34,7 @@ class MathEnvironment:
     def _score(self, conversation: Conversation) -> StepResult:
         config = self._config
         known = known_answers(conversation.info, config.answer_format)
-        found = extract(conversation.completion, known.answer_format)
+        found = extract(conversation.final_text, known.answer_format)
         verdicts = (
             [] if found is None else [judge_in_time(found.text, each, known.answer_format) for each in known.answers]
         )

@@ -28,7 +28,7 @@ class MultipleChoiceEnvironment:
             known = right_letters(conversation.info, self._config)
         except ValueError as error:
             raise UnusableAnswer(str(error)) from None
-        letter = stated_letter(conversation.completion, self._config.num_choices)
+        letter = stated_letter(conversation.final_text, self._config.num_choices)
         correct = float(letter in known)
         info = {"accuracy": correct, "answer": letter or "", "unparsed": float(letter is None)}
         if not self._config.format_reward:

@@ -38,7 +38,7 @@ class ReasoningGymEnvironment:
             raise ValueError(
                 f"the prompt's info lacks {missing}; prompts of reasoning_gym must come from the dataset reasoning_gym"
             )
-        answer = extract(conversation.completion, info["answer_format"])
+        answer = extract(conversation.final_text, info["answer_format"])
         score = 0.0
         if answer is not None:
             score = float(_scorer(info["task"], info["task_config"]).score_answer(answer, _entry(info["entry"])))

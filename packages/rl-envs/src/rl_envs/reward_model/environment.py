@@ -8,6 +8,7 @@ from typing import Any
 
 from rl_core.rollouts.environment import Conversation, StepResult, UnusableAnswer
 from rl_core.rollouts.rollout import Message
+from rl_core.rollouts.thoughts import final_text
 from rl_envs.reward_model.config import RewardModelConfig
 from rl_envs.reward_model.scorer import Scorer
 
@@ -27,8 +28,9 @@ class RewardModelEnvironment:
         )
 
     def step(self, conversations: Sequence[Conversation], states: Sequence[Any]) -> list[StepResult]:
-        said = [conversation.messages for conversation in conversations]
-        others = [self._other(conversation) for conversation in conversations] if self._config.compare_with else []
+        said = [_without_thoughts(conversation) for conversation in conversations]
+        compared = zip(conversations, said, strict=True) if self._config.compare_with else ()
+        others = [self._other(*each) for each in compared]
         scores = self._scorer.scores([*said, *others])
         own, baselines = scores[: len(said)], scores[len(said) :] or [0.0] * len(said)
         return [self._result(score, baseline) for score, baseline in zip(own, baselines, strict=True)]
@@ -44,8 +46,8 @@ class RewardModelEnvironment:
             info |= {"score_to_beat": round(baseline, DECIMALS), "accuracy": float(value > 0)}
         return StepResult(reward=reward, info=info)
 
-    def _other(self, conversation: Conversation) -> tuple[Message, ...]:
-        """The conversation with the response of the row in place of the newest turn."""
+    def _other(self, conversation: Conversation, said: Sequence[Message]) -> tuple[Message, ...]:
+        """The messages of a conversation with the response of the row in place of the newest turn."""
         field = self._config.compare_with
         assert field is not None
         if field not in conversation.info:
@@ -53,7 +55,20 @@ class RewardModelEnvironment:
             raise UnusableAnswer(
                 f"`compare_with` is {field!r}, which is not a field of the row; its fields are {fields}"
             )
-        return (*conversation.messages[:-1], {"role": "assistant", "content": str(conversation.info[field])})
+        return (*said[:-1], {"role": "assistant", "content": str(conversation.info[field])})
+
+
+def _without_thoughts(conversation: Conversation) -> tuple[Message, ...]:
+    """Return the messages, those of the policy without the thoughts in their text."""
+    *before, newest = conversation.messages
+    return (*map(_final, before), _final(newest, conversation.opened_thoughts))
+
+
+def _final(message: Message, opened: str = "") -> Message:
+    content = message.get("content")
+    if message.get("role") != "assistant" or not isinstance(content, str):
+        return message
+    return {**message, "content": final_text(content, opened)}
 
 
 def _logistic(x: float) -> float:

@@ -81,7 +81,7 @@ class TextToolsEnvironment:
         calls = self._calls(turn)
         if not calls or progress.num_calls >= self._config.max_calls:
             self.close([progress])
-            found = None if calls else extract(turn.completion, known.answer_format)
+            found = None if calls else extract(turn.final_text, known.answer_format)
             correct = found is not None and any(
                 is_correct(found.text, answer, known.answer_format) for answer in known.answers
             )
@@ -105,7 +105,10 @@ class TextToolsEnvironment:
     def _calls(self, turn: Conversation) -> Sequence[ToolCall]:
         if self._config.call_format == "model":
             return () if turn.truncated else turn.tool_calls
-        found = self._tagged.search(turn.completion)
+        found = self._tagged.search(turn.final_text or turn.completion)
+        # a stop string may have ended the turn at a call in thoughts, which do not end then
+        if found is not None and not turn.final_text and found.end() < len(turn.completion.rstrip()):
+            return ()
         if found is None or (turn.truncated and not found[0].endswith(f"</{found[1]}>")):
             return ()
         name, text = found[1], found[2].strip()

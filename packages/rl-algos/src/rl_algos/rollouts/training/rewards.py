@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -12,11 +12,10 @@ from rl_algos.rollouts.config import PolicyGradientConfig, RewardScalingConfig, 
 from rl_algos.rollouts.training.segments import whole_rollouts
 from rl_core.data.batch import TOKENS
 from rl_core.rollouts.group import LOSS_MASK, RECORD, RolloutGroup
+from rl_core.rollouts.thoughts import only_thoughts
 
 EFFORT = "effort"
 """Field of a row of data that names its level of effort."""
-
-_TOOL_CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|$)", re.DOTALL)
 
 
 def scores_of(groups: Sequence[RolloutGroup]) -> np.ndarray:
@@ -45,9 +44,9 @@ def trained_rewards(groups: Sequence[RolloutGroup], config: PolicyGradientConfig
     if shaping.repetition_penalty:
         rewards = rewards - shaping.repetition_penalty * _repeated(groups, shaping.repetition_ngram_size)
     if shaping.malformed_thinking_penalty or shaping.invalid_tool_call_penalty:
-        texts = _texts(groups)
-        thinking = np.array([any(is_malformed_thinking(text) for text in turns) for turns in texts])
-        calls = np.array([any(has_invalid_tool_call(text) for text in turns) for turns in texts])
+        rollouts = _turns(groups)
+        thinking = np.array([any(only_thoughts(turn["text"]) is None for turn in turns) for turns in rollouts])
+        calls = np.array([any(turn.get("has_invalid_call") for turn in turns) for turns in rollouts])
         rewards = rewards - shaping.malformed_thinking_penalty * thinking - shaping.invalid_tool_call_penalty * calls
     return rewards
 
@@ -135,20 +134,6 @@ def repeated_share(tokens: np.ndarray, size: int) -> float:
     return 1 - len(np.unique(runs)) / num_runs
 
 
-def is_malformed_thinking(text: str) -> bool:
-    """Return whether a turn's thoughts are not closed exactly once after at most one `<think>`, which may be in the
-    prompt."""
-    if text.count("</think>") != 1 or text.count("<think>") > 1:
-        return True
-    return "<think>" in text and text.index("<think>") > text.index("</think>")
-
-
-def has_invalid_tool_call(text: str) -> bool:
-    """Return whether a turn has a `<tool_call>` that is not closed, or is not a JSON object with a string `name`
-    and, if any, an object `arguments`."""
-    return any(closed != "</tool_call>" or not _is_call(content) for content, closed in _TOOL_CALL.findall(text))
-
-
 def are_cut(groups: Sequence[RolloutGroup], max_turns: int) -> np.ndarray:
     """bool `[rollouts]`, those that ran into a token limit: in a completion, or because an observation did not fit
     behind it. One that ended at the last turn allowed was not cut by a token limit.
@@ -164,16 +149,6 @@ def are_cut(groups: Sequence[RolloutGroup], max_turns: int) -> np.ndarray:
     )
 
 
-def _is_call(content: str) -> bool:
-    try:
-        call = json.loads(content)
-    except ValueError:
-        return False
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-        return False
-    return isinstance(call.get("arguments", {}), dict)
-
-
 def _repeated(groups: Sequence[RolloutGroup], size: int) -> np.ndarray:
     shares = [
         repeated_share(tokens[mask > 0], size)
@@ -187,7 +162,7 @@ def _repeated(groups: Sequence[RolloutGroup], size: int) -> np.ndarray:
     return np.array(shares)
 
 
-def _texts(groups: Sequence[RolloutGroup]) -> list[list[str]]:
-    """Text of the policy in each rollout, by turn."""
+def _turns(groups: Sequence[RolloutGroup]) -> list[list[Mapping[str, Any]]]:
+    """The turns of each rollout, as its record has them."""
     records = [json.loads(record.tobytes()) for group in groups for record in group.records.ragged(RECORD)]
-    return [[turn["text"] for turn in record["turns"]] for record in records]
+    return [record["turns"] for record in records]

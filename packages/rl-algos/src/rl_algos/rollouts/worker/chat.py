@@ -17,11 +17,12 @@ from rl_algos.rollouts.worker.turn_ends import TurnEnds, find_turn_ends
 from rl_algos.special_tokens import special_tokens, splits_observations, splits_prompts
 from rl_algos.tokenizer import render
 from rl_algos.tool_calls.formats import ToolFormat, format_of
-from rl_algos.tool_calls.parsed import THOUGHTS, schemas_of
+from rl_algos.tool_calls.parsed import schemas_of
 from rl_core.errors import ConfigError
 from rl_core.rollouts.environment import ToolCall
 from rl_core.rollouts.program import Reply
 from rl_core.rollouts.rollout import Message
+from rl_core.rollouts.thoughts import MARKS, opened_by
 
 
 class Chat:
@@ -53,7 +54,7 @@ class Chat:
             token_ids: int32 `[tokens]`, sampled.
             tools: Tools that the policy may call.
         """
-        text = self._tokenizer.decode(self._said(token_ids), skip_special_tokens=True)
+        text = self._without_special_tokens(self._said(token_ids))
         if not tools and not self.tool_format.reads_all:
             return Reply(text, {"role": "assistant", "content": text})
         parsed = self.tool_format.parse(self._with_marks(token_ids), schemas_of(tools), self._opened)
@@ -134,7 +135,7 @@ class Chat:
             prompt = render(self._tokenizer, [{"role": "user", "content": "x"}], add_generation_prompt=True)
         except (ConfigError, TemplateError):
             return ""
-        return next((mark for mark in THOUGHTS if prompt.rstrip().endswith(mark)), "")
+        return opened_by(prompt)
 
     @cached_property
     def _image_token(self) -> int | None:
@@ -145,6 +146,19 @@ class Chat:
     @cached_property
     def _continuation(self) -> Continuation:
         return Continuation(self._tokenizer, self.ends, arguments_as_text=self.tool_format.arguments_as_text)
+
+    def _without_special_tokens(self, ids: list[int]) -> str:
+        """The text of tokens; the marks of thoughts stay if they are special tokens, as in Magistral."""
+        if self._hidden is None:
+            return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+        return str(self._tokenizer.decode([id for id in ids if id not in self._hidden], skip_special_tokens=False))
+
+    @cached_property
+    def _hidden(self) -> frozenset[int] | None:
+        """Ids of the special tokens that are not marks of thoughts; None if no mark of thoughts is a special token."""
+        special = {id: str(token) for id, token in self._tokenizer.added_tokens_decoder.items() if token.special}
+        hidden = frozenset(id for id, text in special.items() if text not in MARKS)
+        return hidden if len(hidden) < len(special) else None
 
     def _with_marks(self, token_ids: np.ndarray) -> str:
         """The text with special tokens, but for the one that ended it."""

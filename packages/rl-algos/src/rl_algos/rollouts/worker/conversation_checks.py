@@ -9,7 +9,13 @@ from typing import Any
 import numpy as np
 from jinja2 import TemplateError
 
-from rl_algos.rollouts.config import GeneratingPolicy, RolloutRoot, rollout_config
+from rl_algos.rollouts.config import (
+    GeneratingPolicy,
+    PolicyGradientConfig,
+    RolloutConfig,
+    RolloutRoot,
+    rollout_config,
+)
 from rl_algos.rollouts.worker.chat import Chat
 from rl_algos.rollouts.worker.continuation import rewrites_history
 from rl_algos.rollouts.worker.programs import DEFAULT_PROGRAM
@@ -52,6 +58,7 @@ def check_conversations(
         turns_key=key,
         renders_anew=settings.renders_anew,
     )
+    _check_penalties(settings, Chat(tokenizer, config.policy.tokenizer.tool_format), has_tools=bool(tools))
     is_rendered = turns > 1 and program == DEFAULT_PROGRAM and settings.agent is None
     if is_rendered and settings.rewritten_history is None and rewrites_history(tokenizer, ends):
         raise ConfigError(
@@ -93,6 +100,23 @@ def check_turns(
     if max_turns > 1 and program == DEFAULT_PROGRAM:
         _check_continuation(chat, with_tools=bool(tools), renders_anew=renders_anew)
     return chat.ends
+
+
+def _check_penalties(settings: RolloutConfig, chat: Chat, *, has_tools: bool) -> None:
+    """Refuse penalties of the format of a turn that no turn, or every turn, would get."""
+    if not isinstance(settings, PolicyGradientConfig) or not settings.reward_shaping.enabled:
+        return
+    key, shaping = f"{settings.section}.reward_shaping", settings.reward_shaping
+    if shaping.invalid_tool_call_penalty and not has_tools and settings.agent is None:
+        raise ConfigError(
+            f"{key}.invalid_tool_call_penalty: got {shaping.invalid_tool_call_penalty:g}, but no environment of the "
+            "prompts has tools, so no turn has a tool call. Set this key to 0, or use an environment with tools"
+        )
+    if shaping.malformed_thinking_penalty and chat.tool_format.reads_all:
+        raise ConfigError(
+            f"{key}.malformed_thinking_penalty: got {shaping.malformed_thinking_penalty:g}, but the policy writes its "
+            "thoughts into a channel of its own, which has no closing mark. Set this key to 0"
+        )
 
 
 def _warn_of_plain_end(ends: TurnEnds, tokenizer: Any, stop_strings: Sequence[str]) -> None:

@@ -16,7 +16,7 @@ from rl_core.rollouts.program import GenerationClient
 from rl_core.rollouts.rollout import Message, Prompt, Rollout
 
 PROBLEM = "problem"
-"""Field of the info of solvers' conversations: the text of the proposer's turn."""
+"""Field of the info of solvers' conversations: the text of the proposer's turn after its thoughts."""
 
 
 class ProposerSolverProgram:
@@ -64,7 +64,7 @@ class ProposerSolverProgram:
             return proposer.rollout()
         if result.next_agent in ("", result.agent):
             raise ValueError("the environment named no solver: `next_agent` must be another agent than `agent`")
-        info = {**prompt.info, PROBLEM: proposal.completion}
+        info = {**prompt.info, PROBLEM: proposal.final_text}
         solving = [
             asyncio.create_task(
                 self._solved(

@@ -15,6 +15,7 @@ from rl_core.rollouts.environment import Conversation, StepResult
 from rl_core.rollouts.generation import SamplingParams
 from rl_core.rollouts.program import GenerationClient, Reply
 from rl_core.rollouts.rollout import Completion, Message, Prompt, Rollout
+from rl_core.rollouts.thoughts import opened_by
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,7 @@ class Seat:
         self._num_turns = 0
         self._completion: Completion | None = None
         self._reply: Reply | None = None
+        self._opened_thoughts = ""
         self._earned: StepResult | None = None
         self._is_truncated = False
 
@@ -113,7 +115,9 @@ class Seat:
             told["draw"] = draw
         if self._transcript.images:
             told["images"] = self._transcript.images
-        self._completion = await self._client.generate(self._transcript.tokens, self._within(), **told)
+        asked = self._transcript.tokens
+        self._opened_thoughts = opened_by(self._client.shown(asked[-_PROMPT_END:]))
+        self._completion = await self._client.generate(asked, self._within(), **told)
         self._transcript.add_completion(self._completion)
         self._reply = self._client.read(self._completion.token_ids)
         self._messages.append(self._reply.message)
@@ -138,6 +142,7 @@ class Seat:
             tool_calls=self._reply.tool_calls,
             completion_ids=self._newest.token_ids,
             num_prompt_messages=self._num_prompt_messages,
+            opened_thoughts=self._opened_thoughts,
             agent=self.agent,
         )
 
@@ -188,7 +193,8 @@ class Seat:
         assert self._earned is not None
         assert self._reply is not None
         result = dataclasses.replace(self._earned, observation=tuple(observation or ()))
-        self._transcript.add_result(self._reply.text, result, ends=observation is None)
+        is_invalid = self._reply.has_invalid_call
+        self._transcript.add_result(self._reply.text, result, ends=observation is None, has_invalid_call=is_invalid)
         configured = self._client.sampling
         self._sampling = _for_next_turn(self._sampling, configured, self._earned)
         self._earned = None
@@ -217,6 +223,8 @@ class Seat:
 
 
 _NO_TOKENS = np.zeros(0, np.int32)
+_PROMPT_END = 32
+"""Number of tokens at the end of a prompt that are searched for a mark of thoughts."""
 
 
 def _require(observation: Sequence[Message]) -> None:

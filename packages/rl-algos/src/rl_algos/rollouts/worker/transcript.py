@@ -84,12 +84,12 @@ class Transcript:
         self._spans.extend(completion.spans)
         self._stop_reason = completion.stop_reason
 
-    def add_result(self, text: str, result: StepResult, *, ends: bool) -> None:
-        """Record the text and rewards of a turn."""
+    def add_result(self, text: str, result: StepResult, *, ends: bool, has_invalid_call: bool = False) -> None:
+        """Record the text and rewards of a turn; see `Turn` for the arguments."""
         rewards = result.rewards()
         for name, reward in rewards.items():
             self._rewards[name] += reward  # type: ignore[assignment]  # Counter sums floats as well
-        self._turns.append(Turn(text, None if ends else tuple(result.observation), rewards))
+        self._turns.append(Turn(text, None if ends else tuple(result.observation), rewards, has_invalid_call))
         self._info.update(result.info)
 
     def add_rewards(self, rewards: Mapping[str, float]) -> None:
