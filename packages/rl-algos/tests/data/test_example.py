@@ -111,7 +111,7 @@ def test_messages_lose_the_nulls_of_columnar_files():
         ([], "a list of messages"),
         (["text"], "a message needs a `role`"),
         ([{"content": "no role"}], "a message needs a `role`"),
-        ([{"from": "human", "value": "a"}], "rename `from` and `value`, or name a `processor`"),
+        ([{"human": "a", "assistant": "b"}], "a message needs a `role`"),
         ([{"role": "user", "content": None}], "the user message has no `content`"),
         ([{"role": "assistant", "content": 5}], "the assistant message's `content` must be a string, got 5"),
     ],

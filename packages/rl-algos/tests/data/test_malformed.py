@@ -45,7 +45,7 @@ CHATS = {
     "a role is a number": ({"messages": [{"role": 1, "content": "a"}]}, "a message needs a `role`"),
     "no content": ({"messages": [{"role": "user"}]}, "the user message has no `content`"),
     "content is a number": ({"messages": [{"role": "user", "content": 3}]}, "`content` must be a string"),
-    "ShareGPT": ({"messages": [{"from": "human", "value": "a"}]}, "rename `from` and `value`"),
+    "ShareGPT without a text": ({"messages": [{"from": "human", "value": None}]}, "the user message has no `content`"),
     "info is a text": ({**CHAT, "info": "a"}, "the column 'info' must hold an object"),
 }
 

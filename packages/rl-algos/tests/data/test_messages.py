@@ -10,6 +10,7 @@ from rl_algos.data.messages import as_messages, as_tools, conversation, refuse_s
 from rl_core.errors import DataError
 
 USER, SAID = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}
+RESULT = {"role": "tool", "name": "sum", "content": "1"}
 CALL = {"type": "function", "function": {"name": "sum", "arguments": {"x": 1}}}
 TOOL = {"type": "function", "function": {"name": "sum", "parameters": {"type": "object", "properties": {}}}}
 
@@ -60,6 +61,39 @@ def calling(**call):
             calling(type="function", function={"name": "sum", "arguments": {}}),
             id="empty arguments",
         ),
+        pytest.param({"from": "human", "value": "hi"}, USER, id="ShareGPT [NVIDIA-NeMo/Automodel#2375]"),
+        pytest.param({"from": "gpt", "value": "yo", "weight": 0}, {**SAID, "weight": 0}, id="a flag of ShareGPT"),
+        *(pytest.param({"role": role, "content": "hi"}, USER, id=role) for role in ("human", "prompter")),
+        *(pytest.param({"role": role, "content": "yo"}, SAID, id=role) for role in ("model", "gpt", "ai", "bot")),
+        *(
+            pytest.param({"role": role, "name": "sum", "content": "1"}, RESULT, id=role)
+            for role in ("function", "observation", "tool_response")
+        ),
+        pytest.param({"role": "user", "parts": [{"text": "h"}, {"text": "i"}]}, USER, id="parts of Gemini"),
+        pytest.param(
+            {"role": "model", "parts": [{"functionCall": {"name": "sum", "args": {"x": 1}}}]},
+            calling(**CALL),
+            id="a call of Gemini",
+        ),
+        pytest.param(
+            {"role": "user", "parts": [{"functionResponse": {"name": "sum", "response": 1}, "text": None}]},
+            RESULT,
+            id="a result of Gemini",
+        ),
+        *(
+            pytest.param({"role": "assistant", "content": content, "function_call": call}, calling(**CALL), id=id)
+            for content, call, id in (
+                (None, {"name": "sum", "arguments": '{"x": 1}'}, "an older call [modelscope/ms-swift#9875]"),
+                ("", {"name": "sum", "arguments": {"x": 1}}, "an older call with an object"),
+            )
+        ),
+        pytest.param(
+            {"role": "function_call", "content": '{"name": "sum", "arguments": {"x": 1}}'},
+            calling(**CALL),
+            id="a call as a role",
+        ),
+        pytest.param({"role": "assistant", "content": None, "refusal": "yo"}, SAID, id="a refusal is what is said"),
+        pytest.param({**SAID, "function_call": None}, SAID, id="no older call"),
     ],
 )
 def test_a_message_has_one_form_however_it_is_written(message, read):
@@ -77,8 +111,20 @@ def test_a_message_has_one_form_however_it_is_written(message, read):
         pytest.param({"role": "user", "content": None}, "user message has no `content`", id="null of the user"),
         pytest.param({"role": "User", "content": "x"}, "'User' is not a role; write it as 'user'", id="capitals"),
         pytest.param({"role": "assistant ", "content": "x"}, "write it as 'assistant'", id="white space in a role"),
+        pytest.param({"role": "Human", "content": "x"}, "write it as 'user'", id="capitals of another name"),
         pytest.param(
-            {"from": "human", "value": "x"}, "rename `from` and `value`", id="ShareGPT [NVIDIA-NeMo/Automodel#2375]"
+            {"role": "assistant", "content": "", "function_call": {"name": "f"}, "tool_calls": [CALL]},
+            "both `function_call` and `tool_calls`",
+            id="a call twice",
+        ),
+        pytest.param({"role": "tool_call", "content": "sum(1)"}, "is not valid JSON", id="a call that is no JSON"),
+        pytest.param(
+            {"role": "user", "parts": [{"inlineData": {"data": "x"}}]}, "part of type 'text'", id="a file of Gemini"
+        ),
+        pytest.param(
+            {"role": "user", "parts": [{"functionResponse": {"name": "f"}}, {"text": "x"}]},
+            "must have no other part",
+            id="a result of Gemini beside text",
         ),
         pytest.param(
             calling(function={"name": "f", "arguments": "{"}),
@@ -92,6 +138,12 @@ def test_a_message_has_one_form_however_it_is_written(message, read):
 def test_a_message_of_another_form_is_refused_with_the_reason(message, problem):
     with pytest.raises(DataError, match=problem):
         as_messages([message])
+
+
+def test_calls_in_messages_one_after_another_are_parallel():
+    call = {"role": "tool_call", "content": '{"name": "sum", "arguments": {"x": 1}}'}
+    [asked, turn, result] = as_messages([USER, call, call, {"role": "tool_response", "content": "1"}])
+    assert (asked, turn, result["role"]) == (USER, {**calling(**CALL), "tool_calls": [CALL, CALL]}, "tool")
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from rl_algos.data.config import DatasetConfig
-from rl_algos.data.messages import as_tools, conversation, is_plain_text
+from rl_algos.data.messages import as_messages, as_tools, conversation, is_plain_text, shown
 from rl_core.config import did_you_mean
 from rl_core.errors import DataError
 from rl_core.rollouts.rollout import Message
@@ -46,6 +46,7 @@ class Example:
         tools: JSON schemas of the tools that the assistant may call.
         is_text: Whether the row gives the conversation as plain text, which is then its only message.
         num_unplaced_images: Images in the row's column of images that the conversation has no place for.
+        columns: Columns that it was read from; empty if they are not known.
     """
 
     messages: tuple[Message, ...]
@@ -58,6 +59,7 @@ class Example:
     tools: tuple[Mapping[str, Any], ...] = ()
     is_text: bool = False
     num_unplaced_images: int = 0
+    columns: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def is_unanswered(self) -> bool:
@@ -85,23 +87,23 @@ Processor = Callable[[Mapping[str, Any], DatasetConfig], Example]
 
 
 def column(row: Mapping[str, Any], name: str) -> Any:
-    """Return a row's column; raises a `DataError` that lists the nearest column and all others."""
-    if name not in row:
-        raise DataError(_no_column(row, name))
-    return row[name]
+    """Return a row's column, or a field of an object in it, as `reward_model.ground_truth`.
+
+    Raises:
+        DataError: With the nearest column and all others, if there is no such column.
+    """
+    if name in row:
+        return row[name]
+    outer, dot, inner = name.partition(".")
+    if dot and isinstance(row.get(outer), Mapping):
+        return column(row[outer], inner)
+    raise DataError(_no_column(row, name))
 
 
 def _no_column(row: Mapping[str, Any], name: str) -> str:
     padded = next((other for other in row if other.strip() == name), None)
     near = did_you_mean(name, row) if padded is None else f"; {padded!r} has white space around it; remove it"
     return f"no column {name!r}{near}; the columns are {', '.join(sorted(row))}"
-
-
-def _without_input(row: Mapping[str, Any]) -> str:
-    return (
-        f"{_no_column(row, 'messages')}. Set `input_key` to the column of the input and `output_key` to the column of "
-        "the answer, or set `processor`"
-    )
 
 
 def text_column(row: Mapping[str, Any], name: str) -> str:
@@ -112,35 +114,166 @@ def text_column(row: Mapping[str, Any], name: str) -> str:
     return value
 
 
+CONVERSATIONS = ("messages", "conversations", "conversation", "contents")
+"""Columns of a whole conversation: of OpenAI's form, ShareGPT and Gemini."""
+TEXTS = ("prompt", "query", "question", "instruction", "input")
+"""Columns of an input, in the order in which they are looked for."""
+WRITTEN = ("completion", "response", "output")
+"""Columns next to an input with the text that supervised fine-tuning learns."""
+
+_SYSTEM = ("system", "system_prompt", "system_message", "system_instruction", "systemInstruction")
+_BESIDE = ("context", "passage", "document", "documents", "article", "knowledge", "choices", "options", "problem")
+"""Columns that may be a part of an input in another column."""
+_HINTS = {
+    "text": "`processor: text` learns the whole column `text`",
+    "problem": "`processor: math_problem` reads `problem` and `answer`",
+    "chosen": "`chosen` and `rejected` are for preferences (dpo, rm)",
+    "input_ids": "rows are tokenised here, from text or messages",
+}
+
+
+@dataclass(frozen=True)
+class RowInput:
+    """The input of a row.
+
+    Args:
+        messages: The conversation, with the row's system message.
+        is_text: Whether the row gives it as plain text, without a system message.
+        written: Text or messages in a column next to an input, to learn; None if there is none.
+        columns: Columns that were read.
+    """
+
+    messages: tuple[Message, ...]
+    is_text: bool
+    written: Any
+    columns: tuple[str, ...]
+
+
+def read_input(row: Mapping[str, Any], settings: DatasetConfig) -> RowInput:
+    """Read the input of a row from the column `input_key`, or from the columns of a common format.
+
+    These are `CONVERSATIONS`, or else one of `TEXTS` with one of `WRITTEN`. An `instruction` is continued by the column
+    `input` (Alpaca), and a `history` of pairs precedes an input of text. A column of `_SYSTEM` is the system message.
+
+    Raises:
+        DataError: If no column is an input, another one may be a part of it, or there are two system messages.
+    """
+    there = [name for name in (*CONVERSATIONS, *TEXTS) if name in row]
+    name = settings.input_key or next((name for name in there if row[name] is not None), (there or [""])[0])
+    if not name:
+        raise DataError(_without_input(row))
+    given, used = column(row, name), [name]
+    messages, is_text = conversation(given), is_plain_text(given)
+    is_pair = settings.input_key is None and name in TEXTS
+    if is_pair and is_text:
+        if name == "instruction" and row.get("input"):
+            messages = ({"role": "user", "content": f"{given}\n{text_column(row, 'input')}"},)
+            used.append("input")
+        if row.get("history"):
+            messages, is_text = (*_history(row["history"]), *messages), False
+            used.append("history")
+    if is_pair and name != "prompt" and settings.prompt_file is None:
+        _check_alone(row, name, used)
+    messages, system = with_system(messages, row)
+    written = next((each for each in WRITTEN if is_pair and row.get(each) is not None), None)
+    used += [each for each in (system, written) if each]
+    return RowInput(messages, is_text and not system, None if written is None else row[written], tuple(used))
+
+
+def with_system(messages: tuple[Message, ...], row: Mapping[str, Any]) -> tuple[tuple[Message, ...], str]:
+    """Return a conversation with the system message in a column of its row, and the name of the column; as it is, and
+    an empty name, if there is none.
+
+    Raises:
+        DataError: If the conversation begins with another system message, or the column is not text.
+    """
+    name = next((name for name in _SYSTEM if row.get(name)), "")
+    if not name:
+        return messages, ""
+    given = row[name]
+    said = as_messages([{**given, "role": "system"}])[0]["content"] if isinstance(given, Mapping) else given
+    if not isinstance(said, str):
+        raise DataError(f"the column `{name}` is the system message and must be a string, got {shown(given)}")
+    first = messages[0]
+    if first["role"] not in ("system", "developer"):
+        return ({"role": "system", "content": said}, *messages) if said.strip() else messages, name
+    if said.strip() and said != first["content"]:
+        raise DataError(
+            f"the row has a system message in its conversation and another one in the column `{name}`; remove one"
+        )
+    return messages, name
+
+
+def _history(value: Any) -> tuple[Message, ...]:
+    """Return the turns before an input: pairs of what the user and the assistant said."""
+    pairs = value if isinstance(value, list | tuple) else ()
+    said = [text for pair in pairs if isinstance(pair, list | tuple) and len(pair) == 2 for text in pair]
+    if len(said) != 2 * len(pairs) or not said or not all(isinstance(text, str) for text in said):
+        raise DataError(f"`history` must be a list of pairs of text, [[user, assistant], ...], got {shown(value)}")
+    roles = ("user", "assistant")
+    return tuple({"role": roles[index % 2], "content": text} for index, text in enumerate(said))
+
+
+def _check_alone(row: Mapping[str, Any], name: str, used: Sequence[str]) -> None:
+    """Raise a `DataError` if a column beside a guessed input may be a part of it."""
+    other = next((each for each in (*_BESIDE, *TEXTS) if each not in used and row.get(each)), None)
+    if other is None:
+        return
+    processors = {"choices": "multiple_choice", "options": "multiple_choice", "context": "squad"}
+    hint = f", or `processor: {processors[other]}`" if other in processors else ""
+    raise DataError(
+        f"the columns `{name}` and `{other}` may both be a part of the input. Set `input_key: {name}` to use only that "
+        f"one, `prompt_file` to write both{hint}"
+    )
+
+
+def _without_input(row: Mapping[str, Any]) -> str:
+    hint = next((hint for name, hint in _HINTS.items() if row.get(name) is not None), "")
+    return (
+        f"{_no_column(row, 'messages')}. Set `input_key` to the column of the input and `output_key` to the column of "
+        f"the answer, or set `processor`{f' ({hint})' if hint else ''}"
+    )
+
+
+def plain_text(row: Mapping[str, Any], settings: DatasetConfig) -> Example:
+    """The column `text`, or `input_key`, as what the assistant says, for a chat template that writes only contents."""
+    return Example(({"role": "assistant", "content": text_column(row, settings.input_key or "text")},))
+
+
 def by_keys(row: Mapping[str, Any], settings: DatasetConfig) -> Example:
     """Input and answer from the columns `input_key` and `output_key`.
 
-    If unset they are `messages` and `answer`, or, in a row without messages, `prompt` and one of `answer`, `completion`
-    and `response`. A row with an `answer` and a `completion` or `response` is rewarded by the first and learns the
-    second.
+    If unset, they are found by the columns that common formats have: see `read_input`. The answer is
+    the column `answer`, or next to an input of text one of `completion`, `response` and `output`. A row with an
+    `answer` and one of these is rewarded by the first and learns the second.
     """
-    is_unnamed = settings.input_key is None and "messages" not in row
-    is_pair = is_unnamed and "prompt" in row
-    if is_unnamed and not is_pair:
-        raise DataError(_without_input(row))
-    given = column(row, settings.input_key or ("prompt" if is_pair else "messages"))
-    messages = conversation(given)
-    written = next((row[name] for name in ("completion", "response") if is_pair and row.get(name) is not None), None)
+    read = read_input(row, settings)
+    written = read.written
     if settings.output_key is not None:
         answer, written = column(row, settings.output_key), None
-    elif row.get("answer") is None:
-        answer, written = written, None
+        answered = settings.output_key
+    elif row.get("answer") is not None:
+        answer, answered = row["answer"], "answer"
+    elif (known := _ground_truth(row)) is not None:
+        answer, answered = known, "reward_model"
     else:
-        answer = row["answer"]
+        answer, written, answered = written, None, ""
     info = row.get("info") or {}
     if not isinstance(info, Mapping):
         raise DataError(f"the column 'info' must hold an object, got {info!r}")
     return Example(
-        messages,
+        read.messages,
         answer,
         str(row.get("environment") or ""),
         info,
         solution=written,
         tools=as_tools(row.get("tools")),
-        is_text=is_plain_text(given),
+        is_text=read.is_text,
+        columns=tuple(name for name in (*read.columns, answered, "tools") if name in row),
     )
+
+
+def _ground_truth(row: Mapping[str, Any]) -> Any:
+    """Return the answer of a row of verl."""
+    model = row.get("reward_model")
+    return model.get("ground_truth") if isinstance(model, Mapping) else None

@@ -8,7 +8,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate
 from pathlib import Path
 from typing import IO, Any
@@ -308,13 +308,13 @@ def _is_row(lines: JsonLines, index: int) -> bool:
     return True
 
 
-def _csv(path: Path, name: str) -> FileRows:
+def _csv(path: Path, name: str, delimiter: str = ",") -> FileRows:
     rows: list[Any] = []
     lines: list[int] = []
     csv.field_size_limit(_LONGEST_FIELD)  # 128 KiB by default, for the whole process
     # reading leaves a place for characters that are not UTF-8, so that only their row is malformed
     with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
-        reader = csv.DictReader(file, strict=True)
+        reader = csv.DictReader(file, strict=True, delimiter=delimiter)
         _check_header(reader, name)
         while True:
             first = reader.line_num + 1
@@ -427,6 +427,7 @@ _TEXT: Mapping[str, Callable[[Path, str], FileRows]] = {
     ".ndjson": JsonLines,
     ".json": _json,
     ".csv": _csv,
+    ".tsv": partial(_csv, delimiter="\t"),
 }
 _READERS: Mapping[str, Callable[[Path, str], FileRows]] = {**_TEXT, ".parquet": _parquet, ".arrow": _arrow}
 _BOM = b"\xef\xbb\xbf"

@@ -10,12 +10,11 @@ from typing import Any
 
 from rl_algos.data.config import DatasetConfig
 from rl_algos.data.example import Example, column, text_column
-from rl_algos.data.messages import shown
+from rl_algos.data.messages import conversation, shown
 from rl_algos.data.row_images import PLACE, images_column
 from rl_core.errors import DataError
 from rl_core.rollouts.rollout import Message
 
-_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
@@ -60,19 +59,9 @@ def refcoco(row: Mapping[str, Any], settings: DatasetConfig) -> Example:
 def llava(row: Mapping[str, Any], _settings: DatasetConfig) -> Example:
     """`conversations` of `{from, value}`, in whose text `<image>` is an image of the column `image` or `images`
     (LLaVA-Instruct-150K, arXiv:2304.08485)."""
-    turns = column(row, "conversations")
-    if not isinstance(turns, list | tuple) or not turns:
-        raise DataError(f"`conversations` must be a list of turns, got {shown(turns)}")
     if row.get("video") is not None:
         raise DataError("the row has a `video`, which is not supported; remove the row")
-    return Example(tuple(map(_turn, turns)))
-
-
-def _turn(turn: Any) -> Message:
-    role = _ROLES.get(str(turn.get("from"))) if isinstance(turn, Mapping) else None
-    if role is None or not isinstance(turn.get("value"), str):
-        raise DataError(f"a turn must be {{from, value}} with `from` one of {', '.join(_ROLES)}, got {shown(turn)}")
-    return {"role": role, "content": turn["value"]}
+    return Example(conversation(column(row, "conversations")))
 
 
 def _asked(text: str, row: Mapping[str, Any], settings: DatasetConfig) -> tuple[Message]:

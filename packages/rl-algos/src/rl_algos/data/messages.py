@@ -3,15 +3,32 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
 from rl_core.errors import DataError
 from rl_core.rollouts.rollout import Message
 
-ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+ROLES = ("system", "developer", "user", "assistant", "tool")
 """Usual roles. A chat template may know others."""
+
+_ROLE_NAMES = {
+    "human": "user",
+    "prompter": "user",
+    "model": "assistant",
+    "gpt": "assistant",
+    "ai": "assistant",
+    "bot": "assistant",
+    "chatbot": "assistant",
+    "function": "tool",
+    "observation": "tool",
+    "tool_response": "tool",
+    "tool_result": "tool",
+}
+"""Roles under the names of other formats: ShareGPT, Gemini, older versions of OpenAI's API, ms-swift."""
+_CALLS = ("function_call", "tool_call")
+"""Roles of messages whose content is one or more calls of the assistant."""
 
 
 def conversation(value: Any, *, role: str = "user") -> tuple[Message, ...]:
@@ -45,7 +62,23 @@ def as_messages(value: Any) -> tuple[Message, ...]:
     """
     if not isinstance(value, list | tuple) or not value:
         raise DataError(f"expected a string or a list of messages, got {shown(value)}")
-    return tuple(map(_message, value))
+    messages: list[Message] = []
+    for message in map(_message, value):
+        if _continues_calls(messages, message):
+            calls = [*messages[-1]["tool_calls"], *message["tool_calls"]]
+            messages[-1] = {**messages[-1], "tool_calls": calls}
+        else:
+            messages.append({key: item for key, item in message.items() if key != _ONLY_CALLS})
+    return tuple(messages)
+
+
+_ONLY_CALLS = "only calls"
+"""Key of a message that had one of the roles `_CALLS`, while a conversation is read."""
+
+
+def _continues_calls(messages: Sequence[Message], message: Message) -> bool:
+    """Return whether a message with only calls belongs to the turn before it."""
+    return _ONLY_CALLS in message and bool(messages) and bool(messages[-1].get("tool_calls"))
 
 
 def as_tools(value: Any) -> tuple[Mapping[str, Any], ...]:
@@ -77,27 +110,84 @@ def _listed(text: str) -> list[Any] | None:
     except (ValueError, RecursionError):
         return None
     is_list = isinstance(found, list) and bool(found)
-    return found if is_list and all(isinstance(each, Mapping) and "role" in each for each in found) else None
+    return (
+        found
+        if is_list and all(isinstance(each, Mapping) and {"role", "from"} & each.keys() for each in found)
+        else None
+    )
 
 
 def _message(message: Any) -> Message:
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        is_sharegpt = isinstance(message, Mapping) and {"from", "value"} <= message.keys()
-        remedy = "; rename `from` and `value`, or name a `processor` that does" if is_sharegpt else ""
-        raise DataError(f"a message needs a `role` and a `content`, got {shown(message)}{remedy}")
-    role = message["role"]
-    if role not in ROLES and (meant := role.strip().lower()) in ROLES:
-        raise DataError(f"{role!r} is not a role; write it as {meant!r}")
+    given = _named_as_openai(message) if isinstance(message, Mapping) else {}
+    if not isinstance(given.get("role"), str):
+        raise DataError(f"a message needs a `role` and a `content`, got {shown(message)}")
+    role = given["role"]
+    meant = role.strip().lower()
+    if role not in (*ROLES, *_ROLE_NAMES, *_CALLS) and meant in (*ROLES, *_ROLE_NAMES):
+        raise DataError(f"{role!r} is not a role; write it as {_ROLE_NAMES.get(meant, meant)!r}")
     # columnar files fill keys that a message does not have with null
-    plain = {key: item for key, item in message.items() if item is not None}
-    if "tool_calls" in plain:
-        calls = _calls(plain.pop("tool_calls"))
-        if calls:
-            plain["tool_calls"] = calls
+    plain = {key: item for key, item in given.items() if item is not None}
+    if role in _CALLS:
+        plain = {**plain, "content": "", "tool_calls": _listed_calls(plain.get("content")), _ONLY_CALLS: True}
+    role = plain["role"] = "assistant" if role in _CALLS else _ROLE_NAMES.get(role, role)
+    calls = _older_calls(plain) or _calls(plain.pop("tool_calls", ()))
+    if calls:
+        plain["tool_calls"] = calls
     content = _content(plain.get("content"), role)
+    if content is None and role == "assistant" and isinstance(plain.get("refusal"), str):
+        content = plain.pop("refusal")
     if content is None and role != "assistant":
         raise DataError(f"the {role} message has no `content`: {shown(message)}")
     return {**plain, "content": content or ""}
+
+
+def _named_as_openai(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a message of ShareGPT (`from`, `value`) or Gemini (`parts`) with a `role` and a `content`."""
+    if "role" not in message and {"from", "value"} <= message.keys():
+        rest = {key: item for key, item in message.items() if key not in ("from", "value")}
+        return {"role": message["from"], "content": message["value"], **rest}
+    if "content" in message or not isinstance(message.get("parts"), list | tuple):
+        return message
+    rest = {key: item for key, item in message.items() if key != "parts"}
+    parts = [
+        {key: item for key, item in part.items() if item is not None} if isinstance(part, Mapping) else part
+        for part in message["parts"]
+    ]
+    calls = [_gemini_call(part["functionCall"]) for part in parts if _has_only(part, "functionCall")]
+    results = [part["functionResponse"] for part in parts if _has_only(part, "functionResponse")]
+    said = [part for part in parts if not _has_only(part, "functionCall") and not _has_only(part, "functionResponse")]
+    if results and (len(results) > 1 or said or calls):
+        raise DataError(f"a message with a `functionResponse` must have no other part: {shown(message)}")
+    if results:
+        result = results[0] if isinstance(results[0], Mapping) else {}
+        return {**rest, "role": "tool", "name": result.get("name"), "content": json.dumps(result.get("response"))}
+    return {**rest, "content": said, **({"tool_calls": calls} if calls else {})}
+
+
+def _has_only(part: Any, key: str) -> bool:
+    return isinstance(part, Mapping) and set(part) == {key}
+
+
+def _gemini_call(call: Any) -> Any:
+    return {"name": call.get("name"), "arguments": call.get("args") or {}} if isinstance(call, Mapping) else call
+
+
+def _listed_calls(content: Any) -> Any:
+    """Return the calls in the content of a message whose role says that it is one."""
+    found = _json_of(content, "content") if isinstance(content, str) else content
+    return [found] if isinstance(found, Mapping) else found
+
+
+def _older_calls(message: dict[str, Any]) -> list[dict[str, Any]]:
+    """Take the call out of a message that has it as older versions of OpenAI's API do.
+
+    Raises:
+        DataError: If it has `tool_calls` as well.
+    """
+    call = message.pop("function_call", None)
+    if call and message.get("tool_calls"):
+        raise DataError("a message has both `function_call` and `tool_calls`; remove one")
+    return _calls([call]) if call else []
 
 
 def _content(content: Any, role: str) -> str | tuple[Mapping[str, Any], ...] | None:
@@ -148,6 +238,8 @@ def _source(key: str, value: Any) -> Any:
 
 
 def _calls(calls: Any) -> list[dict[str, Any]]:
+    if isinstance(calls, str) and not calls.strip():
+        return []
     if isinstance(calls, str):
         calls = _json_of(calls, "tool_calls")
     if not isinstance(calls, list | tuple):

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rl_algos.data.config import DatasetConfig
-from rl_algos.data.example import Example, Response, column
+from rl_algos.data.example import CONVERSATIONS, TEXTS, Example, Response, column, read_input, with_system
 from rl_algos.data.marked_turns import marked_turns
 from rl_algos.data.messages import as_tools, conversation, is_plain_text, shown
 from rl_core.errors import DataError
@@ -82,13 +82,14 @@ def _pair(row: Mapping[str, Any], settings: DatasetConfig) -> Example:
         prompt, chosen, rejected = _split_texts(row["chosen"], row["rejected"])
     elif all(whole):
         prompt, chosen, rejected = _split(chosen, rejected)
+        prompt, _ = with_system(prompt, row)
     elif any(whole):
         raise DataError(
             "one of `chosen` and `rejected` is a whole conversation, the other only the response. Use the same form "
             "for both"
         )
     else:
-        prompt = _required_prompt(row, settings)
+        prompt, chosen, rejected = _with_shared_turns(_required_prompt(row, settings), chosen, rejected)
     better, worse = next(
         ((_number(row, better), _number(row, worse)) for better, worse in _SCORES if _has(row, better, worse)),
         (None, None),
@@ -112,6 +113,15 @@ def _split(chosen: Messages, rejected: Messages) -> tuple[Messages, Messages, Me
             f"of the roles {rest[0][0]['role']} and {rest[1][0]['role']}; only what the assistant says may differ"
         )
     return chosen[:shared], *rest
+
+
+def _with_shared_turns(prompt: Messages, chosen: Messages, rejected: Messages) -> tuple[Messages, Messages, Messages]:
+    """Move the turns that both responses begin with to the prompt: they are no reason for the preference."""
+    pairs = enumerate(zip(chosen[:-1], rejected[:-1], strict=False))
+    shared = next((index for index, (one, other) in pairs if one != other), min(len(chosen), len(rejected)) - 1)
+    while shared and not chosen[shared]["role"] == rejected[shared]["role"] == "assistant":
+        shared -= 1
+    return (*prompt, *chosen[:shared]), chosen[shared:], rejected[shared:]
 
 
 def _begins_alike(row: Mapping[str, Any], settings: DatasetConfig) -> bool:
@@ -156,13 +166,14 @@ def _listed(item: Any, index: int) -> Response:
 
 
 def _required_prompt(row: Mapping[str, Any], settings: DatasetConfig) -> Messages:
-    name = settings.input_key or next((name for name in _PROMPT if name in row), None)
+    name = settings.input_key or next((name for name in (*_PROMPT, *CONVERSATIONS, *TEXTS) if name in row), None)
     if name is None:
         raise DataError(
             f"no prompt: add it in one of the columns {', '.join(_PROMPT)}, or set `input_key` to its column; the "
             f"columns are {', '.join(sorted(row))}"
         )
-    prompt = conversation(column(row, name))
+    is_known = settings.input_key is not None or name in _PROMPT
+    prompt = with_system(conversation(column(row, name)), row)[0] if is_known else read_input(row, settings).messages
     if prompt[-1]["role"] == "assistant":
         raise DataError(f"the prompt in `{name}` ends with an assistant message; end it with a user message")
     return prompt

@@ -10,7 +10,7 @@ from typing import Any
 from rl_algos.data.assistant_trees import conversations, ranked_replies
 from rl_algos.data.choices import gpqa, multiple_choice
 from rl_algos.data.config import DatasetConfig
-from rl_algos.data.example import Example, Processor, by_keys
+from rl_algos.data.example import Example, Processor, by_keys, plain_text
 from rl_algos.data.files import Rows
 from rl_algos.data.image_problems import clevr_count, geometry3k, llava, refcoco
 from rl_algos.data.preference import helpsteer3, preference, ultrafeedback
@@ -38,6 +38,7 @@ PROCESSORS: Mapping[str, Processor] = {
     "preference": preference,
     "refcoco": refcoco,
     "squad": squad,
+    "text": plain_text,
     "ultrafeedback": ultrafeedback,
 }
 """Processors by the name that `processor` takes."""

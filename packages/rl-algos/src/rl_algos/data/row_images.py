@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,7 +13,8 @@ from rl_algos.data.config import DatasetConfig
 from rl_algos.data.example import Example, column
 from rl_algos.data.image_sources import ImageSources
 from rl_algos.data.messages import joined_parts
-from rl_algos.images.image_tokens import image_tokens
+from rl_algos.images.image_tokens import image_tokens, texts_of
+from rl_algos.special_tokens import special_tokens, splits_prompts
 from rl_core.errors import ConfigError, DataError
 from rl_core.images import STORE_VARIABLE, ImageError, ImageStore
 from rl_core.rollouts.rollout import Message
@@ -21,6 +23,12 @@ PLACE = "<image>"
 """Text that an image of the row's column takes the place of."""
 
 _COLUMNS = ("images", "image")
+
+_PLACES = re.compile(
+    r"<\|?(?:image|video|audio)(?:_pad|_soft_token|[_ ]?\d+)?\|?>|<start_of_(?:image|audio)>|<IMG_CONTEXT>|\[IMG\]",
+    re.IGNORECASE,
+)
+"""Placeholders that data and model families write for images, videos and sounds."""
 
 
 @dataclass(frozen=True)
@@ -171,14 +179,49 @@ def images_column(row: Mapping[str, Any], key: str | None) -> tuple[str, Sequenc
 
 
 def check_placed(tokenizer: Any, example: Example) -> None:
-    """Raise a `DataError` if a row's images have no place in its conversation, and the model of a tokenizer reads
-    images. Other models do not look at columns of images."""
-    count = example.num_unplaced_images
-    if count and image_tokens(tokenizer) is not None:
+    """Raise a `DataError` if the model of a tokenizer reads images, and a row's images have no place in its
+    conversation, or a place in it has no image. Other models do not look at columns of images."""
+    if image_tokens(tokenizer) is None:
+        return
+    if count := example.num_unplaced_images:
         raise DataError(
             f"the row has {_counted(count, 'image')} in a column, but no place for images in its messages; write "
             f"{PLACE} where each image goes, or set `processor` to one that does"
         )
+    messages = [*example.messages, *(message for response in example.responses for message in response.messages)]
+    if splits_prompts(tokenizer):
+        messages = special_tokens(tokenizer).hidden(messages)
+    asked = [text for message in messages if message["role"] != "assistant" for text in texts_of(message)]
+    said = [text for message in messages if message["role"] == "assistant" for text in texts_of(message)]
+    _check_no_place(asked, said, example)
+
+
+def _check_no_place(asked: Sequence[str], said: Sequence[str], example: Example) -> None:
+    """Raise a `DataError` if texts have a place for an image, a video or a sound that was not filled."""
+    found = [match for text in (*asked, *said) for match in _PLACES.finditer(text)]
+    if not found:
+        return
+    text, kind = found[0][0], next((name for name in ("video", "audio") if name in found[0][0].lower()), "image")
+    if kind != "image":
+        raise DataError(f"the row has {text!r} in its text, but {kind} is not supported; remove the row")
+    in_asked = sum(len(_PLACES.findall(each)) for each in asked)
+    if not in_asked:
+        raise DataError(
+            f"the assistant's text contains {text!r}, a place for an image, but models write no images; remove it, or "
+            "move it to a message of the user"
+        )
+    there = [name for name in _COLUMNS if name in example.info]
+    if there or text != PLACE:
+        what = f"in addition to the images of {there[0]!r}" if there else "and no image there"
+        raise DataError(
+            f"the row has {text!r} in its text, {what}; write {PLACE} once where each image goes, and remove all "
+            "other placeholders"
+        )
+    raise DataError(
+        f"the row has {_counted(in_asked, 'place')} for {'an image' if in_asked == 1 else 'images'} ({PLACE}), but no "
+        f"column images or image; the columns are {', '.join(sorted(example.info)) or 'only those of the messages'}. "
+        "Set `images_key` to the column of the images, or remove the place"
+    )
 
 
 def image_store() -> ImageStore:

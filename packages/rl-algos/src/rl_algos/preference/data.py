@@ -11,6 +11,7 @@ from rl_algos.data.config import DataConfig, DataRoot, DatasetConfig
 from rl_algos.data.example import Example
 from rl_algos.data.examples import Dataset, Datasets, load_examples
 from rl_algos.data.lazily import RowMapping
+from rl_algos.data.learned_flags import check_columns
 from rl_algos.data.preference import preference
 from rl_algos.data.preview import RowReader, Text, UnusedRow
 from rl_algos.data.row_images import check_placed
@@ -151,6 +152,7 @@ class _EncodePairs:
     needs_margin: bool
 
     def __call__(self, example: Example) -> list[tuple[EncodedResponse, EncodedResponse, float | None]]:
+        check_columns(example)
         check_placed(self.tokenizer, example)
         return [self._pair(example, found) for found in comparisons(example, self.pairing)]
 
@@ -173,6 +175,7 @@ class _EncodeJudged:
     by: Verdict
 
     def __call__(self, example: Example) -> list[tuple[EncodedResponse, float]]:
+        check_columns(example)
         check_placed(self.tokenizer, example)
         return [
             (encode_response(self.tokenizer, example.messages, response.messages, example.tools), verdict)

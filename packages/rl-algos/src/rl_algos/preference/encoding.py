@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from rl_algos.data.learned_flags import without_flags
 from rl_algos.data.stored_rows import storable
-from rl_algos.sft.conversation import LEARNED_FLAGS, encode_conversation
+from rl_algos.sft.conversation import encode_conversation
 from rl_core.errors import DataError
 from rl_core.images import image_digests
 from rl_core.rollouts.rollout import Message
@@ -58,5 +59,4 @@ def encode_response(
 
 def _not_learned(message: Message) -> Message:
     """The message, marked as what the loss leaves out."""
-    plain = {key: value for key, value in message.items() if key not in LEARNED_FLAGS}
-    return {**plain, "train": False}
+    return {**without_flags(message), "train": False}

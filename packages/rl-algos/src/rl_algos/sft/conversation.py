@@ -10,16 +10,15 @@ from typing import Any
 
 import numpy as np
 
+from rl_algos.data.learned_flags import flag_of, without_flags
 from rl_algos.images.image_tokens import check_images, with_images
 from rl_algos.sft.config import LearnedTurns
-from rl_algos.sft.marked_template import Span
+from rl_algos.sft.marked_template import Span, template_of
 from rl_algos.sft.turn_spans import find_turns
 from rl_algos.special_tokens import special_tokens, splits_prompts
+from rl_algos.template_coverage import with_thoughts_read
 from rl_core.errors import DataError
 from rl_core.rollouts.rollout import Message
-
-LEARNED_FLAGS = ("train", "weight")
-"""Keys that select a message for training; OpenAI's files use the second one."""
 
 
 def encode_conversation(
@@ -37,8 +36,8 @@ def encode_conversation(
     Args:
         tokenizer: Tokenizer with a chat template.
         messages: Messages of the conversation, with at least one of the assistant.
-        learn: All turns of the assistant or the last one; a message that says `train: true` or `train: false` (or
-            `weight: 1` or `weight: 0`) decides for itself. Templates are not shown what it says.
+        learn: All turns of the assistant or the last one; a message with one of the flags `LEARNED_FLAGS`, such as
+            `train: false`, decides for itself. Templates are not shown the flags.
         tools: JSON schemas of the tools that the assistant may call.
 
     Returns:
@@ -50,9 +49,7 @@ def encode_conversation(
         jinja2.TemplateError: if the template refuses the messages.
     """
     learned = learned_messages(messages, learn)
-    plain: list[Message] = [
-        {key: value for key, value in message.items() if key not in LEARNED_FLAGS} for message in messages
-    ]
+    plain = with_thoughts_read(tokenizer, list(map(without_flags, messages)), template_of(tokenizer, tools))
     special = special_tokens(tokenizer)
     if splits_prompts(tokenizer):
         plain = special.hidden(plain)
@@ -91,7 +88,7 @@ def learned_messages(messages: Sequence[Message], learn: LearnedTurns) -> list[b
     by_default = set(spoken) if learn == "all" else {spoken[-1]}
     learned = []
     for index, message in enumerate(messages):
-        flag = _flag(index, message)
+        flag = flag_of(index, message)
         if flag and index not in spoken:
             raise DataError(
                 f"message {index} (from 0) is marked for training, but its role is {message['role']!r} and only "
@@ -101,18 +98,6 @@ def learned_messages(messages: Sequence[Message], learn: LearnedTurns) -> list[b
     if not any(learned):
         raise DataError("no assistant message is marked for training; mark one, or remove the row from the data")
     return learned
-
-
-def _flag(index: int, message: Message) -> bool | None:
-    given = [key for key in LEARNED_FLAGS if key in message]
-    if len(given) > 1:
-        raise DataError(f"message {index} (from 0) has both `train` and `weight`; remove one")
-    for key in given:
-        if message[key] not in (0, 1):
-            allowed = "true or false" if key == "train" else "0 or 1"
-            raise DataError(f"message {index} (from 0): `{key}` must be {allowed}, got {message[key]!r}")
-        return bool(message[key])
-    return None
 
 
 def _tokens(tokenizer: Any, text: str, starts: Sequence[int]) -> tuple[list[int], list[Span]]:

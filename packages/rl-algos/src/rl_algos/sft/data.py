@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -13,6 +13,7 @@ from rl_algos.data.config import DataConfig, DatasetConfig
 from rl_algos.data.example import Example
 from rl_algos.data.examples import Dataset, Datasets
 from rl_algos.data.flow import FlowStream
+from rl_algos.data.learned_flags import check_columns
 from rl_algos.data.messages import conversation
 from rl_algos.data.preview import RowReader, Text
 from rl_algos.data.prompts import weights_of
@@ -131,12 +132,13 @@ class EncodeExample:
     learn: LearnedTurns
 
     def __call__(self, example: Example) -> Encoded:
-        check_placed(self.tokenizer, example)
+        check_columns(example)
         messages = example.messages
         said = example.answer if example.solution is None else example.solution
         if not example.has_response and said is not None:
             said = said if isinstance(said, str | list | tuple | dict) else str(said)
             messages = (*messages, *conversation(said, role="assistant"))
+        check_placed(self.tokenizer, replace(example, messages=messages))
         tokens, mask = encode_conversation(self.tokenizer, messages, learn=self.learn, tools=example.tools)
         return tokens, mask, image_digests(messages)
 

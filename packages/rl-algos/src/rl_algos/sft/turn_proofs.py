@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 
+from rl_algos.template_coverage import THOUGHTS
 from rl_algos.tokenizer import squeezed
 from rl_core.errors import DataError
 from rl_core.rollouts.rollout import Message
 
 _THINK = ("<think>", "</think>")
-_THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-"""Keys of a message that chat templates read thoughts from."""
+_FIRST_TAG = re.compile(r"\s*(<[\w|:-]+>|\[[A-Z_]+\])")
 
 
-def check_turn(message: Message, index: int, turn: str, ends: Sequence[str]) -> None:
+def check_turn(message: Message, index: int, opened: str, turn: str, ends: Sequence[str]) -> None:
     """Raise a `DataError` if a learned turn lacks a part of its message, or the message ends its turn itself.
 
     Args:
         message: Message that the turn was rendered from.
         index: Index of the message in its conversation, for error messages.
+        opened: Rendered text between the messages before it and the text to learn, which the prompt contains.
         turn: Rendered text to learn, with the token that ends it.
         ends: Tokens at which the policy stops.
     """
@@ -30,10 +32,11 @@ def check_turn(message: Message, index: int, turn: str, ends: Sequence[str]) -> 
             f"{place} contains {written!r}, the token that ends a turn, so the model would learn to stop there. Remove "
             "it from the data, because the chat template writes the end of a turn"
         )
-    if content and turn.count(_THINK[1]) > max(1, str(content).count(_THINK[1])):
+    if content and _thinks_twice(str(content), opened + turn):
         raise DataError(
-            f"the chat template writes its own thought before the thought of {place}: {_short(turn)}; write the "
-            f"thoughts in {_THINK[0]}{_THINK[1]}, or set policy.tokenizer.chat_template to a template that finds them"
+            f"the chat template writes its own thought before the thought of {place}: {_short(opened + turn)}; "
+            f"write the thoughts in {_THINK[0]}{_THINK[1]}, or set policy.tokenizer.chat_template to a template that "
+            "finds them"
         )
     shown = squeezed(turn)
     for what, part in _parts(message):
@@ -42,6 +45,13 @@ def check_turn(message: Message, index: int, turn: str, ends: Sequence[str]) -> 
                 f"the chat template leaves out {what} of {place}: {_short(part)} is not in {_short(turn)}; set "
                 f"policy.tokenizer.chat_template to a template that writes it, or remove {what} from the data"
             )
+
+
+def _thinks_twice(content: str, written: str) -> bool:
+    """Return whether the template opens or closes a thought around a content that does so itself."""
+    first = _FIRST_TAG.match(content)
+    opens_twice = first is not None and written.count(first[1]) > content.count(first[1])
+    return opens_twice or written.count(_THINK[1]) > max(1, content.count(_THINK[1]))
 
 
 def _parts(message: Message) -> Iterator[tuple[str, str]]:
@@ -53,7 +63,7 @@ def _parts(message: Message) -> Iterator[tuple[str, str]]:
     content = content if isinstance(content, str) else ""
     inner, mark, said = content.rpartition(_THINK[1])
     thoughts = [inner.rpartition(_THINK[0])[2]] if mark else []
-    thoughts += [message[key] for key in _THOUGHTS if isinstance(message.get(key), str)]
+    thoughts += [message[key] for key in THOUGHTS if isinstance(message.get(key), str)]
     yield from (("the thoughts", each) for each in thoughts)
     yield "the text", said
 

@@ -12,6 +12,7 @@ from jinja2 import TemplateError
 from rl_algos.sft.marked_template import Span, has_marks, render_marked, template_of
 from rl_algos.sft.turn_closing import TurnClosing, beginning, ends_of
 from rl_algos.sft.turn_proofs import check_turn
+from rl_algos.template_coverage import THOUGHTS, check_coverage, thoughts_key
 from rl_algos.tokenizer import check_shown, render
 from rl_core.errors import DataError
 from rl_core.rollouts.rollout import Message
@@ -58,6 +59,8 @@ def find_turns(
     conversation.check_tools()
     wanted = [index for index, flag in enumerate(learned) if flag]
     is_marked = has_marks(template_of(tokenizer, tools))
+    conversation = conversation if is_marked else conversation.with_empty_thoughts(wanted)
+    messages = conversation.messages
     text, parts = conversation.marked(wanted) if is_marked else conversation.unmarked(wanted)
     check_shown(messages, text)
     ends = ends_of(tokenizer, str(tokenizer.get_chat_template()))
@@ -68,8 +71,10 @@ def find_turns(
         if not end and text[closed[1] :].strip():
             raise _never_ends(index, ends)
         turn = [*earlier, closed]
-        check_turn(messages[index], index, "".join(text[start:stop] for start, stop in turn), ends.turn)
+        opened = text[conversation.length_before(text, index) : turn[0][0]]
+        check_turn(messages[index], index, opened, "".join(text[start:stop] for start, stop in turn), ends.turn)
         spans += [span for span in turn if span[1] > span[0]]
+    check_coverage(tokenizer, messages, text, learned=learned, tools=tools)
     return LearnedTurns(text, tuple(spans), "" if end else conversation.end_of_open_turn(ends))
 
 
@@ -86,16 +91,47 @@ class _Conversation:
 
     def __init__(self, tokenizer: Any, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> None:
         self._tokenizer = tokenizer
-        self._messages = messages
+        self.messages = messages
         self._tools = tools
         self._rendered: dict[tuple[int, bool], str] = {}
+
+    def with_empty_thoughts(self, wanted: Sequence[int]) -> _Conversation:
+        """Return the conversation with empty thoughts that stay, if the template writes them in a turn that nothing
+        follows and drops them once a message follows, as Qwen3's does with a call.
+
+        A model that calls a tool in such a turn has written them. Templates keep thoughts that contain white space.
+        """
+        key = thoughts_key(self._tokenizer, template_of(self._tokenizer, self._tools))
+        dropped = [index for index in wanted if key and self._loses_empty_thoughts(index)]
+        if not dropped:
+            return self
+        kept = [{**each, key: "\n"} if index in dropped else each for index, each in enumerate(self.messages)]
+        longer = _Conversation(self._tokenizer, kept, self._tools)
+        is_same = all(longer.render(index + 1) == self.render(index + 1) for index in dropped)
+        return longer if is_same and not any(map(longer._is_rewritten, dropped)) else self
+
+    def _loses_empty_thoughts(self, index: int) -> bool:
+        message = self.messages[index]
+        has_thoughts = any(message.get(key) for key in THOUGHTS) or "</think>" in str(message.get("content"))
+        return not has_thoughts and self._is_rewritten(index)
+
+    def _is_rewritten(self, index: int) -> bool:
+        """Return whether a turn that the template rendered last is different once other messages follow."""
+        text, turn = self.render(len(self.messages)), self.render(index + 1)
+        before = self.length_before(turn, index)
+        ends = ends_of(self._tokenizer, str(self._tokenizer.get_chat_template()))
+        return not text.startswith(turn) and not text.startswith(turn[:before] + ends.without(turn[before:]))
+
+    def length_before(self, text: str, index: int) -> int:
+        """Return the number of characters of a rendered text that the messages before one take."""
+        return _shared(self.render(index), text) if index else 0
 
     def check_tools(self) -> None:
         """Raise a `DataError` if the template does not show the tools, so that calls would be learned without them."""
         if not self._tools:
             return
-        text = self.render(len(self._messages))
-        if text == render(self._tokenizer, self._messages, add_generation_prompt=False):
+        text = self.render(len(self.messages))
+        if text == render(self._tokenizer, self.messages, add_generation_prompt=False):
             raise DataError(
                 "the row has `tools`, but the chat template does not show them; set policy.tokenizer.chat_template to "
                 "a template that does, or remove the column"
@@ -105,18 +141,18 @@ class _Conversation:
         """The first messages; up to the start of the assistant's turn if it prompts."""
         key = count, prompts
         if key not in self._rendered:
-            shown = self._messages[:count]
+            shown = self.messages[:count]
             self._rendered[key] = render(self._tokenizer, shown, add_generation_prompt=prompts, tools=self._tools)
         return self._rendered[key]
 
     def _with_answer(self, count: int) -> str:
         """The first messages and a turn of the assistant, with `POLICY_MARK` in place of its text."""
-        shown = [*self._messages[:count], {"role": "assistant", "content": POLICY_MARK}]
+        shown = [*self.messages[:count], {"role": "assistant", "content": POLICY_MARK}]
         return render(self._tokenizer, shown, add_generation_prompt=False, tools=self._tools)
 
     def unmarked(self, wanted: Sequence[int]) -> tuple[str, dict[int, list[Span]]]:
         """The text, and the part of it that each wanted message adds to its prompt."""
-        text = self.render(len(self._messages))
+        text = self.render(len(self.messages))
         return text, {index: [self._added(text, index)] for index in wanted}
 
     def _added(self, text: str, index: int) -> Span:
@@ -140,7 +176,7 @@ class _Conversation:
     def end_of_open_turn(self, ends: TurnClosing) -> str:
         """Return the token that the template writes after the last message if another one follows (`<|user|>` for
         GLM); the end of sequence if it writes none."""
-        calls = self._messages[-1].get("tool_calls")
+        calls = self.messages[-1].get("tool_calls")
         said: Message = {"role": "assistant", "content": "x", **({"tool_calls": calls} if calls else {})}
         answer: Message = {"role": "user", "content": "x"}
         if calls:
@@ -156,7 +192,7 @@ class _Conversation:
 
     def _remedy(self, index: int) -> str:
         """Return the way to learn a turn that later messages change."""
-        if any(message["role"] == "assistant" for message in self._messages[index + 1 :]):
+        if any(message["role"] == "assistant" for message in self.messages[index + 1 :]):
             return "train on the last turn only (sft.learn: last, or `train: false` in this message)"
         return "remove the messages after it, so that the row ends with the trained message"
 
@@ -170,13 +206,14 @@ class _Conversation:
         before = self.render(index) if index else ""
         shown = self._with_answer(index)
         shared = _shared(prompt, shown)
+        start = _past(turn, shared, prompt[shared:])
         if shared < len(before) or not turn.startswith(prompt[:shared]):
             raise DataError(
                 f"the chat template renders the messages before message {index} differently once the assistant has "
                 "answered, so its turn cannot be identified; set policy.tokenizer.chat_template to a template that "
                 "does not change them, or that marks the turn with {% generation %}"
             )
-        return shared
+        return start
 
     def _check_header(self, turn: str, index: int) -> None:
         """Raise a `DataError` if a turn begins with a header that its prompt should have."""
@@ -206,7 +243,7 @@ class _Conversation:
         Raises:
             DataError: If a message has no marked part, or a part covers another message.
         """
-        text, spans = render_marked(self._tokenizer, self._messages, self._tools)
+        text, spans = render_marked(self._tokenizer, self.messages, self._tools)
         if not spans:  # the marks stand in a comment, or in a part of the template that is not used
             return self.unmarked(wanted)
         of_message = self._by_message(spans)
@@ -222,7 +259,7 @@ class _Conversation:
 
     def _by_message(self, spans: Sequence[Span]) -> dict[int, list[Span]]:
         """The marked parts by the message of the assistant that adds them."""
-        speaks = [index for index, message in enumerate(self._messages) if message["role"] == "assistant"]
+        speaks = [index for index, message in enumerate(self.messages) if message["role"] == "assistant"]
         if len(spans) == len(speaks):
             return {index: [span] for index, span in zip(speaks, spans, strict=True)}
         # a message may have several parts, or none: what it adds to the parts before it
@@ -237,7 +274,7 @@ class _Conversation:
         return {index: list(spans[start:end]) for index, start, end in zip(speaks, before, after, strict=True)}
 
     def _num_marked(self, count: int) -> int:
-        return len(render_marked(self._tokenizer, self._messages[:count], self._tools)[1]) if count else 0
+        return len(render_marked(self._tokenizer, self.messages[:count], self._tools)[1]) if count else 0
 
     def _behind_prompt(self, text: str, span: Span, index: int) -> Span:
         """A marked part without the prompt of its turn, which a block may include."""
@@ -281,6 +318,18 @@ def _unprompted(tokenizer: Any, template: str) -> str:
     header, _, _ = turn[len(before) :].partition(OTHER_MARK)
     said = header.replace("<think>", "").replace("</think>", "").strip()
     return header if said else ""
+
+
+def _past(turn: str, start: int, opened: str) -> int:
+    """Return the position in a turn behind a thought that its prompt opens, if the turn has the same at this position
+    but for white space; otherwise the position itself."""
+    at = start
+    for character in "".join(opened.split()):
+        at += len(turn[at:]) - len(turn[at:].lstrip())
+        if turn[at : at + 1] != character:
+            return start
+        at += 1
+    return at
 
 
 def _shared(first: str, second: str) -> int:

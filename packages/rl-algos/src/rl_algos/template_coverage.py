@@ -1,0 +1,368 @@
+"""Proof that a chat template shows every piece of a conversation.
+
+Every piece of a message (its text, each call with each argument, a result, a name) is replaced by a mark that occurs
+nowhere else, and the conversation is rendered once. A piece whose mark is missing is tried again alone, in the row
+itself: if the rendered text stays the same, the template does not show it. So no case needs a rule. Conversations of
+the same structure share the first rendering.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal
+
+from jinja2 import TemplateError
+
+from rl_algos.images.image_tokens import texts_of
+from rl_algos.tokenizer import render, squeezed
+from rl_core.errors import DataError
+from rl_core.rollouts.rollout import Message
+
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""Keys of a message that chat templates read thoughts from."""
+
+_SAID = ("refusal", "reasoning_details", "reasoning_text", "thoughts", "thought", "tool_plan", "audio", "analysis")
+"""Further keys in which other formats store a part of what is said."""
+
+_TAG = re.compile(r"</?[a-z_]+>")
+_STAND_IN: Mapping[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "lookup",
+        "description": "Looks up.",
+        "parameters": {
+            "type": "object",
+            "properties": {"key": {"type": "string", "description": "A key."}},
+            "required": ["key"],
+        },
+    },
+}
+"""Stands for the tools of a row, which do not change how a template shows messages."""
+
+Kind = Literal["said", "thoughts", "call", "name", "link"]
+"""Kind of a piece. Thoughts of turns that are not learned may be left out, as templates of models that think do. Links
+between calls and results (`id`, `tool_call_id`, the name of a tool) may be left out, because the order shows them."""
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A piece of a conversation.
+
+    Args:
+        index: Index of its message.
+        kind: See `Kind`.
+        what: Name of the piece, for messages.
+        value: Value that the row has.
+    """
+
+    index: int
+    kind: Kind
+    what: str
+    value: Any
+
+
+def check_coverage(
+    tokenizer: Any,
+    messages: Sequence[Message],
+    text: str,
+    *,
+    learned: Sequence[bool] = (),
+    tools: Sequence[Mapping[str, Any]] = (),
+    prompts: bool = False,
+) -> None:
+    """Raise a `DataError` if the chat template leaves out a piece of a conversation, or writes an empty string because
+    a call or a result lacks its `id`.
+
+    Args:
+        tokenizer: Tokenizer with a chat template.
+        messages: Messages as they are rendered.
+        text: The rendered conversation.
+        learned: True for each message that is learned; empty if none is.
+        tools: JSON schemas of the tools that the assistant may call.
+        prompts: Whether the text ends with the start of a turn of the assistant.
+    """
+    template = str(tokenizer.get_chat_template(tools=[dict(tool) for tool in tools] or None))
+    walk = _Walk(lambda number, _value: _mark(number), template)
+    structure = json.dumps(walk.messages(messages), default=str)
+    found = _rendered_structure(tokenizer, template, structure, bool(tools), prompts)
+
+    def is_shown(number: int) -> bool:
+        if found is not None and number in found.shown:
+            return True
+        alone = _Walk(lambda at, value: _mark(at) if at == number else value)
+        try:
+            changed = render(tokenizer, alone.messages(messages), add_generation_prompt=prompts, tools=tools)
+        except TemplateError:
+            return True  # the template reads the piece
+        return changed != text
+
+    for number, piece in enumerate(walk.pieces):
+        is_needed = piece.kind != "link" and (piece.kind != "thoughts" or (bool(learned) and learned[piece.index]))
+        if is_needed and not is_shown(number):
+            raise _not_shown(piece, messages[piece.index], template)
+    _check_results(messages, text)
+    if found is not None:
+        _check_links(messages, walk, found)
+
+
+def with_thoughts_read(tokenizer: Any, messages: Sequence[Message], template: str) -> list[Message]:
+    """Return the messages with their thoughts under the key that the chat template reads, and only under that one."""
+    return [_with_thoughts_read(tokenizer, message, template) for message in messages]
+
+
+def _with_thoughts_read(tokenizer: Any, message: Message, template: str) -> Message:
+    given = {key: message[key] for key in THOUGHTS if isinstance(message.get(key), str) and message[key].strip()}
+    key = thoughts_key(tokenizer, template) if given else ""
+    if not key or len(set(given.values())) > 1:
+        return message
+    rest = {name: value for name, value in message.items() if name not in given}
+    return {**rest, key: next(iter(given.values()))}
+
+
+@lru_cache(maxsize=8)
+def thoughts_key(tokenizer: Any, template: str) -> str:
+    """Return the key from which a chat template reads the thoughts of the last turn; empty if it reads none."""
+    asked: Message = {"role": "user", "content": "x"}
+
+    def shows(key: str) -> bool:
+        try:
+            said = {"role": "assistant", "content": "x", key: _mark(0)}
+            return _mark(0) in render(tokenizer, [asked, said], add_generation_prompt=False)
+        except TemplateError:
+            return False
+
+    return next((key for key in THOUGHTS if key in template and shows(key)), "")
+
+
+def _mark(number: int) -> str:
+    """Return a mark of nine letters and digits, which is also a valid id of a call."""
+    return f"qz{number:06d}q"
+
+
+class _Walk:
+    """Goes through the pieces of a conversation in a fixed order.
+
+    Args:
+        replace: Function from the number of a piece and its value to what takes its place.
+        template: Chat template; other keys of messages are left out unless it contains them. If empty, all are kept.
+    """
+
+    def __init__(self, replace: Callable[[int, Any], Any], template: str = "") -> None:
+        self._replace = replace
+        self._template = template
+        self.pieces: list[_Piece] = []
+
+    def messages(self, messages: Sequence[Message]) -> list[Message]:
+        """Return the conversation with its pieces replaced."""
+        return [self._message(index, message) for index, message in enumerate(messages)]
+
+    def _piece(self, index: int, kind: Kind, what: str, value: Any) -> Any:
+        self.pieces.append(_Piece(index, kind, what, value))
+        return self._replace(len(self.pieces) - 1, value)
+
+    def _message(self, index: int, message: Message) -> Message:
+        found: dict[str, Any] = {}
+        for key, value in message.items():
+            if key == "content":
+                found[key] = self._content(index, value)
+            elif key == "tool_calls" and isinstance(value, list | tuple):
+                found[key] = [self._call(index, number, call) for number, call in enumerate(value)]
+            elif key in (*THOUGHTS, *_SAID) and not isinstance(value, str):
+                if value and key not in self._template:
+                    self._piece(index, "said", f"`{key}`", value)
+                found[key] = value
+            elif key in THOUGHTS:
+                found[key] = self._text(index, "thoughts", f"the thoughts (`{key}`)", value)
+            elif key in _SAID:
+                found[key] = self._text(index, "said", f"`{key}`", value)
+            elif key == "name" and isinstance(value, str):
+                found[key] = self._text(index, "link" if message["role"] == "tool" else "name", "the `name`", value)
+            elif key == "tool_call_id" and isinstance(value, str):
+                found[key] = self._piece(index, "link", key, value)
+            elif key == "role" or not self._template or key in self._template:
+                found[key] = value
+        return found
+
+    def _text(self, index: int, kind: Kind, what: str, value: str) -> str:
+        return str(self._piece(index, kind, what, value)) if value.strip() else value
+
+    def _content(self, index: int, content: Any) -> Any:
+        if isinstance(content, str):
+            return self._tagged(index, content)
+        if not isinstance(content, list | tuple):
+            return content
+        parts: list[Any] = []
+        for part in content:
+            if isinstance(part, Mapping) and part.get("type") == "text":
+                parts.append({**part, "text": self._tagged(index, part["text"])})
+            else:  # images are counted when they take their places
+                parts.append({"type": part["type"]} if self._template and isinstance(part, Mapping) else part)
+        return parts
+
+    def _tagged(self, index: int, content: str) -> str:
+        """Replace the text around tags, which templates look for in a content."""
+        if "<" not in content:
+            return self._text(index, "said", "the text", content)
+        known = [match for match in _TAG.finditer(content) if not self._template or match[0] in self._template]
+        pieces, end, thinks = [], 0, False
+        for match in [*known, None]:
+            stop = len(content) if match is None else match.start()
+            is_thought = thinks or (match is not None and match[0] == "</think>")
+            pieces.append(self._inner(index, content[end:stop], is_thought=is_thought))
+            if match is not None:
+                pieces.append(match[0])
+                end, thinks = match.end(), match[0] == "<think>"
+        return "".join(pieces)
+
+    def _inner(self, index: int, text: str, *, is_thought: bool) -> str:
+        return self._text(index, "thoughts" if is_thought else "said", "a part of the text", text)
+
+    def _call(self, index: int, number: int, call: Any) -> Any:
+        if not isinstance(call, Mapping):
+            return call
+        found = dict(call)
+        if isinstance(call.get("id"), str):
+            found["id"] = self._piece(index, "link", "id", call["id"])
+        function = dict(call["function"]) if isinstance(call.get("function"), Mapping) else found
+        what = f"call {number} (from 0)"
+        if isinstance(function.get("name"), str):
+            function["name"] = self._piece(index, "call", what, function["name"])
+        if "arguments" in function:
+            function["arguments"] = self._value(index, f"the arguments of {what}", function["arguments"])
+        return {**found, "function": function} if "function" in call else function
+
+    def _value(self, index: int, what: str, value: Any) -> Any:
+        """Replace the keys and values of arguments. Empty values are shown by their keys."""
+        if isinstance(value, Mapping):
+            return {
+                self._piece(index, "call", what, key): self._value(index, what, item) for key, item in value.items()
+            }
+        if isinstance(value, list | tuple):
+            return [self._value(index, what, item) for item in value]
+        return self._piece(index, "call", what, value) if value else value
+
+
+@dataclass(frozen=True)
+class _Structure:
+    """What a template makes of all conversations with one structure.
+
+    Args:
+        shown: Numbers of the pieces that it shows.
+        unfilled: Index of a message, and the key whose absence leaves an empty place in the text; None if none does.
+    """
+
+    shown: frozenset[int]
+    unfilled: tuple[int, str] | None
+
+
+@lru_cache(maxsize=8192)
+def _rendered_structure(
+    tokenizer: Any, template: str, structure: str, has_tools: bool, prompts: bool
+) -> _Structure | None:
+    """Return what the template makes of a structure; None if it refuses the marks."""
+    marked: list[dict[str, Any]] = json.loads(structure)
+    tools = [_STAND_IN] if has_tools else ()
+
+    def rendered(messages: Sequence[Message]) -> str:
+        return render(tokenizer, messages, add_generation_prompt=prompts, tools=tools)
+
+    try:
+        text = rendered(marked)
+    except TemplateError:
+        return None
+    numbers = {int(number) for number in re.findall(r"qz(\d{6})q", text.lower())}
+    return _Structure(frozenset(numbers), _unfilled(marked, text, rendered))
+
+
+def _unfilled(
+    marked: list[dict[str, Any]], text: str, rendered: Callable[[Sequence[Message]], str]
+) -> tuple[int, str] | None:
+    """Return the first link that a message lacks and the template writes: the text is then the same but for an empty
+    place."""
+    mark = _mark(999_999)
+    for index, message in enumerate(marked):
+        for key, filled in _filled(message, mark):
+            try:
+                longer = rendered([*marked[:index], filled, *marked[index + 1 :]])
+            except TemplateError:
+                continue
+            empty = (f'"{mark}"', mark, mark, mark)
+            if longer != text and text in map(longer.replace, empty, ("null", "", "None", "null")):
+                return index, key
+    return None
+
+
+def _filled(message: dict[str, Any], mark: str) -> list[tuple[str, dict[str, Any]]]:
+    """Return the message with each link that it lacks."""
+    if message["role"] == "tool":
+        return [(key, {**message, key: mark}) for key in ("tool_call_id", "name") if key not in message]
+    calls = message.get("tool_calls") or []
+    without = [number for number, call in enumerate(calls) if isinstance(call, dict) and "id" not in call]
+    return [
+        ("id", {**message, "tool_calls": [*calls[:number], {**calls[number], "id": mark}, *calls[number + 1 :]]})
+        for number in without
+    ]
+
+
+def _check_links(messages: Sequence[Message], walk: _Walk, found: _Structure) -> None:
+    """Raise a `DataError` if a call or a result lacks a link that the template writes, or if only ids that it does not
+    write say which call a result belongs to."""
+    if found.unfilled is not None:
+        index, key = found.unfilled
+        whose = "a tool call of " if key == "id" else ""
+        raise DataError(
+            f"the chat template writes the `{key}` of tool {'calls' if key == 'id' else 'results'}, but {whose}message "
+            f"{index} (from 0) has none, so an empty place would be learned; add `{key}` to the data"
+        )
+    shown = {walk.pieces[number].index for number in found.shown if walk.pieces[number].what == "tool_call_id"}
+    wanted: list[str] = []
+    for index, message in enumerate(messages):
+        if message["role"] != "tool":
+            wanted = [str(call.get("id")) for call in message.get("tool_calls") or () if isinstance(call, Mapping)]
+            continue
+        answered = message.get("tool_call_id")
+        if index in shown or answered not in wanted:
+            continue
+        if wanted.index(answered) > 0 and _is_out_of_order(messages, index, wanted):
+            raise DataError(
+                f"message {index} (from 0) answers the call {answered!r} before the results of the calls before it, "
+                "and the chat template does not show ids; sort the results in the order of their calls"
+            )
+
+
+def _is_out_of_order(messages: Sequence[Message], index: int, wanted: Sequence[str]) -> bool:
+    """Return whether a later result belongs to an earlier call."""
+    at = wanted.index(messages[index]["tool_call_id"])
+    for message in messages[index + 1 :]:
+        if message["role"] != "tool":
+            return False
+        if message.get("tool_call_id") in wanted[:at]:
+            return True
+    return False
+
+
+def _check_results(messages: Sequence[Message], text: str) -> None:
+    """Raise a `DataError` if the template cuts the result of a tool off, which no structure shows."""
+    shown = squeezed(text)
+    for index, message in enumerate(messages):
+        if message["role"] != "tool":
+            continue
+        for content in texts_of(message):
+            forms = (content, json.dumps(content)[1:-1], json.dumps(content, ensure_ascii=False)[1:-1])
+            if not any(squeezed(form) in shown for form in forms):
+                raise _not_shown(_Piece(index, "said", "the text", content), message, "")
+
+
+def _not_shown(piece: _Piece, message: Message, template: str) -> DataError:
+    value = piece.value if isinstance(piece.value, str) else json.dumps(piece.value, default=str)
+    key = next((key for key in THOUGHTS if key in template), "")
+    reads = f" The template reads thoughts from `{key}`." if piece.kind == "thoughts" and key else ""
+    return DataError(
+        f"the chat template does not show {piece.what} of message {piece.index} (from 0), whose role is "
+        f"{message['role']!r}: {value[:80]!r}; set policy.tokenizer.chat_template to a template that does, or remove "
+        f"it from the data.{reads}"
+    )
