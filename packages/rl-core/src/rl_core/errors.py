@@ -40,6 +40,10 @@ class DataError(RLError, ValueError):
     """A dataset or a prompt that cannot be used; its message has the file, the line or row, and the remedy."""
 
 
+class DataChanged(DataError):
+    """Data in which the position of a checkpoint means nothing, because they are not those that it was saved in."""
+
+
 class RunDirectoryError(RLError):
     """A run directory that is foreign, busy, changed or damaged; its message says which, and what to do."""
 

@@ -715,6 +715,60 @@ class EchoPool:
         )
 
 
+@pytest.mark.parametrize("is_recorded", [True, False])
+@pytest.mark.parametrize("gone", ["removed", "not mounted"])
+@pytest.mark.parametrize("ending", ["finished", "killed"])
+def test_a_run_whose_checkpoints_are_gone_is_not_started_anew(tmp_path, gone, is_recorded, ending):
+    folder = tmp_path / "run"
+    counting.run(folder, counting.config())
+    state = json.loads((folder / "state.json").read_text())
+    if ending == "killed":
+        state |= {"status": "running", "step": 5, "saved": 4}
+    if not is_recorded:  # as an earlier version left it
+        del state["saved"]
+    (folder / "state.json").write_text(json.dumps(state))
+    shutil.rmtree(folder / "checkpoints")
+    if gone == "not mounted":
+        (folder / "checkpoints").symlink_to(tmp_path / "disk")
+    before = counting.metrics(folder)
+    with pytest.raises(RunDirectoryError, match=r"contains no checkpoint|is a link to \S+disk, which does not exist"):
+        counting.run(folder, counting.config(8))
+    assert counting.metrics(folder) == before
+
+
+def test_a_run_that_ended_before_its_first_save_says_that_its_steps_are_made_again(tmp_path, whole, caplog):
+    def fail(_, step):
+        if step == 2:
+            raise RuntimeError("lost")
+
+    with pytest.raises(RuntimeError, match="lost"):
+        counting.run(tmp_path / "run", counting.config(), at_step=fail)
+    counting.run(tmp_path / "run", counting.config())
+    assert "no checkpoint was saved yet, so steps 1 to 1 are made again" in caplog.text
+    assert counting.metrics(tmp_path / "run") == whole
+
+
+def test_steps_that_are_made_again_because_a_checkpoint_was_removed_are_told(tmp_path, whole, caplog):
+    folder = tmp_path / "run"
+    counting.run(folder, counting.config())
+    shutil.rmtree(folder / "checkpoints" / "step_6")
+    counting.run(folder, counting.config())
+    assert "the checkpoint of step 6 is gone; steps 5 to 6 are made again" in caplog.text
+    assert counting.metrics(folder) == whole
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "rollouts", "logs"])
+def test_a_folder_of_a_run_that_takes_no_files_is_refused_before_a_step(tmp_path, name):
+    folder, made = tmp_path / "run", []
+    counting.run(folder, counting.config(4))
+    if (folder / name).exists():
+        (folder / name).rename(tmp_path / "elsewhere")
+    (folder / name).symlink_to("/proc/self")
+    with pytest.raises(RunDirectoryError, match=f"{name} cannot be written to: .* Make it writable"):
+        counting.run(folder, counting.config(6), at_step=lambda *_: made.append(1))
+    assert not made
+
+
 def test_prompts_that_are_too_few_for_a_step_come_again_with_another_epoch(tmp_path):
     prompts = [Prompt(f"p{i}", (), np.array([1], np.int32), "math") for i in range(7)]
     trained = []

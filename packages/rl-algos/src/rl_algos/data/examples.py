@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from rl_algos.data import encoding
+from rl_algos.data import cache, encoding
 from rl_algos.data.config import DataConfig, DataRoot, DatasetConfig, OnFault, Purpose, dataset_names
 from rl_algos.data.encoding import Failure, encode_in_memory, encode_on_disk
 from rl_algos.data.example import Example, Processor, by_keys, column
@@ -26,6 +26,7 @@ from rl_algos.data.pass_rates import positions_within
 from rl_algos.data.permutation import permutation
 from rl_algos.data.preference import preference
 from rl_algos.data.processors import arranged, check_streamable, processor
+from rl_algos.data.row_digest import RowDigest
 from rl_algos.data.row_images import RowImages
 from rl_algos.data.template import Surround
 from rl_core.errors import DataError
@@ -76,6 +77,7 @@ class Dataset:
         default_environment: Scores rows that name none; empty if there is none.
         malformed: Whether a row that cannot be used ends the run, or is left out and counted.
         source: Source of a dataset with `streaming`, all its rows; `examples` are then a sample.
+        digest: Changes with the contents of the rows that examples are made of.
         unanswered: Positions of the examples that have a solution and no answer that can be compared, as proofs have.
     """
 
@@ -86,6 +88,7 @@ class Dataset:
     named: Mapping[str, str]
     default_environment: str = ""
     malformed: OnFault = "error"
+    digest: str = ""
     unanswered: Sequence[int] = ()
     source: Source | None = None
 
@@ -129,7 +132,8 @@ class Dataset:
     def select(self, positions: np.ndarray) -> Dataset:
         """Return the dataset with only the examples at these positions, ascending."""
         unanswered = np.flatnonzero(np.isin(positions, self.unanswered)).tolist()
-        return replace(self, examples=self.examples.select(positions), unanswered=unanswered)
+        digest = cache.digest(self.digest, np.asarray(positions, dtype=np.int64).tobytes())
+        return replace(self, examples=self.examples.select(positions), unanswered=unanswered, digest=digest)
 
     def _environment(self, named: str, row_id: str) -> str:
         name = named or self.default_environment
@@ -321,9 +325,10 @@ def _dataset(opened: OpenDataset, split: str, malformed: OnFault) -> Dataset:
     name, rows, chosen, convert = opened.name, opened.rows, opened.numbers, opened.convert
     is_held = len(chosen) < encoding.LARGE
     faults = LeftOut(name, malformed, len(chosen))
+    contents = RowDigest()
     numbers, unanswered, held = array("q"), array("q"), []
     named: dict[str, int] = {}
-    for number, example in zip(chosen, _converted(rows, chosen, convert), strict=True):
+    for number, example in zip(chosen, _converted(rows, chosen, convert, contents), strict=True):
         if faults.found(example, partial(rows.place, number)):
             continue
         assert isinstance(example, Example)
@@ -348,6 +353,7 @@ def _dataset(opened: OpenDataset, split: str, malformed: OnFault) -> Dataset:
         rows.place,
         first,
         malformed=malformed,
+        digest=contents.hexdigest(),
         unanswered=unanswered,
         source=opened.source,
     )
@@ -370,11 +376,13 @@ def _rows_for(purpose: Purpose, settings: DatasetConfig, num_rows: int) -> Seque
 
 
 def _converted(
-    rows: Rows, chosen: Sequence[int], convert: Callable[[Mapping[str, Any]], Example]
+    rows: Rows, chosen: Sequence[int], convert: Callable[[Mapping[str, Any]], Example], contents: RowDigest
 ) -> Iterator[Example | Failure]:
     for index in chosen:
         try:
-            yield convert(rows.rows[index])
+            row = rows.rows[index]
+            contents.add(row)
+            yield convert(row)
         except DataError as error:
             yield Failure(str(error))
 

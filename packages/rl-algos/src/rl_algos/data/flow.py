@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar
 
 from rl_algos.data.permutation import permutation
 from rl_algos.data.shares import Shares
+from rl_algos.data.stream import check_same
 from rl_core.errors import DataError
 
 _log = logging.getLogger(__name__)
@@ -122,13 +123,19 @@ class FlowStream(Generic[T]):
         flows: One for each dataset.
         weights: Share of draws of each; None for a single dataset.
         max_num_epochs: Must be None, as nobody knows where an epoch ends.
+        digests: A digest of the first rows of each dataset, which a saved position is compared by.
 
     Raises:
         DataError: If several flows have no weights, or an end is given.
     """
 
     def __init__(
-        self, flows: Sequence[Flow[T]], weights: Sequence[float] | None = None, *, max_num_epochs: int | None = None
+        self,
+        flows: Sequence[Flow[T]],
+        weights: Sequence[float] | None = None,
+        *,
+        max_num_epochs: int | None = None,
+        digests: Sequence[str] = (),
     ) -> None:
         if max_num_epochs is not None:
             raise DataError(
@@ -138,6 +145,7 @@ class FlowStream(Generic[T]):
         if len(flows) > 1 and weights is None:
             raise DataError("several datasets with `streaming` need a `weight` each, because their sizes are not known")
         self._flows = tuple(flows)
+        self._digests = list(digests)
         self._weights = [1.0] if weights is None else [float(each) for each in weights]
         self._shares = Shares(self._weights)
 
@@ -189,19 +197,19 @@ class FlowStream(Generic[T]):
         return {**self._shares.state(), "flows": flows, **self._identity()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a position; raises a `DataError` if the data or its weights differ from those of the state."""
-        for name, value in self._identity().items():
-            if state.get(name) != value:
-                raise DataError(
-                    f"the data has changed since the checkpoint: {name} was {state.get(name)} and is {value}; "
-                    "restore the data and its settings, or start a new run"
-                )
+        """Go on from a position; raises a `DataChanged` if the data or its weights differ from those of the state."""
+        self.check(state)
         for flow, position in zip(self._flows, state["flows"], strict=True):
             flow.restore(position)
         self._shares.restore(state)
 
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Raise a `DataChanged` if a position is not one in this data."""
+        check_same(state, self._identity())
+
     def _identity(self) -> dict[str, Any]:
-        return {"streamed": self.names, "weights": self._weights}
+        digests = {"digests": self._digests} if self._digests else {}
+        return {"streamed": self.names, "weights": self._weights, **digests}
 
     def _draw(self) -> T:
         return self._flows[self._shares.next()].draw()

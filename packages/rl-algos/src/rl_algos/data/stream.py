@@ -9,9 +9,21 @@ import numpy as np
 
 from rl_algos.data.permutation import permutation
 from rl_algos.data.shares import Shares
-from rl_core.errors import DataError
+from rl_core.errors import DataChanged, DataError
 
 T = TypeVar("T")
+
+
+def check_same(saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
+    """Compare what identifies data with what a checkpoint holds of it; earlier versions saved less.
+
+    Raises:
+        DataChanged: If the data differ.
+    """
+    for name, value in present.items():
+        if saved.get(name, value) != value:
+            what = "the rows have other contents" if name == "digests" else f"{name} was {saved[name]} and is {value}"
+            raise DataChanged(f"the data has changed since the checkpoint: {what}")
 
 
 class Stream(Generic[T]):
@@ -26,6 +38,7 @@ class Stream(Generic[T]):
         seed: Seed of the order.
         shuffle: A new order for every pass over a dataset; otherwise the order of the items.
         max_num_epochs: Number of epochs; None for an endless stream.
+        digests: A digest of the rows of each dataset, which a saved position is compared by.
 
     Raises:
         DataError: If there is no item.
@@ -39,6 +52,7 @@ class Stream(Generic[T]):
         seed: int = 0,
         shuffle: bool = True,
         max_num_epochs: int | None = None,
+        digests: Sequence[str] = (),
     ) -> None:
         if not datasets or not all(len(dataset) for dataset in datasets):
             raise DataError(f"a stream needs datasets with items, got sizes {[len(dataset) for dataset in datasets]}")
@@ -51,6 +65,7 @@ class Stream(Generic[T]):
         self._seed = seed
         self._shuffle = shuffle
         self._max_num_epochs = max_num_epochs
+        self._digests = list(digests)
         self._orders: dict[int, tuple[int, np.ndarray]] = {}
 
     @property
@@ -104,15 +119,14 @@ class Stream(Generic[T]):
         """Go on from a position.
 
         Raises:
-            DataError: If the data, its weights or its order differ from those when the state was saved.
+            DataChanged: If the data, its weights or its order differ from those when the state was saved.
         """
-        for name, value in self._identity().items():
-            if state[name] != value:
-                raise DataError(
-                    f"the data has changed since the checkpoint: {name} was {state[name]} and is {value}; "
-                    "restore the data and its settings, or start a new run"
-                )
+        self.check(state)
         self._shares.restore(state)
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Raise a `DataChanged` if a position is not one in this data."""
+        check_same(state, self._identity())
 
     def _identity(self) -> dict[str, Any]:
         return {
@@ -120,6 +134,7 @@ class Stream(Generic[T]):
             "weights": self._weights,
             "seed": self._seed,
             "shuffle": self._shuffle,
+            **({"digests": self._digests} if self._digests else {}),
         }
 
     def _draw(self) -> T:

@@ -65,7 +65,7 @@ def flow_stream(
         )
         for which, dataset in enumerate(datasets)
     ]
-    return FlowStream(flows, weights, max_num_epochs=max_num_epochs)
+    return FlowStream(flows, weights, max_num_epochs=max_num_epochs, digests=[dataset.digest for dataset in datasets])
 
 
 def _source(dataset: Dataset) -> Source:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from rl_algos.data.examples import Datasets
@@ -36,6 +36,9 @@ class RolloutAlgorithm(Algorithm[C, Datasets, RolloutData]):
 
     def prepare(self, config: C, tokenizer: Any, loaded: Datasets) -> RolloutData:
         return data.prepare(config, tokenizer, loaded)
+
+    def check_data(self, prepared: RolloutData, state: Callable[[str], Mapping[str, Any]]) -> None:
+        prepared.train.check(state("rollouts")["prompts"])
 
     def rollouts(self, config: C, prepared: RolloutData) -> RolloutNeeds:
         return needs(config, prepared)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
 
 from rl_algos.data import examples, inputs
 from rl_algos.data.config import DataRoot
 from rl_algos.data.examples import Datasets
+from rl_algos.supervised.data import SupervisedData
 from rl_core.config import Problem
 from rl_core.plugins import Algorithm
 
 C = TypeVar("C", bound=DataRoot)
-P = TypeVar("P")
+P = TypeVar("P", bound=SupervisedData[Any])
 
 
 class SupervisedAlgorithm(Algorithm[C, Datasets, P]):
@@ -23,3 +24,6 @@ class SupervisedAlgorithm(Algorithm[C, Datasets, P]):
 
     def load(self, config: C) -> Datasets:
         return examples.load_examples(config)
+
+    def check_data(self, prepared: P, state: Callable[[str], Mapping[str, Any]]) -> None:
+        prepared.train.check(state("data")))

@@ -86,7 +86,14 @@ def _train(
     if weights is not None and size_of is not None:
         sizes = [sum(map(size_of, each)) / len(each) for each in rows]
         weights = [weight / size for weight, size in zip(weights, sizes, strict=True)]
-    return Stream(rows, weights, seed=section.seed, shuffle=data.shuffle, max_num_epochs=section.num_epochs)
+    return Stream(
+        rows,
+        weights,
+        seed=section.seed,
+        shuffle=data.shuffle,
+        max_num_epochs=section.num_epochs,
+        digests=[dataset.digest for dataset in datasets],
+    )
 
 
 def _validation(

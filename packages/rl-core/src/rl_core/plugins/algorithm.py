@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 if TYPE_CHECKING:
@@ -73,6 +73,18 @@ class Algorithm(Generic[C, L, P]):
             ConfigError, DataError: Naming the dataset, the row and the remedy.
         """
         raise NotImplementedError(f"{type(self).__name__} trains, so it must define prepare")
+
+    def check_data(self, prepared: P, state: Callable[[str], Mapping[str, Any]]) -> None:
+        """Compare the data with the position in them that a checkpoint holds, before anything starts. An algorithm that
+        does not define it finds out when it restores the checkpoint.
+
+        Args:
+            prepared: The data.
+            state: Function from a name to what the `Checkpointable` of that name saved.
+
+        Raises:
+            DataChanged: If they are other data.
+        """
 
     def rollouts(self, config: C, prepared: P) -> RolloutNeeds:
         """Return what the rollouts of a run need; called only if the algorithm generates."""

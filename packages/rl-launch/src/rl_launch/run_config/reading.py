@@ -9,6 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from rl_algos.data.files import kind_of
 from rl_core.config import (
     Config,
     Problem,
@@ -19,11 +20,7 @@ from rl_core.config import (
     resolve,
 )
 from rl_core.errors import ConfigError, ConfigProblems
-from rl_core.plugins import (
-    ALGORITHMS,
-    ENVIRONMENTS,
-    names,
-)
+from rl_core.plugins import ALGORITHMS, ENVIRONMENTS, AlgorithmPlugin, algorithm_named, names
 from rl_launch.foreign_keys.hints import ForeignHints
 from rl_launch.model_files.absent_run import absent_run
 from rl_launch.model_files.run_models import with_models_of_runs
@@ -54,15 +51,38 @@ def read_plan(source: str | Path | Mapping[str, Any], overrides: Sequence[str] =
 def _read(raw: RawConfig, source: str | Path | Mapping[str, Any]) -> RunPlan:
     algorithm = algorithm_of(raw)
     hints = ForeignHints(algorithm.name)
+
+    def hint(key: str, value: Any) -> str:
+        return _of_another_algorithm(key, algorithm) or hints(key, value)
+
     if algorithm.generates and not isinstance(source, Mapping) and is_run(Path(source).expanduser()):
         check_environments(raw)
     checks = PlanChecks(raw)
     try:
-        resolved = resolve(raw, root_type(algorithm, raw), checks=[checks], hint=hints)
+        resolved = resolve(raw, root_type(algorithm, raw), checks=[checks], hint=hint)
     except ConfigProblems as error:
         remarks = hints.remarks(raw.name) if raw.files else []
         raise ConfigProblems("\n".join([str(error), *remarks]), error.problems) from None
     return checks.planned(resolved)
+
+
+def _of_another_algorithm(key: str, algorithm: AlgorithmPlugin) -> str:
+    """Return the explanation of a key whose section other algorithms have; empty if none has it."""
+    section = key.partition(".")[0]
+    owners = [name for name in names(ALGORITHMS) if section in _sections_of(algorithm_named(name))]
+    if not owners or algorithm.name in owners:
+        return ""
+    belongs = f"the algorithm{'s' if len(owners) > 1 else ''} {', '.join(owners)}"
+    return (
+        f"the section {section} belongs to {belongs}, and this config has algorithm: {algorithm.name}. Remove it, or "
+        "choose another recipe (rl recipes lists them with their algorithms)"
+    )
+
+
+def _sections_of(algorithm: AlgorithmPlugin) -> set[str]:
+    """Return the names of the sections that a config has because of its algorithm."""
+    models = {key.partition(".")[0] for key in algorithm.model_keys(lambda _: ())}
+    return {*algorithm.sections, *models, *(("env",) if algorithm.generates else ())}
 
 
 def _guessed_algorithm(raw: RawConfig) -> str:
@@ -122,6 +142,8 @@ def read_raw(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = 
     if not isinstance(source, Mapping):
         if problem := absent_run(str(source)):
             raise ConfigError(problem.message)
+        if problem := _no_config(str(source)):
+            raise ConfigError(problem)
         folder = Path(source).expanduser()
         written = folder / CONFIG
         found = written if folder.is_dir() and written.is_file() else source
@@ -147,7 +169,7 @@ def of_this_version(raw: RawConfig, root: type[Config], path: Path) -> RawConfig
     """
     upgraded, keys = raw.upgraded(root)
     if keys:
-        _log_version(path.parent, len(keys))
+        _log_version(path.parent.absolute(), len(keys))
     return upgraded
 
 
@@ -160,8 +182,21 @@ def _is_recorded(path: Path) -> bool:
 def _log_version(folder: Path, num_keys: int) -> None:
     # a command reads the config of a run several times
     version = RunFolder(folder).description().versions.get("rl-launch") if is_run(folder) else None
-    keys = "1 key of it has another name" if num_keys == 1 else f"{num_keys} of its keys have other names"
-    _log.warning("%s was written by %s; %s now", folder, f"rl {version}" if version else "an earlier version", keys)
+    written_by = f"version {version}" if version else "an earlier version"
+    keys = "1 key is read under its new name" if num_keys == 1 else f"{num_keys} keys are read under their new names"
+    _log.warning("%s was written by %s; %s", folder, written_by, keys)
+
+
+def _no_config(source: str) -> str:
+    """Return what a file or folder in the place of a recipe is instead; empty if it can hold a config."""
+    path = Path(source).expanduser()
+    if path.is_dir() and not (path / "config.yaml").is_file():
+        if (path / "config.json").is_file():
+            return f"{source} is the folder of a model. Pass a recipe, and set policy.model_name={source}"
+        return f"{source} is a folder without the config.yaml of a run. Pass a recipe, a YAML file or a run directory"
+    if path.is_file() and kind_of(path.name):
+        return f"{source} is data. Pass a recipe, and set data.train.data_path={source}"
+    return ""
 
 
 def check_environments(raw: RawConfig) -> None:

@@ -32,6 +32,7 @@ from rl_launch.session.config import CheckpointingConfig
 from rl_launch.session.directory.branch import Branch
 from rl_launch.session.directory.recording import Recording
 from rl_launch.session.directory.run_directory import RunDirectory
+from rl_launch.session.directory.run_folder import RunFolder
 from rl_launch.session.directory.run_state import Status
 from rl_launch.session.observer import ObservedRun, Observers, RunObserver
 from rl_launch.session.rollouts.run_files import RolloutFiles, RolloutWriter
@@ -143,6 +144,7 @@ class RunSession:
             stack.enter_context(logged_to(self.directory.logs / "driver.log"))
             stack.enter_context(self._writing_stacks())
             after = self._saves.find(self.directory.branch)
+            self._tell_missing(after)
             folder, labels = self.directory.path, self.directory.labels
             self._metrics.attach(open_writers(config.logger, folder, settings=config, after=after, labels=labels))
             stack.callback(self._metrics.close)
@@ -386,6 +388,15 @@ class RunSession:
         self._observer.saved(self.saved)
         self._callbacks.saved(self.saved, path)
 
+    def _tell_missing(self, after: int) -> None:
+        """Log that steps are made again although nothing is wrong with the checkpoint that the run continues from."""
+        run = RunFolder(self.directory.path)
+        saved, made = run.state().saved or 0, int(run.last_metrics().get("step", 0))
+        if saved > after and saved not in run.checkpoint_steps():
+            _logger.warning("the checkpoint of step %d is gone; steps %d to %d are made again", saved, after + 1, made)
+        elif made and not after:
+            _logger.warning("no checkpoint was saved yet, so steps 1 to %d are made again", made)
+
     @contextmanager
     def _writing_stacks(self) -> Iterator[None]:
         """Context in which this process writes its stacks on request. The files are those of processes of one start."""
@@ -421,7 +432,7 @@ class RunSession:
 
     def _note(self, status: Status, reason: str = "") -> None:
         if self._has_begun:
-            self._status.advance(self._done, self._metrics.best)
+            self._status.advance(self._done, self._metrics.best, self.saved)
         self._status.write(status, reason)
 
     @property

@@ -22,7 +22,7 @@ class StatusFile:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._state = RunState("running")
+        self._state = RunState("running", saved=0)
 
     def open(self, *, goals: Mapping[str, Any], step: int) -> None:
         """Continue from the file of an earlier session, if there is one.
@@ -37,9 +37,9 @@ class StatusFile:
         """Set the number of steps of the run."""
         self._state = replace(self._state, max_steps=max_steps)
 
-    def advance(self, step: int, best: Best | None) -> None:
-        """Set the last complete step, and the best value of a metric."""
-        self._state = replace(self._state, step=step, best=best)
+    def advance(self, step: int, best: Best | None, saved: int) -> None:
+        """Set the last complete step, the best value of a metric, and the step of the newest checkpoint."""
+        self._state = replace(self._state, step=step, best=best, saved=saved)
 
     def write(self, status: Status, reason: str = "") -> None:
         """Write the file.

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from rl_core.errors import RunDirectoryError, WorkerDied
 from rl_core.model import Saved, SavedFile
@@ -347,6 +348,12 @@ def checkpoint_at(run_dir: str | Path, step: int) -> Path:
     if problem := _damage(path):
         raise RunDirectoryError(f"{path} is damaged: {problem}. Choose another step.")
     return path
+
+
+def saved_state(checkpoint: Path, name: str) -> Mapping[str, Any]:
+    """The state of a loop that a checkpoint holds under a name; raises an `OSError` or a `ValueError` if it cannot be
+    read."""
+    return read_state(checkpoint / _STATE, name)
 
 
 def written_at(path: Path) -> float:

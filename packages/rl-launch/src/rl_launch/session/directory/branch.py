@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl_core.config import Config, RuledChange, WhenChanged
+from rl_core.config import Config, RuledChange, WhenChanged, option
 from rl_core.errors import ConfigError, RunDirectoryError
 from rl_launch.session.checkpoints.checkpoints import checkpoint_at, newest_checkpoint
 from rl_launch.session.directory.recording import Recording, changes_since
@@ -127,7 +127,8 @@ class BranchPoint:
                     [
                         f"a branch of {path} cannot change these keys, because its checkpoint would not fit:",
                         *described(for_new_run),
-                        "Restore them, or start a new run from the weights only: omit --from and set",
+                        "Restore them, or start a new run from the weights only: omit "
+                        f"{option('--from', 'branch_from')} and set",
                         f"  policy.model_name={checkpoint / 'hf'}",
                     ]
                 )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
-from rl_core.config import Config, RuledChange, plain, tree_to_yaml
+from rl_core.config import Config, RuledChange, option, plain, tree_to_yaml
 from rl_core.errors import ConfigError, RunDirectoryError
 from rl_core.plugins.user_code import SourceFile
 from rl_launch.session.config import Access
@@ -114,16 +115,22 @@ class RunDirectory:
                 "Choose another run_dir."
             )
         check_writable(self.path)
+        for folder in (self.rollouts, self.checkpoints, self.logs):
+            # each may be a link to another disk
+            if os.path.lexists(folder):
+                check_writable(folder, remedy="Make it writable, or choose another run_dir.")
         make_folder(self.path, access)
 
     def _claim(self, config: Config, *, fresh: bool, branch: Branch | None) -> bool:
         resumes = self._is_run()
         if fresh and self._contents():
             raise RunDirectoryError(
-                f"{self.path} is not empty, and --fresh needs an empty folder. "
-                "Choose another run_dir, remove it, or leave --fresh out to resume."
+                f"{self.path} is not empty, and {option('--fresh', 'fresh=True')} needs an empty folder. Choose another "
+                "run_dir, remove it, or leave that out to resume."
             )
         copies = copies_of(config)
+        if resumes:
+            self._require_checkpoints()
         changes = self._changes(config) if resumes else []
         if resumes:
             self._compare_code(copies)
@@ -177,6 +184,15 @@ class RunDirectory:
         if message := refusal(str(self.path), changes, kept(config, self._recording), newest):
             raise RunDirectoryError(message)
         return changes
+
+    def _require_checkpoints(self) -> None:
+        run, branch = RunFolder(self.path), self.branch
+        saved = run.saved_step()
+        if saved > (branch.step if branch else 0) and not run.checkpoint_steps():
+            raise RunDirectoryError(
+                f"{self.path} saved a checkpoint of step {saved}, but {self.checkpoints} contains no checkpoint. Restore "
+                "one, or mount its disk, to resume the run. To start over, choose another run_dir, or remove this one."
+            )
 
     def _compare_code(self, copies: dict[str, SourceFile]) -> None:
         # without a checkpoint the run starts over, and nothing depends on the earlier code

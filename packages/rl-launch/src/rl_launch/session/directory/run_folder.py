@@ -217,6 +217,18 @@ class RunFolder:
         ranked = [each for each in saved if each.metrics.get(key) is not None]
         return max(ranked, key=lambda each: sign * each.metrics[key]) if ranked else saved[-1] if saved else None
 
+    def saved_step(self) -> int:
+        """Return a step at which the run has certainly saved a checkpoint, whether or not it still exists: the last one
+        if the run recorded it; 0 if there is none."""
+        state, written = self.state(), self.config().get("checkpointing") or {}
+        if state.saved is not None or not written.get("enabled", True):
+            return state.saved or 0
+        if state.status == "finished":
+            return state.step
+        # the save of a period ends before that of the next one begins
+        period = written.get("save_period") or 0
+        return max(0, (state.step // period - 1) * period) if period else 0
+
     def changed_at(self) -> datetime:
         """Return the time of the run's last write."""
         names = ("metrics.jsonl", "state.json", DESCRIPTION)

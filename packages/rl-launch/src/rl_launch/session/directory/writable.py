@@ -15,16 +15,21 @@ _LEAST_FREE_BYTES = 2**24
 _MODES: dict[Access, int] = {"owner": 0o700, "group": 0o750, "all": 0o755}
 
 
-def check_writable(folder: Path) -> None:
+def check_writable(folder: Path, *, remedy: str = "Choose another run_dir.") -> None:
     """Refuse a folder that cannot be created or written, or whose disk is full. Leaves no files.
+
+    Args:
+        folder: The folder.
+        remedy: What to do, as a sentence.
 
     Raises:
         RunDirectoryError: If that is not possible; contains the reason.
     """
     existing = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     if not existing.is_dir():
-        reason = "it is a file" if existing == folder else f"{existing} is a file"
-        raise RunDirectoryError(f"{folder} cannot be made: {reason}. Choose another run_dir.")
+        what = f"a link to {existing.readlink()}, which does not exist" if not existing.exists() else "a file"
+        reason = f"{'it' if existing == folder else existing} is {what}"
+        raise RunDirectoryError(f"{folder} cannot be made: {reason}. {remedy}")
     try:
         with tempfile.TemporaryFile(dir=existing) as file:
             file.write(b"\0")
@@ -32,7 +37,7 @@ def check_writable(folder: Path) -> None:
         if error.errno == errno.ENOSPC:
             raise _full(folder, 0) from None
         verb = "written to" if existing == folder else f"made in {existing}"
-        raise RunDirectoryError(f"{folder} cannot be {verb}: {error.strerror}. Choose another run_dir.") from None
+        raise RunDirectoryError(f"{folder} cannot be {verb}: {error.strerror}. {remedy}") from None
     free = shutil.disk_usage(existing).free
     if free < _LEAST_FREE_BYTES:
         raise _full(folder, free)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.errors import ConfigError
-from rl_core.plugins.install_command import install_advice
+from rl_core.install_command import install_command
 from rl_launch.session.config import LoggerConfig
 from rl_launch.session.directory.atomic_file import write_atomically
 from rl_launch.session.directory.labels import Labels
@@ -80,7 +80,7 @@ def check_mlflow_store(config: LoggerConfig) -> None:
         raise ConfigError(
             f"logger.mlflow.tracking_uri: MLflow cannot write to {_CREDENTIALS.sub('//...@', said)}. Use a "
             "database (sqlite:////FOLDER/mlflow.db, without MLFLOW_TRACKING_URI a file mlflow.db in the current "
-            f"folder) or a server (http://...); databases need {install_advice('rl-launch[mlflow]')}"
+            f"folder) or a server (http://...); databases need {install_command('rl-launch[mlflow]')}"
         ) from None
 
 

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from rl_core.config import Config, as_written
 from rl_core.errors import ConfigError
-from rl_core.plugins.install_command import install_advice
+from rl_core.install_command import install_command
 from rl_launch.session.config import LoggerConfig
 from rl_launch.session.directory.labels import NO_LABELS, Labels
 from rl_launch.session.tracking.trackers import MLflowWriter, TrackioWriter, WandbWriter
@@ -116,7 +116,7 @@ def check_writers(config: LoggerConfig) -> None:
         extras = ",".join(missing)
         raise ConfigError(
             f"{keys} {is_true}, but {' and '.join(missing)} {is_missing} not installed: "
-            f"{install_advice(f'rl-launch[{extras}]')}"
+            f"{install_command(f'rl-launch[{extras}]')}"
         )
 
 
