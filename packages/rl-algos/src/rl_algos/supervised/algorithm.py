@@ -26,4 +26,4 @@ class SupervisedAlgorithm(Algorithm[C, Datasets, P]):
         return examples.load_examples(config)
 
     def check_data(self, prepared: P, state: Callable[[str], Mapping[str, Any]]) -> None:
-        prepared.train.check(state("data")))
+        prepared.train.check(state("data"))
