@@ -32,7 +32,7 @@ from rl_vllm.patches.rotary_embeddings import flatten_heads_on_cpu
 from rl_vllm.patches.sampling_of_drafts import repeat_sampling_parameters_on_cpu
 from rl_vllm.patches.siglip_names import name_siglip_weights
 from rl_vllm.weights.adapter_receiver import AdapterReceiver
-from rl_vllm.weights.load_plan import LoadPlan, plan_load
+from rl_vllm.weights.load_plan import NOT_TAKEN, LoadPlan, plan_load
 from rl_vllm.weights.planned_load import PlannedLoad
 from rl_vllm.weights.quantisation_check import QuantisationError
 from rl_vllm.weights.shared_layers import without_layers_of
@@ -118,6 +118,15 @@ class EngineWorker:
         self._uses_oracle = uses_oracle
         return self._reported(self._begin, pickle.loads(manifest), scale)
 
+    def compare_with_files(self, manifest: bytes) -> Report:
+        """Return the tensors of a manifest of files that the engine did not load: `unknown` ones to the reason, and
+        `missing` ones, as `begin_receiving`. Nothing is received.
+
+        Args:
+            manifest: Pickled `Manifest` of the tensors in the files.
+        """
+        return self._reported(self._compare, pickle.loads(manifest))
+
     def receive_weights(self, order: bytes, first_rank: int) -> Report:
         """Receive the announced tensors; returns the digest of all of them.
 
@@ -189,6 +198,15 @@ class EngineWorker:
             missing += self._adapters.missing
         self._manifest = manifest
         return {"unknown": unknown, "missing": missing}
+
+    def _compare(self, manifest: Manifest) -> dict[str, Any]:
+        target = self.target(manifest.target)
+        with target.apart():
+            plan = plan_load(target.model, manifest)
+        # the files have been loaded, so that an error of a loader comes from a tensor without data
+        unknown = {name: reason for name, reason in plan.unknown.items() if reason == NOT_TAKEN}
+        # scales of quantised weights are not among the tensors
+        return {"unknown": unknown, "missing": plan.missing if self.vllm_config.quant_config is None else []}
 
     def _receive(self, transport: Transport, device: Device, rank: int) -> str:
         manifest = self._announced()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,7 +17,7 @@ from rl_core.profiling import ProfileOrder, ProfileReport
 from rl_core.rollouts.generation import GenerationRequest, PauseMode, Placement
 from rl_core.rollouts.quantisation import QUANTISATION_NOISE, quantisation_noise
 from rl_core.rollouts.rollout import Completion, WeightSpan
-from rl_core.weights import Manifest, Transport
+from rl_core.weights import Manifest, Transport, WeightTarget
 from rl_vllm.config import VllmConfig
 from rl_vllm.engine import process_env
 from rl_vllm.engine.lifecycle import PARTS, Lifecycle
@@ -24,6 +26,9 @@ from rl_vllm.plugin import adapter_problem, image_problem, routing_problem
 
 if TYPE_CHECKING:
     from rl_vllm.engine.engine import Engine
+    from rl_vllm.weights.file_weights import FileWeights
+
+_log = logging.getLogger(__name__)
 
 
 class VllmGenerator:
@@ -111,9 +116,11 @@ class VllmGenerator:
             quantises=self._backend.quantization is not None,
         )
         # vLLM reads the environment when it is imported
-        from rl_vllm.engine.arguments import engine_arguments, image_token_of
+        from rl_vllm.engine.arguments import engine_arguments, image_token_of, starts_empty
 
         self._check_kernels()
+        # vLLM changes classes of transformers that it runs itself, so the files are read before
+        loaded = self._loaded_files(with_policy=not starts_empty(self._backend, self._placement))
         arguments = engine_arguments(
             self._backend,
             self._model,
@@ -133,11 +140,44 @@ class VllmGenerator:
 
             self._engine = await LocalEngine.start(arguments, self._placement.cpu_threads)
         forget_semaphores()
+        for target, weights in loaded.items():
+            await self._compare_with_files(target, weights)
         if self._placement.keeps_cache:
             self._engine.require_prefix_cache()
         if self._model.vision.enabled:
             self._engine.take_images(image_token=image_token_of(self._model), max_images=self._model.vision.max_images)
         self._lifecycle.load(awaits_weights=self._placement.awaits_weights)
+
+    def _loaded_files(self, *, with_policy: bool) -> dict[WeightTarget, FileWeights]:
+        """Read the headers of the files that the engine loads, by the model that they are for."""
+        from rl_vllm.weights.file_weights import FileWeights
+
+        models: dict[WeightTarget, ModelConfig] = {"policy": self._model} if with_policy else {}
+        speculation = self._backend.speculation
+        if speculation is not None and speculation.method == "draft_model":
+            models["drafter"] = ModelConfig(model_name=str(Path(speculation.model or "").expanduser()))
+        found: dict[WeightTarget, FileWeights] = {}
+        for target, model in models.items():
+            try:
+                found[target] = FileWeights.of(model, target=target)
+            except Exception as error:  # noqa: BLE001 - vLLM may load files that transformers does not
+                _log.warning("the weights in %s are not compared with those of vLLM: %s", model.model_name, error)
+        return found
+
+    async def _compare_with_files(self, target: WeightTarget, weights: FileWeights) -> None:
+        """Compare the weights in files with those that the engine has loaded.
+
+        Raises:
+            GeneratorError: If the engine computes another model; it is closed then.
+        """
+        try:
+            plans = await self._on_every_rank("compare_with_files", pickle.dumps(weights.manifest))
+        except WeightSyncError as error:
+            _log.warning("the weights in %s were not compared with those of vLLM: %s", weights.folder, error)
+            return
+        if problem := weights.problem(*_left_out(plans)):
+            await self.close()
+            raise GeneratorError(f"{weights.folder}: {problem}")
 
     def _check_kernels(self) -> None:
         """Refuse quantised weights and caches that this machine has no kernels for.
@@ -249,11 +289,9 @@ class VllmGenerator:
         quantization = self._backend.quantization
         uses_oracle = quantization is not None and self._num_syncs % quantization.oracle_every == 0
         plans = await self._on_every_rank("begin_receiving", pickle.dumps(manifest), scale, uses_oracle)
-        # with pipeline parallelism each rank knows its own layers only
-        unknown = [name for name in plans[0]["unknown"] if all(name in plan["unknown"] for plan in plans)]
-        missing = list(dict.fromkeys(name for plan in plans for name in plan["missing"]))
+        unknown, missing = _left_out(plans)
         if unknown or missing:
-            reasons = [f"{name} ({plans[0]['unknown'][name]})" for name in unknown]
+            reasons = [f"{name} ({reason})" for name, reason in unknown.items()]
             problems = {"unknown to the engine": reasons, "missing": missing}
             text = "; ".join(f"{problem}: {', '.join(names)}" for problem, names in problems.items() if names)
             raise WeightSyncError(
@@ -397,6 +435,14 @@ class VllmGenerator:
         if self._engine is None:
             raise GeneratorError(self._lifecycle.refusal or "the engine has not been started")
         return self._engine
+
+
+def _left_out(plans: Sequence[Mapping[str, Any]]) -> tuple[dict[str, str], list[str]]:
+    """Return the tensors that no rank takes, to the reason, and those that parameters of some rank wait for. With
+    pipeline parallelism each rank knows only its own layers."""
+    first = plans[0]["unknown"]
+    unknown = {name: reason for name, reason in first.items() if all(name in plan["unknown"] for plan in plans)}
+    return unknown, list(dict.fromkeys(name for plan in plans for name in plan["missing"]))
 
 
 def _joined(ranks: Sequence[tuple[Sequence[str], Sequence[str]]]) -> ProfileReport:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from rl_core.config import Problem
 from rl_core.devices import Device
-from rl_core.hf_config import num_positions, rope_parameters, switches_at
+from rl_core.hf_config import num_positions, switches_at
 from rl_core.model_config import LoraConfig, ModelConfig, local_family, local_hf_config
 from rl_core.plugins import BackendPlugin, Preload, Requirement
 from rl_core.run_config import RunConfig
+from rl_core.vllm_readings import scales_read_otherwise
 from rl_vllm.config import MAX_TEMPERATURE, MIN_TEMPERATURE, SpeculationConfig, VllmConfig
 from rl_vllm.engine.process_env import import_variables
 
@@ -61,36 +62,15 @@ def _positions(section: Any, config: RunConfig) -> Iterable[Problem]:
 
 
 def _rotary_scales(section: Any, config: RunConfig) -> Iterable[Problem]:
-    fields = local_hf_config(section)
-    rope = rope_parameters(fields)
-    for each in [each for each in rope.values() if isinstance(each, Mapping)] or [rope]:
-        for name in _scales_read_otherwise(fields, each):
-            yield Problem(
-                "hf_config_overrides.rope_parameters",
-                f"has {name}={each[name]} with rope_type {each.get('rope_type')}, which vLLM reads differently from "
-                "the policy, so it would compute different logprobs",
-                remedy="Set generation.backend=hf, or set other rope_parameters, which changes the model",
-            )
-
-
-def _scales_read_otherwise(fields: Mapping[str, Any], rope: Mapping[str, Any]) -> list[str]:
-    """Return the names of the parameters of rotary embeddings from which vLLM (0.32) and transformers compute different
-    scales of attention.
-
-    LongRoPE: transformers takes `attention_factor`, else a function of `factor`; vLLM takes `short_mscale` and
-    `long_mscale`, else the same function of the ratio of both lengths. YaRN with latent attention (DeepSeek-V3): vLLM
-    reads no `attention_factor`, and takes one of `mscale` and `mscale_all_dim` without the other.
-    """
-    given = {name for name, value in rope.items() if value is not None}
-    if rope.get("rope_type") in ("longrope", "su") and fields.get("model_type") != "phimoe":
-        longest, original = fields.get("max_position_embeddings"), switches_at(fields)
-        if longest and original and rope.get("factor") == longest / original:
-            given.discard("factor")
-        return sorted(given & {"attention_factor", "factor", "short_mscale", "long_mscale"})
-    if rope.get("rope_type") == "yarn" and fields.get("kv_lora_rank") is not None:
-        scales = {name for name in ("mscale", "mscale_all_dim") if rope.get(name)}
-        return sorted((given & {"attention_factor"}) | (scales if len(scales) == 1 else set()))
-    return []
+    found = scales_read_otherwise(local_hf_config(section))
+    kind = found.pop("rope_type", None)
+    for name, value in found.items():
+        yield Problem(
+            "hf_config_overrides.rope_parameters",
+            f"has {name}={value} with rope_type {kind}, which vLLM reads differently from the policy, so it would "
+            "compute different logprobs",
+            remedy="Set generation.backend=hf, or set other rope_parameters, which changes the model",
+        )
 
 
 def _heads(section: Any, config: RunConfig) -> Iterable[Problem]:

@@ -9,7 +9,7 @@ from typing import Any, get_args
 import numpy as np
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.pytorch_utils import Conv1D
 from vllm import AsyncEngineArgs
@@ -24,6 +24,7 @@ from rl_core.model_config import ModelConfig, VisionConfig, is_composite, langua
 from rl_core.rollouts.generation import GenerationRequest, Placement
 from rl_core.torch.files.language_part import language_config, read_language_config
 from rl_core.torch.training.lora import is_adapted
+from rl_core.vllm_readings import arguments_for_vllm
 from rl_vllm.config import MAX_TEMPERATURE, MIN_TEMPERATURE, VllmConfig
 from rl_vllm.engine.quantisation import quantisation_arguments
 from rl_vllm.engine.speculation import speculative_config
@@ -36,8 +37,6 @@ GIB = 2**30
 LINEAR = (nn.Linear.forward, Conv1D.forward)
 """Forward functions of the modules that get adapters: routers may inherit from these and return more."""
 CPU_BATCH_TOKENS = 4096
-WIDENED_WINDOWS = ("cohere2", "cohere2_moe")
-"""Types of language models to whose sliding windows vLLM (0.32) adds the token itself."""
 
 
 @dataclass(frozen=True)
@@ -106,11 +105,12 @@ def engine_arguments(
     drafting = speculative_config(backend.speculation)
     if smallest_batch is not None and drafting is not None:
         smallest_batch += 1  # the draft model's place for the token that it begins with
-    starts_empty = _starts_empty(backend, placement)
+    is_empty = starts_empty(backend, placement)
     stored, _ = PreTrainedConfig.get_config_dict(model.model_name)
     fields = with_overrides(language_fields(stored), model.hf_config_overrides)
     written = {name: fields[name] for name in model.hf_config_overrides}
-    changed = {**written, **_window_of_policy(model, fields)}
+    mending = arguments_for_vllm(_with_defaults(model, fields))
+    changed = {**written, **mending.get("hf_overrides", {})}
     # an engine that reads the weights of a composite model serves it whole
     overrides = {"text_config": changed} if is_composite(stored) else changed
     return AsyncEngineArgs(
@@ -120,7 +120,7 @@ def engine_arguments(
         # the policy has dequantised what is quantised in the files, and sends it so
         hf_overrides=(
             AsSent(changed, (drafting or {}).get("model", ""), with_images=model.vision.enabled)
-            if starts_empty
+            if is_empty
             else overrides
         ),
         enforce_eager=eager,
@@ -141,13 +141,13 @@ def engine_arguments(
         enable_chunked_prefill=not on_cpu,
         max_num_batched_tokens=backend.max_num_batched_tokens or smallest_batch,
         generation_config="vllm",
-        override_generation_config=_attention_of_generation(fields),
+        override_generation_config=mending.get("override_generation_config", {}),
         seed=0,
         speculative_config=drafting,
         disable_log_stats=True,
         **(_adapter_arguments(model) if applies_adapters else {}),
         **{
-            "load_format": "dummy" if starts_empty else "auto",
+            "load_format": "dummy" if is_empty else "auto",
             **(
                 image_arguments(model.vision) if model.vision.enabled else {"language_model_only": is_composite(stored)}
             ),
@@ -220,38 +220,19 @@ def adapted_layers(model: ModelConfig) -> list[str]:
     return sorted({name.rpartition(".")[2] for name in linear if is_adapted(name, lora)})
 
 
-def _starts_empty(backend: VllmConfig, placement: Placement) -> bool:
+def starts_empty(backend: VllmConfig, placement: Placement) -> bool:
     """Return whether the weights that are sent are all that the engine needs, so that it can start with random ones.
     Scales of a cache that the engine quantises come only from the model's files.
     """
     return placement.awaits_weights and backend.kv_cache_dtype == "auto"
 
 
-def _attention_of_generation(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return whether the temperature of attention follows the length of rows (Llama 4), which vLLM takes from the
-    generation config, and sets by the longest row that it may serve if that is silent.
-
-    Args:
-        fields: Fields of the language model's Hugging Face config.
-    """
-    is_llama_4 = fields.get("model_type") == "llama4_text"
-    return {"attn_temperature_tuning": bool(fields.get("attn_temperature_tuning", True))} if is_llama_4 else {}
-
-
-def _window_of_policy(model: ModelConfig, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The sliding window with which vLLM attends to the tokens that the policy attends to.
-
-    vLLM's code of Command R7B and Command A adds one to the config's, so that a token sees as many before it. In
-    transformers it counts as one of them.
-
-    Args:
-        model: Config of the policy's model.
-        fields: Fields of the language model's Hugging Face config.
-    """
-    if fields.get("model_type") not in WIDENED_WINDOWS:
-        return {}
-    window = read_language_config(model.model_name, model.hf_config_overrides).sliding_window
-    return {} if window is None else {"sliding_window": window - 1}
+def _with_defaults(model: ModelConfig, fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the fields of a language model's config with those that the file leaves out."""
+    if fields.get("model_type") not in CONFIG_MAPPING:
+        return fields
+    found: Mapping[str, Any] = read_language_config(model.model_name, model.hf_config_overrides).to_dict()
+    return found
 
 
 def _latent_attention_on_cpu(fields: Mapping[str, Any]) -> dict[str, Any]:

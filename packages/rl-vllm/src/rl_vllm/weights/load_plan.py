@@ -33,6 +33,9 @@ from rl_vllm.patches.siglip_names import unused_names
 LOADER_ERRORS = (KeyError, ValueError, AttributeError, AssertionError, RuntimeError, TypeError, IndexError)
 """Errors of vLLM's loaders for a tensor that they do not know, or of the wrong shape."""
 
+NOT_TAKEN = "no parameter takes it"
+"""Reason of an unknown tensor that every loader skipped. Other reasons are errors of loaders."""
+
 SCALARS = ((), (1,))
 """Shapes of tensors whose value loaders read."""
 
@@ -130,7 +133,7 @@ def plan_load(model: nn.Module, manifest: Manifest) -> LoadPlan:
         taken = {piece.name for pieces in plan.pieces.values() for piece in pieces} | recorder.touched
         plan.unfed = refused.keys() & manifest.tied.keys()
         unused = unused_names(model, sent)
-        plan.unknown = {name: "no parameter takes it" for name in sent if name not in taken} | {
+        plan.unknown = {name: NOT_TAKEN for name in sent if name not in taken} | {
             name: reason for name, reason in refused.items() if name not in plan.unfed
         }
         plan.unknown = {name: reason for name, reason in plan.unknown.items() if name not in unused}

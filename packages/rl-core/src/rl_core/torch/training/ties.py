@@ -42,7 +42,7 @@ def untie_apart(
     def compare() -> None:
         with files.open() as opened:
             for place, (first, second) in enumerate(stored):
-                differ[place] = _differ(opened, first, second, rank, size)
+                differ[place] = weights_differ(opened, first, second, rank, size)
 
     on_all_ranks(group, compare)
     dist.all_reduce(differ, op=dist.ReduceOp.MAX, group=group)
@@ -64,7 +64,7 @@ def untie_apart(
     return True
 
 
-def _differ(opened: OpenWeights, first: str, second: str, rank: int, size: int) -> bool:
+def weights_differ(opened: OpenWeights, first: str, second: str, rank: int = 0, size: int = 1) -> bool:
     """Return whether two weights differ in a rank's share of their rows, or in shape."""
     shape = opened.shape(first)
     if shape != opened.shape(second):

@@ -21,7 +21,7 @@ from rl_core.torch.collective_errors import on_rank0
 from rl_core.torch.files.model_files import copy_side_files, copy_tokenizer, fetched_folder
 from rl_core.torch.heads.reads import check_reads
 from rl_core.torch.optim.optimizer import build_schedule
-from rl_core.torch.training.adapter_export import export_adapter
+from rl_core.torch.training.adapter_export import AdapterExport
 from rl_core.torch.training.backend import RankMesh, TrainingParts
 from rl_core.torch.training.checkpoint import Checkpoint
 from rl_core.torch.training.checkpoint_files import exported_files
@@ -34,6 +34,7 @@ from rl_core.torch.training.reference import Reference
 from rl_core.torch.training.skipped_steps import SkippedSteps
 from rl_core.torch.training.step import run_evaluation, run_reads, run_train_step
 from rl_core.torch.transport import SendingEnd, interrupt
+from rl_core.vllm_readings import write_serving_note
 from rl_core.weights import Manifest, Transport, WeightForm
 
 CLOSE_TIMEOUT = timedelta(seconds=30)
@@ -88,6 +89,11 @@ class TrainingWorker(KeptPart):
         parts = build(self._folder)
         self._model, self._weights, self._optimizer = parts.model, parts.weights, parts.optimizer
         self._residency = parts.residency
+        self._adapters = AdapterExport(
+            parts.weights, config=config, role=self._spec.role, folder=self._folder, mesh=self._mesh
+        )
+        if self._spec.trains and config.lora_cfg.enabled:
+            self._adapters.check()
         self._reference = Reference(self._model.trained_parts) if self._spec.keeps_reference else None
         inner = None if self._optimizer is None else self._optimizer.inner
         self._schedule = None if inner is None else build_schedule(config.scheduler, inner)
@@ -177,7 +183,7 @@ class TrainingWorker(KeptPart):
             return ()
         self._residency.require("parameters")
         folder, settings = Path(path), self._config.tokenizer
-        export_adapter(self._weights, folder, config=self._config, role=self._spec.role, mesh=self._mesh)
+        self._adapters.write(folder)
         on_rank0(self._mesh.control, lambda: copy_tokenizer(folder, tokenizer=self._tokenizer, settings=settings))
         return exported_files(folder, self._mesh.control)
 
@@ -218,7 +224,7 @@ class TrainingWorker(KeptPart):
         finally:
             self._mesh.leave()
         self._model.close()
-        del self._model, self._weights, self._optimizer, self._schedule
+        del self._model, self._weights, self._adapters, self._optimizer, self._schedule
         del self._reference, self._residency, self._checkpoint, self.draft_head
         # modules and wrappers form cycles, which keep memory and the sockets of groups until they are collected
         gc.collect()
@@ -244,7 +250,9 @@ class TrainingWorker(KeptPart):
             is_whole=self._config.vision.enabled,
         )
         if self._spec.role not in HEADLESS_ROLES:
+            fields = {**self._model.hf_config.get_text_config().to_dict(), "dtype": dtype}
             complete_generation_config(path)
+            write_serving_note(path, fields, self._config.max_total_sequence_length)
 
     def _peak_of_shard(self) -> float | None:
         """Operations per second of the ranks that share a data-parallel shard; None if not known."""
