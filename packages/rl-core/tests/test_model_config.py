@@ -75,8 +75,8 @@ LINEAR = {"name": "torch.optim.lr_scheduler.LinearLR"}
         ({"scheduler": [LINEAR, {"milestones": [2]}]}, "scheduler", ["[[2]]", " 1"]),
         (
             {"lora_cfg": {"enabled": True, "target_modules": ["q_proj"]}},
-            "lora_cfg.match_all_linear",
-            ["match_all_linear=false", "target_modules"],
+            "lora_cfg.target_modules",
+            ["match_all_linear=false", "remove this key"],
         ),
         (
             {"lora_cfg": {"enabled": True, "dropout": 0.1, "target_parameters": ["experts.down_proj"]}},

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from bad_input_cases import CASES as BAD_INPUT
@@ -14,6 +15,7 @@ from typer.testing import CliRunner
 
 from rl_core.testing.exhaustive import partly_exhaustive
 from rl_launch.cli import app
+from rl_launch.commands.preparation import START_CHECKS
 
 CASES = (*BAD_INPUT, *BROKEN_DATA)
 
@@ -115,6 +117,38 @@ def test_no_ray_is_loaded_for_bad_input(name, fresh_interpreter, tmp_path):
     _check(case, code, said)
     assert printed == ""
     assert not has_ray
+    del kept
+
+
+DOCTOR_FIRST = (
+    "unknown key",
+    "missing data file",
+    "malformed JSONL line",
+    "invalid pattern in a row",
+    "a reward that is None",
+    "a mesh that does not divide a model that is made here",
+    "prompts longer than the limit",
+    "tokenizer without a chat template",
+    "CUDA without a GPU",
+    "foreign run directory",
+    "no such class of torch",
+)
+TAKEN_BY_DOCTOR = [case.name for case in CASES if not any(each.startswith("-") for each in case.arguments)]
+
+
+@pytest.mark.parametrize("name", partly_exhaustive(TAKEN_BY_DOCTOR, always=DOCTOR_FIRST))
+def test_doctor_reports_what_train_refuses(name, monkeypatch, tmp_path):
+    case = next(case for case in CASES if case.name == name)
+    kept = case.files(tmp_path / "work")
+    monkeypatch.setattr("rl_launch.commands.diagnosis.CHECKS", ())
+    # without the imports of engines, which find nothing in these cases
+    before_engines = [check for check in START_CHECKS if "worker environments" not in (check.name, *check.after)]
+    monkeypatch.setattr("rl_launch.commands.preparation.START_CHECKS", tuple(before_engines))
+    answer = CliRunner().invoke(app, ["doctor", *case.arguments])
+    assert answer.exit_code in (1, 2), answer.output
+    assert "Traceback" not in answer.output
+    assert case.key in answer.output
+    assert not replace(case, key="", shows=(*case.shows, " ")).missing_from(answer.output), answer.output
     del kept
 
 

@@ -56,10 +56,30 @@ def lazy_exports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[
         if name == "__all__":
             return names()
         if name in homes_of(package):
-            return getattr(importlib.import_module(homes_of(package)[name]), name)
+            return getattr(_module(package, name, homes_of(package)[name]), name)
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
     return get, names
+
+
+def _module(package: str, name: str, home: str) -> Any:
+    """Import the module of a public name.
+
+    Raises:
+        ModuleNotFoundError: With the command that installs what it needs, if an extra brings that.
+    """
+    try:
+        return importlib.import_module(home)
+    except ModuleNotFoundError as error:
+        from rl_core.install_command import extras_with, install_command
+
+        distribution = package.partition(".")[0].replace("_", "-")
+        extras = extras_with(distribution, str(error.name).partition(".")[0])
+        if not extras:
+            raise
+        commands = " or ".join(install_command(f"{distribution}[{extra}]") for extra in extras)
+        needs = f"{package}.{name} needs {error.name}, which is not installed here: {commands}"
+        raise ModuleNotFoundError(needs, name=error.name, path=error.path) from error
 
 
 @cache

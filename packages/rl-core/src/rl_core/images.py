@@ -217,7 +217,9 @@ def _pillow() -> Any:
     try:
         from PIL import Image, TiffImagePlugin, WebPImagePlugin  # noqa: F401
     except ImportError as error:
-        raise ImportError(f"images need pillow: pip install 'rl-core[vision]' ({error})") from error
+        from rl_core.install_command import install_command
+
+        raise ImportError(f"images need pillow: {install_command('rl-core[vision]')}; {error}") from error
     warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
     return Image
 

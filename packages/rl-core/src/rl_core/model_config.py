@@ -416,11 +416,9 @@ def _adapter_problems(lora: LoraConfig) -> Iterator[Problem]:
         remedy = "Set lora_cfg.enabled=true, or remove this key"
         yield Problem.unused("lora_cfg.adapter", "with lora_cfg.enabled=false", remedy=remedy)
     if lora.enabled and lora.target_modules and lora.match_all_linear:
-        yield Problem(
-            "lora_cfg.match_all_linear",
-            "adds an adapter to every linear layer, so target_modules has no effect",
-            remedy="Set match_all_linear=false, or leave target_modules empty",
-        )
+        reason = "with match_all_linear=true, which adds an adapter to every linear layer"
+        remedy = "Set match_all_linear=false, or remove this key"
+        yield Problem.unused("lora_cfg.target_modules", reason, remedy=remedy)
     if lora.enabled and lora.target_parameters and lora.dropout:
         yield Problem(
             "lora_cfg.dropout",

@@ -113,7 +113,6 @@ ERRORS: dict[str, tuple[str, list[str], list[str]]] = {
     "no equals sign": ("", ["grpo.seed"], ["'grpo.seed' (command line)", "key=value: grpo.seed=VALUE"]),
     "a colon for the equals sign": ("", ["grpo.seed: 3"], ["(command line)", "key=value: grpo.seed=3"]),
     "spaces around the equals sign": ("", ["grpo.seed", "=", "3"], ["without spaces: grpo.seed=3"]),
-    "a second recipe": ("", ["recipe"], ["'recipe' (command line)", "one recipe was given", "defaults:"]),
     "an empty argument": ("", [""], ["'' (command line)", "key=value"]),
     "Hydra's plus": ("", ["+grpo.seed=3"], ["'+grpo.seed=3' (command line)", "without '+'"]),
     "empty segment": ("", ["grpo..seed=3"], ["'grpo..seed=3' (command line)", "names joined by dots"]),

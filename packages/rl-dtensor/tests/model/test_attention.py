@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama import modeling_llama
 
 from rl_core.data.batch import TOKENS
-from rl_core.plugins.install_command import install_command
+from rl_core.install_command import install_command
 from rl_core.torch.loss import Rows
 from rl_dtensor.model import kernels
 from rl_dtensor.model.attention import ROWS, attention_for, row_attention, rows_problem

@@ -57,6 +57,16 @@ class Backend(Generic[C]):
     config: C
     backend: Config
 
+    def sizes(self, section: str) -> dict[str, int]:
+        """Return the parallel sizes above 1, by dotted key from the root.
+
+        Args:
+            section: Dotted key of the section that holds the backend's settings.
+        """
+        names = [name for name in type(self.backend).model_fields if name.endswith("parallel_size")]
+        written = {f"{section}.{self.plugin.key}.{name}": getattr(self.backend, name) for name in names}
+        return {key: size for key, size in written.items() if isinstance(size, int) and size > 1}
+
 
 @dataclass(frozen=True)
 class ModelBackend(Backend[ModelConfig]):
@@ -150,13 +160,13 @@ class Backends:
     def claims(self) -> list[Claim]:
         """The claims of everything that computes on devices."""
         claims = [
-            Claim(role, model.section, model.plugin.ranks(model.backend), model.colocated)
+            Claim(role, model.section, model.plugin.ranks(model.backend), model.colocated, model.sizes(model.section))
             for role, model in self.models.items()
         ]
         if self.generation is not None:
             ranks = self.generation.plugin.ranks(self.generation.backend)
             key, colocated = f"{POLICY}.generation", self.generation.config.colocated
-            claims.append(Claim(GENERATION, key, ranks, colocated))
+            claims.append(Claim(GENERATION, key, ranks, colocated, self.generation.sizes(key)))
         return claims
 
 

@@ -39,9 +39,9 @@ def written(name, rows):
     return name
 
 
-def rl(*arguments):
+def rl(*arguments, code=0):
     answer = CliRunner().invoke(app, ["data", "show", *arguments])
-    assert answer.exit_code == 0, answer.output
+    assert answer.exit_code == code, answer.output
     return answer.stdout
 
 
@@ -110,10 +110,13 @@ def test_rows_that_a_run_would_refuse_are_shown_with_the_reason():
 def test_a_refused_row_of_a_config_says_what_becomes_of_the_run():
     written("chats.jsonl", CHATS)
     keys = ["data.train.data_path=chats.jsonl", "data.validation=null", "sft.stop_at_validation_loss=null"]
-    answer = rl("sft-arithmetic", *keys)
+    answer = rl("sft-arithmetic", *keys, code=1)
     assert "too long: 41 tokens, more than the 32 of policy.max_total_sequence_length; it ends the run" in answer
     assert "(data.overlong=skip leaves such rows out)" in answer
     assert "refused; it ends the run (data.malformed=skip leaves such rows out): the conversation has no" in answer
+    assert "2 end the run" in answer
+    one = rl("sft-arithmetic", *keys, "data.overlong=skip", "--rows", "0", code=1)
+    assert "1 ends the run" in one
     left_out = rl("sft-arithmetic", *keys, "data.overlong=skip", "data.malformed=skip")
     assert "left out (data.overlong: skip)" in left_out
     assert "left out (data.malformed: skip): the conversation has no" in left_out

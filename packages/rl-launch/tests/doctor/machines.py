@@ -40,6 +40,7 @@ def needs(**changed: object) -> Needs:
         "worker_envs": "auto",
         "workers": {"policy": TRAINER, "generation": ENGINE},
         "runs": Path("runs"),
+        "num_engines": 1,
     }
     return Needs(**{**facts, **changed})  # type: ignore[arg-type]
 

@@ -42,7 +42,6 @@ def test_a_machine_with_everything_can_run():
         ("uv", {"uv": None, "environments": {TRAINER: HERE, ENGINE: NO_UV}}, "not installed", "pip install uv"),
         ("packages of generation", {"environments": {TRAINER: HERE, ENGINE: NO_UV}}, "uv is not", "'engine[cpu]'"),
         ("shared memory", {"shared_memory": None}, "no /dev/shm", "--shm-size"),
-        ("shared memory", {"shared_memory": space(0.01, 0.01)}, "10 MiB of 10 MiB free", "--shm-size"),
         ("ports", {"ports_error": "Operation not permitted"}, "Operation not permitted", "127.0.0.1"),
         ("disk of runs", {"disks": {"runs": space(0.01)}}, "10 MiB of 100 GiB free", "run_dir"),
         ("disk of runs", {"disks": {"runs": space(50, is_writable=False)}}, "is not writable", "run_dir"),
@@ -67,11 +66,16 @@ def test_what_is_missing_keeps_the_recipe_from_running_and_says_the_remedy(name,
         ("ray token", {"token_problem": ("Others can access it", "Run: chmod")}, "Others can"),
         ("ray", {"ray_processes": (4711,)}, "another Ray is running here (process 4711)"),
         ("uv", {"uv": None, "uv_cache": None}, "not installed"),
-        ("shared memory", {"shared_memory": space(1 / 16, 1 / 16)}, "64 MiB of 64 MiB"),
+        (
+            "shared memory",
+            {"shared_memory": space(1 / 1024, 1 / 1024)},
+            "1 MiB of 1 MiB free at /dev/shm; Ray uses /tmp",
+        ),
+        ("shared memory", {"shared_memory": space(1 / 8, 1 / 8)}, "128 MiB of 128 MiB"),
         ("disk of Ray", {"disks": {"/tmp/ray": space(4, 100)}}, "under 5%"),
         ("open files", {"open_files": (256, 256)}, "at most 256"),
         ("memory", {"available_bytes": 2**30}, "1.0 GiB of 32 GiB"),
-        ("cores", {"cores": 0.5}, "0.5 for 2 ranks"),
+        ("cores", {"cores": 0.5}, "0.5 for 2 ranks and 1 engine"),
     ],
 )
 def test_what_is_only_unfortunate_is_a_warning_with_a_remedy(name, facts, found):
@@ -117,6 +121,24 @@ def test_a_cluster_of_many_machines_needs_an_address():
     through_client = FakeMachine(ray_address="ray://head:10001", listening=frozenset({"head:10001"}))
     assert finding("ray", through_client, num_nodes=2).status == "ok"
     assert finding("ray", FakeMachine(ray_address="auto", ray_processes=(7,))).status == "ok"
+
+
+@pytest.mark.parametrize(("nodes", "gpus"), [(2, 4), (8, 1), (1, 8)])
+def test_a_rehearsal_has_the_ranks_and_engines_of_all_its_nodes_here(nodes, gpus):
+    rehearsed = {"device": REHEARSAL, "num_nodes": nodes, "ranks_per_node": gpus, "num_engines": nodes * gpus}
+    said = finding("cores", FakeMachine(cores=2), **rehearsed)
+    assert (said.status, said.found) == ("warning", "2 for 8 ranks and 8 engines")
+    assert "cluster.gpus_per_node" in said.remedy
+    assert ("cluster.num_nodes" in said.remedy) == (nodes > 1)
+    assert report(FakeMachine(), **rehearsed).can_run
+
+
+def test_processes_that_cannot_fit_into_the_memory_keep_a_recipe_from_running():
+    many = {"device": REHEARSAL, "num_nodes": 2, "ranks_per_node": 64, "num_engines": 128}
+    said = finding("memory", FakeMachine(memory_bytes=15 * 2**30), **many)
+    assert said.status == "missing"
+    assert "128 ranks and 128 engines take at least" in said.found
+    assert "cluster.num_nodes or cluster.gpus_per_node" in said.remedy
 
 
 def test_gpus_are_counted_and_named():

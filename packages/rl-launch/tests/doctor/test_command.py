@@ -9,24 +9,24 @@ from typer.testing import CliRunner
 
 from rl_core.testing.isolation import loaded_by, loaded_by_command
 from rl_launch.cli import app
-from rl_launch.doctor import CHECKS, Machine, examine, needs_of
+from rl_launch.commands.diagnosis import diagnose
 
 HEAVY = {"datasets", "megatron", "ray", "torch", "transformers", "vllm"}
+ENGINES = {"megatron", "torch", "vllm"}
 
 
 doctor = partial(rl, "doctor")
 
 
 def test_it_answers_at_once_and_starts_no_engine():
-    assert not loaded_by_command("rl_launch.cli.app:main", "doctor") & HEAVY
+    assert not loaded_by_command("rl_launch.cli.app:main", "doctor") & ENGINES
     assert not loaded_by("rl_launch.doctor", "rl_launch.doctor.show") & HEAVY
 
 
 def test_json_says_what_the_lines_say(monkeypatch):
     # both of one look at the machine: between two, another Ray may start or end
-    here = Machine()
-    report = examine(here, needs_of("grpo-arithmetic", (), num_gpus=here.num_gpus), CHECKS)
-    monkeypatch.setattr("rl_launch.doctor.examine", lambda *_: report)
+    report = diagnose("grpo-arithmetic")
+    monkeypatch.setattr("rl_launch.commands.diagnosis.diagnose", lambda *_: report)
     plain, as_json = (CliRunner().invoke(app, ["doctor", *option]) for option in ((), ("--json",)))
     seen = json.loads(as_json.stdout)
     *lines, verdict = plain.stdout.splitlines()

@@ -36,6 +36,14 @@ def test_ranks_and_the_folder_of_runs_come_from_the_config():
     assert str(needs.runs) == "/data/runs"
 
 
+def test_a_rehearsal_counts_the_engines_of_all_nodes_and_the_cpu_one():
+    rehearsed = ["cluster.device=rehearsal", "cluster.gpus_per_node=4", "cluster.num_nodes=2"]
+    needs = needs_of("grpo-arithmetic", rehearsed, num_gpus=0)
+    assert (needs.num_ranks, needs.num_engines) == (8, 8)
+    assert (needs_of("grpo-arithmetic", [], num_gpus=0).num_engines, needs.num_nodes) == (1, 2)
+    assert needs_of("sft-arithmetic", rehearsed, num_gpus=0).num_engines == 0
+
+
 def test_a_wrong_config_is_refused():
     with pytest.raises(ConfigError, match=r"grpo\.sede .* grpo\.seed\?"):
         needs_of("grpo-arithmetic", ["grpo.sede=1"], num_gpus=0)

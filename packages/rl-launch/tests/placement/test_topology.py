@@ -127,12 +127,24 @@ def test_an_algorithm_without_generation_uses_every_device():
             12,
             ["cluster.gpus_per_node"],
         ),
-        (make(policy(ranks=3), generation()), "cluster", NOT_GIVEN, ["policy", "8 ranks", "3 ranks"]),
+        (make(policy(ranks=3), generation()), "policy", NOT_GIVEN, ["policy", "3 ranks", "ranks, 8"]),
         (
             make(policy(), teacher(apart(gpus=3), ranks=2)),
-            "cluster",
+            "distillation.teacher",
             NOT_GIVEN,
-            ["3 ranks", "2 ranks", "distillation.teacher"],
+            ["ranks, 3", "2 ranks"],
+        ),
+        (
+            make(Claim("policy", "policy", 3, SHARED, {"policy.x_cfg.tensor_parallel_size": 3}), generation()),
+            "policy.x_cfg.tensor_parallel_size",
+            3,
+            ["3 ranks, which does not divide"],
+        ),
+        (
+            make(policy(), Claim("generation", "policy.generation", 16, SHARED, {"a.tp_size": 8, "a.pp_size": 2})),
+            "a.tp_size",
+            8,
+            ["16 ranks (tp_size 8 x pp_size 2)"],
         ),
         (
             make(policy(), generation(ranks=3)),

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, model_validator
 
 from rl_core.config import Config, PathText, Problem, ProblemError, WhenChanged
 
@@ -49,8 +49,8 @@ class DatasetConfig(Config):
     dataset_name: str | None = None
     """Name of an installed dataset or of a dataset on the hub. Set either this or `data_path`."""
     data_path: PathText | None = None
-    """Path of JSON Lines, Parquet, Arrow, JSON or CSV data: a file, a folder or a glob pattern, local or in an object
-    store (`s3://bucket/folder`). Set either this or `dataset_name`."""
+    """Path of JSON Lines, Parquet, Arrow, JSON, CSV or TSV data: a file, a folder or a glob pattern, local or in an
+    object store (`s3://bucket/folder`). Set either this or `dataset_name`."""
     subset: str | None = None
     """Configuration of a hub dataset that has several."""
     split: str | None = None
@@ -63,18 +63,22 @@ class DatasetConfig(Config):
     shuffled within blocks of `shuffle_buffer`, and only steps limit the run."""
     shuffle_buffer: int = Field(default=10_000, gt=0)
     """Number of rows in a block that `streaming` shuffles; they are held in memory."""
-    split_validation_size: float | None = Field(default=None, gt=0)
+    split_validation_size: Annotated[float | None, AfterValidator(lambda size: size or None)] = Field(
+        default=None, ge=0
+    )
     """Number of rows of a training dataset to hold out for validation, or their share if it is below 1. They are chosen
-    at random, the same in every run, and are added to `data.validation`."""
+    at random, the same in every run, and are added to `data.validation`. With 0 none is held out."""
     pass_rate: PassRateConfig | None = None
     """Train only on rows that a model sometimes solves, according to the results of an evaluation."""
     settings: dict[str, Any] = Field(default_factory=dict)
     """Settings of an installed dataset; `rl data list NAME` shows them."""
     input_key: str | None = None
-    """Column with the input: a string or a list of messages. If unset, the column `messages`, or else `prompt`."""
+    """Column with the input: a string or a list of messages. If unset, it is found by the columns of common formats:
+    `messages`, `conversations` or `contents`, or else `prompt`, `query`, `question`, `instruction` (with `input`) or
+    `input`. `reward_model.ground_truth` is a field of an object in a column."""
     output_key: str | None = None
-    """Column with the answer. If unset, the column `answer` if there is one, and next to a `prompt` the column
-    `completion` or `response`."""
+    """Column with the answer. If unset, the column `answer` if there is one, and next to an input of text the column
+    `completion`, `response` or `output`."""
     columns: dict[str, str] = {}
     """Columns whose names differ from those that a processor expects: the expected name to the name in the row, such as
     `{chosen: preferred, rejected: other}`."""
@@ -135,12 +139,21 @@ class DatasetDefaults(Config):
     """`processor` of datasets that do not set it."""
 
 
+def _not_a_name(written: Any, info: ValidationInfo) -> Any:
+    """Refuse a string in the place of a dataset, with the key that it belongs to."""
+    if not isinstance(written, str):
+        return written
+    is_path = Path(written).suffix != "" or "://" in written or Path(written).expanduser().exists()
+    key = f"data.{info.field_name}.{'data_path' if is_path else 'dataset_name'}"
+    raise ProblemError(Problem("", "a dataset is a section", got=written, remedy=f"Set {key}={written}"))
+
+
 class DataConfig(Config):
     """Training and validation data: sources, columns, mixing, lengths."""
 
-    train: DatasetConfig | list[DatasetConfig]
+    train: Annotated[DatasetConfig | list[DatasetConfig], BeforeValidator(_not_a_name)]
     """Dataset to train on, or a list of datasets, which are mixed."""
-    validation: DatasetConfig | list[DatasetConfig] | None = None
+    validation: Annotated[DatasetConfig | list[DatasetConfig] | None, BeforeValidator(_not_a_name)] = None
     """Dataset to validate on, or a list of datasets."""
     default: DatasetDefaults = DatasetDefaults()
     """Settings of every dataset that does not have its own."""

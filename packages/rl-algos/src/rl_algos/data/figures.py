@@ -15,6 +15,7 @@ from rl_algos.data.permutation import permutation
 from rl_algos.data.row_images import PLACE
 from rl_core.config import Config
 from rl_core.errors import ConfigError, DataError
+from rl_core.install_command import install_command
 from rl_core.plugins import DatasetPlugin, Requirement
 
 SQUARE = 28
@@ -125,7 +126,7 @@ def _picture(squares: np.ndarray) -> bytes:
     try:
         from PIL import Image
     except ImportError as error:
-        raise ConfigError("data: the dataset figures needs pillow: pip install 'rl-core[vision]'") from error
+        raise ConfigError(f"data: the dataset figures needs pillow: {install_command('rl-core[vision]')}") from error
     colours = np.array(list(COLOURS.values()), dtype=np.uint8)
     pixels = colours[squares].repeat(SQUARE, axis=0).repeat(SQUARE, axis=1)
     file = io.BytesIO()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+from rl_algos.data import remote
 from rl_algos.data.config import DataRoot, DatasetConfig, DatasetDefaults
 from rl_algos.data.load import source_problem
 from rl_algos.data.pass_rates import ROLLOUTS
@@ -12,6 +13,7 @@ from rl_algos.data.processors import processor
 from rl_algos.data.template import Surround
 from rl_core.config import Problem
 from rl_core.errors import ConfigError
+from rl_core.plugins import DATASETS, names
 
 
 def input_problems(config: DataRoot) -> Iterator[Problem]:
@@ -47,6 +49,16 @@ def dataset_problems(key: str, section: DatasetConfig | DatasetDefaults) -> Iter
                 check(one)
             except ConfigError as error:
                 yield Problem(f"{key}.{name}", str(error).removeprefix("data: "))
+
+
+def network_sources(datasets: Iterable[DatasetConfig]) -> list[str]:
+    """Return the sources of datasets whose rows are read over the network: names on the hub and addresses of stores."""
+    installed = names(DATASETS)
+    return [
+        each.source
+        for each in datasets
+        if (each.dataset_name not in installed if each.data_path is None else remote.is_remote(each.data_path))
+    ]
 
 
 _CHECKS: dict[str, Callable[[DatasetConfig], object]] = {

@@ -13,6 +13,7 @@ from typing import Any
 from rl_algos.images.expansions import EXPANSIONS, ImageMarks
 from rl_core.errors import ConfigError, DataError
 from rl_core.images import ImageRef, image_refs
+from rl_core.install_command import install_command
 from rl_core.model_config import VisionConfig
 from rl_core.rollouts.rollout import Message
 
@@ -225,7 +226,7 @@ def _require_pillow() -> None:
     try:
         import PIL  # noqa: F401
     except ImportError as error:
-        raise ConfigError("policy.vision.enabled: images need pillow: pip install 'rl-core[vision]'") from error
+        raise ConfigError(f"policy.vision.enabled: images need pillow: {install_command('rl-core[vision]')}") from error
 
 
 @lru_cache(maxsize=1 << 16)

@@ -20,6 +20,7 @@ from rl_algos.rollouts.driver.evaluation_plan import EvaluationPlan, EvaluationT
 from rl_algos.rollouts.driver.source import evaluation_tasks
 from rl_algos.rollouts.setup import program_needs, validation_sampling
 from rl_algos.rollouts.worker.programs import DEFAULT_PROGRAM
+from rl_core.config import option
 from rl_core.environments.instance import problem_with, unknown_environment
 from rl_core.environments.trial import Attempt
 from rl_core.errors import ConfigError, DataError
@@ -174,7 +175,8 @@ class RolloutEvaluation:
         if self._load_data is None or data is None or not data.validation_datasets:
             raise ConfigError(
                 "eval.tasks: is empty, and there is no validation data (data.validation, or split_validation_size of a "
-                "training dataset) to score instead. Pass tasks, such as --tasks gsm8k"
+                "training dataset) to score instead. Pass tasks, such as "
+                + option("--tasks gsm8k", "tasks=['gsm8k']")
             )
         # of the training data only what rows are held out from is read
         held_out = [dataset for dataset in data.train_datasets if dataset.split_validation_size is not None]

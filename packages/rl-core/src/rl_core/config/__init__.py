@@ -39,13 +39,14 @@ from rl_core.config.schema import (
     plain,
 )
 from rl_core.config.signature import NamedConfig, section_of, settings_of
-from rl_core.config.tree import COMMAND_LINE, DEFAULT, Origin
+from rl_core.config.tree import COMMAND_LINE, DEFAULT, PYTHON, Origin, given_in, option
 from rl_core.problems import Problem, show
 
 __all__ = [
     "ABSENT",
     "COMMAND_LINE",
     "DEFAULT",
+    "PYTHON",
     "Change",
     "Config",
     "EnvVars",
@@ -74,12 +75,14 @@ __all__ = [
     "diff",
     "explain",
     "explain_all",
+    "given_in",
     "is_changed",
     "keys_when_changed",
     "load",
     "moved",
     "nearest",
     "nearest_as_remedy",
+    "option",
     "plain",
     "refusal",
     "resolve",

@@ -285,7 +285,7 @@ class _Reader:
         folders = () if callable(self._search) else self._search
         known = sorted({file.stem for folder in folders for file in folder.glob("*.yaml")})
         files = [f"{name}{suffix}" for suffix in _SUFFIXES if Path(f"{name}{suffix}").is_file()]
-        if near := did_you_mean(name, [*files, *known]):
+        if near := (f"; did you mean {files[0]}?" if files else did_you_mean(name, known)):
             return near
         if Path(name).is_file():
             return f". It is a file, but its name does not end in {' or '.join(_SUFFIXES)}"

@@ -185,7 +185,7 @@ def _unknown(path: KeyPath, keys: list[str], values: Any, hint: Hint | None) -> 
     nested = format_path((*path[:-1], *str(path[-1]).split(".")))
     if key in keys or ("." in str(path[-1]) and nested in keys):
         reason = "a key with dots is one name in YAML"
-        return Problem(key, reason, remedy=f"Nest it, or pass {key}=VALUE on the command line")
+        return Problem(key, reason, remedy=f"Nest it, or write it as an override, {key}=VALUE")
     inside = value_at(values, path)
     if hint is not None and (explained := hint(key, inside)):
         return Problem(key, f"no such key: {explained}")

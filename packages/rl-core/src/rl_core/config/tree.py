@@ -105,6 +105,17 @@ COMMAND_LINE = Origin("command line")
 PYTHON = Origin("overrides")
 given_in: ContextVar[Origin] = ContextVar("given_in", default=COMMAND_LINE)
 """Origin of overrides: `PYTHON` for those of a function call."""
+
+
+def option(flag: str, argument: str) -> str:
+    """Return how the user writes an option, for messages.
+
+    Args:
+        flag: On the command line, such as `--fresh`.
+        argument: In a call from Python, such as `fresh=True`.
+    """
+    return argument if given_in.get() is PYTHON else flag
+
 DEFAULT = Origin("default")
 
 

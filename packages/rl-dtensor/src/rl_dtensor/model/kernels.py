@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, current_flash_attention_impl, sdpa_ke
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
 
-from rl_core.plugins.install_command import install_command
+from rl_core.install_command import install_command
 from rl_dtensor.config import AttentionBackend
 from rl_dtensor.model.layout import Segments
 from rl_dtensor.model.settings import MOST_FLASH_DIM, without_sinks, without_softcap

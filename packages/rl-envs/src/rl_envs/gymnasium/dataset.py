@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from rl_core.errors import ConfigError, DataError
-from rl_core.plugins.install_command import install_command
+from rl_core.install_command import install_command
 from rl_envs.draws import draws
 from rl_envs.gymnasium.config import GymnasiumSettings
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from rl_algos.evaluation.comparison import Comparison
-from rl_core.config.tree import parse_path
+from rl_core.config.tree import PYTHON, given_in, parse_path
 from rl_core.errors import ConfigError, DataError, RunDirectoryError
 from rl_launch.api.in_memory_rows import with_paths, without_rows
 from rl_launch.api.named_objects import with_names
@@ -74,14 +74,18 @@ class TrainResult:
 
 
 def _told_plainly(function: Callable[P, T]) -> Callable[P, T]:
-    """Raise mistakes in what the user wrote from the user's call, without the calls that found them."""
+    """Raise mistakes in what the user wrote from the user's call, without the calls that found them. Messages name
+    arguments of Python in place of a command line."""
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        before = given_in.set(PYTHON)
         try:
             return function(*args, **kwargs)
         except (ConfigError, DataError, RunDirectoryError) as error:
             raise error.with_traceback(None) from None
+        finally:
+            given_in.reset(before)
 
     return call
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from rl_core.imports import collect_seldom
 from rl_launch.cli import (
@@ -26,11 +27,31 @@ from rl_launch.cli.completion import complete_override, complete_recipe
 from rl_launch.cli.failure import UNFINISHED, quiet_without_reader, reported
 from rl_launch.cli.versions import versions
 from rl_launch.cli.worker_env_commands import worker_envs
-from rl_launch.recipes import recipe_names
+
+
+class _Commands(TyperGroup):
+    """All commands. A config key that is written as an option is answered with the override."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]  # typer's own
+        ctx.meta[__name__] = tuple(args)
+        return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]  # typer's own
+        try:
+            return super().invoke(ctx)
+        except typer.BadParameter.__base__ as error:  # type: ignore[misc]  # the error of a wrong use, which has no public name
+            option = vars(error).get("option_name")
+            if isinstance(option, str):
+                from rl_launch.cli.key_options import advice
+
+                error.message += advice(option, ctx.meta[__name__])
+            raise
+
 
 app = typer.Typer(
     name="rl",
-    epilog=f"Recipes: {', '.join(recipe_names())}. Use rl recipes to describe them and rl init RECIPE to copy one.",
+    cls=_Commands,
+    epilog="rl recipes lists the recipes, and rl init RECIPE copies one.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -210,6 +231,15 @@ def convert(
         list[str] | None,
         typer.Option("--exclude", metavar="NAME", help="Layer that --quantize leaves out, such as o_proj; repeatable."),
     ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            "--dtype",
+            metavar="DTYPE",
+            help="Dtype that --quantize rounds weights to first, the policy.precision of their training; by default the "
+            "files' own.",
+        ),
+    ] = None,
 ) -> None:
     """Convert between checkpoints of training backends, adapters and Hugging Face files, and verify the result.
 
@@ -222,6 +252,7 @@ def convert(
         from rl_launch.commands.convert import (
             HUGGING_FACE,
             Verification,
+            named_source,
             to_checkpoint,
             to_hugging_face,
         )
@@ -230,34 +261,39 @@ def convert(
         if quantize is not None:
             if to is not None or adapter or verify_with is not None or not verify:
                 raise ConfigError("--quantize cannot be combined with --to, --adapter, --no-verify or --verify-with")
-            _quantize(source, target.expanduser(), quantize, group_size, exclude or [], overrides or [])
+            _quantize(source, target.expanduser(), quantize, group_size, exclude or [], dtype or "", overrides or [])
             return
         if group_size is not None or exclude:
             raise ConfigError("--group-size and --exclude have no effect without --quantize")
+        if dtype is not None:
+            raise ConfigError("--dtype has no effect without --quantize. Set policy.precision for the dtype of the files")
         if verify_with is not None and not verify:
             raise ConfigError("--verify-with and --no-verify cannot be combined")
         show_logs()
         verification = Verification(verify, verify_with)
         if to is None or to == HUGGING_FACE:
-            found = Path(source).expanduser()
-            to_hugging_face(found, target.expanduser(), overrides or (), adapter=adapter, verification=verification)
+            folder = Path(named_source(source)).expanduser()
+            to_hugging_face(folder, target.expanduser(), overrides or (), adapter=adapter, verification=verification)
         else:
-            to_checkpoint(source, target.expanduser(), to, overrides or (), adapter=adapter, verification=verification)
+            found = named_source(source)
+            to_checkpoint(found, target.expanduser(), to, overrides or (), adapter=adapter, verification=verification)
         sys.stdout.write(f"{target}\n")
 
 
 def _quantize(
-    source: str, target: Path, name: str, group_size: int | None, exclude: list[str], overrides: list[str]
+    source: str, target: Path, name: str, group_size: int | None, exclude: list[str], dtype: str, overrides: list[str]
 ) -> None:
     from rl_core.errors import ConfigError
     from rl_launch.commands.convert import to_quantized
     from rl_launch.commands.convert_quantized import Quantization
+    from rl_launch.model_files.run_models import model_of_run
     from rl_launch.session import show_logs
 
     if group_size is not None and name != "int4":
         raise ConfigError(f"--group-size has no effect with --quantize {name}")
     show_logs()
-    to_quantized(Path(source).expanduser(), target, Quantization(name, group_size or 128, tuple(exclude)), overrides)
+    found = model_of_run(source) or Path(source).expanduser()
+    to_quantized(found, target, Quantization(name, group_size or 128, tuple(exclude)), overrides)
     sys.stdout.write(f"{target}\n")
 
 

@@ -83,7 +83,7 @@ def list_environments(
 ) -> None:
     """List the installed environments. With a name or --all, show their settings, which are set under `env.NAME`."""
     with reported():
-        from rl_core.plugins.install_command import install_command
+        from rl_core.install_command import install_command
         from rl_launch.commands.catalog import chosen, shared_settings
         from rl_launch.commands.catalog import environments as found
 
@@ -127,7 +127,7 @@ def list_datasets(
     For files (`data.train.data_path`) and other hub datasets, set their columns with keys of `data.train`.
     """
     with reported():
-        from rl_core.plugins.install_command import install_command
+        from rl_core.install_command import install_command
         from rl_launch.commands.catalog import chosen
         from rl_launch.commands.catalog import datasets as found
         from rl_launch.commands.catalog import hub_datasets as on_hub

@@ -53,19 +53,19 @@ def show(
     between « and » without colours), and the fields that rewards receive.
 
     Rows that are too long or refused are shown with the reason. A summary line counts tokens and such rows over the
-    first rows of each dataset. No run is started.
+    first rows of each dataset. No run is started. The exit code is 1 if one of these rows ends a run of the config.
 
     With --json: {"schema": 1, "algorithm", "model", "limit", "datasets": [{"name", "num_rows", "rows": [{"number",
     "place", "texts": [{"title", "num_tokens", "num_learned", "too_long", "spans": [{"text", "learned"}, ...]}, ...],
     "environment", "fields", "not_used"}, ...], "counts": {"num_read", "tokens": {"min", "median", "max"},
-    "num_learned", "num_too_long", "not_used": {REASON: COUNT}}}, ...]}.
+    "num_learned", "num_too_long", "not_used": {REASON: COUNT}, "num_ending"}}, ...]}.
     """
     with reported():
         from rich.console import Console
 
         from rl_core.errors import ConfigError
         from rl_launch.cli import data_text
-        from rl_launch.commands.data_rows import MOST_READ, counts, given_rows, shown_row
+        from rl_launch.commands.data_rows import MOST_READ, counts, ends_run, given_rows, shown_row
 
         given = given_rows(recipe, overrides or (), model=model, algorithm=algorithm, validation=validation)
         if row is not None and all(row > len(dataset.numbers) for dataset in given.datasets):
@@ -79,11 +79,14 @@ def show(
             shown.append((dataset, found, counts(given, dataset, over or MOST_READ)))
         if as_json:
             sys.stdout.write(json.dumps(data_text.as_json(given, shown), indent=2, ensure_ascii=False) + "\n")
-            return
-        console = Console()
-        data_text.print_heading(recipe, given, console)
-        for dataset, found, _ in shown:
-            for each in found:
-                data_text.print_row(given, dataset, each, console)
-        for dataset, _, counted in shown:
-            data_text.print_counts(given, dataset, counted, console)
+        else:
+            console = Console()
+            data_text.print_heading(recipe, given, console)
+            for dataset, found, _ in shown:
+                for each in found:
+                    data_text.print_row(given, dataset, each, console)
+            for dataset, _, counted in shown:
+                data_text.print_counts(given, dataset, counted, console)
+        ends = any(counted.num_ending or any(ends_run(given, each) for each in found) for _, found, counted in shown)
+        if given.is_run and ends:
+            raise typer.Exit(1)

@@ -70,6 +70,8 @@ def print_counts(given: GivenRows, dataset: OpenDataset, found: Counts, console:
         parts.append(f"{found.num_too_long} too long (more than {given.reader.limit})")
     num_refused = sum(found.refusals.values())
     parts.append(f"{num_refused} not used" if num_refused else "none refused")
+    if given.is_run and found.num_ending:
+        parts.append(f"{found.num_ending} {'ends' if found.num_ending == 1 else 'end'} the run")
     _print(console, Line(f"{dataset.name}, {which} {found.num_read} rows: {', '.join(parts)}", "bold"))
     reasons = list(found.refusals.items())
     for reason, count in reasons[:_MOST_REASONS]:
@@ -102,6 +104,7 @@ def as_json(given: GivenRows, shown: Sequence[tuple[OpenDataset, Sequence[ShownR
                     "num_learned": found.num_learned,
                     "num_too_long": found.num_too_long,
                     "not_used": dict(found.refusals),
+                    "num_ending": found.num_ending,
                 },
             }
             for dataset, rows, found in shown

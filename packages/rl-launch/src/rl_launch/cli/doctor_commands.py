@@ -81,10 +81,12 @@ def machine(
         if cluster:
             _examine_cluster(recipe, overrides or (), timeout, as_json=as_json)
             return
-        from rl_launch.doctor import CHECKS, Machine, examine, needs_of
+        from rich.console import Console
 
-        here = Machine()
-        report = examine(here, needs_of(recipe, overrides or (), num_gpus=here.num_gpus), CHECKS)
+        from rl_launch.commands.diagnosis import diagnose
+
+        with Console(stderr=True).status("checking this machine and the start of the run"):
+            report = diagnose(recipe, overrides or ())
         _answer(report, report.as_json() if as_json else None)
 
 

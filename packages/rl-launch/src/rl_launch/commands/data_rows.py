@@ -93,6 +93,7 @@ class Counts:
         num_learned: Number of tokens among them that the loss applies to.
         num_too_long: Number of rows with a string that is too long.
         refusals: Number of rows by the reason for which they are not used, the most frequent first.
+        num_ending: Number of rows that end a run of this config.
     """
 
     num_read: int
@@ -100,6 +101,7 @@ class Counts:
     num_learned: int
     num_too_long: int
     refusals: Mapping[str, int]
+    num_ending: int
 
 
 def given_rows(
@@ -184,9 +186,10 @@ def counts(given: GivenRows, dataset: OpenDataset, most: int = MOST_READ) -> Cou
     """
     lengths: list[int] = []
     refusals: dict[str, int] = {}
-    num_learned = num_too_long = num_read = 0
+    num_learned = num_too_long = num_read = num_ending = 0
     for row in islice(_every_row(given, dataset), most):
         num_read += 1
+        num_ending += ends_run(given, row)
         if row.refusal is not None:
             refusals[row.refusal.reason] = refusals.get(row.refusal.reason, 0) + 1
             continue
@@ -194,7 +197,15 @@ def counts(given: GivenRows, dataset: OpenDataset, most: int = MOST_READ) -> Cou
         num_learned += sum(int(text.learned.sum()) for text in row.texts)
         num_too_long += any(row.too_long)
     by_count = dict(sorted(refusals.items(), key=lambda each: -each[1]))
-    return Counts(num_read, sorted(lengths), num_learned, num_too_long, by_count)
+    return Counts(num_read, sorted(lengths), num_learned, num_too_long, by_count, num_ending)
+
+
+def ends_run(given: GivenRows, row: ShownRow) -> bool:
+    """Return whether a row ends a run of its config."""
+    data = given.config.data
+    if row.refusal is not None:
+        return row.refusal.is_fault and data.malformed == "error"
+    return any(row.too_long) and data.overlong == "error"
 
 
 def _every_row(given: GivenRows, dataset: OpenDataset) -> Iterator[ShownRow]:

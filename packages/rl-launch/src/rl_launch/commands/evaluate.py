@@ -14,6 +14,7 @@ from rl_algos.evaluation.reasons import listed
 from rl_algos.evaluation.scores import PromptScore
 from rl_algos.evaluation.summary import summarize
 from rl_algos.rollouts.driver.evaluation_plan import EvaluationPlan, EvaluationTask
+from rl_core.config import option
 from rl_core.environments.instance import instance_of
 from rl_core.environments.trial import Trial
 from rl_core.errors import ConfigError, RolloutsFailed
@@ -52,9 +53,10 @@ def evaluate(plan: RunPlan, *, folder: str | Path) -> EvaluationResult:
     """
     config = plan.config
     if not plan.plugin.evaluates:
+        tasks = option("--tasks gsm8k", "tasks=['gsm8k']")
         raise ConfigError(
             f"algorithm: {plan.plugin.name} does not support evaluation by rollouts. Pass a run or a model with tasks, "
-            "such as --tasks gsm8k, or use a config of another algorithm"
+            f"such as {tasks}, or use a config of another algorithm"
         )
     place = EvaluationFolder(folder, config.logger.run_dir_access)
     place.check()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.errors import RLError, RunDirectoryError
+from rl_core.install_command import install_command
 from rl_core.stacks import FOLDER, SIGNAL, SUFFIX
 from rl_launch.cluster import process_stacks
 from rl_launch.cluster.process_stacks import ProcessStacks, Registered, is_here, registered, stacks_here
@@ -75,7 +76,10 @@ def stacks_of(path: Path, *, is_native: bool = False) -> Stacks:
     folder = str(run.path / "logs" / FOLDER)
     py_spy = py_spy_program() or ""
     if is_native and not py_spy:
-        raise RunDirectoryError("--native needs py-spy. Run pip install 'rl-launch[profiling]', or leave it out.")
+        raise RunDirectoryError(
+            "--native needs py-spy, which is not installed. Leave it out, or run "
+            f"{install_command('rl-launch[profiling]')}"
+        )
     known = registered(folder, SUFFIX)
     found = stacks_here(folder, SUFFIX, SIGNAL, py_spy=py_spy, is_native=is_native)
     names = {each.name for each in found}

@@ -11,8 +11,9 @@ from typing import Any
 from rl_core.devices import CUDA, Device, device_named
 from rl_core.errors import ConfigError, RunDirectoryError
 from rl_launch.cluster.device import AUTO
+from rl_launch.commands.preparation import check_run_dir
 from rl_launch.commands.start import run_of
-from rl_launch.commands.train import check_run_dir, finished_metrics
+from rl_launch.commands.train import finished_metrics
 from rl_launch.root_config import ClusterConfig
 from rl_launch.run_config.plan import RunPlan
 from rl_launch.session.directory.row_files import JOBS

@@ -16,9 +16,10 @@ from typing import Any, Self
 
 from rl_core.errors import ConfigError, DataError, RunDirectoryError, WorkerEnvironmentError
 from rl_launch.cluster.device import check_devices, resolve_device
+from rl_launch.commands.preparation import check_run_dir
 from rl_launch.commands.runs import Listing
 from rl_launch.commands.start import GivenRun, recipe_name, run_of
-from rl_launch.commands.train import Outcome, check_run_dir, finished_metrics, train
+from rl_launch.commands.train import Outcome, finished_metrics, train
 from rl_launch.run_config.reading import read_raw
 from rl_launch.session.directory.run_folder import RunFolder, is_run
 from rl_launch.show.headings import headings

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from packaging.specifiers import SpecifierSet
 
-from rl_core.plugins.install_command import install_command
+from rl_core.install_command import install_command
 from rl_launch.cluster.ray_folder import folder_problem
 from rl_launch.doctor.findings import Check, Finding
 from rl_launch.doctor.gpus import GpuDriver
@@ -20,16 +20,10 @@ NUM_PORTS = 32
 
 _ENGINES = ("policy", "generation")
 _IN_USE = 0.1
-# the weights of the smallest models; Ray puts its own objects on disk if they do not fit
-_LEAST_SHARED = 1 / 32
-
-
-def inputs(machine: Machine, needs: Needs) -> Iterator[Finding]:
-    """Models and data that the recipe reads."""
-    if not needs.unreadable:
-        yield Finding("inputs", "ok", "all models, datasets and files of the recipe can be read")
-    for problem in needs.unreadable:
-        yield Finding(problem.key, "missing", problem.message)
+_SMALLEST_STORE = 80 * 2**20
+"""Size of the smallest object store of Ray, which is placed in /tmp if /dev/shm has less."""
+_PROCESS_BYTES = GIB // 8
+"""Memory of its own that a forked rank or engine of the tiniest model takes at least."""
 
 
 def python(machine: Machine, needs: Needs) -> Iterator[Finding]:
@@ -113,7 +107,7 @@ def uv(machine: Machine, needs: Needs) -> Iterator[Finding]:
     found = machine.availability(needs.workers.values(), needs.worker_envs).values()
     is_needed = any(offer.status == "unavailable" for offer in found)
     text = "not installed" if is_needed else "not installed, but all environments of this recipe exist"
-    yield Finding("uv", "missing" if is_needed else "warning", text, "Install it: pip install uv.")
+    yield Finding("uv", "missing" if is_needed else "warning", text, f"Install it: {install_command('uv')}.")
 
 
 def environments(machine: Machine, needs: Needs) -> Iterator[Finding]:
@@ -213,8 +207,11 @@ def shared_memory(machine: Machine, needs: Needs) -> Iterator[Finding]:
     remedy = "Give the container more (--shm-size=8g), or mount a larger tmpfs on /dev/shm."
     if space is None:
         yield Finding(name, "missing", "there is no /dev/shm", remedy)
+    elif space.free_bytes < _SMALLEST_STORE:
+        found = f"{_size(space.free_bytes)} of {_size(space.total_bytes)} free at /dev/shm; Ray uses /tmp instead"
+        yield Finding(name, "warning", f"{found}, which is slower", remedy)
     else:
-        yield _room(name, space, least=_LEAST_SHARED, ample=2.0, remedy=remedy)
+        yield _room(name, space, least=0, ample=2.0, remedy=remedy)
 
 
 def ports(machine: Machine, needs: Needs) -> Iterator[Finding]:
@@ -295,7 +292,11 @@ def memory(machine: Machine, needs: Needs) -> Iterator[Finding]:
     """Memory, for Ray, the engines and the driver with the smallest of models."""
     whole, free = machine.memory_bytes, machine.available_bytes
     found = f"{_size(free)} of {_size(whole)} available"
-    if whole < 3.5 * GIB:
+    least = 0 if needs.device.runs_on_gpus else (needs.num_ranks + needs.num_engines) * _PROCESS_BYTES
+    if whole < least:
+        found = f"{found}; {_processes(needs)} take at least {_size(least)}"
+        yield Finding("memory", "missing", found, f"Lower {_ranks_keys(needs)}.")
+    elif whole < 3.5 * GIB:
         yield Finding("memory", "missing", f"{found}; 4 GiB are needed", "Run on a machine with more memory.")
     elif free < 5 * GIB:
         yield Finding("memory", "warning", found, "End other programs; otherwise the system may kill parts of the run.")
@@ -305,12 +306,24 @@ def memory(machine: Machine, needs: Needs) -> Iterator[Finding]:
 
 def cores(machine: Machine, needs: Needs) -> Iterator[Finding]:
     """Cores, which the ranks share if they run on the CPU."""
-    usable, ranks = machine.cores, needs.ranks_per_node
+    usable, ranks = machine.cores, needs.num_ranks
     if not needs.device.runs_on_gpus and usable < ranks:
         remedy = f"Set {needs.device.ranks_key}={max(1, int(usable))}, or expect slow steps."
-        yield Finding("cores", "warning", f"{usable:g} for {ranks} ranks", remedy)
+        if needs.device.is_logical:
+            remedy = f"Expect slow steps, or lower {_ranks_keys(needs)}."
+        yield Finding("cores", "warning", f"{usable:g} for {_processes(needs)}", remedy)
     else:
         yield Finding("cores", "ok", f"{usable:g}")
+
+
+def _processes(needs: Needs) -> str:
+    counts = {"rank": needs.num_ranks, "engine": needs.num_engines}
+    return " and ".join(f"{count} {name}{'s' * (count > 1)}" for name, count in counts.items() if count)
+
+
+def _ranks_keys(needs: Needs) -> str:
+    keys = ["cluster.num_nodes"] if needs.device.is_logical and needs.num_nodes > 1 else []
+    return " or ".join([*keys, needs.device.ranks_key])
 
 
 def _size(num_bytes: float) -> str:
@@ -319,7 +332,6 @@ def _size(num_bytes: float) -> str:
 
 
 CHECKS = (
-    Check("inputs", inputs),
     Check("python", python),
     Check("packages of driver", packages),
     Check("ray", ray),

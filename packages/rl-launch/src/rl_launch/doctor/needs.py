@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rl_core.config import Problem, RawConfig
+from rl_core.config import RawConfig
 from rl_core.devices import CPU, CUDA, Device, device_named
 from rl_core.environments.instance import EnvironmentInstance, instance_of
 from rl_launch.cluster.device import AUTO
-from rl_launch.run_config.inputs import input_problems
+from rl_launch.run_config.plan import RunPlan
 from rl_launch.run_config.reading import read_plan
 from rl_launch.runtime.role_envs import role_specs
 from rl_launch.worker_envs import Mode, WorkerEnvSpec
@@ -28,8 +28,8 @@ class Needs:
         worker_envs: `cluster.worker_envs`.
         workers: Environments of its workers by role.
         runs: Folder of its runs.
-        unreadable: Problems of the models, files, folders and names that it reads.
         environments: Environments that score its completions, as far as the config names them.
+        num_engines: Processes of this machine that generate.
     """
 
     recipe: str
@@ -39,8 +39,13 @@ class Needs:
     worker_envs: Mode
     workers: Mapping[str, WorkerEnvSpec]
     runs: Path
-    unreadable: tuple[Problem, ...] = ()
     environments: tuple[EnvironmentInstance, ...] = ()
+    num_engines: int = 0
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks on this machine, which has all nodes of a rehearsal."""
+        return self.ranks_per_node * (self.num_nodes if self.device.is_logical else 1)
 
 
 def needs_of(recipe: str, overrides: Sequence[str], *, num_gpus: int) -> Needs:
@@ -54,22 +59,40 @@ def needs_of(recipe: str, overrides: Sequence[str], *, num_gpus: int) -> Needs:
     Raises:
         ConfigError: If the config is wrong.
     """
-    plan = read_plan(recipe, overrides)
+    return needs_of_plan(read_plan(recipe, overrides), Path(recipe).stem, num_gpus=num_gpus)
+
+
+def needs_of_plan(plan: RunPlan, name: str, *, num_gpus: int) -> Needs:
+    """Return the needs of a planned run.
+
+    Args:
+        plan: Plan of the run.
+        name: Name of its recipe.
+        num_gpus: As of `needs_of`.
+    """
     config = plan.config
     cluster = config.cluster
     device = device_named(cluster.device) if cluster.device != AUTO else CUDA if num_gpus else CPU
     environments = [instance_of(config.env, name) for name in dict.fromkeys(_environments(plan.resolved.raw))]
     return Needs(
-        recipe=Path(recipe).stem,
+        recipe=name,
         device=device,
         num_nodes=cluster.num_nodes,
         ranks_per_node=device.ranks_per_node(cluster),
         worker_envs=cluster.worker_envs,
         workers=role_specs(plan.backends, environments, device),
         runs=Path(config.run_dir).expanduser().parent if config.run_dir else Path("runs"),
-        unreadable=tuple(input_problems(plan)),
         environments=tuple(environments),
+        num_engines=_engines(plan, device),
     )
+
+
+def _engines(plan: RunPlan, device: Device) -> int:
+    if plan.backends.generation is None:
+        return 0
+    cluster = plan.config.cluster
+    topology = plan.backends.topology(cluster.num_nodes, device.ranks_per_node(cluster), device)
+    return topology.num_replicas if device.is_logical else topology.replicas_per_node
 
 
 def _environments(raw: RawConfig) -> Iterator[str]:

@@ -77,12 +77,20 @@ def folder_problems(key: str, name: str, needed: Sequence[Needed]) -> Iterator[P
 
 def hf_config_fields(name: str) -> dict[str, Any]:
     """Return the fields of a language model's Hugging Face config, from its folder or from the hub."""
+    return language_fields(json.loads((config_folder(name) / "config.json").read_text(encoding="utf-8")))
+
+
+def config_folder(name: str) -> Path:
+    """Return the folder with the config of a model: its folder, or that of its download, which may lack the weights."""
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
     # the driver has transformers for tokenizers, which takes a second to import; its config classes import torch
     from transformers.utils import cached_file
 
-    path = cached_file(str(Path(name).expanduser()) if Path(name).expanduser().is_dir() else name, "config.json")
+    path = cached_file(name, "config.json")
     assert path is not None  # it would have raised
-    return language_fields(json.loads(Path(path).read_text(encoding="utf-8")))
+    return Path(path).parent
 
 
 def layer_names(name: str) -> list[str]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_core.callback import RunEnd
 from rl_core.errors import ConfigError
-from rl_core.plugins.install_command import install_advice
+from rl_core.install_command import install_command
 from rl_launch.monitoring.quantities import Reading
 from rl_launch.monitoring.readings import PREFIX, Readings
 from rl_launch.session.config import LoggerConfig
@@ -174,7 +174,7 @@ def check_prometheus(config: LoggerConfig) -> None:
     if importlib.util.find_spec("prometheus_client") is None:
         raise ConfigError(
             "logger.prometheus_port is set, but prometheus-client is not installed: "
-            f"{install_advice('rl-launch[prometheus]')}"
+            f"{install_command('rl-launch[prometheus]')}"
         )
     try:
         family, kind, _, _, address = socket.getaddrinfo(

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from rl_core.callback import RunEnd
 from rl_core.errors import ConfigError
-from rl_core.plugins.install_command import install_advice
+from rl_core.install_command import install_command
 from rl_core.rollouts.group import RolloutGroup
 from rl_launch.session.config import LoggerConfig
 from rl_launch.session.observer import ObservedRun, RunObserver
@@ -175,7 +175,7 @@ def check_telemetry(config: LoggerConfig) -> None:
     """
     if config.otel_endpoint is not None and not _is_installed():
         raise ConfigError(
-            f"logger.otel_endpoint is set, but OpenTelemetry is not installed: {install_advice('rl-launch[otel]')}"
+            f"logger.otel_endpoint is set, but OpenTelemetry is not installed: {install_command('rl-launch[otel]')}"
         )
 
 

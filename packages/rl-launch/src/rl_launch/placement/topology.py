@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import get_args
+from dataclasses import dataclass, field
+from typing import Any, get_args
 
 from rl_core.config import Problem
 from rl_core.devices import Device
@@ -25,12 +25,25 @@ class Claim:
         key: Dotted key of its config section.
         ranks: Number of ranks in one copy: a data-parallel shard of a model, or a replica.
         colocated: Whether it shares devices with others or has its own.
+        sizes: Parallel sizes above 1 that result in these ranks, by dotted key.
     """
 
     name: str
     key: str
     ranks: int
     colocated: ColocatedConfig
+    sizes: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def largest(self) -> tuple[str, Any]:
+        """Key and value of its largest parallel size; the key of its section if all are 1."""
+        return max(self.sizes.items(), key=lambda each: each[1], default=(self.key, NOT_GIVEN))
+
+    @property
+    def in_sizes(self) -> str:
+        """Its ranks as the product of its parallel sizes, in brackets; empty for a single one."""
+        names = [f"{key.rpartition('.')[2]} {size}" for key, size in self.sizes.items()]
+        return f" ({' x '.join(names)})" if len(names) > 1 else ""
 
 
 @dataclass(frozen=True)
@@ -283,29 +296,34 @@ def topology_problems(topology: Topology) -> Iterator[Problem]:
     for name, claim in topology.claims.items():
         count = topology.devices(name).count
         if name != GENERATION and count % claim.ranks:
+            key, size = claim.largest
             yield Problem(
-                "cluster",
-                f"the {name} has {count} ranks, which is not a multiple of the {claim.ranks} ranks of one copy of it",
-                remedy=f"Lower its parallel sizes in {claim.key}, or change {ranks_key}",
+                key,
+                f"one copy of the {name} needs {claim.ranks} ranks{claim.in_sizes}, which does not divide the number "
+                f"of its ranks, {count}",
+                got=size,
+                remedy=f"Lower its parallel sizes, or change {ranks_key}",
             )
     if topology.device.has_gpus and GENERATION in topology.claims:
         yield from _replica_problems(topology)
 
 
 def _replica_problems(topology: Topology) -> Iterator[Problem]:
-    ranks, size = topology.devices(GENERATION).ranks, topology.replica_ranks
-    key, ranks_key = topology.claims[GENERATION].key, topology.device.ranks_key
-    if size > ranks:
+    ranks, claim, ranks_key = topology.devices(GENERATION).ranks, topology.claims[GENERATION], topology.device.ranks_key
+    key, got = claim.largest
+    if claim.ranks > ranks:
         yield Problem(
             key,
-            f"a replica has {size} ranks (tensor_parallel_size x pipeline_parallel_size) and cannot span nodes, but a "
-            f"node has only {ranks} GPUs for generation",
+            f"a replica has {claim.ranks} ranks{claim.in_sizes} and cannot span nodes, but a node has only {ranks} "
+            f"GPU{'s' * (ranks > 1)} for generation",
+            got=got,
             remedy=f"Lower the parallel sizes of the generator, or increase {ranks_key}",
             feature="a replica of the generator on several nodes (policy.generation.vllm_cfg)",
         )
-    elif ranks % size:
+    elif ranks % claim.ranks:
         yield Problem(
             key,
-            f"the {ranks} GPUs per node cannot be divided into replicas of {size} GPUs",
+            f"the {ranks} GPUs per node cannot be divided into replicas of {claim.ranks} GPUs{claim.in_sizes}",
+            got=got,
             remedy=f"Set the parallel sizes of the generator so that their product divides {ranks}",
         )

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from rl_algos import hub
 from rl_core.errors import ConfigError
-from rl_core.plugins.install_command import install_advice
+from rl_core.install_command import install_command
 
 _HUB = re.compile(r"hf://(?P<name>[\w.-]+/[\w.-]+)")
 _LIBRARIES = {
@@ -190,7 +190,7 @@ class StoreFolder:
         except ImportError as error:
             scheme = self._url.partition("://")[0]
             library = _LIBRARIES.get(scheme)
-            remedy = install_advice(library) if library else str(error)
+            remedy = install_command(library) if library else str(error)
             raise ConfigError(f"{self._url} needs a library that is not installed: {remedy}") from None
         except Exception as error:  # noqa: BLE001  # of any library that a store is reached through
             raise ConfigError(

@@ -19,7 +19,7 @@ from rl_core.config import (
     nearest_as_remedy,
 )
 from rl_core.devices import Device
-from rl_core.errors import ConfigError
+from rl_core.errors import ConfigProblems
 from rl_core.model import HEADLESS_ROLES
 from rl_core.model_config import (
     BackendConfig,
@@ -367,11 +367,32 @@ def check_placement(plan: RunPlan, device: Device) -> None:
     """Refuse parallel sizes that do not divide the devices of the `cluster` section, once the kind of device is known.
 
     Raises:
-        ConfigError: If there are problems; lists all of them.
+        ConfigProblems: If there are problems; lists all of them.
     """
     problems = list(_problems_of(topology_of(plan.config.cluster, plan.backends, device)))
     if problems:
-        raise ConfigError("\n".join(f"{problem.key}: {problem.message}" for problem in problems))
+        raise ConfigProblems("\n".join(f"{problem.key}: {problem.message}" for problem in problems), problems)
+
+
+def check_models(plan: RunPlan, names: Mapping[str, str]) -> None:
+    """Refuse what the configs of the models rule out, once they are on this machine.
+
+    Args:
+        plan: Plan of the run with the folders of its models.
+        names: Names of the models for messages, by folder.
+
+    Raises:
+        ConfigProblems: If there are problems; lists all of them.
+    """
+
+    def named(text: str) -> str:
+        for folder, name in names.items():
+            text = text.replace(folder, name)
+        return text
+
+    problems = [problem.rewritten(named) for check in MODEL_CHECKS for problem in check(plan)]
+    if problems:
+        raise ConfigProblems("\n".join(f"{problem.key}: {problem.message}" for problem in problems), problems)
 
 
 def topology_of(cluster: ClusterConfig, backends: Backends, device: Device) -> Topology:
@@ -402,12 +423,12 @@ CHECKS: tuple[Check, ...] = (
 )
 """Checks of the config of a run."""
 
+MODEL_CHECKS: tuple[Check, ...] = (_model_fact_checks, _backend_checks, _replay_checks, _vision_checks)
+"""Checks that compare the config with those of models, as far as these are on this machine."""
+
 BACKEND_CHECKS: tuple[Check, ...] = (
-    _model_fact_checks,
-    _backend_checks,
-    _replay_checks,
+    *MODEL_CHECKS,
     _lora_sync_checks,
-    _vision_checks,
     _drafter_checks,
     _draft_head_checks,
     _topology_checks,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rl_core.config import Problem
-from rl_core.errors import ConfigError
+from rl_core.errors import ConfigProblems
 from rl_launch.model_files.local_models import MADE_HERE
 from rl_launch.model_files.model_folder import absent_models
 from rl_launch.run_config.plan import RunPlan
@@ -28,13 +28,14 @@ def check_inputs(plan: RunPlan, *, is_evaluation: bool = False) -> None:
     """Refuse a run, or its evaluation, that cannot read its models or its data.
 
     Raises:
-        ConfigError: If there are problems; lists all of them.
+        ConfigProblems: If there are problems; lists all of them.
     """
-    lines = [f"{problem.key}: {problem.message}" for problem in input_problems(plan, is_evaluation=is_evaluation)]
-    if len(lines) == 1:
-        raise ConfigError(lines[0])
+    problems = list(input_problems(plan, is_evaluation=is_evaluation))
+    lines = [f"{problem.key}: {problem.message}" for problem in problems]
+    if len(lines) > 1:
+        lines = [f"{len(lines)} inputs cannot be read:", *(f"  {line}" for line in lines)]
     if lines:
-        raise ConfigError("\n  ".join([f"{len(lines)} inputs cannot be read:", *lines]))
+        raise ConfigProblems("\n".join(lines), problems)
 
 
 def model_names(plan: RunPlan) -> dict[str, str]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from rl_core.config import Problem, is_changed
 from rl_core.devices import Device
 from rl_core.errors import ConfigError
+from rl_core.install_command import install_command
 from rl_core.profiling import Tool
 from rl_launch.cluster.device import AUTO, resolve_device
 from rl_launch.run_config.plan import RunPlan
@@ -46,7 +47,7 @@ def profiling_checks(plan: RunPlan) -> Iterator[Problem]:
             "profiling.tools",
             "needs the program py-spy, which is not installed",
             got="py-spy",
-            remedy="Run pip install 'rl-launch[profiling]', or remove it",
+            remedy=f"Install it, or remove it from this key: {install_command('rl-launch[profiling]')}",
         )
     if "nsys" in profiling.tools and shutil.which("nsys") is None:
         yield Problem(

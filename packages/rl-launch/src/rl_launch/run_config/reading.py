@@ -30,6 +30,7 @@ from rl_launch.run_config.checks import PlanChecks, model_checks
 from rl_launch.run_config.plan import RunPlan
 from rl_launch.run_config.root_types import algorithm_of, policy_type, root_type, type_of
 from rl_launch.run_config.validation_off import takes_out_validation, without_validation
+from rl_launch.session.checkpoints.checkpoint_name import CheckpointName
 from rl_launch.session.directory.run_folder import CONFIG, DESCRIPTION, RunFolder, is_run
 
 _log = logging.getLogger(__name__)
@@ -142,9 +143,10 @@ def read_raw(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = 
     if not isinstance(source, Mapping):
         if problem := absent_run(str(source)):
             raise ConfigError(problem.message)
-        if problem := _no_config(str(source)):
-            raise ConfigError(problem)
-        folder = Path(source).expanduser()
+        named = CheckpointName.parse(source)
+        if named is None and (reason := _no_config(str(source))):
+            raise ConfigError(reason)
+        folder = Path(source).expanduser() if named is None else named.run
         written = folder / CONFIG
         found = written if folder.is_dir() and written.is_file() else source
     raw = load(found, overrides, search=[RECIPES])

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rl_core.config import COMMAND_LINE, Origin, RawConfig
+from rl_core.config import COMMAND_LINE, PYTHON, Origin, RawConfig
 from rl_core.plugins import AlgorithmPlugin
 
 _DATA, _METRIC = "data.validation", "checkpointing.metric_name"
@@ -19,7 +19,7 @@ def takes_out_validation(raw: RawConfig) -> bool:
         return False
     train = data.get("train")
     several = train if isinstance(train, list) else [train]
-    return not any(isinstance(each, Mapping) and each.get("split_validation_size") is not None for each in several)
+    return not any(isinstance(each, Mapping) and each.get("split_validation_size") for each in several)
 
 
 def without_validation(raw: RawConfig, algorithm: AlgorithmPlugin) -> RawConfig:
@@ -50,7 +50,7 @@ def _written(raw: RawConfig, key: str) -> Any:
 
 def _layer(raw: RawConfig, origin: Origin) -> int:
     """The place of an origin among the layers of a config, from the first file that is inherited."""
-    if origin == COMMAND_LINE:
+    if origin in (COMMAND_LINE, PYTHON):
         return len(raw.files) + 1
     file = Path(origin.source).resolve()
     return raw.files.index(file) if file in raw.files else len(raw.files)

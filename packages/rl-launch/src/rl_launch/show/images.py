@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.errors import ConfigError
-from rl_core.plugins.install_command import install_advice
+from rl_core.install_command import install_command
 from rl_launch.show.report import Series
 
 
@@ -21,7 +21,7 @@ def check_matplotlib() -> None:
         ConfigError: If it is not installed; contains the command that installs it.
     """
     if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError(f"--png needs matplotlib, which is not installed: {install_advice('rl-launch[plot]')}")
+        raise ConfigError(f"--png needs matplotlib, which is not installed: {install_command('rl-launch[plot]')}")
 
 
 @dataclass(frozen=True)

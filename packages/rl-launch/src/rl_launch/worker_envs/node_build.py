@@ -281,7 +281,7 @@ def find_uv() -> str:
     except ModuleNotFoundError:
         found = shutil.which("uv")
         if found is None:
-            raise EnvBuildError("uv is not installed on this node: pip install uv") from None
+            raise EnvBuildError(f"uv is not installed on this node: {sys.executable} -m pip install uv") from None
         return found
     return str(uv.find_uv_bin())
 

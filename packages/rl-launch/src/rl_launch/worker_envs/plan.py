@@ -8,7 +8,7 @@ import json
 import sys
 
 from rl_core.errors import WorkerEnvironmentError
-from rl_core.plugins.install_command import install_command
+from rl_core.install_command import install_command
 from rl_launch.worker_envs.checkout import Checkout, find_checkout
 from rl_launch.worker_envs.node_build import EnvPlan, base_python
 from rl_launch.worker_envs.pins import by_name, export, selection, shipped_export, shipped_pins

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
 from rl_core.errors import WorkerEnvironmentError
+from rl_core.install_command import install_command
 from rl_launch.worker_envs.driver import missing
 from rl_launch.worker_envs.node_build import BuiltEnv, EnvBuildError, EnvPlan, build, find_uv
 from rl_launch.worker_envs.plan import local_plan
@@ -95,11 +96,12 @@ def _build(plan: EnvPlan, root: str | None) -> BuiltEnv:
 
 def _unshared(lacking: dict[WorkerEnvSpec, list[str]]) -> str:
     lines = [f"{spec.name}: {problem}" for spec, problems in lacking.items() for problem in problems]
-    installs = sorted({str(wanted) for spec in lacking for wanted in spec.wanted})
+    installs = sorted({str(wanted) for spec in lacking for wanted in spec.wanted if wanted.extras})
     return "\n".join(
         [
             "cluster.worker_envs is `shared`, but the driver's environment lacks packages that workers need:",
             *(f"  {line}" for line in lines),
-            f"Install them ({' '.join(installs)} into {sys.prefix}), or use cluster.worker_envs=auto.",
+            *(f"  {install_command(each)}" for each in installs),
+            "Install them by these commands, or use cluster.worker_envs=auto.",
         ]
     )

@@ -8,7 +8,6 @@ differ: then it starts at the beginning of its data. Learning rates, schedules a
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,13 +15,10 @@ from typing import Any
 
 from rl_core.config import Config, RuledChange, WhenChanged, option
 from rl_core.errors import ConfigError, RunDirectoryError
-from rl_launch.session.checkpoints.checkpoints import checkpoint_at, newest_checkpoint
+from rl_launch.session.checkpoints.checkpoint_name import CheckpointName
 from rl_launch.session.directory.recording import Recording, changes_since
 from rl_launch.session.directory.remedies import described, step_bounds
 from rl_launch.session.directory.run_folder import CONFIG, RunFolder
-
-_CHECKPOINT = re.compile(r"(?P<run>.+)/checkpoints/step_(?P<step>\d+)/?")
-_AT_STEP = re.compile(r"(?P<run>.+):(?:step_)?(?P<step>\d+)")
 
 
 @dataclass(frozen=True)
@@ -79,35 +75,33 @@ class Branch:
 
 @dataclass(frozen=True)
 class BranchPoint:
-    """The run and step to branch from, given as `RUN`, `RUN:STEP` or a checkpoint's folder.
+    """The run and step to branch from.
 
     Args:
         run: The run to branch from.
-        step: None for the newest checkpoint.
+        name: Its checkpoint, as the user names it.
     """
 
     run: RunFolder
-    step: int | None
+    name: CheckpointName
 
     @classmethod
     def parse(cls, text: str) -> BranchPoint:
-        """Parse a branch point.
+        """Parse a branch point, given as `CheckpointName` reads it.
 
         Raises:
             RunDirectoryError: If there is no such run.
         """
-        path = Path(text).expanduser()
-        match = _CHECKPOINT.fullmatch(str(path.absolute()))
-        if match is None and not path.is_dir():
-            match = _AT_STEP.fullmatch(str(path))
-        return cls(RunFolder(path), None) if match is None else cls(RunFolder(match["run"]), int(match["step"]))
+        name = CheckpointName.parse(text) or CheckpointName(Path(text))
+        return cls(RunFolder(name.run), name)
 
     def __str__(self) -> str:
-        return str(self.run.path) if self.step is None else f"{self.run.path} at step {self.step}"
+        path = self.run.path
+        return f"{path} at step {self.name.which}" if self.name.step is not None else str(path)
 
     def is_of(self, branch: Branch) -> bool:
         """Return whether a run that was started as this branch may be resumed by the same command."""
-        return _same(self.run.path, branch.run_dir) and self.step in (None, branch.step)
+        return _same(self.run.path, branch.run_dir) and self.name.step in (None, branch.step)
 
     def branch(self, config: Config, recording: Recording) -> Branch:
         """The start of a branch with this config.
@@ -117,7 +111,7 @@ class BranchPoint:
             ConfigError: Listing the keys that cannot change in a branch.
         """
         path = self.run.path
-        checkpoint = newest_checkpoint(path) if self.step is None else checkpoint_at(path, self.step)
+        checkpoint = self.name.checkpoint()
         step = int(checkpoint.name.removeprefix("step_"))
         changes = changes_since(path / CONFIG, config, recording)
         for_new_run = [each for each in changes if each.rule is WhenChanged.NEW_RUN]

@@ -1,0 +1,76 @@
+"""`rl doctor`: whether a machine can run a recipe, and whether `rl train` would start it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
+
+from rl_core.errors import ConfigProblems, RLError
+from rl_launch.commands.preparation import Preparation, StartCheck, checks_of
+from rl_launch.commands.start import run_of
+from rl_launch.commands.train import with_local_models
+from rl_launch.doctor import CHECKS, Finding, Machine, Report, examine
+from rl_launch.doctor.needs import needs_of_plan
+from rl_launch.model_files.local_models import untrained_model
+from rl_launch.root_config import with_section
+from rl_launch.run_config.plan import RunPlan
+
+
+def diagnose(recipe: str, overrides: Sequence[str] = (), machine: Machine | None = None) -> Report:
+    """Check this machine, and make the checks that `rl train` makes before it starts Ray.
+
+    Args:
+        recipe: A recipe's name, a YAML file, or a run directory.
+        overrides: Keys to set.
+        machine: The machine; this one by default.
+
+    Raises:
+        ConfigError: If the config is wrong.
+    """
+    here = machine or Machine()
+    given = run_of(recipe, overrides)
+    needs = needs_of_plan(given.plan, given.name, num_gpus=here.num_gpus)
+    report = examine(here, needs, CHECKS)
+    run = Preparation(given.plan, given.run_dir, _quickly_local, known_device=needs.device)
+    known = {finding.name for finding in report.missing}
+    return replace(report, findings=(*start_findings(run, checks_of(given.plan), known), *report.findings))
+
+
+def start_findings(run: Preparation, checks: Sequence[StartCheck], known: Collection[str] = ()) -> Iterator[Finding]:
+    """Make the checks of a start, and report those that fail or have to wait.
+
+    Args:
+        run: The run.
+        checks: The checks, in their order.
+        known: Names of findings on the machine that keep the run from starting.
+    """
+    passed: list[str] = []
+    for check in checks:
+        is_possible = all(each in passed for each in check.after)
+        if is_possible and (reason := check.waits(run)):
+            yield Finding(check.name, "ok", f"not checked: {reason}")
+        elif is_possible:
+            found = _findings(run, check)
+            if not found:
+                passed.append(check.name)
+            elif not set(check.machine) & set(known):
+                yield from found
+    yield Finding("start", "ok", f"these checks of rl train, which precede the start of Ray, pass: {', '.join(passed)}")
+
+
+def _findings(run: Preparation, check: StartCheck) -> list[Finding]:
+    try:
+        check.look(run)
+    except ConfigProblems as error:
+        return [Finding(problem.key or check.name, "missing", problem.message) for problem in error.problems]
+    except Exception as error:  # noqa: BLE001  # of the user's functions too; each would end the start
+        text = str(error) if isinstance(error, RLError) else f"{type(error).__name__}: {error}"
+        return [Finding(check.name, "missing", text)]
+    return []
+
+
+def _quickly_local(plan: RunPlan) -> RunPlan:
+    """Return the plan with the folders of models made here, none of them trained, whose checks leave no process."""
+    cluster = plan.config.cluster.model_copy(update={"fork_server_s": 0.0})
+    config = with_section(plan.config, "cluster", cluster)
+    return with_local_models(plan.with_config(config), warmed_up=untrained_model)
