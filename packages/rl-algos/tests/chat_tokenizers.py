@@ -76,7 +76,11 @@ FAMILIES = {
 @cache
 def tokenizer_of(family: str) -> PreTrainedTokenizerFast:
     """A tokenizer with the chat template of a family."""
-    tokens = FAMILIES[family]
+    return with_template(FAMILIES[family], (FOLDER / f"{family}.jinja").read_text(encoding="utf-8"))
+
+
+def with_template(tokens: Family, template: str) -> PreTrainedTokenizerFast:
+    """A tokenizer with the special tokens of a family and a chat template."""
     names = ["<pad>", "<unk>", *tokens.special, *tokens.plain]
     vocabulary = {token: index for index, token in enumerate([*names, *CHARACTERS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
@@ -90,6 +94,6 @@ def tokenizer_of(family: str) -> PreTrainedTokenizerFast:
         pad_token="<pad>",
         unk_token="<unk>",
         additional_special_tokens=list(tokens.special[2:]),
-        chat_template=(FOLDER / f"{family}.jinja").read_text(encoding="utf-8"),
+        chat_template=template,
         clean_up_tokenization_spaces=False,
     )

@@ -1,4 +1,5 @@
 import json
+from datetime import date
 
 import numpy as np
 import pytest
@@ -52,6 +53,20 @@ def test_template_variables_reach_whoever_applies_the_template(folder):
     assert loaded.apply_chat_template(MESSAGES, tokenize=False).startswith(expected)
     with pytest.raises(ValueError, match="'not a name' is not a valid variable name"):
         load(folder, chat_template_kwargs={"not a name": 1})
+
+
+def test_a_template_that_asks_for_the_date_writes_the_configured_one(folder):
+    asks = "{% macro day() %}{{ strftime_now('%d %b %Y') }}{% endmacro %}{{ day() }}, {{ strftime_now('%Y-%m-%d') }}"
+    texts = {
+        render(load_tokenizer(config, str(folder)), [{"role": "user", "content": "x"}], add_generation_prompt=True)
+        for config in (
+            TokenizerConfig(chat_template=asks),
+            TokenizerConfig.model_validate({"chat_template": asks, "template_date": date(2026, 3, 9)}),
+        )
+    }
+    assert texts == {"01 Jan 2025, 2025-01-01", "09 Mar 2026, 2026-03-09"}
+    with pytest.raises(ValueError, match="a date such as"):
+        TokenizerConfig(template_date="today")
 
 
 def test_a_tokenizer_without_a_template_is_loaded_but_renders_nothing(folder):

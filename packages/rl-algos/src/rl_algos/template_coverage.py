@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
@@ -28,6 +28,7 @@ THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 _SAID = ("refusal", "reasoning_details", "reasoning_text", "thoughts", "thought", "tool_plan", "audio", "analysis")
 """Further keys in which other formats store a part of what is said."""
 
+_THOUGHT_FIRST = re.compile(r"\s*<think>(.*?)</think>(.*)", re.DOTALL)
 _TAG = re.compile(r"</?[a-z_]+>")
 _STAND_IN: Mapping[str, Any] = {
     "type": "function",
@@ -65,60 +66,98 @@ class _Piece:
     value: Any
 
 
-def check_coverage(
-    tokenizer: Any,
-    messages: Sequence[Message],
-    text: str,
-    *,
-    learned: Sequence[bool] = (),
-    tools: Sequence[Mapping[str, Any]] = (),
-    prompts: bool = False,
-) -> None:
-    """Raise a `DataError` if the chat template leaves out a piece of a conversation, or writes an empty string because
-    a call or a result lacks its `id`.
+class Coverage:
+    """Checks that a chat template shows a conversation.
 
     Args:
         tokenizer: Tokenizer with a chat template.
         messages: Messages as they are rendered.
         text: The rendered conversation.
-        learned: True for each message that is learned; empty if none is.
         tools: JSON schemas of the tools that the assistant may call.
         prompts: Whether the text ends with the start of a turn of the assistant.
     """
-    template = str(tokenizer.get_chat_template(tools=[dict(tool) for tool in tools] or None))
-    walk = _Walk(lambda number, _value: _mark(number), template)
-    structure = json.dumps(walk.messages(messages), default=str)
-    found = _rendered_structure(tokenizer, template, structure, bool(tools), prompts)
 
-    def is_shown(number: int) -> bool:
-        if found is not None and number in found.shown:
+    def __init__(
+        self,
+        tokenizer: Any,
+        messages: Sequence[Message],
+        text: str,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        prompts: bool = False,
+    ) -> None:
+        self._tokenizer, self._messages, self._text = tokenizer, messages, text
+        self._tools, self._prompts = tools, prompts
+        self._template = str(tokenizer.get_chat_template(tools=[dict(tool) for tool in tools] or None))
+        walk = _Walk(lambda number, _value: _mark(number), self._template)
+        structure = json.dumps(walk.messages(messages), default=str)
+        self._pieces = walk.pieces
+        self._found = _rendered_structure(tokenizer, self._template, structure, bool(tools), prompts)
+
+    def check_links(self) -> None:
+        """Raise a `DataError` if a call or a result lacks an id that the template writes, or if only ids that it does
+        not write show which call a result belongs to."""
+        if self._found is None:
+            return
+        if self._found.unfilled is not None:
+            index, key = self._found.unfilled
+            kind, whose = ("calls", "a tool call of ") if key == "id" else ("results", "")
+            raise DataError(
+                f"the chat template writes the `{key}` of tool {kind}, but {whose}message {index} (from 0) has none, "
+                f"so an empty place would be read or learned; add `{key}` to the data"
+            )
+        shown = {self._pieces[number].index for number in self._found.shown if self._is(number, "tool_call_id")}
+        _check_order(self._messages, shown)
+
+    def check_pieces(self, learned: Sequence[bool] = ()) -> None:
+        """Raise a `DataError` if the template leaves out a piece of a message.
+
+        Args:
+            learned: True for each message that is learned; empty if none is.
+        """
+        for number, piece in enumerate(self._pieces):
+            is_needed = piece.kind != "link" and (piece.kind != "thoughts" or (bool(learned) and learned[piece.index]))
+            if is_needed and not self._is_shown(number) and not self._is_in_id(piece):
+                raise _not_shown(piece, self._messages[piece.index], self._template)
+        _check_results(self._messages, self._text)
+
+    def _is(self, number: int, what: str) -> bool:
+        return self._pieces[number].what == what
+
+    def _is_shown(self, number: int) -> bool:
+        if self._found is not None and number in self._found.shown:
             return True
-        alone = _Walk(lambda at, value: _mark(at) if at == number else value)
+        alone = _Walk(lambda at, value: _mark(at) if at == number else value).messages(self._messages)
         try:
-            changed = render(tokenizer, alone.messages(messages), add_generation_prompt=prompts, tools=tools)
+            changed = render(self._tokenizer, alone, add_generation_prompt=self._prompts, tools=self._tools)
         except TemplateError:
             return True  # the template reads the piece
-        return changed != text
+        return changed != self._text
 
-    for number, piece in enumerate(walk.pieces):
-        is_needed = piece.kind != "link" and (piece.kind != "thoughts" or (bool(learned) and learned[piece.index]))
-        if is_needed and not is_shown(number):
-            raise _not_shown(piece, messages[piece.index], template)
-    _check_results(messages, text)
-    if found is not None:
-        _check_links(messages, walk, found)
+    def _is_in_id(self, piece: _Piece) -> bool:
+        """Return whether the template shows a call by its id, as `functions.add:0` of Kimi."""
+        ids = [n for n, each in enumerate(self._pieces) if each.index == piece.index and each.what == "id"]
+        return any(str(piece.value) in self._pieces[number].value and self._is_shown(number) for number in ids)
 
 
 def with_thoughts_read(tokenizer: Any, messages: Sequence[Message], template: str) -> list[Message]:
-    """Return the messages with their thoughts under the key that the chat template reads, and only under that one."""
+    """Return the messages with their thoughts under the key that the chat template reads, and only under that one.
+
+    Thoughts in `<think>` tags of a content are moved there if the template has other marks of thoughts, as gpt-oss's.
+    """
     return [_with_thoughts_read(tokenizer, message, template) for message in messages]
 
 
 def _with_thoughts_read(tokenizer: Any, message: Message, template: str) -> Message:
     given = {key: message[key] for key in THOUGHTS if isinstance(message.get(key), str) and message[key].strip()}
-    key = thoughts_key(tokenizer, template) if given else ""
+    inside = None
+    if not given and "</think>" not in template and message["role"] == "assistant":
+        inside = _THOUGHT_FIRST.match(str(message.get("content")))
+    key = thoughts_key(tokenizer, template) if given or inside else ""
     if not key or len(set(given.values())) > 1:
         return message
+    if inside:
+        return {**message, key: inside[1].strip(), "content": inside[2].lstrip()}
     rest = {name: value for name, value in message.items() if name not in given}
     return {**rest, key: next(iter(given.values()))}
 
@@ -308,26 +347,20 @@ def _filled(message: dict[str, Any], mark: str) -> list[tuple[str, dict[str, Any
     ]
 
 
-def _check_links(messages: Sequence[Message], walk: _Walk, found: _Structure) -> None:
-    """Raise a `DataError` if a call or a result lacks a link that the template writes, or if only ids that it does not
-    write say which call a result belongs to."""
-    if found.unfilled is not None:
-        index, key = found.unfilled
-        whose = "a tool call of " if key == "id" else ""
-        raise DataError(
-            f"the chat template writes the `{key}` of tool {'calls' if key == 'id' else 'results'}, but {whose}message "
-            f"{index} (from 0) has none, so an empty place would be learned; add `{key}` to the data"
-        )
-    shown = {walk.pieces[number].index for number in found.shown if walk.pieces[number].what == "tool_call_id"}
+def _check_order(messages: Sequence[Message], shown: Set[int]) -> None:
+    """Raise a `DataError` if results are in another order than their calls, and their ids are not shown.
+
+    Args:
+        messages: Messages of the conversation.
+        shown: Indices of the results whose ids the template shows.
+    """
     wanted: list[str] = []
     for index, message in enumerate(messages):
         if message["role"] != "tool":
             wanted = [str(call.get("id")) for call in message.get("tool_calls") or () if isinstance(call, Mapping)]
             continue
         answered = message.get("tool_call_id")
-        if index in shown or answered not in wanted:
-            continue
-        if wanted.index(answered) > 0 and _is_out_of_order(messages, index, wanted):
+        if index not in shown and answered in wanted and _is_out_of_order(messages, index, wanted):
             raise DataError(
                 f"message {index} (from 0) answers the call {answered!r} before the results of the calls before it, "
                 "and the chat template does not show ids; sort the results in the order of their calls"

@@ -70,6 +70,7 @@ def load_tokenizer(
     if config.chat_template_kwargs:
         require_chat_template(tokenizer)
         tokenizer.chat_template = config.with_variables(tokenizer.chat_template)
+    tokenizer.chat_template = config.with_date(tokenizer.chat_template)
     _check_rendering_ends(tokenizer)
     if images is not None:
         _check_images_shown(tokenizer)

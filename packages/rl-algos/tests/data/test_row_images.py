@@ -21,7 +21,7 @@ from rl_algos.data.example import by_keys
 from rl_algos.data.examples import load_datasets
 from rl_algos.data.preference import preference
 from rl_algos.data.preview import Text, spans
-from rl_algos.data.prompts import validation_prompts
+from rl_algos.data.prompts import NO_TOOLS, EncodePrompt, validation_prompts
 from rl_algos.preference.data import pair_rows
 from rl_algos.preference.rows import pair_batch
 from rl_algos.sft.data import EncodeExample, to_batch, training_rows
@@ -350,6 +350,53 @@ def test_images_that_nothing_refers_to_are_refused_only_where_images_are_read(tm
         loaded(path, images_key="image")
     with pytest.raises(DataError, match="no column 'pictures'"):
         loaded(path, images_key="pictures")
+
+
+UNFILLED = {
+    "a column of another name": (
+        {"prompt": "<image>?", "image_path": "pictures/one.png", "answer": "2"},
+        r"has 1 place for an image .* no column images or image; .* answer, image_path, prompt\. Set `images_key`",
+    ),
+    "a later turn": (
+        {"messages": [*asked("a")["messages"], {"role": "assistant", "content": "b"}, *asked("<image>")["messages"]]},
+        "has 1 place for an image",
+    ),
+    "places": ({"prompt": "<image><image>?", "answer": "2"}, "has 2 places for images"),
+    "what the assistant says": ({"prompt": "?", "answer": "<image>"}, "models write no images"),
+    "the placeholder of another model": ({"prompt": "<start_of_image>?", "answer": "2"}, "'<start_of_image>' in its"),
+    "a numbered placeholder": ({"prompt": "<image_1>?", "answer": "2"}, "write <image> once where each image goes"),
+    "a placeholder beside a place": (
+        {"prompt": "<image> [IMG]?", "image": "pictures/one.png", "answer": "2"},
+        r"in addition to the images of 'image'",
+    ),
+    "a video": ({"prompt": "<video>?", "video": "a.mp4", "answer": "2"}, "video is not supported"),
+    "a sound": ({"prompt": "<audio>?", "answer": "2"}, "audio is not supported"),
+}
+
+
+@pytest.mark.parametrize("name", UNFILLED)
+def test_a_place_without_an_image_is_refused_only_where_images_are_read(tmp_path: Path, name: str) -> None:
+    row, reason = UNFILLED[name]
+    dataset = loaded(written(tmp_path / "data", row))
+    kind = family("qwen3_vl")
+    [example] = dataset.examples.values_in_order
+    ends_with_user = not example.has_response and example.answer is None
+    encoders = [] if ends_with_user else [EncodeExample(kind.tokenizer, "all")]
+    if name != "what the assistant says":  # in reinforcement learning it is only compared with
+        encoders.append(EncodePrompt(kind.tokenizer, NO_TOOLS, None))
+    for encode in encoders:
+        with pytest.raises(DataError, match=reason):
+            encode(example)
+    if not example.num_unplaced_images and "image" not in row:
+        EncodePrompt(kind.text_tokenizer, NO_TOOLS, None)(example)
+
+
+def test_responses_hold_no_place_for_an_image(tmp_path: Path) -> None:
+    path = written(tmp_path / "data", {"prompt": "?", "chosen": "<image>", "rejected": "blue"})
+    with pytest.raises(DataError, match="models write no images"):
+        pair_rows(
+            loaded(path, default=preference), _config(path), family("qwen3_vl").tokenizer, 200, pairing="first_vs_rest"
+        )
 
 
 def test_a_row_that_is_too_long_with_its_images_is_excluded_whole(tmp_path: Path) -> None:

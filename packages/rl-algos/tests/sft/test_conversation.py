@@ -156,6 +156,10 @@ def flagged(*flags, key="train"):
         (flagged(None, True, None, False), "all", [0]),
         (flagged(False, True, False, None), "last", [0, 1]),
         pytest.param(flagged(None, 0, None, 1, key="weight"), "all", [1], id="weights [axolotl-ai-cloud/axolotl#1703]"),
+        *(
+            pytest.param(flagged(None, False, None, True, key=key), "all", [1], id=key)
+            for key in ("training", "trainable", "loss", "loss_mask", "step_loss_mask", "loss_scale")
+        ),
     ],
 )
 def test_a_message_decides_for_itself_whether_it_is_learned(name, messages, learn, turns):
@@ -177,6 +181,11 @@ def test_a_message_decides_for_itself_whether_it_is_learned(name, messages, lear
             id="a weight between [huggingface/trl#5761]",
         ),
         ([*TURNS[:3], {**TURNS[3], "train": True, "weight": 1}], "message 3 .* has both `train` and `weight`"),
+        pytest.param(flagged(None, [0, 1], None, None, key="loss_mask"), "`loss_mask` must be .*got", id="a mask"),
+        *(
+            pytest.param(flagged(None, value, None, None, key=key), f"`{key}` is not read; write `train", id=key)
+            for key, value in (("train_detail", [{"begin_offset": 0}]), ("masked", True), ("mask", 1))
+        ),
     ],
 )
 def test_flags_that_say_nothing_clear_are_refused(messages, says):

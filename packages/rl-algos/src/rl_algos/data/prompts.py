@@ -18,7 +18,7 @@ from rl_algos.data.row_images import check_placed
 from rl_algos.data.stream import Stream
 from rl_algos.data.streamed import flow_stream
 from rl_algos.special_tokens import warn_of_special_tokens
-from rl_algos.template_coverage import check_coverage
+from rl_algos.template_coverage import Coverage
 from rl_algos.tokenizer import encode_prompt, render, require_chat_template
 from rl_core.errors import ConfigError, DataError
 from rl_core.rollouts.rollout import Prompt
@@ -122,7 +122,9 @@ class EncodePrompt:
         tools = tools_for(example, self.tools.get(self.environment or example.environment, ()))
         tokens = encode_prompt(self.tokenizer, example.messages, tools)
         text = render(self.tokenizer, example.messages, add_generation_prompt=True, tools=tools)
-        check_coverage(self.tokenizer, example.messages, text, tools=tools, prompts=True)
+        coverage = Coverage(self.tokenizer, example.messages, text, tools=tools, prompts=True)
+        coverage.check_links()
+        coverage.check_pieces()
         if example.tools and np.array_equal(tokens, encode_prompt(self.tokenizer, example.messages)):
             raise DataError(
                 "the row has `tools`, but the chat template does not show them; set policy.tokenizer.chat_template to "

@@ -12,7 +12,7 @@ from jinja2 import TemplateError
 from rl_algos.sft.marked_template import Span, has_marks, render_marked, template_of
 from rl_algos.sft.turn_closing import TurnClosing, beginning, ends_of
 from rl_algos.sft.turn_proofs import check_turn
-from rl_algos.template_coverage import THOUGHTS, check_coverage, thoughts_key
+from rl_algos.template_coverage import THOUGHTS, Coverage, thoughts_key
 from rl_algos.tokenizer import check_shown, render
 from rl_core.errors import DataError
 from rl_core.rollouts.rollout import Message
@@ -63,6 +63,8 @@ def find_turns(
     messages = conversation.messages
     text, parts = conversation.marked(wanted) if is_marked else conversation.unmarked(wanted)
     check_shown(messages, text)
+    coverage = Coverage(tokenizer, messages, text, tools=tools)
+    coverage.check_links()
     ends = ends_of(tokenizer, str(tokenizer.get_chat_template()))
     spans, end = [], ""
     for index, several in parts.items():
@@ -74,7 +76,7 @@ def find_turns(
         opened = text[conversation.length_before(text, index) : turn[0][0]]
         check_turn(messages[index], index, opened, "".join(text[start:stop] for start, stop in turn), ends.turn)
         spans += [span for span in turn if span[1] > span[0]]
-    check_coverage(tokenizer, messages, text, learned=learned, tools=tools)
+    coverage.check_pieces(learned)
     return LearnedTurns(text, tuple(spans), "" if end else conversation.end_of_open_turn(ends))
 
 
@@ -107,8 +109,11 @@ class _Conversation:
             return self
         kept = [{**each, key: "\n"} if index in dropped else each for index, each in enumerate(self.messages)]
         longer = _Conversation(self._tokenizer, kept, self._tools)
-        is_same = all(longer.render(index + 1) == self.render(index + 1) for index in dropped)
-        return longer if is_same and not any(map(longer._is_rewritten, dropped)) else self
+        try:
+            is_same = all(longer.render(index + 1) == self.render(index + 1) for index in dropped)
+            return longer if is_same and not any(map(longer._is_rewritten, dropped)) else self
+        except TemplateError:
+            return self
 
     def _loses_empty_thoughts(self, index: int) -> bool:
         message = self.messages[index]
