@@ -20,25 +20,50 @@ from rl_algos.tiny_model import make_tiny_model
 HERE = "@HERE@"
 """In place of the folder in which the runs were made."""
 
-SFT = ("sft-tiny", "data.validation=null", "sft.val_period=0", "policy.train_global_batch_size=8",
-       "policy.train_micro_batch_size=8", "data.train={data_path: rows.jsonl}")
+SFT = (
+    "sft-tiny",
+    "data.validation=null",
+    "sft.val_period=0",
+    "policy.train_global_batch_size=8",
+    "policy.train_micro_batch_size=8",
+    "data.train={data_path: rows.jsonl}",
+)
 RUNS = {
     "sft": SFT,
     "lora": (*SFT, "policy.lora_cfg={enabled: true, dim: 2}"),
-    "grpo": ("grpo-arithmetic", "policy.train_global_batch_size=64", "policy.generation={backend: hf, max_new_tokens: 2}",
-             "grpo.num_prompts_per_step=16", "grpo.val_period=0", "data.validation=null", "checkpointing.metric_name=null",
-             "data.train.settings.max_operand=2"),
+    "grpo": (
+        "grpo-arithmetic",
+        "policy.train_global_batch_size=64",
+        "policy.generation={backend: hf, max_new_tokens: 2}",
+        "grpo.num_prompts_per_step=16",
+        "grpo.val_period=0",
+        "data.validation=null",
+        "checkpointing.metric_name=null",
+        "data.train.settings.max_operand=2",
+    ),
 }
 """Recipe and overrides of each run."""
 
-ALWAYS = ("policy.model_name=model", "checkpointing.save_period=2", "checkpointing.keep_top_k=1", "logger.tensorboard_enabled=false",
-          "cluster.cpu_ranks_per_node=1")
+ALWAYS = (
+    "policy.model_name=model",
+    "checkpointing.save_period=2",
+    "checkpointing.keep_top_k=1",
+    "logger.tensorboard_enabled=false",
+    "cluster.cpu_ranks_per_node=1",
+)
 
 
 def record(folder: Path) -> None:
     """Make the model, the data and the runs in a folder."""
-    make_tiny_model(folder / "model", characters="0123456789+-*=? ", hidden_size=16, num_layers=2, num_heads=2,
-                    num_key_value_heads=1, max_position_embeddings=64)
+    make_tiny_model(
+        folder / "model",
+        characters="0123456789+-*=? ",
+        hidden_size=16,
+        num_layers=2,
+        num_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+    )
     rows = [{"prompt": f"{number}+{number}=", "response": str(2 * number)} for number in range(40)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for name, (recipe, *overrides) in RUNS.items():

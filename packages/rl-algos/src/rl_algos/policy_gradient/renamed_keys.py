@@ -34,7 +34,7 @@ def _clip(key: str) -> Rename:
 def _surrogate(section: Mapping[str, Any]) -> str:
     named = _named("surrogate").values(section.get("surrogate"), {}).get("surrogate.name")
     switched = [name for key, name in _SWITCHES.items() if section.get(key)]
-    return next((each for each in (named, *switched) if each in SURROGATES), "clip")
+    return next((str(each) for each in (named, *switched) if each in SURROGATES), "clip")
 
 
 def _of_tokens(is_by_token: Any, section: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -154,6 +154,7 @@ def show(
     """
     with reported():
         from rl_core.errors import ConfigError
+        from rl_launch.session.checkpoints.checkpoint_name import CheckpointName
         from rl_launch.session.directory.run_folder import RunFolder
         from rl_launch.show.condition import Condition
         from rl_launch.show.images import check_matplotlib
@@ -161,7 +162,10 @@ def show(
 
         if png is not None:
             check_matplotlib()
-        found = [RunFolder(path) for path in paths]
+        named = [CheckpointName.parse(path) for path in paths]
+        found = [RunFolder(each.run if each else path) for path, each in zip(paths, named, strict=True)]
+        if step is None and (one := next((each for each in named if each and each.which), None)):
+            step = int(one.checkpoint().name.removeprefix("step_")) if one.step is None else one.step
         asked = None
         if of_validation or conditions or sort:
             holding = [Condition.parse(text, "--where", "reward=0 or status=failed") for text in conditions or ()]

@@ -26,12 +26,12 @@ from rl_launch.commands.train import with_local_models
 from rl_launch.evaluation.source import ALGORITHM, evaluation_of
 from rl_launch.model_files.model_facts import check_tokenizer
 from rl_launch.model_files.model_folder import check_models
-from rl_launch.model_files.run_models import parts_of
 from rl_launch.root_config import POLICY, with_section, with_values
 from rl_launch.run_config.checks import check_placement
 from rl_launch.run_config.inputs import model_names
 from rl_launch.run_config.plan import RunPlan
-from rl_launch.session.directory.run_folder import RunFolder, is_run
+from rl_launch.session.checkpoints.checkpoint_name import CheckpointName
+from rl_launch.session.directory.run_folder import RunFolder
 from rl_launch.worker_envs.driver import missing
 from rl_launch.worker_envs.spec import worker_env
 
@@ -127,10 +127,10 @@ def system_prompt_of(source: str) -> str:
     Raises:
         ConfigError: If its file cannot be read.
     """
-    run = Path(parts_of(source)[0]).expanduser()
-    if not is_run(run):
+    named = CheckpointName.parse(source)
+    if named is None:
         return ""
-    data = RunFolder(run).config().get("data") or {}
+    data = RunFolder(named.run).config().get("data") or {}
     train, default = data.get("train"), data.get("default") or {}
     datasets = [each for each in (train if isinstance(train, list) else [train]) if isinstance(each, Mapping)]
     files = {each.get("system_prompt_file") or default.get("system_prompt_file") for each in datasets}

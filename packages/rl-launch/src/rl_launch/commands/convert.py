@@ -23,8 +23,10 @@ from rl_launch.cluster.device import check_devices, resolve_device
 from rl_launch.commands.conversion_check import Probe
 from rl_launch.commands.conversion_source import (
     CONFIG,
+    PRECISION,
     Source,
     adapter_source,
+    check_overrides,
     checkpoint_source,
     is_adapter,
     is_checkpoint,
@@ -40,6 +42,7 @@ from rl_launch.model_files.model_folder import hf_config_fields
 from rl_launch.root_config import POLICY
 from rl_launch.run_config.checks import check_placement
 from rl_launch.run_config.plan import RunPlan
+from rl_launch.session.checkpoints.checkpoint_name import CheckpointName
 from rl_launch.session.checkpoints.manifest import Manifest, sync_folder
 
 if TYPE_CHECKING:
@@ -71,6 +74,12 @@ class Verification:
 VERIFIED = Verification()
 
 
+def named_source(source: str) -> str:
+    """Return the folder of the checkpoint that a source names by its run; any other source as it is."""
+    found = CheckpointName.parse(source)
+    return source if found is None or found.part else str(found.checkpoint())
+
+
 def to_hugging_face(
     source: Path,
     target: Path,
@@ -90,7 +99,8 @@ def to_hugging_face(
             its newest one, the folder of an adapter, or a folder with pickled weights (`pytorch_model.bin`), which are
             written as they are.
         target: A new folder.
-        overrides: Keys of the config to set, such as the parallel sizes of the mesh to read it on.
+        overrides: Keys of the config to set, such as the parallel sizes of the mesh to read it on. `policy.precision`
+            is then the dtype of the files, to which weights are rounded once, as in a run of that precision.
         adapter: Write the adapters alone, in the format of `peft`; otherwise they are merged into the weights.
         verification: How the files are compared with the source.
 
@@ -102,16 +112,20 @@ def to_hugging_face(
     if is_pickled(source):
         _from_pickled(source, target, overrides, adapter=adapter, verification=verification)
         return
+    is_cast = any(each.startswith(f"{PRECISION}=") for each in overrides)
+    if adapter and is_cast:
+        raise ConfigError(f"{PRECISION} has no effect on adapters, which are written as they were trained. Remove it")
     if is_adapter(source):
         if adapter:
             raise ConfigError(f"--adapter: {source} is already an adapter. Omit --adapter to merge it")
         found = adapter_source(source, overrides)
     else:
         found = checkpoint_source(source, overrides)
+    check_overrides(overrides)
     if adapter:
         _check_adapted(found, source)
     with _Conversion.of(target, verification, found) as conversion, _made(target) as folder:
-        conversion.write_files(found, folder, adapter=adapter)
+        conversion.write_files(found, folder, adapter=adapter, dtype=found.policy.precision if is_cast else None)
         if adapter and found.role in HEADLESS_ROLES:
             _log.info("the adapters are not verified, because adapters with a %s head cannot be read here", found.role)
         elif verification.enabled:
@@ -168,6 +182,7 @@ def to_checkpoint(
         _through_files(found, found, target, adapter=adapter, verification=verification)
     elif is_checkpoint(folder):
         found, other = _recast(folder, backend, overrides)
+        check_overrides(overrides)
         if adapter:
             _check_adapted(found, folder)
         _through_files(found, other, target, adapter=adapter, verification=verification)
@@ -249,14 +264,14 @@ class _Conversion:
         with _cluster(target, (*sources, *readers)) as start:
             yield cls(start, verification)
 
-    def write_files(self, source: Source, folder: Path, *, adapter: bool) -> None:
-        """Write a model, or only its adapters, as Hugging Face files."""
+    def write_files(self, source: Source, folder: Path, *, adapter: bool, dtype: str | None = None) -> None:
+        """Write a model, in a dtype or that of its source, or only its adapters, as Hugging Face files."""
         with self._started(source) as model:
             _log.info("writing Hugging Face files")
             if adapter:
                 model.export_adapter(str(folder))
             else:
-                model.export(str(folder))
+                model.export(str(folder), dtype)
 
     def write_checkpoint(self, source: Source, folder: Path, *, as_source: Source | None = None) -> Source:
         """Write a model as a checkpoint, and the config to read it by; returns the checkpoint as a source.

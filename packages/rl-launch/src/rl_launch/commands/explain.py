@@ -29,6 +29,7 @@ from rl_launch.foreign_keys.meanings import Meaning, meanings
 from rl_launch.recipes import recipe_names
 from rl_launch.run_config.reading import read_plan, read_raw
 from rl_launch.run_config.root_types import root_type, type_of
+from rl_launch.session.checkpoints.checkpoint_name import CheckpointName
 
 _SETTINGS = re.compile(r"(?P<dataset>data\.(?:train|validation)(?:\[\d+\])?)\.settings(?:\.(?P<rest>.+))?")
 _MOST_NAMED = 6
@@ -54,7 +55,7 @@ def names_config(text: str) -> bool:
     """Return whether a string is a recipe, a YAML file or a run directory, rather than a key."""
     path = Path(text).expanduser()
     is_file = path.suffix in (".yaml", ".yml") or (path / "config.yaml").is_file()
-    return is_file or text in recipe_names()
+    return is_file or text in recipe_names() or CheckpointName.parse(text) is not None
 
 
 def explain_anywhere(key: str) -> list[Explained]:

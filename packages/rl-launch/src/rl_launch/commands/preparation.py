@@ -15,7 +15,7 @@ from typing import Any
 from rl_algos.data.config import DataConfig
 from rl_algos.data.inputs import network_sources
 from rl_algos.evaluation.tasks import task_of
-from rl_core.config import option
+from rl_core.config import locale_problem, option
 from rl_core.devices import Device
 from rl_core.environments.trial import Trial
 from rl_core.errors import ConfigError, ConfigProblems, DataChanged, RunDirectoryError
@@ -135,6 +135,8 @@ def check_run_dir(
         ConfigError: If a branch changes keys that it cannot change.
     """
     path = Path(run_dir).expanduser().absolute()
+    if problem := locale_problem(str(path)):
+        raise RunDirectoryError(f"run_dir: {problem.message}.")
     recording = RunRecording(recorded_environments(path / CONFIG) if is_run(path) else None)
     directory = RunDirectory(path, recording)
     if is_run(path) and branch_point is not None:

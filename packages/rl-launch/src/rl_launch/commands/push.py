@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
+from pathlib import Path
 
 from rl_core.errors import ConfigError
-from rl_launch.model_files.run_models import checkpoint_of, parts_of
 from rl_launch.push.destinations import destination_of
 from rl_launch.push.staging import stage
+from rl_launch.session.checkpoints.checkpoint_name import CheckpointName
+from rl_launch.session.checkpoints.checkpoints import ADAPTER
 from rl_launch.session.checkpoints.manifest import Manifest
 from rl_launch.session.directory.run_folder import RunFolder
 
@@ -17,7 +19,7 @@ def push(source: str, url: str, *, adapter: bool, private: bool) -> str:
     """Push a checkpoint with a model card, and return its address.
 
     Args:
-        source: `RUN` for its newest checkpoint, `RUN:STEP`, `RUN:best`, or the folder of a checkpoint.
+        source: The checkpoint, as `CheckpointName` reads it.
         url: `hf://OWNER/NAME`, or a folder as `s3://bucket/folder` or `file:///folder`.
         adapter: Push the adapters by themselves.
         private: Whether a repository that is made on the hub is private.
@@ -30,8 +32,8 @@ def push(source: str, url: str, *, adapter: bool, private: bool) -> str:
         destination = destination_of(url, private=private)
     except ValueError as error:
         raise ConfigError(f"URL: {error}") from None
-    name, which = parts_of(source)
-    run, checkpoint = RunFolder(name), checkpoint_of(name, which)
+    named = CheckpointName.parse(source) or CheckpointName(Path(source))
+    run, checkpoint, adapter = RunFolder(named.run), named.checkpoint(), adapter or named.part == ADAPTER
     folder = checkpoint.with_name(f".{checkpoint.name}.push-{os.getpid()}")
     try:
         stage(run, checkpoint, folder, adapter=adapter, name=destination.loadable_name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -11,6 +12,8 @@ from typing import Any
 from rl_core.errors import ConfigError
 from rl_launch.run_config.plan import RunPlan
 from rl_launch.run_config.reading import read_plan
+from rl_launch.session.checkpoints.checkpoint_name import LAST, CheckpointName
+from rl_launch.session.checkpoints.checkpoints import newest_checkpoint
 from rl_launch.session.directory.branch import BranchPoint
 from rl_launch.session.directory.run_folder import is_run
 
@@ -55,10 +58,28 @@ def run_of(recipe: str | Mapping[str, Any], overrides: Sequence[str] = (), start
     recipe = str(recipe or "")
     if point is not None and (not recipe or "=" in recipe):
         recipe, overrides = str(point.run.path), [*([recipe] if recipe else []), *overrides]
+    recipe = _run_to_resume(recipe) if point is None else recipe
     name = recipe_name(recipe)
     plan = read_plan(recipe, overrides)
     folder = _run_dir(recipe, name, overrides, plan.config.run_dir, branches=point is not None)
     return GivenRun(plan, folder, name, point)
+
+
+def _run_to_resume(recipe: str) -> str:
+    """Return the folder of the run if a recipe is the name of its newest checkpoint; any other recipe as it is.
+
+    Raises:
+        ConfigError: If it names another checkpoint, because a run continues from its newest.
+    """
+    named = CheckpointName.parse(recipe)
+    if named is None:
+        return recipe
+    if named.which not in ("", LAST) and named.checkpoint() != newest_checkpoint(named.run):
+        raise ConfigError(
+            f"a run is resumed from its newest checkpoint. To branch from {recipe}, into a new run:\n"
+            f"  rl train --from {shlex.quote(recipe)}"
+        )
+    return str(named.run)
 
 
 def recipe_name(recipe: str) -> str:

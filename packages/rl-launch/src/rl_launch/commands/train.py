@@ -19,7 +19,14 @@ from rl_core.config import to_yaml
 from rl_core.errors import RLError
 from rl_core.plugins import export_suffixes
 from rl_launch.commands.preparation import DATA_CHECKS, FOLDER, START_CHECKS, Preparation
-from rl_launch.model_files.local_models import TINY, TINY_VISION, WARMED_UP, models_folder, untrained_model
+from rl_launch.model_files.local_models import (
+    TINY,
+    TINY_VISION,
+    WARMED_UP,
+    models_folder,
+    untrained_model,
+    writable_models_folder,
+)
 from rl_launch.monitoring.run_monitoring import RunMonitoring
 from rl_launch.placement.bundles import PlacementError
 from rl_launch.root_config import DRAFTER, with_section, with_values
@@ -231,6 +238,7 @@ def _warmed_up_model(name: str) -> Path:
     finished = _warmed_up_folder(name, plan)
     run_dir = finished.with_name(finished.name.replace(name, recipe, 1))
     if not finished.exists():
+        writable_models_folder()
         if other := holder(run_dir):
             _log.info("waiting for %s, which trains %s by SFT in %s", other, plan.config.policy.model_name, run_dir)
             while holder(run_dir):

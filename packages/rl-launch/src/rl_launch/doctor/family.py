@@ -17,6 +17,7 @@ from rl_core.errors import ConfigError, RLError
 from rl_core.plugins import POLICIES, BackendPlugin, plugin
 from rl_core.selfcheck.cases import FamilyCase, MeshCase
 from rl_launch.model_files.model_folder import MODEL_FILES, folder_problems
+from rl_launch.model_files.run_models import model_of_run
 from rl_launch.worker_envs import provision, worker_env
 from rl_launch.worker_envs.variables import worker_process_environment
 
@@ -43,7 +44,7 @@ def check_model(model: str, backend: str) -> Iterator[FamilyCase]:
     """The cases of a model's family, each as soon as it is done.
 
     Args:
-        model: A folder with a `config.json`, or a hub name.
+        model: A folder with a `config.json`, a checkpoint of a run, or a hub name.
         backend: Name of a training backend.
 
     Raises:
@@ -51,6 +52,7 @@ def check_model(model: str, backend: str) -> Iterator[FamilyCase]:
         WorkerEnvironmentError: If the backend's environment is unavailable.
         RLError: If the check itself does not run.
     """
+    model = str(model_of_run(model) or model)
     problems = [problem.message for problem in folder_problems("model", model, _CONFIG_FILE)]
     if problems:
         raise ConfigError("\n".join(problems))

@@ -10,6 +10,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from rl_algos.evaluation.tasks import is_file
+from rl_core.config import option
 from rl_core.errors import ConfigError, RunDirectoryError
 from rl_core.model_config import ModelConfig
 from rl_core.plugins import algorithm_named
@@ -17,12 +19,12 @@ from rl_launch.evaluation.folder import is_evaluation
 from rl_launch.model_files.absent_run import absent_run
 from rl_launch.model_files.local_models import MADE_HERE
 from rl_launch.model_files.model_facts import longest_of
-from rl_launch.model_files.run_models import checkpoint_of, parts_of
 from rl_launch.root_config import RunConfig
 from rl_launch.run_config.plan import RunPlan
 from rl_launch.run_config.reading import read_plan, read_raw
+from rl_launch.session.checkpoints.checkpoint_name import CheckpointName
 from rl_launch.session.checkpoints.checkpoints import exported_model
-from rl_launch.session.directory.run_folder import RunFolder, is_run
+from rl_launch.session.directory.run_folder import RunFolder
 
 ALGORITHM = "evaluation"
 """Algorithm of the evaluation of a model without a run."""
@@ -68,15 +70,22 @@ def evaluation_of(
         plan = read_plan(source, overrides)
         return GivenEvaluation(plan, _folder(plan.config, overrides, plan.config.algorithm))
     if not source or ("=" in source and not Path(source).exists()):
-        raise ConfigError(f"rl eval needs a model, a run, a recipe or a YAML file: rl eval SOURCE {source}".rstrip())
+        name = option("rl eval", "evaluate")
+        raise ConfigError(f"{name} needs a model, a run, a recipe or a YAML file; got {source!r} in its place")
     path = Path(source).expanduser()
     if is_evaluation(path):
         return GivenEvaluation(read_plan(path / "config.yaml", overrides), path)
-    run, which = parts_of(source)
+    if path.is_file() and is_file(source) and path.suffix not in (".yaml", ".yml"):
+        raise ConfigError(
+            f"{source} is data, and rl eval needs the model to score on it. Write "
+            f"{option(f'rl eval MODEL --tasks {source}', f'evaluate(MODEL, tasks=[{source!r}])')}, with "
+            "eval.default.env_name=ENVIRONMENT for rows that do not name their environment"
+        )
+    named = CheckpointName.parse(source)
     if problem := absent_run(source):
         raise RunDirectoryError(problem.message)
-    if is_run(Path(run).expanduser()):
-        plan, name = _of_run(RunFolder(run), which, overrides)
+    if named is not None and not is_model(source):
+        plan, name = _of_run(named, overrides)
     elif is_model(source):
         plan, name = read_plan(_of_model(source), overrides), path.name
     else:
@@ -102,13 +111,14 @@ def _of_model(name: str) -> dict[str, Any]:
     return {"algorithm": ALGORITHM, "policy": policy}
 
 
-def _of_run(run: RunFolder, which: str, overrides: Sequence[str]) -> tuple[RunPlan, str]:
+def _of_run(named: CheckpointName, overrides: Sequence[str]) -> tuple[RunPlan, str]:
     """The plan of a run with the weights of a checkpoint, and the name of its evaluation."""
+    run = RunFolder(named.run)
     name = run.path.resolve().name
     if any(override.startswith(_MODEL) for override in overrides):
         model = []
     else:
-        checkpoint = checkpoint_of(run.path, which)
+        checkpoint = named.checkpoint()
         name, model = f"{name}-{checkpoint.name}", [f"{_MODEL}{exported_model(checkpoint)}"]
     raw = read_raw(run.path)
     if algorithm_named(str(raw.select("algorithm"))).evaluates:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from rl_algos import hub
 from rl_core.config import Problem
-from rl_launch.model_files.run_models import parts_of
 from rl_launch.session.directory.run_folder import RUNS, no_run, runs_in
+
+_SUFFIX = re.compile(r":(?:best|last|(?:step_)?\d+)$")
 
 
 def absent_run(name: str) -> Problem | None:
@@ -29,7 +31,7 @@ def run_of_path(name: str) -> Path:
     """Return the run directory in a path such as `runs/mine/checkpoints/step_3/hf` or `runs/mine:3`, or the path
     itself.
     """
-    path = Path(parts_of(name)[0]).expanduser()
+    path = Path(_SUFFIX.sub("", name)).expanduser()
     if "checkpoints" not in path.parts[1:]:
         return path
     return Path(*path.parts[: path.parts.index("checkpoints", 1)])

@@ -126,7 +126,7 @@ def test_a_damaged_start_is_named(tmp_path, origin):
 @pytest.mark.parametrize("form", ["{run}:4", "{run}:step_4", "{run}/checkpoints/step_4", "{run}/checkpoints/step_4/"])
 def test_a_step_is_named_in_several_ways(origin, form):
     point = BranchPoint.parse(form.format(run=origin))
-    assert (point.run.path, point.step) == (origin, 4)
+    assert (point.run.path, point.name.step) == (origin, 4)
 
 
 def test_a_start_is_relative_to_the_current_folder(origin, monkeypatch):

@@ -190,8 +190,9 @@ class RunDirectory:
         saved = run.saved_step()
         if saved > (branch.step if branch else 0) and not run.checkpoint_steps():
             raise RunDirectoryError(
-                f"{self.path} saved a checkpoint of step {saved}, but {self.checkpoints} contains no checkpoint. Restore "
-                "one, or mount its disk, to resume the run. To start over, choose another run_dir, or remove this one."
+                f"{self.path} saved a checkpoint of step {saved}, but {self.checkpoints} contains no checkpoint. "
+                "Restore one, or mount its disk, to resume the run. To start over, choose another run_dir, or remove "
+                "this one."
             )
 
     def _compare_code(self, copies: dict[str, SourceFile]) -> None:

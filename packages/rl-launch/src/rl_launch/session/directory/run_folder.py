@@ -102,6 +102,8 @@ class RunFolder:
                     f"{path} is the folder of an evaluation, not of a run. Its results are in eval.json and its "
                     "rollouts, one per line, in rollouts.jsonl. To compare two evaluations, use `rl compare`."
                 )
+            if around := next(filter(is_run, self.path.absolute().parents), None):
+                raise RunDirectoryError(f"{path} is a part of the run {around}. Pass that folder.")
             raise RunDirectoryError(
                 f"{path} is not a run directory, because it does not contain {DESCRIPTION} and {CONFIG}. Run `rl runs` "
                 "to list the runs."

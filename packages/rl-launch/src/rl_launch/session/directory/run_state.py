@@ -46,8 +46,8 @@ class RunState:
         reason: Why it ended; empty if all steps are made.
         goals: Keys that say when the run is finished, with their values.
         best: None before anything was recorded.
-        saved: The step of the last checkpoint that was saved, or that a branch started from; 0 before there is one, None
-            if it is not known, because the version that wrote this did not record it.
+        saved: Step of the last checkpoint that was saved, or that a branch started from; 0 before there is one, None if
+            the version that wrote this did not record it.
         at: When this was written, in ISO format with the time zone.
     """
 

@@ -35,12 +35,12 @@ def check_writable(folder: Path, *, remedy: str = "Choose another run_dir.") -> 
             file.write(b"\0")
     except OSError as error:
         if error.errno == errno.ENOSPC:
-            raise _full(folder, 0) from None
+            raise _full(folder, 0, remedy) from None
         verb = "written to" if existing == folder else f"made in {existing}"
         raise RunDirectoryError(f"{folder} cannot be {verb}: {error.strerror}. {remedy}") from None
     free = shutil.disk_usage(existing).free
     if free < _LEAST_FREE_BYTES:
-        raise _full(folder, free)
+        raise _full(folder, free, remedy)
 
 
 def make_folder(folder: Path, access: Access) -> None:
@@ -53,7 +53,7 @@ def make_folder(folder: Path, access: Access) -> None:
     folder.chmod(_MODES[access])
 
 
-def _full(folder: Path, free: int) -> RunDirectoryError:
+def _full(folder: Path, free: int, remedy: str) -> RunDirectoryError:
     return RunDirectoryError(
-        f"the disk of {folder} is full: {free / 2**20:.1f} MiB are free. Free some space, or choose another run_dir."
+        f"the disk of {folder} is full: {free / 2**20:.1f} MiB are free. Free some space, or do this: {remedy}"
     )
