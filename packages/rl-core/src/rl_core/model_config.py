@@ -37,7 +37,7 @@ from rl_core.optimizer_arguments import (
 from rl_core.token_filter import TokenFilter
 from rl_core.weights import WeightSyncChoice, WeightSyncEncoding
 
-_DATE_CODES = "%d %-d %e %m %-m %b %B %Y %y %a %A %j %F %H %I %M %S %p".split()
+_DATE_CODES = ("%d", "%-d", "%e", "%m", "%-m", "%b", "%B", "%Y", "%y", "%a", "%A", "%j", "%F", "%H", "%M", "%S")
 """Codes of `strftime` that chat templates may use."""
 
 _DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
