@@ -1,5 +1,6 @@
 """Quantisation-aware training: a model computes, trains and sends the weights that an engine serves."""
 
+import json
 import threading
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,11 @@ from rl_core.selfcheck.torch.received import receive
 from rl_core.selfcheck.torch.selfcheck import write_random
 from rl_core.testing.exhaustive import exhaustive, partly_exhaustive
 from rl_core.testing.model_worker import make_batch
-from rl_core.torch.quantization.formats import rounded, weight_format
+from rl_core.torch.quantization.files import quantise
+from rl_core.torch.quantization.float8 import Float8Weight
+from rl_core.torch.quantization.formats import StoredFloat8, rounded, weight_format
+from rl_core.torch.quantization.int4 import Int4Weight
+from rl_core.torch.quantization.mxfp4 import MXFP4Weight
 from rl_core.weights import Transport
 
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -61,6 +66,31 @@ def rounded_files(folder: Path, settings: dict[str, Any], dtype: torch.dtype, ta
         {"format": "pt"},
     )
     return target
+
+
+def dequantised(folder: Path, target: Path) -> Path:
+    """The model of quantised files, with the weights that they stand for in the dtype of its config."""
+    tensors = load_file(folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
+    dtype = getattr(torch, config["dtype"])
+    stems = {name.removesuffix("_scale") for name in tensors if name.endswith(".weight_scale")}
+    plain = {name: each for name, each in tensors.items() if not any(name.startswith(stem) for stem in stems)}
+    for stem in stems:
+        parts = {name.rpartition(".")[2]: each for name, each in tensors.items() if name.startswith(stem)}
+        plain[stem] = read_parts(parts).dequantise(dtype)
+    target.mkdir()
+    (target / "config.json").write_text(json.dumps(config))
+    save_file(plain, target / "model.safetensors", {"format": "pt"})
+    return target
+
+
+def read_parts(parts: dict[str, Tensor]) -> Any:
+    if "weight_shape" in parts:
+        return Int4Weight.of_tensors(parts)
+    if "weight_packed" in parts:
+        return MXFP4Weight.of_tensors(parts)
+    return StoredFloat8(Float8Weight(parts["weight"], parts["weight_scale"], "per_channel"))
 
 
 def is_linear(name: str) -> bool:
@@ -115,6 +145,24 @@ def test_a_model_computes_bit_for_bit_with_the_weights_that_are_served(ranks, fo
         masters = exported(model, tmp_path / "exported")
     source = load_file(folder / "model.safetensors")
     assert all(torch.equal(masters[each], source[each].to(masters[each].dtype)) for each in masters)
+
+
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    partly_exhaustive(
+        [(name, precision) for name in FORMATS for precision in ("float32", "bfloat16")], always=[("int4", "float32")]
+    ),
+)
+def test_quantised_files_stand_for_the_weights_of_a_run(ranks, folder, tmp_path, name, precision):
+    with build(ranks, folder, "fsdp2", precision, **qat(name)) as model:
+        model.train_step(make_batch(), TokenLoss())
+        expected = logprobs(model)
+        model.export(str(tmp_path / "exported"))
+    fmt = weight_format(FORMATS[name]["format"], FORMATS[name].get("group_size", 128))
+    (tmp_path / "quantised").mkdir()
+    quantise(tmp_path / "exported", tmp_path / "quantised", fmt)
+    with build(ranks, dequantised(tmp_path / "quantised", tmp_path / "plain"), "fsdp2", precision) as model:
+        assert np.array_equal(logprobs(model), expected)
 
 
 @pytest.mark.parametrize("name", partly_exhaustive(["int4", "float8"], always=["int4"]))

@@ -61,7 +61,9 @@ def write(rank: Rank, folder: str, holders: list[int], failing: int | None) -> t
     export.save_file, export.FILE_BYTES = save, 50
     try:
         with joined(rank) as group:
-            export.export_weights(Numbered(place, holders), Path(folder), dtype="float32", mesh=Here(place, group))
+            export.export_weights(
+                Numbered(place, holders), Path(folder), dtype="float32", precision="float32", mesh=Here(place, group)
+            )
     except (RLError, OSError) as error:
         return written, f"{type(error).__name__}: {error}"
     finally:

@@ -91,6 +91,12 @@ def run_dir(tmp_path, model):
             "cluster (config)",
         ),
         (["run", "out", "sft.sede=1"], "sft.seed?"),
+        (["run", "out", "sft.seed=1"], "sft.seed: has no effect on what is written"),
+        (["run", "out", "policy.optimizer.kwargs.lr=1e-3"], "policy.optimizer.kwargs.lr: has no effect"),
+        (["run", "out", "--to", "dtensor", "policy.max_grad_norm=1"], "policy.max_grad_norm: has no effect"),
+        (["run", "out", "--adapter", "policy.precision=bfloat16"], "policy.precision has no effect on adapters"),
+        (["run", "out", "--dtype", "bfloat16"], "--dtype has no effect without --quantize"),
+        (["model", "out", "--quantize", "int4", "--dtype", "int8"], "--dtype: got 'int8'; allowed: float32"),
         (["run", "out", "--adapter"], "run trained no adapters"),
         (["model", "out", "--to", "dtensor", "--adapter"], "SOURCE is a model"),
     ],
@@ -197,13 +203,20 @@ def test_a_problem_of_pickled_weights_leaves_nothing(pickled, tmp_path):
 
 def test_a_model_is_quantised_where_torch_is(model, pickled, tmp_path):
     (model / "pytorch_model.bin").rename(model / "model.safetensors")
-    pickled.answer = {"num_quantised": 2, "num_bytes": 4, "num_bytes_before": 8, "relative_error": 0.1}
+    pickled.answer = {
+        "num_quantised": 2,
+        "num_bytes": 4,
+        "num_bytes_before": 8,
+        "relative_error": 0.1,
+        "dtype": "float32",
+    }
     options = ["--quantize", "int4", "--group-size", "64", "--exclude", "o_proj", "--exclude", "model.layers.0"]
     answer = CliRunner().invoke(app, ["convert", "model", "out", *options])
     assert (answer.exit_code, answer.stdout) == (0, "out\n"), answer.stderr
     [(source, target, settings)] = pickled.calls
     assert (str(source), target.parent, target.name) == ("model", tmp_path, ".out.converting")
-    assert json.loads(settings) == {"format": "int4", "group_size": 64, "exclude": ["o_proj", "model.layers.0"]}
+    excluded = ["o_proj", "model.layers.0"]
+    assert json.loads(settings) == {"format": "int4", "group_size": 64, "exclude": excluded, "dtype": ""}
     assert (tmp_path / "out/model.safetensors").read_text() == "weights"
 
 
@@ -276,7 +289,8 @@ class NumberModel:
         tokens = batch.ragged("tokens")
         return Batch({read.name: tokens.like(np.full(len(tokens.values), self._number, np.float32))})
 
-    def export(self, path):
+    def export(self, path, dtype=None):
+        (Path(path) / "dtype").write_text(str(dtype))
         number = self._number + 1 if self._spoils else self._number
         (Path(path) / "number").write_text(str(number))
         (Path(path) / "config.json").write_text('{"model_type": "qwen3", "vocab_size": 32}')
@@ -331,6 +345,14 @@ def number_run(run_dir, model):
     Manifest.of(checkpoint, 3, {}, written={"policy": written}).write(checkpoint)
     (model / "number").write_text("2.5")
     return run_dir
+
+
+@pytest.mark.parametrize(("overrides", "dtype"), [((), "None"), (("policy.precision=bfloat16",), "bfloat16")])
+def test_a_precision_is_the_dtype_of_the_files(number_run, tmp_path, started, overrides, dtype):
+    to_hugging_face(number_run, tmp_path / "out", overrides)
+    assert (tmp_path / "out" / "dtype").read_text() == dtype
+    if overrides:
+        assert {source.policy.precision for source in started.sources} == {dtype}
 
 
 def test_files_are_loaded_again_and_compared(number_run, started, tmp_path):

@@ -202,10 +202,16 @@ class RemoteModel:
             self._revision += 1
             self.call_all("load", path, files=tuple(files))
 
-    def export(self, path: str) -> tuple[SavedFile, ...]:
-        """See `rl_core.model.Model.export`."""
+    def export(self, path: str, dtype: str | None = None) -> tuple[SavedFile, ...]:
+        """See `rl_core.model.Model.export`.
+
+        Args:
+            path: Folder to write to.
+            dtype: Dtype of the weights; that of a run's exports if None.
+        """
+        given = () if dtype is None else (dtype,)
         with self._hold():
-            return tuple(file for part in self.call_all("export", path) for file in part)
+            return tuple(file for part in self.call_all("export", path, *given) for file in part)
 
     def export_adapter(self, path: str) -> tuple[SavedFile, ...]:
         """See `rl_core.model.Model.export_adapter`."""

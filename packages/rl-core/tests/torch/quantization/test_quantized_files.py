@@ -56,12 +56,12 @@ def test_linear_layers_are_quantised_and_the_rest_is_kept(folder, tmp_path):
     assert {name.removesuffix(".weight_packed") for name in after if name.endswith("_packed")} == chosen
     for name in chosen:
         parts = {suffix: after[f"{name}.{suffix}"] for suffix in ("weight_packed", "weight_scale", "weight_shape")}
-        expected = rounded(before[f"{name}.weight"].bfloat16(), weight_format("int4", 32))
+        expected = rounded(before[f"{name}.weight"], weight_format("int4", 32))
         assert torch.equal(Int4Weight.of_tensors(parts).dequantise(), expected)
     kept = {name for name in before if name.removesuffix(".weight") not in chosen}
     assert all(torch.equal(after[name], before[name]) for name in kept)
     config = json.loads((target / "config.json").read_text())
-    assert config["dtype"] == "bfloat16"
+    assert config["dtype"] == done.dtype == "float32"
     assert "torch_dtype" not in config
     quantization = config["quantization_config"]
     assert quantization["format"] == "pack-quantized"
@@ -74,6 +74,36 @@ def test_linear_layers_are_quantised_and_the_rest_is_kept(folder, tmp_path):
     assert 0.05 < done.relative_error < 0.15
 
 
+@pytest.mark.parametrize("fmt", ["int4", "mxfp4", "float8"])
+@pytest.mark.parametrize(
+    ("given", "trained_in", "expected"),
+    [
+        (None, None, torch.float32),
+        (None, "bfloat16", torch.bfloat16),
+        (torch.bfloat16, None, torch.bfloat16),
+        (torch.float32, "bfloat16", torch.float32),
+    ],
+)
+def test_weights_are_rounded_in_the_precision_that_trained_them(folder, tmp_path, fmt, given, trained_in, expected):
+    for path in folder.glob("*.safetensors"):
+        save_file(load_file(path), path, {"format": "pt"} | ({"precision": trained_in} if trained_in else {}))
+    target = tmp_path / "target"
+    target.mkdir()
+    form = weight_format(fmt, 32)
+    done = quantise(folder, target, form, dtype=given)
+    before, after = read(folder), read(target)
+    squares = errors = 0.0
+    for name in (f"model.layers.0.{each}" for each in LINEAR):
+        quantised = form.quantise(before[f"{name}.weight"].to(expected))
+        assert all(torch.equal(after[f"{name}.{suffix}"], each) for suffix, each in quantised.tensors().items())
+    for name in (f"model.layers.{layer}.{each}.weight" for layer in (0, 1) for each in LINEAR):
+        exact = before[name].double()
+        squares += float(exact.square().sum())
+        errors += float((form.quantise(before[name].to(expected)).dequantise(expected).double() - exact).square().sum())
+    assert done.relative_error == pytest.approx((errors / squares) ** 0.5)
+    assert json.loads((target / "config.json").read_text())["dtype"] == str(expected).removeprefix("torch.")
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -84,7 +114,7 @@ def test_linear_layers_are_quantised_and_the_rest_is_kept(folder, tmp_path):
     ],
 )
 def test_what_does_not_fit_is_answered_by_name(folder, tmp_path, capsys, settings, message):
-    given = {"format": "int4", "group_size": 32, "exclude": [], **settings}
+    given = {"format": "int4", "group_size": 32, "exclude": [], "dtype": "", **settings}
     quantise_to_stdout(str(folder), str(tmp_path), json.dumps(given))
     assert message in json.loads(capsys.readouterr().out)["problem"]
 

@@ -18,7 +18,7 @@ from rl_core.weights import TensorSpec
 def test_what_is_written_reads_back(tmp_path, monkeypatch, limit, num_files):
     monkeypatch.setattr(export, "FILE_BYTES", limit)
     tensors = {name: torch.arange(6.0).reshape(2, 3) + index for index, name in enumerate("abc")}
-    plan = ExportPlan.of(tmp_path, [TensorSpec(name, (2, 3), "float32") for name in tensors])
+    plan = ExportPlan.of(tmp_path, [TensorSpec(name, (2, 3), "float32") for name in tensors], "float32")
     for index, specs in enumerate(plan.files):
         plan.write(index, {spec.name: tensors[spec.name] for spec in specs})
     plan.write_index()

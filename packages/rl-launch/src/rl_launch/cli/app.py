@@ -293,7 +293,7 @@ def _quantize(
         raise ConfigError(f"--group-size has no effect with --quantize {name}")
     show_logs()
     found = model_of_run(source) or Path(source).expanduser()
-    to_quantized(found, target, Quantization(name, group_size or 128, tuple(exclude)), overrides)
+    to_quantized(found, target, Quantization(name, group_size or 128, tuple(exclude), dtype), overrides)
     sys.stdout.write(f"{target}\n")
 
 

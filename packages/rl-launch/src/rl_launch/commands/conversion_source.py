@@ -26,6 +26,21 @@ from rl_launch.session.checkpoints.manifest import FILE_NAME, Manifest
 
 CONFIG = "config.yaml"
 
+PRECISION = f"{POLICY}.precision"
+
+_READ = (POLICY, "cluster")
+"""Sections of a run's config that a conversion reads."""
+
+_OF_TRAINING = (
+    "optimizer",
+    "scheduler",
+    "max_grad_norm",
+    "max_skipped_steps",
+    "train_global_batch_size",
+    "train_micro_batch_size",
+)
+"""Keys of a model that only training reads."""
+
 
 @dataclass(frozen=True)
 class Source:
@@ -66,6 +81,25 @@ class Source:
         off = getattr(self.policy, mine.key).model_copy(update={"enabled": False})
         changed = self.with_policy(**{mine.key: off, other.key: other.config(enabled=True)})
         return replace(changed, checkpoint=self.checkpoint)
+
+
+def check_overrides(overrides: Sequence[str]) -> None:
+    """Refuse keys that change nothing in what a conversion writes.
+
+    Raises:
+        ConfigError: Naming them.
+    """
+    keys = [each.lstrip("+~").partition("=")[0] for each in overrides]
+    idle = [key for key in keys if _is_idle(key.split("."))]
+    if idle:
+        raise ConfigError(
+            f"{', '.join(idle)}: has no effect on what is written. Remove it. rl convert reads the section cluster, and "
+            f"the keys of {POLICY} that build the model, such as policy.precision"
+        )
+
+
+def _is_idle(path: Sequence[str]) -> bool:
+    return path[0] not in _READ or (path[0] == POLICY and path[1:2] != [] and path[1] in _OF_TRAINING)
 
 
 def is_adapter(folder: Path) -> bool:

@@ -32,6 +32,8 @@ CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+PRECISION = "precision"
+"""Key in the metadata of exported safetensors of the precision that the model computed in when it was trained."""
 TEMPLATES = "additional_chat_templates"
 PATTERNS = [
     "*.json",

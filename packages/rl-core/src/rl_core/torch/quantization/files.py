@@ -19,7 +19,15 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rl_core.torch.files.model_files import CONFIG, GENERATION_CONFIG, INDEX, TEMPLATES, TOKENIZER_FILES, WeightFiles
+from rl_core.torch.files.model_files import (
+    CONFIG,
+    GENERATION_CONFIG,
+    INDEX,
+    PRECISION,
+    TEMPLATES,
+    TOKENIZER_FILES,
+    WeightFiles,
+)
 from rl_core.torch.quantization.formats import WeightFormat, weight_format
 
 WEIGHT = ".weight"
@@ -39,23 +47,26 @@ class QuantizedFiles:
         num_quantised: Linear layers that were quantised.
         num_bytes: Bytes of all tensors.
         num_bytes_before: Bytes of all tensors of the source.
-        relative_error: Root mean square of the errors of the quantised weights, divided by that of the weights.
+        relative_error: Root mean square of the errors of the quantised weights, divided by the root mean square of the
+            weights in the source.
+        dtype: Dtype of most weights when they were quantised.
     """
 
     num_quantised: int
     num_bytes: int
     num_bytes_before: int
     relative_error: float
+    dtype: str
 
 
 def quantise(
-    source: Path, target: Path, fmt: WeightFormat, *, exclude: Sequence[str] = (), dtype: torch.dtype = torch.bfloat16
+    source: Path, target: Path, fmt: WeightFormat, *, exclude: Sequence[str] = (), dtype: torch.dtype | None = None
 ) -> QuantizedFiles:
     """Write a model with the weights of its linear layers quantised, and copy its tokenizer.
 
-    Head, embedding, routers, experts and encoders of images keep their weights. The others are cast to `dtype` first,
-    as a trainer casts its master weights: so the files stand for what quantisation-aware training in that dtype
-    computes with, bit for bit.
+    Head, embedding, routers, experts and encoders of images keep their weights. The others are cast to `dtype` first if
+    it is given, as a trainer casts its master weights: so the files stand for what quantisation-aware training in that
+    dtype computes with, bit for bit.
 
     Args:
         source: Folder with Hugging Face files of a model that is not quantised.
@@ -63,7 +74,8 @@ def quantise(
         fmt: Format of the weights.
         exclude: Modules whose weights are kept: names, their endings (`o_proj`), or the module around them
             (`model.layers.0`).
-        dtype: Dtype that the model computes in.
+        dtype: Dtype that the model computes in; if None, the precision of the run that exported the files, or otherwise
+            each weight's own dtype.
 
     Raises:
         ValueError: If the model is quantised already, the format does not fit a layer, a name in `exclude` has none, or
@@ -86,11 +98,11 @@ def quantise(
         (target / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     ignored = [name.removesuffix(WEIGHT) for name in matrices if name not in chosen]
     config["quantization_config"] = quantization_config(fmt, ignored)
-    config["dtype"] = str(dtype).removeprefix("torch.")
+    config["dtype"] = totals.dtype
     config.pop("torch_dtype", None)
     (target / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     _copy_others(source, target)
-    return QuantizedFiles(len(chosen), totals.after, totals.before, totals.relative_error)
+    return QuantizedFiles(len(chosen), totals.after, totals.before, totals.relative_error, totals.dtype)
 
 
 def quantization_config(fmt: WeightFormat, ignored: Iterable[str]) -> Mapping[str, object]:
@@ -119,12 +131,13 @@ def quantise_to_stdout(source: str, target: str, settings: str) -> None:
     Args:
         source: Folder with Hugging Face files.
         target: Empty folder.
-        settings: JSON with `format`, `group_size` and `exclude`.
+        settings: JSON with `format`, `group_size`, `exclude` and `dtype`.
     """
     try:
         given: dict[str, Any] = json.loads(settings)
         fmt = weight_format(given["format"], given["group_size"])
-        answer = asdict(quantise(Path(source), Path(target), fmt, exclude=given["exclude"]))
+        dtype = getattr(torch, given["dtype"]) if given["dtype"] else None
+        answer = asdict(quantise(Path(source), Path(target), fmt, exclude=given["exclude"], dtype=dtype))
     except (ValueError, OSError) as error:
         answer = {"problem": str(error) or type(error).__name__}
     sys.stdout.write(json.dumps(answer) + "\n")
@@ -157,22 +170,31 @@ class _Totals:
     def __init__(self) -> None:
         self.before = self.after = 0
         self._squares = self._errors = 0.0
+        self._num_values: dict[str, int] = {}
 
     @property
     def relative_error(self) -> float:
         return (self._errors / self._squares) ** 0.5 if self._squares else 0.0
 
+    @property
+    def dtype(self) -> str:
+        return max(self._num_values, key=lambda dtype: self._num_values[dtype])
+
     def count(self, exact: Tensor, rounded: Tensor) -> None:
+        dtype = str(rounded.dtype).removeprefix("torch.")
+        self._num_values[dtype] = self._num_values.get(dtype, 0) + exact.numel()
         self._squares += float(exact.double().square().sum())
         self._errors += float((rounded.double() - exact.double()).square().sum())
 
 
 def _write(
-    source: Path, target: Path, chosen: set[str], fmt: WeightFormat, dtype: torch.dtype, totals: _Totals
+    source: Path, target: Path, chosen: set[str], fmt: WeightFormat, dtype: torch.dtype | None, totals: _Totals
 ) -> list[str]:
     """Write one file; returns the names of its tensors."""
     written: dict[str, Tensor] = {}
     with safe_open(source, framework="pt") as file:
+        trained_in = (file.metadata() or {}).get(PRECISION)
+        dtype = dtype or (getattr(torch, trained_in) if trained_in else None)
         for name in file.keys():  # noqa: SIM118 - not a mapping
             tensor = file.get_tensor(name)
             totals.before += tensor.numel() * tensor.element_size()
@@ -181,20 +203,20 @@ def _write(
                 continue
             if not bool(tensor.isfinite().all()):
                 raise ValueError(f"{name} has values that are not finite; choose an earlier checkpoint")
-            written |= _quantised(name, tensor.to(dtype), fmt, totals)
+            written |= _quantised(name, tensor, dtype or tensor.dtype, fmt, totals)
     totals.after += sum(tensor.numel() * tensor.element_size() for tensor in written.values())
     save_file({name: tensor.contiguous() for name, tensor in written.items()}, target, metadata={"format": "pt"})
     return list(written)
 
 
-def _quantised(name: str, weight: Tensor, fmt: WeightFormat, totals: _Totals) -> dict[str, Tensor]:
+def _quantised(name: str, weight: Tensor, dtype: torch.dtype, fmt: WeightFormat, totals: _Totals) -> dict[str, Tensor]:
     if weight.shape[1] % fmt.step:
         raise ValueError(f"{name} has {weight.shape[1]} inputs, not a multiple of {fmt.step}; exclude it")
     try:
-        quantised = fmt.quantise(weight)
+        quantised = fmt.quantise(weight.to(dtype))
     except ValueError as error:
         raise ValueError(f"{name}: {error}; choose another group size, or exclude it") from None
-    totals.count(weight, quantised.dequantise(weight.dtype))
+    totals.count(weight, quantised.dequantise(dtype))
     prefix = name.removesuffix("weight")
     return {prefix + suffix: tensor for suffix, tensor in quantised.tensors().items()}
 

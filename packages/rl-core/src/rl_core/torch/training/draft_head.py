@@ -92,7 +92,7 @@ class DraftHead(KeptPart):
         self._residency.require("parameters")
         folder, dtype = Path(path), export_dtype(self._parts.folder, self._precision)
         on_rank0(self._mesh.control, lambda: self._write_config(folder, dtype))
-        export_weights(self._parts.exported, folder, dtype=dtype, mesh=self._mesh)
+        export_weights(self._parts.exported, folder, dtype=dtype, precision=self._precision, mesh=self._mesh)
         return exported_files(folder, self._mesh.control)
 
     def export_adapter(self, path: str) -> tuple[SavedFile, ...]:

@@ -16,7 +16,7 @@ from rl_core.model import HEADLESS_ROLES, Role
 from rl_core.model_config import language_fields
 from rl_core.template_ends import template_ends
 from rl_core.torch.collective_errors import on_all_ranks, on_rank0
-from rl_core.torch.files.model_files import CONFIG, GENERATION_CONFIG, INDEX, SINGLE, WeightFiles
+from rl_core.torch.files.model_files import CONFIG, GENERATION_CONFIG, INDEX, PRECISION, SINGLE, WeightFiles
 from rl_core.torch.training.backend import RankMesh, RankModel, RankWeights
 from rl_core.weights import TensorSpec, buckets, num_bytes
 
@@ -123,13 +123,14 @@ def _tokenizer(folder: Path) -> Any:
     return PreTrainedTokenizerFast.from_pretrained(folder)
 
 
-def export_weights(weights: RankWeights, path: Path, *, dtype: str, mesh: RankMesh) -> None:
-    """Write the weights of the whole model into a folder; collective.
+def export_weights(weights: RankWeights, path: Path, *, dtype: str, precision: str, mesh: RankMesh) -> None:
+    """Write the weights of the whole model into a folder; collective. The metadata of the files has the precision that
+    they are computed in, which a dtype that is wider does not show.
 
     They are brought together one file at a time. The ranks that get them take turns to write, each while the next file
     is brought together, and hold two files at most. A shared parameter is written once, adapters are merged.
     """
-    plan = ExportPlan.of(path, weights.specs(dtype))
+    plan = ExportPlan.of(path, weights.specs(dtype), precision)
     holders = weights.holders
     stream = (named for tensors in weights.stream(dtype) for named in tensors)
     with ThreadPoolExecutor(1) as writer:
@@ -160,15 +161,16 @@ class ExportPlan:
 
     folder: Path
     files: Sequence[Sequence[TensorSpec]]
+    precision: str
 
     @classmethod
-    def of(cls, folder: Path, specs: Sequence[TensorSpec]) -> ExportPlan:
+    def of(cls, folder: Path, specs: Sequence[TensorSpec], precision: str) -> ExportPlan:
         """Tensors in their order, in files of at most `FILE_BYTES` each."""
-        return cls(folder, list(buckets(specs, FILE_BYTES)))
+        return cls(folder, list(buckets(specs, FILE_BYTES)), precision)
 
     def write(self, index: int, tensors: dict[str, Tensor]) -> None:
         """Write one file."""
-        save_file(tensors, self.folder / self._name(index), metadata={"format": "pt"})
+        save_file(tensors, self.folder / self._name(index), metadata={"format": "pt", PRECISION: self.precision})
 
     def write_index(self) -> None:
         """Write which tensor is in which file, if there are several files."""

@@ -167,13 +167,13 @@ class TrainingWorker(KeptPart):
         flops = self._model.shape.training_flops(batch.ragged(TOKENS).lengths)
         return {**metrics, **speed_metrics(flops, time.perf_counter() - start, self._peak)}
 
-    def export(self, path: str) -> tuple[SavedFile, ...]:
+    def export(self, path: str, dtype: str | None = None) -> tuple[SavedFile, ...]:
         """Write config, generation config, tokenizer files and weights that `transformers` loads; weights in the dtype
-        that the source has on disk, float32 if `precision` is."""
+        that is given, or the dtype that the source has on disk, float32 if `precision` is."""
         self._residency.require("parameters")
-        folder, dtype = Path(path), export_dtype(self._folder, self._config.precision)
-        on_rank0(self._mesh.control, lambda: self._write_side_files(folder, dtype))
-        export_weights(self._weights, folder, dtype=dtype, mesh=self._mesh)
+        folder, written = Path(path), dtype or export_dtype(self._folder, self._config.precision)
+        on_rank0(self._mesh.control, lambda: self._write_side_files(folder, written))
+        export_weights(self._weights, folder, dtype=written, precision=self._config.precision, mesh=self._mesh)
         return exported_files(folder, self._mesh.control)
 
     def export_adapter(self, path: str) -> tuple[SavedFile, ...]:

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from rl_core.model_config import LoraConfig, ModelConfig
-from rl_core.torch.training.adapter_export import AdapterConfig, endings
+from rl_core.torch.training.peft_form import AdapterConfig, endings
 
 LAYERS = [f"model.layers.{number}.{name}" for number in range(2) for name in ("self_attn.q_proj", "mlp.up_proj")]
 
