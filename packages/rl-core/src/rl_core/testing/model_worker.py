@@ -27,7 +27,7 @@ import pytest
 from rl_core.data.batch import Batch
 from rl_core.data.ragged import Ragged
 from rl_core.errors import RLError, WorkerError
-from rl_core.model import COLLISION, ENTROPY, LOGPROBS, SCORES, VALUES, ModelSpec, logprobs_at, topk
+from rl_core.model import COLLISION, ENTROPY, LOGPROBS, SCORES, VALUES, ModelSpec, Role, logprobs_at, topk
 from rl_core.model_config import (
     DynamicBatchingConfig,
     ModelConfig,
@@ -362,7 +362,11 @@ class ModelWorkerSuite:
             kwargs={"lr": 0.01, "weight_decay": 5.0, "eps": 1e-3},
             decay_norms_and_biases=False,
         )
-        for role, batch, loss in (("policy", make_batch(), TokenLoss()), ("reward_model", make_pairs(), PairLoss())):
+        cases: list[tuple[Role, Batch, TokenLoss | PairLoss]] = [
+            ("policy", make_batch(), TokenLoss()),
+            ("reward_model", make_pairs(), PairLoss()),
+        ]
+        for role, batch, loss in cases:
             path = tmp_path / role
             with self._model(pool, folder, max(self.worlds), ModelSpec(role=role), optimizer=optimizer) as model:
                 model.export(str(path / "start"))

@@ -98,7 +98,7 @@ def build_model(
         raise ValueError(f"{problem.key}: {problem.message}")
     if backend.attention_backend == "auto" and mesh.kind.runs_on_gpus:
         activate_flash_attention(largest_head(_fields(hf_config)))
-    initial = InitialFactors.of(config.lora_cfg, spec.seed)
+    initial = InitialFactors.of(config.lora_cfg, spec.seed, is_whole=config.vision.enabled)
     files = WeightFiles.of(folder, is_whole=config.vision.enabled)
     model = unloaded_model(config, backend, spec, hf_config, files=files, is_packed=is_packed, mesh=mesh)
     _load(model, files, role=spec.role, initial=initial)
@@ -130,7 +130,7 @@ def unloaded_model(
         mesh: Mesh of the run.
     """
     builder = _Builder(config, backend, spec, hf_config, files, is_packed, mesh)
-    return builder.build(InitialFactors.of(config.lora_cfg, spec.seed))
+    return builder.build(InitialFactors.of(config.lora_cfg, spec.seed, is_whole=config.vision.enabled))
 
 
 @dataclass

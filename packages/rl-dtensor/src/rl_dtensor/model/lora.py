@@ -26,6 +26,7 @@ from rl_core.torch.training.lora import (
     is_adapted_stack,
     nothing_adapted,
     peft_layers,
+    refused_by_peft,
 )
 from rl_dtensor.parallel.experts import STACK_DIMS, expert_modules
 from rl_dtensor.parallel.fsdp import local, local_slices, whole
@@ -143,8 +144,11 @@ def _existing(parameters: Parameters, name: str) -> Tensor:
 
 
 def adapted_modules(hf: PreTrainedModel, config: LoraConfig) -> list[str]:
-    """Names of the linear layers that get an adapter: never the head."""
-    return [name for name in _linear_layers(hf) if is_adapted(name, config)]
+    """Names of the linear layers that get an adapter: never the head, nor layers that peft refuses unless they are
+    named."""
+    layers = [name for name in _linear_layers(hf) if is_adapted(name, config)]
+    refused = refused_by_peft(hf, layers) if config.match_all_linear else set()
+    return [name for name in layers if name not in refused]
 
 
 def _is_adapted(module: nn.Module) -> bool:

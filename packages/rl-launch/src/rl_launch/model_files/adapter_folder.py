@@ -18,6 +18,9 @@ from rl_launch.model_files.weight_files import Header
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
+_OF_LINEAR = ".weight"
+"""Ends the names of parameters that are the weights of linear layers."""
+
 _PREFIX, _DOWN, _UP, _WRAPPED = "base_model.model.", ".lora_A", ".lora_B", ".base_layer"
 
 
@@ -74,7 +77,7 @@ class AdapterFolder:
             raise ConfigError(
                 f"{path} adapts the head ({heads[0]}), which cannot have an adapter here; merge it with peft"
             )
-        parameters = tuple(said.get("target_parameters") or ())
+        parameters = tuple(name for name in said.get("target_parameters") or () if not name.endswith(_OF_LINEAR))
         linear = tuple(layer for layer in layers if not _is_of_parameters(layer, parameters))
         base = str(said.get("base_model_name_or_path") or "")
         return cls(path, base, dim, alpha, bool(said.get("use_rslora")), linear, parameters)

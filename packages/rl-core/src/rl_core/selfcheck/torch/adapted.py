@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from rl_core.model import ModelSpec
 from rl_core.model_config import LoraConfig
-from rl_core.torch.training.lora import initial_down, is_adapted, is_adapted_stack
+from rl_core.torch.training.lora import initial_down, is_adapted, is_adapted_stack, refused_by_peft
 
 LINEAR = (nn.Linear.forward, Conv1D.forward)
 """Forward functions of linear layers; the weights of the second are transposed. Routers may inherit from the first, and
@@ -79,9 +79,14 @@ def adapt(model: Any, config: LoraConfig) -> None:
     """Put adapters on the linear layers of a model but its head, and on stacked experts, and freeze the rest."""
     model.requires_grad_(False)
     head = model.get_output_embeddings()
-    for name, module in list(model.named_modules()):
-        if type(module).forward in LINEAR and module is not head and is_adapted(name, config):
-            model.set_submodule(name, AdaptedLinear(module, name, config))
+    layers = [
+        name
+        for name, module in model.named_modules()
+        if type(module).forward in LINEAR and module is not head and is_adapted(name, config)
+    ]
+    refused = refused_by_peft(model, layers) if config.match_all_linear else set()
+    for name in (layer for layer in layers if layer not in refused):
+        model.set_submodule(name, AdaptedLinear(model.get_submodule(name), name, config))
     for name, weight in list(model.named_parameters()):
         if is_adapted_stack(name, config):
             owner, _, short = name.rpartition(".")
@@ -121,7 +126,10 @@ def merge_files(model: nn.Module, folder: Path) -> None:
         name
         for name, module in model.named_modules()
         if type(module).forward in LINEAR
-        and any(f".{name}".endswith(f".{target}") for target in config["target_modules"])
+        and (
+            any(f".{name}".endswith(f".{target}") for target in config["target_modules"])
+            or f"{name}.weight" in (config.get("target_parameters") or ())
+        )
     }
     stacks = _wrapped_parameters(model, config.get("target_parameters") or ())
     if named | stacks.keys() != layers:
@@ -148,8 +156,8 @@ def _is_transposed(experts: Any) -> bool:
 
 
 def _wrapped_parameters(model: nn.Module, targets: Sequence[str]) -> dict[str, Tensor]:
-    """Names of the wrappers that peft puts around a module for its parameters, the last one's outermost, to these
-    as `[experts, outputs, inputs]`.
+    """Names of the wrappers that peft puts around a module for its stacked parameters, the last one's outermost, to
+    these as `[experts, outputs, inputs]`.
 
     Args:
         model: Model without the wrappers.
@@ -157,7 +165,11 @@ def _wrapped_parameters(model: nn.Module, targets: Sequence[str]) -> dict[str, T
     """
     wrapped: dict[str, Tensor] = {}
     for name, module in model.named_modules():
-        own = [parameter for short, parameter in module.named_parameters(recurse=False) if f"{name}.{short}" in targets]
+        own = [
+            parameter
+            for short, parameter in module.named_parameters(recurse=False)
+            if f"{name}.{short}" in targets and short != "weight"
+        ]
         for depth, parameter in enumerate(reversed(own)):
             wrapped[name + ".base_layer" * depth] = parameter.mT if _is_transposed(module) else parameter
     return wrapped

@@ -7,12 +7,14 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
 from rl_core.model_config import LoraConfig
+from rl_core.torch.files.language_part import LANGUAGE_PREFIX
 
 WEIGHT = ".weight"
 LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
@@ -31,8 +33,38 @@ def is_adapted(layer: str, config: LoraConfig) -> bool:
 
 
 def ends_with(layer: str, endings: Sequence[str]) -> bool:
-    """Return whether a layer's name is one of these, or ends with one after a dot."""
-    return any(f".{layer}".endswith(f".{ending}") for ending in endings)
+    """Return whether a layer's name is one of these, or ends with one after a dot. Names that a layer of a language
+    model has within a composite model are also names of it."""
+    return any(f".{layer}".endswith((f".{ending}", f".{alone(ending)}")) for ending in endings)
+
+
+def alone(name: str) -> str:
+    """Return the name that a layer of a composite model has in its language model; that of another layer is itself."""
+    return LANGUAGE_PREFIX.sub("model.", name)
+
+
+def refused_by_peft(model: Any, layers: Iterable[str]) -> set[str]:
+    """Return the layers that peft refuses to adapt in the family of a model. Kernels of state-space layers read their
+    weights without calling them, so that an adapter would not take part.
+
+    Args:
+        model: A model of `transformers`.
+        layers: Names of linear layers.
+    """
+    # takes seconds, which models without adapters do not pay
+    from peft import LoraConfig as PeftConfig
+    from peft.tuners.lora import LoraModel
+
+    def is_refused(name: str) -> bool:
+        try:
+            LoraModel._check_target_module_compatiblity(None, PeftConfig(), model, name)
+        except ValueError:
+            return True
+        return False
+
+    names = {layer: layer.rpartition(".")[2] for layer in layers}
+    refused = {name for name in set(names.values()) if is_refused(name)}
+    return {layer for layer, name in names.items() if name in refused}
 
 
 def is_adapted_stack(weight: str, config: LoraConfig) -> bool:
@@ -108,8 +140,13 @@ class InitialFactors:
     folder: str = ""
 
     @classmethod
-    def of(cls, config: LoraConfig, seed: int) -> InitialFactors:
-        """As configured.
+    def of(cls, config: LoraConfig, seed: int, *, is_whole: bool = False) -> InitialFactors:
+        """Return the factors that a config asks for.
+
+        Args:
+            config: Settings of the adapters.
+            seed: Seed of new ones.
+            is_whole: True for a composite model that is not trained as its language model.
 
         Raises:
             ValueError: If there is no adapter in the folder, or it is scaled differently.
@@ -122,7 +159,8 @@ class InitialFactors:
                 f"lora_cfg.adapter: {str(folder)!r} has no {ADAPTER_WEIGHTS}; give the folder of an adapter"
             )
         factors = load_file(folder / ADAPTER_WEIGHTS)
-        given = {name.removeprefix(ADAPTER_PREFIX): factor.float() for name, factor in factors.items()}
+        names = {name: name.removeprefix(ADAPTER_PREFIX) for name in factors}
+        given = {name if is_whole else alone(name): factors[stored].float() for stored, name in names.items()}
         return cls(seed, given, str(folder))
 
     def check(self, weights: Iterable[str]) -> None:

@@ -1,0 +1,354 @@
+"""The form in which the adapters of a model are written for peft, found by peft's own loading on tensors without
+data."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rl_core.model import HEADLESS_ROLES, Role
+from rl_core.model_config import ModelConfig
+from rl_core.torch.training.lora import ADAPTER_PREFIX, LORA_A, LORA_B, WEIGHT, flat_factors, peft_layers
+
+ADAPTER = "default"
+SCORE = "score"
+"""Name of the head of models without a language-model head."""
+SHOWN = 4
+"""Maximum number of layers that a message lists."""
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    """Contents of `adapter_config.json`.
+
+    Args:
+        base: The model that the adapters are attached to.
+        targets: Ends of the names of the layers that have one.
+        parameters: Names of the weights that have one: stacked ones of experts, and those of linear layers that peft
+            would take for experts.
+        auto_mapping: Class of a composite model, by which `AutoPeftModel` classes load it; None for other models, which
+            they load by the task.
+        scores: True if the model has a score head in the place of its language-model head.
+    """
+
+    base: str
+    targets: list[str]
+    parameters: list[str]
+    dim: int
+    alpha: float
+    dropout: float
+    use_rslora: bool
+    scores: bool
+    auto_mapping: dict[str, str] | None = None
+
+    @classmethod
+    def of(cls, config: ModelConfig, role: Role, targets: list[str], parameters: Sequence[str] = ()) -> AdapterConfig:
+        """Return the config of the adapters of a model."""
+        lora = config.lora_cfg
+        # peft adds an adapter of a parameter to the parameter itself, so that there is no input to drop.
+        dropout = 0.0 if parameters else lora.dropout
+        scores = role in HEADLESS_ROLES
+        return cls(config.model_name, targets, list(parameters), lora.dim, lora.alpha, dropout, lora.use_rslora, scores)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the fields that `peft` and vLLM read."""
+        task = "SEQ_CLS" if self.scores else "CAUSAL_LM"
+        return {
+            "peft_type": "LORA",
+            "task_type": task if self.auto_mapping is None else None,
+            "auto_mapping": self.auto_mapping,
+            "base_model_name_or_path": self.base,
+            "inference_mode": True,
+            "r": self.dim,
+            "lora_alpha": int(self.alpha) if self.alpha == int(self.alpha) else self.alpha,
+            "lora_dropout": self.dropout,
+            "use_rslora": self.use_rslora,
+            "use_dora": False,
+            "target_modules": self.targets,
+            "target_parameters": self.parameters or None,
+            "modules_to_save": [SCORE] if self.scores else None,
+            "bias": "none",
+            "fan_in_fan_out": False,
+            "init_lora_weights": True,
+            "rank_pattern": {},
+            "alpha_pattern": {},
+        }
+
+
+@dataclass(frozen=True)
+class PeftForm:
+    """Names and config of the adapters of a model as peft loads them.
+
+    Args:
+        described: Config of the adapters.
+        prefixes: Start of the names of layers in the trained model, and in the model that adapters are attached to.
+            They differ if a composite model is trained as its language model.
+    """
+
+    described: AdapterConfig
+    prefixes: tuple[str, str] = ("", "")
+
+    def files(self, factors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors of the file of an adapter.
+
+        Args:
+            factors: Factors of all adapters by the name of their weight, as `RankWeights.adapters` gives them.
+        """
+        return {ADAPTER_PREFIX + _renamed(name, self.prefixes): factor for name, factor in _flat(factors).items()}
+
+
+def peft_form(config: ModelConfig, role: Role, factors: Mapping[str, Tensor], folder: Path) -> PeftForm:
+    """Return the form in which peft loads the adapters of a model onto the layers that they are trained on.
+
+    Args:
+        config: The model and its adapters.
+        role: Role of the model.
+        factors: Factors of all adapters by name, of which only the shapes count.
+        folder: Folder of the model's files.
+
+    Raises:
+        ValueError: If peft cannot load them in any form, with its reason.
+    """
+    flat = {name: torch.empty(factor.shape, device="meta") for name, factor in _flat(factors).items()}
+    layers = {name.removesuffix(LORA_A) for name in flat if name.endswith(LORA_A)}
+    stacks = [name.removesuffix(LORA_A) for name, down in factors.items() if name.endswith(LORA_A) and down.dim() > 2]
+    bases = list(_bases(folder, role, layers, is_whole=config.vision.enabled))
+    if not bases:
+        raise ValueError(
+            "lora_cfg.enabled: transformers has no class that loads this model for its role "
+            f"({role}), so that nobody could attach the adapters; set lora_cfg.enabled=false"
+        )
+    trial = _Trial(config, role, flat, layers, stacks)
+    problem = ""
+    found: list[tuple[int, PeftForm]] = []
+    for base in bases:
+        try:
+            form = trial.form_on(base)
+        except ValueError as error:
+            problem = problem or str(error)
+            continue
+        fits = [not trial.misplaced(form, other) for other in bases if other is not base]
+        if all(fits):
+            return form
+        found.append((sum(fits), form))
+    if not found:
+        raise ValueError(problem)
+    return max(found, key=lambda each: each[0])[1]
+
+
+@dataclass(frozen=True)
+class _Base:
+    """A model that transformers loads from the files that adapters are attached to.
+
+    Args:
+        build: Function that returns a new one without data.
+        prefix: Start of the names of its layers.
+        own_prefix: Start of the names of the same layers in the model that is trained.
+        auto_mapping: Class of a composite model; None for others.
+    """
+
+    build: Callable[[], nn.Module]
+    prefix: str
+    own_prefix: str
+    auto_mapping: dict[str, str] | None
+
+    @cached_property
+    def modules(self) -> list[str]:
+        """Names of all of its modules."""
+        return [name for name, _ in self.build().named_modules()]
+
+    @property
+    def prefixes(self) -> tuple[str, str]:
+        """Start of the names of layers in the trained model, and here."""
+        return self.own_prefix, self.prefix
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """The adapters of a model, to be loaded by peft.
+
+    Args:
+        factors: Tensors without data, by the names that peft has for them if it names layers as the trained model does.
+        layers: Layers of peft with an adapter, named likewise.
+        stacks: Weights of stacked experts with an adapter.
+    """
+
+    config: ModelConfig
+    role: Role
+    factors: Mapping[str, Tensor]
+    layers: set[str]
+    stacks: Sequence[str]
+
+    def form_on(self, base: _Base) -> PeftForm:
+        """Return the form that peft loads onto a base.
+
+        Some families have layers that peft takes for experts of an earlier version of transformers. Their weights are
+        named as parameters, which it leaves as they are.
+
+        Raises:
+            ValueError: With the reason of peft.
+        """
+        linear = self.layers - set(peft_layers(self.stacks).values())
+        form = self._form(base, linear, [])
+        misplaced = self.misplaced(form, base)
+        if not misplaced:
+            return form
+        for weights in (misplaced & linear, linear):
+            form = self._form(base, linear - weights, sorted(weights))
+            if not (left := self.misplaced(form, base)):
+                return form
+        raise ValueError(self._refusal(base, left, form))
+
+    def misplaced(self, form: PeftForm, base: _Base) -> set[str]:
+        """Return the layers whose adapter does not reach them when peft loads a form onto a base; all if peft does not
+        load it, or has more layers or factors than there are adapters."""
+        try:
+            found, surplus = self._loaded(form, base)
+        except (ValueError, RuntimeError, KeyError):
+            return set(self.layers)
+        expected = {_renamed(layer, base.prefixes): layer for layer in self.layers}
+        missed = {layer for name, layer in expected.items() if name not in found}
+        return set(self.layers) if not missed and (surplus or found - expected.keys()) else missed
+
+    def _form(self, base: _Base, linear: set[str], weights: Sequence[str]) -> PeftForm:
+        named = {_renamed(layer, base.prefixes) for layer in linear}
+        parameters = [_renamed(name, base.prefixes) for name in (*self.stacks, *(each + WEIGHT for each in weights))]
+        targets = endings(named, set(base.modules) - named)
+        described = replace(
+            AdapterConfig.of(self.config, self.role, targets, parameters), auto_mapping=base.auto_mapping
+        )
+        return PeftForm(described, base.prefixes)
+
+    def _refusal(self, base: _Base, left: set[str], form: PeftForm) -> str:
+        try:
+            self._loaded(form, base)
+            reason = f"it attaches those of {_shown(left)} to other layers, or to none"
+        except (ValueError, RuntimeError, KeyError) as error:
+            reason = " ".join(str(error).split())
+        return (
+            "lora_cfg: checkpoints have adapters in the format of peft, which cannot load those of this model: "
+            f"{reason}. Set lora_cfg.target_modules to other layers, or leave these out by lora_cfg.exclude_modules"
+        )
+
+    def _loaded(self, form: PeftForm, base: _Base) -> tuple[set[str], list[str]]:
+        """Return the names of the layers to which peft attaches adapters of this rank and scale with their factors, and
+        the names of the tensors that find no place, or are missing next to the factors.
+
+        Raises:
+            ValueError, RuntimeError, KeyError: Of peft.
+        """
+        # takes seconds, which models without adapters do not pay
+        from peft import LoraConfig as PeftConfig
+        from peft import PeftModel, set_peft_model_state_dict
+        from peft.mapping_func import MODEL_TYPE_TO_PEFT_MODEL_MAPPING
+        from peft.tuners.lora import LoraLayer
+
+        described = PeftConfig(**form.described.as_json())
+        kind = MODEL_TYPE_TO_PEFT_MODEL_MAPPING.get(described.task_type, PeftModel)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what is judged below
+            model = kind(base.build(), described, adapter_name=ADAPTER, low_cpu_mem_usage=True)
+            result = set_peft_model_state_dict(model, form.files(self.factors), ADAPTER, low_cpu_mem_usage=True)
+        lora = self.config.lora_cfg
+        unfilled = {
+            name.removeprefix(ADAPTER_PREFIX).partition(".lora_")[0] for name in result.missing_keys if ".lora_" in name
+        }
+        found = {
+            name
+            for name, module in model.get_base_model().named_modules()
+            if isinstance(module, LoraLayer)
+            and name not in unfilled
+            and module.r[ADAPTER] == lora.dim
+            and abs(module.scaling[ADAPTER] - lora.scale) <= 1e-6 * lora.scale
+        }
+        unsaved = [name for name in result.missing_keys if ".modules_to_save." in name]
+        return found, [*result.unexpected_keys, *unsaved]
+
+
+def endings(layers: Iterable[str], others: Iterable[str]) -> list[str]:
+    """Return ends of names that these layers have and no others: the last part of a name if it will do, otherwise all
+    of it."""
+    taken = {_last(name) for name in others}
+    return sorted({name if _last(name) in taken else _last(name) for name in layers})
+
+
+def _bases(folder: Path, role: Role, layers: set[str], *, is_whole: bool) -> Iterator[_Base]:
+    """Yield the models that transformers loads from a folder for a role."""
+    import transformers  # comes with the backends
+
+    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    vars(config).pop("quantization_config", None)
+    is_composite = config.get_text_config() is not config
+    autos = ["AutoModelForImageTextToText", "AutoModelForMultimodalLM"] if is_composite else []
+    if role in HEADLESS_ROLES:
+        autos, config.num_labels = ["AutoModelForSequenceClassification"], 1
+    elif not is_whole:
+        autos.append("AutoModelForCausalLM")
+    seen = set()
+    for name in autos:
+        auto: Any = getattr(transformers, name)
+        if type(config) not in auto._model_mapping:
+            continue
+
+        def build(auto: Any = auto) -> nn.Module:
+            with torch.device("meta"):
+                model: nn.Module = auto.from_config(type(config).from_dict(config.to_dict()))
+            return model
+
+        model = build()
+        if type(model) in seen:
+            continue
+        seen.add(type(model))
+        own, other = ("", "") if is_whole or not is_composite else _prefixes(model, layers)
+        is_of_task = role in HEADLESS_ROLES or not is_composite
+        mapping = {"base_model_class": type(model).__name__, "parent_library": "transformers"}
+        yield _Base(build, other, own, None if is_of_task else mapping)
+
+
+def _prefixes(model: nn.Module, layers: set[str]) -> tuple[str, str]:
+    """Return the start of the names of layers of a language model, and of the same layers in a model that has it."""
+    own = re.match(r"(.*?)\w+\.\d+\.", min(layers))
+    start = own[1] if own else ""
+    modules = dict(model.named_modules())
+    rests = [layer.removeprefix(start).split(".base_layer")[0] for layer in layers if layer.startswith(start)]
+    found = [
+        f"{name}." if name else ""
+        for name in modules
+        if all((f"{name}." if name else "") + rest in modules for rest in rests)
+    ]
+    # A tower may have layers of the same names.
+    of_text = [prefix for prefix in found if not re.search("vision|visual|audio|image", prefix)]
+    return start, next(iter([*of_text, *found]), start)
+
+
+def _renamed(name: str, prefixes: tuple[str, str]) -> str:
+    own, other = prefixes
+    return other + name.removeprefix(own) if name.startswith(own) and own != other else name
+
+
+def _flat(factors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return factors by their names in peft, those of stacked experts as matrices."""
+    found = dict(factors)
+    stacks = [name.removesuffix(LORA_A) for name, down in factors.items() if name.endswith(LORA_A) and down.dim() > 2]
+    for weight, layer in peft_layers(stacks).items():
+        flat = flat_factors(found.pop(weight + LORA_A), found.pop(weight + LORA_B))
+        found.update(zip((layer + LORA_A, layer + LORA_B), flat, strict=True))
+    return {name: factor.contiguous() for name, factor in found.items()}
+
+
+def _shown(names: Iterable[str]) -> str:
+    ordered = sorted(names)
+    more = f" and {len(ordered) - SHOWN} more" if len(ordered) > SHOWN else ""
+    return ", ".join(ordered[:SHOWN]) + more
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]

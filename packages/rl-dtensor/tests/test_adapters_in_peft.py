@@ -1,0 +1,162 @@
+"""Plain peft loads the adapters that a run exports as the model that was trained, or the run does not start."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification, PeftModel
+from transformers import AutoConfig
+
+from rl_core.errors import WorkerError
+from rl_core.model import LOGPROBS, SCORES, ModelSpec
+from rl_core.model_config import LoraConfig, ModelConfig, OptimizerConfig
+from rl_core.selfcheck.losses import PairLoss, TokenLoss
+from rl_core.selfcheck.pooled_model import PooledModel
+from rl_core.selfcheck.torch.tiny_model import write_composite, write_tiny_model
+from rl_core.testing.exhaustive import partly_exhaustive
+from rl_core.testing.model_worker import make_batch, make_pairs
+from rl_dtensor.selfcheck import write_tiny
+
+STACKS = ["experts.gate_up_proj", "experts.down_proj"]
+SGD = OptimizerConfig(name="torch.optim.SGD", kwargs={"lr": 1.0})
+
+
+@dataclass(frozen=True)
+class Case:
+    """An adapter on a tiny model.
+
+    Args:
+        family: `model_type` of the model, or of the text of a composite one.
+        lora: Settings of the adapter.
+        kind: `model_type` of a composite model that is trained as its language model.
+        role: Role of the model.
+        fields: Fields of its config.
+        refused: Part of the message with which the start refuses it.
+        loading: Arguments by which transformers computes what the model defines.
+    """
+
+    family: str
+    lora: dict[str, Any] = field(default_factory=dict)
+    kind: str = ""
+    role: str = "policy"
+    fields: dict[str, Any] = field(default_factory=dict)
+    refused: str = ""
+    loading: dict[str, Any] = field(default_factory=dict)
+
+
+CASES = {
+    "llama": Case("llama"),
+    "rslora": Case("llama", {"use_rslora": True}),
+    "dropout": Case("llama", {"dropout": 0.1}),
+    "targets": Case("llama", {"match_all_linear": False, "target_modules": ["q_proj", "layers.1.mlp.up_proj"]}),
+    "excluded": Case("llama", {"exclude_modules": ["layers.0.mlp.down_proj"]}),
+    "reward model": Case("llama", role="reward_model"),
+    "qwen3": Case("qwen3"),
+    "gpt2": Case("gpt2"),
+    "phi3": Case("phi3"),
+    "gemma2": Case("gemma2", loading={"attn_implementation": "eager"}),
+    "deepseek_v3": Case("deepseek_v3"),
+    "deepseek_v3 dropout": Case("deepseek_v3", {"dropout": 0.1}),
+    "deepseek_v3 experts": Case("deepseek_v3", {"target_parameters": STACKS}),
+    "deepseek_v3 mlp": Case(
+        "deepseek_v3", {"match_all_linear": False, "target_modules": ["q_b_proj", "gate_proj", "down_proj"]}
+    ),
+    "deepseek_v3 reward model": Case("deepseek_v3", role="reward_model"),
+    "deepseek_v2": Case("deepseek_v2"),
+    "qwen2_moe": Case("qwen2_moe"),
+    "qwen2_moe experts": Case("qwen2_moe", {"target_parameters": STACKS}),
+    "qwen3_moe": Case("qwen3_moe"),
+    "qwen3_moe experts": Case("qwen3_moe", {"target_parameters": STACKS, "use_rslora": True}),
+    "qwen3_next": Case("qwen3_next"),
+    "glm4_moe": Case("glm4_moe"),
+    "ernie4_5_moe": Case("ernie4_5_moe"),
+    "hunyuan_v1_moe": Case("hunyuan_v1_moe"),
+    "dots1": Case("dots1"),
+    "mixtral": Case("mixtral"),
+    "gpt_oss": Case("gpt_oss", {"target_parameters": STACKS}),
+    "olmoe": Case("olmoe"),
+    "falcon_h1": Case("falcon_h1"),
+    "jamba": Case("jamba"),
+    "bamba": Case("bamba"),
+    "nemotron_h": Case("nemotron_h"),
+    "gemma3": Case("gemma3_text", kind="gemma3"),
+    "gemma3 reward model": Case("gemma3_text", kind="gemma3", role="reward_model"),
+    "mistral3": Case("mistral", kind="mistral3", fields={"tie_word_embeddings": False}),
+    "qwen3_5": Case("qwen3_5_text", kind="qwen3_5", fields={"layer_types": ["linear_attention", "full_attention"]}),
+    "llama4": Case(
+        "llama4_text",
+        kind="llama4",
+        fields={"num_local_experts": 4, "intermediate_size_mlp": 24, "attention_chunk_size": 4},
+    ),
+}
+
+
+def write_base(case, folder):
+    if case.kind:
+        language = write_tiny_model(folder / "language", case.family, **case.fields)
+        return write_composite(folder / "composite", case.kind, language)
+    if case.family in ("llama", "qwen3"):
+        return write_tiny_model(folder / "base", case.family, **case.fields)
+    return write_tiny(AutoConfig.for_model(case.family, **case.fields), folder / "base")
+
+
+def open_model(ranks, base, case):
+    lora = LoraConfig(enabled=True, dim=4, alpha=12, **case.lora)
+    config = ModelConfig(model_name=str(base), precision="float32", optimizer=SGD, lora_cfg=lora)
+    return PooledModel(ranks, "dtensor_factories:build", config, ModelSpec(role=case.role, seed=3), 1)
+
+
+def logprobs_of(model, batch):
+    """Return the logprobs of the tokens of rows, which transformers computes row by row."""
+    rows = []
+    for row in range(len(batch)):
+        ids = torch.as_tensor(batch.ragged("tokens")[row]).long()[None]
+        logprobs = model(input_ids=ids).logits[0].log_softmax(-1)
+        rows.append(np.concatenate([[0.0], logprobs[:-1].gather(1, ids[0, 1:, None])[:, 0].numpy()]))
+    return np.concatenate(rows)
+
+
+def scores_of(model, batch):
+    rows = [torch.as_tensor(batch.ragged("tokens")[row]).long()[None] for row in range(len(batch))]
+    return np.array([model(input_ids=ids).logits[0, 0].item() for ids in rows])
+
+
+@torch.no_grad()
+def loaded(case, folder):
+    """Return the models that peft makes of an adapter, by the ways that the documents show."""
+    if case.role == "reward_model":
+        return [AutoPeftModelForSequenceClassification.from_pretrained(folder, num_labels=1)]
+    models = [AutoPeftModelForCausalLM.from_pretrained(folder, **case.loading)]
+    if case.kind:
+        base = models[0].get_base_model()
+        whole = getattr(transformers, type(base).__name__).from_pretrained(base.config._name_or_path, **case.loading)
+        models.append(PeftModel.from_pretrained(whole, folder))
+    return models
+
+
+@pytest.mark.parametrize("name", partly_exhaustive(CASES, always=["llama", "deepseek_v3", "gemma3"]))
+def test_peft_loads_what_was_trained_or_the_start_says_no(ranks, tmp_path, name):
+    case = CASES[name]
+    base = write_base(case, tmp_path)
+    if case.refused:
+        with pytest.raises(WorkerError, match=case.refused):
+            open_model(ranks, base, case)
+        return
+    is_policy = case.role == "policy"
+    batch, loss = (make_batch((9, 3, 17)), TokenLoss()) if is_policy else (make_pairs(), PairLoss())
+    read = LOGPROBS if is_policy else SCORES
+    with open_model(ranks, base, case) as model:
+        before = model.infer(batch, [read])
+        for _ in range(2):
+            model.train_step(batch, loss)
+        model.export_adapter(str(tmp_path / "adapter"))
+        trained = model.infer(batch, [read])
+    values = [each.ragged(read.name).values if is_policy else each.array(read.name) for each in (before, trained)]
+    assert np.abs(values[1] - values[0]).max() > 1e-2
+    for peft in loaded(case, tmp_path / "adapter"):
+        with torch.no_grad():
+            found = (logprobs_of if is_policy else scores_of)(peft.eval(), batch)
+        np.testing.assert_allclose(found, values[1], atol=1e-4)
