@@ -91,10 +91,10 @@ class RawConfig:
         """The same with plain nested values laid over it, whose origin is named `source`."""
         return RawConfig(self.name, self.entry.under(Entry.of(dict(values), Origin(source))), self.files)
 
-    def upgraded(self, root: type[Config]) -> tuple[RawConfig, tuple[str, ...]]:
-        """The same under the keys of this version, if an earlier version recorded it, and the earlier keys that it had;
-        see `rl_core.config.renames`."""
-        entry, keys = upgraded(self.entry, root)
+    def upgraded(self, root: type[Config], *, is_whole: bool = True) -> tuple[RawConfig, tuple[str, ...]]:
+        """The same under the keys of this version, and the keys of earlier versions that it had; see
+        `rl_core.config.renames`."""
+        entry, keys = upgraded(self.entry, root, is_whole=is_whole)
         return replace(self, entry=entry), keys
 
 

@@ -36,21 +36,23 @@ def chosen(key: str, value: str) -> Rename:
     return Rename(f"{key}={value} if true", lambda is_on, _: {key: value} if is_on else {})
 
 
-def upgraded(entry: Entry, root: type[Config]) -> tuple[Entry, tuple[str, ...]]:
-    """Return a config that an earlier version recorded, under the keys of this version.
+def upgraded(entry: Entry, root: type[Config], *, is_whole: bool) -> tuple[Entry, tuple[str, ...]]:
+    """Return a config of an earlier version under the keys of this version.
 
-    Keys of this version that were written, as by overrides, win over those of earlier versions. A recorded config holds
-    every key, so one that is absent did not exist: its value is that of `Config.before_it_existed`, if there is one.
+    Keys of this version that were written, as by overrides, win over those of earlier versions. A config that a run
+    recorded holds every key, so one that is absent did not exist: its value is that of `Config.before_it_existed`, if
+    there is one.
 
     Args:
-        entry: The recorded config.
+        entry: The config.
         root: The config type.
+        is_whole: True if a run recorded it.
 
     Returns:
         The config, and the keys of earlier versions that it had.
     """
     renamed: list[str] = []
-    return _upgraded(Key((), root), entry, renamed), tuple(renamed)
+    return _upgraded(Key((), root), entry, renamed, is_whole), tuple(renamed)
 
 
 def replacement(section: type[Config], path: KeyPath, written: Any) -> tuple[str, str]:
@@ -97,24 +99,26 @@ def _others(section: type[Config], name: str, written: Mapping[str, Any]) -> Ite
             yield other, {format_path((other, *path)): leaf for path, leaf in leaves(value).items()}
 
 
-def _upgraded(key: Key, entry: Entry, renamed: list[str]) -> Entry:
+def _upgraded(key: Key, entry: Entry, renamed: list[str], is_whole: bool) -> Entry:
     written = natural(entry.plain())
     if isinstance(entry.value, list):
-        items = [_child(key, index, item, written, renamed) for index, item in enumerate(entry.value)]
+        items = [_child(key, index, item, written, renamed, is_whole) for index, item in enumerate(entry.value)]
         return Entry(items, entry.origin)
     if not isinstance(entry.value, dict):
         return entry
     section = key.section(written)
     if section is not None and (section.renamed or section.before_it_existed):
         entry = _of_this_version(section, entry, key.path, renamed)
+        if is_whole:
+            entry = _with_absent(section, entry)
         written = natural(entry.plain())
-    children = {name: _child(key, name, each, written, renamed) for name, each in entry.value.items()}
+    children = {name: _child(key, name, each, written, renamed, is_whole) for name, each in entry.value.items()}
     return Entry(children, entry.origin)
 
 
-def _child(key: Key, segment: str | int, entry: Entry, written: Any, renamed: list[str]) -> Entry:
+def _child(key: Key, segment: str | int, entry: Entry, written: Any, renamed: list[str], is_whole: bool) -> Entry:
     child = key.child(segment, written)
-    return entry if child is None else _upgraded(child, entry, renamed)
+    return entry if child is None else _upgraded(child, entry, renamed, is_whole)
 
 
 def _of_this_version(section: type[Config], entry: Entry, path: KeyPath, renamed: list[str]) -> Entry:
@@ -128,7 +132,9 @@ def _of_this_version(section: type[Config], entry: Entry, path: KeyPath, renamed
                 new = new.with_entry(parse_path(key), Entry.of(value, entry.value[name].origin))
         if name not in section.model_fields:
             renamed.append(format_path((*path, name)))
-    for name, value in section.before_it_existed.items():
-        if name not in written:
-            new = new.with_entry((name,), Entry.of(value, entry.origin))
     return new
+
+
+def _with_absent(section: type[Config], entry: Entry) -> Entry:
+    absent = {name: each for name, each in section.before_it_existed.items() if name not in entry.value}
+    return Entry({**entry.value, **Entry.of(absent, entry.origin).value}, entry.origin)

@@ -113,8 +113,10 @@ def explain(
 
 @app.command("import")
 def import_foreign(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="The config: YAML, JSON, TOML, or a shell script.")],
-    system: Annotated[str, typer.Option("--from", metavar="SYSTEM", help="nemo-rl, trl, verl, openrlhf or prime-rl.")],
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="The config: YAML, JSON, a shell script, or a Python script of TRL.")
+    ],
+    system: Annotated[str, typer.Option("--from", metavar="SYSTEM", help="nemo-rl, trl or verl.")],
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the recipe to this file.")
     ] = None,
@@ -128,17 +130,42 @@ def import_foreign(
         int | None, typer.Option("--gpus", metavar="N", min=1, help="Number of GPUs, if the file does not contain it.")
     ] = None,
 ) -> None:
-    """Import the config of another system as a recipe, and report the result for each of its keys.
+    """Import the config, script or command of another system as a recipe, and report the result for each key and line.
 
-    Without --output the recipe is printed, with the report as comments. A config with unsupported features is refused
-    with a list of all of them, unless you pass --keep-going.
+    Without --output the recipe is printed. With it, the result for each key is written next to the recipe, to
+    FILE.report.txt. A config with unsupported features is refused with a list of all of them, unless you pass
+    --keep-going.
     """
     with reported():
         from rl_launch.commands.import_config import import_recipe
 
-        sys.stdout.write(
-            import_recipe(file, system, output, keep_going=keep_going, algorithm=algorithm, gpus=gpus),
-        )
+        recipe, summary = import_recipe(file, system, output, keep_going=keep_going, algorithm=algorithm, gpus=gpus)
+        sys.stdout.write(recipe)
+        # a recipe that is printed can be redirected without the summary
+        (sys.stderr if recipe else sys.stdout).write(summary)
+
+
+@app.command()
+def upgrade(
+    file: Annotated[Path, typer.Argument(metavar="FILE.yaml", help="A recipe that was written for an earlier version.")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write to this file; it may be the same.")
+    ] = None,
+) -> None:
+    """Print a YAML file with the keys of earlier versions under the keys of this version, with the same meaning.
+
+    Sections with such keys are written again, without their comments; the rest of the file stays as it is. The config
+    of a run needs no upgrade: commands read it as it is.
+    """
+    with reported():
+        from rl_launch.commands.upgrade import upgraded_text
+
+        text, keys = upgraded_text(file.expanduser())
+        if output is None:
+            sys.stdout.write(text)
+        else:
+            output.expanduser().write_text(text, encoding="utf-8")
+        sys.stderr.write(f"{len(keys)} keys of an earlier version{': ' if keys else ''}{', '.join(keys)}\n")
 
 
 @app.command()

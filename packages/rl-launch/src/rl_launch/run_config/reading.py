@@ -63,6 +63,9 @@ def _read(raw: RawConfig, source: str | Path | Mapping[str, Any]) -> RunPlan:
         resolved = resolve(raw, root_type(algorithm, raw), checks=[checks], hint=hint)
     except ConfigProblems as error:
         remarks = hints.remarks(raw.name) if raw.files else []
+        if raw.files and len(keys := raw.upgraded(root_type(algorithm, raw), is_whole=False)[1]) > 2:
+            rewrite = f"To rewrite a file that has them: rl config upgrade {raw.files[-1]} --output FILE"
+            remarks.append(f"{len(keys)} keys are those of an earlier version. {rewrite}")
         raise ConfigProblems("\n".join([str(error), *remarks]), error.problems) from None
     return checks.planned(resolved)
 
@@ -153,6 +156,8 @@ def read_raw(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = 
     if not isinstance(found, Mapping) and _is_recorded(Path(found).expanduser()):
         with suppress(ConfigError):  # reported when the config is read
             raw = of_this_version(raw, type_of(raw), Path(found).expanduser())
+        if raw.origin("run_dir").source == raw.name:  # the folder may have been copied or moved
+            raw = raw.with_values({"run_dir": str(Path(found).expanduser().absolute().parent)}, raw.name)
     raw = with_models_of_runs(raw)
     if takes_out_validation(raw):
         with suppress(ConfigError):  # reported when the config is read

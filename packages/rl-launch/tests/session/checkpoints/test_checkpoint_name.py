@@ -1,6 +1,7 @@
 """Every way to name a checkpoint of a run names the same one, in every command that takes one."""
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -159,3 +160,11 @@ def test_what_takes_a_run_says_which_run_a_checkpoint_is_of(run):
         RunFolder("runs/sft/checkpoints/step_4")
     with pytest.raises(RunDirectoryError, match=r"there is no run at runs/sft:4\. Did you mean runs/sft\?"):
         RunFolder("runs/sft:4")
+
+
+def test_the_config_of_a_copied_run_has_the_folder_that_it_is_in(run, tmp_path):
+    config = run / "config.yaml"
+    config.write_text(f"run_dir: {run}\n{config.read_text()}")
+    shutil.copytree(run, tmp_path / "copy")
+    assert read_raw("copy").select("run_dir") == str(tmp_path / "copy")
+    assert read_raw("copy", ["run_dir=elsewhere"]).select("run_dir") == "elsewhere"
