@@ -194,9 +194,9 @@ def test_different_answers_are_wrong(answer: Any, completion: str) -> None:
         pytest.param(
             "numeric", "The answer is 72, in total, so it is.", "72", 1.0, id="two commas [stanford-crfm/helm#4337]"
         ),
-        pytest.param("numeric", "3a5", "5", 1.0, id="a letter between [stanford-crfm/helm#4289]"),
+        pytest.param("numeric", "3a5", "5", 0.0, id="a letter between [stanford-crfm/helm#4289]"),
         ("numeric", "The answer is 42, as 40 + 2 = 41 + 1", "42", 1.0),
-        ("numeric", "5-2", "2", 1.0),
+        ("numeric", "5-2", "2", 0.0),
         ("numeric", "is it -2", "2", 0.0),
         ("numeric", "1,234", "1234", 1.0),
         ("numeric", r"\boxed{x = 1/2}", "0.5", 1.0),

@@ -16,11 +16,10 @@ MAX_BITS = 40_000
 MAX_FACTORIAL = 2000
 
 _TOKEN = re.compile(
-    r"\s*(?:(?P<number>\d+(?:,\d{3})+(?![\d,])(?:\.\d+)?|\d+\.?\d*|\.\d+)"
-    r"|(?P<frac>\\[dtc]?frac)|(?P<binom>\\[dt]?binom)|(?P<times>\\cdot|\\times|×|·|\*\*?)|(?P<over>\\div|÷|/)"
-    r"|(?P<sign>[-+−])|(?P<power>\^)|(?P<bang>!)|(?P<open>[({\[])|(?P<close>[)}\]]))"
+    r"\s*(?:(?P<number>(?:\d+(?:,\d{3})+(?![\d,])(?:\.\d+)?|\d+\.?\d*|\.\d+)(?:[eE][-+]?\d{1,4}(?![\d.]))?)"
+    r"|(?P<frac>\\frac)|(?P<binom>\\binom)|(?P<times>\\cdot|\\times|\*|x(?=\s*10\^))|(?P<over>/)"
+    r"|(?P<sign>[-+])|(?P<power>\^)|(?P<bang>!)|(?P<open>[({\[])|(?P<close>[)}\]]))"
 )
-_SPACED = re.compile(r"\\(?:left|right|big|Big|displaystyle)(?![A-Za-z])|\\[,;:!]|\\quad|\{,\}")
 _CLOSING = {"(": ")", "{": "}", "[": "]"}
 
 
@@ -29,13 +28,12 @@ class NotExact(ValueError):
 
 
 def exact_value(text: str) -> Fraction | None:
-    """Return the value of a constant expression in LaTeX or plain form; None for anything else.
+    """Return the value of a constant expression in canonical notation; None for anything else.
 
     White space between two digits does not multiply: `1 2` has no value.
     """
     if len(text) > MAX_LENGTH or not any(character.isdigit() for character in text):
         return None
-    text = _SPACED.sub(lambda match: "" if match[0] in (r"\left", r"\right", "{,}", r"\!") else " ", text)
     try:
         return _Reader(text).whole()
     except (NotExact, ZeroDivisionError):
@@ -73,7 +71,9 @@ class _Reader:
         return self._tokens[self._at - 1][1]
 
     def _sum(self) -> Fraction:
-        total = self._product()
+        # the sign of a mixed number belongs to all of it
+        negative = self._kind() == "sign" and self._take() == "-"
+        total = -self._product() if negative else self._product()
         while self._kind() == "sign":
             sign = self._take()
             term = self._product()
@@ -204,8 +204,9 @@ class _Reader:
 
 
 def _number(text: str) -> Fraction:
-    digits, _, decimals = text.replace(",", "").partition(".")
-    return Fraction(_digits(digits + decimals), 10 ** len(decimals))
+    mantissa, _, exponent = text.lower().replace(",", "").partition("e")
+    digits, _, decimals = mantissa.partition(".")
+    return Fraction(_digits(digits + decimals), 10 ** len(decimals)) * Fraction(10) ** int(exponent or 0)
 
 
 def _digits(text: str) -> int:

@@ -1,40 +1,22 @@
-"""Answers in parsed form: quantities, numerals of other bases, names, collections, intervals, equations."""
+"""Answers in parsed form: quantities, numerals, names, times, collections, intervals, equations."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
-from fractions import Fraction
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
-from rl_envs.math.exact import exact_value
-from rl_envs.math.number import Number, read_number
+from rl_envs.math.notation import canonical
+from rl_envs.math.number import Number, number_in, plain_value, split_unit, spoken_value
+from rl_envs.math.unit import Unit
 
 MAX_LENGTH = 3000
 """Longest string, other than a number, that is read as a form."""
 MAX_ITEMS = 40
 """Longest collection that is compared item by item."""
-
-_TEXT = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
-_SPACE = re.compile(r"\\(?:left|right|big|Big|bigg|Bigg|displaystyle)(?![A-Za-z])|\\[,;:! ]|\\q?quad|~|\$|\s+")
-_NUMERAL = re.compile(r"\(?([0-9A-Za-z]+)\)?_(?:\{(?:\\text\{)?(\d{1,2}|[a-z]+)\}?\}|(\d{1,2}))")
-_BASES = {"two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7", "eight": "8", "nine": "9"}
-_WORDS = re.compile(r"(?=.*[A-Za-z]{3}|.*[A-Za-z]\.)[A-Za-z]+(?:[ .,'-]+[A-Za-z]+)*\.?")
-_DOTS = re.compile(r"\\[lcd]?dots[cbmio]?(?![A-Za-z])|\.\.\.|…")
-_REPEATING = re.compile(r"([-+−]?\d*)\.(\d*)(?:\\overline\s*\{(\d+)\}|\\overline\s*(\d)|\((\d+)\))")
-_RATIO = re.compile(r"\d{1,15}(?::\d{1,15}){1,5}")
-_CLOCK = re.compile(r"\d{1,3}(?::[0-5]\d){1,2}")
-_SETS = (("\\{", "\\}"), ("{", "}"))
-_RELATION = re.compile(r"(\\leqslant|\\geqslant|\\leq?(?![A-Za-z])|\\geq?(?![A-Za-z])|\\lt|\\gt|<=|>=|≤|≥|<|>)")
-_LESS = {"<": True, r"\lt": True, "<=": False, "≤": False, r"\le": False, r"\leq": False, r"\leqslant": False}
-_MORE = {">": True, r"\gt": True, ">=": False, "≥": False, r"\ge": False, r"\geq": False, r"\geqslant": False}
-_VARIABLE = re.compile(r"[A-Za-z]|\\(?:theta|alpha|beta|lambda|mu)")
-_TERM = r"\\?[A-Za-z]+(?: [A-Za-z]+)*(?:_\{?\w+\}?)?'?(?:\([^()]*\))?"
-_NAMED = re.compile(rf"{_TERM}(?:[-+]{_TERM})*")
-_ENDLESS = {
-    r"\infty": 1, r"+\infty": 1, "∞": 1, "+∞": 1, "inf": 1, "infinity": 1, "oo": 1,
-    r"-\infty": -1, "-∞": -1, "-inf": -1, "-infinity": -1, "-oo": -1,
-}  # fmt: skip
+MAX_DEPTH = 3
+"""Maximum number of forms within one another."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +29,24 @@ class Numeral:
 
 @dataclass(frozen=True)
 class Name:
-    """Words that are not mathematics; case does not count."""
+    """Words that are not mathematics; case does not count, and the order of several names does not either."""
 
-    words: str
+    words: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Letters:
+    """Capital letters: points of a figure, variables, or options if they are written apart, as in `A, C`."""
+
+    letters: str
+    are_apart: bool
+
+
+@dataclass(frozen=True)
+class Written:
+    """Text that looks like arithmetic and is not, or not surely: dates, scores, ranges, places in a grid."""
+
+    text: str
 
 
 @dataclass(frozen=True)
@@ -74,6 +71,13 @@ class Ratio:
 
 
 @dataclass(frozen=True)
+class TimeOfDay:
+    """A time with "a.m." or "p.m.", in seconds after midnight."""
+
+    seconds: int
+
+
+@dataclass(frozen=True)
 class Expression:
     """Anything else, as it is written."""
 
@@ -81,10 +85,11 @@ class Expression:
 
 
 @dataclass(frozen=True)
-class Exact:
-    """A constant expression with its value."""
+class Quantity:
+    """A value that is not a plain number, with the units that it can have."""
 
-    value: Fraction
+    value: Form
+    units: tuple[Unit, ...]
 
 
 @dataclass(frozen=True)
@@ -94,11 +99,13 @@ class Interval:
     Args:
         low, high: Bounds; None is infinite.
         is_open: Whether each bound is left out.
+        name: The variable of an inequality; empty if there is none.
     """
 
     low: Form | None
     high: Form | None
     is_open: tuple[bool, bool]
+    name: str = ""
 
 
 @dataclass(frozen=True)
@@ -124,143 +131,250 @@ class Union:
 
 @dataclass(frozen=True)
 class Equation:
-    """`left = right`."""
+    """`left = value`, or a chain such as `x = 3 + 4 = 7`.
+
+    Args:
+        left: What is equal to the values, as it is written; empty if that is a value too.
+        values: Values that must all be the same.
+        rounded: A value after a sign of approximation.
+    """
 
     left: str
-    right: Form
+    values: tuple[Form, ...]
+    rounded: Form | None = None
 
 
-Form = Number | Numeral | Name | Series | Exact | Interval | Collection | Union | Equation | Ratio | Expression
+Form = (
+    Number | Numeral | Name | Letters | Written | Series | Ratio | TimeOfDay | Quantity | Interval | Collection | Union
+    | Equation | Expression
+)  # fmt: skip
+
+REALS = Interval(None, None, (True, True))
+EMPTY = Name(("empty set",))
+
+_TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")
+_ABOUT = re.compile(
+    r"^(?:=|\\approx|(?:about|approximately|approx\.?|roughly|around|circa|ca\.)(?![A-Za-z]))\s*", re.IGNORECASE
+)
+_NUMERAL = re.compile(r"\(?([0-9A-Za-z]+)\)?\s*_\s*(?:\{(?:\\text\s*\{)?\s*(?:base )?(\w+)\s*\}?\}|(\d{1,2}))")
+_SPOKEN_BASE = re.compile(r"([0-9A-Fa-f]+),? (?:in )?base[ -](\w+)")
+_PROGRAMMED = re.compile(r"0(?:x([0-9a-f]+)|b([01]+)|o([0-7]+))", re.IGNORECASE)
+_BASES = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10,
+          "twelve": 12, "sixteen": 16}  # fmt: skip
+_WRITTEN = re.compile(
+    r"\d+(?:\s*-\s*\d+(?:/\d+)?)+|\d+\s*/\s*\d+(?:\s*/\s*\d+)+|\d+(?:\.\d+){2,}|\d+(?:\s+to\s+\d+)+"
+    r"|[A-Za-z]+\d+[A-Za-z]*(?:\s*-\s*[A-Za-z]+\d+)?|\d+[A-Za-z]+\d[0-9A-Za-z]*|#\d+"
+    r"|\d{4}-\d\d-\d\dT[\d:.]+Z?|\d{1,2}[A-Z]|[A-Z]-\d+|\d{1,2}:\d\d\s*-\s*\d{1,2}:\d\d"
+)
+_SCORE = re.compile(r"\d+-\d+")
+_RATIO = re.compile(r"\d{1,15}(?:\s*:\s*\d{1,15}){1,5}")
+_CLOCK = re.compile(r"\d{1,3}(?::[0-5]\d){1,2}")
+_TIME_OF_DAY = re.compile(r"(\d{1,2})(?:[:.]([0-5]\d))?(?::([0-5]\d))?\s*([ap])\.?\s?m\.?", re.IGNORECASE)
+_SETS = (("\\{", "\\}"), ("{", "}"))
+_RELATION = re.compile(r"(\\(?:le|ge|ne)(?![A-Za-z])|<|>)\s*")
+_LESS = {"<": True, r"\le": False}
+_MORE = {">": True, r"\ge": False}
+_VARIABLE = re.compile(r"[A-Za-z](?:_\{?\w\}?)?|\\(?:theta|alpha|beta|gamma|lambda|mu|phi)")
+_GREEK = r"\\(?:theta|alpha|beta|gamma|delta|lambda|mu|phi|omega|rho|sigma|tau|Delta|Omega)"
+_TERM = rf"(?:{_GREEK}|(?![ei]\b)[A-Za-z]+)(?: [A-Za-z]+)*(?:_\s*\{{?\w+\}}?)?'*(?:\s*\([^()]*\))?"
+_DERIVATIVE = r"\\frac\s*\{\s*d\s*[A-Za-z]?\s*\}\s*\{\s*d\s*[A-Za-z]\s*\}\s*[A-Za-z]?|d[A-Za-z]/d[A-Za-z]"
+_FIGURE = r"\\(?:angle|triangle|overline|vec|overrightarrow|widehat|hat|bar)\s*\{?\s*[A-Za-z]{1,5}\s*\}?"
+_NAMED = re.compile(
+    rf"(?:m\s*)?(?:{_FIGURE}|{_DERIVATIVE}|{_TERM}(?:\s*[-+]\s*{_TERM})*)|[A-Za-z]\^\{{?-1\}}?\s*\([a-z]\)"
+)
+_CLASS = re.compile(r"\\?\{\s*([A-Za-z])\s*(?:\\in\s*\\mathbb\{R\}\s*)?[|:](.*[^\\])\\?\}")
+_POINT = re.compile(r"([A-Z])'?\s*(\(.*\))")
+_ENDLESS = {r"\infty": 1, r"+\infty": 1, r"-\infty": -1}
+_WITHOUT = re.compile(r"\\mathbb\{R\}\s*(?:\\setminus|\\backslash|-)\s*(\\?\{.*\\?\})")
+_EXCEPT = re.compile(r"\ball reals?(?: numbers?)?(?:,? except| but) (?:for )?(?:[a-z] ?= ?)?(.+)", re.IGNORECASE)
+_AND = re.compile(r"\\text\s*\{\s*and\s*\}|(?<![A-Za-z\\])and(?![A-Za-z])|\\(?:land|wedge)(?![A-Za-z])")
+_OR = re.compile(r"\\text\s*\{\s*or\s*\}|(?<![A-Za-z\\])or(?![A-Za-z])|\\(?:lor|vee)(?![A-Za-z])|;")
+
+_LETTER = r"[^\W\d_]"
+_WORDS = re.compile(rf"{_LETTER}+(?:['.,&/ -]+{_LETTER}+)*[.!]?")
+_SHORT = "no ok up on in at go us we me he if is it by my do so to of or an as be am pm uk eu un"
+_SHORT_WORDS = frozenset(_SHORT.split())
+_VARIABLES = re.compile(r"[b-df-hj-np-tv-z]{1,4}|(?:a[bcdx-z]|[bcdx-z]a|[abcd]{3,4}|[a-z][a-z])")
+_CAPITALS = re.compile(r"[A-Z]{2,6}")
+_OPTIONS = re.compile(r"\(?[A-Z]\)?(?:\s*(?:,|;|&|\band\b|\\text\s*\{\s*and\s*\}|\s)\s*(?:and\s+)?\(?[A-Z]\)?)+")
+_ARTICLE = re.compile(r"^(?:the|a|an) ")
+_SYNONYMS = {
+    "dne": "does not exist", "no limit": "does not exist", "none exist": "empty set", "null set": "empty set",
+    "infinite": "infinity", "positive infinity": "infinity", "minus infinity": "negative infinity",
+}  # fmt: skip
+_NO_SOLUTION = re.compile(
+    r"(?:(?:there (?:is|are) )?no (?:(?:real|such|valid|possible) )?(?:solutions?|roots?)(?: exists?)?)"
+)
+_ALL_REALS = re.compile(r"(?:(?:for )?all|any|every) (?:real numbers?|reals?)(?: [a-z])?")
 
 
 def squeezed(text: str) -> str:
     """Return a string without white space and commands that only set it, except a space between two letters or digits,
     which counts."""
-
-    def space(match: re.Match[str]) -> str:
-        before = match.string[match.start() - 1 : match.start()]
-        after = match.string[match.end() : match.end() + 1]
-        return " " if before.isalnum() and after.isalnum() else ""
-
-    return _SPACE.sub(space, text.strip())
+    return re.sub(r"(?<=\W)\s+|\s+(?=\W)", "", canonical(text))
 
 
 def names_a_value(text: str) -> bool:
     """Return whether the left side of an equation names its right side, as `x`, `f(x)`, `a_1`, `m+n` and words do, and
     `x^2` does not."""
-    plain = squeezed(_TEXT.sub(r"\1", text))
+    plain = " ".join(_TEXT.sub(r" \1 ", text).split())
     return len(plain) <= MAX_LENGTH and _NAMED.fullmatch(plain) is not None
 
 
 def is_variable(text: str) -> bool:
     """Return whether a string is the name of one variable."""
-    return _VARIABLE.fullmatch(squeezed(text)) is not None
+    return _VARIABLE.fullmatch(text.strip()) is not None
 
 
-def read(text: str, depth: int = 0) -> Form:
+def read(text: str) -> Form:
     """Read an answer."""
-    text = _TEXT.sub(r"\1", text).strip() if _is_words(_TEXT.sub(r"\1", text)) else text.strip()
+    return _read(canonical(text), 0)
+
+
+def _read(text: str, depth: int) -> Form:
+    text = text.strip()
     if (wrapped := _TEXT.fullmatch(text)) is not None:
-        text = wrapped[1].strip()
-    if numeral := _NUMERAL.fullmatch(squeezed(text)):
-        base = numeral[2] or numeral[3]
-        if (base := _BASES.get(base, base)).isdigit():
-            return Numeral(numeral[1].lstrip("0").lower() or "0", int(base))
-    if (number := read_number(text)) is not None:
-        return number
+        text = canonical(wrapped[1])
     if len(text) > MAX_LENGTH:
-        return Expression(text)
-    if _RATIO.fullmatch(plain := squeezed(text)):
-        return Ratio(plain, tuple(map(int, plain.split(":"))), _CLOCK.fullmatch(plain) is not None)
-    if _DOTS.search(text):
-        return Series(_DOTS.sub("...", squeezed(text)))
-    if (repeating := _repeating(squeezed(text))) is not None:
-        return Exact(repeating)
-    if _is_words(text):
-        return Name(" ".join(re.split(r"[ ,]+", text.casefold().strip(". "))))
-    if (value := exact_value(text)) is not None:
-        return Exact(value)
-    if depth < 3:
-        return _compound(text, depth) or Expression(text)
-    return Expression(text)
+        return number_in(text) or Expression(text)
+    text = _ABOUT.sub("", text)
+    readers = _READERS if depth < MAX_DEPTH else _FLAT_READERS
+    found = (form for reader in readers if (form := reader(text, depth)) is not None)
+    return next(found, Expression(text))
 
 
-def _is_words(text: str) -> bool:
-    return len(text) < 200 and "_" not in text and _WORDS.fullmatch(text.strip()) is not None
-
-
-def _compound(text: str, depth: int) -> Form | None:
-    """A collection, an interval, or an equation."""
-    plain = squeezed(text)
-    if parts := _split(plain, (r"\cup", "∪")):
-        return Union(tuple(read(part, depth + 1) for part in parts))
-    if (interval := _bounded(plain, depth)) is not None:
-        return interval
-    for opening, closing in _SETS:
-        if plain.startswith(opening) and plain.endswith(closing) and len(plain) > len(opening) + len(closing):
-            inner = plain[len(opening) : -len(closing)]
-            if "|" in inner or ":" in inner:
-                return None
-            items = _split(inner, (",",)) or [inner]
-            return _collection(items, depth, is_ordered=False)
-    if plain[:1] in "([" and plain[-1:] in ")]" and _closes(plain):
-        items = _split(plain[1:-1], (",",))
-        if items:
-            return _pair_or_interval(plain[0] + plain[-1], items, depth)
+def _numeral(text: str, _: int) -> Form | None:
+    if (programmed := _PROGRAMMED.fullmatch(text)) is not None:
+        digits, base = next((each, base) for each, base in zip(programmed.groups(), (16, 2, 8), strict=True) if each)
+        return Numeral(digits.lstrip("0").lower() or "0", base)
+    match = _NUMERAL.fullmatch(text) or _SPOKEN_BASE.fullmatch(text)
+    if match is None or not any(map(str.isdigit, match[1])):
         return None
-    if items := _split(
-        re.sub(r"\b(?:and|or)\b|\\(?:text|mbox|textrm)\s*\{\s*(?:and|or)\s*\}|\\quad", ",", text), (",", ";")
-    ):
-        cleaned = [item for item in map(str.strip, items) if item]
-        return _collection(cleaned, depth, is_ordered=False)
-    if r"\pm" in plain or "±" in plain:
-        both = [re.sub(r"\\pm|±", sign, plain) for sign in "+-"]
-        return _collection([each.removeprefix("+") for each in both], depth, is_ordered=False)
-    left, equals, right = plain.partition("=")
-    if equals and left and right and not set("=<>!") & set(right) and not left.endswith(("<", ">", "!", "\\")):
-        return Equation(left, read(right, depth + 1))
-    if (member := re.fullmatch(r"[A-Za-z]\\in(?![A-Za-z])(.+)", plain)) is not None:
-        return read(member[1], depth + 1)
+    written = next(each for each in match.groups()[1:] if each).casefold()
+    base = int(written) if written.isdigit() else _BASES.get(written, 0)
+    return Numeral(match[1].lstrip("0").lower() or "0", base) if 2 <= base <= 36 else None
+
+
+def _time(text: str, _: int) -> Form | None:
+    plain = " ".join(_TEXT.sub(r" \1 ", text).split())
+    if (time := _TIME_OF_DAY.fullmatch(plain)) is not None and 1 <= int(time[1]) <= 12:
+        hour = int(time[1]) % 12 + 12 * (time[4].lower() == "p")
+        return TimeOfDay(hour * 3600 + int(time[2] or 0) * 60 + int(time[3] or 0))
+    if _RATIO.fullmatch(text) is None:
+        return None
+    tight = text.replace(" ", "")
+    return Ratio(tight, tuple(map(int, tight.split(":"))), _CLOCK.fullmatch(tight) is not None)
+
+
+def _written(text: str, _: int) -> Form | None:
+    if _WRITTEN.fullmatch(text) is None or (number_in(text) is not None and not set("-/") & set(text)):
+        return None
+    return Written(re.sub(r"\s*-\s*", "-", re.sub(r"\s+to\s+", "-", text)).replace(" ", "").casefold())
+
+
+def _number(text: str, _: int) -> Form | None:
+    return number_in(text)
+
+
+def _series(text: str, _: int) -> Form | None:
+    return Series(re.sub(r"(?<=\W)\s+|\s+(?=\W)", "", text)) if "..." in text else None
+
+
+def _special(text: str, _: int) -> Form | None:
+    """The empty set, the real numbers and infinity, by their signs and by their names."""
+    tight = text.replace(" ", "")
+    if tight in (r"\emptyset", r"\{\}", "{}"):
+        return EMPTY
+    if tight == r"\mathbb{R}":
+        return REALS
+    if tight in _ENDLESS:
+        return Name(("infinity" if _ENDLESS[tight] > 0 else "negative infinity",))
+    if (without := _WITHOUT.fullmatch(text)) is not None or (without := _EXCEPT.fullmatch(_TEXT.sub(r"\1", text))):
+        points = _read(without[1], 1)
+        return _reals_without(points.items if isinstance(points, Collection) else (points,))
     return None
 
 
-def _collection(items: Sequence[str], depth: int, *, is_ordered: bool, brackets: str = "") -> Form | None:
-    if not items or len(items) > MAX_ITEMS:
+def _words(text: str, _: int) -> Form | None:
+    plain = " ".join(_TEXT.sub(r" \1 ", text).split()) if len(text) < 200 else ""
+    if _OPTIONS.fullmatch(plain):
+        return Letters("".join(sorted(re.findall(r"(?<![A-Za-z])[A-Z](?![A-Za-z])", plain))), are_apart=True)
+    if _CAPITALS.fullmatch(plain):
+        return Letters(plain, are_apart=False)
+    if _WORDS.fullmatch(plain) is None or (text == plain and _is_product(plain)):
         return None
-    found = tuple(read(item, depth + 1) for item in items)
-    # the set of one solution is that solution, but not within another set
-    return found[0] if len(found) == 1 and depth == 0 else Collection(found, is_ordered, brackets)
+    folded = _ARTICLE.sub("", re.sub(r"[ .]+", " ", plain.casefold().strip(" .!")))
+    if (value := spoken_value(folded)) is not None:
+        return Number(value)
+    if _ALL_REALS.fullmatch(folded):
+        return REALS
+    if _NO_SOLUTION.fullmatch(folded):
+        return EMPTY
+    if "infinity" in (folded, folded := _SYNONYMS.get(folded, folded)):
+        return Name(("infinity",))
+    return Name(tuple(sorted(part.strip() for part in re.split(r",|&| and ", folded) if part.strip())))
 
 
-def _pair_or_interval(brackets: str, items: Sequence[str], depth: int) -> Form | None:
-    """A tuple; with one of its ends infinite or with brackets of two kinds, an interval."""
-    if len(items) == 2:
-        low, high = (_ENDLESS.get(item.lower()) for item in items)
-        if low == -1 or high == 1 or brackets in ("[)", "(]"):
-            ends = [None if end else read(item, depth + 1) for item, end in zip(items, (low, high), strict=True)]
-            # nothing lies at infinity, whatever the bracket
-            is_open = (brackets[0] == "(" or ends[0] is None, brackets[1] == ")" or ends[1] is None)
-            return Interval(ends[0], ends[1], is_open)
-    return _collection(items, depth, is_ordered=True, brackets=brackets)
+def _is_product(text: str) -> bool:
+    """Return whether letters are variables side by side rather than a word."""
+    return len(text) == 1 or (text not in _SHORT_WORDS and _VARIABLES.fullmatch(text) is not None)
 
 
-def _bounded(text: str, depth: int) -> Form | None:
+def _union(text: str, depth: int) -> Form | None:
+    parts = _split(text, re.compile(r"\\cup(?![A-Za-z])|\bU\b|\\text\s*\{\s*(?:U|union)\s*\}|\bunion\b"))
+    return Union(tuple(_read(part, depth + 1) for part in parts)) if len(parts) > 1 else None
+
+
+def _alternatives(text: str, depth: int) -> Form | None:
+    """Inequalities joined by "or" or "and", and assignments joined by "or"."""
+    if len(parts := _split(text, _OR)) > 1:
+        found = [_read(part.strip(" ,"), depth + 1) for part in parts if part.strip(" ,")]
+        if all(isinstance(each, Interval | Union) for each in found):
+            flat = [each for form in found for each in (form.parts if isinstance(form, Union) else (form,))]
+            return Union(tuple(flat))
+        sizes = {len(form.items) if isinstance(form, Collection) and not form.brackets else 0 for form in found}
+        if len(sizes) == 1 and sizes.pop() > 1 and all("=" in part for part in parts):
+            return Collection(tuple(found), is_ordered=False)
+    if len(parts := _split(text, _AND)) == 2:
+        one, other = (_read(part.strip(" ,"), depth + 1) for part in parts)
+        if isinstance(one, Interval) and isinstance(other, Interval):
+            return _between(one, other)
+    return None
+
+
+def _between(one: Interval, other: Interval) -> Form | None:
+    """The interval of two inequalities that bound it from both sides."""
+    low, high = (one, other) if one.low is not None else (other, one)
+    if low.low is None or high.high is None or low.high is not None or high.low is not None or low.name != high.name:
+        return None
+    if isinstance(low.low, Number) and isinstance(high.high, Number) and low.low.value >= high.high.value:
+        return None
+    return Interval(low.low, high.high, (low.is_open[0], high.is_open[1]), low.name)
+
+
+def _inequality(text: str, depth: int) -> Form | None:
     r"""The interval of an inequality of one variable, such as `x \le 2` or `1 < x < 2`."""
     pieces = [piece.strip() for piece in _RELATION.split(text)]
     if len(pieces) not in (3, 5) or any(not piece for piece in pieces):
         return None
     if len(pieces) == 3:
         left, sign, right = pieces
-        if _VARIABLE.fullmatch(left):
-            bound, is_less = read(right, depth + 1), sign in _LESS
-        elif _VARIABLE.fullmatch(right):
-            bound, is_less = read(left, depth + 1), sign in _MORE
-        else:
+        if not is_variable(left):
+            left, right = right, left
+            sign = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le"}.get(sign, sign)
+        if not is_variable(left):
             return None
-        is_strict = _LESS.get(sign, _MORE.get(sign, True))
-        return Interval(None, bound, (True, is_strict)) if is_less else Interval(bound, None, (is_strict, True))
+        if sign == r"\ne":
+            points = _read(right, depth + 1)
+            return _reals_without(points.items if isinstance(points, Collection) else (points,), left)
+        bound = _read(right, depth + 1)
+        return (
+            Interval(None, bound, (True, _LESS[sign]), left)
+            if sign in _LESS
+            else Interval(bound, None, (_MORE[sign], True), left)
+        )
     low, first, middle, second, high = pieces
-    if not _VARIABLE.fullmatch(middle):
+    if not is_variable(middle):
         return None
     if first in _MORE and second in _MORE:
         low, high, first, second = high, low, second, first
@@ -269,36 +383,140 @@ def _bounded(text: str, depth: int) -> Form | None:
         strict = (_LESS[first], _LESS[second])
     else:
         return None
-    return Interval(read(low, depth + 1), read(high, depth + 1), strict)
+    return _endless(Interval(_read(low, depth + 1), _read(high, depth + 1), strict, middle))
 
 
-def _repeating(text: str) -> Fraction | None:
-    match = _REPEATING.fullmatch(text)
-    if match is None or len(text) > 100:
+def _endless(interval: Interval) -> Interval:
+    """Return an interval whose infinite bounds are None and open, whatever the bracket."""
+    low = None if interval.low == Name(("negative infinity",)) else interval.low
+    high = None if interval.high == Name(("infinity",)) else interval.high
+    is_open = (interval.is_open[0] or low is None, interval.is_open[1] or high is None)
+    return replace(interval, low=low, high=high, is_open=is_open)
+
+
+def _reals_without(points: Sequence[Form], name: str = "") -> Form | None:
+    """The real numbers without some points, as a union of intervals."""
+    if not all(isinstance(each, Number) and not each.units for each in points):
         return None
-    whole, fixed, cycle = match[1].replace("−", "-"), match[2], match[3] or match[4] or match[5]
-    size = Fraction(int((whole.lstrip("+-") or "0") + fixed or "0"), 10 ** len(fixed))
-    size += Fraction(int(cycle), (10 ** len(cycle) - 1) * 10 ** len(fixed))
-    return -size if whole.startswith("-") else size
+    values = sorted({each.value for each in points if isinstance(each, Number)})
+    bounds = [None, *map(Number, values), None]
+    return Union(tuple(Interval(low, high, (True, True), name) for low, high in pairwise(bounds)))
 
 
-def _split(text: str, separators: tuple[str, ...]) -> list[str]:
-    """The parts of a string between separators outside of brackets; empty without a separator there."""
+def _bracketed(text: str, depth: int) -> Form | None:
+    """A set, a tuple or an interval."""
+    if (described := _CLASS.fullmatch(text)) is not None:
+        form = _read(described[2], depth + 1)
+        return form if isinstance(form, Interval | Union) else None
+    for opening, closing in _SETS:
+        if text.startswith(opening) and text.endswith(closing) and len(text) > len(opening) + len(closing):
+            inner = text[len(opening) : -len(closing)]
+            if "|" in inner or ":" in inner:
+                return None
+            return _collection(_split(inner, _COMMA), depth, is_ordered=False)
+    if text[:1] in "([" and text[-1:] in ")]" and _closes(text):
+        items = _split(text[1:-1], _COMMA)
+        return _pair_or_interval(text[0] + text[-1], items, depth) if len(items) > 1 else None
+    if (point := _POINT.fullmatch(text)) is not None and _closes(point[2]):
+        pair = _bracketed(point[2], depth)
+        return Equation(point[1], (pair,)) if isinstance(pair, Collection) else None
+    return None
+
+
+def _list(text: str, depth: int) -> Form | None:
+    separators = _AND.sub(",", _OR.sub(",", text))
+    items = [item for item in _split(separators, _COMMA) if item]
+    return _collection(items, depth, is_ordered=False) if len(items) > 1 else None
+
+
+def _collection(items: Sequence[str], depth: int, *, is_ordered: bool, brackets: str = "") -> Form | None:
+    if not items or len(items) > MAX_ITEMS:
+        return None
+    found = tuple(_read(item, depth + 1) for item in items)
+    # the set of one solution is that solution, but not within another set
+    return found[0] if len(found) == 1 and depth == 0 else Collection(found, is_ordered, brackets)
+
+
+def _pair_or_interval(brackets: str, items: Sequence[str], depth: int) -> Form | None:
+    """A tuple; with one of its ends infinite or with brackets of two kinds, an interval."""
+    if len(items) == 2:
+        low, high = (_ENDLESS.get(item.replace(" ", "")) for item in items)
+        if low == -1 or high == 1 or brackets in ("[)", "(]"):
+            ends = [None if end else _read(item, depth + 1) for item, end in zip(items, (low, high), strict=True)]
+            # nothing lies at infinity, whatever the bracket
+            is_open = (brackets[0] == "(" or ends[0] is None, brackets[1] == ")" or ends[1] is None)
+            return Interval(ends[0], ends[1], is_open)
+    return _collection(items, depth, is_ordered=True, brackets=brackets)
+
+
+def _plus_minus(text: str, depth: int) -> Form | None:
+    if r"\pm" not in text or r"\mp" in text or text.count(r"\pm") > 1:
+        return None
+    both = [re.sub(r"\\pm\s*", sign, text).removeprefix("+") for sign in "+-"]
+    return _collection(both, depth, is_ordered=False)
+
+
+def _equation(text: str, depth: int) -> Form | None:
+    sides = _split(text, re.compile(r"(?<![<>!\\:])=(?!=)|\\approx(?![A-Za-z])"))
+    if len(sides) < 2 or len(sides) > 8 or not all(sides) or _RELATION.search(text):
+        return None
+    is_rounded = re.search(r"\\approx(?![A-Za-z])", text) is not None
+    if is_rounded and "=" in text.rpartition(r"\approx")[2]:
+        return None
+    left, *rest = sides
+    names = [name.strip() for name in left[1:-1].split(",")] if left[:1] == "(" and left[-1:] == ")" else []
+    if len(names) > 1 and all(map(is_variable, names)):
+        return _assigned(names, _read(rest[-1], depth + 1)) if len(rest) == 1 else None
+    forms = [_read(side, depth + 1) for side in rest]
+    if not names_a_value(left) and (len(rest) > 1 or is_rounded or plain_value(left) is not None):
+        left, forms = "", [_read(left, depth + 1), *forms]
+    rounded = forms.pop() if is_rounded and len(forms) > 1 else None
+    return Equation(left, tuple(forms), rounded)
+
+
+def _assigned(names: Sequence[str], value: Form) -> Form | None:
+    """The values of several variables, from `(x, y) = (1, 2)`."""
+    if not isinstance(value, Collection) or not value.is_ordered or len(value.items) != len(names):
+        return None
+    return Collection(tuple(Equation(name, (item,)) for name, item in zip(names, value.items, strict=True)), False)
+
+
+def _member(text: str, depth: int) -> Form | None:
+    member = re.fullmatch(r"([A-Za-z])\s*\\in(?![A-Za-z])(.+)", text)
+    if member is None:
+        return None
+    form = _read(member[2], depth + 1)
+    return replace(form, name=member[1]) if isinstance(form, Interval) else form
+
+
+def _quantity(text: str, depth: int) -> Form | None:
+    split = split_unit(text)
+    if split is None or any(unit.count != 1 for unit in split[1]):
+        return None
+    return Quantity(_read(split[0], depth + 1), split[1])
+
+
+_COMMA = re.compile(r",")
+_FLAT_READERS: tuple[Callable[[str, int], Form | None], ...] = (
+    _numeral, _time, _written, _number, _series, _special, _words,
+)  # fmt: skip
+_READERS = (
+    *_FLAT_READERS, _union, _alternatives, _inequality, _bracketed, _list, _plus_minus, _equation, _member, _quantity,
+)  # fmt: skip
+
+
+def _split(text: str, separator: re.Pattern[str]) -> list[str]:
+    """Return the parts of a string between separators outside of brackets."""
     parts, depth, start, position = [], 0, 0, 0
     while position < len(text):
-        found = next((each for each in separators if text.startswith(each, position)), "") if depth == 0 else ""
-        if found and not (found == "," and _is_grouping(text, position)):
+        found = separator.match(text, position) if depth == 0 else None
+        if found and found.end() > position:
             parts.append(text[start:position].strip())
-            position = start = position + len(found)
+            position = start = found.end()
             continue
         depth += (text[position] in "([{") - (text[position] in ")]}")
         position += 1
-    return [*parts, text[start:].strip()] if parts else []
-
-
-def _is_grouping(text: str, position: int) -> bool:
-    """Return whether a comma groups the digits of a number in braces, as `1{,}000` does."""
-    return text[position - 1 : position] == "{" and text[position + 1 : position + 2] == "}"
+    return [*parts, text[start:].strip()]
 
 
 def _closes(text: str) -> bool:

@@ -10,7 +10,7 @@ from decimal import Decimal
 from typing import Any
 
 from rl_envs.math.config import AnswerFormat
-from rl_envs.math.extraction import unboxed
+from rl_envs.math.extraction import final_answer
 from rl_envs.multiple_choice.letter import letter_of
 
 _BARE_LETTER = re.compile(r"[A-Z]|\([A-Z]\)|\[[A-Z]\]|[A-Z][.)]|\\text\s*\{\(?[A-Z]\)?\}")
@@ -53,7 +53,7 @@ def _text(answer: Any) -> str:
     is_nan = isinstance(answer, str) and answer.strip().lower() == "nan"  # as CSV files have it
     if is_nan or (isinstance(answer, float) and not math.isfinite(answer)):
         raise ValueError(f"an answer must be a finite number, got {answer!r}")
-    text = unboxed(_digits(answer) if isinstance(answer, int) else str(answer))
+    text = final_answer(_digits(answer) if isinstance(answer, int) else str(answer))
     if not text:
         raise ValueError("the answer in the prompt's info is empty")
     return text

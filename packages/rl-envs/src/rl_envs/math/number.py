@@ -1,175 +1,173 @@
-"""Numbers as people write them, read exactly."""
+"""Numbers and units as people write them, read exactly."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from fractions import Fraction
 
-from rl_envs.math.unit import read_unit, unwrapped
+from rl_envs.math.exact import exact_value
+from rl_envs.math.notation import MAX_LENGTH, canonical
+from rl_envs.math.unit import MAX_LENGTH as MAX_UNIT
+from rl_envs.math.unit import Unit, combined, read_unit, sized
 
-MAX_EXPONENT = 5000
-"""Largest power of ten, or power of an integer, that is written out; a longer string is not read as a number."""
-MAX_DIGITS = 100_000
-"""Longest text that is read as a number."""
-
-_PLAIN = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+"
-_DECIMAL = re.compile(rf"(?P<sign>[-+]?)(?P<digits>{_PLAIN})(?:[eE](?P<exponent>[-+]?\d+))?")
-_POWER = re.compile(r"(?P<base>[-+]?\d+)\^(?:\{(?P<braced>[-+]?\d+)\}|(?P<bare>\d))")
-_SCIENTIFIC = re.compile(rf"(?P<digits>[-+]?(?:{_PLAIN}))(?:\\times|\\cdot|×|\*|x)(?P<power>10\^.*)")
-_LATEX_FRACTION = re.compile(
-    r"(?P<sign>[-+]?)\\[dtc]?frac(?:\{(?P<a>[^{}]+)\}|(?P<a1>\d))(?:\{(?P<b>[^{}]+)\}|(?P<b1>\d))"
+_LONG = re.compile(r"(?P<sign>[-+]?)(?P<digits>(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?)")
+_REPEATING = re.compile(
+    r"(?P<sign>[-+]?)(?P<whole>\d*)\.(?P<fixed>\d*)"
+    r"(?:\\(?:overline|bar)\s*\{(?P<line>\d+)\}|\\(?:overline|bar)\s*(?P<digit>\d)|\((?P<bracket>\d+)\)"
+    r"|\\dot\s*\{?(?P<first>\d)\}?(?:(?P<middle>\d*)\\dot\s*\{?(?P<last>\d)\}?)?)"
 )
-_MIXED = re.compile(r"(?P<sign>[-+]?)(?P<whole>\d+)(?:\s+(?P<slash>\d+/\d+)|\s*(?P<latex>\\[dtc]?frac\s*\{?\d.*))")
-_UNIT = re.compile(
-    r"(?<=[\d})!])(?:\s*(?P<latex>\\(?:text|mathrm|mbox|textrm|operatorname)\s*\{[^{}]*\}.*)| (?P<word>[A-Za-zµΩ].*))$"
+_OVERLINES = re.compile(r"(?<=\})\\overline\{(\d)\}")
+_ENDLESS = re.compile(
+    r"(?P<sign>[-+]?)(?P<whole>\d*)\.(?P<fixed>\d*?)(?:(?P<one>\d)(?P=one){2,}|(?P<cycle>\d{2,6})(?P=cycle)+)\.\.\."
 )
-_GROUPED = re.compile(r"(?<![\d.])\d{1,3}(?:(?:\\[,; !]|~|[\u00a0\u2009\u202f])\d{3})+(?!\d)")
-_GROUP_GAP = re.compile(r"\\[,; !]|~|[\u00a0\u2009\u202f]")
-_DEGREES = re.compile(r"\s*(?:\^\s*\{?\s*\\circ\s*\}?|°)$")
-_MULTIPLES = {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
-_CURRENCY = re.compile(r"^([-+]?)\s*\\?(\$|€|£)\s*")
-_CURRENCIES = {"$": "dollar", "€": "euro", "£": "pound"}
+_CURRENCY = re.compile(
+    r"([-+]?)\s*\(?(US\$|R\$|[ACS]\$|[$€£¥₹₩₽₪₺₫₱₦฿₨]|(?:USD|EUR|GBP|JPY|CNY|RMB|INR|KRW|CHF|Rs\.?)(?![A-Za-z]))\s*([-+]?)"
+    r"(?=[\d.(\\])"
+)
+_TAIL = re.compile(r"\\text\s*\{|(?<![\\A-Za-z])(?:[^\W\d_]+)|[°%$€£¥₹₩₽₪₺₫₱₦฿'\"]")
+_END = re.compile(r"[\d)}\]!.|]$|\\(?:pi|theta|alpha|beta)$|(?<![A-Za-z])[A-Za-z]$")
+_ANGLE = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])|°")
+_UNIT_FRACTION = re.compile(r"\\frac\s*\{\s*(\\text\{[^{}]*\}[^{}]*)\}\s*\{\s*(\\text\{[^{}]*\}(?:\^\{?-?\d\}?)?)\s*\}")
+_SUM = re.compile(
+    r"(\d+(?:\.\d+)?)\s*((?:\\text\s*\{)?[^\W\d_{}]+\}?|[°'\"])\.?(?:\s*,?\s*(?:\\text\s*\{)?\s*(?:and\b)?\}?\s*)"
+)
 
 
 @dataclass(frozen=True)
 class Number:
-    """An exact number.
-
-    Args:
-        value: Its value; for a percentage, the number before the sign.
-        percent: True if a percent sign follows.
-        unit: The unit, as `read_unit` returns it; empty if there is none.
-    """
+    """An exact number with the units that it can have; none if it has no unit."""
 
     value: Fraction
-    percent: bool = False
-    unit: str = ""
-
-    def equals(self, other: Number) -> bool:
-        """Return whether both are the same number; a percentage equals its value (50% and 0.5) and its number (50% and
-        50).
-
-        Units must agree if both have one.
-        """
-        if self.unit and other.unit and self.unit != other.unit:
-            return False
-        if self.value == other.value:
-            return True
-        if self.percent == other.percent:
-            return False
-        mine, theirs = (n.value / 100 if n.percent else n.value for n in (self, other))
-        return mine == theirs
+    units: tuple[Unit, ...] = ()
 
 
 def read_number(text: str) -> Number | None:
-    """Read a string as a number: integer of any size, decimal, fraction, power, mixed number or percentage, with units.
-
-    None if it is anything else, an expression included.
-    """
-    if len(text) > MAX_DIGITS or not any(character.isdigit() for character in text):
+    """Read a whole string as a number: integer of any size, decimal, fraction, power, mixed number or percentage, with
+    units. None if it is anything else."""
+    if len(text) > MAX_LENGTH or not any(map(str.isnumeric, text)):
         return None
-    text = text.strip().replace("−", "-").replace("–", "-").replace("{,}", ",").replace(r"\%", "%")
-    text = _GROUPED.sub(lambda match: _GROUP_GAP.sub("", match[0]), text)
-    text = re.sub(r"\\[,;:! ]|\\quad|~", " ", text).replace("\\left", "").replace("\\right", "").strip()
-    text, symbol = _without_symbol(text)
-    text, factor, unit, percent = _without_unit(text)
-    value = _value(text)
-    return None if value is None else Number(value * factor, percent, unit or symbol)
+    return number_in(canonical(text))
 
 
-def _without_symbol(text: str) -> tuple[str, str]:
-    """The text without a sign of degrees or of a currency, and the unit that the sign stands for."""
-    if _DEGREES.search(text):
-        return _DEGREES.sub("", text), "°"
-    currency = _CURRENCY.match(text)
-    if currency is None:
-        return text, ""
-    return _CURRENCY.sub(r"\1", text), _CURRENCIES[currency[2]]
+def number_in(text: str) -> Number | None:
+    """Read a number in canonical notation."""
+    if (value := plain_value(text)) is not None:
+        return Number(value)
+    if (total := _sum(text)) is not None:
+        return total
+    split = split_unit(text)
+    value = None if split is None else plain_value(split[0])
+    return None if value is None or split is None else Number(value * split[1][0].count, counted(split[1]))
 
 
-def _without_unit(text: str) -> tuple[str, int, str, bool]:
-    """The text before its unit, the factor of a unit like `million`, the unit, and whether it is percent."""
-    text = text.strip()
-    if text.endswith("%"):
-        return text[:-1].strip(), 1, "", True
-    match = _UNIT.search(text)
+def counted(units: tuple[Unit, ...]) -> tuple[Unit, ...]:
+    """Return units without the factor in words before them; none if there is nothing else."""
+    return tuple(replace(unit, count=Fraction(1)) for unit in units if unit.powers)
+
+
+def plain_value(text: str) -> Fraction | None:
+    """Return the value of a number or constant expression without a unit."""
+    if (long := _LONG.fullmatch(text)) is not None:
+        # Decimal reads digits without the limit that int has
+        digits = Fraction(Decimal(long["digits"].replace(",", "")))
+        return -digits if long["sign"] == "-" else digits
+    if (repeating := _repeating(text)) is not None:
+        return repeating
+    return exact_value(text)
+
+
+def split_unit(text: str) -> tuple[str, tuple[Unit, ...]] | None:
+    """Return an expression in canonical notation without its unit, and the units that this can be; None without one."""
+    text = _UNIT_FRACTION.sub(r"\1/\2", text)
+    prefix: tuple[Unit, ...] = ()
+    if (currency := _CURRENCY.match(text)) is not None:
+        prefix = read_unit(currency[2])
+        text = (currency[1] or currency[3]) + text[currency.end() :]
+    for tail in _TAIL.finditer(text, max(0, len(text) - MAX_UNIT)):
+        body = text[: tail.start()].rstrip()
+        if _END.search(body) is None or not _can_begin(text, tail, body):
+            continue
+        units = read_unit(text[tail.start() :], is_marked=text.startswith("\\", tail.start()))
+        if units:
+            return body, combined(prefix, units)
+    return (text.strip(), prefix) if prefix else None
+
+
+def _can_begin(text: str, tail: re.Match[str], body: str) -> bool:
+    """Return whether a unit can begin at a place: one letter directly behind a number is a variable, and so is one
+    letter behind an expression with variables."""
+    if tail[0] in "°'\"" and _ANGLE.search(body):
+        return False
+    if len(tail[0]) > 1 or not tail[0].isalpha() or "/" in text[tail.start() :]:
+        return body.count("{") == body.count("}") and body.count("(") == body.count(")")
+    has_variables = re.search(r"(?<![\\A-Za-z])[A-Za-z]", body) is not None
+    return text[tail.start() - 1].isspace() and not has_variables
+
+
+def _sum(text: str) -> Number | None:
+    """Return a quantity in several units, such as `5 ft 3 in` and `2 hours and 30 minutes`, in the smallest of them."""
+    parts = list(_SUM.finditer(text)) if len(text) < MAX_UNIT else []
+    if len(parts) < 2 or "".join(part[0] for part in parts) != text:
+        return None
+    choices = [read_unit(part[2]) for part in parts]
+    found = [[unit for unit in units if unit.powers == last.powers] for last in choices[-1][:1] for units in choices]
+    if not all(found):
+        return None
+    sizes = [units[0].size for units in found]
+    if sorted(sizes, reverse=True) != sizes or len(set(sizes)) < len(sizes):
+        return None
+    total = sum(Fraction(part[1]) * size for part, size in zip(parts, sizes, strict=True))
+    return Number(total / sizes[-1], (found[-1][0],))
+
+
+def _repeating(text: str) -> Fraction | None:
+    if len(text) > 100:
+        return None
+    match = _REPEATING.fullmatch(_OVERLINES.sub(r"\\overline{\1}", text)) or _ENDLESS.fullmatch(text)
     if match is None:
-        return text, 1, "", False
-    written = match["latex"] or match["word"]
-    bare = text[: match.start()].strip()
-    plain = unwrapped(written).lower()
-    head, _, rest = plain.partition(" ")
-    if head in _MULTIPLES:
-        return bare, _MULTIPLES[head], read_unit(rest) or "", False
-    if plain in ("percent", "per cent", "%"):
-        return bare, 1, "", True
-    unit = read_unit(written, is_marked=match["word"] is None)
-    return (text, 1, "", False) if unit is None else (bare, 1, unit, False)
+        return None
+    found = match.groupdict()
+    cycle = found.get("line") or found.get("digit") or found.get("bracket") or found.get("one") or found.get("cycle")
+    cycle = cycle or (found["first"] or "") + (found["middle"] or "") + (found["last"] or "")
+    fixed = found["fixed"]
+    size = Fraction(int((found["whole"] or "0") + fixed), 10 ** len(fixed))
+    size += Fraction(int(cycle), (10 ** len(cycle) - 1) * 10 ** len(fixed))
+    return -size if found["sign"] == "-" else size
 
 
-def _value(text: str) -> Fraction | None:
-    text = text.strip()
-    if mixed := _MIXED.fullmatch(text):
-        part = _value((mixed["slash"] or mixed["latex"]).strip())
-        if part is None or not 0 <= part < 1:
+_ONES = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
+    "eighteen nineteen"
+)
+_SPOKEN = {word: value for value, word in enumerate(_ONES.split())}
+_SPOKEN |= {
+    word: 10 * tens
+    for tens, word in enumerate(["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"], 2)
+}
+
+
+def spoken_value(words: str) -> Fraction | None:
+    """Return the value of a number in words, such as `twenty-one`, `minus three` and `two thirds`; None for others."""
+    parts = [word for word in re.split(r"[ -]+", words.casefold()) if word != "and"]
+    negative = bool(parts) and parts[0] in ("minus", "negative")
+    total, current, seen = 0, 0, False
+    for index, word in enumerate(parts[negative:]):
+        if word in _SPOKEN or (word in ("a", "an") and index == 0 and len(parts) > 1):
+            step = _SPOKEN.get(word, 1)
+            if current % 100 and not (step < 10 and current % 10 == 0 and current % 100 >= 20):
+                return None
+            current, seen = current + step, True
+        elif (size := sized(word)) is None or not seen:
             return None
-        whole = Fraction(Decimal(mixed["whole"])) + part
-        return -whole if mixed["sign"] == "-" else whole
-    if re.search(r"\d\s+[\d.]", text):
-        return None
-    text = re.sub(r"\s+", "", text)
-    if len(text) > 2 and text[0] in "({" and text[-1] in ")}" and not set("(){},") & set(text[1:-1]):
-        text = text[1:-1]
-    readings = (read(text) for read in (_decimal, _power, _scientific, _fraction))
-    return next((value for value in readings if value is not None), None)
-
-
-def _decimal(text: str) -> Fraction | None:
-    match = _DECIMAL.fullmatch(text)
-    if match is None:
-        return None
-    exponent = match["exponent"] or "0"
-    if len(exponent) > 6 or abs(int(exponent)) > MAX_EXPONENT:
-        return None
-    # Decimal reads digits without the limit that int has
-    digits = Fraction(Decimal(match["digits"].replace(",", "")))
-    return (-digits if match["sign"] == "-" else digits) * Fraction(10) ** int(exponent)
-
-
-def _power(text: str) -> Fraction | None:
-    match = _POWER.fullmatch(text)
-    if match is None:
-        return None
-    base, exponent = match["base"], match["braced"] or match["bare"]
-    if len(base) > 20 or len(exponent) > 6 or abs(int(exponent)) > MAX_EXPONENT:
-        return None
-    if int(base) == 0:
-        return Fraction(0) if int(exponent) > 0 else None
-    # -2^2 is -(2^2)
-    power = Fraction(abs(int(base))) ** int(exponent)
-    return -power if base.startswith("-") else power
-
-
-def _scientific(text: str) -> Fraction | None:
-    match = _SCIENTIFIC.fullmatch(text)
-    if match is None:
-        return None
-    digits, power = _decimal(match["digits"]), _power(match["power"])
-    return None if digits is None or power is None else digits * power
-
-
-def _fraction(text: str) -> Fraction | None:
-    if match := _LATEX_FRACTION.fullmatch(text):
-        sign = match["sign"]
-        parts = (match["a"] or match["a1"], match["b"] or match["b1"])
-    elif text.count("/") == 1:
-        above, _, below = text.partition("/")
-        sign, parts = "", (above, below)
-    else:
-        return None
-    numerator, denominator = (_decimal(part) for part in parts)
-    if numerator is None or not denominator:
-        return None
-    return -numerator / denominator if sign == "-" else numerator / denominator
+        elif size == 100:
+            current *= 100
+        elif size > 1:
+            total, current = total + current * int(size), 0
+        elif index == len(parts) - 1 - negative:
+            value = (total + current) * size
+            return -value if negative else value
+        else:
+            return None
+    return Fraction(-(total + current) if negative else total + current) if seen else None

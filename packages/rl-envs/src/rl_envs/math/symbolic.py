@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
@@ -25,23 +26,20 @@ _NORMALISED = NormalizationConfig(
     basic_latex=True, units=False, malformed_operators=True, nits=False, boxed="none", equations=False
 )
 _CONVERTED = ConversionConfig(interpret_as_mixed_fractions=False, lowercase_symbols=False)
-_SIGNS = str.maketrans(
-    {
-        "−": "-",
-        "–": "-",
-        "×": r"\times ",
-        "·": r"\cdot ",
-        "÷": "/",
-        "π": r"\pi ",
-        "∞": r"\infty ",
-        "≤": r"\leq ",
-        "≥": r"\geq ",
-        "∪": r"\cup ",
-    }
+_ALLOWED = (
+    "frac sqrt binom cdot times pi infty sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln log exp "
+    "alpha beta gamma delta epsilon theta lambda mu nu rho sigma tau phi psi omega Delta Omega Gamma Phi "
+    "begin end sum prod max min gcd lcm lfloor rfloor lceil rceil bmod mod pmod le ge ne"
 )
-_ROOT = re.compile(r"(?<!\\)\bsqrt\s*\(([^()]*)\)|√\s*\(([^()]*)\)|√\s*(\d+)")
-_NAMES = {"pi": r"\pi ", "infinity": r"\infty ", "inf": r"\infty "}
-_NAME = re.compile(rf"(?<![\\A-Za-z])({'|'.join(_NAMES)})(?![A-Za-z])")
+_COMMANDS = frozenset(_ALLOWED.split())
+_COMMAND = re.compile(r"\\([A-Za-z]+)")
+_NOT_ARITHMETIC = re.compile(
+    r"'|\\text|[^\x00-\x7f°]|\^\s*\{?\s*T\s*\}?(?![A-Za-z])|[fgh]\s*\^\s*\{?\s*-\s*1|(?<![A-Za-z])[A-Za-z]\d|(?<![_\d])\d+\s+\d|:"
+)
+"""Marks of derivatives, inverse functions, transposed matrices and text, which the grammar would read as arithmetic."""
+_PRODUCT = re.compile(r"[b-df-hj-np-tv-z]{1,4}|[abcd]{1,4}|[A-Z]{1,2}|[A-Za-z]{1,2}")
+"""Letters side by side that can be variables; longer runs are words."""
+_DEGREES = re.compile(r"(\d+(?:\.\d+)?|\([^()]*\)|(?<![A-Za-z\\])[A-Za-z]|\\(?:theta|alpha|beta))\s*°")
 _SYMPY_ERRORS = (
     ArithmeticError,
     AttributeError,
@@ -53,12 +51,13 @@ _SYMPY_ERRORS = (
 )
 """Errors of sympy and of the parser for expressions that they did not foresee."""
 _TOWER = re.compile(
-    r"\^\s*\{?[^{}^]*\^|\d{4,}\s*\)?!|\^\s*\{?\s*\d+\s*\}?\s*\)\s*!|\^\s*\{?\s*-?\d{4,}|\^\s*\{[^{}]*\d!"
+    r"\^\s*(?:\d+|\w)\s*\^|\^\s*\{[^{}]*(?:\d|\))\s*\^\s*[\d({\\]|(?:\)\s*\^\s*\{?\s*\d+\s*\}?\s*){4}"
+    r"|\d{4,}\s*\)?!|\^\s*\{?\s*\d+\s*\}?\s*\)\s*!|\^\s*\{?\s*-?\d{4,}|\^\s*\{[^{}]*\d!"
 )
 """Powers of powers, large powers and factorials, which sympy would try to write out."""
 
-_DEGREES = (r"\circ", "°")
-"""Signs that the grammar drops, so that an angle in degrees would be read in radians."""
+_LOG = re.compile(r"\\log(?![A-Za-z]|\s*_)")
+_UNREAD = (sympy.logic.boolalg.BooleanAtom, sympy.zoo, sympy.nan, sympy.Derivative, sympy.Integral)
 _CONSTANTS = {"e": sympy.E, "i": sympy.I}
 
 
@@ -67,13 +66,37 @@ def are_equal(found: str, known: str) -> bool | None:
 
     A difference that is not zero to `DIGITS` digits refutes; only an exact simplification to zero proves.
     """
-    if not (_is_modest(found) and _is_modest(known)) or any(sign in found + known for sign in _DEGREES):
+    if not all(_is_modest(text) and _is_arithmetic(text) for text in (found, known)):
         return None
     try:
         mine, theirs = _parsed(found), _parsed_known(known)
-        return None if mine is None or theirs is None else _same(mine, theirs)
+        same = None if mine is None or theirs is None else _same(mine, theirs)
+        if same is False and _LOG.search(found + known):
+            # without a base it is that of 10 or that of e
+            natural = (_parsed(_LOG.sub(r"\\ln", text)) for text in (found, known))
+            return None if _same(*natural) is not False else False
+        return same
     except _SYMPY_ERRORS:
         return None
+
+
+def is_near(text: str, value: Fraction, distance: Fraction) -> bool:
+    """Return whether an expression without variables is at most a distance from a value."""
+    if not (_is_modest(text) and _is_arithmetic(text)):
+        return False
+    try:
+        parsed = _parsed(text)
+        return parsed is not None and bool(abs(parsed - sympy.Rational(value)) <= sympy.Rational(distance))
+    except _SYMPY_ERRORS:
+        return False
+
+
+def _is_arithmetic(text: str) -> bool:
+    """Return whether a string has nothing but the signs and functions of arithmetic, and variables."""
+    if _NOT_ARITHMETIC.search(text) or not {found[1] for found in _COMMAND.finditer(text)} <= _COMMANDS:
+        return False
+    plain = _COMMAND.sub(" ", re.sub(r"\\(?:begin|end)\{[a-z]*\}", " ", text))
+    return all(_PRODUCT.fullmatch(run[0]) for run in re.finditer(r"[A-Za-z]+", plain))
 
 
 def _is_modest(text: str) -> bool:
@@ -93,13 +116,14 @@ def _parsed_known(known: str) -> Any:
 def _parsed(text: str) -> Any:
     """The sympy object of an expression, with decimals as exact fractions; None if it cannot be read as a whole, or
     divides by zero."""
-    text = _ROOT.sub(lambda match: rf"\sqrt{{{match[1] or match[2] or match[3]}}}", text.translate(_SIGNS))
-    text = _NAME.sub(lambda match: _NAMES[match[1]], text.replace("**", "^"))
+    text = _DEGREES.sub(r"(\\frac{\\pi}{180}\\cdot(\1))", text)
+    if "°" in text:
+        return None
     try:
         expression = latex2sympy(text, is_real=True, normalization_config=_NORMALISED, conversion_config=_CONVERTED)
     except Exception:  # noqa: BLE001 - the grammar raises nothing more specific for what it cannot read
         return None
-    if not isinstance(expression, sympy.Basic | sympy.MatrixBase) or expression.has(sympy.zoo, sympy.nan):
+    if not isinstance(expression, sympy.Basic | sympy.MatrixBase) or expression.has(*_UNREAD):
         return None
     return _exact(expression)
 
@@ -124,23 +148,72 @@ def _same(mine: Any, theirs: Any) -> bool | None:
 def _same_value(mine: Any, theirs: Any) -> bool | None:
     if mine == theirs:
         return True
-    difference = mine - theirs
-    if _differs_somewhere(difference):
+    mine, theirs = _real_roots(mine), _real_roots(theirs)
+    if _differ_somewhere(mine, theirs):
         return False
-    return True if sympy.expand(difference) == 0 or sympy.simplify(difference) == 0 else None
+    # both may be defined for positive values only
+    positive = _positive(mine) & _positive(theirs)
+    positives = {symbol: sympy.Symbol(symbol.name, positive=True) for symbol in positive}
+    difference = (mine - theirs).xreplace(positives)
+    return True if any(prove(difference) == 0 for prove in _PROOFS) else None
 
 
-def _differs_somewhere(difference: Any) -> bool:
-    """Return whether a difference is certainly not zero, for some values of its variables if it has any."""
-    symbols = sorted(difference.free_symbols, key=str)
-    for start in (3, 7):
-        values = {symbol: sympy.Rational(start + 2 * index, 5) for index, symbol in enumerate(symbols)}
-        value = sympy.N(difference.subs(values), DIGITS, maxn=1000)
-        if value.is_number and value.is_finite and abs(value) > sympy.Float(10) ** (3 - DIGITS):
+def _by_exponentials(difference: Any) -> Any:
+    return sympy.cancel(sympy.together(sympy.expand(difference.rewrite(sympy.exp), power_exp=True)))
+
+
+_PROOFS: tuple[Callable[[Any], Any], ...] = (
+    sympy.expand,
+    lambda difference: sympy.expand(sympy.expand_log(difference.doit())),
+    sympy.simplify,
+    _by_exponentials,
+)
+"""Forms of a difference that are zero only if it is, the quicker ones first."""
+
+
+def _positive(expression: Any) -> set[Any]:
+    """Return the variables that must be positive, or all negative, for logarithms and square roots to be defined."""
+    arguments = {each.args[0] for each in expression.atoms(sympy.log)}
+    arguments |= {each.base for each in expression.atoms(sympy.Pow) if each.exp.is_Rational and each.exp.q == 2}
+    found: set[Any] = set()
+    for argument in arguments:
+        coefficient, powers = argument.as_coeff_mul()[0], argument.as_powers_dict()
+        if coefficient > 0 and all(base.is_Symbol or base.is_number for base in powers):
+            found |= {base for base, power in powers.items() if base.is_Symbol and power.is_odd}
+    return found
+
+
+def _real_roots(expression: Any) -> Any:
+    """Return an expression with real roots of odd order of negative numbers, as in the cube root of -8."""
+
+    def is_odd_root(each: Any) -> bool:
+        return bool(
+            each.is_Pow and each.exp.is_Rational and each.exp.q % 2 and each.exp.q > 1 and each.base.is_negative
+        )
+
+    return expression.replace(is_odd_root, lambda each: (-1) ** each.exp.p * (-each.base) ** each.exp)
+
+
+def _differ_somewhere(mine: Any, theirs: Any) -> bool:
+    """Return whether two expressions are certainly different, for some values of their variables if they have any."""
+    symbols = sorted(mine.free_symbols | theirs.free_symbols, key=str)
+    is_complex = mine.has(sympy.I) or theirs.has(sympy.I)
+    for start in (3, 7, -4, -9) if symbols else (0,):
+        values = {each: _sample(each, start, index) for index, each in enumerate(symbols)}
+        one, other = (sympy.N(side.subs(values), DIGITS, maxn=1000) for side in (mine, theirs))
+        if not all(value.is_number and value.is_finite and (is_complex or value.is_real) for value in (one, other)):
+            continue
+        # digits that two large values have in common are lost in their difference
+        difference = sympy.N((mine - theirs).subs(values), DIGITS, maxn=1000)
+        if difference.is_number and difference.is_finite and abs(difference) > sympy.Float(10) ** (3 - DIGITS):
             return True
-        if not symbols:
-            return False
     return False
+
+
+def _sample(symbol: Any, start: int, index: int) -> Any:
+    """Return a value of a variable; those that usually count are whole numbers."""
+    counts = symbol.name[0] in "nkmjNKM"
+    return sympy.Integer(abs(start) + index) if counts else sympy.Rational(start + 2 * index, 5)
 
 
 def _same_items(mine: Any, theirs: Any) -> bool | None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Iterable
 from fractions import Fraction
+from typing import Any
 
 from rl_envs.math.agreement import all_of, matched
 from rl_envs.math.config import AnswerFormat
@@ -11,21 +14,26 @@ from rl_envs.math.exact import exact_value
 from rl_envs.math.form import (
     Collection,
     Equation,
-    Exact,
     Expression,
     Form,
     Interval,
+    Letters,
     Name,
     Numeral,
+    Quantity,
     Ratio,
     Series,
+    TimeOfDay,
     Union,
+    Written,
     is_variable,
     names_a_value,
     read,
     squeezed,
 )
-from rl_envs.math.number import Number, read_number
+from rl_envs.math.number import Number, read_number, split_unit
+from rl_envs.math.prose import is_number
+from rl_envs.math.unit import Unit
 from rl_envs.time_limit import CPU_S, outside_of_limit, within
 
 MAX_BITS = 4096
@@ -53,66 +61,178 @@ def judge(found: str, known: str, answer_format: AnswerFormat) -> bool | None:
     """
     if answer_format == "dapo":
         return normalised(found) == normalised(known)
-    if answer_format == "choice" or squeezed(found) == squeezed(known):
-        return squeezed(found) == squeezed(known)
+    mine, theirs = squeezed(found), squeezed(known)
+    if answer_format == "choice" or mine == theirs:
+        return mine == theirs
     if answer_format == "numeric":
-        number, known_number = read_number(found), read_number(known)
-        if known_number is None:
-            raise ValueError(f"answer_format numeric needs a number as answer, got {known!r}")
-        return number is not None and number.equals(known_number)
-    return _same(read(found), read(known))
+        return _same_number(found, known)
+    if (decimal := _decimal_comma(known, found)) is not None and _same(read(decimal), read(found)):
+        return None
+    return _same(read(_decimal_comma(found, known) or found), read(known))
+
+
+def _same_number(found: str, known: str) -> bool | None:
+    """Compare numbers, or an equation that gives one; None if an answer is not a number as a whole."""
+    known_number = read_number(known)
+    if known_number is None:
+        raise ValueError(f"answer_format numeric needs a number as answer, got {known!r}")
+    return _same(read(found), known_number) if is_number(found) else None
+
+
+def _decimal_comma(text: str, other: str) -> str | None:
+    """Return `3,14` as the decimal `3.14`, if the other answer is one with a point; it can also be a list."""
+    is_decimal = re.fullmatch(r"[-+]?\d+,\d+", text.strip()) and re.fullmatch(r"[-+]?\d+\.\d+", other.strip())
+    return text.replace(",", ".") if is_decimal else None
 
 
 def _same(mine: Form, theirs: Form) -> bool | None:
-    if isinstance(mine, Equation) or isinstance(theirs, Equation):
-        return _same_equation(mine, theirs)
-    if isinstance(mine, Ratio) or isinstance(theirs, Ratio):
-        return _same_ratio(mine, theirs)
-    if isinstance(mine, Number | Exact) and isinstance(theirs, Number | Exact):
-        return _number(mine).equals(_number(theirs))
-    for kind in (Numeral, Name, Series):
-        if isinstance(mine, kind) or isinstance(theirs, kind):
-            return _same_written(mine, theirs)
-    if isinstance(mine, Interval | Union) or isinstance(theirs, Interval | Union):
-        return _same_interval(_as_interval(mine), _as_interval(theirs))
-    if isinstance(mine, Collection) and isinstance(theirs, Collection):
-        return _same_collection(mine, theirs)
-    if isinstance(mine, Collection) or isinstance(theirs, Collection):
-        return False
-    if any(isinstance(each, Number | Exact) and _is_long(each) for each in (mine, theirs)):
+    for kinds, compare in _COMPARISONS:
+        if isinstance(mine, kinds):
+            return compare(mine, theirs)
+        if isinstance(theirs, kinds):
+            return compare(theirs, mine)
+    for one, other in ((mine, theirs), (theirs, mine)):
+        if isinstance(one, Number) and (one.units or isinstance(other, Number)):
+            return _same_quantity(one, other)
+    return _are_equal(mine, theirs)
+
+
+def _are_equal(mine: Form, theirs: Form) -> bool | None:
+    """Compare two expressions, or an expression and a number, symbolically."""
+    one, other = _text(mine), _text(theirs)
+    if one is None or other is None:
         return None
-    return _are_equal(_text(mine), _text(theirs))
-
-
-def _are_equal(mine: str, theirs: str) -> bool | None:
     # sympy takes a second to import, which numbers need not pay
     with outside_of_limit():
         from rl_envs.math.symbolic import are_equal
-    return are_equal(mine, theirs)
+    return are_equal(one, other)
 
 
-def _same_equation(mine: Form, theirs: Form) -> bool | None:
+def _text(form: Form) -> str | None:
+    """Return an expression as it is written, or the value of a number; None for forms that are neither."""
+    if isinstance(form, Expression):
+        return form.text
+    if not isinstance(form, Number) or form.units:
+        return None
+    size = max(form.value.numerator.bit_length(), form.value.denominator.bit_length())
+    return str(form.value) if size <= MAX_BITS else None
+
+
+def _same_equation(mine: Equation, theirs: Form) -> bool | None:
     """Two equations with the same left side, or one and the value that it gives its variable."""
-    if isinstance(mine, Equation) and isinstance(theirs, Equation):
-        if squeezed(mine.left) == squeezed(theirs.left):
-            return _same(mine.right, theirs.right)
-        if is_variable(mine.left) and is_variable(theirs.left):
-            return False
-        if not all(_is_written(each.right) for each in (mine, theirs)):
-            return None
-        return _are_equal(*(f"{each.left}={_text(each.right)}" for each in (mine, theirs)))
-    equation, value = (mine, theirs) if isinstance(mine, Equation) else (theirs, mine)
-    assert isinstance(equation, Equation)
-    same = _same(equation.right, value)
-    is_named = names_a_value(equation.left) or exact_value(equation.left) is not None
-    # of "x^2 = 4" it is unknown what is asked for
-    return same if is_named or same is False else None
+    if not _is_consistent(mine) or (isinstance(theirs, Equation) and not _is_consistent(theirs)):
+        return None
+    if not isinstance(theirs, Equation):
+        # of "x^2 = 4" it is unknown what is asked for
+        return _same_value(mine, theirs) if not mine.left or names_a_value(mine.left) else None
+    if squeezed(mine.left) == squeezed(theirs.left) or not mine.left or not theirs.left:
+        return _same_value(mine, theirs.values[-1])
+    if is_variable(mine.left) and is_variable(theirs.left):
+        return None if _same(mine.values[-1], theirs.values[-1]) is not False else False
+    sides = [(each.left, _text(each.values[-1])) for each in (mine, theirs)]
+    if any(right is None for _, right in sides):
+        return None
+    return _are_equal(*(Expression(f"{left}={right}") for left, right in sides))
 
 
-def _same_ratio(mine: Form, theirs: Form) -> bool | None:
+def _is_consistent(equation: Equation) -> bool:
+    """Return whether all values of a chain of equations are certainly the same."""
+    return all(_same(value, equation.values[-1]) is True for value in equation.values[:-1])
+
+
+def _same_value(equation: Equation, other: Form) -> bool | None:
+    same = _same(equation.values[-1], other)
+    if same is True or equation.rounded is None or _same(equation.rounded, other) is not True:
+        return same
+    return True if _is_rounding(equation.values[-1], equation.rounded) else None
+
+
+def _is_rounding(value: Form, rounded: Form) -> bool:
+    """Return whether a decimal is a value rounded to its digits."""
+    text = _text(value)
+    if text is None or not isinstance(rounded, Number) or rounded.units:
+        return False
+    step = rounded.value.denominator
+    digits = next((digits for digits in range(20) if 10**digits % step == 0), None)
+    if digits is None:
+        return False
+    with outside_of_limit():
+        from rl_envs.math.symbolic import is_near
+    return is_near(text, rounded.value, Fraction(1, 2 * 10**digits))
+
+
+def _same_quantity(mine: Number | Quantity, theirs: Form) -> bool | None:
+    """Compare values with units. If only one of them has a unit, that is the unit meant."""
+    if isinstance(theirs, Expression) and (split := _with_letter(theirs)) is not None and mine.units:
+        theirs = split
+    if not isinstance(theirs, Number | Quantity | Expression):
+        return _same(mine.value, theirs) if isinstance(mine, Quantity) else False if isinstance(theirs, Name) else None
+    value, other = _bare(mine), _bare(theirs)
+    units, other_units = mine.units, theirs.units if isinstance(theirs, Number | Quantity) else ()
+    if not units or not other_units:
+        sizes = {size for unit in (*units, *other_units) for size in _sizes(unit)} or {"1"}
+        is_mine = bool(units)
+        return _any_of(
+            _same_size(*((value, size, other, "1") if is_mine else (value, "1", other, size))) for size in sizes
+        )
+    return _any_of(_same_in(value, one, other, another) for one in units for another in other_units)
+
+
+def _same_in(value: Form, unit: Unit, other: Form, other_unit: Unit) -> bool | None:
+    angles = {(("°", 1),): "pi/180", (("rad", 1),): "1"}
+    if unit.powers == other_unit.powers:
+        return _same_size(value, str(unit.size), other, str(other_unit.size))
+    if unit.powers in angles and other_unit.powers in angles:
+        return _same_size(value, angles[unit.powers], other, angles[other_unit.powers])
+    return None if unit.is_counted() or other_unit.is_counted() else False
+
+
+def _sizes(unit: Unit) -> set[str]:
+    """Return the factors by which a number with a unit can be meant without it: 50% is 50 and 1/2, 30° is π/6 too."""
+    if unit.powers == (("%", 1),):
+        return {"1", "1/100"}
+    if unit.powers == (("°", 1),):
+        return {"1", "pi/180"}
+    return {"1"}
+
+
+def _same_size(value: Form, size: str, other: Form, other_size: str) -> bool | None:
+    if isinstance(value, Number) and isinstance(other, Number) and "pi" not in size + other_size:
+        return value.value * Fraction(size) == other.value * Fraction(other_size)
+    return _same(_scaled(value, size), _scaled(other, other_size))
+
+
+def _scaled(form: Form, size: str) -> Form:
+    if size == "1":
+        return form
+    if isinstance(form, Number) and "pi" not in size:
+        return Number(form.value * Fraction(size))
+    text = _text(form)
+    return form if text is None else Expression(rf"({text})\cdot({size})".replace("pi", r"\pi "))
+
+
+def _bare(form: Form) -> Form:
+    if isinstance(form, Quantity):
+        return form.value
+    return Number(form.value) if isinstance(form, Number) else form
+
+
+def _with_letter(expression: Expression) -> Quantity | None:
+    """Read an expression as a quantity if its last letter is a unit, as in `5m`."""
+    match = re.fullmatch(r"(.*[\d})])([A-Za-z](?:\^\{?\d\}?)?)", expression.text)
+    split = None if match is None else split_unit(f"{match[1]} {match[2]}")
+    return None if split is None else Quantity(read(split[0]), split[1])
+
+
+def _any_of(verdicts: Iterable[bool | None]) -> bool | None:
+    found = list(verdicts)
+    return True if True in found else None if None in found else False
+
+
+def _same_ratio(mine: Ratio, theirs: Form) -> bool | None:
     """Two ratios by their shares, or one and its value. As times, equal ratios such as 2:40 and 1:20 differ, so that
     they are undecided if both can be times."""
-    if isinstance(mine, Ratio) and isinstance(theirs, Ratio):
+    if isinstance(theirs, Ratio):
         if mine.parts == theirs.parts:
             return True
         if len(mine.parts) != len(theirs.parts):
@@ -120,17 +240,48 @@ def _same_ratio(mine: Form, theirs: Form) -> bool | None:
         pairs = list(zip(mine.parts, theirs.parts, strict=True))
         is_same = all(a * d == b * c for a, b in pairs for c, d in pairs) and any(mine.parts) == any(theirs.parts)
         return None if is_same and mine.is_clock and theirs.is_clock else is_same
-    ratio, value = (mine, theirs) if isinstance(mine, Ratio) else (theirs, mine)
-    assert isinstance(ratio, Ratio)
-    if len(ratio.parts) != 2 or not ratio.parts[1]:
-        return None if isinstance(value, Expression) else False
-    same = _same(Exact(Fraction(*ratio.parts)), value)
-    return None if same and ratio.is_clock else same
+    if len(mine.parts) != 2 or not mine.parts[1]:
+        return False if isinstance(theirs, Number) else None
+    same = _same(Number(Fraction(*mine.parts)), theirs)
+    return None if same and mine.is_clock else same
 
 
-def _same_written(mine: Form, theirs: Form) -> bool:
+def _same_time(mine: TimeOfDay, theirs: Form) -> bool | None:
+    """Two times, or one and a clock of 24 hours; without a.m. or p.m., hours up to twelve can be either."""
+    if isinstance(theirs, TimeOfDay):
+        return mine == theirs
+    if not isinstance(theirs, Ratio) or not theirs.is_clock:
+        return None
+    hours, minutes, seconds = (*theirs.parts, 0)[:3]
+    total = hours * 3600 + minutes * 60 + seconds
+    if total == mine.seconds:
+        return True
+    return None if (total - mine.seconds) % 43200 == 0 and hours <= 12 else False
+
+
+def _same_written(mine: Form, theirs: Form) -> bool | None:
     """Names, numerals of a base and series are equal as they are written, and to nothing else."""
+    if isinstance(mine, Name) and isinstance(theirs, Expression):
+        return True if theirs.text.casefold() == " ".join(mine.words) else None
+    if isinstance(theirs, Expression | Collection | Interval | Union):
+        return None
     return mine == theirs
+
+
+def _same_text(mine: Written, theirs: Form) -> bool | None:
+    if not isinstance(theirs, Written):
+        return None
+    values = exact_value(mine.text), exact_value(theirs.text)
+    return mine == theirs or (None if values[0] == values[1] else False)
+
+
+def _same_letters(mine: Letters, theirs: Form) -> bool | None:
+    if not isinstance(theirs, Letters):
+        return None if isinstance(theirs, Expression | Name | Collection | Equation) else False
+    if mine.are_apart or theirs.are_apart:
+        return sorted(mine.letters) == sorted(theirs.letters)
+    # a product of variables has no order, the corners of a figure may have one
+    return mine == theirs or (None if sorted(mine.letters) == sorted(theirs.letters) else False)
 
 
 def _as_interval(form: Form) -> Form:
@@ -140,43 +291,119 @@ def _as_interval(form: Form) -> Form:
     return form
 
 
-def _same_interval(mine: Form, theirs: Form) -> bool | None:
-    if isinstance(mine, Union) and isinstance(theirs, Union):
-        return matched(list(map(_as_interval, mine.parts)), list(map(_as_interval, theirs.parts)), _same_interval)
-    if not (isinstance(mine, Interval) and isinstance(theirs, Interval)):
-        return None if isinstance(mine, Expression) or isinstance(theirs, Expression) else False
+def _same_union(mine: Union, theirs: Form) -> bool | None:
+    parts = theirs.parts if isinstance(theirs, Union) else (theirs,)
+    merged, others = _merged(mine.parts), _merged(parts)
+    if merged is not None and others is not None:
+        return merged == others
+    if not isinstance(theirs, Union):
+        return None
+    return matched([_as_interval(each) for each in mine.parts], [_as_interval(each) for each in parts], _same)
+
+
+_Bound = tuple[Fraction, bool]
+
+
+def _merged(parts: Iterable[Form]) -> list[tuple[_Bound | None, _Bound | None]] | None:
+    """Return the disjoint intervals of a union; None if a bound is not a number."""
+    intervals: list[tuple[_Bound | None, _Bound | None]] = []
+    for part in map(_as_interval, parts):
+        singles = part.items if isinstance(part, Collection) and not part.brackets else (part,)
+        for single in singles:
+            form = Interval(single, single, (False, False)) if isinstance(single, Number) else single
+            if not isinstance(form, Interval):
+                return None
+            ends = [None if end is None else _exact(end) for end in (form.low, form.high)]
+            if any(end is None and given is not None for end, given in zip(ends, (form.low, form.high), strict=True)):
+                return None
+            low, high = (None if e is None else (e, o) for e, o in zip(ends, form.is_open, strict=True))
+            intervals.append((low, high))
+    intervals.sort(key=lambda each: (each[0] is not None, each[0] or (Fraction(0), False)))
+    merged: list[tuple[_Bound | None, _Bound | None]] = []
+    for low, high in intervals:
+        if merged and _touch(merged[-1][1], low):
+            before = merged[-1][1]
+            is_longer = before is not None and (high is None or (high[0], not high[1]) > (before[0], not before[1]))
+            merged[-1] = (merged[-1][0], high if is_longer else before)
+        else:
+            merged.append((low, high))
+    return merged
+
+
+def _touch(high: _Bound | None, low: _Bound | None) -> bool:
+    if high is None or low is None:
+        return True
+    return low[0] < high[0] or (low[0] == high[0] and not (low[1] and high[1]))
+
+
+def _exact(form: Form) -> Fraction | None:
+    return form.value if isinstance(form, Number) and not form.units else None
+
+
+def _same_interval(mine: Interval, theirs: Form) -> bool | None:
+    theirs = _as_interval(theirs)
+    if not isinstance(theirs, Interval):
+        return None if isinstance(theirs, Expression | Collection | Equation) else False
     if mine.is_open != theirs.is_open:
         return False
     ends = ((mine.low, theirs.low), (mine.high, theirs.high))
-    return all_of(_same(one, other) if one and other else one is other for one, other in ends)
+    same = all_of(_same(one, other) if one and other else one is other for one, other in ends)
+    has_other_name = bool(mine.name and theirs.name) and mine.name != theirs.name
+    return None if same and has_other_name else same
 
 
-def _same_collection(mine: Collection, theirs: Collection) -> bool | None:
+def _same_collection(mine: Collection, theirs: Form) -> bool | None:
+    if not isinstance(theirs, Collection):
+        return False if isinstance(theirs, Number) and _has_two(mine) else None
+    named = [_by_name(each) for each in (mine, theirs)]
+    if (named[0] is None) != (named[1] is None):
+        return _same_named(mine, theirs) if named[0] is not None else _same_named(theirs, mine)
     if mine.is_ordered != theirs.is_ordered or mine.brackets != theirs.brackets:
         return False
     if not mine.is_ordered:
         return matched(list(mine.items), list(theirs.items), _same)
-    if len(mine.items) != len(theirs.items):
-        return False
-    return all_of(_same(one, other) for one, other in zip(mine.items, theirs.items, strict=True))
+    return _same_items(mine.items, theirs.items)
 
 
-def _is_written(form: Form) -> bool:
-    return isinstance(form, Expression) or (isinstance(form, Number | Exact) and not _is_long(form))
+def _same_items(mine: tuple[Form, ...], theirs: tuple[Form, ...]) -> bool | None:
+    return len(mine) == len(theirs) and all_of(_same(one, other) for one, other in zip(mine, theirs, strict=True))
 
 
-def _is_long(form: Number | Exact) -> bool:
-    """Return whether a value is too long to be written out."""
-    return max(form.value.numerator.bit_length(), form.value.denominator.bit_length()) > MAX_BITS
+def _has_two(collection: Collection) -> bool:
+    """Return whether a collection has two values that are certainly different."""
+    return any(_same(collection.items[0], other) is False for other in collection.items[1:])
 
 
-def _number(form: Number | Exact) -> Number:
-    return Number(form.value) if isinstance(form, Exact) else form
+def _by_name(collection: Collection) -> tuple[Form, ...] | None:
+    """Return the values of several variables in the order of their names; None if the items are anything else."""
+    named = {item.left: item.values[-1] for item in collection.items if isinstance(item, Equation) and item.left}
+    if len(named) != len(collection.items) or len(named) < 2 or not all(map(is_variable, named)):
+        return None
+    return tuple(named[name] for name in sorted(named))
 
 
-def _text(form: Form) -> str:
-    """An expression as it is written, or the value of an exact one."""
-    if isinstance(form, Expression):
-        return form.text
-    assert isinstance(form, Number | Exact), "other forms are compared part by part"
-    return str(form.value)
+def _same_named(named: Collection, plain: Collection) -> bool | None:
+    """Compare values of variables with a pair or list, whose order is the alphabet's; another order is undecided."""
+    values = _by_name(named)
+    assert values is not None
+    if plain.brackets[:1] not in ("", "(", "[") or (
+        not plain.is_ordered and any(isinstance(each, Equation | Collection) for each in plain.items)
+    ):
+        return None
+    same = _same_items(values, plain.items)
+    return None if same is False and matched(list(values), list(plain.items), _same) is not False else same
+
+
+# the first kind that one of two forms has decides how they are compared
+_COMPARISONS: tuple[tuple[Any, Callable[[Any, Form], bool | None]], ...] = (
+    (Equation, _same_equation),
+    (TimeOfDay, _same_time),
+    (Ratio, _same_ratio),
+    (Written, _same_text),
+    (Letters, _same_letters),
+    (Quantity, _same_quantity),
+    (Numeral | Name | Series, _same_written),
+    (Union, _same_union),
+    (Interval, _same_interval),
+    (Collection, _same_collection),
+)
