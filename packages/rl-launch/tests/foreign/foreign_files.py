@@ -117,31 +117,6 @@ python3 -m verl.trainer.main_ppo \\
     trainer.logger='["console","wandb"]' trainer.test_freq=5 trainer.save_freq=-1 trainer.total_training_steps=40
 """
 
-OPENRLHF = """
-ray job submit --address="http://127.0.0.1:8265" -- python3 -m openrlhf.cli.train_ppo_ray \\
-  --pretrain Qwen/Qwen2.5-0.5B --reward_pretrain my/reward-model --colocate_all_models \\
-  --actor_num_gpus_per_node 8 --vllm_num_engines 4 --vllm_tensor_parallel_size 2 \\
-  --train_batch_size 128 --rollout_batch_size 1024 --n_samples_per_prompt 1 --init_kl_coef 0.02 \\
-  --prompt_data some/prompts --input_key context --apply_chat_template --gradient_checkpointing
-"""
-
-PRIME_RL = """
-max_steps = 20
-[model]
-name = "Qwen/Qwen2.5-0.5B"
-[deployment]
-num_train_gpus = 2
-num_infer_gpus = 1
-[orchestrator]
-batch_size = 128
-group_size = 8
-seq_len = 2048
-[[orchestrator.train.env]]
-name = "reverse-text"
-[trainer.optim]
-lr = 3e-6
-"""
-
 
 def changed(base, **values):
     """A copy of nested values with others at dotted keys, whose dots are written `__`."""

@@ -89,13 +89,13 @@ def test_rollouts_in_8_bits_keep_their_layers_in_bfloat16(tmp_path):
 def test_features_that_are_not_offered_are_refused_together(tmp_path):
     found = imported(
         tmp_path,
-        policy__draft={"enabled": True, "model_name": "a/b"},
-        policy__generation__backend="sglang",
+        policy__quant_cfg="q.yaml",
+        data__train={"dataset_name": "avqa"},
         grpo__invalid_tool_call_advantage=-5.0,
     )
     assert set(found.features) == {
-        "training an EAGLE draft model with the policy (policy.draft)",
-        "generation by SGLang",
+        "quantisation-aware training (policy.quant_cfg)",
+        "image, video or audio models",
         "advantages set for malformed turns (grpo.invalid_tool_call_advantage)",
     }
 
@@ -304,9 +304,113 @@ def test_variables_of_the_environment_stay_variables(tmp_path):
     assert any("DATA_HOME" in note for note in found.notes)
 
 
-def test_datasets_of_images_are_refused(tmp_path):
-    found = imported(tmp_path, data__train={"dataset_name": "clevr-cogent", "split": "train"})
-    assert list(found.features) == ["image, video or audio models"]
+def test_datasets_of_images_turn_vision_on(tmp_path):
+    found = imported(
+        tmp_path,
+        data__train={"dataset_name": "clevr-cogent", "split": "train"},
+        data__validation={"dataset_name": "clevr-cogent", "split": "valA"},
+        data__default={"env_name": "clevr-cogent", "processor": "vlm_hf_data_processor"},
+        env__clevr_cogent={"reward_functions": [{"name": "format", "weight": 0.2}]},
+        policy__dtensor_cfg__automodel_kwargs={"freeze_config": {"freeze_vision_tower": True}},
+        policy__generation__vllm_kwargs={"limit_mm_per_prompt": {"image": 2}},
+    )
+    assert found.features == {}
+    config = read_plan(found.recipe).config
+    assert (config.policy.vision.enabled, config.policy.vision.max_images) == (True, 2)
+    assert (config.policy.vision.tower, config.policy.vision.projector) == ("frozen", "trained")
+    assert config.data.validation.dataset_name == "MMInstruction/Clevr_CoGenT_ValA"
+    assert any("write the rewards of clevr-cogent" in note for note in found.notes)
+
+
+def test_megatron_gives_way_to_dtensor_for_images(tmp_path):
+    found = imported(tmp_path, **megatron(), data__train={"dataset_name": "geometry3k"})
+    assert found.features == {}
+    policy = read_plan(found.recipe).config.policy
+    assert not policy.megatron_cfg.enabled
+    assert policy.dtensor_cfg.tensor_parallel_size == 2
+    assert policy.optimizer.kwargs["lr"] == 2e-6
+    assert any(note.startswith("policy.dtensor_cfg: trains in the place of megatron_cfg") for note in found.notes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"policy__generation__vllm_kwargs": {"language_model_only": True}},
+        {"policy__dtensor_cfg__automodel_kwargs": {"freeze_config": {"freeze_vision_tower": True}}},
+        {"policy__dtensor_cfg__automodel_kwargs": {"freeze_config": {"freeze_audio_tower": True}}},
+        {"policy__generation__vllm_kwargs": {"limit_mm_per_prompt": {"image": 0, "video": 0}}},
+        {"policy__dtensor_cfg__enabled": False, "policy__megatron_cfg": {"enabled": True, "freeze_vision_model": True}},
+    ],
+)
+def test_the_text_of_a_model_of_images_comes_over(tmp_path, changes):
+    found = imported(tmp_path, **changes)
+    assert found.features == {}
+    assert not read_plan(found.recipe).config.policy.vision.enabled
+
+
+def test_a_frozen_language_model_is_refused(tmp_path):
+    frozen = {"freeze_config": {"freeze_language_model": True}}
+    found = imported(tmp_path, policy__dtensor_cfg__automodel_kwargs=frozen)
+    assert list(found.features) == ["a language model that is not trained (freeze_language_model)"]
+
+
+@pytest.mark.parametrize(
+    ("backend", "section"),
+    [("sglang", {"sglang_cfg": {"tp_size": 2}}), ("trtllm", {"trtllm_cfg": {"tensor_parallel_size": 2}})],
+)
+def test_vllm_generates_in_the_place_of_other_engines(tmp_path, backend, section):
+    generation = {**NEMO_RL["policy"]["generation"], "backend": backend, **section}
+    found = imported(tmp_path, policy__generation=generation)
+    assert found.features == {}
+    config = read_plan(found.recipe).config.policy.generation
+    assert (config.backend, config.vllm_cfg.tensor_parallel_size) == ("vllm", 2)
+    assert any(note.startswith("policy.generation.backend: vllm, in the place of ") for note in found.notes)
+
+
+def test_a_replica_over_several_nodes_is_refused_with_its_sizes(tmp_path):
+    found = imported(tmp_path, policy__generation__vllm_cfg__tensor_parallel_size=16)
+    [feature] = found.features
+    assert "on several nodes" in feature
+    assert "16 ranks" in feature
+    assert "8 GPUs" in feature
+
+
+def test_fused_adam_is_the_adam_of_torch(tmp_path):
+    optimizer = {
+        "name": "transformer_engine.pytorch.optimizers.fused_adam.FusedAdam",
+        "kwargs": {"lr": 1e-6, "weight_decay": 0.1, "master_weights": True, "exp_avg_dtype": "torch.bfloat16"},
+    }
+    found = imported(tmp_path, policy__optimizer=optimizer)
+    assert found.features == {}
+    chosen = read_plan(found.recipe).config.policy.optimizer
+    assert (chosen.name, chosen.kwargs) == ("torch.optim.AdamW", {"lr": 1e-6, "weight_decay": 0.1})
+
+
+@pytest.mark.parametrize("detaches", [True, False])
+def test_layers_that_draft_are_left_out_if_the_policy_does_not_depend_on_them(tmp_path, detaches):
+    drafting = {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.3, "mtp_detach_heads": detaches}
+    found = imported(tmp_path, **megatron(**drafting))
+    assert bool(found.features) is not detaches
+    assert any("policy.megatron_cfg.mtp_*" in note for note in found.notes) is detaches
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"loss_fn__use_importance_sampling_correction": True},
+        {"policy__train_global_batch_size": 128},
+        {
+            "grpo__async_grpo": {"enabled": True, "max_trajectory_age_steps": 1},
+            "loss_fn__use_importance_sampling_correction": True,
+        },
+    ],
+)
+def test_a_recipe_holds_only_what_differs(tmp_path, changes):
+    recipe = imported(tmp_path, **changes).recipe
+    assert "seed" not in recipe["grpo"] or recipe["grpo"]["seed"] == 7
+    assert "dual_clip" not in str(recipe)
+    assert "normalize_rewards" not in recipe["grpo"]
+    assert len(flattened(recipe)) < 45
 
 
 def test_a_reward_model_is_an_environment(tmp_path):
@@ -416,4 +520,4 @@ def test_keys_of_the_loss_are_what_an_earlier_version_of_this_project_calls_them
     for key, now in RENAMED.items():
         rule = table("nemo-rl").rule(f"loss_fn.{key}")
         if rule is not None and rule.kind is Kind.RENAMED:
-            assert rule.text == f"loss_fn.{now}"
+            assert rule.text == f"loss_fn.{getattr(now, 'now', now)}"

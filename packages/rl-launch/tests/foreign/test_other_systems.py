@@ -1,9 +1,10 @@
-"""Configs of TRL, verl, OpenRLHF and prime-rl become recipes that this project's own checks accept."""
+"""Configs of TRL and verl become recipes that this project's own checks accept."""
 
 import json
+from operator import attrgetter
 
 import pytest
-from foreign_files import OPENRLHF, PRIME_RL, TRL_GRPO, VERL, written
+from foreign_files import TRL_GRPO, VERL, written
 
 from rl_core.errors import ConfigError
 from rl_launch.foreign.importing import import_config
@@ -29,7 +30,7 @@ def test_trl_grpo(tmp_path):
     assert warmup.kwargs["total_iters"] == 5
     assert config.policy.optimizer.kwargs["weight_decay"] == 0.0  # TRL's default
     assert {each.key for each in found.answers} == set(TRL_GRPO)
-    assert any("reward functions (accuracy)" in note for note in found.notes)
+    assert "data.train.env_name: set FILE.py:accuracy" in found.notes
 
 
 def test_trl_takes_json_and_its_own_defaults(tmp_path):
@@ -41,12 +42,79 @@ def test_trl_takes_json_and_its_own_defaults(tmp_path):
     assert (config.policy.lora_cfg.dim, config.policy.lora_cfg.dropout) == (16, 0.05)
 
 
-def test_trl_dpo_losses(tmp_path):
-    fields = {"model_name_or_path": "x/y", "dataset_name": "a/b", "loss_type": "robust", "label_smoothing": 0.1}
-    config = config_of(import_config(written(tmp_path, fields), "trl", algorithm="dpo"))
-    assert config.dpo.loss.name == "robust-dpo"
-    found = import_config(written(tmp_path, {**fields, "loss_type": "sppo_hard"}), "trl", algorithm="dpo")
-    assert list(found.features) == ["the preference loss sppo_hard"]
+PAIRS = {"model_name_or_path": "x/y", "dataset_name": "a/b", "beta": 0.2}
+
+
+@pytest.mark.parametrize(
+    ("fields", "keys"),
+    [
+        ({}, {"loss.name": "dpo", "reference_policy_kl_penalty": 0.2}),
+        ({"label_smoothing": 0.1}, {"loss.name": "dpo", "loss.label_smoothing": 0.1}),
+        ({"loss_type": "sigmoid_norm"}, {"loss.name": "dpo", "preference_average_log_probs": True}),
+        ({"loss_type": "hinge"}, {"loss.name": "hinge", "preference_average_log_probs": False}),
+        ({"loss_type": "ipo"}, {"loss.name": "ipo", "preference_average_log_probs": True}),
+        # TRL smooths by 0 unless it is told otherwise, and robust-dpo here by 0.1
+        ({"loss_type": "robust"}, {"loss.name": "robust-dpo", "loss.label_smoothing": 0.0}),
+        ({"loss_type": "robust", "label_smoothing": 0.3}, {"loss.label_smoothing": 0.3}),
+        ({"loss_type": ["ipo"], "loss_weights": [0.5]}, {"loss.name": "ipo", "preference_loss_weight": 0.5}),
+        (
+            {"loss_type": ["sigmoid", "sft"], "loss_weights": [0.8, 0.3]},
+            {"preference_loss_weight": 0.8, "sft_loss_weight": 0.3, "sft_average_log_probs": True},
+        ),
+        ({"loss_type": ["sft", "hinge"]}, {"loss.name": "hinge", "sft_loss_weight": 1.0}),
+        ({"rpo_alpha": 0.5}, {"loss.name": "dpo", "sft_loss_weight": 0.5, "sft_average_log_probs": True}),
+        ({"reference_free": True}, {"loss.name": "cpo", "loss.beta": 0.2, "sft_loss_weight": 0.0}),
+        # TRL calls the weight of the log odds beta; their scale is 1
+        ({"loss_type": "orpo"}, {"loss.name": "orpo", "preference_loss_weight": 0.2, "loss.beta": 1.0}),
+        (
+            {"loss_type": "cpo"},
+            {"loss.name": "cpo", "loss.beta": 0.2, "sft_loss_weight": 1.0, "sft_average_log_probs": True},
+        ),
+        ({"loss_type": "cpo", "cpo_alpha": 0.4}, {"loss.name": "cpo", "sft_loss_weight": 0.4}),
+        (
+            {"loss_type": "simpo", "simpo_gamma": 1.5, "cpo_alpha": 0.0},
+            {"loss.name": "simpo", "loss.beta": 0.2, "loss.gamma": 1.5, "sft_loss_weight": 0.0},
+        ),
+        ({"loss_type": "simpo"}, {"loss.gamma": 0.5, "sft_loss_weight": 1.0}),
+        (
+            {"desirable_weight": 1.33},
+            {"loss.name": "kto", "loss.desirable_weight": 1.33, "loss.undesirable_weight": 1.0},
+        ),
+        ({"loss_type": "kto"}, {"loss.name": "kto", "reference_policy_kl_penalty": 0.2}),
+    ],
+)
+def test_preference_losses_of_trl(tmp_path, fields, keys):
+    found = import_config(written(tmp_path, {**PAIRS, **fields}), "trl", algorithm="dpo")
+    config = config_of(found).dpo
+    assert {key: attrgetter(key)(config) for key in keys} == keys
+    assert {each.key for each in found.answers} == {*PAIRS, *fields}
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        *[
+            ({"loss_type": name}, f"the preference loss {name}: ")
+            for name in (
+                "exo_pair", "nca_pair", "bco_pair", "sppo_hard", "aot", "aot_unpaired", "apo_zero", "apo_down",
+                "discopop", "apo_zero_unpaired",
+            )
+        ],
+        ({"loss_type": ["sigmoid", "ipo"]}, "the preference loss sigmoid + ipo: one loss of pairs"),
+        ({"loss_type": "sft"}, "the preference loss sft: one loss of pairs"),
+        ({"loss_type": "ipo", "label_smoothing": 0.1}, "label smoothing in the loss ipo"),
+        ({"loss_type": "simpo", "label_smoothing": 0.1}, "label smoothing in the loss simpo"),
+        ({"loss_type": "hinge", "reference_free": True}, "the loss hinge without a reference"),
+        ({"f_divergence_type": "js_divergence"}, "a divergence other than the reverse KL"),
+        ({"use_weighting": True}, "pairs weighted by their likelihood"),
+        ({"ld_alpha": 0.5}, "responses that count less beyond the shorter length"),
+        ({"sync_ref_model": True}, "a reference that follows the policy"),
+        ({"loss_type": "simpo", "alpha": 0.3}, "rewards of AlphaPO"),
+    ],
+)  # fmt: skip
+def test_preference_losses_that_are_not_offered_are_refused_by_name(tmp_path, fields, words):
+    found = import_config(written(tmp_path, {**PAIRS, **fields}), "trl", algorithm="dpo")
+    assert any(feature.startswith(words) for feature in found.features)
 
 
 def test_trl_pushes(tmp_path):
@@ -143,12 +211,6 @@ def test_the_arguments_of_trls_scripts_come_over(name, tmp_path):
         assert config.dpo.loss.name == name
 
 
-def test_weights_of_responses_are_refused(tmp_path):
-    fields = {"model_name_or_path": "x/y", "dataset_name": "a/b", "desirable_weight": 1.33}
-    found = import_config(written(tmp_path, fields), "trl", algorithm="dpo")
-    assert list(found.features) == ["weights of desirable and undesirable responses in KTO"]
-
-
 def test_an_algorithm_that_the_file_does_not_say_is_asked_for(tmp_path):
     with pytest.raises(ConfigError, match="--algorithm"):
         import_config(written(tmp_path, {"learning_rate": 1e-5}), "trl")
@@ -217,33 +279,10 @@ def test_verl_yaml_relies_on_verls_own_config(tmp_path):
         import_config(written(tmp_path, {**values, "defaults": [{"actor": "dp_actor"}]}), "verl")
 
 
-def test_openrlhf_scripts(tmp_path):
-    found = import_config(written(tmp_path, OPENRLHF, "run.sh"), "openrlhf")
-    config = config_of(found)
-    assert config.algorithm == "ppo"
-    assert config.value.model_name == "my/reward-model"
-    assert config.env.reward_model.model == "my/reward-model"
-    assert config.ppo.num_prompts_per_step == 1024
-    assert config.loss_fn.kl.in_reward
-    assert config.policy.dtensor_cfg.recompute == "full"
-    assert "address" not in {each.key for each in found.answers}  # a flag of Ray
-
-
-def test_openrlhf_flags_as_yaml(tmp_path):
-    flags = {"pretrain": "x/y", "dataset": "a/b", "max_len": 512, "learning_rate": 1e-5, "unheard-of": 3}
-    found = import_config(written(tmp_path, flags), "openrlhf")
-    assert found.features == {"OpenRLHF keys that are not known here": ["unheard_of"]}
-
-
-def test_prime_rl_toml(tmp_path):
-    found = import_config(written(tmp_path, PRIME_RL, "rl.toml"), "prime-rl")
-    config = config_of(found)
-    assert (config.grpo.num_prompts_per_step, config.grpo.num_generations_per_prompt) == (16, 8)
-    assert config.grpo.async_grpo.enabled
-    assert config.cluster.gpus_per_node == 3
-    assert config.policy.generation.colocated.resources.gpus_per_node == 1
-    assert config.policy.optimizer.kwargs["lr"] == 3e-6
-    assert any("reverse-text" in note for note in found.notes)
+@pytest.mark.parametrize("system", ["openrlhf", "prime-rl"])
+def test_systems_whose_keys_are_only_explained(tmp_path, system):
+    with pytest.raises(ConfigError, match="`rl config explain KEY` answers a key of"):
+        import_config(written(tmp_path, TRL_GRPO), system)
 
 
 def test_a_system_that_is_not_known_is_answered_with_those_that_are(tmp_path):
@@ -272,7 +311,8 @@ def test_settings_of_a_clip_that_a_surrogate_does_not_have_are_not_needed(tmp_pa
         ),
         (
             {"loss_type": "cispo", "epsilon_high": 5.0},
-            {"name": "cispo", "clip_low": 0.2, "clip_high": 5.0},
+            # TRL bounds the ratio itself, and only from above
+            {"name": "cispo", "clip_low": 1.0, "clip_high": 4.0},
             ("token-mean", 1.0),
         ),
         (
@@ -287,4 +327,42 @@ def test_trl_losses(tmp_path, fields, surrogate, aggregation):
     loss = config_of(import_config(written(tmp_path, values), "trl", gpus=2)).loss_fn
     assert loss.surrogate.model_dump() == surrogate
     assert (loss.aggregation.name, loss.aggregation.divisor) == aggregation
-    assert loss.importance.high == 3.0
+    assert (loss.importance.high, loss.importance.truncation, loss.importance.level) == (3.0, "tis", "token")
+
+
+@pytest.mark.parametrize(
+    ("path", "model"),
+    [
+        ("$HOME/data/t.parquet", "~/data/t.parquet"),
+        ("${HOME}/data/t.parquet", "~/data/t.parquet"),
+        ("$DATA/t.parquet", "/data/t.parquet"),
+        ("${SCRATCH}/t.parquet", "${oc.env:SCRATCH}/t.parquet"),
+        ("${SCRATCH:-/tmp}/t.parquet", "/tmp/t.parquet"),
+    ],
+)
+def test_variables_of_the_shell_are_expanded(tmp_path, path, model):
+    script = "export DATA=/data\n" + VERL.replace("/data/train.parquet", path)
+    found = import_config(written(tmp_path, script, "run.sh"), "verl")
+    assert found.recipe["data"]["train"]["data_path"] == model
+
+
+def test_variables_in_lists_and_quotes_are_expanded(tmp_path):
+    script = 'A=$HOME/a.parquet\nB="$HOME/b c.parquet"  # don\'t\n' + VERL.replace(
+        "data.train_files=/data/train.parquet", "data.train_files=\"['$A', '$B']\""
+    )
+    found = import_config(written(tmp_path, script, "run.sh"), "verl")
+    assert [each["data_path"] for each in found.recipe["data"]["train"]] == ["~/a.parquet", "~/b c.parquet"]
+
+
+def test_steps_of_verl_are_counted_from_the_rows(tmp_path):
+    (tmp_path / "t.jsonl").write_text('{"prompt": "x"}\n' * 640)
+    schedule = (
+        "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.1 actor_rollout_ref.actor.optim.warmup_style=cosine"
+    )
+    script = VERL.replace("/data/train.parquet", f"t.jsonl {schedule} trainer.total_epochs=3").replace(
+        "trainer.total_training_steps=40", ""
+    )
+    found = import_config(written(tmp_path, script, "run.sh"), "verl")
+    warmup, cosine = found.recipe["policy"]["scheduler"][:2]
+    assert (warmup["kwargs"]["total_iters"], cosine["kwargs"]["T_max"]) == (3, 27)  # of 10 steps in 3 epochs
+    assert any("30 steps, counted from the rows" in note for note in found.notes)

@@ -1,103 +1,240 @@
-"""Python scripts of TRL come over: arguments that are constants, the model, the dataset and adapters."""
+"""Python scripts and commands of TRL come over, and each of their lines is accounted for."""
+
+import ast
 
 import pytest
 from foreign_files import written
+from trl_scripts import COMMANDS, SCRIPTS
 
 from rl_core.errors import ConfigError
 from rl_launch.foreign.importing import import_config
+from rl_launch.foreign.lines import Fate
+from rl_launch.foreign_keys.table import Kind
 from rl_launch.run_config.reading import read_plan
 
-GRPO = """
-from datasets import load_dataset
-from trl import GRPOConfig, GRPOTrainer
 
-dataset = load_dataset("a/math", split="train")
-STEPS = 200
-
-def reward_len(completions, **kwargs):
-    return [-abs(20 - len(completion)) for completion in completions]
-
-training_args = GRPOConfig(
-    output_dir="out", learning_rate=1e-6, max_steps=STEPS, num_generations=8, per_device_train_batch_size=8,
-    max_completion_length=256, beta=0.04, temperature=0.9, num_iterations=2, run_name=f"run-{STEPS}",
-)
-trainer = GRPOTrainer(
-    model="x/y", reward_funcs=reward_len, args=training_args, train_dataset=dataset,
-)
-trainer.train()
-"""
-SFT = """
-import trl
-from datasets import load_dataset
-from peft import LoraConfig
-
-peft_config = LoraConfig(r=32, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
-trainer = trl.SFTTrainer(
-    "x/y",
-    args=trl.SFTConfig(output_dir="out", max_length=512, packing=True, learning_rate=2e-4, num_train_epochs=1),
-    train_dataset=load_dataset("a/chats", "all", split="train"),
-    peft_config=peft_config,
-)
-"""
-DPO = """
-from trl import DPOConfig, DPOTrainer
-model = AutoModelForCausalLM.from_pretrained("x/y")
-args = DPOConfig("out", beta=0.1, learning_rate=5e-7, loss_type="ipo", max_length=1024)
-trainer = DPOTrainer(model=model, args=args, train_dataset=load_dataset("a/pairs", split="train"))
-"""
-KTO = """
-from trl import KTOConfig, KTOTrainer
-trainer = KTOTrainer(model="x/y", args=KTOConfig(output_dir="out", learning_rate=5e-7), train_dataset=data)
-"""
-REWARDS = """
-from trl import RewardConfig, RewardTrainer
-args = RewardConfig(output_dir="out", learning_rate=1e-5, center_rewards_coefficient=0.01, num_train_epochs=1)
-trainer = RewardTrainer(model="x/y", args=args, train_dataset=load_dataset("a/pairs", split="train"))
-"""
+def imported(folder, script, name="train.py", **options):
+    return import_config(written(folder, script, name), "trl", **{"gpus": 2, **options})
 
 
-def imported(tmp_path, script):
-    found = import_config(written(tmp_path, script, "train.py"), "trl", gpus=2)
-    assert found.features == {}
-    return found, read_plan(found.recipe).config
+def marked(text, number):
+    """The result that a line is marked with."""
+    line = text.splitlines()[number - 1]
+    return Fate[line.partition("#: ")[2].strip().upper() or "UNRELATED"]
+
+
+def statements(tree, called):
+    """The statements that run: those of functions that are not called are part of their definition."""
+    for node in tree.body if hasattr(tree, "body") else []:
+        yield node
+        if isinstance(node, ast.FunctionDef) and node.name not in called:
+            continue
+        if isinstance(node, ast.ClassDef):
+            continue
+        for below in (node, *getattr(node, "handlers", [])):
+            yield from statements(below, called) if hasattr(below, "body") else ()
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_every_statement_is_accounted_for(tmp_path, name):
+    (tmp_path / "chats.jsonl").write_text('{"messages": []}\n' * 1000)
+    found = imported(tmp_path, SCRIPTS[name])
+    fates = {line.number: line.fate for line in found.lines}
+    tree = ast.parse(SCRIPTS[name])
+    calls = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    expected = {node.lineno: marked(SCRIPTS[name], node.lineno) for node in statements(tree, calls)}
+    assert {number: fates.get(number) for number in expected} == expected
+    refused = {answer.key for answer in found.answers if answer.kind is Kind.REFUSED}
+    for number, fate in fates.items():
+        [statement] = [each for each in ast.walk(tree) if isinstance(each, ast.stmt) and each.lineno == number]
+        places = [f"line {each}" for each in range(number, statement.end_lineno + 1)]
+        if fate is Fate.REFUSED:
+            assert refused & set(places)
+        elif fate is Fate.CHECK:
+            assert any(f"line{each.removeprefix('line')}" in note for note in found.notes for each in places) or any(
+                f", from line {number}" in note for note in found.notes
+            )
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_is_accounted_for(tmp_path, name):
+    written(tmp_path, SCRIPTS["sft by a parser"], "train.py")
+    text = COMMANDS[name]
+    found = imported(tmp_path, text.replace("  #: converted", ""), "run.sh", gpus=None)
+    fates = {}
+    for line in found.lines:
+        if not line.file:
+            fates[line.number] = max(line.fate, fates.get(line.number, line.fate))
+    numbers = [place for place, line in enumerate(text.splitlines(), 1) if line and not line.startswith(("#", " "))]
+    assert {number: fates.get(number) for number in numbers} == {number: marked(text, number) for number in numbers}
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    def of(name):
+        (tmp_path / "chats.jsonl").write_text('{"messages": []}\n' * 1000)
+        return imported(tmp_path, SCRIPTS[name]).recipe
+
+    return of
+
+
+def test_a_trainer_without_arguments_has_the_defaults_of_its_class(recipe):
+    found = recipe("sft in four lines")
+    assert (found["algorithm"], found["policy"]["model_name"]) == ("sft", "Qwen/Qwen2.5-0.5B")
+    assert found["policy"]["optimizer"]["kwargs"]["lr"] == 2e-5
+
+
+def test_rows_that_the_script_holds_out_are_held_out(recipe):
+    found = recipe("sft with held-out rows")
+    assert found["data"]["train"] == {"data_path": "chats.jsonl", "split_validation_size": 0.1}
+    assert "validation" not in found["data"]
+    assert found["sft"]["val_period"] == 50
+    [decay] = found["policy"]["scheduler"]
+    assert decay["kwargs"]["total_iters"] == 2 * -(-900 // 16)  # two epochs of 900 rows in batches of 16
+
+
+def test_constants_are_folded(recipe):
+    found = recipe("sft with adapters")
+    assert found["policy"]["model_name"] == "Qwen/Qwen2.5-0.5B"
+    assert found["run_dir"] == "runs/sft"
+    assert found["policy"]["train_global_batch_size"] == 8
+    assert found["policy"]["dtensor_cfg"]["recompute"] == "full"
+    adapters = found["policy"]["lora_cfg"]
+    assert (adapters["dim"], adapters["dropout"], adapters["target_modules"]) == (16, 0.05, ["q_proj"])
+
+
+def test_images_are_seen(recipe):
+    found = recipe("sft of images")
+    assert found["policy"]["vision"] == {"enabled": True, "tower": "trained", "projector": "trained"}
+    assert found["sft"]["val_period"] == 0
+    assert "validation" not in found["data"]
+
+
+def test_arguments_of_earlier_trainers_are_taken(recipe):
+    found = recipe("sft by unsloth")
+    assert found["policy"]["max_total_sequence_length"] == 3000
+    assert found["policy"]["optimizer"]["kwargs"]["lr"] == 5e-5  # the default of TrainingArguments
+    assert found["policy"]["lora_cfg"]["dim"] == 16
+
+
+def test_datasets_are_concatenated(recipe):
+    names = [each["dataset_name"] for each in recipe("sft in main")["data"]["train"]]
+    assert names == ["a/b", "c/d"]
+
+
+def test_slices_and_shares_of_datasets(recipe):
+    first, second = recipe("dpo by arguments")["data"]["train"]
+    assert (first["split"], first["weight"], second["weight"]) == ("train[10:]", 0.7, 0.3)
 
 
 def test_grpo(tmp_path):
-    found, config = imported(tmp_path, GRPO)
-    assert (config.algorithm, config.policy.model_name, config.run_dir) == ("grpo", "x/y", "out")
-    # TRL counts updates, of which each generation has two
-    steps = (config.grpo.max_num_steps, config.grpo.num_generations_per_prompt, config.grpo.num_iterations)
-    assert steps == (100, 8, 2)
-    assert config.policy.generation.max_new_tokens == 256
-    assert config.data.train.dataset_name == "a/math"
-    assert any(note.startswith("run_name: ") and "(line 13)" in note for note in found.notes)
+    (tmp_path / "rewards.py").touch()
+    found = imported(tmp_path, SCRIPTS["grpo"])
+    assert found.features == {}
+    config = read_plan(found.recipe).config
+    assert config.data.train.input_key == "question"
+    assert config.data.train.split == "train[:500]"
+    assert (config.policy.generation.temperature, config.logger.name) == (0.9, "run-200")
+    # TRL corrects what vLLM samples unless it is told not to, by whole sequences
+    importance = config.loss_fn.importance
+    assert (importance.truncation, importance.level, importance.high) == ("icepop", "sequence", 3.0)
+    assert config.loss_fn.kl.unbiased
+    [note] = [note for note in found.notes if note.startswith("data.train.env_name")]
+    assert "[rewards.py:reward_len, rewards.py:format_reward]" in note
 
 
-@pytest.mark.parametrize(("builder", "file"), [("json", "prompts.jsonl"), ("parquet", "prompts.parquet")])
-def test_a_dataset_of_a_local_file(tmp_path, builder, file):
-    script = GRPO.replace('"a/math"', f'"{builder}", data_files="{file}"')
-    found, _ = imported(tmp_path, script)
-    assert found.recipe["data"]["train"] == {"data_path": file}
+def test_a_reward_model_is_named(tmp_path):
+    notes = imported(tmp_path, SCRIPTS["grpo with a reward model"]).notes
+    assert any("trl-lib/Qwen2-0.5B-Reward" in note and "env.reward_model.model" in note for note in notes)
 
 
-def test_sft_with_adapters(tmp_path):
-    _, config = imported(tmp_path, SFT)
-    assert (config.algorithm, config.policy.model_name, config.data.train.subset) == ("sft", "x/y", "all")
-    assert (config.policy.lora_cfg.enabled, config.policy.lora_cfg.dim, config.policy.lora_cfg.alpha) == (True, 32, 16)
-    assert config.policy.optimizer.kwargs["lr"] == 2e-4
+def test_adapters_that_are_trained_further_and_renamed_columns(tmp_path):
+    found = imported(tmp_path, SCRIPTS["dpo of an adapter"])
+    assert found.recipe["data"]["train"]["columns"] == {"chosen": "good", "rejected": "bad"}
+    [feature] = found.features
+    assert feature.startswith("policy.lora_cfg.adapter: sft-adapter has no adapter_config.json")
 
 
-@pytest.mark.parametrize(("script", "loss", "model"), [(DPO, "ipo", "OWNER/MODEL"), (KTO, "kto", "x/y")])
-def test_preferences(tmp_path, script, loss, model):
-    found, config = imported(tmp_path, script)
-    assert (config.algorithm, config.dpo.loss.name, config.policy.model_name) == ("dpo", loss, model)
-    if model == "OWNER/MODEL":
-        assert any(note.startswith("model_name_or_path: ") and "(line 5)" in note for note in found.notes)
+def test_defaults_are_not_claimed_for_values_that_the_script_sets(tmp_path):
+    found = imported(tmp_path, SCRIPTS["grpo with a trainer of its own"])
+    [taken] = [note for note in found.notes if note.startswith("defaults of TRL")]
+    assert "learning_rate" not in taken
+    assert "num_generations" not in taken
+    assert any(note.startswith("values that the script computes") and "learning_rate" in note for note in found.notes)
 
 
-def test_reward_models(tmp_path):
-    _, config = imported(tmp_path, REWARDS)
-    assert (config.algorithm, config.rm.center_rewards_coefficient, config.rm.max_num_epochs) == ("rm", 0.01, 1)
+@pytest.mark.parametrize(
+    ("edit", "value"),
+    [
+        ('ds = load_dataset("a/b", split="train").select(range(10, 20))', "train[10:20]"),
+        ('ds = load_dataset("a/b")["train"].take(5)', "train[:5]"),
+        ('ds = load_dataset("a/b", split="train").map(f).take(5)', "train[:5]"),
+    ],
+)
+def test_slices_of_rows_are_slices_of_the_split(tmp_path, edit, value):
+    script = (
+        f"from datasets import load_dataset\nfrom trl import SFTTrainer\n{edit}\nSFTTrainer('x/y', train_dataset=ds)"
+    )
+    assert imported(tmp_path, script).recipe["data"]["train"]["split"] == value
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "filter(f)",
+        "shuffle(seed=1).select(range(10))",
+        "select(indices)",
+        "map(f)",
+        "filter(f).take(5)",
+        "class_encode_column('label')",
+        "rename_column(old, 'prompt')",
+        "train_test_split(test_size=n)['train']",
+        "unheard_of()",
+        "sort('x').take(3)",
+    ],
+)
+@pytest.mark.parametrize(
+    "form", ["ds = load_dataset('a/b', split='train').{}", "ds = load_dataset('a/b', split='train')\nds = ds.{}"]
+)
+def test_changes_of_rows_are_listed(tmp_path, form, change):
+    form = form.replace("'a/b'", "'a/b', split='train'")
+    script = f"from datasets import load_dataset\nfrom trl import SFTTrainer\n{form.format(change)}\n"
+    number = len(script.splitlines())
+    found = imported(tmp_path, f"{script}SFTTrainer('x/y', train_dataset=ds)")
+    assert any(note.startswith(f"line {number}: ") for note in found.notes)
+
+
+def test_files_by_split(tmp_path):
+    script = SCRIPTS["sft with held-out rows"].replace(
+        'data_files="chats.jsonl", split="train").train_test_split(test_size=0.1)',
+        'data_files={"train": "a.jsonl", "test": "b.jsonl"})',
+    )
+    data = imported(tmp_path, script).recipe["data"]
+    assert (data["train"], data["validation"]) == ({"data_path": "a.jsonl"}, {"data_path": "b.jsonl"})
+
+
+def test_a_command_gives_its_script_the_arguments(tmp_path):
+    written(tmp_path, SCRIPTS["sft by a parser"], "train.py")
+    found = imported(tmp_path, COMMANDS["accelerate"].replace("  #: converted", ""), "run.sh", gpus=None)
+    assert found.features == {}
+    config = read_plan(found.recipe).config
+    assert (config.policy.model_name, config.policy.lora_cfg.dim, config.cluster.gpus_per_node) == ("x/y", 4, 8)
+    assert config.data.train.split == "train[:50]"
+
+
+def test_a_command_of_trl(tmp_path):
+    found = imported(tmp_path, COMMANDS["trl"].replace("  #: converted", ""), "run.sh", gpus=None)
+    config = read_plan(found.recipe).config
+    assert (config.policy.model_name, config.policy.optimizer.kwargs["lr"]) == ("Qwen/Qwen2.5-0.5B", 3e-5)
+    assert (config.run_dir, config.cluster.gpus_per_node, config.sft.max_num_steps) == ("out", 4, 7)
+
+
+def test_weight_decay_spares_norms_and_biases_as_in_trl(tmp_path):
+    script = SCRIPTS["kto"].replace('"out", ', '"out", weight_decay=0.1, ')
+    optimizer = imported(tmp_path, script).recipe["policy"]["optimizer"]
+    assert optimizer["decay_norms_and_biases"] is False
+    assert optimizer["kwargs"]["weight_decay"] == 0.1
+    assert "decay_norms_and_biases" not in imported(tmp_path, SCRIPTS["orpo"]).recipe["policy"]["optimizer"]
 
 
 @pytest.mark.parametrize(
@@ -105,9 +242,14 @@ def test_reward_models(tmp_path):
     [
         ("print(1)", "found none"),
         ("a = SFTConfig()\nb = DPOConfig()", "found SFTConfig in line 1, DPOConfig in line 2"),
+        ("SFTTrainer('a')\nDPOTrainer('b')", "found SFTTrainer in line 1, DPOTrainer in line 2"),
+        (
+            "trainer = trl.GKDTrainer('a')",
+            "GKDTrainer .line 1. is not imported: write a recipe of algorithm distillation",
+        ),
         ("def (", "is not valid Python: line 1"),
     ],
 )
-def test_a_script_without_one_set_of_arguments_is_refused(tmp_path, script, said):
+def test_a_script_that_does_not_train_once_is_refused(tmp_path, script, said):
     with pytest.raises(ConfigError, match=said):
-        import_config(written(tmp_path, script, "train.py"), "trl")
+        imported(tmp_path, script)

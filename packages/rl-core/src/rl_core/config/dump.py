@@ -91,7 +91,9 @@ def tree_to_yaml(tree: Any) -> str:
 
 def to_override(key: str, value: Any) -> str:
     """`key=value` as it is given on the command line, for a value as `as_written` has it."""
-    written = yaml.dump([value], Dumper=_Dumper, default_flow_style=True, allow_unicode=True, width=10**6)
+    written = yaml.dump(
+        [value], Dumper=_Dumper, default_flow_style=True, sort_keys=False, allow_unicode=True, width=10**6
+    )
     return f"{key}={written.strip()[1:-1]}"
 
 

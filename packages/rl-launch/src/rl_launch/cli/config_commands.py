@@ -147,7 +147,9 @@ def import_foreign(
 
 @app.command()
 def upgrade(
-    file: Annotated[Path, typer.Argument(metavar="FILE.yaml", help="A recipe that was written for an earlier version.")],
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE.yaml", help="A recipe that was written for an earlier version.")
+    ],
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write to this file; it may be the same.")
     ] = None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 from collections import Counter
@@ -16,11 +17,13 @@ from rl_core.config.keys import Key, key_at, value_at
 from rl_core.config.tree import KeyPath, leaves, mapped, parse_path
 from rl_core.errors import ConfigError, ConfigProblems
 from rl_core.plugins import algorithm_named
-from rl_launch.foreign import nemo_rl, openrlhf, prime_rl, trl, verl
+from rl_launch.foreign import nemo_rl, trl, verl
 from rl_launch.foreign.interpolation import interpolated
-from rl_launch.foreign.source import read, read_flags, read_overrides
+from rl_launch.foreign.lines import Line
+from rl_launch.foreign.source import read, read_overrides
 from rl_launch.foreign.translation import Answer, Translation
-from rl_launch.foreign.trl_script import read_script
+from rl_launch.foreign.trl.command import read_command
+from rl_launch.foreign.trl.script import read_script
 from rl_launch.foreign_keys.table import SYSTEMS, Kind, table
 from rl_launch.run_config.reading import read_plan
 from rl_launch.run_config.root_types import root_type
@@ -37,7 +40,9 @@ class Imported:
         source: The file.
         recipe: Nested plain values.
         answers: One for each key of the file, in its order.
-        notes: Further remarks for the user.
+        notes: Points for the user to check.
+        behaviour: Behaviour of the system that no key sets and that differs here.
+        lines: Result for each statement of a script.
     """
 
     system: str
@@ -45,6 +50,8 @@ class Imported:
     recipe: dict[str, Any]
     answers: tuple[Answer, ...]
     notes: tuple[str, ...]
+    behaviour: tuple[str, ...] = ()
+    lines: tuple[Line, ...] = ()
 
     @property
     def features(self) -> dict[str, list[str]]:
@@ -69,16 +76,17 @@ def import_config(path: Path, system: str, *, algorithm: str = "", gpus: int | N
 
     Args:
         path: The file. Files that it inherits from are next to it.
-        system: One of `SYSTEMS`.
+        system: `nemo-rl`, `trl` or `verl`.
         algorithm: Name of the algorithm, if the file does not contain it.
         gpus: Number of GPUs, if the file does not contain it.
 
     Raises:
         ConfigError: If the file cannot be read, or its algorithm is not known.
     """
-    if system not in SYSTEMS:
-        near = did_you_mean(system, SYSTEMS)
-        raise ConfigError(f"--from: got {system!r}{near}; allowed: {', '.join(SYSTEMS)}")
+    if system not in _TRANSLATORS:
+        near = did_you_mean(system, _TRANSLATORS)
+        known = f" `rl config explain KEY` answers a key of {SYSTEMS[system]}." if system in SYSTEMS else ""
+        raise ConfigError(f"--from: got {system!r}{near}; allowed: {', '.join(_TRANSLATORS)}.{known}")
     config = _TRANSLATORS[system](path, algorithm, gpus)
     if config.written("policy.model_name") is None:
         config.notes.append("policy.model_name: the file does not contain a model. Set it in the recipe")
@@ -89,7 +97,15 @@ def import_config(path: Path, system: str, *, algorithm: str = "", gpus: int | N
     if any(answer.kind is Kind.REFUSED for answer in config.answers):
         found = _problems(config.recipe)
         config.notes += [f"{problem.key}: without the refused keys, {problem.message}" for problem in found]
-    return Imported(SYSTEMS[system], str(path), _tidy(config.recipe), tuple(config.answers), tuple(config.notes))
+    return Imported(
+        SYSTEMS[system],
+        str(path),
+        _tidy(config.recipe),
+        tuple(config.answers),
+        tuple(config.notes),
+        tuple(config.behaviour),
+        config.lines,
+    )
 
 
 def _of_nemo_rl(path: Path, algorithm: str, gpus: int | None) -> Translation:
@@ -100,37 +116,25 @@ def _of_nemo_rl(path: Path, algorithm: str, gpus: int | None) -> Translation:
 
 
 def _of_trl(path: Path, algorithm: str, gpus: int | None) -> Translation:
-    if path.suffix == ".py":
-        script = read_script(path)
+    if path.suffix in (".py", ".sh"):
+        script = read_script(path) if path.suffix == ".py" else read_command(path)
         config = _started(script.values, "trl", algorithm or script.algorithm, path)
-        config.notes += [
-            f"{key}: the script computes it (line {line}). Set it in the recipe" for key, line in script.unread.items()
-        ]
-    else:
-        values = interpolated(read(path), str(path))
-        config = _started(values, "trl", algorithm or trl.algorithm_of(values), path)
-    trl.translate(config, gpus)
+        config.lines = script.lines
+        config.notes += [f"{each.place}: `{each.text}`: {each.reason}" for each in script.checks]
+        trl.translate(config, gpus or script.gpus, folder=path.parent, computed=script.computed)
+        for each in script.refused:
+            config.answer_anew(each.place, Kind.REFUSED, each.reason, value=each.text)
+        return config
+    values = interpolated(read(path), str(path))
+    config = _started(values, "trl", algorithm or trl.algorithm_of(values), path)
+    trl.translate(config, gpus, folder=path.parent)
     return config
 
 
 def _of_verl(path: Path, algorithm: str, gpus: int | None) -> Translation:
     values = interpolated(read_overrides(path, verl.BASES), str(path))
     config = _started(values, "verl", algorithm or verl.algorithm_of(values), path)
-    verl.translate(config)
-    return config
-
-
-def _of_openrlhf(path: Path, algorithm: str, gpus: int | None) -> Translation:
-    values = read_flags(path)
-    config = _started(values, "openrlhf", algorithm or openrlhf.algorithm_of(values), path)
-    openrlhf.translate(config, gpus)
-    return config
-
-
-def _of_prime_rl(path: Path, algorithm: str, gpus: int | None) -> Translation:
-    values = read(path)
-    config = _started(values, "prime-rl", algorithm or prime_rl.algorithm_of(values), path)
-    prime_rl.translate(config, gpus)
+    verl.translate(config, path.parent)
     return config
 
 
@@ -138,8 +142,6 @@ _TRANSLATORS: Mapping[str, Callable[[Path, str, int | None], Translation]] = {
     "nemo-rl": _of_nemo_rl,
     "trl": _of_trl,
     "verl": _of_verl,
-    "openrlhf": _of_openrlhf,
-    "prime-rl": _of_prime_rl,
 }
 """Functions that translate a file, by system. They take the algorithm and the number of GPUs in case the file does not
 contain them."""
@@ -223,7 +225,7 @@ def _refuse(config: Translation, problems: list[Problem]) -> None:
     """Refuse the keys that cause problems of the recipe."""
     refused = [answer.key for answer in config.answers if answer.kind is Kind.REFUSED]
     for problem in problems:
-        key, message = problem.key, problem.message
+        key = problem.key
         section = key.rpartition(".")[0]
         if any(each == key or each.startswith(f"{key}.") or (section and each == section) for each in refused):
             continue  # it is missing, or wrong, because it is refused
@@ -232,12 +234,20 @@ def _refuse(config: Translation, problems: list[Problem]) -> None:
         found = value_at(config.recipe, parse_path(key)) if key else None
         if found is not None and not isinstance(found, dict):
             config.remove(key)
-        text = problem.feature or (f"{key}: {message}" if key else message)
+        text = _feature(problem)
         sources = [answer for answer in config.answers if _leads_to(answer, key)]
         for answer in sources:
             config.answer_anew(answer.key, Kind.REFUSED, text)
         if not sources:
             config.answer_anew(key or "config", Kind.REFUSED, text)
+
+
+def _feature(problem: Problem) -> str:
+    """The feature that a problem is about, with the sizes or values in its message."""
+    if not problem.feature:
+        return f"{problem.key}: {problem.message}" if problem.key else problem.message
+    is_size = isinstance(problem.got, int) and not isinstance(problem.got, bool)
+    return f"{problem.feature}: {problem.reason}" if is_size else problem.feature
 
 
 def _leads_to(answer: Answer, key: str) -> bool:
@@ -256,15 +266,39 @@ def _tidy(recipe: dict[str, Any]) -> dict[str, Any]:
     """Return the recipe in the usual order of sections, without default values."""
     ordered = {name: recipe[name] for name in (*_ORDER, *recipe) if name in recipe}
     try:
-        whole = read_plan(_on_another_machine(ordered)).root
+        whole = leaves(as_written(read_plan(_on_another_machine(ordered)).root))
     except ConfigError:
         return ordered
     shorter = _without_defaults(ordered, _root(str(recipe["algorithm"])), ())
-    try:
-        read = read_plan(_on_another_machine(shorter)).root
-        return shorter if as_written(read) == as_written(whole) else ordered
-    except ConfigError:
-        return ordered
+    for _ in range(_ROUNDS):
+        # a default may depend on other keys, and a section may be needed although all its values are defaults
+        try:
+            found = leaves(as_written(read_plan(_on_another_machine(shorter)).root))
+            needed = [path for path in {**whole, **found} if whole.get(path) != found.get(path)]
+        except ConfigProblems as error:
+            needed = [parse_path(problem.key) for problem in error.problems]
+        if not needed:
+            return shorter
+        for path in needed:
+            _restore(shorter, ordered, path)
+    return ordered
+
+
+def _restore(shorter: dict[str, Any], whole: dict[str, Any], path: KeyPath) -> None:
+    """Put the value of a key back, or the values of its section."""
+    *sections, last = path
+    for name in sections:
+        if not isinstance(whole.get(name), dict):
+            last = name
+            break
+        whole, shorter = whole[name], shorter.setdefault(name, {})
+    if last in whole:
+        shorter[last] = copy.deepcopy(whole[last])
+
+
+def _is_default(default: Any, value: Any) -> bool:
+    """Return whether a value is a default; a named section may be given by its name."""
+    return bool(default == value) or (isinstance(value, str) and getattr(default, "name", None) == value)
 
 
 def _without_defaults(values: Any, root: type[Config], path: KeyPath) -> Any:
@@ -273,7 +307,7 @@ def _without_defaults(values: Any, root: type[Config], path: KeyPath) -> Any:
     kept = {}
     for name, value in values.items():
         key = key_at(root, (*path, name), {})
-        if path and key is not None and key.field is not None and not key.required and key.default == value:
+        if path and key is not None and key.field is not None and not key.required and _is_default(key.default, value):
             continue
         inner = _without_defaults(value, root, (*path, name)) if key is not None else value
         if inner != {} or value == {}:

@@ -1,16 +1,18 @@
-"""An imported config as text: the recipe, and what became of every key."""
+"""An imported config as text: the recipe, a summary, and the result for every key and line."""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Iterator
+from typing import Any
 
-from rl_core.config import show, tree_to_yaml
+from rl_core.config import show, to_override
 from rl_launch.foreign.importing import Imported
 from rl_launch.foreign.translation import Answer
 from rl_launch.foreign_keys.table import Kind
 
 _WIDTH = 118
+_MAX_COMMENTS = 10
 _COUNTED = {
     Kind.SAME: "unchanged",
     Kind.RENAMED: "renamed",
@@ -20,24 +22,39 @@ _COUNTED = {
 }
 
 
-def recipe_text(imported: Imported) -> str:
-    """The recipe as YAML, with what was not taken over and what to check as comments at its top."""
-    lines = [f"Imported from {imported.system}: {imported.source}", *_checks(imported)]
-    refused = _grouped(imported.of(Kind.REFUSED))
-    if refused:
-        lines += ["Refused and omitted:", *refused]
-    unneeded = _grouped(imported.of(Kind.NOT_NEEDED))
-    if unneeded:
-        lines += ["Not taken over:", *unneeded]
+def recipe_text(imported: Imported, report: str = "") -> str:
+    """Return the recipe as YAML, with at most ten lines of comments at its top.
+
+    Args:
+        imported: The recipe and its report.
+        report: Name of the file with the whole report, if there is one.
+    """
+    lines = [f"Imported from {imported.system}: {imported.source}"]
+    if report:
+        lines.append(f"The result for each key is in {report}")
+    checks = [f"- {note}" for note in (*_refused(imported), *imported.notes)]
+    if checks:
+        lines.append("Check before you train:")
+        room = _MAX_COMMENTS - len(lines)
+        shown = checks if len(checks) <= room else checks[: room - 1]
+        lines += [textwrap.shorten(check, _WIDTH - 2, placeholder=" ...") for check in shown]
+        if len(shown) < len(checks):
+            lines.append(f"- and {len(checks) - len(shown)} more")
     comments = "".join(f"# {line}\n" for line in lines)
-    return f"{comments}{tree_to_yaml(imported.recipe)}"
+    return comments + "".join(f"{line}\n" for line in _yaml(imported.recipe, 0))
+
+
+def summary_text(imported: Imported) -> str:
+    """Return the number of keys by result, and everything that the user has to check."""
+    return "\n".join([_counts(imported), *_checks(imported)]) + "\n"
 
 
 def report_text(imported: Imported) -> str:
-    """Every key of the file and what became of it."""
-    counts = imported.count()
-    told = ", ".join(f"{counts[kind]} {words}" for kind, words in _COUNTED.items() if counts[kind])
-    lines = [f"{imported.source} of {imported.system}: {sum(counts.values())} keys, {told}", *_checks(imported)]
+    """Return the result for every key of a config, and for every line of a script."""
+    lines = [_counts(imported), *_checks(imported)]
+    if imported.behaviour:
+        lines.append(f"Without a setting, {imported.system} differs from rl here:")
+        lines += [line for text in imported.behaviour for line in _wrapped("", [text])]
     for kind, title in ((Kind.RENAMED, "Renamed:"), (Kind.FOLLOWS, "Worked out:")):
         answers = list(imported.of(kind))
         lines += [title, *(f"- {each.key} -> {each.text}" for each in answers)] if answers else []
@@ -46,11 +63,14 @@ def report_text(imported: Imported) -> str:
         lines += [title, *grouped] if grouped else []
     same = ", ".join(each.key for each in imported.of(Kind.SAME))
     lines += textwrap.wrap(f"Taken as they are: {same}", _WIDTH, subsequent_indent="  ") if same else []
+    if imported.lines:
+        lines.append("Lines of the script:")
+        lines += [f"- {each.place}: {each.fate.name.lower()}: {each.text}: {each.reason}" for each in imported.lines]
     return "\n".join(lines) + "\n"
 
 
 def refusal_text(imported: Imported) -> str:
-    """The features that are not offered, each with its keys."""
+    """Return the features that are not offered, each with its keys."""
     features = imported.features
     counted = "1 feature" if len(features) == 1 else f"{len(features)} features"
     head = (
@@ -65,17 +85,48 @@ def refusal_text(imported: Imported) -> str:
     return "\n".join(lines)
 
 
+def _counts(imported: Imported) -> str:
+    counts = imported.count()
+    told = ", ".join(f"{counts[kind]} {words}" for kind, words in _COUNTED.items() if counts[kind])
+    return f"{imported.source} of {imported.system}: {sum(counts.values())} keys, {told}"
+
+
+def _refused(imported: Imported) -> list[str]:
+    return [f"{', '.join(keys)}: refused and omitted: {feature}" for feature, keys in imported.features.items()]
+
+
 def _checks(imported: Imported) -> list[str]:
-    if not imported.notes:
-        return []
-    lines = ["Check before you train:"]
-    for note in imported.notes:
-        lines += textwrap.wrap(f"- {note}", _WIDTH - 2, subsequent_indent="  ")
+    notes = [*_refused(imported), *imported.notes]
+    lines = ["Check before you train:"] if notes else []
+    for note in notes:
+        lines += textwrap.wrap(f"- {note}", _WIDTH - 2, subsequent_indent="  ", break_on_hyphens=False)
     return lines
 
 
+def _yaml(tree: dict[str, Any], indent: int) -> Iterator[str]:
+    """Yield the lines of nested values; a section that fits is on one line."""
+    for key, value in tree.items():
+        pad = " " * indent
+        line = f"{pad}{key}: {_flow(value)}"
+        if isinstance(value, dict) and value and (indent == 0 or len(line) > _WIDTH) and len(value) > 1:
+            yield f"{pad}{key}:"
+            yield from _yaml(value, indent + 2)
+        elif isinstance(value, list) and len(line) > _WIDTH:
+            yield f"{pad}{key}:"
+            yield from (f"{pad}- {_flow(each)}" for each in value)
+        elif isinstance(value, dict) and len(line) > _WIDTH:
+            yield f"{pad}{key}:"
+            yield from _yaml(value, indent + 2)
+        else:
+            yield line
+
+
+def _flow(value: Any) -> str:
+    return to_override("", value)[1:]
+
+
 def _grouped(answers: Iterable[Answer]) -> list[str]:
-    """The keys by their reasons."""
+    """Return the keys by their reasons."""
     by_reason: dict[str, list[str]] = {}
     for answer in answers:
         by_reason.setdefault(answer.text, []).append(answer.key)
@@ -83,5 +134,5 @@ def _grouped(answers: Iterable[Answer]) -> list[str]:
 
 
 def _wrapped(reason: str, keys: list[str]) -> Iterator[str]:
-    text = f"- {', '.join(keys)}: {reason}"
+    text = f"- {', '.join(keys)}{f': {reason}' if reason else ''}"
     yield from textwrap.wrap(text, _WIDTH - 2, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from rl_algos.data.config import DatasetConfig
+from rl_algos.data.load import load_rows
+from rl_core.errors import DataError
 
 _TORCH = "torch.optim.lr_scheduler"
 _COUNTS = ("total_iters", "T_max", "T_0", "step_size")
@@ -63,6 +69,27 @@ def warmup_and_decay(
             schedules.append(_schedule("ConstantLR", factor=end_rate / rate, total_iters=_FOREVER))
     used = milestones[: len(schedules) - 1]
     return [*schedules, {"milestones": used}] if used else schedules
+
+
+def count_rows(train: Any, folder: Path) -> int | None:
+    """Return the number of rows to train on; None if they are not in local files that can be read.
+
+    Args:
+        train: `data.train` of a recipe.
+        folder: Folder that relative paths start from.
+    """
+    rows = 0
+    for each in train if isinstance(train, list) else [train]:
+        if "data_path" not in each:
+            return None
+        path = str(folder / Path(each["data_path"]).expanduser())
+        try:
+            number = len(load_rows(DatasetConfig(data_path=path, split=each.get("split")), "train"))
+        except (DataError, OSError):
+            return None
+        held = each.get("split_validation_size") or 0
+        rows += number - math.ceil(held * number if held < 1 else held)
+    return rows
 
 
 def _schedule(name: str, **arguments: Any) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,12 +13,11 @@ import yaml
 
 from rl_core.errors import ConfigError
 from rl_launch.foreign.scalars import FLOAT, scalar
+from rl_launch.foreign.shell import read_commands
 
 REPLACES = "_override_"
 """A key that has a section of NeMo RL replace the inherited one in place of merging with it."""
 _KEY = re.compile(r"[A-Za-z_]\w*(\.\w+)+")
-_NAME = re.compile(r"[A-Za-z_]\w*")
-_SHELL_VARIABLE = re.compile(r"\$\{(\w+)\}|\$(\w+)")
 
 
 class _Loader(yaml.SafeLoader):
@@ -42,30 +40,6 @@ def read(path: Path, bases: Mapping[str, dict[str, Any]] | None = None) -> dict[
     return _merged(path, (), bases or {})
 
 
-def read_flags(path: Path) -> dict[str, Any]:
-    """The flags of a shell script (`--name value`, `--name=value`, `--switch`), or the values of a YAML or JSON file.
-
-    Raises:
-        ConfigError: If the file cannot be read, or has no flags.
-    """
-    if path.suffix in (".yaml", ".yml", ".json"):
-        return {name.replace("-", "_"): value for name, value in read(path).items()}
-    found: dict[str, Any] = {}
-    name = None
-    for word in _arguments(_words(path)):
-        if word.startswith("--") and len(word) > 2:
-            name, equals, value = word[2:].partition("=")
-            name = name.replace("-", "_")
-            found[name] = scalar(value) if equals else True
-            name = None if equals else name
-        elif name is not None:
-            earlier = found[name]
-            found[name] = scalar(word) if earlier is True else [*_several(earlier), scalar(word)]
-    if not found:
-        raise ConfigError(f"{path}: the file contains no flags (--name value)")
-    return found
-
-
 def read_overrides(path: Path, bases: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     """The values of a YAML file, or the `key=value` words of a shell script, as Hydra takes them.
 
@@ -79,7 +53,7 @@ def read_overrides(path: Path, bases: Mapping[str, dict[str, Any]]) -> dict[str,
     if path.suffix in (".yaml", ".yml", ".json"):
         return read(path, bases)
     found: dict[str, Any] = {}
-    for word in _words(path):
+    for word in (word for command in read_commands(path) for word in command.words):
         key, equals, value = word.lstrip("+").partition("=")
         if equals and _KEY.fullmatch(key):
             *sections, last = key.split(".")
@@ -168,34 +142,3 @@ def _text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
-
-
-def _words(path: Path) -> list[str]:
-    """The words of a shell script, with the values of variables that it sets put in."""
-    try:
-        words = shlex.split(_text(path).replace("\\\n", " "), comments=True)
-    except ValueError as error:
-        raise ConfigError(f"{path}: not a shell script that can be read: {error}") from None
-    variables: dict[str, str] = {}
-    found = []
-    for word in words:
-        name, equals, value = word.partition("=")
-        value = _SHELL_VARIABLE.sub(lambda used: variables.get(used[1] or used[2], used[0]), value)
-        if equals and _NAME.fullmatch(name):
-            variables[name] = value
-        found.append(
-            f"{name}={value}"
-            if equals
-            else _SHELL_VARIABLE.sub(lambda used: variables.get(used[1] or used[2], used[0]), word)
-        )
-    return found
-
-
-def _arguments(words: list[str]) -> list[str]:
-    """The words behind the module of OpenRLHF that a script starts; all if it starts none."""
-    starts = [place for place, word in enumerate(words) if "openrlhf.cli." in word]
-    return words[starts[-1] + 1 :] if starts else words
-
-
-def _several(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]

@@ -8,6 +8,7 @@ from types import NoneType
 from typing import Any
 
 from rl_core.config.keys import Key
+from rl_launch.foreign.lines import Line
 from rl_launch.foreign_keys.flat import flattened
 from rl_launch.foreign_keys.table import Kind, Table
 
@@ -50,6 +51,8 @@ class Translation:
         self.algorithm = "grpo"
         self.recipe: dict[str, Any] = {}
         self.notes: list[str] = []
+        self.behaviour: list[str] = []
+        self.lines: tuple[Line, ...] = ()
         self._key_here = key_here
         self._keys = flattened(values)
         self._answers: dict[str, Answer] = {}
@@ -116,9 +119,9 @@ class Translation:
         for each in self.keys(key):
             self._answers[each] = Answer(each, self._keys[each], kind, text)
 
-    def answer_anew(self, key: str, kind: Kind, text: str) -> None:
-        """Replace the answer of a key."""
-        self._answers[key] = Answer(key, self._keys.get(key), kind, text)
+    def answer_anew(self, key: str, kind: Kind, text: str, *, value: Any = None) -> None:
+        """Replace the answer of a key, or answer a line of a script, whose source is the value."""
+        self._answers[key] = Answer(key, self._keys.get(key, value), kind, text)
 
     def follows(self, keys: Iterable[str], text: str) -> None:
         """Answer keys whose values are in the recipe in another form."""

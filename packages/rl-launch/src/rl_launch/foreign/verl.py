@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rl_launch.foreign.schedules import warmup_and_decay
+from rl_launch.foreign.schedules import count_rows, warmup_and_decay
 from rl_launch.foreign.surrogate import put_surrogate
 from rl_launch.foreign.translation import Translation
 from rl_launch.foreign_keys.table import Kind
@@ -60,16 +60,26 @@ def algorithm_of(values: dict[str, Any]) -> str:
     return "ppo" if estimator == "gae" else "grpo"
 
 
-def translate(config: Translation) -> None:
-    """Answer the keys that need more than a table, then the others."""
+def translate(config: Translation, folder: Path) -> None:
+    """Answer the keys that need more than a table, then the others.
+
+    Args:
+        config: Translation that holds the keys and receives the answers.
+        folder: Folder of the file, which relative paths of data start from.
+    """
     config.put("algorithm", config.algorithm)
     config.put("cluster", {"device": "cuda", "num_nodes": 1, "gpus_per_node": 8})
     _estimator(config)
     _lengths(config)
     _batches(config)
+    _data(config)
+    steps, counted = _steps(config, folder)
     for model, section in (("policy", _ACTOR), ("value", "critic")):
         if model == "policy" or config.algorithm == "ppo":
-            _optimizer(config, model, section)
+            _optimizer(config, model, section, steps)
+            config.notes += (
+                [f"{model}.scheduler: {counted}"] if counted and config.written(f"{model}.scheduler") else []
+            )
     if config.algorithm != "ppo":
         for section in ("critic", "algorithm.lam", "algorithm.gamma", "trainer.critic_warmup"):
             for key in config.keys(section):
@@ -77,7 +87,6 @@ def translate(config: Translation) -> None:
     _model(config)
     _loss(config)
     _generation(config)
-    _data(config)
     _trainer(config)
     config.finish()
 
@@ -162,7 +171,19 @@ def _batches(config: Translation) -> None:
             config.put("value.logprob_batch_size", config.get(f"critic.{name}"))
 
 
-def _optimizer(config: Translation, model: str, section: str) -> None:
+def _steps(config: Translation, folder: Path) -> tuple[int, str]:
+    """The steps of the run, and where they come from if the file does not contain them."""
+    if steps := config.get("trainer.total_training_steps"):
+        return steps, ""
+    rows = count_rows(config.written("data.train"), folder)
+    prompts = config.get("data.train_batch_size", 1024)
+    if rows is None or rows < prompts:
+        return _UNKNOWN_LENGTH, f"its {_UNKNOWN_LENGTH} steps are a guess. Set the number of steps of your data"
+    steps = rows // prompts * config.get("trainer.total_epochs", 30)
+    return steps, f"{steps} steps, counted from the rows of the data"
+
+
+def _optimizer(config: Translation, model: str, section: str, steps: int) -> None:
     at = f"{section}.optim"
     rate = config.get(f"{at}.lr", 1e-6 if model == "policy" else 1e-5)
     config.put(
@@ -174,7 +195,6 @@ def _optimizer(config: Translation, model: str, section: str) -> None:
         },
     )
     style = config.get(f"{at}.lr_scheduler_type", config.get(f"{at}.warmup_style", "constant"))
-    steps = config.get("trainer.total_training_steps") or _UNKNOWN_LENGTH
     warmup = config.get(f"{at}.lr_warmup_steps", -1)
     if warmup < 0:
         warmup = round(config.get(f"{at}.lr_warmup_steps_ratio", 0.0) * steps)
@@ -184,10 +204,6 @@ def _optimizer(config: Translation, model: str, section: str) -> None:
         least = rate * config.get(f"{at}.min_lr_ratio", 0.0)
         schedule = warmup_and_decay(rate, warmup=warmup, decay=_DECAYS[style], end=steps, last=steps, end_rate=least)
         config.put(f"{model}.scheduler", schedule)
-        if style != "constant" and not config.get("trainer.total_training_steps"):
-            config.notes.append(
-                f"{model}.scheduler: its {steps} steps are a guess. Set the number of steps of your data"
-            )
     for name in ("lr", "weight_decay", "betas"):
         config.follows([f"{at}.{name}"], f"{model}.optimizer.kwargs")
     for name in (

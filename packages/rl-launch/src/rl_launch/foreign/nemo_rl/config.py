@@ -36,6 +36,13 @@ def translate(config: Translation) -> None:
         _cluster(config)
         return
     _off_policy_distillation(config)
+    if config.get("policy.draft.enabled"):
+        for key in config.keys("policy.draft"):
+            config.unneeded(key, "a draft model does not change what is sampled")
+        config.notes.append(
+            "policy.draft: the EAGLE head is not trained, and speculative decoding is off. policy.draft_head trains "
+            "one, with dtensor_cfg and policy.generation.vllm_cfg.speculation"
+        )
     translate_asynchrony(config)
     translate_generation(config)
     for model in ("policy", "value", "teacher"):

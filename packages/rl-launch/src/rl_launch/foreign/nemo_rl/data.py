@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rl_launch.foreign.translation import Translation
@@ -18,12 +18,15 @@ class Known:
         hub: Its name on the hub.
         settings: Further keys of the dataset here.
         split: Split that NeMo RL reads if none is given; empty for that of the purpose.
-        splits: Names of its splits in NeMo RL, to those on the hub.
+        by_split: Names on the hub by the split of NeMo RL, if each split is a dataset with the one split `train`.
+        has_images: True if its rows have images.
     """
 
     hub: str
     settings: Mapping[str, Any]
     split: str = ""
+    by_split: Mapping[str, str] = field(default_factory=dict)
+    has_images: bool = False
 
 
 _KNOWN: Mapping[str, Known] = {
@@ -45,9 +48,24 @@ _KNOWN: Mapping[str, Known] = {
         "math500": Known("HuggingFaceH4/MATH-500", {}),
         "gpqa": Known("Idavidrein/gpqa", {}),
         "mmlu": Known("cais/mmlu", {}),
+        "geometry3k": Known("hiyouga/geometry3k", {}, has_images=True),
+        "clevr-cogent": Known(
+            "MMInstruction/Clevr_CoGenT_TrainA_70K_Complex",
+            {"input_key": "problem", "output_key": "solution"},
+            by_split={
+                "train": "MMInstruction/Clevr_CoGenT_TrainA_70K_Complex",
+                "trainA": "MMInstruction/Clevr_CoGenT_TrainA_70K_Complex",
+                "trainB": "MMInstruction/Clevr_CoGenT_TrainB_70K_Complex",
+                "valA": "MMInstruction/Clevr_CoGenT_ValA",
+                "valB": "MMInstruction/Clevr_CoGenT_ValB",
+            },
+            has_images=True,
+        ),
     }.items()
 }
-_VISUAL = ("clevr", "refcoco", "geometry3k", "geo3k", "mmpr", "avqa", "daily-omni", "omni", "vlm", "image", "video")
+_VISUAL = ("clevr", "refcoco", "geo3k", "mmpr", "avqa", "daily-omni", "omni", "vlm", "image", "video")
+_OWN_REWARDS = ("clevr-cogent", "math_multi_reward")
+"""Environments of NeMo RL that are sums of small rewards, which the user writes as functions."""
 _FROM_FILES = (
     "responsedataset",
     "preferencedataset",
@@ -136,7 +154,7 @@ def _dataset(config: Translation, purpose: str, given: dict[str, Any], repeats: 
     made: dict[str, Any] = {}
     name, path = given.get("dataset_name"), given.get("data_path")
     lower = str(name or "").lower()
-    if any(each in lower for each in _VISUAL):
+    if any(each in lower for each in _VISUAL) and lower not in _KNOWN:
         config.refuse(f"{at}.dataset_name" if config.has(f"{at}.dataset_name") else at, _visual())
     elif lower in _TEXT_ONLY:
         config.refuse(f"{at}.dataset_name", f"the dataset {name}")
@@ -150,7 +168,7 @@ def _dataset(config: Translation, purpose: str, given: dict[str, Any], repeats: 
         config.unneeded(f"{at}.dataset_name", "the file is data_path")
     elif lower in _KNOWN:
         known = _KNOWN[lower]
-        made = {"dataset_name": known.hub, **known.settings}
+        made = {"dataset_name": known.by_split.get(given.get("split", purpose), known.hub), **known.settings}
         if known.split and "split" not in given:
             made["split"] = known.split
         _answer(config, f"{at}.dataset_name", Kind.FOLLOWS, f"{at}.dataset_name: {known.hub}")
@@ -164,7 +182,21 @@ def _dataset(config: Translation, purpose: str, given: dict[str, Any], repeats: 
     known_columns = lower in _KNOWN and path is None
     for key, value in given.items():
         _setting(config, f"{at}.{key}", key, value, made, repeats, known_columns=known_columns)
+    if known_columns and _KNOWN[lower].by_split:
+        made["split"] = "train"  # each split of NeMo RL is a dataset of its own
     return made
+
+
+def has_images(config: Translation) -> bool:
+    """Return whether the rows of a dataset have images."""
+    data = config.get("data") or {}
+    named = [data.get("dataset_name"), *_names_in(data.get("train")), *_names_in(data.get("validation"))]
+    return any(_KNOWN[name].has_images for each in named if (name := str(each).lower()) in _KNOWN)
+
+
+def _names_in(datasets: Any) -> list[Any]:
+    several = datasets if isinstance(datasets, list) else [datasets]
+    return [each.get("dataset_name") for each in several if isinstance(each, dict)]
 
 
 def _setting(
@@ -225,9 +257,17 @@ def _environment(config: Translation, at: str, value: str, made: dict[str, Any])
     generates = config.algorithm in ("grpo", "ppo", "distillation", "evaluation")
     if not generates:
         _answer(config, at, Kind.NOT_NEEDED, f"{config.algorithm} scores nothing")
+    elif value in _OWN_REWARDS:
+        named = config.get(f"env.{value}.reward_functions") or []
+        listed = ", ".join(f"{each.get('name')} (weight {each.get('weight', 1)})" for each in named)
+        config.notes.append(
+            f"{at}: write the rewards of {value}{f', {listed},' if listed else ''} as functions, and set "
+            "FILE.py:FUNCTION, or env.NAME.rewards for several"
+        )
+        _answer(config, at, Kind.FOLLOWS, f"{at}, which the recipe leaves to you")
     elif any(each in value for each in _VISUAL):
         config.refuse(at if config.has(at) else "data.train", _visual())
-    elif value in ("math", "dapo", "dapo_math"):
+    elif value in ("math", "dapo", "dapo_math", "geometry3k"):
         made["env_name"] = "math"
         _answer(config, at, Kind.SAME if value == "math" else Kind.FOLLOWS, at)
     elif value in ("code", "reward_model", "code_jaccard"):
@@ -240,6 +280,8 @@ def _environment(config: Translation, at: str, value: str, made: dict[str, Any])
 def _processor(config: Translation, at: str, value: str, made: dict[str, Any]) -> None:
     if value in _BUILT_IN_PROCESSORS:
         _answer(config, at, Kind.NOT_NEEDED, "rows of known datasets and configured columns need none")
+    elif value == "vlm_hf_data_processor" and has_images(config):
+        _answer(config, at, Kind.NOT_NEEDED, "images of a row are found by images_key")
     elif value.startswith("vlm"):
         config.refuse(at if config.has(at) else "data.train", _visual())
     elif ":" in value:

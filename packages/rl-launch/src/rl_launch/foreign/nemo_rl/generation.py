@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from rl_launch.foreign.nemo_rl.data import has_images
 from rl_launch.foreign.nemo_rl.loops import ROLLOUTS
 from rl_launch.foreign.nemo_rl.variables import take_variable
 from rl_launch.foreign.translation import Translation
 from rl_launch.foreign_keys.table import Kind
 
 _GENERATORS = {"vllm", "hf", "megatron"}
+_ENGINES = {"sglang": "SGLang", "trtllm": "TensorRT-LLM", "dynamo": "Dynamo"}
+"""Engines whose place vLLM takes, by the backend of NeMo RL."""
+_SIZES = {"sglang": "sglang_cfg.tp_size", "trtllm": "trtllm_cfg.tensor_parallel_size"}
 _IN_BF16 = ("num_first_layers_in_bf16", "num_last_layers_in_bf16")
 _IGNORED = "quantization_ignored_layer_kws"
 
@@ -46,28 +50,30 @@ def translate_generation(config: Translation) -> None:
             config.unneeded(key, f"{config.algorithm} generates nothing")
         return
     backend = config.get(f"{section}.backend", "vllm")
-    if backend not in _GENERATORS:
-        names = {"sglang": "SGLang", "trtllm": "TensorRT-LLM", "dynamo": "Dynamo"}
-        config.refuse(f"{section}.backend", f"generation by {names.get(backend, backend)}")
-        for key in config.keys(f"{section}.{backend}_cfg"):
-            config.refuse(key, f"generation by {names.get(backend, backend)}")
+    if backend in _ENGINES:
+        _by_vllm(config, section, backend)
+        backend = "vllm"
+    elif backend not in _GENERATORS:
+        config.refuse(f"{section}.backend", f"generation by {backend}")
     if backend != "vllm":
         for name in ("vllm_cfg", "vllm_kwargs"):
             for key in config.keys(f"{section}.{name}"):
                 config.unneeded(key, f"{section}.backend is {backend}")
     if backend == "megatron":
-        own = config.get(f"{section}.mcore_generation_config.tensor_model_parallel_size")
-        size = own or config.get("policy.megatron_cfg.tensor_model_parallel_size", 1)
-        config.put(f"{section}.megatron_cfg.tensor_model_parallel_size", size)
-        config.follows(
-            [f"{section}.mcore_generation_config.tensor_model_parallel_size"],
-            f"{section}.megatron_cfg.tensor_model_parallel_size",
-        )
+        own = f"{section}.mcore_generation_config.tensor_model_parallel_size"
+        size = config.get(own) or config.get("policy.megatron_cfg.tensor_model_parallel_size", 1)
+        if size > 1:
+            config.notes.append(
+                f"{section}.backend: a replica of the megatron generator is one GPU, in the place of {size}. If the "
+                "model does not fit, set vllm and its tensor_parallel_size"
+            )
+        config.follows([own], f"{section}.megatron_cfg.tensor_model_parallel_size: 1, the size of a replica")
     for name, least in (("temperature", 1.0), ("top_p", 1.0), ("top_k", None)):
         # releases without these keys validate as they train; here validation is greedy by default
         if not config.has(f"{section}.val_{name}"):
             config.put(f"{section}.val_{name}", config.get(f"{section}.{name}", least))
     _lengths(config, section)
+    _images(config, section)
     if backend == "vllm":
         _vllm(config, section)
     if config.get(f"{section}.colocated.enabled", True):
@@ -78,6 +84,35 @@ def translate_generation(config: Translation) -> None:
     for key in config.keys(section):
         if (key.startswith(f"{section}.val_top_k") or key.endswith(".top_k")) and config.get(key, 0) == -1:
             config.unneeded(key, "-1 samples from all tokens, which is the default")
+
+
+def _by_vllm(config: Translation, section: str, backend: str) -> None:
+    """Take vLLM in the place of another engine, which samples from the same distribution."""
+    name = _ENGINES[backend]
+    config.put(f"{section}.backend", "vllm")
+    config.follows([f"{section}.backend"], f"{section}.backend: vllm, in the place of {name}")
+    config.notes.append(f"{section}.backend: vllm, in the place of {name}, whose settings are not taken over")
+    size = f"{section}.{_SIZES.get(backend, '')}"
+    if backend in _SIZES and config.get(size):
+        config.put(f"{section}.vllm_cfg.tensor_parallel_size", config.get(size))
+        config.follows([size, f"{section}.vllm_cfg.tensor_parallel_size"], f"{section}.vllm_cfg.tensor_parallel_size")
+    for part in ("cfg", "kwargs"):
+        for key in config.keys(f"{section}.{backend}_{part}"):
+            config.unneeded(key, f"a setting of {name}")
+
+
+def _images(config: Translation, section: str) -> None:
+    """Limits of images in a prompt; without images, only the language model is served."""
+    is_on = has_images(config)
+    config.unneeded(f"{section}.vllm_kwargs.language_model_only", "it follows from policy.vision.enabled")
+    for at in (f"{section}.vllm_kwargs.limit_mm_per_prompt", f"{section}.vllm_cfg.limit_mm_per_prompt"):
+        for key in config.keys(at):
+            number = config.get(key)
+            if is_on and key.endswith(".image"):
+                config.put("policy.vision.max_images", number)
+                config.follows([key], "policy.vision.max_images")
+            elif not number:
+                config.unneeded(key, "0")
 
 
 def _lengths(config: Translation, section: str) -> None:

@@ -46,10 +46,24 @@ def translate_megatron(config: Translation, model: str) -> None:
         else:
             config.put(here, value)
             config.answer(key, Kind.RENAMED, here)
+    _multi_token_prediction(config, section)
     _experts(config, section)
     if config.get(f"{section}.sequence_parallel") and config.get(f"{section}.tensor_model_parallel_size", 1) == 1:
         config.unneeded(f"{section}.sequence_parallel", "there is only one tensor-parallel rank")
     _recompute(config, section)
+
+
+def _multi_token_prediction(config: Translation, section: str) -> None:
+    """Layers that draft tokens: if their loss does not reach the policy, it is the same policy without them."""
+    weight = f"{section}.mtp_loss_scaling_factor"
+    if config.get(weight) and config.get(f"{section}.mtp_num_layers") and config.get(f"{section}.mtp_detach_heads"):
+        config.unneeded(weight, "the layers only draft tokens, and their loss does not reach the policy")
+        config.notes.append(
+            f"{section}.mtp_*: the layers that draft tokens are not trained. policy.draft_head trains them for "
+            "speculative decoding, with dtensor_cfg"
+        )
+    elif not config.get(f"{section}.mtp_num_layers"):
+        config.unneeded(weight, "the model has no such layers")
 
 
 def _recompute(config: Translation, section: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rl_launch.foreign.nemo_rl.data import has_images
 from rl_launch.foreign.nemo_rl.megatron import translate_megatron
 from rl_launch.foreign.nemo_rl.optimizer import translate_optimizer
 from rl_launch.foreign.nemo_rl.variables import take_variable
@@ -9,6 +10,17 @@ from rl_launch.foreign.translation import Translation
 from rl_launch.foreign_keys.table import Kind
 
 _BACKENDS = ("dtensor_cfg", "megatron_cfg")
+
+_FROZEN = {
+    "freeze_vision_tower": "tower",
+    "freeze_vision_model": "tower",
+    "freeze_vision_projection": "projector",
+    "freeze_audio_tower": "",
+    "freeze_sound_encoder": "",
+    "freeze_sound_projection": "",
+    "freeze_language_model": "",
+}
+"""Keys that freeze a part of a model, and the key of the part in `policy.vision`; empty if it has none."""
 
 _LINEAR = {
     "linear_qkv": ("q_proj", "k_proj", "v_proj"),
@@ -31,8 +43,11 @@ def translate_model(config: Translation, model: str) -> None:
     backend = next((name for name in _BACKENDS if config.get(f"{model}.{name}.enabled")), None)
     other = {"dtensor_cfg": "megatron_cfg", "megatron_cfg": "dtensor_cfg"}.get(backend or "", "megatron_cfg")
     backend = backend or "dtensor_cfg"
-    if backend == "megatron_cfg":
+    trains = "dtensor_cfg" if model == "policy" and has_images(config) else backend
+    if trains == "megatron_cfg":
         config.put(f"{model}.megatron_cfg.enabled", True)
+    elif backend == "megatron_cfg":
+        _by_dtensor(config, model)
     config.follows([f"{model}.{name}.enabled" for name in _BACKENDS], f"{model}.{backend}, the selected backend")
     for key in config.keys(f"{model}.{other}"):
         config.unneeded(key, f"{model} trains with {backend}")
@@ -42,14 +57,50 @@ def translate_model(config: Translation, model: str) -> None:
     translate_optimizer(config, model, backend)
     _adapters(config, model, backend)
     _batching(config, model)
-    if backend == "megatron_cfg":
+    if trains == "megatron_cfg":
         translate_megatron(config, model)
     else:
         _dtensor(config, model)
     _overrides(config, model)
+    _vision(config, model)
     if config.get(f"{model}.router_replay.enabled"):
         config.put(f"{model}.{backend}.moe_router_replay", True)
         config.follows([f"{model}.router_replay.enabled"], f"{model}.{backend}.moe_router_replay")
+
+
+def _by_dtensor(config: Translation, model: str) -> None:
+    """Train a model with images by PyTorch's own parallelism, because Megatron takes none here."""
+    sizes = f"{model}.megatron_cfg.tensor_model_parallel_size"
+    config.put(f"{model}.dtensor_cfg.tensor_parallel_size", config.get(sizes, 1))
+    config.follows([sizes], f"{model}.dtensor_cfg.tensor_parallel_size")
+    config.notes.append(f"{model}.dtensor_cfg: trains in the place of megatron_cfg, which does not take images")
+    for key in config.keys(f"{model}.megatron_cfg"):
+        if not key.startswith((f"{model}.megatron_cfg.optimizer", f"{model}.megatron_cfg.scheduler")):
+            config.unneeded(key, f"{model} trains with dtensor_cfg")
+
+
+def _vision(config: Translation, model: str) -> None:
+    """Parts of a model of text and images: without images, only the language model is loaded and trained."""
+    is_on = model == "policy" and has_images(config)
+    if is_on:
+        for name, value in (("enabled", True), ("tower", "trained"), ("projector", "trained")):
+            config.put(f"policy.vision.{name}", value)
+        config.unneeded("grpo.deduplicate_multimodal_data", "images are kept once")
+    for section in ("dtensor_cfg.automodel_kwargs.freeze_config", "megatron_cfg.freeze_config", "megatron_cfg"):
+        for name in _FROZEN:
+            key = f"{model}.{section}.{name}"
+            if not config.has(key):
+                continue
+            part = _FROZEN[name]
+            if name == "freeze_language_model":
+                if config.get(key):
+                    config.refuse(key, "a language model that is not trained (freeze_language_model)")
+                config.unneeded(key, "the language model is trained")
+            elif is_on and part:
+                config.put(f"policy.vision.{part}", "frozen" if config.get(key) else "trained")
+                config.follows([key], f"policy.vision.{part}")
+            else:
+                config.unneeded(key, "only the language model is loaded (policy.vision.enabled is false)")
 
 
 def _teacher(config: Translation) -> None:

@@ -8,6 +8,15 @@ from rl_launch.foreign.schedules import MegatronSchedule, scaled
 from rl_launch.foreign.translation import Translation
 from rl_launch.foreign_keys.table import Kind
 
+_FUSED_ADAM = "transformer_engine.pytorch.optimizers.fused_adam.FusedAdam"
+_OF_FUSED_ADAM = (
+    "master_weights",
+    "master_weight_dtype",
+    "store_param_remainders",
+    "exp_avg_dtype",
+    "exp_avg_sq_dtype",
+)
+"""Arguments of FusedAdam that choose how its state is stored."""
 _OPTIMIZERS = {"adam": "torch.optim.AdamW", "adamw": "torch.optim.AdamW", "sgd": "torch.optim.SGD"}
 
 
@@ -36,6 +45,9 @@ def translate_optimizer(config: Translation, model: str, backend: str) -> None:
         config.put(f"{model}.max_grad_norm", None)
         config.follows([f"{model}.max_grad_norm"], f"{model}.max_grad_norm: null, which turns clipping off")
     name = config.get(f"{model}.optimizer.name", "torch.optim.AdamW")
+    if name == _FUSED_ADAM:
+        _fused_adam(config, f"{model}.optimizer")
+        name = "torch.optim.AdamW"
     if not name.startswith("torch.optim."):
         config.refuse(f"{model}.optimizer.name", f"the optimizer {name}")
         for key in config.keys(f"{model}.optimizer"):
@@ -49,6 +61,17 @@ def translate_optimizer(config: Translation, model: str, backend: str) -> None:
         key = f"{model}.scheduler"
         kind, text = (Kind.SAME, key) if updates == 1 else (Kind.FOLLOWS, _counted(key, updates))
         config.answer(key, kind, text)
+
+
+def _fused_adam(config: Translation, section: str) -> None:
+    """Take the same optimizer of torch, which computes the same step and keeps its state in float32."""
+    config.put(f"{section}.name", "torch.optim.AdamW")
+    config.follows([f"{section}.name"], f"{section}.name: torch.optim.AdamW, which is the same optimizer")
+    for name in _OF_FUSED_ADAM:
+        config.unneeded(f"{section}.kwargs.{name}", "the optimizer's state is float32")
+    config.notes.append(
+        f"{section}: its state and the master weights are float32, which take more memory than bfloat16"
+    )
 
 
 def _updates_per_step(config: Translation, model: str) -> int:
@@ -85,7 +108,7 @@ def _megatron_optimizer(config: Translation, model: str, updates: int) -> None:
     config.put(f"{model}.max_grad_norm", clip or None)
     config.follows([f"{section}.clip_grad", f"{model}.max_grad_norm"], f"{model}.max_grad_norm")
     if values.get("params_dtype", "float32") not in ("float32", "torch.float32"):
-        config.refuse(f"{section}.params_dtype", "master weights in 16 bits (optimizer.params_dtype)")
+        config.notes.append(f"{section}.params_dtype: master weights are float32, which take more memory than 16 bits")
     if values.get("optimizer_cpu_offload") and model == "policy":
         config.notes.append(f"{section}.optimizer_cpu_offload: the optimizer's state stays on the GPUs")
     used = ["optimizer", "lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum", "min_lr"]

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
-from rl_launch.foreign.schedules import warmup_and_decay
+from rl_launch.foreign.schedules import count_rows, warmup_and_decay
 from rl_launch.foreign.surrogate import put_surrogate
 from rl_launch.foreign.translation import Translation
+from rl_launch.foreign.trl.preferences import translate_preferences
+from rl_launch.foreign.trl.script import HELD_OUT
 from rl_launch.foreign_keys.table import Kind
 
 _OF_GRPO = ("num_generations", "max_completion_length", "reward_funcs", "scale_rewards", "epsilon", "num_iterations")
-_OF_DPO = ("precompute_ref_log_probs", "rpo_alpha", "max_prompt_length", "label_smoothing", "reference_free")
+_OF_DPO = (
+    "precompute_ref_log_probs", "rpo_alpha", "max_prompt_length", "label_smoothing", "reference_free", "cpo_alpha",
+    "simpo_gamma", "desirable_weight", "undesirable_weight",
+)  # fmt: skip
 _OF_REWARDS = ("center_rewards_coefficient",)
 _OF_SFT = ("packing", "assistant_only_loss", "completion_only_loss", "dataset_text_field", "max_seq_length")
 _BY_FIELD = {"grpo": _OF_GRPO, "rm": _OF_REWARDS, "sft": _OF_SFT, "dpo": _OF_DPO}
@@ -31,18 +39,42 @@ _AGGREGATIONS = {
     "dr_grpo": "sequence-mean-token-sum",
     "cispo": "token-mean",
     "sapo": "sequence-mean",
+    "vespo": "token-mean",
 }
-_SURROGATES = {"cispo": "cispo", "sapo": "sapo"}
-_PREFERENCE_LOSSES = {
-    "sigmoid": "dpo",
-    "robust": "robust-dpo",
-    "ipo": "ipo",
-    "hinge": "hinge",
-    "simpo": "simpo",
-    "orpo": "orpo",
-    "kto": "kto",
+_SURROGATES = {"cispo": "cispo", "sapo": "sapo", "vespo": "vespo"}
+_SETTINGS = {
+    "sapo_temperature_pos": "tau_positive",
+    "sapo_temperature_neg": "tau_negative",
+    "vespo_k_pos": "k_positive",
+    "vespo_lambda_pos": "lambda_positive",
+    "vespo_k_neg": "k_negative",
+    "vespo_lambda_neg": "lambda_negative",
 }
+"""Settings of surrogates by the fields of TRL."""
+_CORRECTIONS = {
+    "token_truncate": {"truncation": "tis", "level": "token"},
+    "token_mask": {"truncation": "icepop", "level": "token"},
+    "sequence_truncate": {"truncation": "tis", "level": "sequence"},
+    "sequence_mask": {"truncation": "icepop", "level": "sequence"},
+}
+"""`loss_fn.importance` by `vllm_importance_sampling_mode`."""
 _KTO_WEIGHTS = ("desirable_weight", "undesirable_weight")
+_BEHAVIOUR = {
+    "grpo": ("TRL draws prompts in another order for the same seed",),
+    "sft": (
+        "TRL draws rows in another order for the same seed",
+        "TRL appends the end-of-sequence token to text and completions; here the end of a turn is trained",
+    ),
+    "dpo": (
+        "TRL draws pairs in another order for the same seed; KTOTrainer reads rows in their order",
+        "TRL turns dropout off (disable_dropout); here it is off unless the model's config has it",
+    ),
+    "rm": (
+        "TRL draws pairs in another order for the same seed",
+        "TRL turns dropout off (disable_dropout); here it is off unless the model's config has it",
+    ),
+}
+"""Behaviour of TRL without a setting, which differs here or is easily missed."""
 _TRACKERS = ("wandb", "mlflow", "tensorboard")
 _FILES = (".csv", ".json", ".jsonl", ".parquet")
 _UNKNOWN_LENGTH = 1000
@@ -54,16 +86,20 @@ def algorithm_of(values: dict[str, Any]) -> str:
     return next((name for name, fields in _BY_FIELD.items() if any(field in values for field in fields)), "")
 
 
-def translate(config: Translation, gpus: int | None) -> None:
+def translate(config: Translation, gpus: int | None, *, folder: Path, computed: Collection[str] = ()) -> None:
     """Answer the fields that need more than a table, then the others.
 
     Args:
         config: Translation that holds the fields and receives the answers.
         gpus: Number of GPUs; None if it is not known.
+        folder: Folder of the file, which relative paths of data start from.
+        computed: Fields that a script computes.
     """
-    if _weighs_responses(config):
+    if config.algorithm == "dpo" and any(key in config.values for key in _KTO_WEIGHTS):
         config.values.setdefault("loss_type", "kto")
-    with_defaults(config)
+    if config.algorithm == "dpo" and "cpo_alpha" in config.values:
+        config.values.setdefault("loss_type", "cpo")
+    with_defaults(config, computed)
     config.put("algorithm", config.algorithm)
     config.put("cluster", {"device": "cuda", "gpus_per_node": gpus or 1})
     if gpus is None:
@@ -74,30 +110,47 @@ def translate(config: Translation, gpus: int | None) -> None:
     _optimizer(config)
     _batches(config, gpus or 1)
     _data(config)
-    _schedule(config)
-    {"grpo": _grpo, "dpo": _dpo, "sft": _sft, "rm": _rewards}[config.algorithm](config)
+    _schedule(config, folder)
+    {"grpo": _grpo, "dpo": translate_preferences, "sft": _sft, "rm": _rewards}[config.algorithm](config)
+    config.behaviour += _BEHAVIOUR[config.algorithm]
     _saving(config)
     _pushing(config)
     config.finish()
 
 
-def _weighs_responses(config: Translation) -> bool:
-    """Return whether the file is of a KTOTrainer, which has a loss of its own."""
-    return any(key in config.values for key in _KTO_WEIGHTS)
+def with_defaults(config: Translation, computed: Collection[str] = ()) -> None:
+    """Fill in the defaults of TRL's trainer that matter and are not those here.
 
-
-def with_defaults(config: Translation) -> None:
-    """Fill in the defaults of TRL's trainer that matter and are not those here."""
+    Args:
+        config: Translation that holds the fields.
+        computed: Fields that a script sets to a value that is not known.
+    """
     known = config.table.defaults.get(config.algorithm, {})
-    missing = {key: value for key, value in known.items() if key not in config.values}
+    given = {_destination(config, key) for key in config.values}
+    missing = {
+        key: value
+        for key, value in known.items()
+        if key not in config.values and (_destination(config, key) or key) not in given
+    }
+    if config.get("max_steps", -1) > 0:
+        missing.pop("num_train_epochs", None)
     config.values.update(missing)
     for key, value in missing.items():
         rule = config.table.rule(key)
         if rule is not None and rule.kind is Kind.RENAMED:
             config.put(rule.answer(key, config.algorithm), value)
-    if missing:
-        listed = ", ".join(f"{key}={value}" for key, value in missing.items())
-        config.notes.append(f"defaults of {config.table.name} that the file leaves out, and that were taken: {listed}")
+    for taken, text in (
+        (missing.keys() - computed, f"defaults of {config.table.name} that the file leaves out, and that were taken"),
+        (missing.keys() & computed, "values that the script computes, with the defaults in their place"),
+    ):
+        if listed := ", ".join(f"{key}={missing[key]}" for key in known if key in taken):
+            config.notes.append(f"{text}: {listed}")
+
+
+def _destination(config: Translation, key: str) -> str | None:
+    """The key here that a field is renamed to; None if it has none of its own."""
+    rule = config.table.rule(key)
+    return rule.text if rule is not None and rule.kind is Kind.RENAMED else None
 
 
 def _model(config: Translation) -> None:
@@ -124,9 +177,11 @@ def _model(config: Translation) -> None:
         config.put("policy.tokenizer.chat_template_kwargs", kwargs)
     for key in config.keys("chat_template_kwargs"):
         config.answer(key, Kind.RENAMED, "policy.tokenizer.chat_template_kwargs")
-    text = config.get("chat_template")
-    if text:
+    if config.get("chat_template"):
         config.rename("chat_template", "policy.tokenizer.chat_template")
+    if config.get("vision"):
+        config.put("policy.vision", {"enabled": True, "tower": "trained", "projector": "trained"})
+    config.follows(["vision"], "policy.vision, whose tower TRL trains too")
 
 
 def _optimizer(config: Translation) -> None:
@@ -143,6 +198,8 @@ def _optimizer(config: Translation) -> None:
         arguments["betas"] = [config.get("adam_beta1", 0.9), config.get("adam_beta2", 0.999)]
         arguments["eps"] = config.get("adam_epsilon", 1e-8)
     config.put("policy.optimizer", {"name": kind, "kwargs": arguments})
+    if arguments["weight_decay"]:
+        config.put("policy.optimizer.decay_norms_and_biases", False)
     keys = ("optim", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
     config.follows(keys, "policy.optimizer")
 
@@ -182,47 +239,103 @@ def _batches(config: Translation, gpus: int) -> None:
 
 
 def _data(config: Translation) -> None:
-    name = config.get("dataset_name")
-    datasets = config.get("datasets")
-    if name is None and datasets is None:
-        config.notes.append("data.train.dataset_name: the dataset is in the script. Set it in the recipe")
-        name = "OWNER/DATASET"
-    if datasets is not None:
-        for key in config.keys("datasets"):
-            config.refuse(key, "a mixture in `datasets`. List the datasets in data.train")
-    if name is None:
-        return
-    local = any(str(name).startswith(each) for each in ("/", "./", "~")) or str(name).endswith(_FILES)
-    config.put(f"data.train.{'data_path' if local else 'dataset_name'}", name)
-    subset, split = config.get("dataset_config"), config.get("dataset_train_split")
-    if split and not local:
-        config.put("data.train.split", split)
+    train = _datasets(config)
+    config.put("data.train", train if len(train) > 1 else train[0])
     wants = config.get("eval_strategy", config.get("evaluation_strategy", "no"))
-    if wants != "no":
-        test = config.get("dataset_test_split", "test")
-        validation = {"data_path" if local else "dataset_name": name, **({} if local else {"split": test})}
-        config.put("data.validation", {**validation, **({"subset": subset} if subset else {})})
+    loop = config.algorithm
+    if validation := _validation(config, train) if wants != "no" else []:
+        config.put("data.validation", validation if len(validation) > 1 else validation[0])
+    if validation or (wants != "no" and config.get("eval_dataset") == HELD_OUT):
         if wants == "epoch":
-            config.put(f"{config.algorithm}.val_at_end", True)
-        steps = config.get("eval_steps", 500)
-        config.put(f"{config.algorithm}.val_period", 0 if wants == "epoch" else _whole(steps))
-    elif config.algorithm != "grpo":
-        config.put(f"{config.algorithm}.val_period", 0)
-    keys = ("dataset_name", "dataset_train_split", "dataset_test_split")
-    config.follows(keys, "data")
-    config.follows(("eval_strategy", "evaluation_strategy", "eval_steps"), f"{config.algorithm}.val_period")
-    prompt = config.get("system_prompt")
-    if prompt:
-        config.refuse(
-            "system_prompt", "a system prompt in the config: write it to a file, data.default.system_prompt_file"
-        )
+            config.put(f"{loop}.val_at_end", True)
+        config.put(f"{loop}.val_period", 0 if wants == "epoch" else _whole(config.get("eval_steps", 500)))
+    else:
+        config.put(f"{loop}.val_period", 0)
+        config.unneeded("eval_steps", "there is nothing to validate on")
+    orders = config.get("train_sampling_strategy") == "sequential" or (
+        loop == "grpo" and config.get("shuffle_dataset") is False
+    )
+    if orders:
+        config.put("data.shuffle", False)
+    config.follows(["train_sampling_strategy", "shuffle_dataset"], "data.shuffle")
+    keys = ["dataset_name", "dataset_config", "dataset_train_split", "dataset_streaming", "datasets", "train_dataset"]
+    config.follows(keys, "data.train")
+    config.follows(["dataset_test_split", "eval_dataset"], "data.validation")
+    config.follows(["eval_strategy", "evaluation_strategy", "eval_steps"], f"{loop}.val_period")
 
 
-def _whole(steps: Any) -> int:
-    return int(steps) if isinstance(steps, int) or float(steps) >= 1 else 1
+def _datasets(config: Translation) -> list[dict[str, Any]]:
+    """The datasets to train on."""
+    if "train_dataset" in config.values:
+        return [_columns(config, each) for each in config.get("train_dataset")]
+    if mixture := config.get("datasets"):
+        return [_of_mixture(config, each) for each in mixture if isinstance(each, dict)]
+    name = config.get("dataset_name")
+    if name is None:
+        config.notes.append("data.train.dataset_name: the file does not contain a dataset. Set it in the recipe")
+        return [{"dataset_name": "OWNER/DATASET"}]
+    split = config.get("dataset_train_split")
+    return [_named(config, name, split)]
 
 
-def _schedule(config: Translation) -> None:
+def _named(config: Translation, name: str, split: str | None) -> dict[str, Any]:
+    """A dataset of the hub or a file."""
+    if str(name).startswith(("/", "./", "~")) or str(name).endswith(_FILES):
+        return {"data_path": name}
+    subset = config.get("dataset_config")
+    streams = {"streaming": True} if config.get("dataset_streaming") else {}
+    settings = {"dataset_name": name, "subset": subset, "split": split}
+    return {key: value for key, value in settings.items() if value} | streams
+
+
+def _of_mixture(config: Translation, given: dict[str, Any]) -> dict[str, Any]:
+    """An entry of `datasets` of a YAML file."""
+    made = {
+        here: given[key]
+        for key, here in (("path", "dataset_name"), ("name", "subset"), ("split", "split"))
+        if given.get(key) is not None
+    }
+    if files := given.get("data_files"):
+        made = {"data_path": files}
+    for key in given.keys() - {"path", "name", "split", "data_files", "columns"}:
+        if given[key] is not None:
+            config.refuse("datasets", f"{key} of a dataset in a mixture")
+    return made
+
+
+def _validation(config: Translation, train: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The datasets to validate on; none if they are held out, or if there are none."""
+    if "eval_dataset" in config.values:
+        given = config.get("eval_dataset")
+        return [_columns(config, each) for each in given] if isinstance(given, list) else []
+    name = config.get("dataset_name")
+    if name is None:
+        return []
+    found = _named(config, name, config.get("dataset_test_split", "test"))
+    if "data_path" in found:
+        config.notes.append("data.validation: a file has no splits. Set split_validation_size of data.train, or a file")
+        return []
+    return [found]
+
+
+def _columns(config: Translation, settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a dataset whose renamed columns are given by the keys of the algorithm."""
+    columns = dict(settings.get("columns", {}))
+    made = {key: value for key, value in settings.items() if key != "columns"}
+    if config.algorithm in ("grpo", "sft"):
+        for names, key in ((("messages", "prompt", "text"), "input_key"), (("completion", "answer"), "output_key")):
+            for name in names:
+                if name in columns:
+                    made[key] = columns.pop(name)
+    if columns and config.algorithm in ("grpo", "sft"):
+        renamed = ", ".join(f"{old} to {new}" for new, old in columns.items())
+        config.notes.append(f"data.train: the script renames the columns {renamed}; rewards get the names in the rows")
+    elif columns:
+        made["columns"] = columns
+    return made
+
+
+def _schedule(config: Translation, folder: Path) -> None:
     style = config.get("lr_scheduler_type", "linear")
     steps = config.get("max_steps", -1)
     if steps > 0:
@@ -239,13 +352,18 @@ def _schedule(config: Translation) -> None:
     if decay is None:
         config.refuse("lr_scheduler_type", f"the learning-rate schedule {style}")
         return
-    length = steps if steps > 0 else _UNKNOWN_LENGTH
-    warmup = config.get("warmup_steps", 0)
-    if not warmup and config.get("warmup_ratio"):
-        warmup = max(1, round(config.get("warmup_ratio") * length))
-    if steps <= 0 and (decay != "constant" or config.get("warmup_ratio")):
+    warmup, share = config.get("warmup_steps", 0), config.get("warmup_ratio", 0.0)
+    if 0 < warmup < 1:
+        warmup, share = 0, warmup
+    counted = None if steps > 0 else _counted_steps(config, folder)
+    length = steps if steps > 0 else counted or _UNKNOWN_LENGTH
+    if not warmup and share:
+        warmup = math.ceil(share * length)
+    if steps <= 0 and (decay != "constant" or share):
         config.notes.append(
-            f"policy.scheduler: its {length} steps are a guess, because the file counts epochs. "
+            f"policy.scheduler: {length} steps, counted from the rows of the data"
+            if counted
+            else f"policy.scheduler: its {length} steps are a guess, because the file counts epochs. "
             "Set the number of steps of your data"
         )
     rate = config.get("learning_rate")
@@ -263,6 +381,23 @@ def _schedule(config: Translation) -> None:
     for name in ("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio"):
         for key in config.keys(name):
             config.follows([key], "policy.scheduler")
+
+
+def _counted_steps(config: Translation, folder: Path) -> int | None:
+    """The optimizer steps of all epochs, by the rows of local files; None if these cannot be counted."""
+    if config.algorithm == "sft" and config.get("packing"):
+        return None  # packing makes other rows
+    rows = count_rows(config.written("data.train"), folder)
+    if rows is None:
+        return None
+    batch = config.written("policy.train_global_batch_size")
+    if config.algorithm == "grpo":
+        prompts = config.written("grpo.num_prompts_per_step") or 1
+        completions = prompts * config.get("num_generations", 8)
+        updates = int(rows // prompts) * max(1, completions // batch) * config.get("num_iterations", 1)
+    else:
+        updates = math.ceil(rows / batch)
+    return math.ceil(updates * config.get("num_train_epochs", 3)) or None
 
 
 def _grpo(config: Translation) -> None:
@@ -299,13 +434,31 @@ def _grpo(config: Translation) -> None:
     config.follows(["vllm_mode"], "policy.generation.colocated.enabled")
     if config.get("top_entropy_quantile") == 1:
         config.unneeded("top_entropy_quantile", "1 trains on all tokens")
-    rewards = config.get("reward_funcs")
-    named = f" ({', '.join(map(str, rewards if isinstance(rewards, list) else [rewards]))})" if rewards else ""
-    config.notes.append(
-        f"data.train.env_name: write your reward functions{named} into a file, and name it: FILE.py:NAME for one, or "
-        "env.NAME.rewards and reward_weights for several"
-    )
+    if "max_prompt_length" not in config.values:
+        config.notes.append(
+            f"data.max_input_seq_length: {prompt}, as TRL has no limit. Longer prompts are left out; set it to the "
+            "longest prompt of your data"
+        )
+    config.notes.append(_reward_note(config.get("reward_funcs") or []))
     config.follows(["reward_funcs", "reward_weights"], "data.train.env_name, which the recipe leaves to you")
+
+
+def _reward_note(rewards: str | list[str]) -> str:
+    """How to name the reward functions of the file in the recipe."""
+    named = [str(each) for each in (rewards if isinstance(rewards, list) else [rewards])]
+    models = [each for each in named if "/" in each and ":" not in each]
+    if models:
+        return (
+            f"data.train.env_name: a reward model, {', '.join(models)}, is an environment: env_name: reward_model and "
+            "env.reward_model.model"
+        )
+    if len(named) == 1:
+        return f"data.train.env_name: set {named[0] if ':' in named[0] else f'FILE.py:{named[0]}'}"
+    several = ", ".join(each if ":" in each else f"FILE.py:{each}" for each in named) or "FILE.py:FUNCTION"
+    return (
+        f"data.train.env_name: the reward functions are not in the recipe. Set env.mine.rewards: [{several}], "
+        "env.mine.reward_weights and env_name: mine"
+    )
 
 
 def _loss(config: Translation, longest: int) -> None:
@@ -324,47 +477,49 @@ def _loss(config: Translation, longest: int) -> None:
     else:
         config.refuse("loss_type", f"the loss {kind} in GRPO")
     config.follows(["loss_type", "importance_sampling_level"], "loss_fn.aggregation and loss_fn.surrogate")
-    clip = config.get("epsilon", 0.2)
+    low, high = config.get("epsilon", 0.2), config.get("epsilon_high", config.get("epsilon", 0.2))
+    if surrogate == "cispo":
+        # TRL bounds the ratio itself, by epsilon_high, and not from below
+        low, high = 1.0, high - 1.0
+        if high < 0:
+            config.refuse("epsilon_high", "ratios bounded below 1 in the loss cispo (epsilon_high)")
+            high = 4.0
     put_surrogate(
         config,
         surrogate,
-        {"epsilon": "clip_low", "epsilon_high": "clip_high", "delta": "dual_clip"},
-        clip_low=clip,
-        clip_high=config.get("epsilon_high", clip),
+        {"epsilon": "clip_low", "epsilon_high": "clip_high", "delta": "dual_clip", **_SETTINGS},
+        clip_low=low,
+        clip_high=high,
         dual_clip=config.get("delta"),
+        **{setting: config.get(key) for key, setting in _SETTINGS.items()},
     )
-    correction = "vllm_importance_sampling_correction"
-    if config.get(correction):
-        config.put("loss_fn.importance", {})
-    else:
-        config.unneeded("vllm_importance_sampling_cap", f"{correction} is not set")
-    config.follows([correction], "loss_fn.importance")
+    if config.get("beta") and config.get("use_bias_correction_kl", True):
+        config.put("loss_fn.kl.unbiased", True)
+    config.follows(["use_bias_correction_kl"], "loss_fn.kl.unbiased")
+    _correction(config)
+    if weight := config.get("entropy_coef", 0.0):
+        config.put("loss_fn.entropy_bonus.weight", weight)
+    config.follows(["entropy_coef"], "loss_fn.entropy_bonus.weight")
+    if config.get("multi_objective_aggregation", "sum_then_normalize") == "normalize_then_sum":
+        config.put("grpo.adv_estimator", {"name": "gdpo"})
+    config.follows(["multi_objective_aggregation"], "grpo.adv_estimator: gdpo for normalize_then_sum")
 
 
-def _dpo(config: Translation) -> None:
-    kind = config.get("loss_type", "sigmoid")
-    kinds = kind if isinstance(kind, list) else [kind]
-    if len(kinds) > 1 or kinds[0] not in _PREFERENCE_LOSSES:
-        config.refuse("loss_type", f"the preference loss {' + '.join(map(str, kinds))}")
-    else:
-        smoothing = config.get("label_smoothing", 0.0)
-        loss: dict[str, Any] = {"name": _PREFERENCE_LOSSES[kinds[0]]}
-        if smoothing:
-            loss["label_smoothing"] = smoothing
-        config.put("dpo.loss", loss)
-        if kinds[0] == "ipo":
-            config.put("dpo.preference_average_log_probs", True)
-    for key in _KTO_WEIGHTS:
-        if config.get(key, 1.0) == 1.0:
-            config.unneeded(key, "responses count alike")
-        else:
-            config.refuse(key, "weights of desirable and undesirable responses in KTO")
-    config.put("dpo.reference_policy_kl_penalty", config.get("beta", 0.1))
-    config.follows(["beta"], "dpo.reference_policy_kl_penalty")
-    config.follows(["loss_type", "label_smoothing"], "dpo.loss")
-    config.unneeded("max_prompt_length", "a prompt may fill policy.max_total_sequence_length; longer rows are left out")
-    config.unneeded("max_completion_length", "a response may fill policy.max_total_sequence_length")
-    config.put("data.overlong", "skip")
+def _correction(config: Translation) -> None:
+    """The correction for the samples of vLLM, which TRL makes by default."""
+    switch, mode = "vllm_importance_sampling_correction", "vllm_importance_sampling_mode"
+    bounds = [f"vllm_importance_sampling_{name}" for name in ("cap", "clip_max", "clip_min")]
+    if config.get(switch, bool(config.get("use_vllm"))):
+        # releases with a cap truncate the ratios of tokens
+        kind = config.get(mode, "sequence_mask" if config.get(bounds[0]) is None else "token_truncate")
+        if kind not in _CORRECTIONS:
+            config.refuse(mode, f"the importance correction {kind}")
+        high = config.get(bounds[0], config.get(bounds[1], 3.0))
+        section = {**_CORRECTIONS.get(kind, {}), "high": high}
+        if config.get(bounds[2]) is not None:
+            section["low"] = config.get(bounds[2])
+        config.put("loss_fn.importance", section)
+    config.follows([switch, mode, *bounds], "loss_fn.importance, which is set if use_vllm is")
 
 
 def _sft(config: Translation) -> None:
@@ -427,3 +582,8 @@ def _pushing(config: Translation) -> None:
     config.follows(["push_to_hub", "hub_model_id", "push_to_hub_model_id"], "checkpointing.push_to")
     config.follows(["hub_strategy"], "checkpointing.push_checkpoints")
     config.follows(["hub_private_repo"], "checkpointing.push_private")
+
+
+def _whole(steps: float) -> int:
+    """A number of steps; a share of the run, whose length is not known here, is one step."""
+    return int(steps) if steps >= 1 else 1

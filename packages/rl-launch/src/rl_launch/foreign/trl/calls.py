@@ -1,0 +1,724 @@
+"""Calls of TRL, transformers, datasets and peft that are known, and what each becomes."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from rl_launch.foreign.lines import Fate
+from rl_launch.foreign.trl.reading import Call, Reading
+from rl_launch.foreign.trl.values import Data, Thing, is_constant, plain, touched, unknown
+
+ALGORITHMS = {
+    "GRPO": "grpo",
+    "SFT": "sft",
+    "DPO": "dpo",
+    "KTO": "dpo",
+    "ORPO": "dpo",
+    "CPO": "dpo",
+    "Reward": "rm",
+}
+"""Algorithms by the first part of the names of TRL's trainers and of their classes of arguments."""
+
+OTHERS = {
+    "AsyncGRPO": "write a recipe of algorithm grpo with grpo.async_grpo.enabled=true",
+    "BCO": "its loss is not offered. KTO learns from the same rows: dpo.loss=kto",
+    "Distillation": "write a recipe of algorithm distillation",
+    "GKD": "write a recipe of algorithm distillation",
+    "IterativeSFT": "write a recipe of algorithm sft",
+    "MiniLLM": "write a recipe of algorithm distillation",
+    "NashMD": "its loss is not offered",
+    "OnlineDPO": "its loss is not offered. grpo learns from a reward model: env.reward_model",
+    "PPO": "write a recipe of algorithm ppo",
+    "PPOv2": "write a recipe of algorithm ppo",
+    "PRM": "its model is not offered",
+    "RLOO": "write a recipe of algorithm grpo with grpo.adv_estimator=rloo",
+    "RLOOv2": "write a recipe of algorithm grpo with grpo.adv_estimator=rloo",
+    "XPO": "its loss is not offered",
+}
+"""Trainers of TRL that are not imported, and what to do."""
+
+_FILE_FORMATS = ("arrow", "csv", "json", "pandas", "parquet", "text")
+_READ_FORMATS = ("csv", "json", "parquet", "arrow")
+_LOCAL = ("/", "./", "../", "~")
+
+_ADAPTERS = {
+    "r": "lora_r",
+    "lora_alpha": "lora_alpha",
+    "lora_dropout": "lora_dropout",
+    "target_modules": "lora_target_modules",
+    "target_parameters": "lora_target_parameters",
+    "modules_to_save": "lora_modules_to_save",
+    "use_rslora": "use_rslora",
+    "use_dora": "use_dora",
+    "exclude_modules": "lora_exclude_modules",
+}
+"""Arguments of peft's `LoraConfig` by the names of TRL's command line."""
+_PLAIN_ADAPTERS: Mapping[str, tuple[Any, ...]] = {
+    "task_type": (),
+    "bias": ("none",),
+    "inference_mode": (False,),
+    "init_lora_weights": (True,),
+    "use_gradient_checkpointing": (),
+    "random_state": (),
+    "loftq_config": (None, {}),
+    "max_seq_length": (),
+    "base_model_name_or_path": (),
+}
+"""Arguments of adapters without effect here, with the values that have none; any value if there are none."""
+
+_LOADING = (
+    "cache_dir", "device_map", "fast_inference", "force_download", "gpu_memory_utilization", "local_files_only",
+    "low_cpu_mem_usage", "max_memory", "offload_folder", "padding_side", "token", "trust_remote_code", "use_auth_token",
+    "num_labels", "use_cache", "use_fast", "use_safetensors", "add_bos_token", "add_eos_token",
+)  # fmt: skip
+"""Arguments of `from_pretrained` that do not change which model is trained."""
+_VISION = ("ImageTextToText", "Vision2Seq", "ForConditionalGeneration", "FastVisionModel", "AutoModelForMultimodalLM")
+
+_TRAINER_ARGUMENTS: Mapping[str, tuple[str, ...]] = {
+    "SFT": ("model", "args", "data_collator", "train_dataset", "eval_dataset", "processing_class"),
+    "GRPO": ("model", "reward_funcs", "args", "train_dataset", "eval_dataset", "processing_class"),
+    "DPO": ("model", "ref_model", "args", "data_collator", "train_dataset", "eval_dataset", "processing_class"),
+    "KTO": ("model", "ref_model", "args", "train_dataset", "eval_dataset", "processing_class"),
+    "Reward": ("model", "args", "data_collator", "train_dataset", "eval_dataset", "processing_class"),
+    "ORPO": ("model", "args", "data_collator", "train_dataset", "eval_dataset", "processing_class"),
+    "CPO": ("model", "args", "data_collator", "train_dataset", "eval_dataset", "processing_class"),
+}
+"""Positional arguments of the trainers."""
+
+_SCRIPT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "ScriptArguments": {
+        "dataset_config": None,
+        "dataset_train_split": "train",
+        "dataset_test_split": "test",
+        "dataset_streaming": False,
+    },
+    "ModelConfig": {"use_peft": False, "load_in_4bit": False, "load_in_8bit": False, "model_revision": "main"},
+}
+"""Defaults of TRL's classes of script arguments."""
+
+_ROWWISE = {"map": "processor: FILE.py:FUNCTION of the dataset converts rows"}
+_FEWER = "rows that are chosen by the script. Write the rows you want into a file, and set data_path"
+_ORDER = ("flatten_indices", "shuffle", "sort")
+_COLUMNS_ONLY = (
+    "cast",
+    "cast_column",
+    "remove_columns",
+    "select_columns",
+    "with_format",
+    "set_format",
+    "to_iterable_dataset",
+)
+_LOOKS = ("__len__", "to_pandas", "iter", "unique", "to_list", "to_json", "save_to_disk", "to_parquet", "push_to_hub")
+
+Known = Callable[[Reading, Call], Any]
+Method = Callable[[Reading, Any, Call], Any]
+
+
+def _stem(name: str) -> str:
+    """Return the first part of the name of a trainer or of its class of arguments."""
+    return name.removesuffix("Config").removesuffix("Trainer")
+
+
+# Datasets
+
+
+def _load_dataset(reading: Reading, call: Call) -> Any:
+    call = call.named("path", "name", "data_dir", "data_files", "split")
+    if call.extra or not is_constant({key: call.given.get(key) for key in ("path", "name", "data_files", "split")}):
+        reading.say(Fate.CHECK, "the dataset is computed by the script. Set data.train in the recipe")
+        return unknown(*call.positional, *call.given.values(), Thing("", touches=frozenset({"data"})))
+    given = {key: plain(value) if is_constant(value) else value for key, value in call.given.items()}
+    path, split, files = str(given.get("path")), given.get("split"), given.get("data_files")
+    for key in ("data_dir", "revision"):
+        if given.get(key) is not None:
+            reading.say(Fate.CHECK, f"{key} of the dataset is not converted", line=call.line(key))
+    sources: dict[str, Data] = {}
+    if path in _FILE_FORMATS and files is not None:
+        if path not in _READ_FORMATS:
+            reading.say(
+                Fate.CHECK, f"files of the format {path} are not read here. Convert them to JSON Lines or Parquet"
+            )
+        by_split = files if isinstance(files, dict) else {"train": files}
+        sources = {name: _of_files(each) for name, each in by_split.items()}
+    else:
+        if files is not None:
+            reading.say(
+                Fate.CHECK, "data_files of a dataset of the hub are not converted", line=call.line("data_files")
+            )
+        settings: dict[str, Any] = {"data_path" if path.startswith(_LOCAL) else "dataset_name": path}
+        if given.get("name") is not None:
+            settings["subset"] = given["name"]
+        if given.get("streaming") is True and "dataset_name" in settings:
+            settings["streaming"] = True
+        sources = {"": Data((settings,))}
+    found = Thing("splits", path, parts=dict(sources))
+    reading.say(Fate.CONVERTED, "data.train or data.validation, where it is used")
+    return found if split is None else _split(reading, found, Call("get", call.node, [split]))
+
+
+def _of_files(files: Any) -> Data:
+    several = files if isinstance(files, list) else [files]
+    return Data(tuple({"data_path": each} for each in several))
+
+
+def _split(reading: Reading, owner: Thing, call: Call) -> Any:
+    """A split of a dataset that has several."""
+    [name] = call.positional[:1] or [None]
+    if not isinstance(name, str):
+        return unknown(owner, name)
+    base = name.partition("[")[0]
+    if name in owner.parts or base in owner.parts:
+        found = owner.parts.get(name, owner.parts.get(base))
+        if name not in owner.parts:
+            reading.say(Fate.CHECK, f"the part {name} of a file. Write these rows into a file of their own")
+        return found
+    if "" in owner.parts:
+        return owner.parts[""].with_settings(split=name)
+    reading.say(Fate.CHECK, f"the split {name} is not known")
+    return unknown(owner)
+
+
+def _of_splits(reading: Reading, owner: Thing, call: Call) -> Any:
+    if call.name == "get" or call.name == "__getitem__":
+        return _split(reading, owner, call)
+    if call.name in ("keys", "values", "items", *_LOOKS):
+        return unknown(owner)
+    made = {name: _of_data(reading, data, call) for name, data in owner.parts.items() if isinstance(data, Data)}
+    if len(made) < len(owner.parts) or any(not isinstance(each, Data) for each in made.values()):
+        return next(iter(made.values()), unknown(owner))
+    return Thing("splits", owner.name, parts=made)
+
+
+def _of_data(reading: Reading, data: Data, call: Call) -> Any:
+    """A method of a dataset."""
+    name = call.name
+    if name == "train_test_split":
+        return _train_test_split(reading, data, call)
+    if name in ("select", "take", "skip"):
+        return _sliced(reading, data, call)
+    if name in _ORDER:
+        reading.say(Fate.CONVERTED, "data.shuffle, which draws another order")
+        return replace(data, keeps_order=False)
+    if name in ("rename_column", "rename_columns"):
+        return _renamed(reading, data, call)
+    if name in _COLUMNS_ONLY:
+        reading.say(Fate.UNRELATED, "columns that are not used do not change the training")
+        return data
+    if name in _ROWWISE:
+        function = next((each for each in (*call.positional, *call.given.values()) if isinstance(each, Thing)), None)
+        named = f" {function.name}" if function is not None and function.name else ""
+        reading.say(
+            Fate.CHECK, f"rows are changed by{named or ' a function'}, which is not converted; {_ROWWISE[name]}"
+        )
+        return data
+    if name in ("filter", "shard", "class_encode_column", "repeat"):
+        reading.say(Fate.CHECK, _FEWER)
+        return replace(data, keeps_order=False)
+    if name not in _LOOKS:
+        reading.say(Fate.CHECK, f"{name} of a dataset is not read")
+    return unknown(data)
+
+
+def _train_test_split(reading: Reading, data: Data, call: Call) -> Any:
+    call = call.named("test_size", "train_size")
+    size, rest = call.given.get("test_size"), call.given.get("train_size")
+    if isinstance(rest, int | float) and size is None:
+        size = 1 - rest if rest < 1 else None
+    if size is None and rest is None:
+        size = 0.25
+    if not isinstance(size, int | float) or not is_constant(size) or data.held_out is not None:
+        reading.say(Fate.CHECK, "the size of the split is computed. Set split_validation_size of data.train")
+        size = 0.1 if data.held_out is None else data.held_out
+    if isinstance(size, float) and size > 1:
+        size = round(size)
+    reading.say(Fate.CONVERTED, f"data.train.split_validation_size: {size}, which chooses other rows than TRL")
+    whole = replace(data, held_out=size, keeps_order=False)
+    return Thing("splits", "train_test_split", parts={"train": whole, "test": replace(whole, is_held_out=True)})
+
+
+def _sliced(reading: Reading, data: Data, call: Call) -> Any:
+    [rows] = call.positional[:1] or [next(iter(call.given.values()), None)]
+    bounds: tuple[int, int | None] | None = None
+    if call.name == "select" and isinstance(rows, range) and rows.step == 1:
+        bounds = rows.start, rows.stop
+    elif call.name in ("take", "skip") and isinstance(rows, int):
+        bounds = (0, rows) if call.name == "take" else (rows, None)
+    found = data.sliced(*bounds) if bounds is not None else None
+    if found is None:
+        reading.say(Fate.CHECK, _FEWER)
+        return replace(data, keeps_order=False)
+    reading.say(Fate.CONVERTED, f"split: {found.settings[0]['split']}")
+    return found
+
+
+def _renamed(reading: Reading, data: Data, call: Call) -> Any:
+    pairs = call.positional[0] if call.name == "rename_columns" and call.positional else None
+    if pairs is None:
+        named = call.named("original_column_name", "new_column_name").given
+        pairs = {named.get("original_column_name"): named.get("new_column_name")}
+    if not isinstance(pairs, dict) or not is_constant(pairs) or len(data.settings) != 1:
+        reading.say(Fate.CHECK, "columns are renamed. Set input_key, output_key or columns of the dataset")
+        return data
+    columns = {**data.settings[0].get("columns", {}), **{new: old for old, new in pairs.items()}}
+    reading.say(Fate.CONVERTED, "input_key, output_key or columns of the dataset")
+    return data.with_settings(columns=columns)
+
+
+def _concatenated(reading: Reading, call: Call) -> Any:
+    [several] = call.positional[:1] or [call.given.get("dsets", call.given.get("datasets"))]
+    if not isinstance(several, list) or not all(isinstance(each, Data) for each in several):
+        return unknown(several, Thing("", touches=frozenset({"data"})))
+    if any(each.held_out is not None for each in several):
+        reading.say(Fate.CHECK, "a mixture of datasets that are split. Set data.train in the recipe")
+        return several[0]
+    settings = [dict(each) for data in several for each in data.settings]
+    if call.name == "interleave_datasets":
+        shares = call.given.get("probabilities")
+        if isinstance(shares, list) and is_constant(shares) and len(shares) == len(settings):
+            settings = [{**each, "weight": share} for each, share in zip(settings, shares, strict=True)]
+        elif shares is None:
+            settings = [{**each, "weight": 1.0} for each in settings]
+        else:
+            reading.say(Fate.CHECK, "the shares of the datasets are computed. Set weight of each in data.train")
+    reading.say(Fate.CONVERTED, "data.train, a list of datasets")
+    return Data(tuple(settings), keeps_order=False)
+
+
+def _in_memory(reading: Reading, call: Call) -> Any:
+    """Rows that the script makes, or reads with a function of `datasets`."""
+    paths = call.positional[0] if call.positional else call.given.get("path_or_paths")
+    if call.name in ("from_json", "from_csv", "from_parquet", "load_from_disk") and is_constant(paths) and paths:
+        reading.say(Fate.CONVERTED, "data_path of the dataset")
+        found = _of_files(paths)
+        if call.name == "load_from_disk":
+            return Thing("splits", str(paths), parts={"": found})
+        return found
+    reading.say(
+        Fate.CHECK,
+        "rows that the script makes. Write them into a JSON Lines file, or pass the Dataset to rl_launch.train",
+    )
+    return Data(({"dataset_name": "OWNER/DATASET"},), keeps_order=False)
+
+
+def _dataset_dict(reading: Reading, call: Call) -> Any:
+    [given] = call.positional[:1] or [call.given]
+    if not isinstance(given, dict) or not all(isinstance(each, Data) for each in given.values()):
+        return unknown(given)
+    reading.say(Fate.CONVERTED, "data.train or data.validation, where it is used")
+    return Thing("splits", "DatasetDict", parts=dict(given))
+
+
+def _get_dataset(reading: Reading, call: Call) -> Any:
+    reading.say(Fate.CHECK, "the mixture in `datasets` of the arguments. Set data.train in the recipe")
+    return Thing("", touches=frozenset({"data"}), lines=(call.node.lineno,))
+
+
+# Models, tokenizers and adapters
+
+
+def _from_pretrained(reading: Reading, call: Call) -> Any:
+    owner = reading.dotted(call.node.func).rpartition(".from_pretrained")[0].rpartition(".")[2]
+    if "Tokenizer" in owner or "Processor" in owner:
+        call = call.named("pretrained_model_name_or_path")
+        name = call.given.get("pretrained_model_name_or_path")
+        reading.say(Fate.CONVERTED, "policy.tokenizer")
+        _loading(reading, call, ("pretrained_model_name_or_path",), ())
+        return Thing("tokenizer", owner, parts={"name": name})
+    if owner in ("PeftModel", "PeftModelForCausalLM"):
+        return _peft_model(reading, call)
+    if not any(word in owner for word in ("Model", "ForCausalLM", "ForSequenceClassification", "Generation")):
+        return unknown(*call.positional, *call.given.values(), name=owner)
+    call = call.named("pretrained_model_name_or_path")
+    name = call.given.get("pretrained_model_name_or_path", call.given.get("model_name"))
+    parts: dict[str, Any] = {"name": name}
+    for key, field in (("torch_dtype", "dtype"), ("dtype", "dtype"), ("attn_implementation", "attn_implementation")):
+        if call.given.get(key) is not None:
+            parts[field] = call.given[key]
+    parts["is_visual"] = any(word in owner for word in _VISION)
+    reading.say(Fate.CONVERTED, "policy.model_name, where it is trained")
+    _loading(
+        reading,
+        call,
+        (
+            "pretrained_model_name_or_path",
+            "model_name",
+            "torch_dtype",
+            "dtype",
+            "attn_implementation",
+            "max_seq_length",
+        ),
+        ("quantization_config", "load_in_4bit", "load_in_8bit"),
+    )
+    model = Thing("model", owner, parts=parts)
+    return [model, Thing("tokenizer", owner, parts={"name": name})] if owner.startswith("Fast") else model
+
+
+def _loading(reading: Reading, call: Call, taken: tuple[str, ...], quantized: tuple[str, ...]) -> None:
+    """Account for the further arguments of `from_pretrained`."""
+    for key, value in call.given.items():
+        if key in taken or key in _LOADING or value is None or value is False:
+            continue
+        if key in quantized:
+            reading.say(Fate.REFUSED, "4-bit or 8-bit weights during training", line=call.line(key))
+        elif not (key == "revision" and value == "main"):
+            reading.say(Fate.CHECK, f"{key} of from_pretrained is not converted", line=call.line(key))
+    if call.extra:
+        reading.say(Fate.CHECK, "arguments in ** that are not read")
+
+
+def _peft_model(reading: Reading, call: Call) -> Any:
+    """Adapters that are loaded on a model."""
+    call = call.named("model", "model_id")
+    model, adapter = call.given.get("model"), call.given.get("model_id")
+    if call.given.get("is_trainable") is True and is_constant(adapter) and isinstance(model, Thing):
+        reading.say(Fate.CONVERTED, "policy.lora_cfg.adapter")
+        return replace(model, parts={**model.parts, "adapter": adapter})
+    reading.say(Fate.REFUSED, "a model with adapters that are not trained. Merge them, and set policy.model_name")
+    return model
+
+
+def _lora(reading: Reading, call: Call) -> Any:
+    parts: dict[str, Any] = {}
+    for key, value in call.named("task_type").given.items():
+        if key in _ADAPTERS:
+            parts[_ADAPTERS[key]] = value
+        elif value not in (None, False) and not _has_no_effect(key, value):
+            reading.say(Fate.REFUSED, f"the setting {key} of adapters", line=call.line(key))
+    if call.extra:
+        reading.say(Fate.CHECK, "arguments in ** that are not read")
+    reading.say(Fate.CONVERTED, "policy.lora_cfg")
+    return Thing("adapters", "LoraConfig", parts=parts)
+
+
+def _has_no_effect(key: str, value: Any) -> bool:
+    """Return whether an argument of adapters does not change them."""
+    same = _PLAIN_ADAPTERS.get(key)
+    return same is not None and (not same or value in same)
+
+
+def _get_peft_model(reading: Reading, call: Call) -> Any:
+    call = call.named("model", "peft_config")
+    model = call.given.pop("model", None)
+    adapters = call.given.pop("peft_config", None) or _lora(reading, replace(call, positional=[]))
+    reading.say(Fate.CONVERTED, "policy.lora_cfg")
+    if not isinstance(model, Thing):
+        return unknown(model, adapters)
+    return replace(model, parts={**model.parts, "adapters": adapters})
+
+
+def _quantized(reading: Reading, call: Call) -> Any:
+    reading.say(Fate.REFUSED, "4-bit or 8-bit weights during training")
+    return Thing("quantization", call.name)
+
+
+def _no_quantization(reading: Reading, call: Call) -> Any:
+    """TRL's helpers that read the arguments of the model."""
+    model_args = call.positional[0] if call.positional else None
+    flags = model_args.parts if isinstance(model_args, Thing) else {}
+    if call.name == "get_peft_config":
+        given = {key: flags[key] for key in flags if key.startswith(("lora_", "use_"))}
+        reading.say(Fate.CONVERTED, "policy.lora_cfg")
+        return Thing("adapters", call.name, parts=given) if flags.get("use_peft") else None
+    if flags.get("load_in_4bit") or flags.get("load_in_8bit"):
+        return _quantized(reading, call)
+    reading.say(Fate.UNRELATED, "no weights are quantised")
+    return None
+
+
+def _vocabulary(reading: Reading, call: Call) -> Any:
+    reading.say(Fate.REFUSED, f"a changed vocabulary or chat template ({call.name}). Save the model, and train that")
+    return list(call.positional) if call.name in ("setup_chat_format",) else unknown(*call.positional)
+
+
+def _of_model(reading: Reading, model: Thing, call: Call) -> Any:
+    name = call.name
+    if name == "gradient_checkpointing_enable":
+        model.parts["gradient_checkpointing"] = True
+        reading.say(Fate.CONVERTED, "policy.dtensor_cfg.recompute")
+    elif name in ("resize_token_embeddings", "add_tokens", "add_special_tokens"):
+        reading.say(Fate.REFUSED, f"a changed vocabulary ({name}). Save the model, and train that")
+    elif name == "requires_grad_":
+        value = call.positional[0] if call.positional else True
+        if value is not True:
+            reading.say(Fate.REFUSED, "training only some of the parameters (requires_grad)")
+        return model
+    elif name in (
+        "to",
+        "cuda",
+        "train",
+        "eval",
+        "compile",
+        "enable_input_require_grads",
+        "gradient_checkpointing_disable",
+    ):
+        reading.say(Fate.UNRELATED, "devices and gradients are configured automatically")
+        return model
+    elif name in (
+        "print_trainable_parameters", "num_parameters", "parameters", "named_parameters", "modules", "named_modules",
+        "children", "get_input_embeddings", "get_output_embeddings", "state_dict", "generate", "for_training",
+        "save_pretrained", "push_to_hub", "get_memory_footprint", "get_nb_trainable_parameters",
+    ):  # fmt: skip
+        reading.say(Fate.UNRELATED, "it reads the model")
+        return unknown(model)
+    else:
+        reading.say(Fate.CHECK, f"{name} of the model is not read")
+        return replace(model)
+    return None
+
+
+def _of_tokenizer(reading: Reading, tokenizer: Thing, call: Call) -> Any:
+    if call.name in ("add_tokens", "add_special_tokens"):
+        values = [*call.positional, *call.given.values()]
+        if values and isinstance(values[0], dict) and set(values[0]) <= {"pad_token"}:
+            reading.say(Fate.CHECK, "a padding token. It is not trained, but it must not enlarge the vocabulary")
+        else:
+            reading.say(Fate.REFUSED, f"a changed vocabulary ({call.name}). Save the model, and train that")
+        return unknown()
+    if call.name in ("save_pretrained", "push_to_hub"):
+        reading.say(Fate.UNRELATED, "every checkpoint contains the tokenizer")
+    return unknown(*call.positional, *call.given.values())
+
+
+def _set_tokenizer(reading: Reading, tokenizer: Thing, name: str, value: Any, _: ast.stmt) -> None:
+    if name == "chat_template" and isinstance(value, str):
+        tokenizer.parts["chat_template"] = value
+        reading.say(Fate.CONVERTED, "policy.tokenizer.chat_template")
+    elif name in ("pad_token", "pad_token_id", "padding_side", "truncation_side", "model_max_length"):
+        reading.say(Fate.UNRELATED, "rows are not padded with tokens of the vocabulary")
+    elif name == "chat_template":
+        reading.say(
+            Fate.CHECK,
+            f"the script computes the chat template{reading.computed(value)}. Set policy.tokenizer.chat_template",
+        )
+    else:
+        reading.say(Fate.CHECK, f"{name} of the tokenizer is not converted")
+
+
+def _set_model(reading: Reading, model: Thing, name: str, value: Any, _: ast.stmt) -> None:
+    if name in ("use_cache", "pad_token_id", "pretraining_tp") or model.name.endswith("generation_config"):
+        reading.say(Fate.UNRELATED, "it does not change the training")
+    elif model.name.endswith("config"):
+        reading.say(Fate.CHECK, f"{name} of the model's config. Set policy.hf_config_overrides if it matters")
+    else:
+        reading.say(Fate.CHECK, f"changes {name} of the model")
+
+
+def _set_trainer(reading: Reading, trainer: Thing, name: str, value: Any, _: ast.stmt) -> None:
+    if name in ("train_dataset", "eval_dataset"):
+        trainer.parts[name] = value
+        reading.say(Fate.CONVERTED, f"data.{'train' if name == 'train_dataset' else 'validation'}")
+    else:
+        reading.say(Fate.REFUSED, f"changes of the trainer (trainer.{name})")
+
+
+def _set_config(reading: Reading, config: Thing, name: str, value: Any, _: ast.stmt) -> None:
+    config.parts[name] = value
+    reading.say(Fate.CONVERTED, name)
+
+
+# Arguments and trainers
+
+
+def _config(reading: Reading, call: Call) -> Any:
+    call = call.named("output_dir")
+    config = Thing("config", call.name, parts=dict(call.given), node=call.node)
+    if call.extra:
+        reading.say(Fate.CHECK, "arguments in ** that are not read. Set their keys in the recipe")
+    reading.say(Fate.CONVERTED, "the arguments of the trainer")
+    reading.configs.append(config)
+    return config
+
+
+def _trainer(reading: Reading, call: Call) -> Any:
+    call = call.named(*_TRAINER_ARGUMENTS[_stem(call.name)])
+    parts = dict(call.given)
+    if "tokenizer" in parts:
+        parts.setdefault("processing_class", parts.pop("tokenizer"))
+    trainer = Thing("trainer", call.name, parts=parts, node=call)
+    if call.extra:
+        reading.say(Fate.CHECK, "arguments in ** that are not read")
+    reading.say(Fate.CONVERTED, "the trainer")
+    reading.trainers.append(trainer)
+    return trainer
+
+
+def _other_trainer(reading: Reading, call: Call) -> Any:
+    reading.others[call.name] = call.node.lineno
+    return Thing("", call.name, touches=touched(*call.positional, *call.given.values()))
+
+
+def _of_trainer(reading: Reading, trainer: Thing, call: Call) -> Any:
+    name = call.name
+    if name == "train":
+        value = call.named("resume_from_checkpoint").given.get("resume_from_checkpoint")
+        if isinstance(value, str):
+            reading.say(
+                Fate.CHECK, "a checkpoint of TRL is not resumed. Set policy.model_name to its folder for its weights"
+            )
+        else:
+            reading.say(Fate.CONVERTED, "rl train, which resumes a run that was interrupted")
+        reading.is_trained = True
+    elif name in ("add_callback", "remove_callback", "pop_callback"):
+        shown = ast.unparse(call.node.args[0]) if call.node.args else name
+        reading.say(Fate.CHECK, f"{shown} is not converted; see `callbacks` for your own")
+    elif name == "push_to_hub":
+        reading.say(Fate.UNRELATED, "checkpointing.push_to pushes checkpoints")
+    else:
+        known = name.startswith(("save", "log", "evaluate", "predict", "create_model_card", "is_", "print", "end"))
+        after = known or name in ("get_train_dataloader", "get_eval_dataloader", "num_examples")
+        reading.say(Fate.UNRELATED if after else Fate.CHECK, "it reports or saves" if after else f"{name} is not read")
+    return unknown()
+
+
+def _of_config(reading: Reading, config: Thing, call: Call) -> Any:
+    if call.name.startswith(("to_", "get_")):
+        return unknown()
+    reading.say(Fate.CHECK, f"{call.name} of the arguments is not read")
+    return unknown(config)
+
+
+def _setattr(reading: Reading, call: Call) -> Any:
+    if len(call.positional) == 3 and isinstance(call.positional[1], str):
+        reading.set_attribute(*call.positional)
+    else:
+        reading.say(Fate.CHECK, "sets an attribute whose name is computed")
+    return None
+
+
+def _replaced(reading: Reading, call: Call) -> Any:
+    """`dataclasses.replace` and `copy.deepcopy`."""
+    [first] = call.positional[:1] or [None]
+    if not isinstance(first, Thing) or first.role not in ("config", "options", "model"):
+        return unknown(*call.positional, *call.given.values())
+    found = replace(first, parts={**first.parts, **call.given})
+    if first.role == "config":
+        reading.configs = [each for each in reading.configs if each is not first] + [found]
+    reading.say(Fate.CONVERTED, "a copy with other values")
+    return found
+
+
+def _seed(reading: Reading, call: Call) -> Any:
+    reading.say(Fate.UNRELATED, "the seed of a run is the seed of its algorithm, such as grpo.seed")
+    return None
+
+
+# Command lines
+
+
+def _parser(reading: Reading, call: Call) -> Any:
+    [classes] = call.positional[:1] or [call.given.get("dataclass_types", [])]
+    several = classes if isinstance(classes, list | tuple) else [classes]
+    reading.say(Fate.UNRELATED, "the parser of the command line")
+    return Thing("parser", call.name, parts={"classes": list(several), "options": {}})
+
+
+def _of_parser(reading: Reading, parser: Thing, call: Call) -> Any:
+    name = call.name
+    if name == "add_argument":
+        return _add_argument(reading, parser, call)
+    if not name.startswith("parse"):
+        reading.say(Fate.UNRELATED, "it prepares the parser")
+        return parser if name in ("add_argument_group", "add_mutually_exclusive_group") else None
+    if reading.flags is None:
+        reading.say(
+            Fate.REFUSED,
+            "arguments of the command line. Import the command that starts the script (a .sh file), or the YAML file "
+            "that it reads",
+        )
+    else:
+        reading.say(Fate.CONVERTED, "the arguments of the command")
+    flags = dict(reading.flags or {})
+    if parser.name == "ArgumentParser":
+        found = Thing("options", "args", parts={**parser.parts["options"], **flags})
+        return [found, unknown()] if name == "parse_known_args" else found
+    classes = parser.parts["classes"]
+    own = {name for each in classes if isinstance(each, Thing) and each.role == "class" for name in each.parts}
+    return [_parsed(reading, each, flags, own, call) for each in classes]
+
+
+def _parsed(reading: Reading, kind: Any, flags: dict[str, Any], own: set[str], call: Call) -> Any:
+    """The object that a parser makes of one of its classes; flags of the script's own classes are not TRL's."""
+    if not isinstance(kind, Thing):
+        return unknown()
+    base = kind.last_name
+    if _stem(base) in ALGORITHMS or base == "TrainingArguments":
+        defaults = {key: value for key, value in kind.parts.items() if is_constant(value)}
+        given = {key: value for key, value in flags.items() if key not in own or key in kind.parts}
+        config = Thing("config", base, parts={**defaults, **given}, node=call.node)
+        reading.configs.append(config)
+        return config
+    known = next((defaults for name, defaults in _SCRIPT_DEFAULTS.items() if base.endswith(name)), {})
+    return Thing("options", base, parts={**known, **kind.parts, **flags})
+
+
+def _add_argument(reading: Reading, parser: Thing, call: Call) -> Any:
+    flags = [each for each in call.positional if isinstance(each, str)]
+    name = call.given.get("dest") or next((each for each in flags if each.startswith("--")), flags[0] if flags else "")
+    default = call.given.get("default", False if call.given.get("action") == "store_true" else None)
+    parser.parts["options"][str(name).lstrip("-").replace("-", "_")] = default
+    reading.say(Fate.UNRELATED, "an option of the command line, which is read where it is used")
+    return None
+
+
+CALLS: Mapping[str, Known] = {
+    **{f"{stem}Config": _config for stem in ALGORITHMS},
+    "TrainingArguments": _config,
+    **{f"{stem}Trainer": _trainer for stem in ALGORITHMS},
+    **{f"{stem}{suffix}": _other_trainer for stem in OTHERS for suffix in ("Config", "Trainer")},
+    "load_dataset": _load_dataset,
+    "load_from_disk": _in_memory,
+    "concatenate_datasets": _concatenated,
+    "interleave_datasets": _concatenated,
+    **{
+        f"from_{name}": _in_memory for name in ("list", "dict", "pandas", "generator", "csv", "json", "parquet", "text")
+    },
+    "DatasetDict": _dataset_dict,
+    "get_dataset": _get_dataset,
+    "from_pretrained": _from_pretrained,
+    "LoraConfig": _lora,
+    "get_peft_model": _get_peft_model,
+    "get_peft_config": _no_quantization,
+    "get_quantization_config": _no_quantization,
+    "get_kbit_device_map": _no_quantization,
+    "BitsAndBytesConfig": _quantized,
+    "prepare_model_for_kbit_training": lambda reading, call: (
+        reading.say(Fate.UNRELATED, "gradients are configured automatically"),
+        call.positional[0] if call.positional else unknown(),
+    )[1],
+    "setup_chat_format": _vocabulary,
+    "clone_chat_template": _vocabulary,
+    "get_chat_template": _vocabulary,
+    "set_seed": _seed,
+    "manual_seed": _seed,
+    "manual_seed_all": _seed,
+    "seed": _seed,
+    "setattr": _setattr,
+    "replace": _replaced,
+    "deepcopy": _replaced,
+    "TrlParser": _parser,
+    "HfArgumentParser": _parser,
+    "ArgumentParser": _parser,
+}
+"""Functions and classes that are known, by name."""
+
+METHODS: Mapping[str, Method] = {
+    "data": _of_data,
+    "splits": _of_splits,
+    "model": _of_model,
+    "tokenizer": _of_tokenizer,
+    "trainer": _of_trainer,
+    "config": _of_config,
+    "parser": _of_parser,
+}
+"""Methods, by the role of their object."""
+
+SETTERS: Mapping[str, Callable[[Reading, Any, str, Any, ast.stmt], None]] = {
+    "tokenizer": _set_tokenizer,
+    "model": _set_model,
+    "trainer": _set_trainer,
+    "config": _set_config,
+}
+"""Assignments to attributes, by the role of the object."""

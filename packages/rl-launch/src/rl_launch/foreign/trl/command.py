@@ -1,0 +1,142 @@
+"""Shell scripts that start TRL: `trl sft --model ..`, or `accelerate launch train.py --learning_rate ..`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rl_core.errors import ConfigError
+from rl_launch.foreign.lines import Fate, Line
+from rl_launch.foreign.scalars import scalar
+from rl_launch.foreign.shell import Command, read_commands
+from rl_launch.foreign.source import read
+from rl_launch.foreign.trl.calls import OTHERS
+from rl_launch.foreign.trl.reading import HARMLESS_VARIABLES
+from rl_launch.foreign.trl.script import Script, class_defaults, read_script
+
+_COMMANDS = {"sft": "SFT", "dpo": "DPO", "grpo": "GRPO", "kto": "KTO", "orpo": "ORPO", "cpo": "CPO", "reward": "Reward"}
+"""Trainers by the command of `trl`, and by the names of its example scripts."""
+_PROCESSES = ("num_processes", "nproc_per_node", "nproc-per-node", "num_gpus")
+_NODES = ("num_machines", "nnodes", "num_nodes")
+_OF_ACCELERATE = ("accelerate_config", "config_file", *_PROCESSES, *_NODES)
+_HARMLESS = (
+    "cd", "echo", "exit", "huggingface-cli", "hf", "mkdir", "module", "nvidia-smi", "pip", "pip3", "set", "sleep",
+    "source", "ulimit", "uv", "wait", "wandb", ".", "date", "hostname", "conda", "rm", "fi", "done", "then",
+)  # fmt: skip
+
+
+def read_command(path: Path) -> Script:
+    """Read the one command of a shell script that trains with TRL, and the Python script that it starts.
+
+    Raises:
+        ConfigError: If it cannot be read, or starts none or several.
+    """
+    commands = read_commands(path)
+    started = [each for each in commands if _start(each.words) is not None]
+    if len(started) > 1:
+        started = [each for each in started if _trains(each, path.parent)]
+    if len(started) != 1:
+        found = ", ".join(f"line {each.line}: {each.text}" for each in started) or "none"
+        raise ConfigError(
+            f"{path}: a shell script is imported by the one command in it that starts `trl` or a Python script; found "
+            f"{found}"
+        )
+    [command] = started
+    start = _start(command.words)
+    assert start is not None
+    flags = _with_config(read_flags(command.words[start + 1 :]), path)
+    before = read_flags(command.words[:start])
+    gpus = _processes({**flags, **before})
+    flags = {key: value for key, value in flags.items() if key not in _OF_ACCELERATE}
+    script = _script(path, command.words[start], flags)
+    others = [_accounted(each) for each in commands if each is not command]
+    checks = [each for each in others if each.fate is Fate.CHECK]
+    own = Line(command.line, command.text, Fate.CONVERTED, "the arguments of the trainer")
+    return replace(script, checks=(*checks, *script.checks), lines=(*others, own, *script.lines), gpus=gpus)
+
+
+def _start(words: tuple[str, ...]) -> int | None:
+    """Place of the word that names the training script or the command of `trl`."""
+    for place, word in enumerate(words):
+        if place and words[place - 1].rpartition("/")[2] == "trl" and not word.startswith("-"):
+            return None if word in ("env", "vllm-serve") else place
+        if word.endswith(".py") and place:
+            return place
+    return None
+
+
+def _trains(command: Command, folder: Path) -> bool:
+    """Return whether a command that starts a Python script trains: it uses a launcher, or the script imports trl."""
+    if {word.rpartition("/")[2] for word in command.words} & {"trl", "accelerate", "torchrun", "deepspeed"}:
+        return True
+    script = folder / command.words[_start(command.words) or 0]
+    return script.is_file() and "trl" in script.read_text(encoding="utf-8", errors="replace")
+
+
+def _script(path: Path, started: str, flags: dict[str, Any]) -> Script:
+    file = path.parent / started
+    if started.endswith(".py") and file.is_file():
+        script = read_script(file, flags)
+        checks, refused, lines = (
+            tuple(replace(each, file=started) for each in several)
+            for several in (script.checks, script.refused, script.lines)
+        )
+        return replace(script, checks=checks, refused=refused, lines=lines)
+    name = Path(started).stem
+    stem = _COMMANDS.get(name.partition("_")[0])
+    if stem is None:
+        known = next((reason for other, reason in OTHERS.items() if other.lower() == name.partition("_")[0]), "")
+        raise ConfigError(
+            f"{path}: it starts {started}, which is not imported: {known}"
+            if known
+            else f"{path}: it starts {started}, and there is no file {file}. Put the script there, or import it"
+        )
+    checks: tuple[Line, ...] = ()
+    if started.endswith(".py"):
+        text = f"there is no file {file}; it is taken for the script of TRL with this name"
+        checks = (Line(1, started, Fate.CHECK, text),)
+    values = dict(flags)
+    algorithm = class_defaults(stem, values)
+    return Script(algorithm, values, frozenset(), checks, (), ())
+
+
+def _with_config(flags: dict[str, Any], path: Path) -> dict[str, Any]:
+    """The flags over the values of the YAML file that `--config` names."""
+    file = flags.pop("config", None)
+    return flags if file is None else {**read(path.parent / str(file)), **flags}
+
+
+def _processes(flags: dict[str, Any]) -> int | None:
+    count = next((flags[name] for name in _PROCESSES if isinstance(flags.get(name), int)), None)
+    nodes = next((flags[name] for name in _NODES if isinstance(flags.get(name), int)), 1)
+    is_per_node = "nproc_per_node" in flags
+    return count * nodes if count and is_per_node else count
+
+
+def read_flags(words: Iterable[str]) -> dict[str, Any]:
+    """Return the flags of a command (`--name value`, `--name=value`, `--switch`, `--name a b`) as values."""
+    found: dict[str, Any] = {}
+    name = None
+    for word in words:
+        if word.startswith("--") and len(word) > 2:
+            name, equals, value = word[2:].partition("=")
+            name = name.replace("-", "_")
+            found[name] = scalar(value) if equals else True
+            name = None if equals else name
+        elif name is not None:
+            earlier = found[name]
+            several = earlier if isinstance(earlier, list) else [earlier]
+            found[name] = scalar(word) if earlier is True else [*several, scalar(word)]
+    return found
+
+
+def _accounted(command: Command) -> Line:
+    listed = [name for name in command.variables if not name.startswith(HARMLESS_VARIABLES)]
+    if listed:
+        reason = "environment variables. Set them in policy.env_vars or in the shell if they matter"
+        return Line(command.line, command.text, Fate.CHECK, reason)
+    if not command.words or command.words[0].rpartition("/")[2] in _HARMLESS:
+        return Line(command.line, command.text, Fate.UNRELATED, "it prepares the command")
+    return Line(command.line, command.text, Fate.CHECK, "another command, which is not read")

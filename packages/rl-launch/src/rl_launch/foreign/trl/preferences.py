@@ -1,0 +1,170 @@
+"""The losses of TRL's DPOTrainer, KTOTrainer, CPOTrainer and ORPOTrainer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rl_launch.foreign.translation import Translation
+
+
+@dataclass(frozen=True)
+class PairLoss:
+    """A loss of TRL as the settings of `dpo` here.
+
+    Args:
+        name: Name of the loss here.
+        settings: Settings next to `dpo.loss.name`, by the field of TRL that holds each, with TRL's default.
+        keys: Further keys of `dpo`.
+        smooths: True if `label_smoothing` changes it.
+    """
+
+    name: str
+    settings: Mapping[str, tuple[str, float]] = field(default_factory=dict)
+    keys: Mapping[str, Any] = field(default_factory=dict)
+    smooths: bool = False
+
+
+_AVERAGED = {"preference_average_log_probs": True}
+_SMOOTHED = {"label_smoothing": ("label_smoothing", 0.0)}
+_OWN_BETA = {"beta": ("beta", 0.1)}
+
+LOSSES: Mapping[str, PairLoss] = {
+    "sigmoid": PairLoss("dpo", smooths=True),
+    "sigmoid_norm": PairLoss("dpo", keys=_AVERAGED),
+    "robust": PairLoss("robust-dpo", settings=_SMOOTHED, smooths=True),
+    "ipo": PairLoss("ipo", keys=_AVERAGED),
+    "hinge": PairLoss("hinge"),
+    "kto": PairLoss(
+        "kto",
+        settings={"desirable_weight": ("desirable_weight", 1.0), "undesirable_weight": ("undesirable_weight", 1.0)},
+    ),
+    "cpo": PairLoss("cpo", settings=_OWN_BETA),
+    "simpo": PairLoss("simpo", settings={**_OWN_BETA, "gamma": ("simpo_gamma", 0.5)}),
+    "orpo": PairLoss("orpo"),
+}
+"""Losses that are offered here, by their names in TRL. `cpo` and `orpo` are the trainers of these names."""
+
+_SFT = "sft"
+_WITHOUT_REFERENCE = ("cpo", "simpo", "orpo")
+_REASONS = {
+    "aot": "it sorts the margins of a batch",
+    "aot_pair": "it sorts the margins of a batch",
+    "aot_unpaired": "it sorts the margins of a batch",
+    "apo_zero_unpaired": "dpo.loss=kto is the loss of single responses",
+}
+_FEATURES = {
+    "ld_alpha": "responses that count less beyond the shorter length (ld_alpha)",
+    "use_weighting": "pairs weighted by their likelihood (use_weighting)",
+    "sync_ref_model": "a reference that follows the policy in preference optimisation (sync_ref_model)",
+    "alpha": "rewards of AlphaPO (alpha)",
+}
+_SETTINGS = (
+    "beta",
+    "label_smoothing",
+    "desirable_weight",
+    "undesirable_weight",
+    "simpo_gamma",
+    "cpo_alpha",
+    "rpo_alpha",
+)
+
+
+def translate_preferences(config: Translation) -> None:
+    """Answer the fields of DPOConfig, KTOConfig, CPOConfig and ORPOConfig."""
+    kinds, weights = _kinds(config)
+    pairs = [kind for kind in kinds if kind != _SFT]
+    if len(pairs) > 1 or not pairs:
+        named = " + ".join(map(str, kinds))
+        config.refuse("loss_type", f"the preference loss {named}: one loss of pairs, with or without sft, is offered")
+    elif pairs[0] not in LOSSES:
+        reason = _REASONS.get(pairs[0], f"allowed: {', '.join(LOSSES)}")
+        config.refuse("loss_type", f"the preference loss {pairs[0]}: {reason}")
+    else:
+        _loss(config, pairs[0], weights.get(pairs[0], 1.0), weights.get(_SFT))
+    config.follows(["loss_type", "loss_weights"], "dpo.loss, dpo.preference_loss_weight and dpo.sft_loss_weight")
+    for name, feature in _FEATURES.items():
+        if config.get(name):
+            config.refuse(name, feature)
+        config.unneeded(name, "off")
+    for name in ("ref_model_mixup_alpha", "ref_model_sync_steps"):
+        config.unneeded(name, "sync_ref_model is off")
+    config.unneeded("max_prompt_length", "a prompt may fill policy.max_total_sequence_length; longer rows are left out")
+    config.unneeded("max_completion_length", "a response may fill policy.max_total_sequence_length")
+    config.put("data.overlong", "skip")
+
+
+def _kinds(config: Translation) -> tuple[list[str], dict[str, float]]:
+    """The losses that the file names, with their weights."""
+    given = config.get("loss_type", "sigmoid")
+    kinds = given if isinstance(given, list) else [given]
+    weights = config.get("loss_weights") or [1.0] * len(kinds)
+    if config.get("reference_free"):
+        if kinds == ["sigmoid"] and not config.get("label_smoothing"):
+            # without a reference and without a likelihood it is the term of CPO
+            kinds = ["cpo"]
+            config.values.setdefault("cpo_alpha", 0.0)
+            config.follows(["reference_free"], "dpo.loss: cpo, with dpo.sft_loss_weight: 0")
+        else:
+            config.refuse("reference_free", f"the loss {kinds[0]} without a reference (reference_free)")
+        return kinds, {}
+    config.unneeded("reference_free", "off")
+    return kinds, dict(zip(kinds, weights, strict=False))
+
+
+def _loss(config: Translation, kind: str, weight: float, sft: float | None) -> None:
+    loss = LOSSES[kind]
+    section: dict[str, Any] = {"name": loss.name}
+    for setting, (key, default) in loss.settings.items():
+        section[setting] = config.get(key, default)
+        config.follows([key], f"dpo.loss.{setting}")
+    smoothing = config.get("label_smoothing", 0.0)
+    if smoothing and not loss.smooths:
+        config.refuse("label_smoothing", f"label smoothing in the loss {kind}")
+    elif smoothing and kind == "sigmoid":
+        section["label_smoothing"] = smoothing
+        config.notes.append(
+            "dpo.loss.label_smoothing: TRL smooths this loss in its releases before 1.0 only. Remove it for later ones"
+        )
+    config.follows(["label_smoothing"], "dpo.loss.label_smoothing")
+    config.put("dpo.loss", section)
+    for name, value in loss.keys.items():
+        config.put(f"dpo.{name}", value)
+    if kind not in _WITHOUT_REFERENCE:
+        config.put("dpo.reference_policy_kl_penalty", config.get("beta", 0.1))
+        config.follows(["beta"], "dpo.reference_policy_kl_penalty")
+    if weight != 1:
+        config.put("dpo.preference_loss_weight", weight)
+    _likelihood(config, kind, sft)
+    if kind != "simpo" and config.get("simpo_gamma"):
+        config.unneeded("simpo_gamma", f"the loss is {kind}")
+    for key in ("desirable_weight", "undesirable_weight", "discopop_tau", "f_alpha_divergence_coef", "simpo_gamma"):
+        config.unneeded(key, f"the loss is {kind}")
+
+
+def _likelihood(config: Translation, kind: str, sft: float | None) -> None:
+    """The negative log-likelihood of the chosen response, which TRL averages over the tokens of the batch."""
+    if kind == "orpo":
+        # the paper's lambda, which TRL calls beta, weighs the log odds; their own scale is 1
+        config.put("dpo.preference_loss_weight", config.get("beta", 0.1))
+        config.follows(["beta"], "dpo.preference_loss_weight")
+        config.notes.append(
+            "dpo.sft_loss_weight: ORPOTrainer learns the prompt too in its likelihood; here only the chosen response"
+        )
+        return
+    if kind in ("cpo", "simpo"):
+        sft = config.get("cpo_alpha", 1.0)
+        config.follows(["cpo_alpha"], "dpo.sft_loss_weight")
+    elif sft is None:
+        sft = config.get("rpo_alpha")
+    config.follows(["rpo_alpha"], "dpo.sft_loss_weight")
+    if sft is None:
+        return
+    config.put("dpo.sft_loss_weight", sft)
+    if sft:
+        config.put("dpo.sft_average_log_probs", True)
+        config.notes.append(
+            "dpo.sft_average_log_probs: the likelihood is averaged over the tokens of each response; TRL averages over "
+            "the tokens of the batch, so that long responses weigh more"
+        )

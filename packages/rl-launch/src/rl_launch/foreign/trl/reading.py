@@ -1,0 +1,737 @@
+"""A Python script, read statement by statement without being run.
+
+Each statement is given a `Line`: it is converted, listed for the user to check, refused, or it does not act on anything
+that training depends on. A statement that acts on such a value in a way that is not known is listed.
+"""
+
+from __future__ import annotations
+
+import ast
+import os.path
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from rl_launch.foreign.lines import Fate, Line
+from rl_launch.foreign.trl.values import (
+    TRACKED,
+    Data,
+    Thing,
+    folded,
+    is_constant,
+    is_made,
+    parts_of,
+    touched,
+    unknown,
+)
+
+_MAX_DEPTH = 8
+_MUTABLE = TRACKED - {"data"}
+_PURE = (
+    "Path", "abs", "all", "any", "bool", "dict", "enumerate", "float", "getattr", "hasattr", "int", "isinstance", "len",
+    "list", "max", "min", "next", "object", "open", "range", "repr", "round", "set", "sorted", "str", "sum", "super",
+    "tuple", "type", "zip",
+)  # fmt: skip
+"""Functions that change none of their arguments."""
+_FOLDED: Mapping[str, Callable[..., Any]] = {
+    "Path": lambda *parts: "/".join(map(str, parts)),
+    "abs": abs, "bool": bool, "dict": dict, "float": float, "int": int, "len": len, "list": list, "max": max,
+    "min": min, "range": range, "round": round, "set": set, "sorted": sorted, "str": str, "sum": sum, "tuple": tuple,
+    "os.path.join": os.path.join, "os.path.expanduser": lambda path: path,
+}  # fmt: skip
+"""Functions whose result is known if their arguments are."""
+_TEXT_METHODS = ("capitalize", "format", "join", "lower", "lstrip", "replace", "rstrip", "split", "strip", "upper")
+_HARMLESS = (
+    "argparse", "barrier", "cuda.empty_cache", "destroy_process_group", "disable_progress_bar", "empty_cache", "gc",
+    "getLogger", "get_logger", "init_process_group", "json", "load_dotenv", "log", "logger", "logging", "login",
+    "makedirs", "mkdir", "notebook_login", "pprint", "print", "set_verbosity", "set_verbosity_error",
+    "set_verbosity_info", "simplefilter", "sleep", "sys.path", "time", "tqdm", "wait_for_everyone", "wandb", "warnings",
+)  # fmt: skip
+"""Names of functions, methods and modules that report, wait or prepare, and change no training."""
+HARMLESS_VARIABLES = (
+    "ACCELERATE_", "BITSANDBYTES_NOWELCOME", "CUDA_DEVICE_ORDER", "CUDA_LAUNCH_BLOCKING", "CUDA_VISIBLE_DEVICES",
+    "HF_", "HUGGING", "MASTER_", "NCCL_", "OMP_NUM_THREADS", "PYTORCH_CUDA_ALLOC_CONF", "PYTHONWARNINGS", "TOKENIZERS_",
+    "TRANSFORMERS_CACHE", "TRANSFORMERS_NO_", "TRANSFORMERS_VERBOSITY", "WANDB_",
+)  # fmt: skip
+"""Beginnings of the names of environment variables that change no training."""
+
+
+@dataclass
+class Call:
+    """A call in a script.
+
+    Args:
+        name: Name of the function, without modules.
+        node: The call.
+        positional: Values of positional arguments.
+        given: Values of keywords.
+        lines: Line of each keyword.
+        extra: True if it has arguments in `*` or `**` that are not known.
+    """
+
+    name: str
+    node: ast.Call
+    positional: list[Any] = field(default_factory=list)
+    given: dict[str, Any] = field(default_factory=dict)
+    lines: dict[str, int] = field(default_factory=dict)
+    extra: bool = False
+
+    def named(self, *names: str) -> Call:
+        """Return the call with its positional arguments under these names."""
+        places = dict(zip(names, self.positional, strict=False))
+        return replace(self, positional=self.positional[len(names) :], given={**places, **self.given})
+
+    def line(self, key: str) -> int:
+        """Return the line of an argument."""
+        return self.lines.get(key, self.node.lineno)
+
+
+class Reading:
+    """State of a script that is being read.
+
+    Args:
+        source: Text of the script.
+        folder: Its folder.
+        flags: Arguments of the command line that starts it; None if it is not known.
+        calls: Functions for the calls that are known, by name.
+        methods: Functions for the methods that are known, by the role of their object.
+        setters: Functions for assigned attributes, by the role of their object.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        folder: Path,
+        flags: Mapping[str, Any] | None,
+        *,
+        calls: Mapping[str, Callable[[Reading, Call], Any]],
+        methods: Mapping[str, Callable[[Reading, Any, Call], Any]],
+        setters: Mapping[str, Callable[[Reading, Any, str, Any, ast.stmt], None]],
+    ) -> None:
+        self.folder = folder
+        self.flags = flags
+        self.lines: dict[tuple[int, int], Line] = {}
+        self.checks: list[Line] = []
+        self.refused: list[Line] = []
+        self.trainers: list[Thing] = []
+        self.configs: list[Thing] = []
+        self.others: dict[str, int] = {}
+        self.is_trained = False
+        self._made_in: dict[int, ast.stmt] = {}
+        self._text = source.splitlines()
+        self._scopes: list[dict[str, Any]] = [{}]
+        self._returned: list[Any] = []
+        self._calls, self._methods, self._setters = calls, methods, setters
+        self._said: list[tuple[Fate, str]] = []
+        self._touched: set[str] = set()
+        self._here: ast.stmt = ast.Pass(lineno=1, col_offset=0)
+        self._called: set[int] = set()
+
+    # What is reported
+
+    def say(self, fate: Fate, text: str, *, line: int = 0, source: str = "") -> None:
+        """Record what becomes of the present statement.
+
+        Args:
+            fate: What becomes of it.
+            text: Keys, reason or feature.
+            line: Line that is listed, if it is not the first one of the statement.
+            source: Code that is listed, if it is not that line.
+        """
+        if self.is_trained and fate > Fate.CONVERTED:
+            fate, text = Fate.UNRELATED, "it is after the training"
+        self._said.append((fate, text))
+        number = line or self._here.lineno
+        listed = Line(number, source or self._text[number - 1].strip(), fate, text)
+        if fate is Fate.CHECK and listed not in self.checks:
+            self.checks.append(listed)
+        elif fate is Fate.REFUSED and listed not in self.refused:
+            self.refused.append(listed)
+
+    def computed(self, value: Any) -> str:
+        """Return the lines that computed a value, in words, and mark those lines as listed."""
+        numbers = sorted({line for each in parts_of(value) if isinstance(each, Thing) for line in each.lines})
+        for key, line in self.lines.items():
+            if line.number in numbers and line.fate < Fate.CHECK:
+                self.lines[key] = replace(line, fate=Fate.CHECK, reason="a value that the script computes")
+        numbers = [line for line in numbers if line != self._here.lineno]
+        if not numbers:
+            return ""
+        return f", from line{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+
+    @contextmanager
+    def at(self, node: ast.AST) -> Iterator[None]:
+        """Record what is said as of the statement that contains a call."""
+        self._here, self._said = self._made_in[id(node)], []
+        yield
+        if self._said:
+            self._account(self._here)
+
+    # Statements
+
+    def run(self, body: Iterable[ast.stmt]) -> None:
+        """Read statements in their order."""
+        for statement in body:
+            outer = self._here, self._said, self._touched
+            self._here, self._said, self._touched = statement, [], set()
+            handler = getattr(self, f"_{type(statement).__name__.lower()}", None)
+            if handler is None:
+                self._generic(statement)
+            else:
+                handler(statement)
+            self._account(statement)
+            self._here, self._said, self._touched = outer
+
+    def run_uncalled(self, wanted: Callable[[ast.AST], bool]) -> None:
+        """Read the functions that the script never calls and that contain a wanted node; a library calls them."""
+        for value in list(self._scopes[0].values()):
+            is_uncalled = isinstance(value, Thing) and value.role == "function" and id(value.node) not in self._called
+            if is_uncalled and any(wanted(node) for node in ast.walk(value.node)):
+                self._here = value.node
+                self._inlined(value, dict(self.flags or {}))
+
+    def _account(self, statement: ast.stmt) -> None:
+        fate, reason = max(self._said, key=lambda each: each[0], default=(None, ""))
+        if fate is not None:
+            reason = "; ".join(dict.fromkeys(text for each, text in self._said if each is fate))
+        elif self._touched & _MUTABLE and not isinstance(statement, ast.Assign | ast.AnnAssign | ast.Return | ast.If):
+            self.say(Fate.CHECK, f"acts on the {' and the '.join(sorted(self._touched & TRACKED))}, and is not read")
+            fate, reason = self._said[-1]
+        else:
+            fate, reason = Fate.UNRELATED, "it does not act on the training"
+        self._mark(statement, fate, reason)
+
+    def _mark(self, statement: ast.stmt, fate: Fate, reason: str) -> None:
+        key = (statement.lineno, statement.col_offset)
+        if key not in self.lines or self.lines[key].fate < fate:
+            self.lines[key] = Line(statement.lineno, self._text[statement.lineno - 1].strip(), fate, reason)
+
+    def _skipped(self, body: Iterable[ast.stmt], reason: str) -> None:
+        for statement in body:
+            for node in ast.walk(statement):
+                if isinstance(node, ast.stmt):
+                    self._mark(node, Fate.UNRELATED, reason)
+
+    def _generic(self, statement: ast.stmt) -> None:
+        for node in ast.iter_child_nodes(statement):
+            if isinstance(node, ast.expr):
+                self.value(node)
+
+    def _import(self, statement: ast.Import) -> None:
+        for alias in statement.names:
+            name = alias.asname or alias.name.partition(".")[0]
+            self._scopes[-1][name] = Thing("import", alias.name if alias.asname else name)
+        self.say(Fate.UNRELATED, "an import")
+
+    def _importfrom(self, statement: ast.ImportFrom) -> None:
+        for alias in statement.names:
+            if alias.name == "*":
+                self.say(Fate.CHECK, "imports names that cannot be followed")
+            self._scopes[-1][alias.asname or alias.name] = Thing("import", f"{statement.module or ''}.{alias.name}")
+        self.say(Fate.UNRELATED, "an import")
+
+    def _functiondef(self, statement: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+        self._scopes[-1][statement.name] = Thing("function", statement.name, node=statement)
+        self.say(Fate.UNRELATED, "the definition of a function, which is read where it is called")
+
+    _asyncfunctiondef = _functiondef
+
+    def _classdef(self, statement: ast.ClassDef) -> None:
+        parents = [self.value(base) for base in statement.bases]
+        base = next((each.last_name for each in parents if isinstance(each, Thing)), "")
+        fields = {
+            each.target.id: (each.value, each.lineno)
+            for each in statement.body
+            if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
+        }
+        defaults = {name: self._default(node) for name, (node, _) in fields.items()}
+        self._scopes[-1][statement.name] = Thing("class", base or statement.name, parts=defaults, node=statement)
+        self.say(Fate.UNRELATED, "the definition of a class")
+
+    def _default(self, node: ast.expr | None) -> Any:
+        """The default of a field of a dataclass."""
+        if node is None:
+            return unknown(name="a field without a default")
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
+            keywords = {each.arg: each.value for each in node.keywords}
+            if "default" in keywords:
+                return self.value(keywords["default"])
+            factory = keywords.get("default_factory")
+            return self.value(factory.body) if isinstance(factory, ast.Lambda) else unknown()
+        return self.value(node)
+
+    def _assign(self, statement: ast.Assign) -> None:
+        value = self.value(statement.value)
+        for target in statement.targets:
+            self.bind(target, value)
+        if not self._said and is_constant(value) and all(isinstance(each, ast.Name) for each in statement.targets):
+            self.say(Fate.UNRELATED, "a constant, which is read where it is used")
+
+    def _annassign(self, statement: ast.AnnAssign) -> None:
+        if statement.value is not None:
+            self.bind(statement.target, self.value(statement.value))
+
+    def _augassign(self, statement: ast.AugAssign) -> None:
+        now = self.value(ast.copy_location(_as_read(statement.target), statement.target))
+        self.bind(statement.target, folded(statement.op, now, self.value(statement.value)))
+
+    def bind(self, target: ast.expr, value: Any) -> None:
+        """Assign a value to a name, an attribute, an entry or several of them."""
+        if isinstance(value, Thing) and not value.role:
+            value = replace(value, lines=tuple(sorted({*value.lines, self._here.lineno})))
+        match target:
+            case ast.Name(id=name):
+                self._scopes[-1][name] = value
+            case ast.Starred(value=inner):
+                self.bind(inner, unknown(value))
+            case ast.Tuple(elts=targets) | ast.List(elts=targets):
+                several = list(value) if isinstance(value, list | tuple) and len(value) == len(targets) else None
+                for place, each in enumerate(targets):
+                    self.bind(each, several[place] if several else unknown(value))
+            case ast.Attribute(value=owner, attr=name):
+                self.set_attribute(self.value(owner), name, value)
+            case ast.Subscript(value=owner, slice=index):
+                self._set_entry(self.value(owner), self.value(index), value)
+
+    def set_attribute(self, owner: Any, name: str, value: Any) -> None:
+        """Assign an attribute, and account for its effect."""
+        if name == "requires_grad":
+            self._freeze(value)
+            return
+        role = "data" if isinstance(owner, Data) else owner.role if isinstance(owner, Thing) else ""
+        if role in self._setters:
+            self._setters[role](self, owner, name, value, self._here)
+        elif isinstance(owner, Thing) and owner.role in ("import", "class"):
+            self._patch(owner, name)
+        elif isinstance(owner, Thing) and owner.role in ("options", "instance"):
+            owner.parts[name] = value
+        elif touched(owner):
+            self.say(Fate.CHECK, f"sets {name} of a value of the {' and the '.join(sorted(touched(owner)))}")
+
+    def _freeze(self, value: Any) -> None:
+        if value is True:
+            self.say(Fate.CHECK, "which parameters are trained follows from policy.lora_cfg and policy.vision")
+        else:
+            self.say(Fate.REFUSED, "training only some of the parameters (requires_grad)")
+
+    def _patch(self, owner: Thing, name: str) -> None:
+        module = owner.name.partition(".")[0]
+        if module in ("trl", "transformers", "peft", "accelerate", "datasets") or owner.last_name.endswith("Trainer"):
+            self.say(Fate.REFUSED, f"code of {module} that is replaced ({owner.last_name}.{name})")
+        elif "backends" in owner.name:
+            self.say(Fate.UNRELATED, "kernels are chosen by the backend")
+        else:
+            self.say(Fate.CHECK, f"changes {owner.name}.{name} for everything that runs after it")
+
+    def _set_entry(self, owner: Any, key: Any, value: Any) -> None:
+        if isinstance(owner, Thing) and owner.name == "os.environ":
+            self.variable(key, value)
+        elif isinstance(owner, dict) and isinstance(key, str | int):
+            owner[key] = value
+        elif isinstance(owner, Thing) and owner.role == "splits" and isinstance(key, str):
+            owner.parts[key] = value
+        elif isinstance(owner, list) and isinstance(key, int) and -len(owner) <= key < len(owner):
+            owner[key] = value
+        elif touched(owner, value):
+            self.say(Fate.CHECK, f"changes an entry of the {' and the '.join(sorted(touched(owner, value)))}")
+
+    def variable(self, name: Any, value: Any) -> None:
+        """Account for an environment variable that the script sets."""
+        if isinstance(name, str) and name.startswith(HARMLESS_VARIABLES):
+            self.say(Fate.UNRELATED, "the variable does not change the training; set it in the shell")
+        else:
+            self.say(Fate.CHECK, "an environment variable. Set it in policy.env_vars or in the shell if it matters")
+
+    def _return(self, statement: ast.Return) -> None:
+        self._returned.append(None if statement.value is None else self.value(statement.value))
+
+    def _expr(self, statement: ast.Expr) -> None:
+        if isinstance(statement.value, ast.Constant):
+            self.say(Fate.UNRELATED, "a comment")
+            return
+        self.value(statement.value)
+        if isinstance(statement.value, ast.Call) and not self._said and not self._touched:
+            name = self.dotted(statement.value.func)
+            known = name in _PURE or name in ("main",)
+            self.say(Fate.UNRELATED if known else Fate.CHECK, f"calls {name or 'a function'}, which is not read")
+
+    def _if(self, statement: ast.If) -> None:
+        test = self._truth(statement.test)
+        if isinstance(test, bool):
+            taken, left = (statement.body, statement.orelse) if test else (statement.orelse, statement.body)
+            self.run(taken)
+            self._skipped(left, "its condition does not hold")
+            self._said = [(Fate.UNRELATED, "its condition is known without running the script")]
+            return
+        fates = self._inside(statement.body)
+        others = self._branch(statement.orelse)
+        if max(fates, others) > Fate.UNRELATED:
+            taken = "the first branch is" if others > Fate.UNRELATED else "the lines below it are"
+            self.say(Fate.CHECK, f"is decided when the script runs; {taken} read as if the condition holds")
+
+    def _branch(self, body: list[ast.stmt]) -> Fate:
+        """Read a branch that is not taken: its lines are accounted for, and what it assigns is dropped."""
+        kept = [dict(scope) for scope in self._scopes]
+        trainers, configs, trained = list(self.trainers), list(self.configs), self.is_trained
+        found = self._inside(body)
+        for scope, before in zip(self._scopes, kept, strict=True):
+            scope.update(before)
+        if trainers or trained:
+            self.trainers, self.configs, self.is_trained = trainers, configs, trained
+        return found
+
+    def _inside(self, body: list[ast.stmt]) -> Fate:
+        """Read the body of a statement and return the largest fate of its statements."""
+        self.run(body)
+        keys = {
+            (node.lineno, node.col_offset) for each in body for node in ast.walk(each) if isinstance(node, ast.stmt)
+        }
+        return max((self.lines[key].fate for key in keys if key in self.lines), default=Fate.UNRELATED)
+
+    def _truth(self, test: ast.expr) -> Any:
+        match test:
+            case ast.Compare(left=ast.Name(id="__name__")):
+                return True
+            case ast.Name(id="TYPE_CHECKING"):
+                return False
+        value = self.value(test)
+        return bool(value) if is_constant(value) else True if is_made(value) else value
+
+    def _for(self, statement: ast.For | ast.AsyncFor) -> None:
+        several = self.value(statement.iter)
+        is_part = isinstance(several, Thing) and several.role == "model"
+        self.bind(statement.target, several if is_part else unknown(several))
+        self._loop(statement.body + statement.orelse)
+
+    _asyncfor = _for
+
+    def _while(self, statement: ast.While) -> None:
+        self.value(statement.test)
+        self._loop(statement.body + statement.orelse)
+
+    def _loop(self, body: list[ast.stmt]) -> None:
+        self._touched.clear()
+        if self._inside(body) > Fate.UNRELATED:
+            self.say(Fate.CHECK, "repeats lines that are read once")
+
+    def _with(self, statement: ast.With | ast.AsyncWith) -> None:
+        for item in statement.items:
+            value = self.value(item.context_expr)
+            if item.optional_vars is not None:
+                self.bind(item.optional_vars, value)
+        if not self._said:
+            self.say(Fate.UNRELATED, "the lines below it are read in order")
+        self.run(statement.body)
+
+    _asyncwith = _with
+
+    def _try(self, statement: ast.Try) -> None:
+        self.run(statement.body)
+        self.run(statement.orelse)
+        for handler in statement.handlers:
+            if self._branch(handler.body) > Fate.UNRELATED:
+                self.say(Fate.CHECK, f"lines after `except` in line {handler.lineno} act on the training")
+        self.run(statement.finalbody)
+        self.say(Fate.UNRELATED, "the lines below it are read in order")
+
+    def _assert(self, statement: ast.Assert) -> None:
+        self.say(Fate.UNRELATED, "a check of the script")
+
+    _raise = _delete = _pass = _global = _nonlocal = _break = _continue = _assert
+
+    # Expressions
+
+    def value(self, node: ast.expr) -> Any:
+        """Return the value of an expression, and record which tracked values it reads."""
+        match node:
+            case ast.Constant(value=value):
+                return value
+            case ast.Name(id=name):
+                return self._read(self._named(name))
+            case ast.List(elts=elements) | ast.Tuple(elts=elements) | ast.Set(elts=elements):
+                return self._sequence(elements)
+            case ast.Dict(keys=keys, values=values):
+                return self._dictionary(keys, values)
+            case ast.JoinedStr(values=values):
+                parts = [self.value(each.value if isinstance(each, ast.FormattedValue) else each) for each in values]
+                return "".join(map(str, parts)) if is_constant(parts) else unknown(*parts)
+            case ast.BinOp(left=left, op=kind, right=right):
+                return folded(kind, self.value(left), self.value(right))
+            case ast.Compare(left=left, ops=[kind], comparators=[right]):
+                return folded(kind, self.value(left), self.value(right))
+            case ast.UnaryOp(op=kind, operand=operand):
+                return self._unary(kind, self.value(operand))
+            case ast.BoolOp(op=kind, values=values):
+                return self._choice(kind, [self.value(each) for each in values])
+            case ast.IfExp(test=test, body=body, orelse=orelse):
+                return self._either(test, body, orelse)
+            case ast.Attribute(value=owner, attr=name):
+                return self._attribute(self.value(owner), name)
+            case ast.Subscript(value=owner, slice=index):
+                return self._entry(self.value(owner), self.value(index))
+            case ast.Call():
+                return self.call(node)
+            case ast.NamedExpr(target=target, value=inner):
+                value = self.value(inner)
+                self.bind(target, value)
+                return value
+            case ast.Lambda():
+                return Thing("function", "a lambda", node=node)
+            case ast.Slice():
+                bounds = [None if each is None else self.value(each) for each in (node.lower, node.upper, node.step)]
+                return slice(*bounds) if is_constant(bounds) else unknown(*bounds)
+            case _:
+                return unknown(*[self.value(each) for each in ast.walk(node) if isinstance(each, ast.Name)])
+
+    def _read(self, value: Any) -> Any:
+        self._touched |= touched(value) if not isinstance(value, dict) else set()
+        return value
+
+    def _named(self, name: str) -> Any:
+        for scope in reversed(self._scopes):
+            if name in scope:
+                return scope[name]
+        return Thing("import", name)
+
+    def _sequence(self, elements: list[ast.expr]) -> Any:
+        found: list[Any] = []
+        for element in elements:
+            value = self.value(element.value if isinstance(element, ast.Starred) else element)
+            found += list(value) if isinstance(element, ast.Starred) and isinstance(value, list | tuple) else [value]
+        return found
+
+    def _dictionary(self, keys: list[ast.expr | None], values: list[ast.expr]) -> Any:
+        found: dict[Any, Any] = {}
+        for key, node in zip(keys, values, strict=True):
+            value = self.value(node)
+            if key is None and isinstance(value, dict):
+                found |= value
+            elif key is None:
+                return unknown(found, value)
+            else:
+                name = self.value(key)
+                if not isinstance(name, str | int | float | bool | None):
+                    return unknown(found, value)
+                found[name] = value
+        return found
+
+    def _unary(self, kind: ast.unaryop, value: Any) -> Any:
+        if isinstance(kind, ast.Not):
+            return not value if is_constant(value) else False if is_made(value) else unknown(value)
+        if isinstance(value, int | float):
+            return -value if isinstance(kind, ast.USub) else value
+        return unknown(value)
+
+    def _choice(self, kind: ast.boolop, values: list[Any]) -> Any:
+        stops = isinstance(kind, ast.Or)
+        for value in values:
+            if not is_constant(value) and not is_made(value):
+                return unknown(*values)
+            if bool(value if is_constant(value) else True) is stops:
+                return value
+        return values[-1]
+
+    def _either(self, test: ast.expr, body: ast.expr, orelse: ast.expr) -> Any:
+        truth = self._truth(test)
+        if isinstance(truth, bool):
+            return self.value(body if truth else orelse)
+        values = self.value(body), self.value(orelse)
+        return unknown(*values, truth)
+
+    def _attribute(self, owner: Any, name: str) -> Any:
+        match owner:
+            case Thing(role="import"):
+                return Thing("import", f"{owner.name}.{name}")
+            case Thing(role="options" | "instance" | "config") if name in owner.parts:
+                return self._read(owner.parts[name])
+            case Thing(role="config" | "options"):
+                return unknown(name=f"{owner.name}.{name}")
+            case Thing(role="model"):
+                return Thing("model", f"{owner.name}.{name}")
+            case Thing(role="tokenizer") if name in ("tokenizer", "image_processor"):
+                return owner
+        return unknown(owner, name=name)
+
+    def _entry(self, owner: Any, key: Any) -> Any:
+        if isinstance(owner, Thing) and owner.role == "splits" and isinstance(key, str):
+            return self._methods["splits"](self, owner, Call("get", ast.Call(lineno=self._here.lineno), [key]))
+        if isinstance(owner, Thing) and owner.name == "os.environ":
+            return unknown(name=f"the environment variable {key}")
+        if isinstance(owner, Thing) and owner.role == "model":
+            return Thing("model", f"{owner.name}[...]")
+        if isinstance(owner, Data) and isinstance(key, str):
+            return Thing("", "a column of the data", touches=frozenset({"data"}))
+        try:
+            return owner[key]
+        except (TypeError, KeyError, IndexError):
+            return unknown(owner, key)
+
+    # Calls
+
+    def dotted(self, node: ast.expr) -> str:
+        """Return the name of a function or an attribute, with the modules that it was imported from."""
+        match node:
+            case ast.Name(id=name):
+                value = self._named(name)
+                return value.name if isinstance(value, Thing) and value.role == "import" else name
+            case ast.Attribute(value=owner, attr=name):
+                return f"{self.dotted(owner)}.{name}".lstrip(".")
+            case _:
+                return ""
+
+    def call(self, node: ast.Call) -> Any:
+        """Return the result of a call, and account for its effect."""
+        outer, self._touched = self._touched, set()
+        self._made_in[id(node)] = self._here
+        owner = self.value(node.func.value) if isinstance(node.func, ast.Attribute) else None
+        call = self._arguments(node)
+        found = self._result(node, owner, call)
+        # a call that is known has said what it does; one that only computes has no effect
+        self._touched = outer
+        return found
+
+    def _arguments(self, node: ast.Call) -> Call:
+        name = self.dotted(node.func).rpartition(".")[2]
+        call = Call(name or getattr(node.func, "attr", ""), node)
+        for argument in node.args:
+            value = self.value(argument.value if isinstance(argument, ast.Starred) else argument)
+            if isinstance(argument, ast.Starred) and not isinstance(value, list | tuple):
+                call.extra = True
+            call.positional += list(value) if isinstance(argument, ast.Starred) and not call.extra else [value]
+        for keyword in node.keywords:
+            value = self.value(keyword.value)
+            if keyword.arg is not None:
+                call.given[keyword.arg] = value
+                call.lines[keyword.arg] = keyword.value.lineno
+            elif isinstance(value, dict):
+                call.given |= value
+            else:
+                call.extra = True
+        return call
+
+    def _result(self, node: ast.Call, owner: Any, call: Call) -> Any:
+        name = self.dotted(node.func)
+        role = "data" if isinstance(owner, Data) else owner.role if isinstance(owner, Thing) else ""
+        if role in self._methods:
+            return self._methods[role](self, owner, call)
+        target = self._named(node.func.id) if isinstance(node.func, ast.Name) else None
+        if isinstance(target, Thing) and target.role == "function" and isinstance(target.node, ast.FunctionDef):
+            return self._local(target, call)
+        if isinstance(target, Thing) and target.role == "class":
+            return self._constructed(target, call)
+        if call.name in self._calls:
+            return self._calls[call.name](self, call)
+        if call.name == "requires_grad_":
+            self._freeze(call.positional[0] if call.positional else True)
+            return owner
+        return self._unread(name, owner, call)
+
+    def _unread(self, name: str, owner: Any, call: Call) -> Any:
+        values = (owner, *call.positional, *call.given.values())
+        plain_values = [*call.positional]
+        if name in _FOLDED and not call.given and is_constant(plain_values):
+            try:
+                return _FOLDED[name](*plain_values)
+            except (TypeError, ValueError):
+                return unknown(*values)
+        if name == "dict" and not call.positional:
+            return dict(call.given)
+        if isinstance(owner, str) and call.name in _TEXT_METHODS and is_constant([plain_values, call.given]):
+            return getattr(owner, call.name)(*plain_values, **call.given)
+        if isinstance(owner, dict | list):
+            return self._of_container(owner, call)
+        if (isinstance(owner, Thing) and owner.name == "os.environ") or name == "os.getenv":
+            return self._environment(call)
+        if any(part in _HARMLESS for part in name.split(".")):
+            self.say(Fate.UNRELATED, "it reports, or prepares the script")
+        elif call.name not in _PURE and (acted := touched(values) & _MUTABLE):
+            self.say(
+                Fate.CHECK, f"calls {name or call.name} with the {' and the '.join(sorted(acted))}, and is not read"
+            )
+        elif isinstance(self._here, ast.Expr) and call.name not in _PURE:
+            self.say(Fate.CHECK, f"calls {name or call.name}, which is not read")
+        return unknown(*values, name=name)
+
+    def _of_container(self, owner: Any, call: Call) -> Any:
+        """A method of a list or a dictionary."""
+        if isinstance(owner, list) and call.name in ("append", "extend") and len(call.positional) == 1:
+            [value] = call.positional
+            owner += [value] if call.name == "append" or not isinstance(value, list | tuple) else list(value)
+        elif isinstance(owner, dict) and call.name == "update":
+            owner.update({**(call.positional[0] if call.positional and isinstance(call.positional[0], dict) else {})})
+            owner.update(call.given)
+        elif isinstance(owner, dict) and call.name == "get" and call.positional:
+            default = call.positional[1] if len(call.positional) > 1 else None
+            return owner.get(call.positional[0], default) if is_constant(call.positional[0]) else unknown(owner)
+        else:
+            return unknown(owner, call.positional)
+        self.say(Fate.UNRELATED, "it is read where the value is used")
+        return None
+
+    def _environment(self, call: Call) -> Any:
+        """A method of `os.environ`, or `os.getenv`."""
+        name, *rest = call.positional or [None]
+        if call.name in ("get", "getenv") and rest and is_constant(rest[0]):
+            self.say(Fate.CHECK, f"the environment variable {name}; its default {rest[0]!r} is taken")
+            return rest[0]
+        if call.name in ("setdefault", "update"):
+            pairs = name if isinstance(name, dict) else {**({name: rest[0]} if rest else {}), **call.given}
+            for key, value in pairs.items():
+                self.variable(key, value)
+        return unknown(name=f"the environment variable {name}")
+
+    def _local(self, function: Thing, call: Call) -> Any:
+        if len(self._scopes) > _MAX_DEPTH:
+            return unknown(*call.positional, *call.given.values())
+        names = [each.arg for each in (*function.node.args.posonlyargs, *function.node.args.args)]
+        return self._inlined(function, {**dict(zip(names, call.positional, strict=False)), **call.given})
+
+    def _inlined(self, function: Thing, given: dict[str, Any]) -> Any:
+        """Read the body of a function of the script in the place of its call."""
+        node = function.node
+        self._called.add(id(node))
+        names = [*node.args.posonlyargs, *node.args.args]
+        defaults = dict(
+            zip([each.arg for each in names[len(names) - len(node.args.defaults) :]], node.args.defaults, strict=True)
+        )
+        defaults |= {
+            each.arg: default
+            for each, default in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
+            if default is not None
+        }
+        scope = {each.arg: unknown(name=each.arg) for each in (*names, *node.args.kwonlyargs)}
+        scope |= {name: self.value(default) for name, default in defaults.items()}
+        self._scopes.append(scope | given)
+        before = len(self._returned)
+        self.run(node.body)
+        returned = self._returned[before:]
+        del self._returned[before:]
+        self._scopes.pop()
+        self.say(Fate.UNRELATED, f"the lines of {function.name} are read in its place")
+        return returned[-1] if returned else None
+
+    def _constructed(self, kind: Thing, call: Call) -> Any:
+        """An object of a class of the script."""
+        base = kind.last_name
+        if base in self._calls and base.endswith(("Trainer", "Config")):
+            what = "trainer" if base.endswith("Trainer") else "class of arguments"
+            for line in (kind.node.lineno, self._here.lineno):
+                self.say(Fate.REFUSED, f"a {what} of your own (class {kind.node.name})", line=line)
+            self._mark(kind.node, Fate.REFUSED, f"a {what} of your own")
+            return self._calls[base](self, replace(call, name=base))
+        return Thing("instance", kind.node.name, parts={**kind.parts, **call.given})
+
+
+def _as_read(target: ast.expr) -> ast.expr:
+    """Return the target of an assignment as an expression."""
+    match target:
+        case ast.Name(id=name):
+            return ast.Name(id=name, ctx=ast.Load())
+        case ast.Attribute(value=value, attr=attr):
+            return ast.Attribute(value=value, attr=attr, ctx=ast.Load())
+        case ast.Subscript(value=value, slice=index):
+            return ast.Subscript(value=value, slice=index, ctx=ast.Load())
+        case _:
+            return target

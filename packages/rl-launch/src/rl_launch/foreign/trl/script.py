@@ -1,0 +1,352 @@
+"""What a Python script gives TRL's trainers. The script is parsed, and never run."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rl_core.errors import ConfigError
+from rl_launch.foreign.lines import Fate, Line
+from rl_launch.foreign.trl.calls import ALGORITHMS, CALLS, METHODS, OTHERS, SETTERS
+from rl_launch.foreign.trl.reading import Call, Reading
+from rl_launch.foreign.trl.values import Data, Thing, is_constant, is_made, parts_of, plain
+from rl_launch.foreign_keys.table import table
+
+_REFUSED_ARGUMENTS = {
+    "compute_loss_func": "a loss of the script (compute_loss_func). Write it as a class, `loss_fn` or `dpo.loss`",
+    "data_collator": "a data collator (data_collator)",
+    "environment_factory": "environments of the script (environment_factory). Write one, env_name: FILE.py:NAME",
+    "formatting_func": "rows written as text by the script (formatting_func). Set prompt_file or processor of the data",
+    "optimizer_cls_and_kwargs": "an optimizer of the script (optimizer_cls_and_kwargs). Set policy.optimizer",
+    "optimizers": "an optimizer or schedule of the script (optimizers). Set policy.optimizer and policy.scheduler",
+    "quantization_config": "4-bit or 8-bit weights during training",
+    "rollout_func": "rollouts of the script (rollout_func). Write an environment, env_name: FILE.py:NAME",
+    "tools": "tools of the script (tools). Write an environment with tools, env_name: FILE.py:NAME",
+}
+"""Arguments of trainers that change training and that are not converted."""
+_LISTED_ARGUMENTS = {
+    "callbacks": "is not converted; see `callbacks` for your own",
+    "compute_metrics": "metrics of validation are not converted",
+    "preprocess_logits_for_metrics": "metrics of validation are not converted",
+    "reward_processing_classes": "a reward model has its own tokenizer in env.reward_model",
+}
+_DATA = {"train_dataset": "data.train", "eval_dataset": "data.validation"}
+
+
+HELD_OUT = "the rows that train_dataset leaves out"
+"""Value of `eval_dataset` if the script splits one dataset."""
+
+
+@dataclass(frozen=True)
+class Script:
+    """A script that was read.
+
+    Args:
+        algorithm: Name of the algorithm here.
+        values: Arguments by the names of TRL's command line; datasets under `train_dataset` and `eval_dataset`.
+        computed: Arguments that the script computes.
+        checks: Lines that are listed for the user to check.
+        refused: Lines that ask for features that are not offered.
+        lines: What becomes of each statement.
+        gpus: Number of processes that the command starts; None if it does not contain it.
+    """
+
+    algorithm: str
+    values: dict[str, Any]
+    computed: frozenset[str]
+    checks: tuple[...]
+    refused: tuple[...]
+    lines: tuple[Line, ...]
+    gpus: int | None = None
+
+
+def read_script(path: Path, flags: Mapping[str, Any] | None = None) -> Script:
+    """Read a script.
+
+    Args:
+        path: The script.
+        flags: Arguments of the command that starts it, if it is known.
+
+    Raises:
+        ConfigError: If it cannot be read, or does not train with exactly one trainer that is imported.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        tree = ast.parse(text)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+    except (SyntaxError, ValueError) as error:
+        line = getattr(error, "lineno", None)
+        raise ConfigError(f"{path} is not valid Python: line {line}: {getattr(error, 'msg', error)}") from None
+    reading = Reading(text, path.parent, flags, calls=CALLS, methods=METHODS, setters=SETTERS)
+    reading.run(tree.body)
+    if not reading.trainers and not reading.others:
+        reading.run_uncalled(_trains)
+    config, trainer = _the_trainer(reading, path)
+    return _Collected(reading, config, trainer).script()
+
+
+def class_defaults(stem: str, values: dict[str, Any]) -> str:
+    """Fill in what follows from the class of a trainer, and return the algorithm.
+
+    Args:
+        stem: Name of the trainer without `Trainer`.
+        values: Arguments by the names of TRL; changed.
+    """
+    if stem in ("KTO", "ORPO"):
+        values.setdefault("loss_type", stem.lower())
+    elif stem == "CPO":
+        # CPOTrainer counts its losses from its own, which it calls sigmoid
+        kind = values.get("loss_type", "sigmoid")
+        values["loss_type"] = {"sigmoid": "cpo", "simpo": "simpo"}.get(kind, f"{kind} of CPOTrainer")
+    return ALGORITHMS[stem]
+
+
+def _rows(settings: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The source of a dataset, without the slice of its split."""
+    source = settings.get("dataset_name", settings.get("data_path"))
+    return source, settings.get("subset"), str(settings.get("split")).partition("[")[0]
+
+
+def _trains(node: ast.AST) -> bool:
+    named = getattr(node, "func", None)
+    name = getattr(named, "id", getattr(named, "attr", ""))
+    return isinstance(node, ast.Call) and name.endswith("Trainer")
+
+
+def _the_trainer(reading: Reading, path: Path) -> tuple[Thing | None, Thing | None]:
+    """The class of arguments and the trainer of a script; one of them may be missing."""
+    for name, line in reading.others.items():
+        stem = name.removesuffix("Config").removesuffix("Trainer")
+        raise ConfigError(f"{path}: {name} (line {line}) is not imported: {OTHERS[stem]}")
+    trainers = reading.trainers
+    used = [each.parts["args"] for each in trainers if isinstance(each.parts.get("args"), Thing)]
+    configs = [each for each in used if each.role == "config"] or ([] if trainers else reading.configs)
+    if len(trainers) > 1 or len(configs) > 1 or not (trainers or configs):
+        found = [(each.name, _line(each)) for each in (trainers or configs)]
+        named = ", ".join(f"{name} in line {line}" for name, line in found) or "none"
+        raise ConfigError(
+            f"{path}: a script is imported if it trains once, with one of "
+            f"{', '.join(f'{stem}Trainer' for stem in ALGORITHMS)}; found {named}. Import its arguments as a YAML file"
+        )
+    return next(iter(configs), None), next(iter(trainers), None)
+
+
+def _line(thing: Thing) -> int:
+    node = thing.node.node if isinstance(thing.node, Call) else thing.node
+    return int(node.lineno)
+
+
+class _Collected:
+    """The arguments that a script gives its trainer."""
+
+    def __init__(self, reading: Reading, config: Thing | None, trainer: Thing | None) -> None:
+        self._reading = reading
+        self._config, self._trainer = config, trainer
+        self.values: dict[str, Any] = {}
+        self.computed: set[str] = set()
+        # the lines of arguments are listed even if the script trains before they are collected
+        reading.is_trained = False
+
+    def script(self) -> Script:
+        """Return the script with all that was found."""
+        reading, trainer = self._reading, self._trainer
+        name = trainer.name if trainer is not None else self._config.name  # type: ignore[union-attr]
+        stem = name.removesuffix("Trainer").removesuffix("Config")
+        if self._config is not None:
+            with reading.at(self._config.node):
+                for key, value in self._config.parts.items():
+                    self._take(key, value, self._config.node)
+        if trainer is not None:
+            with reading.at(trainer.node.node):
+                self._of_trainer(trainer)
+        if self._config is not None and self._config.name == "TrainingArguments":
+            self.values.setdefault("learning_rate", 5e-5)
+        return Script(
+            class_defaults(stem, self.values),
+            self.values,
+            frozenset(self.computed),
+            tuple(sorted(reading.checks, key=lambda each: each.number)),
+            tuple(sorted(reading.refused, key=lambda each: each.number)),
+            tuple(sorted(reading.lines.values(), key=lambda each: each.number)),
+        )
+
+    def _take(self, key: str, value: Any, node: ast.Call, line: int = 0) -> None:
+        """Take an argument of a class of arguments."""
+        line = line or next((each.value.lineno for each in node.keywords if each.arg == key), node.lineno)
+        if key == "model_init_kwargs" and isinstance(value, dict):
+            for name, each in value.items():
+                self._of_loading(name, each, line)
+        elif is_constant(value):
+            self.values[key] = plain(value)
+        else:
+            self.computed.add(key)
+            self._say(
+                Fate.CHECK, f"{key}: the script computes it{self._reading.computed(value)}. Set it in the recipe", line
+            )
+
+    def _of_loading(self, name: str, value: Any, line: int) -> None:
+        key = {"torch_dtype": "dtype"}.get(name, name)
+        if name in ("torch_dtype", "dtype", "attn_implementation") and is_constant(value):
+            if value not in (None, "auto"):
+                self.values[key] = plain(value)
+        elif name == "quantization_config" and value is not None:
+            self._say(Fate.REFUSED, "4-bit or 8-bit weights during training", line)
+        elif name not in ("device_map", "low_cpu_mem_usage", "trust_remote_code", "use_cache") and value is not None:
+            self._say(Fate.CHECK, f"{name} of model_init_kwargs is not converted", line)
+
+    def _say(self, fate: Fate, text: str, line: int) -> None:
+        self._reading.say(fate, text, line=line)
+
+    def _of_trainer(self, trainer: Thing) -> None:
+        for key, value in trainer.parts.items():
+            line = trainer.node.line(key)
+            if key == "args":
+                if value is not None and (not isinstance(value, Thing) or value.role != "config"):
+                    self._say(Fate.CHECK, "the class of arguments is not known", line)
+            elif key == "model":
+                self._model(value, line)
+            elif key in _DATA:
+                self._dataset(key, value, line)
+            elif key == "processing_class":
+                self._tokenizer(value, line)
+            elif key == "peft_config":
+                self._adapters(value, line)
+            elif key == "ref_model":
+                self._reference(value, line)
+            elif key == "reward_funcs":
+                self._rewards(value, line)
+            elif value is None or value in ([], False):
+                continue
+            elif key in _REFUSED_ARGUMENTS:
+                self._say(Fate.REFUSED, _REFUSED_ARGUMENTS[key], line)
+            elif key in _LISTED_ARGUMENTS:
+                self._say(Fate.CHECK, f"{key} {_LISTED_ARGUMENTS[key]}", line)
+            elif table("trl").rule(key) is not None:
+                self._take(key, value, trainer.node.node, line)  # arguments of trainers of earlier releases
+            else:
+                self._say(Fate.REFUSED, f"the argument {key} of {trainer.name}", line)
+        self._validation(trainer)
+
+    def _validation(self, trainer: Thing) -> None:
+        """List a validation set that shares rows with the training set."""
+        train, held = (trainer.parts.get(key) for key in _DATA)
+        self.values.setdefault("eval_dataset", None)
+        if not isinstance(train, Data) or not isinstance(held, Data):
+            return
+        is_split = held.is_held_out and not train.is_held_out and train.held_out is not None
+        if is_split and held.settings == train.settings:
+            return
+        if held.is_held_out:
+            self.values["eval_dataset"] = None
+        if {_rows(each) for each in train.settings} & {_rows(each) for each in held.settings}:
+            text = "eval_dataset has rows of train_dataset. To hold rows out, set split_validation_size of data.train"
+            self._say(Fate.CHECK, text, trainer.node.line("eval_dataset"))
+
+    def _model(self, model: Any, line: int) -> None:
+        if isinstance(model, Thing) and model.role == "model":
+            name = model.parts.get("name")
+            if is_constant(name) and name:
+                self.values["model_name_or_path"] = plain(name)
+            else:
+                self._computed_model(name, line)
+            for key in ("dtype", "attn_implementation", "gradient_checkpointing"):
+                if key in model.parts and is_constant(model.parts[key]) and model.parts[key] != "auto":
+                    self.values.setdefault(key, plain(model.parts[key]))
+            if model.parts.get("is_visual"):
+                self.values["vision"] = True
+            if "adapter" in model.parts:
+                self.values["lora_adapter"] = plain(model.parts["adapter"])
+                self.values["use_peft"] = True
+            if "adapters" in model.parts:
+                self._adapters(model.parts["adapters"], line)
+        elif isinstance(model, str):
+            self.values["model_name_or_path"] = model
+        else:
+            self._computed_model(model, line)
+
+    def _computed_model(self, value: Any, line: int) -> None:
+        self.computed.add("model_name_or_path")
+        text = f"model: the script computes it{self._reading.computed(value)}. Set policy.model_name in the recipe"
+        self._say(Fate.CHECK, text, line)
+
+    def _dataset(self, key: str, value: Any, line: int) -> None:
+        where = _DATA[key]
+        if isinstance(value, dict) and value and all(isinstance(each, Data) for each in value.values()):
+            several = list(value.values())
+            value = Data(tuple(settings for each in several for settings in each.settings))
+        if isinstance(value, Data):
+            if value.is_held_out and key == "eval_dataset":
+                self.values[key] = HELD_OUT
+            else:
+                held = {} if value.held_out is None else {"split_validation_size": value.held_out}
+                self.values[key] = [{**settings, **held} for settings in value.settings]
+        elif value is None:
+            self.values[key] = None
+        else:
+            self.computed.add(key)
+            text = f"{key}: the script computes it{self._reading.computed(value)}. Set {where} in the recipe"
+            self._say(Fate.CHECK, text, line)
+
+    def _tokenizer(self, tokenizer: Any, line: int) -> None:
+        if tokenizer is None:
+            return
+        if not isinstance(tokenizer, Thing) or tokenizer.role != "tokenizer":
+            self._say(Fate.CHECK, f"the tokenizer is computed{self._reading.computed(tokenizer)}", line)
+            return
+        name = tokenizer.parts.get("name")
+        if is_constant(name) and name != self.values.get("model_name_or_path", name):
+            self.values["tokenizer_name_or_path"] = plain(name)
+        if "chat_template" in tokenizer.parts:
+            self.values["chat_template"] = tokenizer.parts["chat_template"]
+
+    def _adapters(self, adapters: Any, line: int) -> None:
+        if adapters is None:
+            return
+        if not isinstance(adapters, Thing) or adapters.role != "adapters":
+            self._say(
+                Fate.CHECK, f"the adapters are computed{self._reading.computed(adapters)}. Set policy.lora_cfg", line
+            )
+            return
+        self.values["use_peft"] = True
+        if adapters.name == "LoraConfig":
+            # peft's defaults, where TRL's command line has others
+            self.values |= {"lora_r": 8, "lora_alpha": 8, "lora_dropout": 0.0}
+        for key, value in adapters.parts.items():
+            if is_constant(value):
+                self.values[key] = plain(value)
+            else:
+                self._say(Fate.CHECK, f"{key}: the script computes it{self._reading.computed(value)}", line)
+
+    def _reference(self, reference: Any, line: int) -> None:
+        name = reference.parts.get("name") if isinstance(reference, Thing) and reference.role == "model" else reference
+        own = self.values.get("model_name_or_path")
+        if name is None or (is_constant(name) and name == own):
+            return
+        if isinstance(reference, Thing) and not is_made(reference) and not reference.touches:
+            self._say(Fate.CHECK, "ref_model is computed; the reference is the initial policy", line)
+            return
+        self._say(Fate.REFUSED, "a reference model other than the initial policy (ref_model)", line)
+
+    def _rewards(self, rewards: Any, line: int) -> None:
+        several = rewards if isinstance(rewards, list | tuple) else [rewards]
+        named = []
+        for each in several:
+            name = each if isinstance(each, str) else each.name if isinstance(each, Thing) else ""
+            if isinstance(each, Thing) and each.role in ("function", "instance", "class") and each.node is not None:
+                text = f"copy {name} (line {each.node.lineno}) into a file such as rewards.py, without what trains"
+                self._say(Fate.CHECK, text, line)
+                named.append(f"rewards.py:{name}")
+            elif isinstance(each, Thing) and each.role == "import" and "." in name:
+                module, _, function = name.rpartition(".")
+                is_here = (self._reading.folder / f"{module.replace('.', '/')}.py").is_file()
+                named.append(f"{module.replace('.', '/')}.py:{function}" if is_here else f"{module}:{function}")
+            elif name:
+                named.append(name)
+            else:
+                names = [part.name for part in parts_of(each) if isinstance(part, Thing) and part.name]
+                self._say(Fate.CHECK, f"a reward is computed{self._reading.computed(each)}: {', '.join(names)}", line)
+        self.values["reward_funcs"] = named
