@@ -1,7 +1,7 @@
 """Record the runs of a release, which later versions must be able to resume.
 
-Run it with the Python of the release, `uv run python integration-tests/released_runs/record.py`. It trains small runs of
-SFT, of SFT with adapters and of GRPO for two steps, and each of them once more for four steps without an interruption.
+Run it with the Python of the release, `uv run python integration-tests/released_runs/record.py`. It trains small runs
+of SFT, of SFT with adapters and of GRPO for two steps, and each of them once more for four steps in one session.
 `VERSION.tar.xz` then holds the model, the data, the run folders, and the metrics of the uninterrupted runs.
 """
 

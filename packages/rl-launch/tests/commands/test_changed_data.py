@@ -1,6 +1,7 @@
 """A run does not continue in the middle of other data than it began with, and a branch begins them anew."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -56,12 +57,12 @@ def run(request, tmp_path, monkeypatch):
 
 
 def edited():
-    rows = [json.loads(line) for line in open("rows.jsonl")]
+    rows = [json.loads(line) for line in Path("rows.jsonl").read_text().splitlines()]
     return [*rows[:3], {**rows[3], "prompt": "9+9="}, *rows[4:]]
 
 
 def appended():
-    rows = [json.loads(line) for line in open("rows.jsonl")]
+    rows = [json.loads(line) for line in Path("rows.jsonl").read_text().splitlines()]
     return [*rows, rows[0]]
 
 
