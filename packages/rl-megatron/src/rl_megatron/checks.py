@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from rl_core.config import Problem
 from rl_core.devices import DEVICES
-from rl_core.model_config import local_hf_config, num_experts_of, optimizer_problems
+from rl_core.model_config import local_hf_config, optimizer_problems
 from rl_core.optimizer_arguments import OF_WHOLE_PARAMETERS
 from rl_core.run_config import RunConfig
+from rl_megatron.architecture_checks import architecture_problems
 from rl_megatron.config import KEY, MegatronConfig
-from rl_megatron.families.rope import fusion_problem, rope_problem
 from rl_megatron.field_checks import check_kwargs, without_pipeline
 from rl_megatron.transformer_fields import RECOMPUTED_WITH_TE
 
@@ -50,61 +50,10 @@ def check_layout(section: Any, config: RunConfig) -> Iterable[Problem]:
         )
 
 
-def check_shape(section: Any, config: RunConfig) -> Iterable[Problem]:
-    """Yield the sizes of the layout that do not divide the model, if the model's config is on this machine."""
-    backend: MegatronConfig = section.megatron_cfg
-    model = local_hf_config(section)
-    tensor = backend.tensor_model_parallel_size
-    shared = ("num_attention_heads", "linear_num_key_heads", "intermediate_size")
-    experts = num_experts_of(model)
-    for name, size, what, count in (
-        *(("tensor_model_parallel_size", tensor, part, model.get(part)) for part in shared),
-        ("expert_model_parallel_size", backend.expert_model_parallel_size, "experts", experts),
-    ):
-        if count and count % size:
-            reason = f"does not divide the model's {what} ({count})"
-            yield Problem(f"{KEY}.{name}", reason, got=size, remedy="Set it to a divisor")
-            return
-    num_heads = num_key_heads(model)
-    if num_heads and num_heads % tensor and tensor % num_heads:
-        yield key_heads_problem(tensor, num_heads)
-        return
-    if model and not experts and backend.expert_model_parallel_size > 1:
-        yield Problem(
-            f"{KEY}.expert_model_parallel_size",
-            "must be 1 because this model has no experts",
-            got=backend.expert_model_parallel_size,
-            remedy="Set it to 1",
-        )
-    layers = model.get("num_hidden_layers", 0)
-    stages = backend.pipeline_model_parallel_size * (backend.virtual_pipeline_model_parallel_size or 1)
-    if layers and stages > layers and "pipeline_model_parallel_layout" not in backend.megatron_kwargs:
-        yield Problem(
-            f"{KEY}.pipeline_model_parallel_size",
-            f"results in {stages} pipeline stages (pipeline_model_parallel_size x "
-            f"virtual_pipeline_model_parallel_size), but the model has only {layers} layers",
-            got=backend.pipeline_model_parallel_size,
-            remedy=f"Use at most {layers} stages",
-        )
-
-
-def check_rope(section: Any, config: RunConfig) -> Iterable[Problem]:
-    """Yield a rotary embedding that Megatron's layers do not compute, if the model's config is on this machine."""
-    fields = local_hf_config(section)
-    if problem := rope_problem(fields):
-        yield problem.at("model_name")
-    if problem := fusion_problem(fields, section.megatron_cfg.megatron_kwargs):
-        yield problem
-
-
-def key_heads_problem(size: int, num_heads: int) -> Problem:
-    """Return the problem of a number of tensor-parallel ranks that does not fit the model's key-value heads."""
-    return Problem(
-        f"{KEY}.tensor_model_parallel_size",
-        f"neither divides the model's num_key_value_heads ({num_heads}) nor is a multiple of it",
-        got=size,
-        remedy="Set it to a divisor or a multiple",
-    )
+def check_architecture(section: Any, config: RunConfig) -> Iterable[Problem]:
+    """Yield what rl-megatron does not train of a model, or of a layout for it, if the model's config is on this
+    machine."""
+    yield from architecture_problems(local_hf_config(section), section.megatron_cfg)
 
 
 def check_device(section: Any, config: RunConfig) -> Iterable[Problem]:
@@ -184,11 +133,6 @@ def check_recompute(section: Any, config: RunConfig) -> Iterable[Problem]:
             return
 
 
-def num_key_heads(model: Mapping[str, Any]) -> int:
-    """Key-value heads that are spread over the tensor-parallel ranks; 0 for latent attention, or if it is not known."""
-    return 0 if "kv_lora_rank" in model else model.get("num_key_value_heads") or 0
-
-
 def _check_experts(backend: MegatronConfig) -> Iterable[Problem]:
     tensor, expert_tensor = backend.tensor_model_parallel_size, backend.expert_tensor_parallel_size
     if expert_tensor not in (None, tensor) and backend.expert_model_parallel_size == 1:
@@ -233,8 +177,7 @@ def _check_experts(backend: MegatronConfig) -> Iterable[Problem]:
 
 CHECKS = (
     check_layout,
-    check_shape,
-    check_rope,
+    check_architecture,
     check_recompute,
     check_lora,
     check_8_bit,

@@ -5,14 +5,16 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator, Mapping
 from enum import Enum
+from pathlib import Path
 from typing import Any, get_type_hints
 
 import torch
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from rl_core.model_config import ModelConfig, OptimizerConfig, SchedulerConfig
+from rl_core.torch.files.model_files import CONFIG
 from rl_core.torch.optim.optimizer import build_optimizer, build_schedule
-from rl_megatron.config import Fp8Config
+from rl_megatron.config import Fp8Config, MegatronConfig
 from rl_megatron.engine_names import name_problems
 from rl_megatron.transformer_fields import FUSIONS, WITH_TE
 
@@ -56,7 +58,23 @@ def check(section: Mapping[str, Any]) -> list[str]:
     is_used = has_te and backend.get("transformer_engine") is not False and not has_adapters
     if is_used and torch.cuda.is_available():
         problems += name_problems(given)
-    return problems
+    return problems or _model_problems(section)
+
+
+def _model_problems(section: Mapping[str, Any]) -> list[str]:
+    """Return what building a local model would raise; of a name on the hub, workers find out."""
+    folder = Path(section.get("model_name", "")).expanduser()
+    if not (folder / CONFIG).is_file():
+        return []
+    from rl_megatron.model.design import check_design  # takes seconds
+
+    config = ModelConfig.model_validate({name: section[name] for name in ModelConfig.model_fields if name in section})
+    backend = MegatronConfig.model_validate(section.get("megatron_cfg", {}))
+    try:
+        check_design(config, backend, folder, is_cuda=torch.cuda.is_available())
+    except ValueError as error:
+        return [str(error)]
+    return []
 
 
 def capability_problem(recipe: str, found: tuple[int, int]) -> str:

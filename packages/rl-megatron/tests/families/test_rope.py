@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl_core.model_config import ModelConfig
 from rl_core.testing.exhaustive import exhaustive
-from rl_megatron.checks import check_rope
+from rl_megatron.checks import check_architecture
 from rl_megatron.config import MegatronConfig
 from rl_megatron.families.catalog import family_of
 from rl_megatron.families.rotary import inverse_frequencies, latent_settings, scaling_fields
@@ -134,9 +134,9 @@ REFUSED = {
 
 @pytest.mark.parametrize(("family", "fields", "message"), REFUSED.values(), ids=REFUSED)
 def test_others_are_refused_by_the_config_alone(tmp_path, family, fields, message):
-    assert not list(check_rope(section_of(tmp_path, family, {}), None))
+    assert not list(check_architecture(section_of(tmp_path, family, {}), None))
     section = section_of(tmp_path, family, fields)
-    for check, key in ((check_rope, "model_name"), (check_layers, "generation.backend")):
+    for check, key in ((check_architecture, "model_name"), (check_layers, "generation.backend")):
         (problem,) = check(section, None)
         assert problem.key == key
         assert "rotary embedding " in problem.reason
@@ -146,14 +146,14 @@ def test_others_are_refused_by_the_config_alone(tmp_path, family, fields, messag
 
 def test_an_override_to_another_type_is_accepted(tmp_path):
     section = section_of(tmp_path, "llama", {"rope_parameters": LONGROPE}, {"rope_parameters": {"rope_type": "linear"}})
-    assert not list(check_rope(section, None))
+    assert not list(check_architecture(section, None))
 
 
 def test_a_fused_embedding_that_leaves_scaling_out_is_refused(tmp_path):
     problems = {}
     for family in ("llama", "deepseek_v3"):
         section = section_of(tmp_path, family, {"rope_parameters": YARN}, megatron_kwargs={"apply_rope_fusion": True})
-        problems[family] = [problem.key for problem in check_rope(section, None)]
+        problems[family] = [problem.key for problem in check_architecture(section, None)]
     assert problems == {"llama": ["megatron_cfg.megatron_kwargs.apply_rope_fusion"], "deepseek_v3": []}
 
 

@@ -44,6 +44,19 @@ class WeightMap:
         """The name under which checkpoints have it."""
         return self.copy_of or self.target
 
+    def check_split(self, size: int) -> None:
+        """Refuse to spread it over a number of ranks that does not fit.
+
+        Raises:
+            ValueError: Naming the tensor.
+        """
+        if not self.split.divides(size):
+            name = "expert_tensor" if self.over == "etp" else "tensor_model"
+            raise ValueError(
+                f"megatron_cfg.{name}_parallel_size: {self.sources[0].name} cannot be spread over {size} ranks; use "
+                "fewer"
+            )
+
 
 @dataclass(frozen=True)
 class AdapterMap:

@@ -55,7 +55,8 @@ def family_of(config: PreTrainedConfig) -> Family:
         if found is not None:
             return found
     raise ValueError(
-        f"rl-megatron has no weight mapping for models of type {config.model_type!r}; it has {', '.join(BUILT_IN)}. "
+        f"model_name: rl-megatron has no weight mapping for models of type {config.model_type!r}; it has "
+        f"{', '.join(BUILT_IN)}. "
         f"Install a package with an entry point named {config.model_type!r} or {ANY!r} in the group {GROUP!r} (such as "
         "one with maps made from megatron-bridge, which cannot be installed beside rl-megatron: it needs "
         "transformers<5), or train with rl-dtensor"

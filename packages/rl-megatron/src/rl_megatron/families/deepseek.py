@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rl_core.hf_config import HFConfig
+from rl_megatron.architecture_checks import bias_problem, interleave_problem, refuse
 from rl_megatron.conversion.splits import Chunks, Whole
 from rl_megatron.conversion.weight_map import HFTensor, WeightMap
 from rl_megatron.families.dense import common_settings, embedding_map, final_norm_map, norm_maps
@@ -15,10 +16,9 @@ from rl_megatron.families.sigmoid_routing import sigmoid_maps, sigmoid_settings
 
 
 def _settings(config: HFConfig) -> Mapping[str, Any]:
-    if config.attention_bias:
-        raise ValueError("deepseek_v3 models with attention_bias are not supported by rl-megatron")
-    if not config.rope_interleave:
-        raise ValueError("deepseek_v3 models with rope_interleave=false are not supported by rl-megatron")
+    fields = config.to_dict()
+    refuse(bias_problem(fields))
+    refuse(interleave_problem(fields))
     return {
         **common_settings(config),
         **latent_settings(config),

@@ -9,12 +9,16 @@ import torch.nn.functional as F
 from transformers import PreTrainedConfig
 
 from rl_core.hf_config import HFConfig
+from rl_megatron.architecture_checks import (
+    LINEAR_ATTENTION,
+    activation_problem,
+    bias_problem,
+    refuse,
+    window_problem,
+)
 from rl_megatron.conversion.splits import Chunks, QueryKeyValue, Vocabulary, Whole, gate_up
 from rl_megatron.conversion.weight_map import HFTensor, WeightMap
 from rl_megatron.families.family import Family
-
-LINEAR_ATTENTION = "linear_attention"
-"""Name of a layer without softmax attention among Hugging Face's `layer_types`."""
 
 
 def head_dim(config: HFConfig) -> int:
@@ -24,6 +28,7 @@ def head_dim(config: HFConfig) -> int:
 
 def common_settings(config: HFConfig) -> dict[str, Any]:
     """Fields of Megatron's config that all families share: RMS norm, SwiGLU, no biases."""
+    refuse(activation_problem(config.to_dict()))
     return {
         "num_layers": config.num_hidden_layers,
         "hidden_size": config.hidden_size,
@@ -32,7 +37,7 @@ def common_settings(config: HFConfig) -> dict[str, Any]:
         "normalization": "RMSNorm",
         "layernorm_epsilon": config.rms_norm_eps,
         "gated_linear_unit": True,
-        "activation_func": _activation(config),
+        "activation_func": F.silu,
         "add_bias_linear": False,
         "attention_dropout": config.to_dict().get("attention_dropout") or 0.0,
         "hidden_dropout": 0.0,
@@ -41,7 +46,7 @@ def common_settings(config: HFConfig) -> dict[str, Any]:
 
 def dense_settings(config: HFConfig) -> dict[str, Any]:
     """Fields for grouped-query attention and one MLP, without biases."""
-    _refuse_biases(config)
+    refuse(bias_problem(config.to_dict()))
     return grouped_query_settings(config)
 
 
@@ -148,29 +153,12 @@ def _dense_maps(config: HFConfig, *, has_bias: bool = False, has_norms: bool = F
     return [*maps, final_norm_map(config)]
 
 
-def _activation(config: HFConfig) -> Any:
-    if config.hidden_act != "silu":
-        raise ValueError(f"hidden_act {config.hidden_act!r} is not supported by rl-megatron; it has silu")
-    return F.silu
-
-
-def _refuse_biases(config: HFConfig) -> None:
-    settings = config.to_dict()
-    found = [name for name in ("attention_bias", "mlp_bias") if settings.get(name)]
-    if found:
-        raise ValueError(f"{config.model_type} models with {' and '.join(found)} are not supported by rl-megatron")
-
-
 def _window(config: HFConfig) -> tuple[int, int] | None:
     """Numbers of tokens before and after each token that it sees, the same in all layers of softmax attention; None if
     it sees all before it."""
     settings = config.to_dict()
     kinds = set(settings.get("layer_types") or []) - {LINEAR_ATTENTION}
-    if len(kinds) > 1:
-        raise ValueError(
-            f"a {config.model_type} model whose layers differ in attention ({', '.join(sorted(kinds))}) is not "
-            "supported by rl-megatron"
-        )
+    refuse(window_problem(settings))
     is_sliding = kinds == {"sliding_attention"} if kinds else settings.get("use_sliding_window", True)
     window = settings.get("sliding_window")
     return (window - 1, 0) if window and is_sliding else None

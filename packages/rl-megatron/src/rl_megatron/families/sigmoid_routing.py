@@ -5,21 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 from rl_core.hf_config import HFConfig
+from rl_megatron.architecture_checks import group_problem, norm_problem, refuse
 from rl_megatron.conversion.splits import Whole
 from rl_megatron.conversion.weight_map import HFTensor, WeightMap
 from rl_megatron.families.dense import mlp_maps
 from rl_megatron.families.experts import PROJECTIONS, expert_maps, router_map
-
-GROUP_TOP = 2
-"""Experts of a group whose summed scores rank it, in transformers."""
 
 
 def sigmoid_settings(config: HFConfig) -> dict[str, Any]:
     """Fields of Megatron's config for the experts.
 
     Raises:
-        ValueError: For a routing that Megatron computes otherwise than transformers.
+        ValueError: For a routing that Megatron computes differently from transformers.
     """
+    fields = config.to_dict()
+    refuse(group_problem(fields))
+    refuse(norm_problem(fields))
     return {
         "num_moe_experts": config.n_routed_experts,
         "moe_router_topk": config.num_experts_per_tok,
@@ -30,7 +31,6 @@ def sigmoid_settings(config: HFConfig) -> dict[str, Any]:
         "moe_router_enable_expert_bias": True,
         "moe_router_topk_scaling_factor": config.routed_scaling_factor,
         **_groups(config),
-        **_normed(config),
     }
 
 
@@ -60,21 +60,4 @@ def _groups(config: HFConfig) -> dict[str, int]:
     """Limits to groups of experts; none if every group is chosen."""
     if config.topk_group == config.n_group:
         return {}
-    if config.num_experts_per_tok // config.topk_group != GROUP_TOP:
-        raise ValueError(
-            f"{config.model_type} models with num_experts_per_tok={config.num_experts_per_tok} and "
-            f"topk_group={config.topk_group} are not supported by rl-megatron: Megatron ranks groups by their best "
-            f"num_experts_per_tok / topk_group experts, transformers by their best {GROUP_TOP}"
-        )
     return {"moe_router_num_groups": config.n_group, "moe_router_group_topk": config.topk_group}
-
-
-def _normed(config: HFConfig) -> dict[str, Any]:
-    """Refuse weights of the chosen experts that do not add up to one just if there are several, as Megatron's do."""
-    if config.norm_topk_prob != (config.num_experts_per_tok > 1):
-        raise ValueError(
-            f"{config.model_type} models with norm_topk_prob={config.norm_topk_prob} and "
-            f"num_experts_per_tok={config.num_experts_per_tok} are not supported by rl-megatron: Megatron normalises "
-            "the weights of several experts, and not that of one"
-        )
-    return {}

@@ -12,13 +12,30 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from transformers import PreTrainedConfig
 
-from rl_megatron.checks import key_heads_problem
+from rl_megatron.architecture_checks import architecture_problems, refuse
 from rl_megatron.config import MegatronConfig
 from rl_megatron.families.catalog import family_of
 from rl_megatron.families.rope import fusion_problem
-from rl_megatron.families.rotary import check_rope, scaling_fields
+from rl_megatron.families.rotary import scaling_fields
 from rl_megatron.model.fusions import fusions
+from rl_megatron.model.layers import has_transformer_engine
 from rl_megatron.transformer_fields import FUSIONS, ON_CUDA, WITH_TE
+
+
+def has_engine_layers(backend: MegatronConfig, *, is_cuda: bool, has_adapters: bool) -> bool:
+    """Return whether a model is built of Transformer Engine's layers.
+
+    Raises:
+        ValueError: If it must be, and cannot.
+    """
+    # the norm within a layer of Transformer Engine's hides the input that an adapter needs
+    has_te = is_cuda and backend.transformer_engine is not False and has_transformer_engine() and not has_adapters
+    if backend.transformer_engine and not has_te:
+        raise ValueError(
+            "megatron_cfg.transformer_engine=true, but it is not installed, the run is on cpu, or the model has "
+            "adapters; install rl-megatron[te], or leave transformer_engine out"
+        )
+    return has_te
 
 
 def transformer_config(
@@ -46,7 +63,7 @@ def transformer_config(
     family = dict(family_of(hf).settings(hf))
     if "moe_layer_freq" in family and not any(family["moe_layer_freq"]):
         family = {name: value for name, value in family.items() if not name.startswith(("moe_", "num_moe"))}
-    _check_layout(hf, family, backend)
+    refuse(next(architecture_problems(hf.to_dict(), backend, family), None))
     kind = MLATransformerConfig if family.get("multi_latent_attention") else TransformerConfig
     settings = {
         **family,
@@ -82,10 +99,7 @@ def transformer_config(
 
 def _scale_rotary(config: TransformerConfig, hf: PreTrainedConfig) -> None:
     """Set what Megatron's attention scales the rotary embedding by; it looks for attributes that are not fields."""
-    problem = fusion_problem(hf.to_dict(), {"apply_rope_fusion": config.apply_rope_fusion})
-    if problem:
-        raise ValueError(f"{problem.key}: {problem.message}")
-    check_rope(hf)
+    refuse(fusion_problem(hf.to_dict(), {"apply_rope_fusion": config.apply_rope_fusion}))
     vars(config).update(scaling_fields(hf))
 
 
@@ -164,64 +178,3 @@ def _experts(backend: MegatronConfig, *, is_cuda: bool, has_te: bool) -> dict[st
         "moe_aux_loss_coeff": backend.moe_aux_loss_coeff,
         "moe_router_bias_update_rate": backend.moe_router_bias_update_rate,
     }
-
-
-def _check_layout(hf: Any, family: Mapping[str, Any], backend: MegatronConfig) -> None:
-    tensor, expert = backend.tensor_model_parallel_size, backend.expert_model_parallel_size
-    shared = {"num_attention_heads": hf.num_attention_heads, "intermediate_size": hf.intermediate_size}
-    if "linear_num_key_heads" in family:
-        shared["linear_num_key_heads"] = family["linear_num_key_heads"]
-    if "moe_shared_expert_intermediate_size" in family:
-        shared["shared expert size"] = family["moe_shared_expert_intermediate_size"]
-    for name, count in shared.items():
-        if count % tensor:
-            raise ValueError(
-                f"megatron_cfg.tensor_model_parallel_size={tensor} does not divide the model's {name}={count}; set it "
-                "to a divisor"
-            )
-    num_heads = 0 if family.get("multi_latent_attention") else hf.num_key_value_heads
-    if num_heads and num_heads % tensor and tensor % num_heads:
-        problem = key_heads_problem(tensor, num_heads)
-        raise ValueError(f"{problem.key}: {problem.message}")
-    num_experts = family.get("num_moe_experts")
-    if num_experts is None and expert > 1:
-        raise ValueError(
-            f"megatron_cfg.expert_model_parallel_size={expert}, but the model ({hf.model_type}) has no experts; set "
-            "it to 1"
-        )
-    if num_experts is not None and num_experts % expert:
-        raise ValueError(
-            f"megatron_cfg.expert_model_parallel_size={expert} does not divide the model's {num_experts} experts; set "
-            "it to a divisor"
-        )
-    if num_experts is not None and tensor > 1 and not backend.sequence_parallel:
-        raise ValueError(
-            f"megatron_cfg.tensor_model_parallel_size={tensor} of a mixture of experts needs sequence_parallel=true: "
-            "each tensor-parallel rank then routes its own tokens"
-        )
-    has_biases = family.get("moe_router_enable_expert_bias", False)
-    if backend.moe_router_bias_update_rate and not has_biases:
-        raise ValueError(
-            f"megatron_cfg.moe_router_bias_update_rate={backend.moe_router_bias_update_rate}, but routers of "
-            f"{hf.model_type} models have no biases; set it to 0"
-        )
-    if backend.moe_router_replay and num_experts is None:
-        raise ValueError(
-            f"megatron_cfg.moe_router_replay=true, but the model ({hf.model_type}) has no experts; set it to false"
-        )
-    _check_stages(hf.num_hidden_layers, backend)
-
-
-def _check_stages(num_layers: int, backend: MegatronConfig) -> None:
-    if "pipeline_model_parallel_layout" in backend.megatron_kwargs:
-        return
-    stages = backend.pipeline_model_parallel_size
-    ends = (backend.num_layers_in_first_pipeline_stage, backend.num_layers_in_last_pipeline_stage)
-    given = [layers for layers in ends if layers is not None]
-    left, ranks = num_layers - sum(given), stages - len(given)
-    chunks = ranks * (backend.virtual_pipeline_model_parallel_size or 1)
-    if (ranks == 0 and left) or (ranks and (left < chunks or left % chunks)):
-        raise ValueError(
-            f"{left} of the model's {num_layers} layers cannot be spread evenly over {ranks} pipeline ranks in "
-            f"{chunks} parts; set megatron_cfg.num_layers_in_first_pipeline_stage or num_layers_in_last_pipeline_stage"
-        )

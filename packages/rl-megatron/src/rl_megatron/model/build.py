@@ -21,8 +21,8 @@ from rl_megatron.conversion.splits import padded_vocab
 from rl_megatron.engine_names import restore_names
 from rl_megatron.families.catalog import family_of
 from rl_megatron.families.rotary import inverse_frequencies
-from rl_megatron.model.architecture import transformer_config
-from rl_megatron.model.layers import block_spec, has_transformer_engine
+from rl_megatron.model.architecture import has_engine_layers, transformer_config
+from rl_megatron.model.layers import block_spec
 from rl_megatron.model.layout import row_multiple, up
 from rl_megatron.model.mla import disable_transformer_engine, patch_down_projections
 from rl_megatron.model.model import EMBEDDING, LM_HEAD, Chunk, ReadingModel, ScoreHead, alignment_of
@@ -46,14 +46,7 @@ def build_model(
     if hf.tie_word_embeddings and spec.role not in HEADLESS_ROLES:
         untie_apart(hf, [(EMBEDDING, LM_HEAD)], WeightFiles.of(folder), mesh.control)
     is_cuda = mesh.kind.kernels == "cuda"
-    has_adapters = config.lora_cfg.enabled
-    # the norm within a layer of Transformer Engine's hides the input that an adapter needs
-    has_te = is_cuda and backend.transformer_engine is not False and has_transformer_engine() and not has_adapters
-    if backend.transformer_engine and not has_te:
-        raise ValueError(
-            "megatron_cfg.transformer_engine=true, but it is not installed, the run is on cpu, or the model has "
-            "adapters; install rl-megatron[te], or leave transformer_engine out"
-        )
+    has_te = has_engine_layers(backend, is_cuda=is_cuda, has_adapters=config.lora_cfg.enabled)
     if has_te:
         restore_names()
     configured = partial(

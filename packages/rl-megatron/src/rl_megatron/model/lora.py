@@ -44,10 +44,7 @@ def add_adapters(model: ReadingModel, config: LoraConfig) -> None:
         ValueError: If the config names no linear layer of the model, or experts and routers, which get none.
     """
     maps = family_of(model.hf).weights(model.hf)
-    _check_targets(maps, model.hf.model_type, config)
-    model.adapters = adapter_maps(maps, config, model.config.tensor_model_parallel_size)
-    if not model.adapters:
-        raise nothing_adapted(config, f"a {model.hf.model_type} model")
+    model.adapters = targeted_adapters(maps, model.hf.model_type, config, model.config.tensor_model_parallel_size)
     entry_of = {entry.target: entry for entry in maps if _is_linear(entry)}
     for chunk in model.chunks:
         for name, parameter in chunk.named_parameters():
@@ -238,6 +235,25 @@ def _is_linear(entry: WeightMap) -> bool:
 
 def _is_of_experts(entry: WeightMap) -> bool:
     return entry.over == "etp" or ".router." in entry.target or entry.target.endswith(".gate_weight")
+
+
+def targeted_adapters(maps: Sequence[WeightMap], kind: str, config: LoraConfig, size: int) -> dict[str, AdapterMap]:
+    """Return the adapters that a config asks for, by the name of the weight that each sits on.
+
+    Args:
+        maps: Maps of all weights of the model.
+        kind: Type of the model.
+        config: Settings of the adapters.
+        size: Number of tensor-parallel ranks.
+
+    Raises:
+        ValueError: If the config names no linear layer of the model, or experts and routers, which get none.
+    """
+    _check_targets(maps, kind, config)
+    adapters = adapter_maps(maps, config, size)
+    if not adapters:
+        raise nothing_adapted(config, f"a {kind} model")
+    return adapters
 
 
 def _check_targets(maps: Sequence[WeightMap], kind: str, config: LoraConfig) -> None:

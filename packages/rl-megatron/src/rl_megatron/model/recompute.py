@@ -59,8 +59,7 @@ def recompute_fields(
     choice = backend.recompute if trains else "none"
     if choice == "none":
         return {}
-    modules = list(backend.recompute_modules or cheap_modules(shape, has_te=has_te))
-    _check_modules(modules, shape, has_te=has_te)
+    modules = recomputed_modules(backend, shape, has_te=has_te)
     if choice == "selective":
         return {"recompute_granularity": "selective", "recompute_modules": modules}
     whole = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -128,7 +127,13 @@ def cheap_modules(config: TransformerConfig, *, has_te: bool) -> list[str]:
     return sorted(cheap) or ["mlp" if config.num_moe_experts is None else "moe"]
 
 
-def _check_modules(modules: Sequence[str], config: TransformerConfig, *, has_te: bool) -> None:
+def recomputed_modules(backend: MegatronConfig, config: TransformerConfig, *, has_te: bool) -> list[str]:
+    """Return the parts that selective recomputation covers.
+
+    Raises:
+        ValueError: If the layers do not support one of them.
+    """
+    modules = list(backend.recompute_modules or cheap_modules(config, has_te=has_te))
     missing = [name for name in modules if name in RECOMPUTED_WITH_TE and not has_te]
     if missing:
         raise ValueError(
@@ -141,6 +146,7 @@ def _check_modules(modules: Sequence[str], config: TransformerConfig, *, has_te:
             f"megatron_cfg.recompute_modules {absent}: the model's layers have no such part, or none that can be "
             f"recomputed separately; allowed: {', '.join(sorted(parts_of(config)))}"
         )
+    return modules
 
 
 def plans_of(layers: Sequence[LayerShape], modules: Sequence[str]) -> list[RecomputePlan]:

@@ -12,7 +12,7 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor, nn
 
-from rl_core.torch.files.model_files import OpenWeights, WeightFiles
+from rl_core.torch.files.model_files import OpenWeights, WeightFiles, head_advice
 from rl_core.torch.heads.scalar import new_head
 from rl_core.torch.optim.optimizer import is_norm_or_bias
 from rl_core.torch.training.lora import InitialFactors
@@ -290,9 +290,7 @@ class Weights:
                 f"{_shown(foreign)}"
             )
         for entry in self._own_maps:
-            _, size = self._place.of(entry)
-            if not entry.split.divides(size):
-                raise ValueError(f"{entry.sources[0].name} cannot be spread over {size} {entry.over} ranks; use fewer")
+            entry.check_split(self._place.of(entry)[1])
 
     def _check_names(self) -> None:
         files = self._files
@@ -303,7 +301,7 @@ class Weights:
         if missing or unexpected:
             raise ValueError(
                 f"the weights in {files.folder} are not those of a {self._model.hf.model_type} model: "
-                f"missing {_shown(missing)}; unexpected {_shown(unexpected)}"
+                f"missing {_shown(missing)}; unexpected {_shown(unexpected)}{head_advice(unexpected)}"
             )
 
     def _is_extra(self, name: str) -> bool:
