@@ -31,7 +31,7 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
         "Then a.\n\nFirst b.",
     ),
     "detectable_content:number_placeholders": ({"num_placeholders": 2}, "[name] of [place]", "[name]"),
-    "detectable_content:postscript": ({"postscript_marker": "P.S."}, "Bye\nP.S. more", "Bye, P.S. more"),
+    "detectable_content:postscript": ({"postscript_marker": "P.S."}, "Bye\nP.S. more", "Bye\nPS: more"),
     "detectable_format:number_bullet_lists": ({"num_bullets": 2}, "* a\n- b", "* a\n- b\n- c"),
     "detectable_format:constrained_response": ({}, "My answer is maybe.", "Maybe."),
     "detectable_format:number_highlighted_sections": ({"num_highlights": 2}, "*a* and **b**", "** ** and *a*"),
@@ -118,15 +118,194 @@ def test_a_row_without_usable_instructions_is_refused(info: dict[str, Any], says
         InstructionsEnvironment(InstructionsConfig()).step([Conversation("0", (), info, "x")], [None])
 
 
+TRICKY: dict[str, list[tuple[dict[str, Any], str, bool]]] = {
+    "keywords:existence": [
+        ({"keywords": ["C++"]}, "I write c++.", True),
+        ({"keywords": ["U.S."]}, "in the u.s.", True),
+        ({"keywords": ["don't"]}, "don’t", False),
+        ({"keywords": ["sun"]}, "a sunny day", True),
+    ],
+    "keywords:frequency": [
+        ({"keyword": " ab ", "frequency": 2, "relation": "at least"}, "ab,abc", True),
+        ({"keyword": "aa", "frequency": 2, "relation": "at least"}, "aaa", False),
+    ],
+    "keywords:forbidden_words": [
+        ({"forbidden_words": ["C++"]}, "I write C++ code", False),
+        ({"forbidden_words": ["what?"]}, "What? No", False),
+        ({"forbidden_words": ["café"]}, "cafés", True),
+        ({"forbidden_words": ["don't"]}, "I don't.", False),
+        ({"forbidden_words": ["snake_case"]}, "a snake_case_name", True),
+        ({"forbidden_words": ["well"]}, "a well-known one", False),
+    ],
+    "keywords:letter_frequency": [
+        ({"letter": "É", "let_frequency": 2, "let_relation": "at least"}, "Éé", True),
+        ({"letter": "!", "let_frequency": 2, "let_relation": "less than"}, "Hi!", True),
+    ],
+    "length_constraints:number_words": [
+        ({"num_words": 2, "relation": "at least"}, "don't", True),
+        ({"num_words": 2, "relation": "at least"}, "don’t", True),
+        ({"num_words": 2, "relation": "at least"}, "well-known", True),
+        ({"num_words": 2, "relation": "at least"}, "snake_case — !", False),
+        ({"num_words": 3, "relation": "less than"}, "3.5 %", True),
+    ],
+    "length_constraints:number_paragraphs": [
+        ({"num_paragraphs": 2}, "***\na\n***\nb\n***", True),
+        ({"num_paragraphs": 2}, "a\n****\nb", True),
+        ({"num_paragraphs": 1}, "a\n\nb", True),
+        ({"num_paragraphs": 2}, "a ****** b", False),
+    ],
+    "length_constraints:nth_paragraph_first_word": [
+        ({"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "Then"}, "a\n\n'then, b", True),
+        ({"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "then"}, "a\n\n**Then** b", False),
+        ({"num_paragraphs": 1, "nth_paragraph": 1, "first_word": "i"}, "I'm here", True),
+        ({"num_paragraphs": 1, "nth_paragraph": 1, "first_word": "i"}, "I’m here", False),
+        ({"num_paragraphs": 1, "nth_paragraph": 1, "first_word": "then"}, "\n\nThen b", False),
+        ({"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "well-known"}, "a\n\nWell-known b\n\n", True),
+    ],
+    "detectable_content:number_placeholders": [
+        ({"num_placeholders": 1}, "[]", True),
+        ({"num_placeholders": 1}, "[a\nb]", False),
+        ({"num_placeholders": 2}, "[[a]]", False),
+    ],
+    "detectable_content:postscript": [
+        ({"postscript_marker": "P.S."}, "Bye, p. s. more", True),
+        ({"postscript_marker": "P.S."}, "Bye. P.  S. more", False),
+        ({"postscript_marker": "P.P.S"}, "P.P. S", True),
+        ({"postscript_marker": "P.P.S."}, "p.p.s. more", True),
+    ],
+    "detectable_format:number_bullet_lists": [
+        ({"num_bullets": 1}, "**bold**\n\n  * a", True),
+        ({"num_bullets": 2}, "- a\n---", True),
+        ({"num_bullets": 1}, "*\n* b", True),
+        ({"num_bullets": 1}, "-", True),
+        ({"num_bullets": 1}, "a - b\n• c\n+ d", False),
+    ],
+    "detectable_format:number_highlighted_sections": [
+        ({"num_highlights": 2}, "***c***", True),
+        ({"num_highlights": 2}, "**c**", False),
+        ({"num_highlights": 2}, "* a * b", False),
+        ({"num_highlights": 1}, "2*3*4", True),
+    ],
+    "detectable_format:multiple_sections": [
+        ({"section_spliter": " Section ", "num_sections": 1}, "section 1", False),
+        ({"section_spliter": "Section", "num_sections": 2}, "Section1 a Section 2", True),
+        ({"section_spliter": "Section", "num_sections": 1}, "Section one", False),
+    ],
+    "detectable_format:title": [
+        ({}, "<< > >>", True),
+        ({}, "<<<>>>", False),
+        ({}, "<<a\nb>>", False),
+        ({}, "a << b >> c", True),
+    ],
+    "combination:two_responses": [
+        ({}, "******\none\n******\ntwo\n******", True),
+        ({}, "one****** ******two", False),
+        ({}, "one******two******three", False),
+    ],
+    "combination:repeat_prompt": [({"prompt_to_repeat": " Say it. "}, "\nSAY IT. So", True)],
+    "startend:end_checker": [
+        ({"end_phrase": " The end."}, '"The end."\n', True),
+        ({"end_phrase": "end"}, "end.", False),
+    ],
+    "startend:quotation": [({}, "“quoted”", False), ({}, '"', False)],
+    "change_case:capital_word_frequency": [
+        ({"capital_frequency": 1, "capital_relation": "at least"}, "NASA's", True),
+        ({"capital_frequency": 1, "capital_relation": "at least"}, "I’m here", True),
+        ({"capital_frequency": 2, "capital_relation": "at least"}, "WELL-KNOWN", False),
+        ({"capital_frequency": 2, "capital_relation": "at least"}, "AND/OR", False),
+        ({"capital_frequency": 2, "capital_relation": "at least"}, "DON'T", True),
+        ({"capital_frequency": 2, "capital_relation": "at least"}, "CANNOT", True),
+        ({"capital_frequency": 2, "capital_relation": "at least"}, "YES,NO", True),
+        ({"capital_frequency": 2, "capital_relation": "less than"}, "**U.S.A.** 2024 HTML5x", True),
+    ],
+    "punctuation:no_comma": [({}, "one، two，three", True)],
+}
+"""Responses on which plausible checks differ, with IFEval's own results."""
+
+SENTENCES = [
+    ("no end", 1),
+    ("One. Two! Three? Four", 4),
+    ("Mr. Smith met Dr. Lee. They left.", 2),
+    ("J. K. Rowling lives in the U.K. today.", 1),
+    ("He lives in the U.S. He likes it.", 2),
+    ("At 5 p.m. we go. Yes.", 2),
+    ("It costs $3.50. Visit www.example.com now.", 2),
+    ("Fruit, e.g. apples, is good.", 2),
+    ("Cats, dogs, etc. are nice.", 2),
+    ("Wait... what? No!", 2),
+    ("Well... The end came.", 2),
+    ("Hello!! What?! No.", 3),
+    ('He said "Hi." Then he left. (It works.) Yes.', 4),
+    ("“Hi.” she said.", 2),
+    ("1. First\n2. Second", 3),
+    ("* one\n* two\n\nthree", 1),
+    ("Is it?Yes.", 1),
+    ("Acme Inc. was sold on Jan. 5 to Bob Jr. for cash.", 1),
+    ("これはペンです。はい。", 1),
+]
+"""Texts with the number of sentences that Punkt finds in them."""
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "response", "follows"),
+    [(name, *case) for name, cases in TRICKY.items() for case in cases],
+)
+def test_tricky_responses_are_judged_as_by_ifeval(
+    name: str, arguments: dict[str, Any], response: str, follows: bool
+) -> None:
+    assert is_followed(name, response, arguments) == follows
+
+
+@pytest.mark.parametrize(("text", "number"), SENTENCES)
+def test_sentences_are_counted_as_by_punkt(text: str, number: int) -> None:
+    name = "length_constraints:number_sentences"
+    assert is_followed(name, text, {"num_sentences": number, "relation": "at least"})
+    assert is_followed(name, text, {"num_sentences": number + 1, "relation": "less than"})
+
+
+@pytest.mark.parametrize(
+    ("word", "response", "found"),
+    [("$100", "It costs $100", True), ("$100", "It costs 100", False), ("(sic", "so (sic", True), ("*", "a*b", True)],
+)
+def test_a_keyword_that_is_not_a_pattern_is_plain_text(word: str, response: str, found: bool) -> None:
+    assert is_followed("keywords:existence", response, {"keywords": [word]}) == found
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "says"),
+    [
+        (
+            "length_constraints:nth_paragraph_first_word",
+            {"num_paragraphs": 2, "nth_paragraph": 1, "first_word": "don't"},
+            'ends before "\'"',
+        ),
+        (
+            "length_constraints:nth_paragraph_first_word",
+            {"num_paragraphs": 2, "nth_paragraph": 3, "first_word": "so"},
+            "nth_paragraph is 3 of num_paragraphs 2",
+        ),
+        ("length_constraints:number_words", {"num_words": 1, "relation": "less than"}, r"num_words is 1 \(less than\)"),
+        ("length_constraints:number_paragraphs", {"num_paragraphs": 0}, "num_paragraphs is 0"),
+        ("keywords:frequency", {"keyword": "a", "frequency": 0, "relation": "less than"}, "frequency is 0"),
+        ("detectable_format:number_bullet_lists", {"num_bullets": -1}, "num_bullets is -1"),
+    ],
+)
+def test_an_instruction_that_no_response_can_follow_is_refused(name: str, arguments: Any, says: str) -> None:
+    with pytest.raises(ValueError, match=f"no response can follow instruction '{name}': .*{says}"):
+        check(_asked(name, **arguments), InstructionsConfig())
+
+
 @pytest.mark.parametrize(
     ("response", "follows"),
     [
         pytest.param('{"a": 1}', True, id="bare"),
-        pytest.param("\ufeff{}", True, id="byte-order mark"),
         pytest.param("```json\r\n{}\r\n```", True, id="line ends of Windows"),
-        pytest.param("````\n{}\n````", True, id="a longer fence"),
-        pytest.param("~~~JSON\n{}\n~~~", True, id="tildes"),
+        pytest.param("```JSON\n{}", True, id="a fence that is not closed"),
+        pytest.param("{}\n```", True, id="a fence that is not opened"),
         pytest.param("```{}```", True, id="a fence in one line"),
+        pytest.param("````\n{}\n````", False, id="a longer fence"),
+        pytest.param("~~~\n{}\n~~~", False, id="tildes"),
+        pytest.param("\ufeff{}", False, id="byte-order mark"),
         pytest.param("Here:\n```json\n{}\n```", False, id="text before it"),
         pytest.param("```json\n{}\n```\nThat is it.", False, id="text behind it"),
         pytest.param("```python\n{}\n```", False, id="another language"),
@@ -144,8 +323,8 @@ def test_json_is_all_of_the_response(response: str, follows: bool) -> None:
 
 PATTERNS = {
     "detectable_content:number_placeholders": r"\[.*?\]",
-    "detectable_content:postscript": r"(?m)^\s*p\s*\.\s*s\s*\..*$",
-    "detectable_format:number_bullet_lists": r"(?m)^\s*(?:\*(?!\*)|-)\s*\S.*$",
+    "detectable_content:postscript": r"(?m)\s*p\.\s?s\..*$",
+    "detectable_format:number_bullet_lists": r"(?m)^\s*(?:\*[^*]|-).*$",
 }
 """Patterns that count the same as the checks, in quadratic time."""
 
@@ -169,7 +348,7 @@ def test_every_check_takes_linear_time_on_repeats(piece: str) -> None:
     """In quadratic time one would take longer than a test may."""
     response = "x" + piece * (1_000_000 // len(piece))
     for name, (arguments, _, _) in CASES.items():
-        is_followed(name, response, arguments)
+        CHECKS[name](response, **arguments)
 
 
 class TestConformance(EnvironmentSuite):

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from rl_algos.dpo.kto import mismatched, with_reference_point
+from rl_algos.dpo.kto import mismatched, others_of, with_reference_point
 from rl_core.data.batch import Batch
 from rl_core.data.ragged import Ragged
 from rl_core.images import DIGEST_BYTES, IMAGES
@@ -30,17 +30,50 @@ class Policy:
         return Batch({"logprobs": tokens.like(values)})
 
 
+def rows_of(*rows):
+    """Rows of a prompt of one token and responses of one token."""
+    tokens = Ragged.from_rows([list(row) for row in rows], np.int32)
+    return Batch({"tokens": tokens, "loss_mask": Ragged.from_rows([[0, 1]] * len(rows), np.uint8)})
+
+
 def test_every_prompt_gets_the_response_of_the_next_row():
-    found = mismatched(batch(), 10)
+    others = others_of(batch())
+    assert others == [1, 2, 0]
+    found = mismatched(batch(), others, 10)
     assert [row.tolist() for row in found.ragged("tokens")] == [[10, 11, 2, 3, 4], [20, 5, 6], [30, 31, 32, 1]]
     assert [row.tolist() for row in found.ragged("loss_mask")] == [[0, 0, 1, 0, 1], [0, 1, 1], [0, 0, 0, 1]]
-    assert [len(row) for row in mismatched(batch(), 4).ragged("tokens")] == [4, 3, 4]
+    assert [len(row) for row in mismatched(batch(), others, 4).ragged("tokens")] == [4, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "others"),
+    [
+        pytest.param([10, 10, 20, 20], [2, 2, 0, 0], id="pairs of responses"),
+        pytest.param([10, 20, 10], [1, 2, 1], id="the last row has the prompt of the first"),
+        pytest.param([20, 10, 10], [1, 0, 0], id="the last rows have one prompt"),
+        pytest.param([10, 10, 10], [None] * 3, id="one prompt"),
+        pytest.param([10], [None], id="one row"),
+    ],
+)
+def test_the_other_response_belongs_to_another_prompt(prompts, others):
+    assert others_of(rows_of(*((prompt, 1) for prompt in prompts))) == others
+
+
+def test_equal_texts_with_other_images_are_other_prompts():
+    rows = [np.full((1, DIGEST_BYTES), number, np.uint8) for number in (1, 1, 2)]
+    images = Ragged.from_rows(rows, np.uint8, (DIGEST_BYTES,))
+    assert others_of(rows_of((10, 1), (10, 2), (10, 3)).with_columns({IMAGES: images})) == [2, 2, 0]
+
+
+def test_a_batch_with_one_prompt_has_the_reference_point_0_and_says_so(caplog):
+    assert with_reference_point(rows_of((10, 1), (10, 2)), Policy(0.25), max_tokens=10).array("kl").tolist() == [0, 0]
+    assert "all 2 responses of a batch answer one prompt" in caplog.text
 
 
 def test_prompts_keep_their_images():
     rows = [np.full((count, DIGEST_BYTES), count, np.uint8) for count in (1, 0, 2)]
     images = Ragged.from_rows(rows, np.uint8, (DIGEST_BYTES,))
-    found = mismatched(batch().with_columns({IMAGES: images}), 10)
+    found = mismatched(batch().with_columns({IMAGES: images}), [1, 2, 0], 10)
     assert found.ragged(IMAGES).equals(images)
 
 

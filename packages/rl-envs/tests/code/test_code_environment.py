@@ -238,6 +238,15 @@ DEEP = "def f():\n    x = []\n    for _ in range(20_000):\n        x = [x]\n    
             0.0,
             id="a whole number beyond the limit",
         ),
+        pytest.param(
+            "print(int(input()) + 1)\nexit()",
+            {"tests": [{"input": "9" * 9_000, "output": f"1{'0' * 9_000}\n"}]},
+            1.0,
+            id="a whole number of 9,000 digits, and exit [DMOJ/judge-server#988]",
+        ),
+        pytest.param(
+            "print('1' * 5_000)", {"tests": f'[{{"input": "", "output": {"1" * 5_000}}}]'}, 1.0, id="such an output"
+        ),
         pytest.param("def add(a, b):\n    return b'3'", ADD, 0.0, id="bytes"),
         pytest.param("print('\ud83d')", DOUBLE, 0.0, id="half of a surrogate pair"),
         pytest.param("def add(a, b):\n    return '\ud83d'", ADD, 0.0, id="the same in a function"),

@@ -180,6 +180,7 @@ def _ends_by_its_main_file_only(runner: Sandbox | RemoteSandbox) -> None:
     quits = tree.pack(
         [
             tree.Entry("quits.py", b"import sys\ndef quit(): sys.exit(0)\nif __name__ == '__main__': quit()"),
+            tree.Entry("exits.py", b"def end(): exit(0)\nif __name__ == '__main__': end()"),
             tree.Entry("tests.py", b"import quits, unittest\nquits.quit()"),
         ]
     )
@@ -189,6 +190,9 @@ def _ends_by_its_main_file_only(runner: Sandbox | RemoteSandbox) -> None:
         (("python", "-c", "import quits; quits.quit()"), False),
         (("python", "-m", "unittest", "tests"), False),
         (("python", "-c", "import sys; sys.exit(0)"), True),
+        (("python", "exits.py"), True),
+        (("python", "-c", "exit(0)"), True),
+        (("python", "-c", "import exits; exits.end()"), False),
     ):
         outcome = runner.run(Program(command=command, tree=quits))
         assert (outcome.exit_code, outcome.is_complete) == (0, is_complete), (command, outcome)

@@ -6,12 +6,13 @@ import signal
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from rl_envs.sandbox import preflight
 from rl_envs.sandbox.confinement import FIRST_UID, MAX_SLOTS, first_user_id
-from rl_envs.sandbox.program import Limits, Outcome, Program, program_of, request_of
+from rl_envs.sandbox.program import Isolation, Limits, Outcome, Program, program_of, request_of
 from rl_envs.sandbox.remote import RemoteSandbox, RemoteSandboxFailed
 from rl_envs.sandbox.sandbox import Sandbox, SandboxUnavailable
 from rl_envs.sandbox.server import SandboxServer
@@ -34,12 +35,29 @@ def test_a_program_reads_its_input_and_its_files_and_writes_its_output(sandbox: 
         ("def f():\n    return 1 / 0\nf()", 1, "ZeroDivisionError: division by zero"),
         ("x = = 1", 1, "SyntaxError: invalid syntax"),
         ("import os; os._exit(9)", 9, ""),
+        ("exit()", 0, ""),
+        ("if True: print('No'); quit(3)", 3, ""),
+        ("exit('no')", 1, "no"),
+        ("def f():\n    exit(4)\nf()", 4, ""),
+        ("assert all(map(callable, [copyright, credits, license, help]))", 0, ""),
+        ("print(int(str(10**9_999)) + 10**9_999)", 0, ""),
         ("raise KeyboardInterrupt", 1, "KeyboardInterrupt"),
     ],
 )
 def test_the_end_of_a_program_is_as_pythons(sandbox: Sandbox, source: str, code: int, words: str) -> None:
     outcome = sandbox.run(Program(source))
     assert (outcome.ending, outcome.exit_code, outcome.last_words) == ("exit", code, words)
+
+
+@pytest.mark.parametrize("isolation", get_args(Isolation))
+def test_every_level_has_exit_and_long_whole_numbers(isolation: Isolation) -> None:
+    try:
+        opened = Sandbox(isolation, limits=Limits(cpu_s=20.0, wall_s=120.0))
+    except SandboxUnavailable:
+        pytest.skip(f"this machine offers no {isolation}")
+    with opened:
+        outcome = opened.run(Program("print(10**5_000)\nexit()\nprint('more')"))
+    assert (outcome.exit_code, len(outcome.stdout)) == (0, 5_002)
 
 
 def test_a_traceback_shows_the_program_and_nothing_of_the_sandbox(sandbox: Sandbox) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any
 
 from rl_core.rollouts.environment import UnusableAnswer
@@ -92,7 +93,8 @@ def _call(test: Mapping[str, Any]) -> tuple[Sequence[Any], Sequence[Any]]:
 def _text(value: Any) -> str:
     if not isinstance(value, str | int | float):
         raise TypeError
-    return str(value)
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    return f"{Decimal(value):f}" if is_whole else str(value)  # `str` refuses more than 4,300 digits
 
 
 def _shown(value: Any) -> str:

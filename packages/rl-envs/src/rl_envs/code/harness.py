@@ -12,16 +12,14 @@ from collections.abc import Sequence
 from decimal import Decimal
 from typing import Any
 
+from rl_envs.sandbox.interpreter import MAX_DIGITS
 from rl_envs.sandbox.program import Outcome, Program
 
 SOLUTION = "solution.py"
 """Name of the response's program next to the harness."""
-_MAX_DIGITS = 100_000
-"""Longest whole number of a report."""
 
 _START = """
 import json, os, sys
-sys.set_int_max_str_digits(100_000)
 with open("solution.py", encoding="utf-8", errors="surrogateescape") as file:
     source = file.read()
 task = json.loads(sys.stdin.readline())
@@ -113,8 +111,8 @@ def whole_number(digits: str) -> int:
     Raises:
         ValueError: If it has more than 100,000 digits.
     """
-    if len(digits) > _MAX_DIGITS:
-        raise ValueError(f"a whole number has {len(digits)} digits; the limit is {_MAX_DIGITS}")
+    if len(digits) > MAX_DIGITS:
+        raise ValueError(f"a whole number has {len(digits)} digits; the limit is {MAX_DIGITS}")
     return int(Decimal(digits))
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from string import whitespace
 from typing import Any
 
-from rl_envs.instructions.checks import CHECKS, RELATIONS
+from rl_envs.instructions.checks import CHECKS, RELATIONS, WORD_ENDS
+from rl_envs.time_limit import CPU_S, within
 
 
 def instructions_of(info: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
@@ -40,7 +42,7 @@ def is_followed(name: str, response: str, arguments: Mapping[str, Any]) -> bool:
         ValueError: If there is no such check, or it takes other arguments.
     """
     given = _fitting(name, arguments)
-    return bool(response.strip()) and CHECKS[name](response, **given)
+    return bool(response.strip()) and bool(within(CPU_S, lambda: CHECKS[name](response, **given)))
 
 
 def _fitting(name: Any, arguments: Any) -> dict[str, Any]:
@@ -56,7 +58,26 @@ def _fitting(name: Any, arguments: Any) -> dict[str, Any]:
         raise ValueError(
             f"instruction {name!r} takes the arguments {', '.join(takes) or 'none'}, got {', '.join(given) or 'none'}"
         )
-    return {key: _typed(name, key, value, takes[key]) for key, value in given.items()}
+    typed = {key: _typed(name, key, value, takes[key]) for key, value in given.items()}
+    if problem := _impossible(name, typed):
+        raise ValueError(f"no response can follow instruction {name!r}: {problem}")
+    return typed
+
+
+def _impossible(name: str, given: Mapping[str, Any]) -> str:
+    """Return why no response can follow an instruction; empty if one can."""
+    word, number, place = given.get("first_word", ""), given.get("num_paragraphs", 1), given.get("nth_paragraph", 1)
+    if ended := set(word) & {*WORD_ENDS, *whitespace}:
+        return f"the first word of a paragraph ends before {min(ended)!r}, got first_word {word!r}"
+    if number < 1:
+        return f"num_paragraphs is {number}"
+    if not 1 <= place <= number:
+        return f"nth_paragraph is {place} of num_paragraphs {number}"
+    counts = {key: value for key, value in given.items() if isinstance(value, int) and "paragraph" not in key}
+    relation = given.get("relation") or given.get("let_relation") or given.get("capital_relation")
+    least = 1 if name in ("length_constraints:number_words", "length_constraints:number_sentences") else 0
+    too_low = {"less than": least + 1, "at most": least}.get(str(relation), 0)
+    return next((f"{key} is {value} ({relation})" for key, value in counts.items() if value < too_low), "")
 
 
 def _typed(name: str, key: str, value: Any, kind: str) -> Any:

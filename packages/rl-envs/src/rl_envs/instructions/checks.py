@@ -1,6 +1,8 @@
 """Checks of instructions, by the names of IFEval (arXiv:2311.07911); those that need no language model or corpus.
 
-Words are runs of letters, digits and apostrophes, where IFEval uses nltk's tokenizer.
+A response follows an instruction if it does for IFEval, also where that is surprising: `don't` has two words, and a
+keyword is a regular expression. There are three exceptions: a keyword that is not a valid pattern, or does not find
+itself (`$100`), is plain text; sentences are counted by `tokens.num_sentences`; JSON is strict.
 """
 
 from __future__ import annotations
@@ -9,11 +11,11 @@ import re
 from collections.abc import Callable, Mapping
 
 from rl_core.model_json import MalformedJson, read_model_json
-from rl_envs.fences import fenced_blocks
+from rl_envs.instructions.tokens import num_sentences as sentences_in
+from rl_envs.instructions.tokens import words_of
 
 Check = Callable[..., bool]
 
-_WORD = re.compile(r"[\w']+")
 RELATIONS: Mapping[str, Callable[[float, float], bool]] = {
     "at least": lambda count, most: count >= most,
     "less than": lambda count, most: count < most,
@@ -25,47 +27,54 @@ def _compare(count: float, relation: str, number: float) -> bool:
     return RELATIONS[relation](count, number)
 
 
-def _occurrences(word: str, response: str) -> int:
-    return len(re.findall(rf"\b{re.escape(word)}\b", response, re.IGNORECASE))
+def _pattern(word: str, boundary: str = "") -> re.Pattern[str]:
+    """Return the pattern of a keyword; its plain text if it is not a pattern, or not one that finds itself."""
+    try:
+        pattern = re.compile(f"{boundary}{word}{boundary}", re.IGNORECASE)
+    except re.error:
+        pattern = None
+    if pattern is None or pattern.search(word) is None:
+        return re.compile(f"{boundary}{re.escape(word)}{boundary}", re.IGNORECASE)
+    return pattern
 
 
 def _existence(response: str, keywords: list[str]) -> bool:
-    return all(re.search(re.escape(word), response, re.IGNORECASE) for word in keywords)
+    return all(_pattern(word).search(response) for word in keywords)
 
 
 def _frequency(response: str, keyword: str, frequency: int, relation: str) -> bool:
-    return _compare(len(re.findall(re.escape(keyword), response, re.IGNORECASE)), relation, frequency)
+    return _compare(len(_pattern(keyword.strip()).findall(response)), relation, frequency)
 
 
 def _forbidden(response: str, forbidden_words: list[str]) -> bool:
-    return not any(_occurrences(word, response) for word in forbidden_words)
+    return not any(_pattern(word, r"\b").search(response) for word in forbidden_words)
 
 
 def _letter_frequency(response: str, letter: str, let_frequency: int, let_relation: str) -> bool:
-    return _compare(response.lower().count(letter.lower()), let_relation, let_frequency)
+    return _compare(response.lower().count(letter.strip().lower()), let_relation, let_frequency)
 
 
 def _number_words(response: str, num_words: int, relation: str) -> bool:
-    return _compare(len(_WORD.findall(response)), relation, num_words)
+    return _compare(len(re.findall(r"\w+", response)), relation, num_words)
 
 
 def _number_sentences(response: str, num_sentences: int, relation: str) -> bool:
-    sentences = [part for part in re.split(r"(?<=[.!?])[\"')\]]*\s+", response.strip()) if part]
-    return _compare(len(sentences), relation, num_sentences)
+    return _compare(sentences_in(response), relation, num_sentences)
 
 
 def _number_paragraphs(response: str, num_paragraphs: int) -> bool:
-    parts = [part.strip() for part in re.split(r"\s?\*\*\*\s?", response)]
-    inner = parts[1:-1]
-    return all(inner) and sum(1 for part in parts if part) == num_paragraphs
+    parts = _parts(re.split(r"\s?\*\*\*\s?", response))
+    return parts is not None and len(parts) == num_paragraphs
 
 
 def _first_word(response: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
-    paragraphs = [part.strip() for part in re.split(r"\n\n", response) if part.strip()]
-    if len(paragraphs) != num_paragraphs or not 1 <= nth_paragraph <= num_paragraphs:
+    paragraphs = [part.strip() for part in response.split("\n\n")]
+    number = sum(map(bool, paragraphs))
+    # a blank paragraph counts for the place of the word, and not for the number of paragraphs
+    if number != num_paragraphs or not 1 <= nth_paragraph <= number or not paragraphs[nth_paragraph - 1]:
         return False
-    words = _WORD.findall(paragraphs[nth_paragraph - 1])
-    return bool(words) and words[0].lower() == first_word.lower()
+    word = paragraphs[nth_paragraph - 1].split()[0].lstrip("'").lstrip('"')
+    return re.split(f"[{WORD_ENDS}]", word)[0].lower() == first_word.lower()
 
 
 def _placeholders(response: str, num_placeholders: int) -> bool:
@@ -73,12 +82,12 @@ def _placeholders(response: str, num_placeholders: int) -> bool:
 
 
 def _postscript(response: str, postscript_marker: str) -> bool:
-    marker = r"\s*".join(map(re.escape, postscript_marker.lower().replace(" ", "")))
-    return re.search(rf"(?m)^[^\S\n]*{marker}", response.lower()) is not None
+    marker = postscript_marker.strip()
+    return (_POSTSCRIPTS.get(marker) or _pattern(marker)).search(response) is not None
 
 
 def _bullets(response: str, num_bullets: int) -> bool:
-    return len(re.findall(r"(?m)^[^\S\n]*(?:\*(?!\*)|-)\s*+\S", response)) == num_bullets
+    return len(re.findall(r"(?m)^[^\S\n]*(?:\*[^*]|-).*$", response)) == num_bullets
 
 
 def _constrained(response: str) -> bool:
@@ -86,25 +95,17 @@ def _constrained(response: str) -> bool:
 
 
 def _highlights(response: str, num_highlights: int) -> bool:
-    bold = [text for text in re.findall(r"\*\*([^\n*]+)\*\*", response) if text.strip()]
-    plain = re.sub(r"\*\*[^\n*]*\*\*", "", response)
-    italic = [text for text in re.findall(r"\*([^\n*]+)\*", plain) if text.strip()]
-    return len(bold) + len(italic) >= num_highlights
+    # the text of one in three asterisks counts twice
+    found = [*re.findall(r"\*([^\n*]*)\*", response), *re.findall(r"\*\*([^\n*]*)\*\*", response)]
+    return sum(bool(text.strip()) for text in found) >= num_highlights
 
 
 def _sections(response: str, section_spliter: str, num_sections: int) -> bool:
-    return len(re.split(rf"\s?{re.escape(section_spliter)}\s?\d+\s?", response)) - 1 >= num_sections
+    return len(re.findall(rf"{_pattern(section_spliter.strip()).pattern}\s?\d+", response)) >= num_sections
 
 
 def _is_json(response: str) -> bool:
-    text = response.strip().removeprefix("\ufeff")
-    blocks = list(fenced_blocks(text))
-    if len(blocks) == 1 and text.startswith(("```", "~~~")):
-        language, body = blocks[0]
-        is_whole = text.endswith(("```", "~~~")) and text.count("\n") == body.count("\n") + 1
-        text = body if is_whole and language in ("json", "") else text
-    elif text.startswith("```") and text.endswith("```"):
-        text = re.sub(r"^```(?:json)?|```$", "", text, flags=re.IGNORECASE)
+    text = re.sub(r"^```(?:json|Json|JSON)?", "", response.strip()).removesuffix("```")
     try:
         read_model_json(text.strip())
     except MalformedJson:
@@ -113,13 +114,19 @@ def _is_json(response: str) -> bool:
 
 
 def _title(response: str) -> bool:
-    lines = (line for line in response.split("\n") if "<<" in line)
-    return any(line[line.find("<<") + 2 : max(0, line.rfind(">>"))].strip("<> ") for line in lines)
+    titles = (line[max(line.find("<<"), 0) : line.rfind(">>") + 2] for line in response.split("\n") if "<<" in line)
+    return any(len(title) > 4 and title.lstrip("<").rstrip(">").strip() for title in titles)
 
 
 def _two_responses(response: str) -> bool:
-    parts = [part.strip() for part in response.split("******")]
-    return len(parts) == 2 and all(parts) and parts[0] != parts[1]
+    parts = _parts(response.split("******"))
+    return parts is not None and len(parts) == 2 and parts[0] != parts[1]
+
+
+def _parts(parts: list[str]) -> list[str] | None:
+    """Return the parts of a response that is split, without empty ones at its ends; None if another one is empty."""
+    stripped = [part.strip() for part in parts]
+    return [part for part in stripped if part] if all(stripped[1:-1]) else None
 
 
 def _repeat_prompt(response: str, prompt_to_repeat: str) -> bool:
@@ -136,8 +143,16 @@ def _quotation(response: str) -> bool:
 
 
 def _capital_words(response: str, capital_frequency: int, capital_relation: str) -> bool:
-    return _compare(sum(word.isupper() for word in _WORD.findall(response)), capital_relation, capital_frequency)
+    return _compare(sum(map(str.isupper, words_of(response))), capital_relation, capital_frequency)
 
+
+WORD_ENDS = ".,?!'\""
+"""Characters that end the first word of a paragraph."""
+_POSTSCRIPTS = {
+    "P.S.": re.compile(r"p\.\s?s\.", re.IGNORECASE),
+    "P.P.S": re.compile(r"p\.\s?p\.\s?s", re.IGNORECASE),
+}
+"""Patterns of the markers that IFEval asks for, which may be anywhere in a line."""
 
 CHECKS: Mapping[str, Check] = {
     "keywords:existence": _existence,

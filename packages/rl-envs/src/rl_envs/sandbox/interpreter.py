@@ -7,6 +7,7 @@ import os
 import random
 import re
 import runpy
+import site
 import sys
 import threading
 import traceback
@@ -18,8 +19,14 @@ from typing import NoReturn
 FILE = "program.py"
 """Name of the program in its tracebacks."""
 
+MAX_DIGITS = 100_000
+"""Maximum number of decimal digits of an integer that a program converts from or to text; Python's own limit, 4300, is
+below what tests ask for."""
+
 _OWN = (__file__, runpy.__file__, "<frozen runpy>")
 """Files of the frames that a traceback does not show."""
+QUITTERS = ("<frozen _sitebuiltins>", "_sitebuiltins.py")
+"""Ends of the names of the file of `exit` and `quit`, whose callers end the program."""
 
 PRELOADED = (
     "abc",
@@ -65,6 +72,12 @@ PRELOADED = (
 )
 """Modules that are imported before programs run, so that they start quickly: what solutions, tests and agents import
 most."""
+
+
+def add_builtins() -> None:
+    """Add the names that `site` adds to Python's, such as `exit`. `site` does not run, as it adds packages too."""
+    for add in (site.setquit, site.setcopyright, site.sethelper):
+        add()
 
 
 def run(source: str, *, path: Sequence[str], folder: str) -> NoReturn:
@@ -167,6 +180,7 @@ def _prepare(path: Sequence[str], arguments: Sequence[str], folder: str, variabl
     os.environ.clear()
     os.environ.update({"HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8", **variables})
     random.seed(0)
+    sys.set_int_max_str_digits(MAX_DIGITS)
     for name, descriptor, mode in (("stdin", 0, "r"), ("stdout", 1, "w"), ("stderr", 2, "w")):
         errors = "backslashreplace" if name == "stderr" else "surrogateescape"
         stream = open(descriptor, mode, encoding="utf-8", errors=errors, closefd=False)  # noqa: SIM115  # open to the end
@@ -188,7 +202,8 @@ def _ran(program: Callable[[], object]) -> _End:
         program()
     except SystemExit as end:
         code = _exit_code(end)
-        places = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(_own_part(end))] or places
+        files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(_own_part(end))]
+        places = [file for file in files if not file.endswith(QUITTERS)] or places
     except BaseException as error:  # noqa: BLE001  # as the interpreter itself does
         code = 1
         _print_traceback(error)

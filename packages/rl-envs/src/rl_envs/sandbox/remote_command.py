@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import replace
 
+from rl_envs.sandbox.interpreter import QUITTERS
 from rl_envs.sandbox.program import Limits, Outcome, Program
 
 _TREE, _TASK, _SNAPSHOT, _END = "rl_tree.tar", "rl_task.json", "rl_snapshot.tar", "rl_end.txt"
@@ -57,7 +58,7 @@ if not child:
             places.append(frame.tb_frame.f_code.co_filename)
             frame = frame.tb_next
         own = (sys._getframe().f_code.co_filename, runpy.__file__, "<frozen runpy>")
-        places = [place for place in places if place not in own] or [""]
+        places = [place for place in places if place not in own and not place.endswith({QUITTERS!r})] or [""]
         is_end = places[0] == places[-1] or not places[-1].startswith(home + "/")
         if code is None or isinstance(code, int):
             code = (code or 0) & 255

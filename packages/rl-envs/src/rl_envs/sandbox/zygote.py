@@ -18,7 +18,7 @@ from dataclasses import replace
 from rl_envs.sandbox import frames, landlock, syscalls
 from rl_envs.sandbox.confinement import MAX_SLOTS, Confinement, first_user_id, mapped_ids
 from rl_envs.sandbox.filesystem import command_paths, enter_namespaces, enter_root, map_user, readable_paths
-from rl_envs.sandbox.interpreter import PRELOADED
+from rl_envs.sandbox.interpreter import PRELOADED, add_builtins
 from rl_envs.sandbox.keeper import Site, keep
 from rl_envs.sandbox.processes import ProcessTable
 from rl_envs.sandbox.program import Isolation
@@ -48,6 +48,7 @@ def _site(isolation: Isolation, python_path: tuple[str, ...], commands: tuple[st
     library = tuple(os.path.realpath(path) for path in sys.path if path and _is_library(path))
     for name in PRELOADED:
         importlib.import_module(name)
+    add_builtins()
     table = ProcessTable()
     machines_mounts = os.readlink("/proc/self/ns/mnt")
     folders = tuple(command_paths(commands))
