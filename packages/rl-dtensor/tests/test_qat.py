@@ -28,6 +28,7 @@ from rl_core.torch.quantization.formats import StoredFloat8, rounded, weight_for
 from rl_core.torch.quantization.int4 import Int4Weight
 from rl_core.torch.quantization.mxfp4 import MXFP4Weight
 from rl_core.weights import Transport
+from rl_dtensor import preflight
 
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 FORMATS: dict[str, dict[str, Any]] = {
@@ -128,6 +129,26 @@ def exported(model: PooledModel, target: Path) -> dict[str, Tensor]:
 
 def logprobs(model: PooledModel) -> np.ndarray:
     return model.infer(make_batch(), [LOGPROBS]).ragged("logprobs").values
+
+
+@pytest.mark.parametrize(
+    ("settings", "mention"),
+    [
+        ({}, ""),
+        ({"group_size": 48}, "groups of 48 do not fill the 64 inputs of model.layers.0.self_attn.q_proj"),
+        ({"group_size": 128}, "groups of 128 do not fill the 64 inputs"),
+        ({"group_size": 64, "tensor_parallel_size": 2}, "32 inputs of each of 2 tensor-parallel ranks of"),
+        ({"group_size": 64, "tensor_parallel_size": 2, "exclude_modules": ["o_proj"]}, ""),
+        ({"exclude_modules": ["c_attn"]}, "'c_attn' is not a linear layer"),
+    ],
+)
+def test_groups_that_do_not_fill_rows_are_refused_before_a_rank_is_built(folder, settings, mention):
+    mesh = {name: settings[name] for name in ("tensor_parallel_size",) if name in settings}
+    chosen = {name: value for name, value in settings.items() if name not in mesh}
+    section = {"model_name": str(folder), "dtensor_cfg": {**mesh, **qat("int4", **chosen)}}
+    found = preflight.check(section)
+    assert bool(found) == bool(mention)
+    assert all(mention in each for each in found)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from rl_core.model_config import ModelConfig, OptimizerConfig, SchedulerConfig
 from rl_core.optimizer_arguments import OPTIMIZERS
+from rl_core.torch.files.model_files import CONFIG, read_hf_config
 from rl_core.torch.optim.optimizer import build_schedule
 from rl_dtensor.config import DTensorConfig
 from rl_dtensor.model.compilation import compiler_problem
@@ -39,10 +41,45 @@ def check(section: Mapping[str, Any]) -> list[str]:
         return [str(error)]
     problems = (
         "" if optimizer_config.name in OPTIMIZERS else _step_problem(optimizer_config),
+        _model_problem(section),
         compiler_problem() if backend.compile else "",
         import_problem() if backend.float8.enabled else "",
     )
-    return [problem for problem in problems if problem]
+    return [problem for problem in problems if problem] or _rounding_problems(section, backend)
+
+
+def _rounding_problems(section: Mapping[str, Any], backend: DTensorConfig) -> list[str]:
+    """Return the layers of a local model that the format of `qat` does not fit."""
+    folder = Path(section.get("model_name", "")).expanduser()
+    if not backend.qat.enabled or not (folder / CONFIG).is_file():
+        return []
+    # transformers' models take seconds to import
+    from transformers import AutoModelForCausalLM
+
+    from rl_dtensor.model.build import decoder_layers
+    from rl_dtensor.model.qat import check_rounding
+
+    try:
+        with torch.device("meta"):
+            hf = AutoModelForCausalLM.from_config(read_hf_config(folder, section.get("hf_config_overrides", {})))
+        check_rounding(hf, decoder_layers(hf), backend)
+    except ValueError as error:
+        return [str(error)]
+    return []
+
+
+def _model_problem(section: Mapping[str, Any]) -> str:
+    """Return why a model in a local folder is not one that can be trained, or its files do not have its weights; empty
+    if they do. Heads are left to the worker, which knows the role of the model."""
+    # takes seconds, which models of the hub do not pay
+    from rl_dtensor.model.files_check import files_problem
+
+    name = section.get("model_name")
+    if name is None or not (folder := Path(name).expanduser()).joinpath(CONFIG).is_file():
+        return ""
+    is_whole = section.get("vision", {}).get("enabled", False)
+    problem = files_problem(folder, section.get("hf_config_overrides", {}), is_whole=is_whole)
+    return problem and f"model_name: {problem}"
 
 
 def _step_problem(config: OptimizerConfig) -> str:

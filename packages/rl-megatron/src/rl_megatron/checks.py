@@ -10,8 +10,8 @@ from rl_core.devices import DEVICES
 from rl_core.model_config import local_hf_config, optimizer_problems
 from rl_core.optimizer_arguments import OF_WHOLE_PARAMETERS
 from rl_core.run_config import RunConfig
-from rl_megatron.architecture_checks import architecture_problems
 from rl_megatron.config import KEY, MegatronConfig
+from rl_megatron.families.supported import architecture_problems
 from rl_megatron.field_checks import check_kwargs, without_pipeline
 from rl_megatron.transformer_fields import RECOMPUTED_WITH_TE
 

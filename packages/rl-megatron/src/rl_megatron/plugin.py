@@ -8,9 +8,9 @@ from typing import Any
 from rl_core.model_config import local_hf_config
 from rl_core.plugins import BackendPlugin, Requirement
 from rl_core.selfcheck.cases import MeshCase, at_most_two
-from rl_megatron.architecture_checks import num_key_heads
 from rl_megatron.checks import CHECKS
 from rl_megatron.config import KEY, MegatronConfig
+from rl_megatron.families.supported import num_key_heads
 
 TRANSFORMER_ENGINE = Requirement("rl-megatron", extras={"cuda": ("te",)})
 

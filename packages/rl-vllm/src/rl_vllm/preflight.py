@@ -42,9 +42,9 @@ def _weights_left_out(section: Mapping[str, Any]) -> list[str]:
     model = ModelConfig.model_validate({name: section[name] for name in ModelConfig.model_fields if name in section})
     backend = VllmConfig.model_validate(section["generation"]["vllm_cfg"])
     # vLLM takes seconds to import
+    from rl_vllm.empty_model import plan_without_weights
     from rl_vllm.engine.arguments import engine_arguments
     from rl_vllm.generator import VllmGenerator
-    from rl_vllm.weights.empty_model import plan_without_weights
     from rl_vllm.weights.file_weights import FileWeights
 
     extension = VllmGenerator.worker_extension

@@ -20,8 +20,9 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
 from rl_core.torch.quantization.formats import Float8Format, WeightFormat, rounded, weight_format
-from rl_dtensor.config import QATConfig
+from rl_dtensor.config import DTensorConfig, QATConfig
 from rl_dtensor.model.linear import chosen_linear_layers
+from rl_dtensor.parallel.plan import plan_of
 
 logger = logging.getLogger(__name__)
 
@@ -101,12 +102,35 @@ def fit_to_ranks(hf: PreTrainedModel) -> None:
         if module.weight.placements != (Shard(1),):
             continue
         mesh = module.weight.device_mesh
-        share = f"inputs of each of {mesh.size()} tensor-parallel ranks"
-        if module.in_features % mesh.size():
-            raise ValueError(f"{KEY}: {name} has {module.in_features} inputs, which {mesh.size()} ranks cannot share")
-        _check_width(name, module.in_features // mesh.size(), module.weight_format, share)
+        _check_share(name, module, mesh.size())
         if isinstance(module.weight_format, Float8Format):
             module.weight_format = replace(module.weight_format, largest=_LargestOfRanks(mesh.get_group()))
+
+
+def check_rounding(hf: PreTrainedModel, layers: Sequence[nn.Module], backend: DTensorConfig) -> None:
+    """Raise what `round_weights` and `fit_to_ranks` raise, without ranks.
+
+    Args:
+        hf: Whole model on `meta`, changed in place.
+        layers: Its repeated layers, in order.
+        backend: Settings of the backend.
+
+    Raises:
+        ValueError: If the format does not fit a layer, or a rank's part of one, or no layer is left.
+    """
+    round_weights(hf, layers, backend.qat, frozenset())
+    size = backend.tensor_parallel_size
+    plan = plan_of(hf, backend.custom_parallel_plan, layers) if size > 1 else {}
+    for name, module in hf.named_modules():
+        if isinstance(module, RoundedLinear) and plan.get(name) in ("rowwise", "rowwise_split_input"):
+            _check_share(name, module, size)
+
+
+def _check_share(name: str, module: RoundedLinear, size: int) -> None:
+    if module.in_features % size:
+        raise ValueError(f"{KEY}: {name} has {module.in_features} inputs, which {size} ranks cannot share")
+    share = f"inputs of each of {size} tensor-parallel ranks"
+    _check_width(name, module.in_features // size, module.weight_format, share)
 
 
 class _LargestOfRanks:

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from rl_core.hf_config import HFConfig
-from rl_megatron.architecture_checks import bias_problem, interleave_problem, refuse
 from rl_megatron.conversion.splits import Chunks, Whole
 from rl_megatron.conversion.weight_map import HFTensor, WeightMap
 from rl_megatron.families.dense import common_settings, embedding_map, final_norm_map, norm_maps
 from rl_megatron.families.family import Family
 from rl_megatron.families.rotary import latent_settings
 from rl_megatron.families.sigmoid_routing import sigmoid_maps, sigmoid_settings
+from rl_megatron.families.supported import bias_problem, interleave_problem, refuse
 
 
 def _settings(config: HFConfig) -> Mapping[str, Any]:

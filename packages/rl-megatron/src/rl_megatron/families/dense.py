@@ -9,16 +9,16 @@ import torch.nn.functional as F
 from transformers import PreTrainedConfig
 
 from rl_core.hf_config import HFConfig
-from rl_megatron.architecture_checks import (
+from rl_megatron.conversion.splits import Chunks, QueryKeyValue, Vocabulary, Whole, gate_up
+from rl_megatron.conversion.weight_map import HFTensor, WeightMap
+from rl_megatron.families.family import Family
+from rl_megatron.families.supported import (
     LINEAR_ATTENTION,
     activation_problem,
     bias_problem,
     refuse,
     window_problem,
 )
-from rl_megatron.conversion.splits import Chunks, QueryKeyValue, Vocabulary, Whole, gate_up
-from rl_megatron.conversion.weight_map import HFTensor, WeightMap
-from rl_megatron.families.family import Family
 
 
 def head_dim(config: HFConfig) -> int:

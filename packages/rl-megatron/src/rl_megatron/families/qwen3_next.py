@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from rl_core.hf_config import HFConfig
-from rl_megatron.architecture_checks import LINEAR_ATTENTION
 from rl_megatron.conversion.splits import Blocks, Chunks, Whole
 from rl_megatron.conversion.weight_map import HFTensor, WeightMap
 from rl_megatron.families.dense import attention_maps, head_dim
 from rl_megatron.families.experts import qwen_maps, qwen_settings, shared_expert_maps, shared_expert_settings
 from rl_megatron.families.family import Family
+from rl_megatron.families.supported import LINEAR_ATTENTION
 
 
 def _settings(config: HFConfig) -> Mapping[str, Any]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from rl_core.hf_config import HFConfig
-from rl_megatron.architecture_checks import group_problem, norm_problem, refuse
 from rl_megatron.conversion.splits import Whole
 from rl_megatron.conversion.weight_map import HFTensor, WeightMap
 from rl_megatron.families.dense import mlp_maps
 from rl_megatron.families.experts import PROJECTIONS, expert_maps, router_map
+from rl_megatron.families.supported import group_problem, norm_problem, refuse
 
 
 def sigmoid_settings(config: HFConfig) -> dict[str, Any]:

@@ -12,11 +12,11 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from transformers import PreTrainedConfig
 
-from rl_megatron.architecture_checks import architecture_problems, refuse
 from rl_megatron.config import MegatronConfig
 from rl_megatron.families.catalog import family_of
 from rl_megatron.families.rope import fusion_problem
 from rl_megatron.families.rotary import scaling_fields
+from rl_megatron.families.supported import architecture_problems, refuse
 from rl_megatron.model.fusions import fusions
 from rl_megatron.model.layers import has_transformer_engine
 from rl_megatron.transformer_fields import FUSIONS, ON_CUDA, WITH_TE

@@ -14,10 +14,10 @@ from transformers import AutoConfig
 from rl_core.config import Problem, plain
 from rl_core.model_config import LoraConfig, ModelConfig
 from rl_megatron import preflight
-from rl_megatron.architecture_checks import RULES, Sizes
 from rl_megatron.checks import check_architecture
 from rl_megatron.config import MegatronConfig
 from rl_megatron.families.catalog import BUILT_IN, family_of
+from rl_megatron.families.supported import RULES, Sizes
 
 SMALL = {
     "vocab_size": 101,
