@@ -154,7 +154,7 @@ def show(
     """
     with reported():
         from rl_core.errors import ConfigError
-        from rl_launch.session.checkpoints.checkpoint_name import CheckpointName
+        from rl_launch.session.directory.checkpoint_name import CheckpointName
         from rl_launch.session.directory.run_folder import RunFolder
         from rl_launch.show.condition import Condition
         from rl_launch.show.images import check_matplotlib

@@ -42,8 +42,8 @@ from rl_launch.model_files.model_folder import hf_config_fields
 from rl_launch.root_config import POLICY
 from rl_launch.run_config.checks import check_placement
 from rl_launch.run_config.plan import RunPlan
-from rl_launch.session.checkpoints.checkpoint_name import CheckpointName
 from rl_launch.session.checkpoints.manifest import Manifest, sync_folder
+from rl_launch.session.directory.checkpoint_name import CheckpointName
 
 if TYPE_CHECKING:
     from rl_core.ray.model import RemoteModel

@@ -21,7 +21,7 @@ from rl_core.config import (
     load,
     values_of,
 )
-from rl_core.errors import ConfigError
+from rl_core.errors import ConfigError, ConfigProblems
 from rl_core.plugins import ALGORITHMS, DATASETS, DatasetPlugin, DatasetTask, names
 from rl_launch.backends import installed
 from rl_launch.commands.catalog import chosen, tasks_of
@@ -29,7 +29,7 @@ from rl_launch.foreign_keys.meanings import Meaning, meanings
 from rl_launch.recipes import recipe_names
 from rl_launch.run_config.reading import read_plan, read_raw
 from rl_launch.run_config.root_types import root_type, type_of
-from rl_launch.session.checkpoints.checkpoint_name import CheckpointName
+from rl_launch.session.directory.checkpoint_name import CheckpointName
 
 _SETTINGS = re.compile(r"(?P<dataset>data\.(?:train|validation)(?:\[\d+\])?)\.settings(?:\.(?P<rest>.+))?")
 _MOST_NAMED = 6
@@ -72,6 +72,8 @@ def explain_anywhere(key: str) -> list[Explained]:
     for name, root in roots.items():
         with suppress(ConfigError):
             found.append((explain(root, key), [name]))
+    if not found and (of_choices := _of_choices(key)):
+        return of_choices
     if not found:
         path = tuple(key.split("."))
         if elsewhere := next(filter(None, (by_another_name(root, path, {}) for root in roots.values())), None):
@@ -79,7 +81,60 @@ def explain_anywhere(key: str) -> list[Explained]:
         known = {each for root in roots.values() for each in all_keys(root, {})}
         raise ConfigError(f"{key}: no such key{did_you_mean(key, known)}")
     return [
-        _merged([explanation for explanation, _ in alike], [name for _, (name,) in alike], len(roots))
+        _with_choices(_merged([explanation for explanation, _ in alike], [name for _, (name,) in alike], len(roots)))
+        for alike in _grouped(found, lambda each: _identity(each[0]))
+    ]
+
+
+def _roots_of_choices(section: str) -> dict[str, type[Config]]:
+    """Return the config type with each function that a section can name, by that name; empty for a section whose keys
+    do not follow from its `name`."""
+    for algorithm, plugin in installed(ALGORITHMS).items():
+        try:
+            root_type(plugin, load({"algorithm": algorithm}, [f"{section}.name=?"]))
+        except ConfigProblems as error:
+            allowed = next((each.allowed for each in error.problems if each.key == f"{section}.name"), "")
+            choices = re.findall(r"[\w-]+", allowed.partition(", or ")[0])
+            return {
+                choice: root_type(plugin, load({"algorithm": algorithm}, [f"{section}.name={choice}"]))
+                for choice in choices
+            }
+    return {}
+
+
+def _with_choices(each: Explained) -> Explained:
+    """Add the keys of a section that belong to other functions than the one it names by default."""
+    explanation = each.explanation
+    if all(child.key != f"{explanation.key}.name" for child in explanation.children):
+        return each
+    roots = _roots_of_choices(explanation.key)
+    if not roots:
+        return each
+    known = dict(zip([child.key for child in explanation.children], each.child_conditions, strict=True))
+    of_choices = [(child, name) for name, root in roots.items() for child in explain(root, explanation.key).children]
+    having: dict[str, list[str]] = {}
+    children = {child.key: child for child in explanation.children}
+    for child, name in of_choices:
+        having.setdefault(child.key, []).append(name)
+        children.setdefault(child.key, child)
+    conditions = tuple(known.get(name) or _only_named(having.get(name, []), len(roots)) for name in children)
+    shown = replace(explanation, children=tuple(children.values()))
+    return replace(each, explanation=shown, child_conditions=conditions)
+
+
+def _only_named(names_having: Sequence[str], num_all: int) -> str:
+    return f"name: {' or '.join(names_having)}" if 0 < len(names_having) < num_all else ""
+
+
+def _of_choices(key: str) -> list[Explained]:
+    """Return a key as the functions have it that its section can name; empty if none has it."""
+    section = key.rpartition(".")[0]
+    found: list[tuple[Explanation, str]] = []
+    for name, root in (_roots_of_choices(section) if section else {}).items():
+        with suppress(ConfigError):
+            found.append((explain(root, key), name))
+    return [
+        Explained(alike[0][0], f"{section}.name: {' or '.join(name for _, name in alike)}")
         for alike in _grouped(found, lambda each: _identity(each[0]))
     ]
 

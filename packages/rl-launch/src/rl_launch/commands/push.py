@@ -9,9 +9,9 @@ from pathlib import Path
 from rl_core.errors import ConfigError
 from rl_launch.push.destinations import destination_of
 from rl_launch.push.staging import stage
-from rl_launch.session.checkpoints.checkpoint_name import CheckpointName
 from rl_launch.session.checkpoints.checkpoints import ADAPTER
 from rl_launch.session.checkpoints.manifest import Manifest
+from rl_launch.session.directory.checkpoint_name import CheckpointName
 from rl_launch.session.directory.run_folder import RunFolder
 
 

@@ -22,8 +22,8 @@ from rl_launch.model_files.model_facts import longest_of
 from rl_launch.root_config import RunConfig
 from rl_launch.run_config.plan import RunPlan
 from rl_launch.run_config.reading import read_plan, read_raw
-from rl_launch.session.checkpoints.checkpoint_name import CheckpointName
 from rl_launch.session.checkpoints.checkpoints import exported_model
+from rl_launch.session.directory.checkpoint_name import CheckpointName
 from rl_launch.session.directory.run_folder import RunFolder
 
 ALGORITHM = "evaluation"
@@ -77,7 +77,7 @@ def evaluation_of(
         return GivenEvaluation(read_plan(path / "config.yaml", overrides), path)
     if path.is_file() and is_file(source) and path.suffix not in (".yaml", ".yml"):
         raise ConfigError(
-            f"{source} is data, and rl eval needs the model to score on it. Write "
+            f"{source} is data, and an evaluation needs the model to score on it. Write "
             f"{option(f'rl eval MODEL --tasks {source}', f'evaluate(MODEL, tasks=[{source!r}])')}, with "
             "eval.default.env_name=ENVIRONMENT for rows that do not name their environment"
         )

@@ -8,8 +8,8 @@ from typing import Any
 
 from rl_core.config import RawConfig
 from rl_core.errors import ConfigError, RunDirectoryError
-from rl_launch.session.checkpoints.checkpoint_name import CheckpointName
 from rl_launch.session.checkpoints.checkpoints import ADAPTER, EXPORT, exported_model
+from rl_launch.session.directory.checkpoint_name import CheckpointName
 
 _FOLDERS = {("model_name",): EXPORT, ("tokenizer", "name"): EXPORT, ("speculation", "model"): EXPORT}
 _FOLDERS |= {("lora_cfg", "adapter"): ADAPTER}

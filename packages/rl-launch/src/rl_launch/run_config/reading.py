@@ -30,7 +30,7 @@ from rl_launch.run_config.checks import PlanChecks, model_checks
 from rl_launch.run_config.plan import RunPlan
 from rl_launch.run_config.root_types import algorithm_of, policy_type, root_type, type_of
 from rl_launch.run_config.validation_off import takes_out_validation, without_validation
-from rl_launch.session.checkpoints.checkpoint_name import CheckpointName
+from rl_launch.session.directory.checkpoint_name import CheckpointName
 from rl_launch.session.directory.run_folder import CONFIG, DESCRIPTION, RunFolder, is_run
 
 _log = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from typing import Any
 
 from rl_core.config import Config, RuledChange, WhenChanged, option
 from rl_core.errors import ConfigError, RunDirectoryError
-from rl_launch.session.checkpoints.checkpoint_name import CheckpointName
+from rl_launch.session.directory.checkpoint_name import CheckpointName
 from rl_launch.session.directory.recording import Recording, changes_since
 from rl_launch.session.directory.remedies import described, step_bounds
 from rl_launch.session.directory.run_folder import CONFIG, RunFolder
@@ -116,13 +116,13 @@ class BranchPoint:
         changes = changes_since(path / CONFIG, config, recording)
         for_new_run = [each for each in changes if each.rule is WhenChanged.NEW_RUN]
         if for_new_run:
+            option_name = option("--from", "branch_from")
             raise ConfigError(
                 "\n".join(
                     [
                         f"a branch of {path} cannot change these keys, because its checkpoint would not fit:",
                         *described(for_new_run),
-                        "Restore them, or start a new run from the weights only: omit "
-                        f"{option('--from', 'branch_from')} and set",
+                        f"Restore them, or start a new run from the weights only: omit {option_name} and set",
                         f"  policy.model_name={checkpoint / 'hf'}",
                     ]
                 )

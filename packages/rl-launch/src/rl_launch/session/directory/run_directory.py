@@ -125,8 +125,8 @@ class RunDirectory:
         resumes = self._is_run()
         if fresh and self._contents():
             raise RunDirectoryError(
-                f"{self.path} is not empty, and {option('--fresh', 'fresh=True')} needs an empty folder. Choose another "
-                "run_dir, remove it, or leave that out to resume."
+                f"{self.path} is not empty, and {option('--fresh', 'fresh=True')} needs an empty folder. "
+                "Choose another run_dir, remove it, or leave that out to resume."
             )
         copies = copies_of(config)
         if resumes:
