@@ -2,7 +2,8 @@
 
 Run it with the Python of the release, `uv run python integration-tests/released_runs/record.py`. It trains small runs
 of SFT, of SFT with adapters and of GRPO for two steps, and each of them once more for four steps in one session.
-`VERSION.tar.xz` then holds the model, the data, the run folders, and the metrics of the uninterrupted runs.
+`VERSION.tar.xz` then holds the model, the data, the run folders, and the metrics of the uninterrupted runs. An argument
+is the name in place of the version: `unreleased` for the formats of a tree that has no release yet.
 """
 
 import io
@@ -94,7 +95,7 @@ def _train(folder: Path, *arguments: str) -> None:
 
 
 if __name__ == "__main__":
-    released = version("rl-launch")
+    released = sys.argv[1] if len(sys.argv) > 1 else version("rl-launch")
     with tempfile.TemporaryDirectory() as made:
         record(Path(made))
         pack(Path(made), Path(__file__).with_name(f"{released}.tar.xz"))

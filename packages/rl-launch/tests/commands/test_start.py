@@ -48,7 +48,7 @@ def test_a_branch_may_take_the_config_of_a_recipe(tmp_path):
     given = run_of("sft-arithmetic", ["run_dir=second"], f"{run}:2")
     assert (given.plan.config.sft.max_num_steps, str(given.run_dir)) == (400, "second")
     assert given.branch_point is not None
-    assert given.branch_point.step == 2
+    assert given.branch_point.name.step == 2
 
 
 def test_wrong_use_says_what_is_right(tmp_path):
