@@ -1,0 +1,233 @@
+"""Exports of tiny models of many families, served by vLLM alone and by the generator, against float64 transformers.
+
+A model is exported after three steps of SGD. vLLM gets the arguments that `SERVING.md` of the export lists.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from served_exports import NUM_TOKENS
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rl_core.model import ModelSpec
+from rl_core.model_config import ModelConfig, OptimizerConfig
+from rl_core.selfcheck.losses import TokenLoss
+from rl_core.selfcheck.pooled_model import PooledModel
+from rl_core.selfcheck.rank_pool import RankPool
+from rl_core.testing.exhaustive import partly_exhaustive
+from rl_core.testing.model_worker import make_batch
+from rl_core.vllm_readings import READINGS, SERVING_NOTE
+
+VOCAB = 320
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 128,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": 2,
+    "initializer_range": 0.2,
+}
+SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 31}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+GROUPS = {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+LATENT = {
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+}
+LONG = {
+    "max_position_embeddings": 2048,
+    "original_max_position_embeddings": 512,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0 + i / 16 for i in range(16)],
+        "long_factor": [2.0 + i / 4 for i in range(16)],
+        "original_max_position_embeddings": 512,
+        "factor": 4.0,
+    },
+}
+LLAMA_4 = {
+    "num_local_experts": 4,
+    "num_experts_per_tok": 1,
+    "intermediate_size_mlp": 96,
+    "no_rope_layers": [1, 0],
+    "attention_chunk_size": 512,
+    "floor_scale": 4,
+}
+GEMMA_3N = {
+    "vocab_size_per_layer_input": VOCAB,
+    "hidden_size_per_layer_input": 8,
+    "num_kv_shared_layers": 0,
+    "laurel_rank": 8,
+}
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "mistral": ("mistral", {"sliding_window": 41}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {}),
+    "qwen3_with_biases": ("qwen3", {"attention_bias": True}),
+    "qwen3_moe": ("qwen3_moe", EXPERTS),
+    "olmoe_with_biases": ("olmoe", {**EXPERTS, "attention_bias": True}),
+    "gemma2": ("gemma2", SLIDING),
+    "gemma3": ("gemma3_text", SLIDING),
+    "gemma3n": ("gemma3n_text", {**SLIDING, **GEMMA_3N}),
+    "cohere2": ("cohere2", SLIDING),
+    "granite": ("granite", {}),
+    "olmo2": ("olmo2", {}),
+    "phi": ("phi", {}),
+    "phi3_longrope": ("phi3", LONG),
+    "glm4_moe": ("glm4_moe", {**EXPERTS, **GROUPS, "n_group": 1, "topk_group": 1}),
+    "deepseek_v3": ("deepseek_v3", {**EXPERTS, **GROUPS, **LATENT}),
+    "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention"], "conv_dim": 128, "block_dim": 128}),
+    "minimax_m2": ("minimax_m2", {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 32}),
+    "llama4": ("llama4_text", LLAMA_4),
+}
+REFUSED = {"qwen3_with_biases": "o_proj.bias", "olmoe_with_biases": "k_proj.bias"}
+"""Models that vLLM cannot load whole, to a weight that it leaves out."""
+
+DAILY = ["cohere2"]
+TOLERANCE = 1e-3
+"""Difference of logprobs that float32 makes in the worst of these models, with room."""
+
+
+def write(folder: Path, name: str) -> Path:
+    family, fields = FAMILIES[name]
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **{**SIZES, **fields}), dtype=torch.float32)
+    for path, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if path.endswith(("bias", "correct_output_scale")):
+            torch.nn.init.normal_(tensor, std=0.3)
+    model.save_pretrained(folder)
+    return folder
+
+
+def export(pool: RankPool, source: Path, target: Path) -> Path:
+    """Export a model after three steps."""
+    optimizer = OptimizerConfig(name="torch.optim.SGD", kwargs={"lr": 0.01})
+    config = ModelConfig(
+        model_name=str(source), precision="float32", optimizer=optimizer, max_total_sequence_length=400
+    )
+    with PooledModel(pool, "rl_dtensor.selfcheck:build", config, ModelSpec(), 1) as model:
+        for seed in range(3):
+            model.train_step(make_batch(seed=seed), TokenLoss())
+        model.export(str(target))
+    return target
+
+
+def arguments_of(folder: Path) -> dict[str, Any]:
+    """Arguments that an export lists for vLLM."""
+    text = (folder / SERVING_NOTE).read_text(encoding="utf-8")
+    command = next(line for line in text.splitlines() if line.startswith("vllm serve MODEL"))
+    words = shlex.split(command)[3:]
+    found = {}
+    for name, value in zip(words[::2], words[1::2], strict=True):
+        found[name.removeprefix("--").replace("-", "_")] = json.loads(value) if value[0] in "{0123456789" else value
+    return found
+
+
+def rows_of(count: int) -> list[list[int]]:
+    generator = np.random.default_rng(0)
+    return [generator.integers(3, VOCAB, length).tolist() for length in np.linspace(40, 300, count).astype(int)]
+
+
+def served(engine: str, orders: list[tuple[str, dict[str, Any], list[list[int]]]]) -> list[Any]:
+    """The answers of `served_exports.py`."""
+    program = Path(__file__).with_name("served_exports.py")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    done = subprocess.run(
+        [sys.executable, program, engine],
+        input=json.dumps(orders),
+        env=environment,
+        text=True,
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+class Exports:
+    """The exports of some families, and how each engine served them.
+
+    Args:
+        workspace: Folder to write them to.
+        names: Names of the families.
+    """
+
+    def __init__(self, workspace: Path, names: list[str]) -> None:
+        self.rows = rows_of(16)
+        self.folders = {}
+        with RankPool(1) as pool:
+            for name in names:
+                source = write(workspace / f"{name}-source", name)
+                self.folders[name] = export(pool, source, workspace / name)
+        # the corrections that an argument loads stay in the process, so models that need none come first
+        ordered = sorted(names, key=lambda name: "worker_extension_cls" in arguments_of(self.folders[name]))
+        orders = [(str(self.folders[name]), arguments_of(self.folders[name]), self.rows) for name in ordered]
+        self.answers = {engine: dict(zip(ordered, served(engine, orders), strict=True)) for engine in ("vllm", "rl")}
+
+
+@pytest.fixture(scope="module")
+def exports(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Exports:
+    selected = {item.callspec.params["name"] for item in request.session.items if item.module is request.module}
+    return Exports(tmp_path_factory.mktemp("exports"), [name for name in FAMILIES if name in selected])
+
+
+@pytest.mark.parametrize("engine", ["vllm", "rl"])
+@pytest.mark.parametrize("name", partly_exhaustive(FAMILIES, always=DAILY))
+def test_an_export_is_served_as_transformers_computes_it_or_refused_by_name(
+    exports: Exports, name: str, engine: str
+) -> None:
+    answer = exports.answers[engine][name]
+    if name in REFUSED and engine == "rl":
+        assert "vLLM does not load" in answer
+        assert REFUSED[name] in answer
+        return
+    assert not isinstance(answer, str), answer
+    model = AutoModelForCausalLM.from_pretrained(exports.folders[name], dtype=torch.float64)
+    worst, wrong = 0.0, 0
+    for row, (tokens, logprobs) in zip(exports.rows, answer, strict=True):
+        assert len(tokens) == NUM_TOKENS
+        with torch.no_grad():
+            logits = model(torch.tensor([row + tokens])).logits[0, len(row) - 1 : -1]
+        expected = logits.log_softmax(-1)
+        of_tokens = expected[torch.arange(NUM_TOKENS), tokens]
+        worst = max(worst, float((of_tokens - torch.tensor(logprobs)).abs().max()))
+        wrong += int((of_tokens < expected.max(-1).values - TOLERANCE).sum())
+    total = NUM_TOKENS * len(answer)
+    sys.stdout.write(f"{name} by {engine}: {wrong} of {total} tokens wrong, logprobs off by up to {worst:.1e}\n")
+    if name in REFUSED:
+        assert wrong  # vLLM alone serves another model in silence, which is why rl refuses it
+    else:
+        assert wrong == 0
+        assert worst < TOLERANCE
+
+
+def test_the_page_lists_what_vllm_reads_differently() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "model-families.md").read_text(encoding="utf-8")
+    rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| ")]
+    listed = {row[0].removeprefix("| "): row[1] for row in rows if len(row) > 1}
+    expected = {each.models: ("On CPU, " if each.on_cpu else "") + each.difference for each in READINGS}
+    assert {models: listed.get(models) for models in expected} == expected
