@@ -5,10 +5,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
+)
 
 from rl_core.model_config import ModelConfig, local_hf_config, num_experts_of
 from rl_core.selfcheck.torch.tiny_model import SIZES, write_composite, write_tiny_model
+from rl_core.testing.exhaustive import exhaustive
 from rl_core.torch.files.language_part import KEY_MAPPING, language_names, read_language_config
 from rl_core.torch.files.model_files import WeightFiles, read_hf_config
 from rl_core.torch.training.export import export_dtype
@@ -74,6 +81,7 @@ def test_an_override_is_a_field_of_the_language_model(tmp_path: Path) -> None:
         ("model.language_model.model.norm.weight", "model.norm.weight"),
         ("language_model.lm_head.weight", "lm_head.weight"),
         ("lm_head.weight", "lm_head.weight"),
+        ("model.text_model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight"),
         ("vision_tower.layers.0.weight", None),
         ("model.visual.head.weight", None),
         ("mtp.layers.0.weight", None),
@@ -85,10 +93,60 @@ def test_names_are_found_in_every_layout(stored: str, name: str | None) -> None:
 
 def test_a_composite_model_without_a_language_model_of_its_own_stays_whole(tmp_path: Path) -> None:
     AutoConfig.for_model("qwen2_5_vl").save_pretrained(tmp_path)
-    assert read_hf_config(tmp_path, {}).model_type == "qwen2_5_vl"
+    assert read_language_config(tmp_path, {}).model_type == "qwen2_5_vl"
 
 
 def test_a_config_that_is_not_composite_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", **SIZES}))
     config = read_hf_config(tmp_path, {"rms_norm_eps": 0.5})
     assert (config.hidden_size, config.rms_norm_eps) == (SIZES["hidden_size"], 0.5)
+
+
+def composites() -> list[str]:
+    """Types of all models of transformers that have another model's config within."""
+    found = []
+    for kind, config in CONFIG_MAPPING.items():
+        try:
+            made = config()
+            is_composite = made.get_text_config() is not made
+        except Exception:  # noqa: BLE001  # some have no default, or no text
+            continue
+        if is_composite:
+            found.append(kind)
+    return found
+
+
+WHOLE = (AutoModelForImageTextToText, AutoModelForMultimodalLM)
+WITH_TEXT = ("blip-2", "gemma3", "idefics2", "llava", "qwen2_audio", "voxtral")
+WITHOUT_TEXT = ("florence2", "qwen2_5_vl", "qwen2_5_omni", "t5gemma")
+
+
+@pytest.mark.parametrize("kind", [*WITH_TEXT, *WITHOUT_TEXT, pytest.param("every", marks=exhaustive)])
+def test_a_composite_model_is_a_language_model_of_the_same_weights_or_refused(kind: str, tmp_path: Path) -> None:
+    kinds = composites() if kind == "every" else [kind]
+    assert kind != "every" or {*WITH_TEXT, *WITHOUT_TEXT} < set(kinds)
+    for each in kinds:
+        whole = CONFIG_MAPPING[each]()
+        folder = tmp_path / each
+        whole.save_pretrained(folder)
+        try:
+            config = read_hf_config(folder, {})
+        except ValueError as error:
+            assert each not in WITH_TEXT
+            assert "vision.enabled=true" in str(error)  # noqa: PT017  # either outcome is right for other kinds
+            continue
+        assert each not in WITHOUT_TEXT
+        assert not config.is_encoder_decoder
+        auto = next((auto for auto in WHOLE if type(whole) in auto._model_mapping), None)
+        with torch.device("meta"):
+            try:
+                alone = AutoModelForCausalLM.from_config(config)
+                inside = None if auto is None else auto.from_config(CONFIG_MAPPING[each]())
+            except Exception:  # noqa: BLE001  # defaults that its own code does not take, or a library that is missing
+                assert each not in WITH_TEXT
+                continue
+        if inside is not None:
+            names = language_names(name for name, _ in inside.named_parameters(remove_duplicate=False))
+            own = {name for name, _ in alone.named_parameters()}
+            every = {name for name, _ in alone.named_parameters(remove_duplicate=False)}
+            assert own <= names.keys() <= every, each

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from rl_core.torch.files.model_files import READ_AS_WEIGHTS, OpenWeights, WeightFiles
+from rl_core.torch.files.model_files import READ_AS_WEIGHTS, OpenWeights, WeightFiles, head_advice
 from rl_core.torch.quantization.formats import WeightFormat, rounded
 from rl_core.torch.training.lora import LORA_A, LORA_B, WEIGHT
 from rl_core.weights import TensorSpec
@@ -91,6 +91,36 @@ class Catalog:
         """The same, with names of tensors that stay float32."""
         entries = (replace(entry, keeps_float32=entry.name in float32) for entry in self.entries)
         return replace(self, entries=tuple(entries))
+
+    def problem(self, files: WeightFiles, *, new: Iterable[str] = (), foreign: Iterable[str] = ()) -> str:
+        """Return which weights are missing in files, or unexpected; empty if they are those of the model.
+
+        Args:
+            files: Files with the weights of the whole model.
+            new: Names that the files need not have.
+            foreign: Names that the files may have in addition to the model's own.
+        """
+        stored = files.names
+        sources = {entry.name: self.sources(entry, stored) for entry in self.entries}
+        missing = [
+            piece.name
+            for entry in self.entries
+            for piece in entry.pieces
+            if sources[entry.name] is None and entry.name not in set(new) and piece.name not in stored
+        ]
+        known = {piece.name for found in sources.values() for piece in found or ()}
+        known |= {*self.tied_in_files, *self.tied, *(entry.name for entry in self.entries), *foreign}
+        ignored = [re.compile(pattern) for pattern in self.ignored]
+        unexpected = [name for name in sorted(stored) if name not in known and not any(p.search(name) for p in ignored)]
+        if not missing and not unexpected:
+            return ""
+        with files.open() as opened:
+            quantised = next((name for name in unexpected if opened.dtype(name) not in READ_AS_WEIGHTS), None)
+            advice = "" if quantised is None else f". {_quantised(quantised, opened.dtype(quantised))}"
+        return (
+            f"the weights in {files.folder} are not those of a {self.kind}: "
+            f"missing {_shown(missing)}; unexpected {_shown(unexpected)}{advice or head_advice(unexpected)}"
+        )
 
     def sources(self, entry: Entry, available: Set[str]) -> list[Piece] | None:
         """Tensors to read a weight from: its pieces, or one tensor under its own or a tied name; None if there are
@@ -172,26 +202,10 @@ class Weights:
         Raises:
             ValueError: Naming weights that are missing, unexpected, or of another shape.
         """
-        stored = files.names
-        sources = {entry.name: self.catalog.sources(entry, stored) for entry in self.catalog.entries}
-        missing = [
-            piece.name
-            for entry in self.catalog.entries
-            for piece in entry.pieces
-            if sources[entry.name] is None and entry.name not in set(new) and piece.name not in stored
-        ]
-        known = {piece.name for found in sources.values() for piece in found or ()}
-        known |= {*self.tied, *self.catalog.tied, *(entry.name for entry in self.catalog.entries), *foreign}
-        ignored = [re.compile(pattern) for pattern in self.catalog.ignored]
-        unexpected = [name for name in sorted(stored) if name not in known and not any(p.search(name) for p in ignored)]
+        if problem := self.catalog.problem(files, new=new, foreign=foreign):
+            raise ValueError(problem)
+        sources = {entry.name: self.catalog.sources(entry, files.names) for entry in self.catalog.entries}
         with files.open() as opened, torch.no_grad():
-            if missing or unexpected:
-                quantised = next((name for name in unexpected if opened.dtype(name) not in READ_AS_WEIGHTS), None)
-                raise ValueError(
-                    f"the weights in {files.folder} are not those of a {self.catalog.kind}: "
-                    f"missing {_shown(missing)}; unexpected {_shown(unexpected)}"
-                    + ("" if quantised is None else f". {_quantised(quantised, opened.dtype(quantised))}")
-                )
             for name, target in self._tensors.items():
                 for piece in sources[name] or ():
                     read_into(opened, piece, target)

@@ -9,13 +9,13 @@ from typing import Any
 
 from rl_core.hf_config import HFConfig, with_overrides
 
-LANGUAGE_PREFIX = re.compile(r"^(?:model\.)?language_model\.(?:model\.)?")
+LANGUAGE_PREFIX = re.compile(r"^(?:model\.)?(?:language_model|text_model)\.(?:model\.)?")
 """Start of the names of the language model's weights in the files of a composite model, which differs by family and by
 the version of `transformers` that wrote them."""
 
 HEAD = "lm_head."
 
-KEY_MAPPING = {rf"^language_model\.{re.escape(HEAD)}": HEAD, LANGUAGE_PREFIX.pattern: "model."}
+KEY_MAPPING = {rf"^(?:language_model|text_model)\.{re.escape(HEAD)}": HEAD, LANGUAGE_PREFIX.pattern: "model."}
 """Names in these files to names in the language model, as `from_pretrained` takes them; the first pattern that fits
 counts."""
 
@@ -31,10 +31,13 @@ def language_config(config: HFConfig) -> Any:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     text = config.get_text_config()
-    if "text_config" not in config.sub_configs or type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    is_other = config.is_encoder_decoder or text.is_encoder_decoder
+    if is_other or "text_config" not in config.sub_configs or type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return config
-    # the composite model ties its head by its own word
-    text.tie_word_embeddings = config.tie_word_embeddings
+    # The composite model ties its head by its own word, if it has one.
+    fields = config.to_dict()
+    if "tie_word_embeddings" in fields:
+        text.tie_word_embeddings = fields["tie_word_embeddings"]
     family: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(text)]
     text.architectures = [family.__name__]
     if text.dtype is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -153,9 +154,15 @@ def read_hf_config(folder: Path, overrides: Mapping[str, Any], *, is_whole: bool
         is_whole: True for the whole config of a composite model.
 
     Raises:
-        ValueError: Naming overrides that are not fields of this config.
+        ValueError: Naming overrides that are not fields of this config, or the type of a composite model whose text
+            cannot be trained alone.
     """
     config = (read_composite_config if is_whole else read_language_config)(folder, overrides)
+    if not is_whole and config.get_text_config() is not config:
+        raise ValueError(
+            f"{config.model_type} models cannot be trained as language models: transformers has no causal language "
+            "model of their text. Use a model of text, or set vision.enabled=true for a family that trains with images"
+        )
     vars(config).pop("quantization_config", None)
     return config
 
@@ -211,14 +218,14 @@ class WeightFiles:
         Raises:
             ValueError: If the folder has no safetensors.
         """
-        file_of = _files_of_tensors(folder)
+        file_of, kept_as = _unwrapped(_files_of_tensors(folder))
         if is_whole:
             others = tower_names(file_of)
-            return cls(folder, _renamed(file_of, others), others)
-        if not _is_composite(folder):
-            return cls(folder, file_of)
-        stored_as = language_names(file_of)
-        return cls(folder, {name: file_of[stored] for name, stored in stored_as.items()}, stored_as)
+            own = _renamed(file_of, others)
+            return cls(folder, own, kept_as | {name: kept_as.get(other, other) for name, other in others.items()})
+        named = language_names(file_of) if _is_composite(folder) else _bare_names(folder, file_of)
+        stored_as = {name: kept_as.get(other, other) for name, other in named.items()}
+        return cls(folder, {name: file_of[other] for name, other in named.items()}, stored_as)
 
     @cached_property
     def names(self) -> frozenset[str]:
@@ -259,6 +266,54 @@ def _renamed(file_of: Mapping[str, str], others: Mapping[str, str]) -> dict[str,
     """Files by name, with names in place of other ones."""
     own = {other: name for name, other in others.items()}
     return {own.get(name, name): file for name, file in file_of.items()}
+
+
+_WRAPPERS = re.compile(r"^(?:module\.|_orig_mod\.|_fsdp_wrapped_module\.)+")
+"""Start of the names of weights that were saved from within a wrapper: of data parallelism, `torch.compile` or FSDP."""
+
+_BARE_LAYER = re.compile(r"^(?:decoder\.|encoder\.)?(?:layers|h|blocks|block)\.\d+\.")
+"""Start of the names of layers of a model that was saved without its head."""
+
+_HEADS = ("lm_head.", "score.", "v_head.", "value_head.", "embed_out.")
+"""Start of the names of heads, which a model has next to its body."""
+
+
+def _unwrapped(file_of: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+    """Return files by name, without the names of wrappers that all of them start with, and the names in the files that
+    differ."""
+    if not all(_WRAPPERS.match(name) for name in file_of):
+        return dict(file_of), {}
+    kept_as = {_WRAPPERS.sub("", name): name for name in file_of}
+    return {name: file_of[stored] for name, stored in kept_as.items()}, kept_as
+
+
+def _bare_names(folder: Path, stored: Iterable[str]) -> dict[str, str]:
+    """Return the names that weights have in a causal language model to their names in files; they differ if the files
+    were saved from a model without its head."""
+    stored = list(stored)
+    if not any(map(_BARE_LAYER.match, stored)) or not (folder / CONFIG).is_file():
+        return {name: name for name in stored}
+    # comes with the backends
+    from transformers import MODEL_MAPPING, AutoConfig
+
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    prefix = MODEL_MAPPING[type(config)].base_model_prefix if type(config) in MODEL_MAPPING else ""
+    if not prefix or any(name.startswith(f"{prefix}.") for name in stored):
+        return {name: name for name in stored}
+    return {name if name.startswith(_HEADS) else f"{prefix}.{name}": name for name in stored}
+
+
+def head_advice(names: Iterable[str]) -> str:
+    """Return what to do about heads of other libraries among the names of weights that a model does not have; empty
+    without any."""
+    found = sorted(name for name in names if name.startswith(("v_head.", "value_head.", "score.")))
+    if not found:
+        return ""
+    return (
+        f". {found[0]} belongs to a head of values or scores, which is read only as score.weight [1, hidden size], "
+        "without a bias, and only for a critic or a reward model. Save the model without this head, or save a model "
+        "with num_labels=1 (AutoModelForSequenceClassification) that has its weight"
+    )
 
 
 def _files_of_tensors(folder: Path) -> dict[str, str]:

@@ -13,6 +13,9 @@ from rl_dtensor.parallel.sizes import SECTION
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma3", "idefics3", "smolvlm", "internvl")
 """Model types that train with images."""
 
+ONLY_WITH_IMAGES = ("qwen2_5_vl", "qwen3_vl")
+"""Those of them of whose text alone transformers has no causal language model."""
+
 SIZED = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
 """Those of them whose image processors scale images to a number of pixels."""
 
@@ -26,10 +29,13 @@ def vision_problems(vision: VisionConfig, backend: DTensorConfig, fields: Mappin
     """Settings that do not go with a vision-language model.
 
     Args:
-        vision: Settings of images; without `enabled` nothing is checked.
+        vision: Settings of images.
         backend: Settings of the backend.
         fields: Fields of the whole Hugging Face config; empty if it is not available.
     """
+    if not vision.enabled and fields.get("model_type") in ONLY_WITH_IMAGES:
+        reason = f"must be true for {fields['model_type']} models, which cannot be trained as language models"
+        yield Problem("vision.enabled", reason, got=False, remedy="Set it to true; rows need no images")
     if not vision.enabled:
         return
     if backend.pipeline_parallel_size > 1:
