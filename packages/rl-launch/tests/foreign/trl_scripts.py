@@ -414,18 +414,57 @@ trainer = CPOTrainer(model="x/y", args=CPOConfig("out"), train_dataset=pairs)  #
 trainer.train()  #: converted
 """,
     "simpo by a loop": """
-import itertools
-from datasets import load_dataset
+from datasets import concatenate_datasets, load_dataset
+from functools import partial
 from trl import CPOConfig, CPOTrainer
 from mine import clean, patch
 
 patch()  #: check
-train = load_dataset("a/p", split="train")  #: converted
+parts = []
+for name in ["a/p", "b/p"]:
+    parts.append(load_dataset(name, split="train"))  #: converted
+train = concatenate_datasets(parts)  #: converted
 train = clean(train)  #: check
-for beta in [2.0, 2.5]:  #: check
-    args = CPOConfig("out", loss_type="simpo", beta=beta, simpo_gamma=1.2, cpo_alpha=0.0)  #: check
+configure = partial(CPOConfig, "out", loss_type="simpo", cpo_alpha=0.0)
+args = configure(beta=2.5, simpo_gamma=read_gamma())  #: check
+match args.beta:  #: check
+    case 2.5:
+        args.max_steps = 5  #: converted
 trainer = CPOTrainer(model="x/y", args=args, train_dataset=train)  #: check
-trainer.train()  #: converted
+while trainer.state.epoch < 3:  #: check
+    trainer.train()  #: converted
+""",
+    "sft by a class": """
+from datasets import load_dataset
+from peft import LoraConfig
+from transformers import AutoConfig, AutoModelForCausalLM
+from trl import SFTConfig, SFTTrainer
+
+class Settings:
+    lr = 3e-5
+    model = "x/y"
+
+class Runner:
+    def __init__(self, settings):
+        self.settings = settings
+        self.config = AutoConfig.from_pretrained(settings.model)  #: check
+        self.config.attention_dropout = 0.1  #: check
+        self.peft = LoraConfig(r=8)  #: converted
+        self.peft.r = 64  #: converted
+
+    def run(self):
+        model = AutoModelForCausalLM.from_pretrained(self.settings.model, config=self.config)  #: check
+        args = SFTConfig("out", learning_rate=self.settings.lr)  #: converted
+        data = load_dataset("a/b", split=["train[:90%]", "train[90%:]"])  #: converted
+        trainer = SFTTrainer(  #: converted
+            model, args=args, train_dataset=data[0], eval_dataset=data[1], peft_config=self.peft
+        )
+        trainer.args.max_steps = 7  #: converted
+        trainer.train_dataset = trainer.train_dataset.filter(lambda row: row["ok"])  #: check
+        trainer.train()  #: converted
+        trainer.model.save_pretrained("out")
+
+Runner(Settings()).run()
 """,
     "sft by a parser": """
 from dataclasses import dataclass, field

@@ -284,7 +284,7 @@ def _tidy(recipe: dict[str, Any]) -> dict[str, Any]:
     return ordered
 
 
-def _restore(shorter: dict[str, Any], whole: dict[str, Any], path: KeyPath) -> None:
+def _restore(shorter: dict[Any, Any], whole: dict[Any, Any], path: KeyPath) -> None:
     """Put the value of a key back, or the values of its section."""
     *sections, last = path
     for name in sections:

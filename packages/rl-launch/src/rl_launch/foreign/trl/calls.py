@@ -156,6 +156,8 @@ def _load_dataset(reading: Reading, call: Call) -> Any:
         sources = {"": Data((settings,))}
     found = Thing("splits", path, parts=dict(sources))
     reading.say(Fate.CONVERTED, "data.train or data.validation, where it is used")
+    if isinstance(split, list):
+        return [_split(reading, found, Call("get", call.node, [each])) for each in split]
     return found if split is None else _split(reading, found, Call("get", call.node, [split]))
 
 
@@ -364,7 +366,8 @@ def _loading(reading: Reading, call: Call, taken: tuple[str, ...], quantized: tu
         if key in quantized:
             reading.say(Fate.REFUSED, "4-bit or 8-bit weights during training", line=call.line(key))
         elif not (key == "revision" and value == "main"):
-            reading.say(Fate.CHECK, f"{key} of from_pretrained is not converted", line=call.line(key))
+            where = reading.computed(value)
+            reading.say(Fate.CHECK, f"{key} of from_pretrained is not converted{where}", line=call.line(key))
     if call.extra:
         reading.say(Fate.CHECK, "arguments in ** that are not read")
 
@@ -412,6 +415,12 @@ def _get_peft_model(reading: Reading, call: Call) -> Any:
 def _quantized(reading: Reading, call: Call) -> Any:
     reading.say(Fate.REFUSED, "4-bit or 8-bit weights during training")
     return Thing("quantization", call.name)
+
+
+def _prepared(reading: Reading, call: Call) -> Any:
+    """The model, whose gradients are configured automatically."""
+    reading.say(Fate.UNRELATED, "gradients are configured automatically")
+    return call.positional[0] if call.positional else unknown()
 
 
 def _no_quantization(reading: Reading, call: Call) -> Any:
@@ -497,6 +506,14 @@ def _set_tokenizer(reading: Reading, tokenizer: Thing, name: str, value: Any, _:
         reading.say(Fate.CHECK, f"{name} of the tokenizer is not converted")
 
 
+def _set_adapters(reading: Reading, adapters: Thing, name: str, value: Any, _: ast.stmt) -> None:
+    if name in _ADAPTERS:
+        adapters.parts[_ADAPTERS[name]] = value
+        reading.say(Fate.CONVERTED, "policy.lora_cfg")
+    else:
+        reading.say(Fate.CHECK, f"{name} of the adapters is not converted")
+
+
 def _set_model(reading: Reading, model: Thing, name: str, value: Any, _: ast.stmt) -> None:
     if name in ("use_cache", "pad_token_id", "pretraining_tp") or model.name.endswith("generation_config"):
         reading.say(Fate.UNRELATED, "it does not change the training")
@@ -552,7 +569,11 @@ def _other_trainer(reading: Reading, call: Call) -> Any:
 
 def _of_trainer(reading: Reading, trainer: Thing, call: Call) -> Any:
     name = call.name
-    if name == "train":
+    if name == "train" and reading.is_trained:
+        reading.is_trained = False
+        reading.say(Fate.REFUSED, "training more than once in a script")
+        reading.is_trained = True
+    elif name == "train":
         value = call.named("resume_from_checkpoint").given.get("resume_from_checkpoint")
         if isinstance(value, str):
             reading.say(
@@ -598,6 +619,16 @@ def _replaced(reading: Reading, call: Call) -> Any:
         reading.configs = [each for each in reading.configs if each is not first] + [found]
     reading.say(Fate.CONVERTED, "a copy with other values")
     return found
+
+
+def _partial(reading: Reading, call: Call) -> Any:
+    """A function with some of its arguments."""
+    if not call.positional or not isinstance(call.positional[0], Thing):
+        return unknown(*call.positional, *call.given.values())
+    function, *positional = call.positional
+    reading.say(Fate.UNRELATED, "it is read where it is called")
+    parts = {"function": function, "positional": positional, "given": call.given}
+    return Thing("partial", function.name, parts=parts)
 
 
 def _seed(reading: Reading, call: Call) -> Any:
@@ -684,10 +715,7 @@ CALLS: Mapping[str, Known] = {
     "get_quantization_config": _no_quantization,
     "get_kbit_device_map": _no_quantization,
     "BitsAndBytesConfig": _quantized,
-    "prepare_model_for_kbit_training": lambda reading, call: (
-        reading.say(Fate.UNRELATED, "gradients are configured automatically"),
-        call.positional[0] if call.positional else unknown(),
-    )[1],
+    "prepare_model_for_kbit_training": _prepared,
     "setup_chat_format": _vocabulary,
     "clone_chat_template": _vocabulary,
     "get_chat_template": _vocabulary,
@@ -696,6 +724,7 @@ CALLS: Mapping[str, Known] = {
     "manual_seed_all": _seed,
     "seed": _seed,
     "setattr": _setattr,
+    "partial": _partial,
     "replace": _replaced,
     "deepcopy": _replaced,
     "TrlParser": _parser,
@@ -716,6 +745,7 @@ METHODS: Mapping[str, Method] = {
 """Methods, by the role of their object."""
 
 SETTERS: Mapping[str, Callable[[Reading, Any, str, Any, ast.stmt], None]] = {
+    "adapters": _set_adapters,
     "tokenizer": _set_tokenizer,
     "model": _set_model,
     "trainer": _set_trainer,

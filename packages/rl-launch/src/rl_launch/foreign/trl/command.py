@@ -79,11 +79,12 @@ def _script(path: Path, started: str, flags: dict[str, Any]) -> Script:
     file = path.parent / started
     if started.endswith(".py") and file.is_file():
         script = read_script(file, flags)
-        checks, refused, lines = (
-            tuple(replace(each, file=started) for each in several)
-            for several in (script.checks, script.refused, script.lines)
+        return replace(
+            script,
+            checks=_placed(script.checks, started),
+            refused=_placed(script.refused, started),
+            lines=_placed(script.lines, started),
         )
-        return replace(script, checks=checks, refused=refused, lines=lines)
     name = Path(started).stem
     stem = _COMMANDS.get(name.partition("_")[0])
     if stem is None:
@@ -100,6 +101,10 @@ def _script(path: Path, started: str, flags: dict[str, Any]) -> Script:
     values = dict(flags)
     algorithm = class_defaults(stem, values)
     return Script(algorithm, values, frozenset(), checks, (), ())
+
+
+def _placed(lines: tuple[Line, ...], file: str) -> tuple[Line, ...]:
+    return tuple(replace(each, file=file) for each in lines)
 
 
 def _with_config(flags: dict[str, Any], path: Path) -> dict[str, Any]:

@@ -28,6 +28,9 @@ from rl_launch.foreign.trl.values import (
 )
 
 _MAX_DEPTH = 8
+_MAX_ROUNDS = 16
+_GLOBALS = " globals"
+"""Entry of a scope for the names that belong to the module; no name has a space."""
 _MUTABLE = TRACKED - {"data"}
 _PURE = (
     "Path", "abs", "all", "any", "bool", "dict", "enumerate", "float", "getattr", "hasattr", "int", "isinstance", "len",
@@ -205,7 +208,7 @@ class Reading:
 
     def _mark(self, statement: ast.stmt, fate: Fate, reason: str) -> None:
         key = (statement.lineno, statement.col_offset)
-        if key not in self.lines or self.lines[key].fate < fate:
+        if key not in self.lines or self.lines[key].fate <= fate:
             self.lines[key] = Line(statement.lineno, self._text[statement.lineno - 1].strip(), fate, reason)
 
     def _skipped(self, body: Iterable[ast.stmt], reason: str) -> None:
@@ -235,20 +238,23 @@ class Reading:
     def _functiondef(self, statement: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
         self._scopes[-1][statement.name] = Thing("function", statement.name, node=statement)
         self.say(Fate.UNRELATED, "the definition of a function, which is read where it is called")
+        self._skipped(statement.body, "a line of a function that is not called")
 
     _asyncfunctiondef = _functiondef
 
     def _classdef(self, statement: ast.ClassDef) -> None:
         parents = [self.value(base) for base in statement.bases]
         base = next((each.last_name for each in parents if isinstance(each, Thing)), "")
-        fields = {
-            each.target.id: (each.value, each.lineno)
-            for each in statement.body
-            if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
-        }
-        defaults = {name: self._default(node) for name, (node, _) in fields.items()}
+        defaults: dict[str, Any] = {}
+        for each in statement.body:
+            match each:
+                case ast.AnnAssign(target=ast.Name(id=name), value=value):
+                    defaults[name] = self._default(value)
+                case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                    defaults[name] = self.value(value)
         self._scopes[-1][statement.name] = Thing("class", base or statement.name, parts=defaults, node=statement)
         self.say(Fate.UNRELATED, "the definition of a class")
+        self._skipped(statement.body, "a line of a class, which is read where it is used")
 
     def _default(self, node: ast.expr | None) -> Any:
         """The default of a field of a dataclass."""
@@ -283,7 +289,8 @@ class Reading:
             value = replace(value, lines=tuple(sorted({*value.lines, self._here.lineno})))
         match target:
             case ast.Name(id=name):
-                self._scopes[-1][name] = value
+                is_global = name in self._scopes[-1].get(_GLOBALS, ())
+                self._scopes[0 if is_global else -1][name] = value
             case ast.Starred(value=inner):
                 self.bind(inner, unknown(value))
             case ast.Tuple(elts=targets) | ast.List(elts=targets):
@@ -307,6 +314,9 @@ class Reading:
             self._patch(owner, name)
         elif isinstance(owner, Thing) and owner.role in ("options", "instance"):
             owner.parts[name] = value
+        elif isinstance(owner, Thing) and not owner.role and not touched(owner):
+            # it counts if the object is used
+            owner.lines = (*owner.lines, self._here.lineno)
         elif touched(owner):
             self.say(Fate.CHECK, f"sets {name} of a value of the {' and the '.join(sorted(touched(owner)))}")
 
@@ -360,24 +370,26 @@ class Reading:
     def _if(self, statement: ast.If) -> None:
         test = self._truth(statement.test)
         if isinstance(test, bool):
-            taken, left = (statement.body, statement.orelse) if test else (statement.orelse, statement.body)
-            self.run(taken)
+            holds, left = (statement.body, statement.orelse) if test else (statement.orelse, statement.body)
+            self.run(holds)
             self._skipped(left, "its condition does not hold")
             self._said = [(Fate.UNRELATED, "its condition is known without running the script")]
             return
-        fates = self._inside(statement.body)
-        others = self._branch(statement.orelse)
+        trained = self.is_trained
+        fates, others = self._inside(statement.body), self._branch(statement.orelse)
         if max(fates, others) > Fate.UNRELATED:
             taken = "the first branch is" if others > Fate.UNRELATED else "the lines below it are"
-            self.say(Fate.CHECK, f"is decided when the script runs; {taken} read as if the condition holds")
+            self._decided(f"is decided when the script runs; {taken} read as if the condition holds", trained=trained)
 
     def _branch(self, body: list[ast.stmt]) -> Fate:
         """Read a branch that is not taken: its lines are accounted for, and what it assigns is dropped."""
         kept = [dict(scope) for scope in self._scopes]
         trainers, configs, trained = list(self.trainers), list(self.configs), self.is_trained
+        num_returned = len(self._returned)
         found = self._inside(body)
         for scope, before in zip(self._scopes, kept, strict=True):
             scope.update(before)
+        del self._returned[num_returned:]
         if trainers or trained:
             self.trainers, self.configs, self.is_trained = trainers, configs, trained
         return found
@@ -401,6 +413,13 @@ class Reading:
 
     def _for(self, statement: ast.For | ast.AsyncFor) -> None:
         several = self.value(statement.iter)
+        if isinstance(several, list | tuple | range) and 0 < len(several) <= _MAX_ROUNDS:
+            for each in several:
+                self.bind(statement.target, each)
+                self.run(statement.body)
+            self.run(statement.orelse)
+            self.say(Fate.UNRELATED, "the lines below it are read for each value")
+            return
         is_part = isinstance(several, Thing) and several.role == "model"
         self.bind(statement.target, several if is_part else unknown(several))
         self._loop(statement.body + statement.orelse)
@@ -413,8 +432,22 @@ class Reading:
 
     def _loop(self, body: list[ast.stmt]) -> None:
         self._touched.clear()
+        trained = self.is_trained
         if self._inside(body) > Fate.UNRELATED:
-            self.say(Fate.CHECK, "repeats lines that are read once")
+            self._decided("repeats lines that are read once", trained=trained)
+
+    def _decided(self, text: str, *, trained: bool) -> None:
+        """List the header of lines that act on the training, even if they train."""
+        trains, self.is_trained = self.is_trained, trained
+        self.say(Fate.CHECK, text)
+        self.is_trained = trains
+
+    def _match(self, statement: ast.Match) -> None:
+        self.value(statement.subject)
+        trained = self.is_trained
+        fates = [self._inside(statement.cases[0].body), *(self._branch(case.body) for case in statement.cases[1:])]
+        if max(fates) > Fate.UNRELATED:
+            self._decided("is decided when the script runs; its first case is read", trained=trained)
 
     def _with(self, statement: ast.With | ast.AsyncWith) -> None:
         for item in statement.items:
@@ -436,10 +469,16 @@ class Reading:
         self.run(statement.finalbody)
         self.say(Fate.UNRELATED, "the lines below it are read in order")
 
-    def _assert(self, statement: ast.Assert) -> None:
+    def _assert(self, statement: ast.stmt) -> None:
+        self._generic(statement)
+        self._touched.clear()
         self.say(Fate.UNRELATED, "a check of the script")
 
-    _raise = _delete = _pass = _global = _nonlocal = _break = _continue = _assert
+    _raise = _delete = _pass = _nonlocal = _break = _continue = _assert
+
+    def _global(self, statement: ast.Global) -> None:
+        self._scopes[-1].setdefault(_GLOBALS, set()).update(statement.names)
+        self.say(Fate.UNRELATED, "names of the module")
 
     # Expressions
 
@@ -477,6 +516,8 @@ class Reading:
                 value = self.value(inner)
                 self.bind(target, value)
                 return value
+            case ast.ListComp(elt=element, generators=[ast.comprehension(target=target, iter=several, ifs=[])]):
+                return self._comprehension(element, target, self.value(several))
             case ast.Lambda():
                 return Thing("function", "a lambda", node=node)
             case ast.Slice():
@@ -501,6 +542,16 @@ class Reading:
             value = self.value(element.value if isinstance(element, ast.Starred) else element)
             found += list(value) if isinstance(element, ast.Starred) and isinstance(value, list | tuple) else [value]
         return found
+
+    def _comprehension(self, element: ast.expr, target: ast.expr, several: Any) -> Any:
+        self._scopes.append({})
+        known = isinstance(several, list | tuple | range) and len(several) <= _MAX_ROUNDS
+        found = []
+        for each in several if known else [unknown(several)]:
+            self.bind(target, each)
+            found.append(self.value(element))
+        self._scopes.pop()
+        return found if known else unknown(several, *found)
 
     def _dictionary(self, keys: list[ast.expr | None], values: list[ast.expr]) -> Any:
         found: dict[Any, Any] = {}
@@ -544,7 +595,7 @@ class Reading:
         match owner:
             case Thing(role="import"):
                 return Thing("import", f"{owner.name}.{name}")
-            case Thing(role="options" | "instance" | "config") if name in owner.parts:
+            case Thing(role="options" | "instance" | "class" | "config" | "trainer") if name in owner.parts:
                 return self._read(owner.parts[name])
             case Thing(role="config" | "options"):
                 return unknown(name=f"{owner.name}.{name}")
@@ -556,7 +607,8 @@ class Reading:
 
     def _entry(self, owner: Any, key: Any) -> Any:
         if isinstance(owner, Thing) and owner.role == "splits" and isinstance(key, str):
-            return self._methods["splits"](self, owner, Call("get", ast.Call(lineno=self._here.lineno), [key]))
+            call = ast.copy_location(ast.Call(func=ast.Name(id="get"), args=[], keywords=[]), self._here)
+            return self._methods["splits"](self, owner, Call("get", call, [key]))
         if isinstance(owner, Thing) and owner.name == "os.environ":
             return unknown(name=f"the environment variable {key}")
         if isinstance(owner, Thing) and owner.role == "model":
@@ -617,8 +669,15 @@ class Reading:
         if role in self._methods:
             return self._methods[role](self, owner, call)
         target = self._named(node.func.id) if isinstance(node.func, ast.Name) else None
-        if isinstance(target, Thing) and target.role == "function" and isinstance(target.node, ast.FunctionDef):
+        if isinstance(target, Thing) and target.role == "partial":
+            given = {**target.parts["given"], **call.given}
+            positional = [*target.parts["positional"], *call.positional]
+            call = replace(call, name=target.last_name, positional=positional, given=given)
+            target = target.parts["function"]
+        if isinstance(target, Thing) and target.role == "function":
             return self._local(target, call)
+        if isinstance(owner, Thing) and owner.role == "instance" and (method := self._method_of(owner, call.name)):
+            return self._local(method, replace(call, positional=[owner, *call.positional]))
         if isinstance(target, Thing) and target.role == "class":
             return self._constructed(target, call)
         if call.name in self._calls:
@@ -692,6 +751,11 @@ class Reading:
         """Read the body of a function of the script in the place of its call."""
         node = function.node
         self._called.add(id(node))
+        if isinstance(node, ast.Lambda):
+            self._scopes.append(given)
+            found = self.value(node.body)
+            self._scopes.pop()
+            return found
         names = [*node.args.posonlyargs, *node.args.args]
         defaults = dict(
             zip([each.arg for each in names[len(names) - len(node.args.defaults) :]], node.args.defaults, strict=True)
@@ -710,7 +774,8 @@ class Reading:
         del self._returned[before:]
         self._scopes.pop()
         self.say(Fate.UNRELATED, f"the lines of {function.name} are read in its place")
-        return returned[-1] if returned else None
+        # a branch that is read as taken returns first; None stands for a case that is left out
+        return next((value for value in returned if value is not None), None)
 
     def _constructed(self, kind: Thing, call: Call) -> Any:
         """An object of a class of the script."""
@@ -721,7 +786,16 @@ class Reading:
                 self.say(Fate.REFUSED, f"a {what} of your own (class {kind.node.name})", line=line)
             self._mark(kind.node, Fate.REFUSED, f"a {what} of your own")
             return self._calls[base](self, replace(call, name=base))
-        return Thing("instance", kind.node.name, parts={**kind.parts, **call.given})
+        made = Thing("instance", kind.node.name, parts={**kind.parts, **call.given}, node=kind.node)
+        if start := self._method_of(made, "__init__"):
+            self._local(start, replace(call, positional=[made, *call.positional]))
+        return made
+
+    def _method_of(self, owner: Thing, name: str) -> Thing | None:
+        """A method of an object of a class of the script."""
+        body = owner.node.body if owner.node is not None else []
+        found = next((each for each in body if isinstance(each, ast.FunctionDef) and each.name == name), None)
+        return None if found is None else Thing("function", name, node=found)
 
 
 def _as_read(target: ast.expr) -> ast.expr:

@@ -12,7 +12,7 @@ from rl_core.errors import ConfigError
 from rl_launch.foreign.lines import Fate, Line
 from rl_launch.foreign.trl.calls import ALGORITHMS, CALLS, METHODS, OTHERS, SETTERS
 from rl_launch.foreign.trl.reading import Call, Reading
-from rl_launch.foreign.trl.values import Data, Thing, is_constant, is_made, parts_of, plain
+from rl_launch.foreign.trl.values import Data, Thing, is_constant, is_made, plain
 from rl_launch.foreign_keys.table import table
 
 _REFUSED_ARGUMENTS = {
@@ -57,8 +57,8 @@ class Script:
     algorithm: str
     values: dict[str, Any]
     computed: frozenset[str]
-    checks: tuple[...]
-    refused: tuple[...]
+    checks: tuple[Line, ...]
+    refused: tuple[Line, ...]
     lines: tuple[Line, ...]
     gpus: int | None = None
 
@@ -105,10 +105,12 @@ def class_defaults(stem: str, values: dict[str, Any]) -> str:
     return ALGORITHMS[stem]
 
 
-def _rows(settings: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The source of a dataset, without the slice of its split."""
-    source = settings.get("dataset_name", settings.get("data_path"))
-    return source, settings.get("subset"), str(settings.get("split")).partition("[")[0]
+def _share_rows(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Return whether two datasets have rows in common; two different slices of a split may have none."""
+    if any(one.get(key) != other.get(key) for key in ("dataset_name", "data_path", "subset")):
+        return False
+    [(first, cut), (second, other_cut)] = [str(each.get("split")).partition("[")[::2] for each in (one, other)]
+    return first == second and (not cut or not other_cut or cut == other_cut)
 
 
 def _trains(node: ast.AST) -> bool:
@@ -206,7 +208,8 @@ class _Collected:
             line = trainer.node.line(key)
             if key == "args":
                 if value is not None and (not isinstance(value, Thing) or value.role != "config"):
-                    self._say(Fate.CHECK, "the class of arguments is not known", line)
+                    where = self._reading.computed(value)
+                    self._say(Fate.CHECK, f"the class of arguments is computed{where}; defaults are taken", line)
             elif key == "model":
                 self._model(value, line)
             elif key in _DATA:
@@ -242,7 +245,7 @@ class _Collected:
             return
         if held.is_held_out:
             self.values["eval_dataset"] = None
-        if {_rows(each) for each in train.settings} & {_rows(each) for each in held.settings}:
+        if any(_share_rows(one, other) for one in train.settings for other in held.settings):
             text = "eval_dataset has rows of train_dataset. To hold rows out, set split_validation_size of data.train"
             self._say(Fate.CHECK, text, trainer.node.line("eval_dataset"))
 
@@ -306,6 +309,10 @@ class _Collected:
     def _adapters(self, adapters: Any, line: int) -> None:
         if adapters is None:
             return
+        kind = adapters.name.rpartition(".")[2] if isinstance(adapters, Thing) else ""
+        if kind.endswith("Config") and kind != "LoraConfig":
+            self._say(Fate.REFUSED, f"adapters other than LoRA ({kind})", line)
+            return
         if not isinstance(adapters, Thing) or adapters.role != "adapters":
             self._say(
                 Fate.CHECK, f"the adapters are computed{self._reading.computed(adapters)}. Set policy.lora_cfg", line
@@ -335,18 +342,25 @@ class _Collected:
         several = rewards if isinstance(rewards, list | tuple) else [rewards]
         named = []
         for each in several:
-            name = each if isinstance(each, str) else each.name if isinstance(each, Thing) else ""
-            if isinstance(each, Thing) and each.role in ("function", "instance", "class") and each.node is not None:
+            if isinstance(each, Thing) and each.role == "partial":
+                given = ", ".join(map(str, (*each.parts["positional"], *each.parts["given"])))
+                self._say(Fate.CHECK, f"{each.name} gets the arguments {given}. Write them into the function", line)
+                each = each.parts["function"]
+            if isinstance(each, str):
+                named.append(each)
+            elif isinstance(each, Thing) and isinstance(each.node, ast.FunctionDef | ast.ClassDef):
+                name = each.name
                 text = f"copy {name} (line {each.node.lineno}) into a file such as rewards.py, without what trains"
                 self._say(Fate.CHECK, text, line)
                 named.append(f"rewards.py:{name}")
-            elif isinstance(each, Thing) and each.role == "import" and "." in name:
-                module, _, function = name.rpartition(".")
-                is_here = (self._reading.folder / f"{module.replace('.', '/')}.py").is_file()
-                named.append(f"{module.replace('.', '/')}.py:{function}" if is_here else f"{module}:{function}")
-            elif name:
-                named.append(name)
+            elif isinstance(each, Thing) and each.role == "import" and "." in each.name:
+                module, _, function = each.name.rpartition(".")
+                path = f"{module.replace('.', '/')}.py"
+                is_here = (self._reading.folder / path).is_file()
+                named.append(f"{path}:{function}" if is_here else f"{module}:{function}")
             else:
-                names = [part.name for part in parts_of(each) if isinstance(part, Thing) and part.name]
-                self._say(Fate.CHECK, f"a reward is computed{self._reading.computed(each)}: {', '.join(names)}", line)
+                name = each.name if isinstance(each, Thing) and each.role == "import" else "FUNCTION"
+                where = self._reading.computed(each)
+                self._say(Fate.CHECK, f"the reward {name} is computed{where}. Write it as a function in a file", line)
+                named.append(f"FILE.py:{name}")
         self.values["reward_funcs"] = named

@@ -12,7 +12,7 @@ TRACKED = frozenset({"adapters", "config", "data", "model", "quantization", "tok
 """Roles of the values that training depends on."""
 
 _DTYPES = ("bfloat16", "float16", "float32", "half")
-_ENUMS = ("SchedulerType", "IntervalStrategy", "SaveStrategy", "HubStrategy", "OptimizerNames")
+_ENUMS = ("Split", "SchedulerType", "IntervalStrategy", "SaveStrategy", "HubStrategy", "OptimizerNames")
 _OPERATORS: Mapping[type, Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -43,8 +43,8 @@ class Thing:
     """A value that is not a constant.
 
     Args:
-        role: One of `TRACKED`, or `function`, `class`, `import`, `instance`, `splits`, `parser`, `options`; empty for a
-            value that is not known.
+        role: One of `TRACKED`, or `function`, `class`, `import`, `instance`, `partial`, `splits`, `parser`, `options`;
+            empty for a value that is not known.
         name: Name of the class, the function or the import.
         lines: Lines of the script that computed it, for a value that is not known.
         touches: Roles of the values that it was computed from.
