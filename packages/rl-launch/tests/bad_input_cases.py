@@ -225,7 +225,9 @@ _TEXT = (
         shows=("recipe.yaml:4", "grpo.seed", "line 3"),
         files=_recipe("grpo:", "  seed: 1", "  seed: 2"),
     ),
-    _case("broken YAML", "recipe.yaml", shows=("recipe.yaml:3", "YAML"), files=_recipe("grpo: {seed: 1")),
+    _case(
+        "broken YAML", "recipe.yaml", shows=("recipe.yaml:2", "YAML", "close the {"), files=_recipe("grpo: {seed: 1")
+    ),
     _case("tabs", "recipe.yaml", shows=("recipe.yaml", "spaces"), files=_recipe("grpo:", "\tseed: 1")),
     _case("a list for a recipe", "recipe.yaml", shows=("recipe.yaml", "key: value"), files=_text("- grpo\n")),
     _case("a file that is no text", "recipe.yaml", shows=("recipe.yaml", "UTF-8"), files=_text(b"\xff\xfe\x00g")),
@@ -354,7 +356,8 @@ _PLUGINS = (
         "invalid pattern in a row",
         GRPO,
         "data.train={data_path: rows.jsonl, env_name: match}",
-        shows=("rows.jsonl, line 2", "(a", "pattern"),
+        "env.match.mode=regex",
+        shows=("rows.jsonl, line 2", "`pattern` is not a regular expression"),
         files=_rows({"prompt": "a", "pattern": "a"}, {"prompt": "a", "pattern": "(a"}),
     ),
     _case(
@@ -703,6 +706,15 @@ _SIZES = (
         shows=("command line", "2 GPUs"),
     ),
     _case(
+        "more ranks and engines than fit into any memory",
+        GRPO,
+        "cluster.device=rehearsal",
+        "cluster.gpus_per_node=64",
+        "cluster.num_nodes=4096",
+        "policy.train_global_batch_size=512",
+        shows=("262144 ranks and 262144 engines", "cluster.num_nodes", "cluster.gpus_per_node"),
+    ),
+    _case(
         "a mesh that does not divide a model that is made here",
         SFT,
         "policy.dtensor_cfg.tensor_parallel_size=3",
@@ -773,7 +785,8 @@ _SIZES = (
         "cluster.device=cuda",
         "cluster.gpus_per_node=8",
         "policy.generation.vllm_cfg.tensor_parallel_size=3",
-        key="policy.generation",
+        key="policy.generation.vllm_cfg.tensor_parallel_size",
+        got=3,
         shows=("8 GPUs", "3 GPUs"),
     ),
     _case(

@@ -10,7 +10,7 @@ import pytest
 
 from rl_core.environments.config import EnvironmentConfig
 from rl_core.environments.instance import EnvironmentInstance
-from rl_core.environments.trial import Trial, attempts_on, try_out
+from rl_core.environments.trial import Attempt, Trial, attempts_on, raised_remedy, try_out
 from rl_core.plugins import Requirement
 from rl_core.plugins.user_code import FromFile
 from rl_core.testing.exhaustive import partly_exhaustive
@@ -119,3 +119,18 @@ def test_a_trial_runs_in_another_interpreter_without_the_file(trial, tmp_path):
     command = [sys.executable, "-c", "from rl_core.environments.trial import main; main()"]
     done = subprocess.run(command, input=sent, capture_output=True, check=True)
     assert b"the reward is None" in done.stdout.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("reason", "is_text", "mentions"),
+    [
+        ("TypeError: string indices must be integers, not 'str' (at r.py:2)", True, "prompts of rows.jsonl are strings"),
+        ("AttributeError: 'str' object has no attribute 'get'", True, "completions are strings"),
+        ("TypeError: string indices must be integers, not 'str' (at r.py:2)", False, "0.0"),
+        ("KeyError: 'answer'", True, "0.0"),
+    ],
+)
+def test_a_function_that_takes_strings_for_messages_gets_its_own_remedy(reason, is_text, mentions):
+    question = ({"role": "user", "content": "1+2="},)
+    attempt: Attempt = attempts_on("rows.jsonl, line 3", "rows:train:2", question, {}, is_text=is_text)[0]
+    assert mentions in raised_remedy(reason, attempt)

@@ -1,6 +1,7 @@
 """Runs from Python, as far as they go without starting one."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -140,6 +141,25 @@ def test_values_that_no_config_can_hold_are_refused_by_their_key(started, key, v
     with pytest.raises(ConfigError, match=says):
         rl_launch.train("grpo-arithmetic", {key: value})
     assert not started
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: rl_launch.train("sft-arithmetic", {"sft.sede": 3}), r"sft\.sede \(overrides\): "),
+        (lambda: rl_launch.train("sft-arithmetic", ["sft.seed"]), r"'sft\.seed' \(overrides\): .* sft\.seed=VALUE"),
+        (lambda: rl_launch.train("sft-arithmetic", {"data.train": "p.jsonl"}), r"data\.train\.data_path=p\.jsonl"),
+        (lambda: rl_launch.evaluate("sft-arithmetic", {"data.validation": None}), r"tasks=\['gsm8k'\]"),
+        (lambda: rl_launch.evaluate("rows.jsonl"), r"evaluate\(MODEL, tasks=\['rows\.jsonl'\]\)"),
+        (lambda: rl_launch.train("rows.jsonl"), r"rows\.jsonl is data\. .*data\.train\.data_path=rows\.jsonl"),
+    ],
+)
+def test_messages_name_arguments_of_python_and_no_options(call, says, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+    with pytest.raises(ConfigError, match=says) as refused:
+        call()
+    assert not re.search(r"--\w|command line|rl (train|eval) ", str(refused.value))
 
 
 def test_the_traceback_of_a_mistake_ends_at_the_call(started):

@@ -155,6 +155,19 @@ def test_explain_says_which_algorithms_have_a_key():
     assert "only with algorithm: sft" in rl("config", "explain", "sft.max_num_steps")
 
 
+def test_explain_lists_the_keys_of_all_functions_that_a_section_can_name():
+    for section, key, function in (
+        ("loss_fn.surrogate", "tau_positive", "sapo"),
+        ("grpo.adv_estimator", "k", "pass_at_k"),
+    ):
+        _, _, after = rl("config", "explain", section).partition(f"{section}.{key} ")
+        assert f"only with name: {function}" in after.partition(f"{section}.")[0]
+        assert f"only with {section}.name: {function}" in rl("config", "explain", f"{section}.{key}")
+    found = rl("config", "explain", "loss_fn.surrogate")
+    assert "only with name" not in found.partition("clip_low")[0]
+    assert "only with name: clip or gspo\n" in found.partition("dual_clip =")[2]
+
+
 def test_explain_without_recipe_and_key_lists_the_sections_of_all_algorithms_once():
     answer = rl("config", "explain")
     sections = [line.strip() for line in answer.splitlines() if line.startswith("  ") and line[2] != " "]

@@ -7,6 +7,7 @@ import pytest
 from machines import ENGINE, H200, HERE, NO_UV, TO_BUILD, TRAINER, FakeMachine, needs, space
 
 from rl_core.devices import CUDA, REHEARSAL
+from rl_core.install_command import install_command
 from rl_launch.doctor import CHECKS, Check, examine
 from rl_launch.doctor.gpus import GpuDriver
 from rl_launch.worker_envs import Availability
@@ -35,11 +36,11 @@ def test_a_machine_with_everything_can_run():
     ("name", "facts", "found", "remedy"),
     [
         ("python", {"python": "3.10.2"}, "3.10.2", "Python >=3.11,<3.14"),
-        ("ray", {"ray": None}, "not installed", "pip install rl-launch"),
+        ("ray", {"ray": None}, "not installed", install_command("rl-launch")),
         ("ray", {"ray_address": "far:6379"}, "RAY_ADDRESS is far:6379, and nothing answers there", "unset RAY_ADDRESS"),
         ("ray", {"ray_address": "auto"}, "nothing answers", "unset RAY_ADDRESS"),
         ("ray folder", {"ray_folder": Path("/a" * 30)}, "too long", "RAY_TMPDIR"),
-        ("uv", {"uv": None, "environments": {TRAINER: HERE, ENGINE: NO_UV}}, "not installed", "pip install uv"),
+        ("uv", {"uv": None, "environments": {TRAINER: HERE, ENGINE: NO_UV}}, "not installed", install_command("uv")),
         ("packages of generation", {"environments": {TRAINER: HERE, ENGINE: NO_UV}}, "uv is not", "'engine[cpu]'"),
         ("shared memory", {"shared_memory": None}, "no /dev/shm", "--shm-size"),
         ("ports", {"ports_error": "Operation not permitted"}, "Operation not permitted", "127.0.0.1"),

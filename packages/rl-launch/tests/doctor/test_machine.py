@@ -1,5 +1,6 @@
 """A look at the machine that the tests run on, and at what its tools say."""
 
+import importlib.metadata
 import socket
 import subprocess
 import sys
@@ -27,6 +28,17 @@ LOG = """<?xml version="1.0" ?>
   </gpu>
 </nvidia_smi_log>
 """
+
+
+def test_packages_of_the_project_with_other_versions_than_they_need_are_found(monkeypatch):
+    installed = machine.project_distributions()
+    assert {"rl-core", "rl-launch", "rl-vllm"} <= set(installed)
+    version = importlib.metadata.version
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.0.1" if name == "rl-core" else version(name))
+    unmet = Machine().unmet
+    assert all(
+        any(each.startswith(f"{name} needs rl-core") for each in unmet) for name in installed if name != "rl-core"
+    )
 
 
 @pytest.fixture

@@ -1,7 +1,8 @@
 import pytest
 
+from rl_core.config import Problem
 from rl_core.errors import ConfigError, ConfigProblems
-from rl_launch.submit.profile import belongs_to_profile, read_profile, settings_of
+from rl_launch.submit.profile import belongs_to_profile, read_profile, refused, settings_of
 
 
 @pytest.fixture(autouse=True)
@@ -70,3 +71,16 @@ def test_an_option_of_the_script_is_refused_with_the_key_that_sets_it():
 def test_keys_of_profiles_begin_with_a_target():
     assert belongs_to_profile("slurm.partition=gpu")
     assert not belongs_to_profile("cluster.num_nodes=2")
+
+
+def test_what_a_job_lacks_is_named_with_the_file_and_with_its_contents_if_there_is_none(folder):
+    lacking = [Problem("kubernetes.image", "must be set"), Problem("kubernetes.workers.cpus", "must be set")]
+    path = folder / "submit.yaml"
+    without = str(refused(lacking, "kubernetes", ""))
+    assert f"2 problems in {path}" in without
+    _, _, template = without.partition(f"{path} does not exist. ")
+    path.write_text(template.partition("\n")[2])
+    with pytest.raises(ConfigError, match=r"kubernetes\.image \(.*submit\.yaml:2\): must be set, because it is marked"):
+        read_profile("")
+    path.write_text("kubernetes: {namespace: research}\n")
+    assert "does not exist" not in str(refused(lacking, "kubernetes", ""))

@@ -26,7 +26,7 @@ from rl_core.config.keys import all_keys
 from rl_core.config.load import RawConfig, load
 from rl_core.config.messages import Hint, by_another_name, did_you_mean, nearest, nearest_as_remedy
 from rl_core.config.renames import chosen, moved
-from rl_core.config.resolve import Resolved, Values, refusal, resolve, values_of
+from rl_core.config.resolve import Resolved, Values, locale_problem, refusal, resolve, values_of
 from rl_core.config.schema import (
     Config,
     EnvVars,
@@ -79,6 +79,7 @@ __all__ = [
     "is_changed",
     "keys_when_changed",
     "load",
+    "locale_problem",
     "moved",
     "nearest",
     "nearest_as_remedy",

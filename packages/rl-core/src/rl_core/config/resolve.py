@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar, get_args, get_origin
@@ -101,6 +102,10 @@ def resolve(
             remedy = f"Set it: {format_path(path)}=VALUE"
             wrong[path] = Problem(format_path(path), f"must be set, because it is marked {MISSING}", remedy=remedy)
     values = mapped(tree, lambda path, value: _read(key_at(root, path, tree), value))
+    for path, value in leaves(values).items():
+        if isinstance(value, str) and (problem := locale_problem(value)):
+            wrong[path] = problem.at(format_path(path))
+            values = mapped(values, lambda at, other, path=path: None if at == path else other)
     references = _environment_references(written)
     wrong |= literal_credentials(written, references)
     faults = list(wrong.values())
@@ -115,6 +120,20 @@ def resolve(
     if problems:
         raise refusal(hide_values(problems, values, references), raw)
     return Resolved(config.with_references(references), raw)
+
+
+def locale_problem(text: str) -> Problem | None:
+    """Return the problem of an argument or a path that this process cannot decode in its locale; None if it can. Python
+    keeps such bytes as lone surrogates, which no file can contain."""
+    if not any("\ud800" <= character <= "\udfff" for character in text):
+        return None
+    encoding = sys.getfilesystemencoding()
+    return Problem(
+        "",
+        f"contains characters that this process cannot read, because its locale is {encoding} and not UTF-8",
+        got=text.encode("utf-8", "surrogateescape").decode("utf-8", "replace"),
+        remedy="Set the environment variable LC_ALL=C.UTF-8, or PYTHONUTF8=1",
+    )
 
 
 def refusal(problems: Sequence[Problem], raw: RawConfig) -> ConfigProblems:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from rl_core.environments.instance import EnvironmentInstance
 from rl_core.environments.pool import EnvironmentPool
-from rl_core.environments.trial import Attempt, run_quietly
+from rl_core.environments.trial import Attempt, raised_remedy, run_quietly
 from rl_core.errors import WorkerDied, WorkerError
 from rl_core.rollouts.environment import (
     Conversation,
@@ -264,7 +264,6 @@ _REMEDIES: Mapping[Fault, str] = {
         "name parameters after fields of the row, map columns with data.train.columns={PARAMETER: COLUMN}, or "
         "give parameters defaults"
     ),
-    "raised": "return a reward for every response, such as 0.0 for one that cannot be read",
     "process": "catch the exception that ends the process, or increase memory_limit_gib",
     "deadline": "make the call faster, or increase deadline_s",
     "lost": "return the state of a conversation with every turn that does not end it",
@@ -287,7 +286,9 @@ def _failures(plays: Sequence[_Play], name: str, faults: tuple[Fault, ...], hold
     for play in plays:
         if play.failure is not None and play.failure.fault in faults:
             said = f"{play.failure.reason.removesuffix('.')}; tried on {play.attempt}"
-            return Finding(name, said, "failed", _REMEDIES[play.failure.fault])
+            is_raised = play.failure.fault == "raised"
+            remedy = raised_remedy(said, play.attempt) if is_raised else _REMEDIES[play.failure.fault]
+            return Finding(name, said, "failed", remedy)
     return Finding(name, holds)
 
 

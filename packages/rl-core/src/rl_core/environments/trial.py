@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import pickle
 import sys
 from collections.abc import Coroutine, Iterator, Sequence
@@ -29,7 +30,9 @@ SLOW_S = 5.0
 _SLOW = "trying the environment %s on the first rows takes more than %g s: its process is still starting or scoring"
 """Seconds after which a log line reports that an environment's trial is still in progress."""
 
-_REMEDY = " A reward is a number for every response, such as 0.0 for one that it cannot read."
+_REMEDY = "a reward is a number for every response, such as 0.0 for one that it cannot read"
+_MESSAGES_EXPECTED = re.compile("string indices must be integers|'str' object has no attribute")
+"""Errors of a function that takes strings for messages."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +142,7 @@ async def _try_one(trial: Trial, verdict: Verdict) -> None:
 
 async def _attempt_all(pool: EnvironmentPool, trial: Trial, verdict: Verdict) -> None:
     raised: dict[str, list[str]] = {}
+    remedy = ""
     num_attempts: dict[str, int] = {}
     for attempt in trial.attempts:
         num_attempts[attempt.place] = num_attempts.get(attempt.place, 0) + 1
@@ -150,13 +154,33 @@ async def _attempt_all(pool: EnvironmentPool, trial: Trial, verdict: Verdict) ->
             verdict.problems.append(f"{told}.")
             return
         raised.setdefault(attempt.place, []).append(told)
-    remedy = _REMEDY if trial.instance.is_own else ""
+        remedy = remedy or (_sentence(raised_remedy(outcome.reason, attempt)) if trial.instance.is_own else "")
     whole = [told[0] for place, told in raised.items() if len(told) == num_attempts[place]]
     if whole:
         verdict.problems.append(f"{whole[0]}; on others it raises too.{remedy}")
     elif raised:
         first = next(iter(raised.values()))[0]
         verdict.warnings.append(f"{first}; a rollout with such a response fails.{remedy}")
+
+
+def raised_remedy(reason: str, attempt: Attempt) -> str:
+    """Return the remedy for a function of the user that raised, as a clause.
+
+    Args:
+        reason: The error.
+        attempt: The conversation that it was called with.
+    """
+    if not attempt.conversation.is_text or not _MESSAGES_EXPECTED.search(reason):
+        return _REMEDY
+    source = attempt.place.rpartition(", ")[0] or attempt.place
+    return (
+        f"prompts and completions are strings here, because the prompts of {source} are strings. Use them as strings, "
+        "or write the prompts as messages (a list of role and content) to get messages"
+    )
+
+
+def _sentence(text: str) -> str:
+    return f" {text[:1].upper()}{text[1:]}."
 
 
 def attempts_on(

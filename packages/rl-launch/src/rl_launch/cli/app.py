@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -141,6 +142,7 @@ def train(
         show_logs(verbose=verbose)
         outcome = run(given.plan, run_dir=given.run_dir, title=given.name, fresh=fresh, branch_point=given.branch_point)
         sys.stdout.write(f"{given.run_dir}\n")
+        sys.stderr.write(f"next: rl show {shlex.quote(str(given.run_dir))}, or rl view for all runs in a browser\n")
         if not outcome.is_finished:
             raise typer.Exit(UNFINISHED)
 
@@ -266,7 +268,9 @@ def convert(
         if group_size is not None or exclude:
             raise ConfigError("--group-size and --exclude have no effect without --quantize")
         if dtype is not None:
-            raise ConfigError("--dtype has no effect without --quantize. Set policy.precision for the dtype of the files")
+            raise ConfigError(
+                "--dtype has no effect without --quantize. Set policy.precision for the dtype of the files"
+            )
         if verify_with is not None and not verify:
             raise ConfigError("--verify-with and --no-verify cannot be combined")
         show_logs()

@@ -83,14 +83,13 @@ def list_environments(
 ) -> None:
     """List the installed environments. With a name or --all, show their settings, which are set under `env.NAME`."""
     with reported():
-        from rl_core.install_command import install_command
         from rl_launch.commands.catalog import chosen, shared_settings
         from rl_launch.commands.catalog import environments as found
 
         known = found()
         if name is not None:
             one = chosen(known, name, "environment")
-            sys.stdout.write(explanation_text.choice(one, "rl env list", install_command(one.missing)))
+            sys.stdout.write(explanation_text.choice(one, "rl env list"))
             return
         if not everything:
             sys.stdout.write(explanation_text.names({each.name: _line(each) for each in known.values()}))
@@ -101,7 +100,7 @@ def list_environments(
         for each in known.values():
             own = tuple(setting for setting in each.settings if setting.key.rpartition(".")[2] not in everywhere)
             one = replace(each, settings=own)
-            sys.stdout.write(explanation_text.choice(one, "rl env list", install_command(one.missing)))
+            sys.stdout.write(explanation_text.choice(one, "rl env list"))
         sys.stdout.write(explanation_text.settings("settings of every environment", shared))
 
 
@@ -127,7 +126,6 @@ def list_datasets(
     For files (`data.train.data_path`) and other hub datasets, set their columns with keys of `data.train`.
     """
     with reported():
-        from rl_core.install_command import install_command
         from rl_launch.commands.catalog import chosen
         from rl_launch.commands.catalog import datasets as found
         from rl_launch.commands.catalog import hub_datasets as on_hub
@@ -142,7 +140,7 @@ def list_datasets(
             return
         if name is None:
             for each in known.values():
-                sys.stdout.write(explanation_text.choice(each, "rl data list", install_command(each.missing)))
+                sys.stdout.write(explanation_text.choice(each, "rl data list"))
             sys.stdout.write(explanation_text.hub_datasets(hub))
             return
         if name in hub:
@@ -152,7 +150,7 @@ def list_datasets(
         if task is not None:
             sys.stdout.write(explanation_text.task(chosen(each.tasks or {}, task, f"task of {name}")))
             return
-        sys.stdout.write(explanation_text.choice(each, "rl data list", install_command(each.missing)))
+        sys.stdout.write(explanation_text.choice(each, "rl data list"))
         if each.tasks:
             sys.stdout.write(explanation_text.tasks(each.tasks.values()))
 

@@ -73,17 +73,18 @@ def recipes(found: Iterable[Recipe]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def choice(each: Choice, command: str, install: str) -> str:
+def choice(each: Choice, command: str) -> str:
     """An environment or dataset with its settings.
 
     Args:
         each: Environment or dataset to describe.
         command: The command that lists its tasks.
-        install: The command that installs the missing package.
     """
+    from rl_core.install_command import install_command
+
     lines = [each.name, *_wrapped(each.doc, "  ")]
     if each.missing:
-        lines.extend(_wrapped(f"not installed in this environment; install it: {install}", "  "))
+        lines.extend(_wrapped(f"not installed in this environment; install it: {install_command(each.missing)}", "  "))
     lines.extend(_keys(each.settings, "  "))
     if each.tasks:
         lines.extend(_wrapped(f"{len(each.tasks)} tasks; {command} {each.name} lists them", "  "))

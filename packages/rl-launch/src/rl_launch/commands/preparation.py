@@ -6,6 +6,7 @@ each that fails, and leaves out those that would first download rows, build an e
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -13,8 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from rl_algos.data.config import DataConfig
-from rl_algos.data.inputs import network_sources
-from rl_algos.evaluation.tasks import task_of
 from rl_core.config import locale_problem, option
 from rl_core.devices import Device
 from rl_core.environments.trial import Trial
@@ -23,6 +22,9 @@ from rl_core.plugins import AlgorithmEvaluation, RolloutNeeds
 from rl_launch.cluster.device import check_devices
 from rl_launch.cluster.ray_address import check_ray_address
 from rl_launch.commands.family_proof import prove_family
+from rl_launch.doctor.checks import processes_problem, ranks_keys
+from rl_launch.doctor.machine import Machine
+from rl_launch.doctor.needs import needs_of_plan
 from rl_launch.model_files.local_models import MADE_HERE, untrained_model
 from rl_launch.model_files.model_facts import check_tokenizer
 from rl_launch.model_files.model_folder import adapter_problems, config_folder
@@ -195,6 +197,14 @@ def _check_devices(run: Preparation) -> None:
     check_devices(run.written.config.cluster)
 
 
+def _check_memory(run: Preparation) -> None:
+    if os.environ.get("RAY_ADDRESS"):
+        return  # the processes run elsewhere
+    memory, needs = Machine().memory_bytes, needs_of_plan(run.written, "", num_gpus=int(run.device.runs_on_gpus))
+    if problem := processes_problem(memory, needs):
+        raise ConfigError(f"cluster: {problem} of memory, and this machine has less. Lower {ranks_keys(needs)}")
+
+
 def _read_rows(run: Preparation) -> None:
     name_images(run.written.config.policy.vision, run.run_dir)
     run.loaded = run.written.algorithm.load(run.written.config)
@@ -298,6 +308,10 @@ def _prove_families(run: Preparation) -> None:
 
 def _to_download(run: Preparation) -> str:
     """Return why the rows of a run cannot be read without a download; empty if they can."""
+    # imports tokenizers
+    from rl_algos.data.inputs import network_sources
+    from rl_algos.evaluation.tasks import task_of
+
     config: Any = run.written.config
     data = config.data if "data" in type(config).model_fields else None
     if not isinstance(data, DataConfig):
@@ -329,6 +343,7 @@ FOLDER = StartCheck("run directory", _take_run_dir)
 DATA_CHECKS = (
     StartCheck("trackers", _check_trackers),
     StartCheck("devices", _check_devices, machine=("ray", "gpus")),
+    StartCheck("memory", _check_memory, after=("devices",), machine=("memory",)),
     StartCheck("inputs", lambda run: check_inputs(run.written)),
     StartCheck("adapters", lambda run: check_adapters_of_made_models(run.written)),
     StartCheck("rows", _read_rows, after=("inputs",), waits=_to_download),

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.devices import CUDA, Device, device_named
-from rl_core.errors import ConfigError, RunDirectoryError
+from rl_core.errors import ConfigError, ConfigProblems, RunDirectoryError
 from rl_launch.cluster.device import AUTO
 from rl_launch.commands.preparation import check_run_dir
 from rl_launch.commands.start import run_of
@@ -19,7 +19,7 @@ from rl_launch.run_config.plan import RunPlan
 from rl_launch.session.directory.row_files import JOBS
 from rl_launch.session.directory.run_folder import RunFolder, is_run
 from rl_launch.session.directory.writable import make_folder
-from rl_launch.submit.profile import belongs_to_profile, settings_of
+from rl_launch.submit.profile import belongs_to_profile, refused, settings_of
 from rl_launch.submit.record import Submission, newest_submission, submission_of
 from rl_launch.submit.target import JobRequest, JobStatus, Target
 from rl_launch.submit.targets import TARGETS
@@ -73,7 +73,8 @@ def plan_job(target: str, recipe: str, overrides: Sequence[str], *, profile: str
         ConfigError: If the run or the profile has problems.
         RunDirectoryError: If the run directory cannot be used, or holds a finished run.
     """
-    settings = settings_of(target, profile, [each for each in overrides if belongs_to_profile(each)])
+    of_profile = [each for each in overrides if belongs_to_profile(each)]
+    settings = settings_of(target, profile, of_profile)
     own = [each for each in overrides if not belongs_to_profile(each)]
     given = run_of(recipe, own)
     plan, run_dir = given.plan, given.run_dir.absolute()
@@ -98,7 +99,10 @@ def plan_job(target: str, recipe: str, overrides: Sequence[str], *, profile: str
         settings=settings,
         config=plan.config,
     )
-    return PlannedJob(TARGETS[target], plan, request, TARGETS[target].render(request))
+    try:
+        return PlannedJob(TARGETS[target], plan, request, TARGETS[target].render(request))
+    except ConfigProblems as error:
+        raise refused(error.problems, target, profile, of_profile) from None
 
 
 def submit(job: PlannedJob) -> Submission:

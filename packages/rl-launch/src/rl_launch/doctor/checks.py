@@ -22,8 +22,8 @@ _ENGINES = ("policy", "generation")
 _IN_USE = 0.1
 _SMALLEST_STORE = 80 * 2**20
 """Size of the smallest object store of Ray, which is placed in /tmp if /dev/shm has less."""
-_PROCESS_BYTES = GIB // 8
-"""Memory of its own that a forked rank or engine of the tiniest model takes at least."""
+_PROCESS_BYTES = 96 * 2**20
+"""Memory that a forked rank or engine of the tiniest model does not share; 120 MiB and more were measured."""
 
 
 def python(machine: Machine, needs: Needs) -> Iterator[Finding]:
@@ -36,17 +36,17 @@ def python(machine: Machine, needs: Needs) -> Iterator[Finding]:
 
 
 def packages(machine: Machine, needs: Needs) -> Iterator[Finding]:
-    """Requirements of the driver itself."""
+    """Requirements of the driver itself, and of this project's packages next to it."""
     unmet = machine.unmet
     if unmet:
         yield Finding(
             "packages of driver",
             "warning",
             "; ".join(unmet),
-            f"Install rl-launch again: {install_command('rl-launch')}.",
+            f"Install versions of one release: {install_command('rl-launch')}.",
         )
     else:
-        yield Finding("packages of driver", "ok", "all requirements of rl-launch are met")
+        yield Finding("packages of driver", "ok", "all requirements of this project's packages are met")
 
 
 def ray(machine: Machine, needs: Needs) -> Iterator[Finding]:
@@ -292,10 +292,8 @@ def memory(machine: Machine, needs: Needs) -> Iterator[Finding]:
     """Memory, for Ray, the engines and the driver with the smallest of models."""
     whole, free = machine.memory_bytes, machine.available_bytes
     found = f"{_size(free)} of {_size(whole)} available"
-    least = 0 if needs.device.runs_on_gpus else (needs.num_ranks + needs.num_engines) * _PROCESS_BYTES
-    if whole < least:
-        found = f"{found}; {_processes(needs)} take at least {_size(least)}"
-        yield Finding("memory", "missing", found, f"Lower {_ranks_keys(needs)}.")
+    if problem := processes_problem(whole, needs):
+        yield Finding("memory", "missing", f"{found}; {problem}", f"Lower {ranks_keys(needs)}.")
     elif whole < 3.5 * GIB:
         yield Finding("memory", "missing", f"{found}; 4 GiB are needed", "Run on a machine with more memory.")
     elif free < 5 * GIB:
@@ -304,13 +302,19 @@ def memory(machine: Machine, needs: Needs) -> Iterator[Finding]:
         yield Finding("memory", "ok", found)
 
 
+def processes_problem(memory_bytes: int, needs: Needs) -> str:
+    """Return why the ranks and engines of a recipe on the CPU cannot fit into a machine's memory; empty if they may."""
+    least = 0 if needs.device.runs_on_gpus else (needs.num_ranks + needs.num_engines) * _PROCESS_BYTES
+    return f"{_processes(needs)} take at least {_size(least)}" if memory_bytes < least else ""
+
+
 def cores(machine: Machine, needs: Needs) -> Iterator[Finding]:
     """Cores, which the ranks share if they run on the CPU."""
     usable, ranks = machine.cores, needs.num_ranks
     if not needs.device.runs_on_gpus and usable < ranks:
         remedy = f"Set {needs.device.ranks_key}={max(1, int(usable))}, or expect slow steps."
         if needs.device.is_logical:
-            remedy = f"Expect slow steps, or lower {_ranks_keys(needs)}."
+            remedy = f"Expect slow steps, or lower {ranks_keys(needs)}."
         yield Finding("cores", "warning", f"{usable:g} for {_processes(needs)}", remedy)
     else:
         yield Finding("cores", "ok", f"{usable:g}")
@@ -321,7 +325,8 @@ def _processes(needs: Needs) -> str:
     return " and ".join(f"{count} {name}{'s' * (count > 1)}" for name, count in counts.items() if count)
 
 
-def _ranks_keys(needs: Needs) -> str:
+def ranks_keys(needs: Needs) -> str:
+    """Return the keys of the config that decide how many processes a machine runs."""
     keys = ["cluster.num_nodes"] if needs.device.is_logical and needs.num_nodes > 1 else []
     return " or ".join([*keys, needs.device.ranks_key])
 

@@ -24,6 +24,7 @@ from rl_launch.cluster.ray_folder import ray_folder
 from rl_launch.cluster.token_file import token_problem
 from rl_launch.doctor.gpus import GpuDriver, ask_driver
 from rl_launch.worker_envs import Availability, Mode, Wanted, WorkerEnvSpec, availability_of, default_root, missing
+from rl_launch.worker_envs.driver import project_distributions
 from rl_launch.worker_envs.node_build import EnvBuildError, clean_environment, find_uv
 
 _TIMEOUT_S = 5.0
@@ -77,8 +78,9 @@ class Machine:
 
     @property
     def unmet(self) -> Sequence[str]:
-        """Requirements of rl-launch that its own environment does not meet, in words."""
-        return missing(WorkerEnvSpec((Wanted("rl-launch"),), ()))
+        """Requirements of this project's packages that their own environment does not meet, in words. pip checks them
+        when it installs a package, but not with `--no-deps`."""
+        return missing(WorkerEnvSpec(tuple(map(Wanted, project_distributions())), ()))
 
     @property
     def ray(self) -> str | None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from rl_core.model_config import ModelConfig
+from rl_launch.session.directory.writable import check_writable
 from rl_launch.worker_envs import default_root
 
 _log = logging.getLogger(__name__)
@@ -47,8 +48,18 @@ def model_folders(models: Mapping[str, ModelConfig]) -> dict[str, str]:
 
 
 def models_folder() -> Path:
-    """The folder of the models that are made here."""
+    """Return the folder of the models that are made here."""
     return default_root().parent / "models"
+
+
+def writable_models_folder() -> Path:
+    """Return the folder of the models that are made here, before one is made.
+
+    Raises:
+        RunDirectoryError: If it cannot be written to.
+    """
+    check_writable(models_folder(), remedy="Set RL_HOME to a folder that you may write to.")
+    return models_folder()
 
 
 def untrained_model(name: str) -> Path:
@@ -61,6 +72,7 @@ def tiny_vision_model() -> Path:
     """The folder of `tiny-vision`, made if it is not there yet."""
     folder = models_folder() / TINY_VISION
     if not (folder / "model.safetensors").exists():
+        writable_models_folder()
         # imports transformers, which takes a second
         from rl_algos.tiny_vision_model import make_tiny_vision_model
 
@@ -73,6 +85,7 @@ def tiny_model() -> Path:
     """The folder of `tiny-arithmetic`, made if it is not there yet."""
     folder = models_folder() / TINY
     if not (folder / "model.safetensors").exists():
+        writable_models_folder()
         # imports transformers, which takes a second
         from rl_algos.tiny_model import make_tiny_model
 

@@ -8,7 +8,15 @@ from collections.abc import Iterator
 
 from packaging.requirements import Requirement
 
+from rl_core.plugins import KINDS
 from rl_launch.worker_envs.spec import Wanted, WorkerEnvSpec, normalised
+
+
+def project_distributions() -> list[str]:
+    """Return the names of the installed packages of this project, with those that offer plugins."""
+    entries = [entry for group in KINDS for entry in importlib.metadata.entry_points(group=group)]
+    offering = {entry.dist.name for entry in entries if entry.dist is not None}
+    return sorted({"rl-core", "rl-launch", *offering})
 
 
 def missing(spec: WorkerEnvSpec) -> list[str]:
