@@ -14,7 +14,6 @@ from rl_algos.data.example import Example, column
 from rl_algos.data.image_sources import ImageSources
 from rl_algos.data.messages import joined_parts
 from rl_algos.images.image_tokens import image_tokens, texts_of
-from rl_algos.special_tokens import special_tokens, splits_prompts
 from rl_core.errors import ConfigError, DataError
 from rl_core.images import STORE_VARIABLE, ImageError, ImageStore
 from rl_core.rollouts.rollout import Message
@@ -189,6 +188,9 @@ def check_placed(tokenizer: Any, example: Example) -> None:
             f"{PLACE} where each image goes, or set `processor` to one that does"
         )
     messages = [*example.messages, *(message for response in example.responses for message in response.messages)]
+    # imports tokenizers, which the plugins of datasets do without
+    from rl_algos.special_tokens import special_tokens, splits_prompts
+
     if splits_prompts(tokenizer):
         messages = special_tokens(tokenizer).hidden(messages)
     asked = [text for message in messages if message["role"] != "assistant" for text in texts_of(message)]
