@@ -60,22 +60,40 @@ def test_a_file_that_cannot_be_written_is_told_on_every_rank(pool, tmp_path):
     assert not (tmp_path / "model.safetensors.index.json").exists()
 
 
+OWN, ENDING = {"pad_token": "<pad>", "eos_token": "<end>"}, {"pad_token": "<end>", "eos_token": "<end>"}
+TURNS = (
+    "{% for message in messages %}{{ message.role + ': ' + message.content }}"
+    "{% if message.role == 'assistant' %}{{ '<turn>' }}{% endif %}{% endfor %}"
+)
+
+
 @pytest.mark.parametrize(
-    ("tokens", "padding"),
+    ("tokens", "fields", "padding"),
     [
-        pytest.param({"pad_token": "<pad>", "eos_token": "<end>"}, 1, id="its own [sbintuitions/flexeval#108]"),
-        pytest.param({"eos_token": "<end>"}, None, id="none [allenai/reward-bench#115]"),
-        pytest.param({"pad_token": "<end>", "eos_token": "<end>"}, None, id="one that also ends rows"),
+        pytest.param(OWN, {}, 1, id="its own [sbintuitions/flexeval#108]"),
+        pytest.param(OWN, {"pad_token_id": 2, "eos_token_id": 2}, 1, id="its own, where the model has the end"),
+        pytest.param({"eos_token": "<end>"}, {}, None, id="none [allenai/reward-bench#115]"),
+        pytest.param({"eos_token": "<end>"}, {"pad_token_id": 1}, 1, id="none, where the model has one"),
+        pytest.param({"eos_token": "<end>"}, {"pad_token_id": 2}, None, id="none, where the model has the end"),
+        pytest.param(ENDING, {}, None, id="one that also ends rows"),
+        pytest.param(ENDING, {"pad_token_id": 2}, None, id="one that also ends rows, as in the model"),
+        pytest.param(ENDING, {"pad_token_id": 1}, None, id="one that also ends rows, not as in the model"),
+        pytest.param(OWN, {"eos_token_id": [2, 1]}, None, id="one of several ends of the model"),
+        pytest.param(
+            {"pad_token": "<turn>", "eos_token": "<end>", "chat_template": TURNS}, {}, None, id="end of a turn"
+        ),
+        pytest.param(OWN, {"vocab_size": 1}, None, id="one that the model does not have"),
+        pytest.param(None, {"pad_token_id": 1, "eos_token_id": 2}, 1, id="no tokenizer"),
+        pytest.param(None, {"pad_token_id": 2, "eos_token_id": 2}, None, id="no tokenizer, and the end"),
     ],
 )
-def test_a_scalar_head_is_exported_with_the_token_that_rows_are_padded_with(tmp_path, tokens, padding):
-    vocabulary = Tokenizer(models.WordLevel({"a": 0, "<pad>": 1, "<end>": 2}))
-    PreTrainedTokenizerFast(tokenizer_object=vocabulary, **tokens).save_pretrained(tmp_path)
-    assert padding_token(tmp_path) == padding
-
-
-def test_a_model_without_a_tokenizer_has_no_padding(tmp_path):
-    assert padding_token(tmp_path) is None
+def test_a_scalar_head_is_exported_with_the_token_that_rows_are_padded_with(tmp_path, tokens, fields, padding):
+    if tokens is not None:
+        vocabulary = Tokenizer(models.WordLevel({"a": 0, "<pad>": 1, "<end>": 2, "<turn>": 3}))
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=vocabulary, **tokens)
+        tokenizer.add_special_tokens({"additional_special_tokens": ["<turn>"]})
+        tokenizer.save_pretrained(tmp_path)
+    assert padding_token(tmp_path, fields) == padding
 
 
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

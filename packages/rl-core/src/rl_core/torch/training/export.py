@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,8 +70,7 @@ def write_hf_config(model: RankModel, path: Path, *, role: Role, dtype: str, tok
         path: Folder of the export; created if it does not exist.
         role: Role of the model, which decides its head.
         dtype: Dtype of the exported weights, such as `bfloat16`.
-        tokenizer: Folder of the tokenizer. A model with a scalar head gets its padding token, by which `transformers`
-            finds the last token of a padded row; not one that also ends rows, after which it would find another.
+        tokenizer: Folder of the tokenizer, which knows the padding token of a model with a scalar head.
 
     Raises:
         ValueError: If `transformers` has no class for this family and role.
@@ -83,8 +82,7 @@ def write_hf_config(model: RankModel, path: Path, *, role: Role, dtype: str, tok
     vars(config).pop("auto_map", None)  # of code that came with the model, where the class is transformers' own
     if role in HEADLESS_ROLES:
         config.num_labels = 1
-        if (padding := padding_token(tokenizer)) is not None:
-            config.pad_token_id = padding
+        config.pad_token_id = padding_token(tokenizer, config.to_dict())
     config.save_pretrained(path)
 
 
@@ -99,21 +97,36 @@ def complete_generation_config(folder: Path) -> None:
     fields = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     stated = fields.get("eos_token_id", model.get("eos_token_id"))
     known = stated if isinstance(stated, list) else [stated]
-    taught = [tokenizer.eos_token, template_ends(tokenizer).token]
-    missing = {tokenizer.convert_tokens_to_ids(token) for token in taught if token} - set(known)
+    missing = {tokenizer.convert_tokens_to_ids(token) for token in _taught_ends(tokenizer)} - set(known)
     if missing:
         special = {name: model[name] for name in ("bos_token_id", "pad_token_id") if model.get(name) is not None}
         ends = [each for each in known if each is not None] + sorted(missing)
         path.write_text(json.dumps({**special, **fields, "eos_token_id": ends}, indent=2), encoding="utf-8")
 
 
-def padding_token(folder: Path) -> int | None:
-    """Return the id of the token that a tokenizer pads with; None if it has none, or one that also ends rows."""
-    if not (folder / "tokenizer.json").is_file():
-        return None
-    tokenizer = _tokenizer(folder)
-    found = tokenizer.pad_token_id
-    return None if found is None or found == tokenizer.eos_token_id else int(found)
+def padding_token(folder: Path, fields: Mapping[str, Any]) -> int | None:
+    """Return the id of the padding token of a model with a scalar head: the last token that differs from it is the one
+    whose score `transformers` takes. None if that token may also end a row, whose score would be found one token too
+    early; `transformers` then refuses padded rows.
+
+    Args:
+        folder: Folder of the tokenizer, whose padding token comes first: rows are padded with it.
+        fields: Fields of the model's Hugging Face config, which may have one if the tokenizer has none.
+    """
+    stated = fields.get("eos_token_id")
+    ends = set(stated) if isinstance(stated, list) else {stated}
+    found = fields.get("pad_token_id")
+    if (folder / "tokenizer.json").is_file():
+        tokenizer = _tokenizer(folder)
+        ends |= {tokenizer.convert_tokens_to_ids(token) for token in _taught_ends(tokenizer)}
+        found = found if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    is_token = isinstance(found, int) and 0 <= found < fields.get("vocab_size", found + 1)
+    return found if is_token and found not in ends else None
+
+
+def _taught_ends(tokenizer: Any) -> list[str]:
+    """Return the tokens at which the policy was taught to stop."""
+    return [token for token in (tokenizer.eos_token, template_ends(tokenizer).token) if token]
 
 
 def _tokenizer(folder: Path) -> Any:
