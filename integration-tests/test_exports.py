@@ -28,6 +28,8 @@ from rl_core.testing.exhaustive import partly_exhaustive
 from rl_core.testing.model_worker import make_batch
 from rl_core.vllm_readings import READINGS, SERVING_NOTE
 
+pytestmark = pytest.mark.timeout(1800)  # with every case, two processes start twenty engines each
+
 VOCAB = 320
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -156,6 +158,7 @@ def served(engine: str, orders: list[tuple[str, dict[str, Any], list[list[int]]]
     """The answers of `served_exports.py`."""
     program = Path(__file__).with_name("served_exports.py")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    environment["TORCHDYNAMO_DISABLE"] = "1"  # vLLM compiles its sampler, which takes longer than all completions
     done = subprocess.run(
         [sys.executable, program, engine],
         input=json.dumps(orders),

@@ -79,7 +79,6 @@ def seen_by_preflight(model: ModelConfig, settings: dict[str, Any]) -> list[str]
         ("qwen3", {"intermediate_size": 51}, {TP: 2}, "intermediate_size (51)"),
         ("qwen3", {"num_attention_heads": 12, "num_key_value_heads": 4}, {TP: 6}, "num_key_value_heads (4)"),
         ("qwen3", {}, {EP: 2}, "has no experts"),
-        ("qwen3", {}, {"moe_router_replay": True}, "has no experts"),
         ("qwen3", {}, {"moe_router_bias_update_rate": 0.1}, "have no biases"),
         ("qwen3_moe", {}, {"moe_router_bias_update_rate": 0.1}, "have no biases"),
         ("qwen3_moe", {}, {TP: 2}, "needs sequence_parallel=true"),

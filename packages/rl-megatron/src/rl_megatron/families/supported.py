@@ -227,9 +227,6 @@ def _layout_problems(sizes: Sizes, backend: MegatronConfig) -> Iterator[Problem]
     if backend.moe_router_bias_update_rate and not sizes.has_router_biases:
         reason = f"has no effect: routers of {sizes.kind} models have no biases"
         yield Problem(f"{KEY}.moe_router_bias_update_rate", reason, remedy="Set it to 0")
-    if backend.moe_router_replay and not num_experts:
-        reason = f"replays routers, but this model ({sizes.kind}) has no experts"
-        yield Problem(f"{KEY}.moe_router_replay", reason, got=True, remedy="Set it to false")
     yield from _stage_problems(sizes.num_layers, backend)
 
 

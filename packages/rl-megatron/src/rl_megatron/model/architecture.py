@@ -64,6 +64,10 @@ def transformer_config(
     if "moe_layer_freq" in family and not any(family["moe_layer_freq"]):
         family = {name: value for name, value in family.items() if not name.startswith(("moe_", "num_moe"))}
     refuse(next(architecture_problems(hf.to_dict(), backend, family), None))
+    if backend.moe_router_replay and "num_moe_experts" not in family:  # the driver asks this for every backend
+        raise ValueError(
+            f"megatron_cfg.moe_router_replay=true, but the model ({hf.model_type}) has no experts; set it to false"
+        )
     kind = MLATransformerConfig if family.get("multi_latent_attention") else TransformerConfig
     settings = {
         **family,
