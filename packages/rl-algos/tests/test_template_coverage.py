@@ -166,6 +166,13 @@ SHOWN = {
         template("{{ m.content.split('</think>')[-1] if not loop.last else m.content }}"),
         [user("hi"), says("<think>hm</think>yo", train=False), user("so"), says("ok")],
     ),
+    "a key that a template reads beside tags": (
+        template(
+            "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments.code }}"
+            "{% endfor %}"
+        ),
+        [user("<b>hi</b> <i>"), says("<p>", tool_calls=[call(code="1")])],
+    ),
     "tags in a text": (template(), [user("<b>hi</b>"), says("Write <b> or </think-not>.")]),
     "a thought after the prompt's": (
         template(prompt="<|im_start|>assistant\n<think>\n"),

@@ -127,7 +127,8 @@ class Coverage:
     def _is_shown(self, number: int) -> bool:
         if self._found is not None and number in self._found.shown:
             return True
-        alone = _Walk(lambda at, value: _mark(at) if at == number else value).messages(self._messages)
+        walk = _Walk(lambda at, value: _mark(at) if at == number else value, self._template, keeps_all=True)
+        alone = walk.messages(self._messages)
         try:
             changed = render(self._tokenizer, alone, add_generation_prompt=self._prompts, tools=self._tools)
         except TemplateError:
@@ -187,12 +188,14 @@ class _Walk:
 
     Args:
         replace: Function from the number of a piece and its value to what takes its place.
-        template: Chat template; other keys of messages are left out unless it contains them. If empty, all are kept.
+        template: Chat template. It reads the keys of messages and the tags in contents that its text contains.
+        keeps_all: Whether keys of messages that it does not read, and the sources of images, are kept.
     """
 
-    def __init__(self, replace: Callable[[int, Any], Any], template: str = "") -> None:
+    def __init__(self, replace: Callable[[int, Any], Any], template: str, *, keeps_all: bool = False) -> None:
         self._replace = replace
         self._template = template
+        self._keeps_all = keeps_all
         self.pieces: list[_Piece] = []
 
     def messages(self, messages: Sequence[Message]) -> list[Message]:
@@ -222,7 +225,7 @@ class _Walk:
                 found[key] = self._text(index, "link" if message["role"] == "tool" else "name", "the `name`", value)
             elif key == "tool_call_id" and isinstance(value, str):
                 found[key] = self._piece(index, "link", key, value)
-            elif key == "role" or not self._template or key in self._template:
+            elif key == "role" or self._keeps_all or key in self._template:
                 found[key] = value
         return found
 
@@ -239,14 +242,14 @@ class _Walk:
             if isinstance(part, Mapping) and part.get("type") == "text":
                 parts.append({**part, "text": self._tagged(index, part["text"])})
             else:  # images are counted when they take their places
-                parts.append({"type": part["type"]} if self._template and isinstance(part, Mapping) else part)
+                parts.append(part if self._keeps_all or not isinstance(part, Mapping) else {"type": part["type"]})
         return parts
 
     def _tagged(self, index: int, content: str) -> str:
         """Replace the text around tags, which templates look for in a content."""
         if "<" not in content:
             return self._text(index, "said", "the text", content)
-        known = [match for match in _TAG.finditer(content) if not self._template or match[0] in self._template]
+        known = [match for match in _TAG.finditer(content) if match[0] in self._template]
         pieces, end, thinks = [], 0, False
         for match in [*known, None]:
             stop = len(content) if match is None else match.start()

@@ -20,7 +20,8 @@ CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 SHOWING_TOOLS = (
     "{% if tools %}{{ tools[0].function.name }};{% endif %}{% for m in messages %}<|{{ m.role }}|>"
-    "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}<|end|>{% endfor %}"
+    "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments.a }}{% endfor %}"
+    "<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
@@ -135,10 +136,17 @@ def test_tools_that_the_template_shows_are_in_the_text():
     file = written("tools.jsonl", [row])
     Path("tools.jinja").write_text(SHOWING_TOOLS)
     answer = rl(file, "--model", "tiny-arithmetic", "policy.tokenizer.chat_template=tools.jinja")
-    assert "add;<|user|>1<|end|><|assistant|>«add<|end|>»<|tool|>2<|end|><|assistant|>«2<|end|>»" in answer
+    assert "add;<|user|>1<|end|><|assistant|>«add1<|end|>»<|tool|>2<|end|><|assistant|>«2<|end|>»" in answer
     assert "refused: the row has `tools`, but the chat template does not show them" in rl(
         file, "--model", "tiny-arithmetic"
     )
+
+
+def test_the_columns_that_a_row_was_read_from_are_shown():
+    file = written("alpaca.jsonl", [{"instruction": "1+1", "output": "2", "system": "0", "id": 7}])
+    answer = rl(file, "--model", "tiny-arithmetic")
+    assert "read as sft does" in answer
+    assert "  read from instruction, system, output" in answer
 
 
 def test_preferences_show_both_responses_and_ties_are_left_out():

@@ -27,7 +27,7 @@ from rl_algos.data.permutation import permutation
 from rl_algos.data.preference import preference
 from rl_algos.data.processors import arranged, check_streamable, processor
 from rl_algos.data.row_digest import RowDigest
-from rl_algos.data.row_images import RowImages
+from rl_algos.data.row_images import RowImages, images_column
 from rl_algos.data.template import Surround
 from rl_core.errors import DataError
 from rl_core.rollouts.rollout import Message
@@ -140,6 +140,14 @@ class Dataset:
         if not name:
             raise DataError(f"{self.place(row_id)}: {NO_ENVIRONMENT}")
         return name
+
+    def unused_columns(self) -> list[str]:
+        """Return the columns of the first row that no conversation is read from; none if the processor does not say."""
+        example = next(iter(self.examples.values_in_order), None)
+        if example is None or not example.columns or self.settings.prompt_file is not None:
+            return []
+        used = {*example.columns, *images_column(example.info, self.settings.images_key)[:1]}
+        return sorted(example.info.keys() - used)
 
     def conversations(self) -> Iterator[tuple[str, Sequence[Message]]]:
         """The place and the messages of each row, in order."""

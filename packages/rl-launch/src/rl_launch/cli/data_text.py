@@ -45,6 +45,8 @@ def print_row(given: GivenRows, dataset: OpenDataset, row: ShownRow, console: Co
     if row.columns is not None:
         _print(console, Line("  columns", "dim"))
         _print_values(row.columns, console)
+    if row.example is not None and row.example.columns:
+        _print(console, Line(f"  read from {', '.join(row.example.columns)}", "dim"))
     if row.example is not None and not row.texts:
         _print_example(row.example, console)
     for text, is_too_long in zip(row.texts, row.too_long, strict=True):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_algos.data.config import DataConfig, Purpose
-from rl_algos.data.example import Example, info_of
+from rl_algos.data.example import WRITTEN, Example, info_of
 from rl_algos.data.examples import OpenDataset, open_datasets
 from rl_algos.data.hub_datasets import DATASETS as ON_HUB
 from rl_algos.data.hub_datasets import PREFERENCES
@@ -294,7 +294,7 @@ def _algorithm_of(config: Any) -> str:
             example = dataset.convert(row)
         except DataError:
             continue
-        if example.has_response or example.solution is not None or {"completion", "response"} & columns.keys():
+        if example.has_response or example.solution is not None or {*WRITTEN} & {*example.columns, *columns}:
             return "sft"
     return "grpo"
 
