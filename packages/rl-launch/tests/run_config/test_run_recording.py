@@ -2,7 +2,7 @@ import pytest
 import yaml
 
 from rl_core.config import WhenChanged, load, resolve, tree_to_yaml
-from rl_core.errors import ConfigError, RunDirectoryError
+from rl_core.errors import ConfigError, ConfigProblems, RunDirectoryError
 from rl_launch.run_config.reading import read_plan
 from rl_launch.run_config.root_types import type_of
 from rl_launch.run_config.run_recording import RunRecording, recorded_environments
@@ -126,3 +126,36 @@ def test_an_environment_that_is_not_installed_is_named(tmp_path):
     # by its type, a user's own is always there
     path.write_text(tree_to_yaml(tree))
     assert read_plan(tmp_path).config.algorithm == "grpo"
+
+
+OF_VERSION_0_1 = """\
+algorithm: grpo
+policy:
+  model_name: tiny-arithmetic
+  dtensor_cfg: {activation_checkpointing: false, recompute_granularity: full}
+  tokenizer: {name: null}
+loss_fn: {surrogate: {name: null}, ratio_clip_max: 0.3, use_cispo: true, aggregation: null, token_level_loss: true}
+data: {train: {dataset_name: arithmetic}}
+"""
+
+
+@pytest.mark.parametrize("beside", ["run.json", "plan.json", "eval.json"])
+@pytest.mark.parametrize("name", ["", "config.yaml"])
+def test_a_recorded_config_of_an_earlier_version_is_read_under_the_keys_of_this_one(tmp_path, caplog, beside, name):
+    (tmp_path / "config.yaml").write_text(OF_VERSION_0_1)
+    (tmp_path / beside).write_text('{"versions": {"rl-launch": "0.1.0"}}')
+    for _ in range(2):
+        config = read_plan(str(tmp_path / name), ["loss_fn.surrogate.clip_low=0.1"]).config
+    surrogate = config.loss_fn.surrogate
+    assert (surrogate.name, surrogate.clip_low, surrogate.clip_high) == ("cispo", 0.1, 0.3)
+    assert config.policy.dtensor_cfg.recompute == "none"
+    assert config.policy.tokenizer.split_special_tokens == "none"
+    version = "version 0.1.0" if beside == "run.json" else "an earlier version"
+    said = f"{tmp_path} was written by {version}; 5 keys are read under their new names"
+    assert [record.getMessage() for record in caplog.records].count(said) == 1
+
+
+def test_a_recipe_with_keys_of_an_earlier_version_is_refused(tmp_path):
+    (tmp_path / "mine.yaml").write_text(OF_VERSION_0_1)
+    with pytest.raises(ConfigProblems, match=r"5 keys are those of an earlier version.*rl config upgrade \S+mine\.yaml"):
+        read_plan(str(tmp_path / "mine.yaml"))

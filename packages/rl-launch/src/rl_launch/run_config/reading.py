@@ -182,7 +182,8 @@ def of_this_version(raw: RawConfig, root: type[Config], path: Path) -> RawConfig
 
 def _is_recorded(path: Path) -> bool:
     """Return whether a file is the config that a run or an evaluation wrote into its folder."""
-    return path.name == CONFIG and any((path.parent / name).is_file() for name in (DESCRIPTION, "eval.json"))
+    beside = (DESCRIPTION, "plan.json", "eval.json")
+    return path.name == CONFIG and any((path.parent / name).is_file() for name in beside)
 
 
 @lru_cache
