@@ -13,6 +13,7 @@ from rl_envs.multiple_choice.letter import letter_of, stated_letter
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*")
 _BARE_BOX = re.compile(r"[-+]?\d[\d.,/]*|[A-Za-z](?![A-Za-z])")
 """The contents of a box without braces, which takes one sign in LaTeX; models put a whole number there."""
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _GAP = r"[ \t]{0,8}(?:\*\*)?[ \t]{0,8}"
 _MARKER = re.compile(
     r"####"
@@ -103,20 +104,15 @@ def last_box(text: str) -> str | None:
     bare = next((found for end in reversed(boxes) if (found := _BARE_BOX.match(text, end)) is not None), None)
     if not starts:
         return None if bare is None else bare[0].rstrip(".,")
-    position = min(starts)
     opened: list[int] = []
     closed: dict[int, int] = {}
-    while position < len(text):
-        character = text[position]
-        if character == "\\":
-            position += 1
-        elif character == "{":
-            opened.append(position)
-        elif character == "}" and opened:
+    for brace in _BRACE.finditer(text, min(starts)):
+        if brace[0] == "{":
+            opened.append(brace.start())
+        elif brace[0] == "}" and opened:
             start = opened.pop()
             if start in starts:
-                closed[start] = position
-        position += 1
+                closed[start] = brace.start()
     last = max(closed, default=-1)
     if bare is not None and bare.start() > last:
         return bare[0].rstrip(".,")

@@ -180,7 +180,7 @@ _TERM = rf"(?:{_GREEK}|(?![ei]\b)[A-Za-z]+)(?: [A-Za-z]+)*(?:_\s*\{{?\w+\}}?)?'*
 _DERIVATIVE = r"\\frac\s*\{\s*d\s*[A-Za-z]?\s*\}\s*\{\s*d\s*[A-Za-z]\s*\}\s*[A-Za-z]?|d[A-Za-z]/d[A-Za-z]"
 _FIGURE = r"\\(?:angle|triangle|overline|vec|overrightarrow|widehat|hat|bar)\s*\{?\s*[A-Za-z]{1,5}\s*\}?"
 _NAMED = re.compile(
-    rf"(?:m\s*)?(?:{_FIGURE}|{_DERIVATIVE}|{_TERM}(?:\s*[-+]\s*{_TERM})*)|[A-Za-z]\^\{{?-1\}}?\s*\([a-z]\)"
+    rf"(?:m\s*)?(?:\|[A-Za-z]+\||{_FIGURE}|{_DERIVATIVE}|{_TERM}(?:\s*[-+]\s*{_TERM})*)|[A-Za-z]\^\{{?-1\}}?\s*\([a-z]\)"
 )
 _CLASS = re.compile(r"\\?\{\s*([A-Za-z])\s*(?:\\in\s*\\mathbb\{R\}\s*)?[|:](.*[^\\])\\?\}")
 _POINT = re.compile(r"([A-Z])'?\s*(\(.*\))")
@@ -191,7 +191,7 @@ _AND = re.compile(r"\\text\s*\{\s*and\s*\}|(?<![A-Za-z\\])and(?![A-Za-z])|\\(?:l
 _OR = re.compile(r"\\text\s*\{\s*or\s*\}|(?<![A-Za-z\\])or(?![A-Za-z])|\\(?:lor|vee)(?![A-Za-z])|;")
 
 _LETTER = r"[^\W\d_]"
-_WORDS = re.compile(rf"{_LETTER}+(?:['.,&/ -]+{_LETTER}+)*[.!]?")
+_WORDS = re.compile(rf"{_LETTER}+(?:['.,& -]+{_LETTER}+)*\.?")
 _SHORT = "no ok up on in at go us we me he if is it by my do so to of or an as be am pm uk eu un"
 _SHORT_WORDS = frozenset(_SHORT.split())
 _VARIABLES = re.compile(r"[b-df-hj-np-tv-z]{1,4}|(?:a[bcdx-z]|[bcdx-z]a|[abcd]{3,4}|[a-z][a-z])")
@@ -233,6 +233,7 @@ def read(text: str) -> Form:
 
 def _read(text: str, depth: int) -> Form:
     text = text.strip()
+    text = text[:-1] if text.endswith((".", ",", ";")) and not text.endswith("..") else text
     if (wrapped := _TEXT.fullmatch(text)) is not None:
         text = canonical(wrapped[1])
     if len(text) > MAX_LENGTH:
@@ -303,9 +304,10 @@ def _words(text: str, _: int) -> Form | None:
         return Letters(plain, are_apart=False)
     if _WORDS.fullmatch(plain) is None or (text == plain and _is_product(plain)):
         return None
-    folded = _ARTICLE.sub("", re.sub(r"[ .]+", " ", plain.casefold().strip(" .!")))
+    folded = re.sub(r"[ .]+", " ", plain.casefold().strip(" ."))
     if (value := spoken_value(folded)) is not None:
         return Number(value)
+    folded = _ARTICLE.sub("", folded)
     if _ALL_REALS.fullmatch(folded):
         return REALS
     if _NO_SOLUTION.fullmatch(folded):
@@ -434,7 +436,8 @@ def _collection(items: Sequence[str], depth: int, *, is_ordered: bool, brackets:
         return None
     found = tuple(_read(item, depth + 1) for item in items)
     # the set of one solution is that solution, but not within another set
-    return found[0] if len(found) == 1 and depth == 0 else Collection(found, is_ordered, brackets)
+    is_solution = len(found) == 1 and depth == 0 and found[0] != EMPTY
+    return found[0] if is_solution else Collection(found, is_ordered, brackets)
 
 
 def _pair_or_interval(brackets: str, items: Sequence[str], depth: int) -> Form | None:

@@ -26,7 +26,7 @@ _FRACTION = re.compile(r"(?<=\d)(\s*)(?=[¼-¾⅐-⅞])")
 _SPECIAL = str.maketrans(_FROM_UNICODE)
 
 _DIGIT_GAP = r"(?:\\[,; !:]|~|\{,\}|\{\\,\}|[ '\u00a0\u2009\u202f\u2019])"
-_GROUPED = re.compile(rf"(?<![\w.,\\])\d{{1,3}}(?:{_DIGIT_GAP}{{1,2}}\d{{3}})+(?![\d'])")
+_GROUPED = re.compile(rf"(?<![\w.,\\])\d{{1,3}}(?:{_DIGIT_GAP}{{1,2}}\d{{3}})+(?![\d'])(?:,(\d+)(?![\d,]))?")
 _EUROPEAN = re.compile(r"(?<![\w.,([{])(?:\d{1,3}(?:\.\d{3})+,\d+|\d{1,3}(?:\.\d{3}){2,})(?![\w.,])")
 _INDIAN = re.compile(r"(?<![\w.,([{])\d{1,2}(?:,\d\d)+,\d{3}(?!\d|,\d)")
 _MATH = re.compile(r"(?<![\\\d])\$(?![\s$])([^$]*[^\s$\\])\$(?!\d)")
@@ -60,6 +60,9 @@ _COMMANDS: tuple[tuple[str, str], ...] = (
     (r"\\math(?:bf|cal|frak)\{(\d+)\}", r"\1"),
     (r"\^\s*\{?\s*\\circ(?![A-Za-z])\s*\}?|\\(?:textdegree|degree)(?![A-Za-z])(?:\{\})?", "°"),
     (r"\\lg(?![A-Za-z])", r"\\log_{10}"),
+    (r"\\log\s*_\s*\{?\s*e\s*\}?", r"\\ln "),
+    (r"\\mu\s*\\text\s*\{\s*", r"\\text{μ"),
+    (r"^\*\*(.+)\*\*$", r"\1"),
     (r"\\(?:leqslant|leqq|leq)(?![A-Za-z])|<=", r"\\le "),
     (r"\\(?:geqslant|geqq|geq)(?![A-Za-z])|>=", r"\\ge "),
     (r"\\neq(?![A-Za-z])|!=|\\not\s*=", r"\\ne "),
@@ -82,6 +85,7 @@ _COMMANDS: tuple[tuple[str, str], ...] = (
     (r"(?<!\\)\\[,;: ]|~|\\q?quad(?![A-Za-z])|\\[hv]space\*?\{[^{}]*\}|\\thinspace", " "),
     (r"\\([%$#&])", r"\1"),
     (r"(?<!\\)\\[()[\]]", " "),
+    (r"(?<=[\d ])\\Omega$", r"\\text{Ω}"),
     (r"\*\*", "^"),
     (r"\\sqrt\s*(\[\d+\])\s*(\d)", r"\\sqrt\1{\2}"),
 )  # fmt: skip
@@ -94,7 +98,7 @@ def canonical(text: str) -> str:
         return text.strip()
     if not text.isascii():
         text = _without_unicode(text)
-    text = _GROUPED.sub(lambda match: re.sub(r"\D", "", match[0]), text).replace("{,}", ",")
+    text = _GROUPED.sub(_ungrouped, text).replace("{,}", ",")
     text = _EUROPEAN.sub(lambda match: match[0].replace(".", "").replace(",", "."), text)
     text = _INDIAN.sub(lambda match: match[0].replace(",", ""), text)
     if "\\" not in text and text.isascii() and len(text) < 2:
@@ -105,6 +109,11 @@ def canonical(text: str) -> str:
     if text.startswith("$$") and text.endswith("$$"):
         text = text[2:-2]
     return " ".join(_with_functions(text).split())
+
+
+def _ungrouped(found: re.Match[str]) -> str:
+    whole = re.sub(r"\D", "", found[0][: found.start(1) - found.start()] if found[1] else found[0])
+    return f"{whole}.{found[1]}" if found[1] else whole
 
 
 def _without_unicode(text: str) -> str:

@@ -10,7 +10,7 @@ from fractions import Fraction
 from rl_envs.math.exact import exact_value
 from rl_envs.math.notation import MAX_LENGTH, canonical
 from rl_envs.math.unit import MAX_LENGTH as MAX_UNIT
-from rl_envs.math.unit import Unit, combined, read_unit, sized
+from rl_envs.math.unit import SIGNS, Unit, combined, read_unit, sized
 
 _LONG = re.compile(r"(?P<sign>[-+]?)(?P<digits>(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?)")
 _REPEATING = re.compile(
@@ -26,7 +26,7 @@ _CURRENCY = re.compile(
     r"([-+]?)\s*\(?(US\$|R\$|[ACS]\$|[$€£¥₹₩₽₪₺₫₱₦฿₨]|(?:USD|EUR|GBP|JPY|CNY|RMB|INR|KRW|CHF|Rs\.?)(?![A-Za-z]))\s*([-+]?)"
     r"(?=[\d.(\\])"
 )
-_TAIL = re.compile(r"\\text\s*\{|(?<![\\A-Za-z])(?:[^\W\d_]+)|[°%$€£¥₹₩₽₪₺₫₱₦฿'\"]")
+_TAIL = re.compile(r"\\text\s*\{|(?<![\\A-Za-z])(?:[^\W\d_]+)|" + SIGNS)
 _END = re.compile(r"[\d)}\]!.|]$|\\(?:pi|theta|alpha|beta)$|(?<![A-Za-z])[A-Za-z]$")
 _ANGLE = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])|°")
 _UNIT_FRACTION = re.compile(r"\\frac\s*\{\s*(\\text\{[^{}]*\}[^{}]*)\}\s*\{\s*(\\text\{[^{}]*\}(?:\^\{?-?\d\}?)?)\s*\}")
@@ -53,6 +53,8 @@ def read_number(text: str) -> Number | None:
 
 def number_in(text: str) -> Number | None:
     """Read a number in canonical notation."""
+    if len(text) > MAX_LENGTH:
+        return None
     if (value := plain_value(text)) is not None:
         return Number(value)
     if (total := _sum(text)) is not None:
@@ -87,7 +89,7 @@ def split_unit(text: str) -> tuple[str, tuple[Unit, ...]] | None:
         text = (currency[1] or currency[3]) + text[currency.end() :]
     for tail in _TAIL.finditer(text, max(0, len(text) - MAX_UNIT)):
         body = text[: tail.start()].rstrip()
-        if _END.search(body) is None or not _can_begin(text, tail, body):
+        if _END.search(body[-20:]) is None or not _can_begin(text, tail, body):
             continue
         units = read_unit(text[tail.start() :], is_marked=text.startswith("\\", tail.start()))
         if units:
@@ -98,7 +100,7 @@ def split_unit(text: str) -> tuple[str, tuple[Unit, ...]] | None:
 def _can_begin(text: str, tail: re.Match[str], body: str) -> bool:
     """Return whether a unit can begin at a place: one letter directly behind a number is a variable, and so is one
     letter behind an expression with variables."""
-    if tail[0] in "°'\"" and _ANGLE.search(body):
+    if tail[0] in "°'\"" and (_ANGLE.search(body) or (tail[0] != "°" and not body[-1].isdigit())):
         return False
     if len(tail[0]) > 1 or not tail[0].isalpha() or "/" in text[tail.start() :]:
         return body.count("{") == body.count("}") and body.count("(") == body.count(")")
@@ -112,7 +114,11 @@ def _sum(text: str) -> Number | None:
     if len(parts) < 2 or "".join(part[0] for part in parts) != text:
         return None
     choices = [read_unit(part[2]) for part in parts]
-    found = [[unit for unit in units if unit.powers == last.powers] for last in choices[-1][:1] for units in choices]
+    if not all(choices):
+        return None
+    # the marks of feet and inches are those of minutes and seconds of an angle too
+    last = choices[-1][0 if "°" in text else -1]
+    found = [[unit for unit in units if unit.powers == last.powers] for units in choices]
     if not all(found):
         return None
     sizes = [units[0].size for units in found]

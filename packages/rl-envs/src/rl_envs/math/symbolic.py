@@ -40,6 +40,7 @@ _NOT_ARITHMETIC = re.compile(
 _PRODUCT = re.compile(r"[b-df-hj-np-tv-z]{1,4}|[abcd]{1,4}|[A-Z]{1,2}|[A-Za-z]{1,2}")
 """Letters side by side that can be variables; longer runs are words."""
 _DEGREES = re.compile(r"(\d+(?:\.\d+)?|\([^()]*\)|(?<![A-Za-z\\])[A-Za-z]|\\(?:theta|alpha|beta))\s*°")
+_TRIGONOMETRY = re.compile(r"\\(?:arc)?(?:sin|cos|tan|cot|sec|csc)")
 _SYMPY_ERRORS = (
     ArithmeticError,
     AttributeError,
@@ -68,6 +69,8 @@ def are_equal(found: str, known: str) -> bool | None:
     """
     if not all(_is_modest(text) and _is_arithmetic(text) for text in (found, known)):
         return None
+    if (plain := (_without_degrees(found), _without_degrees(known))) != (found, known):
+        return are_equal(*plain) or None
     try:
         mine, theirs = _parsed(found), _parsed_known(known)
         same = None if mine is None or theirs is None else _same(mine, theirs)
@@ -78,6 +81,11 @@ def are_equal(found: str, known: str) -> bool | None:
         return same
     except _SYMPY_ERRORS:
         return None
+
+
+def _without_degrees(text: str) -> str:
+    """Return a sum of angles, such as 90° - x, as a number of degrees."""
+    return text if _TRIGONOMETRY.search(text) else text.replace("°", "")
 
 
 def is_near(text: str, value: Fraction, distance: Fraction) -> bool:

@@ -107,7 +107,7 @@ peso = 1 peso
 R$ real,reais = 1 R$
 """
 _COUNTED = """
-acorn animal ant apple arrangement bag ball balloon banana bead bean bear bike bird block boat book bottle box boxes
+acorn ad animal ant apple arrangement bag ball balloon banana bead bean bear bike bird block boat book bottle box boxes
 boy brick bug bus buses cake calf calves can candle candy card car carrot case cat chair chicken child children chip
 choice chocolate cigarette circle class classes clip clock coin combination comic computer cookie corner cow cube
 cupcake customer cycle dancer desk die dice digit divisor dog doll donkey donut door dot dress dresses edge egg
@@ -120,7 +120,7 @@ peaches pear pen pencil people period permutation person phone photo picture pie
 plum point pole potato potatoes present problem program puppy puppies puzzle question rabbit rectangle ribbon ride
 ring robot rock roll room root rose row run salad sandwich sandwiches seat seed sheep sheet shell shelf shelves shirt
 shoe sibling side skirt slice snack sock solution song spoon square stamp star step sticker stick stone story stories
-strawberry strawberries string student subset sweet sword table tablet task teacher team tent term test th st nd rd
+strawberry strawberries string student subset sweet sword table tablet task teacher team tent term test
 ticket tile time tire toe token tomato tomatoes toy tooth teeth tourist train tree triangle trip truck value
 vehicle vertex vertices vote walnut watermelon way wheel window woman women word worker zero zeros zeroes unit
 """
@@ -137,11 +137,13 @@ _FACTORS = {
     "tenth": Fraction(1, 10), "twelfth": Fraction(1, 12), "hundredth": Fraction(1, 100),
     "thousandth": Fraction(1, 1000),
 }  # fmt: skip
+_ORDINALS = ("st", "nd", "rd", "th")
 _POWERS = {"square": 2, "sq": 2, "squared": 2, "cubic": 3, "cu": 3, "cubed": 3}
 
+SIGNS = "[°%$€£¥₹₩₽₪₺₫₱₦฿¢₨'\"]"
 _WRAPPER = re.compile(r"\\text\s*\{([^{}]*)\}")
 _TOKEN = re.compile(
-    r"\s*(?:(?P<name>°[CF](?![A-Za-z])|US\$|R\$|[^\W\d_]+|[°%$€£¥₹₩₽₪₺₫₱₦฿¢₨'\"])\.?"
+    rf"\s*(?:(?P<name>°[CF](?![A-Za-z])|US\$|R\$|[^\W\d_]+|{SIGNS})\.?"
     r"|\^\s*(?:\{\s*(?P<braced>-?\d+)\s*\}|(?P<bare>-?\d))|(?P<over>/)|(?P<times>\\cdot|\\times|[*.])"
     r"|(?P<open>\()|(?P<close>\)))"
 )
@@ -222,7 +224,7 @@ def read_unit(text: str, *, is_marked: bool = True) -> tuple[Unit, ...]:
     plain = re.sub(r"\bper cents?\b", "percent", unwrapped(text).strip(" .,"))
     plain = _DEGREES.sub(lambda found: f"°{found[1].upper()}", plain)
     text = _AFTER.sub("", plain)
-    if plain and not text:
+    if (plain and not text) or plain in _ORDINALS:
         return (Unit(()),)
     factors = _factors(text, is_marked=is_marked) if 0 < len(text) <= MAX_LENGTH else []
     readings = product(*([(unit, exponent) for unit in units] for units, exponent in factors))

@@ -81,7 +81,7 @@ def _same_number(found: str, known: str) -> bool | None:
 
 def _decimal_comma(text: str, other: str) -> str | None:
     """Return `3,14` as the decimal `3.14`, if the other answer is one with a point; it can also be a list."""
-    is_decimal = re.fullmatch(r"[-+]?\d+,\d+", text.strip()) and re.fullmatch(r"[-+]?\d+\.\d+", other.strip())
+    is_decimal = re.fullmatch(r"[-+]?\d+,(?!\d{3}$)\d+", text.strip()) and re.fullmatch(r"[-+]?\d+\.\d+", other.strip())
     return text.replace(",", ".") if is_decimal else None
 
 
@@ -125,8 +125,11 @@ def _same_equation(mine: Equation, theirs: Form) -> bool | None:
     if not isinstance(theirs, Equation):
         # of "x^2 = 4" it is unknown what is asked for
         return _same_value(mine, theirs) if not mine.left or names_a_value(mine.left) else None
-    if squeezed(mine.left) == squeezed(theirs.left) or not mine.left or not theirs.left:
+    if squeezed(mine.left) == squeezed(theirs.left):
         return _same_value(mine, theirs.values[-1])
+    if not mine.left or not theirs.left:
+        left = mine.left or theirs.left
+        return _same_value(mine, theirs.values[-1]) if names_a_value(left) else None
     if is_variable(mine.left) and is_variable(theirs.left):
         return None if _same(mine.values[-1], theirs.values[-1]) is not False else False
     sides = [(each.left, _text(each.values[-1])) for each in (mine, theirs)]
@@ -276,6 +279,8 @@ def _same_text(mine: Written, theirs: Form) -> bool | None:
 
 
 def _same_letters(mine: Letters, theirs: Form) -> bool | None:
+    if theirs == Name((mine.letters.casefold(),)):
+        return True
     if not isinstance(theirs, Letters):
         return None if isinstance(theirs, Expression | Name | Collection | Equation) else False
     if mine.are_apart or theirs.are_apart:
@@ -391,7 +396,10 @@ def _same_named(named: Collection, plain: Collection) -> bool | None:
     ):
         return None
     same = _same_items(values, plain.items)
-    return None if same is False and matched(list(values), list(plain.items), _same) is not False else same
+    names = [item.left for item in named.items if isinstance(item, Equation)]
+    # a pair in the order of the names as they are written, or a list in any order, may be meant
+    is_clear = names == sorted(names) and plain.is_ordered
+    return None if same is False and not is_clear and matched(list(values), list(plain.items), _same) else same
 
 
 # the first kind that one of two forms has decides how they are compared
