@@ -51,6 +51,19 @@ def steps(path):
     return {row["step"]: {name: row[name] for name in SAME if name in row} for row in rows if row["step"]}
 
 
+def again(folder, around):
+    """Take the folder by the command that started the run; return whether that begins another run."""
+    from released_runs.record import ALWAYS
+    from released_runs.record import RUNS as STARTED
+
+    recipe, *overrides = [
+        each.replace("=model", f"={around}/model").replace(" rows", f" {around}/rows")
+        for each in (*STARTED[folder.name], *ALWAYS)
+    ]
+    given = run_of(recipe, [*overrides, f"run_dir={folder}"])
+    return check_run_dir(given.run_dir, given.plan, fresh=False) is not None
+
+
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("name", RUNS)
 def test_every_command_that_reads_a_run_reads_it_with_one_line_about_its_version(unpacked, caplog, version, name):
@@ -62,6 +75,7 @@ def test_every_command_that_reads_a_run_reads_it_with_one_line_about_its_version
     assert evaluation_of(f"{folder}:2", ["eval.tasks=[gsm8k]"]).plan.config.policy.model_name == str(checkpoint / "hf")
     branch = run_of("", [STEPS[name], f"run_dir={folder}.branch"], str(folder))
     assert check_run_dir(branch.run_dir, branch.plan, fresh=False, branch_point=branch.branch_point).keeps_position
+    assert not again(folder, unpacked(version))
     assert RunFolder(folder).state().step == 2
     lines = [record.getMessage() for record in caplog.records if "was written by version" in record.getMessage()]
     assert len(lines) == (version in ("0.1.0", "0.2.0"))

@@ -58,8 +58,8 @@ CORRECTION = {
 def read(**changed):
     """The section as this version reads it."""
     raw = load({"loss_fn": {**RECORDED, **changed}})
-    raw, keys = raw.upgraded(assemble("Root", {"loss_fn": loss_fn_section(raw.select("loss_fn"))}))
-    assert set(keys) == {f"loss_fn.{key}" for key in RENAMED} - {"loss_fn.surrogate", "loss_fn.aggregation"}
+    raw, upgrade = raw.upgraded(assemble("Root", {"loss_fn": loss_fn_section(raw.select("loss_fn"))}))
+    assert set(upgrade.renamed) == {f"loss_fn.{key}" for key in RENAMED} - {"loss_fn.surrogate", "loss_fn.aggregation"}
     return resolve(raw, assemble("Root", {"loss_fn": loss_fn_section(raw.select("loss_fn"))})).config.loss_fn
 
 

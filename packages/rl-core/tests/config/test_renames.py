@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 import pytest
 
 from rl_core.config import Config, Rename, chosen, load, moved, resolve
+from rl_core.config.renames import Upgrade
 
 
 class Loss(Config):
@@ -39,15 +40,18 @@ class Root(Config):
 def test_a_recorded_section_means_the_same_wherever_it_is(recorded: Any, read: Loss, renamed: int) -> None:
     read = read if "strict" in recorded else read.model_copy(update={"strict": False})
     raw = load({"loss": recorded, "parts": [recorded], "by_name": {"a": recorded}})
-    upgraded, keys = raw.upgraded(Root)
+    upgraded, upgrade = raw.upgraded(Root)
     assert resolve(upgraded, Root).config == Root(loss=read, parts=[read], by_name={"a": read})
-    assert len(keys) == 3 * renamed
-    assert upgraded.upgraded(Root) == (upgraded, ())
+    assert len(upgrade.renamed) == 3 * renamed
+    places = () if "strict" in recorded else ("loss", "parts[0]", "by_name.a")
+    as_before = {f"{place}.strict": False for place in places}
+    assert upgrade.as_before == as_before
+    assert upgraded.upgraded(Root) == (upgraded, Upgrade(as_before=as_before))
 
 
 def test_a_key_of_this_version_wins_over_an_earlier_one() -> None:
     raw = load({"loss": {"use_x": True, "penalty": 0.1}}, ["loss.kl.weight=0.3", "loss.form=z"])
-    upgraded, keys = raw.upgraded(Root)
-    assert keys == ("loss.use_x", "loss.penalty")
+    upgraded, upgrade = raw.upgraded(Root)
+    assert upgrade.renamed == ["loss.use_x", "loss.penalty"]
     assert resolve(upgraded, Root).config.loss == Loss(form="z", kl={"weight": 0.3}, strict=False)
     assert str(upgraded.origin("loss.kl.weight")) == "command line"

@@ -11,7 +11,7 @@ from typing import Any
 
 from rl_core.config.keys import value_at
 from rl_core.config.messages import did_you_mean
-from rl_core.config.renames import upgraded
+from rl_core.config.renames import Upgrade, upgraded
 from rl_core.config.schema import Config
 from rl_core.config.tree import (
     DATASET,
@@ -91,11 +91,10 @@ class RawConfig:
         """The same with plain nested values laid over it, whose origin is named `source`."""
         return RawConfig(self.name, self.entry.under(Entry.of(dict(values), Origin(source))), self.files)
 
-    def upgraded(self, root: type[Config], *, is_whole: bool = True) -> tuple[RawConfig, tuple[str, ...]]:
-        """The same under the keys of this version, and the keys of earlier versions that it had; see
-        `rl_core.config.renames`."""
-        entry, keys = upgraded(self.entry, root, is_whole=is_whole)
-        return replace(self, entry=entry), keys
+    def upgraded(self, root: type[Config], *, is_whole: bool = True) -> tuple[RawConfig, Upgrade]:
+        """The same under the keys of this version, and what that changed; see `rl_core.config.renames`."""
+        entry, upgrade = upgraded(self.entry, root, is_whole=is_whole)
+        return replace(self, entry=entry), upgrade
 
 
 def load(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = (), *, search: Search = ()) -> RawConfig:

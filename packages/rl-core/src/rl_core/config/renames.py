@@ -13,6 +13,7 @@ differ::
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from rl_core.config.dump import to_override
@@ -36,7 +37,22 @@ def chosen(key: str, value: str) -> Rename:
     return Rename(f"{key}={value} if true", lambda is_on, _: {key: value} if is_on else {})
 
 
-def upgraded(entry: Entry, root: type[Config], *, is_whole: bool) -> tuple[Entry, tuple[str, ...]]:
+@dataclass
+class Upgrade:
+    """The keys in which a config of an earlier version differs from one of this version.
+
+    Args:
+        is_whole: True if a run recorded the config, so that it holds every key of its version.
+        renamed: Keys of earlier versions.
+        as_before: Keys whose values mean what versions without these keys did, and their values.
+    """
+
+    is_whole: bool = True
+    renamed: list[str] = field(default_factory=list)
+    as_before: dict[str, Any] = field(default_factory=dict)
+
+
+def upgraded(entry: Entry, root: type[Config], *, is_whole: bool) -> tuple[Entry, Upgrade]:
     """Return a config of an earlier version under the keys of this version.
 
     Keys of this version that were written, as by overrides, win over those of earlier versions. A config that a run
@@ -49,10 +65,10 @@ def upgraded(entry: Entry, root: type[Config], *, is_whole: bool) -> tuple[Entry
         is_whole: True if a run recorded it.
 
     Returns:
-        The config, and the keys of earlier versions that it had.
+        The config, and what was changed.
     """
-    renamed: list[str] = []
-    return _upgraded(Key((), root), entry, renamed, is_whole), tuple(renamed)
+    upgrade = Upgrade(is_whole)
+    return _upgraded(Key((), root), entry, upgrade), upgrade
 
 
 def replacement(section: type[Config], path: KeyPath, written: Any) -> tuple[str, str]:
@@ -99,29 +115,29 @@ def _others(section: type[Config], name: str, written: Mapping[str, Any]) -> Ite
             yield other, {format_path((other, *path)): leaf for path, leaf in leaves(value).items()}
 
 
-def _upgraded(key: Key, entry: Entry, renamed: list[str], is_whole: bool) -> Entry:
+def _upgraded(key: Key, entry: Entry, upgrade: Upgrade) -> Entry:
     written = natural(entry.plain())
     if isinstance(entry.value, list):
-        items = [_child(key, index, item, written, renamed, is_whole) for index, item in enumerate(entry.value)]
+        items = [_child(key, index, item, written, upgrade) for index, item in enumerate(entry.value)]
         return Entry(items, entry.origin)
     if not isinstance(entry.value, dict):
         return entry
     section = key.section(written)
     if section is not None and (section.renamed or section.before_it_existed):
-        entry = _of_this_version(section, entry, key.path, renamed)
-        if is_whole:
-            entry = _with_absent(section, entry)
+        entry = _of_this_version(section, entry, key.path, upgrade)
+        if upgrade.is_whole:
+            entry = _with_absent(section, entry, key.path, upgrade)
         written = natural(entry.plain())
-    children = {name: _child(key, name, each, written, renamed, is_whole) for name, each in entry.value.items()}
+    children = {name: _child(key, name, each, written, upgrade) for name, each in entry.value.items()}
     return Entry(children, entry.origin)
 
 
-def _child(key: Key, segment: str | int, entry: Entry, written: Any, renamed: list[str], is_whole: bool) -> Entry:
+def _child(key: Key, segment: str | int, entry: Entry, written: Any, upgrade: Upgrade) -> Entry:
     child = key.child(segment, written)
-    return entry if child is None else _upgraded(child, entry, renamed, is_whole)
+    return entry if child is None else _upgraded(child, entry, upgrade)
 
 
-def _of_this_version(section: type[Config], entry: Entry, path: KeyPath, renamed: list[str]) -> Entry:
+def _of_this_version(section: type[Config], entry: Entry, path: KeyPath, upgrade: Upgrade) -> Entry:
     written = natural(entry.plain())
     new = Entry({name: each for name, each in entry.value.items() if name not in section.renamed}, entry.origin)
     for name, rename in section.renamed.items():
@@ -131,10 +147,14 @@ def _of_this_version(section: type[Config], entry: Entry, path: KeyPath, renamed
             if new.get(parse_path(key)) is None:
                 new = new.with_entry(parse_path(key), Entry.of(value, entry.value[name].origin))
         if name not in section.model_fields:
-            renamed.append(format_path((*path, name)))
+            upgrade.renamed.append(format_path((*path, name)))
     return new
 
 
-def _with_absent(section: type[Config], entry: Entry) -> Entry:
-    absent = {name: each for name, each in section.before_it_existed.items() if name not in entry.value}
+def _with_absent(section: type[Config], entry: Entry, path: KeyPath, upgrade: Upgrade) -> Entry:
+    written, before = natural(entry.plain()), section.before_it_existed
+    upgrade.as_before |= {
+        format_path((*path, name)): each for name, each in before.items() if written.get(name, each) == each
+    }
+    absent = {name: each for name, each in before.items() if name not in written}
     return Entry({**entry.value, **Entry.of(absent, entry.origin).value}, entry.origin)

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from rl_core.config import load, to_override
 from rl_core.errors import ConfigError
 from rl_launch.run_config.plan import RunPlan
 from rl_launch.run_config.reading import read_plan
+from rl_launch.run_config.root_types import type_of
 from rl_launch.session.checkpoints.checkpoints import newest_checkpoint
 from rl_launch.session.directory.branch import BranchPoint
 from rl_launch.session.directory.checkpoint_name import LAST, CheckpointName
-from rl_launch.session.directory.run_folder import is_run
+from rl_launch.session.directory.run_folder import CONFIG, RunFolder, is_run
 
 _RUN_DIR = "run_dir="
 
@@ -54,7 +57,8 @@ def run_of(recipe: str | Mapping[str, Any], overrides: Sequence[str] = (), start
     if isinstance(recipe, Mapping) and recipe:
         plan = read_plan(recipe, overrides)
         name = plan.plugin.name
-        return GivenRun(plan, _folder(plan.config.run_dir, name), name, point)
+        folder = _folder(plan.config.run_dir, name)
+        return GivenRun(_as_recorded(plan, recipe, overrides, folder), folder, name, point)
     recipe = str(recipe or "")
     if point is not None and (not recipe or "=" in recipe):
         recipe, overrides = str(point.run.path), [*([recipe] if recipe else []), *overrides]
@@ -62,7 +66,20 @@ def run_of(recipe: str | Mapping[str, Any], overrides: Sequence[str] = (), start
     name = recipe_name(recipe)
     plan = read_plan(recipe, overrides)
     folder = _run_dir(recipe, name, overrides, plan.config.run_dir, branches=point is not None)
-    return GivenRun(plan, folder, name, point)
+    return GivenRun(_as_recorded(plan, recipe, overrides, folder), folder, name, point)
+
+
+def _as_recorded(plan: RunPlan, recipe: str | Mapping[str, Any], overrides: Sequence[str], folder: Path) -> RunPlan:
+    """Return the plan with the values that a run in the folder has for keys which its version did not have, so that the
+    command that started it resumes it; a value that the user writes stays."""
+    if not is_run(folder) or plan.raw is None or RunFolder(folder).is_of_this_version():
+        return plan
+    as_before: Mapping[str, Any] = {}
+    with suppress(ConfigError):  # refused when the folder is taken
+        recorded = load(folder / CONFIG)
+        as_before = recorded.upgraded(type_of(recorded))[1].as_before
+    added = [to_override(key, value) for key, value in as_before.items() if not plan.raw.is_written(key)]
+    return read_plan(recipe, [*overrides, *added]) if added else plan
 
 
 def _run_to_resume(recipe: str) -> str:

@@ -30,13 +30,13 @@ def upgraded_text(path: Path) -> tuple[str, tuple[str, ...]]:
     root = yaml.compose(text)
     written = natural(read_file(path, str(path)).plain())
     own = load({key: value for key, value in written.items() if key != "defaults"})
-    upgraded, keys = own.upgraded(type_of(raw), is_whole=False)
-    sections = sorted({parse_path(key)[:-1] for key in keys}, key=len)
+    upgraded, upgrade = own.upgraded(type_of(raw), is_whole=False)
+    sections = sorted({parse_path(key)[:-1] for key in upgrade.renamed}, key=len)
     outermost = [each for each in sections if not any(each[: len(one)] == one for one in sections if one != each)]
     nodes = [(_node(root, section), upgraded.select(format_path(section))) for section in outermost]
     for node, value in sorted(nodes, key=lambda each: each[0].start_mark.index, reverse=True):
         text = text[: node.start_mark.index] + _written(node, value) + text[_end(node) :]
-    return text, keys
+    return text, tuple(upgrade.renamed)
 
 
 def _node(node: Any, path: tuple[str | int, ...]) -> Any:

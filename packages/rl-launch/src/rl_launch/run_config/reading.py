@@ -63,7 +63,7 @@ def _read(raw: RawConfig, source: str | Path | Mapping[str, Any]) -> RunPlan:
         resolved = resolve(raw, root_type(algorithm, raw), checks=[checks], hint=hint)
     except ConfigProblems as error:
         remarks = hints.remarks(raw.name) if raw.files else []
-        if raw.files and len(keys := raw.upgraded(root_type(algorithm, raw), is_whole=False)[1]) > 2:
+        if raw.files and len(keys := raw.upgraded(root_type(algorithm, raw), is_whole=False)[1].renamed) > 2:
             rewrite = f"To rewrite a file that has them: rl config upgrade {raw.files[-1]} --output FILE"
             remarks.append(f"{len(keys)} keys are those of an earlier version. {rewrite}")
         raise ConfigProblems("\n".join([str(error), *remarks]), error.problems) from None
@@ -174,9 +174,9 @@ def of_this_version(raw: RawConfig, root: type[Config], path: Path) -> RawConfig
         root: Type of the config, by these values.
         path: The `config.yaml` of a run or a checkpoint.
     """
-    upgraded, keys = raw.upgraded(root)
-    if keys:
-        _log_version(path.parent.absolute(), len(keys))
+    upgraded, upgrade = raw.upgraded(root)
+    if upgrade.renamed:
+        _log_version(path.parent.absolute(), len(upgrade.renamed))
     return upgraded
 
 

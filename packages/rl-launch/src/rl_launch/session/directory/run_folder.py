@@ -23,6 +23,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,10 @@ class RunFolder:
             model = policy.get("model_name", "") if isinstance(policy, dict) else ""
             known |= {"algorithm": str(config.get("algorithm", "")), "model": str(model)}
         return Description(**known, labels=Labels.read(data))
+
+    def is_of_this_version(self) -> bool:
+        """Return whether the run was first started by the version that is installed."""
+        return self.description().versions.get("rl-launch") == version("rl-launch")
 
     def config(self) -> dict[str, Any]:
         """The run's config as nested plain values, interpolations of environment variables as they were written; empty
