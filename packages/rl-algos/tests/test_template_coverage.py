@@ -81,6 +81,16 @@ LEFT_OUT = {
     ),
     "a name of a speaker": (template(), [user("hi", name="Ada"), says("yo")], "the `name` of message 0 .*'Ada'"),
     "what else is said": (template(), [user("hi"), says("yo", refusal="no")], "`refusal` of message 1"),
+    "images of a message": (template(), [user("hi", images=["a.png"]), says("yo")], "`images` of message 0"),
+    "arguments that are not marked": (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role }}"
+        "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% for c in m.tool_calls or [] %}"
+        "{{ c.function.name }}{% endfor %}{{ '<|im_end|>' }}{% endgeneration %}"
+        + CALLS
+        + "{% else %}{{ m.content }}{% endif %}{% endfor %}",
+        OF_CALL,
+        "an argument of a call, outside of message 1",
+    ),
     "thoughts as a list": (
         template(),
         [user("hi"), says("yo", reasoning_details=[{"text": "hm"}])],
@@ -172,6 +182,14 @@ SHOWN = {
             "{% endfor %}"
         ),
         [user("<b>hi</b> <i>"), says("<p>", tool_calls=[call(code="1")])],
+    ),
+    "details of thoughts": (
+        template("{{ m.content }}{% for d in m.reasoning_details or [] %}{{ d.text }}{% endfor %}"),
+        [user("hi"), says("yo", reasoning_details=[{"text": "hm"}])],
+    ),
+    "arguments in quotes in quotes": (
+        template("{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function | tojson | tojson }}{% endfor %}"),
+        [user("hi"), says("", tool_calls=[call(code='print("a\nb")', n=1.5, ok=True)])],
     ),
     "tags in a text": (template(), [user("<b>hi</b>"), says("Write <b> or </think-not>.")]),
     "a thought after the prompt's": (

@@ -25,8 +25,11 @@ from rl_core.rollouts.rollout import Message
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """Keys of a message that chat templates read thoughts from."""
 
-_SAID = ("refusal", "reasoning_details", "reasoning_text", "thoughts", "thought", "tool_plan", "audio", "analysis")
-"""Further keys in which other formats store a part of what is said."""
+_SAID = (
+    *("refusal", "reasoning_details", "reasoning_text", "thoughts", "thought", "tool_plan", "analysis"),
+    *("images", "image", "image_url", "videos", "video", "audios", "audio", "files", "attachments", "documents"),
+)
+"""Further keys in which other formats store a part of what is said or shown."""
 
 _THOUGHT_FIRST = re.compile(r"\s*<think>(.*?)</think>(.*)", re.DOTALL)
 _TAG = re.compile(r"</?[a-z_]+>")
@@ -214,9 +217,7 @@ class _Walk:
             elif key == "tool_calls" and isinstance(value, list | tuple):
                 found[key] = [self._call(index, number, call) for number, call in enumerate(value)]
             elif key in (*THOUGHTS, *_SAID) and not isinstance(value, str):
-                if value and key not in self._template:
-                    self._piece(index, "said", f"`{key}`", value)
-                found[key] = value
+                found[key] = self._piece(index, "said", f"`{key}`", value) if value else value
             elif key in THOUGHTS:
                 found[key] = self._text(index, "thoughts", f"the thoughts (`{key}`)", value)
             elif key in _SAID:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from rl_algos.template_coverage import THOUGHTS
 from rl_algos.tokenizer import squeezed
@@ -11,6 +11,7 @@ from rl_core.errors import DataError
 from rl_core.rollouts.rollout import Message
 
 _THINK = ("<think>", "</think>")
+_WORD = re.compile("[A-Za-z0-9]+")
 _FIRST_TAG = re.compile(r"\s*(<[\w|:-]+>|\[[A-Z_]+\])")
 
 
@@ -52,6 +53,31 @@ def _thinks_twice(content: str, written: str) -> bool:
     first = _FIRST_TAG.match(content)
     opens_twice = first is not None and written.count(first[1]) > content.count(first[1])
     return opens_twice or written.count(_THINK[1]) > max(1, content.count(_THINK[1]))
+
+
+def check_arguments(message: Message, index: int, turn: str) -> None:
+    """Raise a `DataError` if a learned turn lacks a value in the arguments of a call, which its template may write
+    outside of the part that it marks; see `check_turn` for the arguments."""
+    shown = squeezed(turn)
+    missing = next((word for word in _argument_words(message) if word not in shown), None)
+    if missing is not None:
+        raise DataError(
+            f"the chat template writes {missing!r}, an argument of a call, outside of message {index} (from 0) of the "
+            f"assistant: {_short(turn)}; set policy.tokenizer.chat_template to a template that writes it in the turn"
+        )
+
+
+def _argument_words(message: Message) -> Iterator[str]:
+    """Yield the words and numbers in the arguments of calls, which are the same in every notation of a string."""
+    values = [call.get("function", call).get("arguments") for call in message.get("tool_calls") or ()]
+    while values:
+        value = values.pop()
+        if isinstance(value, Mapping):
+            values += value.values()
+        elif isinstance(value, list | tuple):
+            values += value
+        elif isinstance(value, str | int) and not isinstance(value, bool):
+            yield from _WORD.findall(str(value))
 
 
 def _parts(message: Message) -> Iterator[tuple[str, str]]:

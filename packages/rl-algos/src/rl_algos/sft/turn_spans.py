@@ -11,7 +11,7 @@ from jinja2 import TemplateError
 
 from rl_algos.sft.marked_template import Span, has_marks, render_marked, template_of
 from rl_algos.sft.turn_closing import TurnClosing, beginning, ends_of
-from rl_algos.sft.turn_proofs import check_turn
+from rl_algos.sft.turn_proofs import check_arguments, check_turn
 from rl_algos.template_coverage import THOUGHTS, Coverage, thoughts_key
 from rl_algos.tokenizer import check_shown, render
 from rl_core.errors import DataError
@@ -67,6 +67,7 @@ def find_turns(
     coverage.check_links()
     ends = ends_of(tokenizer, str(tokenizer.get_chat_template()))
     spans, end = [], ""
+    said: dict[int, str] = {}
     for index, several in parts.items():
         *earlier, last = several
         closed, end = ends.closed(text, last)
@@ -74,9 +75,12 @@ def find_turns(
             raise _never_ends(index, ends)
         turn = [*earlier, closed]
         opened = text[conversation.length_before(text, index) : turn[0][0]]
-        check_turn(messages[index], index, opened, "".join(text[start:stop] for start, stop in turn), ends.turn)
+        said[index] = "".join(text[start:stop] for start, stop in turn)
+        check_turn(messages[index], index, opened, said[index], ends.turn)
         spans += [span for span in turn if span[1] > span[0]]
     coverage.check_pieces(learned)
+    for index, turn_text in said.items():
+        check_arguments(messages[index], index, turn_text)
     return LearnedTurns(text, tuple(spans), "" if end else conversation.end_of_open_turn(ends))
 
 
