@@ -399,8 +399,28 @@ def _batching_problems(model: ModelConfig) -> Iterator[Problem]:
         )
 
 
+_UNUSED_OVERRIDES = {
+    **dict.fromkeys(
+        ("output_router_logits", "router_aux_loss_coef"),
+        "because losses here have no balancing term of the model's code",
+    ),
+    **dict.fromkeys(("dtype", "torch_dtype"), "because precision sets the dtype"),
+    **dict.fromkeys(
+        ("output_attentions", "output_hidden_states", "return_dict", "use_cache"),
+        "because every pass chooses what it returns",
+    ),
+    "quantization_config": "because files are dequantised when they are read",
+    "num_labels": "because the head of a reward model or a critic has one output",
+}
+"""Fields of Hugging Face configs that are set, or not read, by training here, each with the reason."""
+
+
 def _override_problems(overrides: Mapping[str, Any]) -> Iterator[Problem]:
-    """Older names of the parameters of rotary embeddings, which `transformers` would ignore or replace as a whole."""
+    """Fields without effect, and older names of the parameters of rotary embeddings, which `transformers` would ignore
+    or replace as a whole."""
+    for name, reason in _UNUSED_OVERRIDES.items():
+        if overrides.get(name):
+            yield Problem.unused(f"hf_config_overrides.{name}", reason)
     for name in ("rope_scaling", "rope_theta"):
         if name in overrides:
             value = overrides[name] if name == "rope_scaling" else {name: overrides[name]}
@@ -467,13 +487,14 @@ def _class_problems(key: str, name: str, known: Mapping[str, frozenset[str]], ki
 
 def _schedule_problems(scheduler: list[SchedulerConfig]) -> Iterator[Problem]:
     for place, entry in enumerate(scheduler):
-        if entry.name in UNSUPPORTED_SCHEDULES:
+        if entry.name is None:
+            continue
+        if reason := UNSUPPORTED_SCHEDULES.get(entry.name, ""):
             remedy = "Choose another schedule, such as torch.optim.lr_scheduler.CosineAnnealingLR"
-            if "combines" in UNSUPPORTED_SCHEDULES[entry.name]:
+            if "combines" in reason:
                 remedy = "Write its schedules as entries of scheduler, and their milestones in a separate entry"
-            reason = UNSUPPORTED_SCHEDULES[entry.name]
             yield Problem(f"scheduler[{place}].name", reason, got=entry.name, remedy=remedy, feature=entry.name)
-        elif entry.name is not None:
+        else:
             yield from _class_problems(f"scheduler[{place}]", entry.name, SCHEDULES, "a learning-rate schedule")
     num_schedules = sum(entry.name is not None for entry in scheduler)
     milestones = [entry.milestones for entry in scheduler if entry.milestones is not None]

@@ -6,8 +6,9 @@ import sys
 import pytest
 
 from rl_core.errors import ConfigError
+from rl_core.plugins.user_code import FromFile
 from rl_launch.run_config.reading import read_plan
-from rl_launch.runtime.environment_trials import trials_of, try_here, try_in
+from rl_launch.runtime.environment_trials import load_agent_in, trials_of, try_here, try_in
 
 RECIPE = """
 defaults: grpo-arithmetic
@@ -56,3 +57,13 @@ def test_a_reward_that_raises_on_some_responses_is_a_warning(trials, caplog):
         assert try_here(found, "auto") == []
     [warning] = caplog.messages
     assert "raised IndexError: string index out of range (at reward.py:2)" in warning
+
+
+def test_an_agent_is_imported_where_rollout_workers_would(tmp_path):
+    (tmp_path / "agent.py").write_text("import client_of_mine\n\ndef run(base_url, api_key, prompt): ...\n")
+    agent = FromFile.read(f"{tmp_path}/agent.py:run")
+    with pytest.raises(ConfigError, match=r"grpo\.agent\.run: agent\.py:run .*client_of_mine.*grpo\.agent\.env\.PYTHONPATH"):
+        load_agent_in("grpo.agent", sys.executable, agent, {})
+    (tmp_path / "packages").mkdir()
+    (tmp_path / "packages" / "client_of_mine.py").touch()
+    load_agent_in("grpo.agent", sys.executable, agent, {"PYTHONPATH": f"{tmp_path}/packages"})

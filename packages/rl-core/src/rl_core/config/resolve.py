@@ -102,10 +102,13 @@ def resolve(
             remedy = f"Set it: {format_path(path)}=VALUE"
             wrong[path] = Problem(format_path(path), f"must be set, because it is marked {MISSING}", remedy=remedy)
     values = mapped(tree, lambda path, value: _read(key_at(root, path, tree), value))
-    for path, value in leaves(values).items():
-        if isinstance(value, str) and (problem := locale_problem(value)):
-            wrong[path] = problem.at(format_path(path))
-            values = mapped(values, lambda at, other, path=path: None if at == path else other)
+    undecoded = {
+        path: problem.at(format_path(path))
+        for path, value in leaves(values).items()
+        if isinstance(value, str) and (problem := locale_problem(value))
+    }
+    wrong |= undecoded
+    values = mapped(values, lambda path, value: None if path in undecoded else value)
     references = _environment_references(written)
     wrong |= literal_credentials(written, references)
     faults = list(wrong.values())

@@ -29,6 +29,7 @@ from rl_launch.model_files.local_models import MADE_HERE, untrained_model
 from rl_launch.model_files.model_facts import check_tokenizer
 from rl_launch.model_files.model_folder import adapter_problems, config_folder
 from rl_launch.monitoring.run_monitoring import check_monitoring
+from rl_launch.placement.topology import GENERATION
 from rl_launch.push.pusher import Pusher, pusher_of
 from rl_launch.root_config import with_section, with_values
 from rl_launch.run_config.checks import check_models, check_placement
@@ -36,7 +37,7 @@ from rl_launch.run_config.inputs import check_inputs
 from rl_launch.run_config.plan import RunPlan
 from rl_launch.run_config.profiling_checks import check_profiling
 from rl_launch.run_config.run_recording import RunRecording, recorded_environments
-from rl_launch.runtime.environment_trials import trials_of, try_here, try_in
+from rl_launch.runtime.environment_trials import load_agent_in, trials_of, try_here, try_in
 from rl_launch.runtime.role_envs import role_specs
 from rl_launch.session import RunDirectory
 from rl_launch.session.callbacks.callback_classes import MadeCallback, make_callbacks
@@ -294,6 +295,14 @@ def _provide_environments(run: Preparation) -> None:
     try_in(run.envs.interpreters, run.untried)
 
 
+def _load_agent(run: Preparation) -> None:
+    played_by = {} if run.needs is None else run.needs.program_args
+    if function := played_by.get("function"):
+        load_agent_in(
+            f"{run.plan.plugin.name}.agent", run.envs.interpreters[GENERATION], function, played_by["config"].env
+        )
+
+
 def _check_engines(run: Preparation) -> None:
     from rl_launch.runtime.runtime import check_engines
 
@@ -360,6 +369,7 @@ START_CHECKS = (
     StartCheck("data", _compare_data, after=("prompts", "run directory")),
     StartCheck("placement", _check_placement, after=("devices",)),
     StartCheck("worker environments", _provide_environments, after=("models", "placement"), waits=_to_build),
+    StartCheck("agent", _load_agent, after=("worker environments",)),
     StartCheck("engines", _check_engines, after=("worker environments",)),
     StartCheck("model families", _prove_families, after=("engines",)),
 )

@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from rl_algos.evaluation.tasks import is_file
+from rl_algos.data.files import kind_of
 from rl_core.config import option
 from rl_core.errors import ConfigError, RunDirectoryError
 from rl_core.model_config import ModelConfig
@@ -75,7 +75,7 @@ def evaluation_of(
     path = Path(source).expanduser()
     if is_evaluation(path):
         return GivenEvaluation(read_plan(path / "config.yaml", overrides), path)
-    if path.is_file() and is_file(source) and path.suffix not in (".yaml", ".yml"):
+    if path.is_file() and kind_of(path.name):
         raise ConfigError(
             f"{source} is data, and an evaluation needs the model to score on it. Write "
             f"{option(f'rl eval MODEL --tasks {source}', f'evaluate(MODEL, tasks=[{source!r}])')}, with "

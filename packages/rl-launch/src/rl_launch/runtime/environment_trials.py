@@ -14,6 +14,7 @@ from rl_core.environments.instance import instance_of
 from rl_core.environments.trial import Trial, Verdict, try_out
 from rl_core.errors import ConfigError, WorkerEnvironmentError
 from rl_core.plugins import AlgorithmEvaluation
+from rl_core.plugins.user_code import FromFile
 from rl_launch.run_config.plan import RunPlan
 from rl_launch.runtime.role_envs import environment_role
 from rl_launch.worker_envs.driver import missing
@@ -24,6 +25,12 @@ from rl_launch.worker_envs.variables import worker_process_environment
 _log = logging.getLogger(__name__)
 
 _TRY = "from rl_core.environments.trial import main; main()"
+_LOAD = """
+import pickle, sys
+from rl_core.plugins import resolve
+agent = pickle.load(sys.stdin.buffer)
+resolve(agent) if isinstance(agent, str) else agent.load()
+"""
 _TIMEOUT_S = 900.0
 
 
@@ -83,6 +90,36 @@ def try_in(interpreters: Mapping[str, str], trials: Sequence[Trial]) -> None:
             said = done.stderr.decode(errors="replace").strip()
             raise WorkerEnvironmentError(f"environment {trial.instance.label} could not be tried in {python}:\n{said}")
         _report(Verdict(*json.loads(done.stdout.splitlines()[-1])))
+
+
+def load_agent_in(key: str, python: str, agent: str | FromFile, variables: Mapping[str, str]) -> None:
+    """Import the function that plays rollouts, in the environment of the processes that call it.
+
+    Args:
+        key: Key of the section of the agent.
+        python: Interpreter of the rollout workers.
+        agent: The function, by name or with its file.
+        variables: Environment variables of the agent.
+
+    Raises:
+        ConfigError: If it cannot be imported there.
+    """
+    done = subprocess.run(
+        [python, "-c", _LOAD],
+        input=pickle.dumps(agent),
+        capture_output=True,
+        env={**worker_process_environment(python), **variables},
+        timeout=_TIMEOUT_S,
+        check=False,
+    )
+    if done.returncode:
+        *_, reason = done.stderr.decode(errors="replace").strip().splitlines() or ["its process ended"]
+        reason = reason.removeprefix("ValueError: ").rstrip(".")
+        raise ConfigError(
+            f"{key}.run: {agent} cannot be imported in the environment of rollout workers ({python}): {reason}. To add "
+            f"a package, run `uv pip install --target FOLDER PACKAGE` and set {key}.env.PYTHONPATH=FOLDER; or run the "
+            f"agent in its own environment with {key}.command"
+        )
 
 
 def _report(verdict: Verdict) -> None:
