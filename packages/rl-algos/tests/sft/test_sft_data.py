@@ -165,6 +165,15 @@ def test_characters_to_learn_that_the_tokenizer_does_not_know_are_warned_of(
     assert all(each.startswith("1 of 2 rows") and "line 2" in each and "<|unknown|>" in each for each in found)
 
 
+@pytest.mark.parametrize("more", [{}, {"id": 3, "source": "web"}])
+def test_columns_that_are_not_used_are_logged_once(tokenizer, tmp_path, caplog, more):
+    rows = [{"system": "0", "messages": [user("1+1="), assistant("2")], "tools": None, **more}] * 2
+    with caplog.at_level("INFO"):
+        prepared(tokenizer, {"train": {"data_path": write(tmp_path / "a.jsonl", rows)}}, batch_size=2)
+    found = [each for each in caplog.messages if "not used" in each]
+    assert found == (["a.jsonl: not used: the columns id, source"] if more else [])
+
+
 def user(text):
     return {"role": "user", "content": text}
 

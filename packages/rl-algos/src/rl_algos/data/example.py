@@ -121,7 +121,8 @@ TEXTS = ("prompt", "query", "question", "instruction", "input")
 WRITTEN = ("completion", "response", "output")
 """Columns next to an input with the text that supervised fine-tuning learns."""
 
-_SYSTEM = ("system", "system_prompt", "system_message", "system_instruction", "systemInstruction")
+SYSTEM = ("system", "system_prompt", "system_message", "system_instruction", "systemInstruction")
+"""Columns of a system message."""
 _BESIDE = ("context", "passage", "document", "documents", "article", "knowledge", "choices", "options", "problem")
 """Columns that may be a part of an input in another column."""
 _HINTS = {
@@ -153,7 +154,7 @@ def read_input(row: Mapping[str, Any], settings: DatasetConfig) -> RowInput:
     """Read the input of a row from the column `input_key`, or from the columns of a common format.
 
     These are `CONVERSATIONS`, or else one of `TEXTS` with one of `WRITTEN`. An `instruction` is continued by the column
-    `input` (Alpaca), and a `history` of pairs precedes an input of text. A column of `_SYSTEM` is the system message.
+    `input` (Alpaca), and a `history` of pairs precedes an input of text. A column of `SYSTEM` is the system message.
 
     Raises:
         DataError: If no column is an input, another one may be a part of it, or there are two system messages.
@@ -187,7 +188,7 @@ def with_system(messages: tuple[Message, ...], row: Mapping[str, Any]) -> tuple[
     Raises:
         DataError: If the conversation begins with another system message, or the column is not text.
     """
-    name = next((name for name in _SYSTEM if row.get(name)), "")
+    name = next((name for name in SYSTEM if row.get(name)), "")
     if not name:
         return messages, ""
     given = row[name]

@@ -141,13 +141,14 @@ class Dataset:
             raise DataError(f"{self.place(row_id)}: {NO_ENVIRONMENT}")
         return name
 
-    def unused_columns(self) -> list[str]:
-        """Return the columns of the first row that no conversation is read from; none if the processor does not say."""
+    def log_unused_columns(self) -> None:
+        """Log once which columns of the first row nothing is read from, for data that no reward is given."""
         example = next(iter(self.examples.values_in_order), None)
         if example is None or not example.columns or self.settings.prompt_file is not None:
-            return []
+            return
         used = {*example.columns, *images_column(example.info, self.settings.images_key)[:1]}
-        return sorted(example.info.keys() - used)
+        if unused := sorted(example.info.keys() - used):
+            _log.info("%s: not used: the columns %s", self.name, ", ".join(unused))
 
     def conversations(self) -> Iterator[tuple[str, Sequence[Message]]]:
         """The place and the messages of each row, in order."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rl_algos.data.config import DatasetConfig
-from rl_algos.data.example import CONVERSATIONS, TEXTS, Example, Response, column, read_input, with_system
+from rl_algos.data.example import CONVERSATIONS, SYSTEM, TEXTS, Example, Response, column, read_input, with_system
 from rl_algos.data.marked_turns import marked_turns
 from rl_algos.data.messages import as_tools, conversation, is_plain_text, shown
 from rl_core.errors import DataError
@@ -19,6 +20,15 @@ _PROMPT = ("prompt", "messages", "context")
 _RESPONSE = ("completion", "response")
 _PAIR = ("chosen", "rejected")
 _SCORES = (("score_chosen", "score_rejected"), ("chosen_score", "rejected_score"))
+
+
+_COLUMNS = frozenset(
+    (
+        *(*_PROMPT, *CONVERSATIONS, *TEXTS, *SYSTEM, *_RESPONSE, *_PAIR, *(name for pair in _SCORES for name in pair)),
+        *("completions", "label", "score", "margin", "tools", "history"),
+    )
+)
+"""Columns that a row of preferences may be read from."""
 
 
 def preference(row: Mapping[str, Any], settings: DatasetConfig) -> Example:
@@ -36,6 +46,11 @@ def preference(row: Mapping[str, Any], settings: DatasetConfig) -> Example:
     Whole conversations need none: the messages that both begin with are the prompt. Nor do two strings, if the row has
     no other column of text: the words that both begin with are the prompt.
     """
+    columns = tuple(name for name in row if name in _COLUMNS or name == settings.input_key)
+    return replace(_compared(row, settings), columns=columns)
+
+
+def _compared(row: Mapping[str, Any], settings: DatasetConfig) -> Example:
     if "chosen" in row or "rejected" in row:
         return _pair(row, settings)
     if "completions" in row:

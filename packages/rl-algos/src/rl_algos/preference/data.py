@@ -124,6 +124,7 @@ def pair_rows(
         DataError: Naming a row that has nothing to compare or is too long, or the dataset if it has no pairs.
     """
     warn_of_special_tokens(dataset.name, dataset.conversations(), tokenizer)
+    dataset.log_unused_columns()
     found = _encoded(dataset, data, _EncodePairs(tokenizer, pairing, needs_margin), limit)
     ties = sum(not pairs for pairs in found.values_in_order)
     if ties == len(found):
@@ -141,6 +142,7 @@ def judged_rows(dataset: Dataset, data: DataConfig, tokenizer: Any, limit: int, 
         DataError: Naming a row that has no such verdict or is too long.
     """
     warn_of_special_tokens(dataset.name, dataset.conversations(), tokenizer)
+    dataset.log_unused_columns()
     found = _encoded(dataset, data, _EncodeJudged(tokenizer, by), limit)
     return found.flat(lambda row_id, number, count, judged: JudgedRow(_numbered(row_id, number, count), *judged))
 

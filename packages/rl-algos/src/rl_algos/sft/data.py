@@ -161,9 +161,8 @@ def training_rows(
 ) -> Sequence[TrainingRow]:
     """The rows of a dataset of at most `limit` tokens; raises as `prepare`."""
     warn_of_special_tokens(dataset.name, dataset.conversations(), tokenizer)
+    dataset.log_unused_columns()
     encoded = dataset.encode(EncodeExample(tokenizer, learn), config.num_workers)
-    if unused := dataset.unused_columns():
-        _log.info("%s: the columns %s are not used", dataset.name, ", ".join(unused))
     kept = dataset.within_limit(
         encoded, (len(tokens) for tokens, _, _ in encoded.values_in_order), limit, overlong=config.overlong
     )
