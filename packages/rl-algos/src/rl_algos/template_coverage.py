@@ -17,13 +17,11 @@ from typing import Any, Literal
 
 from jinja2 import TemplateError
 
+from rl_algos.data.messages import THOUGHTS
 from rl_algos.images.image_tokens import texts_of
 from rl_algos.tokenizer import render, squeezed
 from rl_core.errors import DataError
 from rl_core.rollouts.rollout import Message
-
-THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-"""Keys of a message that chat templates read thoughts from."""
 
 _SAID = (
     *("refusal", "reasoning_details", "reasoning_text", "thoughts", "thought", "tool_plan", "analysis"),

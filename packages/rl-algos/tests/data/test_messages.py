@@ -109,6 +109,7 @@ def test_a_message_has_one_form_however_it_is_written(message, read):
         pytest.param({"role": "user", "content": [3]}, "part of type 'int'", id="a number as part"),
         pytest.param({"role": "user", "content": {"text": "x"}}, "`content` must be a string", id="an object"),
         pytest.param({"role": "user", "content": None}, "user message has no `content`", id="null of the user"),
+        pytest.param({"role": "assistant", "content": None}, "assistant message has no `content`", id="null alone"),
         pytest.param({"role": "User", "content": "x"}, "'User' is not a role; write it as 'user'", id="capitals"),
         pytest.param({"role": "assistant ", "content": "x"}, "write it as 'assistant'", id="white space in a role"),
         pytest.param({"role": "Human", "content": "x"}, "write it as 'user'", id="capitals of another name"),

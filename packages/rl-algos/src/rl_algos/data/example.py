@@ -221,7 +221,7 @@ def _check_alone(row: Mapping[str, Any], name: str, used: Sequence[str]) -> None
     if other is None:
         return
     processors = {"choices": "multiple_choice", "options": "multiple_choice", "context": "squad"}
-    hint = f", or `processor: {processors[other]}`" if other in processors else ""
+    hint = f", or `processor: {processors[other]}`" if name == "question" and other in processors else ""
     raise DataError(
         f"the columns `{name}` and `{other}` may both be a part of the input. Set `input_key: {name}` to use only that "
         f"one, `prompt_file` to write both{hint}"

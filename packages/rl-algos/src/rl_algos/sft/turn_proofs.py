@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from rl_algos.template_coverage import THOUGHTS
+from rl_algos.data.messages import THOUGHTS
 from rl_algos.tokenizer import squeezed
 from rl_core.errors import DataError
 from rl_core.rollouts.rollout import Message

@@ -9,10 +9,11 @@ from typing import Any
 
 from jinja2 import TemplateError
 
+from rl_algos.data.messages import THOUGHTS
 from rl_algos.sft.marked_template import Span, has_marks, render_marked, template_of
 from rl_algos.sft.turn_closing import TurnClosing, beginning, ends_of
 from rl_algos.sft.turn_proofs import check_arguments, check_turn
-from rl_algos.template_coverage import THOUGHTS, Coverage, thoughts_key
+from rl_algos.template_coverage import Coverage, thoughts_key
 from rl_algos.tokenizer import check_shown, render
 from rl_core.errors import DataError
 from rl_core.rollouts.rollout import Message
