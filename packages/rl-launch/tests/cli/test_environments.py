@@ -178,6 +178,10 @@ WRONG = {
     "unknown module": (("check", "nowhere.to_be:found", "--prompt", "x"), "nowhere"),
     "no rows": (("run", "math"), "--data"),
     "fields": (("run", "math", "--prompt", "x", "--fields", "3"), "--fields: got 3"),
+    "an answer that nobody can give": (
+        ("check", "match", "--prompt", "x", "--fields", '{"answer": "a</think>"}'),
+        "no response can match the answer 'a</think>'",
+    ),
     "setting": (("run", "rewards.py:brief", "deadline=3", "--prompt", "x"), "env.brief.deadline_s?"),
     "row": (("run", "rewards.py:brief", "--data", "rows.jsonl", "--row", "3"), "--row: got 3, but the data has 2 rows"),
     "file": (("check", "math", "--data", "no.jsonl"), "no.jsonl"),

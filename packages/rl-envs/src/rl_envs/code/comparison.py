@@ -33,7 +33,7 @@ def same_value(value: Any, expected: Any, tolerance: float) -> bool:
     if isinstance(expected, float) or isinstance(value, float):
         is_number = isinstance(value, int | float) and isinstance(expected, int | float)
         return is_number and _same_float(value, expected, tolerance)
-    if isinstance(expected, list) and isinstance(value, list):
+    if isinstance(expected, list | tuple) and isinstance(value, list):
         return len(value) == len(expected) and all(
             same_value(a, b, tolerance) for a, b in zip(value, expected, strict=True)
         )

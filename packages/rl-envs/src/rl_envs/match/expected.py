@@ -11,17 +11,20 @@ from functools import lru_cache
 from typing import Any
 
 from rl_core.model_json import read_model_json
-from rl_envs.match.json_schema import check_schema
+from rl_envs.match.json_schema import check_schema, contradiction
 
 
 def known_texts(info: Mapping[str, Any]) -> list[str]:
-    """Return the texts in `info["answer"]`, any of which is right.
+    """Return the texts in `info["answer"]`, any of which is right. A whole number that columnar files made a float is
+    right as `3` and as `3.0`.
 
     Raises:
         ValueError: If there is none, or one is empty, null, true, false or not finite.
     """
     answer = _required(info, "answer")
-    return [_text(each) for each in (answer if isinstance(answer, list | tuple) and answer else (answer,))]
+    answers = answer if isinstance(answer, list | tuple) and answer else (answer,)
+    wholes = [int(each) for each in answers if isinstance(each, float) and each.is_integer()]
+    return [_text(each) for each in (*answers, *wholes)]
 
 
 def read_pattern(info: Mapping[str, Any], *, ignore_case: bool = False) -> re.Pattern[str]:
@@ -56,6 +59,8 @@ def known_schema(info: Mapping[str, Any]) -> Any:
     """
     schema = _plain_json(_required(info, "schema"), "schema")
     check_schema(schema)
+    if problem := contradiction(schema):
+        raise ValueError(f"no JSON satisfies the row's `schema`: {problem}")
     return schema
 
 

@@ -53,6 +53,25 @@ def satisfies(value: Any, schema: Any) -> bool:
     return all(_CHECKS[key](value, rule, schema) for key, rule in schema.items() if key not in _NOTES)
 
 
+def contradiction(schema: Any) -> str:
+    """Return why no JSON value satisfies a schema, as far as that shows at once; empty if one may."""
+    if not isinstance(schema, dict):
+        return "" if schema else "it is false"
+    for keyword in schema.keys() & {"enum", "const"}:
+        options = schema["enum"] if keyword == "enum" else [schema["const"]]
+        if not any(satisfies(option, schema) for option in options):
+            return f"no value of its {keyword} satisfies the other keywords"
+    for low, high in _BOUNDS.get(str(schema.get("type")), ()):
+        if low in schema and high in schema and schema[low] > schema[high]:
+            return f"its {low} {schema[low]} is above its {high} {schema[high]}"
+    required = schema.get("required", []) if schema.get("type") == "object" else []
+    known = schema.get("properties", {})
+    if schema.get("additionalProperties") is False and (unknown := [key for key in required if key not in known]):
+        return f"it requires {unknown[0]!r}, which is not one of its properties, and allows no others"
+    inner = ((key, contradiction(known[key])) for key in required if key in known)
+    return next((f"its property {key!r}: {problem}" for key, problem in inner if problem), "")
+
+
 def same_json(a: Any, b: Any) -> bool:
     """Return whether two JSON values are equal; true and 1 are not."""
     return _key(a) == _key(b)
@@ -156,6 +175,14 @@ def _is_pattern(value: Any) -> bool:
     except (re.error, RecursionError, OverflowError):
         return False
 
+
+_BOUNDS: Mapping[str, tuple[tuple[str, str], ...]] = {
+    **dict.fromkeys(["number", "integer"], (("minimum", "maximum"),)),
+    "string": (("minLength", "maxLength"),),
+    "array": (("minItems", "maxItems"),),
+    "object": (("minProperties", "maxProperties"),),
+}
+"""Pairs of a lower and an upper bound of a type."""
 
 _NUMBER = ("a number", _TYPES["number"])
 _COUNT = ("a whole number of at least 0", lambda value: bool(_TYPES["integer"](value) and value >= 0))
