@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rl_algos.data import examples, inputs
 from rl_algos.data.config import DataRoot
 from rl_algos.data.examples import Datasets
-from rl_algos.supervised.data import SupervisedData
 from rl_core.config import Problem
 from rl_core.plugins import Algorithm
 
+if TYPE_CHECKING:
+    from rl_algos.supervised.data import SupervisedData
+
 C = TypeVar("C", bound=DataRoot)
-P = TypeVar("P", bound=SupervisedData[Any])
+P = TypeVar("P", bound="SupervisedData[Any]")
 
 
 class SupervisedAlgorithm(Algorithm[C, Datasets, P]):
