@@ -1,5 +1,7 @@
 """Plain peft loads the adapters that a run exports as the model that was trained, or the run does not start."""
 
+import json
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,6 +10,7 @@ import pytest
 import torch
 import transformers
 from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification, PeftModel
+from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from rl_core.errors import WorkerError
@@ -103,10 +106,21 @@ def write_base(case, folder):
     return write_tiny(AutoConfig.for_model(case.family, **case.fields), folder / "base")
 
 
-def open_model(ranks, base, case):
-    lora = LoraConfig(enabled=True, dim=4, alpha=12, **case.lora)
+def open_model(ranks, base, case, **start):
+    lora = LoraConfig(enabled=True, dim=4, alpha=12, **(case.lora | start))
     config = ModelConfig(model_name=str(base), precision="float32", optimizer=SGD, lora_cfg=lora)
     return PooledModel(ranks, "dtensor_factories:build", config, ModelSpec(role=case.role, seed=3), 1)
+
+
+def settings_of(folder):
+    """Return settings that start from an adapter, whose layers are named as in its files."""
+    described = json.loads((folder / "adapter_config.json").read_text())
+    stacks = [name for name in described["target_parameters"] or () if not name.endswith(".weight")]
+    names = [name.removeprefix("base_model.model.") for name in load_file(folder / "adapter_model.safetensors")]
+    layers = sorted({name.partition(".lora_")[0] for name in names if ".lora_" in name})
+    linear = [layer for layer in layers if not re.search(r"\.experts(\.base_layer)*$", layer)]
+    chosen = {"match_all_linear": False, "target_modules": linear, "exclude_modules": [], "target_parameters": stacks}
+    return {"adapter": str(folder), **chosen}
 
 
 def logprobs_of(model, batch):
@@ -156,6 +170,9 @@ def test_peft_loads_what_was_trained_or_the_start_says_no(ranks, tmp_path, name)
         trained = model.infer(batch, [read])
     values = [each.ragged(read.name).values if is_policy else each.array(read.name) for each in (before, trained)]
     assert np.abs(values[1] - values[0]).max() > 1e-2
+    if is_policy:
+        with open_model(ranks, base, case, **settings_of(tmp_path / "adapter")) as model:
+            np.testing.assert_allclose(model.infer(batch, [read]).ragged(read.name).values, values[1], atol=1e-5)
     for peft in loaded(case, tmp_path / "adapter"):
         with torch.no_grad():
             found = (logprobs_of if is_policy else scores_of)(peft.eval(), batch)

@@ -78,6 +78,16 @@ def test_families_of_other_shapes_train_and_stream_as_one_process(ranks, tmp_pat
     assert outcome.verdict == "exact", outcome
 
 
+@exhaustive
+def test_a_family_that_changes_states_outside_of_its_layers_is_not_cut(ranks, tmp_path):
+    """Its buffers are filled in the layers of a stage only, before the stages are tried."""
+    folder = write_tiny(AutoConfig.for_model("falcon_h1"), tmp_path / "model")
+    case = case_on(MESHES, "pp2", is_packed=False, has_adapters=False)
+    outcome = CHECK.check_case(ranks, folder, case, CHECK.expect(folder, has_adapters=False))
+    assert outcome.verdict == "refused"
+    assert "change hidden states outside of their layers" in outcome.reason
+
+
 @pytest.mark.parametrize("mesh", partly_exhaustive(["tp2", "tp2+sp"], always=["tp2+sp"]))
 @pytest.mark.parametrize(
     "family",

@@ -243,12 +243,15 @@ def test_a_model_that_cannot_be_decoded_in_any_way_is_refused(family: str, said:
     ],
     ids=["gemma2", "gpt_oss"],
 )
-def test_attention_that_sdpa_does_not_compute_is_refused(config: PreTrainedConfig, tmp_path: Path) -> None:
+def test_attention_that_sdpa_does_not_compute_is_eager_unless_sdpa_is_asked_for(
+    config: PreTrainedConfig, tmp_path: Path
+) -> None:
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="attn_implementation=eager"):
-        _generate(_config(tmp_path), _requests(1))
-    assert _generate(_config(tmp_path), _requests(1), HFConfig(attn_implementation="eager"))
+        _generate(_config(tmp_path), _requests(1), HFConfig(attn_implementation="sdpa"))
+    eager = _generate(_config(tmp_path), _requests(1), HFConfig(attn_implementation="eager"))
+    assert str(_generate(_config(tmp_path), _requests(1))) == str(eager)
 
 
 def test_a_vision_language_model_without_a_language_model_of_its_own_is_refused(tmp_path: Path) -> None:

@@ -1,12 +1,16 @@
 """Which layers get adapters, and what adapters start from."""
 
+import json
+
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from rl_core.model_config import LoraConfig
+from rl_core.model_config import LoraConfig, ModelConfig
+from rl_core.selfcheck.torch.tiny_model import write_tiny_model
 from rl_core.torch.training.lora import (
     InitialFactors,
+    check_base,
     flat_factors,
     initial_down,
     is_adapted,
@@ -89,3 +93,31 @@ def test_factors_of_stacked_experts_are_named_and_laid_out_as_in_peft():
     torch.testing.assert_close(in_peft, up @ down)
     for found, expected in zip(stacked_factors(flat_down, flat_up, 3), (down, up), strict=True):
         assert torch.equal(found, expected)
+
+
+def check(adapter, base, folder):
+    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(base)}))
+    config = ModelConfig(model_name=str(folder), lora_cfg=LoraConfig(enabled=True, adapter=str(adapter)))
+    check_base(config, folder)
+
+
+def test_an_adapter_of_other_weights_of_the_same_shapes_is_refused(tmp_path, folder):
+    base = write_tiny_model(tmp_path / "base", "llama")
+    other = write_tiny_model(tmp_path / "other", "llama", seed=1)
+    rounded = write_tiny_model(tmp_path / "rounded", "llama", dtype="bfloat16", max_shard_size="20KB")
+    larger = write_tiny_model(tmp_path / "larger", "llama", intermediate_size=64)
+    for same in (base, rounded):
+        check(folder, base, same)
+    for wrong in (other, larger):
+        with pytest.raises(ValueError, match=r"was trained on .*base, whose weights differ from .*_proj.weight"):
+            check(folder, base, wrong)
+
+
+def test_an_adapter_of_a_model_that_is_elsewhere_is_told_of(tmp_path, folder, caplog):
+    base = write_tiny_model(tmp_path / "base", "llama")
+    check(folder, "org/base", base)
+    assert "was trained on org/base, which is not compared with" in caplog.text
+    caplog.clear()
+    check(folder, "", base)
+    check(folder, base, base)
+    assert not caplog.text

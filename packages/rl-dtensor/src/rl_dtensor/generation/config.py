@@ -19,5 +19,6 @@ class HFConfig(Config):
     max_prefill_tokens: int = Field(default=16384, gt=0)
     """Maximum number of tokens, padding included, in one forward pass over prompts. A single longer prompt is an
     exception."""
-    attn_implementation: Literal["sdpa", "eager"] = "sdpa"
-    """Attention implementation of the model; a few models do not support `sdpa`."""
+    attn_implementation: Literal["auto", "sdpa", "eager"] = "auto"
+    """Attention implementation of the model. `auto` uses `sdpa`, and `eager` for models that `sdpa` does not compute:
+    with a soft cap of scores, or with sinks."""

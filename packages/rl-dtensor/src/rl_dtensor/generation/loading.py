@@ -56,6 +56,9 @@ def load_model(model: ModelConfig, attn_implementation: str, device: torch.devic
             f"{remedy} another policy.generation.backend"
         )
     fields = config.get_text_config().to_dict()
+    if attn_implementation == "auto":
+        computes = not fields.get("attn_logit_softcapping") and _has_sdpa(config)
+        attn_implementation = "sdpa" if computes else "eager"
     if fields.get("attn_logit_softcapping") and attn_implementation == "sdpa":
         raise ConfigError(
             f"sdpa computes attention without the softcap that {model.model_name} has; "

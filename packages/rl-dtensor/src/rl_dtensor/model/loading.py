@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -9,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rl_dtensor.parallel.fsdp import local, local_slices
+from rl_dtensor.parallel.stages import Absent
 
 
 def rebuild_buffers(hf: PreTrainedModel) -> None:
@@ -51,11 +54,26 @@ def _init_alone(hf: PreTrainedModel, module: nn.Module) -> None:
         name: None if parameter is None else _filled() for name, parameter in held.items()
     }
     try:
-        hf._init_weights(module)
+        with _without_absent(module):
+            hf._init_weights(module)
     except AttributeError as error:  # of the family's code
         raise ValueError(f"{hf.config.model_type} models do not say how to fill their buffers: {error}") from None
     finally:
         module.__dict__["_parameters"] = held
+
+
+@contextmanager
+def _without_absent(module: nn.Module) -> Iterator[None]:
+    """Context in which the lists of a module have only the layers of this pipeline rank: a model may fill buffers of
+    all of its layers."""
+    lists = {name: child for name, child in module.named_children() if isinstance(child, nn.ModuleList)}
+    for name, child in lists.items():
+        setattr(module, name, nn.ModuleList(each for each in child if not isinstance(each, Absent)))
+    try:
+        yield
+    finally:
+        for name, child in lists.items():
+            setattr(module, name, child)
 
 
 def _filled() -> nn.Parameter:

@@ -13,10 +13,8 @@ from rl_core.model import Role
 from rl_core.model_config import ModelConfig
 from rl_core.torch.collective_errors import on_rank0
 from rl_core.torch.training.backend import RankMesh, RankWeights
-from rl_core.torch.training.lora import ADAPTER_WEIGHTS
+from rl_core.torch.training.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from rl_core.torch.training.peft_form import PeftForm, peft_form
-
-CONFIG = "adapter_config.json"
 
 
 class AdapterExport:
@@ -69,6 +67,6 @@ class AdapterExport:
             path.mkdir(parents=True, exist_ok=True)
             save_file(self._form.files(gathered), path / ADAPTER_WEIGHTS, metadata={"format": "pt"})
             described = json.dumps(self._form.described.as_json(), indent=2)
-            (path / CONFIG).write_text(described + "\n", encoding="utf-8")
+            (path / ADAPTER_CONFIG).write_text(described + "\n", encoding="utf-8")
 
         on_rank0(self._mesh.control, write)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import math
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,8 +15,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from rl_core.model_config import LoraConfig
+from rl_core.model_config import LoraConfig, ModelConfig
 from rl_core.torch.files.language_part import LANGUAGE_PREFIX
+from rl_core.torch.files.model_files import CONFIG, WeightFiles
+
+_log = logging.getLogger(__name__)
 
 WEIGHT = ".weight"
 LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
@@ -22,6 +27,7 @@ LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
 files of peft. Those of stacked experts are `[experts, dim, inputs]` and `[experts, outputs, dim]` under the name of the
 stacked weight, and are renamed and reshaped for peft: `peft_layers`, `flat_factors`."""
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_PREFIX = "base_model.model."
 """Begins every name in that file: peft wraps a model twice."""
 
@@ -211,6 +217,68 @@ class InitialFactors:
                 f"{needed[0]} and {needed[1]}; set dim and target_modules as they are in that adapter"
             )
         return (found[0], found[1]) if len(down) == 2 else stacked_factors(found[0], found[1], down[0])
+
+
+_COMPARED = 4
+"""Number of weights by which two models are compared."""
+
+
+def check_base(config: ModelConfig, folder: Path) -> None:
+    """Refuse an initial adapter that was trained on other weights, as its folder names them. Weights that are not on
+    this machine are not compared, and a warning says so.
+
+    Args:
+        config: The model and its adapters.
+        folder: Folder of the model's files.
+
+    Raises:
+        ValueError: Naming both models.
+    """
+    if not config.lora_cfg.enabled or config.lora_cfg.adapter is None:
+        return
+    described = Path(config.lora_cfg.adapter).expanduser() / ADAPTER_CONFIG
+    fields = json.loads(described.read_text(encoding="utf-8")) if described.is_file() else {}
+    base = str(fields.get("base_model_name_or_path") or config.model_name)
+    other = Path(base).expanduser()
+    if base == config.model_name or other.resolve() == folder.resolve():
+        return
+    name = _differing(folder, other) if (other / CONFIG).is_file() else None
+    if name is None:
+        _log.warning(
+            "lora_cfg.adapter: %s was trained on %s, which is not compared with %s; an adapter fits only the weights "
+            "that it was trained on",
+            config.lora_cfg.adapter,
+            base,
+            config.model_name,
+        )
+    elif name:
+        raise ValueError(
+            f"lora_cfg.adapter: {config.lora_cfg.adapter} was trained on {base}, whose weights differ from those of "
+            f"{config.model_name} ({name}). Set model_name to that model, or remove lora_cfg.adapter"
+        )
+
+
+def _differing(folder: Path, other: Path) -> str | None:
+    """Return the name of a weight that differs by more than rounding between two models; empty if none of a few does,
+    None if they cannot be compared."""
+    try:
+        ours, theirs = WeightFiles.of(folder), WeightFiles.of(other)
+    except ValueError:
+        return None
+    matrices = sorted(name for name in ours.names & theirs.names if name.endswith(f"_proj{WEIGHT}"))
+    names = matrices or sorted(ours.names & theirs.names)
+    with ours.open() as left, theirs.open() as right:
+        for name in names[:: max(1, len(names) // _COMPARED)]:
+            if left.shape(name) != right.shape(name):
+                return name
+            one, two = (opened.read(name, (slice(0, 8),)).float() for opened in (left, right))
+            if (one - two).norm() > _ROUNDING * one.norm():
+                return name
+    return "" if names else "their names"
+
+
+_ROUNDING = 0.02
+"""Relative difference of weights in two precisions of at least 8 bits."""
 
 
 def nothing_adapted(config: LoraConfig, kind: str) -> ValueError:

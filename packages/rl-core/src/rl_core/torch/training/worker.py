@@ -29,6 +29,7 @@ from rl_core.torch.training.draft_head import DraftHead
 from rl_core.torch.training.export import complete_generation_config, export_dtype, export_weights, write_hf_config
 from rl_core.torch.training.flops import peak_flops, speed_metrics
 from rl_core.torch.training.kept_part import KeptPart
+from rl_core.torch.training.lora import check_base
 from rl_core.torch.training.publishing import manifest_of, send_weights, stream_of
 from rl_core.torch.training.reference import Reference
 from rl_core.torch.training.skipped_steps import SkippedSteps
@@ -86,6 +87,7 @@ class TrainingWorker(KeptPart):
         control, tokenizer = self._mesh.control, config.tokenizer.name
         self._folder = fetched_folder(config.model_name, control)
         self._tokenizer = self._folder if tokenizer is None else fetched_folder(tokenizer, control)
+        on_rank0(control, lambda: check_base(config, self._folder))
         parts = build(self._folder)
         self._model, self._weights, self._optimizer = parts.model, parts.weights, parts.optimizer
         self._residency = parts.residency
