@@ -106,6 +106,11 @@ LEFT_OUT = {
         [user("hi"), says("first <think></think>yo")],
         "a part of the text of message 1 .*'first <think>'",
     ),
+    "which result is which": (
+        WITH_CALLS,
+        [*OF_CALL, {"role": "tool", "name": "sub", "content": "R1"}, RESULT, says("ok")],
+        r"message 3 .* is the result of call 0",
+    ),
     "an id": (
         template("{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.id }}{{ c.function | tojson }}{% endfor %}"),
         [user("hi"), says("", tool_calls=[{key: value for key, value in call(a=1).items() if key != "id"}])],
@@ -147,6 +152,11 @@ def test_a_piece_that_a_template_leaves_out_is_named(name):
 SHOWN = {
     "calls": (WITH_CALLS, OF_CALL),
     "results": (WITH_CALLS, [*OF_CALL, RESULT, says("ok")]),
+    "results in another order with their names": (
+        template("{{ m.content }}" + CALLS + "{% if m.role == 'tool' %}{{ m.name }}{% endif %}"),
+        [*OF_CALL, {"role": "tool", "name": "sub", "content": "R1"}, {**RESULT, "tool_call_id": "x"}, says("ok")],
+    ),
+    "results without names": (WITH_CALLS, [*OF_CALL, {"role": "tool", "content": "R1"}, RESULT, says("ok")]),
     "results in quotes": (
         template("{{ m.content | tojson if m.role == 'tool' else m.content }}" + CALLS),
         [*OF_CALL, {**RESULT, "content": 'a "b"\nß'}, says("ok")],

@@ -107,8 +107,8 @@ class Coverage:
                 f"the chat template writes the `{key}` of tool {kind}, but {whose}message {index} (from 0) has none, "
                 f"so an empty place would be read or learned; add `{key}` to the data"
             )
-        shown = {self._pieces[number].index for number in self._found.shown if self._is(number, "tool_call_id")}
-        _check_order(self._messages, shown)
+        shown = [self._pieces[number] for number in self._found.shown]
+        _check_order(self._messages, {piece.index for piece in shown if piece.kind == "link"})
 
     def check_pieces(self, learned: Sequence[bool] = ()) -> None:
         """Raise a `DataError` if the template leaves out a piece of a message.
@@ -121,9 +121,6 @@ class Coverage:
             if is_needed and not self._is_shown(number) and not self._is_in_id(piece):
                 raise _not_shown(piece, self._messages[piece.index], self._template)
         _check_results(self._messages, self._text)
-
-    def _is(self, number: int, what: str) -> bool:
-        return self._pieces[number].what == what
 
     def _is_shown(self, number: int) -> bool:
         if self._found is not None and number in self._found.shown:
@@ -350,34 +347,35 @@ def _filled(message: dict[str, Any], mark: str) -> list[tuple[str, dict[str, Any
 
 
 def _check_order(messages: Sequence[Message], shown: Set[int]) -> None:
-    """Raise a `DataError` if results are in another order than their calls, and their ids are not shown.
+    """Raise a `DataError` if results are in another order than their calls, and the text does not show which is which.
 
     Args:
         messages: Messages of the conversation.
-        shown: Indices of the results whose ids the template shows.
+        shown: Indices of the results whose id or name the template shows.
     """
-    wanted: list[str] = []
+    calls: Sequence[Any] = ()
+    latest = -1
     for index, message in enumerate(messages):
         if message["role"] != "tool":
-            wanted = [str(call.get("id")) for call in message.get("tool_calls") or () if isinstance(call, Mapping)]
+            calls, latest = message.get("tool_calls") or (), -1
             continue
-        answered = message.get("tool_call_id")
-        if index not in shown and answered in wanted and _is_out_of_order(messages, index, wanted):
+        position = _position(message, calls)
+        if 0 <= position < latest and index not in shown:
             raise DataError(
-                f"message {index} (from 0) answers the call {answered!r} before the results of the calls before it, "
-                "and the chat template does not show ids; sort the results in the order of their calls"
+                f"message {index} (from 0) is the result of call {position} (from 0), but comes after the result of a "
+                "later call, and the chat template does not show which call a result belongs to; sort the results in "
+                "the order of their calls"
             )
+        latest = max(latest, position)
 
 
-def _is_out_of_order(messages: Sequence[Message], index: int, wanted: Sequence[str]) -> bool:
-    """Return whether a later result belongs to an earlier call."""
-    at = wanted.index(messages[index]["tool_call_id"])
-    for message in messages[index + 1 :]:
-        if message["role"] != "tool":
-            return False
-        if message.get("tool_call_id") in wanted[:at]:
-            return True
-    return False
+def _position(result: Message, calls: Sequence[Any]) -> int:
+    """Return the position of the call that a result answers, by its id or else its name; -1 if neither identifies it."""
+    ids = [call.get("id") for call in calls]
+    if result.get("tool_call_id") in ids:
+        return ids.index(result.get("tool_call_id"))
+    names = [call.get("function", call).get("name") for call in calls]
+    return names.index(result.get("name")) if names.count(result.get("name")) == 1 else -1
 
 
 def _check_results(messages: Sequence[Message], text: str) -> None:

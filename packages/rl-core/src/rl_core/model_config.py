@@ -105,8 +105,8 @@ class TokenizerConfig(Config):
     chat_template_kwargs: dict[str, Any] = {}
     """Extra variables of the chat template."""
     template_date: str = "2025-01-01"
-    """Date that a chat template writes which asks for the current one by `strftime_now`, as those of Llama and gpt-oss
-    do. It is the same in every process and after a resume, so that rows do not change overnight."""
+    """Date for chat templates that ask for the current one with `strftime_now`, such as Llama's and gpt-oss's. It is
+    fixed, so that rows are the same in every process and after a resume on another day."""
     tool_format: Literal["hermes", "qwen_coder", "llama", "mistral", "deepseek", "glm", "harmony"] | None = None
     """Format in which the model writes tool calls, for environments with tools; if unset, it is read from the chat
     template. `hermes` is also the format of Qwen2.5 and Qwen3, `harmony` the format of gpt-oss."""
@@ -143,7 +143,7 @@ class TokenizerConfig(Config):
         return "".join(f"{{% set {name} = {value!r} %}}" for name, value in variables) + template
 
     def with_date(self, template: Any) -> Any:
-        """A template, or several by name, in which `strftime_now` writes `template_date`, if it is used."""
+        """Return a template, or several by name, in which `strftime_now` writes `template_date`."""
         if isinstance(template, Mapping):
             return {name: self.with_date(text) for name, text in template.items()}
         if template is None or "strftime_now" not in template:
