@@ -370,7 +370,7 @@ def _check_order(messages: Sequence[Message], shown: Set[int]) -> None:
 
 
 def _position(result: Message, calls: Sequence[Any]) -> int:
-    """Return the position of the call that a result answers, by its id or else its name; -1 if neither identifies it."""
+    """Return the position of the call that a result answers, by its id or else its name; -1 if neither is known."""
     ids = [call.get("id") for call in calls]
     if result.get("tool_call_id") in ids:
         return ids.index(result.get("tool_call_id"))
