@@ -189,6 +189,13 @@ _SPELLING = (
     _case(
         "a value for a section", GRPO, "policy.optimizer=adam", key="policy.optimizer", shows=("policy.optimizer.KEY",)
     ),
+    _case(
+        "a store that there is not",
+        SFT,
+        "checkpointing.push_to=s4://bucket/x",
+        key="checkpointing.push_to",
+        shows=("s4://bucket/x", "s3://BUCKET/FOLDER"),
+    ),
     _case("no path", SFT, "run_dir=", key="run_dir", got="", shows=("command line",)),
     _case("no model name", SFT, "policy.model_name=", key="policy.model_name", got=""),
     _case(

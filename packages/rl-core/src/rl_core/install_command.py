@@ -26,7 +26,7 @@ def install_command(requirement: str) -> str:
         requirement: As pip takes it, such as `rl-envs[reasoning-gym]`.
     """
     checkout = _checkout()
-    command = f"{_installer()} {_quoted(_source(requirement, checkout))}"
+    command = _installer().format(_quoted(_source(requirement, checkout)))
     if not os.access(sys.prefix, os.W_OK):
         return f"{command} (as the owner of {sys.prefix}, or in the image that it is part of)"
     if checkout is not None and (checkout / ".venv").resolve() == Path(sys.prefix).resolve():
@@ -60,19 +60,19 @@ def _of_extras(distribution: str) -> Iterator[tuple[str, str]]:
 
 
 def _installer() -> str:
-    """Return the begin of a command that installs into this environment from any shell."""
+    """Return a command with a place for what it installs into this environment, from any shell."""
     if find_spec("pip") is not None:
         pip = shutil.which("pip")
         is_first = pip is not None and Path(pip).parent.resolve() == Path(sys.executable).parent.resolve()
-        return "pip install" if is_first else f"{sys.executable} -m pip install"
+        return "pip install {}" if is_first else f"{sys.executable} -m pip install {{}}"
     own = Path(sys.executable).with_name("uv")
     uv = "uv" if shutil.which("uv") or not own.exists() else str(own)
     active = os.environ.get("VIRTUAL_ENV")
     # uv run activates an environment only for the program that it runs, not for the shell
     is_active = active is not None and "UV_RUN_RECURSION_DEPTH" not in os.environ
     if is_active and Path(str(active)).resolve() == Path(sys.prefix).resolve():
-        return f"{uv} pip install"
-    return f"{uv} pip install --python {sys.executable}"
+        return f"{uv} pip install {{}}"
+    return f"{uv} pip install {{}} --python {sys.executable}"
 
 
 def _source(requirement: str, checkout: Path | None) -> str:

@@ -92,6 +92,30 @@ def test_rewards_that_never_differ_hold_and_are_warned_of(tmp_path: Path) -> Non
     assert "--response TEXT" in finding.remedy
 
 
+AGENTS = """
+from rl_core import StepResult
+
+class Larger:
+    def __init__(self):
+        self.first = None
+
+    def step(self, response):
+        if self.first is None:
+            self.first = response
+            go = {"role": "user", "content": "go"}
+            return StepResult(done=False, agent="first", next_agent="second", observation=(go,))
+        won = (response > self.first) - (response < self.first)
+        return StepResult(reward=won, agent="second", agent_rewards={"first": -won, "judge": {"form": 1.0}})
+"""
+
+
+def test_agents_that_are_all_given_one_response_need_not_earn_different_rewards(tmp_path: Path) -> None:
+    found = checked(tmp_path, AGENTS, "Larger")
+    assert [finding.name for finding in found.findings if finding.status == "warned"] == []
+    assert "all agents gave the same response" in said(found, "rewards")
+    assert found.samples[0].rewards == {"reward": 0.0, "first": 0.0, "judge form": 1.0}
+
+
 def test_a_form_that_alone_earns_the_most_is_named(tmp_path: Path) -> None:
     def reward(code: str) -> str:
         body = f"def score(response, answer):\n    return float({code})\n"

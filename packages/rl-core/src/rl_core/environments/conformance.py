@@ -116,6 +116,7 @@ class _Play:
         failure: Why it went no further, if it failed.
         state: State after the newest answer; None if there is none.
         slowest_s: Seconds of its longest call; those of a batch are shared.
+        has_agents: True if several agents take turns in it, each with the same response.
     """
 
     attempt: Attempt
@@ -124,6 +125,7 @@ class _Play:
     failure: EnvironmentFailure | None = None
     state: KeptState | None = None
     slowest_s: float = 0.0
+    has_agents: bool = False
 
     @property
     def over(self) -> bool:
@@ -139,9 +141,9 @@ class _Play:
             return
         found = tuple(outcome.observation)
         self.state = outcome.state
-        self.answers.append(
-            _Answer(outcome.rewards(), outcome.done, found, outcome.stop_strings, outcome.max_new_tokens)
-        )
+        rewards = {**outcome.rewards(), **_rewards_of_agents(outcome.agent_rewards)}
+        self.answers.append(_Answer(rewards, outcome.done, found, outcome.stop_strings, outcome.max_new_tokens))
+        self.has_agents = self.has_agents or bool(outcome.agent or outcome.next_agent)
         said = self.attempt.conversation.messages[-1]
         self.conversation = replace(
             self.conversation,
@@ -155,6 +157,17 @@ class _Play:
             for name, value in answer.rewards.items():
                 rewards[name] = rewards.get(name, 0.0) + value
         return Sample(self.attempt, rewards, len(self.answers), self.answers[-1].done)
+
+
+def _rewards_of_agents(given: Mapping[str, float | Mapping[str, float]]) -> dict[str, float]:
+    """Return the rewards of other agents by the name of the agent, followed by that of a part."""
+    found: dict[str, float] = {}
+    for agent, rewards in given.items():
+        if isinstance(rewards, Mapping):
+            found |= {f"{agent} {name}": value for name, value in rewards.items()}
+        else:
+            found[agent] = rewards
+    return found
 
 
 async def _check(
@@ -324,6 +337,8 @@ def _rewards(plays: Sequence[_Play]) -> Finding:
             return found
         said = f"{found.said}; of each row's responses only {form} earns the most"
         return replace(found, said=said, remedy="ask for this form in the prompt, or let the reward read others")
+    if any(play.has_agents for play in plays):
+        return replace(found, said=f"{found.said}; in each play all agents gave the same response")
     remedy = "pass a response that must earn more with --response TEXT; if it earns the same, correct the reward"
     return Finding("rewards", f"finite, and all {len(plays)} responses earn the same: {said}", "warned", remedy)
 

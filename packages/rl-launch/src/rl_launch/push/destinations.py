@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rl_algos import hub
+from rl_core.config import did_you_mean
 from rl_core.errors import ConfigError
 from rl_core.install_command import install_command
 
@@ -24,6 +25,7 @@ _LIBRARIES = {
     "az": "adlfs",
 }
 
+_ALLOWED = "hf://OWNER/NAME for the Hugging Face hub, s3://BUCKET/FOLDER, gs://... or abfs://..., or file:///FOLDER"
 _RECORD = "pushed.json"
 """File in a store that lists what was pushed there."""
 
@@ -85,10 +87,13 @@ def destination_of(url: str, *, private: bool = True, by_step: bool = False) -> 
         return HubRepository(match["name"], private=private)
     scheme, found, path = url.partition("://")
     if scheme == "hf" or not found or not path:
-        raise ValueError(
-            f"got {url!r}; allowed: hf://OWNER/NAME for the Hugging Face hub, s3://BUCKET/FOLDER, gs://... or "
-            "abfs://..., or file:///FOLDER"
-        )
+        raise ValueError(f"got {url!r}; allowed: {_ALLOWED}")
+    # imports a part of fsspec
+    from fsspec.registry import known_implementations, registry
+
+    if scheme not in (known := {*known_implementations, *registry}):
+        near = did_you_mean(scheme, known)
+        raise ValueError(f"got {url!r}, whose scheme {scheme!r} is unknown{near}; allowed: {_ALLOWED}")
     return StoreFolder(url.rstrip("/"), by_step=by_step)
 
 

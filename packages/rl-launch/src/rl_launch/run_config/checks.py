@@ -45,6 +45,7 @@ from rl_launch.placement.topology import (
     topology_problems,
     weight_sync_problems,
 )
+from rl_launch.push.destinations import destination_of
 from rl_launch.root_config import DRAFT_HEAD, DRAFTER, POLICY, ClusterConfig, RunConfig
 from rl_launch.run_config.plan import RunPlan, plugin_of
 from rl_launch.run_config.profiling_checks import profiled_rank_checks, profiling_checks
@@ -157,6 +158,10 @@ def _push_checks(plan: RunPlan) -> Iterator[Problem]:
                 remedy = "Set checkpointing.push_to, or remove this key"
                 yield Problem.unused(f"checkpointing.{key}", "without checkpointing.push_to", remedy=remedy)
         return
+    try:
+        destination_of(checkpointing.push_to)
+    except ValueError as error:
+        yield Problem("checkpointing.push_to", str(error))
     if not checkpointing.enabled:
         yield Problem(
             "checkpointing.push_to",

@@ -135,7 +135,8 @@ def _class_of(name: str, base: type, key: str) -> Any:
         found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(
-            f"{key}={name!r} cannot be imported ({error}); give a dotted name such as torch.optim.AdamW"
+            f"{key}={name!r} cannot be imported here ({error}). Give the dotted name of a {base.__name__} class that "
+            "is installed where the model trains"
         ) from error
     if not (isinstance(found, type) and issubclass(found, base)):
         raise ValueError(f"{key}={name!r} is not a torch {base.__name__}")
