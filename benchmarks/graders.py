@@ -46,7 +46,7 @@ COLUMNS: dict[str, Callable[[Verdict, Pair], bool]] = {
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--per-kind", type=int, default=100)
+    arguments.add_argument("--per-kind", type=int, default=40)
     arguments.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     arguments.add_argument("--disagreements", type=int, default=2)
     arguments.add_argument("--quick", action="store_true")

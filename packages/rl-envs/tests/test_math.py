@@ -154,6 +154,123 @@ DIFFERENT = [
     pytest.param(r"\frac{63}{400}", r"\boxed{\frac{64}{400}}", id="fractions [huggingface/open-r1#566]"),
 ]
 
+STATED = [
+    ("12", "The answer is $12$ dollars."),
+    ("12", "La réponse est 12."),
+    ("12", "Die Antwort ist 12"),
+    ("12", "La respuesta es $12$."),
+    ("12", "答案是12。"),
+    ("12", "答えは12です。"),
+    ("12", "Ответ: 12"),
+    ("12", "A resposta é 12"),
+    ("12", "La risposta è: 12"),
+    ("12", "정답은 12입니다."),
+    ("12", "<answer>12</answer>"),
+    ("12", "<answer> $12$ </answer>"),
+    ("12", r"<think>x</think><answer>\boxed{12}</answer>"),
+    ("7", r"\boxed 7"),
+    ("x", r"so \boxed x"),
+    ("12", "The answer to the question is 12."),
+    ("One plus one is 2.\n#### 2", "1+1=2\n#### 2"),
+    ("#### 2", "2"),
+    ("The answer is 2", "2"),
+    ("$2$ dollars", "2"),
+    ("Answer: 2", r"\boxed{2}"),
+    ("12", "Final Answer: The final answer is $12$. I hope it is correct."),
+    ("5", "**Answer:** $x=5$"),
+    ("0.5", "The answer is: \n\n$$\\frac{1}{2}$$"),
+    ("12", r"The final answer is $\boxed{12}$"),
+    ("12", "**12**"),
+    ("12", "Answer: 12."),
+    ("12", "I get 12"),
+    ("12", "The correct answer is 12 cm."),
+    ("12", r"Therefore, the answer is \(12\)."),
+    ("12", "x = 12"),
+    ("12", "The value is $x = 12$."),
+    ("12", "So the total is 12."),
+]
+WHOLE_NUMBERS = [
+    ("12", "The answer is 3*4 = 12"),
+    ("2.5", "2 1/2"),
+    ("2.5", "The answer is 2 1/2"),
+    ("42", "12+30=42"),
+    ("42", "it makes 42 in all"),
+    ("12", "The answer is $12$ dollars."),
+    ("12", r"\boxed{12 \text{ cm}}"),
+    ("25000", r"\boxed{25 000 \text{ people}}"),
+    ("5", "#### 5"),
+    ("5", "<answer>5</answer>"),
+    ("5", "<answer>the answer is 5</answer>"),
+    ("7", r"\boxed 7"),
+    ("7", r"\boxed7"),
+    ("5", "So we get $x=5$."),
+    ("72", "the total is 72 clips, altogether."),
+    ("1234", "The answer is 1,234."),
+    ("42", "42"),
+    ("1024", r"\boxed{2^{10}}"),
+    ("-2", "so it is -2."),
+    ("-2", "so it is $-2$"),
+    ("42", "=42"),
+    ("5", "The price is $5."),
+    ("5.5", "The price is $5.50"),
+    ("7", "I have 3 and 4, so 7"),
+    ("1000", "1e3"),
+    ("3000000", "3 million"),
+    ("0.5", "The answer is 0.5 of the total"),
+    ("0.5", "The answer is ½"),
+    ("5", "It takes 5 hours"),
+    ("0.5", "50%"),
+    ("7", "therefore 3+4=7"),
+    ("7", "Thus the sum is 3 + 4 = 7."),
+    ("5", "a) 5"),
+]
+NOT_NUMBERS = [
+    ("5", r"\boxed{5\sqrt{2}}"),
+    ("5", r"\boxed{\sqrt{5}}"),
+    ("5", r"\boxed{5!}"),
+    ("5", r"\boxed{5x}"),
+    ("5", r"\boxed{5 \text{ or } 6}"),
+    ("1", r"\boxed{[1,2]}"),
+    ("2", r"\boxed{\log_2 5}"),
+    ("3", r"\boxed{3+4i}"),
+    ("3", r"$3\pi$"),
+    ("3", r"The answer is $3\pi$"),
+    ("2", "2^10"),
+    ("1", r"1 \times 10^5"),
+    ("3", "The answer is between 3 and 4"),
+    ("3", "between 3 and 4"),
+    ("4", "between 3 and 4"),
+    ("3", "The answer is 3 halves"),
+    ("3", "it is 3 dozen"),
+    ("5", "5 squared"),
+    ("5", "x5"),
+    ("0.06", "5%"),
+    ("3", "3/4"),
+    ("5", "-5"),
+    ("1", "1e5"),
+    ("3", "3:4"),
+    ("6", "5 to 6"),
+    ("4", "the ratio 3:4"),
+    ("6", "5 or 6"),
+    ("6", "x = 5, y = 6"),
+    ("5", r"\boxed{x=5, y=6}"),
+    ("3", r"\boxed{5=3}"),
+    ("3", "10 - 3"),
+    ("2", "2024-01-02"),
+    ("1", "3.5.1"),
+    ("3", "answer: 1/2/3"),
+    ("5", "it is 5 factorial"),
+    ("0.5", r"\boxed{\frac{1}{2}x}"),
+    ("2", "1,2"),
+    ("5", "5 and a half"),
+    ("2", "1 2"),
+    ("5", r"\boxed{5_8}"),
+    ("4", "(3, 4)"),
+    ("6", "|5|"),
+    ("5", r"$5 \pm 1$"),
+    ("5", "5°C = 41°F"),
+]
+
 
 @pytest.mark.parametrize(("answer", "completion"), EQUAL)
 def test_equal_answers_are_right(answer: Any, completion: str) -> None:
@@ -163,6 +280,21 @@ def test_equal_answers_are_right(answer: Any, completion: str) -> None:
 @pytest.mark.parametrize(("answer", "completion"), DIFFERENT)
 def test_different_answers_are_wrong(answer: Any, completion: str) -> None:
     assert accuracy(completion, answer) == 0.0
+
+
+@pytest.mark.parametrize(("answer", "completion"), STATED)
+def test_an_answer_is_found_behind_its_phrase_tag_or_mark(answer: Any, completion: str) -> None:
+    assert accuracy(completion, answer) == 1.0
+
+
+@pytest.mark.parametrize(("answer", "completion"), WHOLE_NUMBERS)
+def test_a_numeric_answer_is_read_as_a_whole(answer: Any, completion: str) -> None:
+    assert accuracy(completion, answer, "numeric") == 1.0
+
+
+@pytest.mark.parametrize(("answer", "completion"), NOT_NUMBERS)
+def test_a_number_that_is_part_of_something_else_is_not_a_numeric_answer(answer: Any, completion: str) -> None:
+    assert accuracy(completion, answer, "numeric") == 0.0
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,9 @@
-"""Pairs of answers that are the same or not. A case is a line: two answers, in whatever form people write them."""
+"""Pairs of answers that are the same or not. A case is a line: two answers, in whatever form people write them.
+
+More cases are the lines of `same_answers.txt` and `different_answers.txt`.
+"""
+
+from pathlib import Path
 
 import pytest
 
@@ -6,7 +11,14 @@ from rl_core.rollouts.environment import Conversation
 from rl_envs.math.config import MathConfig
 from rl_envs.math.environment import MathEnvironment
 from rl_envs.math.exact import exact_value
+from rl_envs.math.form import Expression, read
 from rl_envs.math.verdict import judge
+
+
+def lines(name):
+    text = (Path(__file__).parent / name).read_text(encoding="utf-8")
+    return [tuple(line.split(" ~ ")) for line in text.splitlines()]
+
 
 SAME = [
     ("1:2", "2:4"),
@@ -171,14 +183,49 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize(("one", "other"), SAME)
+@pytest.mark.parametrize(("one", "other"), [*SAME, *lines("same_answers.txt")])
 def test_the_same_answer_is_right_whichever_is_known(one, other):
     assert (judge(one, other, "auto"), judge(other, one, "auto")) == (True, True)
 
 
-@pytest.mark.parametrize(("one", "other"), DIFFERENT)
+@pytest.mark.parametrize(("one", "other"), [*DIFFERENT, *lines("different_answers.txt")])
 def test_another_answer_is_wrong_whichever_is_known(one, other):
     assert True not in (judge(one, other, "auto"), judge(other, one, "auto"))
+
+
+@pytest.mark.parametrize(
+    ("known", "said"),
+    [
+        ("7", "10-3"),
+        ("10-3", "9-2"),
+        ("9", r"9\text{ squared}"),
+        ("3", "3 blorps"),
+        ("12 apples", "12 oranges"),
+        ("ABC", "CBA"),
+        ("x>3", "y>3"),
+        ("x=5", "y=5"),
+        ("3", "5=3"),
+        ("2", "x^2=4"),
+        ("(2,3)", "y=2, x=3"),
+        ("f(x)", "f'(x)"),
+        ("3:45 PM", "3:45"),
+        ("2x", r"\frac{d}{dx}x^2"),
+        (r"\ln x^2", r"2\ln x"),
+        ("3,14", "3.14"),
+        (r"\log 2", r"\ln 2"),
+    ],
+)
+def test_what_can_be_neither_proven_nor_refuted_is_undecided(known, said):
+    assert judge(said, known, "auto") is None
+
+
+def test_two_whole_numbers_with_a_comma_are_a_decimal_if_the_known_answer_is_one():
+    assert judge("3,14", "3.14", "auto") is True
+    assert judge("3,14", "14, 3", "auto") is True
+
+
+def test_a_string_that_is_too_long_is_not_read():
+    assert isinstance(read("9" * 200_000), Expression)
 
 
 @pytest.mark.parametrize("completion", HOSTILE.values(), ids=HOSTILE)

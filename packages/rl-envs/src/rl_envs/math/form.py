@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from rl_envs.math.notation import canonical
-from rl_envs.math.number import Number, number_in, plain_value, split_unit, spoken_value
+from rl_envs.math.number import Number, number_in, split_unit, spoken_value
 from rl_envs.math.unit import Unit
 
 MAX_LENGTH = 3000
@@ -170,12 +170,14 @@ _SCORE = re.compile(r"\d+-\d+")
 _RATIO = re.compile(r"\d{1,15}(?:\s*:\s*\d{1,15}){1,5}")
 _CLOCK = re.compile(r"\d{1,3}(?::[0-5]\d){1,2}")
 _TIME_OF_DAY = re.compile(r"(\d{1,2})(?:[:.]([0-5]\d))?(?::([0-5]\d))?\s*([ap])\.?\s?m\.?", re.IGNORECASE)
+_DAYTIMES = {"noon": 12, "midday": 12, "midnight": 0}
 _SETS = (("\\{", "\\}"), ("{", "}"))
 _RELATION = re.compile(r"(\\(?:le|ge|ne)(?![A-Za-z])|<|>)\s*")
 _LESS = {"<": True, r"\le": False}
 _MORE = {">": True, r"\ge": False}
 _VARIABLE = re.compile(r"[A-Za-z](?:_\{?\w\}?)?|\\(?:theta|alpha|beta|gamma|lambda|mu|phi)")
 _GREEK = r"\\(?:theta|alpha|beta|gamma|delta|lambda|mu|phi|omega|rho|sigma|tau|Delta|Omega)"
+_HAS_VARIABLE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]")
 _TERM = rf"(?:{_GREEK}|(?![ei]\b)[A-Za-z]+)(?: [A-Za-z]+)*(?:_\s*\{{?\w+\}}?)?'*(?:\s*\([^()]*\))?"
 _DERIVATIVE = r"\\frac\s*\{\s*d\s*[A-Za-z]?\s*\}\s*\{\s*d\s*[A-Za-z]\s*\}\s*[A-Za-z]?|d[A-Za-z]/d[A-Za-z]"
 _FIGURE = r"\\(?:angle|triangle|overline|vec|overrightarrow|widehat|hat|bar)\s*\{?\s*[A-Za-z]{1,5}\s*\}?"
@@ -192,7 +194,7 @@ _OR = re.compile(r"\\text\s*\{\s*or\s*\}|(?<![A-Za-z\\])or(?![A-Za-z])|\\(?:lor|
 
 _LETTER = r"[^\W\d_]"
 _WORDS = re.compile(rf"{_LETTER}+(?:['.,& -]+{_LETTER}+)*\.?")
-_SHORT = "no ok up on in at go us we me he if is it by my do so to of or an as be am pm uk eu un"
+_SHORT = "no ok up on in at go us we me he if is it by my do so to of or an as be am pm"
 _SHORT_WORDS = frozenset(_SHORT.split())
 _VARIABLES = re.compile(r"[b-df-hj-np-tv-z]{1,4}|(?:a[bcdx-z]|[bcdx-z]a|[abcd]{3,4}|[a-z][a-z])")
 _CAPITALS = re.compile(r"[A-Z]{2,6}")
@@ -261,6 +263,9 @@ def _time(text: str, _: int) -> Form | None:
     if (time := _TIME_OF_DAY.fullmatch(plain)) is not None and 1 <= int(time[1]) <= 12:
         hour = int(time[1]) % 12 + 12 * (time[4].lower() == "p")
         return TimeOfDay(hour * 3600 + int(time[2] or 0) * 60 + int(time[3] or 0))
+    if (hour := _DAYTIMES.get(plain.casefold().removeprefix("12 "))) is not None:
+        return TimeOfDay(hour * 3600)
+    text = re.sub(r" o'clock$", ":00", plain)
     if _RATIO.fullmatch(text) is None:
         return None
     tight = text.replace(" ", "")
@@ -300,7 +305,7 @@ def _words(text: str, _: int) -> Form | None:
     plain = " ".join(_TEXT.sub(r" \1 ", text).split()) if len(text) < 200 else ""
     if _OPTIONS.fullmatch(plain):
         return Letters("".join(sorted(re.findall(r"(?<![A-Za-z])[A-Z](?![A-Za-z])", plain))), are_apart=True)
-    if _CAPITALS.fullmatch(plain):
+    if _CAPITALS.fullmatch(plain) and plain.casefold() not in (*_SYNONYMS, *_SHORT_WORDS):
         return Letters(plain, are_apart=False)
     if _WORDS.fullmatch(plain) is None or (text == plain and _is_product(plain)):
         return None
@@ -471,7 +476,7 @@ def _equation(text: str, depth: int) -> Form | None:
     if len(names) > 1 and all(map(is_variable, names)):
         return _assigned(names, _read(rest[-1], depth + 1)) if len(rest) == 1 else None
     forms = [_read(side, depth + 1) for side in rest]
-    if not names_a_value(left) and (len(rest) > 1 or is_rounded or plain_value(left) is not None):
+    if not names_a_value(left) and (len(rest) > 1 or is_rounded or not _HAS_VARIABLE.search(left)):
         left, forms = "", [_read(left, depth + 1), *forms]
     rounded = forms.pop() if is_rounded and len(forms) > 1 else None
     return Equation(left, tuple(forms), rounded)

@@ -30,6 +30,7 @@ _GROUPED = re.compile(rf"(?<![\w.,\\])\d{{1,3}}(?:{_DIGIT_GAP}{{1,2}}\d{{3}})+(?
 _EUROPEAN = re.compile(r"(?<![\w.,([{])(?:\d{1,3}(?:\.\d{3})+,\d+|\d{1,3}(?:\.\d{3}){2,})(?![\w.,])")
 _INDIAN = re.compile(r"(?<![\w.,([{])\d{1,2}(?:,\d\d)+,\d{3}(?!\d|,\d)")
 _MATH = re.compile(r"(?<![\\\d])\$(?![\s$])([^$]*[^\s$\\])\$(?!\d)")
+_SYSTEM = re.compile(r"(?:\\\{\s*)?\\begin\{(cases|array|aligned)\}(?:\{[lcr|]*\})?(.*?)\\end\{\1\}\.?", re.DOTALL)
 _NAMED_ROOT = re.compile(r"\\?\b(sqrt|cbrt|[aA]bs|exp)\s*\(")
 _ROOT_OF_DIGITS = re.compile(r"(\\sqrt|(?<![\\A-Za-z])sqrt)\s*(\d+(?:\.\d+)?|[A-Za-z](?![A-Za-z]))")
 _FUNCTIONS = (
@@ -44,6 +45,11 @@ _COMMANDS: tuple[tuple[str, str], ...] = (
     (r"\\m?(?:left|right)(?![A-Za-z])|\\[bB]igg?[lrm]?(?![A-Za-z])", ""),
     (r"\\(?:displaystyle|textstyle|limits)(?![A-Za-z])", ""),
     (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
+    (r"(?<![A-Za-z\\])Rational\(([^(),]*),([^(),]*)\)", r"\\frac{\1}{\2}"),
+    (r"\\(?:text|mathrm)\{\s*C\s*\}(?=\s*_)", "C"),
+    (r"\\(?:text|mathrm)\{\s*\\?([$€£¥₹]|Rs\.?)\s*\}", r"\1 "),
+    (r"\\(?:langle|lang)(?![A-Za-z])", "("),
+    (r"\\(?:rangle|rang)(?![A-Za-z])", ")"),
     (r"\\[dt]binom(?![A-Za-z])", r"\\binom"),
     (r"\{\s*(\w+)\s*\\choose\s+(\w+)\s*\}", r"\\binom{\1}{\2}"),
     (r"(?<![\w}])(?:\{\}|\\,)?[_^]\{?(\d+|[a-z])\}?\s*\\?(?:text|mathrm)?\{?C\}?_\{?(\d+|[a-z])\}?",
@@ -105,10 +111,17 @@ def canonical(text: str) -> str:
         return text
     for pattern, replacement in _RULES:
         text = pattern.sub(replacement, text)
+    text = _SYSTEM.sub(_listed, text)
     text = _MATH.sub(r" \1 ", text).strip()
     if text.startswith("$$") and text.endswith("$$"):
         text = text[2:-2]
     return " ".join(_with_functions(text).split())
+
+
+def _listed(found: re.Match[str]) -> str:
+    """Return the lines of a system of equations as a list."""
+    lines = [line.replace("&", "").strip(" ,") for line in found[2].split(r"\\")]
+    return ", ".join(line for line in lines if line) if all("=" in line for line in lines if line) else found[0]
 
 
 def _ungrouped(found: re.Match[str]) -> str:

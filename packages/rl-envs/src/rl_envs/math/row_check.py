@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rl_envs.math.config import MathConfig
-from rl_envs.math.form import Expression, read
+from rl_envs.math.form import Collection, Equation, Expression, read
 from rl_envs.math.known_answer import known_answers
 from rl_envs.math.number import read_number
 
@@ -31,4 +31,4 @@ def _is_solution(answer: str) -> bool:
     """Return whether an answer is a sentence with a number in it rather than a number or an expression."""
     plain = _COMMAND.sub(" ", answer)
     is_sentence = any(map(str.isdigit, plain)) and _SENTENCE.search(plain) is not None
-    return is_sentence and isinstance(read(answer), Expression)
+    return is_sentence and isinstance(read(answer), Expression | Collection | Equation)

@@ -34,7 +34,7 @@ _ALLOWED = (
 _COMMANDS = frozenset(_ALLOWED.split())
 _COMMAND = re.compile(r"\\([A-Za-z]+)")
 _NOT_ARITHMETIC = re.compile(
-    r"'|\\text|[^\x00-\x7f°]|\^\s*\{?\s*T\s*\}?(?![A-Za-z])|[fgh]\s*\^\s*\{?\s*-\s*1|(?<![A-Za-z])[A-Za-z]\d|(?<![_\d])\d+\s+\d|:"
+    r"'|\\text|[^\x00-\x7f°]|\^\s*\{?\s*T\s*\}?(?![A-Za-z])|[fgh]\s*\^\s*\{?\s*-\s*1|(?<![A-Za-z])[A-Za-z]\d|(?<![_\d])\d+\s+\d|\)\s*\d|:"
 )
 """Marks of derivatives, inverse functions, transposed matrices and text, which the grammar would read as arithmetic."""
 _PRODUCT = re.compile(r"[b-df-hj-np-tv-z]{1,4}|[abcd]{1,4}|[A-Z]{1,2}|[A-Za-z]{1,2}")

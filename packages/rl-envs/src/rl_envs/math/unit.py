@@ -126,7 +126,8 @@ vehicle vertex vertices vote walnut watermelon way wheel window woman women word
 """
 _DEGREES = re.compile(r"(?:°|\bdegrees?)\s*(c|f)(?:elsius|ahrenheit)?\b", re.IGNORECASE)
 _AFTER = re.compile(
-    r"(?:[ ,]*\b(?:in (?:total|all)|altogether|total|each|apiece|left|long|wide|tall|high|deep|thick|away|apart|old))$"
+    r"(?:[ ,]*\b(?:in (?:total|all)|altogether|total|each|apiece|left|long|wide|tall|high|deep|thick|away|apart|old|"
+    r"approx(?:imately)?|only))$"
 )
 """Words after a unit that do not change it."""
 _FACTORS = {

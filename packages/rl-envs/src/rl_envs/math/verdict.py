@@ -244,9 +244,9 @@ def _same_ratio(mine: Ratio, theirs: Form) -> bool | None:
         is_same = all(a * d == b * c for a, b in pairs for c, d in pairs) and any(mine.parts) == any(theirs.parts)
         return None if is_same and mine.is_clock and theirs.is_clock else is_same
     if len(mine.parts) != 2 or not mine.parts[1]:
-        return False if isinstance(theirs, Number) else None
+        return False if isinstance(theirs, Number) and not theirs.units else None
     same = _same(Number(Fraction(*mine.parts)), theirs)
-    return None if same and mine.is_clock else same
+    return None if mine.is_clock and (same or (isinstance(theirs, Number) and theirs.units)) else same
 
 
 def _same_time(mine: TimeOfDay, theirs: Form) -> bool | None:
@@ -266,9 +266,20 @@ def _same_written(mine: Form, theirs: Form) -> bool | None:
     """Names, numerals of a base and series are equal as they are written, and to nothing else."""
     if isinstance(mine, Name) and isinstance(theirs, Expression):
         return True if theirs.text.casefold() == " ".join(mine.words) else None
-    if isinstance(theirs, Expression | Collection | Interval | Union):
+    if isinstance(theirs, Expression | Collection | Interval | Union) or (
+        type(mine) is not type(theirs) and isinstance(mine, Series)
+    ):
         return None
+    if isinstance(mine, Numeral) and isinstance(theirs, Number):
+        return None if _value(mine) == theirs.value else False
     return mine == theirs
+
+
+def _value(numeral: Numeral) -> int | None:
+    try:
+        return int(numeral.digits, numeral.base)
+    except ValueError:
+        return None
 
 
 def _same_text(mine: Written, theirs: Form) -> bool | None:
@@ -282,7 +293,7 @@ def _same_letters(mine: Letters, theirs: Form) -> bool | None:
     if theirs == Name((mine.letters.casefold(),)):
         return True
     if not isinstance(theirs, Letters):
-        return None if isinstance(theirs, Expression | Name | Collection | Equation) else False
+        return None
     if mine.are_apart or theirs.are_apart:
         return sorted(mine.letters) == sorted(theirs.letters)
     # a product of variables has no order, the corners of a figure may have one
@@ -315,7 +326,7 @@ def _merged(parts: Iterable[Form]) -> list[tuple[_Bound | None, _Bound | None]] 
     for part in map(_as_interval, parts):
         singles = part.items if isinstance(part, Collection) and not part.brackets else (part,)
         for single in singles:
-            form = Interval(single, single, (False, False)) if isinstance(single, Number) else single
+            form = Interval(single, single, (False, False)) if isinstance(single, Number) else _as_interval(single)
             if not isinstance(form, Interval):
                 return None
             ends = [None if end is None else _exact(end) for end in (form.low, form.high)]
@@ -363,8 +374,10 @@ def _same_collection(mine: Collection, theirs: Form) -> bool | None:
     named = [_by_name(each) for each in (mine, theirs)]
     if (named[0] is None) != (named[1] is None):
         return _same_named(mine, theirs) if named[0] is not None else _same_named(theirs, mine)
+    if named[0] is not None and named[1] is not None and mine.is_ordered != theirs.is_ordered:
+        return matched(list(mine.items), list(theirs.items), _same)
     if mine.is_ordered != theirs.is_ordered or mine.brackets != theirs.brackets:
-        return False
+        return None if matched(list(mine.items), list(theirs.items), _same) else False
     if not mine.is_ordered:
         return matched(list(mine.items), list(theirs.items), _same)
     return _same_items(mine.items, theirs.items)
