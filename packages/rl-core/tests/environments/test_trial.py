@@ -105,6 +105,27 @@ def test_a_reward_that_hangs_is_told_of_with_where_it_was(trial):
     assert "gave no answer within its deadline of 0.5 s (deadline_s beside `type: reward.py:score` under" in problem
 
 
+def test_an_async_reward_that_hangs_is_told_of_with_its_own_line(trial):
+    text = (
+        "import asyncio\nasync def ask():\n    await asyncio.sleep(100)\nasync def score(response):\n    await ask()\n"
+    )
+    [problem] = try_out([trial(text, deadline_s=2.0)]).problems
+    assert "it was in ask (reward.py:3)" in problem
+
+
+def test_a_reward_that_forks_is_answered_by_the_process_that_was_asked(trial):
+    # the forked process is given the time to answer first
+    text = "import os, time\ndef score(response):\n    return time.sleep(0.1) or 1.0 if os.fork() else 'of the fork'\n"
+    assert try_out([trial(text)]).problems == []
+
+
+def test_a_score_that_is_added_to_other_numbers_is_a_warning(trial):
+    [warning] = try_out([trial("def score(response):\n    return {'score': 1.0, 'acc': 1.0}\n")]).warnings
+    assert "returns score, acc: their sum is trained on" in warning
+    named = trial("def score(response):\n    return {'score': 1.0, 'acc': 1.0, 'reward': 1.0}\n")
+    assert try_out([named]).warnings == []
+
+
 def test_a_reward_that_raises_on_some_responses_is_a_warning(trial):
     verdict = try_out([trial("def score(response):\n    return float(response.split()[0] == 'The')\n")])
     assert verdict.problems == []
@@ -124,7 +145,11 @@ def test_a_trial_runs_in_another_interpreter_without_the_file(trial, tmp_path):
 @pytest.mark.parametrize(
     ("reason", "is_text", "mentions"),
     [
-        ("TypeError: string indices must be integers, not 'str' (at r.py:2)", True, "prompts of rows.jsonl are strings"),
+        (
+            "TypeError: string indices must be integers, not 'str' (at r.py:2)",
+            True,
+            "prompts of rows.jsonl are strings",
+        ),
         ("AttributeError: 'str' object has no attribute 'get'", True, "completions are strings"),
         ("TypeError: string indices must be integers, not 'str' (at r.py:2)", False, "0.0"),
         ("KeyError: 'answer'", True, "0.0"),

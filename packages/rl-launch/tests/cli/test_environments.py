@@ -24,9 +24,15 @@ def directed(response: str) -> float:
     return float(response == "go left")
 
 
+def unnamed(response, /) -> float:
+    return 1.0
+
+
 def fragile(response: str, answer: str) -> float:
     return float(int(response) == int(answer))
 """
+
+IMPORTS = "import nowhere\n\n\ndef score(response):\n    return 1.0\n"
 
 GUESS = """
 class Guess:
@@ -57,7 +63,7 @@ ROWS = [{"messages": [{"role": "user", "content": f"{n}+1="}], "answer": str(n +
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
-    for name, text in (("rewards.py", REWARDS), ("guess.py", GUESS), ("my_tools.py", TOOLS)):
+    for name, text in (("rewards.py", REWARDS), ("guess.py", GUESS), ("my_tools.py", TOOLS), ("imports.py", IMPORTS)):
         (tmp_path / name).write_text(text)
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     monkeypatch.chdir(tmp_path)
@@ -181,6 +187,14 @@ WRONG = {
     "an answer that nobody can give": (
         ("check", "match", "--prompt", "x", "--fields", '{"answer": "a</think>"}'),
         "no response can match the answer 'a</think>'",
+    ),
+    "parameters by position": (
+        ("run", "rewards.py:unnamed", "--prompt", "x", "--scripted", "rows.jsonl"),
+        "cannot be built: it takes response by position only; remove the `/`",
+    ),
+    "missing import": (
+        ("run", "imports.py:score", "--prompt", "x", "--scripted", "rows.jsonl"),
+        "imports nowhere, which is not installed",
     ),
     "setting": (("run", "rewards.py:brief", "deadline=3", "--prompt", "x"), "env.brief.deadline_s?"),
     "row": (("run", "rewards.py:brief", "--data", "rows.jsonl", "--row", "3"), "--row: got 3, but the data has 2 rows"),

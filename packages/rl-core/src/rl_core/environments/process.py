@@ -212,7 +212,7 @@ class EnvironmentProcess:
 
 def serve(connection: socket.socket) -> None:
     """Build the environment, then answer messages until the other side closes the stream."""
-    incoming = connection.makefile("rb")
+    own, incoming = os.getpid(), connection.makefile("rb")
     build = receive(incoming)
     if build is None:
         return
@@ -222,17 +222,34 @@ def serve(connection: socket.socket) -> None:
     while (message := receive(incoming)) is not None:
         match message:
             case Step(conversations, saved):
-                send(connection, write_answers(process.step(conversations, saved)))
+                answers = process.step(conversations, saved)
+                end_if_forked(own, build.title)
+                send(connection, write_answers(answers))
             case Abandon(ids):
-                send(connection, write_problem(process.abandon(ids)))
+                problem = process.abandon(ids)
+                end_if_forked(own, build.title)
+                send(connection, write_problem(problem))
             case Close():
                 break
     process.close()
 
 
+def end_if_forked(own: int, name: str) -> None:
+    """End this process if the environment forked it: only the process that was asked may answer.
+
+    Args:
+        own: Id of the process that was asked.
+        name: Name of the environment, for the log.
+    """
+    if os.getpid() != own:
+        said = f"environment {name}: a process that it forked returned from the call, and was ended"
+        os.write(2, f"{said}. End it with os._exit\n".encode())
+        os._exit(0)
+
+
 def _build(connection: socket.socket, build: Build) -> EnvironmentProcess | None:
     """The environment, built, or None if that failed, after telling the other side."""
-    name = build.title
+    name, own = build.title, os.getpid()
     try:
         target, built = _load(build.environment, name, pickle.loads(build.config))
         _saves(built, type(built).__name__)
@@ -243,9 +260,11 @@ def _build(connection: socket.socket, build: Build) -> EnvironmentProcess | None
     except Exception as error:  # noqa: BLE001  # a worker's failure becomes a report
         problem = WorkerError(type(error).__qualname__, f"{error}{_at(error)}", traceback.format_exc())
     else:
+        end_if_forked(own, name)
         process = EnvironmentProcess(name, built, memory=build.memory, place=place_of(target))
         send(connection, write_built(process.saves))
         return process
+    end_if_forked(own, name)
     send(connection, write_built(problem))
     return None
 

@@ -8,7 +8,7 @@ import logging
 import re
 import pickle
 import sys
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ from rl_core.environments import child, worker
 from rl_core.environments.instance import EnvironmentInstance
 from rl_core.environments.pool import EnvironmentPool
 from rl_core.errors import WorkerDied, WorkerError
-from rl_core.rollouts.environment import Conversation, EnvironmentFailure
+from rl_core.rollouts.environment import Conversation, EnvironmentFailure, StepResult
 
 logger = logging.getLogger(__name__)
 
@@ -148,6 +148,7 @@ async def _attempt_all(pool: EnvironmentPool, trial: Trial, verdict: Verdict) ->
         num_attempts[attempt.place] = num_attempts.get(attempt.place, 0) + 1
         [outcome] = await pool.step([attempt.conversation])
         if not isinstance(outcome, EnvironmentFailure):
+            _note_sum(outcome, trial, verdict)
             continue
         told = f"{outcome.reason.removesuffix('.')}. It was tried on {attempt}"
         if outcome.fault != "raised":
@@ -181,6 +182,17 @@ def raised_remedy(reason: str, attempt: Attempt) -> str:
 
 def _sentence(text: str) -> str:
     return f" {text[:1].upper()}{text[1:]}."
+
+
+def _note_sum(outcome: StepResult, trial: Trial, verdict: Verdict) -> None:
+    """Warn of rewards by name in which `score` is added to others, as elsewhere it is the reward and they are not."""
+    names = list(outcome.reward) if isinstance(outcome.reward, Mapping) else []
+    said = (
+        f"environment {trial.instance.label} returns {', '.join(names)}: their sum is trained on. To train on the score "
+        "only, call it `reward`; record other numbers with log_metric"
+    )
+    if "score" in names and len(names) > 1 and "reward" not in names and said not in verdict.warnings:
+        verdict.warnings.append(said)
 
 
 def attempts_on(

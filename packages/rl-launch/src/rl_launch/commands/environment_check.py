@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from itertools import chain, islice
 
 from rl_core.environments.conformance import Conformance, Sample, check
+from rl_core.environments.instance import row_check_of
+from rl_core.errors import DataError
 from rl_launch.commands.environment_source import GivenEnvironment
 from rl_launch.commands.response_texts import SoughtText
 
@@ -18,10 +20,27 @@ _MARKS = {"ok": "ok  ", "warned": "warn", "failed": "FAIL", "skipped": "-   "}
 
 
 def check_environment(given: GivenEnvironment, responses: Sequence[str] = ()) -> Conformance:
-    """Check an environment on its first rows, with usual responses and those that the user gives."""
+    """Check an environment on its first rows, with usual responses and those that the user gives.
+
+    Raises:
+        DataError: If no response can answer a row.
+    """
+    _check_rows(given)
     every = chain.from_iterable(row.attempts(responses) for row in given.rows)
     attempts = list(islice(every, MOST_ATTEMPTS + len(responses)))
     return check(given.instance, attempts, given.tools)
+
+
+def _check_rows(given: GivenEnvironment) -> None:
+    """Raise a `DataError` for a row that no response can answer."""
+    check_row = row_check_of(given.instance)
+    if check_row is None:
+        return
+    for row in given.rows:
+        try:
+            check_row(row.fields)
+        except ValueError as error:
+            raise DataError(f"{row.place}: the environment {given.instance.label} cannot score it: {error}") from None
 
 
 def as_text(found: Conformance, sought: Sequence[SoughtText] = ()) -> str:

@@ -20,7 +20,7 @@ from rl_algos.rollouts.worker.written import make_tokenizer
 from rl_algos.tokenizer import encode_prompt, load_tokenizer
 from rl_algos.tool_calls.formats import FORMATS
 from rl_core.environments.pool import EnvironmentPool
-from rl_core.errors import ConfigError
+from rl_core.errors import ConfigError, WorkerError
 from rl_core.model_config import TokenizerConfig
 from rl_core.rollouts.environment import Conversation, EnvironmentFailure, StepResult
 from rl_core.rollouts.generation import Placement, SamplingParams
@@ -172,7 +172,8 @@ def play(given: GivenEnvironment, row: GivenRow, player: Player, output: TextIO,
         The record of the rollout, as `rollouts/step_<n>.jsonl` has it.
 
     Raises:
-        WorkerError, WorkerDied: If the environment cannot be built.
+        ConfigError: If the environment cannot be built.
+        WorkerDied: If its process ended.
     """
 
     def show(text: str) -> None:
@@ -192,7 +193,11 @@ async def _play(
     )
     worker = RolloutWorker(player.spec, {name: ShownEnvironment(pool, show)})
     try:
-        await pool.start()
+        try:
+            await pool.start()
+        except WorkerError as error:
+            kind = "" if error.kind == ValueError.__name__ else f"{error.kind}: "
+            raise ConfigError(f"environment {given.instance.label} cannot be built: {kind}{error.message}") from None
         await worker.start()
         show(_tools(given.tools))
         for message in row.messages:

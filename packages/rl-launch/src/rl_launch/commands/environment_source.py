@@ -17,14 +17,7 @@ from rl_algos.data.faults import with_section
 from rl_algos.rollouts.data import AnswerCheck
 from rl_core.config import Config, assemble, load, resolve
 from rl_core.devices import CPU
-from rl_core.environments.instance import (
-    EnvironmentInstance,
-    instance_of,
-    problem_with,
-    row_check_of,
-    tools_of,
-    unknown_environment,
-)
+from rl_core.environments.instance import EnvironmentInstance, instance_of, problem_with, tools_of, unknown_environment
 from rl_core.environments.trial import Attempt, answer_forms, attempts_on
 from rl_core.errors import ConfigError, DataError
 from rl_core.plugins import DATASETS, ENVIRONMENTS
@@ -131,20 +124,7 @@ def _given(config: Any, key: str, rows: Sequence[GivenRow]) -> GivenEnvironment:
         tools = tools_of(instance)
     except (ValueError, ImportError) as error:
         raise ConfigError(str(error)) from error
-    _check_rows(instance, rows)
     return GivenEnvironment(instance, tools, rows)
-
-
-def _check_rows(instance: EnvironmentInstance, rows: Sequence[GivenRow]) -> None:
-    """Raise a `DataError` for a row that no response can answer."""
-    check = row_check_of(instance)
-    if check is None:
-        return
-    for row in rows:
-        try:
-            check(row.fields)
-        except ValueError as error:
-            raise DataError(f"{row.place}: the environment {instance.label} cannot score it: {error}") from None
 
 
 def _of_config(source: str, overrides: Sequence[str], data: GivenData) -> GivenEnvironment:
