@@ -7,6 +7,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+from PIL import Image
 
 from rl_algos.data.config import DataConfig
 from rl_algos.data.examples import load_datasets
@@ -106,3 +107,22 @@ def test_the_digest_of_a_dataset_is_that_of_its_rows_in_their_order(tmp_path):
     for index in range(len(rows)):
         whole.add(rows.row(index))
     assert whole.hexdigest() == digest(tmp_path, ROWS)
+
+
+@pytest.mark.parametrize("key", ["prompt_file", "system_prompt_file"])
+def test_the_text_of_a_prompt_file_counts(tmp_path, key):
+    file = tmp_path / "prompt.txt"
+    file.write_text("Answer briefly: {input}")
+    before = digest(tmp_path, ROWS, **{key: str(file)})
+    assert before == digest(tmp_path, ROWS, **{key: str(file)})
+    file.write_text("Answer at length: {input}")
+    assert digest(tmp_path, ROWS, **{key: str(file)}) != before != digest(tmp_path, ROWS)
+
+
+def test_an_image_that_is_replaced_in_its_file_counts(tmp_path):
+    rows = [{"prompt": "<image>What is it?", "response": "A square.", "images": ["one.png"]}]
+    found = []
+    for colour in ("red", "blue", "red"):
+        Image.new("RGB", (28, 28), colour).save(tmp_path / "one.png")
+        found.append(digest(tmp_path, rows, image_folder=str(tmp_path)))
+    assert found[0] == found[2] != found[1]

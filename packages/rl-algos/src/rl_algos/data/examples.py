@@ -30,6 +30,7 @@ from rl_algos.data.row_digest import RowDigest
 from rl_algos.data.row_images import RowImages, images_column
 from rl_algos.data.template import Surround
 from rl_core.errors import DataError
+from rl_core.images import image_refs
 from rl_core.rollouts.rollout import Message
 
 _log = logging.getLogger(__name__)
@@ -77,7 +78,7 @@ class Dataset:
         default_environment: Scores rows that name none; empty if there is none.
         malformed: Whether a row that cannot be used ends the run, or is left out and counted.
         source: Source of a dataset with `streaming`, all its rows; `examples` are then a sample.
-        digest: Changes with the contents of the rows that examples are made of.
+        digest: Changes with the contents of the rows, images and prompt files that examples are made of.
         unanswered: Positions of the examples that have a solution and no answer that can be compared, as proofs have.
     """
 
@@ -335,6 +336,8 @@ def _dataset(opened: OpenDataset, split: str, malformed: OnFault) -> Dataset:
     is_held = len(chosen) < encoding.LARGE
     faults = LeftOut(name, malformed, len(chosen))
     contents = RowDigest()
+    if texts := Surround.of(opened.settings).texts:
+        contents.add(texts)
     numbers, unanswered, held = array("q"), array("q"), []
     named: dict[str, int] = {}
     for number, example in zip(chosen, _converted(rows, chosen, convert, contents), strict=True):
@@ -391,7 +394,11 @@ def _converted(
         try:
             row = rows.rows[index]
             contents.add(row)
-            yield convert(row)
+            example = convert(row)
+            conversations = [example.messages, *(response.messages for response in example.responses)]
+            if images := [ref.digest for each in conversations for ref in image_refs(each)]:
+                contents.add(images)  # the row may hold their paths only
+            yield example
         except DataError as error:
             yield Failure(str(error))
 

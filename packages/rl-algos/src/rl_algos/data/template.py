@@ -80,6 +80,11 @@ class Surround:
             else _text("system_prompt_file", settings.system_prompt_file).strip(),
         )
 
+    @property
+    def texts(self) -> list[str]:
+        """The strings themselves, as they are in their files."""
+        return [text for text in (self.system, self.prompt.text if self.prompt else None) if text is not None]
+
     def apply(self, example: Example, row: Mapping[str, Any]) -> Example:
         """Return the example with these strings.
 
