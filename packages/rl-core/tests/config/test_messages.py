@@ -11,6 +11,7 @@ import pytest
 
 from rl_core.config import (
     Config,
+    Origin,
     Problem,
     Rename,
     Resolved,
@@ -23,6 +24,8 @@ from rl_core.config import (
     resolve,
     show,
 )
+from rl_core.config.messages import report
+from rl_core.config.tree import Entry
 from rl_core.errors import ConfigError, ConfigProblems
 
 HEAD = "algorithm: grpo\npolicy:\n  model_name: m\n"
@@ -360,3 +363,19 @@ def test_answers_about_earlier_keys_follow_from_their_values(written: Any, answe
     assert found.keys() == answers.keys()
     for name, answer in answers.items():
         assert answer in found[name]
+
+
+@pytest.mark.parametrize(
+    ("key", "reason", "place"),
+    [
+        ("part.name", "is unknown", "f.yaml:2"),  # the short form of a section
+        ("section.left_out", "contradicts another key", "default"),
+        ("section.left_out", "must be set", "f.yaml:2"),
+        ("section", "has too many keys", "f.yaml:2"),
+        ("nowhere.at_all", "contradicts another key", "default"),
+        ("", "needs one of two keys", "f.yaml:1"),
+    ],
+)
+def test_a_problem_is_placed_at_what_was_written_or_at_the_default(key: str, reason: str, place: str) -> None:
+    inside = Entry.of({"part": "short", "section": {"given": 1}}, Origin("f.yaml", 2))
+    assert f"({place}): {reason}" in report([Problem(key, reason)], "f.yaml", Entry(inside.value, Origin("f.yaml", 1)))

@@ -13,7 +13,7 @@ from pydantic_core import ErrorDetails
 from rl_core.config.keys import Key, all_keys, key_at, value_at
 from rl_core.config.renames import new_keys, replacement
 from rl_core.config.schema import Config, ProblemError
-from rl_core.config.tree import DEFAULT, Entry, KeyPath, format_path, parse_path
+from rl_core.config.tree import Entry, KeyPath, format_path, parse_path
 from rl_core.problems import Problem, show
 
 Hint = Callable[[str, Any], str]
@@ -129,8 +129,8 @@ def _line(problem: Problem, written: Entry) -> str:
     path, message = parse_path(problem.key) if problem.key else (), problem.message
     entry = written.get(path) or written.get((problem.key,))
     # a section that has to be set is named with the place around it; other keys that were not written have a default
-    around = written.nearest_origin(path) if "must be set" in problem.reason or not path else DEFAULT
-    origin = around if entry is None else entry.origin
+    is_missing = "must be set" in problem.reason or not path
+    origin = written.nearest_origin(path) if is_missing else written.origin_at(path) if entry is None else entry.origin
     via = entry.value if entry is not None and isinstance(entry.value, str) and "${" in entry.value else ""
     place = f"{origin}, written as {via}" if via and via not in message else str(origin)
     return f"{format_path(path) or 'config'} ({place}): {message}"
@@ -242,7 +242,7 @@ def _remedy(value: Any, key: Key, name: str) -> str:
         return "Write the number without quotes or leading zeros"
     if isinstance(value, list | dict) and str in kinds:
         return f"To pass it as a string, quote it: {name}: '...'"
-    if not isinstance(value, list) and key.allowed.startswith("list of"):
+    if not isinstance(value, list) and (key.allowed.startswith("list of") or "list of str" in key.allowed):
         return f"Write a list: [{show(value)}]"
     return ""
 
