@@ -43,7 +43,9 @@ class GatherRunner:
 def _show_waits(tasks: Callable[[], Iterable[Any]]) -> None:
     """Have the pool's question for where this process hangs also write where its tasks wait: their frames are not on
     the stack of any thread."""
-    if threading.current_thread() is not threading.main_thread() or not faulthandler.unregister(STACKS):
+    if threading.current_thread() is not threading.main_thread():
+        return
+    if not faulthandler.unregister(STACKS):  # type: ignore[func-returns-value]  # it returns whether it was registered
         return
 
     def write(_signal: int, _frame: FrameType | None) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import re
 import pickle
+import re
 import sys
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -188,8 +188,8 @@ def _note_sum(outcome: StepResult, trial: Trial, verdict: Verdict) -> None:
     """Warn of rewards by name in which `score` is added to others, as elsewhere it is the reward and they are not."""
     names = list(outcome.reward) if isinstance(outcome.reward, Mapping) else []
     said = (
-        f"environment {trial.instance.label} returns {', '.join(names)}: their sum is trained on. To train on the score "
-        "only, call it `reward`; record other numbers with log_metric"
+        f"environment {trial.instance.label} returns {', '.join(names)}: their sum is trained on. To train on the "
+        "score only, call it `reward`; record other numbers with log_metric"
     )
     if "score" in names and len(names) > 1 and "reward" not in names and said not in verdict.warnings:
         verdict.warnings.append(said)
