@@ -164,6 +164,12 @@ def test_a_letter_is_stated_in_any_marks_behind_any_cue() -> None:
     ("completion", "letter"),
     [
         pytest.param("The answer is B because of x.", "B", id="a reason behind it"),
+        pytest.param("正解はBです", "B", id="Japanese"),
+        pytest.param(" b.\n", "B", id="a small letter alone"),
+        pytest.param("If I had to guess, B.", "B", id="a guess"),
+        pytest.param("A, C and D are wrong. The remaining is B.", "B", id="the remaining one"),
+        pytest.param("The answer is B<|im_end|>", "B", id="a special token behind it"),
+        pytest.param("B</s>", "B", id="the end of a sequence behind it"),
         pytest.param("The answer is C because I computed the integral.", "C", id="a pronoun [jundot/omlx#3668]"),
         pytest.param("ANSWER IS D. A is incorrect.", "D", id="others behind it [jundot/omlx#3668]"),
         pytest.param("I would pick B — a safe choice.", "B", id="an article [EleutherAI/lm-evaluation-harness#4188]"),
@@ -249,6 +255,9 @@ def test_the_last_statement_counts(completion: str, letter: str) -> None:
     "completion",
     [
         pytest.param("", id="nothing"),
+        pytest.param("If A had to be right, B.", id="a condition that is not a guess"),
+        pytest.param("5", id="a digit"),
+        pytest.param("Vitamin C is the answer.", id="a letter in the text of an option"),
         pytest.param("Answer:", id="cut off"),
         pytest.param("The answer is 12.", id="text of an option"),
         pytest.param("Answer: Let's think step by step.", id="a word behind the cue [open-compass/opencompass#1933]"),

@@ -58,6 +58,8 @@ _STATEMENT = re.compile("|".join(f"(?P<{name}>{rule})" for name, rule in _RULES.
 _TAKEN_BACK = re.compile(r",?(?:u{1,2}[fp]{0,2})?[mt]{0,2}c[fjmq]{0,3}w")
 _BUT = re.compile(rf",?u{{1,2}}[fjgodcr]{{0,4}}{_LABEL}")
 _LINE = re.compile(r"(?<=\n)(?:[Xajf],?){0,3}(?:o?[LWH]|ol)(?P<mark>[.e]?)(?P<rest>[^\n]*)")
+_SPECIAL = re.compile(r"<[|｜][^<>|｜\s]{1,40}[|｜]>|</?s>|<(?:eos|bos|(?:start|end)_of_turn)>")
+"""Special tokens of models, which a saved response may have at its end."""
 _ANOTHER_LABEL = re.compile(r"[WH]|L[.e]")
 _KNOWN = re.compile(r"\nX?(?:o?[LWHl]\.?|o?(?:[LWHl][.e]|[WH])[^\n,k][^\n]*)\n?")
 
@@ -81,6 +83,7 @@ def stated_letter(completion: str, num_choices: int = 26) -> str | None:
         completion: Output of a model.
         num_choices: Number of options; letters beyond them are not answers.
     """
+    completion = _SPECIAL.sub("\n", completion)
     tokens = read_tokens(completion, num_choices)
     bare, headed, listed = _lines(tokens)
     statements = sorted([*bare, *headed, *_sentences(tokens, listed)], key=lambda each: each.position)
@@ -88,6 +91,9 @@ def stated_letter(completion: str, num_choices: int = 26) -> str | None:
     if any(statement.states for statement in firm):
         return _last(firm)
     weak = frozenset[str]().union(*(statement.letters for statement in statements))
+    alone = completion.strip().removesuffix(".").upper()
+    if not statements and len(alone) == 1 and alone in tokens.letters:
+        return alone  # a small letter is one of an option only if nothing else is said
     return next(iter(weak)) if len(weak) == 1 and not firm else None
 
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 # bracket as in `B)`. Other kinds: `X` a box or tag, `d` an article, `e` a colon or the like, `x` anything else.
 _VOCABULARY = {
     # a: what the question asks for, which the letter is said to be
-    "a": "answer answers solution conclusion ans antwort réponse respuesta risposta resposta ответ 答案 答え 정답",
+    "a": "answer answers solution conclusion ans antwort réponse respuesta risposta resposta ответ "
+    "答案 答え 正解 正答 정답",
     # o: a noun before a letter
     "o": "option choice letter alternative statement item selection response opción opção opzione вариант 选项",
     # O: the same nouns for all letters, which introduce a list
@@ -51,6 +52,8 @@ _PHRASES = {
     ),
     **dict.fromkeys(["no doubt", "without a doubt", "without doubt", "no question"], "f"),
     **dict.fromkeys(["no way", "false that", "wrong that", "incorrect that", "untrue that"], "i"),
+    **dict.fromkeys([f"if i had to {verb}" for verb in ("guess", "choose", "pick", "say")], "j"),
+    **dict.fromkeys(["remaining is", "remaining one is"], "ac"),
     "ans.": "ae",
 }
 """Roles of words that mean something else together."""
