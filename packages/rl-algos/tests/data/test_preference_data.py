@@ -101,6 +101,23 @@ def test_margins_and_scores_of_a_pair_are_kept():
     assert scored.margin is None
 
 
+@pytest.mark.parametrize(
+    ("numbers", "says"),
+    [
+        ({"score_chosen": 2, "score_rejected": 5}, "their scores are 2 and 5"),
+        ({"margin": -0.5}, r"the margin is -0\.5"),
+        ({"margin": 0, "score_chosen": 5, "score_rejected": 5}, None),
+    ],
+)
+def test_a_pair_whose_numbers_contradict_its_columns_is_refused(numbers, says):
+    row = {"prompt": "1+1=", "chosen": "2", "rejected": "3", **numbers}
+    if says is None:
+        assert read(row).margin == 0.0
+        return
+    with pytest.raises(DataError, match=f"`chosen` is worse than `rejected` by their numbers: {says}"):
+        read(row)
+
+
 def test_several_completions_have_ranks_or_scores():
     completions = [{"rank": 1, "completion": [BAD]}, {"rank": 0, "completion": "2"}]
     example = read({"context": [USER], "completions": completions})
@@ -109,7 +126,9 @@ def test_several_completions_have_ranks_or_scores():
     assert [response.score for response in read({"prompt": "1+1=", "completions": scored}).responses] == [0.9, 0.1]
 
 
-@pytest.mark.parametrize(("label", "expected"), [(True, True), (False, False), (1, True), (0, False)])
+@pytest.mark.parametrize(
+    ("label", "expected"), [(True, True), (False, False), (1, True), (0, False), ("True", True), ("false", False)]
+)
 def test_single_completions_have_a_label(label, expected):
     example = read({"prompt": [USER], "completion": [GOOD], "label": label})
     assert example == Example((USER,), responses=(Response((GOOD,), is_desirable=expected),))

@@ -110,8 +110,23 @@ def _pair(row: Mapping[str, Any], settings: DatasetConfig) -> Example:
         (None, None),
     )
     margin = _number(row, "margin") if _has(row, "margin") else None
+    _check_order(margin, better, worse)
     responses = (Response(chosen, rank=0, score=better), Response(rejected, rank=1, score=worse))
     return Example(prompt, responses=responses, margin=margin, tools=as_tools(row.get("tools")))
+
+
+def _check_order(margin: float | None, better: float | None, worse: float | None) -> None:
+    """Raise a `DataError` if the numbers of a pair say that the rejected response is better."""
+    if margin is not None and margin < 0:
+        said = f"the margin is {margin:g}"
+    elif better is not None and worse is not None and better < worse:
+        said = f"their scores are {better:g} and {worse:g}"
+    else:
+        return
+    raise DataError(
+        f"`chosen` is worse than `rejected` by their numbers: {said}. Exchange the columns in `columns`, correct the "
+        "numbers, or leave out such rows with data.malformed=skip"
+    )
 
 
 def _split(chosen: Messages, rejected: Messages) -> tuple[Messages, Messages, Messages]:
@@ -217,6 +232,8 @@ def _label(value: Any) -> bool | None:
         return value
     if value in (0, 1):
         return bool(value)
+    if isinstance(value, str) and value.strip().lower() in ("true", "false"):
+        return value.strip().lower() == "true"  # CSV has no truth values
     raise DataError(f"`label` must be true for a good completion and false for a bad one, got {value!r}")
 
 
