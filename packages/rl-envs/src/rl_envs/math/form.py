@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from rl_envs.math.exact import exact_value
 from rl_envs.math.notation import canonical
-from rl_envs.math.number import Number, number_in, split_unit, spoken_value
-from rl_envs.math.unit import Unit
+from rl_envs.math.number import Number, counted, number_in, split_unit, spoken_value
+from rl_envs.math.unit import Unit, read_unit
 
 MAX_LENGTH = 3000
 """Longest string, other than a number, that is read as a form."""
@@ -202,7 +203,8 @@ _OPTIONS = re.compile(r"\(?[A-Z]\)?(?:\s*(?:,|;|&|\band\b|\\text\s*\{\s*and\s*\}
 _ARTICLE = re.compile(r"^(?:the|a|an) ")
 _SYNONYMS = {
     "dne": "does not exist", "no limit": "does not exist", "none exist": "empty set", "null set": "empty set",
-    "infinite": "infinity", "positive infinity": "infinity", "minus infinity": "negative infinity",
+    "infinite": "infinity", "infinitely many solutions": "infinitely many",
+    "positive infinity": "infinity", "minus infinity": "negative infinity",
 }  # fmt: skip
 _NO_SOLUTION = re.compile(
     r"(?:(?:there (?:is|are) )?no (?:(?:real|such|valid|possible) )?(?:solutions?|roots?)(?: exists?)?)"
@@ -263,8 +265,8 @@ def _time(text: str, _: int) -> Form | None:
     if (time := _TIME_OF_DAY.fullmatch(plain)) is not None and 1 <= int(time[1]) <= 12:
         hour = int(time[1]) % 12 + 12 * (time[4].lower() == "p")
         return TimeOfDay(hour * 3600 + int(time[2] or 0) * 60 + int(time[3] or 0))
-    if (hour := _DAYTIMES.get(plain.casefold().removeprefix("12 "))) is not None:
-        return TimeOfDay(hour * 3600)
+    if (named := _DAYTIMES.get(plain.casefold().removeprefix("12 "))) is not None:
+        return TimeOfDay(named * 3600)
     text = re.sub(r" o'clock$", ":00", plain)
     if _RATIO.fullmatch(text) is None:
         return None
@@ -310,8 +312,8 @@ def _words(text: str, _: int) -> Form | None:
     if _WORDS.fullmatch(plain) is None or (text == plain and _is_product(plain)):
         return None
     folded = re.sub(r"[ .]+", " ", plain.casefold().strip(" ."))
-    if (value := spoken_value(folded)) is not None:
-        return Number(value)
+    if (number := _spoken_number(folded)) is not None:
+        return number
     folded = _ARTICLE.sub("", folded)
     if _ALL_REALS.fullmatch(folded):
         return REALS
@@ -320,6 +322,18 @@ def _words(text: str, _: int) -> Form | None:
     if "infinity" in (folded, folded := _SYNONYMS.get(folded, folded)):
         return Name(("infinity",))
     return Name(tuple(sorted(part.strip() for part in re.split(r",|&| and ", folded) if part.strip())))
+
+
+def _spoken_number(words: str) -> Number | None:
+    """A number in words, with a unit or a counted thing in one or two words after it."""
+    if (value := spoken_value(words)) is not None:
+        return Number(value)
+    parts = words.split(" ")
+    for size in (1, 2):
+        value, units = spoken_value(" ".join(parts[:-size])), read_unit(" ".join(parts[-size:]))
+        if value is not None and units:
+            return Number(value * units[0].count, counted(units))
+    return None
 
 
 def _is_product(text: str) -> bool:
@@ -475,11 +489,21 @@ def _equation(text: str, depth: int) -> Form | None:
     names = [name.strip() for name in left[1:-1].split(",")] if left[:1] == "(" and left[-1:] == ")" else []
     if len(names) > 1 and all(map(is_variable, names)):
         return _assigned(names, _read(rest[-1], depth + 1)) if len(rest) == 1 else None
+    if len(rest) == 1 and is_variable(rest[0]) and not names_a_value(left):
+        left, rest = rest[0], [left]
     forms = [_read(side, depth + 1) for side in rest]
     if not names_a_value(left) and (len(rest) > 1 or is_rounded or not _HAS_VARIABLE.search(left)):
         left, forms = "", [_read(left, depth + 1), *forms]
+    if len(forms) > 1:
+        forms = [_calculated(form) for form in forms]
     rounded = forms.pop() if is_rounded and len(forms) > 1 else None
     return Equation(left, tuple(forms), rounded)
+
+
+def _calculated(form: Form) -> Form:
+    """Return a difference as its value: in `x = 10-3 = 7` it is not a score."""
+    value = exact_value(form.text) if isinstance(form, Written) else None
+    return form if value is None else Number(value)
 
 
 def _assigned(names: Sequence[str], value: Form) -> Form | None:

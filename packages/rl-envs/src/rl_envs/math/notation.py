@@ -33,10 +33,8 @@ _MATH = re.compile(r"(?<![\\\d])\$(?![\s$])([^$]*[^\s$\\])\$(?!\d)")
 _SYSTEM = re.compile(r"(?:\\\{\s*)?\\begin\{(cases|array|aligned)\}(?:\{[lcr|]*\})?(.*?)\\end\{\1\}\.?", re.DOTALL)
 _NAMED_ROOT = re.compile(r"\\?\b(sqrt|cbrt|[aA]bs|exp)\s*\(")
 _ROOT_OF_DIGITS = re.compile(r"(\\sqrt|(?<![\\A-Za-z])sqrt)\s*(\d+(?:\.\d+)?|[A-Za-z](?![A-Za-z]))")
-_FUNCTIONS = (
-    "arcsin arccos arctan arccot sinh cosh tanh sin cos tan cot sec csc ln log exp pi theta infty max min gcd lcm sqrt"
-)
-_FUNCTION = re.compile(rf"(?<![\\A-Za-z])({'|'.join(_FUNCTIONS.split())})(?![A-Za-z])")
+_FUNCTIONS = "arcsin arccos arctan arccot sinh cosh tanh sin cos tan cot sec csc ln log exp pi theta infty sqrt"
+_FUNCTION = re.compile(rf"(?<![\\A-Za-z])({'|'.join(_FUNCTIONS.split())}|(?:max|min|gcd|lcm)(?=\s*\())(?![A-Za-z])")
 _OTHER_NAMES = {"infinity": r"\infty ", "inf": r"\infty ", "oo": r"\infty ", "asin": r"\arcsin ", "acos": r"\arccos ",
                 "atan": r"\arctan "}  # fmt: skip
 _OTHER_NAME = re.compile(rf"(?<![\\A-Za-z])({'|'.join(_OTHER_NAMES)})(?![A-Za-z])")
@@ -46,12 +44,12 @@ _COMMANDS: tuple[tuple[str, str], ...] = (
     (r"\\(?:displaystyle|textstyle|limits)(?![A-Za-z])", ""),
     (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
     (r"(?<![A-Za-z\\])Rational\(([^(),]*),([^(),]*)\)", r"\\frac{\1}{\2}"),
-    (r"\\(?:text|mathrm)\{\s*C\s*\}(?=\s*_)", "C"),
+    (r"\\(?:text|mathrm)\{\s*C\s*\}(?=\s*[_(])", "C"),
     (r"\\(?:text|mathrm)\{\s*\\?([$€£¥₹]|Rs\.?)\s*\}", r"\1 "),
     (r"\\(?:langle|lang)(?![A-Za-z])", "("),
     (r"\\(?:rangle|rang)(?![A-Za-z])", ")"),
     (r"\\[dt]binom(?![A-Za-z])", r"\\binom"),
-    (r"\{\s*(\w+)\s*\\choose\s+(\w+)\s*\}", r"\\binom{\1}{\2}"),
+    (r"\{\s*(\w+)\s*\\choose\s*(\w+)\s*\}", r"\\binom{\1}{\2}"),
     (r"(?<![\w}])(?:\{\}|\\,)?[_^]\{?(\d+|[a-z])\}?\s*\\?(?:text|mathrm)?\{?C\}?_\{?(\d+|[a-z])\}?",
      r"\\binom{\1}{\2}"),
     (r"(?<![A-Za-z\\])C_\{?(\d+)\}?\^\{?(\d+)\}?", r"\\binom{\1}{\2}"),
@@ -64,7 +62,7 @@ _COMMANDS: tuple[tuple[str, str], ...] = (
     (r"\\text\{\s*(sin|cos|tan|cot|sec|csc|ln|log|lg|exp|arcsin|arccos|arctan|lcm|gcd)\s*\}", r"\\\1 "),
     (r"\\text\{\s*([ei])\s*\}", r"\1"),
     (r"\\math(?:bf|cal|frak)\{(\d+)\}", r"\1"),
-    (r"\^\s*\{?\s*\\circ(?![A-Za-z])\s*\}?|\\(?:textdegree|degree)(?![A-Za-z])(?:\{\})?", "°"),
+    (r"\^\s*\{\s*\\circ\s*\}|\^\s*\\circ(?![A-Za-z])|\\(?:textdegree|degree)(?![A-Za-z])(?:\{\})?", "°"),
     (r"\\lg(?![A-Za-z])", r"\\log_{10}"),
     (r"\\log\s*_\s*\{?\s*e\s*\}?", r"\\ln "),
     (r"\\mu\s*\\text\s*\{\s*", r"\\text{μ"),

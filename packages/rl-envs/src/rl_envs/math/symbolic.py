@@ -34,7 +34,7 @@ _ALLOWED = (
 _COMMANDS = frozenset(_ALLOWED.split())
 _COMMAND = re.compile(r"\\([A-Za-z]+)")
 _NOT_ARITHMETIC = re.compile(
-    r"'|\\text|[^\x00-\x7f°]|\^\s*\{?\s*T\s*\}?(?![A-Za-z])|[fgh]\s*\^\s*\{?\s*-\s*1|(?<![A-Za-z])[A-Za-z]\d|(?<![_\d])\d+\s+\d|\)\s*\d|:"
+    r"'|\\text|[^\x00-\x7f°]|\^\s*\{?\s*T\s*\}?(?![A-Za-z])|[fgh]\s*\^\s*\{?\s*-\s*1|(?<![A-Za-z])[A-Za-z]\d|(?<![_^\d])\d+\s+\d|\)\s*\d|:|\d\s+(?![a-dp-z]{2})[A-Za-z]{2}"
 )
 """Marks of derivatives, inverse functions, transposed matrices and text, which the grammar would read as arithmetic."""
 _PRODUCT = re.compile(r"[b-df-hj-np-tv-z]{1,4}|[abcd]{1,4}|[A-Z]{1,2}|[A-Za-z]{1,2}")
@@ -205,9 +205,11 @@ def _real_roots(expression: Any) -> Any:
 def _differ_somewhere(mine: Any, theirs: Any) -> bool:
     """Return whether two expressions are certainly different, for some values of their variables if they have any."""
     symbols = sorted(mine.free_symbols | theirs.free_symbols, key=str)
+    positive = _positive(mine) | _positive(theirs)
     is_complex = mine.has(sympy.I) or theirs.has(sympy.I)
     for start in (3, 7, -4, -9) if symbols else (0,):
-        values = {each: _sample(each, start, index) for index, each in enumerate(symbols)}
+        signed = {each: abs(start) if each in positive else start for each in symbols}
+        values = {each: _sample(each, signed[each], index) for index, each in enumerate(symbols)}
         one, other = (sympy.N(side.subs(values), DIGITS, maxn=1000) for side in (mine, theirs))
         if not all(value.is_number and value.is_finite and (is_complex or value.is_real) for value in (one, other)):
             continue

@@ -104,6 +104,8 @@ peso = 1 peso
 ₱ PHP = 1 ₱
 ₦ naira = 1 ₦
 ฿ baht = 1 ฿
+kr krona,kronor,krone,kroner = 1 kr
+zł zloty = 1 zł
 R$ real,reais = 1 R$
 """
 _COUNTED = """

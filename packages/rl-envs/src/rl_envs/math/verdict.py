@@ -123,6 +123,8 @@ def _same_equation(mine: Equation, theirs: Form) -> bool | None:
     if not _is_consistent(mine) or (isinstance(theirs, Equation) and not _is_consistent(theirs)):
         return None
     if not isinstance(theirs, Equation):
+        if isinstance(theirs, Number) and isinstance(mine.values[-1], Collection):
+            return None  # "P(8,3)" is a point or a number of permutations
         # of "x^2 = 4" it is unknown what is asked for
         return _same_value(mine, theirs) if not mine.left or names_a_value(mine.left) else None
     if squeezed(mine.left) == squeezed(theirs.left):
@@ -130,7 +132,7 @@ def _same_equation(mine: Equation, theirs: Form) -> bool | None:
     if not mine.left or not theirs.left:
         left = mine.left or theirs.left
         return _same_value(mine, theirs.values[-1]) if names_a_value(left) else None
-    if is_variable(mine.left) and is_variable(theirs.left):
+    if all(is_variable(each.left) and isinstance(each.values[-1], Number) for each in (mine, theirs)):
         return None if _same(mine.values[-1], theirs.values[-1]) is not False else False
     sides = [(each.left, _text(each.values[-1])) for each in (mine, theirs)]
     if any(right is None for _, right in sides):
