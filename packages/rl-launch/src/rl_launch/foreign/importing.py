@@ -123,7 +123,7 @@ def _of_trl(path: Path, algorithm: str, gpus: int | None) -> Translation:
         config.notes += [f"{each.place}: `{each.text}`: {each.reason}" for each in script.checks]
         trl.translate(config, gpus or script.gpus, folder=path.parent, computed=script.computed)
         for each in script.refused:
-            config.answer_anew(each.place, Kind.REFUSED, each.reason, value=each.text)
+            config.refuse_line(each)
         return config
     values = interpolated(read(path), str(path))
     config = _started(values, "trl", algorithm or trl.algorithm_of(values), path)
@@ -298,7 +298,7 @@ def _restore(shorter: dict[Any, Any], whole: dict[Any, Any], path: KeyPath) -> N
 
 def _is_default(default: Any, value: Any) -> bool:
     """Return whether a value is a default; a named section may be given by its name."""
-    return bool(default == value) or (isinstance(value, str) and getattr(default, "name", None) == value)
+    return bool(default == value) or (isinstance(default, dict) and default.get("name") == value)
 
 
 def _without_defaults(values: Any, root: type[Config], path: KeyPath) -> Any:

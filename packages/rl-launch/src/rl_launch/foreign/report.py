@@ -81,7 +81,8 @@ def refusal_text(imported: Imported) -> str:
     for feature, keys in features.items():
         first = next(each for each in imported.of(Kind.REFUSED) if each.text == feature)
         more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
-        lines.append(f"  {feature}: {first.key}={show(first.value)}{more}")
+        given = f"{first.key}: {first.value}" if first.is_line else f"{first.key}={show(first.value)}"
+        lines.append(f"  {feature}: {given}{more}")
     return "\n".join(lines)
 
 
@@ -104,19 +105,18 @@ def _checks(imported: Imported) -> list[str]:
 
 
 def _yaml(tree: dict[str, Any], indent: int) -> Iterator[str]:
-    """Yield the lines of nested values; a section that fits is on one line."""
+    """Yield the lines of nested values; a section that fits is on one line, at the top only if it has no others."""
+    pad = " " * indent
     for key, value in tree.items():
-        pad = " " * indent
         line = f"{pad}{key}: {_flow(value)}"
-        if isinstance(value, dict) and value and (indent == 0 or len(line) > _WIDTH) and len(value) > 1:
+        inner = value.values() if isinstance(value, dict) else ()
+        is_deep = indent == 0 and len(inner) > 1 and any(isinstance(each, dict | list) for each in inner)
+        if isinstance(value, dict) and (is_deep or len(line) > _WIDTH):
             yield f"{pad}{key}:"
             yield from _yaml(value, indent + 2)
         elif isinstance(value, list) and len(line) > _WIDTH:
             yield f"{pad}{key}:"
             yield from (f"{pad}- {_flow(each)}" for each in value)
-        elif isinstance(value, dict) and len(line) > _WIDTH:
-            yield f"{pad}{key}:"
-            yield from _yaml(value, indent + 2)
         else:
             yield line
 

@@ -24,16 +24,18 @@ class Answer:
     """The answer to one key.
 
     Args:
-        key: Dotted key of the other system.
-        value: Its value.
+        key: Dotted key of the other system, or the place of a line of a script.
+        value: Its value, or the code.
         kind: The answer.
         text: The new key, the reason or the feature.
+        is_line: True for a line of a script.
     """
 
     key: str
     value: Any
     kind: Kind
     text: str
+    is_line: bool = False
 
 
 class Translation:
@@ -119,9 +121,15 @@ class Translation:
         for each in self.keys(key):
             self._answers[each] = Answer(each, self._keys[each], kind, text)
 
-    def answer_anew(self, key: str, kind: Kind, text: str, *, value: Any = None) -> None:
-        """Replace the answer of a key, or answer a line of a script, whose source is the value."""
-        self._answers[key] = Answer(key, self._keys.get(key, value), kind, text)
+    def answer_anew(self, key: str, kind: Kind, text: str) -> None:
+        """Replace the answer of a key."""
+        self._answers[key] = Answer(key, self._keys.get(key), kind, text)
+
+    def refuse_line(self, line: Line) -> None:
+        """Answer a line of a script that requests an unsupported feature; a line may request several."""
+        self._answers[f"{line.place}: {line.reason}"] = Answer(
+            line.place, line.text, Kind.REFUSED, line.reason, is_line=True
+        )
 
     def follows(self, keys: Iterable[str], text: str) -> None:
         """Answer keys whose values are in the recipe in another form."""

@@ -439,12 +439,12 @@ def _grpo(config: Translation) -> None:
             f"data.max_input_seq_length: {prompt}, as TRL has no limit. Longer prompts are left out; set it to the "
             "longest prompt of your data"
         )
-    config.notes.append(_reward_note(config.get("reward_funcs") or []))
+    config.notes.append(_reward_note(config.get("reward_funcs") or [], config.get("reward_weights")))
     config.follows(["reward_funcs", "reward_weights"], "data.train.env_name, which the recipe leaves to you")
 
 
-def _reward_note(rewards: str | list[str]) -> str:
-    """How to name the reward functions of the file in the recipe."""
+def _reward_note(rewards: str | list[str], weights: list[float] | None) -> str:
+    """Return how to name the reward functions of the file in the recipe."""
     named = [str(each) for each in (rewards if isinstance(rewards, list) else [rewards])]
     models = [each for each in named if "/" in each and ":" not in each]
     if models:
@@ -457,7 +457,7 @@ def _reward_note(rewards: str | list[str]) -> str:
     several = ", ".join(each if ":" in each else f"FILE.py:{each}" for each in named) or "FILE.py:FUNCTION"
     return (
         f"data.train.env_name: the reward functions are not in the recipe. Set env.mine.rewards: [{several}], "
-        "env.mine.reward_weights and env_name: mine"
+        f"env.mine.reward_weights: {weights or [1.0] * len(named)} and data.train.env_name: mine"
     )
 
 
