@@ -134,6 +134,11 @@ LEFT_OUT = {
         [user("hi"), says("<think>hm</think>yo")],
         "writes its own thought",
     ),
+    "a thought with other marks": (
+        template("{{ '[THINK]' if m.role == 'assistant' }}{{ m.content }}", "<|im_start|>assistant\n[THINK]"),
+        [user("hi"), says("[THINK]hm[/THINK]yo")],
+        "writes its own thought",
+    ),
     "a thought that the prompt has opened": (
         template("{{ '<think>' if m.role == 'assistant' }}{{ m.content }}", "<|im_start|>assistant\n<think>"),
         [user("hi"), says("<think>hm</think>yo")],

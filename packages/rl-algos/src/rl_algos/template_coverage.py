@@ -17,11 +17,11 @@ from typing import Any, Literal
 
 from jinja2 import TemplateError
 
-from rl_algos.data.messages import THOUGHTS
 from rl_algos.images.image_tokens import texts_of
 from rl_algos.tokenizer import render, squeezed
 from rl_core.errors import DataError
 from rl_core.rollouts.rollout import Message
+from rl_core.rollouts.thoughts import THOUGHT_KEYS, THOUGHTS
 
 _SAID = (
     *("refusal", "reasoning_details", "reasoning_text", "thoughts", "thought", "tool_plan", "analysis"),
@@ -148,7 +148,7 @@ def with_thoughts_read(tokenizer: Any, messages: Sequence[Message], template: st
 
 
 def _with_thoughts_read(tokenizer: Any, message: Message, template: str) -> Message:
-    given = {key: message[key] for key in THOUGHTS if isinstance(message.get(key), str) and message[key].strip()}
+    given = {key: message[key] for key in THOUGHT_KEYS if isinstance(message.get(key), str) and message[key].strip()}
     inside = None
     if not given and "</think>" not in template and message["role"] == "assistant":
         inside = _THOUGHT_FIRST.match(str(message.get("content")))
@@ -173,7 +173,7 @@ def thoughts_key(tokenizer: Any, template: str) -> str:
         except TemplateError:
             return False
 
-    return next((key for key in THOUGHTS if key in template and shows(key)), "")
+    return next((key for key in THOUGHT_KEYS if key in template and shows(key)), "")
 
 
 def _mark(number: int) -> str:
@@ -211,9 +211,9 @@ class _Walk:
                 found[key] = self._content(index, value)
             elif key == "tool_calls" and isinstance(value, list | tuple):
                 found[key] = [self._call(index, number, call) for number, call in enumerate(value)]
-            elif key in (*THOUGHTS, *_SAID) and not isinstance(value, str):
+            elif key in (*THOUGHT_KEYS, *_SAID) and not isinstance(value, str):
                 found[key] = self._piece(index, "said", f"`{key}`", value) if value else value
-            elif key in THOUGHTS:
+            elif key in THOUGHT_KEYS:
                 found[key] = self._text(index, "thoughts", f"the thoughts (`{key}`)", value)
             elif key in _SAID:
                 found[key] = self._text(index, "said", f"`{key}`", value)
@@ -249,11 +249,11 @@ class _Walk:
         pieces, end, thinks = [], 0, False
         for match in [*known, None]:
             stop = len(content) if match is None else match.start()
-            is_thought = thinks or (match is not None and match[0] == "</think>")
+            is_thought = thinks or (match is not None and match[0] in THOUGHTS.values())
             pieces.append(self._inner(index, content[end:stop], is_thought=is_thought))
             if match is not None:
                 pieces.append(match[0])
-                end, thinks = match.end(), match[0] == "<think>"
+                end, thinks = match.end(), match[0] in THOUGHTS
         return "".join(pieces)
 
     def _inner(self, index: int, text: str, *, is_thought: bool) -> str:
@@ -392,7 +392,7 @@ def _check_results(messages: Sequence[Message], text: str) -> None:
 
 def _not_shown(piece: _Piece, message: Message, template: str) -> DataError:
     value = piece.value if isinstance(piece.value, str) else json.dumps(piece.value, default=str)
-    key = next((key for key in THOUGHTS if key in template), "")
+    key = next((key for key in THOUGHT_KEYS if key in template), "")
     reads = f" The template reads thoughts from `{key}`." if piece.kind == "thoughts" and key else ""
     return DataError(
         f"the chat template does not show {piece.what} of message {piece.index} (from 0), whose role is "

@@ -9,6 +9,7 @@ from typing import Any
 
 from rl_core.errors import DataError
 from rl_core.rollouts.rollout import Message
+from rl_core.rollouts.thoughts import THOUGHT_KEYS
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """Usual roles. A chat template may know others."""
@@ -27,8 +28,6 @@ _ROLE_NAMES = {
     "tool_result": "tool",
 }
 """Roles under the names of other formats: ShareGPT, Gemini, older versions of OpenAI's API, ms-swift."""
-THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-"""Keys of a message that chat templates read thoughts from."""
 _CALLS = ("function_call", "tool_call")
 """Roles of messages whose content is one or more calls of the assistant."""
 
@@ -138,7 +137,7 @@ def _message(message: Any) -> Message:
     content = _content(plain.get("content"), role)
     if content is None and role == "assistant" and isinstance(plain.get("refusal"), str):
         content = plain.pop("refusal")
-    says_nothing = role != "assistant" or not (calls or any(isinstance(plain.get(key), str) for key in THOUGHTS))
+    says_nothing = role != "assistant" or not (calls or any(isinstance(plain.get(key), str) for key in THOUGHT_KEYS))
     if content is None and says_nothing:
         raise DataError(f"the {role} message has no `content`: {shown(message)}")
     return {**plain, "content": content or ""}

@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from rl_algos.data.messages import THOUGHTS
 from rl_algos.tokenizer import squeezed
 from rl_core.errors import DataError
 from rl_core.rollouts.rollout import Message
+from rl_core.rollouts.thoughts import THOUGHT_KEYS, THOUGHTS
 
 _THINK = ("<think>", "</think>")
 _WORD = re.compile("[A-Za-z0-9]+")
-_FIRST_TAG = re.compile(r"\s*(<[\w|:-]+>|\[[A-Z_]+\])")
 
 
 def check_turn(message: Message, index: int, opened: str, turn: str, ends: Sequence[str]) -> None:
@@ -50,9 +49,9 @@ def check_turn(message: Message, index: int, opened: str, turn: str, ends: Seque
 
 def _thinks_twice(content: str, written: str) -> bool:
     """Return whether the template opens or closes a thought around a content that does so itself."""
-    first = _FIRST_TAG.match(content)
-    opens_twice = first is not None and written.count(first[1]) > content.count(first[1])
-    return opens_twice or written.count(_THINK[1]) > max(1, content.count(_THINK[1]))
+    first = next((mark for mark in THOUGHTS if content.lstrip().startswith(mark)), None)
+    opens_twice = first is not None and written.count(first) > content.count(first)
+    return opens_twice or any(written.count(end) > max(1, content.count(end)) for end in THOUGHTS.values())
 
 
 def check_arguments(message: Message, index: int, turn: str) -> None:
@@ -89,7 +88,7 @@ def _parts(message: Message) -> Iterator[tuple[str, str]]:
     content = content if isinstance(content, str) else ""
     inner, mark, said = content.rpartition(_THINK[1])
     thoughts = [inner.rpartition(_THINK[0])[2]] if mark else []
-    thoughts += [message[key] for key in THOUGHTS if isinstance(message.get(key), str)]
+    thoughts += [message[key] for key in THOUGHT_KEYS if isinstance(message.get(key), str)]
     yield from (("the thoughts", each) for each in thoughts)
     yield "the text", said
 

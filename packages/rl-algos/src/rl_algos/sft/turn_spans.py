@@ -9,7 +9,6 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from rl_algos.data.messages import THOUGHTS
 from rl_algos.sft.marked_template import Span, has_marks, render_marked, template_of
 from rl_algos.sft.turn_closing import TurnClosing, beginning, ends_of
 from rl_algos.sft.turn_proofs import check_arguments, check_turn
@@ -17,6 +16,7 @@ from rl_algos.template_coverage import Coverage, thoughts_key
 from rl_algos.tokenizer import check_shown, render
 from rl_core.errors import DataError
 from rl_core.rollouts.rollout import Message
+from rl_core.rollouts.thoughts import THOUGHT_KEYS
 from rl_core.template_ends import OTHER_MARK, POLICY_MARK
 
 _ASKED: Message = {"role": "user", "content": POLICY_MARK}
@@ -122,7 +122,7 @@ class _Conversation:
 
     def _loses_empty_thoughts(self, index: int) -> bool:
         message = self.messages[index]
-        has_thoughts = any(message.get(key) for key in THOUGHTS) or "</think>" in str(message.get("content"))
+        has_thoughts = any(message.get(key) for key in THOUGHT_KEYS) or "</think>" in str(message.get("content"))
         return not has_thoughts and self._is_rewritten(index)
 
     def _is_rewritten(self, index: int) -> bool:

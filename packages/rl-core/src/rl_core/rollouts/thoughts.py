@@ -21,6 +21,8 @@ THOUGHTS: Mapping[str, str] = {
     "<|channel|>analysis<|message|>": "<|channel|>final<|message|>",
 }
 """Marks that begin thoughts, and the marks that end them."""
+THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
+"""Keys of a message that chat templates read thoughts from."""
 MARKS = frozenset(THOUGHTS) | frozenset(THOUGHTS.values())
 """All of these marks."""
 
