@@ -10,6 +10,7 @@ from trl_scripts import COMMANDS, SCRIPTS
 from rl_core.errors import ConfigError
 from rl_launch.foreign.importing import import_config
 from rl_launch.foreign.lines import Fate
+from rl_launch.foreign.trl.script import read_script
 from rl_launch.foreign_keys.table import Kind
 from rl_launch.run_config.reading import read_plan
 
@@ -167,6 +168,65 @@ def test_defaults_are_not_claimed_for_values_that_the_script_sets(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("lines", "value"),
+    [
+        ("x = 3 * 1e-5 / 3", 1e-5),
+        ("n = 7\nx = f'{n:03d}-{n!r}'", "007-7"),
+        ("import os\nx = os.path.join('a', 'b')", "a/b"),
+        ("from pathlib import Path\nx = str(Path('a') / 'b')", "a/b"),
+        ("class C:\n    lr = 4\nx = C().lr", 4),
+        ("from dataclasses import dataclass\n@dataclass\nclass C:\n    lr: float = 1\nx = C(lr=2).lr", 2),
+        ("from functools import partial\ndef f(a, b=1): return a + b\nx = partial(f, b=4)(3)", 7),
+        ("x = (lambda a: a + 1)(2) if False else 5", 5),
+        ("def f(*a, **k): return [*a, k['z']]\nx = f(1, z=2)", [1, 2]),
+        ("d = {'a': 1}\nd['b'] = 2\nd.update(c=3)\nx = {**d, 'a': 4}", {"a": 4, "b": 2, "c": 3}),
+        ("x = None\ndef f():\n    global x\n    x = 6\nf()", 6),
+        ("x = []\nfor i in range(3):\n    x.append(i)", [0, 1, 2]),
+        ("x = [i * 2 for i in (1, 2)]", [2, 4]),
+        ("a, (b, x) = 1, (2, 3)", 3),
+        ("import os\nx = os.environ.get('X', '8')", "8"),
+        ("x = 1\nif __name__ == '__main__':\n    x = 2", 2),
+        ("x = 1\nif not x:\n    x = 2", 1),
+    ],
+)
+def test_constants_of_a_script(tmp_path, lines, value):
+    script = f"{lines}\nSFTTrainer('x/y', args=SFTConfig('out', run_name=x))"
+    assert read_script(written(tmp_path, script, "train.py")).values["run_name"] == value
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *[
+            f"SFTTrainer('x/y', {name}=mine)"
+            for name in (
+                "compute_loss_func", "data_collator", "environment_factory", "formatting_func",
+                "optimizer_cls_and_kwargs", "optimizers", "quantization_config", "rollout_func", "tools", "unheard_of",
+            )
+        ],
+        "SFTTrainer('x/y', peft_config=IA3Config())",
+        "DPOTrainer('x/y', ref_model='x/z')",
+        "DPOTrainer('x/y', ref_model=AutoModelForCausalLM.from_pretrained('x/z'))",
+        "SFTTrainer('x/y', args=SFTConfig('o', model_init_kwargs={'quantization_config': mine}))",
+        "SFTTrainer(AutoModelForCausalLM.from_pretrained('x/y', load_in_8bit=True))",
+        "SFTTrainer('x/y', peft_config=LoraConfig(r=8, bias='all'))",
+    ],
+)  # fmt: skip
+def test_arguments_that_matter_are_refused_with_their_line(tmp_path, line):
+    found = read_script(written(tmp_path, f"a = 1\n{line}", "train.py"))
+    assert {each.number for each in found.refused} == {2}
+    if "ref_model" not in line:
+        none = re.sub(r"=(mine|True|IA3Config\(\))", "=None", line).replace("bias='all'", "bias='none'")
+        assert not read_script(written(tmp_path, none.replace(": mine", ": None"), "none.py")).refused
+
+
+def test_a_script_that_trains_twice_is_refused(tmp_path):
+    script = "t = SFTTrainer('x/y')\nt.train()\nt.args = 3\nt.train()"
+    [line] = read_script(written(tmp_path, script, "train.py")).refused
+    assert (line.number, line.reason) == (4, "training more than once in a script")
+
+
+@pytest.mark.parametrize(
     ("edit", "value"),
     [
         ('ds = load_dataset("a/b", split="train").select(range(10, 20))', "train[10:20]"),
@@ -251,6 +311,7 @@ def test_weight_decay_spares_norms_and_biases_as_in_trl(tmp_path):
             "GKDTrainer .line 1. is not imported: write a recipe of algorithm distillation",
         ),
         ("def (", "is not valid Python: line 1"),
+        (f"x = {'+'.join(['1'] * 3000)}", "nested too deeply"),
     ],
 )
 def test_a_script_that_does_not_train_once_is_refused(tmp_path, script, said):

@@ -228,7 +228,7 @@ def _train_test_split(reading: Reading, data: Data, call: Call) -> Any:
     call = call.named("test_size", "train_size")
     size, rest = call.given.get("test_size"), call.given.get("train_size")
     if isinstance(rest, int | float) and size is None:
-        size = 1 - rest if rest < 1 else None
+        size = round(1 - rest, 9) if rest < 1 else None
     if size is None and rest is None:
         size = 0.25
     if not isinstance(size, int | float) or not is_constant(size) or data.held_out is not None:

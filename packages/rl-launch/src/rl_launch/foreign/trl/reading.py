@@ -42,16 +42,19 @@ _FOLDED: Mapping[str, Callable[..., Any]] = {
     "Path": lambda *parts: "/".join(map(str, parts)),
     "abs": abs, "bool": bool, "dict": dict, "float": float, "int": int, "len": len, "list": list, "max": max,
     "min": min, "range": range, "round": round, "set": set, "sorted": sorted, "str": str, "sum": sum, "tuple": tuple,
-    "os.path.join": os.path.join, "os.path.expanduser": lambda path: path,
+    "pathlib.Path": lambda *parts: "/".join(map(str, parts)), "os.path.join": os.path.join,
+    "os.path.expanduser": lambda path: path,
 }  # fmt: skip
 """Functions whose result is known if their arguments are."""
+_CONVERSIONS: Mapping[int, Callable[[Any], Any]] = {-1: lambda value: value, 97: ascii, 114: repr, 115: str}
 _TEXT_METHODS = ("capitalize", "format", "join", "lower", "lstrip", "replace", "rstrip", "split", "strip", "upper")
-_HARMLESS = (
-    "argparse", "barrier", "cuda.empty_cache", "destroy_process_group", "disable_progress_bar", "empty_cache", "gc",
-    "getLogger", "get_logger", "init_process_group", "json", "load_dotenv", "log", "logger", "logging", "login",
-    "makedirs", "mkdir", "notebook_login", "pprint", "print", "set_verbosity", "set_verbosity_error",
-    "set_verbosity_info", "simplefilter", "sleep", "sys.path", "time", "tqdm", "wait_for_everyone", "wandb", "warnings",
-)  # fmt: skip
+_HARMLESS = frozenset((
+    "argparse", "barrier", "comet_ml", "destroy_process_group", "disable_progress_bar", "empty_cache", "gc",
+    "getLogger", "get_logger", "huggingface_hub", "init_process_group", "json", "load_dotenv", "log", "logger",
+    "logging", "login", "makedirs", "mkdir", "mlflow", "notebook_login", "pprint", "print", "set_verbosity",
+    "set_verbosity_error", "set_verbosity_info", "simplefilter", "sleep", "swanlab", "time", "tqdm", "trackio",
+    "wait_for_everyone", "wandb", "warnings",
+))  # fmt: skip
 """Names of functions, methods and modules that report, wait or prepare, and change no training."""
 HARMLESS_VARIABLES = (
     "ACCELERATE_", "BITSANDBYTES_NOWELCOME", "CUDA_DEVICE_ORDER", "CUDA_LAUNCH_BLOCKING", "CUDA_VISIBLE_DEVICES",
@@ -376,22 +379,27 @@ class Reading:
             self._said = [(Fate.UNRELATED, "its condition is known without running the script")]
             return
         trained = self.is_trained
-        fates, others = self._inside(statement.body), self._branch(statement.orelse)
+        fates, others = self._inside(statement.body), self._branch(statement.orelse, trained=trained)
         if max(fates, others) > Fate.UNRELATED:
             taken = "the first branch is" if others > Fate.UNRELATED else "the lines below it are"
             self._decided(f"is decided when the script runs; {taken} read as if the condition holds", trained=trained)
 
-    def _branch(self, body: list[ast.stmt]) -> Fate:
-        """Read a branch that is not taken: its lines are accounted for, and what it assigns is dropped."""
+    def _branch(self, body: list[ast.stmt], *, trained: bool) -> Fate:
+        """Read a branch that is not taken: its lines are accounted for, and its assignments are dropped.
+
+        Args:
+            body: Statements of the branch.
+            trained: True if the script has trained before the branch.
+        """
         kept = [dict(scope) for scope in self._scopes]
-        trainers, configs, trained = list(self.trainers), list(self.configs), self.is_trained
-        num_returned = len(self._returned)
+        trainers, configs, trains = list(self.trainers), list(self.configs), self.is_trained
+        num_returned, self.is_trained = len(self._returned), trained
         found = self._inside(body)
         for scope, before in zip(self._scopes, kept, strict=True):
             scope.update(before)
         del self._returned[num_returned:]
-        if trainers or trained:
-            self.trainers, self.configs, self.is_trained = trainers, configs, trained
+        if trainers or trains:
+            self.trainers, self.configs, self.is_trained = trainers, configs, trains
         return found
 
     def _inside(self, body: list[ast.stmt]) -> Fate:
@@ -445,7 +453,8 @@ class Reading:
     def _match(self, statement: ast.Match) -> None:
         self.value(statement.subject)
         trained = self.is_trained
-        fates = [self._inside(statement.cases[0].body), *(self._branch(case.body) for case in statement.cases[1:])]
+        others = statement.cases[1:]
+        fates = [self._inside(statement.cases[0].body), *(self._branch(case.body, trained=trained) for case in others)]
         if max(fates) > Fate.UNRELATED:
             self._decided("is decided when the script runs; its first case is read", trained=trained)
 
@@ -464,7 +473,7 @@ class Reading:
         self.run(statement.body)
         self.run(statement.orelse)
         for handler in statement.handlers:
-            if self._branch(handler.body) > Fate.UNRELATED:
+            if self._branch(handler.body, trained=self.is_trained) > Fate.UNRELATED:
                 self.say(Fate.CHECK, f"lines after `except` in line {handler.lineno} act on the training")
         self.run(statement.finalbody)
         self.say(Fate.UNRELATED, "the lines below it are read in order")
@@ -494,8 +503,8 @@ class Reading:
             case ast.Dict(keys=keys, values=values):
                 return self._dictionary(keys, values)
             case ast.JoinedStr(values=values):
-                parts = [self.value(each.value if isinstance(each, ast.FormattedValue) else each) for each in values]
-                return "".join(map(str, parts)) if is_constant(parts) else unknown(*parts)
+                parts = [self._formatted(each) for each in values]
+                return "".join(parts) if is_constant(parts) else unknown(*parts)
             case ast.BinOp(left=left, op=kind, right=right):
                 return folded(kind, self.value(left), self.value(right))
             case ast.Compare(left=left, ops=[kind], comparators=[right]):
@@ -525,6 +534,18 @@ class Reading:
                 return slice(*bounds) if is_constant(bounds) else unknown(*bounds)
             case _:
                 return unknown(*[self.value(each) for each in ast.walk(node) if isinstance(each, ast.Name)])
+
+    def _formatted(self, node: ast.expr) -> Any:
+        """A part of an f-string as text."""
+        if not isinstance(node, ast.FormattedValue):
+            return self.value(node)
+        value, form = self.value(node.value), self.value(node.format_spec) if node.format_spec else ""
+        if not is_constant([value, form]):
+            return unknown(value, form)
+        try:
+            return format(_CONVERSIONS[node.conversion](value), form)
+        except (TypeError, ValueError):
+            return unknown(value)
 
     def _read(self, value: Any) -> Any:
         self._touched |= touched(value) if not isinstance(value, dict) else set()
@@ -668,7 +689,9 @@ class Reading:
         role = "data" if isinstance(owner, Data) else owner.role if isinstance(owner, Thing) else ""
         if role in self._methods:
             return self._methods[role](self, owner, call)
-        target = self._named(node.func.id) if isinstance(node.func, ast.Name) else None
+        target: Any = self._named(node.func.id) if isinstance(node.func, ast.Name) else None
+        if isinstance(node.func, ast.Call):
+            target = self.value(node.func)
         if isinstance(target, Thing) and target.role == "partial":
             given = {**target.parts["given"], **call.given}
             positional = [*target.parts["positional"], *call.positional]
@@ -703,7 +726,7 @@ class Reading:
             return self._of_container(owner, call)
         if (isinstance(owner, Thing) and owner.name == "os.environ") or name == "os.getenv":
             return self._environment(call)
-        if any(part in _HARMLESS for part in name.split(".")):
+        if _HARMLESS.intersection(name.split(".")):
             self.say(Fate.UNRELATED, "it reports, or prepares the script")
         elif call.name not in _PURE and (acted := touched(values) & _MUTABLE):
             self.say(
@@ -744,8 +767,15 @@ class Reading:
     def _local(self, function: Thing, call: Call) -> Any:
         if len(self._scopes) > _MAX_DEPTH:
             return unknown(*call.positional, *call.given.values())
-        names = [each.arg for each in (*function.node.args.posonlyargs, *function.node.args.args)]
-        return self._inlined(function, {**dict(zip(names, call.positional, strict=False)), **call.given})
+        arguments = function.node.args
+        names = [each.arg for each in (*arguments.posonlyargs, *arguments.args)]
+        given = {**dict(zip(names, call.positional, strict=False)), **call.given}
+        if arguments.vararg is not None:
+            given[arguments.vararg.arg] = call.positional[len(names) :]
+        if arguments.kwarg is not None and not call.extra:
+            known = {*names, *(each.arg for each in arguments.kwonlyargs)}
+            given[arguments.kwarg.arg] = {name: value for name, value in call.given.items() if name not in known}
+        return self._inlined(function, given)
 
     def _inlined(self, function: Thing, given: dict[str, Any]) -> Any:
         """Read the body of a function of the script in the place of its call."""

@@ -74,17 +74,19 @@ def read_script(path: Path, flags: Mapping[str, Any] | None = None) -> Script:
         ConfigError: If it cannot be read, or does not train with exactly one trainer that is imported.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
         tree = ast.parse(text)
+        reading = Reading(text, path.parent, flags, calls=CALLS, methods=METHODS, setters=SETTERS)
+        reading.run(tree.body)
+        if not reading.trainers and not reading.others:
+            reading.run_uncalled(_trains)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
     except (SyntaxError, ValueError) as error:
         line = getattr(error, "lineno", None)
         raise ConfigError(f"{path} is not valid Python: line {line}: {getattr(error, 'msg', error)}") from None
-    reading = Reading(text, path.parent, flags, calls=CALLS, methods=METHODS, setters=SETTERS)
-    reading.run(tree.body)
-    if not reading.trainers and not reading.others:
-        reading.run_uncalled(_trains)
+    except RecursionError:
+        raise ConfigError(f"{path}: its expressions are nested too deeply to be read") from None
     config, trainer = _the_trainer(reading, path)
     return _Collected(reading, config, trainer).script()
 
@@ -285,6 +287,8 @@ class _Collected:
             if value.is_held_out and key == "eval_dataset":
                 self.values[key] = HELD_OUT
             else:
+                if value.is_held_out:
+                    self._say(Fate.CHECK, f"{key} is the part that train_test_split holds out", line)
                 held = {} if value.held_out is None else {"split_validation_size": value.held_out}
                 self.values[key] = [{**settings, **held} for settings in value.settings]
         elif value is None:
