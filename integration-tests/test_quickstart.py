@@ -14,16 +14,21 @@ def newest_model(run_dir):
     return max((run_dir / "checkpoints").glob("step_*"), key=lambda path: int(path.name.split("_")[1])) / "hf"
 
 
-def test_grpo_raises_accuracy_on_held_out_sums_by_twenty_points(quickstart):
+NUM_STEPS = 24
+"""Number of steps of the quickstart's GRPO."""
+
+
+def test_sft_and_then_grpo_raise_the_accuracy_on_held_out_sums(quickstart):
+    # benchmarks/results/quickstart.md has the ends over seeds and kinds of rounding that these bounds are below
     accuracy = json.loads((quickstart / "summary.json").read_text())["accuracy"]
     assert accuracy["initial"] < 0.05
-    assert accuracy["sft"] > accuracy["initial"]
-    assert accuracy["grpo"] >= accuracy["sft"] + 0.2
+    assert accuracy["sft"] > accuracy["initial"] + 0.2
+    assert accuracy["grpo"] > accuracy["sft"] + 0.05
 
 
 def test_trainer_and_generator_agree_over_the_whole_run(quickstart, metrics):
     lines = [line for line in metrics(quickstart / "grpo") if "mismatch/max" in line]
-    assert [line["step"] for line in lines] == list(range(1, 17))
+    assert [line["step"] for line in lines] == list(range(1, NUM_STEPS + 1))
     assert max(line["mismatch/max"] for line in lines) < 1e-3
 
 
@@ -38,11 +43,11 @@ def test_every_step_publishes_its_own_weight_version_and_trains_on_the_one_befor
 
 def test_no_prompt_is_rolled_out_twice_in_an_epoch(quickstart):
     prompts = []
-    for step in range(1, 17):  # of 64 prompts, within the first epoch of 2250
+    for step in range(1, NUM_STEPS + 1):  # of 64 prompts, within the first epoch of 2250
         rows = [json.loads(row) for row in (quickstart / "grpo" / "rollouts" / f"step_{step}.jsonl").open()]
         assert len(rows) == 512
         prompts += sorted({row["prompt_id"] for row in rows})
-    assert len(prompts) == len(set(prompts)) == 16 * 64
+    assert len(prompts) == len(set(prompts)) == NUM_STEPS * 64
 
 
 def test_the_final_checkpoint_loads_in_transformers_and_answers(quickstart):

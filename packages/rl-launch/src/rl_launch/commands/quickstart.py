@@ -24,8 +24,16 @@ from rl_launch.session.directory.writable import check_writable
 
 _MEASURED = (("initial", "before SFT"), ("sft", "after SFT"), ("grpo", "after GRPO"))
 
-_GRPO = ("grpo.max_num_steps=16", "policy.optimizer.kwargs.lr=2e-4")
-"""Raise the accuracy by a quarter of the sums in half a minute. The smaller rate of the recipe suits more losses."""
+_NUM_STEPS = 24
+GRPO = (
+    f"grpo.max_num_steps={_NUM_STEPS}",
+    "policy.optimizer.kwargs.lr=3e-4",
+    # With a rate that decreases, runs end higher and vary less from seed to seed. A step makes four updates.
+    "policy.scheduler=[{name: torch.optim.lr_scheduler.LinearLR, "
+    f"kwargs: {{start_factor: 1.0, end_factor: 0.05, total_iters: {4 * _NUM_STEPS}}}}}]",
+)
+"""Raise the accuracy by about a fifth of the sums in less than a minute. The smaller, constant rate of the recipe suits
+more losses."""
 
 _log = logging.getLogger(__name__)
 
@@ -121,9 +129,9 @@ class Quickstart:
         settings = [
             f"policy.model_name={model}",
             f"run_dir={run_dir}",
-            *_GRPO,
+            *GRPO,
             "grpo.val_at_start=true",
-            "grpo.val_at_end=true",
+            "grpo.val_period=6",
             *self._cluster,
         ]
         train(read_plan("grpo-arithmetic", settings), run_dir=run_dir, title="grpo").exit_if_stopped()
