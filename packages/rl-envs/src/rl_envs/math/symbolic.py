@@ -34,7 +34,7 @@ _ALLOWED = (
 _COMMANDS = frozenset(_ALLOWED.split())
 _COMMAND = re.compile(r"\\([A-Za-z]+)")
 _NOT_ARITHMETIC = re.compile(
-    r"'|\\text|[^\x00-\x7f°]|\^\s*\{?\s*T\s*\}?(?![A-Za-z])|[fgh]\s*\^\s*\{?\s*-\s*1|(?<![A-Za-z])[A-Za-z]\d|(?<![_^\d])\d+\s+\d|\)\s*\d|:|\d\s+(?![a-dp-z]{2})[A-Za-z]{2}"
+    r"['%]|\\text|[^\x00-\x7f°]|\^\s*\{?\s*T\s*\}?(?![A-Za-z])|[fgh]\s*\^\s*\{?\s*-\s*1|(?<![A-Za-z])[A-Za-z]\d|(?<![_^\d])\d+\s+\d|\)\s*\d|:|\d\s+(?![a-dp-z]{2})[A-Za-z]{2}"
 )
 """Marks of derivatives, inverse functions, transposed matrices and text, which the grammar would read as arithmetic."""
 _PRODUCT = re.compile(r"[b-df-hj-np-tv-z]{1,4}|[abcd]{1,4}|[A-Z]{1,2}|[A-Za-z]{1,2}")
@@ -112,7 +112,8 @@ def _is_modest(text: str) -> bool:
     for character in text:
         depth += (character in "([{") - (character in ")]}")
         deepest = max(deepest, depth)
-    return len(text) <= MAX_LENGTH and deepest <= MAX_DEPTH and _TOWER.search(text) is None
+    is_flat = deepest <= MAX_DEPTH and text.count("|") <= MAX_DEPTH
+    return len(text) <= MAX_LENGTH and is_flat and _TOWER.search(text) is None
 
 
 @lru_cache(maxsize=1024)
