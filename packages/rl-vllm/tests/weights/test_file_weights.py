@@ -17,6 +17,8 @@ from rl_core.model_config import GenerationConfig, ModelConfig
 from rl_core.rollouts.generation import Placement
 from rl_core.testing.torch.reference_model import EOS_TOKEN_ID, VOCAB_SIZE
 from rl_core.testing.weights import model_config
+from rl_core.torch.quantization.files import quantise
+from rl_core.torch.quantization.formats import weight_format
 from rl_vllm import VllmConfig, preflight
 from rl_vllm.generator import VllmGenerator
 
@@ -70,6 +72,14 @@ def test_weights_that_vllm_has_no_parameter_for_are_refused_before_anything_star
     assert "policy.generation.backend=hf" in found
 
 
+@pytest.mark.parametrize("fields", [{}, WITH_BIAS])
+def test_quantised_files_are_compared_too(tmp_path: Path, fields: dict[str, Any]) -> None:
+    source, target = write(tmp_path / "source", "qwen3", **fields), tmp_path / "quantised"
+    target.mkdir()
+    quantise(source, target, weight_format("float8", 32))
+    assert ["o_proj.bias" in each for each in problems(target)] == [True] * bool(fields)
+
+
 def test_weights_that_vllm_waits_for_are_refused(tmp_path: Path) -> None:
     (found,) = problems(write(tmp_path, "qwen2_moe", **EXPERTS, qkv_bias=False))
     assert "vLLM needs and the files lack model.layers.0.self_attn.k_proj.bias" in found
@@ -113,8 +123,6 @@ def test_a_tied_head_is_refused_only_if_the_files_hold_another_one(tmp_path: Pat
 
 def test_an_engine_that_loaded_other_weights_than_the_files_have_does_not_start(tmp_path: Path) -> None:
     folder = write(tmp_path, "qwen3", **WITH_BIAS)
-    generator = VllmGenerator(
-        GenerationConfig(), VllmConfig(kv_cache_gib=0.25), model_config(folder), Placement("cpu")
-    )
+    generator = VllmGenerator(GenerationConfig(), VllmConfig(kv_cache_gib=0.25), model_config(folder), Placement("cpu"))
     with pytest.raises(GeneratorError, match=r"vLLM does not load model\.layers\.0\.self_attn\.o_proj\.bias"):
         asyncio.run(generator.start())
