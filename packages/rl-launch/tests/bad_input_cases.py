@@ -300,7 +300,7 @@ _TEXT = (
         shows=("rows.jsonl is data", "data.train.data_path=rows.jsonl"),
         files=_rows(QUESTION),
     ),
-    _case("a model in the recipe's place", "model", shows=("policy.model_name=model",), files=_model()),
+    _case("a model in the recipe's place", "./model", shows=("policy.model_name=./model",), files=_model()),
     _case("a recipe without its ending", "recipe", shows=("recipe.yaml?",), files=_recipe()),
     _case("override in the recipe's place", "grpo.seed=1", shows=("rl train RECIPE grpo.seed=1",)),
     _case("override with a mark", GRPO, "+grpo.seed=1", shows=("+grpo.seed", "key=value")),
