@@ -379,7 +379,8 @@ def _same_collection(mine: Collection, theirs: Form) -> bool | None:
     if named[0] is not None and named[1] is not None and mine.is_ordered != theirs.is_ordered:
         return matched(list(mine.items), list(theirs.items), _same)
     if mine.is_ordered != theirs.is_ordered or mine.brackets != theirs.brackets:
-        return None if matched(list(mine.items), list(theirs.items), _same) else False
+        is_bare = not (mine.brackets and theirs.brackets)
+        return None if is_bare and matched(list(mine.items), list(theirs.items), _same) else False
     if not mine.is_ordered:
         return matched(list(mine.items), list(theirs.items), _same)
     return _same_items(mine.items, theirs.items)
