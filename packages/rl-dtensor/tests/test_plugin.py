@@ -178,10 +178,21 @@ class Root(Config):
     dtensor_cfg: DTensorConfig = DTensorConfig()
 
 
-@pytest.mark.parametrize(("name", "value"), [("activation_checkpointing", True), ("recompute_granularity", "full")])
-def test_earlier_keys_of_recomputation_are_answered_with_the_present_one(name, value):
-    with pytest.raises(ConfigProblems, match=r"is now dtensor_cfg\.recompute"):
-        resolve_config(load({"dtensor_cfg": {name: value}}), Root, checks=[])
+@pytest.mark.parametrize(
+    ("written", "answer"),
+    [
+        ({"activation_checkpointing": True}, r"is now dtensor_cfg\.recompute=full"),
+        ({"activation_checkpointing": False}, r"is now dtensor_cfg\.recompute=none"),
+        (
+            {"activation_checkpointing": True, "recompute_granularity": "selective"},
+            r"is now dtensor_cfg\.recompute=selective(.|\n)*is now dtensor_cfg\.recompute=selective",
+        ),
+        ({"recompute_granularity": "full"}, "Remove this line"),
+    ],
+)
+def test_earlier_keys_of_recomputation_are_answered_with_the_present_one(written, answer):
+    with pytest.raises(ConfigProblems, match=answer):
+        resolve_config(load({"dtensor_cfg": written}), Root, checks=[])
 
 
 def test_deep_ep_needs_gpus_and_bfloat16():

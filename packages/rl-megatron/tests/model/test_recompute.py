@@ -231,7 +231,30 @@ class Root(Config):
     megatron_cfg: MegatronConfig = MegatronConfig()
 
 
-@pytest.mark.parametrize(("name", "value"), [("activation_checkpointing", True), ("recompute_granularity", "full")])
-def test_earlier_keys_are_answered_with_the_present_one(name, value):
-    with pytest.raises(ConfigProblems, match=r"is now megatron_cfg\.recompute"):
-        resolve_config(load({"megatron_cfg": {name: value}}), Root, checks=[])
+@pytest.mark.parametrize(
+    ("written", "answer"),
+    [
+        ({"activation_checkpointing": True}, r"is now megatron_cfg\.recompute=full"),
+        ({"activation_checkpointing": False}, r"is now megatron_cfg\.recompute=none"),
+        (
+            {"activation_checkpointing": True, "recompute_granularity": "selective"},
+            r"is now megatron_cfg\.recompute=selective(.|\n)*is now megatron_cfg\.recompute=selective",
+        ),
+        ({"recompute_granularity": "full"}, "Remove this line"),
+    ],
+)
+def test_earlier_keys_are_answered_with_the_present_one(written, answer):
+    with pytest.raises(ConfigProblems, match=answer):
+        resolve_config(load({"megatron_cfg": written}), Root, checks=[])
+
+
+@pytest.mark.parametrize(
+    ("is_on", "granularity", "modules"),
+    [(False, "full", None), (True, "full", None), (True, "selective", ["mlp"])],
+)
+def test_modules_that_version_0_1_recorded_are_kept_if_they_had_an_effect(is_on, granularity, modules):
+    recorded = {"activation_checkpointing": is_on, "recompute_granularity": granularity, "recompute_modules": ["mlp"]}
+    upgraded, _ = load({"megatron_cfg": recorded}).upgraded(Root)
+    config = resolve_config(upgraded, Root, checks=[]).config.megatron_cfg
+    assert config.recompute == (granularity if is_on else "none")
+    assert config.recompute_modules == modules
