@@ -21,6 +21,7 @@ from rl_core.selfcheck.pooled_model import PooledModel
 from rl_core.selfcheck.torch.tiny_model import write_composite, write_tiny_model
 from rl_core.testing.exhaustive import partly_exhaustive
 from rl_core.testing.model_worker import make_batch, make_pairs
+from rl_core.testing.torch.tiny_vision import write_tiny_vision_model
 from rl_dtensor.selfcheck import write_tiny
 
 STACKS = ["experts.gate_up_proj", "experts.down_proj"]
@@ -35,6 +36,7 @@ class Case:
         family: `model_type` of the model, or of the text of a composite one.
         lora: Settings of the adapter.
         kind: `model_type` of a composite model that is trained as its language model.
+        sees: `model_type` of a composite model that is trained with its vision tower, which has adapters too.
         role: Role of the model.
         fields: Fields of its config.
         refused: Part of the message with which the start refuses it.
@@ -44,11 +46,16 @@ class Case:
     family: str
     lora: dict[str, Any] = field(default_factory=dict)
     kind: str = ""
+    sees: str = ""
     role: str = "policy"
     fields: dict[str, Any] = field(default_factory=dict)
     refused: str = ""
     loading: dict[str, Any] = field(default_factory=dict)
 
+
+OF_LLAMA = ("idefics3", "janus", "llava", "llava_next", "smolvlm", "vipllava")
+OF_QWEN = ("got_ocr2", "internvl", "llava_onevision", "video_llama_3")
+SEEING = ("gemma3", "qwen2_5_vl", "qwen3_vl")
 
 CASES = {
     "llama": Case("llama"),
@@ -89,6 +96,11 @@ CASES = {
     "gemma3 reward model": Case("gemma3_text", kind="gemma3", role="reward_model"),
     "mistral3": Case("mistral", kind="mistral3", fields={"tie_word_embeddings": False}),
     "qwen3_5": Case("qwen3_5_text", kind="qwen3_5", fields={"layer_types": ["linear_attention", "full_attention"]}),
+    "idefics2": Case("mistral", kind="idefics2", fields={"tie_word_embeddings": False}),
+    "lfm2_vl": Case("lfm2", kind="lfm2_vl"),
+    **{kind: Case("llama", kind=kind, fields={"tie_word_embeddings": False}) for kind in OF_LLAMA},
+    **{kind: Case("qwen2", kind=kind, fields={"tie_word_embeddings": False}) for kind in OF_QWEN},
+    **{f"{kind} with images": Case("", {"exclude_modules": ["k_proj"]}, sees=kind) for kind in SEEING},
     "llama4": Case(
         "llama4_text",
         kind="llama4",
@@ -98,6 +110,8 @@ CASES = {
 
 
 def write_base(case, folder):
+    if case.sees:
+        return write_tiny_vision_model(folder / "base", case.sees)
     if case.kind:
         language = write_tiny_model(folder / "language", case.family, **case.fields)
         return write_composite(folder / "composite", case.kind, language)
@@ -108,7 +122,8 @@ def write_base(case, folder):
 
 def open_model(ranks, base, case, **start):
     lora = LoraConfig(enabled=True, dim=4, alpha=12, **(case.lora | start))
-    config = ModelConfig(model_name=str(base), precision="float32", optimizer=SGD, lora_cfg=lora)
+    seen = {"enabled": True, "tower": "adapters", "projector": "adapters"} if case.sees else {}
+    config = ModelConfig(model_name=str(base), precision="float32", optimizer=SGD, lora_cfg=lora, vision=seen)
     return PooledModel(ranks, "dtensor_factories:build", config, ModelSpec(role=case.role, seed=3), 1)
 
 
@@ -144,7 +159,7 @@ def loaded(case, folder):
     if case.role == "reward_model":
         return [AutoPeftModelForSequenceClassification.from_pretrained(folder, num_labels=1)]
     models = [AutoPeftModelForCausalLM.from_pretrained(folder, **case.loading)]
-    if case.kind:
+    if case.kind or case.sees:
         base = models[0].get_base_model()
         whole = getattr(transformers, type(base).__name__).from_pretrained(base.config._name_or_path, **case.loading)
         models.append(PeftModel.from_pretrained(whole, folder))

@@ -243,8 +243,8 @@ class LoraConfig(Config):
     exclude_modules: list[str] = []
     """Names, or endings of names, of layers and stacked weights that get no adapter."""
     match_all_linear: bool = True
-    """Add an adapter to every linear layer except the head, regardless of `target_modules`. Routers get none, and
-    experts only as `target_parameters` sets."""
+    """Add an adapter to every linear layer except the head, regardless of `target_modules`. Routers get none, experts
+    only as `target_parameters` sets, and neither do layers that `peft` refuses for a family."""
     dim: int = Field(default=8, gt=0)
     """Rank of the adapters."""
     alpha: Annotated[float, WhenChanged.BRANCH] = Field(default=32, gt=0)

@@ -353,8 +353,6 @@ class ModelWorkerSuite:
         assert rates == pytest.approx([5e-4, 7.5e-4, 1e-4, 1e-4])
 
     def test_norms_and_biases_are_not_decayed_if_the_config_says_so(self, pool: RankPool, tmp_path: Path) -> None:
-        from torch.optim import AdamW
-
         # A padding token has zeros as its embedding, behind which gradients of biases are huge.
         folder = self._tiny_model(tmp_path / "model", "qwen2", pad_token_id=None)
         optimizer = OptimizerConfig(
@@ -372,12 +370,7 @@ class ModelWorkerSuite:
                 model.export(str(path / "start"))
                 oracle = self._oracle(path / "start", role)
                 named = dict(oracle.model.named_parameters())
-                groups: list[list[Any]] = [[], []]
-                for name, parameter in named.items():
-                    groups["norm" in name or "bias" in name].append(parameter)
-                assert all(groups)
-                decayed, kept = ({"params": group} for group in groups)
-                oracle.optimizer = AdamW([decayed, {**kept, "weight_decay": 0.0}], **optimizer.kwargs)
+                oracle.decay_matrices_alone(optimizer)
                 self._assert_trains_like(model, oracle, [batch] * 2, loss)
                 model.export(str(path / "end"))
             for name, parameter in self._oracle(path / "end", role).model.named_parameters():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,7 +28,7 @@ class Oracle:
         folder: Hugging Face files.
 
     Attributes:
-        optimizer: Steps the model; None until the first step builds it, unless it is set.
+        optimizer: Steps the model; None until it is built, at the latest by the first step.
     """
 
     def __init__(self, folder: Path, role: Role = "policy") -> None:
@@ -59,9 +60,7 @@ class Oracle:
     ) -> dict[str, float]:
         """One step of a torch optimizer, kept from call to call; `loss` and `grad_norm` as a worker reports them."""
         if self.optimizer is None:
-            self.optimizer = resolve(":".join(optimizer.name.rsplit(".", 1)))(
-                self.model.parameters(), **optimizer.kwargs
-            )
+            self.optimizer = _class_of(optimizer)(self.model.parameters(), **optimizer.kwargs)
         self.optimizer.zero_grad()
         value = self.loss(batch, loss)
         value.backward()
@@ -72,6 +71,16 @@ class Oracle:
                 grad *= max_grad_norm / norm
         self.optimizer.step()
         return {"loss": value.item(), "grad_norm": norm}
+
+    def decay_matrices_alone(self, optimizer: OptimizerConfig) -> None:
+        """Build the optimizer with norms and biases, which names show, in a group without weight decay."""
+        named = dict(self.model.named_parameters())
+        kept = {name: parameter for name, parameter in named.items() if "norm" in name or "bias" in name}
+        decayed = [parameter for name, parameter in named.items() if name not in kept]
+        assert kept
+        assert decayed
+        groups = [{"params": decayed}, {"params": list(kept.values()), "weight_decay": 0.0}]
+        self.optimizer = _class_of(optimizer)(groups, **optimizer.kwargs)
 
     def _reads(self, batch: Batch, reads: Sequence[Read], temperature: float) -> Mapping[str, Tensor]:
         names = (TOKENS, *read_columns(reads))
@@ -102,6 +111,10 @@ class Oracle:
             ids = row[name][1:]
             columns["logprobs_at"] = logprobs.gather(1, ids.clamp(min=0)).masked_fill(ids < 0, 0.0)
         return {name: _after_first(columns[name]) for read in reads for name in read.columns}
+
+
+def _class_of(optimizer: OptimizerConfig) -> Any:
+    return resolve(":".join(optimizer.name.rsplit(".", 1)))
 
 
 def _kept_only(logits: Tensor, tokens: Tensor, token_filter: TokenFilter) -> Tensor:

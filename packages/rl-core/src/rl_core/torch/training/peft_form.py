@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from rl_core.model import HEADLESS_ROLES, Role
 from rl_core.model_config import ModelConfig
+from rl_core.torch.files.language_part import LANGUAGE_PREFIX
 from rl_core.torch.training.lora import ADAPTER_PREFIX, LORA_A, LORA_B, WEIGHT, flat_factors, peft_layers
 
 ADAPTER = "default"
@@ -324,8 +325,8 @@ def _prefixes(model: nn.Module, layers: set[str]) -> tuple[str, str]:
         for name in modules
         if all((f"{name}." if name else "") + rest in modules for rest in rests)
     ]
-    # A tower may have layers of the same names.
-    of_text = [prefix for prefix in found if not re.search("vision|visual|audio|image", prefix)]
+    # A tower, or what is between it and the text, may have layers of the same names.
+    of_text = [prefix for prefix in found if LANGUAGE_PREFIX.match(prefix)]
     return start, next(iter([*of_text, *found]), start)
 
 
