@@ -62,7 +62,8 @@ def test_a_reward_that_raises_on_some_responses_is_a_warning(trials, caplog):
 def test_an_agent_is_imported_where_rollout_workers_would(tmp_path):
     (tmp_path / "agent.py").write_text("import client_of_mine\n\ndef run(base_url, api_key, prompt): ...\n")
     agent = FromFile.read(f"{tmp_path}/agent.py:run")
-    with pytest.raises(ConfigError, match=r"grpo\.agent\.run: agent\.py:run .*client_of_mine.*grpo\.agent\.env\.PYTHONPATH"):
+    refused = r"grpo\.agent\.run: agent\.py:run .*client_of_mine.*grpo\.agent\.env\.PYTHONPATH"
+    with pytest.raises(ConfigError, match=refused):
         load_agent_in("grpo.agent", sys.executable, agent, {})
     (tmp_path / "packages").mkdir()
     (tmp_path / "packages" / "client_of_mine.py").touch()

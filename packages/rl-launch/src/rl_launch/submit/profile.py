@@ -69,7 +69,8 @@ def refused(problems: Sequence[Problem], target: str, name: str, overrides: Sequ
     if raw.files or not missing:
         return error
     template = tree_to_yaml(_nested(missing)).replace("'???'", "???")
-    advice = f"{_path(name)} does not exist. It may contain (docs/{target}.md and rl submit profile show all keys):\n{template}".rstrip()
+    explained = f"docs/{target}.md and rl submit profile show all keys"
+    advice = f"{_path(name)} does not exist. It may contain ({explained}):\n{template}".rstrip()
     return ConfigProblems(f"{error}\n{advice}", error.problems)
 
 
