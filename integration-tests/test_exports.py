@@ -27,6 +27,7 @@ from rl_core.selfcheck.pooled_model import PooledModel
 from rl_core.selfcheck.rank_pool import RankPool
 from rl_core.testing.exhaustive import partly_exhaustive
 from rl_core.testing.model_worker import make_batch
+from rl_core.testing.torch.reference_model import write_reference_model
 from rl_core.vllm_readings import READINGS, SERVING_NOTE
 
 pytestmark = pytest.mark.timeout(1800)  # with every case, two processes start twenty engines each
@@ -51,12 +52,13 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 GROUPS = {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
 LATENT = {
     "q_lora_rank": 32,
-    "kv_lora_rank": 32,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 16,
-    "v_head_dim": 16,
+    # vLLM has kernels for these sizes
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 32,
     "num_key_value_heads": 4,
-    "head_dim": 16,
+    "head_dim": 64,
 }
 LONG = {
     "max_position_embeddings": 2048,
@@ -77,6 +79,13 @@ LLAMA_4 = {
     "no_rope_layers": [1, 0],
     "attention_chunk_size": 512,
     "floor_scale": 4,
+}
+MINIMAX = {
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "rotary_dim": 32,
+    "scoring_func": "sigmoid",
+    "use_routing_bias": True,
 }
 GEMMA_3N = {
     "vocab_size_per_layer_input": VOCAB,
@@ -104,7 +113,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe": ("glm4_moe", {**EXPERTS, **GROUPS, "n_group": 1, "topk_group": 1}),
     "deepseek_v3": ("deepseek_v3", {**EXPERTS, **GROUPS, **LATENT}),
     "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention"], "conv_dim": 128, "block_dim": 128}),
-    "minimax_m2": ("minimax_m2", {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 32}),
+    "minimax_m2": ("minimax_m2", MINIMAX),
     "llama4": ("llama4_text", LLAMA_4),
 }
 REFUSED = {"qwen3_with_biases": "o_proj.bias", "olmoe_with_biases": "k_proj.bias"}
@@ -116,6 +125,7 @@ TOLERANCE = 1e-3
 
 def write(folder: Path, name: str) -> Path:
     family, fields = FAMILIES[name]
+    write_reference_model(folder, seed=1)  # for its tokenizer
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **{**SIZES, **fields}), dtype=torch.float32)
     for path, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -217,7 +227,10 @@ def test_an_export_is_served_as_transformers_computes_it_or_refused_by_name(
         assert REFUSED[name] in answer
         return
     assert not isinstance(answer, str), answer
-    model = AutoModelForCausalLM.from_pretrained(exports.folders[name], dtype=torch.float64)
+    # fused products of experts have no float64
+    model = AutoModelForCausalLM.from_pretrained(
+        exports.folders[name], dtype=torch.float64, experts_implementation="eager"
+    )
     worst, wrong = 0.0, 0
     for row, (tokens, logprobs) in zip(exports.rows, answer, strict=True):
         assert len(tokens) == NUM_TOKENS
