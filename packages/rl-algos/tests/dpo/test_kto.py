@@ -48,9 +48,10 @@ def test_every_prompt_gets_the_response_of_the_next_row():
 @pytest.mark.parametrize(
     ("prompts", "others"),
     [
-        pytest.param([10, 10, 20, 20], [2, 2, 0, 0], id="pairs of responses"),
+        pytest.param([10, 10, 20, 20, 30, 30], [2, 3, 4, 5, 0, 1], id="pairs of responses"),
+        pytest.param([10, 20, 10, 20], [1, 0, 3, 2], id="prompts in turns"),
         pytest.param([10, 20, 10], [1, 2, 1], id="the last row has the prompt of the first"),
-        pytest.param([20, 10, 10], [1, 0, 0], id="the last rows have one prompt"),
+        pytest.param([20, 10, 10], [2, 0, 0], id="the last rows have one prompt"),
         pytest.param([10, 10, 10], [None] * 3, id="one prompt"),
         pytest.param([10], [None], id="one row"),
     ],
@@ -62,7 +63,7 @@ def test_the_other_response_belongs_to_another_prompt(prompts, others):
 def test_equal_texts_with_other_images_are_other_prompts():
     rows = [np.full((1, DIGEST_BYTES), number, np.uint8) for number in (1, 1, 2)]
     images = Ragged.from_rows(rows, np.uint8, (DIGEST_BYTES,))
-    assert others_of(rows_of((10, 1), (10, 2), (10, 3)).with_columns({IMAGES: images})) == [2, 2, 0]
+    assert others_of(rows_of((10, 1), (10, 2), (10, 3)).with_columns({IMAGES: images})) == [2, 2, 1]
 
 
 def test_a_batch_with_one_prompt_has_the_reference_point_0_and_says_so(caplog):

@@ -51,15 +51,26 @@ def with_reference_point(batch: Batch, policy: Model, *, max_tokens: int) -> Bat
 
 
 def others_of(batch: Batch) -> list[int | None]:
-    """Return for each row the next row with another prompt, the first rows after the last; None if there is none."""
+    """Return for each row another one with another prompt; None if there is none.
+
+    No row is returned twice unless more than half of the rows have one prompt, so that the responses are those of the
+    batch. If all prompts differ, it is the next row.
+    """
     tokens, starts = batch.ragged(TOKENS), _starts(batch)
     prompts = [row[:start].tobytes() for row, start in zip(tokens, starts, strict=True)]
     if IMAGES in batch:
         prompts = [prompt + row.tobytes() for prompt, row in zip(prompts, batch.ragged(IMAGES), strict=True)]
+    groups: dict[bytes, list[int]] = {}
+    for row, prompt in enumerate(prompts):
+        groups.setdefault(prompt, []).append(row)
+    ordered = [row for rows in groups.values() for row in rows]
+    # A shift by the size of the largest group leads out of every group that is not most of the batch.
+    shift = max(map(len, groups.values()))
     found: list[int | None] = [None] * len(prompts)
-    for index in range(2 * len(prompts) - 2, -1, -1):
-        row, following = index % len(prompts), (index + 1) % len(prompts)
-        found[row] = following if prompts[row] != prompts[following] else found[following]
+    for place, row in enumerate(ordered):
+        start = (place + shift) % len(ordered)
+        following = (*ordered[start:], *ordered[:start])
+        found[row] = next((other for other in following if prompts[other] != prompts[row]), None)
     return found
 
 
