@@ -102,7 +102,7 @@ def test_it_is_resumed_to_the_numbers_that_its_version_had_without_an_interrupti
 @exhaustive
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("name", RUNS)
-def test_its_checkpoint_is_converted_and_branched_from(driver, unpacked, tmp_path, version, name):
+def test_its_checkpoint_is_converted_to_the_files_that_it_exported(driver, unpacked, tmp_path, version, name):
     run = unpacked(version) / name
     result = driver.rl(
         "convert", f"{run}:2" if (run / "checkpoints/step_2").is_dir() else str(run), str(tmp_path / "hf")
