@@ -119,3 +119,10 @@ def test_tensors_that_are_not_factors_of_layers_are_refused(tmp_path, tensor):
 def test_what_peft_writes_for_a_plain_adapter_is_read(tmp_path):
     plain = {"bias": "none", "init_lora_weights": True, "lora_bias": False, "rank_pattern": {}, "loftq_config": {}}
     assert AdapterFolder.read(write(tmp_path, peft_version="0.21.2", task_type="CAUSAL_LM", **plain)).dim == 4
+
+
+def test_weights_of_linear_layers_that_are_named_as_parameters_are_layers(tmp_path):
+    """Runs name so the layers that peft would take for experts."""
+    weights = [f"{LAYERS[0]}.weight"]
+    lora = LoraConfig(**AdapterFolder.read(write(tmp_path, target_parameters=weights)).settings())
+    assert (lora.target_modules, lora.target_parameters) == (list(LAYERS), [])
