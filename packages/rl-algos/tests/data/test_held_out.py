@@ -74,3 +74,10 @@ def test_a_size_that_leaves_nothing_to_train_on_is_refused(tmp_path):
     config = DataConfig.model_validate(data(tmp_path / "a.jsonl", num=3, split_validation_size=3))
     with pytest.raises(DataError, match="holds 3 of 3 rows out of training"):
         load_datasets(config, "train")
+
+
+def test_a_size_of_0_holds_out_no_rows():
+    (dataset,) = DataConfig.model_validate(
+        {"train": {"data_path": "a.jsonl", "split_validation_size": 0}}
+    ).train_datasets
+    assert dataset.split_validation_size is None

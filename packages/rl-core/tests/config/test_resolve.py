@@ -12,7 +12,7 @@ from typing import Any, Literal
 import pytest
 from pydantic import Field
 
-from rl_core.config import Config, Resolved, assemble, load, resolve
+from rl_core.config import Config, Resolved, assemble, load, locale_problem, resolve
 from rl_core.errors import ConfigError, ConfigProblems
 
 Run = Callable[..., Resolved[Any]]
@@ -185,3 +185,14 @@ def test_a_config_without_interpolations_does_not_wait_for_omegaconf() -> None:
         "assert not {'omegaconf', 'torch', 'ray'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, env=os.environ, timeout=60)
+
+
+def test_a_path_that_the_locale_cannot_decode_names_the_locale():
+    path = "läufe/日本".encode().decode("ascii", "surrogateescape")
+    problem = locale_problem(path)
+    assert problem is not None
+    assert problem.got == "läufe/日本"
+    assert "locale" in problem.reason
+    assert "LC_ALL" in problem.remedy
+    # a lone surrogate of a file is another fault
+    assert locale_problem("\ud83d") is locale_problem("läufe") is None

@@ -127,8 +127,9 @@ def resolve(
 
 def locale_problem(text: str) -> Problem | None:
     """Return the problem of an argument or a path that this process cannot decode in its locale; None if it can. Python
-    keeps such bytes as lone surrogates, which no file can contain."""
-    if not any("\ud800" <= character <= "\udfff" for character in text):
+    keeps such bytes as lone surrogates of these numbers (PEP 383)."""
+    surrogates = [character for character in text if "\ud800" <= character <= "\udfff"]
+    if not surrogates or not all("\udc80" <= character <= "\udcff" for character in surrogates):
         return None
     encoding = sys.getfilesystemencoding()
     return Problem(
