@@ -91,7 +91,7 @@ def run_dir(tmp_path, model):
             "cluster (config)",
         ),
         (["run", "out", "sft.sede=1"], "sft.seed?"),
-        (["run", "out", "sft.seed=1"], "sft.seed: has no effect on what is written"),
+        (["run", "out", "sft.seed=1"], "sft.seed: has no effect on the files"),
         (["run", "out", "policy.optimizer.kwargs.lr=1e-3"], "policy.optimizer.kwargs.lr: has no effect"),
         (["run", "out", "--to", "dtensor", "policy.max_grad_norm=1"], "policy.max_grad_norm: has no effect"),
         (["run", "out", "--adapter", "policy.precision=bfloat16"], "policy.precision has no effect on adapters"),

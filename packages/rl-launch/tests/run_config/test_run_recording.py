@@ -157,5 +157,5 @@ def test_a_recorded_config_of_an_earlier_version_is_read_under_the_keys_of_this_
 
 def test_a_recipe_with_keys_of_an_earlier_version_is_refused(tmp_path):
     (tmp_path / "mine.yaml").write_text(OF_VERSION_0_1)
-    with pytest.raises(ConfigProblems, match=r"5 keys are those of an earlier version.*rl config upgrade \S+mine\.yaml"):
+    with pytest.raises(ConfigProblems, match=r"5 keys are those of an earlier .*rl config upgrade \S+mine\.yaml"):
         read_plan(str(tmp_path / "mine.yaml"))

@@ -175,8 +175,7 @@ class RolloutEvaluation:
         if self._load_data is None or data is None or not data.validation_datasets:
             raise ConfigError(
                 "eval.tasks: is empty, and there is no validation data (data.validation, or split_validation_size of a "
-                "training dataset) to score instead. Pass tasks, such as "
-                + option("--tasks gsm8k", "tasks=['gsm8k']")
+                "training dataset) to score instead. Pass tasks, such as " + option("--tasks gsm8k", "tasks=['gsm8k']")
             )
         # of the training data only what rows are held out from is read
         held_out = [dataset for dataset in data.train_datasets if dataset.split_validation_size is not None]

@@ -116,6 +116,7 @@ def option(flag: str, argument: str) -> str:
     """
     return argument if given_in.get() is PYTHON else flag
 
+
 DEFAULT = Origin("default")
 
 

@@ -238,7 +238,7 @@ def convert(
         typer.Option(
             "--dtype",
             metavar="DTYPE",
-            help="Dtype that --quantize rounds weights to first, the policy.precision of their training; by default the "
+            help="Dtype that --quantize rounds weights to first, their policy.precision in training; by default the "
             "files' own.",
         ),
     ] = None,

@@ -93,7 +93,7 @@ def check_overrides(overrides: Sequence[str]) -> None:
     idle = [key for key in keys if _is_idle(key.split("."))]
     if idle:
         raise ConfigError(
-            f"{', '.join(idle)}: has no effect on what is written. Remove it. rl convert reads the section cluster, and "
+            f"{', '.join(idle)}: has no effect on the files. Remove it. rl convert reads the section cluster, and "
             f"the keys of {POLICY} that build the model, such as policy.precision"
         )
 
