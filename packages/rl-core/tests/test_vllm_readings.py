@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rl_core.vllm_readings import EXTENSION, SERVING_NOTE, arguments_for_vllm, write_serving_note
+from rl_core.vllm_readings import CORRECTED_ROUTING, EXTENSION, SERVING_NOTE, arguments_for_vllm, write_serving_note
 
 LONGROPE = {
     "max_position_embeddings": 131072,
@@ -31,9 +31,13 @@ YARN = {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "mscale": 0.7}}
         ({"model_type": "lfm2"}, EXTENSION),
         (
             {"model_type": "deepseek_v3", "kv_lora_rank": 512},
-            {"hf_overrides": {"topk_method": "noaux_tc"}, **EXTENSION},
+            {"hf_overrides": CORRECTED_ROUTING, **EXTENSION},
         ),
-        ({"model_type": "deepseek_v3", "kv_lora_rank": 512, "topk_method": "noaux_tc"}, EXTENSION),
+        (
+            {"model_type": "deepseek_v3", "kv_lora_rank": 512, "topk_method": "noaux_tc"},
+            {"hf_overrides": CORRECTED_ROUTING, **EXTENSION},
+        ),
+        ({"model_type": "deepseek_v3", "kv_lora_rank": 512, **CORRECTED_ROUTING}, EXTENSION),
     ],
 )
 def test_arguments_follow_from_the_fields_of_a_config(fields: dict[str, Any], expected: dict[str, Any]) -> None:

@@ -25,6 +25,9 @@ EXTENSION = {"worker_extension_cls": "rl_vllm.engine_worker.EngineWorker"}
 
 NO_ARGUMENT = "No argument changes this: serve it with transformers, or set policy.generation.backend=hf"
 
+CORRECTED_ROUTING = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+"""Fields of DeepSeek-V3's config that vLLM reads and transformers takes for granted."""
+
 SIGMOID_ROUTING = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "minimax_m2", "dots1", "ernie4_5_moe")
 
 
@@ -61,8 +64,8 @@ def _has_widened_window(fields: Fields, _: int) -> bool:
     return fields.get("model_type") in ("cohere2", "cohere2_moe") and bool(fields.get("sliding_window"))
 
 
-def _lacks_correction(fields: Fields, _: int) -> bool:
-    return fields.get("model_type") == "deepseek_v3" and fields.get("topk_method") != "noaux_tc"
+def _lacks_routing(fields: Fields, _: int) -> bool:
+    return fields.get("model_type") == "deepseek_v3" and not CORRECTED_ROUTING.items() <= fields.items()
 
 
 def _has_short_factors(fields: Fields, longest: int) -> bool:
@@ -110,10 +113,10 @@ READINGS = (
         _window,
     ),
     Reading(
-        "DeepSeek-V3 without `topk_method` in its config",
-        "vLLM has no parameter for the biases that correct the load of experts, and does not load the model.",
-        _lacks_correction,
-        lambda fields, longest: {"hf_overrides": {"topk_method": "noaux_tc"}},
+        "DeepSeek-V3 without `topk_method` or `scoring_func` in its config",
+        "vLLM has no biases that correct the load of experts, or routes by softmax.",
+        _lacks_routing,
+        lambda fields, longest: {"hf_overrides": CORRECTED_ROUTING},
     ),
     Reading(
         "Llama 4",
