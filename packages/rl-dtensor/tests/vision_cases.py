@@ -87,7 +87,7 @@ class VisionOracle(Oracle):
         hf = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
         self.model = _Seeing(hf.eval())
         self.role = "policy"
-        self._optimizer = None
+        self.optimizer = None
         self._store = store
         self._processor = AutoImageProcessor.from_pretrained(folder)
 

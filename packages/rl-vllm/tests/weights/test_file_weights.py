@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from spoilable_generator import SpoilableGenerator
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl_core.config import plain
@@ -20,7 +21,6 @@ from rl_core.testing.weights import model_config
 from rl_core.torch.quantization.files import quantise
 from rl_core.torch.quantization.formats import weight_format
 from rl_vllm import VllmConfig, preflight
-from rl_vllm.generator import VllmGenerator
 
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -123,6 +123,7 @@ def test_a_tied_head_is_refused_only_if_the_files_hold_another_one(tmp_path: Pat
 
 def test_an_engine_that_loaded_other_weights_than_the_files_have_does_not_start(tmp_path: Path) -> None:
     folder = write(tmp_path, "qwen3", **WITH_BIAS)
-    generator = VllmGenerator(GenerationConfig(), VllmConfig(kv_cache_gib=0.25), model_config(folder), Placement("cpu"))
+    settings = GenerationConfig(), VllmConfig(kv_cache_gib=0.25)
+    generator = SpoilableGenerator(*settings, model_config(folder), Placement("cpu"))
     with pytest.raises(GeneratorError, match=r"vLLM does not load model\.layers\.0\.self_attn\.o_proj\.bias"):
         asyncio.run(generator.start())
