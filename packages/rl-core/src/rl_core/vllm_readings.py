@@ -20,7 +20,7 @@ Fields = Mapping[str, Any]
 
 SERVING_NOTE = "SERVING.md"
 
-EXTENSION = {"worker_extension_cls": "rl_vllm.engine_worker.EngineWorker"}
+EXTENSION = {"worker_extension_cls": "rl_vllm.EngineWorker"}
 """Argument with which vLLM loads rl's corrections of its models, if rl-vllm is installed next to it."""
 
 NO_ARGUMENT = "No argument changes this: serve it with transformers, or set policy.generation.backend=hf"
