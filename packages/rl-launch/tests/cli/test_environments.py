@@ -172,7 +172,7 @@ def test_a_check_that_fails_exits_with_1_and_says_the_remedy():
     answer = rl("check", "rewards.py:fragile", "--data", "rows.jsonl")
     assert answer.exit_code == 1
     assert "FAIL  answers" in answer.stdout
-    assert "remedy: return a reward for every response" in answer.stdout
+    assert "remedy: a reward is a number for every response" in answer.stdout
     found = json.loads(rl("check", "rewards.py:fragile", "--data", "rows.jsonl", "--json").stdout)
     assert found["holds"] is False
     assert [check["name"] for check in found["checks"] if check["status"] == "failed"] == ["answers"]

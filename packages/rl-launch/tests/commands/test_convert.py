@@ -88,7 +88,7 @@ def run_dir(tmp_path, model):
         ),
         (
             ["model", "out", "--to", "megatron", "policy.megatron_cfg.tensor_model_parallel_size=2"],
-            "cluster (config)",
+            "policy.megatron_cfg.tensor_model_parallel_size (command line): got 2",
         ),
         (["run", "out", "sft.sede=1"], "sft.seed?"),
         (["run", "out", "sft.seed=1"], "sft.seed: has no effect on the files"),

@@ -88,7 +88,7 @@ def test_an_evaluation_goes_on_in_its_own_folder(tmp_path, model):
     (tmp_path / "plan.json").write_text("{}")
     given = evaluation_of(str(tmp_path))
     assert given.folder == tmp_path
-    assert to_yaml(given.plan.root) == to_yaml(config)
+    assert to_yaml(given.plan.root) == to_yaml(config).replace("run_dir: null", f"run_dir: {tmp_path}")
 
 
 @pytest.mark.parametrize(
