@@ -415,7 +415,7 @@ def _is_command(words: list[str]) -> bool:
     command = _rl()
     while hasattr(command, "commands") and words and not words[0].startswith("-"):
         if words[0] not in command.commands:
-            if type(command) is TyperGroup:
+            if command is _rl() or type(command) is TyperGroup:
                 return False
             break  # a group with a command that it runs by default
         command, words = command.commands[words[0]], words[1:]

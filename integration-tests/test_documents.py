@@ -16,6 +16,7 @@ from document_runs import DOCUMENTS, GUIDES, name_of, parameters
 from quoted_messages import quoted_messages, unknown_messages
 
 from rl_core.testing.documents import read_document
+from rl_core.vllm_readings import READINGS
 
 NOTEBOOKS = sorted(ROOT.glob("docs/notebooks/*.ipynb"))
 CHANGELOGS = sorted(ROOT.glob("packages/*/CHANGELOG.md"))
@@ -94,3 +95,11 @@ def test_blocks_that_need_an_engine_run_in_a_package_that_runs_documents(path):
     for block in read_document(path).blocks:
         tests = ROOT / "packages" / block.package / "tests"
         assert not block.package or list(tests.rglob("test_documents.py")), block.place
+
+
+def test_the_page_lists_what_vllm_reads_differently():
+    page = (ROOT / "docs" / "model-families.md").read_text(encoding="utf-8")
+    rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| ")]
+    listed = {row[0].removeprefix("| "): row[1] for row in rows if len(row) > 1}
+    expected = {each.models: ("On CPU, " if each.on_cpu else "") + each.difference for each in READINGS}
+    assert {models: listed.get(models) for models in expected} == expected

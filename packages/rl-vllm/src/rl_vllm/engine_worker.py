@@ -86,7 +86,7 @@ class Target:
 class EngineWorker:
     """Worker extension that receives weights; vLLM mixes it into its worker class and calls it on every rank.
 
-    `--worker-extension-cls rl_vllm.EngineWorker` gives any vLLM the corrections of its models that rl's own engines have.
+    `--worker-extension-cls rl_vllm.EngineWorker` gives any vLLM the corrections of its models that rl's engines have.
     """
 
     # of vLLM's worker
