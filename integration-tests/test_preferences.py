@@ -40,7 +40,7 @@ def scores_of(folder, talks):
 @pytest.fixture(scope="session")
 def reward_model(once, driver, warm_model):
     """Folder of a run that trains a reward model."""
-    settings = (f"policy.model_name={warm_model}", "rm.max_num_steps=50", "rm.val_period=25")
+    settings = (f"policy.model_name={warm_model}", "rm.max_num_steps=150", "rm.val_period=50")
     return once("reward-model", lambda folder: driver.train(folder, "rm-tiny", *settings))
 
 
