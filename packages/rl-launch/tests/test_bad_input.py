@@ -1,6 +1,7 @@
 """Bad input ends `rl train` with one message that shows the remedy, before a Ray process starts."""
 
 import json
+import logging
 import os
 import re
 import subprocess
@@ -145,6 +146,9 @@ TAKEN_BY_DOCTOR = [
 def test_doctor_reports_what_train_refuses(name, monkeypatch, tmp_path):
     case = next(case for case in CASES if case.name == name)
     kept = case.files(tmp_path / "work")
+    # an earlier command of this process logs to an output that is closed
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [each for each in root.handlers if each.name != "rl-console"])
     monkeypatch.setattr("rl_launch.commands.diagnosis.CHECKS", ())
     # without the imports of engines, which find nothing in these cases
     before_engines = [check for check in START_CHECKS if "worker environments" not in (check.name, *check.after)]

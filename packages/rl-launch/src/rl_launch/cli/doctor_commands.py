@@ -84,9 +84,7 @@ def machine(
         from rich.console import Console
 
         from rl_launch.commands.diagnosis import diagnose
-        from rl_launch.session import show_logs
 
-        show_logs()
         with Console(stderr=True).status("checking this machine and the start of the run"):
             report = diagnose(recipe, overrides or ())
         _answer(report, report.as_json() if as_json else None)
