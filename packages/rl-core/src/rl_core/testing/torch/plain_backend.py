@@ -201,7 +201,8 @@ class PlainModel:
     def _reads(self, rows: Rows, run: Pass) -> Mapping[str, Tensor]:
         inputs = padded(rows)
         with torch.autocast(rows.offsets.device.type, self._compute, enabled=self._compute != torch.float32):
-            body = self.hf.base_model
+            # The class of Llama 4 says that its body has another name.
+            body = self.hf.get_submodule("model") if self.hf.base_model is self.hf else self.hf.base_model
             hidden = inputs.flatten(body(inputs.input_ids, attention_mask=inputs.attention_mask).last_hidden_state)
             if self._role in HEADLESS_ROLES:
                 outputs = self.hf.get_submodule("score")(hidden)[:, 0].float()
@@ -241,17 +242,19 @@ class PlainOptimizer:
 
 
 class PlainWeights:
-    """The parameters, which every rank holds whole."""
+    """The parameters and persistent buffers, which every rank holds whole."""
 
     def __init__(self, hf: nn.Module) -> None:
-        self._named = dict(hf.named_parameters())
+        kept = hf.state_dict().keys()
+        buffers = {name: buffer for name, buffer in hf.named_buffers() if name in kept}
+        self._named: dict[str, Tensor] = {**dict(hf.named_parameters()), **buffers}
         first = {id(parameter): name for name, parameter in self._named.items()}
         every = hf.named_parameters(remove_duplicate=False)
         self.tied = {name: first[id(parameter)] for name, parameter in every if name not in self._named}
         self.holders = range(dist.get_world_size())
 
     def specs(self, dtype: str) -> list[TensorSpec]:
-        """All parameters, in order."""
+        """All of them, in order."""
         return [TensorSpec(name, tuple(parameter.shape), dtype) for name, parameter in self._named.items()]
 
     def stream(
@@ -263,7 +266,7 @@ class PlainWeights:
         merges_adapters: bool = True,
         served: bool = False,
     ) -> Iterator[Sequence[tuple[str, Tensor]]]:
-        """All parameters, one by one, on every rank."""
+        """All of them, one by one, on every rank."""
         for name, parameter in self._named.items():
             yield [(name, parameter.detach().to(getattr(torch, dtype)))]
 
