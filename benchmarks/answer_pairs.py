@@ -27,7 +27,7 @@ class Pair:
 
 
 def forms(value: Fraction) -> list[str]:
-    """A rational number as people write it."""
+    """Return the ways in which people write a rational number."""
     n, d = value.numerator, value.denominator
     sign, size = ("-" if n < 0 else ""), abs(n)
     if d == 1:
