@@ -4,8 +4,8 @@ import sys
 
 from rl_core import plugins
 
-GROUPS = (plugins.POLICIES, plugins.GENERATORS, plugins.ENVIRONMENTS, plugins.ALGORITHMS, plugins.DATASETS)
-
-for group in GROUPS:
-    if not plugins.plugins(group):
+for group in plugins.KINDS:
+    if not plugins.names(group):
         sys.exit(f"no plugin in {group}")
+    for name in plugins.names(group):
+        plugins.plugin(group, name)

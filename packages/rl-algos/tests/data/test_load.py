@@ -1,6 +1,7 @@
 import bz2
 import gzip
 import json
+import re
 
 import pyarrow
 import pyarrow.ipc
@@ -8,8 +9,10 @@ import pyarrow.parquet
 import pytest
 
 from rl_algos.data.config import DatasetConfig
-from rl_algos.data.load import load_rows
+from rl_algos.data.load import load_rows, settings_problem
+from rl_core.config import Config
 from rl_core.errors import DataError
+from rl_core.plugins import DatasetPlugin, Requirement
 
 ROWS = [{"question": f"q{index}", "answer": str(index)} for index in range(5)]
 
@@ -206,6 +209,58 @@ def test_wrong_settings_of_a_plugin_name_the_key():
         load_rows(DatasetConfig(dataset_name="arithmetic", settings={"max_operand": -1}), "train")
     with pytest.raises(DataError, match="`subset` is for datasets on the hub"):
         load_rows(DatasetConfig(dataset_name="arithmetic", subset="main"), "train")
+
+
+class MySettings(Config):
+    """Rows of a test."""
+
+    top: int = 3
+    """Number of rows."""
+
+
+def load_mine(settings, split):
+    return [{"settings": settings, "split": split}]
+
+
+@pytest.fixture
+def mine(monkeypatch):
+    """Makes a dataset `mine` from another package with this declaration of its settings."""
+
+    def offer(settings, load="test_load:load_mine"):
+        declared = DatasetPlugin("mine", load, Requirement("mydata-pkg"), settings)
+        monkeypatch.setattr("rl_algos.data.load.names", lambda group: ["mine"])
+        monkeypatch.setattr("rl_algos.data.load.plugin", lambda group, name: declared)
+        monkeypatch.setattr("rl_algos.data.load.load_problem", lambda group, name: "")
+
+    return offer
+
+
+def test_settings_that_a_plugin_declares_are_completed_by_their_defaults(mine):
+    mine(MySettings)
+    assert load_rows(DatasetConfig(dataset_name="mine"), "train")[0] == {"settings": {"top": 3}, "split": "train"}
+    chosen = DatasetConfig(dataset_name="mine", settings={"top": 5})
+    assert load_rows(chosen, "train")[0]["settings"] == {"top": 5}
+
+
+def test_settings_that_a_plugin_does_not_declare_are_refused_before_rows_are_read(mine):
+    mine(MySettings, load="no_such_module:load")
+    message = "settings of the dataset 'mine': topp: no such setting (got 3); did you mean top?; allowed: top"
+    wrong = DatasetConfig(dataset_name="mine", settings={"topp": 3})
+    assert settings_problem(wrong) == message
+    with pytest.raises(DataError, match=re.escape(message)):
+        load_rows(wrong, "train")
+    assert "top: Input should be" in settings_problem(DatasetConfig(dataset_name="mine", settings={"top": "x"}))
+
+
+def test_settings_of_a_plugin_that_declares_none_are_passed_as_they_are(mine):
+    mine(None)
+    assert load_rows(DatasetConfig(dataset_name="mine", settings={"any": 1}), "train")[0]["settings"] == {"any": 1}
+
+
+def test_a_plugin_whose_function_cannot_be_imported_is_named(mine):
+    mine(MySettings, load="no_such_module:load")
+    with pytest.raises(DataError, match="the dataset 'mine' cannot be loaded by no_such_module:load: No module"):
+        load_rows(DatasetConfig(dataset_name="mine"), "train")
 
 
 def test_a_name_that_nothing_has_names_the_plugin_it_resembles(monkeypatch):

@@ -36,6 +36,10 @@ class ConfigProblems(ConfigError):
         return str(self.args[0])
 
 
+class PluginError(ConfigError):
+    """A plugin of an installed package that cannot be used; its message has the entry point and the package."""
+
+
 class DataError(RLError, ValueError):
     """A dataset or a prompt that cannot be used; its message has the file, the line or row, and the remedy."""
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any, Generic, TypeVar, cast
 
 from rl_algos.requirement import LOSSES
@@ -23,6 +21,7 @@ from rl_core.plugins import (
     Requirement,
     names,
     plugin,
+    plugins,
 )
 from rl_core.weights import WeightSyncChoice, WeightSyncEncoding
 from rl_launch.placement.topology import GENERATION, Claim, ReplicaBounds, Topology, plan
@@ -33,8 +32,6 @@ DEFAULT = "dtensor"
 
 ROLLOUT_WORKER = "rl_algos.rollouts.worker.worker:RolloutWorker"
 """Class of the worker that holds a generation engine."""
-
-_logger = logging.getLogger(__name__)
 
 C = TypeVar("C", bound=Config)
 
@@ -210,18 +207,6 @@ def backends_of(algorithm: AlgorithmPlugin, config: RunConfig) -> Backends:
     return Backends(models, generation, (*algorithm.requirements, *algorithm.further(config)))
 
 
-@cache
-def installed(group: str) -> dict[str, Any]:
-    """The plugins of a group that load; one that does not cannot be chosen, and does not prevent others from use."""
-    found = {}
-    for name in names(group):
-        try:
-            found[name] = plugin(group, name)
-        except ImportError as error:
-            _logger.warning("the %s plugin %s does not load: %s", group, name, error)
-    return found
-
-
 def _model_backend(config: RunConfig, need: ModelNeed) -> ModelBackend:
     section = section_of(config, need.section)
     found = _enabled(need.section, section)
@@ -255,7 +240,7 @@ def _generation_backend(config: RunConfig, *, reports_routing: bool) -> Generati
 
 def _enabled(key: str, section: Any) -> BackendPlugin:
     """The training backend that a model's section enables."""
-    found: dict[str, BackendPlugin] = installed(POLICIES)
+    found: Mapping[str, BackendPlugin] = plugins(POLICIES)
     states = {name: getattr(section, each.key).enabled for name, each in found.items()}
     enabled = [name for name, state in states.items() if state]
     if len(enabled) > 1:

@@ -52,6 +52,7 @@ class FakeMachine:
     python: str = "3.12.4"
     supported_python: str = ">=3.11,<3.14"
     unmet: tuple[str, ...] = ()
+    broken_plugins: tuple[str, ...] = ()
     ray: str | None = "2.60.0"
     ray_address: str = ""
     listening: frozenset[str] = frozenset()

@@ -64,6 +64,7 @@ def test_what_is_missing_keeps_the_recipe_from_running_and_says_the_remedy(name,
     ("name", "facts", "found"),
     [
         ("packages of driver", {"unmet": ("rl-launch needs rich>=14, but 13 is installed",)}, "rich>=14"),
+        ("plugins", {"broken_plugins": ("entry point bad (rl.policies) of mydata-pkg 0.1.0",)}, "of mydata-pkg 0.1.0"),
         ("ray token", {"token_problem": ("Others can access it", "Run: chmod")}, "Others can"),
         ("ray", {"ray_processes": (4711,)}, "another Ray is running here (process 4711)"),
         ("uv", {"uv": None, "uv_cache": None}, "not installed"),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rl_algos.data import remote
 from rl_algos.data.config import DataRoot, DatasetConfig, DatasetDefaults
-from rl_algos.data.load import source_problem
+from rl_algos.data.load import settings_problem, source_problem
 from rl_algos.data.pass_rates import ROLLOUTS
 from rl_algos.data.processors import processor
 from rl_algos.data.template import Surround
@@ -32,6 +32,8 @@ def dataset_problems(key: str, section: DatasetConfig | DatasetDefaults) -> Iter
     if isinstance(section, DatasetConfig):
         if problem := source_problem(section):
             yield Problem(f"{key}.{'dataset_name' if section.data_path is None else 'data_path'}", problem)
+        if problem := settings_problem(section):
+            yield Problem(f"{key}.settings", problem)
         results = section.pass_rate.results if section.pass_rate is not None else None
         if results is not None and not (Path(results) / ROLLOUTS).is_file():
             yield Problem(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from rl_algos import hub
 from rl_algos.data import remote
@@ -16,7 +17,7 @@ from rl_algos.data.files import Row, Rows, kind_of, kinds, read
 from rl_algos.data.lazily import Lazily
 from rl_core.config import did_you_mean
 from rl_core.errors import DataError
-from rl_core.plugins import DATASETS, names, plugin, resolve
+from rl_core.plugins import DATASETS, DatasetPlugin, load_problem, names, plugin, resolve
 
 
 def load_rows(settings: DatasetConfig, purpose: str) -> Rows:
@@ -44,8 +45,10 @@ def source_problem(settings: DatasetConfig) -> str:
     nothing is. The hub is asked for a name; object stores are not.
     """
     path = settings.data_path
+    if settings.dataset_name in names(DATASETS):
+        return load_problem(DATASETS, settings.dataset_name)
     if path is None:
-        return "" if settings.dataset_name in names(DATASETS) else _hub_problem(settings)
+        return _hub_problem(settings)
     place = Path(path).expanduser()
     if remote.is_remote(path) or (place / "dataset_dict.json").exists() or (place / "state.json").exists():
         return ""
@@ -53,6 +56,16 @@ def source_problem(settings: DatasetConfig) -> str:
         _local_files(place, settings.split)
     except DataError as error:
         return str(error)
+    return ""
+
+
+def settings_problem(settings: DatasetConfig) -> str:
+    """Return why an installed dataset refuses its `settings`; empty if it takes them, or is not installed."""
+    if settings.dataset_name in names(DATASETS) and not load_problem(DATASETS, settings.dataset_name):
+        try:
+            _plugin_settings(settings)
+        except DataError as error:
+            return str(error)
     return ""
 
 
@@ -79,17 +92,39 @@ def _load_plugin(settings: DatasetConfig, purpose: str) -> Sequence[Row]:
     if settings.subset is not None:
         name = settings.dataset_name
         raise DataError(f"`subset` is for datasets on the hub, but {name!r} is a plugin. Use `settings`")
-    load = resolve(plugin(DATASETS, settings.dataset_name).load)
+    load, chosen = plugin(DATASETS, settings.dataset_name).load, _plugin_settings(settings)
     try:
-        rows: Sequence[Row] = load(settings.settings, settings.split or purpose)
-    except ValidationError as error:
-        problems = "; ".join(
-            f"{'.'.join(map(str, e['loc']))}: {'no such setting' if e['type'] == 'extra_forbidden' else e['msg']} "
-            f"(got {e['input']!r})"
-            for e in error.errors()
-        )
-        raise DataError(f"settings of the dataset {settings.dataset_name!r}: {problems}") from None
+        found = resolve(load)
+    except (ImportError, ValueError) as error:
+        raise DataError(f"the dataset {settings.dataset_name!r} cannot be loaded by {load}: {error}") from error
+    rows: Sequence[Row] = found(chosen, settings.split or purpose)
     return rows
+
+
+def _plugin_settings(settings: DatasetConfig) -> Mapping[str, Any]:
+    """Return the settings of an installed dataset with their defaults, by the type that its plugin declares; as the
+    user wrote them if it declares none.
+
+    Raises:
+        DataError: If one of them does not exist or has a wrong value.
+    """
+    assert settings.dataset_name is not None
+    declared: DatasetPlugin = plugin(DATASETS, settings.dataset_name)
+    if declared.settings is None:
+        return settings.settings
+    try:
+        return declared.settings.model_validate(settings.settings).model_dump()
+    except ValidationError as error:
+        known = list(declared.settings.model_fields)
+        problems = "; ".join(_setting_problem(each, known) for each in error.errors())
+        raise DataError(f"settings of the dataset {settings.dataset_name!r}: {problems}") from None
+
+
+def _setting_problem(error: ErrorDetails, known: Sequence[str]) -> str:
+    key, got = ".".join(map(str, error["loc"])), f"(got {error['input']!r})"
+    if error["type"] != "extra_forbidden":
+        return f"{key}: {error['msg']} {got}"
+    return f"{key}: no such setting {got}{did_you_mean(key, known)}; allowed: {', '.join(known) or 'none'}"
 
 
 def _hub_problem(settings: DatasetConfig) -> str:

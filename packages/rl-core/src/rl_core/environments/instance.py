@@ -14,7 +14,7 @@ from rl_core.environments.config import EnvironmentConfig
 from rl_core.environments.rewards import RewardPart, RewardSum
 from rl_core.environments.tools import schemas
 from rl_core.exports import public_alternatives
-from rl_core.plugins import ENVIRONMENTS, EnvironmentPlugin, Requirement, plugin, requirement_of, resolve
+from rl_core.plugins import ENVIRONMENTS, EnvironmentPlugin, Requirement, load_problem, plugin, requirement_of, resolve
 from rl_core.plugins.user_code import FromFile, is_in_file
 
 
@@ -67,7 +67,9 @@ def environment_types(written: Any, installed: Mapping[str, EnvironmentPlugin]) 
             elif isinstance(section, Mapping) and section.get("rewards") and name not in types:
                 types[name] = EnvironmentConfig
             elif name not in types:
-                problems.append(Problem(name, f"{unknown_environment(name, types)}, given as `type` here"))
+                reason = load_problem(ENVIRONMENTS, name)
+                reason = reason or f"{unknown_environment(name, types)}, given as `type` here"
+                problems.append(Problem(name, reason))
         except (ValueError, ImportError) as error:
             problems.append(Problem(f"{name}.type", str(error)))
     if problems:
@@ -254,7 +256,9 @@ def _problem_with_rewards(name: str, section: Any) -> str:
 
 
 def unknown_environment(name: str, known: Mapping[str, Any] | list[str]) -> str:
-    """Return the message for an environment that does not exist, with the way to add one."""
+    """Return the message for an environment that cannot be used: its package is broken, or it does not exist."""
+    if broken := load_problem(ENVIRONMENTS, name):
+        return broken
     listed = f"installed: {', '.join(sorted(known))}" if known else "none is installed"
     return (
         f"no environment {name!r} is installed{did_you_mean(name, known)}; {listed}. Your own environment is a "

@@ -33,6 +33,7 @@ from rl_core.plugins.declarations import (
 from rl_core.plugins.registry import (
     algorithm_named,
     implementation_of,
+    load_problem,
     names,
     plugin,
     plugin_packages,
@@ -66,6 +67,7 @@ __all__ = [
     "applies_no_adapters",
     "export_suffixes",
     "implementation_of",
+    "load_problem",
     "names",
     "no_defaults",
     "no_models",

@@ -223,7 +223,8 @@ class DatasetPlugin:
             processor turns into prompts or training conversations; runs in the driver unless `requirement` names more
             than the driver has.
         requirement: What `load` needs installed.
-        settings: Type of the settings, for listings and editors; `load` reads them itself.
+        settings: Type of the settings, for listings, editors and checks: unknown and wrong settings are refused before
+            a run starts, and `load` gets the settings with their defaults. If None, `load` gets what the user wrote.
         tasks: `"package.module:function"` of a dataset that chooses among tasks by its setting `task`: returns a
             `DatasetTask` for each, without importing what `load` needs, and nothing if that is not installed.
     """
@@ -349,6 +350,16 @@ class AlgorithmPlugin:
     def model_keys(self, names_in: SectionNames) -> tuple[str, ...]:
         """`model_sections` of a config with these sections."""
         return self.model_sections if isinstance(self.model_sections, tuple) else self.model_sections(names_in)
+
+
+TYPES: Mapping[str, type[Any]] = {
+    POLICIES: BackendPlugin,
+    GENERATORS: BackendPlugin,
+    ENVIRONMENTS: EnvironmentPlugin,
+    ALGORITHMS: AlgorithmPlugin,
+    DATASETS: DatasetPlugin,
+}
+"""Groups of entry points, each with the class of its plugins."""
 
 
 @dataclass(frozen=True)

@@ -3,30 +3,39 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+import logging
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
 from dataclasses import replace
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
 
-from rl_core.errors import ConfigError
+from pydantic import BaseModel
+
+from rl_core.errors import ConfigError, PluginError
 from rl_core.exports import public_alternatives
 from rl_core.plugins.algorithm import Algorithm
-from rl_core.plugins.declarations import ALGORITHMS, KINDS, AlgorithmPlugin
+from rl_core.plugins.declarations import ALGORITHMS, KINDS, TYPES, AlgorithmPlugin, DatasetPlugin
 from rl_core.plugins.user_code import FromFile, beside, is_in_file, load_module
+
+_log = logging.getLogger(__name__)
+
+SLOW_IMPORT_S = 5.0
+"""Seconds after which the import of a plugin is reported; every command waits for it."""
 
 
 @cache
-def _entries(group: str) -> Mapping[str, EntryPoint]:
-    entries: dict[str, EntryPoint] = {}
+def _entries(group: str) -> Mapping[str, Sequence[EntryPoint]]:
+    """Return the entry points of each name; several if several packages offer it."""
+    entries: dict[str, list[EntryPoint]] = {}
     for entry in entry_points(group=group):
-        known = entries.setdefault(entry.name, entry)
-        if known.value != entry.value:
-            raise ConfigError(
-                f"two installed packages offer the {group} plugin {entry.name!r}: {known.value} and {entry.value}; "
-                "uninstall one"
-            )
+        alike = entries.setdefault(entry.name, [])
+        if entry.value not in [each.value for each in alike]:
+            alike.append(entry)
     return entries
 
 
@@ -40,6 +49,7 @@ def plugin(group: str, name: str) -> Any:
 
     Raises:
         ConfigError: If no installed package offers it; the message names the nearest and all that are installed.
+        PluginError: If the package that offers it is broken.
     """
     found = _entries(group).get(name)
     if found is None:
@@ -48,7 +58,76 @@ def plugin(group: str, name: str) -> Any:
         raise ConfigError(
             f"there is no {KINDS[group]} {name!r}{hint} installed are {', '.join(names(group)) or 'none'}"
         )
-    return found.load()
+    if len(found) > 1:
+        raise PluginError(
+            f"two installed packages offer the {group} plugin {name!r}: {found[0].value} and {found[1].value}; "
+            "uninstall one"
+        )
+    return _load(found[0])
+
+
+def _load(entry: EntryPoint) -> Any:
+    began = time.monotonic()
+    try:
+        # the output of a command may be read by a program, so a module that prints must not add to it
+        with redirect_stdout(sys.stderr):
+            found = entry.load()
+    except (Exception, SystemExit) as error:
+        # the first line of the reason is enough: what prints this has no use for the traceback of another's package
+        reason = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
+        raise PluginError(f"{_described(entry)} cannot be loaded: {reason}: uninstall or repair it") from error
+    if (took := time.monotonic() - began) > SLOW_IMPORT_S:
+        _log.warning(
+            "%s took %.0f s to import, and every command waits for it: import large libraries in functions",
+            _described(entry),
+            took,
+        )
+    if problem := _problem(entry, found):
+        raise PluginError(f"{_described(entry)} cannot be loaded: {entry.value} {problem}: uninstall or repair it")
+    return found
+
+
+def _problem(entry: EntryPoint, found: Any) -> str:
+    """Return why an object is not the plugin that its entry point promises; empty if it is."""
+    kind = TYPES[entry.group]
+    if not isinstance(found, kind):
+        return f"must be an rl_core.plugins.{kind.__name__}, got {type(found).__name__}"
+    if found.name != entry.name:
+        return f"has the name {found.name!r}, which must be the name of the entry point"
+    config = found.settings if isinstance(found, DatasetPlugin) else getattr(found, "config", None)
+    if config is not None and not (isinstance(config, type) and issubclass(config, BaseModel)):
+        return f"must have a subclass of rl_core.config.Config for its settings, got {config!r}"
+    return ""
+
+
+def _described(entry: EntryPoint) -> str:
+    package = f" of {entry.dist.name} {entry.dist.version}" if entry.dist is not None else ""
+    return f"entry point {entry.name} ({entry.group}){package}"
+
+
+@cache
+def plugins(group: str) -> Mapping[str, Any]:
+    """The plugins of a group that load, by name. One that does not load cannot be chosen; a warning names it, and the
+    others can be used.
+    """
+    found = {}
+    for name in names(group):
+        try:
+            found[name] = plugin(group, name)
+        except PluginError as error:
+            _log.warning("%s", error)
+    return found
+
+
+def load_problem(group: str, name: str) -> str:
+    """Return why the installed plugin of this name cannot be used; empty if it can, or is not installed."""
+    try:
+        plugin(group, name)
+    except PluginError as error:
+        return str(error)
+    except ConfigError:
+        pass
+    return ""
 
 
 def algorithm_named(name: str) -> AlgorithmPlugin:
@@ -99,12 +178,9 @@ def implementation_of(algorithm: AlgorithmPlugin) -> Algorithm[Any, Any, Any]:
 
 def plugin_packages() -> list[str]:
     """Top-level packages that offer plugins, sorted; imports none of them."""
-    return sorted({entry.module.partition(".")[0] for group in KINDS for entry in entry_points(group=group)})
-
-
-def plugins(group: str) -> dict[str, Any]:
-    """All installed plugins of a group by name."""
-    return {name: plugin(group, name) for name in names(group)}
+    return sorted(
+        {entry.value.partition(":")[0].partition(".")[0] for group in KINDS for entry in entry_points(group=group)}
+    )
 
 
 def resolve(path: str) -> Any:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib.util import find_spec
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,12 @@ from rl_algos.data.hub_datasets import PREFERENCES
 from rl_core.config import Config, Explanation, assemble, did_you_mean, explain, nearest
 from rl_core.environments.config import EnvironmentConfig
 from rl_core.errors import ConfigError
-from rl_core.plugins import DATASETS, ENVIRONMENTS, DatasetTask, Requirement, resolve
-from rl_launch.backends import installed
+from rl_core.plugins import DATASETS, ENVIRONMENTS, KINDS, DatasetTask, Requirement, load_problem, plugins, resolve
 from rl_launch.recipes import RECIPES, recipe_names
 from rl_launch.run_config.reading import read_raw
+from rl_launch.worker_envs.driver import importable
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ def shared_settings() -> tuple[Explanation, ...]:
 def environments() -> dict[str, Choice]:
     """Every installed environment; settings have their keys in a config, `env.<name>.<setting>`."""
     found = {}
-    for name, plugin in installed(ENVIRONMENTS).items():
+    for name, plugin in plugins(ENVIRONMENTS).items():
         root = assemble("Root", {"env": assemble("Environments", {name: plugin.config})})
         explained = explain(root, f"env.{name}")
         settings = tuple(_with_those_within(root, explained.children))
@@ -92,7 +94,7 @@ def _with_those_within(root: type[Config], settings: Iterable[Explanation]) -> I
 def datasets() -> dict[str, Choice]:
     """Every installed dataset; settings have keys relative to `data.train.settings`."""
     found = {}
-    for name, plugin in installed(DATASETS).items():
+    for name, plugin in plugins(DATASETS).items():
         explained = explain(plugin.settings, "") if plugin.settings is not None else None
         doc, settings = (explained.doc, explained.children) if explained is not None else ("", ())
         tasks = tasks_of(name) if plugin.tasks else None
@@ -115,8 +117,12 @@ def hub_datasets() -> dict[str, tuple[str, ...]]:
 @cache
 def tasks_of(dataset: str) -> Mapping[str, DatasetTask]:
     """The tasks of a dataset by name; empty if it has none, or what it needs is not installed."""
-    plugin = installed(DATASETS)[dataset]
-    return {task.name: task for task in resolve(plugin.tasks)()} if plugin.tasks else {}
+    plugin = plugins(DATASETS)[dataset]
+    try:
+        return {task.name: task for task in resolve(plugin.tasks)()} if plugin.tasks else {}
+    except Exception as error:  # noqa: BLE001 - the code of another package, whose fault costs its tasks only
+        _log.warning("the tasks of the dataset %s cannot be listed: %s: %s", dataset, type(error).__name__, error)
+        return {}
 
 
 def chosen(choices: Mapping[str, Any], name: str, kind: str) -> Any:
@@ -126,6 +132,9 @@ def chosen(choices: Mapping[str, Any], name: str, kind: str) -> Any:
         ConfigError: If there is none of that name; the message names the nearest and the allowed ones.
     """
     if name not in choices:
+        group = next((group for group, words in KINDS.items() if words == kind), None)
+        if group is not None and (broken := load_problem(group, name)):
+            raise ConfigError(broken)
         known = ", ".join(nearest(name, choices, most=8) or choices) if len(choices) > 20 else ", ".join(choices)
         raise ConfigError(f"there is no {kind} {name!r}{did_you_mean(name, choices)}; allowed: {known or 'none'}")
     return choices[name]
@@ -138,7 +147,7 @@ def _summary(path: Path) -> str:
 
 
 def _missing(requirement: Requirement) -> str:
-    if all(find_spec(module) is not None for module in requirement.imports):
+    if all(map(importable, requirement.imports)):
         return ""
     extras = sorted({extra for names in requirement.extras.values() for extra in names})
     return requirement.distribution + (f"[{','.join(extras)}]" if extras else "")

@@ -16,11 +16,10 @@ from rl_algos.rollouts.worker.reply_program import REPLY_PROGRAM
 from rl_core.data.batch import TOKENS
 from rl_core.errors import ConfigError, RLError
 from rl_core.model_config import ColocatedConfig
-from rl_core.plugins import GENERATORS, BackendPlugin, RolloutNeeds, plugin
+from rl_core.plugins import GENERATORS, BackendPlugin, RolloutNeeds, plugin, plugins
 from rl_core.rollouts.generation import SamplingParams
 from rl_core.rollouts.pool import RolloutPool, RolloutTask
 from rl_core.rollouts.rollout import Message, Prompt
-from rl_launch.backends import installed
 from rl_launch.cluster.device import check_devices
 from rl_launch.commands.train import with_local_models
 from rl_launch.evaluation.source import ALGORITHM, evaluation_of
@@ -228,7 +227,7 @@ def _pool(plan: RunPlan, needs: RolloutNeeds) -> Iterator[RolloutPool]:
 def _installed_generator(plan: RunPlan) -> str:
     """Return the configured generator if this environment has its engine, else the smallest."""
     name = plan.config.policy.generation.backend
-    if name not in installed(GENERATORS) or _SMALLEST not in installed(GENERATORS):
+    if name not in plugins(GENERATORS) or _SMALLEST not in plugins(GENERATORS):
         return str(name)
     found: BackendPlugin = plugin(GENERATORS, name)
     extras = plan.device.extras

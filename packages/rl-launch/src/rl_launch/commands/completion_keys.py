@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from rl_core.config import all_keys, explain, load, values_of
-from rl_core.plugins import ALGORITHMS, AlgorithmPlugin
-from rl_launch.backends import installed
+from rl_core.plugins import ALGORITHMS, AlgorithmPlugin, plugins
 from rl_launch.run_config.reading import read_raw
 from rl_launch.run_config.root_types import root_type, type_of
 
@@ -39,7 +38,7 @@ def settable_keys(source: str) -> list[str]:
 def keys_beginning(incomplete: str) -> list[str]:
     """Return the keys of all installed algorithms that begin with a text; without a dot in it, those of the root."""
     head, dot, _ = incomplete.partition(".")
-    algorithms = installed(ALGORITHMS)
+    algorithms = plugins(ALGORITHMS)
     if not dot:
         heads = dict.fromkeys([*_EVERY, *(head for plugin in algorithms.values() for head in _heads(plugin))])
         return [name for name in heads if name.startswith(incomplete)]

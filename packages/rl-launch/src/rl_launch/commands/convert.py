@@ -17,8 +17,7 @@ from rl_core.config import to_yaml
 from rl_core.errors import ConfigError
 from rl_core.model import HEADLESS_ROLES
 from rl_core.model_config import LoraConfig
-from rl_core.plugins import POLICIES, plugin
-from rl_launch.backends import installed
+from rl_core.plugins import POLICIES, plugin, plugins
 from rl_launch.cluster.device import check_devices, resolve_device
 from rl_launch.commands.conversion_check import Probe
 from rl_launch.commands.conversion_source import (
@@ -212,7 +211,7 @@ def _from_pickled(
 
 def _recast(folder: Path, backend: str, overrides: Sequence[str]) -> tuple[Source, Source]:
     """A checkpoint, and its model on another backend; each has the overrides that are about it."""
-    meshes = tuple(f"policy.{each.key}." for each in installed(POLICIES).values())
+    meshes = tuple(f"policy.{each.key}." for each in plugins(POLICIES).values())
     found = checkpoint_source(folder, [each for each in overrides if each.startswith(("cluster.", *meshes))])
     own = f"policy.{found.backend.key}."
     is_other = found.backend.name != backend

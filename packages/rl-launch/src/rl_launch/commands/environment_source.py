@@ -20,9 +20,8 @@ from rl_core.devices import CPU
 from rl_core.environments.instance import EnvironmentInstance, instance_of, problem_with, tools_of, unknown_environment
 from rl_core.environments.trial import Attempt, answer_forms, attempts_on
 from rl_core.errors import ConfigError, DataError
-from rl_core.plugins import DATASETS, ENVIRONMENTS
+from rl_core.plugins import DATASETS, ENVIRONMENTS, load_problem, names
 from rl_core.rollouts.rollout import Message
-from rl_launch.backends import installed
 from rl_launch.commands.explain import names_config
 from rl_launch.run_config.reading import read_plan
 from rl_launch.run_config.root_types import environments_type
@@ -103,7 +102,7 @@ def environment_of(name: str, overrides: Sequence[str], data: GivenData) -> Give
         ConfigError: If the environment or a setting does not exist, or cannot be used here.
         DataError: If the rows cannot be read.
     """
-    if name not in installed(ENVIRONMENTS) and names_config(name):
+    if name not in names(ENVIRONMENTS) and names_config(name):
         return _of_config(name, overrides, data)
     _check_name(name)
     key = _key(name)
@@ -145,9 +144,12 @@ def _of_config(source: str, overrides: Sequence[str], data: GivenData) -> GivenE
 
 
 def _check_name(name: str) -> None:
-    problem = problem_with(name, Config()) if ":" in name else ""
-    if ":" not in name and name not in installed(ENVIRONMENTS):
-        problem = unknown_environment(name, installed(ENVIRONMENTS))
+    if ":" in name:
+        problem = problem_with(name, Config())
+    elif name in names(ENVIRONMENTS):
+        problem = load_problem(ENVIRONMENTS, name)
+    else:
+        problem = unknown_environment(name, names(ENVIRONMENTS))
     if problem:
         raise ConfigError(problem)
 
@@ -158,12 +160,12 @@ def _key(name: str) -> str:
 
 
 def _own_dataset(name: str) -> str:
-    return name if name in installed(DATASETS) else ""
+    return name if name in names(DATASETS) else ""
 
 
 def _kind(source: str) -> str:
     """The key of a dataset that a source belongs to."""
-    return "dataset_name" if source in installed(DATASETS) and not Path(source).exists() else "data_path"
+    return "dataset_name" if source in names(DATASETS) and not Path(source).exists() else "data_path"
 
 
 def _check_requirement(instance: EnvironmentInstance) -> None:

@@ -22,8 +22,7 @@ from rl_core.config import (
     values_of,
 )
 from rl_core.errors import ConfigError, ConfigProblems
-from rl_core.plugins import ALGORITHMS, DATASETS, DatasetPlugin, DatasetTask, names
-from rl_launch.backends import installed
+from rl_core.plugins import ALGORITHMS, DATASETS, DatasetPlugin, DatasetTask, names, plugins
 from rl_launch.commands.catalog import chosen, tasks_of
 from rl_launch.foreign_keys.meanings import Meaning, meanings
 from rl_launch.recipes import recipe_names
@@ -65,8 +64,7 @@ def explain_anywhere(key: str) -> list[Explained]:
         ConfigError: If no algorithm has such a key, naming the nearest.
     """
     if settings := _SETTINGS.fullmatch(key):
-        plugins = installed(DATASETS)
-        return list(_of_datasets(settings["dataset"], settings["rest"] or "", plugins, None))
+        return list(_of_datasets(settings["dataset"], settings["rest"] or "", plugins(DATASETS), None))
     roots = roots_of_all()
     found: list[tuple[Explanation, list[str]]] = []
     for name, root in roots.items():
@@ -89,7 +87,7 @@ def explain_anywhere(key: str) -> list[Explained]:
 def _roots_of_choices(section: str) -> dict[str, type[Config]]:
     """Return the config type with each function that a section can name, by that name; empty for a section whose keys
     do not follow from its `name`."""
-    for algorithm, plugin in installed(ALGORITHMS).items():
+    for algorithm, plugin in plugins(ALGORITHMS).items():
         try:
             root_type(plugin, load({"algorithm": algorithm}, [f"{section}.name=?"]))
         except ConfigProblems as error:
@@ -164,7 +162,7 @@ def explain_destinations(found: Sequence[Meaning]) -> list[Explained]:
 
 def roots_of_all() -> dict[str, type[Config]]:
     """The config type of every installed algorithm, by its name."""
-    return {name: root_type(plugin, load({"algorithm": name})) for name, plugin in installed(ALGORITHMS).items()}
+    return {name: root_type(plugin, load({"algorithm": name})) for name, plugin in plugins(ALGORITHMS).items()}
 
 
 def only_with(algorithms: Sequence[str], num_all: int) -> str:
@@ -233,14 +231,14 @@ def explain_in(source: str, key: str, overrides: Sequence[str] = ()) -> tuple[li
         config = values_of(raw, root)
     if settings:
         name = raw.select(f"{settings['dataset']}.dataset_name")
-        plugin = installed(DATASETS).get(name)
+        plugin = plugins(DATASETS).get(name)
         if plugin is not None and plugin.settings is not None:
             return list(_of_datasets(settings["dataset"], settings["rest"] or "", {name: plugin}, raw)), problems
     return [Explained(explain(root, key, config))], problems
 
 
 def _of_datasets(
-    dataset: str, rest: str, plugins: Mapping[str, DatasetPlugin], raw: RawConfig | None
+    dataset: str, rest: str, known: Mapping[str, DatasetPlugin], raw: RawConfig | None
 ) -> Iterator[Explained]:
     """A setting as datasets have it, or all settings of each.
 
@@ -248,7 +246,7 @@ def _of_datasets(
         ConfigError: If none has it.
     """
     refusals = []
-    for name, plugin in plugins.items():
+    for name, plugin in known.items():
         if plugin.settings is None:
             continue
         try:
@@ -261,7 +259,7 @@ def _of_datasets(
         for each in found:
             condition = f"{dataset}.dataset_name: {name}{each.condition}"
             yield Explained(placed(each.explanation, f"{dataset}.settings", raw), condition)
-    if len(refusals) == sum(plugin.settings is not None for plugin in plugins.values()):
+    if len(refusals) == sum(plugin.settings is not None for plugin in known.values()):
         raise ConfigError("\n".join(refusals))
 
 

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from rl_core.config import Explanation, RawConfig, Values, explain_all, show, values_of
-from rl_core.plugins import DATASETS
-from rl_launch.backends import installed
+from rl_core.plugins import DATASETS, plugins
 from rl_launch.commands.explain import only_with, placed, roots_of_all
 from rl_launch.run_config.reading import read_raw
 from rl_launch.run_config.root_types import type_of
@@ -116,12 +115,11 @@ def _keys_of(source: str, overrides: Sequence[str]) -> Iterator[FoundKey]:
 
 def _settings(raw: RawConfig | None) -> Iterator[FoundKey]:
     """Settings of the installed datasets; with a config, of those that it names."""
-    plugins = installed(DATASETS)
     for section in _SECTIONS if raw is not None else _SECTIONS[:1]:
         chosen = raw.select(f"{section}.dataset_name") if raw is not None else None
         every = (
             (placed(explanation, f"{section}.settings", raw), name)
-            for name, plugin in plugins.items()
+            for name, plugin in plugins(DATASETS).items()
             if plugin.settings is not None and (raw is None or name == chosen)
             for explanation in explain_all(plugin.settings)
         )

@@ -10,9 +10,8 @@ from rl_algos.data.config import DatasetConfig
 from rl_core.config import Config, JsonSchema, load
 from rl_core.config.json_schema import DIALECT, required
 from rl_core.errors import ConfigError
-from rl_core.plugins import ALGORITHMS, DATASETS, names, plugin
+from rl_core.plugins import ALGORITHMS, DATASETS, plugin, plugins
 from rl_core.plugins.user_code import is_in_file
-from rl_launch.backends import installed
 from rl_launch.commands.catalog import tasks_of
 from rl_launch.commands.explain import names_config
 from rl_launch.run_config.reading import read_raw
@@ -85,7 +84,7 @@ def write_schema(schema: dict[str, Any], path: Path) -> str:
 
 def _algorithms(of: str | None) -> list[str]:
     if of is None:
-        return names(ALGORITHMS)
+        return list(plugins(ALGORITHMS))
     if names_config(of):
         of = str(read_raw(of).select("algorithm"))
     if is_in_file(of):
@@ -116,7 +115,7 @@ def _admit_own_environments(schema: JsonSchema, root: type[Config]) -> None:
 def _add_dataset_settings(schema: JsonSchema) -> None:
     """Give a dataset's `settings` the type of the plugin that its `dataset_name` chooses."""
     rules = []
-    for name, found in installed(DATASETS).items():
+    for name, found in plugins(DATASETS).items():
         if found.settings is None:
             continue
         settings: type[Config] = found.settings

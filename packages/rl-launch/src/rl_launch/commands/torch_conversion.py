@@ -10,8 +10,7 @@ from typing import Any, get_args
 
 from rl_core.config import did_you_mean
 from rl_core.errors import ConfigError, RLError
-from rl_core.plugins import POLICIES, BackendPlugin, plugin
-from rl_launch.backends import installed
+from rl_core.plugins import POLICIES, BackendPlugin, plugin, plugins
 from rl_launch.cluster.device import resolve_device
 from rl_launch.root_config import POLICY, ClusterConfig
 from rl_launch.worker_envs.driver_envs import DriverEnvs
@@ -35,7 +34,7 @@ def torch_interpreter(overrides: Sequence[str], what: str) -> str:
         WorkerEnvironmentError: If no environment with torch can be provided.
     """
     mode = _mode(overrides, what)
-    found = installed(POLICIES)
+    found = plugins(POLICIES)
     chosen: BackendPlugin = plugin(POLICIES, _BACKEND if _BACKEND in found else next(iter(found), _BACKEND))
     specs = {POLICY: worker_env(chosen.requirement, resolve_device(ClusterConfig()).extras)}
     return DriverEnvs.provided(specs, mode).interpreters[POLICY]

@@ -49,6 +49,12 @@ def packages(machine: Machine, needs: Needs) -> Iterator[Finding]:
         yield Finding("packages of driver", "ok", "all requirements of this project's packages are met")
 
 
+def plugins(machine: Machine, needs: Needs) -> Iterator[Finding]:
+    """Plugins of installed packages that do not load, whether the recipe uses them or not."""
+    for problem in machine.broken_plugins:
+        yield Finding("plugins", "warning", problem, "Only recipes that use this plugin are affected.")
+
+
 def ray(machine: Machine, needs: Needs) -> Iterator[Finding]:
     """Ray, and other clusters of it here."""
     version = machine.ray
@@ -339,6 +345,7 @@ def _size(num_bytes: float) -> str:
 CHECKS = (
     Check("python", python),
     Check("packages of driver", packages),
+    Check("plugins", plugins),
     Check("ray", ray),
     Check("uv", uv),
     Check("packages of workers", environments),

@@ -18,6 +18,7 @@ from pathlib import Path
 import psutil
 
 from rl_core.environments.instance import EnvironmentInstance, machine_check_of
+from rl_core.plugins import KINDS, load_problem, names
 from rl_launch.cluster.local_gpus import local_gpus
 from rl_launch.cluster.ray_address import is_answered
 from rl_launch.cluster.ray_folder import ray_folder
@@ -81,6 +82,11 @@ class Machine:
         """Requirements of this project's packages that their own environment does not meet, in words. pip checks them
         when it installs a package, but not with `--no-deps`."""
         return missing(WorkerEnvSpec(tuple(map(Wanted, project_distributions())), ()))
+
+    @property
+    def broken_plugins(self) -> Sequence[str]:
+        """Plugins of installed packages that cannot be used, in words."""
+        return [problem for group in KINDS for name in names(group) if (problem := load_problem(group, name))]
 
     @property
     def ray(self) -> str | None:

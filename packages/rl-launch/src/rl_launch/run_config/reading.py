@@ -20,7 +20,7 @@ from rl_core.config import (
     resolve,
 )
 from rl_core.errors import ConfigError, ConfigProblems
-from rl_core.plugins import ALGORITHMS, ENVIRONMENTS, AlgorithmPlugin, algorithm_named, names
+from rl_core.plugins import ALGORITHMS, ENVIRONMENTS, AlgorithmPlugin, names, plugins
 from rl_launch.foreign_keys.hints import ForeignHints
 from rl_launch.model_files.absent_run import absent_run
 from rl_launch.model_files.run_models import with_models_of_runs
@@ -73,7 +73,7 @@ def _read(raw: RawConfig, source: str | Path | Mapping[str, Any]) -> RunPlan:
 def _of_another_algorithm(key: str, algorithm: AlgorithmPlugin) -> str:
     """Return the explanation of a key whose section other algorithms have; empty if none has it."""
     section = key.partition(".")[0]
-    owners = [name for name in names(ALGORITHMS) if section in _sections_of(algorithm_named(name))]
+    owners = [name for name, other in plugins(ALGORITHMS).items() if section in _sections_of(other)]
     if not owners or algorithm.name in owners:
         return ""
     belongs = f"the algorithm{'s' if len(owners) > 1 else ''} {', '.join(owners)}"

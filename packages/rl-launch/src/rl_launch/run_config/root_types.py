@@ -31,11 +31,9 @@ from rl_core.plugins import (
     AlgorithmPlugin,
     algorithm_named,
     names,
+    plugins,
 )
 from rl_core.plugins.user_code import is_in_file
-from rl_launch.backends import (
-    installed,
-)
 from rl_launch.root_config import POLICY, ClusterConfig, EnvironmentsConfig, RootConfig
 from rl_launch.session.config import CheckpointingConfig, LoggerConfig, ProfilingConfig
 
@@ -86,7 +84,7 @@ def _section(key: str, kind: Any, raw: RawConfig) -> type[Config]:
 
 
 def _environments_type(written: Any) -> type[Config]:
-    return assemble("Environments", environment_types(written, installed(ENVIRONMENTS)), base=EnvironmentsConfig)
+    return assemble("Environments", environment_types(written, plugins(ENVIRONMENTS)), base=EnvironmentsConfig)
 
 
 def algorithm_of(raw: RawConfig) -> AlgorithmPlugin:
@@ -153,7 +151,7 @@ def policy_type(*, generates: bool) -> type[Config]:
 
 
 def _backend_types(group: str) -> dict[str, type[Config]]:
-    return {found.key: found.config for found in installed(group).values()}
+    return {found.key: found.config for found in plugins(group).values()}
 
 
 def _nested(types: Mapping[str, type[Config]], around: Mapping[str, type[Config]]) -> dict[str, type[Config]]:

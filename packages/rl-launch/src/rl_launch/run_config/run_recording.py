@@ -8,8 +8,7 @@ from typing import Any
 
 from rl_core.config import Config, load, resolve
 from rl_core.errors import ConfigError
-from rl_core.plugins import ENVIRONMENTS, GENERATORS, POLICIES, names
-from rl_launch.backends import installed
+from rl_core.plugins import ENVIRONMENTS, GENERATORS, POLICIES, names, plugins
 from rl_launch.root_config import POLICY, RunConfig
 from rl_launch.run_config.plan import RunPlan
 from rl_launch.run_config.reading import check_environments, of_this_version
@@ -56,11 +55,11 @@ class RunRecording(Recording):
         used = {(*model.section.split("."), model.plugin.key) for model in backends.models.values()}
         trained = {model.section for model in backends.models.values()}
         for section in trained & set(plan.model_sections):
-            for each in installed(POLICIES).values():
+            for each in plugins(POLICIES).values():
                 if (path := (*section.split("."), each.key)) not in used:
                     yield path
         if backends.generation is not None:
-            for each in installed(GENERATORS).values():
+            for each in plugins(GENERATORS).values():
                 if each.key != backends.generation.plugin.key:
                     yield (POLICY, "generation", each.key)
         if self._environments is not None:

@@ -26,7 +26,7 @@ def missing(spec: WorkerEnvSpec) -> list[str]:
     for wanted in spec.wanted:
         problems.extend(_unmet(wanted, seen))
     if not problems:
-        problems.extend(f"the module {name} is missing" for name in spec.imports if not _importable(name))
+        problems.extend(f"the module {name} is missing" for name in spec.imports if not importable(name))
     return problems
 
 
@@ -69,7 +69,8 @@ def applies(requirement: Requirement, extras: tuple[str, ...]) -> bool:
     return any(requirement.marker.evaluate({"extra": extra}) for extra in (*extras, ""))
 
 
-def _importable(module: str) -> bool:
+def importable(module: str) -> bool:
+    """Return whether a module is installed, whose packages may be missing as well."""
     try:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:
