@@ -49,6 +49,7 @@ class NullClient:
         logprobs = np.zeros(len(tokens), np.float32)
         self._completion = Completion(tokens, logprobs, "stop", (WeightSpan(1, len(tokens)),))
         self.sampling = SamplingParams(max_new_tokens=256)
+        self.characters_per_token = chat.characters_per_token
 
     async def generate(self, token_ids: np.ndarray, sampling: Any = None, *, draw: int | None = None) -> Completion:
         return self._completion

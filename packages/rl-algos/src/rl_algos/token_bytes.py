@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+
+from tokenizers import models
 
 BytesOf = Callable[[int], bytes]
 """From a token id to the bytes of text that it stands for."""
@@ -31,6 +34,49 @@ def decoder_steps(tokenizer: Any) -> set[str]:
     """The types of the steps by which a fast tokenizer decodes."""
     decoder = json.loads(tokenizer.backend_tokenizer.to_str())["decoder"] or {"type": "Fuse"}
     return {step["type"] for step in decoder.get("decoders", [decoder])}
+
+
+def characters_per_token(tokenizer: Any) -> float:
+    """Return the maximum number of characters of a text that one token of a fast tokenizer stands for; infinity if the
+    tokenizer may drop characters, or have one token for any number of unknown ones."""
+    backend = tokenizer.backend_tokenizer
+    steps = [*_steps(backend.normalizer, "normalizers"), *_steps(backend.pre_tokenizer, "pretokenizers")]
+    added = tokenizer.added_tokens_decoder.values()
+    splits = any(step.get("pattern") == {"Regex": r"[\s\S]"} and step["behavior"] == "Isolated" for step in steps)
+    if (
+        not (splits or _bounds_unknown(backend.model))
+        or not all(map(_keeps_characters, steps))
+        or any(token.lstrip or token.rstrip for token in added)
+    ):
+        return math.inf
+    # a composed character may replace up to four
+    composes = any(step["type"] in ("NFC", "NFKC") for step in steps)
+    return max(map(len, tokenizer.get_vocab())) * (4 if composes else 1)
+
+
+def _bounds_unknown(model: Any) -> bool:
+    """Return whether a token for unknown characters stands for one of them."""
+    return isinstance(model, models.BPE) and (model.unk_token is None or not model.fuse_unk or model.byte_fallback)
+
+
+def _steps(component: Any, parts: str) -> Iterator[Mapping[str, Any]]:
+    """Yield the steps of a normalizer or a pre-tokenizer."""
+    if component is not None:
+        described = json.loads(component.__getstate__())
+        yield from described.get(parts, [described])
+
+
+def _keeps_characters(step: Mapping[str, Any]) -> bool:
+    if step["type"] == "Replace":
+        return 0 < len(step["pattern"].get("String", "")) <= len(step["content"])
+    return step["type"] in _KEEPING and step.get("behavior") != "Removed"
+
+
+_KEEPING = {
+    *("NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Prepend", "ByteLevel"),
+    *("Split", "Digits", "Punctuation", "Metaspace", "UnicodeScripts"),
+}
+"""Types of steps that drop no character."""
 
 
 class TokenTexts:

@@ -57,6 +57,10 @@ class ScriptedClient:
     def sampling(self) -> SamplingParams:
         return SamplingParams(self.max_new_tokens)
 
+    @property
+    def characters_per_token(self) -> float:
+        return self._chat.characters_per_token
+
     async def generate(
         self,
         token_ids: np.ndarray,

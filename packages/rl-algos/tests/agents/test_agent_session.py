@@ -31,9 +31,9 @@ def test_an_answer_that_did_not_arrive_is_given_to_the_next_equal_call():
         client = draws()
         session = session_of(client)
         first = await session.answer(CALL)
-        session.delivered(CALL, first, is_delivered=False)
+        session.delivered(first, is_delivered=False)
         assert await session.answer(CALL) is first
-        session.delivered(CALL, first)
+        session.delivered(first)
         assert (await session.answer(CALL)).choices[0].text == "Draw 1."
         check_recorded(session, client, num_segments=2)
 
@@ -46,7 +46,7 @@ def test_a_response_that_did_not_arrive_is_given_to_the_next_equal_call():
         begun = await session.answer(Call(messages=(USER,), is_stored=True))
         call = Call(messages=(USER,), continues=begun.id)
         first = await session.answer(call)
-        session.delivered(call, first, is_delivered=False)
+        session.delivered(first, is_delivered=False)
         assert await session.answer(call) is first
 
     asyncio.run(main())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from rl_core.rollouts.environment import ToolCall
@@ -51,6 +51,8 @@ class Call:
         num_instructions: Number of messages at the start that belong to this call only: they stay before the
             conversation that is continued, and a call that continues this one does not get them.
         is_stored: Whether later calls may continue the answer by its id.
+        size: Number of bytes of the request, and of the conversation that it continues; decides in which thread the
+            call is processed.
     """
 
     messages: tuple[Message, ...] = ()
@@ -68,6 +70,7 @@ class Call:
     continues: str = ""
     num_instructions: int = 0
     is_stored: bool = False
+    size: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True)

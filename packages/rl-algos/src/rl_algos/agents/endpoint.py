@@ -187,15 +187,15 @@ class AgentEndpoint:
                 await response.prepare(request)
                 await response.write_eof()
         except BaseException:
-            session.delivered(call, answer, is_delivered=False)
+            session.delivered(answer, is_delivered=False)
             raise
-        session.delivered(call, answer)
+        session.delivered(answer)
         return response
 
     async def _count_tokens(self, request: web.Request, dialect: Dialect) -> web.StreamResponse:
         session = self._session(request)
         call = dialect.read({**await _body(request), "max_tokens": 1})
-        return web.json_response({"input_tokens": session.num_tokens(call)})
+        return web.json_response({"input_tokens": await session.num_tokens(call)})
 
     async def _models(self, request: web.Request, _: Dialect) -> web.StreamResponse:
         self._session(request)

@@ -5,23 +5,59 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import math
 import time
 import uuid
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 from jinja2 import TemplateError
 
 from rl_algos.agents.calls import Answer, Call, CallRefused, Choice, FinishReason, Limits
-from rl_algos.agents.tree import CallTree, Node
+from rl_algos.agents.tree import CallTree, Node, conversation_digest
 from rl_core.rollouts.environment import ToolCall
 from rl_core.rollouts.generation import SamplingParams
 from rl_core.rollouts.program import GenerationClient
 from rl_core.rollouts.rollout import Completion, Message, Prompt, Rollout
 from rl_core.rollouts.thoughts import THOUGHTS, opened_by
+
+
+T = TypeVar("T")
+
+SMALL = 4096
+"""Maximum number of bytes of a request that is read and tokenised on the event loop, which takes a few milliseconds."""
+
+MAX_AGENTS = 64
+"""Maximum number of agents of one rollout."""
+
+_MAX_REFUSALS = 64
+"""Maximum number of refused calls that a session remembers."""
+
+_WORKERS = ThreadPoolExecutor(4, thread_name_prefix="agent-calls")
+"""Threads that read, render and tokenise requests."""
+
+
+@dataclass
+class _Prepared:
+    """A call as tokens.
+
+    Args:
+        num_tokens: Number of tokens before the completion; a lower bound if the call cannot have room for one.
+        tokens: int32 `[tokens]`; None if the call cannot have room.
+        parent: The completion that they continue; None if they begin a branch.
+        num_known: Number of messages, or of characters of its text, that the parent's branch has.
+    """
+
+    num_tokens: int
+    tokens: np.ndarray | None = None
+    parent: Node | None = None
+    num_known: int = 0
 
 
 @dataclass
@@ -41,6 +77,27 @@ class _Draw:
     answer: asyncio.Task[Answer]
     is_delivered: bool = False
     is_abandoned: bool = False
+
+
+@dataclass
+class _Admission:
+    """Requests of one rollout, of which one at a time is read and tokenised.
+
+    However many an agent sends, and whether it waits for the answers or hangs up, they take the memory of one request
+    and one thread.
+
+    Args:
+        lock: Held by the request.
+        jobs: Work in threads that has not ended. It continues after its client has hung up.
+    """
+
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    jobs: set[asyncio.Future[Any]] = field(default_factory=set)
+
+    def add(self, job: asyncio.Future[Any]) -> None:
+        """Have the next request wait for a job."""
+        self.jobs.add(job)
+        job.add_done_callback(self.jobs.discard)
 
 
 class AgentSession:
@@ -78,6 +135,8 @@ class AgentSession:
         self._stored: dict[str, tuple[Message, ...]] = {}
         self._draws: dict[str, list[_Draw]] = defaultdict(list)
         self._num_failed: Counter[str] = Counter()
+        self._refused: dict[tuple[str, int], CallRefused] = {}
+        self._admission = _Admission()
         self._drawn: dict[tuple[bytes, SamplingParams], set[int]] = defaultdict(set)
         self._rewards: dict[str, float] = {}
         self._num_sampled_calls = 0
@@ -102,10 +161,35 @@ class AgentSession:
             return self
         self._check_open()
         if name not in self._agents:
+            if len(self._agents) >= MAX_AGENTS:
+                raise CallRefused(f"this rollout has {MAX_AGENTS} agents, the maximum", status=403, code="agent_limit")
             session = AgentSession(self._prompt, self._client, self._limits, splits=self._splits, agent=name)
-            session.ignored = self.ignored
+            session.ignored, session._admission = self.ignored, self._admission
             self._agents[name] = session
         return self._agents[name]
+
+    @asynccontextmanager
+    async def admitted(self) -> AsyncIterator[None]:
+        """Context in which one request of the rollout is received, read and tokenised; others wait."""
+        async with self._admission.lock:
+            if self._admission.jobs:
+                await asyncio.wait(self._admission.jobs)
+            self._check_open()
+            yield
+
+    async def off_loop(self, size: int, function: Callable[..., T], *args: Any) -> T:
+        """Return what a function returns, which runs in a thread unless its input is small.
+
+        Args:
+            size: Number of bytes or characters of the input.
+            function: Function without effects on the session.
+            *args: Its arguments.
+        """
+        if size <= SMALL:
+            return function(*args)
+        job = asyncio.get_running_loop().run_in_executor(_WORKERS, partial(function, *args))
+        self._admission.add(job)
+        return await asyncio.shield(job)
 
     async def answer(self, call: Call, *, is_retry: bool = False, key: str = "") -> Answer:
         """Answer a call.
@@ -119,16 +203,26 @@ class AgentSession:
             CallRefused: If it cannot be served.
         """
         self._check_open()
+        return await (await self.begin(call, is_retry=is_retry, key=key))
+
+    async def begin(self, call: Call, *, is_retry: bool = False, key: str = "") -> Coroutine[Any, Any, Answer]:
+        """Begin to answer a call; see `answer`. Await the returned coroutine at once for the answer."""
         call = self._whole(call)
         self.ignored.update(call.ignored)
-        digest = _digest_of(call)
-        draws = self._draws[digest]
+        digest = await self.off_loop(call.size, _digest_of, call)
+        self._check_open()
+        if (refused := self._refused.get((digest, self._num_sampled_calls))) is not None:
+            raise refused.with_traceback(None)
         draw = self._repeated(digest, is_retry, key)
         if draw is None:
+            draws = self._draws[digest]
             number = _first_free({each.number for each in draws})
-            draw = _Draw(number, key, asyncio.create_task(self._answer(call, number)))
+            draw = _Draw(number, key, asyncio.create_task(self._answer(call, digest, number)))
             draws.append(draw)
         draw.is_abandoned = False
+        return self._awaited(call, digest, draw)
+
+    async def _awaited(self, call: Call, digest: str, draw: _Draw) -> Answer:
         try:
             answer = await asyncio.shield(draw.answer)
         except asyncio.CancelledError:
@@ -137,20 +231,32 @@ class AgentSession:
             # the client hung up: who asks again gets this answer
             draw.is_abandoned = True
             raise
-        except Exception:
-            if draw in draws:  # several requests may wait for one draw
-                draws.remove(draw)
-                self._num_failed[digest] += 1
+        except Exception as error:
+            self._forget(digest, draw, error)
             raise
         self._note_last(call, answer)
         return answer
+
+    def _forget(self, digest: str, draw: _Draw, error: Exception) -> None:
+        """Free the number of a draw that failed."""
+        draws = self._draws[digest]
+        if draw in draws:  # several requests may wait for one draw
+            draws.remove(draw)
+            if not isinstance(error, CallRefused):
+                self._num_failed[digest] += 1
+        if not draws:
+            del self._draws[digest]
+        if isinstance(error, CallRefused):
+            self._refused[digest, self._num_sampled_calls] = error
+            if len(self._refused) > _MAX_REFUSALS:
+                del self._refused[next(iter(self._refused))]
 
     def _repeated(self, digest: str, is_retry: bool, key: str) -> _Draw | None:
         """The draw that a call repeats; None if it is the first try, or may be one that was never drawn."""
         draws = [draw for draw in self._draws[digest] if draw.key == key]
         if key:
             return next(iter(draws), None)
-        abandoned = next((draw for draw in draws if draw.is_abandoned), None)
+        abandoned = next((draw for draw in draws if draw.is_abandoned or self._is_without_room(draw)), None)
         if abandoned is not None or not is_retry:
             return abandoned
         if self._num_failed[digest]:
@@ -163,7 +269,12 @@ class AgentSession:
     def _is_continued(self, draw: _Draw) -> bool:
         return any(node.observation is not None for node in self._answered.get(draw.answer.result().id, ()))
 
-    def num_tokens(self, call: Call) -> int:
+    def _is_without_room(self, draw: _Draw) -> bool:
+        """Return whether an answer has no completion, because there was no room; equal calls get the same."""
+        answer = _result(draw)
+        return answer is not None and answer.id not in self._answered
+
+    async def num_tokens(self, call: Call) -> int:
         """Return the number of tokens before the completion of a call.
 
         Raises:
@@ -171,13 +282,15 @@ class AgentSession:
         """
         self._check_open()
         call = self._whole(call)
-        return len(self._tokens(call, *self._continued(call))[0])
+        prepared = await self.off_loop(call.size, self._prepared, call)
+        if prepared.tokens is None:
+            raise self._too_long(prepared)
+        return prepared.num_tokens
 
-    def delivered(self, call: Call, answer: Answer, *, is_delivered: bool = True) -> None:
-        """Note whether the client has received the answer to a call; one that has not may ask again."""
-        for draw in self._draws[_digest_of(self._whole(call))]:
-            is_done = draw.answer.done() and not draw.answer.cancelled() and draw.answer.exception() is None
-            if is_done and draw.answer.result() is answer:
+    def delivered(self, answer: Answer, *, is_delivered: bool = True) -> None:
+        """Note whether the client has received an answer; one that has not may ask again."""
+        for draw in (draw for draws in self._draws.values() for draw in draws):
+            if _result(draw) is answer:
                 draw.is_delivered |= is_delivered
                 draw.is_abandoned = not is_delivered
 
@@ -258,8 +371,8 @@ class AgentSession:
             ValueError: If the agent has not called the policy.
         """
         for draw in (draw for draws in self._draws.values() for draw in draws if draw.is_abandoned):
-            if draw.answer.done() and not draw.answer.cancelled() and draw.answer.exception() is None:
-                for node in self._answered.pop(draw.answer.result().id, ()):
+            if (answer := _result(draw)) is not None:
+                for node in self._answered.pop(answer.id, ()):
                     self._tree.drop(node)
         if not self._answered:
             raise ValueError("the agent ended without a completion of the policy, so there is nothing to train on")
@@ -283,47 +396,60 @@ class AgentSession:
             )
         own = call.num_instructions
         messages = (*call.messages[:own], *self._stored[call.continues], *call.messages[own:])
-        return replace(call, messages=messages, continues="")
+        return replace(call, messages=messages, continues="", size=max(call.size, SMALL + 1))
 
-    async def _answer(self, call: Call, draw: int) -> Answer:
-        parent, num_known = self._continued(call)
-        tokens, parent = self._tokens(call, parent, num_known)
+    async def _answer(self, call: Call, digest: str, draw: int) -> Answer:
+        prepared = await self.off_loop(call.size, self._prepared, call)
+        parent, num_known = prepared.parent, prepared.num_known
         kept = 0 if parent is None else parent.num_tokens
-        sampling = self._sampling(call, tokens)
-        answer_id = f"rl-{_short(_digest_of(call), str(draw))}"
-        if sampling is None:
+        sampling = self._sampling(call, prepared)
+        answer_id = f"rl-{_short(digest, str(draw))}"
+        if sampling is None or prepared.tokens is None:
             self._is_truncated = True
             choice = Choice("", "", (), "length", _NOTHING)
-            return Answer(answer_id, int(time.time()), (choice,) * call.num_choices, len(tokens), kept)
+            return Answer(answer_id, int(time.time()), (choice,) * call.num_choices, prepared.num_tokens, kept)
         self._count(call.num_choices)
+        tokens = prepared.tokens
         completions = await self._sampled(tokens, sampling, call.num_choices)
-        opened = opened_by(self._client.shown(tokens[-_PROMPT_END:]))
-        choices, nodes = [], []
-        for number, completion in enumerate(completions):
-            choice, message = self._read(call, completion, f"{answer_id}/{number}", opened)
-            node = Node(
-                parent=parent,
-                context=tokens[kept:],
-                completion=completion,
-                message=message,
-                text=self._client.read(completion.token_ids, ()).text,
-                key=_short(answer_id, str(number)),
-                has_invalid_call=choice.has_invalid_call,
-                shown="" if call.text is None else self._client.shown(np.concatenate([tokens, completion.token_ids])),
-            )
-            self._tree.add(node, call)
-            choices.append(choice)
-            nodes.append(node)
+        size = max(call.size, sum(len(completion.token_ids) for completion in completions))
+        made = await self.off_loop(size, self._made, call, prepared, answer_id, completions)
+        for _, node in made:
+            self._tree.add(node)
+        choices, nodes = [choice for choice, _ in made], [node for _, node in made]
         if parent is not None and parent.observation is None:
             said = call.messages if call.text is None else ({"role": "user", "content": call.text},)
             parent.observation = tuple(said[num_known:])
         self._answered[answer_id] = nodes
         return Answer(answer_id, int(time.time()), tuple(choices), len(tokens), kept)
 
+    def _made(
+        self, call: Call, prepared: _Prepared, answer_id: str, completions: Sequence[Completion]
+    ) -> list[tuple[Choice, Node]]:
+        """Each completion as an answer, and as a node of the tree."""
+        parent, tokens = prepared.parent, prepared.tokens
+        assert tokens is not None
+        opened = opened_by(self._client.shown(tokens[-_PROMPT_END:]))
+        made = []
+        for number, completion in enumerate(completions):
+            choice, message = self._read(call, completion, f"{answer_id}/{number}", opened)
+            node = Node(
+                parent=parent,
+                context=tokens[0 if parent is None else parent.num_tokens :],
+                completion=completion,
+                message=message,
+                text=self._client.read(completion.token_ids, ()).text,
+                key=_short(answer_id, str(number)),
+                has_invalid_call=choice.has_invalid_call,
+                shown="" if call.text is None else self._client.shown(np.concatenate([tokens, completion.token_ids])),
+                conversation=conversation_digest(call, message),
+            )
+            made.append((choice, node))
+        return made
+
     async def _sampled(self, tokens: np.ndarray, sampling: SamplingParams, num_choices: int) -> list[Completion]:
         """Completions of the first draws that no equal call has; those of a call that fails are free again."""
         # calls that differ only in what the policy does not see ask for the same draws
-        drawn = self._drawn[tokens.tobytes(), sampling]
+        drawn = self._drawn[hashlib.blake2b(tokens, digest_size=16).digest(), sampling]
         own: list[int] = []
         for _ in range(num_choices):
             own.append(_first_free(drawn))
@@ -346,6 +472,16 @@ class AgentSession:
         ]
         length, node = max(begun, key=lambda each: each[0], default=(0, None))
         return node, length
+
+    def _prepared(self, call: Call) -> _Prepared:
+        """Render and tokenise a call. Most that cannot have room are found by their size, before that."""
+        num_characters = _num_characters(call)
+        num_tokens = math.ceil(num_characters / self._client.characters_per_token)
+        if num_tokens > self._limits.max_tokens:
+            return _Prepared(num_tokens)
+        continued, num_known = self._continued(call)
+        tokens, parent = self._tokens(call, continued, num_known)
+        return _Prepared(len(tokens), tokens, parent, num_known)
 
     def _tokens(self, call: Call, parent: Node | None, num_known: int) -> tuple[np.ndarray, Node | None]:
         """The tokens to continue, and the completion that they continue; None if they begin a branch."""
@@ -374,17 +510,12 @@ class AgentSession:
                 param="messages",
             ) from error
 
-    def _sampling(self, call: Call, tokens: np.ndarray) -> SamplingParams | None:
+    def _sampling(self, call: Call, prepared: _Prepared) -> SamplingParams | None:
         """How the completion is drawn; None if there is no room for one."""
-        room = self._limits.max_tokens - len(tokens)
+        room = self._limits.max_tokens - prepared.num_tokens
         if room < 1:
             if not self._num_sampled_calls:
-                raise CallRefused(
-                    f"the conversation has {len(tokens)} tokens; the maximum is {self._limits.max_tokens} "
-                    "(policy.max_total_sequence_length), with what is sampled",
-                    code="context_length_exceeded",
-                    param="messages",
-                )
+                raise self._too_long(prepared)
             return None
         configured = self._client.sampling
         wanted = configured.max_new_tokens if call.max_new_tokens is None else call.max_new_tokens
@@ -392,6 +523,15 @@ class AgentSession:
             configured,
             max_new_tokens=min(room, configured.max_new_tokens, wanted),
             stop_strings=tuple(dict.fromkeys((*configured.stop_strings, *call.stop_strings))),
+        )
+
+    def _too_long(self, prepared: _Prepared) -> CallRefused:
+        least = "" if prepared.tokens is not None else "at least "
+        return CallRefused(
+            f"the conversation has {least}{prepared.num_tokens} tokens; the maximum is {self._limits.max_tokens} "
+            "(policy.max_total_sequence_length), with what is sampled",
+            code="context_length_exceeded",
+            param="messages",
         )
 
     def _count(self, num_completions: int) -> None:
@@ -479,6 +619,21 @@ def _split_thoughts(text: str, opened: str, *, has_calls: bool) -> tuple[str, st
         return "", text
     thoughts, _, rest = text.lstrip().removeprefix(begin).partition(THOUGHTS[begin])
     return thoughts.strip(), rest.lstrip("\n")
+
+
+def _num_characters(call: Call) -> int:
+    """A number of characters that every chat template shows: it may leave out tools, parts of the policy's turns, and
+    spaces around the others."""
+    if call.text is not None:
+        return len(call.text)
+    others = (message["content"] for message in call.messages if message["role"] != "assistant")
+    return sum(len(str(content).strip()) for content in others)
+
+
+def _result(draw: _Draw) -> Answer | None:
+    """The answer of a draw; None before it is there, and if it failed."""
+    is_done = draw.answer.done() and not draw.answer.cancelled() and draw.answer.exception() is None
+    return draw.answer.result() if is_done else None
 
 
 def _first_free(taken: set[int]) -> int:

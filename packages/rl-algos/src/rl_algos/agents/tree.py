@@ -29,6 +29,7 @@ class Node:
         key: Digest of everything that decides the completion; equal in a run that is repeated.
         has_invalid_call: True if a tool call of the turn cannot be read.
         shown: Text of the whole branch with special tokens, if it is a text that was continued as it is.
+        conversation: Digest of the conversation up to this turn; empty for a text.
         observation: Messages with which the agent continued it first; None at the end of a branch.
         rewards: Rewards of the completion by name.
     """
@@ -41,6 +42,7 @@ class Node:
     key: str
     has_invalid_call: bool = False
     shown: str = ""
+    conversation: str = ""
     observation: tuple[Message, ...] | None = None
     rewards: dict[str, float] = field(default_factory=dict)
     children: list[Node] = field(default_factory=list)
@@ -96,15 +98,14 @@ class CallTree:
                 found = node, number
         return found
 
-    def add(self, node: Node, call: Call) -> None:
+    def add(self, node: Node) -> None:
         """Add a completion of a call."""
         (self._roots if node.parent is None else node.parent.children).append(node)
-        if call.text is not None:
+        if not node.conversation:
             return
-        *_, digest = _digests([*call.messages, node.message], call.tools)
         # of equal conversations one is continued, whichever of several calls at once was answered first
-        same = self._by_conversation.setdefault(digest, node)
-        self._by_conversation[digest] = min(same, node, key=lambda each: each.key)
+        same = self._by_conversation.setdefault(node.conversation, node)
+        self._by_conversation[node.conversation] = min(same, node, key=lambda each: each.key)
 
     def drop(self, node: Node) -> None:
         """Forget a completion that nobody has received."""
@@ -140,6 +141,14 @@ class CallTree:
         transcript.add_rewards(rewards)
         is_cut = any(leaf.completion.stop_reason != "stop" for leaf in leaves)
         return transcript.rollout(truncated=is_truncated or is_cut)
+
+
+def conversation_digest(call: Call, turn: Message) -> str:
+    """Return a digest of a call's conversation with the turn that answers it; empty for a text."""
+    if call.text is not None:
+        return ""
+    *_, digest = _digests([*call.messages, turn], call.tools)
+    return digest
 
 
 def _digests(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Iterator[str]:

@@ -42,6 +42,11 @@ class GenerationClient(Protocol):
         """How this rollout's completions are drawn."""
         ...
 
+    @property
+    def characters_per_token(self) -> float:
+        """Maximum number of characters that one token stands for; infinity if there is no bound."""
+        ...
+
     async def generate(
         self,
         token_ids: np.ndarray,

@@ -15,6 +15,7 @@ from rl_algos.images.image_tokens import check_images, image_tokens, with_images
 from rl_algos.rollouts.worker.continuation import Continuation
 from rl_algos.rollouts.worker.turn_ends import TurnEnds, find_turn_ends
 from rl_algos.special_tokens import special_tokens, splits_observations, splits_prompts
+from rl_algos.token_bytes import characters_per_token
 from rl_algos.tokenizer import render
 from rl_algos.tool_calls.formats import ToolFormat, format_of
 from rl_algos.tool_calls.parsed import schemas_of
@@ -46,6 +47,11 @@ class Chat:
     def ends(self) -> TurnEnds:
         """Tokens that end a turn."""
         return find_turn_ends(self._tokenizer, self.tool_format.ends)
+
+    @cached_property
+    def characters_per_token(self) -> float:
+        """See `rl_algos.token_bytes.characters_per_token`."""
+        return characters_per_token(self._tokenizer)
 
     def read(self, token_ids: np.ndarray, tools: Sequence[Mapping[str, Any]] = ()) -> Reply:
         """The turn of these tokens.

@@ -86,6 +86,10 @@ class PlayClient:
         return self._sampling
 
     @property
+    def characters_per_token(self) -> float:
+        return self._services.chat.characters_per_token
+
+    @property
     def turns(self) -> RolloutTurns:
         """Turns so far."""
         return RolloutTurns(dict(self._completions), self._conversations.turns if self._conversations else ())
