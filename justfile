@@ -43,7 +43,7 @@ locks:
 
 # all tests of the suites that have slow, largely redundant cases; takes hours
 every-case *args:
-    uv run tox -e lint,core,algos,dtensor,megatron,vllm,launch,integration -- --every-case --timeout 3600 "$@"
+    uv run tox -e lint,core,envs,algos,dtensor,megatron,vllm,launch,integration -- --every-case --timeout 3600 "$@"
 
 # version, changelog and dependents of a package: just release rl-core 0.2.0
 release package version:

@@ -16,14 +16,15 @@ from rl_core.errors import DataError
 from rl_core.rollouts.agent_run import AgentRun, this_network
 from rl_core.rollouts.environment import Conversation, StepResult, UnusableAnswer
 from rl_envs.calculations.dataset import load as calculations
-from rl_envs.repository.config import START_FILES, TEST_FILES, RepositoryConfig
+from rl_envs.repository.config import RUN_FILES, SOURCE_FILES, TEST_FILES, RepositoryConfig
 from rl_envs.repository.dataset import load
 from rl_envs.repository.environment import RepositoryEnvironment
 from rl_envs.repository.job import AgentUnreachable, check_reached_from, relay_to
 from rl_envs.repository.row_check import check
 from rl_envs.repository.scoring import score
+from rl_envs.repository.solution import SolutionFiles, ignored, installed_modules
 from rl_envs.repository.task import read_task
-from rl_envs.repository.working_copy import Repositories, RepositoryUnreadable, changes, is_protected
+from rl_envs.repository.working_copy import Repositories, RepositoryUnreadable
 from rl_envs.sandbox.cancellation import Cancellation
 from rl_envs.sandbox.program import Limits
 from rl_envs.sandbox.sandbox import Sandbox, SandboxUnavailable
@@ -91,39 +92,62 @@ def test_rows_of_a_file_find_repositories_beside_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "is_kept"),
+    ("path", "counts"),
     [
-        ("test_a.py", True),
-        ("src/test_a.py", True),
-        ("src/tests/deep/data.txt", True),
-        ("conftest.py", True),
-        ("src/sitecustomize.py", True),
-        (".git/config", True),
-        ("src/latest_a.py", False),
-        ("contests/a.py", False),
-        ("main.py", False),
+        ("main.py", True),
+        ("src/latest_a.py", True),
+        ("contests/a.py", True),
+        ("package/new/__init__.py", True),
+        ("package/types.py", True),
+        ("new/json/decoder.js", True),
+        ("docs/page.md", True),
+        ("testing/a.py", False),
+        ("src/test_a.py", False),
+        ("src/tests/deep/data.py", False),
+        ("src/types.py", False),
+        ("src/json/a.py", False),
+        ("src/sitecustomize.py", False),
+        (".git/config.py", False),
+        ("data.json", False),
+        ("Makefile", False),
     ],
 )
-def test_files_of_tests_and_of_what_starts_python_are_protected(path: str, is_kept: bool) -> None:
-    assert is_protected(path, [*TEST_FILES, *START_FILES]) == is_kept
+def test_new_sources_count_unless_a_tool_runs_them_or_they_replace_a_module(path: str, counts: bool) -> None:
+    base = [Entry("package/__init__.py", b""), Entry("src/a.py", b""), Entry("tests/test_a.py", b"")]
+    assert (path in {entry.path for entry in _seen(base, [*base, Entry(path, b"new")])}) == counts
 
 
-def test_changes_leave_protected_files_as_they_were() -> None:
-    base = [Entry("a.py", b"1"), Entry("gone.py", b"2"), Entry("tests/test_a.py", b"3"), Entry("test_b.py", b"4")]
+def _seen(base: list[Entry], left: list[Entry], solution: tuple[str, ...] = SOURCE_FILES) -> list[Entry]:
+    task = read_task(ROW, Path())
+    return SolutionFiles(base, task, solution, [*TEST_FILES, *RUN_FILES], installed_modules([])).working_copy(left)
+
+
+def test_other_files_are_those_of_the_repository() -> None:
+    base = [
+        Entry("a.py", b"1"),
+        Entry("gone.py", b"2"),
+        Entry("tests/test_a.py", b"3"),
+        Entry("test_b.py", b"4"),
+        Entry("link.py", link="a.py"),
+        Entry("data.json", b"5"),
+    ]
     left = [
         Entry("a.py", b"changed"),
         Entry("new.py", b"new"),
         Entry("tests", link="new.py"),
-        Entry("test_b.py/inside", b"5"),
+        Entry("test_b.py/inside.py", b"5"),
         Entry("conftest.py", b"6"),
+        Entry("link.py", b"7"),
+        Entry("other.py", link="a.py"),
+        Entry("data.json", b"8"),
     ]
-    found = changes(base, left, [*TEST_FILES, *START_FILES])
-    assert {(entry.path, entry.content) for entry in found} == {
-        ("a.py", b"changed"),
-        ("new.py", b"new"),
-        ("tests/test_a.py", b"3"),
-        ("test_b.py", b"4"),
-    }
+    own = {("tests/test_a.py", b"3"), ("test_b.py", b"4"), ("link.py", None), ("data.json", b"5")}
+    solved = {("a.py", b"changed"), ("new.py", b"new")}
+    seen = _seen(base, left)
+    assert {(entry.path, entry.content) for entry in seen} == own | solved
+    assert ignored(left, seen) == ["conftest.py", "data.json", "link.py", "other.py", "test_b.py/inside.py", "tests"]
+    wider = {(entry.path, entry.content) for entry in _seen(base, left, (*SOURCE_FILES, "*.json"))}
+    assert wider == own - {("data.json", b"5")} | solved | {("data.json", b"8")}
 
 
 def test_commits_of_a_repository_are_read_without_its_history(tmp_path: Path) -> None:

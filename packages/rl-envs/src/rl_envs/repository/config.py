@@ -10,13 +10,30 @@ from rl_core.config import Config, PathText, Problem, ProblemError, WhenChanged
 from rl_core.environments.config import EnvironmentConfig
 from rl_envs.sandbox.config import SandboxConfig
 
+_SOURCES = """
+bash c cc cjs clj cljs cpp cs css cts cu cuh cxx d dart el elm erl ex f90 fish fs fsx gleam go graphql h hh hpp
+hrl hs htm html hxx j2 java jinja jl js jsx kt less lisp lua m md mjs ml mli mm mts nim pas php pl pm proto pxd py pyi
+pyx r rb rkt rs rst sass scala scm scss sh sql svelte swift tcl tex ts tsx v vb vhd vhdl vue zig zsh
+"""
+SOURCE_FILES = tuple(f"*.{suffix}" for suffix in _SOURCES.split())
+"""Patterns of program sources and documents: suffixes that no configuration of a test command has."""
 TEST_FILES = (
-    *("test_*.py", "*_test.py", "tests/*", "test/*", "conftest.py"),
-    *("pytest.ini", ".pytest.ini", "pyproject.toml", "tox.ini", "setup.cfg"),
+    *("test*", "*_test.*", "*_tests.*", "*[.-]test.*", "*Test.*", "*Tests.*", "*_tests/*", "__tests__/*"),
+    *("*[._-]spec.*", "*Spec.*", "spec/*", "features/steps/*", "features/environment.py"),
 )
-"""Patterns of files whose changes do not count: tests, and what configures them."""
-START_FILES = ("sitecustomize.py", "usercustomize.py", "*.pth", "*.pyc", ".git/*")
-"""Patterns of files whose changes do not count, because Python or git would run them by themselves."""
+"""Patterns of tests."""
+RUN_FILES = (
+    # sources that Python, build tools and test commands run by themselves
+    *("conftest.py", "sitecustomize.py", "usercustomize.py", "setup.py", "noxfile.py", "toxfile.py", "fabfile.py"),
+    *("dodo.py", "hatch_build.py", "*.config.*", "*.conf.*", "*.setup.*", "*.workspace.*", "gulpfile.*", "Gruntfile.*"),
+    *("Jakefile.*", "build.rs", "build.zig", "build.clj", "user.clj", "project.clj", "Package.swift", "Setup.hs"),
+    *("setup_suite.*", "project/*.scala", "minitest/*", "rubygems_plugin.rb", "__mocks__/*", "buildSrc/*"),
+    *("node_modules/*", "vendor/*", ".*"),
+    # settings, for those who add patterns to `solution`
+    *("pytest.*", "pyproject.toml", "tox.ini", "setup.cfg", "package.json", "*.dist-info/*", "*.egg-info/*"),
+    *("*.pth", "*.pyc"),
+)
+"""Patterns of files that are read or run before a solution is, and of hidden files."""
 
 
 class RepositorySandboxConfig(SandboxConfig):
@@ -46,9 +63,13 @@ class RepositoryConfig(EnvironmentConfig):
     reward: Literal["all", "share"] = "all"
     """Reward of a working copy: `all` is 1 if every test command succeeds, and the commands end at the first that
     fails; `share` is the fraction that succeed."""
-    protected: list[str] = [*TEST_FILES, *START_FILES]
-    """Patterns of files whose changes by an agent do not count. A pattern matches a path in the repository, the end of
-    a path after a slash, or all files of a folder (`tests/*`). An agent that may change the tests can pass them."""
+    solution: list[str] = [*SOURCE_FILES]
+    """Patterns of files whose changes by an agent count: program sources and documents. Other files configure tools
+    and are those of the repository. A pattern matches a path in the repository, the end of a path after a slash, or all
+    files of a folder (`data/*`). Add patterns of other files that belong to solutions, such as `CMakeLists.txt`."""
+    protected: list[str] = [*TEST_FILES, *RUN_FILES]
+    """Patterns of files that do not count although they match `solution`: tests, and sources that tools run by
+    themselves. An agent that may change the tests can pass them."""
     max_batch: Annotated[int, WhenChanged.RESUME] = Field(default=64, ge=1)
     """Maximum number of agents that one call asks for their end; a call does not wait for any of them."""
     max_concurrent: Annotated[int | None, WhenChanged.RESUME] = Field(default=32, ge=1)

@@ -14,7 +14,7 @@ from rl_envs.repository.working_copy import Repositories
 from rl_envs.sandbox.sandbox import open_sandbox
 
 SHOWN = 300
-"""Maximum number of characters of a problem that are reported."""
+"""Maximum number of characters of a problem, and of the paths of ignored files, that are reported."""
 MAX_OUTPUT = 2**18
 """Maximum number of characters of an agent's output that are reported, from its end."""
 _AT_WORK = ({"role": "user", "content": "The agent is at work."},)
@@ -65,4 +65,5 @@ class RepositoryEnvironment:
         share = result.score.num_passed / result.score.num_tests
         passed = float(share == 1.0)
         reward = {"reward": share if self._config.reward == "share" else passed, "passed": passed}
-        return StepResult(reward=reward, info={**told, "problem": result.score.problem[:SHOWN]})
+        ignored = ", ".join(result.ignored)[:SHOWN]
+        return StepResult(reward=reward, info={**told, "problem": result.score.problem[:SHOWN], "ignored": ignored})

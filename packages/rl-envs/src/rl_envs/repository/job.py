@@ -14,8 +14,9 @@ from rl_core.errors import RLError
 from rl_core.rollouts.agent_run import AgentRun, this_network
 from rl_envs.repository.config import RepositoryConfig
 from rl_envs.repository.scoring import FOLDER, Score, placed, score
+from rl_envs.repository.solution import SolutionFiles, ignored, installed_modules
 from rl_envs.repository.task import RepositoryTask
-from rl_envs.repository.working_copy import Repositories, changes
+from rl_envs.repository.working_copy import Repositories
 from rl_envs.sandbox import tree
 from rl_envs.sandbox.cancellation import Cancellation
 from rl_envs.sandbox.program import Outcome, Program
@@ -43,12 +44,14 @@ class Result:
         failure: Why it failed; empty if it did not.
         output: What it wrote to stdout, then to stderr.
         ended: How it ended, in words.
+        ignored: Paths of files that it wrote and that do not count.
     """
 
     score: Score | None
     failure: str = ""
     output: str = ""
     ended: str = ""
+    ignored: Sequence[str] = ()
 
 
 class AgentJob:
@@ -103,15 +106,19 @@ class AgentJob:
         if failure := _failure(outcome, ended):
             return Result(None, failure, output, ended)
         left = tree.unpack(outcome.snapshot, limits.scratch_mib * 2**20)
+        config = self._config
+        installed = installed_modules(config.sandbox.python_path)
+        solution = SolutionFiles(base, self._task, config.solution, config.protected, installed)
+        files = solution.working_copy(left)
         found = score(
-            changes(base, left, self._config.protected),
+            files,
             self._task,
             self._runner,
             limits,
             self._cancellation,
-            stop_early=self._config.reward == "all",
+            stop_early=config.reward == "all",
         )
-        return Result(found, "", output, ended)
+        return Result(found, "", output, ended, ignored(left, files))
 
     def _program(self, base: Sequence[Entry]) -> Program:
         agent = self._agent

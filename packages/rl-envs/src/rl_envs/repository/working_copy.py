@@ -1,11 +1,10 @@
-"""Working copies: the files of a repository, and the changes that an agent made to them."""
+"""Working copies: the files of a repository, and files that are laid over them."""
 
 from __future__ import annotations
 
-import fnmatch
 import subprocess
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from rl_core.errors import RLError
@@ -68,22 +67,6 @@ class Repositories:
         return tuple(each for each in found if each.content is not None or each.link)
 
 
-def changes(base: Sequence[Entry], left: Sequence[Entry], protected: Sequence[str]) -> list[Entry]:
-    """The files of a changed working copy as its tests may see them.
-
-    Args:
-        base: Files of the repository.
-        left: What an agent left.
-        protected: Patterns of files that keep what they have in the repository.
-
-    Returns:
-        Files and links of the working copy, those that match a pattern as they are in the repository.
-    """
-    kept = [entry for entry in left if _is_file(entry) and not is_protected(entry.path, protected)]
-    own = [entry for entry in base if is_protected(entry.path, protected)]
-    return overlaid(kept, own)
-
-
 def overlaid(entries: Iterable[Entry], files: Iterable[Entry]) -> list[Entry]:
     """Entries with further files laid over them: what is in the way of one is left out."""
     laid = list(files)
@@ -100,16 +83,6 @@ def overlaid(entries: Iterable[Entry], files: Iterable[Entry]) -> list[Entry]:
 def texts(files: Mapping[str, str]) -> list[Entry]:
     """Entries of files by path."""
     return [Entry(path, text.encode()) for path, text in files.items()]
-
-
-def is_protected(path: str, patterns: Sequence[str]) -> bool:
-    """Return whether a path, or the end of it after a slash, matches a pattern."""
-    ends = [path, *(path.split("/", depth)[-1] for depth in range(1, path.count("/") + 1))]
-    return any(fnmatch.fnmatchcase(end, pattern) for end in ends for pattern in patterns)
-
-
-def _is_file(entry: Entry) -> bool:
-    return entry.content is not None or bool(entry.link)
 
 
 def _archive(repository: Path, commit: str) -> bytes:

@@ -9,6 +9,7 @@ import re
 import runpy
 import site
 import sys
+import tempfile
 import threading
 import traceback
 import types
@@ -23,6 +24,8 @@ MAX_DIGITS = 100_000
 """Maximum number of decimal digits of an integer that a program converts from or to text; Python's own limit, 4300, is
 below what tests ask for."""
 
+# A program may replace the function in the module `os`.
+_exit = os._exit
 _OWN = (__file__, runpy.__file__, "<frozen runpy>")
 """Files of the frames that a traceback does not show."""
 QUITTERS = ("<frozen _sitebuiltins>", "_sitebuiltins.py")
@@ -135,7 +138,7 @@ def run_command(
             os._exit(_replaced(command) if commands else _unknown(command))
     if end.is_by_main or not end.place.startswith(f"{folder}/"):
         completed()
-    os._exit(end.code)
+    _exit(end.code)
 
 
 @dataclass(frozen=True)
@@ -180,6 +183,7 @@ def _prepare(path: Sequence[str], arguments: Sequence[str], folder: str, variabl
     os.environ.clear()
     os.environ.update({"HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8", **variables})
     random.seed(0)
+    tempfile.tempdir = None  # the sandbox may have looked for its own temporary folder before
     sys.set_int_max_str_digits(MAX_DIGITS)
     for name, descriptor, mode in (("stdin", 0, "r"), ("stdout", 1, "w"), ("stderr", 2, "w")):
         errors = "backslashreplace" if name == "stderr" else "surrogateescape"

@@ -1,0 +1,141 @@
+"""The part of an agent's changes that counts: source files which no test command reads as its own."""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import posixpath
+import re
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+
+from rl_envs.repository.scoring import is_python
+from rl_envs.repository.task import RepositoryTask
+from rl_envs.repository.working_copy import overlaid
+from rl_envs.sandbox.tree import Entry, parents
+
+TEST_PROGRAMS = ("pytest", "unittest")
+"""Modules whose arguments are tests."""
+INTERPRETERS = ("bash", "bun", "dash", "deno", "node", "perl", "php", "ruby", "sh", "zsh")
+"""Commands whose first argument is the program that they run."""
+MISSED_MODULES = ("org",)
+"""Modules that Python's library tries to import, and does not have."""
+
+
+class SolutionFiles:
+    """Decides which of the files that an agent leaves count. The others are as they are in the repository.
+
+    Args:
+        base: Files of the repository.
+        task: The tests.
+        solution: Patterns of files that may count.
+        protected: Patterns of files that do not count.
+        installed: Names of the modules that tests import from elsewhere, as `installed_modules` returns them.
+    """
+
+    def __init__(
+        self,
+        base: Sequence[Entry],
+        task: RepositoryTask,
+        solution: Sequence[str],
+        protected: Sequence[str],
+        installed: frozenset[str],
+    ) -> None:
+        self._base, self._solution, self._protected, self._installed = base, solution, protected, installed
+        files = {entry.path for entry in base}
+        self._exam = files.intersection(_executed(task.commands)) | set(task.test_files)
+        self._known = {""}.union(files, *map(parents, files))
+        tests = [path for path in files | self._exam if path.endswith(".py") and self._is_exam(path)]
+        self._folders_of_tests = {""}.union(*map(parents, tests)) if tests else set()
+
+    def working_copy(self, left: Sequence[Entry]) -> list[Entry]:
+        """Return the files and links that tests see.
+
+        Args:
+            left: Files that the agent left.
+        """
+        packages = set(self._packages(left))
+        counting = [entry for entry in left if self._may_count(entry) and not self._takes_place(entry.path, packages)]
+        own = [entry for entry in self._base if not self._may_count(entry)]
+        return overlaid(counting, own)
+
+    def _packages(self, left: Iterable[Entry]) -> Iterator[str]:
+        """Yield the folders that are packages. Python may import directly from a folder that was none before."""
+        for folder, name in (posixpath.split(entry.path) for entry in left):
+            if name == "__init__.py" and (f"{folder}/{name}" in self._known or folder not in self._known):
+                yield folder
+
+    def _may_count(self, entry: Entry) -> bool:
+        """Return whether an entry is a file of a solution by its path."""
+        return entry.content is not None and matches(entry.path, self._solution) and not self._is_exam(entry.path)
+
+    def _is_exam(self, path: str) -> bool:
+        """Return whether a file belongs to the tests. A package comes before a module with the same name."""
+        modules = [path, *(f"{parent}.py" for parent in parents(path))]
+        return any(each in self._exam or matches(each, self._protected) for each in modules)
+
+    def _takes_place(self, path: str, packages: set[str]) -> bool:
+        """Return whether a new file would be imported instead of an installed module, or whenever tests are."""
+        folder, name = posixpath.split(path)
+        if path in self._known or not name.endswith(".py"):
+            return False
+        if name == "__init__.py" and folder in self._folders_of_tests:
+            return True
+        new = next(each for each in [*parents(path), path] if each not in self._known)
+        return any(
+            posixpath.basename(each).partition(".")[0] in self._installed
+            for each in [*parents(path), path]
+            if each.startswith(new) and posixpath.dirname(each) not in packages
+        )
+
+
+def installed_modules(python_path: Iterable[str]) -> frozenset[str]:
+    """Return the names of the modules of Python's library and of folders with packages."""
+    folders = [os.listdir(folder) for folder in python_path if Path(folder).is_dir()]
+    found = {name.partition(".")[0] for names in folders for name in names}
+    return sys.stdlib_module_names.union(found, MISSED_MODULES)
+
+
+def matches(path: str, patterns: Iterable[str]) -> bool:
+    """Return whether a path, or the end of it after a slash, matches a pattern."""
+    pattern = _compiled(tuple(patterns))
+    return any(pattern.match(path, start) for start in [0, *(found.end() for found in re.finditer("/", path))])
+
+
+@cache
+def _compiled(patterns: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(map(fnmatch.translate, patterns)) or r"(?!)")
+
+
+def ignored(left: Iterable[Entry], seen: Iterable[Entry]) -> list[str]:
+    """Return the paths of files that an agent left and that its tests do not see so, without Python's caches."""
+    known = {(entry.path, entry.content, entry.link) for entry in seen}
+    return sorted(
+        entry.path
+        for entry in left
+        if (entry.path, entry.content, entry.link) not in known
+        and (entry.content is not None or entry.link)
+        and "__pycache__" not in entry.path
+    )
+
+
+def _executed(commands: Iterable[Sequence[str]]) -> Iterator[str]:
+    """Yield the paths that a file may have which a command executes."""
+    for command in commands:
+        program, *arguments = command
+        match arguments:
+            case ["-m", module, *tests] if module in TEST_PROGRAMS:
+                names = tests
+            case ["-m", module, *_]:
+                names = [module]
+            case [file, *_] if posixpath.basename(program) in INTERPRETERS or is_python(command):
+                names = [file]
+            case _:
+                names = [program, *(arguments if posixpath.basename(program) in TEST_PROGRAMS else [])]
+        for name in names:
+            yield posixpath.normpath(name.partition("::")[0])
+            yield f"{name.replace('.', '/')}/__main__.py"
+            parts = name.split(".")
+            yield from ("/".join(parts[: end + 1]) + ".py" for end in range(len(parts)))
