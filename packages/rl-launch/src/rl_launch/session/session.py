@@ -25,6 +25,7 @@ from rl_core.rollouts.group import RolloutGroup
 from rl_core.run import Checkpointable
 from rl_core.stacks import FOLDER as STACKS_FOLDER
 from rl_core.stacks import stop_writing_stacks, write_stacks_of
+from rl_launch.placement.bundles import DevicesLost
 from rl_launch.session.callbacks.callback_classes import MadeCallback
 from rl_launch.session.callbacks.callbacks import Callbacks
 from rl_launch.session.checkpoints.checkpoints import ADAPTER, Checkpoints
@@ -309,6 +310,21 @@ class RunSession:
         self._is_goal_met = self._is_goal_met or not self._stop.reason
         self._stop.ask(reason)
 
+    def interrupt(self, reason: str) -> None:
+        """End after the current step, having saved: the same command resumes the run."""
+        self._stop.ask(reason)
+
+    def is_ending(self, num_signals: int) -> bool:
+        """See `StopRequest.is_ending`."""
+        return self._stop.is_ending(num_signals)
+
+    def abandon(self, error: BaseException | None) -> None:
+        """Write how the run ended, for a process that ends without leaving this context: nothing more is saved."""
+        if isinstance(error, SystemExit):
+            self._stop.unwound_by = self._stop.unwound_by or signal.SIGTERM
+        self._note_end(error)
+        self._metrics.close()
+
     def _iterate(self, first: int) -> Iterator[int]:
         for step in range(first, self._max_steps + 1):
             if self._stop.reason:
@@ -416,14 +432,16 @@ class RunSession:
         end = RunEnd(status, reason, self._done, self._max_steps, self._metrics.last)
         self._observer.end(end)
         self._callbacks.end(end)
+        at_once = error is not None and not isinstance(error, Exception)
+        self._metrics.close(status, at_once=at_once)
         if self._pusher is not None:
-            at_once = error is not None and not isinstance(error, Exception)
             self._pusher.end(is_finished=status == "finished", at_once=at_once)
 
     def _outcome(self, error: BaseException | None) -> tuple[EndStatus, str]:
         """How the run ended, and why."""
         if isinstance(error, Exception):
-            return "failed", (str(error) or type(error).__name__).partition("\n")[0]
+            status: EndStatus = "interrupted" if isinstance(error, DevicesLost) else "failed"
+            return status, (str(error) or type(error).__name__).partition("\n")[0]
         if error is not None:
             return "interrupted", self._stop.why_unwound(error, has_begun=self._has_begun)
         if self.is_finished:

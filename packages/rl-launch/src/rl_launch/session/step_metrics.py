@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from rl_core.callback import EndStatus
 from rl_core.metrics import Metric, results
 from rl_launch.session.config import CheckpointingConfig
 from rl_launch.session.directory.run_state import Best, BestSoFar
 from rl_launch.session.rollouts.run_files import MetricsFile
-from rl_launch.session.tracking.writers import MetricWriter, MetricWriters
+from rl_launch.session.tracking.writers import MetricWriters
 
 _logger = logging.getLogger(__name__)
 
@@ -56,9 +57,9 @@ class StepMetrics:
         """Return True if no line has been written, in this or an earlier session."""
         return not self._file.read()
 
-    def attach(self, writers: Sequence[MetricWriter]) -> None:
+    def attach(self, writers: MetricWriters) -> None:
         """Give all later steps to these writers, too."""
-        self._writers = MetricWriters(writers)
+        self._writers = writers
 
     def resume_after(self, step: int) -> list[dict[str, Any]]:
         """Remove the lines of later steps; returns the others.
@@ -90,9 +91,9 @@ class StepMetrics:
         """Write all lines to the disk; call it before anything that relies on them."""
         self._file.sync()
 
-    def close(self) -> None:
-        """Close the writers."""
-        self._writers.close()
+    def close(self, status: EndStatus = "failed", *, at_once: bool = False) -> None:
+        """Close the writers, unless they are closed; see `MetricWriters.close`."""
+        self._writers.close(status, at_once=at_once)
 
     def _write(self, step: int, metrics: Mapping[str, float]) -> None:
         odd = sorted(name for name, value in metrics.items() if not np.isfinite(value))

@@ -1,6 +1,8 @@
 """Trackers, with small modules in the place of their packages, and with the packages where they are installed."""
 
 import importlib.util
+import json
+import struct
 import sys
 from types import SimpleNamespace
 
@@ -34,6 +36,7 @@ class Tracked:
     def __init__(self, **settings):
         self.settings = settings
         self.rows = []
+        self.said = []
         self.is_finished = False
 
     def define_metric(self, *names, **settings): ...
@@ -42,8 +45,15 @@ class Tracked:
         assert not self.is_finished
         self.rows.append((step, row))
 
-    def finish(self):
+    def mark_preempting(self):
+        self.said.append("preempting")
+
+    def alert(self, title):
+        self.said.append(title)
+
+    def finish(self, **end):
         self.is_finished = True
+        self.said += end.values()
         sys.stdout.write("finished")
 
 
@@ -62,16 +72,22 @@ def settings(**logger):
     return counting.CountingConfig(logger=LoggerConfig.model_validate({"tensorboard_enabled": False, **logger}))
 
 
+def fail(session, step):
+    if step == 4:
+        raise RuntimeError
+
+
+def interrupt(session, step):
+    if step == 4:
+        session._stop.ask("SIGTERM")
+
+
 LABELS = {"name": "baseline", "group": "lr", "tags": ["a", "b"], "notes": "why"}
 
 
 def test_weights_and_biases_gets_the_labels_and_a_resumed_run_continues_it(tmp_path, installed):
     wandb = installed("wandb", of_kind("wandb"))
     given = settings(wandb_enabled=True, wandb={"entity": "team", "mode": "offline"}, **LABELS)
-
-    def fail(session, step):
-        if step == 4:
-            raise RuntimeError
 
     with pytest.raises(RuntimeError):
         counting.run(tmp_path, given, at_step=fail)
@@ -84,7 +100,7 @@ def test_weights_and_biases_gets_the_labels_and_a_resumed_run_continues_it(tmp_p
     assert first["id"] == second["id"]
     assert first["resume"] == "allow"
     assert all(run.is_finished for run in wandb.made)
-    assert [row["step"] for _, row in wandb.made[1].rows] == [3, 4, 5, 6]
+    assert [[row["step"] for _, row in run.rows] for run in wandb.made] == [[1, 2, 3], [4, 5, 6]]
 
 
 def test_weights_and_biases_without_labels_decides_itself(tmp_path, installed):
@@ -99,10 +115,6 @@ def test_trackio_gets_every_step_and_a_resumed_run_continues_it(tmp_path, instal
     trackio = installed("trackio", of_kind("trackio"))
     given = settings(trackio_enabled=True, trackio={"project": "mine", "space_id": "me/runs"}, **LABELS)
 
-    def fail(session, step):
-        if step == 4:
-            raise RuntimeError
-
     with pytest.raises(RuntimeError):
         counting.run(tmp_path, given, at_step=fail)
     counting.run(tmp_path, given)
@@ -112,9 +124,10 @@ def test_trackio_gets_every_step_and_a_resumed_run_continues_it(tmp_path, instal
     assert first.settings["name"].startswith("baseline-")
     assert first.settings["name"] == second.settings["name"]
     assert first.settings["resume"] == "allow"
-    assert [step for step, _ in second.rows] == [3, 4, 5, 6]
-    assert second.rows[0][1]["train/loss"] == counting.metrics(tmp_path)[2]["train/loss"]
-    assert first.is_finished
+    assert [[step for step, _ in run.rows] for run in trackio.made] == [[1, 2, 3], [4, 5, 6]]
+    assert second.rows[0][1]["train/loss"] == counting.metrics(tmp_path)[3]["train/loss"]
+    assert first.settings["config"]["tags"] == ["a", "b"]
+    assert first.settings["config"]["notes"] == "why"
     assert capsys.readouterr().out == ""
 
 
@@ -134,7 +147,7 @@ class Mlflow:
         self.runs = {}
         self.updates = []
         self.tracking = SimpleNamespace(MlflowClient=self._client)
-        self.entities = SimpleNamespace(Metric=lambda *values: values)
+        self.entities = SimpleNamespace(Metric=lambda *values: values, Param=lambda key, value: (key, value))
 
     def get_tracking_uri(self):
         return "sqlite:///mlflow.db"
@@ -146,35 +159,105 @@ class Mlflow:
         return SimpleNamespace(
             get_experiment_by_name=lambda name: SimpleNamespace(experiment_id="7"),
             create_run=self._create_run,
+            get_run=lambda run_id: SimpleNamespace(data=self.runs[run_id]),
             log_dict=lambda *args: None,
-            update_run=lambda run_id, **values: self.updates.append((run_id, values)),
-            set_tag=lambda run_id, key, value: self.runs[run_id].__setitem__(key, value),
-            log_batch=lambda run_id, metrics: self.runs[run_id].setdefault("steps", []).append(metrics[0][3]),
-            set_terminated=lambda run_id: self.updates.append((run_id, "ended")),
+            update_run=lambda run_id, **values: self.updates.append(values["status"]),
+            set_tag=lambda run_id, key, value: self.runs[run_id].tags.__setitem__(key, value),
+            delete_tag=lambda run_id, key: self.runs[run_id].tags.__delitem__(key),
+            log_batch=self._log_batch,
+            set_terminated=lambda run_id, status: self.updates.append(status),
         )
 
     def _create_run(self, experiment, run_name):
         run_id = f"run-{len(self.runs)}"
-        self.runs[run_id] = {"name": run_name}
+        self.runs[run_id] = SimpleNamespace(tags={}, params={}, steps=[])
         return SimpleNamespace(info=SimpleNamespace(run_id=run_id))
 
+    def _log_batch(self, run_id, metrics=(), params=()):
+        run = self.runs[run_id]
+        run.steps += [metrics[0][3]] if metrics else []
+        assert not {key for key, _ in params} & run.params.keys(), "a parameter is immutable"
+        assert len(params) <= 100
+        run.params |= dict(params)
 
-def test_mlflow_gets_the_labels_and_a_resumed_run_continues_it(tmp_path, installed):
+
+def test_mlflow_gets_labels_parameters_and_every_step_once(tmp_path, installed):
     mlflow = installed("mlflow", Mlflow())
     given = settings(mlflow_enabled=True, **LABELS)
-
-    def fail(session, step):
-        if step == 4:
-            raise RuntimeError
-
     with pytest.raises(RuntimeError):
         counting.run(tmp_path, given, at_step=fail)
-    counting.run(tmp_path, given)
     [run] = mlflow.runs.values()
-    tags = {"group": "lr", "tags": "a, b", "mlflow.note.content": "why"}
-    assert run == {"name": "baseline", "steps": [1, 2, 3, 3, 4, 5, 6], **tags}
-    running = ("run-0", {"status": "RUNNING", "name": "baseline"})
-    assert mlflow.updates == [running, ("run-0", "ended"), running, ("run-0", "ended")]
+    labels = {"group": "lr", "tags": "a, b", "mlflow.note.content": "why", "a": "true", "b": "true"}
+    assert run.tags == {"run_dir": str(tmp_path), **labels}
+    assert run.params["logger.tags"] == "['a', 'b']"
+    assert "loop.learning_rate" not in run.params
+    write_labels(tmp_path / DESCRIPTION, Labels("baseline", "lr", ("b", "c"), "why"))
+    loop = given.loop.model_copy(update={"max_num_steps": 7})
+    counting.run(tmp_path, given.model_copy(update={"loop": loop}))
+    assert run.steps == [1, 2, 3, 4, 5, 6, 7]
+    assert run.params["loop.max_num_steps"] == "7"
+    assert (run.tags["b"], run.tags["c"], "a" in run.tags) == ("true", "true", False)
+    assert mlflow.updates == ["RUNNING", "FAILED", "RUNNING", "FINISHED"]
+
+
+def test_a_parameter_that_a_resumed_run_changes_becomes_a_tag(tmp_path, installed):
+    mlflow = installed("mlflow", Mlflow())
+    for steps in (7, 8):
+        given = settings(mlflow_enabled=True)
+        counting.run(tmp_path, given.model_copy(update={"loop": counting.LoopConfig(max_num_steps=steps)}))
+    [run] = mlflow.runs.values()
+    assert run.params["loop.max_num_steps"] == "7"
+    assert run.tags["resumed.loop.max_num_steps"] == "8"
+
+
+@pytest.mark.parametrize("value", ["x" * 10_000, "\u00fc" * 700])
+def test_a_parameter_is_cut_to_what_every_mlflow_takes(tmp_path, installed, value):
+    mlflow = installed("mlflow", Mlflow())
+    counting.run(tmp_path, settings(mlflow_enabled=True, notes=value))
+    [run] = mlflow.runs.values()
+    assert run.params["logger.notes"] == value[:500]
+
+
+# what each tracker is told of a run that fails at step 4, is told to end there, and finishes
+ENDS = {
+    "wandb": (lambda made: [run.said for run in made], [[1], ["preempting", 75], [0]]),
+    "trackio": (lambda made: [run.said for run in made], [["run failed"], ["run interrupted"], []]),
+}
+
+
+@pytest.mark.parametrize("tracker", ENDS)
+def test_a_tracker_hears_how_a_run_has_ended(tmp_path, installed, tracker):
+    told, expected = ENDS[tracker]
+    module = installed(tracker, of_kind(tracker))
+    given = settings(**{f"{tracker}_enabled": True})
+    with pytest.raises(RuntimeError):
+        counting.run(tmp_path, given, at_step=fail)
+    counting.run(tmp_path, given, at_step=interrupt)
+    counting.run(tmp_path, given)
+    assert told(module.made) == expected
+
+
+def test_mlflow_hears_that_a_run_was_interrupted(tmp_path, installed):
+    mlflow = installed("mlflow", Mlflow())
+    counting.run(tmp_path, settings(mlflow_enabled=True), at_step=interrupt)
+    assert mlflow.updates == ["RUNNING", "KILLED"]
+
+
+def test_steps_that_a_tracker_was_not_given_come_when_they_are_made_again(tmp_path, installed, monkeypatch):
+    wandb, given = installed("wandb", of_kind("wandb")), settings(wandb_enabled=True)
+    log = Tracked.log
+
+    def away(self, row, step=None):
+        if row["step"] == 2:
+            raise ConnectionError
+        log(self, row)
+
+    monkeypatch.setattr(Tracked, "log", away)
+    with pytest.raises(RuntimeError):
+        counting.run(tmp_path, given, at_step=fail)
+    monkeypatch.setattr(Tracked, "log", log)
+    counting.run(tmp_path, given)
+    assert [[row["step"] for _, row in run.rows] for run in wandb.made] == [[1], [3, 4, 5, 6]]
 
 
 def test_a_store_that_mlflow_cannot_open_is_refused_before_the_run(installed):
@@ -206,7 +289,7 @@ def test_the_default_store_is_tried(installed):
 
 def test_mlflow_itself_writes_into_a_database_and_refuses_folders(tmp_path, monkeypatch):
     mlflow = pytest.importorskip("mlflow")
-    monkeypatch.chdir(tmp_path)  # where it puts config.json
+    monkeypatch.chdir(tmp_path)
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
     given = settings(mlflow_enabled=True, mlflow={"tracking_uri": uri}, **LABELS)
     check_mlflow_store(given.logger)
@@ -214,6 +297,8 @@ def test_mlflow_itself_writes_into_a_database_and_refuses_folders(tmp_path, monk
     client = mlflow.tracking.MlflowClient(tracking_uri=uri)
     run = client.get_run((tmp_path / "run/logs/mlflow_run_id").read_text())
     assert (run.info.run_name, run.info.status) == ("baseline", "FINISHED")
+    assert client.search_runs([run.info.experiment_id], "tags.a = 'true' and params.`logger.name` = 'baseline'")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mlartifacts", "mlflow.db", "run"]
     assert [value.step for value in client.get_metric_history(run.info.run_id, "train/loss")] == [1, 2, 3, 4, 5, 6]
     with pytest.raises(ConfigError, match=r"cannot write to .*mlruns"):
         check_mlflow_store(settings(mlflow_enabled=True, mlflow={"tracking_uri": str(tmp_path / "mlruns")}).logger)
@@ -224,10 +309,6 @@ def test_trackio_itself_keeps_the_steps_of_a_resumed_run_together(tmp_path, monk
     pytest.importorskip("trackio")
     given = settings(trackio_enabled=True, trackio={"project": "of-a-test"})
 
-    def fail(session, step):
-        if step == 4:
-            raise RuntimeError
-
     with pytest.raises(RuntimeError):
         counting.run(tmp_path / "run", given, at_step=fail)
     counting.run(tmp_path / "run", given)
@@ -235,4 +316,38 @@ def test_trackio_itself_keeps_the_steps_of_a_resumed_run_together(tmp_path, monk
 
     [name] = SQLiteStorage.get_runs("of-a-test")
     assert name == (tmp_path / "run/logs/trackio_run").read_text()
-    assert {row["step"] for row in SQLiteStorage.get_logs("of-a-test", name)} == {1, 2, 3, 4, 5, 6}
+    assert [row["step"] for row in SQLiteStorage.get_logs("of-a-test", name)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_weights_and_biases_itself_keeps_how_each_session_ended_and_every_step_once(tmp_path):
+    pytest.importorskip("wandb")
+    given = settings(wandb_enabled=True, wandb={"mode": "offline"}, **LABELS)
+    with pytest.raises(RuntimeError):
+        counting.run(tmp_path / "run", given, at_step=fail)
+    counting.run(tmp_path / "run", given, at_step=interrupt)
+    counting.run(tmp_path / "run", given)
+    sessions = [records_of(path) for path in sorted((tmp_path / "run/logs").glob("wandb/offline-run-*/*.wandb"))]
+    steps = [[row["step"] for kind, row in session if kind == "history"] for session in sessions]
+    assert steps == [[1, 2, 3], [4], [5, 6]]
+    assert [[code for kind, code in session if kind == "exit"] for session in sessions] == [[1], [75], [0]]
+
+
+def records_of(path):
+    """Rows and exit codes in a file of an offline run: a log of LevelDB with a header, here within its first block."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, at, found = path.read_bytes(), 7, []
+    assert len(data) < 2**15
+    while at < len(data):
+        length, kind = struct.unpack("<HB", data[at + 4 : at + 7])
+        assert kind == 1, "a record is in one piece"
+        record, at = Record.FromString(data[at + 7 : at + 7 + length]), at + 7 + length
+        match record.WhichOneof("record_type"):
+            case "history":
+                items = record.history.item
+                found.append(
+                    ("history", {each.key or each.nested_key[0]: json.loads(each.value_json) for each in items})
+                )
+            case "exit":
+                found.append(("exit", record.exit.exit_code))
+    return found

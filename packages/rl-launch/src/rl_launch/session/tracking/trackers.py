@@ -1,17 +1,25 @@
-"""Trackers: Weights & Biases, MLflow and trackio. A resumed run continues its run there."""
+"""Trackers: Weights & Biases, MLflow and trackio. A resumed run continues its run there.
+
+None of them can remove a step, so a step that a resumed run makes again is left out: `logs/NAME_step` of the run
+directory has the last step that a tracker was given.
+"""
 
 from __future__ import annotations
 
 import importlib
+import logging
+import os
 import re
 import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping
-from contextlib import redirect_stdout
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
+from rl_core.callback import EndStatus
+from rl_core.config import Config, as_written, changed_as_written
 from rl_core.errors import ConfigError
 from rl_core.install_command import install_command
 from rl_launch.session.config import LoggerConfig
@@ -25,11 +33,28 @@ _CREDENTIALS = re.compile(r"//[^@/\s]*@")
 """User and password in an address."""
 
 
+_EXIT_CODES: Mapping[EndStatus, int] = {"finished": 0, "failed": 1, "interrupted": os.EX_TEMPFAIL}
+_MLFLOW_STATUS: Mapping[EndStatus, str] = {"finished": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
+
+_MAX_PARAMETER = 500
+"""Characters of a parameter that every version of MLflow takes."""
+
+_PARAMETERS_PER_CALL = 100
+
+_LABELS = "tags"
+"""Tag of MLflow that lists the labels which are tags themselves."""
+
+_logger = logging.getLogger(__name__)
+
+
 class WandbWriter:
     """A Weights & Biases run, which a resumed run continues."""
 
-    def __init__(self, config: LoggerConfig, run_dir: Path, settings: Any, labels: Labels) -> None:
+    def __init__(self, config: LoggerConfig, run_dir: Path, settings: Config, labels: Labels) -> None:
         wandb = importlib.import_module("wandb")
+        # its hook at the end of the process would otherwise wait for the network without a limit
+        os.environ.setdefault("WANDB_FINISH_TIMEOUT", "60")
+        self._given = _GivenSteps(run_dir, "wandb")
         self._run = wandb.init(
             project=config.wandb.project,
             entity=config.wandb.entity,
@@ -41,7 +66,7 @@ class WandbWriter:
             id=_identity(run_dir, "wandb_id", lambda: uuid.uuid4().hex),
             resume="allow",
             dir=str(run_dir / "logs"),
-            config=settings,
+            config=as_written(settings),
         )
         # its own counter never goes back, a resumed run's steps do
         self._run.define_metric("step")
@@ -49,11 +74,14 @@ class WandbWriter:
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """One row per step."""
-        self._run.log({"step": step, **metrics})
+        if self._given.is_new(step):
+            self._run.log({"step": step, **metrics})
 
-    def close(self) -> None:
-        """Upload and end."""
-        self._run.finish()
+    def close(self, status: EndStatus) -> None:
+        """Upload and end. A run that can be resumed is shown as preempted."""
+        if status == "interrupted":
+            self._run.mark_preempting()
+        self._run.finish(exit_code=_EXIT_CODES[status])
 
 
 def mlflow_name(metric: str) -> str:
@@ -85,44 +113,81 @@ def check_mlflow_store(config: LoggerConfig) -> None:
 
 
 class MLflowWriter:
-    """An MLflow run, which a resumed run continues."""
+    """An MLflow run, which a resumed run continues. Its parameters are the keys that differ from their defaults."""
 
-    def __init__(self, config: LoggerConfig, run_dir: Path, settings: Any, labels: Labels) -> None:
+    def __init__(self, config: LoggerConfig, run_dir: Path, settings: Config, labels: Labels) -> None:
         mlflow = importlib.import_module("mlflow")
         self._client = mlflow.tracking.MlflowClient(tracking_uri=config.mlflow.tracking_uri)
         self._entities = mlflow.entities
+        self._given = _GivenSteps(run_dir, "mlflow")
         name = config.mlflow.run_name or labels.name or run_dir.name
-        self._run_id = _identity(run_dir, "mlflow_run_id", lambda: self._create(config, name, settings))
+        database = config.mlflow.tracking_uri or mlflow.get_tracking_uri()
+        is_new = not (run_dir / "logs" / "mlflow_run_id").exists()
+        self._run_id = _identity(run_dir, "mlflow_run_id", lambda: self._create(config, name, database))
         self._client.update_run(self._run_id, status="RUNNING", name=name)
-        for key, value in {"group": labels.group, "tags": ", ".join(labels.tags), _NOTES: labels.notes}.items():
-            if value:
-                self._client.set_tag(self._run_id, key, value)
+        known = self._client.get_run(self._run_id).data
+        self._set_tags({"run_dir": str(run_dir), "group": labels.group, _NOTES: labels.notes}, labels, known.tags)
+        self._log_parameters(_flattened(changed_as_written(settings)), known.params)
+        if is_new:
+            self._log_config(settings)
 
-    def _create(self, config: LoggerConfig, name: str, settings: Any) -> str:
+    def _create(self, config: LoggerConfig, name: str, database: str) -> str:
         experiment_name = config.mlflow.experiment_name
         known = self._client.get_experiment_by_name(experiment_name)
-        experiment = known.experiment_id if known else self._client.create_experiment(experiment_name)
-        run = self._client.create_run(experiment, run_name=name)
-        self._client.log_dict(run.info.run_id, settings, "config.json")
-        return str(run.info.run_id)
+        place = _artifacts_beside(database, experiment_name)
+        experiment = (
+            known.experiment_id if known else self._client.create_experiment(experiment_name, artifact_location=place)
+        )
+        return str(self._client.create_run(experiment, run_name=name).info.run_id)
+
+    def _set_tags(self, tags: Mapping[str, str], labels: Labels, known: Mapping[str, str]) -> None:
+        """Set tags, and one tag for each label, which is removed when the label is."""
+        names = {mlflow_name(label) for label in labels.tags}
+        earlier = {mlflow_name(label) for label in known.get(_LABELS, "").split(", ") if label}
+        for gone in earlier - names:
+            if known.get(gone) == "true":
+                self._client.delete_tag(self._run_id, gone)
+        own = {**tags, _LABELS: ", ".join(labels.tags)}
+        for key, value in {**dict.fromkeys(sorted(names), "true"), **own}.items():
+            if value or key in known:
+                self._client.set_tag(self._run_id, key, value)
+
+    def _log_parameters(self, parameters: Mapping[str, str], known: Mapping[str, str]) -> None:
+        """Log parameters. One cannot be changed, so the new value of a resumed run becomes a tag."""
+        new = [self._entities.Param(key, value) for key, value in parameters.items() if key not in known]
+        for first in range(0, len(new), _PARAMETERS_PER_CALL):
+            self._client.log_batch(self._run_id, params=new[first : first + _PARAMETERS_PER_CALL])
+        for key, value in parameters.items():
+            if known.get(key, value) != value:
+                self._client.set_tag(self._run_id, f"resumed.{key}", value)
+
+    def _log_config(self, settings: Config) -> None:
+        try:
+            self._client.log_dict(self._run_id, as_written(settings), "config.json")
+        except Exception as error:  # noqa: BLE001  # the folder may be one of another machine
+            _logger.warning("MLflow has no config.json of this run: %s: %s", type(error).__name__, error)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """One value per metric and step."""
+        if not self._given.is_new(step):
+            return
         now = int(time.time() * 1000)
         values = [self._entities.Metric(mlflow_name(name), float(value), now, step) for name, value in metrics.items()]
         self._client.log_batch(self._run_id, metrics=values)
 
-    def close(self) -> None:
-        """Mark the run as finished."""
-        self._client.set_terminated(self._run_id)
+    def close(self, status: EndStatus) -> None:
+        """Note how the run has ended."""
+        self._client.set_terminated(self._run_id, status=_MLFLOW_STATUS[status])
 
 
 class TrackioWriter:
     """A trackio run, which a resumed run continues. trackio finds it by its name, which has a suffix for that."""
 
-    def __init__(self, config: LoggerConfig, run_dir: Path, settings: Any, labels: Labels) -> None:
+    def __init__(self, config: LoggerConfig, run_dir: Path, settings: Config, labels: Labels) -> None:
         trackio = importlib.import_module("trackio")
         name = config.trackio.name or labels.name or run_dir.name
+        self._given = _GivenSteps(run_dir, "trackio")
+        shown = {"tags": list(labels.tags), "notes": labels.notes}
         # what trackio prints is not output of the command
         with redirect_stdout(sys.stderr):
             self._run = trackio.init(
@@ -130,7 +195,7 @@ class TrackioWriter:
                 name=_identity(run_dir, "trackio_run", lambda: f"{name}-{uuid.uuid4().hex[:4]}"),
                 group=labels.group or None,
                 space_id=config.trackio.space_id,
-                config=settings,
+                config={**as_written(settings), **{key: value for key, value in shown.items() if value}},
                 resume="allow",
                 embed=False,
                 auto_log_gpu=False,
@@ -139,12 +204,57 @@ class TrackioWriter:
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """One row per step."""
-        self._run.log(dict(metrics), step=step)
+        if self._given.is_new(step):
+            self._run.log(dict(metrics), step=step)
 
-    def close(self) -> None:
-        """Write out and end."""
+    def close(self, status: EndStatus) -> None:
+        """Write out and end. trackio has no status of runs, so a run that did not finish has an alert."""
         with redirect_stdout(sys.stderr):
+            if status != "finished":
+                self._run.alert(f"run {status}")
             self._run.finish()
+
+
+class _GivenSteps:
+    """Finds out whether a tracker was given a step before, in this or an earlier session of the run."""
+
+    def __init__(self, run_dir: Path, tracker: str) -> None:
+        self._path = run_dir / "logs" / f"{tracker}_step"
+        self._last = int(self._path.read_text()) if self._path.exists() else -1
+
+    def is_new(self, step: int) -> bool:
+        """Return whether a step is new, and note it. It is noted first, so that no kill makes it a step given twice."""
+        if step <= self._last:
+            return False
+        self._last = step
+        # on a failing disk the tracker may still get its steps
+        with suppress(OSError):
+            aside = self._path.with_name(f"{self._path.name}.part")
+            aside.write_text(str(step))
+            aside.replace(self._path)
+        return True
+
+
+def _flattened(tree: Any, path: str = "") -> dict[str, str]:
+    """Return the values of nested plain values by dotted key, as parameters of MLflow."""
+
+    def leaves(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
+        if not isinstance(tree, dict) or not tree:
+            yield path, tree
+            return
+        for key, value in tree.items():
+            yield from leaves(value, f"{path}.{key}" if path else str(key))
+
+    return {mlflow_name(key): str(value)[:_MAX_PARAMETER] for key, value in leaves(tree, path)}
+
+
+def _artifacts_beside(uri: str, experiment: str) -> str | None:
+    """Return a folder for the artifacts of a new experiment next to the file of a database, because MLflow's default is
+    a folder below the current one; None for other stores, which have their own.
+    """
+    found = re.match(r"sqlite(?:\+\w+)?:///(.+)", uri)
+    folder = Path(found[1]).absolute().parent if found else None
+    return None if folder is None else (folder / "mlartifacts" / mlflow_name(experiment).replace("/", "_")).as_uri()
 
 
 def _identity(run_dir: Path, file: str, create: Callable[[], str]) -> str:

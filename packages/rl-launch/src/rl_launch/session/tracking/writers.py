@@ -2,20 +2,45 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import logging
+import re
+import socket
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Protocol
 
-from rl_core.config import Config, as_written
+from rl_core.callback import EndStatus
+from rl_core.config import Config
 from rl_core.errors import ConfigError
 from rl_core.install_command import install_command
 from rl_launch.session.config import LoggerConfig
 from rl_launch.session.directory.labels import NO_LABELS, Labels
 from rl_launch.session.tracking.trackers import MLflowWriter, TrackioWriter, WandbWriter
+
+START_WAIT_S = 20.0
+"""Maximum time that a run waits until its writers have started; one that takes longer gets the steps when it has."""
+
+SILENCE_S = 300.0
+"""Time of one call of a writer after which it is turned off."""
+
+END_WAIT_S = 60.0
+"""Maximum time that a run which ends waits for its writers."""
+
+UNWOUND_WAIT_S = 5.0
+"""The same for a run that was told to end at once."""
+
+MAX_WAITING = 10_000
+"""Steps that may wait for a writer; one that is further behind is turned off."""
+
+_FLUSH_PERIOD_S = 10.0
+_EVENTS = re.compile(r"events\.out\.tfevents\.(\d+)\.")
 
 _logger = logging.getLogger(__name__)
 
@@ -27,45 +52,112 @@ class MetricWriter(Protocol):
         """Write a step's metrics."""
         ...
 
-    def close(self) -> None:
-        """Write what is buffered, and end."""
+    def close(self, status: EndStatus) -> None:
+        """Write what is buffered, and note how the run has ended."""
         ...
 
 
-class MetricWriters:
-    """Several writers as one, none of which can end the run: one that raises is reported in the log and turned off."""
+class BackgroundWriter:
+    """A writer in a thread that can neither end the run nor hold it up: one that raises anything, does not answer or
+    falls behind is reported in the log once and turned off.
 
-    def __init__(self, writers: Iterable[MetricWriter] = ()) -> None:
-        self._writers = list(writers)
+    The thread is not one of `concurrent.futures`, whose threads the interpreter waits for at its end.
+
+    Args:
+        name: Name for the log.
+        start: Returns the writer; called in the thread.
+    """
+
+    def __init__(self, name: str, start: Callable[[], MetricWriter]) -> None:
+        self._name = name
+        self._calls: SimpleQueue[tuple[str, Callable[[MetricWriter], None]]] = SimpleQueue()
+        self._doing, self._since = "could not be started", time.monotonic()
+        self._is_idle = self._is_off = False
+        self._has_started, self._has_ended = threading.Event(), threading.Event()
+        self._lock = threading.Lock()
+        threading.Thread(target=self._work, args=(start,), name=f"{name} writer", daemon=True).start()
+
+    def await_start(self, until: float) -> None:
+        """Wait until it has started or failed, or until a time of `time.monotonic`."""
+        self._has_started.wait(max(0.0, until - time.monotonic()))
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Pass a step's metrics to every writer that has not failed."""
-        for writer in tuple(self._writers):
-            try:
-                writer.write(step, metrics)
-            except Exception as error:  # noqa: BLE001  # a tracking server's failure must not cost the run
-                self._writers.remove(writer)
-                _logger.warning(
-                    "%s failed at step %d and is turned off (%s: %s); metrics.jsonl has all metrics",
-                    type(writer).__name__,
-                    step,
-                    type(error).__name__,
-                    error,
-                )
+        """Have a step's metrics written; returns at once."""
+        if not self._is_idle and time.monotonic() - self._since > SILENCE_S:
+            self._turn_off(f"has not answered for {SILENCE_S:.0f} s")
+        elif self._calls.qsize() >= MAX_WAITING:
+            self._turn_off(f"is {MAX_WAITING} steps behind")
+        if not self._is_off:
+            self._calls.put((f"failed at step {step}", lambda writer: writer.write(step, metrics)))
 
-    def close(self) -> None:
-        """Close every writer that has not failed."""
-        for writer in self._writers:
-            try:
-                writer.close()
-            except Exception as error:  # noqa: BLE001  # a tracking server's failure must not cost the run
-                _logger.warning("%s could not be closed: %s: %s", type(writer).__name__, type(error).__name__, error)
-        self._writers = []
+    def begin_close(self, status: EndStatus) -> None:
+        """Have it closed after everything that waits."""
+        self._calls.put(("could not be closed", lambda writer: writer.close(status)))
+
+    def await_end(self, until: float, waited_s: float) -> None:
+        """Wait until it is closed or off, or until a time of `time.monotonic`; `waited_s` is shown in the log."""
+        if not self._is_off and not self._has_ended.wait(max(0.0, until - time.monotonic())):
+            self._turn_off(f"was not closed within {waited_s:.0f} s")
+
+    def _work(self, start: Callable[[], MetricWriter]) -> None:
+        try:
+            writer = start()
+            self._has_started.set()
+            while not self._is_off and self._doing != "could not be closed":
+                self._is_idle = True
+                self._doing, call = self._calls.get()
+                self._since, self._is_idle = time.monotonic(), False
+                call(writer)
+        except BaseException as error:  # noqa: BLE001  # a tracker's failure, even SystemExit, must not cost the run
+            self._turn_off(f"{self._doing} ({type(error).__name__}: {error})")
+        finally:
+            self._has_started.set()
+            self._has_ended.set()
+
+    def _turn_off(self, why: str) -> None:
+        with self._lock:
+            is_off, self._is_off = self._is_off, True
+        if not is_off:
+            _logger.warning("%s %s and is turned off; metrics.jsonl has all metrics", self._name, why)
+
+
+class MetricWriters:
+    """Several writers as one, none of which can end the run or hold it up.
+
+    Args:
+        writers: Functions that return them, by name; called in a thread each.
+    """
+
+    def __init__(self, writers: Mapping[str, Callable[[], MetricWriter]] | None = None) -> None:
+        self._writers = [BackgroundWriter(name, start) for name, start in (writers or {}).items()]
+        until = time.monotonic() + START_WAIT_S
+        for each in self._writers:
+            each.await_start(until)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Pass a step's metrics to every writer that is not off."""
+        for each in self._writers:
+            each.write(step, metrics)
+
+    def close(self, status: EndStatus, *, at_once: bool = False) -> None:
+        """Close all writers at the same time; further calls have no effect.
+
+        Args:
+            status: How the run has ended.
+            at_once: True to wait only briefly.
+        """
+        writers, self._writers = self._writers, []
+        wait_s = UNWOUND_WAIT_S if at_once else END_WAIT_S
+        until = time.monotonic() + wait_s
+        for each in writers:
+            each.begin_close(status)
+        for each in writers:
+            each.await_end(until, wait_s)
 
 
 def open_writers(
     config: LoggerConfig, run_dir: Path, *, settings: Config, after: int, labels: Labels = NO_LABELS
-) -> list[MetricWriter]:
+) -> MetricWriters:
     """Return the writers that a config requests. A writer that cannot be started is reported in the log and left out.
 
     Args:
@@ -79,27 +171,15 @@ def open_writers(
         ConfigError: If one needs a package that is not installed, naming the extras.
     """
     check_writers(config)
-    opening: list[tuple[str, Callable[[], MetricWriter]]] = []
+    wanted: dict[str, tuple[bool, Callable[[], MetricWriter]]] = {
+        "TensorBoard": (config.tensorboard_enabled, lambda: TensorBoardWriter(run_dir / "logs/tensorboard", after)),
+        "Weights & Biases": (config.wandb_enabled, lambda: WandbWriter(config, run_dir, settings, labels)),
+        "MLflow": (config.mlflow_enabled, lambda: MLflowWriter(config, run_dir, settings, labels)),
+        "trackio": (config.trackio_enabled, lambda: TrackioWriter(config, run_dir, settings, labels)),
+    }
     if config.tensorboard_enabled:
-        opening.append(("TensorBoard", lambda: TensorBoardWriter(run_dir / "logs" / "tensorboard", after=after)))
-    if config.wandb_enabled:
-        opening.append(("Weights & Biases", lambda: WandbWriter(config, run_dir, as_written(settings), labels)))
-    if config.mlflow_enabled:
-        opening.append(("MLflow", lambda: MLflowWriter(config, run_dir, as_written(settings), labels)))
-    if config.trackio_enabled:
-        opening.append(("trackio", lambda: TrackioWriter(config, run_dir, as_written(settings), labels)))
-    writers = []
-    for name, start in opening:
-        try:
-            writers.append(start())
-        except Exception as error:  # noqa: BLE001  # a tracking server's failure must not cost the run
-            _logger.warning(
-                "%s could not be started and is turned off (%s: %s); metrics.jsonl has all metrics",
-                name,
-                type(error).__name__,
-                error,
-            )
-    return writers
+        _import_event_files()
+    return MetricWriters({name: start for name, (is_enabled, start) in wanted.items() if is_enabled})
 
 
 def check_writers(config: LoggerConfig) -> None:
@@ -121,28 +201,54 @@ def check_writers(config: LoggerConfig) -> None:
 
 
 class TensorBoardWriter:
-    """TensorBoard event files.
+    """TensorBoard event files. The calling thread writes them: the thread of tensorboardX's own writer ends at the
+    first write that fails, after which the next call would wait forever.
 
     Args:
         folder: Folder for the events.
         after: Later steps of earlier event files are hidden.
     """
 
-    def __init__(self, folder: Path, *, after: int) -> None:
-        # imports protobuf, which only runs that write need
-        with _without("torch"):
-            from tensorboardX import SummaryWriter
+    def __init__(self, folder: Path, after: int) -> None:
+        from tensorboardX.proto.event_pb2 import SessionLog
+        from tensorboardX.record_writer import RecordWriter
 
-        self._writer = SummaryWriter(str(folder), purge_step=after + 1, write_to_disk=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        # TensorBoard reads the files in the order of their names, and the clock may have been set back
+        numbers = [int(found[1]) for path in folder.iterdir() if (found := _EVENTS.match(path.name))]
+        number = max([int(time.time()), *(each + 1 for each in numbers)])
+        self._records = RecordWriter(str(folder / f"events.out.tfevents.{number:010d}.{socket.gethostname()}"))
+        self._flush_at = 0.0
+        self._write(0, file_version="brain.Event:2")
+        self._write(after + 1, session_log=SessionLog(status=SessionLog.START))
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """One scalar per metric."""
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, float(value), step)
+        from tensorboardX.proto.summary_pb2 import Summary
+        from tensorboardX.summary import scalar
 
-    def close(self) -> None:
+        values = [value for name, number in metrics.items() for value in scalar(name, float(number)).value]
+        self._write(step, summary=Summary(value=values))
+
+    def close(self, status: EndStatus) -> None:
         """Write out and close."""
-        self._writer.close()
+        self._records.flush()
+        self._records.close()
+
+    def _write(self, step: int, **content: object) -> None:
+        from tensorboardX.proto.event_pb2 import Event
+
+        self._records.write(Event(wall_time=time.time(), step=step, **content).SerializeToString())
+        if time.monotonic() >= self._flush_at:
+            self._records.flush()
+            self._flush_at = time.monotonic() + _FLUSH_PERIOD_S
+
+
+def _import_event_files() -> None:
+    """Import tensorboardX, in the thread that imports everything else, because torch is hidden meanwhile."""
+    # imports protobuf, which only runs that write need
+    with _without("torch"):
+        importlib.import_module("tensorboardX")
 
 
 @contextmanager
