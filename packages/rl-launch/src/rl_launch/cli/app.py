@@ -25,7 +25,7 @@ from rl_launch.cli import (
     view_commands,
 )
 from rl_launch.cli.completion import complete_override, complete_recipe
-from rl_launch.cli.failure import UNFINISHED, quiet_without_reader, reported
+from rl_launch.cli.failure import UNFINISHED, quiet_without_reader, reported, resumable
 from rl_launch.cli.versions import versions
 from rl_launch.cli.worker_env_commands import worker_envs
 
@@ -128,9 +128,9 @@ def train(
     With --from, a new run starts from the weights, optimizer state, step and data position of another run's checkpoint.
 
     The exit code is 75 if the run has ended before its last step and the same command resumes it: after a signal, at
-    the time limit, or if a lost node was not replaced.
+    the time limit, if a lost node was not replaced, or if Ray on this machine was killed.
     """
-    with reported() as failure:
+    with reported() as failure, resumable():
         from rl_launch.commands.start import run_of
 
         given = run_of(recipe, overrides or (), start)

@@ -49,6 +49,20 @@ def reported() -> Iterator[Failure]:
         raise typer.Exit(_code_of(error)) from None
 
 
+@contextmanager
+def resumable() -> Iterator[None]:
+    """Exit with `UNFINISHED` if SIGTERM ends the block, also before or after a run handles it itself."""
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    except SystemExit as ending:
+        if ending.code == 128 + signal.SIGTERM:
+            raise typer.Exit(UNFINISHED) from None
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def explained(error: Exception, run_dir: Path | None) -> str:
     """Return the message for an error. If a traceback can be useful, it is written to the logs of the run.
 

@@ -7,6 +7,8 @@ import logging
 import os
 import select
 import sys
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -21,12 +23,16 @@ from rl_launch.cluster.ray_start import retried
 
 _POLL_S = 1.0
 
+END_S = 15.0
+"""How long this process may outlive the driver, whatever it waits for; the kernel ends Ray's processes with it."""
+
 _ESSENTIAL = (PROCESS_TYPE_GCS_SERVER, PROCESS_TYPE_RAYLET)
 
 
 def keep(nodes: Sequence[Mapping[str, Any]]) -> None:
     """Start nodes, write their address or the error to standard output, and end them with the driver."""
     driver = os.getppid()
+    threading.Thread(target=_end_after, args=(driver,), daemon=True).start()
     # nothing else may write to the pipe that the answer goes through
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
@@ -46,6 +52,14 @@ def keep(nodes: Sequence[Mapping[str, Any]]) -> None:
             pass
     finally:
         _end(cluster)
+
+
+def _end_after(driver: int) -> None:
+    """End this process some time after the driver: a Ray that does not start, or does not end, never returns."""
+    while os.getppid() == driver:
+        time.sleep(_POLL_S)
+    time.sleep(END_S)
+    os._exit(1)
 
 
 def _answered(answers: TextIO, text: str) -> bool:

@@ -5,18 +5,25 @@ from __future__ import annotations
 import json
 import logging
 import os
+import select
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import IO, Any
 
+import psutil
 import ray
+from ray._private.ray_constants import PROCESS_TYPE_GCS_SERVER
 
 from rl_core.errors import ConfigError, RLError
 from rl_launch.cluster import setup_worker
 from rl_launch.cluster.local_gpus import local_gpus
+from rl_launch.cluster.local_ray import GCS, KEEPER
 from rl_launch.cluster.ray_folder import prepare_ray_folder
+from rl_launch.cluster.ray_start import UNREACHABLE
 from rl_launch.cluster.ray_token import secure_new_cluster
+from rl_launch.cluster.start_wait import REPORT_S, busy
 
 _log = logging.getLogger(__name__)
 
@@ -27,6 +34,9 @@ MOST_NODES = 32
 """Ray's own processes take about 0.2 GiB for each node."""
 
 LEAST_OBJECT_STORE_BYTES = 80 * 2**20
+
+START_TIMEOUT_S = 300.0
+"""Default maximum time in seconds for nodes to start."""
 
 CLOSE_TIMEOUT_S = 60.0
 """Maximum time in seconds for nodes to stop before they are killed."""
@@ -57,13 +67,14 @@ class RayNodes:
 
     Args:
         nodes: Settings of each, as `ray.cluster_utils.Cluster.add_node` takes them; the first is the head.
+        timeout_s: Bound of their start in seconds.
 
     Raises:
         ConfigError: If Ray cannot start with its folder where it is.
         RLError: If a node does not start.
     """
 
-    def __init__(self, nodes: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(self, nodes: Sequence[Mapping[str, Any]], timeout_s: float = START_TIMEOUT_S) -> None:
         logging.getLogger("ray").setLevel(logging.ERROR)
         secure_new_cluster()
         folder = prepare_ray_folder()
@@ -75,8 +86,10 @@ class RayNodes:
             start_new_session=True,
         )
         try:
-            self.address = self._answer()
+            self.address = self._answer(timeout_s)
         except BaseException:
+            # what does not start need not end in order
+            self.kill()
             self.close()
             raise
         if len(nodes) == 1:
@@ -92,10 +105,21 @@ class RayNodes:
             self._keeper.kill()
             self._keeper.wait()
 
-    def _answer(self) -> str:
+    def kill(self) -> None:
+        """Kill the keeper, and with it all nodes, whatever state they are in."""
+        self._keeper.kill()
+
+    def processes(self) -> dict[str, psutil.Process]:
+        """The keeper, and the service that knows all nodes, by name."""
+        keeper = psutil.Process(self._keeper.pid)
+        services = [each for each in keeper.children() if each.name() == PROCESS_TYPE_GCS_SERVER]
+        return {KEEPER: keeper, **({GCS: services[0]} if services else {})}
+
+    def _answer(self, timeout_s: float) -> str:
         """The address at which the nodes meet."""
         assert self._keeper.stdout is not None
         with self._keeper.stdout as answers:
+            self._await(answers, timeout_s)
             text = answers.read()
         if not text:
             raise RLError(f"Ray did not start: its parent process ended with exit code {self._keeper.wait()}")
@@ -103,6 +127,17 @@ class RayNodes:
         if "problem" in answer:
             raise RLError(answer["problem"])
         return str(answer["address"])
+
+    @staticmethod
+    def _await(answers: IO[bytes], timeout_s: float) -> None:
+        begun = time.monotonic()
+        while not select.select([answers], [], [], max(0.0, min(REPORT_S, begun + timeout_s - time.monotonic())))[0]:
+            waited = time.monotonic() - begun
+            if waited >= timeout_s:
+                raise RLError(
+                    f"Ray did not start within {timeout_s:g} s (cluster.process_timeout_s). {UNREACHABLE}{busy()}"
+                )
+            _log.info("still waiting for Ray to start after %.0f s%s", waited, busy())
 
 
 def one_node(num_cpus: int) -> list[dict[str, Any]]:

@@ -23,6 +23,12 @@ _log = logging.getLogger(__name__)
 START_ATTEMPTS = 3
 """Ray's raylet misses its own fixed start-up deadline of 30 s on a busy machine; another attempt succeeds."""
 
+UNREACHABLE = (
+    "Its processes may not reach one another over the network of this machine: check the firewall, the loopback "
+    "interface and the address of its host name, and run `rl doctor`."
+)
+"""Reason and remedy for a Ray of this machine that starts but does not answer."""
+
 T = TypeVar("T")
 
 

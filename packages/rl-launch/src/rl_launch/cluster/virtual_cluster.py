@@ -33,7 +33,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from rl_core.devices import NODE_ADDRESS, Device
 from rl_core.errors import ConfigError, WorkerDied
 from rl_core.ray.host import CONCURRENCY_GROUPS, AsyncWorkerHost, RestartingHost, WorkerHost
-from rl_launch.cluster.ray_nodes import RayNodes, is_on_this_machine_alone, logical_nodes, one_node
+from rl_launch.cluster.local_ray import LocalRay
+from rl_launch.cluster.ray_nodes import START_TIMEOUT_S, RayNodes, is_on_this_machine_alone, logical_nodes, one_node
 from rl_launch.cluster.ray_start import connect
 from rl_launch.placement.bundles import NodeResources, PlacementTimeouts, Resources, Wait
 
@@ -92,10 +93,17 @@ class VirtualCluster:
         num_nodes: Nodes to use.
         ranks_per_node: Devices (GPUs, or CPU ranks) to use on each.
         timeouts: How long to wait for them.
+        start_timeout_s: How long to wait for a Ray that is started here.
     """
 
     def __init__(
-        self, *, device: Device, num_nodes: int, ranks_per_node: int, timeouts: PlacementTimeouts = PLACEMENT_TIMEOUTS
+        self,
+        *,
+        device: Device,
+        num_nodes: int,
+        ranks_per_node: int,
+        timeouts: PlacementTimeouts = PLACEMENT_TIMEOUTS,
+        start_timeout_s: float = START_TIMEOUT_S,
     ) -> None:
         self._owns_ray = not ray.is_initialized()
         self._nodes: RayNodes | None = None
@@ -103,7 +111,7 @@ class VirtualCluster:
         address = os.environ.get("RAY_ADDRESS")
         if self._owns_ray and not address:
             nodes = logical_nodes(num_nodes, ranks_per_node) if device.is_logical else one_node(ranks_per_node)
-            self._nodes = RayNodes(nodes)
+            self._nodes = RayNodes(nodes, start_timeout_s)
             address = self._nodes.address
         if self._owns_ray and address:
             try:
@@ -139,6 +147,7 @@ class VirtualCluster:
             num_nodes=config.num_nodes,
             ranks_per_node=device.ranks_per_node(config),
             timeouts=PlacementTimeouts(busy_s=config.placement_timeout_s, absent_s=absent_s),
+            start_timeout_s=config.process_timeout_s,
         )
 
     def __enter__(self) -> VirtualCluster:
@@ -250,6 +259,15 @@ class VirtualCluster:
         options = _options(process, num_cpus=0) | {"max_restarts": MOST_RESTARTS, "max_task_retries": CALL_ATTEMPTS}
         host: Any = ray.remote(RestartingHost)
         return host.options(**options, max_concurrency=10_000).remote(*recipe, **named)
+
+    def local_ray(self) -> LocalRay:
+        """Return Ray on this machine as this process depends on it."""
+        return LocalRay(self._nodes.processes() if self._nodes is not None else {})
+
+    def kill(self) -> None:
+        """Kill a Ray that this object started, however it is."""
+        if self._nodes is not None:
+            self._nodes.kill()
 
     def close(self) -> None:
         """Release all bundles, and end Ray if this object started it."""

@@ -142,7 +142,9 @@ def _run(
 
     # imports what checks that fail should not wait for
     from rl_algos.token_bytes import TokenTexts
+    from rl_launch.cluster.ray_start import UNREACHABLE
     from rl_launch.cluster.virtual_cluster import VirtualCluster
+    from rl_launch.runtime.driver_watch import CONNECT_MARGIN_S, DriverWatch
     from rl_launch.runtime.observed_steps import observe_steps
     from rl_launch.runtime.runtime import Runtime
 
@@ -151,12 +153,19 @@ def _run(
     with session, ExitStack() as held:
         if run.written.raw is not None:
             write_origins(session.directory.path, run.written.raw)
+        watch = held.enter_context(DriverWatch(session))
         with session.phase("starting"):
             after_a_loss = restoration.follows_a_loss
-            cluster = held.enter_context(VirtualCluster.of(config.cluster, run.device, after_a_loss=after_a_loss))
+            timeout_s = config.cluster.process_timeout_s
+            late = RLError(f"Ray did not answer within {timeout_s:g} s (cluster.process_timeout_s). {UNREACHABLE}")
+            # a Ray that is started here has its own bound, which ends the run in order
+            with watch.bounded(timeout_s + CONNECT_MARGIN_S, late):
+                cluster = held.enter_context(VirtualCluster.of(config.cluster, run.device, after_a_loss=after_a_loss))
+            watch.watch(cluster)
             logs, reads_load = session.directory.logs, config.logger.reads_workers
             started = Runtime(plan, run.envs, cluster, logs, profiling=config.profiling, reads_load=reads_load)
             runtime = held.enter_context(started)
+            held.push(watch.begin_close)
             held.enter_context(restoration.judging(session, runtime.lost_nodes))
             components = runtime.components(run.data, needs, vocabulary=len(run.tokenizer))
             components = replace(components, evaluation=run.evaluated)

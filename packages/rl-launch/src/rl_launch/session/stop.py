@@ -33,6 +33,7 @@ class StopRequest:
         self.reason = ""
         self.signal: signal.Signals | None = None
         self.unwound_by: signal.Signals | None = None
+        self._num_taken = 0
         self._limit_s = limit_s
         self._started = time.monotonic() if since is None else since
         self._longest_step_s = 0.0
@@ -60,6 +61,10 @@ class StopRequest:
     def ask(self, reason: str) -> None:
         """End after the step in progress; the first reason stands."""
         self.reason = self.reason or reason
+
+    def is_ending(self, num_signals: int) -> bool:
+        """Return whether the run ends at once, or this process has not taken all of these signals yet."""
+        return self.unwound_by is not None or num_signals > self._num_taken
 
     def why_unwound(self, error: BaseException, *, has_begun: bool) -> str:
         """Return why the run ended without finishing its step.
@@ -94,6 +99,7 @@ class StopRequest:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
+        self._num_taken += 1
         if self.reason or not self._is_graceful:
             self.unwound_by = signal.Signals(number)
             self.unlisten()

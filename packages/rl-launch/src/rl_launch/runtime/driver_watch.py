@@ -1,0 +1,250 @@
+"""A thread that ends the driver when its main thread cannot."""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Protocol, Self
+
+import psutil
+
+from rl_core.errors import RLError
+from rl_launch.cluster.local_ray import GCS, KEEPER, RAYLET, LocalRay, state_of
+from rl_launch.placement.bundles import DevicesLost
+
+_log = logging.getLogger(__name__)
+
+FROZEN_S = 30.0
+"""How long the raylet may be stopped. Ray itself gives a node up after 65 s, and its driver then waits for ever."""
+
+UNWIND_S = 25.0
+"""How long a start, a restart or a run may take to end after a signal that ends it at once."""
+
+CLOSE_S = 120.0
+"""How long the end of workers and of Ray may take after the last step."""
+
+FROZEN_CLOSE_S = 10.0
+"""The same if a process of Ray's is stopped."""
+
+CONNECT_MARGIN_S = 30.0
+"""How much longer than a start of Ray the start and the connection to it may take together."""
+
+_POLL_S = 0.5
+_REPORT_S = 5.0
+_ABANDON_S = 10.0
+_RESUMABLE, _FAILED = os.EX_TEMPFAIL, 1
+_STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class WatchedRun(Protocol):
+    """The part of a run session that the watch uses."""
+
+    @property
+    def saved(self) -> int:
+        """The step of the newest checkpoint; 0 before there is one."""
+        ...
+
+    @property
+    def is_finished(self) -> bool:
+        """True if all steps are made, or the goal is met."""
+        ...
+
+    def interrupt(self, reason: str) -> None:
+        """End after the current step, having saved."""
+        ...
+
+    def is_ending(self, num_signals: int) -> bool:
+        """Return whether the main thread ends at once, or has not taken all of these signals yet."""
+        ...
+
+    def abandon(self, error: BaseException | None) -> None:
+        """Write how the run ended, in a process that ends without leaving the session."""
+        ...
+
+
+class WatchedCluster(Protocol):
+    """The part of a cluster that the watch uses."""
+
+    def local_ray(self) -> LocalRay:
+        """The processes of Ray on this machine."""
+        ...
+
+    def kill(self) -> None:
+        """Kill the processes of a Ray that this process started."""
+        ...
+
+
+class DriverWatch:
+    """Ends this process in bounded time if it can make no further step and its main thread does not notice.
+
+    The main thread may be in a call of Ray's that neither returns nor lets a signal through, and Ray ends the process
+    without a word if its raylet dies. This thread sees the end of Ray's processes, that they are stopped, signals that
+    the main thread does not take, and waits that pass their bound. It writes the reason to the log and to the run
+    directory, kills the Ray that this process started, and exits.
+
+    Args:
+        run: The session, which must be entered.
+    """
+
+    def __init__(self, run: WatchedRun) -> None:
+        self._run = run
+        self._cluster: WatchedCluster | None = None
+        self._ray: LocalRay | None = None
+        self._is_over = threading.Event()
+        # the thread that ends the process keeps it, so that the main thread gets no further than `__exit__`
+        self._ending = threading.Lock()
+        self._signals, self._wakeup = socket.socketpair()
+        self._num_signals = 0
+        self._signalled: float | None = None
+        self._bound: tuple[float, BaseException | None] | None = None
+        self._is_closing = False
+        self._stopped: dict[str, float] = {}
+        self._reported: set[str] = set()
+        self._thread = threading.Thread(target=self._watch, name="driver-watch", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._signals.setblocking(False)
+        self._wakeup.setblocking(False)
+        if threading.current_thread() is threading.main_thread():
+            signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._is_over.set()
+        with self._ending:
+            if threading.current_thread() is threading.main_thread():
+                signal.set_wakeup_fd(-1)
+        self._thread.join()
+        self._signals.close()
+        self._wakeup.close()
+
+    def watch(self, cluster: WatchedCluster) -> None:
+        """Watch the processes of a cluster too."""
+        self._cluster, self._ray = cluster, cluster.local_ray()
+
+    @contextmanager
+    def bounded(self, timeout_s: float, error: BaseException) -> Iterator[None]:
+        """Context that may take so many seconds, after which the process ends with the error."""
+        self._bound = (time.monotonic() + timeout_s, error)
+        try:
+            yield
+        finally:
+            self._bound = None
+
+    def begin_close(self, kind: type[BaseException] | None, error: BaseException | None, at: object) -> None:
+        """Bound the end of workers and of Ray, which begins. Takes the error that ends the run, as `__exit__` does."""
+        self._bound, self._is_closing = (time.monotonic() + CLOSE_S, error), True
+
+    def _watch(self) -> None:
+        while not self._is_over.is_set():
+            poll = select.poll()
+            poll.register(self._signals, select.POLLIN)
+            for connection in self._connections():
+                poll.register(connection, select.POLLRDHUP)
+            events = [descriptor for descriptor, _ in poll.poll(1000 * _POLL_S)]
+            if self._is_over.is_set():
+                return
+            if set(events) & set(self._connections()):
+                self._lose()
+            if self._signals.fileno() in events:
+                self._hear()
+            self._look(time.monotonic())
+
+    def _connections(self) -> list[int]:
+        return self._ray.connections if self._ray is not None and not self._is_closing else []
+
+    def _hear(self) -> None:
+        self._num_signals += sum(number in _SIGNALS for number in self._signals.recv(4096))
+        if self._num_signals:
+            self._signalled = time.monotonic()
+
+    def _look(self, now: float) -> None:
+        for name, process in self._ray.processes.items() if self._ray else ():
+            self._judge(name, process.pid, state_of(process), now)
+        if self._signalled and now > self._signalled + UNWIND_S and self._run.is_ending(self._num_signals):
+            self._end(SystemExit(128 + signal.SIGTERM), _RESUMABLE)
+        if self._bound is None:
+            return
+        end, error = self._bound
+        if now > (end - CLOSE_S + FROZEN_CLOSE_S if self._is_closing and self._stopped else end):
+            self._end(error, _code_of(error, is_finished=self._run.is_finished))
+
+    def _judge(self, name: str, pid: int, state: str, now: float) -> None:
+        if state == psutil.STATUS_DEAD:
+            self._note_death(name, pid)
+        if state not in _STOPPED:
+            self._stopped.pop(name, None)
+            return
+        waited = now - self._stopped.setdefault(name, now)
+        if waited > _REPORT_S:
+            limit = f"; the run ends if it is stopped for {FROZEN_S:g} s" if name == RAYLET else ""
+            self._report(f"{name}, process {pid}, is stopped{limit}. To continue it: kill -CONT {pid}")
+        if name == RAYLET and waited > FROZEN_S and not self._is_closing:
+            self._end(self._lost(f"{name}, process {pid}, was stopped for {FROZEN_S:g} s"), _RESUMABLE)
+
+    def _note_death(self, name: str, pid: int) -> None:
+        if self._is_closing:
+            return
+        if name == GCS:
+            # steps need no answer of it, and Ray's other processes end after a minute without it
+            self._report(f"{name}, process {pid}, ended; the run saves and ends after this step")
+            self._run.interrupt(f"{name} ended")
+        else:
+            self._lose()
+
+    def _report(self, text: str) -> None:
+        if text not in self._reported:
+            self._reported.add(text)
+            _log.warning("%s", text)
+
+    def _lose(self) -> None:
+        assert self._ray is not None
+        self._ray.mute()
+        # the kernel ends all with their keeper
+        ended = {name: each.pid for name, each in self._ray.processes.items() if state_of(each) == psutil.STATUS_DEAD}
+        name = next((each for each in (KEEPER, RAYLET) if each in ended), RAYLET)
+        pid = self._ray.processes[name].pid
+        self._end(
+            self._lost(f"{name}, process {pid}, ended: it was killed, by someone or for lack of memory (see dmesg)"),
+            _RESUMABLE,
+        )
+
+    def _lost(self, what: str) -> DevicesLost:
+        where = f"checkpoint step_{self._run.saved}" if self._run.saved else "the beginning, as nothing was saved yet"
+        return DevicesLost(f"{what}. The same command resumes the run from {where}.")
+
+    def _end(self, error: BaseException | None, code: int) -> None:
+        """End this process."""
+        self._ending.acquire()
+        if self._is_over.is_set():
+            self._ending.release()
+            return
+        if isinstance(error, Exception):
+            _log.error("%s", error)
+        elif error is None:
+            _log.warning("Ray's processes did not end; they are killed")
+        else:
+            _log.warning("the run did not end within %g s after a signal; its processes are killed", UNWIND_S)
+        last = threading.Thread(target=self._run.abandon, args=(error,), daemon=True)
+        last.start()
+        last.join(_ABANDON_S)
+        if self._cluster is not None:
+            self._cluster.kill()
+        logging.shutdown()
+        os._exit(code)
+
+
+def _code_of(error: BaseException | None, *, is_finished: bool) -> int:
+    if error is None:
+        return 0 if is_finished else _RESUMABLE
+    return _FAILED if isinstance(error, RLError) and not isinstance(error, DevicesLost) else _RESUMABLE
