@@ -2,8 +2,6 @@
 
 import json
 import re
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -57,80 +55,3 @@ def test_every_recorded_reading_is_in_the_glossary():
     names = {each.recorded for each in vars(quantities).values() if isinstance(each, Quantity) and each.recorded}
     listed = {name.rpartition("/")[2] for name in documented() if name.startswith("system/")}
     assert {f"{prefix}{name}" for name in names for prefix in ("", "max_")} - listed == set()
-
-
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool of Prometheus is not installed")
-def test_prometheus_accepts_the_rules():
-    subprocess.run(["promtool", "check", "rules", RULES], check=True)
-
-
-HEALTHY = {
-    "rl_last_step_timestamp_seconds": "0+60x60",
-    "rl_time_step": "100x60",
-    "rl_reward_mean": "0.5x60",
-    "rl_train_loss": "0.5x60",
-    "rl_train_skipped_steps": "0x60",
-    "rl_rollout_failed": "0x60",
-    "rl_worker_restarts_total": "0x60",
-    "rl_run_starts_total": "1x60",
-    "rl_run_dir_free_bytes": "300e9x60",
-    "rl_run_dir_size_bytes": "1e12x60",
-    "rl_node_memory_used_bytes": "50x60",
-    "rl_node_memory_bytes": "100x60",
-    "rl_gpu_utilization_ratio": "0.9x60",
-}
-"""Series of an hour in which nothing is wrong, as values times a number of minutes."""
-
-_REPLICA = 'role="rollout-worker", replica="1", worker="rollout-worker-1"'
-
-
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool of Prometheus is not installed")
-@pytest.mark.parametrize(
-    ("alert", "series"),
-    [
-        # one step at 0 s that took 100 s, and none since
-        ("RunMakesNoProgress", {"rl_last_step_timestamp_seconds": "0x60", "rl_time_step": "100x60"}),
-        ("RewardIsNotFinite", {"rl_reward_mean": "0.5x50 NaNx10"}),
-        ("LossIsNotFinite", {"rl_train_loss": "0.5x50 +Infx10"}),
-        ("OptimizerStepsAreSkipped", {"rl_train_skipped_steps": "1x60"}),
-        ("RolloutsFail", {"rl_rollout_failed": "3x60"}),
-        ("ReplicaRestarts", {f"rl_worker_restarts_total{{{_REPLICA}}}": "0x40 1x10 2x10"}),
-        ("RunWasRestored", {"rl_run_starts_total": "1x50 2x10"}),
-        ("RunDirectoryIsAlmostFull", {"rl_run_dir_free_bytes": "30e9x60", "rl_run_dir_size_bytes": "1e12x60"}),
-        ("NodeMemoryIsAlmostFull", {"rl_node_memory_used_bytes": "98x60", "rl_node_memory_bytes": "100x60"}),
-        ("GpusAreIdle", {'rl_gpu_utilization_ratio{gpu="0"}': "0x60", 'rl_gpu_utilization_ratio{gpu="1"}': "0x60"}),
-    ],
-)
-def test_an_alert_fires_on_what_it_is_for_and_not_on_a_run_without_it(tmp_path, alert, series):
-    for name, firing in (("faulty", True), ("healthy", False)):
-        given = series if firing else {key: HEALTHY[key.partition("{")[0]] for key in series}
-        test = {
-            "interval": "1m",
-            "input_series": [
-                {"series": _with_run(key), "values": " ".join(_expanded(part) for part in values.split())}
-                for key, values in given.items()
-            ],
-            "promql_expr_test": [
-                {
-                    "expr": f'count(ALERTS{{alertname="{alert}", alertstate="firing", run="mine"}}) or vector(0)',
-                    "eval_time": "59m",
-                    "exp_samples": [{"labels": "{}", "value": float(firing)}],
-                }
-            ],
-        }
-        path = tmp_path / f"{name}.yaml"
-        settings = {"rule_files": [str(RULES)], "evaluation_interval": "1m", "tests": [test]}
-        path.write_text(yaml.safe_dump(settings))
-        subprocess.run(["promtool", "test", "rules", path], check=True)
-
-
-def _with_run(series):
-    """A series with the labels that a scrape has."""
-    name, _, labels = series.partition("{")
-    return f'{name}{{run="mine", job="rl", instance="here"{", " + labels if labels else "}"}'
-
-
-def _expanded(part):
-    """Values in promtool's notation: `0.5x60` is 60 times 0.5."""
-    value, _, count = part.rpartition("x")
-    return part if "+" in value[1:] else f"{value}+0x{count}" if value[-1].isdigit() else " ".join([value] * int(count))

@@ -3,11 +3,11 @@
 import math
 import re
 import socket
+import time
 import urllib.request
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-import yaml
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 from prometheus_client.parser import text_string_to_metric_families as plain
 
@@ -106,6 +106,79 @@ def test_a_restored_run_is_counted(config, endpoint, tmp_path):
     assert scraped(config)["rl_run_starts_total", ()] == 2
 
 
+def test_what_happens_between_two_scrapes_is_counted(config, endpoint):
+    totals = {f"rl_{name}_total" for name in ("failed_rollouts", "skipped_updates", "non_finite_rewards")}
+    assert {scraped(config)[name, ()] for name in totals} == {0}
+    endpoint.end_step(5, {"rollout/failed": 3, "train/skipped_steps": 1, "reward/mean": float("nan")})
+    endpoint.end_step(6, {"rollout/failed": 2, "train/skipped_steps": 1, "reward/mean": 0.5, "train/loss": 1.0})
+    endpoint.end_step(7, {"reward/mean": float("inf"), "train/loss": 1e30})
+    found = scraped(config)
+    assert found["rl_failed_rollouts_total", ()] == 5
+    assert found["rl_skipped_updates_total", ()] == 2
+    assert found["rl_non_finite_rewards_total", ()] == 2
+    assert found["rl_non_finite_losses_total", ()] == 0
+
+
+@pytest.mark.parametrize(("status", "state"), [("finished", 1), ("interrupted", 2), ("failed", 3)])
+def test_the_state_is_that_of_the_end_until_the_run_begins_again(status, state, config, endpoint, tmp_path):
+    assert scraped(config)["rl_run_state", ()] == 0
+    endpoint.end(RunEnd(status, "", 4, 10, {}))
+    assert scraped(config)["rl_run_state", ()] == state
+    endpoint.begin(ObservedRun("my run", tmp_path, {}, 4))
+    assert scraped(config)["rl_run_state", ()] == 0
+
+
+class Clock:
+    """A clock and a wait that a test turns on, in place of those of the endpoint."""
+
+    def __init__(self, monkeypatch, endpoint):
+        self.now, self.waits = 1000.0, []
+        clock = SimpleNamespace(monotonic=lambda: self.now, time=time.time)
+        monkeypatch.setattr("rl_launch.monitoring.prometheus.time", clock)
+        monkeypatch.setattr(endpoint._end_is_read, "wait", self.waits.append)
+
+
+@pytest.mark.parametrize(
+    ("status", "period", "waits"),
+    [
+        ("finished", 15.0, [22.5 - 5]),
+        ("failed", 15.0, [22.5 - 5]),
+        ("finished", 600.0, [60.0]),
+        # a job that is ended by a signal has little time
+        ("interrupted", 15.0, []),
+    ],
+)
+def test_the_end_of_a_run_is_there_for_one_more_scrape(status, period, waits, config, readings, tmp_path, monkeypatch):
+    endpoint = PrometheusEndpoint(config, readings)
+    endpoint.begin(ObservedRun("my run", tmp_path, {}, 4))
+    clock = Clock(monkeypatch, endpoint)
+    for _ in range(2):
+        clock.now += period
+        scraped(config)
+    clock.now += 5
+    endpoint.end(RunEnd(status, "", 4, 10, {}))
+    endpoint.close()
+    assert clock.waits == waits
+
+
+@pytest.mark.parametrize("scrapes_after", [0, 1])
+def test_nothing_is_waited_for_if_nobody_reads_or_the_end_was_read(
+    scrapes_after, config, readings, tmp_path, monkeypatch
+):
+    endpoint = PrometheusEndpoint(config, readings)
+    endpoint.begin(ObservedRun("my run", tmp_path, {}, 4))
+    clock = Clock(monkeypatch, endpoint)
+    scraped(config)
+    clock.now += 15
+    if scrapes_after:
+        scraped(config)
+    endpoint.end(RunEnd("finished", "", 4, 10, {}))
+    for _ in range(scrapes_after):
+        scraped(config)
+    endpoint.close()
+    assert clock.waits == []
+
+
 def test_of_metrics_with_one_name_the_first_is_exported_and_the_other_is_reported_once(config, endpoint, caplog):
     for step in (5, 6):
         endpoint.end_step(step, {"val/pass@4": 0.25, "val/pass_4": 0.75})
@@ -133,14 +206,3 @@ def test_an_address_of_another_machine_is_one_message(readings):
 def test_a_port_is_free_again_when_the_endpoint_is_closed(config, readings):
     PrometheusEndpoint(config, readings).close()
     PrometheusEndpoint(config, readings).close()
-
-
-def test_every_alert_says_what_it_found_and_what_to_look_at():
-    import rl_launch.monitoring
-
-    rules = Path(rl_launch.monitoring.__file__).parent / "files" / "prometheus_rules.yaml"
-    alerts = [rule for group in yaml.safe_load(rules.read_text())["groups"] for rule in group["rules"]]
-    assert len(alerts) >= 6
-    for alert in alerts:
-        assert {"summary", "description"} <= set(alert["annotations"])
-        assert alert["labels"]["severity"] in {"warning", "critical"}

@@ -5,15 +5,17 @@ from __future__ import annotations
 import errno
 import importlib.util
 import logging
+import math
 import re
 import shutil
 import socket
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rl_core.callback import RunEnd
+from rl_core.callback import EndStatus, RunEnd
 from rl_core.errors import ConfigError
 from rl_core.install_command import install_command
 from rl_launch.monitoring.quantities import Reading
@@ -32,14 +34,41 @@ _STATE = {
     "rl_max_steps": "Number of steps of the run",
     "rl_last_step_timestamp_seconds": "Time at which the last step was complete, or the first one began",
     "rl_checkpoint_step": "Step of the newest checkpoint",
+    "rl_run_state": "0 while the run is driven, 1 if it finished, 2 if it was interrupted, 3 if it failed",
 }
+_END_STATES: Mapping[EndStatus, float] = {"finished": 1, "interrupted": 2, "failed": 3}
 _DISK = {
     "rl_run_dir_free_bytes": "Free space of the file system of the run directory",
     "rl_run_dir_size_bytes": "Size of the file system of the run directory",
 }
 _STARTS = "rl_run_starts"
 
-RUN_METRICS = (*_STATE, *_DISK, f"{_STARTS}_total")
+
+@dataclass(frozen=True)
+class _Count:
+    """A total over all steps, which shows what happened between two scrapes."""
+
+    exported: str
+    meaning: str
+    metric: str
+    of_step: Callable[[float], float] = float
+
+
+def _is_not_finite(value: float) -> float:
+    return float(not math.isfinite(value))
+
+
+_COUNTS = (
+    _Count("rl_skipped_updates", "Updates that were skipped", "train/skipped_steps"),
+    _Count("rl_failed_rollouts", "Rollouts that failed", "rollout/failed"),
+    _Count("rl_non_finite_rewards", "Steps whose mean reward is not finite", "reward/mean", _is_not_finite),
+    _Count("rl_non_finite_losses", "Steps whose loss is not finite", "train/loss", _is_not_finite),
+)
+
+MAX_LAST_SCRAPE_S = 60.0
+"""Timeout in seconds of the wait for a scrape that reads how the run ended."""
+
+RUN_METRICS = (*_STATE, *_DISK, f"{_STARTS}_total", *(f"{count.exported}_total" for count in _COUNTS))
 """Names of what is served about a run, in addition to its metrics and readings."""
 
 _REFUSED = re.compile(r"[^a-zA-Z0-9_]+")
@@ -75,6 +104,9 @@ class PrometheusEndpoint(RunObserver):
         self._metrics: dict[str, float] = {}
         self._state: dict[str, float] = {}
         self._num_sessions = 0
+        self._counts = dict.fromkeys(_COUNTS, 0.0)
+        self._scrapes: tuple[float, ...] = ()
+        self._end_is_read = threading.Event()
         self._clashes: set[str] = set()
         registry = CollectorRegistry(auto_describe=False)
         assert config.prometheus_port is not None, "the endpoint has a port"
@@ -91,7 +123,8 @@ class PrometheusEndpoint(RunObserver):
         with self._lock:
             self._run = run
             self._num_sessions += 1
-            self._state = {"rl_run_start_timestamp_seconds": time.time(), "rl_step": run.step}
+            self._state = {"rl_run_start_timestamp_seconds": time.time(), "rl_step": run.step, "rl_run_state": 0}
+            self._end_is_read.clear()
 
     def start(self, max_steps: int, history: Sequence[Mapping[str, Any]]) -> None:
         with self._lock:
@@ -104,6 +137,8 @@ class PrometheusEndpoint(RunObserver):
             # metrics that only some steps have, such as those of a validation, keep their value
             self._metrics |= exported
             self._state |= {"rl_step": step, "rl_last_step_timestamp_seconds": time.time()}
+            for count in _COUNTS:
+                self._counts[count] += count.of_step(metrics.get(count.metric, 0.0))
 
     def saved(self, step: int) -> None:
         with self._lock:
@@ -111,13 +146,27 @@ class PrometheusEndpoint(RunObserver):
 
     def end(self, state: RunEnd) -> None:
         with self._lock:
-            self._state["rl_step"] = state.step
+            self._state |= {"rl_step": state.step, "rl_run_state": _END_STATES[state.status]}
 
     def close(self) -> None:
-        """Close the port."""
+        """Close the port, after the next scrape if the run finished or failed and is scraped regularly. Otherwise
+        nobody could tell its end from the death of its driver."""
+        if (wait_s := self._until_next_scrape()) > 0:
+            _log.info("waiting at most %.0f s for Prometheus to read the end of the run", wait_s)
+            self._end_is_read.wait(wait_s)
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+    def _until_next_scrape(self) -> float:
+        """Return the seconds in which a scrape is due that reads the end; 0 if none is expected or waited for."""
+        with self._lock:
+            has_ended = self._state.get("rl_run_state") in (_END_STATES["finished"], _END_STATES["failed"])
+            if not has_ended or len(self._scrapes) < 2 or self._end_is_read.is_set():
+                return 0.0
+            before, last = self._scrapes
+        # scrapes may be a little late
+        return min(MAX_LAST_SCRAPE_S, last + 1.5 * (last - before) - time.monotonic())
 
     def collect(self) -> Iterable[Metric]:
         """The metric families of a scrape; called by prometheus-client in the thread that answers it."""
@@ -125,11 +174,17 @@ class PrometheusEndpoint(RunObserver):
 
         with self._lock:
             run, metrics, state, sessions = self._run, dict(self._metrics), dict(self._state), self._num_sessions
+            counts = dict(self._counts)
+            self._scrapes = (*self._scrapes[-1:], time.monotonic())
+            if state.get("rl_run_state"):
+                self._end_is_read.set()
         if run is None:
             return
         for name, value in state.items():
             yield _labelled(GaugeMetricFamily(name, _STATE[name], labels=["run"]), run.name, value)
         yield _counter(_STARTS, "Starts of the workers in this process: 1, and one per restoration", run, sessions)
+        for count, total in counts.items():
+            yield _counter(count.exported, f"{count.meaning}, since the driver started", run, total)
         yield from self._disk(run)
         for name, value in metrics.items():
             if name in state:
