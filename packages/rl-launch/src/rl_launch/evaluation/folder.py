@@ -14,8 +14,8 @@ from rl_core.config import Config, tree_to_yaml, with_absolute_paths
 from rl_core.errors import RunDirectoryError
 from rl_core.rollouts.group import RECORD, RolloutGroup
 from rl_launch.session.config import Access
+from rl_launch.session.directory import lock
 from rl_launch.session.directory.atomic_file import write_atomically
-from rl_launch.session.directory.lock import FILE_NAMES as LOCKS
 from rl_launch.session.directory.lock import DirectoryLock
 from rl_launch.session.directory.row_files import names_without_rows
 from rl_launch.session.directory.writable import check_writable, make_folder
@@ -63,8 +63,9 @@ class EvaluationFolder:
         """
         check_writable(self.path)
         if self.path.is_dir() and not is_evaluation(self.path):
-            foreign = sorted(names_without_rows(self.path) - {*LOCKS, "logs"})
-            if (self.path / LOCKS[0]).is_file() and set(foreign) <= _UNFINISHED:
+            names = names_without_rows(self.path) - {"logs"}
+            foreign = sorted(name for name in names if not lock.is_own(name))
+            if (self.path / lock.FILE_NAME).is_file() and set(foreign) <= _UNFINISHED:
                 foreign = []
             if foreign:
                 raise RunDirectoryError(

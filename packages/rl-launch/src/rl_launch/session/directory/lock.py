@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import json
 import os
 import socket
+import sys
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from typing import IO
+from typing import IO, Any, Literal
+from uuid import uuid4
 
 import psutil
 
@@ -20,18 +24,22 @@ FILE_NAME = "run.lock"
 _CLAIM = "run.lock.claim"
 """Made by the holder where the file system has no locks."""
 
-FILE_NAMES = (FILE_NAME, _CLAIM)
-"""Files that do not belong to the contents of a folder."""
 
 _TAKEN = (errno.EWOULDBLOCK, errno.EACCES)
 """Errors of `flock` that say that another process has the lock; others say that the file system has none."""
+
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+"""Errors of `link` on file systems without hard links."""
+
+Verdict = Literal["alive", "dead", "unknown"]
 
 
 class DirectoryLock:
     """Holds a run directory until released or until this process ends, however it ends.
 
     Where the file system has no locks (some network file systems), the holder is the process that made a file next to
-    the lock. A holder that was killed on another host can then not be told from a live one.
+    the lock. Whether a holder has died can only be told from processes of the same start of the machine and the same
+    namespaces; another starter is refused with the remedy.
 
     Args:
         folder: An existing folder.
@@ -49,46 +57,36 @@ class DirectoryLock:
         Raises:
             RunDirectoryError: If another process has it, naming process and host.
         """
-        file = self._path.open("a+")
+        file, identity = self._path.open("a+"), _identity()
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            if error.errno in _TAKEN:
+            is_taken = error.errno in _TAKEN
+            if is_taken or not _take(self._claim, identity):
                 file.close()
-                raise self._refusal(_read(self._path)) from None
-            self._make_claim(file)
+                raise self._refusal(None if is_taken else self._claim) from None
+            self._has_claim = True
         file.seek(0)
         file.truncate()
-        file.write(_identity())
+        file.write(identity)
         file.flush()
         self._file = file
 
     def release(self) -> None:
-        """Release the lock."""
+        """Release the lock. A failing disk keeps the files: they name a process that has ended."""
         if self._file is not None:
-            self._file.truncate(0)
-            self._file.close()
+            with suppress(OSError):
+                self._file.truncate(0)
+            with suppress(OSError):
+                self._file.close()
             self._file = None
         if self._has_claim:
-            self._claim.unlink(missing_ok=True)
+            with suppress(OSError):
+                self._claim.unlink()
             self._has_claim = False
 
-    def _make_claim(self, file: IO[str]) -> None:
-        try:
-            if self._claim.exists() and _has_died(_read(self._claim)):
-                # of several processes that find this, one renames the file
-                aside = self._claim.with_name(f".{_CLAIM}.{os.getpid()}")
-                self._claim.rename(aside)
-                aside.unlink()
-            claim = self._claim.open("x")
-        except (FileExistsError, FileNotFoundError):
-            file.close()
-            raise self._refusal(_read(self._claim), self._claim) from None
-        with claim:
-            claim.write(_identity())
-        self._has_claim = True
-
-    def _refusal(self, held: dict, claim: Path | None = None) -> RunDirectoryError:
+    def _refusal(self, claim: Path | None) -> RunDirectoryError:
+        held = _read(claim or self._path)
         text = (
             f"{self._path.parent} is in use by {_in_words(held) if held else 'another process'}. "
             "Wait for it or stop it, or choose another run_dir."
@@ -96,6 +94,11 @@ class DirectoryLock:
         if claim is not None:
             text += f" Its file system has no locks: if that process has ended, remove {claim}."
         return RunDirectoryError(text)
+
+
+def is_own(name: str) -> bool:
+    """Return whether a file does not belong to the contents of a folder, because it is part of its lock."""
+    return name.startswith(FILE_NAME)
 
 
 def host_of_holder(folder: Path) -> str | None:
@@ -108,26 +111,131 @@ def holder(folder: Path) -> str | None:
     held = _read(folder / FILE_NAME)
     if not held:
         return None
-    if held["host"] != socket.gethostname():
-        return _in_words(held) if _is_locked(folder / FILE_NAME) else None
-    return None if _has_died(held) else _in_words(held)
+    verdict = _verdict(held)
+    is_held = _is_locked(folder / FILE_NAME) if verdict == "unknown" else verdict == "alive"
+    return _in_words(held) if is_held else None
+
+
+def _take(path: Path, identity: str) -> bool:
+    """Make a file that exists as long as its maker holds it; returns whether this process has made it.
+
+    A file whose maker has died is replaced by the one process that holds the file named after its content. That one is
+    made in the same way, so a death at any moment leaves something that can be taken over.
+    """
+    if _is_made(path, identity):
+        return True
+    found = _content(path)
+    if _verdict(_parsed(found)) != "dead":
+        return False
+    right = path.with_name(f"{_CLAIM}.{hashlib.sha256(found).hexdigest()[:16]}")
+    if not _take(right, identity):
+        return False
+    try:
+        # only the holder of the right changes a file with this content, and its maker is dead
+        if _content(path) != found:
+            return False
+        aside = _written(path, identity)
+        aside.replace(path)
+        return True
+    finally:
+        right.unlink(missing_ok=True)
+
+
+def _is_made(path: Path, identity: str) -> bool:
+    """Make a file with its content in one step, unless it exists; returns whether this process has made it."""
+    aside = _written(path, identity)
+    try:
+        os.link(aside, path)
+    except FileExistsError:
+        # a network file system may repeat a call that has succeeded
+        return _content(path) == identity.encode()
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        return _is_made_without_links(path, identity)
+    finally:
+        aside.unlink(missing_ok=True)
+    return True
+
+
+def _is_made_without_links(path: Path, identity: str) -> bool:
+    try:
+        with path.open("x") as file:
+            file.write(identity)
+    except FileExistsError:
+        return False
+    return True
+
+
+def _written(path: Path, identity: str) -> Path:
+    aside = path.with_name(f"{_CLAIM}.{uuid4().hex}")
+    aside.write_text(identity)
+    return aside
 
 
 def _identity() -> str:
-    started = datetime.now().astimezone().isoformat(timespec="seconds")
-    return json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": started})
+    return json.dumps(
+        {
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "since": datetime.now().astimezone().isoformat(timespec="seconds"),
+            "started": _started(os.getpid()),
+            "seen_from": _surroundings(),
+            "id": uuid4().hex,
+        }
+    )
 
 
-def _has_died(held: dict) -> bool:
-    """Return whether the process with this identity was one of this host and has ended."""
-    if not held or held["host"] != socket.gethostname():
-        return False
+def _verdict(held: dict[str, Any]) -> Verdict:
+    """Return what has become of the process with an identity, as far as this process can tell.
+
+    A process is known by the time of its start, which no change of the clock moves. Numbers and times of processes mean
+    the same only within one start of the machine and the same namespaces.
+    """
+    surroundings = _surroundings()
+    if surroundings is None or held.get("seen_from") != surroundings or held["host"] != socket.gethostname():
+        return "unknown"
     try:
-        started = psutil.Process(held["pid"]).create_time()
-    except psutil.NoSuchProcess:
-        return True
-    # a later process may have the number of one that has ended
-    return started > datetime.fromisoformat(held["since"]).timestamp() + 1
+        os.kill(held["pid"], 0)
+    except ProcessLookupError:
+        return "dead"
+    except OSError:
+        return "unknown"  # one of another user
+    started = _started(held["pid"])
+    # /proc may hide the processes of others
+    return "unknown" if started is None else "alive" if started == held.get("started") else "dead"
+
+
+def _surroundings() -> list[str] | None:
+    """Return what two processes must have in common to compare process numbers and start times; None if unknown."""
+    if not sys.platform.startswith("linux"):
+        return [sys.platform]  # has no namespaces, and the host is compared
+    try:
+        if os.readlink("/proc/self") != str(os.getpid()):
+            return None  # the /proc of another namespace
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        spaces = [os.readlink(path) for name in ("pid", "time") if os.path.lexists(path := f"/proc/self/ns/{name}")]
+    except OSError:
+        return None
+    return [boot, *spaces]
+
+
+def _started(pid: int) -> float | str | None:
+    """Return the time of a process's start, which identifies it among those of its number; None if it has ended, or
+    cannot be seen.
+    """
+    if not sys.platform.startswith("linux"):
+        try:
+            return psutil.Process(pid).create_time()
+        except psutil.Error:
+            return None
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    state, num_threads, ticks = fields[0], fields[17], fields[19]
+    # a process that has ended holds nothing, though its parent has not asked for its exit code
+    return "ended" if state in "ZX" and int(num_threads) <= 1 else int(ticks)
 
 
 def _is_locked(path: Path) -> bool:
@@ -139,13 +247,24 @@ def _is_locked(path: Path) -> bool:
         return False
 
 
-def _in_words(held: dict) -> str:
+def _in_words(held: dict[str, Any]) -> str:
     return f"process {held['pid']} on {held['host']} since {held['since']}"
 
 
-def _read(path: Path) -> dict:
+def _read(path: Path) -> dict[str, Any]:
+    return _parsed(_content(path))
+
+
+def _content(path: Path) -> bytes:
     try:
-        data = json.loads(path.read_text())
-    except (OSError, ValueError):
+        return path.read_bytes()
+    except FileNotFoundError:
+        return b""
+
+
+def _parsed(content: bytes) -> dict[str, Any]:
+    try:
+        data = json.loads(content)
+    except ValueError:
         return {}
     return data if isinstance(data, dict) and data.keys() >= {"pid", "host", "since"} else {}

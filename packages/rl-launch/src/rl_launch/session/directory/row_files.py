@@ -105,7 +105,7 @@ def names_of_run(folder: Path) -> set[str]:
 def _may_hold(folder: Path) -> bool:
     """Return whether a folder is new, empty, or belongs to a run or evaluation, perhaps with an interrupted start."""
     names = names_of_run(folder) if folder.is_dir() else set()
-    return not names or bool(names & {CONFIG, *lock.FILE_NAMES})
+    return not names or CONFIG in names or any(map(lock.is_own, names))
 
 
 def _remove_unnamed(files: Sequence[RowFile], folder: Path, *, existed: bool) -> None:

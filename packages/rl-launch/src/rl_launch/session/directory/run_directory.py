@@ -154,14 +154,15 @@ class RunDirectory:
 
     def _contents(self) -> list[str]:
         """Return the names in the folder, except for leftovers of an interrupted start."""
-        own = {*lock.FILE_NAMES, *(folder.name for folder in (self.rollouts, self.checkpoints, self.logs, self.code))}
+        own = {folder.name for folder in (self.rollouts, self.checkpoints, self.logs, self.code)}
         unfinished = {f"{CONFIG}.part", f"{DESCRIPTION}.part", *own}
         if not (self.path / DESCRIPTION).exists() and not any(self.checkpoints.glob("*")):
             unfinished.add(CONFIG)
-        names = sorted(names_of_run(self.path))
-        if set(names) <= unfinished and lock.FILE_NAME in names and not self._is_run():
+        found = names_of_run(self.path)
+        names = sorted(name for name in found if not lock.is_own(name))
+        if set(names) <= unfinished and lock.FILE_NAME in found and not self._is_run():
             return []
-        return [name for name in names if name not in lock.FILE_NAMES]
+        return names
 
     def _relabel(self, values: Mapping[str, Any], changes: Sequence[RuledChange]) -> None:
         """Take over the labels whose keys were changed; the others may have been edited in the folder since."""
