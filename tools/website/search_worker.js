@@ -8,41 +8,55 @@
   const SATURATION = 1.2;
   const LENGTH = 0.5;
   const EXACT_TITLE = 4;
+  // how much more a section counts whose title, or the title of its page, has all words of the question
+  const IN_TITLE = 2;
   // how much a word counts that only other sections of the page have
   const ELSEWHERE = 0.5;
-  const PARTIAL = { part: 0.5, synonym: 0.6, prefix: 0.6, fuzzy: 0.5 };
+  // how much more a section of a page counts that has the words often, and from how many occurrences on
+  const OF_PAGE = 1;
+  const OFTEN = 5;
+  const PARTIAL = { part: 0.5, synonym: 0.8, prefix: 0.6, fuzzy: 0.5 };
   // pages that explain come before pages that list; the first prefix that fits decides
   const KINDS = [
-    ["troubleshooting", 1.2], ["concepts/", 1.1], ["reference/config/", 0.7], ["reference/cli/", 0.8], ["reference/python/", 0.4],
-    ["reference/errors", 0.6], ["reference/metrics", 0.5], ["reference/", 0.7], ["recipes/index", 0.8], ["recipes/", 0.5],
-    ["benchmarks/", 0.4], ["packages/", 0.6], ["architecture", 0.6], ["api", 0.3], ["pages", 0.3], ["AGENTS", 0.3],
-    ["CONTRIBUTING", 0.5], ["CODE_OF_CONDUCT", 0.4], ["index.html", 0.8], ["", 1.1],
+    ["troubleshooting", 1.15], ["concepts/", 0.9], ["reference/config/", 0.3], ["reference/cli/", 0.5], ["reference/python/", 0.2],
+    ["reference/errors", 0.3], ["reference/metrics", 0.4], ["reference/", 0.4], ["recipes/index", 0.5], ["recipes/", 0.3],
+    ["benchmarks/", 0.3], ["packages/", 0.4], ["architecture", 0.3], ["api", 0.3], ["pages", 0.2], ["AGENTS", 0.2], ["SECURITY", 0.5],
+    ["CONTRIBUTING", 0.3], ["CODE_OF_CONDUCT", 0.3], ["metrics", 0.8], ["messages", 0.8], ["coming-from", 0.6], ["index.html", 0.7], ["", 1],
   ]; // prettier-ignore
   const CHANGELOG = 0.25;
+  // a question for a meaning is answered by a page that explains
+  const ASKS_FOR_A_MEANING = /^\s*what (is|are|does)\b/i;
+  const EXPLAINS = 1.5;
   const SECTIONS_OF_A_PAGE = 2;
   const FURTHER_SECTION = 0.5;
   const COMMON = new Set(
-    ("a about after all also always am an and any are as at be because been before but by can cannot could did do does doesn don error " +
-      "for from get give given go had has have how i if in into is isn it its just like many me much my need never no not of on " +
-      "one only or our own pass set should so some still t than that the their them then there these they this to too up us use " +
-      "used using want was we what when where which while who why will with won would you your").split(" "),
+    ("a about after all already also always am an and any are as at be because been before but by can cannot could did difference do does doesn don error " +
+      "explain explained for from get give given go had has have how i if in into is isn it its just like keep many me more much my need never no not of on " +
+      "one only or our own pass possible rl set should so some still t than that the their them then there these they this to too up us use " +
+      "used using vs versus want was we what when where which while who why will with won would you your").split(" "),
   );
   // words of readers, and the words of these pages for them
   const SYNONYMS = {
-    adapter: "lora", async: "asynchronous", batching: "packing", completion: "rollout", constant: "flat",
-    container: "image", crash: "fail died", custom: "own", cut: "truncated", dashboard: "view monitoring",
-    dataset: "data", deadlock: "hang", deterministic: "bit-identical", differ: "mismatch", difference: "mismatch disagree",
-    disagree: "mismatch", diverge: "mismatch nan", docker: "image", env: "environment", explode: "grow nan",
-    export: "convert hf", finetune: "sft", finetuning: "sft", freeze: "hang", frozen: "hang", grader: "reward",
-    huggingface: "hub hf transformers", inference: "generation", judge: "reward", killed: "preemption died", label: "answer",
-    loading: "load", multinode: "machine cluster", node: "machine", offpolicy: "staleness asynchronous", oom: "memory",
-    opd: "distillation", plateau: "flat", preempted: "preemption", prompt: "row", ratio: "mismatch", requeue: "continue",
-    restart: "resume continue", sample: "rollout", save: "checkpoint", sglang: "vllm", snapshot: "checkpoint",
-    speed: "slow", stagnate: "flat", stale: "staleness age", stuck: "hang", sweep: "ablation", throughput: "slow tokens_per_second",
-    trajectory: "rollout", truth: "answer", tune: "sft", upload: "push", verification: "answer grader", verifier: "reward", verify: "answer check", wandb: "tracker", worker: "process", zero: "0",
+    accum: "accumulation", adapter: "lora", architecture: "family", async: "asynchronous", batching: "packing", beta: "kl", benchmark: "evaluate",
+    clipped: "truncated", colab: "notebook", completion: "rollout", constant: "flat", container: "image", cost: "memory gpu",
+    crash: "fail died", custom: "own", cut: "truncated", dashboard: "view monitoring", dataset: "data", ddp: "data parallel gpu",
+    deadlock: "hang", deepspeed: "fsdp shard", deterministic: "bit-identical", differ: "mismatch",
+    directory: "folder", disagree: "mismatch", diverge: "mismatch nan", docker: "image", env: "environment", explode: "grow nan",
+    export: "convert hf", file: "folder", finetune: "sft", finetuning: "sft", frozen: "freeze hang", grad: "gradient", grader: "reward", high: "grow",
+    huggingface: "hub hf transformers", hyperparameter: "key", increase: "grow rise", inference: "generation", install: "installing", internet: "network",
+    judge: "reward", jupyter: "notebook", killed: "preemption died", label: "answer", langchain: "framework", langgraph: "framework",
+    laptop: "cpu", loading: "load", mac: "laptop cpu", macbook: "laptop cpu", moe: "mixture expert", multi: "several",
+    multinode: "machine cluster", multiple: "several multi", node: "machine", offline: "network", offpolicy: "staleness asynchronous",
+    oom: "memory", opd: "distillation", opponent: "self-play", plateau: "flat", preempted: "preemption", prompt: "row",
+    qlora: "lora bit", ratio: "mismatch", reproducibility: "seed bit-identical", reproducible: "seed bit-identical", requeue: "continue",
+    restart: "resume continue", sample: "rollout", save: "checkpoint", see: "read look view", sglang: "vllm", single: "one",
+    snapshot: "checkpoint", speed: "slow", stagnate: "flat", stale: "staleness age", stuck: "hang", sweep: "ablation", swe: "coding repository",
+    throughput: "slow tokens_per_second", trajectory: "rollout", truth: "answer", tune: "sft", unstable: "collapse explode",
+    unsupported: "supported refused", upload: "push", verification: "answer grader", verifier: "reward", verify: "answer check",
+    vl: "vision", vlm: "vision", vram: "gpu memory gb", wandb: "tracker", worker: "process", zero: "0",
   }; // prettier-ignore
 
-  const WORD = /<[^>]*>|&\w+;|[\p{L}\p{N}_]+/gu;
+  const WORD = /<[^>]*>|&\w+;|\d+(?=gi?b\b)|[\p{L}\p{N}_]+/giu;
   let sections = [];
   let postings = new Map(); // stem -> Map(section -> weight of its occurrences)
   let vocabulary = [];
@@ -78,6 +92,8 @@
     postings = new Map();
     sections = index.items.map((item, id) => {
       let length = 0;
+      const titled = new Map();
+      words(`${item.title} ${item.path.at(-1) ?? ""}`, (term, weight) => titled.set(term, Math.max(weight, titled.get(term) ?? 0)));
       for (const field of Object.keys(FIELDS)) {
         words(field === "path" ? item.path.join(" ") : item[field], (term, weight) => {
           length += field === "text";
@@ -86,7 +102,7 @@
           found.set(id, (found.get(id) ?? 0) + weight * FIELDS[field]);
         });
       }
-      return { ...item, length, kind: kind(item.location), page: item.location.split("#")[0], name: plain(item.title) };
+      return { ...item, length, titled, kind: kind(item.location), page: item.location.split("#")[0], name: plain(item.title) };
     });
     vocabulary = [...postings.keys()];
     meanLength = sections.reduce((sum, each) => sum + each.length, 1) / Math.max(1, sections.length);
@@ -120,6 +136,8 @@
     if (isLast && word.length > 1)
       for (const each of vocabulary) if (each.startsWith(word) && each !== term) add(each, PARTIAL.prefix);
     add(term, 1);
+    if (!found.size && term.length > 3)
+      for (const each of vocabulary) if (each.startsWith(term)) add(each, PARTIAL.prefix);
     if (!found.size && term.length > 3) for (const each of vocabulary) if (isNear(term, each)) add(each, PARTIAL.fuzzy);
     return found;
   }
@@ -149,19 +167,29 @@
         }
       const rarity = Math.log(1 + (sections.length + 0.5) / (occurrences.size + 0.5));
       mass += rarity;
-      const pages = new Set([...best.keys()].map((id) => sections[id].page));
-      for (const page of pages) onPage.set(page, (onPage.get(page) ?? 0) + rarity);
+      const pages = new Map();
+      for (const [id, score] of best) pages.set(sections[id].page, (pages.get(sections[id].page) ?? 0) + score);
+      for (const [page, score] of pages) {
+        const total = onPage.get(page) ?? { mass: 0, score: 0 };
+        onPage.set(page, { mass: total.mass + rarity, score: total.score + (rarity * score) / (score + OFTEN) });
+      }
       for (const [id, score] of best) {
-        const total = scores.get(id) ?? { score: 0, mass: 0 };
-        scores.set(id, { score: total.score + rarity * score, mass: total.mass + rarity });
+        const total = scores.get(id) ?? { score: 0, mass: 0, titled: 0 };
+        const inTitle = Math.max(0, ...[...term].map(([each, weight]) => weight * (sections[id].titled.get(each) ?? 0)));
+        scores.set(id, { score: total.score + rarity * score, mass: total.mass + rarity, titled: total.titled + rarity * inTitle });
       }
     }
     const whole = plain(input);
+    const asksForMeaning = ASKS_FOR_A_MEANING.test(input);
     const ranked = [...scores].map(([id, found]) => {
       const { name, kind, location, page } = sections[id];
-      const covered = (found.mass + ELSEWHERE * (onPage.get(page) - found.mass)) / mass;
-      const isExact = name === whole || name.endsWith(`.${whole}`) || location.endsWith(`#${input.trim()}`);
-      return { id, score: found.score * covered ** 2 * kind * (isExact ? EXACT_TITLE : 1) };
+      const ofPage = onPage.get(page);
+      const covered = (found.mass + ELSEWHERE * (ofPage.mass - found.mass)) / mass;
+      const isKey = /[_.]/.test(input) || !location.startsWith("reference/");
+      const isExact = isKey && (name === whole || name.endsWith(`.${whole}`) || location.endsWith(`#${input.trim()}`));
+      const titled = 1 + IN_TITLE * (found.titled / mass) ** 2;
+      const explains = asksForMeaning && location.startsWith("concepts/") ? EXPLAINS : 1;
+      return { id, score: found.score * covered ** 2 * titled * (1 + OF_PAGE * (ofPage.score / mass)) * kind * explains * (isExact ? EXACT_TITLE : 1) };
     });
     ranked.sort((one, other) => other.score - one.score || one.id - other.id);
     const seen = new Map();
