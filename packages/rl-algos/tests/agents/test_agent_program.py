@@ -23,6 +23,7 @@ from rl_core.rollouts.environment import EnvironmentFailure, StepResult
 from rl_core.rollouts.generation import SamplingParams
 from rl_core.rollouts.group import RolloutGroup
 from rl_core.rollouts.pool import RolloutTask
+from rl_core.rollouts.record import rollout_record, segments_of, turns_of
 from rl_core.rollouts.rollout import Prompt
 
 CLIENT = """
@@ -262,6 +263,7 @@ from pathlib import Path
 from rl_algos.agents.address import Address
 from rl_algos.agents.launchers import ProcessLauncher, Task
 from rl_core.rollouts.pool import RolloutTask
+from rl_core.rollouts.record import rollout_record, segments_of, turns_of
 from rl_core.rollouts.rollout import Prompt
 
 async def main():
@@ -314,6 +316,55 @@ def test_branches_and_threads_are_rows_of_one_rollout(make_worker, play, tmp_pat
     batch = build_batch([RolloutGroup.of(PROMPT, rollouts)], config)
     assert batch.array(ROLLOUT).tolist() == [0, 0, 0, 1, 1, 1]
     assert int(batch.ragged("loss_mask").values.sum()) == 16
+
+
+COMPACTED = (
+    CLIENT
+    + """
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
+
+def run(base_url, api_key, prompt):
+    system = {"role": "system", "content": "Work alone."}
+    begun = [system, *prompt["messages"]]
+    first = chat(base_url, api_key, begun, tools=TOOLS)
+    chat(base_url, api_key, [*begun, first, {"role": "user", "content": "sure?"}], tools=TOOLS)
+    chat(base_url, api_key, [system, {"role": "user", "content": "a summary"}], tools=TOOLS)
+    chat(base_url, api_key, [*begun, first, {"role": "user", "content": "another way?"}], tools=TOOLS)
+    chat(base_url, api_key, [{"role": "user", "content": "no tools"}])
+    return 1.0
+"""
+)
+
+
+def test_a_record_has_the_messages_the_tools_and_the_turns_of_each_segment(make_worker, play, tmp_path):
+    worker = make_worker(AgentConfig(run="my_agent.py:run"), function=function(tmp_path, COMPACTED))
+    ([rollout], _) = asyncio.run(play(worker))
+    record = json.loads(rollout_record(PROMPT, 0, rollout).tobytes())
+    assert "turns" not in record
+    assert [each["num_tokens"] for each in record["segments"]] == list(rollout.segments)
+    conversations, tools = {}, {}
+    for segment in segments_of(record):
+        shared = segment["shared"]
+        before = conversations[shared["number"]][: shared["messages"]] if shared else []
+        own = [message["content"] for message in segment["messages"]]
+        for turn in segment["turns"]:
+            own += [turn["text"], *(message["content"] for message in turn.get("observation", ()))]
+        conversations[segment["number"]] = before + own
+        names = [tool["function"]["name"] for tool in segment["tools"]]
+        tools[segment["number"]] = tools[shared["number"]] if shared else names
+    begun = ["Work alone.", "2+3", "5"]
+    expected = [
+        ([*begun, "sure?", "5"], ["look"]),
+        (["Work alone.", "a summary", "5"], ["look"]),
+        ([*begun, "another way?", "5"], ["look"]),
+        (["no tools", "5"], []),
+    ]
+    assert sorted((conversations[number], tools[number]) for number in conversations) == sorted(expected)
+    assert [each["call"] for each in segments_of(record)][::3] == [1, 5]
+    # a message that two segments begin with is written once
+    assert json.dumps(record).count("Work alone.") == 1
+    assert len(turns_of(record)) == 5
+    assert "null" not in json.dumps(record["segments"])
 
 
 @pytest.mark.parametrize("reward", ["posted", "environment"])

@@ -4,7 +4,7 @@ import pytest
 from dialect_answers import MADE, answer, choice
 
 from rl_algos.agents.calls import Call, CallRefused
-from rl_algos.agents.dialects.messages import Messages
+from rl_algos.agents.dialects.messages import PREFILL, Messages
 
 DIALECT = Messages()
 USER = {"role": "user", "content": "Hi"}
@@ -101,6 +101,7 @@ def test_blocks_are_messages_and_each_result_is_one():
     [
         ({"temperature": 1.0, "top_k": 5}, ("temperature", "top_k")),
         ({"tool_choice": {"type": "auto"}}, ()),
+        ({"messages": [USER, {"role": "assistant", "content": "The"}]}, (PREFILL,)),
         ({"tool_choice": {"type": "any"}}, ("tool_choice",)),
         ({"tool_choice": {"type": "tool", "name": "add"}}, ("tool_choice",)),
         (
@@ -128,11 +129,6 @@ def of_user(*blocks):
         ({"max_tokens": 0}, "max_tokens", "at least 1, got 0"),
         ({"messages": []}, "messages", "is empty"),
         ({"messages": "Hi"}, "messages", 'a list, got "Hi"'),
-        (
-            {"messages": [USER, {"role": "assistant", "content": "The"}]},
-            "messages",
-            "must end with a message of the user",
-        ),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "'tool' is not one of user, assistant"),
         (of_user({"type": "image", "source": {}}), "messages[0].content[0].type", "'image' is not offered"),
         (of_user({"text": "x"}), "messages[0].content[0].type", "is missing"),

@@ -6,8 +6,9 @@ from dialect_answers import MADE, answer, choice
 from rl_algos.agents.calls import Call, CallRefused, Event
 from rl_algos.agents.dialects.chat_completions import ChatCompletions
 from rl_algos.agents.dialects.completions import Completions
+from rl_algos.agents.dialects.responses import Responses
 
-CHAT, TEXT = ChatCompletions(), Completions()
+CHAT, TEXT, RESPONSES = ChatCompletions(), Completions(), Responses()
 USER = {"role": "user", "content": "Hi"}
 FUNCTION = {"name": "add", "description": "", "parameters": {"type": "object", "properties": {}}}
 
@@ -91,6 +92,39 @@ def test_what_chat_completions_cannot_serve_is_refused_by_name(fields, param, me
 def test_forced_calls_are_listed_as_ignored():
     assert read(tool_choice="required").ignored == ("tool_choice",)
     assert read(tool_choice={"type": "function", "function": {"name": "add"}}).ignored == ("tool_choice",)
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+@pytest.mark.parametrize("dialect", [CHAT, RESPONSES])
+def test_allowed_tools_are_the_ones_that_the_policy_sees(dialect, mode):
+    nested = dialect is CHAT
+
+    def tool(name):
+        return {"type": "function", **({"function": {"name": name}} if nested else {"name": name})}
+
+    def call(*names):
+        allowed = {"mode": mode, "tools": [tool(name) for name in names]}
+        choice = {"type": "allowed_tools", **({"allowed_tools": allowed} if nested else allowed)}
+        return dialect.read(
+            {"messages": [USER], "input": "Hi", "tools": [tool("add"), tool("sub")], "tool_choice": choice}
+        )
+
+    assert [each["function"]["name"] for each in call("sub").tools] == ["sub"]
+    assert call("sub").ignored == (("tool_choice",) if mode == "required" else ())
+    with pytest.raises(CallRefused, match="'mul', which is not one of the tools"):
+        call("mul")
+
+
+@pytest.mark.parametrize("stop", [["x"] * 65, "x" * 257])
+def test_stop_strings_are_few_and_short(stop):
+    with pytest.raises(CallRefused, match="maximum of 64 strings of 256 characters"):
+        read(stop=stop)
+
+
+def test_a_message_does_not_repeat_a_request():
+    with pytest.raises(CallRefused) as refused:
+        read({"role": "x" * 100_000, "content": "Hi"})
+    assert len(str(refused.value)) < 1100
 
 
 def test_arguments_that_are_nested_too_deeply_stay_text():

@@ -107,7 +107,7 @@ def test_what_only_the_policy_decides_is_listed(fields, ignored):
         ({"tools": [{"type": "web_search"}]}, "tools[0].type", '"web_search" is not offered; pass functions only'),
         ({"tools": [{"type": "custom", "name": "a"}]}, "tools[0].type", '"custom" is not offered'),
         ({"tools": [{"type": "function"}]}, "tools[0].name", "is missing"),
-        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice", "pass auto or none"),
+        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools.tools", "is missing"),
         ({"max_output_tokens": 0}, "max_output_tokens", "at least 1, got 0"),
         ({"background": True}, "background", "true is not offered"),
         ({"conversation": "c"}, "conversation", "pass previous_response_id"),

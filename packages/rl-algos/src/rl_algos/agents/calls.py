@@ -12,18 +12,23 @@ from rl_core.rollouts.rollout import Completion, Message
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 
+MAX_MESSAGE = 1000
+"""Maximum number of characters of an error's message."""
+
+
 class CallRefused(Exception):
     """A call that is answered with an error.
 
     Args:
-        message: What is wrong with it, for the person who wrote the agent.
+        message: What is wrong with it, for the person who wrote the agent; cut after `MAX_MESSAGE` characters, as it may
+            repeat a part of the request.
         status: HTTP status.
         code: Name of the error, as clients compare it.
         param: Field of the request that is at fault; empty for none.
     """
 
     def __init__(self, message: str, *, status: int = 400, code: str = "invalid_request", param: str = "") -> None:
-        super().__init__(message)
+        super().__init__(message if len(message) <= MAX_MESSAGE else f"{message[:MAX_MESSAGE]}...")
         self.status = status
         self.code = code
         self.param = param
@@ -136,8 +141,18 @@ class Event:
     name: str = ""
 
 
+COMMENT = b": \n\n"
+"""Comment in a stream of events."""
+
+
 class Dialect(Protocol):
-    """A wire format: what a request means, and how answers and errors are written."""
+    """A wire format: what a request means, and how answers and errors are written.
+
+    Attributes:
+        heartbeat: Part of a stream that clients ignore, sent while they wait for the first event.
+    """
+
+    heartbeat: bytes
 
     def read(self, body: Mapping[str, Any]) -> Call:
         """Return the call that a request's JSON body asks for; raise `CallRefused` if it cannot be served."""

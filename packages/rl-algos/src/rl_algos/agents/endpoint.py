@@ -2,40 +2,54 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import json
 import logging
+import math
+import re
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
 from contextlib import asynccontextmanager, nullcontext
-from dataclasses import dataclass
-from ipaddress import ip_address
+from dataclasses import dataclass, replace
 from typing import Any
 
 from aiohttp import web
 
 from rl_algos.agents.address import Address
-from rl_algos.agents.calls import CallRefused, Dialect, Event
+from rl_algos.agents.calls import Answer, Call, CallRefused, Dialect, Event
 from rl_algos.agents.dialects.chat_completions import ChatCompletions
 from rl_algos.agents.dialects.completions import Completions
 from rl_algos.agents.dialects.messages import Messages
 from rl_algos.agents.dialects.responses import Responses
 from rl_algos.agents.session import AgentSession
 from rl_algos.agents.task_board import TaskBoard
+from rl_algos.connections import TRANSFER_S, Connections, SparingLog, host_name
 
 _log = logging.getLogger(__name__)
 
-MAX_BODY = 16 * 2**20
-"""Maximum number of bytes of a request."""
+MAX_BODY = 8 * 2**20
+"""Maximum number of bytes of a request of the longest conversations: reading its JSON takes less than 0.1 s."""
+
+BODY_BASE = 2**20
+BODY_PER_TOKEN = 32
+"""Maximum number of bytes of a request, and what each token of `policy.max_total_sequence_length` adds to it. Text has
+about 4 bytes for each token, and 12 if its characters are escaped."""
+
+HEARTBEAT_S = 0.75
+"""Maximum number of seconds without a byte while a stream waits for its answer."""
 
 MODEL = "policy"
 """Name of the model in lists of models; requests may ask for any name."""
 
-_ROLLOUT = "/rollouts/{rollout}"
-"""Path of a rollout. The path of one of its agents appends `/agents/NAME`."""
+_ROLLOUT = re.compile(r"/rollouts/([0-9a-f]{16})(?:/agents/([A-Za-z_][A-Za-z0-9_]{0,63}))?/v1/(.+)")
+"""Path of a request of a rollout, or of one of its agents."""
 
 _WAIT_S = 60.0
 """Maximum number of seconds for which a request for a rollout waits."""
+
+_MAX_REWARDS = 100
+"""Maximum number of names of rewards, and of characters of each."""
 
 _RETRIES = "x-stainless-retry-count"
 """Header in which the clients of OpenAI and Anthropic count how often they have sent a request before."""
@@ -43,7 +57,25 @@ _RETRIES = "x-stainless-retry-count"
 _KEY = "Idempotency-Key"
 """Header that identifies a request over all tries of it, for clients that set one."""
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+@dataclass(frozen=True)
+class _Asked:
+    """A request.
+
+    Args:
+        request: Request, whose body has not been read.
+        dialect: Wire format of the answer.
+        rollout: Id of the rollout in its path; empty if it has none.
+        agent: Name of the agent in its path; empty if it has none.
+    """
+
+    request: web.BaseRequest
+    dialect: Dialect
+    rollout: str = ""
+    agent: str = ""
+
+
+Serve = Callable[[_Asked], Awaitable[web.StreamResponse]]
 
 
 @dataclass(frozen=True)
@@ -58,40 +90,41 @@ class AgentEndpoint:
     Args:
         host: Address to listen at. One that is not the loopback address is reached by agents on other machines.
         board: Rollouts for agents that run elsewhere; None if they are not served.
+        max_tokens: Maximum number of tokens of a conversation, which bounds the size of a request.
     """
 
-    def __init__(self, host: str = "127.0.0.1", board: TaskBoard | None = None) -> None:
+    def __init__(self, host: str = "127.0.0.1", board: TaskBoard | None = None, max_tokens: int = 2**20) -> None:
         self._host = host
         self._board = board
         self._board_key = f"rl-agents-{secrets.token_urlsafe(24)}" if board is not None else ""
+        self._max_body = min(MAX_BODY, BODY_BASE + BODY_PER_TOKEN * max_tokens)
+        self._max_brackets = 50_000 + 2 * max_tokens
         self._open: dict[str, _Open] = {}
-        self._runner: web.AppRunner | None = None
+        self._runner: web.ServerRunner | None = None
         self._port = 0
+        self._failures = SparingLog(_log, "%d requests of agents failed, the last one because of %s")
+        chat, messages = ChatCompletions(), Messages()
+        dialects: dict[str, Dialect] = {
+            "chat/completions": chat,
+            "completions": Completions(),
+            "responses": Responses(),
+            "messages": messages,
+        }
+        self._paths: dict[str, tuple[str, Dialect, Serve]] = {
+            **{path: ("POST", dialect, self._calls) for path, dialect in dialects.items()},
+            "messages/count_tokens": ("POST", messages, self._count_tokens),
+            "models": ("GET", chat, self._models),
+            "reward": ("POST", chat, self._reward),
+        }
+        if board is not None:
+            self._paths |= {"end": ("POST", chat, self._end), "renew": ("POST", chat, self._renew)}
 
     async def start(self) -> None:
         """Listen at a port that is free."""
-        app = web.Application(client_max_size=MAX_BODY)
-        dialects: Mapping[str, Dialect] = {
-            "chat/completions": ChatCompletions(),
-            "completions": Completions(),
-            "responses": Responses(),
-            "messages": Messages(),
-        }
-        openai = dialects["chat/completions"]
-        for at in (f"{_ROLLOUT}/v1", f"{_ROLLOUT}/agents/{{agent:[A-Za-z_][A-Za-z0-9_]*}}/v1"):
-            for path, dialect in dialects.items():
-                app.router.add_post(f"{at}/{path}", self._handler(dialect, self._calls))
-            app.router.add_post(f"{at}/messages/count_tokens", self._handler(dialects["messages"], self._count_tokens))
-            app.router.add_get(f"{at}/models", self._handler(openai, self._models))
-            app.router.add_post(f"{at}/reward", self._handler(openai, self._reward))
-        if self._board is not None:
-            app.router.add_post("/rollouts", self._handler(openai, self._take))
-            app.router.add_post(f"{_ROLLOUT}/v1/end", self._handler(openai, self._end))
-            app.router.add_post(f"{_ROLLOUT}/v1/renew", self._handler(openai, self._renew))
-        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
+        connections = Connections(self._serve, _refusal_of_http, max_body=self._max_body)
+        self._runner = web.ServerRunner(connections, shutdown_timeout=5.0)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, self._host, 0)
-        await site.start()
+        await web.TCPSite(self._runner, self._host, 0, backlog=4096).start()
         self._port = self._runner.addresses[0][1]
 
     @property
@@ -131,107 +164,257 @@ class AgentEndpoint:
             del self._open[rollout]
             session.close()
 
-    def _handler(
-        self, dialect: Dialect, serve: Callable[[web.Request, Dialect], Awaitable[web.StreamResponse]]
-    ) -> Handler:
-        async def handle(request: web.Request) -> web.StreamResponse:
-            try:
-                self._check_host(request)
-                return await serve(request, dialect)
-            except CallRefused as error:
-                refused = error
-            except RecursionError:
-                refused = CallRefused("the request is nested too deeply", code="invalid_json")
-            except web.HTTPRequestEntityTooLarge:
-                refused = CallRefused(f"the request is larger than {MAX_BODY} bytes", status=413, code="too_large")
-            return web.json_response(dialect.error(refused), status=refused.status)
+    async def _serve(self, request: web.BaseRequest) -> web.StreamResponse:
+        asked, serve = self._routed(request)
+        try:
+            self._check_host(request)
+            return await serve(asked)
+        except ConnectionError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever it is, the client gets an error that it can read
+            return _refusal(asked.dialect, self._refused(error))
 
-        return handle
+    def _routed(self, request: web.BaseRequest) -> tuple[_Asked, Serve]:
+        """Return a request with its wire format, and the method that answers it."""
+        found = _ROLLOUT.fullmatch(request.path)
+        serve: Serve
+        chat = self._paths["models"][1]
+        if found is None and request.path == "/rollouts" and self._board is not None:
+            path, rollout, agent, (method, dialect, serve) = "rollouts", "", "", ("POST", chat, self._take)
+        else:
+            rollout, agent, path = found.groups(default="") if found is not None else ("", "", request.path)
+            default = self._paths["messages"][1] if "anthropic-version" in request.headers else chat
+            method, dialect, serve = self._paths.get(path, (request.method, default, self._refuse_path))
+        if request.method not in (method, "HEAD" if method == "GET" else method):
+            serve = _refuse_method
+        return _Asked(request, dialect, rollout, agent), serve
 
-    def _check_host(self, request: web.Request) -> None:
+    async def _refuse_path(self, asked: _Asked) -> web.StreamResponse:
+        path = asked.request.path.rpartition("/v1/")[2] if asked.rollout else asked.request.path
+        served = ", ".join(self._paths)
+        raise CallRefused(
+            f"{path[:100]} is not served; a rollout has {served} below its own URL, which its agent is given",
+            status=404,
+            code="not_found",
+        )
+
+    def _refused(self, error: Exception) -> CallRefused:
+        """Return an error as the client reads it."""
+        match error:
+            case CallRefused():
+                return error
+            case RecursionError():
+                return CallRefused("the request is nested too deeply", code="invalid_json")
+            case web.HTTPRequestEntityTooLarge():
+                return self._too_large()
+            case web.RequestPayloadError():
+                return CallRefused("the body of the request is incomplete", code="invalid_body")
+        cause = f"{type(error).__name__}: {error}"[:200]
+        self._failures.note(cause, error)
+        return CallRefused(f"the policy could not answer: {cause}", status=500, code="server_error")
+
+    def _too_large(self) -> CallRefused:
+        return CallRefused(
+            f"the request is larger than {self._max_body} bytes, the maximum for conversations of "
+            "policy.max_total_sequence_length tokens; shorten the conversation",
+            status=413,
+            code="request_too_large",
+        )
+
+    def _check_host(self, request: web.BaseRequest) -> None:
         """Refuse requests to another name than this server's, such as those of a page in a browser whose name was bound
         to this address."""
-        name = request.host.rpartition(":")[0] if ":" in request.host else request.host
-        try:
-            ip_address(name.strip("[]"))
-        except ValueError:
-            if name not in ("localhost", self._host):
-                raise CallRefused(f"the host {name!r} is not served", status=403, code="forbidden_host") from None
+        own = request.transport.get_extra_info("sockname")[0] if request.transport is not None else ""
+        name = host_name(request)
+        if name not in (self._host.lower(), own, "localhost"):
+            raise CallRefused(
+                f"the host {name[:100]!r} is not served; use the URL that the agent is given",
+                status=403,
+                code="forbidden_host",
+            )
 
-    def _session(self, request: web.Request, *, posts_rewards: bool = False) -> AgentSession:
-        found = self._open.get(request.match_info["rollout"])
+    def _session(self, asked: _Asked, *, posts_rewards: bool = False) -> AgentSession:
+        found = self._open.get(asked.rollout)
         if found is None:
             raise CallRefused("this rollout does not exist or has ended", status=410, code="rollout_ended")
         key = found.address.reward_key if posts_rewards else found.address.api_key
         if not key:
             raise CallRefused("rewards cannot be posted for this rollout", status=403, code="rewards_not_taken")
-        _check_key(request, key)
+        _check_key(asked.request, key)
         if self._board is not None:
             self._board.renew(found.address.rollout)
-        return found.session.of_agent(request.match_info.get("agent", ""))
+        return found.session.of_agent(asked.agent)
 
-    async def _calls(self, request: web.Request, dialect: Dialect) -> web.StreamResponse:
-        session = self._session(request)
-        with nullcontext() if self._board is None else self._board.calling(request.match_info["rollout"]):
-            return await self._answered(request, dialect, session)
+    async def _call(self, asked: _Asked, session: AgentSession, **set_by_us: Any) -> Call:
+        """Receive a request for a completion."""
+        sent = await self._received(asked.request)
+        brackets = self._max_brackets
+        call = await session.off_loop(len(sent), lambda: asked.dialect.read({**_parsed(sent, brackets), **set_by_us}))
+        return replace(call, size=len(sent))
 
-    async def _answered(self, request: web.Request, dialect: Dialect, session: AgentSession) -> web.StreamResponse:
-        call = dialect.read(await _body(request))
-        is_retry = request.headers.get(_RETRIES, "0") not in ("", "0")
-        answer = await session.answer(call, is_retry=is_retry, key=request.headers.get(_KEY, ""))
+    async def _body(self, request: web.BaseRequest) -> Mapping[str, Any]:
+        return _parsed(await self._received(request), self._max_brackets)
+
+    async def _received(self, request: web.BaseRequest) -> bytes:
+        if (request.content_length or 0) > self._max_body:
+            raise self._too_large()
         try:
-            if call.is_streamed:
-                response = await _stream(request, dialect.events(call, answer))
-            else:
-                response = web.json_response(dialect.answer(call, answer))
-                await response.prepare(request)
-                await response.write_eof()
+            async with asyncio.timeout(TRANSFER_S):
+                return await request.read()
+        except TimeoutError:
+            raise CallRefused(
+                f"the request did not arrive within {TRANSFER_S:g} s", status=408, code="timeout"
+            ) from None
+
+    async def _calls(self, asked: _Asked) -> web.StreamResponse:
+        session = self._session(asked)
+        with nullcontext() if self._board is None else self._board.calling(asked.rollout):
+            headers = asked.request.headers
+            is_retry = headers.get(_RETRIES, "0") not in ("", "0")
+            async with session.admitted():
+                call = await self._call(asked, session)
+                answering = await session.begin(call, is_retry=is_retry, key=headers.get(_KEY, ""))
+            send = self._stream if call.is_streamed else self._send
+            return await send(asked, session, call, answering)
+
+    async def _send(
+        self, asked: _Asked, session: AgentSession, call: Call, answering: Coroutine[Any, Any, Answer]
+    ) -> web.StreamResponse:
+        answer = await answering
+        try:
+            body = await session.off_loop(_size(call, answer), lambda: json.dumps(asked.dialect.answer(call, answer)))
+            response = web.Response(text=body, content_type="application/json")
+            await _within_limit(response.prepare(asked.request))
+            await _within_limit(response.write_eof())
         except BaseException:
             session.delivered(answer, is_delivered=False)
             raise
         session.delivered(answer)
         return response
 
-    async def _count_tokens(self, request: web.Request, dialect: Dialect) -> web.StreamResponse:
-        session = self._session(request)
-        call = dialect.read({**await _body(request), "max_tokens": 1})
-        return web.json_response({"input_tokens": await session.num_tokens(call)})
+    async def _stream(
+        self, asked: _Asked, session: AgentSession, call: Call, answering: Coroutine[Any, Any, Answer]
+    ) -> web.StreamResponse:
+        dialect, stream = asked.dialect, _EventStream(asked.request)
+        waiting = asyncio.ensure_future(answering)
+        is_delivered = False
+        try:
+            while not (await asyncio.wait([waiting], timeout=HEARTBEAT_S))[0]:
+                await stream.write(dialect.heartbeat)
+            answer = waiting.result()
+            size = _size(call, answer)
+            await stream.write(await session.off_loop(size, lambda: _all_written(dialect.events(call, answer))))
+            await stream.end()
+            is_delivered = True
+        except Exception as error:
+            # an answer that has begun cannot get another status
+            if not stream.has_begun or isinstance(error, ConnectionError):
+                raise
+            await stream.write(_written(Event(dialect.error(self._refused(error)), "error")))
+            await stream.end()
+        finally:
+            waiting.cancel()
+            if waiting.done() and not waiting.cancelled() and waiting.exception() is None:
+                session.delivered(waiting.result(), is_delivered=is_delivered)
+        return stream.response
 
-    async def _models(self, request: web.Request, _: Dialect) -> web.StreamResponse:
-        self._session(request)
+    async def _count_tokens(self, asked: _Asked) -> web.StreamResponse:
+        session = self._session(asked)
+        async with session.admitted():
+            num_tokens = await session.num_tokens(await self._call(asked, session, max_tokens=1))
+        return web.json_response({"input_tokens": num_tokens})
+
+    async def _models(self, asked: _Asked) -> web.StreamResponse:
+        self._session(asked)
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "rl"}
         return web.json_response({"object": "list", "data": [model]})
 
-    async def _reward(self, request: web.Request, _: Dialect) -> web.StreamResponse:
-        session = self._session(request, posts_rewards=True)
-        body = await _body(request)
+    async def _reward(self, asked: _Asked) -> web.StreamResponse:
+        session = self._session(asked, posts_rewards=True)
+        body = await self._body(asked.request)
         call, choice = body.get("call", ""), body.get("choice", 0)
         if not isinstance(call, str) or not isinstance(choice, int):
             raise CallRefused("`call` must be the id of an answer, and `choice` an integer", param="call")
         session.add_rewards(rewards_of(body.get("reward")), call, choice)
         return web.json_response({})
 
-    async def _end(self, request: web.Request, _: Dialect) -> web.StreamResponse:
+    async def _end(self, asked: _Asked) -> web.StreamResponse:
         assert self._board is not None
-        self._session(request)
-        self._board.end(request.match_info["rollout"])
+        self._session(asked)
+        self._board.end(asked.rollout)
         return web.json_response({})
 
-    async def _renew(self, request: web.Request, _: Dialect) -> web.StreamResponse:
-        self._session(request)
+    async def _renew(self, asked: _Asked) -> web.StreamResponse:
+        self._session(asked)
         return web.json_response({})
 
-    async def _take(self, request: web.Request, _: Dialect) -> web.StreamResponse:
+    async def _take(self, asked: _Asked) -> web.StreamResponse:
         assert self._board is not None
-        _check_key(request, self._board_key)
-        body = await _body(request)
+        _check_key(asked.request, self._board_key)
+        body = await self._body(asked.request)
         wait_s = body.get("wait_s", _WAIT_S)
         if not isinstance(wait_s, int | float) or not 0 <= wait_s <= _WAIT_S:
-            raise CallRefused(f"wait_s must be from 0 to {_WAIT_S:g}, got {wait_s!r}", param="wait_s")
-        return web.json_response(await self._board.take(float(wait_s), request.headers.get(_KEY, "")))
+            raise CallRefused(f"wait_s must be from 0 to {_WAIT_S:g}, got {wait_s!r:.40}", param="wait_s")
+        return web.json_response(await self._board.take(float(wait_s), asked.request.headers.get(_KEY, "")))
 
 
-def _check_key(request: web.Request, key: str) -> None:
+class _EventStream:
+    """The events of an answer, whose headers are sent with the first.
+
+    Args:
+        request: Request that is answered.
+    """
+
+    def __init__(self, request: web.BaseRequest) -> None:
+        self._request = request
+        self.response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the headers are sent, so that an error has to be an event."""
+        return self.response.prepared
+
+    async def write(self, events: bytes) -> None:
+        """Send events.
+
+        Raises:
+            ConnectionError: If the client does not read them.
+        """
+        if not self.has_begun:
+            await _within_limit(self.response.prepare(self._request))
+        await _within_limit(self.response.write(events))
+
+    async def end(self) -> None:
+        """Send the end of the answer."""
+        await _within_limit(self.response.write_eof())
+
+
+async def _within_limit(sending: Awaitable[Any]) -> None:
+    try:
+        async with asyncio.timeout(TRANSFER_S):
+            await sending
+    except TimeoutError:
+        raise ConnectionResetError(f"the client has not read its answer for {TRANSFER_S:g} s") from None
+
+
+async def _refuse_method(asked: _Asked) -> web.StreamResponse:
+    raise CallRefused(f"{asked.request.method[:20]} is not allowed here", status=405, code="method_not_allowed")
+
+
+def _refusal(dialect: Dialect, refused: CallRefused) -> web.StreamResponse:
+    return web.json_response(dialect.error(refused), status=refused.status)
+
+
+def _refusal_of_http(status: int, message: str) -> web.StreamResponse:
+    return _refusal(ChatCompletions(), CallRefused(message, status=status, code="invalid_http"))
+
+
+def _size(call: Call, answer: Answer) -> int:
+    """A number of characters of an answer: the logprob of a token is an object, and some dialects repeat the call."""
+    return max(call.size, answer.num_sampled * (64 if call.wants_logprobs else 4))
+
+
+def _check_key(request: web.BaseRequest, key: str) -> None:
     kind, _, bearer = request.headers.get("Authorization", "").partition(" ")
     given = bearer.strip() if kind.lower() == "bearer" else request.headers.get("x-api-key", "")
     # a header may have any bytes
@@ -246,35 +429,46 @@ def rewards_of(given: Any) -> Mapping[str, float]:
         CallRefused: If it is neither.
     """
     named = given if isinstance(given, Mapping) else {"reward": given}
-    rewards = {}
-    for name, value in named.items():
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or value != value or value in (float("inf"), float("-inf")):
-            raise CallRefused(f"the reward {name!r} must be a finite number, got {value!r}", param="reward")
-        rewards[str(name)] = float(value)
-    return rewards
+    if len(named) > _MAX_REWARDS or any(len(str(name)) > _MAX_REWARDS for name in named):
+        raise CallRefused(f"at most {_MAX_REWARDS} rewards with names of {_MAX_REWARDS} characters", param="reward")
+    return {str(name): _reward_of(str(name), value) for name, value in named.items()}
 
 
-async def _body(request: web.Request) -> Mapping[str, Any]:
-    sent = await request.read()
+def _reward_of(name: str, value: Any) -> float:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        try:
+            reward = float(value)
+        except OverflowError:
+            reward = math.inf
+        if math.isfinite(reward):
+            return reward
+    raise CallRefused(f"the reward {name!r} must be a finite number, got {value!r:.60}", param="reward")
+
+
+def _parsed(sent: bytes, max_brackets: int) -> Mapping[str, Any]:
+    """Return the object of a request.
+
+    Args:
+        sent: Body of the request.
+        max_brackets: Maximum number of its brackets, in strings too: each may begin a list or an object, which takes
+            many times as long as a character.
+    """
+    if sent.count(b"[") + sent.count(b"{") > max_brackets:
+        raise CallRefused(f"the request has more than {max_brackets} lists and objects", status=413, code="too_large")
     try:
         body = json.loads(sent)
         if b"\\ud" in sent.lower():
             # halves of characters are valid JSON, and neither tokenizers nor answers can hold them
             json.dumps(body, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
-        raise CallRefused(f"the request is not valid JSON: {error}", code="invalid_json") from None
+        raise CallRefused(f"the request is not valid JSON: {str(error)[:200]}", code="invalid_json") from None
     if not isinstance(body, Mapping):
         raise CallRefused("the request must be a JSON object")
     return body
 
 
-async def _stream(request: web.Request, events: Any) -> web.StreamResponse:
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-    await response.prepare(request)
-    await response.write(b"".join(map(_written, events)))
-    await response.write_eof()
-    return response
+def _all_written(events: Iterable[Event]) -> bytes:
+    return b"".join(map(_written, events))
 
 
 def _written(event: Event) -> bytes:

@@ -33,6 +33,9 @@ CHOSEN_BY_THE_RUN = (
 """Fields that set how tokens are drawn. The run decides that, so that training sees the distribution that was sampled
 from; the fields are accepted and have no effect."""
 
+MAX_STOP_STRINGS, MAX_STOP_CHARACTERS = 64, 256
+"""Maximum number of stop strings of one call, and of characters of each: the engine searches every token for them."""
+
 MAX_CHOICES = 16
 """Maximum number of completions of one call."""
 
@@ -100,6 +103,13 @@ class Fields:
             raise self.refused(name, f"must be a string or a list of strings, got {_shown(value)}")
         return tuple(values)
 
+    def stop_strings(self, name: str) -> tuple[str, ...]:
+        """Return stop strings; an empty tuple if the field is absent."""
+        found = self.strings(name)
+        if len(found) > MAX_STOP_STRINGS or any(len(each) > MAX_STOP_CHARACTERS for each in found):
+            raise self.refused(name, f"has a maximum of {MAX_STOP_STRINGS} strings of {MAX_STOP_CHARACTERS} characters")
+        return found
+
     def refuse_others_than(self, name: str, allowed: Iterable[Any], remedy: str) -> None:
         """Refuse a field that asks for something that is not offered.
 
@@ -112,20 +122,37 @@ class Fields:
         if value is not None and value not in list(allowed):
             raise self.refused(name, f"{_shown(value)} is not offered; {remedy}")
 
-    def tool_choice(self) -> tuple[bool, tuple[str, ...]]:
-        """Return whether tool calls are read, and the name of the field if it asks to force calls.
+    def tool_choice(
+        self, tools: tuple[Mapping[str, Any], ...]
+    ) -> tuple[tuple[Mapping[str, Any], ...], bool, tuple[str, ...]]:
+        """Return the tools that the policy sees, whether calls are read, and the field's name if it asks to force them.
 
         Nothing forces a call, because training would see another distribution than the one that was sampled from.
+
+        Args:
+            tools: Tools of the request; `allowed_tools` selects some of them.
         """
         value = self._body.get("tool_choice")
         kind = value.get("type") if isinstance(value, Mapping) else value
+        if isinstance(value, Mapping) and kind == "allowed_tools":
+            # Chat Completions nests the fields that Responses has beside the type
+            allowed = Fields(value.get("allowed_tools", value), f"{self._at}tool_choice.allowed_tools")
+            kind, tools = allowed.get("mode", str, "auto"), allowed.selected(tools)
         if kind in (None, "auto", "none"):
-            return kind != "none", ()
-        if kind in ("required", "any", "function", "tool"):
-            return True, ("tool_choice",)
+            return tools, kind != "none", ()
+        if kind in ("required", "any", "function", "tool", "custom"):
+            return tools, True, ("tool_choice",)
         raise self.refused(
-            "tool_choice", f"{_shown(value)} is not offered; pass auto or none, and fewer tools to limit it"
+            "tool_choice", f"{_shown(value)} is not offered; pass auto or none, and allowed_tools or fewer tools"
         )
+
+    def selected(self, tools: tuple[Mapping[str, Any], ...]) -> tuple[Mapping[str, Any], ...]:
+        """Return those of some tools that the field `tools` names."""
+        names = [tool["function"]["name"] for tool in function_tools(self.required("tools", list), f"{self._at}tools")]
+        own = {tool["function"]["name"]: tool for tool in tools}
+        if missing := [name for name in names if name not in own]:
+            raise self.refused("tools", f"has {missing[0]!r}, which is not one of the tools of the request")
+        return tuple(tool for name, tool in own.items() if name in names)
 
     def sampling_set_by_client(self) -> tuple[str, ...]:
         """Return the fields of `CHOSEN_BY_THE_RUN` that the request sets."""

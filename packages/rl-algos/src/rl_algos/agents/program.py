@@ -65,7 +65,7 @@ class AgentProgram:
         self._limits = Limits(max_tokens, config.max_calls)
         self._split = split
         self._board = TaskBoard(config.lease_s) if config.external else None
-        self._endpoint = AgentEndpoint(config.host, self._board)
+        self._endpoint = AgentEndpoint(config.host, self._board, max_tokens)
         self._launcher = _launcher(config, function, self._board, files or {})
         self._logs = Path()
         self._told: set[str] = set()

@@ -20,13 +20,12 @@ import numpy as np
 from jinja2 import TemplateError
 
 from rl_algos.agents.calls import Answer, Call, CallRefused, Choice, FinishReason, Limits
-from rl_algos.agents.tree import CallTree, Node, conversation_digest
+from rl_algos.agents.tree import CallTree, Node, conversation_digests
 from rl_core.rollouts.environment import ToolCall
 from rl_core.rollouts.generation import SamplingParams
 from rl_core.rollouts.program import GenerationClient
 from rl_core.rollouts.rollout import Completion, Message, Prompt, Rollout
 from rl_core.rollouts.thoughts import THOUGHTS, opened_by
-
 
 T = TypeVar("T")
 
@@ -267,7 +266,7 @@ class AgentSession:
         return lost[0] if len(lost) == 1 else None
 
     def _is_continued(self, draw: _Draw) -> bool:
-        return any(node.observation is not None for node in self._answered.get(draw.answer.result().id, ()))
+        return any(node.children for node in self._answered.get(draw.answer.result().id, ()))
 
     def _is_without_room(self, draw: _Draw) -> bool:
         """Return whether an answer has no completion, because there was no room; equal calls get the same."""
@@ -400,7 +399,7 @@ class AgentSession:
 
     async def _answer(self, call: Call, digest: str, draw: int) -> Answer:
         prepared = await self.off_loop(call.size, self._prepared, call)
-        parent, num_known = prepared.parent, prepared.num_known
+        parent = prepared.parent
         kept = 0 if parent is None else parent.num_tokens
         sampling = self._sampling(call, prepared)
         answer_id = f"rl-{_short(digest, str(draw))}"
@@ -416,9 +415,6 @@ class AgentSession:
         for _, node in made:
             self._tree.add(node)
         choices, nodes = [choice for choice, _ in made], [node for _, node in made]
-        if parent is not None and parent.observation is None:
-            said = call.messages if call.text is None else ({"role": "user", "content": call.text},)
-            parent.observation = tuple(said[num_known:])
         self._answered[answer_id] = nodes
         return Answer(answer_id, int(time.time()), tuple(choices), len(tokens), kept)
 
@@ -429,6 +425,9 @@ class AgentSession:
         parent, tokens = prepared.parent, prepared.tokens
         assert tokens is not None
         opened = opened_by(self._client.shown(tokens[-_PROMPT_END:]))
+        said = call.messages[prepared.num_known :]
+        if call.text is not None:
+            said = ({"role": "user", "content": call.text[prepared.num_known :]},)
         made = []
         for number, completion in enumerate(completions):
             choice, message = self._read(call, completion, f"{answer_id}/{number}", opened)
@@ -441,7 +440,9 @@ class AgentSession:
                 key=_short(answer_id, str(number)),
                 has_invalid_call=choice.has_invalid_call,
                 shown="" if call.text is None else self._client.shown(np.concatenate([tokens, completion.token_ids])),
-                conversation=conversation_digest(call, message),
+                said=said,
+                tools=call.tools,
+                digests=tuple(conversation_digests(call, message)[-len(said) - 1 :]),
             )
             made.append((choice, node))
         return made
@@ -449,7 +450,7 @@ class AgentSession:
     async def _sampled(self, tokens: np.ndarray, sampling: SamplingParams, num_choices: int) -> list[Completion]:
         """Completions of the first draws that no equal call has; those of a call that fails are free again."""
         # calls that differ only in what the policy does not see ask for the same draws
-        drawn = self._drawn[hashlib.blake2b(tokens, digest_size=16).digest(), sampling]
+        drawn = self._drawn[hashlib.blake2b(tokens.data, digest_size=16).digest(), sampling]
         own: list[int] = []
         for _ in range(num_choices):
             own.append(_first_free(drawn))
@@ -481,7 +482,7 @@ class AgentSession:
             return _Prepared(num_tokens)
         continued, num_known = self._continued(call)
         tokens, parent = self._tokens(call, continued, num_known)
-        return _Prepared(len(tokens), tokens, parent, num_known)
+        return _Prepared(len(tokens), tokens, parent, 0 if parent is None else num_known)
 
     def _tokens(self, call: Call, parent: Node | None, num_known: int) -> tuple[np.ndarray, Node | None]:
         """The tokens to continue, and the completion that they continue; None if they begin a branch."""

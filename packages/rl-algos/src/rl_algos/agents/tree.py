@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ import numpy as np
 from rl_algos.agents.calls import Call
 from rl_algos.rollouts.worker.transcript import Transcript
 from rl_core.rollouts.environment import StepResult
-from rl_core.rollouts.rollout import Completion, Message, Prompt, Rollout
+from rl_core.rollouts.rollout import Completion, Message, Prompt, Rollout, SegmentContext
 
 
 @dataclass(eq=False)
@@ -29,9 +29,12 @@ class Node:
         key: Digest of everything that decides the completion; equal in a run that is repeated.
         has_invalid_call: True if a tool call of the turn cannot be read.
         shown: Text of the whole branch with special tokens, if it is a text that was continued as it is.
-        conversation: Digest of the conversation up to this turn; empty for a text.
-        observation: Messages with which the agent continued it first; None at the end of a branch.
+        said: Messages of the agent between the parent's turn and this one, which the tokens of `context` are.
+        tools: JSON schemas of the tools that the policy may call.
+        digests: Digest of the conversation up to each message of `said`, and up to this turn.
         rewards: Rewards of the completion by name.
+        children: Completions that continue it.
+        number: Number of the completion in the order of time.
     """
 
     parent: Node | None
@@ -42,10 +45,12 @@ class Node:
     key: str
     has_invalid_call: bool = False
     shown: str = ""
-    conversation: str = ""
-    observation: tuple[Message, ...] | None = None
+    said: tuple[Message, ...] = ()
+    tools: tuple[Mapping[str, Any], ...] = ()
+    digests: tuple[str, ...] = ()
     rewards: dict[str, float] = field(default_factory=dict)
     children: list[Node] = field(default_factory=list)
+    number: int = 0
 
     @property
     def path(self) -> list[Node]:
@@ -79,6 +84,8 @@ class CallTree:
     def __init__(self) -> None:
         self._roots: list[Node] = []
         self._by_conversation: dict[str, Node] = {}
+        self._said: dict[str, Message] = {}
+        self._num_added = 0
 
     @property
     def nodes(self) -> Iterator[Node]:
@@ -101,11 +108,15 @@ class CallTree:
     def add(self, node: Node) -> None:
         """Add a completion of a call."""
         (self._roots if node.parent is None else node.parent.children).append(node)
-        if not node.conversation:
+        self._num_added += 1
+        node.number = self._num_added
+        # agents send their whole conversation with every call: equal beginnings are kept once
+        node.said = tuple(map(self._said.setdefault, node.digests, node.said))
+        if node.shown:
             return
         # of equal conversations one is continued, whichever of several calls at once was answered first
-        same = self._by_conversation.setdefault(node.conversation, node)
-        self._by_conversation[node.conversation] = min(same, node, key=lambda each: each.key)
+        same = self._by_conversation.setdefault(node.digests[-1], node)
+        self._by_conversation[node.digests[-1]] = min(same, node, key=lambda each: each.key)
 
     def drop(self, node: Node) -> None:
         """Forget a completion that nobody has received."""
@@ -125,7 +136,8 @@ class CallTree:
         transcript = Transcript(prompt, leaves[0].path[0].context)
         trained: set[int] = set()
         for number, leaf in enumerate(leaves):
-            for depth, node in enumerate(leaf.path):
+            path = leaf.path
+            for depth, node in enumerate(path):
                 if depth:
                     transcript.add_context(node.context)
                 elif number:
@@ -135,20 +147,46 @@ class CallTree:
                     continue
                 trained.add(id(node))
                 transcript.add_completion(node.completion)
-                result = StepResult(reward=node.rewards or {}, observation=node.observation or ())
-                ends = node.observation is None
-                transcript.add_result(node.text, result, ends=ends, has_invalid_call=node.has_invalid_call)
+                answered = path[depth + 1].said if node is not leaf else ()
+                result = StepResult(reward=node.rewards or {}, observation=answered)
+                transcript.add_result(node.text, result, ends=node is leaf, has_invalid_call=node.has_invalid_call)
         transcript.add_rewards(rewards)
         is_cut = any(leaf.completion.stop_reason != "stop" for leaf in leaves)
-        return transcript.rollout(truncated=is_truncated or is_cut)
+        return replace(transcript.rollout(truncated=is_truncated or is_cut), contexts=_contexts(leaves))
 
 
-def conversation_digest(call: Call, turn: Message) -> str:
-    """Return a digest of a call's conversation with the turn that answers it; empty for a text."""
-    if call.text is not None:
-        return ""
-    *_, digest = _digests([*call.messages, turn], call.tools)
-    return digest
+def _contexts(leaves: Sequence[Node]) -> tuple[SegmentContext, ...]:
+    """Return the conversation that each branch begins with, less what a branch before it in time has."""
+    branches: list[tuple[list[Node], int]] = []
+    taken: set[int] = set()
+    for leaf in leaves:
+        path = leaf.path
+        branches.append((path, next(depth for depth, node in enumerate(path) if id(node) not in taken)))
+        taken.update(map(id, path))
+    found: dict[int, SegmentContext] = {}
+    owners: dict[str, int] = {}
+    for index, (path, begin) in sorted(enumerate(branches), key=lambda each: each[1][0][each[1][1]].number):
+        first = path[begin]
+        messages = [message for node in path[:begin] for message in (*node.said, node.message)] + [*first.said]
+        digests = [digest for node in path for digest in node.digests]
+        shared = next((number for number in range(len(messages), 0, -1) if digests[number - 1] in owners), 0)
+        found[index] = SegmentContext(
+            messages=tuple(messages[shared:]),
+            tools=() if shared else first.tools,
+            num_turns=len(path) - begin,
+            call=first.number,
+            shared_with=owners[digests[shared - 1]] if shared else 0,
+            num_shared=shared,
+        )
+        for digest in digests:
+            owners.setdefault(digest, index)
+    return tuple(found[index] for index in range(len(branches)))
+
+
+def conversation_digests(call: Call, turn: Message) -> list[str]:
+    """Return digests of a call's conversation up to each message, and with the turn that answers it."""
+    asked = call.messages if call.text is None else ({"role": "user", "content": call.text},)
+    return list(_digests([*asked, turn], call.tools))
 
 
 def _digests(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Iterator[str]:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rl_algos.agents.calls import Answer, Call, CallRefused, Choice, Event
+from rl_algos.agents.calls import COMMENT, Answer, Call, CallRefused, Choice, Event
 from rl_algos.agents.dialects.openai_errors import openai_error
 from rl_algos.agents.fields import MAX_CHOICES, Fields, check_conversation, function_tools, text_of_parts, tool_call
 from rl_core.rollouts.environment import ToolCall
@@ -18,6 +18,8 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 class ChatCompletions:
     """The dialect of `client.chat.completions.create`."""
+
+    heartbeat = COMMENT
 
     def read(self, body: Mapping[str, Any]) -> Call:
         """Return the call that a request asks for."""
@@ -33,14 +35,14 @@ class ChatCompletions:
         messages = tuple(_message(each, f"messages[{index}]") for index, each in enumerate(given))
         check_conversation(messages)
         limit = fields.number("max_completion_tokens", 1)
-        reads_calls, forced = fields.tool_choice()
+        tools, reads_calls, forced = fields.tool_choice(function_tools(fields.get("tools", list, [])))
         stream = Fields(fields.get("stream_options", dict, {}), "stream_options")
         return Call(
             messages=messages,
-            tools=function_tools(fields.get("tools", list, [])),
+            tools=tools,
             reads_calls=reads_calls,
             max_new_tokens=fields.number("max_tokens", 1) if limit is None else limit,
-            stop_strings=fields.strings("stop"),
+            stop_strings=fields.stop_strings("stop"),
             num_choices=fields.number("n", 1, MAX_CHOICES) or 1,
             wants_logprobs=fields.get("logprobs", bool, False),
             is_streamed=fields.get("stream", bool, False),

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from itertools import accumulate
 from typing import Any
 
-from rl_algos.agents.calls import Answer, Call, CallRefused, Choice, Event
+from rl_algos.agents.calls import COMMENT, Answer, Call, CallRefused, Choice, Event
 from rl_algos.agents.dialects.chat_completions import usage
 from rl_algos.agents.dialects.openai_errors import openai_error
 from rl_algos.agents.fields import MAX_CHOICES, Fields
@@ -14,6 +14,8 @@ from rl_algos.agents.fields import MAX_CHOICES, Fields
 
 class Completions:
     """The dialect of `client.completions.create`: a string that is continued as it is."""
+
+    heartbeat = COMMENT
 
     def read(self, body: Mapping[str, Any]) -> Call:
         """Return the call that a request asks for."""
@@ -30,7 +32,7 @@ class Completions:
         return Call(
             text=prompts[0],
             max_new_tokens=fields.number("max_tokens", 1),
-            stop_strings=fields.strings("stop"),
+            stop_strings=fields.stop_strings("stop"),
             num_choices=fields.number("n", 1, MAX_CHOICES) or 1,
             wants_logprobs="logprobs" in fields,
             is_streamed=fields.get("stream", bool, False),

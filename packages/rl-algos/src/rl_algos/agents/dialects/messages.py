@@ -10,6 +10,9 @@ from rl_algos.agents.calls import Answer, Call, CallRefused, Choice, Event
 from rl_algos.agents.fields import Fields, check_conversation, function_tools, text_of_part, text_of_parts, tool_call
 from rl_core.rollouts.rollout import Message
 
+PREFILL = "messages[-1] (beginning of the turn)"
+"""Name of a last message of the assistant among the fields without effect: the policy writes its whole turn."""
+
 _ROLES = ("user", "assistant", "system")
 # Claude Code opens its instructions with a block that differs in each call, so no call would continue a branch
 _OF_ONE_CALL = "x-anthropic-billing-header"
@@ -26,6 +29,8 @@ _ERRORS = {
 class Messages:
     """The dialect of `client.messages.create`."""
 
+    heartbeat = b'event: ping\ndata: {"type": "ping"}\n\n'
+
     def read(self, body: Mapping[str, Any]) -> Call:
         """Return the call that a request asks for."""
         fields = Fields(body)
@@ -36,21 +41,19 @@ class Messages:
         given = fields.required("messages", list)
         messages = tuple(each for index, one in enumerate(given) for each in _turn(one, f"messages[{index}]"))
         check_conversation(messages)
-        if messages[-1]["role"] == "assistant":
-            raise fields.refused("messages", "must end with a message of the user; the policy writes its whole turn")
         instructions = _instructions(fields.raw("system"))
         system = ({"role": "system", "content": instructions},) if instructions else ()
-        reads_calls, forced = fields.tool_choice()
+        tools, reads_calls, forced = fields.tool_choice(function_tools(fields.get("tools", list, [])))
         return Call(
             messages=(*system, *messages),
-            tools=function_tools(fields.get("tools", list, [])),
+            tools=tools,
             reads_calls=reads_calls,
             max_new_tokens=limit,
-            stop_strings=fields.strings("stop_sequences"),
+            stop_strings=fields.stop_strings("stop_sequences"),
             is_streamed=fields.get("stream", bool, False),
             wants_usage=True,
             model=fields.get("model", str, ""),
-            ignored=(*fields.sampling_set_by_client(), *forced, *_without_effect(fields)),
+            ignored=(*fields.sampling_set_by_client(), *forced, *_without_effect(fields, messages)),
         )
 
     def answer(self, call: Call, answer: Answer) -> Mapping[str, Any]:
@@ -111,8 +114,10 @@ def _instructions(given: Any) -> str:
     return "".join(text for text in texts if not text.startswith(_OF_ONE_CALL))
 
 
-def _without_effect(fields: Fields) -> Iterator[str]:
-    """Yield the fields that ask for another way to think or to call, which only the policy decides."""
+def _without_effect(fields: Fields, messages: Sequence[Message]) -> Iterator[str]:
+    """Yield the fields that ask for another way to think, to begin or to call, which only the policy decides."""
+    if messages[-1]["role"] == "assistant":
+        yield PREFILL
     choice = fields.raw("tool_choice")
     if isinstance(choice, Mapping) and choice.get("disable_parallel_tool_use"):
         yield "tool_choice.disable_parallel_tool_use"

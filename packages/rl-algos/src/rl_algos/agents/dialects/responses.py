@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
 
-from rl_algos.agents.calls import Answer, Call, CallRefused, Choice, Event
+from rl_algos.agents.calls import COMMENT, Answer, Call, CallRefused, Choice, Event
 from rl_algos.agents.dialects.openai_errors import openai_error
 from rl_algos.agents.fields import Fields, check_conversation, function_tools, text_of_parts, tool_call
 from rl_core.rollouts.environment import ToolCall
@@ -25,6 +25,8 @@ class Responses:
     A rollout keeps its answers, unless they ask for `store: false`, so that `previous_response_id` continues them.
     """
 
+    heartbeat = COMMENT
+
     def read(self, body: Mapping[str, Any]) -> Call:
         """Return the call that a request asks for."""
         fields = Fields(body)
@@ -36,10 +38,10 @@ class Responses:
         check_conversation(messages, "input")
         instructions = fields.get("instructions", str, "")
         system = ({"role": "system", "content": instructions},) if instructions else ()
-        reads_calls, forced = fields.tool_choice()
+        tools, reads_calls, forced = fields.tool_choice(_tools(fields.get("tools", list, [])))
         return Call(
             messages=(*system, *messages),
-            tools=_tools(fields.get("tools", list, [])),
+            tools=tools,
             reads_calls=reads_calls,
             max_new_tokens=fields.number("max_output_tokens", 1),
             wants_logprobs=_LOGPROBS in included,

@@ -1,0 +1,181 @@
+"""An HTTP server that strangers can neither stop nor fill a log with.
+
+A connection that sends no request, or not all of its headers, is closed after `IDLE_S`, and earlier if there are too
+many connections: the one that has waited longest makes room, so that open connections without a request shut nobody
+out. What cannot be read as HTTP is answered, counted and logged at most once a minute.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import resource
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from aiohttp import web
+
+_log = logging.getLogger(__name__)
+
+IDLE_S = 30.0
+"""Maximum number of seconds for which a connection waits without a complete request."""
+
+TRANSFER_S = 60.0
+"""Maximum number of seconds for receiving the body of a request, and for sending a part of an answer."""
+
+MAX_CONNECTIONS = 16_384
+"""Maximum number of connections, if the limit of open files allows it."""
+
+_LOG_PERIOD_S = 60.0
+_HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?")
+
+Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+Refuse = Callable[[int, str], web.StreamResponse]
+
+
+def host_name(request: web.BaseRequest) -> str:
+    """Return the name or address that a request was sent to, without port and brackets; empty if its `Host` header is
+    missing, repeated or malformed."""
+    sent = request.headers.getall("Host", [])
+    found = _HOST.fullmatch(sent[0]) if len(sent) == 1 else None
+    return "" if found is None else found[1].strip("[]").lower()
+
+
+class SparingLog:
+    """Logs events that strangers cause: the first, and then their number, at most once a minute.
+
+    Args:
+        log: Logger of the warnings.
+        event: Sentence about the events, with `%d` for their number and `%s` for the cause of the last.
+    """
+
+    def __init__(self, log: logging.Logger, event: str) -> None:
+        self._log = log
+        self._event = event
+        self._num_events = 0
+        self._next_s = 0.0
+
+    def note(self, cause: str, error: BaseException | None = None) -> None:
+        """Count an event.
+
+        Args:
+            cause: Cause, in words that the stranger has not chosen.
+            error: Exception whose traceback is logged; None for none.
+        """
+        self._num_events += 1
+        now = time.monotonic()
+        if now >= self._next_s:
+            self._log.warning(self._event, self._num_events, cause, exc_info=error)
+            self._num_events, self._next_s = 0, now + _LOG_PERIOD_S
+
+
+class Connections(web.Server):
+    """The connections of a server.
+
+    Args:
+        serve: Answers a request.
+        refuse: Makes the answer to what is not a valid request, from a status and a message.
+        max_body: Maximum number of bytes of a request's body.
+        limit: Maximum number of connections; by default half of the files that the process may open.
+    """
+
+    def __init__(self, serve: Handler, refuse: Refuse, *, max_body: int, limit: int | None = None) -> None:
+        super().__init__(self._handle, request_factory=self._request, handler_cancellation=True)
+        self.refuse = refuse
+        self.unread = SparingLog(_log, "%d requests could not be read as HTTP, the last one because of %s")
+        self._serve = serve
+        self._max_body = max_body
+        self._limit = limit or min(MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+        self._num_open = 0
+        self._waiting: dict[web.RequestHandler, float] = {}  # since when, in this order
+        self._closing_idle: asyncio.TimerHandle | None = None
+
+    def __call__(self) -> web.RequestHandler:
+        """Return the protocol of a new connection."""
+        return _Connection(
+            self,
+            loop=asyncio.get_running_loop(),
+            access_log=None,
+            keepalive_timeout=2 * IDLE_S,
+            lingering_time=IDLE_S / 3,
+            # a small body could unpack to any size
+            auto_decompress=False,
+        )
+
+    def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
+        """Count a connection, and close the one that has waited longest if there are too many."""
+        super().connection_made(handler, transport)
+        self._num_open += 1
+        self._wait(handler)
+        if self._num_open > self._limit:
+            self._close(next(iter(self._waiting)))
+
+    def connection_lost(self, handler: web.RequestHandler, exc: BaseException | None = None) -> None:
+        """Forget a connection."""
+        super().connection_lost(handler, exc)
+        self._num_open -= 1
+        self._waiting.pop(handler, None)
+
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        handler = request.protocol
+        self._waiting.pop(handler, None)
+        try:
+            if request.headers.get("Content-Encoding", "identity") != "identity":
+                return self.refuse(415, "the body of a request must be sent without Content-Encoding")
+            return await self._serve(request)
+        finally:
+            if handler.transport is not None:
+                self._wait(handler)
+
+    def _request(self, message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> web.BaseRequest:
+        loop = asyncio.get_running_loop()
+        return web.BaseRequest(message, payload, protocol, writer, task, loop, client_max_size=self._max_body)
+
+    def _wait(self, handler: web.RequestHandler) -> None:
+        self._waiting[handler] = time.monotonic()
+        if self._closing_idle is None:
+            self._closing_idle = asyncio.get_running_loop().call_later(IDLE_S, self._close_idle)
+
+    def _close_idle(self) -> None:
+        self._closing_idle = None
+        now = time.monotonic()
+        for handler in [each for each, since in self._waiting.items() if now - since >= IDLE_S]:
+            self._close(handler)
+        if self._waiting:
+            left = IDLE_S - (now - next(iter(self._waiting.values())))
+            self._closing_idle = asyncio.get_running_loop().call_later(max(left, 1.0), self._close_idle)
+
+    def _close(self, handler: web.RequestHandler) -> None:
+        self._waiting.pop(handler, None)
+        if isinstance(handler.transport, asyncio.Transport):
+            handler.transport.abort()
+
+
+class _Connection(web.RequestHandler):
+    """The protocol of one connection, with errors in the form of the server."""
+
+    def __init__(self, connections: Connections, **settings: Any) -> None:
+        super().__init__(connections, **settings)
+        self._connections = connections
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """Answer what is not HTTP."""
+        cause = type(exc).__name__
+        self._connections.unread.note(cause)
+        if request.writer.output_size > 0:
+            raise ConnectionError("the answer has begun")
+        response = self._connections.refuse(status, f"the request is not valid HTTP ({cause})")
+        response.force_close()
+        return response
+
+    def log_exception(self, *args: Any, **kwargs: Any) -> None:
+        """Count what aiohttp would log with a traceback."""
+        self._connections.unread.note(type(kwargs.get("exc_info")).__name__)
