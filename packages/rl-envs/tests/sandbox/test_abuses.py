@@ -13,7 +13,7 @@ from typing import Any
 import numpy
 import pytest
 
-from rl_envs.sandbox.abuses import ABUSES, BREACHED, CONTAINED, NAME_WIDTH, NOT_OFFERED, USER, Abuse, bait
+from rl_envs.sandbox.abuses import ABUSES, BREACHED, CONTAINED, NAME_WIDTH, NOT_OFFERED, USER, Abuse, attempt, bait
 from rl_envs.sandbox.confinement import first_user_id, mapped_ids
 from rl_envs.sandbox.program import Isolation, Limits, Program
 from rl_envs.sandbox.sandbox import Sandbox, SandboxUnavailable
@@ -61,7 +61,7 @@ def test_an_abuse_is_contained_and_the_next_program_runs(
     if isolation not in sandboxes:
         sandboxes[isolation] = _open(isolation, tmp_path_factory.mktemp(isolation))
     sandbox = sandboxes[isolation]
-    assert abuse.breaches(sandbox.run(abuse.program(given), abuse.limits)) == ""
+    assert attempt(abuse, sandbox, given) == ""
     assert sandbox.run(Program("import os; print(len(os.listdir()))")).stdout == b"0\n"
 
 
@@ -115,8 +115,8 @@ print(int((numpy.ones((200, 200)) @ numpy.ones((200, 200))).sum()))
     assert outcome.stdout == b"8000000\n", outcome
 
 
-def test_there_are_forty_abuses_of_different_kinds() -> None:
-    assert len({abuse.name for abuse in ABUSES}) == len(ABUSES) >= 40
+def test_there_are_a_hundred_abuses_of_different_kinds() -> None:
+    assert len({abuse.name for abuse in ABUSES}) == len(ABUSES) >= 100
 
 
 @pytest.mark.parametrize("isolation", ["namespaces", "landlock", "limits"])
@@ -137,15 +137,6 @@ def test_limits_contain_accidents(given: Mapping[str, Any], tmp_path: Path) -> N
         for abuse in ABUSES:
             if abuse.name in BY_LIMITS:
                 assert abuse.breaches(sandbox.run(abuse.program(given), abuse.limits)) == "", abuse.name
-
-
-def test_scratch_folders_are_removed(given: Mapping[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with _open("limits", tmp_path) as sandbox:
-        folder = (
-            sandbox.run(Program("import os; open('left', 'w').close(); print(os.getcwd())")).stdout.decode().strip()
-        )
-    assert folder
-    assert not os.path.exists(folder)
 
 
 def _processes_of(folder: Path) -> list[str]:

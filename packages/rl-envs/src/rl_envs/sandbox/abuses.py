@@ -18,9 +18,8 @@ import os
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -28,6 +27,7 @@ from rl_core.errors import RLError
 from rl_envs.sandbox.confinement import first_user_id, mapped_ids
 from rl_envs.sandbox.program import Ending, Isolation, Limits, Outcome, Program
 from rl_envs.sandbox.sandbox import Sandbox
+from rl_envs.sandbox.scratch import abandoned, temporary_folder
 from rl_envs.sandbox.unprivileged import become
 
 LIMITS = Limits(cpu_s=10.0, wall_s=60.0, memory_mib=256, scratch_mib=8, processes=8, output_kib=64)
@@ -42,7 +42,7 @@ SECRET = "a secret of the machine"
 _libc = ctypes.CDLL(None, use_errno=True)
 
 _PRELUDE = f"""
-import ctypes, errno, json, os, resource, signal, socket, struct, sys, threading, time
+import ctypes, errno, fcntl, json, mmap, os, resource, select, signal, socket, struct, sys, threading, time
 bait = json.load(sys.stdin)
 SECRET = {SECRET!r}
 libc = ctypes.CDLL(None, use_errno=True)
@@ -65,6 +65,44 @@ def call(*numbers):
 def must_fail(function, *arguments):
     if not refused(function, *arguments):
         breach(getattr(function, "__name__", "call"))
+
+def must_be_denied(function, *arguments):
+    # by the sandbox, whatever the state of the machine
+    try:
+        result = function(*arguments)
+        number = ctypes.get_errno() if isinstance(result, int) and result < 0 else 0
+    except OSError as error:
+        number = error.errno
+    if number not in (errno.EPERM, errno.ENOSYS, errno.ENOTTY):
+        breach(f"error {{number}}")
+
+def mapped(address, size, protection, flags):
+    result = libc.mmap(ctypes.c_void_p(address), ctypes.c_size_t(size), protection, flags, -1, ctypes.c_long(0))
+    return ctypes.c_int(result).value if result in (-1, 2**32 - 1, 2**64 - 1) else 0
+
+def hold_in_children(hold, count=5):
+    # each child calls `hold(ready)`, calls `ready` when it holds something, and stays
+    near, far = os.pipe()
+    num_started = 0
+    for _ in range(count):
+        try:
+            pid = os.fork()
+        except OSError:
+            break
+        if pid == 0:
+            try:
+                kept = hold(lambda: os.write(far, b"x"))
+                time.sleep(20)
+            finally:
+                os._exit(1)
+        num_started += 1
+    os.close(far)
+    holding = 0
+    while holding < num_started and select.select([near], [], [], 10)[0] and os.read(near, 1):
+        holding += 1
+    if holding:
+        time.sleep(2)
+        breach(f"{{holding}} processes hold it")
 """
 
 _TRIED = "tried everything"
@@ -262,7 +300,6 @@ must_fail(lambda: call((241, 181), bait["queue"].encode()))""",
     Abuse(
         "hold a lease on a file",
         """
-import fcntl
 with open("leased", "w") as file:
     must_fail(fcntl.fcntl, file, fcntl.F_SETLEASE, fcntl.F_WRLCK)""",
     ),
@@ -308,16 +345,14 @@ for pid in children:
 threading.stack_size(2**20)
 over, started = threading.Event(), 0
 try:
-    while started < 300:
+    while started < 200:
         threading.Thread(target=over.wait, daemon=True).start()
         started += 1
+    time.sleep(2)
+    breach("it has 200 threads")
 except RuntimeError:
-    pass
-over.set()
-if started >= 300:
-    breach("it started 300 threads")""",
-        BRIEF,
-        ("exit", "cpu", "deadline"),
+    over.set()""",
+        endings=("exit", "processes"),
     ),
     Abuse(
         "a memory bomb",
@@ -335,20 +370,153 @@ if len(kept) > 16:
     Abuse(
         "the memory of many processes",
         """
-ready = 0
-for _ in range(5):
-    try:
-        pid = os.fork()
-    except OSError:
-        break
-    if pid == 0:
-        kept = bytearray(b"x") * (150 * 2**20)
-        signal.pause()
-    ready += 1
-if ready:
-    time.sleep(10)
-    breach(f"{ready} processes have 150 MiB each")""",
+def hold(ready):
+    kept = bytearray(b"x") * (150 * 2**20)
+    ready()
+    return kept
+hold_in_children(hold)""",
         endings=("exit", "memory"),
+    ),
+    Abuse(
+        "the memory of processes whose first thread has ended",
+        """
+def hold(ready):
+    def fill():
+        time.sleep(0.2)
+        kept = bytearray(b"x") * (150 * 2**20)
+        ready()
+        time.sleep(20)
+    threading.Thread(target=fill).start()
+    call((60, 93), 0)  # exit, of this thread
+hold_in_children(hold)""",
+        endings=("exit", "memory"),
+    ),
+    Abuse(
+        "shared memory that is not resident",
+        """
+def hold(ready):
+    shared = mmap.mmap(-1, 180 * 2**20)
+    for start in range(0, len(shared), 2**20):
+        shared[start : start + 2**20] = b"x" * 2**20
+        shared.madvise(mmap.MADV_DONTNEED, start, 2**20)
+    ready()
+    return shared
+hold_in_children(hold)
+must_be_denied(mapped, None, 4096, 3, 0x21)""",
+        endings=("exit", "memory"),
+    ),
+    Abuse(
+        "shared memory of a device",
+        """
+def share():
+    mmap.mmap(os.open("/dev/zero", os.O_RDWR), 4096, mmap.MAP_SHARED)
+must_fail(share)""",
+    ),
+    Abuse(
+        "memory of page tables",
+        """
+# one page for each of them, 2**30 bytes apart from 2**40 on: private, anonymous, fixed, and only read
+for number in range(40_000):
+    address = 2**40 + number * 2**30
+    if mapped(address, 4096, 1, 0x32):
+        break
+    ctypes.string_at(address, 1)
+time.sleep(2)
+breach(f"it has {number} page tables")""",
+        endings=("memory",),
+    ),
+    Abuse("huge pages of the machine's pool", "must_be_denied(mapped, None, 2**21, 3, 0x40022)"),
+    Abuse(
+        "huge pages that it gives up in part",
+        'libc.prctl(42, 0, 0, 0, 0) == 1 or breach("it has huge pages")\nmust_be_denied(libc.prctl, 41, 0, 0, 0, 0)',
+    ),
+    Abuse(
+        "memory that cannot be swapped out",
+        """
+page = ctypes.create_string_buffer(4096)
+must_be_denied(libc.mlock, page, 4096)
+must_be_denied(libc.mlockall, 1)
+must_fail(mapped, None, 4096, 3, 0x2022)""",
+    ),
+    Abuse(
+        "equal pages that the kernel looks for",
+        """
+page = mmap.mmap(-1, 4096, mmap.MAP_PRIVATE)
+must_be_denied(page.madvise, 12)
+must_be_denied(libc.prctl, 67, 1, 0, 0, 0)""",
+    ),
+    Abuse("larger buffers of pipes", "must_be_denied(fcntl.fcntl, os.pipe()[1], 1031, 2**20)"),
+    Abuse(
+        "larger buffers of sockets",
+        """
+near, far = socket.socketpair()
+for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+    before = near.getsockopt(socket.SOL_SOCKET, option)
+    near.setsockopt(socket.SOL_SOCKET, option, 2**26)
+    if near.getsockopt(socket.SOL_SOCKET, option) != before:
+        breach("it enlarged a buffer")""",
+    ),
+    Abuse(
+        "what waits in sockets",
+        """
+def hold(ready):
+    pairs = []
+    try:
+        while True:
+            pairs.append(socket.socketpair())
+            for end in pairs[-1]:
+                end.setblocking(False)
+                while refused(end.send, b"x" * 2**16) is False:
+                    pass
+    except OSError:
+        ready()
+    return pairs
+hold_in_children(hold, 10)""",
+        replace(LIMITS, memory_mib=224),
+        endings=("exit", "memory"),
+    ),
+    Abuse(
+        "pages that stay in pipes and sockets",
+        """
+near, far = os.pipe()
+with open("file", "w+b") as file:
+    file.write(bytes(4096))
+    must_be_denied(os.sendfile, far, file.fileno(), 0, 1)
+    must_be_denied(lambda: call((275, 76), file.fileno(), None, far, None, 1, 0))
+must_be_denied(lambda: call((278, 75), far, None, 0, 0))
+must_be_denied(lambda: call((276, 77), near, far, 1, 0))""",
+    ),
+    Abuse(
+        "descriptors that are on their way",
+        """
+near, far = socket.socketpair()
+try:
+    for _ in range(50):
+        socket.send_fds(near, [b"x"], [0] * 40)
+    breach("it sent 2000 descriptors")
+except OSError:
+    pass""",
+    ),
+    Abuse(
+        "locks of records without end",
+        """
+with open("locked", "w") as file:
+    for number in range(3000):
+        if refused(fcntl.lockf, file, fcntl.LOCK_EX, 1, 2 * number):
+            break
+    time.sleep(2)
+    breach(f"it holds {number} locks")""",
+        endings=("memory",),
+    ),
+    Abuse(
+        "signals that wait, and timers, without end",
+        """
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGRTMIN])
+sent = sum(libc.sigqueue(os.getpid(), signal.SIGRTMIN, None) == 0 for _ in range(1000))
+timer = ctypes.c_void_p()
+made = sum(call((222, 107), 1, None, ctypes.byref(timer)) == 0 for _ in range(1000))
+if sent + made > 100:
+    breach(f"{sent} signals and {made} timers")""",
     ),
     Abuse(
         "memory that belongs to no process",
@@ -427,6 +595,51 @@ while True: pass""",
 for limit in (resource.RLIMIT_AS, resource.RLIMIT_CPU, resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE):
     must_fail(resource.setrlimit, limit, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))""",
     ),
+    # what belongs to the machine, or to all processes of a user
+    Abuse("contexts of asynchronous input", "must_be_denied(lambda: call((206, 0), 60_000, bytes(8)))"),
+    Abuse("instances of inotify", "must_be_denied(lambda: call((294, 26), 0))"),
+    Abuse(
+        "flush the machine's disks",
+        """
+must_be_denied(lambda: call((162, 81)))
+# no such file: only the kernel would find out
+for number in ((306, 267), (74, 82), (75, 83), (277, 84)):
+    call(number, 999, 0, 0, 0) and breach(f"call {number}")""",
+    ),
+    Abuse(
+        "drop the machine's files from memory",
+        'refused(os.posix_fadvise, 999, 0, 0, os.POSIX_FADV_DONTNEED) and breach("it reached the kernel")',
+    ),
+    Abuse(
+        "lock files of Python's library",
+        """
+with open(os.__file__) as file:
+    must_be_denied(fcntl.flock, file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    must_be_denied(fcntl.flock, file, fcntl.LOCK_SH)
+    must_be_denied(fcntl.fcntl, file, 37, struct.pack("hhqqi4x", 0, 0, 0, 0, 0))  # of the open file
+    must_fail(fcntl.lockf, file, fcntl.LOCK_EX | fcntl.LOCK_NB)""",
+    ),
+    Abuse(
+        "rules of its own without end",
+        """
+must_be_denied(lambda: call((444, 444), None, 0, 1))  # of Landlock
+must_be_denied(libc.prctl, 22, 2, 0, 0, 0)  # of seccomp""",
+    ),
+    Abuse("a core for itself", "must_be_denied(libc.prctl, 62, 1, 0, 0, 0)"),
+    Abuse(
+        "a larger share of the processors and disks",
+        """
+must_fail(os.setpriority, os.PRIO_PROCESS, 0, -1)
+must_fail(os.sched_setscheduler, 0, os.SCHED_FIFO, os.sched_param(1))
+must_fail(lambda: call((251, 30), 1, 0, 1 << 13))  # ioprio_set: real time""",
+    ),
+    Abuse(
+        "requests to filesystems and networks",
+        """
+with open("file", "w") as file:
+    for request in (0x80086601, 0xC0045877, 0x8008660F, 0x8912, 0x5412):
+        must_be_denied(fcntl.ioctl, file, request, bytes(64))""",
+    ),
     # what the sandbox reports
     Abuse(
         "end its parents",
@@ -477,6 +690,36 @@ flood()""",
         ("deadline",),
     ),
     # leftovers
+    Abuse("outlive a crash of the sandbox", "os.getppid() > 1 and must_be_denied(libc.prctl, 1, 0, 0, 0, 0)"),
+    Abuse(
+        "leave folders without end",
+        """
+try:
+    for _ in range(3000):
+        os.mkdir("d")
+        os.chdir("d")
+except OSError:
+    pass""",
+    ),
+    Abuse(
+        "leave folders that its user may not read or write",
+        """
+for mode in (0o300, 0o700):
+    os.mkdir(f"{mode}", mode)
+    for inner in (0, 0o100, 0o400, 0o500):
+        os.mkdir(f"{mode}/{inner}", inner)
+    open(f"{mode}/file", "w").close()""",
+    ),
+    Abuse(
+        "leave names and links that mislead the removal",
+        """
+for name in (b"\\xff", b"a\\nb", b"-rf", b"x" * 255, b"0", b"files"):
+    os.mkdir(name)
+    os.mkdir(name + b"/0" if len(name) < 255 else b"y" * 255)
+for name in ("0/link", "1", "files/link"):
+    os.symlink(os.path.dirname(bait["file"]), name)
+os.symlink("/", "root")""",
+    ),
     Abuse(
         "leave a process behind",
         """
@@ -511,7 +754,7 @@ except OSError:
 def bait() -> Iterator[dict[str, Any]]:
     """Targets of the programs: files, sockets and a process with a secret, as long as the context lasts."""
     with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rl-sandbox-bait-")))
+        folder = Path(stack.enter_context(temporary_folder(os.getuid())))
         folder.chmod(0o777)
         other = folder / "other-run"
         other.mkdir(mode=0o755)
@@ -598,7 +841,13 @@ def table(sandboxes: Sequence[Sandbox | None]) -> Iterator[tuple[str, list[str]]
     yield USER, [_user_of(sandbox) if sandbox else NOT_OFFERED for sandbox in sandboxes]
     with bait() as given:
         for abuse in ABUSES:
-            yield abuse.name, [_attempt(abuse, sandbox, given) if sandbox else NOT_OFFERED for sandbox in sandboxes]
+            yield abuse.name, [_entry(abuse, sandbox, given) for sandbox in sandboxes]
+
+
+def _entry(abuse: Abuse, sandbox: Sandbox | None, given: Mapping[str, Any]) -> str:
+    if sandbox is None:
+        return NOT_OFFERED
+    return BREACHED if attempt(abuse, sandbox, given) else CONTAINED
 
 
 def _user_of(sandbox: Sandbox) -> str:
@@ -606,8 +855,15 @@ def _user_of(sandbox: Sandbox) -> str:
     return f"{uid}, {'ours' if uid == os.getuid() else 'its own'}"
 
 
-def _attempt(abuse: Abuse, sandbox: Sandbox, given: Mapping[str, Any]) -> str:
-    return BREACHED if abuse.breaches(sandbox.run(abuse.program(given), abuse.limits)) else CONTAINED
+def attempt(abuse: Abuse, sandbox: Sandbox, given: Mapping[str, Any]) -> str:
+    """Return by which ways an abuse got out, or what it left or removed outside; empty if it is contained."""
+    before = abandoned()
+    if breaches := abuse.breaches(sandbox.run(abuse.program(given), abuse.limits)):
+        return breaches
+    # twice: another process may be about to lock its folder
+    if left := (abandoned() - before) & abandoned():
+        return f"it left {', '.join(left)}"
+    return "" if os.path.exists(given["spare"]) else "files outside were removed"
 
 
 def main() -> None:

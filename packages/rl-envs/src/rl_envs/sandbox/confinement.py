@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rl_envs.sandbox import landlock, seccomp, syscalls
-from rl_envs.sandbox.filesystem import DEVICES
+from rl_envs.sandbox.filesystem import devices
 from rl_envs.sandbox.program import Isolation, Limits
 
 FIRST_UID = 1_000_000_000
@@ -103,11 +103,12 @@ def confine(confinement: Confinement, limits: Limits, uid: int, scratch: str, po
         return
     syscalls.drop_capabilities()
     syscalls.forbid_new_privileges()
+    syscalls.use_small_pages()
     if confinement.isolation == "landlock" or landlock.version():
-        devices = [path for path in DEVICES if os.path.exists(path)]
+        existing = devices()
         landlock.restrict(
-            readable=[*confinement.readable, *devices],
-            writable=[scratch, *devices[:1]],
+            readable=[*confinement.readable, *existing],
+            writable=[scratch, *existing[:1]],
             executes=bool(confinement.executable),
             port=port,
         )
@@ -132,11 +133,13 @@ def _limit(confinement: Confinement, limits: Limits) -> None:
         resource.RLIMIT_MSGQUEUE: (0, 0),
         resource.RLIMIT_SIGPENDING: (64, 64),
         resource.RLIMIT_STACK: (_STACK_BYTES, _STACK_BYTES),
+        resource.RLIMIT_NICE: (0, 0),
+        resource.RLIMIT_RTPRIO: (0, 0),
     }
     if confinement.isolation == "namespaces" or confinement.first_uid is not None:
         # the processes of a user are counted together, so without a user id or a namespace of its own these would
-        # be others' as well; the program's sandbox has up to four
-        wanted[resource.RLIMIT_NPROC] = (limits.processes + 4, limits.processes + 4)
+        # be others' as well
+        wanted[resource.RLIMIT_NPROC] = (limits.most_tasks, limits.most_tasks)
     for limit, (soft, hard) in wanted.items():
         _, most = resource.getrlimit(limit)
         if most != resource.RLIM_INFINITY:

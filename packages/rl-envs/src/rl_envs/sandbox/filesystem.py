@@ -7,16 +7,14 @@ import sys
 import sysconfig
 from collections.abc import Sequence
 
-from rl_envs.sandbox import syscalls
+from rl_envs.sandbox import landlock, syscalls
 from rl_envs.sandbox.processes import ProcessTable
 from rl_envs.sandbox.syscalls import MS_BIND, MS_NODEV, MS_NOEXEC, MS_NOSUID, MS_PRIVATE, MS_RDONLY, MS_REC
 
 SCRATCH = "/scratch"
 """A program's current folder, if it has its own root."""
 
-DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
-"""Devices that programs may use."""
-
+_DEVICES = ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom")
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib")
 _DATA = ("/etc/ld.so.cache", "/etc/localtime", "/usr/share/zoneinfo")
 _STAGES = ("/sys", "/mnt", "/media", "/srv", "/proc", "/home")
@@ -37,6 +35,13 @@ def readable_paths(python_path: Sequence[str] = ()) -> list[str]:
     candidates = [*library, *_LIBRARIES, *_DATA, *python_path]
     existing = dict.fromkeys(os.path.realpath(path) for path in candidates if os.path.exists(path))
     return [path for path in existing if not any(_is_below(path, other) for other in existing if other != path)]
+
+
+def devices() -> list[str]:
+    """Devices that programs may use, `/dev/null` first."""
+    # whoever may write to /dev/zero gets shared memory from it; only Landlock lets programs read without writing
+    candidates = [*_DEVICES, "/dev/zero"] if landlock.version() else _DEVICES
+    return [path for path in candidates if os.path.exists(path)]
 
 
 def enter_namespaces(flags: int) -> None:
@@ -72,9 +77,8 @@ def enter_root(readable: Sequence[str], commands: Sequence[str] = ()) -> None:
     for path in (*_LIBRARIES, *commands):
         if os.path.islink(path) and not os.path.lexists(stage + path):
             os.symlink(os.readlink(path), stage + path)
-    for path in DEVICES:
-        if os.path.exists(path):
-            _bind(path, stage, MS_RDONLY | MS_NOSUID | MS_NOEXEC)
+    for path in devices():
+        _bind(path, stage, MS_RDONLY | MS_NOSUID | MS_NOEXEC)
     for folder in (SCRATCH, "/old"):
         os.mkdir(stage + folder)
     if not os.path.exists(f"{stage}/tmp"):

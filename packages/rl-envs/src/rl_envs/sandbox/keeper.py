@@ -7,11 +7,9 @@ import fcntl
 import os
 import secrets
 import select
-import shutil
 import signal
 import socket
 import struct
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -20,9 +18,10 @@ from typing import NoReturn
 from rl_envs.sandbox import frames, interpreter, syscalls, tree
 from rl_envs.sandbox.confinement import Confinement, confine
 from rl_envs.sandbox.filesystem import SCRATCH, enter_namespaces, map_user, mount_scratch
-from rl_envs.sandbox.processes import ProcessTable
+from rl_envs.sandbox.processes import ProcessTable, Usage
 from rl_envs.sandbox.program import Ending, Limits, Program, program_of
 from rl_envs.sandbox.relay import Relay, RelayProcess
+from rl_envs.sandbox.scratch import temporary_folder
 
 _STATUS = struct.Struct("=i")
 _UNCONFINED = -1
@@ -35,7 +34,11 @@ _NAMESPACES = (
     | syscalls.CLONE_NEWUTS
     | syscalls.CLONE_NEWCGROUP
 )
-_FIRST_LOOK_S, _LOOK_S = 0.03, 0.02
+_FIRST_LOOK_S, _LOOK_S, _SHORTEST_LOOK_S = 0.03, 0.02, 0.002
+_FILL_RATE = 2**31
+"""Bytes of memory per second that one processor can fill."""
+MAX_LOCKS = 1000
+"""Maximum number of locks of records of files that a program may hold; the kernel has memory for each, and no limit."""
 _END = 10
 """Smallest descriptor on which a command tells its end; programs expect the first ones to be free."""
 MAX_SNAPSHOT = 2**27
@@ -161,9 +164,10 @@ class _Keeper:
             if (now := time.monotonic()) >= deadline:
                 return "deadline", None
             if now >= look:
-                if self._table.memory_of_descendants() > self._limits.memory_mib * 2**20:
-                    return "memory", None
-                look = now + _LOOK_S
+                usage = self._table.usage()
+                if ending := _over(usage, self._limits):
+                    return ending, None
+                look = now + _pause(usage, self._limits)
             for descriptor, _ in poll.poll(max(1, 1000 * (min(deadline, look) - now))):
                 if descriptor == self._status:
                     return self._ended()
@@ -333,12 +337,8 @@ def _scratch(
         raise UnconfinedError(
             f"isolation {confinement.isolation} cannot limit a program's network to one address; use namespaces"
         )
-    folder = tempfile.mkdtemp(prefix="rl-sandbox-")
-    try:
-        os.chown(folder, uid, -1)
+    with temporary_folder(uid) as folder:
         yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _enter_program_namespaces(confinement: Confinement, table: ProcessTable) -> None:
@@ -373,6 +373,23 @@ def _snapshot(program: Program, scratch: str, limits: Limits) -> tuple[bytes, st
         return tree.pack(tree.read(folder, most)), ""
     except (tree.UnusableTree, OSError) as error:
         return b"", str(error)
+
+
+def _over(usage: Usage, limits: Limits) -> Ending | None:
+    """Return the limit that a program is beyond."""
+    if usage.memory > limits.memory_mib * 2**20 or usage.locks > MAX_LOCKS:
+        return "memory"
+    return "processes" if usage.tasks > limits.most_tasks else None
+
+
+def _pause(usage: Usage, limits: Limits) -> float:
+    """Return the seconds until the next look: fewer, the sooner several processes can fill the memory that is left.
+
+    One process is held by the limit of its address space.
+    """
+    room = limits.memory_mib * 2**20 - usage.memory
+    fillers = min(usage.tasks - 1, os.cpu_count() or 1)
+    return _LOOK_S if fillers < 2 else min(_LOOK_S, max(_SHORTEST_LOOK_S, room / (fillers * _FILL_RATE)))
 
 
 def _told(ending: Ending, status: int | None) -> tuple[Ending, int | None, int | None]:

@@ -6,10 +6,10 @@ import contextlib
 import json
 import os
 import socket
-import tempfile
 from collections.abc import Iterator
 
 from rl_envs.sandbox.program import Limits, Outcome, Program
+from rl_envs.sandbox.scratch import temporary_folder
 
 _LIMITS = Limits(cpu_s=20.0, wall_s=60.0, processes=8)
 
@@ -64,7 +64,7 @@ print(json.dumps(breaches))
 def bait() -> Iterator[tuple[Program, Limits]]:
     """A program that reports by which ways it got out, and the limits to run it with."""
     with (
-        tempfile.TemporaryDirectory(prefix="rl-sandbox-bait-") as folder,
+        temporary_folder(os.getuid()) as folder,
         socket.create_server(("127.0.0.1", 0)) as port,
     ):
         # what any user of the machine may read and write

@@ -5,7 +5,30 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 from collections.abc import Iterator
+from dataclasses import dataclass
+
+_HELD = (b"RssAnon:", b"RssShmem:", b"VmSwap:", b"VmPTE:", b"HugetlbPages:")
+_TASK_BYTES = 2**15
+"""Bytes of the kernel for a thread: its stack and its record."""
+_LOCK_BYTES = 2**18
+"""Bytes of the machine's list of locks that are read."""
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What processes hold.
+
+    Args:
+        memory: Bytes that are not a file's, including the kernel's for these processes.
+        tasks: Number of processes and threads.
+        locks: Number of locks of records of files.
+    """
+
+    memory: int
+    tasks: int
+    locks: int
 
 
 class ProcessTable:
@@ -13,18 +36,23 @@ class ProcessTable:
 
     def __init__(self) -> None:
         self._proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        # no descriptor has more in its buffer than a socket: programs cannot enlarge it, and that of a pipe is smaller
+        with socket.socket(socket.AF_UNIX) as any_socket:
+            self._descriptor_bytes = any_socket.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
 
     def descendants(self) -> Iterator[int]:
         """Process ids of children, their children and so on."""
-        waiting = [os.getpid()]
-        while waiting:
-            children = self._children(waiting.pop())
-            yield from children
-            waiting += children
+        return (pid for pid, _ in self._descendants())
 
-    def memory_of_descendants(self) -> int:
-        """Bytes of memory that is not a file's, of all descendants together; shared memory counts for each."""
-        return sum(map(self._memory, self.descendants()))
+    def usage(self) -> Usage:
+        """What all descendants hold together; memory that several share counts for each."""
+        memory = tasks = 0
+        pids = set()
+        for pid, threads in self._descendants():
+            pids.add(pid)
+            tasks += len(threads)
+            memory += self._memory(pid, threads) + self._descriptors(pid) * self._descriptor_bytes
+        return Usage(memory + tasks * _TASK_BYTES, tasks, self._locks(pids))
 
     def end_descendants(self) -> None:
         """Kill all descendants, also those that come in between, and wait for their end.
@@ -50,24 +78,54 @@ class ProcessTable:
         finally:
             os.close(descriptor)
 
-    def _children(self, pid: int) -> list[int]:
-        """Children of all threads of a process."""
+    def _descendants(self) -> Iterator[tuple[int, list[str]]]:
+        """Processes and their threads, which have children of their own."""
+        waiting = self._children(os.getpid(), self._entries(f"{os.getpid()}/task"))
+        while waiting:
+            pid = waiting.pop()
+            threads = self._entries(f"{pid}/task")
+            yield pid, threads
+            waiting += self._children(pid, threads)
+
+    def _children(self, pid: int, threads: list[str]) -> list[int]:
+        return [int(child) for thread in threads for child in self._read(f"{pid}/task/{thread}/children").split()]
+
+    def _memory(self, pid: int, threads: list[str]) -> int:
+        """Bytes of a process, as one of its threads shows them: one that has ended, even the first, shows none."""
+        for thread in threads:
+            lines = self._read(f"{pid}/task/{thread}/status").splitlines()
+            if sizes := [int(line.split()[1]) for line in lines if line.startswith(_HELD)]:
+                return 1024 * sum(sizes)
+        return 0
+
+    def _descriptors(self, pid: int) -> int:
+        """Number of open descriptors, which is the size of their folder since Linux 6.2."""
         try:
-            folder = os.open(f"{pid}/task", os.O_RDONLY | os.O_DIRECTORY, dir_fd=self._proc)
+            return os.stat(f"{pid}/fd", dir_fd=self._proc).st_size or len(self._entries(f"{pid}/fd"))
+        except OSError:  # it ended
+            return 0
+
+    def _locks(self, pids: set[int]) -> int:
+        """Number of locks of records of files, among the first on the list of the machine."""
+        try:
+            descriptor = os.open("locks", os.O_RDONLY, dir_fd=self._proc)
+        except OSError:  # a kernel without them
+            return 0
+        with open(descriptor, "rb", buffering=_LOCK_BYTES) as table:
+            fields = [line.split() for line in table.read(_LOCK_BYTES).splitlines()]
+        return sum(len(each) > 4 and each[-4].isdigit() and int(each[-4]) in pids for each in fields)
+
+    def _entries(self, path: str) -> list[str]:
+        try:
+            folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY, dir_fd=self._proc)
         except OSError:
             return []
         try:
-            threads = os.listdir(folder)
+            return os.listdir(folder)
         except OSError:  # it ended
             return []
         finally:
             os.close(folder)
-        return [int(child) for thread in threads for child in self._read(f"{pid}/task/{thread}/children").split()]
-
-    def _memory(self, pid: int) -> int:
-        lines = self._read(f"{pid}/status").splitlines()
-        sizes = (line.split()[1] for line in lines if line.startswith((b"RssAnon", b"RssShmem")))
-        return 1024 * sum(map(int, sizes))
 
     def _read(self, path: str) -> bytes:
         try:

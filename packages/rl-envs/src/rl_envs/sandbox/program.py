@@ -11,7 +11,7 @@ from rl_envs.sandbox.relay import Relay
 Isolation = Literal["namespaces", "landlock", "limits"]
 """Levels of isolation, strongest first."""
 
-Ending = Literal["exit", "signal", "deadline", "cpu", "memory", "output"]
+Ending = Literal["exit", "signal", "deadline", "cpu", "memory", "processes", "output"]
 """Why a program ended: by itself, by a signal, or at a limit."""
 
 
@@ -22,7 +22,8 @@ class Limits:
     Args:
         cpu_s: Maximum number of seconds of CPU of each of its processes, rounded up to whole seconds.
         wall_s: Maximum number of seconds until it is killed.
-        memory_mib: Maximum address space of each process, and most memory of all of them together.
+        memory_mib: Maximum address space of each process, and maximum memory of all of them together: what is resident,
+            swapped out, or the kernel's for their page tables, descriptors and threads.
         scratch_mib: Size of its scratch folder.
         processes: Maximum number of processes and threads at one time.
         open_files: Maximum number of descriptors of each process.
@@ -36,6 +37,11 @@ class Limits:
     processes: int = 16
     open_files: int = 64
     output_kib: int = 1024
+
+    @property
+    def most_tasks(self) -> int:
+        """Maximum number of processes and threads, those of the program's sandbox included: it has up to four."""
+        return self.processes + 4
 
 
 @dataclass(frozen=True)
@@ -132,6 +138,8 @@ class Outcome:
                 return f"it used more than {limits.cpu_s:g} s of CPU"
             case "memory":
                 return f"it used more than {limits.memory_mib} MiB of memory"
+            case "processes":
+                return f"it had more than {limits.processes} processes and threads"
             case "output":
                 return f"it wrote more than {limits.output_kib} KiB"
 

@@ -37,6 +37,11 @@ DENIED: dict[str, tuple[int | None, int | None]] = {
     "msgsnd": (69, 189), "msgrcv": (70, 188), "msgctl": (71, 187), "mq_unlink": (241, 181),
     "mlockall": (151, 230), "move_pages": (279, 239), "migrate_pages": (256, 238), "userfaultfd": (323, 282),
     "splice": (275, 76), "tee": (276, 77), "vmsplice": (278, 75),
+    # rules that are kept for each process, without a limit to their number
+    "landlock_create_ruleset": (444, 444), "landlock_add_rule": (445, 445), "landlock_restrict_self": (446, 446),
+    # contexts and instances, whose number is limited for all processes of the user or of the machine together
+    "io_setup": (206, 0), "io_destroy": (207, 1), "io_submit": (209, 2), "io_cancel": (210, 3),
+    "io_getevents": (208, 4), "io_pgetevents": (333, 292), "inotify_init": (253, None), "inotify_init1": (294, 26),
     # parts of the kernel that programs do not need
     "io_uring_setup": (425, 425), "io_uring_enter": (426, 426), "io_uring_register": (427, 427), "bpf": (321, 280),
     "perf_event_open": (298, 241), "keyctl": (250, 219), "add_key": (248, 217), "request_key": (249, 218),
@@ -50,8 +55,28 @@ DENIED: dict[str, tuple[int | None, int | None]] = {
     "acct": (163, 89), "syslog": (103, 116), "sethostname": (170, 161), "setdomainname": (171, 162),
     "settimeofday": (164, 170), "clock_settime": (227, 112), "adjtimex": (159, 171), "clock_adjtime": (305, 266),
     "iopl": (172, None), "ioperm": (173, None), "vhangup": (153, 58), "mknod": (133, None), "mknodat": (259, 33),
+    "sync": (162, 81),
 }  # fmt: skip
 """Calls that always fail, with their numbers on x86_64 and aarch64."""
+
+# names as in the kernel's tables
+UNSUPPORTED: dict[str, tuple[int | None, int | None]] = {
+    # its flags are in memory, which a filter cannot read; libc falls back to clone
+    "clone3": (435, 435),
+    # programs that read the same library could lock its files; callers treat this error as a filesystem without locks
+    "flock": (73, 32),
+    # a page in a socket's buffer stays when its file gives it up; callers fall back to read and write
+    "sendfile": (40, 71),
+}
+"""Calls that fail as on a kernel without them."""
+
+# names as in the kernel's tables
+WITHOUT_EFFECT: dict[str, tuple[int | None, int | None]] = {
+    "syncfs": (306, 267), "fsync": (74, 82), "fdatasync": (75, 83), "sync_file_range": (277, 84),
+    "fadvise64": (221, 223),
+}  # fmt: skip
+"""Calls that succeed and do nothing. They would flush the machine's disks or drop its files from memory, even by a file
+that may only be read. A program does not notice: its own files are gone before a power failure could show it."""
 
 CONNECTING = ("socket", "connect")
 """Calls among `DENIED` that a program with an address to reach may make, for streams of IPv4 only."""
@@ -78,13 +103,16 @@ numerical libraries run all the same if they cannot bind their threads to proces
 
 _SPECIAL = {
     "clone": (56, 220),
-    "clone3": (435, 435),
     "socketpair": (53, 199),
     "prlimit64": (302, 261),
     "ioctl": (16, 29),
     "fcntl": (72, 25),
     "fork": (57, None),
     "vfork": (58, None),
+    "mmap": (9, 222),
+    "madvise": (28, 233),
+    "prctl": (157, 167),
+    "setsockopt": (54, 208),
 }
 
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
@@ -99,8 +127,12 @@ _NEW_NAMESPACES = (
     | syscalls.CLONE_NEWPID
     | syscalls.CLONE_NEWNET
 )
-_TIOCSTI, _TIOCLINUX = 0x5412, 0x541C
-_F_SETLEASE, _F_NOTIFY = 1024, 1026
+_TERMINAL, _REQUEST_TYPE_MASK, _TIOCSTI, _TIOCLINUX = 0x5400, 0xFF00, 0x5412, 0x541C
+_F_OFD_SETLK, _F_OFD_SETLKW, _F_SETLEASE, _F_NOTIFY, _F_SETPIPE_SZ = 37, 38, 1024, 1026, 1031
+_MAP_SHARED, _MAP_TYPE, _MAP_ANONYMOUS, _MAP_HUGETLB = 0x01, 0x0F, 0x20, 0x40000
+_MADV_MERGEABLE = 12
+_PR_SET_PDEATHSIG, _PR_SET_THP_DISABLE, _PR_SCHED_CORE, _PR_SET_MEMORY_MERGE = 1, 41, 62, 67
+_SOL_SOCKET, _SO_SNDBUF, _SO_RCVBUF = 1, 7, 8
 _AF_UNIX, _AF_INET, _SOCK_STREAM, _SOCK_TYPE_MASK = 1, 2, 1, 0xF
 
 _LOAD, _EQUAL, _GREATER, _AND, _BITS, _RETURN = 0x20, 0x15, 0x25, 0x54, 0x45, 0x06
@@ -134,25 +166,19 @@ def filter_of(
     ]
     assert NEWEST < _X32
     granted = {*(CONNECTING if may_connect else ()), *(EXECUTING if may_execute else ())}
-    for name, numbers in (DENIED if has_namespaces else DENIED | METADATA | OTHER_PROCESSES).items():
-        if (number := numbers[column]) is not None and name not in granted:
-            code += _if(_EQUAL, number, _error(errno.EPERM))
-    # its flags are in memory, which a filter cannot read; libc falls back to clone
-    code += _if(_EQUAL, special["clone3"], _error(errno.ENOSYS))
+    denied = DENIED if has_namespaces else DENIED | METADATA | OTHER_PROCESSES
+    for calls, result in ((denied, errno.EPERM), (UNSUPPORTED, errno.ENOSYS), (WITHOUT_EFFECT, 0)):
+        for name, numbers in calls.items():
+            if (number := numbers[column]) is not None and name not in granted:
+                code += _if(_EQUAL, number, _error(result))
     if not may_fork:
         for name in ("fork", "vfork"):
             if special[name] is not None:
                 code += _if(_EQUAL, special[name], _error(errno.EPERM))
-    code += _call(special["clone"], _clone_rule(may_fork))
-    code += _call(special["socketpair"], _stream_rule(_AF_UNIX))
     if may_connect:
         code += _call(DENIED["socket"][column], _stream_rule(_AF_INET))
-    code += _call(special["prlimit64"], [_argument(0), *_unless(_EQUAL, 0, _error(errno.EPERM))])
-    terminal = [*_if(_EQUAL, _TIOCSTI, _error(errno.EPERM)), *_if(_EQUAL, _TIOCLINUX, _error(errno.EPERM))]
-    code += _call(special["ioctl"], [_argument(1), *terminal])
-    # a lease delays whoever opens the file, for as long as 45 s
-    lease = [*_if(_EQUAL, _F_SETLEASE, _error(errno.EPERM)), *_if(_EQUAL, _F_NOTIFY, _error(errno.EPERM))]
-    code += _call(special["fcntl"], [_argument(1), *lease])
+    for name, rule in _rules(may_fork=may_fork, has_namespaces=has_namespaces).items():
+        code += _call(special[name], rule)
     code.append(_instruction(_RETURN, _ALLOW))
     return b"".join(code)
 
@@ -177,6 +203,59 @@ def apply(*, may_fork: bool, has_namespaces: bool, may_connect: bool = False, ma
     count = (len(code) - 1) // 8
     program = ctypes.create_string_buffer(struct.pack("HxxxxxxP", count, ctypes.addressof(code)))
     syscalls.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.addressof(program))
+
+
+def _rules(*, may_fork: bool, has_namespaces: bool) -> dict[str, list[bytes]]:
+    """Return the rules on the arguments of calls that are allowed otherwise."""
+    # a program that has no namespace of processes must end when the process that limits it is killed
+    own = () if has_namespaces else (_PR_SET_PDEATHSIG,)
+    return {
+        "clone": _clone_rule(may_fork),
+        "socketpair": _stream_rule(_AF_UNIX),
+        "prlimit64": [_argument(0), *_unless(_EQUAL, 0, _error(errno.EPERM))],
+        "ioctl": _ioctl_rule(),
+        # a lease delays whoever opens the file, for as long as 45 s; the pages of pipes are counted for each user
+        "fcntl": _refuse(1, _F_SETLEASE, _F_NOTIFY, _F_SETPIPE_SZ, _F_OFD_SETLK, _F_OFD_SETLKW),
+        "mmap": _mmap_rule(),
+        "madvise": _refuse(2, _MADV_MERGEABLE),
+        "prctl": _refuse(0, _PR_SET_SECCOMP, _PR_SET_THP_DISABLE, _PR_SCHED_CORE, _PR_SET_MEMORY_MERGE, *own),
+        "setsockopt": _setsockopt_rule(),
+    }
+
+
+def _refuse(index: int, *values: int) -> list[bytes]:
+    """Refuse these values of an argument."""
+    return [_argument(index), *(part for value in values for part in _if(_EQUAL, value, _error(errno.EPERM)))]
+
+
+def _mmap_rule() -> list[bytes]:
+    """Refuse memory that stays when no process has it in its page tables, and pages of the machine's pool."""
+    return [
+        _argument(3),
+        *_if(_BITS, _MAP_HUGETLB, _error(errno.EPERM)),
+        _instruction(_AND, _MAP_TYPE | _MAP_ANONYMOUS),
+        *_if(_EQUAL, _MAP_SHARED | _MAP_ANONYMOUS, _error(errno.EPERM)),
+    ]
+
+
+def _ioctl_rule() -> list[bytes]:
+    """Allow the requests of terminals and streams; those of filesystems and networks fail as for any other file."""
+    return [
+        *_refuse(1, _TIOCSTI, _TIOCLINUX),
+        _instruction(_AND, _REQUEST_TYPE_MASK),
+        *_unless(_EQUAL, _TERMINAL, _error(errno.ENOTTY)),
+    ]
+
+
+def _setsockopt_rule() -> list[bytes]:
+    """Leave a socket's buffers as they are, as the kernel does at its own limit."""
+    return [
+        _argument(1),
+        *_unless(_EQUAL, _SOL_SOCKET, _ALLOW),
+        _argument(2),
+        *_if(_EQUAL, _SO_SNDBUF, _error(0)),
+        *_if(_EQUAL, _SO_RCVBUF, _error(0)),
+    ]
 
 
 def _clone_rule(may_fork: bool) -> list[bytes]:

@@ -30,7 +30,7 @@ _CAPSET = {"x86_64": 126, "aarch64": 91}
 _MOUNT_SETATTR = 442
 
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_CAPBSET_DROP = 1, 4, 24
-_PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 36, 38
+_PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS, _PR_SET_THP_DISABLE = 36, 38, 41
 _LAST_CAPABILITY = 63
 
 
@@ -108,6 +108,11 @@ def adopt_orphans() -> None:
 def forbid_new_privileges() -> None:
     """Gain no privilege from any program that this process or a child executes."""
     prctl(_PR_SET_NO_NEW_PRIVS, 1)
+
+
+def use_small_pages() -> None:
+    """Give this process and its descendants no huge pages: one stays in memory until all of it is given up."""
+    prctl(_PR_SET_THP_DISABLE, 1)
 
 
 def hide_from_tracers() -> None:

@@ -22,6 +22,7 @@ from rl_envs.sandbox.interpreter import PRELOADED, add_builtins
 from rl_envs.sandbox.keeper import Site, keep
 from rl_envs.sandbox.processes import ProcessTable
 from rl_envs.sandbox.program import Isolation
+from rl_envs.sandbox.scratch import sweep
 
 _DESCRIPTOR = struct.Struct("=i")
 
@@ -45,6 +46,7 @@ def main(control: int, isolation: Isolation, python_path: tuple[str, ...], comma
 
 
 def _site(isolation: Isolation, python_path: tuple[str, ...], commands: tuple[str, ...]) -> Site:
+    sweep()
     library = tuple(os.path.realpath(path) for path in sys.path if path and _is_library(path))
     for name in PRELOADED:
         importlib.import_module(name)
@@ -109,7 +111,8 @@ def _serve(stream: socket.socket, site: Site) -> None:
     while True:
         # the ends of keepers need no haste: they answer by themselves
         ready = poll.poll(100 if keepers else None)
-        _reap(keepers)
+        if _reap(keepers) and site.confinement.isolation != "namespaces":
+            sweep()
         if not ready:
             continue
         message, descriptors, _, _ = socket.recv_fds(stream, 1, 1)
@@ -141,9 +144,13 @@ def _be_keeper(connection: socket.socket, site: Site, slot: int) -> None:
     os._exit(0)
 
 
-def _reap(keepers: dict[int, int]) -> None:
+def _reap(keepers: dict[int, int]) -> bool:
+    """Forget the keepers that ended; returns whether one was killed and may have left its program's folder."""
+    was_killed = False
     while keepers:
-        pid, _ = os.waitpid(-1, os.WNOHANG)
+        pid, status = os.waitpid(-1, os.WNOHANG)
         if not pid:
-            return
+            break
+        was_killed |= os.WIFSIGNALED(status)
         del keepers[pid]
+    return was_killed
