@@ -41,6 +41,11 @@ locks:
     uv lock
     uv run python tools/export_worker_locks.py
 
+# digests of the base images' tags, to update images/Dockerfile with; needs docker
+image-digests:
+    sed -n 's/^ARG [A-Z]*=\([^@]*:[^@]*\)@sha256:.*/\1/p' images/Dockerfile | while read -r image; do \
+        echo "$image@$(docker buildx imagetools inspect "$image" --format '{{{{.Manifest.Digest}}')"; done
+
 # all tests of the suites that have slow, largely redundant cases; takes hours
 every-case *args:
     uv run tox -e lint,core,envs,algos,dtensor,megatron,vllm,launch,integration -- --every-case --timeout 3600 "$@"

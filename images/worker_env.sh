@@ -1,3 +1,4 @@
+#!/bin/bash
 # Build the worker environment of one role of a recipe in an image, and write down what it holds.
 set -euo pipefail
 recipe=$1 role=$2 device=$3

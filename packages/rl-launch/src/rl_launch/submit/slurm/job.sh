@@ -1,7 +1,7 @@
 #!/bin/bash
 @HEADER@
 
-# shellcheck disable=SC2317  # functions are called by traps and in other shells
+# shellcheck disable=SC2317,SC2329  # functions are called by traps and in other shells
 set -uo pipefail
 
 @SETTINGS@
