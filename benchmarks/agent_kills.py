@@ -206,7 +206,7 @@ def rollouts_of(run: Training) -> dict[int, list[dict[str, object]]]:
     }
 
 
-COMPARED = ("prompt_id", "index", "status", "rewards", "turns", "num_sampled", "advantage")
+COMPARED = ("prompt_id", "index", "status", "rewards", "turns", "segments", "num_sampled", "advantage")
 
 
 def compared(run: Training) -> dict[int, list[str]]:

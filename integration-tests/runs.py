@@ -42,11 +42,11 @@ class Run:
     folder: Path
 
     @classmethod
-    def start(cls, folder, *arguments, **variables):
+    def start(cls, folder, *arguments, prefix=(), **variables):
         rl = Path(sys.executable).with_name("rl")
         environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"} | variables
         with (folder.parent / f"{folder.name}.log").open("a") as log:
-            command = [str(rl), "train", *arguments, f"run_dir={folder}"]
+            command = [*prefix, str(rl), "train", *arguments, f"run_dir={folder}"]
             process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
         run = cls(process, folder)
         STARTED.append(run)
@@ -112,11 +112,15 @@ class Run:
 
     def kill_one(self, words):
         """Kill a process of the run by words of its name or command line."""
+        self.signal_one(words, signal.SIGKILL)
+
+    def signal_one(self, words, sign):
+        """Send a signal to a process of the run, by words of its name or command line."""
         with self.paused():
             processes = self.processes()
             found = [each for each in processes if words in described(each)]
             assert found, [described(each)[:80] for each in processes]
-            found[0].kill()
+            found[0].send_signal(sign)
 
     def kill_all(self):
         """Kill all processes, as an out-of-memory killer or a lost machine would; returns them."""
@@ -222,10 +226,12 @@ def assert_tokens_are_those_of_rollouts(folder):
             spans = [span["version"] for span in record["weight_spans"] for _ in range(span["end"] - span["start"])]
             assert [token["weight_version"] for token in sampled] == spans
             lengths = [sum(token["segment"] == each for token in own) for each in range(1 + own[-1]["segment"])]
-            assert lengths == record.get("segments", [len(own)])
+            assert lengths == [each["num_tokens"] for each in record.get("segments", [{"num_tokens": len(own)}])]
             # special tokens, such as the end of a turn, are not part of its text
             text = b"".join(token["text"] for token in sampled if not token["is_special"]).decode()
-            assert text == "".join(turn["text"] for turn in record["turns"])
+            # in the order of tokens, which need not be the order of time
+            turns = record.get("turns") or [turn for segment in record["segments"] for turn in segment["turns"]]
+            assert text == "".join(turn["text"] for turn in turns)
             trained = [token for token in own if token["loss_mask"]]
             assert all((token["advantage"] is None) == (record["advantage"] is None) for token in trained)
             assert all(token["generation_logprob"] <= 0 for token in sampled)

@@ -7,6 +7,7 @@ from runs import rollouts_of, steps_of
 
 from rl_algos.tiny_model import make_tokenizer
 from rl_algos.tokenizer import encode_prompt
+from rl_core.rollouts.record import turns_of
 from rl_core.testing.exhaustive import exhaustive
 
 ENVIRONMENT = '''
@@ -84,7 +85,7 @@ def test_the_logprobs_of_agents_with_parallel_calls_are_those_of_the_engine(driv
         assert line["mismatch/max"] < 1e-3
     rollouts = [row for rows in rollouts_of(tmp_path / "run").values() for row in rows]
     assert len(rollouts) == 3 * 64
-    assert {len(row["turns"]) for row in rollouts} == {4}  # the first turn is in two branches, and there once
+    assert {len(turns_of(row)) for row in rollouts} == {4}  # the first turn is in two branches, and there once
 
 
 @exhaustive
@@ -161,7 +162,7 @@ def test_a_rewritten_history_is_trained_on_as_the_engine_read_it_at_each_turn(dr
     rollouts = [row for rows in rollouts_of(tmp_path / "run").values() for row in rows]
     assert len(rollouts) == 96
     for rollout in rollouts:
-        begins = np.cumsum([0, *rollout.get("segments", [])])
+        begins = np.cumsum([0, *(each["num_tokens"] for each in rollout.get("segments", []))])
         messages = list(rollout["prompt"])
         # a span of sampled tokens for each turn: what lies before it in its row is the conversation so far
         for turn, span in zip(rollout["turns"], rollout["weight_spans"], strict=True):

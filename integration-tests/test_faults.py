@@ -2,6 +2,7 @@
 the kill of all its processes.
 """
 
+import json
 import os
 import random
 import re
@@ -13,10 +14,17 @@ import time
 import psutil
 import pytest
 import tellable_environment
+from faults import (
+    FAULTS,
+    LACKS,
+    NONE,
+    noticed,
+)
 from runs import (
     NUM_PROMPTS,
     Run,
     assert_no_shared_memory_is_left,
+    described,
     figures,
     logs_of,
     rollouts_of,
@@ -24,7 +32,8 @@ from runs import (
     steps_of,
 )
 
-from rl_core.testing.exhaustive import exhaustive
+from rl_core.rollouts.record import turns_of
+from rl_core.testing.exhaustive import exhaustive, partly_exhaustive
 from rl_launch.cli.failure import UNFINISHED
 
 
@@ -60,7 +69,7 @@ def tellable(orders, *, deadline_s):
 def completions_of(folder, *, until):
     """Prompts and completions of these steps, in order."""
     return {
-        step: [(row["prompt_id"], row["index"], [turn["text"] for turn in row["turns"]]) for row in rows]
+        step: [(row["prompt_id"], row["index"], [turn["text"] for turn in turns_of(row)]) for row in rows]
         for step, rows in rollouts_of(folder).items()
         if step <= until
     }
@@ -211,3 +220,94 @@ def test_a_signal_to_all_of_a_run_saves_and_ends_it(driver, sft, whole_sft, tmp_
     assert not alive
     driver.train(run.folder, *sft)
     assert figures(run.folder) == figures(whole_sft)
+
+
+@pytest.fixture(scope="session")
+def trained(once, driver, sft, whole_sft, request):
+    """Arguments of the runs that faults are done to, by kind, and a function from a kind to the undisturbed run."""
+    few = ("cluster.device=cpu", "policy.generation.backend=hf", "grpo.val_period=0", "checkpointing.metric_name=null")
+    bounds = ("policy.worker_timeout_s=30", "policy.generation.stall_timeout_s=20")
+    # two updates a step
+    small = ("grpo.num_prompts_per_step=4", "grpo.num_generations_per_prompt=4", "policy.train_global_batch_size=8")
+    saves = "checkpointing.save_period=3"
+    arguments = {
+        "sft": (*sft, "policy.worker_timeout_s=30"),
+        "grpo": ("grpo-arithmetic", *few, *bounds, *small, saves, "grpo.max_num_steps=24", "env.math.deadline_s=10"),
+        "agents": (
+            "grpo-code-agent-tiny",
+            *few,
+            *bounds,
+            *small,
+            saves,
+            "grpo.max_num_steps=8",
+            "env.repository.deadline_s=10",
+        ),
+    }
+
+    def whole(kind):
+        if kind == "sft":
+            return whole_sft
+        return once(f"whole-fault-{kind}", lambda folder: driver.train(folder, *arguments[kind]))
+
+    return arguments, whole
+
+
+def proof_of(rl, folder, expected, *, is_exact):
+    """Assert that a run has trained what an undisturbed one has; returns it in words."""
+    steps = figures(expected)
+    assert figures(folder).keys() == steps.keys()
+    assert figures(folder) == steps or not is_exact
+    equal = f"{len(steps)} of {len(steps)} steps equal" if is_exact else f"{len(steps)} steps"
+    if not (folder / "rollouts").exists():
+        return equal
+    proof = rl("doctor", "run", str(folder), "--json")
+    assert proof.code == 0, proof.output
+    return f"{equal}, {json.loads(proof.output)['num_trained']} prompts trained once"
+
+
+@pytest.mark.parametrize("fault", partly_exhaustive(FAULTS, always=FAULTS[:1]), ids=str)
+def test_a_run_outlives_a_fault_of_each_of_its_processes(fault, trained, rl, fault_table, tmp_path):
+    arguments, whole = trained
+    expected = whole(fault.run)
+    seed = random.randrange(2**32)
+    sys.stdout.write(f"the fault was drawn with seed {seed}\n")
+    chance = random.Random(seed)
+    run = Run.start(tmp_path / "run", *arguments[fault.run])
+    run.await_step(step := chance.randint(1, len(steps_of(expected)) // 2))
+    time.sleep(chance.uniform(0, 0.3))
+    with run.paused():
+        before = run.processes()
+    fault.strike(run)
+    seconds, message = noticed(run, fault.says)
+    code = run.process.wait(600)
+    assert code == fault.code, run.output
+    assert bool(message) == (fault.says != NONE), run.output
+    _, alive = psutil.wait_procs(before, 60)
+    assert not alive, [described(each) for each in alive]
+    if code:
+        # one that is killed can write nothing
+        assert json.loads((run.folder / "state.json").read_text())["status"] in ("running", "interrupted")
+        Run.start(run.folder, *arguments[fault.run]).finish()
+    proof = proof_of(rl, run.folder, expected, is_exact=fault.is_exact)
+    fault_table.append((str(fault), step, seconds, message, code, proof))
+
+
+@exhaustive
+@pytest.mark.parametrize("lack", LACKS, ids=str)
+def test_a_run_outlives_a_machine_that_lacks_or_refuses_something(lack, trained, rl, fault_table, tmp_path):
+    arguments, whole = trained
+    expected = whole(lack.run)
+    run = Run.start(tmp_path / "run", *arguments[lack.run], prefix=lack.machine(tmp_path / "run"))
+    if lack.begins:
+        run.await_step(5)
+        (tmp_path / "broken").touch()
+    seconds, message = noticed(run, lack.says)
+    code = run.process.wait(600)
+    assert code == lack.code, run.output
+    assert bool(message) == (lack.says != NONE), run.output
+    assert "Traceback" not in run.output
+    (tmp_path / "broken").unlink(missing_ok=True)
+    if code:
+        Run.start(run.folder, *arguments[lack.run]).finish()
+    proof = proof_of(rl, run.folder, expected, is_exact=True)
+    fault_table.append((str(lack), 5 if lack.begins else 0, seconds, message, code, proof))

@@ -11,8 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_core.rollouts.group import RolloutGroup, RolloutReport, RolloutReports
-from rl_core.rollouts.record import MOST_CHARACTERS, rollout_record
-from rl_core.rollouts.rollout import Prompt, Rollout, WeightSpan
+from rl_core.rollouts.record import (
+    MAX_CONTEXT,
+    MAX_STRING,
+    MOST_CHARACTERS,
+    rollout_record,
+    segments_of,
+    turns_of,
+)
+from rl_core.rollouts.rollout import Prompt, Rollout, SegmentContext, Turn, WeightSpan
 
 PROMPT = Prompt(
     "p1", ({"role": "user", "content": "2+2="},), np.array([5, 6, 7], dtype=np.int64), "math", {"answer": "4"}
@@ -154,13 +161,32 @@ def test_segments_are_rows_and_the_record_is_at_the_first() -> None:
     assert [report.segments for report in group.rollouts] == [(), (3, 2), ()]
     records = [json.loads(record.tobytes()) for record in group.records.ragged("record")]
     assert [record["index"] for record in records] == [0, 1, 2]
-    assert [record.get("segments") for record in records] == [None, [3, 2], None]
+    assert [record.get("segments") for record in records] == [None, [{"num_tokens": 3}, {"num_tokens": 2}], None]
 
 
 def test_without_segments_records_are_the_rows() -> None:
     group = RolloutGroup.of(PROMPT, [rollout(), rollout()])
     assert group.rollouts.segments == ()
     assert group.records.ragged("record").equals(group.columns.ragged("record"))
+
+
+def test_the_messages_of_an_agent_are_bounded_and_its_turns_are_whole() -> None:
+    long = "x" * MAX_STRING
+    tools = tuple({"function": {"name": f"tool {number}", "description": long}} for number in range(20))
+    context = SegmentContext(({"role": "user", "content": f"{long}y"},), tools, num_turns=1, call=1)
+    said = replace(rollout(), turns=(Turn(f"{long}z", None, {}),), contexts=(context,))
+    line = rollout_record(PROMPT, 0, said)
+    (segment,) = segments_of(json.loads(line.tobytes()))
+    assert len(line) < MAX_CONTEXT + 2 * MAX_STRING
+    assert [turn["text"] for turn in segment["turns"]] == [f"{long}z"]
+    assert segment["messages"][0]["content"].endswith("x... (65,537 characters)")
+    assert [len(tool["function"]["name"]) for tool in segment["tools"]] == [6] * 10 + [7] * 10
+
+
+def test_records_of_agents_from_earlier_versions_have_their_turns() -> None:
+    record = {"segments": [42, 41], "turns": [{"text": "a", "observation": None}, {"text": "b", "observation": None}]}
+    assert [turn["text"] for turn in turns_of(record)] == ["a", "b"]
+    assert segments_of(record) == []
 
 
 def test_segments_that_do_not_cover_the_rollout_are_refused() -> None:

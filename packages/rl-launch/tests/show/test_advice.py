@@ -52,6 +52,23 @@ def test_a_healthy_run_is_left_alone():
 
 
 @pytest.mark.parametrize(
+    ("agent", "names"),
+    [
+        (None, "logs/environment-NAME.log"),
+        ({"run": "agent.py:run"}, "logs/agents"),
+        ({"place": "environment", "command": ["python", "agent.py"]}, "logs/agents"),
+        ({"external": True}, "the output of your agents"),
+    ],
+)
+def test_advice_on_failed_rollouts_leads_to_the_log_of_what_played_them(agent, names):
+    rows = [{**healthy(step), "rollout/failed": 8.0} for step in range(1, NUM_STEPS + 1)]
+    config = {**CONFIG, "grpo": {**CONFIG["grpo"], "agent": agent}}
+    first = advice(rows, HEALTHY_TIMES, config)[0]
+    assert names in first.remedy
+    assert ("logs/environment" in first.remedy) == (agent is None)
+
+
+@pytest.mark.parametrize(
     ("change", "says", "names"),
     [
         (lambda step: {"rollout/failed": 8.0}, "20% of the rollouts failed", "env.NAME.deadline_s"),

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from shown_rollouts import rollout
+from shown_rollouts import agent_rollout, rollout
 from test_report import printed, rows
 from typer.testing import CliRunner
 
@@ -86,3 +86,35 @@ def test_rollouts_of_the_validation_are_shown(record):
     assert "failed, 1 tokens, it hung" in answer.output
     found = json.loads(CliRunner().invoke(app, ["show", str(run.path), "--val", "--sort", "-reward", "--json"]).output)
     assert [each["response"] for each in found["rollouts"]["chosen"]] == ["2", "1", "go left", "3"]
+
+
+def test_the_segments_of_an_agent_are_shown_one_after_the_other(record):
+    run = record(rows(), {12: [agent_rollout("Repair it.", 1.0)]})
+    text = printed(report_of(run, selection=Selection(sort="reward")), width=200)
+    assert [line.split() for line in text[text.index("prompt") :].splitlines()] == [
+        ["prompt", "Repair", "it."],
+        ["segment", "1,", "tools:", "look"],
+        ["system", "You", "repair", "code."],
+        ["user", "Repair", "it."],
+        ["policy", "I", "look."],
+        ["tool", "42", "files"],
+        ["policy", "Many."],
+        ["segment", "2,", "begins", "with", "1", "of", "the", "messages", "of", "segment", "1"],
+        ["user", "In", "short:", "42", "files."],
+        ["assistant", "look({})"],
+        ["policy", "It", "is", "repaired."],
+    ]
+    found = json.loads(CliRunner().invoke(app, ["show", str(run.path), "--where", "response=*Many*", "--json"]).output)
+    (segment, _) = found["rollouts"]["chosen"][0]["segments"]
+    assert segment["messages"][-1] == ["policy", "Many."]
+
+
+def test_long_conversations_of_an_agent_are_shortened_on_a_terminal(record):
+    long = agent_rollout("Repair it.", 1.0)
+    long["segments"] = long["segments"][1:] * 10
+    long["segments"][0] = {**long["segments"][0], "turns": [{"text": f"turn {number}"} for number in range(50)]}
+    text = printed(report_of(record(rows(), {12: [long]}), selection=Selection(sort="reward")), width=200)
+    assert "... 40 more messages ..." in text
+    shown = [line.split()[-1] for line in text.splitlines() if " turn " in line]
+    assert shown == ["0", "1", "2", "3", "44", "45", "46", "47", "48", "49"]
+    assert "2 more segments: see rl view" in text

@@ -42,6 +42,33 @@ def rollout(prompt_id: str, index: int, response: str, reward: float | None, **o
     }
 
 
+def agent_rollout() -> dict[str, Any]:
+    """A rollout of an agent, which begins again with a summary; the later segment has the first tokens."""
+    tool = {"type": "function", "function": {"name": "look", "parameters": {}}}
+    made = rollout("p7", 0, "", 1.0)
+    del made["turns"]
+    segments = [
+        {
+            "num_tokens": 41,
+            "call": 3,
+            "shared": {"segment": 1, "messages": 1},
+            "messages": [{"role": "user", "content": "In short: 42 files."}],
+            "turns": [{"text": "It is repaired.", "rewards": {"reward": 1.0}}],
+        },
+        {
+            "num_tokens": 42,
+            "call": 1,
+            "tools": [tool],
+            "messages": [{"role": "system", "content": "You repair code."}, {"role": "user", "content": "Repair it."}],
+            "turns": [
+                {"text": "I look.", "rewards": {}, "observation": [{"role": "tool", "content": "42 files"}]},
+                {"text": "There are many files.", "rewards": {}},
+            ],
+        },
+    ]
+    return {**made, "segments": segments}
+
+
 def group(step: int, prompt: int, size: int = 2) -> list[dict[str, Any]]:
     """The rollouts of a prompt, of which every second one is rewarded."""
     return [rollout(f"p{prompt}", index, f"answer {index} of step {step}", float(index % 2)) for index in range(size)]

@@ -12,6 +12,7 @@ from made_runs import (
     add_step,
     add_tokens,
     add_traces,
+    agent_rollout,
     group,
     made_evaluation,
     made_run,
@@ -144,6 +145,26 @@ def test_a_new_step_and_a_new_run_appear_by_themselves(view, page, root):
     view("#/runs", "document.querySelectorAll('tbody tr').length === 2")
     made_run(root / "three")
     page.wait("document.querySelectorAll('tbody tr').length === 3")
+
+
+def test_the_segments_of_an_agent_are_shown_one_after_the_other(view, page, root):
+    add_step(made_run(root / "agents"), 4, [agent_rollout()])
+    page.wait("RlView.ask('runs').then((found) => found.runs.some((run) => run.id === 'agents'))")
+    view("#/run/agents/rollouts?open=4:0", HAS_TEXT.format("'It is repaired.'"))
+    order = [
+        "Segment 1",
+        "tools: look",
+        "You repair code.",
+        "I look.",
+        "42 files",
+        "many files",
+        "Segment 2",
+        "In short",
+    ]
+    shown = page.js("document.querySelector('.turns').innerText")
+    assert [shown.index(each) for each in order] == sorted(shown.index(each) for each in order)
+    assert "begins with 1 of the messages of segment 1" in shown
+    view("#/run/agents/rollouts?first=4&last=4&text=you+repair", "document.querySelectorAll('tbody tr').length === 1")
 
 
 def test_hostile_rollouts_are_shown_as_text(view, page, root):

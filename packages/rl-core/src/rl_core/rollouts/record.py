@@ -5,23 +5,31 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
+from rl_core.config.tree import mapped
 from rl_core.rollouts.rollout import Prompt, Rollout, Turn
 
 MOST_CHARACTERS = 4000
 """Of a value of the row in a record: hidden tests of a program may be megabytes, in every one of its rollouts."""
+MAX_STRING, MAX_CONTEXT, MIN_STRING = 2**16, 2**20, 200
+"""Maximum number of characters of a string in the messages and tools of an agent's record, and of all of them. Strings
+beyond the sum keep their first `MIN_STRING` characters. The policy's turns are bounded by its tokens, and are whole."""
 
 
 def rollout_record(prompt: Prompt, index: int, rollout: Rollout) -> np.ndarray:
     """uint8 `[bytes]`, UTF-8 of a JSON object on one line; `index` is the rollout's place in its group.
 
-    `weight_spans` count tokens from the start of the rollout; with several segments, whose numbers of tokens are then
-    in `segments`, these lie end to end. Rollouts of several agents have `agent`, `peers` and `play`, and those of an
+    `weight_spans` count tokens from the start of the rollout. A rollout of several segments has `segments` with the
+    `num_tokens` of each; their tokens lie end to end. The record of an agent always has `segments`, with the `messages`
+    and `tools` that each begins with and its `turns`, instead of `turns` of the whole. If a segment begins as another
+    one, `shared` has the index of that `segment` and the number of its `messages`, turns included, and only further
+    messages are listed. `call` numbers the first turns of segments in the order of time. Rollouts of several agents have `agent`, `peers` and `play`, and those of an
     opponent `opponent`, which is true. `row` is what the environment was given in addition to the conversation, such as
     the right answer; values longer than `MOST_CHARACTERS` are cut.
     """
@@ -42,8 +50,11 @@ def rollout_record(prompt: Prompt, index: int, rollout: Rollout) -> np.ndarray:
         "weight_spans": _weight_spans(rollout.weight_versions),
         "info": rollout.info,
     }
-    if rollout.segments:
-        described["segments"] = rollout.segments
+    if rollout.contexts:
+        del described["turns"]
+        described["segments"] = list(_agent_segments(rollout))
+    elif rollout.segments:
+        described["segments"] = [{"num_tokens": length} for length in rollout.segments]
     if rollout.agent or rollout.play is not None:
         described |= {"agent": rollout.agent, "peers": rollout.peers, "play": rollout.play}
     if rollout.is_opponent:
@@ -51,6 +62,36 @@ def rollout_record(prompt: Prompt, index: int, rollout: Rollout) -> np.ndarray:
     text = json.dumps(described, default=_foreign, ensure_ascii=False)
     # half of a surrogate pair has no UTF-8, but an escape that JSON knows
     return np.frombuffer(text.encode(errors="backslashreplace"), dtype=np.uint8)
+
+
+def turns_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the turns of a record, those of an agent in the order of time."""
+    return _objects(record.get("turns")) or [turn for segment in segments_of(record) for turn in segment["turns"]]
+
+
+def segments_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the segments of an agent's record in the order of time, each with its `number` in this order, and `shared`
+    with that of the other segment; none of another record.
+
+    Entries of another type than a run writes are replaced, so that a foreign file can be read.
+    """
+    listed = [(index, each) for index, each in enumerate(_objects(record.get("segments"))) if "turns" in each]
+    listed.sort(key=lambda each: call if isinstance(call := each[1].get("call"), int) else each[0])
+    numbers = {index: number for number, (index, _) in enumerate(listed, 1)}
+    return [
+        {
+            **segment,
+            "number": numbers[index],
+            **{name: _objects(segment.get(name)) for name in ("messages", "tools", "turns")},
+            "shared": {
+                "number": numbers.get(shared.get("segment")),
+                "messages": shared.get("messages"),
+            }
+            if isinstance(shared := segment.get("shared"), dict)
+            else None,
+        }
+        for index, segment in listed
+    ]
 
 
 def write_records(path: Path, records: Iterable[tuple[np.ndarray, float | None]]) -> None:
@@ -87,6 +128,46 @@ def _weight_spans(versions: np.ndarray) -> list[dict[str, int]]:
     ]
 
 
+def _objects(value: Any) -> list[dict[str, Any]]:
+    return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
+
+
+def _agent_segments(rollout: Rollout) -> Iterator[dict[str, Any]]:
+    cut, turns = _Cut(), iter(rollout.turns)
+    for length, context in zip(rollout.segments or (len(rollout.tokens),), rollout.contexts, strict=True):
+        segment: dict[str, Any] = {"num_tokens": length, "call": context.call}
+        if context.num_shared:
+            segment["shared"] = {"segment": context.shared_with, "messages": context.num_shared}
+        else:
+            segment["tools"] = cut.of(context.tools)
+        segment["messages"] = cut.of(context.messages)
+        segment["turns"] = [_turn(turn) for turn in islice(turns, context.num_turns)]
+        for turn in segment["turns"]:
+            # the last turn of a segment has no answer
+            observation = turn.pop("observation")
+            if observation:
+                turn["observation"] = cut.of(observation)
+        yield segment
+
+
+class _Cut:
+    """Cuts the strings of one record to the room that is left."""
+
+    def __init__(self) -> None:
+        self._room = MAX_CONTEXT
+
+    def of(self, value: Any) -> Any:
+        """Return nested plain values with shorter strings."""
+        return mapped(json.loads(json.dumps(value, default=_foreign)), lambda _, each: self._string(each))
+
+    def _string(self, value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        most = max(min(MAX_STRING, self._room), MIN_STRING)
+        self._room -= min(len(value), most)
+        return _beginning(value, most)
+
+
 def _turn(turn: Turn) -> dict[str, Any]:
     shown = {"text": turn.text, "observation": turn.observation, "rewards": dict(turn.rewards)}
     return {**shown, "has_invalid_call": True} if turn.has_invalid_call else shown
@@ -95,9 +176,11 @@ def _turn(turn: Turn) -> dict[str, Any]:
 def _shown(value: Any) -> Any:
     """A value of a row, or the beginning of its text if it is long."""
     text = value if isinstance(value, str) else json.dumps(value, default=_foreign, ensure_ascii=False)
-    if len(text) <= MOST_CHARACTERS:
-        return value
-    return f"{text[:MOST_CHARACTERS]}... ({len(text):,} characters)"
+    return value if len(text) <= MOST_CHARACTERS else _beginning(text, MOST_CHARACTERS)
+
+
+def _beginning(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[:most]}... ({len(text):,} characters)"
 
 
 def _foreign(value: Any) -> Any:

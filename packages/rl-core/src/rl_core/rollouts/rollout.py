@@ -99,6 +99,28 @@ class Turn:
 
 
 @dataclass(frozen=True)
+class SegmentContext:
+    """The conversation that a segment of an agent's rollout begins with.
+
+    Args:
+        messages: Messages before the first turn of the segment, without those that it shares with another one.
+        tools: JSON schemas of the tools that the policy may call; empty if the segment shares messages, as it then
+            shares their tools.
+        num_turns: Number of turns of the rollout that are in the segment.
+        call: Number of the first of these turns among all turns of the agent, in the order of time, from 1.
+        shared_with: Index of the segment whose conversation begins with the same messages.
+        num_shared: Number of these messages, turns included.
+    """
+
+    messages: tuple[Message, ...]
+    tools: tuple[Mapping[str, Any], ...]
+    num_turns: int
+    call: int
+    shared_with: int = 0
+    num_shared: int = 0
+
+
+@dataclass(frozen=True)
 class Rollout:
     """One whole trajectory.
 
@@ -130,6 +152,8 @@ class Rollout:
             trains nothing; a rollout worker fills it in.
         images: Digests of the images among the tokens of each segment, in order (`rl_core.images`); those of a rollout
             of one row are one entry. Empty without images.
+        contexts: Conversations of the segments of an agent's rollout, for people to read: one per segment, also if
+            there is only one. Empty for other rollouts, whose conversation is the prompt and the turns.
     """
 
     prompt_id: str
@@ -150,6 +174,7 @@ class Rollout:
     play: int | None = None
     is_opponent: bool = False
     images: tuple[tuple[str, ...], ...] = ()
+    contexts: tuple[SegmentContext, ...] = ()
 
     def __post_init__(self) -> None:
         if self.segments and sum(self.segments) != len(self.tokens):

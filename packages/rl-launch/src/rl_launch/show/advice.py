@@ -103,11 +103,14 @@ def _failed(rows: Rows, config: Mapping[str, Any], failures: Mapping[str, int]) 
     what = f"{share:.0%} of the rollouts" if share > FAILED else f"{count:.0f} rollouts"
     where = f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps, the last of them {steps[-1]}"
     reasons = f": {listed(failures)}" if failures else ""
+    agent = _at(config, f"{_section(config)}.agent")
+    printed = "what their environment printed in logs/environment-NAME.log"
+    if isinstance(agent, Mapping):
+        printed = "the output of your agents" if agent.get("external") else "what their agents printed in logs/agents"
     bounds = "; env.NAME.deadline_s and env.NAME.memory_limit_gib bound an environment" if share > FAILED else ""
     yield Advice(
         f"{what} failed, in {where}{reasons}",
-        f"see them with rl show RUN --where status=failed --step {steps[-1]}, and what their environment printed in "
-        f"logs/environment-NAME.log{bounds}",
+        f"see them with rl show RUN --where status=failed --step {steps[-1]}, and {printed}{bounds}",
         metrics=("rollout/failed",),
         where=("status=failed",),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -10,6 +11,7 @@ from typing import Any
 
 from rl_algos.evaluation.reasons import reason_counts
 from rl_core.errors import RunDirectoryError
+from rl_core.rollouts.record import segments_of
 from rl_launch.session.checkpoints.checkpoints import ADAPTER, EXPORT
 from rl_launch.session.directory.run_folder import Description, RunFolder
 from rl_launch.session.directory.run_images import text_of_content
@@ -67,6 +69,19 @@ class Summary:
 
 
 @dataclass(frozen=True)
+class SampleSegment:
+    """A conversation of an agent, as people read it.
+
+    Args:
+        title: Its number, the messages that it shares with another segment, and its tools.
+        messages: Role and text of each further message; the role of the policy's turns is `policy`.
+    """
+
+    title: str
+    messages: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
 class Sample:
     """A rollout, as people read it.
 
@@ -79,6 +94,7 @@ class Sample:
         parts: Further rewards by name.
         system: Text of the system prompt; empty if there is none.
         row: Fields of the row that the environment was given, such as the right answer.
+        segments: Conversations of an agent in the order of time; empty for another rollout.
     """
 
     reward: float | None
@@ -89,6 +105,7 @@ class Sample:
     parts: Mapping[str, float] = field(default_factory=dict)
     system: str = ""
     row: Mapping[str, Any] = field(default_factory=dict)
+    segments: tuple[SampleSegment, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -292,4 +309,29 @@ def _sample(record: Mapping[str, Any]) -> Sample:
         parts={name: value for name, value in (record.get("rewards") or {}).items() if name != "reward"},
         system=str(system or ""),
         row=record.get("row") or {},
+        segments=tuple(map(_segment, segments_of(record))),
     )
+
+
+def _segment(segment: Mapping[str, Any]) -> SampleSegment:
+    shared, tools = segment["shared"], [_tool_name(tool) for tool in segment["tools"]]
+    begin = f", begins with {shared['messages']} of the messages of segment {shared['number']}" if shared else ""
+    title = f"segment {segment['number']}{begin}{', tools: ' * bool(tools)}{', '.join(tools)}"
+    messages = [_said(message) for message in segment["messages"]]
+    for turn in segment["turns"]:
+        messages.append(("policy", str(turn.get("text", ""))))
+        messages += map(_said, turn.get("observation") or ())
+    return SampleSegment(title, tuple(messages))
+
+
+def _tool_name(tool: Mapping[str, Any]) -> str:
+    return str((tool.get("function") or {}).get("name", "?"))
+
+
+def _said(message: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the role and the text of a message, with its tool calls."""
+    calls = [
+        f"{_tool_name(call)}({json.dumps((call.get('function') or {}).get('arguments'), ensure_ascii=False)})"
+        for call in message.get("tool_calls") or ()
+    ]
+    return str(message.get("role", "")), "\n".join(filter(None, [text_of_content(message.get("content")), *calls]))

@@ -8,10 +8,11 @@ from typing import Any
 
 from rl_core.config import did_you_mean
 from rl_core.errors import ConfigError
+from rl_core.rollouts.record import turns_of
 from rl_launch.session.rollouts.rollout_store import Kind
 from rl_launch.show.condition import Condition
 
-_LONG = frozenset({"prompt", "turns", "rewards", "row", "info", "weight_spans"})
+_LONG = frozenset({"prompt", "turns", "segments", "rewards", "row", "info", "weight_spans"})
 """Entries of a record that nobody compares as a whole."""
 
 
@@ -110,7 +111,7 @@ def reward_of(record: Mapping[str, Any]) -> float:
 
 def response_of(record: Mapping[str, Any]) -> str:
     """Return the text of all turns."""
-    return "\n".join(str(turn.get("text", "")) for turn in record.get("turns", ()))
+    return "\n".join(str(turn.get("text", "")) for turn in turns_of(record))
 
 
 def _rank(value: Any) -> tuple[bool, float, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 from rich.padding import Padding
@@ -11,7 +11,7 @@ from rich.text import Text
 
 from rl_launch.session.tracking.progress import duration
 from rl_launch.show.chart import beside, chart
-from rl_launch.show.report import Report, Rollouts, Sample, Summary
+from rl_launch.show.report import Report, Rollouts, Sample, SampleSegment, Summary
 
 PLOTTED = (
     "reward/mean",
@@ -29,6 +29,8 @@ PLOTTED = (
 MOST_PLOTS = 4
 
 _PROMPT, _RESPONSE = 160, 320
+_MOST_SEGMENTS, _MOST_MESSAGES = 8, 12
+"""Maximum number of segments of an agent's rollout that are printed, and of messages of each."""
 _GAP = 2
 _WIDEST = 120
 
@@ -149,9 +151,26 @@ def _sampled(title: str, sample: Sample) -> Text:
         ("row", row, _PROMPT),
         ("response", sample.response, _RESPONSE),
     ):
-        if content or name in ("prompt", "response"):
+        if name == "response" and sample.segments:
+            _add_segments(text, sample.segments)
+        elif content or name in ("prompt", "response"):
             text.append(f"\n{name:9}", "dim").append(shortened(content, most))
     return text
+
+
+def _add_segments(text: Text, segments: Sequence[SampleSegment]) -> None:
+    for segment in segments[:_MOST_SEGMENTS]:
+        text.append(f"\n{segment.title}", "cyan")
+        left_out = max(len(segment.messages) - _MOST_MESSAGES, 0)
+        first = _MOST_MESSAGES // 2
+        for index, (role, content) in enumerate(segment.messages):
+            if index == first and left_out:
+                text.append(f"\n{'':11}... {left_out} more messages ...", "dim")
+            if not first <= index < first + left_out:
+                most = _RESPONSE if role == "policy" else _PROMPT
+                text.append(f"\n  {role:10}", "dim").append(shortened(content, most))
+    if len(segments) > _MOST_SEGMENTS:
+        text.append(f"\n{len(segments) - _MOST_SEGMENTS} more segments: see rl view, or the file of the step", "dim")
 
 
 def _indented(text: Text, columns: int) -> Padding:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from rl_core.rollouts.record import turns_of
 from rl_launch.show.selection import reward_of
 from rl_launch.view.sources import RolloutSource
 
@@ -361,7 +362,7 @@ def _described(line: bytes) -> dict[str, Any]:
         "reward": None if has_failed or not rewards else reward_of({"rewards": rewards}),
         "advantage": record.get("advantage") if _is_number(record.get("advantage")) else None,
         "num_tokens": record.get("num_sampled") if _is_number(record.get("num_sampled")) else None,
-        "num_turns": len(record["turns"]) if isinstance(record.get("turns"), list) else None,
+        "num_turns": len(turns_of(record)) if isinstance(record.get("turns", record.get("segments")), list) else None,
         "status": _text(record.get("status")) or "ok",
         "stop_reason": _text(record.get("stop_reason")),
         "failure": _text(record.get("failure"))[:200],

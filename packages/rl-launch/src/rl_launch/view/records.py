@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rl_core.config.tree import mapped
+from rl_core.rollouts.record import segments_of, turns_of
 from rl_launch.session.directory.run_images import text_of_content
 from rl_launch.show.condition import Condition
 from rl_launch.show.selection import RecordValues, response_of
@@ -27,6 +28,7 @@ def record_of(line: bytes) -> dict[str, Any] | None:
     if not isinstance(record, dict):
         return None
     prompt, turns, rewards = record.get("prompt"), record.get("turns"), record.get("rewards")
+    segments = segments_of(record)
     messages = prompt if isinstance(prompt, list) else [] if prompt is None else [prompt]
     return {
         **record,
@@ -35,6 +37,7 @@ def record_of(line: bytes) -> dict[str, Any] | None:
         "rewards": {str(name): value for name, value in rewards.items() if _is_number(value)}
         if isinstance(rewards, dict)
         else {},
+        **({"segments": segments} if segments else {}),
     }
 
 
@@ -107,7 +110,9 @@ class Matcher:
 
 def _texts(record: dict[str, Any]) -> list[str]:
     found = [text_of(message.get("content")) for message in record["prompt"]]
-    for turn in record["turns"]:
+    for segment in segments_of(record):
+        found += [text_of(message.get("content")) for message in segment["messages"]]
+    for turn in turns_of(record):
         found += [text_of(turn.get("text")), _observed(turn.get("observation"))]
     return [*found, str(record.get("failure") or "")]
 

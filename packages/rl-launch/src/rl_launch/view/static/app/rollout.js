@@ -9,7 +9,10 @@
     return RlView.useAnswer('rollout', { id, kind, step, row }, version);
   };
   const content = (message) => (Array.isArray(message.content) ? message.content.map((part) => (part && typeof part === 'object' ? part.text ?? JSON.stringify(part) : String(part))).join('\n') : message.content ?? '');
-  const whole = (record) => record.turns.map((turn) => [turn.text ?? '', observed(turn.observation)].filter(Boolean).join('\n')).join('\n');
+  // the conversations of an agent; older runs have numbers of tokens there
+  const segmentsOf = (record) => (record.turns.length ? [] : (record.segments ?? []).filter((segment) => segment?.turns));
+  const turnsOf = (record) => (record.turns.length ? record.turns : segmentsOf(record).flatMap((segment) => segment.turns));
+  const whole = (record) => turnsOf(record).map((turn) => [turn.text ?? '', observed(turn.observation)].filter(Boolean).join('\n')).join('\n');
   const observed = (value) => (value === null || value === undefined ? '' : typeof value === 'string' ? value : Array.isArray(value) ? value.map((each) => (each && typeof each === 'object' ? `${each.role ? `${each.role}: ` : ''}${content(each)}` : String(each))).join('\n') : JSON.stringify(value, null, 1));
   const keyOf = (row) => `${row.step}:${row.row}`;
 
@@ -69,10 +72,15 @@
   };
 
   const Turn = ({ role, text, note = '', search = '' }) => html`<article class=${`turn role-${['system', 'user', 'assistant', 'tool', 'environment'].includes(role) ? role : 'user'}`}><header><b>${role}</b>${note && html`<span class="muted">${note}</span>`}</header><${RlView.Untrusted} text=${text} query=${search} /></article>`;
+  const Messages = ({ messages, search }) => messages.map((message) => html`<${Turn} role=${String(message.role ?? 'user')} text=${content(message)} search=${search} />${message.tool_calls && html`<${Turn} role="tool" text=${JSON.stringify(message.tool_calls, null, 1)} note="calls" search=${search} />`}`);
+  const Said = ({ turns, search }) => turns.map((turn, index) => html`<${Turn} role="assistant" text=${turn.text ?? ''} note=${`turn ${index + 1}${Object.entries(turn.rewards ?? {}).map(([name, value]) => `, ${name} ${RlView.number(value)}`).join('')}`} search=${search} />
+      ${observed(turn.observation) && html`<${Turn} role="environment" text=${observed(turn.observation)} note="observation" search=${search} />`}`);
+  const Segment = ({ segment, count, search }) => html`<section class="conversation"><h3>Segment ${segment.number} <span class="muted">of ${count}${segment.num_tokens ? `, ${segment.num_tokens} tokens` : ''}${segment.shared ? `, begins with ${segment.shared.messages} of the messages of segment ${segment.shared.number}` : ''}</span></h3>
+    ${segment.tools.length > 0 && html`<details><summary>tools: ${segment.tools.map((tool) => RlView.marked(String(tool.function?.name ?? '?'))).map((name, index) => html`${index ? ', ' : ''}${name}`)}</summary><pre class="record"><${RlView.Untrusted} text=${JSON.stringify(segment.tools, null, 1)} /></pre></details>`}
+    <${Messages} messages=${segment.messages} search=${search} /><${Said} turns=${segment.turns} search=${search} /></section>`;
   const Turns = ({ record, search }) => html`<div class="turns">
-    ${record.prompt.map((message) => html`<${Turn} role=${String(message.role ?? 'user')} text=${content(message)} search=${search} />${message.tool_calls && html`<${Turn} role="tool" text=${JSON.stringify(message.tool_calls, null, 1)} note="calls" search=${search} />`}`)}
-    ${record.turns.map((turn, index) => html`<${Turn} role="assistant" text=${turn.text ?? ''} note=${`turn ${index + 1}${Object.entries(turn.rewards ?? {}).map(([name, value]) => `, ${name} ${RlView.number(value)}`).join('')}`} search=${search} />
-      ${observed(turn.observation) && html`<${Turn} role="environment" text=${observed(turn.observation)} note="observation" search=${search} />`}`)}
+    ${segmentsOf(record).length === 0 ? html`<${Messages} messages=${record.prompt} search=${search} /><${Said} turns=${record.turns} search=${search} />`
+      : html`<details><summary>prompt of the row</summary><${Messages} messages=${record.prompt} search=${search} /></details>${segmentsOf(record).map((segment, _, all) => html`<${Segment} key=${segment.number} segment=${segment} count=${all.length} search=${search} />`)}`}
     ${['row', 'info'].filter((name) => record[name] && Object.keys(record[name]).length).map((name) => html`<details open=${name === 'row'}><summary>${name === 'row' ? 'row given to the environment' : 'info of the environment'}</summary><dl class="row">${Object.entries(record[name]).map(([field, value]) => html`<div><dt>${field}</dt><dd><${RlView.Untrusted} text=${value} /></dd></div>`)}</dl></details>`)}
   </div>`;
 
