@@ -21,6 +21,9 @@ from rl_core.testing.exhaustive import pytest_configure
 
 __all__ = ["commands", "pytest_configure", "worked"]
 
+FAULT_TABLE = pytest.StashKey[list]()
+"""What faults did to runs: fault, step, seconds until noticed, message, exit code, and the proof after a resume."""
+
 LONGEST_FIRST = (
     "test_quickstart",
     # these need no quickstart, which the first makes and those after them wait for
@@ -111,6 +114,18 @@ def variables(once) -> Iterator[None]:
         patch.setenv("HF_HUB_CACHE", str(once("hub", make)))
         patch.setenv("HF_TOKEN", "none")
         yield
+
+
+@pytest.fixture(scope="session")
+def fault_table(pytestconfig) -> list:
+    """Rows of the table of faults, which is printed at the end."""
+    return pytestconfig.stash.setdefault(FAULT_TABLE, [])
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    for fault, step, seconds, message, code, proof in config.stash.get(FAULT_TABLE, []):
+        line = f"| {fault} | {step} | {seconds:.1f} s | {message.strip()} | {code} | {proof} |"
+        terminalreporter.write_line(line)
 
 
 @pytest.fixture(scope="session")

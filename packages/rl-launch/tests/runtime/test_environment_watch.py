@@ -17,6 +17,7 @@ class Actor:
         self.health = {"num_restarts": 0, "restart_reason": ""}
         self.num_calls = 0
         self.answers = True
+        self.killed = []
         self.call = SimpleNamespace(remote=self._called)
 
     def _called(self, method):
@@ -39,7 +40,8 @@ def watched(monkeypatch, caplog):
     monkeypatch.setattr(environment_watch, "wait", lambda refs, _timeout: [ref for ref in refs if ref.answers])
     monkeypatch.setattr(environment_watch, "fetch", fetch)
     actor, clock = Actor(), SimpleNamespace(now=0.0)
-    watch = EnvironmentWatch({"judge": actor}, {"judge": "logs/environment-judge.log"}, clock=lambda: clock.now)
+    monkeypatch.setattr(environment_watch.ray, "kill", lambda actor, no_restart: actor.killed.append(no_restart))
+    watch = EnvironmentWatch({"judge": actor}, {"judge": "logs/environment-judge.log"}, {"judge": 20.0}, clock=lambda: clock.now)
 
     def later():
         clock.now += PERIOD_S
@@ -87,3 +89,24 @@ def test_a_process_that_is_dead_is_left_to_the_rollouts_that_need_it(watched, ca
     watched.actor.restart(1, "it hung")  # counted anew by another process
     watched.later()
     assert len(caplog.messages) == 1
+
+
+def test_a_host_that_does_not_answer_within_its_deadline_and_a_margin_is_killed_once_and_started_again(watched, caplog):
+    watched.actor.answers = False
+    # asked at 10 s, and 50 s may pass
+    for _ in range(6):
+        watched.later()
+    assert not watched.actor.killed
+    for _ in range(20):
+        watched.later()
+    assert watched.actor.killed == [False]
+    assert caplog.messages == [
+        "environment judge: its host has not answered for 50 s, 30 more than its deadline_s; it is killed and started "
+        "again"
+    ]
+    watched.actor.answers = True
+    watched.later()
+    watched.actor.answers = False
+    for _ in range(10):
+        watched.later()
+    assert watched.actor.killed == [False, False]

@@ -68,7 +68,7 @@ class RemoteModel:
         section: Dotted key of its config section, for messages.
         nodes: Name of the node of each rank, for messages.
         hold: Context in which the model has its device for itself.
-        timeout_s: Bound of each call; past it every rank writes the stacks of its threads to its log.
+        timeout_s: Bound of each call; past it every rank is asked to write the stacks of its threads to its log.
         logs: Log of each rank, for messages.
         trains: As `rl_core.model.Model.trains`.
         columns: Columns that all its passes read in addition to `tokens`.
@@ -251,10 +251,8 @@ class RemoteModel:
             worker.interrupt.remote(transport, reason)
 
     def write_stacks(self) -> str:
-        """Make every rank write the stacks of its threads to its log; return the logs' names, for a message."""
-        num_written = request_stacks(self._workers)
-        where = f" ({self._logs[0]}, ...)" if self._logs else ""
-        return f"{num_written} of {len(self._workers)} ranks wrote the stacks of their threads to their logs{where}"
+        """Ask every rank to write the stacks of its threads to its log; see `request_stacks`."""
+        return request_stacks(self._workers, self._logs)
 
     def health(self) -> list[Mapping[str, Any]]:
         """Each rank's report; answers while a step is running."""

@@ -27,10 +27,11 @@ def write_stacks_on_signal(path: str) -> None:
     faulthandler.register(SIGNAL, file=file, all_threads=True)
 
 
-def request_stacks(workers: Sequence[ActorHandle], timeout_s: float = 30.0) -> int:
-    """Make the processes of these actors write their stacks to their logs; return how many could be asked.
+def request_stacks(workers: Sequence[ActorHandle], logs: Sequence[str], timeout_s: float = 30.0) -> str:
+    """Ask the processes of these actors to write their stacks to their logs; return what was asked, for a message.
 
-    A task on each actor's node sends the signal, so that a process which hangs in native code is reached as well.
+    A task on each actor's node sends the signal, so that a process which hangs in native code is reached as well. One
+    that is stopped writes nothing before it continues.
     """
     states = [actor_states(worker._actor_id.hex()) for worker in workers]
     pids_by_node: dict[str, list[int]] = {}
@@ -39,32 +40,36 @@ def request_stacks(workers: Sequence[ActorHandle], timeout_s: float = 30.0) -> i
             pids_by_node.setdefault(state["Address"]["NodeID"], []).append(state["Pid"])
     asked = [_signal_on(node, pids) for node, pids in pids_by_node.items()]
     done, _ = ray.wait(asked, num_returns=len(asked), timeout=timeout_s) if asked else ([], [])
-    count = 0
+    found: list[str] = []
     for ref in done:
         try:
-            count += ray.get(ref)
+            found += ray.get(ref)
         except ray.exceptions.RayError as error:
             _log.warning("no stacks from one node: %s", str(error).splitlines()[0])
-    return count
+    where = f" ({logs[0]}{', ...' if len(logs) > 1 else ''})" if logs else ""
+    stopped = found.count("T")
+    text = f"asked {len(found)} of {len(workers)} processes to write the stacks of their threads to their logs{where}"
+    return f"{text}; {stopped} stopped (state T), which cannot before it continues" if stopped else text
 
 
 def _signal_on(node: str, pids: Sequence[int]) -> ray.ObjectRef:
     number, pause_s = int(SIGNAL), _MARGIN_S
 
     # nested, so that it travels by value: the node's own interpreter need not have this package
-    def send() -> int:
+    def send() -> list[str]:
         import os
         import time
 
-        count = 0
+        states = []
         for pid in pids:
             try:
                 os.kill(pid, number)
-                count += 1
-            except ProcessLookupError:
+                with open(f"/proc/{pid}/stat") as file:
+                    states.append(file.read().rpartition(")")[2].split()[0])
+            except (ProcessLookupError, FileNotFoundError):
                 continue
         time.sleep(pause_s)  # whoever asked may end the processes next
-        return count
+        return states
 
     here = NodeAffinitySchedulingStrategy(node, soft=False)
     return ray.remote(num_cpus=0, max_retries=0)(send).options(scheduling_strategy=here).remote()

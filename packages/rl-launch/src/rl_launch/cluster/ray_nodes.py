@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import IO, Any
 
 import psutil
@@ -85,8 +86,10 @@ class RayNodes:
             env={**os.environ, "RAY_TMPDIR": str(folder)},
             start_new_session=True,
         )
+        self._started: list[psutil.Process] = []
         try:
             self.address = self._answer(timeout_s)
+            self._started = psutil.Process(self._keeper.pid).children(recursive=True)
         except BaseException:
             # what does not start need not end in order
             self.kill()
@@ -106,14 +109,17 @@ class RayNodes:
             self._keeper.wait()
 
     def kill(self) -> None:
-        """Kill the keeper, and with it all nodes, whatever state they are in."""
+        """Kill the keeper and all nodes, whatever state they are in."""
         self._keeper.kill()
+        # the kernel ends a raylet with the keeper, and a raylet's agents notice its end minutes later
+        for each in self._started:
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
 
     def processes(self) -> dict[str, psutil.Process]:
         """The keeper, and the service that knows all nodes, by name."""
-        keeper = psutil.Process(self._keeper.pid)
-        services = [each for each in keeper.children() if each.name() == PROCESS_TYPE_GCS_SERVER]
-        return {KEEPER: keeper, **({GCS: services[0]} if services else {})}
+        services = [each for each in self._started if each.is_running() and PROCESS_TYPE_GCS_SERVER in each.name()]
+        return {KEEPER: psutil.Process(self._keeper.pid), **({GCS: services[0]} if services else {})}
 
     def _answer(self, timeout_s: float) -> str:
         """The address at which the nodes meet."""

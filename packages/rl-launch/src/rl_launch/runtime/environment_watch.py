@@ -20,6 +20,9 @@ _log = logging.getLogger(__name__)
 PERIOD_S = 10.0
 """Time from one question to the next."""
 
+SILENCE_S = 30.0
+"""How much longer than its deadline an environment's host may leave a question unanswered, which needs no work."""
+
 FINISH_S = 2.0
 """Maximum wait for the last answers."""
 
@@ -27,9 +30,13 @@ FINISH_S = 2.0
 class EnvironmentWatch:
     """Asks environments now and then how often their processes were restarted, and warns of further restarts.
 
+    A host that does not answer is killed, for example because it is stopped. Ray starts it again, and with it the calls
+    that wait for it.
+
     Args:
         actors: Processes that hold an `rl_core.environments.pool.EnvironmentPool`, by the environment's label.
         logs: Log of each.
+        deadlines: The `deadline_s` of each.
         clock: Seconds.
     """
 
@@ -37,15 +44,18 @@ class EnvironmentWatch:
         self,
         actors: Mapping[str, ActorHandle],
         logs: Mapping[str, str],
+        deadlines: Mapping[str, float],
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._actors = actors
         self._logs = logs
+        self._deadlines = deadlines
         self._clock = clock
         self._asked: dict[str, ray.ObjectRef] = {}
         self._asked_at = clock()
         self._told = dict.fromkeys(actors, 0)
+        self._killed: set[str] = set()
 
     @property
     def actors(self) -> dict[str, ActorHandle]:
@@ -58,6 +68,9 @@ class EnvironmentWatch:
             if wait([ref], 0):
                 self._read(label, self._asked.pop(label))
         now = self._clock()
+        for label in self._asked.keys() - self._killed:
+            if now - self._asked_at > self._deadlines[label] + SILENCE_S:
+                self._kill(label)
         if not self._asked and now - self._asked_at >= PERIOD_S:
             self._ask()
             self._asked_at = now
@@ -70,7 +83,20 @@ class EnvironmentWatch:
             self._read(label, ref, max(0.0, end - self._clock()))
         self._asked = {}
 
+    def _kill(self, label: str) -> None:
+        # it may take long to start again, so it is not killed twice for one question
+        self._killed.add(label)
+        _log.warning(
+            "environment %s: its host has not answered for %g s, %g more than its deadline_s; it is killed and started "
+            "again",
+            label,
+            self._deadlines[label] + SILENCE_S,
+            SILENCE_S,
+        )
+        ray.kill(self._actors[label], no_restart=False)
+
     def _ask(self) -> None:
+        self._killed.clear()
         self._asked = {label: actor.call.remote("health") for label, actor in self._actors.items()}
 
     def _read(self, label: str, ref: ray.ObjectRef, timeout_s: float | None = None) -> None:

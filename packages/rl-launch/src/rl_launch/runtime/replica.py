@@ -123,9 +123,9 @@ class Replica:
         """This replica and a phase of its work, for messages."""
         return Origin(ROLE, self.index, self.node or "its node", phase)
 
-    def write_stacks(self) -> None:
-        """Write the stacks of the process's threads to its log, even if it does not respond."""
-        request_stacks([self._actor])
+    def write_stacks(self) -> str:
+        """Ask the process to write the stacks of its threads to its log; see `request_stacks`."""
+        return request_stacks([self._actor], [self.log])
 
     @property
     def monitored(self) -> Monitored | None:
@@ -192,7 +192,4 @@ class ProgressWatch:
         if self._asked is None and now - self._asked_at >= self._period_s:
             self._asked, self._asked_at = self._replica.call("health"), now
         if now - self._progressed_at > self._timeout_s:
-            raise WorkerStalled(
-                f"no progress for {self._timeout_s:g} s; the stacks of its threads are in {self._replica.log}",
-                self._replica.origin("rollouts"),
-            )
+            raise WorkerStalled(f"no progress for {self._timeout_s:g} s", self._replica.origin("rollouts"))

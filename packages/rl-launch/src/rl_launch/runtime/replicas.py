@@ -85,6 +85,7 @@ class Replicas:
         self._environments: dict[str, RemoteEnvironment] = {}
         self._environment_actors: dict[str, ActorHandle] = {}
         self._environment_logs: dict[str, str] = {}
+        self._environment_deadlines: dict[str, float] = {}
         self._environment_nodes: dict[str, str] = {}
         self._devices: dict[Replica, Bundle] = {}
         self._nodes: dict[Replica, str] = {}
@@ -182,7 +183,7 @@ class Replicas:
 
     def environment_watch(self) -> EnvironmentWatch:
         """Return the watch over the processes of the environments that have been started."""
-        return EnvironmentWatch(self._environment_actors, self._environment_logs)
+        return EnvironmentWatch(self._environment_actors, self._environment_logs, self._environment_deadlines)
 
     def monitored_environments(self) -> list[Monitored]:
         """The processes of the environments, for readings."""
@@ -294,6 +295,7 @@ class Replicas:
         self._stack.callback(partial(_close_environment, actor, origin))
         self._environment_actors[instance.label], self._environment_logs[instance.label] = actor, log
         self._environment_nodes[instance.label] = node
+        self._environment_deadlines[instance.label] = instance.config.deadline_s
         return RemoteEnvironment(actor, name=instance.label)
 
 

@@ -1,0 +1,261 @@
+"""Faults that are done to runs: processes that are killed or stopped, and machines that lack or refuse something."""
+
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from runs import Run
+
+from rl_launch.cli.failure import UNFINISHED
+
+DRIVER = "the driver"
+EVERYTHING = "all its processes"
+KEEPER = "rl_launch.cluster.node_keeper"
+RAYLET = "raylet/raylet"
+GCS = "gcs_server"
+DASHBOARD_AGENT = "ray::DashboardAgent"
+RUNTIME_ENV_AGENT = "ray::RuntimeEnvAgent"
+RANK = "ray::WorkerHost"
+ROLLOUT_WORKER = "ray::AsyncWorkerHost"
+ENVIRONMENT_HOST = "ray::RestartingHost"
+ENVIRONMENT_PROCESS = "environments.process"
+SANDBOX_KEEPER = "rl_envs.sandbox.keeper"
+ENGINE = "VLLM::EngineCore"
+
+KILL, STOP, TERMINATE = signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM
+
+NONE = r"(?!)"
+"""A pattern for faults that need no word."""
+
+Machine = Callable[[Path], tuple[str, ...]]
+"""Makes what a command needs to run on a poorer machine, in a folder; returns the words to put in front of it."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault of one process of a run.
+
+    Args:
+        run: Kind of run: `sft`, `grpo` or `agents`.
+        sign: Signal that does it.
+        victim: Words of the name or the command line of the process.
+        says: Pattern of the line in which the run names the fault.
+        code: Exit code of the run that it is done to; 0 if the run continues.
+        is_exact: False if rollouts that fail by it may change what is learned.
+    """
+
+    run: str
+    sign: signal.Signals
+    victim: str
+    says: str
+    code: int = 0
+    is_exact: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.run}, {self.sign.name} of {self.victim.rpartition('/')[2].removeprefix('ray::')}"
+
+    def strike(self, run: Run) -> None:
+        """Do it to a run."""
+        if self.victim == DRIVER:
+            run.process.send_signal(self.sign)
+        elif self.victim == EVERYTHING:
+            run.kill_all()
+        else:
+            run.signal_one(self.victim, self.sign)
+
+
+RAY_ENDED = r"Ray's node process \(raylet\), process \d+, ended|the parent of Ray's processes .* ended"
+RAY_STOPPED = r"Ray's node process \(raylet\), process \d+, is stopped"
+RESTARTS = "restarting from checkpoint step_"
+REPLACED = "replacing it|was interrupted"
+
+FAULTS = [
+    *(
+        fault
+        for run in ("sft", "grpo", "agents")
+        for fault in (
+            Fault(run, KILL, RAYLET, RAY_ENDED, UNFINISHED),
+            # SFT sends nothing through it, and may be finished by the time that it is given up
+            Fault(run, STOP, RAYLET, RAY_STOPPED, 0 if run == "sft" else UNFINISHED),
+            Fault(run, KILL, KEEPER, RAY_ENDED, UNFINISHED),
+            Fault(run, STOP, KEEPER, "node_keeper.*is stopped"),
+            Fault(run, KILL, GCS, "gcs_server.*ended; the run saves and ends", UNFINISHED),
+            Fault(run, STOP, GCS, "gcs_server.*is stopped"),
+            Fault(run, KILL, RANK, RESTARTS),
+            Fault(run, STOP, RANK, RESTARTS),
+            Fault(run, KILL, DRIVER, NONE, -KILL),
+            Fault(run, TERMINATE, DRIVER, "SIGTERM: the run ends after this step", UNFINISHED),
+            Fault(run, KILL, EVERYTHING, NONE, -KILL),
+        )
+    ),
+    *(
+        fault
+        for run in ("grpo", "agents")
+        for fault in (
+            Fault(run, KILL, ROLLOUT_WORKER, REPLACED),
+            Fault(run, STOP, ROLLOUT_WORKER, REPLACED),
+            Fault(run, KILL, ENVIRONMENT_HOST, "the process died and was started again"),
+            Fault(run, STOP, ENVIRONMENT_HOST, "has not answered for", is_exact=False),
+            Fault(run, KILL, ENVIRONMENT_PROCESS, "environment process restarts", is_exact=False),
+            Fault(run, STOP, ENVIRONMENT_PROCESS, "no answer within its deadline", is_exact=False),
+        )
+    ),
+    Fault("sft", KILL, DASHBOARD_AGENT, NONE),
+    Fault("sft", STOP, DASHBOARD_AGENT, NONE),
+    Fault("sft", KILL, RUNTIME_ENV_AGENT, NONE),
+    Fault("sft", STOP, RUNTIME_ENV_AGENT, NONE),
+    Fault("agents", KILL, SANDBOX_KEEPER, NONE, is_exact=False),
+    Fault("agents", STOP, SANDBOX_KEEPER, NONE, is_exact=False),
+]
+
+
+@dataclass(frozen=True)
+class Lack:
+    """A machine that lacks or refuses something.
+
+    Args:
+        run: Kind of run.
+        name: What it lacks.
+        machine: Makes the machine.
+        says: Pattern of the line in which the run names it.
+        code: Exit code of the run there; 0 if it is trained to its end.
+        begins: Whether the run makes steps first; a file that `machine` knows then begins the fault.
+    """
+
+    run: str
+    name: str
+    machine: Machine
+    says: str
+    code: int = 0
+    begins: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.run}, {self.name}"
+
+
+def few_descriptors(folder: Path) -> tuple[str, ...]:
+    """At most 256 open files in a process."""
+    return ("prlimit", "--nofile=256:256")
+
+
+def small_shared_memory(folder: Path) -> tuple[str, ...]:
+    """16 MiB of shared memory, in a mount namespace that only the run has."""
+    script = 'mount -t tmpfs -o size=16m tmpfs /dev/shm && exec "$@"'
+    return ("unshare", "--mount", "--propagation", "private", "sh", "-c", script, "sh")
+
+
+def little_memory(folder: Path) -> tuple[str, ...]:
+    """A control group with 1200 MiB, too little for the ranks."""
+    return _in_control_group("memory", "memory.limit_in_bytes", str(1200 * 2**20))
+
+
+def few_processes(folder: Path) -> tuple[str, ...]:
+    """A control group with 120 processes and threads."""
+    return _in_control_group("pids", "pids.max", "120")
+
+
+def _in_control_group(controller: str, file: str, value: str) -> tuple[str, ...]:
+    group = Path("/sys/fs/cgroup", controller, f"rl-fault-{os.getpid()}-{time.monotonic_ns()}")
+    try:
+        group.mkdir()
+        (group / file).write_text(value)
+    except OSError as error:
+        pytest.skip(f"no control group can be made here: {error}")
+    script = 'echo $$ > "$0/cgroup.procs" && exec "$@"'
+    return ("sh", "-c", script, str(group))
+
+
+REFUSING = r"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <limits.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/file.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+static int refuses(int fd) {
+    char link[64], path[PATH_MAX];
+    const char *below = getenv("REFUSED"), *when = getenv("REFUSED_WHEN"), *number = getenv("REFUSED_ERRNO");
+    if (!below || !number || (when && access(when, F_OK))) return 0;
+    snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
+    ssize_t length = readlink(link, path, sizeof path - 1);
+    if (length < 0) return 0;
+    path[length] = 0;
+    if (strncmp(path, below, strlen(below))) return 0;
+    errno = atoi(number);
+    return 1;
+}
+#define REAL(name) ((__typeof__(&name))dlsym(RTLD_NEXT, #name))
+ssize_t write(int fd, const void *data, size_t size) { return refuses(fd) ? -1 : REAL(write)(fd, data, size); }
+ssize_t writev(int fd, const struct iovec *data, int n) { return refuses(fd) ? -1 : REAL(writev)(fd, data, n); }
+ssize_t pwrite64(int fd, const void *data, size_t size, off64_t at) {
+    return refuses(fd) ? -1 : REAL(pwrite64)(fd, data, size, at);
+}
+int fsync(int fd) { return refuses(fd) ? -1 : REAL(fsync)(fd); }
+int flock(int fd, int operation) {
+    if (!getenv("NO_LOCKS")) return REAL(flock)(fd, operation);
+    errno = ENOLCK;
+    return -1;
+}
+"""
+"""A library that refuses what a program does with files below a folder."""
+
+
+def refusing(number: int) -> Machine:
+    """A disk that refuses all writes below the run directory with an error, once the file `broken` is there."""
+
+    def machine(folder: Path) -> tuple[str, ...]:
+        broken = folder.parent / "broken"
+        return _with_library(folder, f"REFUSED={folder}", f"REFUSED_WHEN={broken}", f"REFUSED_ERRNO={number}")
+
+    return machine
+
+
+def without_locks(folder: Path) -> tuple[str, ...]:
+    """A file system without locks."""
+    return _with_library(folder, "NO_LOCKS=1")
+
+
+def _with_library(folder: Path, *settings: str) -> tuple[str, ...]:
+    library = folder.parent / "refusing.so"
+    if not library.exists():
+        command = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(library), "-ldl"]
+        try:
+            subprocess.run(command, input=REFUSING, text=True, check=True)
+        except FileNotFoundError:
+            pytest.skip("no C compiler")
+    return ("env", f"LD_PRELOAD={library}", *settings)
+
+
+LACKS = [
+    *(Lack(run, "256 open files", few_descriptors, NONE) for run in ("sft", "grpo", "agents")),
+    *(Lack(run, "16 MiB of /dev/shm", small_shared_memory, NONE) for run in ("sft", "grpo", "agents")),
+    Lack("sft", "no file locks", without_locks, NONE),
+]
+
+
+def noticed(run: Run, says: str, timeout: float = 600) -> tuple[float, str]:
+    """Wait until a run names a fault, or ends.
+
+    Returns:
+        Seconds that it took, and the line; empty if it ended without it.
+    """
+    began = time.monotonic()
+    while True:
+        has_ended = run.process.poll() is not None
+        found = re.search(f"^.*(?:{says}).*$", run.output, re.MULTILINE)
+        if found or has_ended:
+            return time.monotonic() - began, found.group() if found else ""
+        assert time.monotonic() < began + timeout, run.output
+        time.sleep(0.1)
