@@ -6,13 +6,15 @@ import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rl_core.errors import CheckpointDamaged, RLError
 from rl_core.model import SavedFile
 from rl_core.torch.training import checkpoint_files
-from rl_core.torch.training.checkpoint_files import WRITERS, DigestingWriter, deal
+from rl_core.torch.training.checkpoint_files import WRITERS, DigestingWriter, deal, verify_files
 
 
 def test_digests_taken_while_writing_are_those_of_the_files(tmp_path):
@@ -83,3 +85,47 @@ def test_shares_hold_every_file_once_and_about_as_many_bytes(sizes, num_shares):
     loads = [sum(file.size for file in share) for share in shares]
     assert max(loads) - min(loads) <= max(sizes, default=0)
     assert sum(loads) == pytest.approx(math.fsum(sizes))
+
+
+@pytest.fixture
+def group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+DAMAGE = {
+    "missing": lambda path: path.unlink(),
+    "shorter": lambda path: path.write_bytes(b"part"),
+    "other contents": lambda path: path.write_bytes(b"changed!"),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+def test_a_file_that_differs_is_damage(tmp_path, group, case):
+    path = tmp_path / "weights"
+    path.write_bytes(b"contents")
+    file = SavedFile("weights", 8, hashlib.sha256(b"contents").hexdigest(), 0)
+    verify_files(tmp_path, [file], group)
+    DAMAGE[case](path)
+    with pytest.raises(CheckpointDamaged, match="weights"):
+        verify_files(tmp_path, [file], group)
+
+
+@pytest.mark.parametrize(
+    ("target", "reason"), [("/proc/self/mem", "Input/output error"), ("weights", "Too many levels")]
+)
+def test_a_file_that_cannot_be_read_is_not_damage(tmp_path, group, target, reason):
+    (tmp_path / "weights").symlink_to(target)  # the first can be opened and not read, the second has no end
+    with pytest.raises(RLError, match=f"could not be read: .*{reason}.*{tmp_path / 'weights'}") as raised:
+        verify_files(tmp_path, [SavedFile("weights", 0, "of other contents", 0)], group)
+    assert not isinstance(raised.value, CheckpointDamaged)
+
+
+def test_damage_that_one_rank_finds_does_not_hide_that_another_could_not_read(tmp_path, group, monkeypatch):
+    def gathered(everyone, found, group):
+        everyone[:] = [CheckpointDamaged("damaged"), RLError("could not be read")]
+
+    monkeypatch.setattr(dist, "all_gather_object", gathered)
+    with pytest.raises(RLError, match="could not be read"):
+        verify_files(tmp_path, [SavedFile("weights", 0, None, 0)], group)

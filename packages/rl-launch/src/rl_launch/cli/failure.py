@@ -16,6 +16,28 @@ from pathlib import Path
 import typer
 
 _WRONG_USE, _FAILED = 2, 1
+
+_REFUSALS = {
+    errno.ENOSPC: ("no space left on a disk", "Free some space"),
+    errno.EDQUOT: ("a disk quota is exceeded", "Remove files, or have the quota raised"),
+    errno.EROFS: ("a file system is read-only", "Have it mounted writable"),
+    errno.EIO: ("a disk failed to read or write", "Check the disk or its mount"),
+    errno.ESTALE: ("a network file system has lost a file", "Check the mount"),
+    errno.ENOTCONN: ("a file system is not connected", "Mount it again"),
+    errno.EUCLEAN: ("a file system is damaged", "Have it repaired"),
+}
+"""Errors by which a disk, a quota or a mount refuses, whatever the file; what each is, and what to do."""
+
+_REFUSALS_OF_FILES = _REFUSALS | {
+    errno.EACCES: ("access to a file was denied", "Allow it for this user"),
+    errno.EPERM: ("a change of a file was denied", "Allow it for this user"),
+    errno.EFBIG: ("a file reached the size limit", "Raise the limit (ulimit -f)"),
+    errno.ENXIO: ("a disk is gone", "Check the disk or its mount"),
+    errno.ENODEV: ("a disk is gone", "Check the disk or its mount"),
+    errno.ETIMEDOUT: ("a network file system did not answer", "Check the mount"),
+    errno.EHOSTDOWN: ("a network file system did not answer", "Check the mount"),
+}
+"""Errors that mean the same only if they are those of a file."""
 UNFINISHED = os.EX_TEMPFAIL
 """Exit code, 75, of a run that has ended before its last step and that the same command resumes."""
 
@@ -72,10 +94,11 @@ def explained(error: Exception, run_dir: Path | None) -> str:
     """
     if _is_users(error):
         return str(error)
-    if _is_full_disk(error):
+    if refusal := _refusal(error):
+        (what, remedy), resume = refusal, " to resume from the newest checkpoint" if run_dir is not None else ""
         return (
-            f"no space left on a disk, most likely the disk of {run_dir or Path.cwd()}. Free some space and run the "
-            f"same command again to resume from the newest checkpoint.\n{describe(error)}"
+            f"{what}, most likely {_place(error, run_dir)}. {remedy}, and run the same command again{resume}.\n"
+            f"{describe(error)}"
         )
     return "\n".join([describe(error), *_traceback_left(error, run_dir)])
 
@@ -130,9 +153,19 @@ def _is_reader_gone() -> bool:
     return any(events & select.POLLERR for _, events in poll.poll(0))
 
 
-def _is_full_disk(error: BaseException) -> bool:
+def _refusal(error: BaseException) -> tuple[str, str] | None:
+    """Return what refused a file and what to do, if that is what an error reports."""
+    if isinstance(error, OSError) and error.filename is not None and error.errno in _REFUSALS_OF_FILES:
+        return _REFUSALS_OF_FILES[error.errno]
     # engines report it in errors of their own, with the system's words in them
-    return os.strerror(errno.ENOSPC) in str(error)
+    return next((said for number, said in _REFUSALS.items() if os.strerror(number) in str(error)), None)
+
+
+def _place(error: BaseException, run_dir: Path | None) -> str:
+    file = error.filename if isinstance(error, OSError) else None
+    if file is not None and (run_dir is None or run_dir.absolute() not in Path(os.fsdecode(file)).absolute().parents):
+        return f"the one of {os.fsdecode(file)}"
+    return f"the disk of {run_dir or Path.cwd()}"
 
 
 def describe(error: BaseException) -> str:
@@ -152,7 +185,10 @@ def _traceback_left(error: BaseException, run_dir: Path | None) -> list[str]:
     if run_dir is None or not (run_dir / "logs").is_dir():
         return [text]
     path = run_dir / "logs" / "error.log"
-    path.write_text(text)
+    try:
+        path.write_text(text)
+    except OSError:
+        return [text]
     return [f"traceback: {path}"]
 
 

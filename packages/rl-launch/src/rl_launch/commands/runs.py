@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,6 +27,8 @@ from rl_launch.show.headings import headings
 _STYLES = {"running": "green", "finished": "bold", "interrupted": "yellow", "failed": "red"}
 _OF_A_RUN = re.compile(r"(?:.*/)?([^/]+)/checkpoints/(step_\d+)/hf/?")
 _MOST_COMMANDS = 5
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -94,7 +97,7 @@ def listed(runs: Iterable[RunFolder], listing: Listing = Listing()) -> list[List
     Raises:
         ConfigError: If no run has a key that is asked for.
     """
-    found = [RunValues(run) for run in runs]
+    found = [RunValues(run) for run in runs if _is_readable(run)]
     check_keys(found, listing.keys, "--keys")
     check_keys(found, [condition.key for condition in listing.conditions], "--filter")
     check_keys(found, [listing.sort] if listing.sort else [], "--sort")
@@ -104,6 +107,16 @@ def listed(runs: Iterable[RunFolder], listing: Listing = Listing()) -> list[List
     else:
         found.sort(key=lambda values: values.run.changed_at(), reverse=True)
     return [_listed(values, listing.keys) for values in (reversed(found) if listing.is_reversed else found)]
+
+
+def _is_readable(run: RunFolder) -> bool:
+    """Return whether the files of a run can be read; a run whose files cannot is reported in the log."""
+    try:
+        run.description(), run.state(), run.changed_at()
+    except OSError as error:
+        _log.warning("%s is left out, because it could not be read: %s", run.path, error)
+        return False
+    return True
 
 
 def as_json(runs: Sequence[ListedRun]) -> dict[str, Any]:

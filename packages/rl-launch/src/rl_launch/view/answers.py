@@ -50,13 +50,14 @@ def runs(catalog: Catalog, given: Parameters) -> Answer:
     found = []
     for entry in (each for each in entries if each.sort == "run"):
         try:
-            found.append(_run(entry))
-            configs.append(effective_values(entry.run.config()))
+            answer, config = _run(entry), effective_values(entry.run.config())
         except (OSError, RunDirectoryError):
-            continue  # removed meanwhile
+            continue  # removed meanwhile, or it cannot be read
+        found.append(answer)
+        configs.append(config)
     keys = differing_keys(configs)[:_MOST_DIFFERING]
-    for run, config in zip(found, configs, strict=True):
-        run["values"] = {key: config.get(key) for key in keys}
+    for listed, config in zip(found, configs, strict=True):
+        listed["values"] = {key: config.get(key) for key in keys}
     others = [{"id": each.id, "sort": each.sort} for each in entries if each.sort != "run"]
     return {"runs": found, "keys": keys, "others": others}
 

@@ -8,7 +8,7 @@ import pytest
 from rl_core.errors import CheckpointDamaged, RunDirectoryError
 from rl_core.model import SavedFile
 from rl_launch.session.checkpoints import manifest
-from rl_launch.session.checkpoints.checkpoints import Checkpoints
+from rl_launch.session.checkpoints.checkpoints import Checkpoints, checkpoint_at, newest_checkpoint
 from rl_launch.session.config import CheckpointingConfig
 
 
@@ -189,3 +189,55 @@ def test_models_are_exported_by_role_each_into_folders_of_its_own(tmp_path):
     files = manifest.Manifest.read(tmp_path / "step_1").files
     assert {name.partition("/")[0] for name in files} == {*models, "hf", "hf_critic"}
     assert (tmp_path / "step_1" / "hf_critic" / "config.json").is_file()
+
+
+BAD = Path("/proc/self/mem")
+"""A file that can be opened, and whose first read is an input/output error."""
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda run: Checkpoints(run / "checkpoints", CheckpointingConfig()).newest(),
+        lambda run: newest_checkpoint(run),
+        lambda run: checkpoint_at(run, 2),
+    ],
+)
+def test_a_manifest_that_cannot_be_read_is_not_damaged(tmp_path, read):
+    save_all(tmp_path / "checkpoints", [0.1, 0.2])
+    file = tmp_path / "checkpoints/step_2/manifest.json"
+    file.unlink()
+    file.symlink_to(BAD)
+    with pytest.raises(OSError, match=f"Input/output error: '{file}'"):
+        read(tmp_path)
+
+
+def test_a_file_whose_size_cannot_be_told_is_not_missing(tmp_path):
+    checkpoints = save_all(tmp_path, [0.1, 0.2])
+    file = tmp_path / "step_2/policy/weights.npy"
+    file.unlink()
+    file.symlink_to(file)
+    with pytest.raises(OSError, match="Too many levels of symbolic links"):
+        checkpoints.newest()
+
+
+def test_a_folder_of_checkpoints_that_cannot_be_read_is_not_empty(tmp_path):
+    (tmp_path / "checkpoints").symlink_to(tmp_path / "checkpoints")
+    with pytest.raises(OSError, match="Too many levels of symbolic links"):
+        Checkpoints(tmp_path / "checkpoints", CheckpointingConfig()).newest()
+
+
+def test_no_checkpoint_is_removed_while_one_cannot_be_ranked(tmp_path, caplog):
+    checkpoints = save_all(tmp_path, [0.9, 0.1, 0.2], keep_top_k=3, metric_name="val:accuracy")
+    file = tmp_path / "step_1/manifest.json"
+    text = file.read_text()
+    file.unlink()
+    file.symlink_to(BAD)
+    state = {"models": {"policy": counting.CountingModel()}, "state": {}}
+    checkpoints.save(4, **state, metrics={"val/accuracy": 0.3})
+    assert names(tmp_path) == ["step_1", "step_2", "step_3", "step_4"]
+    assert f"checkpoints were not removed: [Errno 5] Input/output error: '{file}'" in caplog.text
+    file.unlink()
+    file.write_text(text)
+    checkpoints.save(5, **state, metrics={"val/accuracy": 0.4})
+    assert names(tmp_path) == ["step_1", "step_4", "step_5"]

@@ -193,3 +193,26 @@ def test_runs_are_found_in_folders_of_folders(tmp_path):
     found = [run.path.relative_to(tmp_path) for run in find_runs(tmp_path)]
     assert found == [Path("b"), Path("quick/grpo"), Path("quick/sft")]
     assert [run.path for run in find_runs(tmp_path / "b")] == [tmp_path / "b"]
+
+
+READERS = {
+    "state.json": lambda run: run.state(),
+    "metrics.jsonl": lambda run: run.metrics(),
+    "metrics.jsonl, its end": lambda run: run.last_metrics(),
+    "run.json": lambda run: run.description(),
+    "config.yaml": lambda run: run.config(),
+    "checkpoints/step_2/manifest.json": lambda run: run.checkpoints(),
+    "checkpoints/step_2/manifest.json, the best": lambda run: run.best_checkpoint(),
+    "rollouts/step_1.jsonl": lambda run: list(run.rollouts(1)),
+}
+
+
+@pytest.mark.parametrize("case", READERS)
+def test_a_file_that_cannot_be_read_is_named_and_is_not_taken_for_an_empty_one(tmp_path, case):
+    counting.run(tmp_path, counting.config(2))
+    file = tmp_path / case.partition(",")[0]
+    file.parent.mkdir(exist_ok=True)
+    file.unlink(missing_ok=True)
+    file.symlink_to("/proc/self/mem")  # can be opened, and its first read is an input/output error
+    with pytest.raises(OSError, match=f"(Input/output error|Invalid argument): '{file}'"):
+        READERS[case](RunFolder(tmp_path))

@@ -21,7 +21,8 @@ from torch.distributed.checkpoint.planner import LoadPlanner, SavePlan, SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from rl_core.errors import CheckpointDamaged
+from rl_core.errors import CheckpointDamaged, RLError
+from rl_core.file_errors import MISSING, named
 from rl_core.model import SavedFile
 from rl_core.torch.collective_errors import on_all_ranks
 from rl_core.torch.training.background_save import plain_errors
@@ -101,15 +102,23 @@ def verify_files(folder: Path, files: Sequence[SavedFile], group: dist.ProcessGr
 
     Raises:
         CheckpointDamaged: On every rank, naming the first file that is missing or differs.
+        RLError: On every rank, if one could not be read, which says nothing about its contents.
     """
     if not files:
         return
     shares = deal(files, dist.get_world_size(group))
-    found = next((problem for file in shares[dist.get_rank(group)] if (problem := _damage(folder, file))), "")
-    everyone: list[str] = [""] * len(shares)
+    found: RLError | None = None
+    try:
+        problem = next((problem for file in shares[dist.get_rank(group)] if (problem := _damage(folder, file))), "")
+        found = CheckpointDamaged(f"{folder}: {problem}") if problem else None
+    except OSError as error:
+        found = RLError(f"the checkpoint at {folder} could not be read: {error}")
+    everyone: list[RLError | None] = [None] * len(shares)
     dist.all_gather_object(everyone, found, group=group)
-    if problems := [problem for problem in everyone if problem]:
-        raise CheckpointDamaged(f"{folder}: {problems[0]}")
+    # what could not be read may be whole, so no checkpoint is given up for it
+    problems = sorted((each for each in everyone if each is not None), key=lambda e: isinstance(e, CheckpointDamaged))
+    if problems:
+        raise problems[0]
 
 
 def exported_files(folder: Path, group: dist.ProcessGroup) -> tuple[SavedFile, ...]:
@@ -270,9 +279,10 @@ def _write_file(folder: Path, name: str, content: bytes, rank: int) -> SavedFile
 
 def _damage(folder: Path, file: SavedFile) -> str:
     path = folder / file.path
-    if not path.is_file():
+    try:
+        size = path.stat().st_size
+    except MISSING:
         return f"{file.path} is missing"
-    size = path.stat().st_size
     if size != file.size:
         return f"{file.path} has {size} bytes of {file.size}"
     if file.sha256 is not None and _digest(path) != file.sha256:
@@ -282,7 +292,7 @@ def _damage(folder: Path, file: SavedFile) -> str:
 
 def _digest(path: Path) -> str:
     digest = hashlib.sha256()
-    with path.open("rb", buffering=0) as file:
+    with named(path), path.open("rb", buffering=0) as file:
         while chunk := file.read(CHUNK_BYTES):
             digest.update(chunk)
     return digest.hexdigest()

@@ -195,7 +195,7 @@ class Checkpoints:
 
     def _newest(self, told: Sequence[str], *, before: int | None = None) -> tuple[int, Path] | None:
         damaged = list(told)
-        for step, path in reversed(self._saved()):
+        for step, path in reversed(saved_checkpoints(self._folder)):
             if before is not None and step >= before:
                 continue
             problem = _damage(path)
@@ -213,7 +213,7 @@ class Checkpoints:
         """Remove the remains of a killed process, and set aside damaged checkpoints after the one that is resumed."""
         for leftover in (path for ending in _LEFTOVERS for path in self._folder.glob(f".*{ending}")):
             shutil.rmtree(leftover, ignore_errors=True)
-        for later in (path for number, path in self._saved() if number > step):
+        for later in (path for number, path in saved_checkpoints(self._folder) if number > step):
             # kept for inspection under a name that is not a checkpoint's
             aside = later.with_name(f"damaged_{later.name}")
             shutil.rmtree(aside, ignore_errors=True)
@@ -261,22 +261,26 @@ class Checkpoints:
                 for model in self._open.models.values():
                     with suppress(Exception):
                         model.finish_save()
-            is_full = shutil.disk_usage(self._folder).free < _FULL_BELOW_BYTES
+            is_full = False
+            with suppress(OSError):
+                is_full = shutil.disk_usage(self._folder).free < _FULL_BELOW_BYTES
             self.abandon()
             if is_full and isinstance(error, Exception) and not isinstance(error, WorkerDied):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._folder)) from error
             raise
 
-    def _saved(self) -> list[tuple[int, Path]]:
-        """Steps and folders, oldest first."""
-        found = ((_NAME.fullmatch(path.name), path) for path in self._folder.glob("step_*"))
-        return sorted((int(match[1]), path) for match, path in found if match)
-
     def _thin_out(self) -> None:
         keep = self._config.keep_top_k
-        saved = self._saved()
+        saved = saved_checkpoints(self._folder)
         if keep is None or len(saved) <= keep:
             return
+        try:
+            self._drop_worst(saved, keep)
+        except OSError as error:
+            # a save that is complete does not fail because of an earlier one; the next save tries again
+            _logger.warning("checkpoints were not removed: %s", error)
+
+    def _drop_worst(self, saved: Sequence[tuple[int, Path]], keep: int) -> None:
         newest = saved[-1][1]
         best = sorted(saved, key=lambda entry: self._rank(*entry), reverse=True)[:keep]
         kept = {newest, *(path for _, path in best)}
@@ -302,6 +306,19 @@ class Checkpoints:
             shutil.rmtree(aside)
 
 
+def saved_checkpoints(folder: Path) -> list[tuple[int, Path]]:
+    """Return the steps and folders of the checkpoints in a folder, oldest first; none if it does not exist.
+
+    Raises:
+        OSError: If the folder cannot be read. `Path.glob` would find nothing then, and a run would start over.
+    """
+    try:
+        names = os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return sorted((int(match[1]), folder / name) for name in names if (match := _NAME.fullmatch(name)))
+
+
 def newest_checkpoint(run_dir: str | Path) -> Path:
     """The newest complete checkpoint of a run directory; its Hugging Face files are in `hf`.
 
@@ -322,8 +339,7 @@ def exported_model(checkpoint: Path) -> Path:
     """
     if (checkpoint / EXPORT).is_dir():
         return checkpoint / EXPORT
-    others = sorted(int(match[1]) for each in checkpoint.parent.glob("step_*") if (match := _NAME.fullmatch(each.name)))
-    having = [f"step_{step}" for step in others if (checkpoint.parent / f"step_{step}" / EXPORT).is_dir()]
+    having = [each.name for _, each in saved_checkpoints(checkpoint.parent) if (each / EXPORT).is_dir()]
     instead = f"Use {' or '.join(having)}, or convert" if having else "Convert"
     raise RunDirectoryError(
         f"{checkpoint} has no Hugging Face files, because of checkpointing.export_period. {instead} it: rl convert "
@@ -339,8 +355,8 @@ def checkpoint_at(run_dir: str | Path, step: int) -> Path:
     """
     path = Path(run_dir).expanduser() / "checkpoints" / f"step_{step}"
     if not path.is_dir():
-        steps = sorted(int(match[1]) for other in path.parent.glob("step_*") if (match := _NAME.fullmatch(other.name)))
-        known = f"it has {', '.join(f'step_{each}' for each in steps)}" if steps else "it has none"
+        saved = [each.name for _, each in saved_checkpoints(path.parent)]
+        known = f"it has {', '.join(saved)}" if saved else "it has none"
         raise RunDirectoryError(
             f"{run_dir} has no checkpoint of step {step}; {known}. A run saves every checkpointing.save_period steps, "
             "and keeps checkpointing.keep_top_k checkpoints (null: all)."

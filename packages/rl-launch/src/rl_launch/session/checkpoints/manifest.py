@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from rl_core.errors import CheckpointDamaged, RunDirectoryError
+from rl_core.file_errors import MISSING, named
 from rl_core.model import SavedFile
 
 FILE_NAME = "manifest.json"
@@ -65,7 +67,7 @@ class Manifest:
         """Write it into the folder it describes, as its last file."""
         files = {name: {"size": size, "sha256": digest} for name, (size, digest) in self.files.items()}
         path = folder / FILE_NAME
-        with path.open("w") as file:
+        with named(path), path.open("w") as file:
             json.dump({"step": self.step, "metrics": dict(self.metrics), "files": files}, file, indent=1)
             file.flush()
             os.fsync(file.fileno())
@@ -77,24 +79,26 @@ class Manifest:
         """The manifest of a checkpoint.
 
         Raises:
-            ValueError: If there is none, or it cannot be read.
+            ValueError: If there is none, or it is damaged.
+            OSError: If it could not be read, which says nothing about the checkpoint.
         """
         try:
-            data = json.loads((folder / FILE_NAME).read_text())
+            with named(folder / FILE_NAME):
+                data = json.loads((folder / FILE_NAME).read_bytes())
             files = {name: (entry["size"], entry["sha256"]) for name, entry in data["files"].items()}
             return cls(data["step"], data["metrics"], files)
-        except (OSError, KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
-            raise ValueError(f"{FILE_NAME} cannot be read: {error}") from None
+        except (*MISSING, KeyError, TypeError, AttributeError, ValueError) as error:
+            raise ValueError(f"{FILE_NAME} is not a manifest: {error}") from None
 
     def damage(self, folder: Path) -> str:
         """The first file that is missing or has another size, in words; empty if there is none. Reads no file: contents
         are compared when they are loaded."""
         for name, (size, _) in self.files.items():
-            path = folder / name
-            if not path.is_file():
+            found = _size(folder / name)
+            if found is None:
                 return f"{name} is missing"
-            if path.stat().st_size != size:
-                return f"{name} has {path.stat().st_size} of {size} bytes"
+            if found != size:
+                return f"{name} has {found} of {size} bytes"
         return ""
 
     def files_of(self, subfolder: str) -> tuple[SavedFile, ...]:
@@ -114,7 +118,7 @@ class Manifest:
         """
         for file in self.files_of(subfolder):
             path = folder / subfolder / file.path
-            if not path.is_file() or _digest(path) != (file.size, file.sha256):
+            if _size(path) is None or _digest(path) != (file.size, file.sha256):
                 raise CheckpointDamaged(f"{folder}: {subfolder}/{file.path} has other contents than were saved")
 
 
@@ -123,15 +127,24 @@ def sync_folder(folder: Path) -> None:
     _sync(folder)
 
 
+def _size(path: Path) -> int | None:
+    """Return the size of a file; None if there is none. `Path.is_file` would hide why it cannot be told."""
+    try:
+        facts = path.stat()
+    except MISSING:
+        return None
+    return facts.st_size if stat.S_ISREG(facts.st_mode) else None
+
+
 def _require(folder: Path, subfolder: str, file: SavedFile) -> None:
     path = folder / subfolder / file.path
     writer = f"{subfolder}/{file.path}, written by rank {file.rank}"
-    if not path.is_file():
+    if (size := _size(path)) is None:
         raise RunDirectoryError(
             f"{writer}, is not in {folder}: the node of that rank has a different folder under this name. "
             "Choose a run_dir that all nodes share."
         )
-    if (size := path.stat().st_size) != file.size:
+    if size != file.size:
         raise RunDirectoryError(f"{writer}, has {size} of {file.size} bytes in {folder}")
 
 
@@ -142,7 +155,8 @@ def _files(path: Path) -> list[Path]:
 def _sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        with named(path):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
@@ -153,5 +167,6 @@ def _synced_digest(path: Path) -> tuple[int, str]:
 
 
 def _digest(path: Path) -> tuple[int, str]:
-    content = path.read_bytes()
+    with named(path):
+        content = path.read_bytes()
     return len(content), hashlib.sha256(content).hexdigest()

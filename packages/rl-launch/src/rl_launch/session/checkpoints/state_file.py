@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from rl_core.file_errors import named
+
 _ARRAY = "__array__"
 _TUPLE = "__tuple__"
 
@@ -22,19 +24,23 @@ def write_state(folder: Path, name: str, state: Mapping[str, Any]) -> None:
     arrays: dict[str, np.ndarray] = {}
     plain = _plain(state, name, arrays)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.json").write_text(json.dumps(plain))
+    with named(folder / f"{name}.json"):
+        (folder / f"{name}.json").write_text(json.dumps(plain))
     if arrays:
-        np.savez(folder / f"{name}.npz", **arrays)  # type: ignore[arg-type]  # its stub takes the names for options
+        with named(folder / f"{name}.npz"):
+            np.savez(folder / f"{name}.npz", **arrays)  # type: ignore[arg-type]  # its stub takes the names for options
 
 
 def read_state(folder: Path, name: str) -> dict[str, Any]:
     """Read the values that `write_state` wrote: dicts, lists, tuples, scalars and arrays as they were."""
-    plain = json.loads((folder / f"{name}.json").read_text())
+    with named(folder / f"{name}.json"):
+        plain = json.loads((folder / f"{name}.json").read_text())
     archive = folder / f"{name}.npz"
-    if not archive.exists():
+    try:
+        with named(archive), np.load(archive, allow_pickle=False) as arrays:
+            return _restored(plain, arrays)
+    except FileNotFoundError:
         return _restored(plain, {})
-    with np.load(archive, allow_pickle=False) as arrays:
-        return _restored(plain, arrays)
 
 
 def _plain(value: Any, where: str, arrays: dict[str, np.ndarray]) -> Any:

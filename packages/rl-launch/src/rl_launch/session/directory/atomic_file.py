@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from rl_core.file_errors import named
 from rl_launch.session.checkpoints.manifest import sync_folder
 
 
@@ -14,7 +15,7 @@ def write_atomically(path: Path, text: str) -> None:
     A process that is killed may leave `NAME.part` in the folder, which the next write of the same file replaces.
     """
     aside = path.with_name(f"{path.name}.part")
-    with aside.open("w", encoding="utf-8") as file:
+    with named(path), aside.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from rl_core.file_errors import named
 from rl_launch.session.config import Access
 from rl_launch.session.directory import lock
 from rl_launch.session.directory.run_folder import CONFIG
@@ -45,7 +46,7 @@ class RowFile:
             return
         aside = path.with_name(f"{self.name}.part")
         self.content.seek(0)
-        with aside.open("wb") as file:
+        with named(path), aside.open("wb") as file:
             shutil.copyfileobj(self.content, file)
             file.flush()
             os.fsync(file.fileno())

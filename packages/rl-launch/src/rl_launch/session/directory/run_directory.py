@@ -12,7 +12,9 @@ from typing import Any
 
 from rl_core.config import Config, RuledChange, option, plain, tree_to_yaml
 from rl_core.errors import ConfigError, RunDirectoryError
+from rl_core.file_errors import require_readable
 from rl_core.plugins.user_code import SourceFile
+from rl_launch.session.checkpoints.checkpoints import saved_checkpoints
 from rl_launch.session.config import Access
 from rl_launch.session.directory import lock
 from rl_launch.session.directory.atomic_file import write_atomically
@@ -173,6 +175,7 @@ class RunDirectory:
 
     def _changes(self, config: Config) -> list[RuledChange]:
         """Changes of the config that a run in this folder may be resumed with."""
+        require_readable(self.config)
         try:
             changes = changes_since(self.config, config, self._recording)
         except ConfigError as error:
@@ -198,7 +201,7 @@ class RunDirectory:
 
     def _compare_code(self, copies: dict[str, SourceFile]) -> None:
         # without a checkpoint the run starts over, and nothing depends on the earlier code
-        changed = changed_files(self.path, copies) if any(self.checkpoints.glob("step_*")) else []
+        changed = changed_files(self.path, copies) if saved_checkpoints(self.checkpoints) else []
         if changed:
             raise RunDirectoryError(
                 "\n".join(

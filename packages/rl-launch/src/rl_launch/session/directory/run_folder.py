@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from importlib.metadata import version
@@ -29,6 +29,8 @@ from typing import Any
 
 from rl_core.config import Problem, load, nearest_as_remedy
 from rl_core.errors import ConfigError, RunDirectoryError
+from rl_core.file_errors import MISSING, named, require_readable
+from rl_launch.session.checkpoints.checkpoints import saved_checkpoints
 from rl_launch.session.checkpoints.manifest import Manifest
 from rl_launch.session.directory import lock
 from rl_launch.session.directory.labels import Labels
@@ -39,7 +41,6 @@ from rl_launch.session.rollouts.run_files import MetricsFile
 DESCRIPTION = "run.json"
 CONFIG = "config.yaml"
 
-_CHECKPOINT = re.compile(r"step_(\d+)")
 _TAIL_BYTES = 2**16
 _DEEPEST = 3
 
@@ -132,7 +133,9 @@ class RunFolder:
 
     def config(self) -> dict[str, Any]:
         """The run's config as nested plain values, interpolations of environment variables as they were written; empty
-        if the file cannot be read."""
+        if the file is damaged."""
+        with suppress(*MISSING):
+            require_readable(self.path / CONFIG)
         try:
             return load(self.path / CONFIG).plain()
         except ConfigError:
@@ -193,7 +196,7 @@ class RunFolder:
             what = "validation rollouts" if kind == "val" else "rollouts"
             known = f"it has rollouts of steps {steps[0]} to {steps[-1]}" if steps else "it has none"
             raise RunDirectoryError(f"{self.path} has no {what} of step {step}; {known}.") from None
-        with file:
+        with named(rollout_store.file_of(self.path / "rollouts", step, kind)), file:
             for line in file:
                 try:
                     yield json.loads(line)
@@ -202,12 +205,12 @@ class RunFolder:
 
     def checkpoint_steps(self) -> list[int]:
         """Return the steps of the checkpoints, in order, without opening them."""
-        return sorted(step for step, _ in _numbered(self.path / "checkpoints", _CHECKPOINT))
+        return [step for step, _ in saved_checkpoints(self.path / "checkpoints")]
 
     def checkpoints(self) -> list[SavedCheckpoint]:
         """Return the readable checkpoints, ordered by step."""
         found = []
-        for step, path in sorted(_numbered(self.path / "checkpoints", _CHECKPOINT)):
+        for step, path in saved_checkpoints(self.path / "checkpoints"):
             try:
                 found.append(SavedCheckpoint(step, path, Manifest.read(path).metrics))
             except ValueError:
@@ -292,28 +295,21 @@ def _runs_below(folder: Path, depth: int) -> Iterator[Path]:
                 continue
 
 
-def _numbered(folder: Path, name: re.Pattern[str]) -> Iterator[tuple[int, Path]]:
-    if not folder.is_dir():
-        return
-    for path in folder.iterdir():
-        if match := name.fullmatch(path.name):
-            yield int(match[1]), path
-
-
 def _tail(path: Path) -> list[bytes]:
     """Return the last lines of a file."""
     try:
-        with path.open("rb") as file:
+        with named(path), path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - _TAIL_BYTES))
             return file.read().splitlines()
-    except OSError:
+    except FileNotFoundError:
         return []
 
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        with named(path):
+            data = json.loads(path.read_bytes())
+    except (*MISSING, ValueError):
         return {}
     return data if isinstance(data, dict) else {}

@@ -9,6 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
+from rl_core.file_errors import MISSING, named
 from rl_launch.session.directory.atomic_file import write_atomically
 
 FILE_NAME = "state.json"
@@ -67,12 +68,13 @@ class RunState:
 
     @classmethod
     def read(cls, folder: Path) -> RunState | None:
-        """The state in a run directory; None if there is none that can be read."""
+        """The state in a run directory; None if there is none, or it is damaged."""
         try:
-            data = json.loads((folder / FILE_NAME).read_text(encoding="utf-8"))
+            with named(folder / FILE_NAME):
+                data = json.loads((folder / FILE_NAME).read_bytes())
             best = Best(**data.pop("best")) if data.get("best") else data.pop("best", None)
             return cls(**data, best=best)
-        except (OSError, ValueError, TypeError, AttributeError):
+        except (*MISSING, ValueError, TypeError, AttributeError):
             return None
 
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from rl_core.data.batch import Batch, RemoteColumn, RemoteRows
 from rl_core.errors import RLError, WorkerDied
+from rl_core.file_errors import named
 from rl_core.rollouts.group import RECORD, RolloutGroup
 from rl_core.rollouts.record import append_records
 from rl_launch.session.checkpoints.manifest import sync_folder
@@ -43,27 +44,29 @@ class MetricsFile:
     def append(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write a step's line; a number that is not finite becomes null."""
         line = json.dumps({"step": step, **{name: _number(value) for name, value in metrics.items()}}, allow_nan=False)
-        with self._path.open("a") as file:
+        with named(self._path), self._path.open("a") as file:
             file.write(line + "\n")
 
     def sync(self) -> None:
         """Write all lines to the disk; call it before anything that relies on them."""
         if self._path.exists():
-            with self._path.open("rb") as file:
+            with named(self._path), self._path.open("rb") as file:
                 os.fsync(file.fileno())
 
     def read(self) -> list[dict[str, Any]]:
         """Return the lines, without those that were cut short."""
-        if not self._path.exists():
+        try:
+            with named(self._path):
+                lines = self._path.read_text(encoding="utf-8", errors="replace").splitlines()
+        except FileNotFoundError:
             return []
-        lines = self._path.read_text(encoding="utf-8", errors="replace").splitlines()
         return [row for row in map(metrics_row, lines) if row is not None]
 
     def cut_back(self, step: int) -> None:
         """Drop the lines of later steps, which will be made again."""
         kept = [row for row in self.read() if row["step"] <= step]
         aside = self._path.with_name(f"{self._path.name}.part")
-        with aside.open("w") as file:
+        with named(self._path), aside.open("w") as file:
             file.writelines(json.dumps(row) + "\n" for row in kept)
             file.flush()
             os.fsync(file.fileno())
@@ -176,7 +179,7 @@ class RolloutFiles:
         if not path.exists() and self._is_written_elsewhere(path, [columns for _, columns in groups], advantages):
             return
         waiting = iter(advantages)
-        with path.open("ab") as file:
+        with named(path), path.open("ab") as file:
             for prompt_id, columns in groups:
                 own = list(islice(waiting, len(columns)))
                 try:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
@@ -57,16 +56,22 @@ def logged_to(path: Path) -> Iterator[None]:
         yield
     finally:
         logging.getLogger().removeHandler(handler)
-        handler.close()
+        with suppress(OSError):  # a failing disk refuses what is buffered once more
+            handler.close()
 
 
 class _LogFile(RotatingFileHandler):
-    """Drops records when the disk is full: logging would print a traceback for each."""
+    """Drops records while the disk refuses them, and says so once: logging would print a traceback for each."""
+
+    _is_told = False
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - a method of logging's
         error = sys.exception()
-        if not (isinstance(error, OSError) and error.errno == errno.ENOSPC):
+        if not isinstance(error, OSError):
             super().handleError(record)
+        elif not self._is_told:
+            self._is_told = True
+            sys.stderr.write(f"warning: {self.baseFilename} is not written: {error.strerror}\n")
 
 
 class _Plain(logging.Formatter):
