@@ -223,7 +223,7 @@ def test_a_signal_to_all_of_a_run_saves_and_ends_it(driver, sft, whole_sft, tmp_
 
 
 @pytest.fixture(scope="session")
-def trained(once, driver, sft, whole_sft, request):
+def trained(once, sft, request):
     """Arguments of the runs that faults are done to, by kind, and a function from a kind to the undisturbed run."""
     few = ("cluster.device=cpu", "policy.generation.backend=hf", "grpo.val_period=0", "checkpointing.metric_name=null")
     bounds = ("policy.worker_timeout_s=30", "policy.generation.stall_timeout_s=20")
@@ -245,9 +245,10 @@ def trained(once, driver, sft, whole_sft, request):
     }
 
     def whole(kind):
-        if kind == "sft":
-            return whole_sft
-        return once(f"whole-fault-{kind}", lambda folder: driver.train(folder, *arguments[kind]))
+        # a driver is started only to make one
+        made = {"sft": sft}.get(kind, arguments[kind])
+        name = {"sft": "whole-sft"}.get(kind, f"whole-fault-{kind}")
+        return once(name, lambda folder: request.getfixturevalue("driver").train(folder, *made))
 
     return arguments, whole
 

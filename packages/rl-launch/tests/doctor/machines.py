@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rl_core.devices import CPU
+from rl_launch.cluster.process_limit import ProcessLimit
 from rl_launch.doctor.gpus import Gpu, GpuDriver
 from rl_launch.doctor.machine import Space, Tool
 from rl_launch.doctor.needs import Needs
@@ -18,7 +19,8 @@ GIB = 2**30
 TRAINER = WorkerEnvSpec((Wanted("trainer", ("worker",)),), ())
 ENGINE = WorkerEnvSpec((Wanted("engine", ("cpu",)),), ())
 HERE = Availability("driver", {"torch": "2.13.0"}, TorchBuild("2.13.0", "13.0"))
-TO_BUILD = Availability("to build", {"torch": "2.13.0"}, TorchBuild("2.13.0"))
+TO_BUILD = Availability("to build", {"torch": "2.13.0"}, TorchBuild("2.13.0", "13.0"))
+TO_COMPILE = replace(TO_BUILD, compiled=("transformer-engine-torch",))
 NO_UV = Availability("unavailable", problem="uv is not installed on this node: pip install uv")
 H200 = Gpu("NVIDIA H200", 140 * GIB, 0)
 
@@ -62,6 +64,7 @@ class FakeMachine:
     uv: Tool | None = UV
     num_gpus: int = 0
     gpu_driver: GpuDriver | None = None
+    has_cuda_compiler: bool = True
     environments: Mapping[WorkerEnvSpec, Availability] = field(default_factory=lambda: {TRAINER: HERE, ENGINE: HERE})
     shared_memory: Space | None = ROOMY
     disks: Mapping[str, Space] = field(default_factory=dict)
@@ -69,6 +72,7 @@ class FakeMachine:
     uv_cache: Path | None = Path("/home/me/.cache/uv")
     ports_error: str = ""
     environment_says: str | None = None
+    process_limit: ProcessLimit | None = None
     open_files: tuple[int, int] = (1024, 2**20)
     memory_bytes: int = 32 * GIB
     available_bytes: int = 24 * GIB

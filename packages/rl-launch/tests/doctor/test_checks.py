@@ -1,13 +1,15 @@
 """What is said of machines that are odd in one way each."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from machines import ENGINE, H200, HERE, NO_UV, TO_BUILD, TRAINER, FakeMachine, needs, space
+from machines import ENGINE, H200, HERE, NO_UV, TO_BUILD, TO_COMPILE, TRAINER, FakeMachine, needs, space
 
 from rl_core.devices import CUDA, REHEARSAL
 from rl_core.install_command import install_command
+from rl_launch.cluster.process_limit import ProcessLimit
 from rl_launch.doctor import CHECKS, Check, examine
 from rl_launch.doctor.gpus import GpuDriver
 from rl_launch.worker_envs import Availability
@@ -49,6 +51,7 @@ def test_a_machine_with_everything_can_run():
         ("disk of RL_HOME", {"disks": {"/home/me/.cache/rl": space(0)}}, "0 MiB", "RL_HOME"),
         ("disk of Ray", {"disks": {"/tmp/ray": space(1, is_writable=False)}}, "is not writable", "RAY_TMPDIR"),
         ("memory", {"memory_bytes": 2**31, "available_bytes": 2**30}, "1.0 GiB of 2.0 GiB", "more memory"),
+        ("processes", {"process_limit": ProcessLimit("pids.max", 120, 20)}, "pids.max allows 120", "--pids-limit"),
     ],
 )
 def test_what_is_missing_keeps_the_recipe_from_running_and_says_the_remedy(name, facts, found, remedy):
@@ -193,6 +196,29 @@ def test_torch_must_fit_the_device_and_its_driver():
     said = finding("torch of policy", old, **ON_GPUS)
     assert said.status == "missing"
     assert "the driver 550.54 runs CUDA 12.4" in said.found
+    assert "Update the NVIDIA driver to version 580 or later" in said.remedy
+    assert "cuda-compat-13-0" in said.remedy
+
+
+def test_torch_that_is_still_to_be_built_must_fit_the_driver():
+    old = GpuDriver("570.86.15", "12.8", (H200, H200))
+    machine = FakeMachine(num_gpus=2, gpu_driver=old, environments={TRAINER: TO_BUILD, ENGINE: TO_BUILD})
+    assert finding("torch of policy", machine, **ON_GPUS).status == "missing"
+    assert finding("torch of policy", machine).status == "ok"
+    # as nvidia-smi reports it with the package for forward compatibility
+    forward = replace(machine, gpu_driver=replace(old, cuda="13.0"))
+    assert finding("torch of policy", forward, **ON_GPUS).status == "ok"
+
+
+@pytest.mark.parametrize(("has_compiler", "says"), [(True, "(nvcc)"), (False, "(nvcc), which was not found here")])
+def test_an_environment_that_compiles_for_an_hour_is_a_warning_with_the_way_to_build_it_first(has_compiler, says):
+    machine = FakeMachine(environments={TRAINER: TO_COMPILE, ENGINE: TO_BUILD}, has_cuda_compiler=has_compiler)
+    said = finding("packages of policy", machine)
+    assert said.status == "warning"
+    assert "transformer-engine-torch is compiled, which takes about an hour" in said.found
+    assert said.found.endswith(says)
+    assert "rl worker-envs some-recipe cluster.device=cuda" in said.remedy
+    assert finding("packages of generation", machine).status == "ok"
 
 
 def test_a_check_that_fails_itself_is_reported_and_the_others_are_made():

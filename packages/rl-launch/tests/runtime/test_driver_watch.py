@@ -77,7 +77,7 @@ def ended(tmp_path, work):
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
-    for name in ("FROZEN_S", "UNWIND_S", "FROZEN_CLOSE_S", "_REPORT_S"):
+    for name in ("FROZEN_S", "UNWIND_S", "SILENT_CLOSE_S", "_REPORT_S"):
         monkeypatch.setattr(driver_watch, name, 0.2)
     monkeypatch.setattr(driver_watch, "CLOSE_S", 600.0)
     monkeypatch.setattr(driver_watch, "_POLL_S", 0.05)
@@ -90,7 +90,7 @@ def deaf(seconds=60.0):
     while waiting.is_alive():
         try:
             waiting.join()
-        except BaseException:  # noqa: BLE001, S112 - what the handlers of signals raise
+        except BaseException:  # noqa: BLE001 - what the handlers of signals raise
             continue
 
 
@@ -162,11 +162,12 @@ def test_a_start_that_passes_its_bound_ends_with_its_error(tmp_path):
     assert ended(tmp_path, work) == (1, ["RLError", "Ray did not answer"])
 
 
+@pytest.mark.parametrize("sign", [signal.SIGSTOP, signal.SIGKILL])
 @pytest.mark.parametrize(("is_finished", "code"), [(True, 0), (False, os.EX_TEMPFAIL)])
-def test_the_end_of_a_run_does_not_wait_for_a_process_that_is_stopped(tmp_path, is_finished, code):
+def test_the_end_of_a_run_does_not_wait_for_a_process_that_answers_nothing(tmp_path, is_finished, code, sign):
     def work(given):
         given.run.is_finished = is_finished
-        given.cluster.children[GCS].send_signal(signal.SIGSTOP)
+        given.cluster.children[GCS].send_signal(sign)
         given.watch.begin_close(None, None, None)
         deaf()
 

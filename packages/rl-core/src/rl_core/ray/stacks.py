@@ -49,7 +49,7 @@ def request_stacks(workers: Sequence[ActorHandle], logs: Sequence[str], timeout_
     where = f" ({logs[0]}{', ...' if len(logs) > 1 else ''})" if logs else ""
     stopped = found.count("T")
     text = f"asked {len(found)} of {len(workers)} processes to write the stacks of their threads to their logs{where}"
-    return f"{text}; {stopped} stopped (state T), which cannot before it continues" if stopped else text
+    return f"{text}; {stopped} of them stopped (state T), which write none" if stopped else text
 
 
 def _signal_on(node: str, pids: Sequence[int]) -> ray.ObjectRef:

@@ -34,6 +34,7 @@ from rl_core.devices import NODE_ADDRESS, Device
 from rl_core.errors import ConfigError, WorkerDied
 from rl_core.ray.host import CONCURRENCY_GROUPS, AsyncWorkerHost, RestartingHost, WorkerHost
 from rl_launch.cluster.local_ray import LocalRay
+from rl_launch.cluster.process_limit import check_process_limit
 from rl_launch.cluster.ray_nodes import START_TIMEOUT_S, RayNodes, is_on_this_machine_alone, logical_nodes, one_node
 from rl_launch.cluster.ray_start import connect
 from rl_launch.placement.bundles import NodeResources, PlacementTimeouts, Resources, Wait
@@ -110,6 +111,7 @@ class VirtualCluster:
         self._groups: dict[PlacementGroup, Resources] = {}
         address = os.environ.get("RAY_ADDRESS")
         if self._owns_ray and not address:
+            check_process_limit(num_nodes if device.is_logical else 1, num_nodes * ranks_per_node)
             nodes = logical_nodes(num_nodes, ranks_per_node) if device.is_logical else one_node(ranks_per_node)
             self._nodes = RayNodes(nodes, start_timeout_s)
             address = self._nodes.address

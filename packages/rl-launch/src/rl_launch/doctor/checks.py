@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from packaging.specifiers import SpecifierSet
 
 from rl_core.install_command import install_command
+from rl_launch.cluster.process_limit import remedy as limit_remedy
+from rl_launch.cluster.process_limit import threads_of
 from rl_launch.cluster.ray_folder import folder_problem
 from rl_launch.doctor.findings import Check, Finding
-from rl_launch.doctor.gpus import GpuDriver
+from rl_launch.doctor.gpus import GpuDriver, driver_remedy
 from rl_launch.doctor.machine import Machine, Space
 from rl_launch.doctor.needs import Needs
 from rl_launch.worker_envs import Availability
@@ -123,6 +125,8 @@ def environments(machine: Machine, needs: Needs) -> Iterator[Finding]:
         offer, engine = found[spec], str(spec.wanted[0])
         if offer.status == "unavailable":
             yield Finding(f"packages of {role}", "missing", f"{engine}: {offer.problem}", _obtain(needs, engine))
+        elif offer.compiled:
+            yield Finding(f"packages of {role}", "warning", *_compiled(engine, offer, machine, needs))
         else:
             yield Finding(f"packages of {role}", "ok", f"{engine}: {_described(offer)}")
 
@@ -135,6 +139,17 @@ def _described(offer: Availability) -> str:
     }
     packages = ", ".join(f"{name} {version}" for name, version in offer.packages.items())
     return f"{sources[offer.status]} ({packages})" if packages else sources[offer.status]
+
+
+def _compiled(engine: str, offer: Availability, machine: Machine, needs: Needs) -> tuple[str, str]:
+    """Return what an environment compiles on first use, and how to have that done before GPUs are paid for."""
+    nvcc = "" if machine.has_cuda_compiler else ", which was not found here"
+    found = f"{engine}: {_described(offer)}; {' and '.join(offer.compiled)} is compiled, which takes about an hour on "
+    remedy = (
+        f"Build it first, also without a GPU: rl worker-envs {needs.recipe} cluster.device=cuda, with RL_HOME on a "
+        "file system that all nodes see, or use an image."
+    )
+    return f"{found}each node that does not share RL_HOME and needs the compiler of CUDA (nvcc){nvcc}", remedy
 
 
 def _obtain(needs: Needs, engine: str) -> str:
@@ -158,15 +173,10 @@ def torch(machine: Machine, needs: Needs) -> Iterator[Finding]:
         if needs.device.runs_on_gpus and build.cuda == "":
             remedy = "Install a build for CUDA in the driver's environment, or set cluster.worker_envs=isolated."
             yield Finding(name, "missing", f"{text}; the recipe runs on GPUs", remedy)
-        elif build.cuda and driver and driver.cuda and _major(driver.cuda) < _major(build.cuda):
-            remedy = f"Update the NVIDIA driver to one for CUDA {_major(build.cuda)}."
+        elif build.cuda and driver and (remedy := driver_remedy(driver.cuda, build.cuda)):
             yield Finding(name, "missing", f"{text}; the driver {driver.version} runs CUDA {driver.cuda}", remedy)
         else:
             yield Finding(name, "ok", text)
-
-
-def _major(version: str) -> int:
-    return int(version.partition(".")[0])
 
 
 def gpus(machine: Machine, needs: Needs) -> Iterator[Finding]:
@@ -294,6 +304,18 @@ def open_files(machine: Machine, needs: Needs) -> Iterator[Finding]:
         yield Finding("open files", "ok", f"up to {most} per process")
 
 
+def process_limit(machine: Machine, needs: Needs) -> Iterator[Finding]:
+    """Processes and threads. Ray's library ends a process that is refused one without a word about the limit."""
+    limit, name = machine.process_limit, "processes"
+    needed = threads_of(needs.num_nodes if needs.device.is_logical else 1, needs.num_ranks + needs.num_engines)
+    if limit is None:
+        yield Finding(name, "ok", "no limit of processes and threads")
+    elif limit.free < needed:
+        yield Finding(name, "missing", f"{limit}; the run starts at least {needed} more", limit_remedy(limit))
+    else:
+        yield Finding(name, "ok", f"{limit.free} more processes and threads may be started")
+
+
 def memory(machine: Machine, needs: Needs) -> Iterator[Finding]:
     """Memory, for Ray, the engines and the driver with the smallest of models."""
     whole, free = machine.memory_bytes, machine.available_bytes
@@ -357,6 +379,7 @@ CHECKS = (
     Check("memory", memory),
     Check("cores", cores),
     Check("open files", open_files),
+    Check("processes", process_limit),
     Check("environments", scoring),
 )
 """The checks of `rl doctor`, in its order."""

@@ -6,6 +6,7 @@ import importlib.metadata
 import os
 import platform
 import resource
+import shutil
 import socket
 import subprocess
 import sys
@@ -20,6 +21,7 @@ import psutil
 from rl_core.environments.instance import EnvironmentInstance, machine_check_of
 from rl_core.plugins import KINDS, load_problem, names
 from rl_launch.cluster.local_gpus import local_gpus
+from rl_launch.cluster.process_limit import ProcessLimit, process_limit
 from rl_launch.cluster.ray_address import is_answered
 from rl_launch.cluster.ray_folder import ray_folder
 from rl_launch.cluster.token_file import token_problem
@@ -139,6 +141,12 @@ class Machine:
         """NVIDIA's driver; None if there is no driver to ask."""
         return ask_driver()
 
+    @property
+    def has_cuda_compiler(self) -> bool:
+        """Return whether nvcc is on the path, or in the folder of a CUDA toolkit."""
+        homes = (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda")
+        return any(shutil.which("nvcc", path=home and f"{home}/bin") for home in (None, *filter(None, homes)))
+
     def availability(self, specs: Iterable[WorkerEnvSpec], mode: Mode) -> Mapping[WorkerEnvSpec, Availability]:
         """Availability of each environment."""
         asked = (tuple(specs), mode)
@@ -185,6 +193,11 @@ class Machine:
         nothing of the machine."""
         check = machine_check_of(environment)
         return None if check is None else check()
+
+    @property
+    def process_limit(self) -> ProcessLimit | None:
+        """The tightest limit of processes and threads; None if there is none."""
+        return process_limit()
 
     @property
     def open_files(self) -> tuple[int, int]:

@@ -31,8 +31,8 @@ UNWIND_S = 25.0
 CLOSE_S = 120.0
 """How long the end of workers and of Ray may take after the last step."""
 
-FROZEN_CLOSE_S = 10.0
-"""The same if a process of Ray's is stopped."""
+SILENT_CLOSE_S = 10.0
+"""How long the end may wait for processes of Ray's that are stopped or have ended."""
 
 CONNECT_MARGIN_S = 30.0
 """How much longer than a start of Ray the start and the connection to it may take together."""
@@ -107,7 +107,7 @@ class DriverWatch:
         self._signalled: float | None = None
         self._bound: tuple[float, BaseException | None] | None = None
         self._is_closing = False
-        self._stopped: dict[str, float] = {}
+        self._silent: dict[str, float] = {}
         self._reported: set[str] = set()
         self._thread = threading.Thread(target=self._watch, name="driver-watch", daemon=True)
 
@@ -176,16 +176,20 @@ class DriverWatch:
         if self._bound is None:
             return
         end, error = self._bound
-        if now > (end - CLOSE_S + FROZEN_CLOSE_S if self._is_closing and self._stopped else end):
+        if self._is_closing and self._silent:
+            end = min(end, max(end - CLOSE_S, *self._silent.values()) + SILENT_CLOSE_S)
+        if now > end:
             self._end(error, _code_of(error, is_finished=self._run.is_finished))
 
     def _judge(self, name: str, pid: int, state: str, now: float) -> None:
         if state == psutil.STATUS_DEAD:
             self._note_death(name, pid)
-        if state not in _STOPPED:
-            self._stopped.pop(name, None)
+        if state not in (*_STOPPED, psutil.STATUS_DEAD):
+            self._silent.pop(name, None)
             return
-        waited = now - self._stopped.setdefault(name, now)
+        waited = now - self._silent.setdefault(name, now)
+        if state == psutil.STATUS_DEAD:
+            return
         if waited > _REPORT_S:
             limit = f"; the run ends if it is stopped for {FROZEN_S:g} s" if name == RAYLET else ""
             self._report(f"{name}, process {pid}, is stopped{limit}. To continue it: kill -CONT {pid}")

@@ -1,0 +1,107 @@
+"""Limits of processes and threads, of which Ray and every worker start dozens."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from rl_core.errors import ConfigError
+
+_CONTROL_GROUPS = Path("/sys/fs/cgroup")
+
+NODE_THREADS = 150
+"""Threads of the driver, and of Ray's processes on one node of few cores."""
+
+WORKER_THREADS = 45
+"""Threads of one rank or replica."""
+
+
+@dataclass(frozen=True)
+class ProcessLimit:
+    """A limit of processes and threads.
+
+    Args:
+        name: What sets it.
+        most: Maximum number of processes and threads.
+        used: Number of those that exist.
+    """
+
+    name: str
+    most: int
+    used: int
+
+    @property
+    def free(self) -> int:
+        """Number of processes and threads that may still be started."""
+        return self.most - self.used
+
+    def __str__(self) -> str:
+        return f"{self.name} allows {self.most} processes and threads, and {self.used} exist"
+
+
+def process_limit() -> ProcessLimit | None:
+    """Return the tightest limit of this process; None if there is none."""
+    found = [*_of_control_groups(), *_of_user()]
+    return min(found, key=lambda each: each.free) if found else None
+
+
+def check_process_limit(num_nodes: int, num_workers: int) -> None:
+    """Refuse to start Ray and workers where they would be refused a thread, which ends them without a word.
+
+    Raises:
+        ConfigError: With the limit.
+    """
+    limit, needed = process_limit(), threads_of(num_nodes, num_workers)
+    if limit is not None and limit.free < needed:
+        raise ConfigError(f"{limit}, but the run starts at least {needed} more. {remedy(limit)}")
+
+
+def threads_of(num_nodes: int, num_workers: int) -> int:
+    """Return the number of threads that nodes and workers on this machine have at least."""
+    return NODE_THREADS * num_nodes + WORKER_THREADS * num_workers
+
+
+def remedy(limit: ProcessLimit) -> str:
+    """Return how to raise a limit."""
+    if limit.name.startswith("RLIMIT"):
+        return "Raise it with ulimit -u, or end other processes of this user."
+    return "Raise the limit of the container or of the batch job, such as docker run --pids-limit."
+
+
+def _of_control_groups() -> Iterator[ProcessLimit]:
+    for line in _lines(Path("/proc/self/cgroup")):
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("", "pids"):
+            continue
+        root = _CONTROL_GROUPS / controllers
+        group = root / path.lstrip("/")
+        for folder in (group, *group.parents):
+            with suppress(OSError, ValueError):
+                most, used = ((folder / name).read_text().strip() for name in ("pids.max", "pids.current"))
+                yield ProcessLimit(f"{folder / 'pids.max'}", int(most), int(used))
+            if folder == root:
+                break
+
+
+def _of_user() -> Iterator[ProcessLimit]:
+    most, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    user = os.getuid()
+    # the kernel does not hold the administrator to it
+    if most == resource.RLIM_INFINITY or not user:
+        return
+    own = (each.info for each in psutil.process_iter(["uids", "num_threads"]))
+    used = sum(info["num_threads"] or 0 for info in own if info["uids"] and info["uids"].real == user)
+    yield ProcessLimit("RLIMIT_NPROC (ulimit -u)", most, used)
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []
