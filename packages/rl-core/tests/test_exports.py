@@ -4,6 +4,7 @@ import sys
 
 import pytest
 
+from rl_core import exports
 from rl_core.exports import homes_of, lazy_exports, public_alternatives, public_home
 
 
@@ -23,12 +24,41 @@ def package(tmp_path, monkeypatch):
     for name in [name for name in sys.modules if name.partition(".")[0] == "a_package"]:
         del sys.modules[name]
     homes_of.cache_clear()
+    exports._check_range.cache_clear()
 
 
 def test_a_name_is_imported_when_it_is_first_used(package):
     assert "a_package.shapes" not in sys.modules
     assert package.area(package.Square()) == 1
     assert package.__all__ == dir(package) == ["Square", "__version__", "area"]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "present", "fits"),
+    [
+        ("rl-core<0.3,>=0.2.0", "0.2.0", True),
+        ("rl-core[ray]<0.3,>=0.2.0", "0.2.10", True),
+        ("rl-core<0.3,>=0.2.0", "0.3.0", False),
+        ("rl-core<0.3,>=0.2.0", "0.3.0rc1", False),
+        ("rl-core<0.3,>=0.2.0", "0.1.9", False),
+        ("rl-core<0.12,>=0.9", "0.10.0", True),
+        ("rl-core[vision]<0.3,>=0.2.0; extra == 'vision'", "0.1.0", True),
+        ("numpy>=2", "0.1.0", True),
+    ],
+)
+def test_a_package_beside_another_version_of_rl_core_is_refused_at_its_first_name(
+    package, wanted, present, fits, monkeypatch
+):
+    monkeypatch.setattr("importlib.metadata.requires", lambda name: [wanted])
+    monkeypatch.setattr("importlib.metadata.version", lambda name: present if name == "rl-core" else "0.2.0")
+    exports._check_range.cache_clear()
+    if fits:
+        assert package.Square
+        return
+    with pytest.raises(
+        ImportError, match=rf"a-package 0\.2\.0 needs rl-core.*, but {present} is here: .*install"
+    ):
+        _ = package.Square
 
 
 def test_a_star_import_takes_the_public_names():

@@ -40,6 +40,7 @@ def lazy_exports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[
 
     Raises:
         FileNotFoundError: If the package has no stub.
+        ImportError: By `__getattr__`, if the package needs another version of rl-core.
     """
     if _stub_of(package) is None:
         raise FileNotFoundError(f"{package} has no __init__.pyi, which lists public names")
@@ -56,10 +57,38 @@ def lazy_exports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[
         if name == "__all__":
             return names()
         if name in homes_of(package):
+            _check_range(package.partition(".")[0])
             return getattr(_module(package, name, homes_of(package)[name]), name)
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
     return get, names
+
+
+@cache
+def _check_range(package: str) -> None:
+    """Refuse a package that needs another version of rl-core, as pip does unless it is told not to look.
+
+    Raises:
+        ImportError: With both versions and the command that installs one that fits.
+    """
+    import re
+    from importlib.metadata import PackageNotFoundError, requires, version
+
+    def numbers(text: str) -> tuple[int, ...]:
+        return tuple(map(int, re.findall(r"\d+", text)))
+
+    distribution = package.replace("_", "-")
+    try:
+        wanted, present = requires(distribution) or [], version("rl-core")
+    except PackageNotFoundError:
+        return
+    needed = next((text for text in wanted if re.match(r"rl-core\b(?![^;]*;.*extra)", text)), "")
+    for sign, bound in re.findall(r"(>=|<)\s*([\d.]+)", needed):
+        if (numbers(present) >= numbers(bound)) != (sign == ">="):
+            from rl_core.install_command import install_command
+
+            remedy = install_command(distribution)
+            raise ImportError(f"{distribution} {version(distribution)} needs {needed}, but {present} is here: {remedy}")
 
 
 def _module(package: str, name: str, home: str) -> Any:

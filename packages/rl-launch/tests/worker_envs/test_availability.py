@@ -39,8 +39,14 @@ def test_what_is_still_to_be_built_is_told_by_its_pins_and_stays_so(tmp_path):
     found = found_for(TRAINER, "isolated", tmp_path)
     assert found.status == "to build"
     assert found.packages["torch"] == found.torch.version
-    assert found.torch == TorchBuild(found.packages["torch"], None)
+    assert found.torch == TorchBuild(found.packages["torch"], "13.0")
+    assert found.compiled == ()
     assert not list(tmp_path.iterdir())
+
+
+def test_packages_that_are_published_as_sources_are_known_before_they_are_compiled(tmp_path):
+    requirement = Requirement("rl-megatron", {"cuda": ("te", "worker")})
+    assert found_for(worker_env(requirement, "cuda"), "isolated", tmp_path).compiled == ("transformer-engine-torch",)
 
 
 @pytest.mark.parametrize(("cuda", "told"), [("13.0", "13.0"), (None, "")])

@@ -9,6 +9,10 @@ from xml.etree import ElementTree
 
 _TIMEOUT_S = 20.0
 
+_OLDEST = {12: 525, 13: 580}
+"""Oldest driver by major version of CUDA
+(https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html)."""
+
 
 @dataclass(frozen=True)
 class Gpu:
@@ -38,6 +42,27 @@ class GpuDriver:
     version: str
     cuda: str
     gpus: tuple[Gpu, ...]
+
+
+def driver_remedy(driver_cuda: str, cuda: str) -> str:
+    """Return the remedy if a driver for one version of CUDA cannot run a build for another; empty if it can.
+
+    With NVIDIA's package for forward compatibility on the path of the loader, a driver reports that package's version.
+    """
+    major = _major(cuda)
+    if not driver_cuda or _major(driver_cuda) >= major:
+        return ""
+    oldest = f"version {_OLDEST[major]}" if major in _OLDEST else f"one for CUDA {major}"
+    package = f"cuda-compat-{cuda.replace('.', '-')}"
+    return (
+        f"Update the NVIDIA driver to {oldest} or later, or on data centre GPUs install {package} and put "
+        f"/usr/local/cuda-{cuda}/compat on LD_LIBRARY_PATH of every node."
+    )
+
+
+def _major(version: str) -> int:
+    number = version.partition(".")[0]
+    return int(number) if number.isdigit() else 0
 
 
 def ask_driver() -> GpuDriver | None:

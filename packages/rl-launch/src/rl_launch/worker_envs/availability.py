@@ -22,6 +22,10 @@ from rl_launch.worker_envs.spec import WorkerEnvSpec, normalised
 
 Status = Literal["driver", "built", "to build", "unavailable"]
 
+_SOURCES = frozenset({"flash-attn", "transformer-engine-torch"})
+"""Packages that are published without builds, as in `tool.uv.extra-build-dependencies` of the workspace."""
+
+_MINOR = re.compile(r"\d+\.\d+")
 _CUDA = re.compile(r"^cuda\b.*?=\s*(?:'([^']*)'|None)", re.MULTILINE)
 
 
@@ -31,7 +35,7 @@ class TorchBuild:
 
     Args:
         version: Installed, or pinned if it is to be built.
-        cuda: CUDA version it was built for, empty for a build without CUDA; None if it is not installed yet.
+        cuda: CUDA version it was built for, or is pinned with; empty for a build without CUDA, None if not known.
     """
 
     version: str
@@ -48,6 +52,7 @@ class Availability:
         torch: The build that the worker would import; None if there is none.
         problem: Why it is unavailable.
         python: Its interpreter; empty if it does not exist yet.
+        compiled: Packages that are published as sources and are compiled when the environment is built.
     """
 
     status: Status
@@ -55,6 +60,7 @@ class Availability:
     torch: TorchBuild | None = None
     problem: str = ""
     python: str = ""
+    compiled: tuple[str, ...] = ()
 
 
 def availability_of(
@@ -86,7 +92,9 @@ def _apart(spec: WorkerEnvSpec, root: str | None) -> Availability:
         )
     pins = by_name(shipped_pins(spec.wanted) or "")
     packages = {name: _pinned(pins[name]) for name in _engine(spec) if name in pins}
-    return Availability("to build", packages, TorchBuild(_pinned(pins["torch"])) if "torch" in pins else None)
+    toolkit = _MINOR.match(_pinned(pins["cuda-toolkit"])) if "cuda-toolkit" in pins else None
+    torch = TorchBuild(_pinned(pins["torch"]), toolkit and toolkit[0]) if "torch" in pins else None
+    return Availability("to build", packages, torch, compiled=tuple(sorted(_SOURCES & pins.keys())))
 
 
 def _installed(spec: WorkerEnvSpec, status: Status, path: list[str], python: str) -> Availability:

@@ -34,6 +34,16 @@ def test_a_healthy_cluster_has_no_finding_that_needs_a_remedy():
     assert said["all-reduce"].endswith("InfiniBand promises 400 Gbit/s")
 
 
+def test_a_driver_that_is_too_old_for_torch_is_missing_on_each_node_that_has_it():
+    old = {"gpus": replace(H100, driver="550.54", cuda="12.4")}
+    (said,) = [each for each in judged(survey(node="n1", readings=old, cuda="13.0")) if each.status == "missing"]
+    assert (said.name, said.found) == ("NVIDIA driver of n1", "550.54 runs CUDA 12.4; torch is built for 13.0")
+    assert "580" in said.remedy
+    assert "cuda-compat-13-0" in said.remedy
+    for alike in (judged(survey(cuda="13.0")), judged(survey(node="n1", readings=old, cuda="12.8"))):
+        assert not [each for each in alike if each.status == "missing"]
+
+
 BUSY = replace(H100, gpus=(*H100.gpus[:7], replace(H100.gpus[7], used_bytes=30 * GIB)))
 PCIE = replace(H100, gpus=tuple(replace(gpu, num_nvlinks=17) for gpu in H100.gpus))
 

@@ -10,6 +10,7 @@ import pytest
 
 from rl_core.config import assemble, load, resolve
 from rl_core.devices import CPU, CUDA, REHEARSAL
+from rl_core.errors import ConfigError
 from rl_launch.run_config.reading import read_plan
 from rl_launch.submit.slurm.config import SlurmConfig
 from rl_launch.submit.slurm.script import LIMIT_KEY, job_name, render
@@ -94,6 +95,27 @@ def test_a_job_takes_whole_nodes_and_their_gpus():
     assert {"--nodes=2", "--gpus-per-node=h100:8", "--exclusive", "--mem=0", "--ntasks-per-node=1"} <= set(found)
     assert {"--partition=gpu", "--account=team", "--time=04:00:00"} <= set(found)
     assert {"--requeue", "--open-mode=append", "--output=/shared/runs/8b/jobs/%j.log"} <= set(found)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (["gpu_option=gres"], "--gres=gpu:8"),
+        (["gpu_option=gres", "gpu_type=h100"], "--gres=gpu:h100:8"),
+        (["gpu_option=gres", "sbatch_options=[--gres=tmpdisk:100]"], "--gres=gpu:8,tmpdisk:100"),
+        (["sbatch_options=[--gres=tmpdisk:100, --gres=nvme:1]"], "--gres=tmpdisk:100,nvme:1"),
+    ],
+)
+def test_gpus_and_other_generic_resources_are_in_one_option(settings, expected):
+    found = [option for option in options(render(request(*settings))) if option.startswith("--gres")]
+    assert found == [expected]
+    by_number = "--gpus-per-node=8" in options(render(request(*settings)))
+    assert by_number == ("gpu_option=gres" not in settings)
+
+
+def test_gpus_are_asked_for_by_one_key_only():
+    with pytest.raises(ConfigError, match=r"--gpus-per-node=4.*Use cluster.gpus_per_node and slurm.gpu_option"):
+        request("sbatch_options=[--gpus-per-node=4]")
 
 
 def test_a_part_of_a_node_is_asked_for_by_size():

@@ -28,6 +28,7 @@ from rl_launch.doctor.cluster.probes import Probes
 from rl_launch.doctor.cluster.report import ClusterReport
 from rl_launch.doctor.cluster.survey import AllReduce, ClusterNode, Survey
 from rl_launch.doctor.findings import Report
+from rl_launch.doctor.needs import needs_of_plan
 from rl_launch.run_config.inputs import model_names
 from rl_launch.run_config.plan import RunPlan
 from rl_launch.run_config.reading import read_plan
@@ -101,6 +102,7 @@ def _survey(
             autoscaling=plan.config.cluster.autoscaling,
             nodes=nodes,
             versions={"python": platform.python_version(), "ray": ray.__version__},
+            cuda=_cuda_of(plan, cluster.device),
             runs=runs,
             silent=silent,
             clocks=clocks,
@@ -112,6 +114,15 @@ def _survey(
             broken=broken,
         )
         return replace(survey, all_reduce=_all_reduce(plan, cluster, survey, probes, chosen, timeout_s))
+
+
+def _cuda_of(plan: RunPlan, device: Device) -> str:
+    """Return the CUDA version that the workers' builds of torch need; empty if they need none."""
+    if not device.runs_on_gpus:
+        return ""
+    needs = needs_of_plan(plan, "", num_gpus=1)
+    found = availability_of(needs.workers.values(), needs.worker_envs).values()
+    return max((offer.torch.cuda or "" for offer in found if offer.torch is not None), default="")
 
 
 def living_nodes(device: Device) -> dict[str, ClusterNode]:

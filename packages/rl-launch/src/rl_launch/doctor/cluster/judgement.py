@@ -10,6 +10,7 @@ from rl_launch.doctor.cluster.node_readings import Readings, Room
 from rl_launch.doctor.cluster.survey import Survey
 from rl_launch.doctor.cluster.words import grouped, size
 from rl_launch.doctor.findings import Finding
+from rl_launch.doctor.gpus import driver_remedy
 
 CLOCK_S = 0.1
 """Seconds by which a clock may differ: spans of a timeline, and lines of logs, are ordered by it."""
@@ -69,6 +70,13 @@ def versions(survey: Survey) -> Iterator[Finding]:
         if own and not others:
             yield Finding(what, "ok", f"{drivers} on all nodes")
     having = {name: each for name, each in survey.readings.items() if each.gpus.driver}
+    for cuda in dict.fromkeys(each.gpus.cuda for each in having.values()):
+        if survey.cuda and (remedy := driver_remedy(cuda, survey.cuda)):
+            old = {name: each.gpus.driver for name, each in having.items() if each.gpus.cuda == cuda}
+            found = {
+                name: f"{driver} runs CUDA {cuda}; torch is built for {survey.cuda}" for name, driver in old.items()
+            }
+            yield from grouped("NVIDIA driver of", found, "missing", remedy)
     for what, read in _OF_GPUS.items():
         values = {name: read(each) for name, each in having.items()}
         yield from _alike(what, values)

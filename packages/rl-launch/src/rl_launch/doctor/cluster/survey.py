@@ -87,6 +87,7 @@ class Survey:
         autoscaling: True if the cluster adds nodes on request.
         nodes: Living nodes at the start.
         versions: Versions of `python` and `ray` of the driver.
+        cuda: CUDA version of the recipe's builds of torch; empty if they have none.
         runs: Folder of runs.
         silent: Why a node stopped to answer.
         clocks: Clocks.
@@ -105,6 +106,7 @@ class Survey:
     nodes: Mapping[str, ClusterNode]
     versions: Mapping[str, str]
     runs: Path
+    cuda: str = ""
     autoscaling: bool = False
     silent: Mapping[str, str] = field(default_factory=dict)
     clocks: Mapping[str, Clock] = field(default_factory=dict)

@@ -21,6 +21,7 @@ OWN_OPTIONS = {
     **dict.fromkeys(("-n", "--ntasks", "--ntasks-per-node", "-k", "--no-kill", "--requeue"), ""),
     **dict.fromkeys(("-N", "--nodes"), "cluster.num_nodes"),
     **dict.fromkeys(("-a", "--array", "-d", "--dependency", "--no-requeue"), "slurm.continuation"),
+    **dict.fromkeys(("-G", "--gpus", "--gpus-per-node"), "cluster.gpus_per_node and slurm.gpu_option"),
     **dict.fromkeys(("-p", "--partition"), "slurm.partition"),
     **dict.fromkeys(("-A", "--account"), "slurm.account"),
     **dict.fromkeys(("-q", "--qos"), "slurm.qos"),
@@ -96,6 +97,9 @@ class SlurmConfig(Config):
     """Cores on each node, without `exclusive`."""
     memory_per_node: str | None = None
     """Memory on each node, such as `200G`, without `exclusive`."""
+    gpu_option: Literal["gpus-per-node", "gres"] = "gpus-per-node"
+    """Option of sbatch that asks for the GPUs: `gres` writes `--gres=gpu:8`, for sites that do not take
+    `--gpus-per-node`. `--gres` of other resources in `sbatch_options` is added to it."""
     gpu_type: str | None = None
     """Type of the GPUs, if the site has several, such as `h100`."""
     continuation: Literal["requeue", "array", "dependency"] = "requeue"

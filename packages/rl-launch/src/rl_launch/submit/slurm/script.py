@@ -16,6 +16,7 @@ from rl_launch.submit.slurm.container import in_container
 from rl_launch.submit.target import JobRequest
 
 _REFERENCE = re.compile(r"\$\{oc\.env:(\w+)\}")
+_GRES = "--gres="
 _STEP = "srun --overlap --whole"
 _NUM_NAME_CHARACTERS = 24
 
@@ -107,9 +108,16 @@ def _sbatch_options(request: JobRequest[SlurmConfig]) -> Iterator[str]:
         yield f"--time={settings.time_limit}"
     yield f"--nodes={request.num_nodes}"
     yield "--ntasks-per-node=1"
+    resources = [each.removeprefix(_GRES) for each in settings.sbatch_options if each.startswith(_GRES)]
     if request.device.has_gpus and not request.device.is_logical:
         kind = f"{settings.gpu_type}:" if settings.gpu_type else ""
-        yield f"--gpus-per-node={kind}{request.gpus_per_node}"
+        if settings.gpu_option == "gres":
+            resources.insert(0, f"gpu:{kind}{request.gpus_per_node}")
+        else:
+            yield f"--gpus-per-node={kind}{request.gpus_per_node}"
+    if resources:
+        # sbatch keeps only the last of several options
+        yield f"{_GRES}{','.join(resources)}"
     if settings.exclusive:
         yield "--exclusive"
         yield "--mem=0"
@@ -126,7 +134,7 @@ def _sbatch_options(request: JobRequest[SlurmConfig]) -> Iterator[str]:
         yield "--dependency=singleton"
     yield "--open-mode=append"
     yield f"--output={_in_header(str(request.jobs / '%j.log'))}"
-    yield from settings.sbatch_options
+    yield from (option for option in settings.sbatch_options if not option.startswith(_GRES))
 
 
 def _in_header(path: str) -> str:
