@@ -9,6 +9,7 @@ from rich.console import Console
 
 from rl_core.errors import ConfigError
 from rl_launch.monitoring.run_monitoring import RunMonitoring
+from rl_launch.monitoring.telemetry import Telemetry
 from rl_launch.session import LoggerConfig, RunSession
 from rl_launch.session.monitoring_config import NotifyConfig
 from rl_launch.session.observer import Observers, RunObserver
@@ -123,6 +124,19 @@ def test_a_notification_of_a_finished_run_is_delivered_before_the_command_ends(t
     with RunMonitoring(config, findings=_no_findings, restarts=lambda: False) as monitoring:
         run(tmp_path / "mine", monitoring.observer)
     assert '"event": "finished"' in (tmp_path / "told").read_text()
+
+
+@pytest.mark.parametrize("method", ["to", "close"])
+def test_spans_that_cannot_be_sent_cost_a_run_nothing(tmp_path, monkeypatch, caplog, method):
+    def refuse(*args):
+        raise ValueError("no idea")
+
+    monkeypatch.setattr(Telemetry, method, refuse)
+    config = LoggerConfig(otel_endpoint="http://127.0.0.1:9")
+    with RunMonitoring(config, findings=_no_findings, restarts=lambda: False) as monitoring:
+        run(tmp_path / "mine", monitoring.observer)
+    assert any("(ValueError: no idea)" in message for message in caplog.messages)
+    assert len(counting.metrics(tmp_path / "mine")) == 2
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,12 @@
 """Spans of a run, as OpenTelemetry's SDK exports them."""
 
 import logging
+import threading
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from opentelemetry.sdk.trace import SpanProcessor
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
@@ -12,6 +14,7 @@ from opentelemetry.trace import StatusCode
 from rl_core.callback import RunEnd
 from rl_core.rollouts.group import RolloutGroup
 from rl_core.rollouts.rollout import Prompt, Rollout
+from rl_launch.monitoring import telemetry
 from rl_launch.monitoring.telemetry import ReportingExporter, Telemetry
 from rl_launch.session.observer import ObservedRun
 
@@ -127,3 +130,14 @@ def test_a_collector_that_takes_no_spans_is_reported_once_without_its_url(caplog
     stopped = "the collector of traces at collector takes no spans; they are dropped until it does"
     resumed = "the collector of traces at collector takes spans again"
     assert caplog.messages == [stopped, resumed] * 2
+
+
+@pytest.mark.parametrize("method", ["force_flush", "shutdown"])
+def test_a_collector_that_does_not_answer_does_not_hold_up_the_end_of_a_run(monkeypatch, caplog, method):
+    forever = threading.Event()
+    monkeypatch.setattr(telemetry, "CLOSE_TIMEOUT_S", 0.05)
+    processor = SpanProcessor()
+    setattr(processor, method, lambda *args, **named: forever.wait())
+    Telemetry(processor).close()
+    assert caplog.messages == ["the last spans were not sent within 0.05 s"]
+    forever.set()

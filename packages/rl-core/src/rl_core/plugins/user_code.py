@@ -16,13 +16,17 @@ import importlib
 import inspect
 import linecache
 import re
+import signal
 import sys
 import sysconfig
+import threading
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 from rl_core.exports import has_public_names
@@ -263,6 +267,34 @@ def calls_of(error: BaseException) -> list[traceback.FrameSummary]:
     frames = traceback.extract_tb(error.__traceback__)
     first = next((i for i, frame in enumerate(frames) if not frame.filename.startswith((_PACKAGE, "<"))), 0)
     return list(frames[first:])
+
+
+@contextmanager
+def limited(seconds: float) -> Iterator[None]:
+    """Context that user code is interrupted in after a time. Threads other than the main one have no limit, because
+    signals are handled there only.
+
+    Raises:
+        TookTooLong: In the user's code; again every 10 seconds if it catches that.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise TookTooLong(f"it took longer than {seconds:g} s (timeout_s)")
+
+    earlier = signal.signal(signal.SIGALRM, interrupt)
+    rest = signal.setitimer(signal.ITIMER_REAL, seconds, 10.0)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *rest)
+        signal.signal(signal.SIGALRM, earlier)
+
+
+class TookTooLong(BaseException):
+    """User code took longer than its limit. It is not an `Exception`, which user code often catches."""
 
 
 def raised_at(error: BaseException) -> str:

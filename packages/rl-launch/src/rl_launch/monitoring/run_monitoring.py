@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
@@ -18,6 +19,8 @@ from rl_launch.session.observer import Observers, RunObserver
 
 if TYPE_CHECKING:
     from rl_launch.monitoring.poller import Monitored
+
+_log = logging.getLogger(__name__)
 
 
 class MonitoredPool(Protocol):
@@ -87,15 +90,19 @@ class RunMonitoring:
         if config.prometheus_port is not None:
             assert self._system is not None, "an endpoint has readings"
             endpoint = PrometheusEndpoint(config, self._system.readings)
-            stack.callback(endpoint.close)
+            stack.callback(_close, endpoint)
             yield endpoint
         if config.otel_endpoint is not None:
-            telemetry = Telemetry.to(config.otel_endpoint)
-            stack.callback(telemetry.close)
-            yield telemetry
+            try:
+                telemetry = Telemetry.to(config.otel_endpoint)
+            except Exception as error:  # noqa: BLE001  # of variables OTEL_*; what watches a run must not cost it anything
+                _log.warning("no spans are sent (%s: %s)", type(error).__name__, error)
+            else:
+                stack.callback(_close, telemetry)
+                yield telemetry
         if config.notify.is_enabled:
             notifications = Notifications(config.notify, findings=findings, restarts=restarts)
-            stack.callback(notifications.close)
+            stack.callback(_close, notifications)
             yield notifications
 
     def __enter__(self) -> Self:
@@ -116,3 +123,10 @@ class RunMonitoring:
             return
         with self._system.watching(runtime.monitored):
             yield
+
+
+def _close(observer: PrometheusEndpoint | Telemetry | Notifications) -> None:
+    try:
+        observer.close()
+    except Exception as error:  # noqa: BLE001  # what watches a run must not cost it anything
+        _log.warning("%s could not be closed (%s: %s)", type(observer).__name__, type(error).__name__, error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -25,7 +26,7 @@ _log = logging.getLogger(__name__)
 SERVICE = "rl"
 """`service.name` unless OTEL_SERVICE_NAME sets another."""
 
-CLOSE_TIMEOUT_MS = 5000
+CLOSE_TIMEOUT_S = 5.0
 """Maximum time that a run which ends waits until its last spans are sent."""
 
 
@@ -45,7 +46,9 @@ class Telemetry(RunObserver):
         from opentelemetry.sdk.trace import TracerProvider
 
         self._api = trace
-        self._provider = TracerProvider(resource=Resource.create({"service.name": SERVICE}))
+        # its hook at the end of the process would wait for the collector once more
+        resource = Resource.create({"service.name": SERVICE})
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(processor)
         self._tracer = self._provider.get_tracer("rl_launch")
         self._run: Span | None = None
@@ -122,8 +125,15 @@ class Telemetry(RunObserver):
         self._phases, self._step, self._run = [], None, None
 
     def close(self) -> None:
-        """Send the spans that are left."""
-        self._provider.force_flush(CLOSE_TIMEOUT_MS)
+        """Send the spans that are left, for a limited time: the SDK takes a timeout and does not keep it."""
+        sending = threading.Thread(target=self._send_rest, name="last-spans", daemon=True)
+        sending.start()
+        sending.join(CLOSE_TIMEOUT_S)
+        if sending.is_alive():
+            _log.warning("the last spans were not sent within %g s", CLOSE_TIMEOUT_S)
+
+    def _send_rest(self) -> None:
+        self._provider.force_flush()
         self._provider.shutdown()
 
     def _within(self) -> Any:

@@ -113,7 +113,7 @@ class RunSession:
         self._config = config
         access = config.logger.run_dir_access
         self._take_directory = partial(self.directory.open, config, fresh=fresh, branch=branch, access=access)
-        self._callbacks = Callbacks(callbacks)
+        self._callbacks = Callbacks(callbacks, lambda: self._stop.unwound_by)
         self._pusher = pusher
         self._observer = Observers([] if observer is None else [observer])
         self._progress = Progress(title or self.directory.path.name, console or shared_console())

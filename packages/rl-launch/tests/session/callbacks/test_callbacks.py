@@ -1,5 +1,6 @@
 """Callbacks of a run, on a run without engines."""
 
+import inspect
 import io
 import json
 import re
@@ -13,7 +14,9 @@ import pytest
 from rich.console import Console
 
 from rl_core import Callback
-from rl_core.errors import CallbackFailed, WorkerDied
+from rl_core.callback import HOOKS
+from rl_core.errors import CallbackFailed, ConfigError, WorkerDied
+from rl_core.testing.exhaustive import exhaustive
 from rl_launch.api.named_objects import with_names
 from rl_launch.session import RunSession
 from rl_launch.session.callbacks.callback_classes import callback_problems, make_callbacks
@@ -257,3 +260,83 @@ def test_python_gives_classes_and_instances():
     assert problems(*named["callbacks"]) == []
     with pytest.raises(ValueError, match=r"callbacks\[0\]: got an instance of Plain.*give the class"):
         with_names({"callbacks": [Plain()]})
+
+
+HOSTILE = {
+    "exits": "sys.exit(3)",
+    "interrupts itself": "raise KeyboardInterrupt",
+    "raises a BaseException": "raise BaseException('mine')",
+    "ends a generator": "raise GeneratorExit",
+}
+HANGING = {
+    "sleeps": "time.sleep(10**6)",
+    "waits": "threading.Event().wait()",
+    "loops": "[0 for _ in iter(int, 1)]",
+    "waits for a program": "subprocess.run(['sleep', '1000'])",
+    "catches every Exception": """while True:
+                try: time.sleep(10**6)
+                except Exception: pass""",
+}
+HOSTILE_HOOKS = [
+    pytest.param(case, hook, marks=() if hook == "on_step" or case in ("exits", "sleeps") else exhaustive)
+    for hook in HOOKS
+    for case in (*HOSTILE, *HANGING)
+]
+
+
+@pytest.mark.parametrize(("case", "hook"), HOSTILE_HOOKS)
+def test_no_hook_can_end_or_stop_a_run(tmp_path, caplog, case, hook):
+    file = tmp_path / "hostile.py"
+    file.write_text(
+        f"""
+import subprocess, sys, threading, time
+from rl_core import Callback
+
+class Hostile(Callback):
+    def {hook}(self, {", ".join(list(inspect.signature(getattr(Callback, hook)).parameters)[1:])}):
+            {HOSTILE.get(case) or HANGING[case]}
+"""
+    )
+    entry = {"type": f"{file}:Hostile", "timeout_s": 60 if case in HOSTILE else 0.1}
+    run(tmp_path / "run", [CallbackConfig.model_validate(entry)])
+    assert [row["step"] for row in counting.metrics(tmp_path / "run")] == [1, 2, 3]
+    assert RunState.read(tmp_path / "run").status == "finished"
+    [told] = [message for message in caplog.messages if "Hostile failed in" in message]
+    assert f"failed in {hook} " in told
+    assert ("hostile.py:7" if case in HOSTILE else "it took longer than 0.1 s (timeout_s)") in told
+
+
+def test_a_second_signal_during_a_hook_ends_the_run(tmp_path):
+    file = tmp_path / "slow.py"
+    file.write_text(
+        """
+import os, signal
+from rl_core import Callback
+
+class Slow(Callback):
+    def on_step(self, step, metrics):
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGTERM)
+"""
+    )
+    with pytest.raises(SystemExit):
+        run(tmp_path / "run", [CallbackConfig(type=f"{file}:Slow")])
+    assert RunState.read(tmp_path / "run").status == "interrupted"
+
+
+@pytest.mark.parametrize("statement", ["sys.exit(3)", "raise RuntimeError('no')", "time.sleep(10**6)"])
+def test_a_callback_that_cannot_be_made_is_refused_with_the_line(tmp_path, statement):
+    file = tmp_path / "hostile.py"
+    file.write_text(
+        f"""
+import sys, time
+from rl_core import Callback
+
+class Hostile(Callback):
+    def __init__(self):
+        {statement}
+    def on_step(self, step, metrics): ...
+"""
+    )
+    with pytest.raises(ConfigError, match=r"callbacks\[0\]: no instance of .*:Hostile could be created .*: "):
+        make_callbacks([CallbackConfig(type=f"{file}:Hostile", timeout_s=0.02)])

@@ -11,8 +11,9 @@ from pydantic import ValidationError
 
 from rl_core.callback import HOOKS, Callback
 from rl_core.config import Config, Problem, did_you_mean, nearest_as_remedy, section_of, settings_of
+from rl_core.errors import ConfigError
 from rl_core.plugins import resolve
-from rl_core.plugins.user_code import FromFile, is_in_file
+from rl_core.plugins.user_code import FromFile, is_in_file, limited, raised_at
 from rl_launch.session.config import CallbackConfig
 
 
@@ -61,7 +62,18 @@ def make_callbacks(entries: Sequence[str | CallbackConfig]) -> list[MadeCallback
     for index, section in enumerate(map(CallbackConfig.of, entries)):
         kind = callback_class(section.type)
         settings = settings_of(_settings_type(kind).model_validate(section.settings))
-        made.append(MadeCallback(f"callbacks[{index}]", section, kind(**settings)))
+        key = f"callbacks[{index}]"
+        try:
+            with limited(section.timeout_s):
+                made.append(MadeCallback(key, section, kind(**settings)))
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # even SystemExit, of which a user would see nothing
+            place = raised_at(error)
+            what = f"{type(error).__name__}: {error}"
+            raise ConfigError(
+                f"{key}: no instance of {section.type} could be created{f' ({place})' if place else ''}: {what}"
+            ) from error
     return made
 
 

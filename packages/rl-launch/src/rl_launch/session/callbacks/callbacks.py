@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import numbers
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from rl_core.callback import CallbackRun, RunEnd
 from rl_core.errors import CallbackFailed
-from rl_core.plugins.user_code import raised_at
+from rl_core.plugins.user_code import limited, raised_at
 from rl_launch.session.callbacks.callback_classes import MadeCallback
 
 _logger = logging.getLogger(__name__)
@@ -26,15 +26,19 @@ TIME = "time/callbacks"
 class Callbacks:
     """Several callbacks as one, called in the order of the config.
 
-    One that raises is reported with file and line. With `on_error: warn` it is then turned off; with `on_error: stop`
-    the run ends after the step, saved, and `failure` is what it ends with.
+    One that raises anything, or takes longer than its limit, is reported with file and line. With `on_error: warn` it
+    is then turned off; with `on_error: stop` the run ends after the step, saved, and `failure` is what it ends with.
 
     Args:
         callbacks: Callbacks of the run.
+        unwound_by: Returns the signal that ends the run at once, which is raised in a hook like an error of the hook.
     """
 
-    def __init__(self, callbacks: Sequence[MadeCallback] = ()) -> None:
+    def __init__(
+        self, callbacks: Sequence[MadeCallback] = (), unwound_by: Callable[[], object | None] = lambda: None
+    ) -> None:
         self._callbacks = list(callbacks)
+        self._unwound_by = unwound_by
         self._run: CallbackRun | None = None
         self.failure: CallbackFailed | None = None
 
@@ -89,14 +93,20 @@ class Callbacks:
         """Call a hook that the callback overrides, and return the metrics that it adds."""
         if hook not in each.hooks:
             return {}
+        before = self._unwound_by()
         try:
-            returned = getattr(each.callback, hook)(*arguments)
+            with limited(each.config.timeout_s):
+                returned = getattr(each.callback, hook)(*arguments)
             return {} if known is None or returned is None else _checked(returned, known)
-        except Exception as error:  # noqa: BLE001  # code of the user's, whose failure must not cost the run
+        except BaseException as error:
+            # a run that ends already has the interpreter's own handlers of signals
+            if self._unwound_by() is not before or (before and isinstance(error, KeyboardInterrupt)):
+                raise
+            # code of the user's, whose failure, even SystemExit, must not cost the run
             self._fail(each, hook, when, error)
             return {}
 
-    def _fail(self, each: MadeCallback, hook: str, when: str, error: Exception) -> None:
+    def _fail(self, each: MadeCallback, hook: str, when: str, error: BaseException) -> None:
         self._callbacks.remove(each)
         place = raised_at(error)
         said = f"callback {each.config.type} failed in {hook} {when}{f', {place}' if place else ''}"
