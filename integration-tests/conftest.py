@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from document_runs import commands, worked
 from driver_process import CommandResult, DriverProcess
+from faults import FAULT
 from runs import NUM_PROMPTS, STARTED, lines_of
 
 from rl_algos.tiny_model import make_tiny_model
@@ -20,9 +21,6 @@ from rl_core.testing.documents import add_to_hub
 from rl_core.testing.exhaustive import pytest_configure
 
 __all__ = ["commands", "pytest_configure", "worked"]
-
-FAULT_TABLE = pytest.StashKey[list]()
-"""What faults did to runs: fault, step, seconds until noticed, message, exit code, and the proof after a resume."""
 
 LONGEST_FIRST = (
     "test_quickstart",
@@ -116,16 +114,12 @@ def variables(once) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="session")
-def fault_table(pytestconfig) -> list:
-    """Rows of the table of faults, which is printed at the end."""
-    return pytestconfig.stash.setdefault(FAULT_TABLE, [])
-
-
-def pytest_terminal_summary(terminalreporter, config):
-    for fault, step, seconds, message, code, proof in config.stash.get(FAULT_TABLE, []):
-        line = f"| {fault} | {step} | {seconds:.1f} s | {message.strip()} | {code} | {proof} |"
-        terminalreporter.write_line(line)
+def pytest_terminal_summary(terminalreporter):
+    """Print the table of faults: fault, step, seconds until noticed, message, exit code, proof after a resume."""
+    for report in terminalreporter.stats.get("passed", []):
+        for name, row in report.user_properties:
+            if name == FAULT:
+                terminalreporter.write_line("| " + " | ".join(row) + " |")
 
 
 @pytest.fixture(scope="session")

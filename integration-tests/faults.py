@@ -30,6 +30,9 @@ ENGINE = "VLLM::EngineCore"
 
 KILL, STOP, TERMINATE = signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM
 
+FAULT = "fault"
+"""Name of the property of a test that is a row of the table of faults."""
+
 NONE = r"(?!)"
 """A pattern for faults that need no word."""
 

@@ -15,6 +15,7 @@ import psutil
 import pytest
 import tellable_environment
 from faults import (
+    FAULT,
     FAULTS,
     LACKS,
     NONE,
@@ -267,7 +268,7 @@ def proof_of(rl, folder, expected, *, is_exact):
 
 
 @pytest.mark.parametrize("fault", partly_exhaustive(FAULTS, always=FAULTS[:1]), ids=str)
-def test_a_run_outlives_a_fault_of_each_of_its_processes(fault, trained, rl, fault_table, tmp_path):
+def test_a_run_outlives_a_fault_of_each_of_its_processes(fault, trained, rl, record_property, tmp_path):
     arguments, whole = trained
     expected = whole(fault.run)
     seed = random.randrange(2**32)
@@ -290,12 +291,12 @@ def test_a_run_outlives_a_fault_of_each_of_its_processes(fault, trained, rl, fau
         assert json.loads((run.folder / "state.json").read_text())["status"] in ("running", "interrupted")
         Run.start(run.folder, *arguments[fault.run]).finish()
     proof = proof_of(rl, run.folder, expected, is_exact=fault.is_exact)
-    fault_table.append((str(fault), step, seconds, message, code, proof))
+    record_property(FAULT, [str(fault), str(step), f"{seconds:.1f} s", message.strip(), str(code), proof])
 
 
 @exhaustive
 @pytest.mark.parametrize("lack", LACKS, ids=str)
-def test_a_run_outlives_a_machine_that_lacks_or_refuses_something(lack, trained, rl, fault_table, tmp_path):
+def test_a_run_outlives_a_machine_that_lacks_or_refuses_something(lack, trained, rl, record_property, tmp_path):
     arguments, whole = trained
     expected = whole(lack.run)
     run = Run.start(tmp_path / "run", *arguments[lack.run], prefix=lack.machine(tmp_path / "run"))
@@ -311,4 +312,5 @@ def test_a_run_outlives_a_machine_that_lacks_or_refuses_something(lack, trained,
     if code:
         Run.start(run.folder, *arguments[lack.run]).finish()
     proof = proof_of(rl, run.folder, expected, is_exact=True)
-    fault_table.append((str(lack), 5 if lack.begins else 0, seconds, message, code, proof))
+    step = "5" if lack.begins else ""
+    record_property(FAULT, [str(lack), step, f"{seconds:.1f} s", message.strip(), str(code), proof])

@@ -1,6 +1,10 @@
 """Commands whose reader is gone, as in `rl env list | head`."""
 
+import os
+import signal
 import subprocess
+import sys
+import time
 
 import pytest
 import typer
@@ -9,7 +13,7 @@ from typer.testing import CliRunner
 
 from rl_core.errors import ConfigError, RLError
 from rl_launch.cli.app import app
-from rl_launch.cli.failure import reported
+from rl_launch.cli.failure import reported, resumable
 from rl_launch.commands import train
 from rl_launch.commands.train import Outcome
 from rl_launch.placement.bundles import DevicesLost
@@ -54,6 +58,24 @@ def test_a_run_that_can_be_resumed_has_an_exit_code_of_its_own(error, code):
     with pytest.raises(typer.Exit) as ended, reported():
         raise error
     assert ended.value.exit_code == code
+
+
+@pytest.mark.parametrize("is_taken_by_a_run", [False, True])
+def test_sigterm_ends_a_command_that_can_be_resumed_with_that_exit_code(is_taken_by_a_run):
+    pid = os.fork()
+    if pid == 0:
+        try:
+            with reported(), resumable():
+                if is_taken_by_a_run:
+                    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(60)
+        except typer.Exit as ending:
+            os._exit(ending.exit_code)
+        finally:
+            os._exit(99)
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 75
 
 
 @pytest.mark.parametrize(("is_finished", "code"), [(True, 0), (False, 75)])

@@ -77,7 +77,7 @@ def ended(tmp_path, work):
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
-    for name in ("FROZEN_S", "UNWIND_S", "SILENT_CLOSE_S", "_REPORT_S"):
+    for name in ("FROZEN_S", "WITHOUT_GCS_S", "UNWIND_S", "SILENT_CLOSE_S", "_REPORT_S"):
         monkeypatch.setattr(driver_watch, name, 0.2)
     monkeypatch.setattr(driver_watch, "CLOSE_S", 600.0)
     monkeypatch.setattr(driver_watch, "_POLL_S", 0.05)
@@ -100,6 +100,7 @@ def deaf(seconds=60.0):
         (RAYLET, signal.SIGKILL, "node process (raylet), process"),
         (KEEPER, signal.SIGKILL, "parent of Ray's processes (node_keeper), process"),
         (RAYLET, signal.SIGSTOP, "was stopped for 0.2 s"),
+        (GCS, signal.SIGKILL, "ended, and the step under way did not"),
     ],
 )
 def test_a_driver_without_its_ray_says_so_and_can_be_resumed(tmp_path, victim, sign, said):
@@ -113,7 +114,9 @@ def test_a_driver_without_its_ray_says_so_and_can_be_resumed(tmp_path, victim, s
     assert message.endswith("The same command resumes the run from checkpoint step_4.")
 
 
-def test_a_run_without_its_control_service_ends_after_its_step(tmp_path):
+def test_a_run_without_its_control_service_ends_after_its_step(tmp_path, monkeypatch):
+    monkeypatch.setattr(driver_watch, "WITHOUT_GCS_S", 600.0)
+
     def work(given):
         given.cluster.children[GCS].kill()
         while not given.run.stop.reason:

@@ -73,8 +73,14 @@ def reported() -> Iterator[Failure]:
 
 @contextmanager
 def resumable() -> Iterator[None]:
-    """Exit with `UNFINISHED` if SIGTERM ends the block, also before or after a run handles it itself."""
-    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    """Exit with `UNFINISHED` if SIGTERM ends the block. A run takes the signal itself, to save. Outside of it, checks
+    in threads and other processes would hold up an orderly end."""
+
+    def end(number: int, frame: object) -> None:
+        os.write(2, b"ended by SIGTERM\n")
+        os._exit(UNFINISHED)
+
+    before = signal.signal(signal.SIGTERM, end)
     try:
         yield
     except SystemExit as ending:

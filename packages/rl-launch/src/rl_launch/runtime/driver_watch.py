@@ -25,6 +25,9 @@ _log = logging.getLogger(__name__)
 FROZEN_S = 30.0
 """How long the raylet may be stopped. Ray itself gives a node up after 65 s, and its driver then waits for ever."""
 
+WITHOUT_GCS_S = 45.0
+"""How long a step may go on without Ray's control service. Ray ends the driver without a word after 60 s."""
+
 UNWIND_S = 25.0
 """How long a start, a restart or a run may take to end after a signal that ends it at once."""
 
@@ -189,6 +192,8 @@ class DriverWatch:
             return
         waited = now - self._silent.setdefault(name, now)
         if state == psutil.STATUS_DEAD:
+            if name == GCS and waited > WITHOUT_GCS_S and not self._is_closing:
+                self._end(self._lost(f"{name}, process {pid}, ended, and the step under way did not"), _RESUMABLE)
             return
         if waited > _REPORT_S:
             limit = f"; the run ends if it is stopped for {FROZEN_S:g} s" if name == RAYLET else ""
