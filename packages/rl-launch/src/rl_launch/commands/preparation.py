@@ -25,7 +25,7 @@ from rl_launch.commands.family_proof import prove_family
 from rl_launch.doctor.checks import processes_problem, ranks_keys
 from rl_launch.doctor.machine import Machine
 from rl_launch.doctor.needs import needs_of_plan
-from rl_launch.model_files.local_models import MADE_HERE, untrained_model
+from rl_launch.model_files.local_models import MADE_HERE, check_home, untrained_model
 from rl_launch.model_files.model_facts import check_tokenizer
 from rl_launch.model_files.model_folder import adapter_problems, config_folder
 from rl_launch.monitoring.run_monitoring import check_monitoring
@@ -140,6 +140,7 @@ def check_run_dir(
     path = Path(run_dir).expanduser().absolute()
     if problem := locale_problem(str(path)):
         raise RunDirectoryError(f"run_dir: {problem.message}.")
+    check_home()
     recording = RunRecording(recorded_environments(path / CONFIG) if is_run(path) else None)
     directory = RunDirectory(path, recording)
     if is_run(path) and branch_point is not None:

@@ -6,9 +6,10 @@ import logging
 from collections.abc import Mapping
 from pathlib import Path
 
+from rl_core.errors import RunDirectoryError
 from rl_core.model_config import ModelConfig
 from rl_launch.session.directory.writable import check_writable
-from rl_launch.worker_envs import default_root
+from rl_launch.worker_envs import default_root, require_home
 
 _log = logging.getLogger(__name__)
 
@@ -52,12 +53,27 @@ def models_folder() -> Path:
     return default_root().parent / "models"
 
 
+def check_home() -> None:
+    """Refuse a home folder that does not exist, before models, environments or results of checks are kept in it.
+
+    Raises:
+        RunDirectoryError: If it is used and does not exist.
+    """
+    try:
+        require_home()
+    except FileNotFoundError as error:
+        raise RunDirectoryError(
+            f"{error.strerror}: {error.filename}. Set HOME, or RL_HOME to a folder with space that you may write to."
+        ) from None
+
+
 def writable_models_folder() -> Path:
     """Return the folder of the models that are made here, before one is made.
 
     Raises:
         RunDirectoryError: If it cannot be written to.
     """
+    check_home()
     check_writable(models_folder(), remedy="Set RL_HOME to a folder that you may write to.")
     return models_folder()
 

@@ -35,6 +35,7 @@ from rl_launch.session.directory.recording import Recording
 from rl_launch.session.directory.run_directory import RunDirectory
 from rl_launch.session.directory.run_folder import RunFolder
 from rl_launch.session.directory.run_state import Status
+from rl_launch.session.directory.writable import careful_umask
 from rl_launch.session.observer import ObservedRun, Observers, RunObserver
 from rl_launch.session.rollouts.run_files import RolloutFiles, RolloutWriter
 from rl_launch.session.rollouts.token_files import TokenFiles
@@ -134,8 +135,9 @@ class RunSession:
     def __enter__(self) -> Self:
         config = self._config
         check_writers(config.logger)
-        resumes = self._take_directory()
         with ExitStack() as stack:
+            stack.enter_context(careful_umask())
+            resumes = self._take_directory()
             stack.callback(self.directory.close)
             if resumes and not config.checkpointing.enabled and not self._metrics.is_empty:
                 raise RunDirectoryError(

@@ -16,7 +16,7 @@ from rl_launch.session.config import Access
 from rl_launch.session.directory import lock
 from rl_launch.session.directory.run_folder import CONFIG
 from rl_launch.session.directory.run_images import FOLDER as IMAGES
-from rl_launch.session.directory.writable import check_writable, make_folder
+from rl_launch.session.directory.writable import careful_umask, check_writable, make_folder
 
 FOLDER = "data"
 """In the folder of a run or an evaluation."""
@@ -75,10 +75,11 @@ def kept(files: Sequence[RowFile], folder: Path, access: Access) -> Iterator[Non
     existed = folder.is_dir()
     make_folder(folder, access)
     place = folder / FOLDER
-    place.mkdir(exist_ok=True)
     try:
-        for file in files:
-            file.write(place)
+        with careful_umask():
+            place.mkdir(exist_ok=True)
+            for file in files:
+                file.write(place)
         yield
     except BaseException:
         _remove_unnamed(files, folder, existed=existed)

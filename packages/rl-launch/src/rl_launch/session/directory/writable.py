@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
+import stat
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from rl_core.errors import RunDirectoryError
 from rl_launch.session.config import Access
 
 _LEAST_FREE_BYTES = 2**24
+_USUAL_UMASK = 0o022
+_FSTAB = Path("/etc/fstab")
 _MODES: dict[Access, int] = {"owner": 0o700, "group": 0o750, "all": 0o755}
 
 
@@ -25,6 +31,11 @@ def check_writable(folder: Path, *, remedy: str = "Choose another run_dir.") -> 
     Raises:
         RunDirectoryError: If that is not possible; contains the reason.
     """
+    if (mount := _missing_mount(folder)) is not None:
+        raise RunDirectoryError(
+            f"{folder} is on a disk that is not mounted: /etc/fstab has {mount}, and nothing is mounted "
+            f"there. Mount it. {remedy}"
+        )
     existing = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     if not existing.is_dir():
         what = f"a link to {existing.readlink()}, which does not exist" if not existing.exists() else "a file"
@@ -41,6 +52,42 @@ def check_writable(folder: Path, *, remedy: str = "Choose another run_dir.") -> 
     free = shutil.disk_usage(existing).free
     if free < _LEAST_FREE_BYTES:
         raise _full(folder, free, remedy)
+
+
+def _missing_mount(folder: Path) -> Path | None:
+    """Return the place of a file system that should be mounted at boot, that a folder is on, and that is not mounted:
+    the files, perhaps of an earlier run, would be somewhere else. None if there is none.
+    """
+    try:
+        lines = [line.split() for line in _FSTAB.read_text().splitlines() if not line.lstrip().startswith("#")]
+    except (OSError, ValueError):
+        return None
+    # the file has spaces in octal
+    places = [
+        re.sub(r"\\(\d{3})", lambda found: chr(int(found[1], 8)), line[1])
+        for line in lines
+        if _is_mounted_at_boot(line)
+    ]
+    around = folder.absolute()
+    return next((Path(each) for each in places if around.is_relative_to(each) and not os.path.ismount(each)), None)
+
+
+def _is_mounted_at_boot(line: list[str]) -> bool:
+    return len(line) >= 4 and line[1].startswith("/") and line[2] != "swap" and "noauto" not in line[3].split(",")
+
+
+@contextmanager
+def careful_umask() -> Iterator[None]:
+    """Context in which this process and those that it starts make no file that everybody may write: a umask that allows
+    it, as 000 does, is replaced by the usual 022. Any other is kept.
+    """
+    earlier = os.umask(_USUAL_UMASK)
+    if earlier & stat.S_IWOTH:
+        os.umask(earlier)
+    try:
+        yield
+    finally:
+        os.umask(earlier)
 
 
 def make_folder(folder: Path, access: Access) -> None:
