@@ -1,5 +1,6 @@
 """Faults that are done to runs: processes that are killed or stopped, and machines that lack or refuse something."""
 
+import errno
 import os
 import re
 import signal
@@ -26,12 +27,20 @@ ROLLOUT_WORKER = "ray::AsyncWorkerHost"
 ENVIRONMENT_HOST = "ray::RestartingHost"
 ENVIRONMENT_PROCESS = "environments.process"
 SANDBOX_KEEPER = "rl_envs.sandbox.keeper"
+AGENT = "example_agent.py"
 ENGINE = "VLLM::EngineCore"
 
+OUT_OF_MEMORY = "a full control group"
 KILL, STOP, TERMINATE = signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM
 
 FAULT = "fault"
 """Name of the property of a test that is a row of the table of faults."""
+
+FAILED = 1
+"""Exit code of a run that an error ended."""
+
+WRONG_USE = 2
+"""Exit code of a run that cannot start before its user does something."""
 
 NONE = r"(?!)"
 """A pattern for faults that need no word."""
@@ -45,7 +54,7 @@ class Fault:
     """A fault of one process of a run.
 
     Args:
-        run: Kind of run: `sft`, `grpo` or `agents`.
+        run: Kind of run: `sft`, `grpo`, `agents` or `engines`, which is `grpo` with vLLM.
         sign: Signal that does it.
         victim: Words of the name or the command line of the process.
         says: Pattern of the line in which the run names the fault.
@@ -54,18 +63,24 @@ class Fault:
     """
 
     run: str
-    sign: signal.Signals
+    sign: signal.Signals | str
     victim: str
     says: str
     code: int = 0
     is_exact: bool = True
 
     def __str__(self) -> str:
-        return f"{self.run}, {self.sign.name} of {self.victim.rpartition('/')[2].removeprefix('ray::')}"
+        sign = self.sign.name if isinstance(self.sign, signal.Signals) else self.sign
+        return f"{self.run}, {sign} of {self.victim.rpartition('/')[2].removeprefix('ray::')}"
 
     def strike(self, run: Run) -> None:
         """Do it to a run."""
-        if self.victim == DRIVER:
+        if self.sign == OUT_OF_MEMORY:
+            # whatever it still allocates is too much
+            is_old = Path("/sys/fs/cgroup/memory").exists()
+            group = control_group("memory", "memory.limit_in_bytes" if is_old else "memory.max", str(2**20))
+            (group / "cgroup.procs").write_text(str(run.find(self.victim).pid))
+        elif self.victim == DRIVER:
             run.process.send_signal(self.sign)
         elif self.victim == EVERYTHING:
             run.kill_all()
@@ -76,6 +91,7 @@ class Fault:
 RAY_ENDED = r"Ray's node process \(raylet\), process \d+, ended|the parent of Ray's processes .* ended"
 RAY_STOPPED = r"Ray's node process \(raylet\), process \d+, is stopped"
 RESTARTS = "restarting from checkpoint step_"
+RESTARTED = r"restart\(s\) of its processes"
 REPLACED = "replacing it|was interrupted"
 
 FAULTS = [
@@ -103,12 +119,18 @@ FAULTS = [
         for fault in (
             Fault(run, KILL, ROLLOUT_WORKER, REPLACED),
             Fault(run, STOP, ROLLOUT_WORKER, REPLACED),
-            Fault(run, KILL, ENVIRONMENT_HOST, "the process died and was started again"),
-            Fault(run, STOP, ENVIRONMENT_HOST, "has not answered for", is_exact=False),
-            Fault(run, KILL, ENVIRONMENT_PROCESS, "environment process restarts", is_exact=False),
-            Fault(run, STOP, ENVIRONMENT_PROCESS, "no answer within its deadline", is_exact=False),
+            Fault(run, KILL, ENVIRONMENT_HOST, NONE),
+            Fault(run, STOP, ENVIRONMENT_HOST, "its host has not answered for", is_exact=False),
+            Fault(run, KILL, ENVIRONMENT_PROCESS, RESTARTED, is_exact=False),
+            Fault(run, STOP, ENVIRONMENT_PROCESS, RESTARTED, is_exact=False),
         )
     ),
+    Fault("engines", KILL, ENGINE, REPLACED),
+    Fault("engines", STOP, ENGINE, REPLACED),
+    Fault("agents", KILL, AGENT, NONE, is_exact=False),
+    Fault("sft", OUT_OF_MEMORY, RANK, RESTARTS),
+    Fault("grpo", OUT_OF_MEMORY, ROLLOUT_WORKER, REPLACED),
+    Fault("agents", OUT_OF_MEMORY, ENVIRONMENT_PROCESS, RESTARTED, is_exact=False),
     Fault("sft", KILL, DASHBOARD_AGENT, NONE),
     Fault("sft", STOP, DASHBOARD_AGENT, NONE),
     Fault("sft", KILL, RUNTIME_ENV_AGENT, NONE),
@@ -153,25 +175,24 @@ def small_shared_memory(folder: Path) -> tuple[str, ...]:
     return ("unshare", "--mount", "--propagation", "private", "sh", "-c", script, "sh")
 
 
-def little_memory(folder: Path) -> tuple[str, ...]:
-    """A control group with 1200 MiB, too little for the ranks."""
-    return _in_control_group("memory", "memory.limit_in_bytes", str(1200 * 2**20))
-
-
 def few_processes(folder: Path) -> tuple[str, ...]:
     """A control group with 120 processes and threads."""
-    return _in_control_group("pids", "pids.max", "120")
+    script = 'echo $$ > "$0/cgroup.procs" && exec "$@"'
+    return ("sh", "-c", script, str(control_group("pids", "pids.max", "120")))
 
 
-def _in_control_group(controller: str, file: str, value: str) -> tuple[str, ...]:
-    group = Path("/sys/fs/cgroup", controller, f"rl-fault-{os.getpid()}-{time.monotonic_ns()}")
+def control_group(controller: str, file: str, value: str) -> Path:
+    """Return a new control group with a limit."""
+    root = Path("/sys/fs/cgroup") / controller
+    root = root if root.exists() else root.parent
+    group = root / f"rl-fault-{os.getpid()}-{time.monotonic_ns()}"
     try:
+        (root / "cgroup.procs").read_text()
         group.mkdir()
         (group / file).write_text(value)
     except OSError as error:
         pytest.skip(f"no control group can be made here: {error}")
-    script = 'echo $$ > "$0/cgroup.procs" && exec "$@"'
-    return ("sh", "-c", script, str(group))
+    return group
 
 
 REFUSING = r"""
@@ -220,7 +241,7 @@ def refusing(number: int) -> Machine:
 
     def machine(folder: Path) -> tuple[str, ...]:
         broken = folder.parent / "broken"
-        return _with_library(folder, f"REFUSED={folder}", f"REFUSED_WHEN={broken}", f"REFUSED_ERRNO={number}")
+        return _with_library(folder, f"REFUSED={folder}/", f"REFUSED_WHEN={broken}", f"REFUSED_ERRNO={number}")
 
     return machine
 
@@ -245,6 +266,17 @@ LACKS = [
     *(Lack(run, "256 open files", few_descriptors, NONE) for run in ("sft", "grpo", "agents")),
     *(Lack(run, "16 MiB of /dev/shm", small_shared_memory, NONE) for run in ("sft", "grpo", "agents")),
     Lack("sft", "no file locks", without_locks, NONE),
+    *(
+        Lack(run, f"writes end in {errno.errorcode[number]}", refusing(number), f"error: {words}", FAILED, begins=True)
+        for run, number, words in (
+            ("sft", errno.ENOSPC, "no space left on a disk"),
+            ("grpo", errno.EDQUOT, "a disk quota is exceeded"),
+            ("agents", errno.EROFS, "a file system is read-only"),
+            ("sft", errno.EIO, "a disk failed to read or write"),
+            ("grpo", errno.ENOSPC, "no space left on a disk"),
+        )
+    ),
+    Lack("sft", "120 processes", few_processes, "pids.max allows 120", WRONG_USE),
 ]
 
 

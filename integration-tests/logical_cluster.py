@@ -59,10 +59,12 @@ class LogicalCluster:
 
     Args:
         folder: for Ray's files.
+        prefix: words in front of the command of each node.
     """
 
-    def __init__(self, folder):
+    def __init__(self, folder, prefix=()):
         self._folder = folder
+        self._prefix = prefix
         self._exit = ExitStack()
         self._port = free_port()
         self.nodes = []
@@ -104,6 +106,7 @@ class LogicalCluster:
                 "sh",
                 *command,
             ]
+        command = [*self._prefix, *command]
         self._folder.mkdir(exist_ok=True)
         environment = {**os.environ, **SETTINGS, "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0", **variables}
         for attempt in range(START_ATTEMPTS):

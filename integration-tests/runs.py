@@ -117,10 +117,14 @@ class Run:
     def signal_one(self, words, sign):
         """Send a signal to a process of the run, by words of its name or command line."""
         with self.paused():
-            processes = self.processes()
-            found = [each for each in processes if words in described(each)]
-            assert found, [described(each)[:80] for each in processes]
-            found[0].send_signal(sign)
+            self.find(words).send_signal(sign)
+
+    def find(self, words):
+        """Return a process of the run, by words of its name or command line."""
+        processes = self.processes()
+        found = [each for each in processes if words in described(each)]
+        assert found, [described(each)[:80] for each in processes]
+        return found[0]
 
     def kill_all(self):
         """Kill all processes, as an out-of-memory killer or a lost machine would; returns them."""

@@ -19,12 +19,17 @@ from faults import (
     FAULTS,
     LACKS,
     NONE,
+    RAY_ENDED,
+    RAYLET,
+    RESTARTS,
     noticed,
 )
+from logical_cluster import LogicalCluster
 from runs import (
     NUM_PROMPTS,
     Run,
     assert_no_shared_memory_is_left,
+    assert_same,
     described,
     figures,
     logs_of,
@@ -34,8 +39,9 @@ from runs import (
 )
 
 from rl_core.rollouts.record import turns_of
-from rl_core.testing.exhaustive import exhaustive, partly_exhaustive
+from rl_core.testing.exhaustive import exhaustive
 from rl_launch.cli.failure import UNFINISHED
+from rl_launch.cluster.local_ray import state_of
 
 
 def kill_and_resume(run, num_kills, steps, *arguments, **variables):
@@ -87,6 +93,14 @@ def test_an_sft_run_outlives_a_dead_rank_and_the_kill_of_all_it_started(num_kill
     run.await_step(10)
     run.kill_one("ray::WorkerHost")
     run.await_log("restarting from checkpoint step_")
+    run.await_step(12)
+    run.kill_one(RAYLET)
+    run.finish(60, code=UNFINISHED)
+    assert re.search(RAY_ENDED, run.output)
+    assert json.loads((run.folder / "state.json").read_text())["status"] == "interrupted"
+    num_starts = run.num_starts
+    run = Run.start(run.folder, *sft)
+    run.await_start(num_starts + 1)
     run = kill_and_resume(run, num_kills, (1, 29), *sft)
     assert_no_shared_memory_is_left(before)
     run.finish()
@@ -245,6 +259,9 @@ def trained(once, sft, request):
         ),
     }
 
+    vllm = ("policy.generation.backend=vllm", "policy.generation.vllm_cfg.own_process=true")
+    arguments["engines"] = (*arguments["grpo"], *vllm, "grpo.max_num_steps=8")
+
     def whole(kind):
         # a driver is started only to make one
         made = {"sft": sft}.get(kind, arguments[kind])
@@ -252,6 +269,14 @@ def trained(once, sft, request):
         return once(name, lambda folder: request.getfixturevalue("driver").train(folder, *made))
 
     return arguments, whole
+
+
+def assert_ended(processes, timeout=60):
+    """Assert that processes end, collected by whoever inherits them or not."""
+    deadline = time.monotonic() + timeout
+    while alive := [each for each in processes if state_of(each) != psutil.STATUS_DEAD]:
+        assert time.monotonic() < deadline, [(each.pid, state_of(each), described(each)) for each in alive]
+        time.sleep(0.2)
 
 
 def proof_of(rl, folder, expected, *, is_exact):
@@ -267,7 +292,8 @@ def proof_of(rl, folder, expected, *, is_exact):
     return f"{equal}, {json.loads(proof.output)['num_trained']} prompts trained once"
 
 
-@pytest.mark.parametrize("fault", partly_exhaustive(FAULTS, always=FAULTS[:1]), ids=str)
+@exhaustive
+@pytest.mark.parametrize("fault", FAULTS, ids=str)
 def test_a_run_outlives_a_fault_of_each_of_its_processes(fault, trained, rl, record_property, tmp_path):
     arguments, whole = trained
     expected = whole(fault.run)
@@ -284,8 +310,7 @@ def test_a_run_outlives_a_fault_of_each_of_its_processes(fault, trained, rl, rec
     code = run.process.wait(600)
     assert code == fault.code, run.output
     assert bool(message) == (fault.says != NONE), run.output
-    _, alive = psutil.wait_procs(before, 60)
-    assert not alive, [described(each) for each in alive]
+    assert_ended(before)
     if code:
         # one that is killed can write nothing
         assert json.loads((run.folder / "state.json").read_text())["status"] in ("running", "interrupted")
@@ -314,3 +339,57 @@ def test_a_run_outlives_a_machine_that_lacks_or_refuses_something(lack, trained,
     proof = proof_of(rl, run.folder, expected, is_exact=True)
     step = "5" if lack.begins else ""
     record_property(FAULT, [str(lack), step, f"{seconds:.1f} s", message.strip(), str(code), proof])
+
+
+@pytest.fixture
+def own_network():
+    """Words that start a program in a network of its own, in which all addresses are those of the machine."""
+    name = f"rl-fault-{os.getpid()}"
+    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, check=False)
+    if made.returncode:
+        pytest.skip(f"no network can be made here: {made.stderr.strip()}")
+    within = ("ip", "netns", "exec", name)
+    subprocess.run([*within, "ip", "link", "set", "lo", "up"], check=True)
+    yield within
+    subprocess.run(["ip", "netns", "delete", name], check=True)
+
+
+@exhaustive
+def test_a_run_outlives_a_node_that_is_cut_off_and_lives_on(sft, trained, own_network, record_property, tmp_path):
+    expected = trained[1]("sft")
+    with LogicalCluster(tmp_path / "ray", own_network) as cluster:
+        cluster.add(num_gpus=0)
+        for _ in range(3):
+            cluster.add(num_gpus=1)
+        nodes = ("cluster.device=rehearsal", "cluster.num_nodes=2", "cluster.gpus_per_node=1")
+        arguments = (*sft, *nodes, "policy.worker_timeout_s=60")
+        run = Run.start(tmp_path / "run", *arguments, prefix=own_network, RAY_ADDRESS=cluster.address)
+        run.await_step(5)
+        with run.paused():
+            cut = next(node for node in cluster.nodes[1:] if node.runs("ray::WorkerHost"))
+            # what is sent to it is lost without an answer
+            route = ("ip", "route", "add", "blackhole", cut.address, "table", "local")
+            subprocess.run([*own_network, *route], check=True)
+        seconds, message = noticed(run, RESTARTS)
+        run.finish()
+        assert cut.address in message, run.output
+    assert_same(steps_of(run.folder), steps_of(expected), ("train/loss", "train/grad_norm"), 1e-3)
+    row = ["sft, a node that is cut off", "5", f"{seconds:.1f} s", message.strip(), "0", "30 steps equal to 1e-3"]
+    record_property(FAULT, row)
+
+
+@exhaustive
+def test_a_second_driver_of_a_run_is_refused_and_the_first_goes_on(trained, record_property, tmp_path):
+    arguments, whole = trained
+    expected = whole("sft")
+    run = Run.start(tmp_path / "run", *arguments["sft"])
+    run.await_step(3)
+    began = time.monotonic()
+    refused = subprocess.run(run.process.args, capture_output=True, text=True, timeout=120, check=False)
+    seconds = time.monotonic() - began
+    assert refused.returncode == 2
+    assert "is in use by process" in refused.stderr
+    run.finish()
+    assert figures(run.folder) == figures(expected)
+    row = ["sft, two drivers on one run", "3", f"{seconds:.1f} s", refused.stderr.strip().splitlines()[-1], "2, 0"]
+    record_property(FAULT, [*row, "30 of 30 steps equal"])

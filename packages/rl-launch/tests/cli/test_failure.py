@@ -1,5 +1,6 @@
 """Commands whose reader is gone, as in `rl env list | head`."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -11,9 +12,9 @@ import typer
 from rl_process import RL
 from typer.testing import CliRunner
 
-from rl_core.errors import ConfigError, RLError
+from rl_core.errors import ConfigError, Origin, RLError, WorkerError
 from rl_launch.cli.app import app
-from rl_launch.cli.failure import reported, resumable
+from rl_launch.cli.failure import explained, reported, resumable
 from rl_launch.commands import train
 from rl_launch.commands.train import Outcome
 from rl_launch.placement.bundles import DevicesLost
@@ -90,3 +91,17 @@ def test_a_broken_pipe_to_a_worker_is_a_failure(capsys):
         raise BrokenPipeError("worker")
     assert ended.value.exit_code == 1
     assert "BrokenPipeError: worker" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("can't start new thread"),
+        MemoryError(),
+        BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN)),
+        WorkerError("RuntimeError", "can't start new thread", "", Origin("policy", 1, "here", "train_step")),
+    ],
+    ids=repr,
+)
+def test_a_limit_of_memory_or_threads_is_named(error):
+    assert "limit of memory, processes or threads" in explained(error, None)

@@ -41,6 +41,12 @@ _REFUSALS_OF_FILES = _REFUSALS | {
 UNFINISHED = os.EX_TEMPFAIL
 """Exit code, 75, of a run that has ended before its last step and that the same command resumes."""
 
+_OF_LIMITS = ("can't start new thread", "MemoryError", os.strerror(errno.ENOMEM), os.strerror(errno.EAGAIN))
+_LIMIT_REACHED = (
+    "A limit of memory, processes or threads was reached: that of the shell (ulimit -v, ulimit -u), or that of the "
+    "container or batch job (memory.max, pids.max)."
+)
+
 _READER_IS_GONE = 128 + signal.SIGPIPE
 """Exit code of a program that SIGPIPE ends, as in `yes | head`."""
 
@@ -179,7 +185,8 @@ def describe(error: BaseException) -> str:
     from rl_core.errors import RLError
 
     text = str(error) if isinstance(error, RLError) else f"{type(error).__name__}: {error}"
-    return "\n".join([text, *getattr(error, "__notes__", ())])
+    limit = [_LIMIT_REACHED] if any(words in text for words in _OF_LIMITS) else []
+    return "\n".join([text, *getattr(error, "__notes__", ()), *limit])
 
 
 def _traceback_left(error: BaseException, run_dir: Path | None) -> list[str]:
