@@ -9,7 +9,12 @@ from rl_core.config.load import interpolate
 from rl_core.errors import ConfigError
 
 DEEP = "lists and mappings are nested more than 64 levels deep"
-MANY = "more than 50,000 values, each alias (`*name`) written out"
+MANY = "more than 50,000 keys and values, each alias (`*name`) written out"
+
+
+LARGE = "which is too large for a config or a script"
+LONG = "a number has more than 300 digits; quote it to pass it as a string"
+HALF = r"half of a surrogate pair (\ud800); write the character itself"
 
 
 def doubled(levels: int, of: str) -> str:
@@ -25,13 +30,21 @@ def indented(levels: int) -> str:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        pytest.param(doubled(60, "[?, ?]"), f"a.yaml:1: {MANY}", id="aliases in lists"),
-        pytest.param(doubled(60, "{b: ?, c: ?}"), f"a.yaml:1: {MANY}", id="aliases in mappings"),
-        pytest.param(doubled(100, "[?]"), f"a.yaml:1: {DEEP}", id="aliases one in another"),
+        pytest.param(doubled(60, "[?, ?]"), f"a.yaml:15: {MANY}", id="aliases in lists"),
+        pytest.param(doubled(60, "{b: ?, c: ?}"), f"a.yaml:15: {MANY}", id="aliases in mappings"),
+        pytest.param(doubled(100, "[?]"), f"a.yaml:64: {DEEP}", id="aliases one in another"),
         pytest.param("a: [" + "1, " * 60_000 + "]", f"a.yaml:1: {MANY}", id="a long list"),
-        pytest.param("a: " + "[" * 100_000, f"a.yaml:1: not valid YAML: {DEEP}", id="lists"),
-        pytest.param("a: " + "{b: " * 5000, f"a.yaml:1: not valid YAML: {DEEP}", id="mappings"),
-        pytest.param(indented(500), f"a.yaml:64: not valid YAML: {DEEP}", id="sections"),
+        pytest.param("a: " + "[" * 100_000, f"a.yaml:1: {DEEP}", id="lists"),
+        pytest.param("a: " + "{b: " * 5000, f"a.yaml:1: {DEEP}", id="mappings"),
+        pytest.param(indented(500), f"a.yaml:64: {DEEP}", id="sections"),
+        pytest.param("".join(f"k{n}: 1\n" for n in range(60_000)), f"a.yaml:25000: {MANY}", id="keys"),
+        pytest.param("a: " + "x" * (4 << 20), f"a.yaml: larger than 4,194,304 bytes, {LARGE}", id="a scalar"),
+        pytest.param("#" * (4 << 20) + "\na: 1", f"a.yaml: larger than 4,194,304 bytes, {LARGE}", id="a comment"),
+        pytest.param("b: 1\na: -" + "9" * 5000, f"a.yaml:2: {LONG}", id="digits"),
+        pytest.param("b: 1\na: 0x" + "f" * 5000, f"a.yaml:2: {LONG}", id="digits of base 16"),
+        pytest.param("b: 1\na: 1" + "_1" * 5000, f"a.yaml:2: {LONG}", id="digits with underscores"),
+        pytest.param("b: 1\na: 1." + "5" * 5000, f"a.yaml:2: {LONG}", id="decimal places"),
+        pytest.param('b: 1\na: "\\ud800"', f"a.yaml:2: a string has {HALF}", id="a surrogate"),
     ],
 )
 def test_a_small_file_that_stands_for_very_much_is_refused(folder: Path, text: str, message: str) -> None:
@@ -45,6 +58,33 @@ def test_a_value_of_the_command_line_is_bounded_too(folder: Path) -> None:
     (folder / "a.yaml").write_text("b: 1")
     with pytest.raises(ConfigError, match=DEEP):
         load("a.yaml", ["b=" + "[" * 2000 + "]" * 2000])
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        pytest.param("b=" + "9" * 5000, LONG, id="digits"),
+        pytest.param("b=[1, 0x" + "f" * 5000 + "]", LONG, id="digits in a list"),
+        pytest.param("b[" + "9" * 5000 + "]=1", "is not a key: write names joined by dots", id="an index"),
+        pytest.param(".".join("b" * 5000) + "=1", "is not a key: it has more than 64 levels", id="levels"),
+        pytest.param("b=${c[" + "9" * 5000 + "]}", "99...'", id="an interpolation"),
+    ],
+)
+def test_an_override_that_is_far_too_long_is_refused_and_not_repeated(
+    folder: Path, override: str, message: str
+) -> None:
+    (folder / "a.yaml").write_text("b: 1\nc: [1]")
+    with pytest.raises(ConfigError) as refused:
+        load("a.yaml", [override]).select("b")
+    assert message in str(refused.value)
+    assert len(str(refused.value)) < 1000
+
+
+def test_a_chain_of_files_that_inherit_is_bounded(folder: Path) -> None:
+    for level in range(2000):
+        (folder / f"b{level}.yaml").write_text(f"defaults: b{level + 1}.yaml\n")
+    with pytest.raises(ConfigError, match=r"b64\.yaml: `defaults` form a chain of more than 64 files"):
+        load("b0.yaml")
 
 
 def test_a_file_that_many_inherit_from_is_read_once(folder: Path) -> None:

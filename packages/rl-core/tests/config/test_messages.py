@@ -111,7 +111,7 @@ ERRORS: dict[str, tuple[str, list[str], list[str]]] = {
     "less indented": ("grpo:\n    seed: 1\n  max_num_steps: 3\n", [], ["recipe.yaml:6", "equally"]),
     "tag": ("grpo:\n  seed: !!python/name:os.system x\n", [], ["recipe.yaml:5", "tag !!python/name:os.system is not allowed"]),
     "merge key": ("a: &a {seed: 1}\ngrpo:\n  <<: *a\n", [], ["recipe.yaml:6", "use `defaults:`"]),
-    "alias in itself": ("grpo: &a\n  seed: *a\n", [], ["recipe.yaml:4", "anchor"]),
+    "alias in itself": ("grpo: &a\n  seed: *a\n", [], ["recipe.yaml:5", "anchor"]),
     "key that is no name": ("grpo:\n  ? [a, b]\n  : 1\n", [], ["recipe.yaml:5", "a key must be a name"]),
     "no equals sign": ("", ["grpo.seed"], ["'grpo.seed' (command line)", "key=value: grpo.seed=VALUE"]),
     "a colon for the equals sign": ("", ["grpo.seed: 3"], ["(command line)", "key=value: grpo.seed=3"]),

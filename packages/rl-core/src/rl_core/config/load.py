@@ -15,6 +15,7 @@ from rl_core.config.renames import Upgrade, upgraded
 from rl_core.config.schema import Config
 from rl_core.config.tree import (
     DATASET,
+    MAX_DEPTH,
     MISSING,
     Entry,
     KeyPath,
@@ -35,6 +36,7 @@ from rl_core.plugins.user_code import beside
 Search = Callable[[str], Path | None] | Sequence[Path]
 """How a recipe name becomes a file: folders that hold `NAME.yaml`, or a function that returns the file or None."""
 
+_LONGEST_QUOTED = 300
 _MAX_EXPANSIONS = 1000
 """Maximum number of interpolations that one value leads to, directly and through others."""
 
@@ -130,7 +132,7 @@ def _with_overrides(entry: Entry, overrides: Sequence[str], reader: _Reader) -> 
         try:
             parsed.append((text, *_override(text, reader)))
         except ConfigError as error:
-            problems.append(f"{text!r} ({given_in.get()}): {error}")
+            problems.append(f"{_quoted(text)} ({given_in.get()}): {error}")
     # before any is set, so that their order does not matter
     for _, path, value in parsed:
         entry = _without_replaced_dataset(entry, path, value)
@@ -138,10 +140,15 @@ def _with_overrides(entry: Entry, overrides: Sequence[str], reader: _Reader) -> 
         try:
             entry = entry.with_entry(path, value)
         except ConfigError as error:
-            problems.append(f"{text!r} ({given_in.get()}): {error}")
+            problems.append(f"{_quoted(text)} ({given_in.get()}): {error}")
     if problems:
         raise ConfigError("\n".join(problems))
     return entry
+
+
+def _quoted(text: str) -> str:
+    """Return a string of a user for messages, cut if it is long."""
+    return repr(text if len(text) <= _LONGEST_QUOTED else f"{text[:_LONGEST_QUOTED]}...")
 
 
 def _without_replaced_dataset(entry: Entry, path: KeyPath, value: Entry) -> Entry:
@@ -243,6 +250,8 @@ class _Reader:
 
     def read(self, path: Path, chain: tuple[Path, ...]) -> Entry:
         resolved = path.resolve()
+        if len(chain) == MAX_DEPTH:
+            raise ConfigError(f"{shown(path)}: `defaults` form a chain of more than {MAX_DEPTH} files. Remove some")
         if resolved in chain:
             circle = " -> ".join(shown(file) for file in (*chain[chain.index(resolved) :], resolved))
             raise ConfigError(f"circular `defaults`: {circle}. Remove one")
@@ -361,7 +370,7 @@ def _too_many(written: Mapping[KeyPath, str]) -> dict[KeyPath, str]:
         return counts[path]
 
     return {
-        path: f"{text!r} leads to more than {_MAX_EXPANSIONS:,} interpolations; write the value"
+        path: f"{_quoted(text)} leads to more than {_MAX_EXPANSIONS:,} interpolations; write the value"
         for path, text in written.items()
         if count(path) > _MAX_EXPANSIONS
     }
@@ -387,7 +396,8 @@ def _malformed(text: str) -> str | None:
     try:
         parse(text)
     except GrammarParseError:
-        return f"{text!r} is not a valid interpolation; write ${{section.key}}, or \\${{ for the characters themselves"
+        what = "is not a valid interpolation"
+        return f"{_quoted(text)} {what}; write ${{section.key}}, or \\${{ for the characters themselves"
     return None
 
 
@@ -409,20 +419,20 @@ def _resolved(container: Any, path: KeyPath) -> tuple[Any, Exception | None]:
 def _message(text: str, error: Exception, known: Iterable[str]) -> str:
     said = str(error).partition("\n")[0]
     if isinstance(error, RecursionError) or "Recursive interpolation" in said:
-        return f"{text!r} leads back to itself; set one of the keys in the circle to a value"
+        return f"{_quoted(text)} leads back to itself; set one of the keys in the circle to a value"
     if (match := _NOT_FOUND.search(said)) and match[1].lstrip(".") in text:
-        return f"{text!r} names {match[1]}, which is not a key here{did_you_mean(match[1].lstrip('.'), known)}"
+        return f"{_quoted(text)} names {match[1]}, which is not a key here{did_you_mean(match[1].lstrip('.'), known)}"
     if match := _VARIABLE.search(said):
         name = match[1]
-        return (
-            f"{text!r} needs the environment variable {name}: set it, or write ${{oc.env:{name},VALUE}} for a default"
-        )
+        remedy = f"set it, or write ${{oc.env:{name},VALUE}} for a default"
+        return f"{_quoted(text)} needs the environment variable {name}: {remedy}"
     if "Unsupported interpolation type" in said:
         name = said.rpartition(" ")[2]
-        return f"{text!r} asks for {name!r}, which is not available here; write the value, or a key as ${{section.key}}"
+        remedy = "write the value, or a key as ${section.key}"
+        return f"{_quoted(text)} asks for {name!r}, which is not available here; {remedy}"
     if "MissingMandatoryValue" in said or "MissingValue" in type(error).__name__:
-        return f"{text!r} names a key marked {MISSING}: set that key"
+        return f"{_quoted(text)} names a key marked {MISSING}: set that key"
     if "oc.env" in text or text.count("${") > 1:
         # OmegaConf's words would show the value of the variable
-        return f"{text!r} cannot be resolved with the current values of the keys and variables in it"
-    return f"{text!r} cannot be resolved: {said}"
+        return f"{_quoted(text)} cannot be resolved with the current values of the keys and variables in it"
+    return f"{_quoted(text)} cannot be resolved: {said[:_LONGEST_QUOTED]}"

@@ -12,11 +12,13 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn, TypeVar
 
 import yaml
 
 from rl_core.errors import ConfigError
+
+T = TypeVar("T")
 
 KeyPath = tuple[str | int, ...]
 """A key's segments: names, and positions in lists."""
@@ -24,21 +26,29 @@ KeyPath = tuple[str | int, ...]
 MISSING: Final = "???"
 """An unquoted value that marks a key which the user of the file must set."""
 
+MAX_BYTES = 4 << 20
+"""Maximum size of a file."""
 MAX_DEPTH = 64
 """Maximum number of levels of nested lists and mappings, each alias (`*name`) written out."""
+MAX_DIGITS = 300
+"""Maximum length of a number; one of 309 digits is larger than any float."""
 MAX_VALUES = 50_000
-"""Maximum number of values of a file, each alias (`*name`) written out."""
+"""Maximum number of keys and values of a file, each alias (`*name`) written out."""
 
 DATASET = ("dataset_name", "data_path")
 """Keys of a mapping that name a dataset."""
 
-_PART = re.compile(r"([^.\[\]]+)((?:\[\d+\])*)")
+_PART = re.compile(r"([^.\[\]]+)((?:\[\d{1,9}\])*)")
 _INT = re.compile(r"[-+]?(?:0|[1-9]\d*(?:_\d+)*)|0x[0-9a-fA-F]+|0o[0-7]+")
 _FLOAT = re.compile(r"[-+]?(?:\d[\d_]*)?(?:\d\.|\.\d)[\d_]*(?:[eE][-+]?\d+)?|[-+]?\d[\d_]*[eE][-+]?\d+")
 _SPECIAL = {".inf": "inf", "+.inf": "inf", "-.inf": "-inf", ".nan": "nan"}
 _NULL = ("", "~", "null", "Null", "NULL")
 _BOOL = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
-_TOO_DEEP = f"lists and mappings are nested more than {MAX_DEPTH} levels deep"
+_SURROGATE = re.compile("[\ud800-\udfff]")
+"""Characters that a file in UTF-8 cannot have; YAML and JSON can write them as escapes."""
+TOO_DEEP = f"lists and mappings are nested more than {MAX_DEPTH} levels deep"
+_TOO_MANY = f"more than {MAX_VALUES:,} keys and values, each alias (`*name`) written out"
+TOO_LONG = f"a number has more than {MAX_DIGITS:,} digits; quote it to pass it as a string"
 _CLOSING = {"{": "}", "[": "]"}
 _TEXT, _LIST, _MAPPING = (f"tag:yaml.org,2002:{kind}" for kind in ("str", "seq", "map"))
 
@@ -53,9 +63,11 @@ def parse_path(key: str) -> KeyPath:
     for part in key.split("."):
         match = _PART.fullmatch(part)
         if match is None:
-            raise ConfigError(f"{key!r} is not a key: write names joined by dots, list entries as [0]")
+            raise ConfigError(f"{key[:300]!r} is not a key: write names joined by dots, list entries as [0]")
         path.append(match[1])
         path.extend(int(index) for index in re.findall(r"\d+", match[2]))
+    if len(path) > MAX_DEPTH:
+        raise ConfigError(f"{key[:40]!r}... is not a key: it has more than {MAX_DEPTH} levels")
     return tuple(path)
 
 
@@ -147,6 +159,11 @@ def read_scalar(text: str) -> Any:
     if text in _BOOL or _INT.fullmatch(text) or text.lower() in _SPECIAL or _FLOAT.fullmatch(text):
         return Unquoted(text)
     return Unset() if text == MISSING else text
+
+
+def is_too_long(text: str) -> bool:
+    """Return whether an unquoted scalar is a number with more than `MAX_DIGITS` digits, which no key can take."""
+    return len(text) > MAX_DIGITS and isinstance(read_scalar(text), Unquoted)
 
 
 def natural(tree: Any) -> Any:
@@ -256,22 +273,68 @@ class Entry:
         return self.along(path)[-1].origin
 
 
-class _Composer(yaml.SafeLoader):
-    """Composes nodes without giving scalars a type: `read_scalar` does, by YAML 1.2's rules."""
-
-    yaml_implicit_resolvers = {}
+class BoundedLoader(yaml.SafeLoader):
+    """Composes nodes within `MAX_DEPTH` and `MAX_VALUES`. The bounds hold for the tree with each alias written out, so
+    that a few lines of aliases to aliases cannot stand for any number of values."""
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
-        self._depth = 0
+        self._depth = self._num_nodes = 0
+        self._extents: dict[yaml.Node, tuple[int, int]] = {}
+        """Numbers of nodes and of levels of each node that is complete."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        if self._depth == MAX_DEPTH:
-            raise yaml.composer.ComposerError(None, None, _TOO_DEEP, self.peek_event().start_mark)
+        event = self.peek_event()
+        self._num_nodes += 1
         self._depth += 1
+        self._check(self._num_nodes, self._depth, event.start_mark)
         node: yaml.Node | None = super().compose_node(parent, index)
         self._depth -= 1
+        if not isinstance(event, yaml.AliasEvent):
+            self._complete(node)
+        elif node not in self._extents:
+            _refuse("an alias (`*name`) inside its own anchor is endless", event.start_mark)
         return node
+
+    def _complete(self, node: Any) -> None:
+        inner: list[yaml.Node] = []
+        match node:
+            case yaml.ScalarNode() if found := _SURROGATE.search(node.value):
+                _refuse(_half(found), node.start_mark)
+            case yaml.ScalarNode(style=None) if is_too_long(node.value):
+                _refuse(TOO_LONG, node.start_mark)
+            case yaml.SequenceNode():
+                inner = node.value
+            case yaml.MappingNode():
+                inner = [each for pair in node.value for each in pair]
+        extents = [self._extents[each] for each in inner]
+        num_nodes, depth = 1 + sum(each for each, _ in extents), 1 + max((each for _, each in extents), default=0)
+        self._check(num_nodes, depth, node.start_mark)
+        self._extents[node] = (num_nodes, depth)
+
+    def _check(self, num_nodes: int, depth: int, mark: Any) -> None:
+        if depth > MAX_DEPTH:
+            _refuse(TOO_DEEP, mark)
+        if num_nodes > MAX_VALUES:
+            _refuse(_TOO_MANY, mark)
+
+
+class OutOfBounds(yaml.MarkedYAMLError):
+    """Raised for YAML that is valid and is not accepted."""
+
+
+def _refuse(problem: str, mark: Any) -> NoReturn:
+    raise OutOfBounds(problem=problem, problem_mark=mark)
+
+
+def _half(found: re.Match[str]) -> str:
+    return f"a string has half of a surrogate pair (\\u{ord(found[0]):04x}); write the character itself"
+
+
+class _Composer(BoundedLoader):
+    """Composes nodes without giving scalars a type: `read_scalar` does, by YAML 1.2's rules."""
+
+    yaml_implicit_resolvers = {}
 
 
 def _chooses_another(below: Entry, over: Entry) -> bool:
@@ -297,16 +360,78 @@ def read_file(path: Path, name: str) -> Entry:
         ConfigError: If it cannot be read, is not YAML, has more than `MAX_VALUES` values or `MAX_DEPTH` levels, or uses
             what is refused: duplicated keys, tags and merge keys.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{name}: not a text file in UTF-8 ({error.reason} at byte {error.start})") from None
-    except OSError as error:
-        raise ConfigError(f"{name}: cannot be read: {error.strerror}") from None
-    root = _compose(text, name)
+    text = read_text(path, name)
+    root = parsed(text, name, lambda: _composed(text))
     if root is None:
         return Entry({}, Origin(name, 1))
     return _read(root, _Reader(name, is_numbered=True))
+
+
+def read_text(path: Path, name: str, max_bytes: int = MAX_BYTES) -> str:
+    """Return the text of a file in UTF-8, without a mark of the byte order.
+
+    Args:
+        path: Path of the file.
+        name: Name of the file in messages.
+        max_bytes: Maximum size.
+
+    Raises:
+        ConfigError: If it cannot be read, is not text in UTF-8, or is larger.
+    """
+    try:
+        with path.open("rb") as file:
+            data = file.read(max_bytes + 1)
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        if len(data) <= max_bytes:
+            raise ConfigError(f"{name}: not a text file in UTF-8 ({error.reason} at byte {error.start})") from None
+    except OSError as error:
+        raise ConfigError(f"{name}: cannot be read: {error.strerror}") from None
+    if len(data) > max_bytes:
+        raise ConfigError(f"{name}: larger than {max_bytes:,} bytes, which is too large for a config or a script")
+    return text.replace("\r\n", "\n")
+
+
+def reason(error: Exception) -> str:
+    """Return the message of an error in words of a user: Python's about a long number names a function of `sys`."""
+    return TOO_LONG if "set_int_max_str_digits" in str(error) else str(error)
+
+
+def bounded(tree: Any, name: str) -> Any:
+    """Return nested values of JSON or TOML, which have the bounds of a YAML file.
+
+    Args:
+        tree: Nested values.
+        name: Name of their file in messages.
+
+    Raises:
+        ConfigError: If there are too many, or they are nested too deeply; if a number has too many digits, or a value
+            is not one of YAML.
+    """
+    num_values = 0
+
+    def checked(value: Any, path: KeyPath) -> Any:
+        nonlocal num_values
+        num_values += 1
+        problem = TOO_DEEP if len(path) >= MAX_DEPTH else _TOO_MANY if num_values > MAX_VALUES else ""
+        match value:
+            case _ if problem:
+                pass
+            case dict():
+                return {checked(str(key), path): checked(item, (*path, str(key))) for key, item in value.items()}
+            case list():
+                return [checked(item, (*path, index)) for index, item in enumerate(value)]
+            case str() if found := _SURROGATE.search(value):
+                problem = _half(found)
+            case int() if abs(value) >= 10**MAX_DIGITS:
+                problem = TOO_LONG
+            case str() | int() | float() | None:
+                return value
+            case _:
+                problem = f"{type(value).__name__} is not supported. Write the value as a string, a number or a list"
+        raise ConfigError(f"{name}: {format_path(path)[:80]}: {problem}")
+
+    return checked(tree, ())
 
 
 def read_value(text: str, origin: Origin) -> Entry:
@@ -317,8 +442,10 @@ def read_value(text: str, origin: Origin) -> Entry:
     """
     text = text.strip()
     if text[:1] not in ("[", "{", "'", '"'):
+        if is_too_long(text):
+            raise ConfigError(TOO_LONG)
         return Entry(read_scalar(text) if text else "", origin)
-    root = _compose(text, None)
+    root = parsed(text, None, lambda: _composed(text))
     assert root is not None
     return _read(root, _Reader(origin.source, is_numbered=False))
 
@@ -332,16 +459,26 @@ def _read(root: yaml.Node, reader: _Reader) -> Entry:
     return entry
 
 
-def _compose(text: str, source: str | None) -> yaml.Node | None:
-    """The root node; the source is named in messages with a line, None if the text is not a file's."""
+def parsed(text: str, source: str | None, parse: Callable[[], T]) -> T:
+    """Return the result of a function that parses YAML.
+
+    Args:
+        text: The YAML.
+        source: Name of its file, which messages have with a line; None if it is not a file's.
+        parse: Parses the text.
+
+    Raises:
+        ConfigError: If the text is not valid, or is out of bounds.
+    """
     try:
-        return _composed(text)
+        return parse()
     except yaml.MarkedYAMLError as error:
-        what = ", ".join(part for part in (error.context, error.problem) if part)
+        parts = [part for part in (error.context, error.problem) if part]
+        what = f"{'' if isinstance(error, OutOfBounds) else 'not valid YAML: '}{', '.join(parts)}"
         if source is None:
-            raise ConfigError(f"not valid YAML: {what}; quote the value to pass it as a string") from None
+            raise ConfigError(f"{what}; quote the value to pass it as a string") from None
         line, remedy = _fault(error, text.splitlines())
-        raise ConfigError(f"{Origin(source, line)}: not valid YAML: {what}{remedy}") from None
+        raise ConfigError(f"{Origin(source, line)}: {what}{remedy}") from None
     except yaml.reader.ReaderError as error:
         line = text[: error.position].count("\n") + 1
         before = f"{Origin(source, line)}: " if source else ""
@@ -392,8 +529,6 @@ class _Reader:
     def __init__(self, source: str, *, is_numbered: bool) -> None:
         self._source = source
         self.is_numbered = is_numbered
-        self._open: list[yaml.Node] = []
-        self._num_values = 0
         self._path: list[str | int] = []
         self.problems: list[str] = []
 
@@ -402,22 +537,6 @@ class _Reader:
         return Entry(None, self._origin(node))
 
     def entry(self, node: yaml.Node) -> Entry:
-        if any(node is parent for parent in self._open):
-            return self.refuse(node, "an alias (`*name`) inside its own anchor is endless")
-        self._num_values += 1
-        if self._num_values > MAX_VALUES:
-            # at once: a few lines of aliases to aliases stand for any number of values
-            what = f"more than {MAX_VALUES:,} values, each alias (`*name`) written out"
-            raise ConfigError(f"{self._origin(node)}: {what}")
-        if len(self._open) == MAX_DEPTH:
-            raise ConfigError(f"{self._origin(node)}: {_TOO_DEEP}")
-        self._open.append(node)
-        try:
-            return self._entry(node)
-        finally:
-            self._open.pop()
-
-    def _entry(self, node: yaml.Node) -> Entry:
         origin = self._origin(node)
         match node:
             case yaml.ScalarNode(tag=tag) if tag == _TEXT:

@@ -5,18 +5,27 @@ from __future__ import annotations
 import copy
 import os
 import re
+import resource
+import signal
+import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import FrameType
 from typing import Any
+
+import psutil
 
 from rl_core.config import Config, Problem, as_written, did_you_mean, load
 from rl_core.config.keys import Key, key_at, value_at
 from rl_core.config.tree import KeyPath, leaves, mapped, parse_path
 from rl_core.errors import ConfigError, ConfigProblems
 from rl_core.plugins import algorithm_named
+from rl_core.problems import show
 from rl_launch.foreign import nemo_rl, trl, verl
 from rl_launch.foreign.interpolation import interpolated
 from rl_launch.foreign.lines import Line
@@ -29,6 +38,10 @@ from rl_launch.run_config.reading import read_plan
 from rl_launch.run_config.root_types import root_type
 
 _ROUNDS = 8
+_MAX_CPU_S = 2.0
+"""Processor time to read a file and to translate it, in seconds; large files take a quarter of a second."""
+_MAX_BYTES = 1 << 29
+"""Memory to read a file and to translate it."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +100,8 @@ def import_config(path: Path, system: str, *, algorithm: str = "", gpus: int | N
         near = did_you_mean(system, _TRANSLATORS)
         known = f" `rl config explain KEY` answers a key of {SYSTEMS[system]}." if system in SYSTEMS else ""
         raise ConfigError(f"--from: got {system!r}{near}; allowed: {', '.join(_TRANSLATORS)}.{known}")
-    config = _TRANSLATORS[system](path, algorithm, gpus)
+    with _limited(path):
+        config = _TRANSLATORS[system](path, algorithm, gpus)
     if config.written("policy.model_name") is None:
         config.notes.append("policy.model_name: the file does not contain a model. Set it in the recipe")
         config.put("policy.model_name", "OWNER/MODEL")
@@ -108,10 +122,60 @@ def import_config(path: Path, system: str, *, algorithm: str = "", gpus: int | N
     )
 
 
+class _OutOfTime(BaseException):
+    """Raised if the limit has passed. Not an `Exception`, so that nothing catches it on the way."""
+
+
+@contextmanager
+def _limited(path: Path) -> Iterator[None]:
+    """Refuse a file that takes more processor time or memory than a config or a script: constants of a script are
+    computed, and a few lines of them can stand for very much.
+
+    Only the main thread of a process on Linux can set the limits.
+    """
+    if sys.platform != "linux" or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(_signal: int, _frame: FrameType | None) -> None:
+        raise _OutOfTime
+
+    before, limits = signal.signal(signal.SIGVTALRM, stop), resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (psutil.Process().memory_info().data + _MAX_BYTES, limits[1]))
+    signal.setitimer(signal.ITIMER_VIRTUAL, _MAX_CPU_S)
+    try:
+        yield
+    except (_OutOfTime, MemoryError):
+        raise ConfigError(
+            f"{path}: reading it takes more than {_MAX_CPU_S:g} s of processor time or {_MAX_BYTES >> 20} MiB of "
+            "memory. Remove what does not configure the training"
+        ) from None
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
+        resource.setrlimit(resource.RLIMIT_DATA, limits)
+        signal.signal(signal.SIGVTALRM, before)
+
+
+@contextmanager
+def _well_typed(config: Translation, path: Path) -> Iterator[None]:
+    """Refuse values of other types and sizes than the other system takes, which fail where they are computed with."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    except (TypeError, AttributeError, LookupError, ArithmeticError, ValueError, OSError) as error:
+        asked = config.asked
+        raise ConfigError(
+            f"{path}: the value of {asked}, or of a key near it, has another type or size than the other system takes: "
+            f"{show(config.get(asked))} ({type(error).__name__}: {str(error)[:100]})"
+        ) from None
+
+
 def _of_nemo_rl(path: Path, algorithm: str, gpus: int | None) -> Translation:
     values = interpolated(read(path), str(path))
     config = _started(values, "nemo-rl", algorithm or nemo_rl.algorithm_of(values), path)
-    nemo_rl.translate(config)
+    with _well_typed(config, path):
+        nemo_rl.translate(config)
     return config
 
 
@@ -121,20 +185,23 @@ def _of_trl(path: Path, algorithm: str, gpus: int | None) -> Translation:
         config = _started(script.values, "trl", algorithm or script.algorithm, path)
         config.lines = script.lines
         config.notes += [f"{each.place}: `{each.text}`: {each.reason}" for each in script.checks]
-        trl.translate(config, gpus or script.gpus, folder=path.parent, computed=script.computed)
+        with _well_typed(config, path):
+            trl.translate(config, gpus or script.gpus, folder=path.parent, computed=script.computed)
         for each in script.refused:
             config.refuse_line(each)
         return config
     values = interpolated(read(path), str(path))
     config = _started(values, "trl", algorithm or trl.algorithm_of(values), path)
-    trl.translate(config, gpus, folder=path.parent)
+    with _well_typed(config, path):
+        trl.translate(config, gpus, folder=path.parent)
     return config
 
 
 def _of_verl(path: Path, algorithm: str, gpus: int | None) -> Translation:
     values = interpolated(read_overrides(path, verl.BASES), str(path))
     config = _started(values, "verl", algorithm or verl.algorithm_of(values), path)
-    verl.translate(config, path.parent)
+    with _well_typed(config, path):
+        verl.translate(config, path.parent)
     return config
 
 

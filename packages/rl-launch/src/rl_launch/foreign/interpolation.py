@@ -6,13 +6,17 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from rl_core.config.tree import MAX_BYTES, MAX_DEPTH, MAX_DIGITS
 from rl_core.errors import ConfigError
+from rl_core.problems import show
 from rl_launch.foreign.scalars import scalar
 
 _VARIABLE = "oc.env"
 _RESOLVER = re.compile(r"([A-Za-z_][\w.]*):")
 _SEGMENT = re.compile(r"[^.\[\]]+")
 _MISSING = object()
+_MAX_STEPS = 10_000
+"""Maximum number of interpolations and values that are read to compute those of a file."""
 
 
 def _quotient(left: Any, right: Any) -> Any:
@@ -59,7 +63,7 @@ def interpolated(values: dict[str, Any], name: str) -> dict[str, Any]:
                 try:
                     return tree.computed(value, path, ())
                 except _Problem as problem:
-                    problems.append(f"{'.'.join(map(str, path))}: {value!r} {problem}")
+                    problems.append(f"{'.'.join(map(str, path))}: {show(value)} {problem}")
                     return None
             case _:
                 return value
@@ -75,12 +79,25 @@ class _Tree:
 
     def __init__(self, values: dict[str, Any]) -> None:
         self._values = values
+        self._num_steps = self._num_characters = self._depth = 0
 
     def computed(self, text: str, path: tuple[str | int, ...], under_way: tuple[str, ...]) -> Any:
         """Return the value of a string: of a single interpolation, or the string with all interpolations replaced."""
-        parts = list(_parts(text))
-        values = [self._part(part, path, under_way) if is_inner else part for part, is_inner in parts]
+        self._num_characters += len(text)
+        self._count_step()
+        self._depth += 1
+        try:
+            parts = list(_parts(text))
+            values = [self._part(part, path, under_way) if is_inner else part for part, is_inner in parts]
+        finally:
+            self._depth -= 1
         return values[0] if len(values) == 1 else "".join(map(_shown, values))
+
+    def _count_step(self) -> None:
+        """Refuse interpolations that stand for very much: each level of `${a}${a}` doubles them."""
+        self._num_steps += 1
+        if self._num_steps > _MAX_STEPS or self._num_characters > MAX_BYTES or self._depth > MAX_DEPTH:
+            raise _Problem("leads to too many interpolations. Write the value instead")
 
     def _part(self, inner: str, path: tuple[str | int, ...], under_way: tuple[str, ...]) -> Any:
         resolver = _RESOLVER.match(inner)
@@ -99,9 +116,15 @@ class _Tree:
         if name not in _ARITHMETIC:
             raise _Problem(f"uses the unknown resolver {name!r}. Write the value instead")
         try:
-            return _ARITHMETIC[name](*values)
+            if not all(isinstance(each, int | float) for each in values) and name != "eval":
+                raise TypeError
+            found = _ARITHMETIC[name](*values)
+            if isinstance(found, int) and abs(found) >= 10**MAX_DIGITS:
+                raise OverflowError
+            return found
         except (TypeError, ArithmeticError):
-            raise _Problem(f"cannot be computed from {', '.join(map(repr, values))}. Write the value instead") from None
+            given = ", ".join(map(_quoted, values))
+            raise _Problem(f"cannot be computed from {given}. Write the value instead") from None
 
     def _argument(self, text: str, path: tuple[str | int, ...], under_way: tuple[str, ...]) -> Any:
         return self.computed(text, path, under_way) if "${" in text else scalar(text.strip("'\""))
@@ -119,6 +142,7 @@ class _Tree:
         return self._whole(value, target, (*under_way, name))
 
     def _whole(self, value: Any, path: tuple[str | int, ...], under_way: tuple[str, ...]) -> Any:
+        self._count_step()
         match value:
             case str() if "${" in value:
                 return self.computed(value, path, under_way)
@@ -183,6 +207,10 @@ def _arguments(text: str) -> list[str]:
         else:
             found[-1] += character
     return found
+
+
+def _quoted(value: Any) -> str:
+    return show(value) if isinstance(value, int | list | dict) else repr(value)[:80]
 
 
 def _shown(value: Any) -> str:

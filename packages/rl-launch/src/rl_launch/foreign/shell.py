@@ -8,10 +8,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from rl_core.config.tree import read_text
 from rl_core.errors import ConfigError
 
+MAX_SCRIPT_BYTES = 1 << 19
+"""Maximum size of a script."""
+
 _NAME = re.compile(r"[A-Za-z_]\w*")
-_VARIABLE = re.compile(r"\$\{(\w+)(?::?-([^}]*))?\}|\$([A-Za-z_]\w*)")
+_VARIABLE = re.compile(r"\$\{(\w+)(?::?-((?:[^${}]|\$(?!\{))*))?\}|\$([A-Za-z_]\w*)")
 _HOME = re.compile(r"(?<![^=\[,'\"\s])\$(HOME\b|\{HOME\})(?=/|$)")
 """The home folder at the start of a path."""
 _ENDS = (";", "&", "|", "\n")
@@ -44,17 +48,19 @@ def read_commands(path: Path) -> list[Command]:
     Raises:
         ConfigError: If it cannot be read.
     """
+    text = read_text(path, str(path), MAX_SCRIPT_BYTES)
     try:
-        text = path.read_text(encoding="utf-8")
         pieces = [(line, shlex.split(piece)) for line, piece in _pieces(text)]
-    except (OSError, UnicodeDecodeError, ValueError) as error:
+    except ValueError as error:
         raise ConfigError(f"{path}: not a shell script that can be read: {error}") from None
     lines = text.splitlines()
     known: dict[str, str] = {}
 
     def expanded(word: str) -> str:
-        word = _HOME.sub("~", word)
-        return _VARIABLE.sub(lambda found: _value(found, known), word)
+        word = _VARIABLE.sub(lambda found: _value(found, known), _HOME.sub("~", word))
+        if len(word) > MAX_SCRIPT_BYTES:
+            raise ConfigError(f"{path}: the variables of {word[:40]!r}... hold more than {MAX_SCRIPT_BYTES:,} bytes")
+        return word
 
     found = []
     for line, words in pieces:
@@ -89,7 +95,7 @@ def _pieces(text: str) -> Iterator[tuple[int, str]]:
             piece += " "
             continue
         if character == "#" and not quote and (not piece or piece[-1].isspace()):
-            place = text.find("\n", place) if "\n" in text[place:] else len(text)
+            place = text.find("\n", place) % (len(text) + 1)  # without a line break, the end of the text
             continue
         if character in _ENDS and not quote:
             if piece.strip():

@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from rl_core.config.tree import MAX_DEPTH, TOO_DEEP, BoundedLoader, bounded, parsed, read_text, reason
 from rl_core.errors import ConfigError
 from rl_launch.foreign.scalars import FLOAT, scalar
 from rl_launch.foreign.shell import read_commands
@@ -20,8 +21,13 @@ REPLACES = "_override_"
 _KEY = re.compile(r"[A-Za-z_]\w*(\.\w+)+")
 
 
-class _Loader(yaml.SafeLoader):
-    """Reads `1e-5` as a number, as OmegaConf and YAML 1.2 do."""
+class _Loader(BoundedLoader):
+    """Reads `1e-5` as a number and a date as a string, as OmegaConf and YAML 1.2 do."""
+
+    yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
 
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(f"^{FLOAT.pattern}$"), list("-+.0123456789"))
@@ -60,10 +66,13 @@ def read_overrides(path: Path, bases: Mapping[str, dict[str, Any]]) -> dict[str,
             at = found
             for name in sections:
                 at = at.setdefault(name, {})
+                if not isinstance(at, dict):
+                    raise ConfigError(f"{path}: {key} is below {name}, which has a value. Remove one of them")
             at[last] = _value(value)
     if not found:
         raise ConfigError(f"{path}: the file contains no `section.key=value` arguments")
-    return found
+    checked: dict[str, Any] = bounded(found, str(path))
+    return checked
 
 
 def _value(text: str) -> Any:
@@ -74,8 +83,8 @@ def _value(text: str) -> Any:
 
 
 def _merged(path: Path, chain: tuple[Path, ...], bases: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    if path.resolve() in chain:
-        raise ConfigError(f"{path}: circular `defaults`. Remove one of them")
+    if path.resolve() in chain or len(chain) == MAX_DEPTH:
+        raise ConfigError(f"{path}: circular `defaults`, or a chain of more than {MAX_DEPTH}. Remove one of them")
     own = _values(path)
     parents = own.pop("defaults", None)
     merged: dict[str, Any] = {}
@@ -122,23 +131,21 @@ def _without_marks(values: Any) -> Any:
 
 
 def _values(path: Path) -> dict[str, Any]:
-    text = _text(path)
+    text = read_text(path, str(path))
     try:
         if path.suffix == ".toml":
             values: Any = tomllib.loads(text)
         elif path.suffix == ".json":
             values = json.loads(text)
         else:
-            values = yaml.load(text, _Loader)  # a SafeLoader
-    except (yaml.YAMLError, tomllib.TOMLDecodeError, json.JSONDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from None
+            values = parsed(text, str(path), lambda: yaml.load(text, _Loader))  # a SafeLoader
+    except ConfigError:
+        raise
+    except RecursionError:
+        raise ConfigError(f"{path}: {TOO_DEEP}") from None
+    except ValueError as error:
+        raise ConfigError(f"{path}: cannot be read: {reason(error)}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: must contain `key: value` lines")
-    return values
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from None
+    checked: dict[str, Any] = bounded(values, str(path))
+    return checked

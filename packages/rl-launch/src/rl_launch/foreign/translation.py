@@ -8,6 +8,8 @@ from types import NoneType
 from typing import Any
 
 from rl_core.config.keys import Key
+from rl_core.errors import ConfigError
+from rl_core.problems import show
 from rl_launch.foreign.lines import Line
 from rl_launch.foreign_keys.flat import flattened
 from rl_launch.foreign_keys.table import Kind, Table
@@ -55,6 +57,8 @@ class Translation:
         self.notes: list[str] = []
         self.behaviour: list[str] = []
         self.lines: tuple[Line, ...] = ()
+        self.asked = ""
+        """The last key whose value was asked for, for messages about its type."""
         self._key_here = key_here
         self._keys = flattened(values)
         self._answers: dict[str, Answer] = {}
@@ -67,6 +71,7 @@ class Translation:
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return the value of a key of the other system; the default if it is missing or null."""
+        self.asked = key
         found: Any = self.values
         for name in key.split("."):
             found = found.get(name) if isinstance(found, dict) else None
@@ -94,6 +99,8 @@ class Translation:
         at = self.recipe
         for name in sections:
             at = at.setdefault(name, {})
+            if not isinstance(at, dict):
+                raise ConfigError(f"{key}: {name} is a section here, and the file gives it the value {show(at)}")
         at[last] = value
 
     def put_default(self, key: str, value: Any) -> None:

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rl_core.config.tree import read_text, reason
 from rl_core.errors import ConfigError
 from rl_launch.foreign.lines import Fate, Line
+from rl_launch.foreign.shell import MAX_SCRIPT_BYTES
 from rl_launch.foreign.trl.calls import ALGORITHMS, CALLS, METHODS, OTHERS, SETTERS
 from rl_launch.foreign.trl.reading import Call, Reading
 from rl_launch.foreign.trl.values import Data, Thing, is_constant, is_made, plain
@@ -73,20 +75,22 @@ def read_script(path: Path, flags: Mapping[str, Any] | None = None) -> Script:
     Raises:
         ConfigError: If it cannot be read, or does not train with exactly one trainer that is imported.
     """
+    text = read_text(path, str(path), MAX_SCRIPT_BYTES)
+    too_deep = f"{path}: its expressions are nested too deeply to be read"
     try:
-        text = path.read_text(encoding="utf-8-sig")
         tree = ast.parse(text)
-        reading = Reading(text, path.parent, flags, calls=CALLS, methods=METHODS, setters=SETTERS)
+    except (SyntaxError, ValueError) as error:
+        line = getattr(error, "lineno", None) or 1
+        raise ConfigError(f"{path} is not valid Python: line {line}: {reason(error).partition(' (<')[0]}") from None
+    except (RecursionError, MemoryError):  # the parser has its own stack
+        raise ConfigError(too_deep) from None
+    reading = Reading(text, path.parent, flags, calls=CALLS, methods=METHODS, setters=SETTERS)
+    try:
         reading.run(tree.body)
         if not reading.trainers and not reading.others:
             reading.run_uncalled(_trains)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from None
-    except (SyntaxError, ValueError) as error:
-        line = getattr(error, "lineno", None)
-        raise ConfigError(f"{path} is not valid Python: line {line}: {getattr(error, 'msg', error)}") from None
     except RecursionError:
-        raise ConfigError(f"{path}: its expressions are nested too deeply to be read") from None
+        raise ConfigError(too_deep) from None
     config, trainer = _the_trainer(reading, path)
     return _Collected(reading, config, trainer).script()
 

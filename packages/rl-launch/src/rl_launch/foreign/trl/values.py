@@ -34,6 +34,10 @@ _OPERATORS: Mapping[type, Callable[[Any, Any], Any]] = {
 }
 
 
+_MAX_BITS = 4096
+"""Maximum size of an integer that is multiplied or raised to a power."""
+
+
 class NotConstant(Exception):
     """Raised if a value is not known without running the script."""
 
@@ -164,6 +168,10 @@ def folded(kind: ast.AST, left: Any, right: Any) -> Any:
         return isinstance(kind, ast.IsNot | ast.NotEq)
     if not (is_constant(left) and is_constant(right)):
         return unknown(left, right)
+    if isinstance(left, int) and isinstance(right, int):
+        times = right if isinstance(kind, ast.Pow) else 1
+        if left.bit_length() * times > _MAX_BITS:  # nothing interrupts Python while it computes 9**9**9
+            return unknown(left, right)
     try:
         if isinstance(kind, ast.Div) and isinstance(left, str):
             return f"{left.rstrip('/')}/{right}"  # a path
