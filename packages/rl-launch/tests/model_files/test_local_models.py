@@ -2,9 +2,12 @@
 
 import pytest
 
-from rl_core.errors import RunDirectoryError
-from rl_launch.model_files.local_models import check_home, untrained_model
-from rl_launch.worker_envs import EnvPlan, build
+from rl_core.errors import RunDirectoryError, WorkerEnvironmentError
+from rl_core.plugins import Requirement
+from rl_launch.model_files.local_models import untrained_model
+from rl_launch.worker_envs import check_home, provision, worker_env
+
+MATH = worker_env(Requirement("rl-envs"), "cpu")
 
 
 def test_a_home_that_cannot_be_written_to_is_answered_with_its_variable(tmp_path, monkeypatch):
@@ -23,9 +26,9 @@ def test_a_home_that_does_not_exist_is_not_made(tmp_path, monkeypatch, variable)
         monkeypatch.setenv(variable, str(tmp_path / "chosen"))
         check_home()
         return
-    for refused in (check_home, lambda: untrained_model("tiny-arithmetic")):
-        with pytest.raises(RunDirectoryError, match=r"the home folder does not exist: .*nobody\. Set HOME, or RL_HOME"):
+    for refused in (check_home, lambda: untrained_model("tiny-arithmetic"), lambda: provision([MATH], "isolated")):
+        with pytest.raises(
+            WorkerEnvironmentError, match=r"the home folder .*nobody does not exist\. Set HOME, or RL_HOME"
+        ):
             refused()
-    with pytest.raises(FileNotFoundError, match="the home folder does not exist"):
-        build(EnvPlan("math", "0" * 16, (), "3.11", "2", ()))
     assert not list(tmp_path.iterdir())

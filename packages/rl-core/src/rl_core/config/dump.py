@@ -50,12 +50,7 @@ def to_yaml(config: Config) -> str:
 
 def changed_to_yaml(config: Config) -> str:
     """The keys of a config whose values differ from their defaults, as YAML that loads back to an equal config."""
-    return tree_to_yaml(changed_as_written(config))
-
-
-def changed_as_written(config: Config) -> Any:
-    """Return the same keys as nested plain values; see `as_written`."""
-    return _changed(config, None, as_written(config))
+    return tree_to_yaml(_changed(config, None, as_written(config)))
 
 
 def _changed(section: Config, default: Any, written: Any) -> Any:

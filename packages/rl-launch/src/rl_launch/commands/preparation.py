@@ -25,7 +25,7 @@ from rl_launch.commands.family_proof import prove_family
 from rl_launch.doctor.checks import processes_problem, ranks_keys
 from rl_launch.doctor.machine import Machine
 from rl_launch.doctor.needs import needs_of_plan
-from rl_launch.model_files.local_models import MADE_HERE, check_home, untrained_model
+from rl_launch.model_files.local_models import MADE_HERE, untrained_model
 from rl_launch.model_files.model_facts import check_tokenizer
 from rl_launch.model_files.model_folder import adapter_problems, config_folder
 from rl_launch.monitoring.run_monitoring import check_monitoring
@@ -51,7 +51,7 @@ from rl_launch.session.directory.run_images import name_images
 from rl_launch.session.directory.writable import check_writable
 from rl_launch.session.tracking.trackers import check_mlflow_store
 from rl_launch.session.tracking.writers import check_writers
-from rl_launch.worker_envs import availability_of
+from rl_launch.worker_envs import availability_of, check_home
 from rl_launch.worker_envs.driver_envs import DriverEnvs
 
 

@@ -115,6 +115,7 @@ def train(
             callbacks=run.callbacks,
             pusher=run.pusher,
             observer=monitoring.observer,
+            restarts=lambda: restoration.goes_on,
         )
         start = partial(sessions, fresh=fresh)
         while True:

@@ -6,10 +6,9 @@ import logging
 from collections.abc import Mapping
 from pathlib import Path
 
-from rl_core.errors import RunDirectoryError
 from rl_core.model_config import ModelConfig
 from rl_launch.session.directory.writable import check_writable
-from rl_launch.worker_envs import default_root, require_home
+from rl_launch.worker_envs import check_home, default_root
 
 _log = logging.getLogger(__name__)
 
@@ -51,20 +50,6 @@ def model_folders(models: Mapping[str, ModelConfig]) -> dict[str, str]:
 def models_folder() -> Path:
     """Return the folder of the models that are made here."""
     return default_root().parent / "models"
-
-
-def check_home() -> None:
-    """Refuse a home folder that does not exist, before models, environments or results of checks are kept in it.
-
-    Raises:
-        RunDirectoryError: If it is used and does not exist.
-    """
-    try:
-        require_home()
-    except FileNotFoundError as error:
-        raise RunDirectoryError(
-            f"{error.strerror}: {error.filename}. Set HOME, or RL_HOME to a folder with space that you may write to."
-        ) from None
 
 
 def writable_models_folder() -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -92,6 +92,7 @@ class RunSession:
         callbacks: User code that is called during the run.
         pusher: Pushes checkpoints; none are pushed without it.
         observer: Sees the run's steps and its end.
+        restarts: Returns True if the run is restored after an error, which trackers then see as an interruption.
     """
 
     def __init__(
@@ -109,11 +110,13 @@ class RunSession:
         callbacks: Sequence[MadeCallback] = (),
         pusher: CheckpointReceiver | None = None,
         observer: RunObserver | None = None,
+        restarts: Callable[[], bool] = lambda: False,
     ) -> None:
         self.directory = RunDirectory(run_dir, recording)
         self._config = config
         access = config.logger.run_dir_access
         self._take_directory = partial(self.directory.open, config, fresh=fresh, branch=branch, access=access)
+        self._restarts = restarts
         self._callbacks = Callbacks(callbacks, lambda: self._stop.unwound_by)
         self._pusher = pusher
         self._observer = Observers([] if observer is None else [observer])
@@ -435,7 +438,8 @@ class RunSession:
         self._observer.end(end)
         self._callbacks.end(end)
         at_once = error is not None and not isinstance(error, Exception)
-        self._metrics.close(status, at_once=at_once)
+        told: EndStatus = "interrupted" if status == "failed" and self._restarts() else status
+        self._metrics.close(told, at_once=at_once)
         if self._pusher is not None:
             self._pusher.end(is_finished=status == "finished", at_once=at_once)
 

@@ -3,9 +3,9 @@
 from rl_launch.worker_envs.availability import Availability, availability_of
 from rl_launch.worker_envs.driver import missing
 from rl_launch.worker_envs.engine_checks import engine_problems
-from rl_launch.worker_envs.node_build import BuiltEnv, EnvPlan, build, default_root, require_home
+from rl_launch.worker_envs.node_build import BuiltEnv, EnvPlan, build, default_root
 from rl_launch.worker_envs.plan import local_plan, portable_plan
-from rl_launch.worker_envs.provision import Mode, homes, provision
+from rl_launch.worker_envs.provision import Mode, check_home, homes, provision
 from rl_launch.worker_envs.spec import ROLLOUT_WORKER, Wanted, WorkerEnvSpec, worker_env
 from rl_launch.worker_envs.variables import chosen_variables, worker_variables
 
@@ -19,6 +19,7 @@ __all__ = [
     "WorkerEnvSpec",
     "availability_of",
     "build",
+    "check_home",
     "chosen_variables",
     "default_root",
     "engine_problems",
@@ -27,7 +28,6 @@ __all__ = [
     "missing",
     "portable_plan",
     "provision",
-    "require_home",
     "worker_env",
     "worker_variables",
 ]

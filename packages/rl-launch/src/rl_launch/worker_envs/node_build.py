@@ -6,7 +6,6 @@ whole with `ray.cloudpickle.register_pickle_by_value(rl_launch.worker_envs.node_
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import os
@@ -202,19 +201,8 @@ def default_root() -> Path:
     home = os.environ.get("RL_HOME")
     if home:
         return Path(home).expanduser() / "envs"
-    # a user without a home folder keeps the ~, see `require_home`
+    # a user without a home folder keeps the ~
     return Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")) / "rl" / "envs"
-
-
-def require_home() -> None:
-    """Refuse to make the folder of environments in a home folder that does not exist: root could do it, on any disk.
-
-    Raises:
-        FileNotFoundError: If neither `RL_HOME` nor `XDG_CACHE_HOME` is set, and there is no home folder.
-    """
-    home = os.path.expanduser("~")
-    if not (os.environ.get("RL_HOME") or os.environ.get("XDG_CACHE_HOME") or os.path.isdir(home)):
-        raise FileNotFoundError(errno.ENOENT, "the home folder does not exist", home)
 
 
 def build(plan: EnvPlan, root: str | None = None) -> BuiltEnv:
@@ -224,8 +212,6 @@ def build(plan: EnvPlan, root: str | None = None) -> BuiltEnv:
         EnvBuildError: If a command fails; contains its last lines.
     """
     started = time.monotonic()
-    if not root:
-        require_home()
     base = Path(root) if root else default_root()
     env = base / plan.folder
     python = env / "bin" / "python"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
 from collections.abc import Iterable
@@ -48,6 +49,20 @@ def provision(
     return {**dict.fromkeys(here, sys.executable), **_built(to_build, root)}
 
 
+def check_home() -> None:
+    """Refuse a home folder that does not exist, before models, environments of gigabytes or results of checks are kept
+    in it. Root could make it, on any disk.
+
+    Raises:
+        WorkerEnvironmentError: If neither `RL_HOME` nor `XDG_CACHE_HOME` is set, and there is no home folder.
+    """
+    home = os.path.expanduser("~")
+    if not (os.environ.get("RL_HOME") or os.environ.get("XDG_CACHE_HOME") or os.path.isdir(home)):
+        raise WorkerEnvironmentError(
+            f"the home folder {home} does not exist. Set HOME, or RL_HOME to a folder with space that you may write to."
+        )
+
+
 def homes(specs: Iterable[WorkerEnvSpec]) -> dict[WorkerEnvSpec, WorkerEnvSpec]:
     """For each spec, the one whose environment it uses: another's if that covers it."""
     specs = list(dict.fromkeys(specs))
@@ -58,6 +73,8 @@ def homes(specs: Iterable[WorkerEnvSpec]) -> dict[WorkerEnvSpec, WorkerEnvSpec]:
 def _built(specs: list[WorkerEnvSpec], root: str | None) -> dict[WorkerEnvSpec, str]:
     if not specs:
         return {}
+    if root is None:
+        check_home()
     home = homes(specs)
     # called once before there are threads: it reads `sysconfig`, whose table Python 3.11 fills without a lock
     _uv()

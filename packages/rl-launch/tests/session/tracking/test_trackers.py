@@ -10,7 +10,7 @@ import counting_run as counting
 import pytest
 
 from rl_core.errors import ConfigError
-from rl_launch.session import LoggerConfig
+from rl_launch.session import LoggerConfig, RunSession
 from rl_launch.session.directory.labels import Labels, write_labels
 from rl_launch.session.directory.run_folder import DESCRIPTION
 from rl_launch.session.tracking import writers
@@ -240,6 +240,13 @@ def test_a_tracker_hears_how_a_run_has_ended(tmp_path, installed, tracker):
 def test_mlflow_hears_that_a_run_was_interrupted(tmp_path, installed):
     mlflow = installed("mlflow", Mlflow())
     counting.run(tmp_path, settings(mlflow_enabled=True), at_step=interrupt)
+    assert mlflow.updates == ["RUNNING", "KILLED"]
+
+
+def test_a_run_that_is_restored_after_an_error_has_not_failed(tmp_path, installed):
+    mlflow = installed("mlflow", Mlflow())
+    with pytest.raises(RuntimeError), RunSession(tmp_path, settings(mlflow_enabled=True), restarts=lambda: True):
+        raise RuntimeError
     assert mlflow.updates == ["RUNNING", "KILLED"]
 
 

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from statistics import median
 
 IDLE = 0.2
 """Share of the time for which training, or the generators, may have nothing to do."""
 
-FEWEST_STEPS, MOST_STEPS = 3, 8
-"""Last steps that the progress of a run judges by, by their median: the first one always waits for its rollouts."""
+ENDS = 4
+"""Steps at either end of a run that are not judged: rollouts do not run ahead in the first ones yet, and none are left
+to run ahead of the last ones."""
+
+WINDOW = 10
+"""Steps that are judged together, by their median."""
+
+
+def steady(shares: Sequence[float]) -> Sequence[float]:
+    """Return the shares of a run's steps to judge it by; empty if it is too short."""
+    within = shares[ENDS:-ENDS]
+    return within[-max(WINDOW, len(shares) // 4) :] if len(within) >= WINDOW else ()
 
 
 def imbalance(trainer: float, generators: float, *, section: str = "") -> tuple[str, str] | None:
@@ -40,20 +50,26 @@ def imbalance(trainer: float, generators: float, *, section: str = "") -> tuple[
 
 
 class Balance:
-    """Watches the last steps of a run for a side that waits."""
+    """Watches a window of steps of a run for a side that waits.
+
+    Attributes:
+        found: Who waits and what to change; None if neither side waits for long.
+    """
 
     def __init__(self) -> None:
-        self._shares: deque[tuple[float, float]] = deque(maxlen=MOST_STEPS)
+        self.found: tuple[str, str] | None = None
+        self._num_steps = 0
+        self._shares: deque[tuple[float, float]] = deque(maxlen=WINDOW)
 
-    def observe(self, metrics: Mapping[str, float]) -> None:
+    def observe(self, metrics: Mapping[str, float], *, steps_left: int) -> None:
         """Take the metrics of a step; one whose rollouts do not run ahead of training says nothing."""
-        if "idle/trainer" in metrics:
+        if "idle/trainer" not in metrics or steps_left < ENDS:
+            return
+        self._num_steps += 1
+        if self._num_steps > ENDS:
             self._shares.append((metrics["idle/trainer"], metrics.get("idle/generators", 0.0)))
+        if len(self._shares) == WINDOW:
+            self.found = imbalance(*(median(shares) for shares in zip(*self._shares, strict=True)))
 
     def __str__(self) -> str:
-        """Who waits and what to change; empty if neither side waits for long."""
-        if len(self._shares) < FEWEST_STEPS:
-            return ""
-        trainer, generators = (median(shares) for shares in zip(*self._shares, strict=True))
-        found = imbalance(trainer, generators)
-        return "" if found is None else f"{found[0]}: {found[1]}"
+        return "" if self.found is None else f"{self.found[0]}: {self.found[1]}"

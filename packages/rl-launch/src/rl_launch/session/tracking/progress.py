@@ -53,6 +53,7 @@ class Progress:
         self._trend: deque[float] = deque(maxlen=24)
         self._durations: deque[float] = deque(maxlen=20)
         self._balance = Balance()
+        self._told_remedy: str | None = None
         self._replica_counts: set[float] = set()
         self._spinner = Spinner("dots")
         self._live = Live(get_renderable=self.render, console=console, refresh_per_second=4, transient=True)
@@ -78,7 +79,7 @@ class Progress:
     def finish(self, step: int, metrics: Mapping[str, float], seconds: float) -> None:
         """A step is done, with these metrics."""
         self._durations.append(seconds)
-        self._balance.observe(metrics)
+        self._balance.observe(metrics, steps_left=self._max_steps - step)
         self._replica_counts |= {metrics[key] for key in [_REPLICAS] if key in metrics}
         # the number of replicas is told once it has changed
         told = (*_SHOWN, (_REPLICAS, "replicas")) if len(self._replica_counts) > 1 else _SHOWN
@@ -93,7 +94,10 @@ class Progress:
             return
         self._told_at = self._clock()
         values = "  ".join(f"{label} {metrics[key]:.4g}" for key, label in told if key in metrics)
-        waits = f"  {self._balance}" if str(self._balance) else ""
+        # the live line has it all the time, and the log once
+        remedy = self._balance.found and self._balance.found[1]
+        waits = f"  {self._balance}" if remedy not in (None, self._told_remedy) else ""
+        self._told_remedy = remedy or self._told_remedy
         _logger.info(
             "step %d/%d  %s  %.1f s  %s left%s", step, self._max_steps, values, seconds, self._left(step), waits
         )

@@ -13,13 +13,15 @@ import re
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from rl_core.callback import EndStatus
-from rl_core.config import Config, as_written, changed_as_written
+from rl_core.config import Config, as_written, changed_to_yaml
 from rl_core.errors import ConfigError
 from rl_core.install_command import install_command
 from rl_launch.session.config import LoggerConfig
@@ -127,7 +129,7 @@ class MLflowWriter:
         self._client.update_run(self._run_id, status="RUNNING", name=name)
         known = self._client.get_run(self._run_id).data
         self._set_tags({"run_dir": str(run_dir), "group": labels.group, _NOTES: labels.notes}, labels, known.tags)
-        self._log_parameters(_flattened(changed_as_written(settings)), known.params)
+        self._log_parameters(_flattened(yaml.safe_load(changed_to_yaml(settings))), known.params)
         if is_new:
             self._log_config(settings)
 
@@ -237,15 +239,10 @@ class _GivenSteps:
 
 def _flattened(tree: Any, path: str = "") -> dict[str, str]:
     """Return the values of nested plain values by dotted key, as parameters of MLflow."""
-
-    def leaves(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
-        if not isinstance(tree, dict) or not tree:
-            yield path, tree
-            return
-        for key, value in tree.items():
-            yield from leaves(value, f"{path}.{key}" if path else str(key))
-
-    return {mlflow_name(key): str(value)[:_MAX_PARAMETER] for key, value in leaves(tree, path)}
+    if not isinstance(tree, dict) or not tree:
+        return {mlflow_name(path): str(tree)[:_MAX_PARAMETER]} if path else {}
+    below = (_flattened(value, f"{path}.{key}" if path else str(key)) for key, value in tree.items())
+    return {key: value for part in below for key, value in part.items()}
 
 
 def _artifacts_beside(uri: str, experiment: str) -> str | None:
