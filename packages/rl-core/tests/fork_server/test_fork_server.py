@@ -16,7 +16,9 @@ from pathlib import Path
 import pytest
 
 from rl_core.fork_server import command
-from rl_core.fork_server.server import MOST_SERVERS
+from rl_core.fork_server.address import connected
+from rl_core.fork_server.request import Request, send_request
+from rl_core.fork_server.server import MAX_SERVERS, Server, listen
 
 IDLE_S = 60.0
 
@@ -207,18 +209,85 @@ def test_a_package_that_was_installed_is_seen(machine: Machine) -> None:
     [
         ({"TORCH_SETTING": "2"}, False),
         ({"OMP_NUM_THREADS": "3"}, False),
+        ({"LD_LIBRARY_PATH": "/nowhere"}, False),
+        ({"PYTHONHASHSEED": "7"}, False),
         ({"RAY_JOB_ID": "2", "PWD": "/", "PATH": "/bin", "PYTEST_CURRENT_TEST": "x"}, True),
         ({"RL_NODE_ADDRESS": "127.0.0.2", "GLOO_SOCKET_IFNAME": "lo", "SPT_NOENV": "1", "JPY_PARENT_PID": "7"}, True),
+        ({"TMUX_PANE": "%7", "TERM": "xterm", "TERM_PROGRAM": "a", "WINDOWID": "7", "STY": "7", "COLUMNS": "99"}, True),
+        ({"SSH_CONNECTION": "::1 1 ::1 22", "SSH_TTY": "/dev/pts/7", "XDG_SESSION_ID": "7", "DISPLAY": ":7"}, True),
+        ({"VSCODE_IPC_HOOK_CLI": "/a", "DBUS_SESSION_BUS_ADDRESS": "a", "EDITOR": "a", "ANY_OTHER": "a"}, True),
     ],
 )
 def test_processes_share_a_server_if_their_libraries_would_import_alike(
     machine: Machine, variables: Mapping[str, str], is_shared: bool
 ) -> None:
-    module = machine.add("engine", "import os\nvalue = os.environ.get('TORCH_SETTING')")
-    code = "import engine; print(engine.value)"
-    assert machine.run(code, module) == (0, "None", "")
-    assert machine.run(code, module, **variables) == (0, variables.get("TORCH_SETTING", "None"), "")
+    reads = "os.environ.copy(), shutil.get_terminal_size(), dict(os.environ.items())"
+    text = f"import os, shutil\nvalue, *_ = os.environ.get('TORCH_SETTING'), {reads}"
+    module = machine.add("engine", text)
+    code = f"import engine, os; print(engine.value, *(os.environ.get(name) for name in {list(variables)!r}))"
+    assert machine.run(code, module)[0] == 0
+    expected = " ".join([variables.get("TORCH_SETTING", "None"), *variables.values()])
+    assert machine.run(code, module, **variables) == (0, expected, "")
     assert len(machine.sockets) == (1 if is_shared else 2)
+    assert len(machine.imports) == (1 if is_shared else 2)
+
+
+@pytest.mark.parametrize(
+    "read", ["os.environ.get('{}')", "os.getenv('{}')", "'{0}' in os.environ and os.environ['{0}']"]
+)
+def test_a_variable_that_an_import_reads_starts_the_server_over(machine: Machine, read: str) -> None:
+    # an import may set it, too
+    text = "import os\nvalue = {}\nos.environ['MY_SETTING'] = 'set'".format(read.format("MY_SETTING"))
+    module = machine.add("engine", text)
+    code = "import engine; print(engine.value)"
+    for value in ("1", "1", "2", "2"):
+        assert machine.run(code, module, MY_SETTING=value) == (0, value, "")
+    assert machine.imports == ["engine"] * 2
+    assert len(machine.sockets) == 1
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[Server, Path, list[float]]]:
+    """A server in this process that stays for 600 seconds, its address, and its clock."""
+    folder = Path(tempfile.mkdtemp(dir="/tmp"))
+    listener = listen(folder / "server")
+    assert listener is not None
+    now = [0.0]
+    yield Server(listener, folder / "server", [], 600.0, clock=lambda: now[0]), folder / "server", now
+    listener.close()
+    shutil.rmtree(folder)
+
+
+def test_a_server_that_others_only_look_for_ends_after_its_time(server: tuple[Server, Path, list[float]]) -> None:
+    served, address, now = server
+    for now[0] in (300.0, 599.0):
+        assert listen(address) is None
+        served.handle(0)
+        assert address.exists()
+    now[0] = 600.0
+    assert listen(address) is None
+    served.handle(0)
+    assert not address.exists()
+
+
+def test_a_process_gives_a_server_its_whole_time_again(
+    server: tuple[Server, Path, list[float]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served, address, now = server
+    process = subprocess.Popen(["sleep", "60"])
+    now[0] = 500.0
+    with connected(address) as connection:  # type: ignore[union-attr]
+        send_request(connection, Request.of_this_process(["-c", "pass"]))
+        monkeypatch.setattr(os, "fork", lambda: process.pid)
+        served.handle(0)
+        now[0] = 5000.0
+        served.handle(0)
+        assert address.exists()
+        process.kill()
+        served.handle(10)
+    for now[0], stays in ((5599.0, True), (5600.0, False)):
+        served.handle(0)
+        assert address.exists() == stays
 
 
 @pytest.mark.parametrize(
@@ -269,9 +338,9 @@ def test_an_idle_server_ends(machine: Machine) -> None:
 
 
 def test_servers_are_few(machine: Machine) -> None:
-    names = [machine.add(f"engine{index}") for index in range(MOST_SERVERS + 1)]
+    names = [machine.add(f"engine{index}") for index in range(MAX_SERVERS + 1)]
     servers = [int(machine.run("import os; print(os.getppid())", name)[1]) for name in names]
-    assert len(machine.sockets) == MOST_SERVERS
+    assert len(machine.sockets) == MAX_SERVERS
     until(lambda: not is_alive(servers[0]))
     assert all(is_alive(server) for server in servers[1:])
 

@@ -4,9 +4,10 @@ Importing torch and an engine takes seconds of processor time, in every process.
 in for `python`: it asks a server that has imported the libraries to fork a process, waits for it, and ends as it ends.
 It starts the server if there is none, and runs plain `python` if the server cannot fork.
 
-A server is found by all that an import may depend on (`rl_core.fork_server.address`), so another environment, variable,
-user, container or job means another server. It starts over when a file that it has imported changes, and ends when it
-has been idle.
+A server is found by all that an import may depend on (`rl_core.fork_server.address`), so another environment,
+user, container or job means another server. It starts over when a file that it has imported changes or a variable that
+an import has read, and ends when it has been idle. A terminal's variables do not count, and processes have all
+variables of those who start them.
 """
 
 from __future__ import annotations

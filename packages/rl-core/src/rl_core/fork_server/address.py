@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import resource
 import socket
 import stat
@@ -12,33 +13,23 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-_OF_ONE_PROCESS = frozenset(
-    {
-        "_",
-        "COLUMNS",
-        "GLOO_SOCKET_IFNAME",
-        "LINES",
-        "NCCL_SOCKET_IFNAME",
-        "OLDPWD",
-        "PATH",
-        "PWD",
-        "PYTHONBREAKPOINT",
-        "SHLVL",
-    }
+_COUNTING = re.compile(
+    # read by the loader, the interpreter and native libraries, unseen by Python; Ray sets PYTHONBREAKPOINT in workers
+    "BLIS_|CUDA_|GLIBC_|GOMP_|HSA_|KMP_|LANG|LC_|LD_|MALLOC_|MKL_|NVIDIA_|OMP_|OPENBLAS_|PYTHON(?!BREAKPOINT)|ROCR_|TZ|"
+    # often set for one job: with an address for each value, its server need not start over
+    "HF_|HUGGINGFACE_|PYTORCH_|TOKENIZERS_|TORCH|TRANSFORMERS_|TRITON_|VLLM_|XDG_CACHE_HOME"
 )
-"""Variables that differ between processes and that no library reads when it is imported, except that torch looks for
-CUDA's compiler in `PATH`: processes with GPUs have no server. All others count, but those of `_OF_ONE_PROGRAM`."""
-
-_OF_ONE_PROGRAM = ("CRC32C_", "JPY_", "PYTEST_", "RAY_", "RL_", "SPT_")
-"""Prefixes of variables that only one program reads. A server never imports it (TensorBoard's writer, Jupyter, pytest,
-Ray, setproctitle), or it reads them when it is called (this project)."""
+"""Beginnings of the environment variables that are part of an address. A server starts over for a request that differs
+in any other variable that its imports have read (`rl_core.fork_server.loaded.Imported`)."""
 
 _LONGEST_PATH = 107
 """Of a Unix socket."""
 
 
 def server_address(modules: Sequence[str], variables: Mapping[str, str]) -> Path | None:
-    """Return the socket of the server whose processes are as this one would be with the modules imported.
+    """Return the socket of the server that forks processes with these modules for this one.
+
+    A server whose imports read other values of other variables starts over when it is asked.
 
     Args:
         modules: Imported by the server.
@@ -50,7 +41,7 @@ def server_address(modules: Sequence[str], variables: Mapping[str, str]) -> Path
     limits = sorted(name for name in dir(resource) if name.startswith("RLIMIT_"))
     everything = [
         [sys.executable, os.path.realpath(sys.executable), sys.flags, modules],
-        sorted(item for item in variables.items() if _counts(item[0])),
+        sorted(item for item in variables.items() if _COUNTING.match(item[0])),
         [resource.getrlimit(getattr(resource, name)) for name in limits],
         [sorted(os.sched_getaffinity(0)), os.getpriority(os.PRIO_PROCESS, 0)],
         [os.geteuid(), os.getegid(), sorted(os.getgroups())],
@@ -70,10 +61,6 @@ def connected(address: Path) -> socket.socket | None:
         return connection
     connection.close()
     return None
-
-
-def _counts(variable: str) -> bool:
-    return variable not in _OF_ONE_PROCESS and not variable.startswith(_OF_ONE_PROGRAM)
 
 
 def _is_private(folder: Path) -> bool:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import ItemsView, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from rl_core.imports import without_collections
@@ -45,18 +46,55 @@ def _threads_that_outlive_forks() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
-class Files:
-    """The files that this process has imported, as they were."""
+class Imported:
+    """What this process has imported: the files, and the environment variables that were read meanwhile."""
 
-    def __init__(self) -> None:
+    def __init__(self, modules: Sequence[str]) -> None:
+        # imports may set variables themselves
+        given = os.environ.copy()
+        with _recorded_reads() as read:
+            self.refusal = import_all(modules)
+            """Why this process must not be forked, empty if it may be."""
+        self._variables = {name: given.get(name) for name in read - _OF_TERMINALS}
         paths = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
         # a folder changes when a package is installed into it or removed from it
         paths.update(entry for entry in sys.path if os.path.isdir(entry))
         self._seen = {path: _state(path) for path in paths if path}
 
-    def have_changed(self) -> bool:
-        """Return whether an import would find other files now."""
-        return any(_state(path) != state for path, state in self._seen.items())
+    def differs(self, variables: Mapping[str, str]) -> bool:
+        """Return whether an import by a process with these variables would find other files or values now."""
+        return any(variables.get(name) != value for name, value in self._variables.items()) or any(
+            _state(path) != state for path, state in self._seen.items()
+        )
+
+
+_OF_TERMINALS = frozenset({"COLUMNS", "LINES", "PATH"})
+"""Variables that imports look at, and that change nothing that outlives them: the width of help texts, and the place of
+CUDA's compiler, which only processes with GPUs need and which have no server."""
+
+
+@contextmanager
+def _recorded_reads() -> Iterator[set[str]]:
+    """Record the names of environment variables that Python code reads one by one; copies of all do not count."""
+    read = set[str]()
+    kind = type(os.environ)
+
+    class Recorded(kind):  # type: ignore[misc, valid-type]
+        def __getitem__(self, key: str) -> str:
+            read.add(key)
+            return str(super().__getitem__(key))
+
+        def copy(self) -> dict[str, str]:
+            return {self.decodekey(key): self.decodevalue(value) for key, value in self._data.items()}
+
+        def items(self) -> ItemsView[str, str]:
+            return self.copy().items()
+
+    os.environ.__class__ = Recorded
+    try:
+        yield read
+    finally:
+        os.environ.__class__ = kind
 
 
 def _state(path: str) -> tuple[int, int, int] | None:

@@ -9,21 +9,21 @@ import signal
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from rl_core.fork_server.address import connected
-from rl_core.fork_server.loaded import Files, import_all
+from rl_core.fork_server.loaded import Imported
 from rl_core.fork_server.process import become
 from rl_core.fork_server.request import Request, receive_request, send_answer
 
 _CHECK_PERIOD_S = 5.0
 _REQUEST_TIMEOUT_S = 10.0
-MOST_SERVERS = 12
-"""Of one user on one machine: each takes up to a gigabyte."""
+MAX_SERVERS = 6
+"""Maximum number of servers of one user on one machine. Each takes up to a gigabyte."""
 
-_LEAST_MEMORY = 0.1
+_MIN_MEMORY = 0.1
 """Share of the machine's memory below which an idle server ends at once."""
 
 
@@ -54,7 +54,7 @@ def listen(address: Path) -> socket.socket | None:
         if address.exists():
             return None
         # a server whose socket is gone takes no requests, and ends when its processes have
-        for path in sorted(filter(Path.exists, others), key=_last_request)[: 1 - MOST_SERVERS]:
+        for path in sorted(filter(Path.exists, others), key=_last_request)[: 1 - MAX_SERVERS]:
             path.unlink()
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(str(address))
@@ -74,31 +74,48 @@ class Server:
         address: Path of the socket.
         modules: To import first.
         idle_s: Ends the server when it has had no process for so long.
+        clock: Returns the time in seconds.
     """
 
-    def __init__(self, listener: socket.socket, address: Path, modules: Sequence[str], idle_s: float) -> None:
+    def __init__(
+        self,
+        listener: socket.socket,
+        address: Path,
+        modules: Sequence[str],
+        idle_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._listener: socket.socket | None = listener
         self._address = address
         self._socket = address.stat().st_ino
         self._idle_s = idle_s
-        self._refusal = import_all(modules)
-        self._files = Files()
+        self._clock = clock
+        self._imported = Imported(modules)
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
         self._processes: dict[int, tuple[int, socket.socket]] = {}
+        self._last_process = clock()
 
     def serve(self) -> tuple[Request, list[int]] | None:
         """Serve until idle or out of date; returns twice in a fork, there with the request and its streams."""
-        active = time.monotonic()
         while self._listener is not None or self._processes:
-            for key, _ in self._selector.select(_CHECK_PERIOD_S):
-                asked = key.data(key.fileobj)
-                if asked is not None:
-                    return asked
-                active = time.monotonic()
-            is_idle = not self._processes and (time.monotonic() - active >= self._idle_s or _memory_is_short())
-            if is_idle or not self._is_reachable():
-                self._stop_listening()
+            asked = self.handle(_CHECK_PERIOD_S)
+            if asked is not None:
+                return asked
+        return None
+
+    def handle(self, timeout_s: float) -> tuple[Request, list[int]] | None:
+        """Handle the next events, and stop listening if idle; returns twice if a process is forked, as `serve` does.
+
+        Only processes of this server count as work: every server that starts connects to all others.
+        """
+        for key, _ in self._selector.select(timeout_s):
+            asked = key.data(key.fileobj)
+            if asked is not None:
+                return asked
+        is_idle = not self._processes and (self._clock() - self._last_process >= self._idle_s or _memory_is_short())
+        if is_idle or not self._is_reachable():
+            self._stop_listening()
         return None
 
     def _accept(self, listener: socket.socket) -> tuple[Request, list[int]] | None:
@@ -113,11 +130,12 @@ class Server:
         except (OSError, ValueError):
             connection.close()
             return None
-        if self._refusal or self._files.have_changed():
-            if not self._refusal:
-                # the next request starts a server with the files of now
+        refusal = self._imported.refusal
+        if refusal or self._imported.differs(request.variables):
+            if not refusal:
+                # the next request starts a server with the files and variables of now
                 self._stop_listening()
-            send_answer(connection, refusal=self._refusal)
+            send_answer(connection, refusal=refusal)
             connection.close()
             for each in streams:
                 os.close(each)
@@ -154,6 +172,7 @@ class Server:
     def _ended(self, process: int) -> None:
         pid, connection = self._processes.pop(process)
         _, status = os.waitpid(pid, 0)
+        self._last_process = self._clock()
         self._selector.unregister(process)
         os.close(process)
         if connection.fileno() >= 0:
@@ -192,4 +211,4 @@ def _user_of(connection: socket.socket) -> int:
 def _memory_is_short() -> bool:
     sizes = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     available, total = (int(sizes[name].split()[0]) for name in ("MemAvailable", "MemTotal"))
-    return available < _LEAST_MEMORY * total
+    return available < _MIN_MEMORY * total
